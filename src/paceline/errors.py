@@ -1,0 +1,47 @@
+"""What can go wrong, drawn as a tree, and the exit code each branch ends the process with.
+
+    PacelineError            1  the run failed
+    |-- UsageError           2  wrong use: nothing was trained, nothing was written over
+    `-- TrainingError        1  training cannot go on: a loss that is not finite, a disk that is full
+
+A process killed by signal n ends with 128 + n. docs/exit-codes.md holds the table for users.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from enum import IntEnum
+
+
+class ExitCode(IntEnum):
+    """The exit codes of every paceline command."""
+
+    DONE = 0
+    FAILED = 1
+    USAGE = 2
+    SAVED = 75  # sysexits.h EX_TEMPFAIL: stopped in good order, start it again to go on
+
+
+class PacelineError(Exception):
+    """The base of every error that is told to the user in words instead of as a traceback."""
+
+    exit_code: ExitCode = ExitCode.FAILED
+
+
+class UsageError(PacelineError):
+    """Wrong use, found before the first step: says what was asked, what is true, and what to do."""
+
+    exit_code = ExitCode.USAGE
+
+
+class TrainingError(PacelineError):
+    """Training cannot go on; says at which step and on which rank."""
+
+
+def unknown(kind: str, asked: str, choices: Iterable[str]) -> UsageError:
+    """The error for a name that does not exist: the nearest valid one first, then all of them."""
+    choices = list(choices)
+    near = difflib.get_close_matches(asked, choices, n=1)
+    meant = f" Did you mean {near[0]!r}?" if near else ""
+    return UsageError(f"unknown {kind} {asked!r}.{meant} Choose from: {', '.join(choices)}")
