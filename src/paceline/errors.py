@@ -2,7 +2,8 @@
 
     PacelineError            1  the run failed
     |-- UsageError           2  wrong use: nothing was trained, nothing was written over
-    `-- TrainingError        1  training cannot go on: a loss that is not finite, a disk that is full
+    |-- TrainingError        1  training cannot go on: a loss that is not finite, a disk that is full
+    `-- ToldElsewhere        *  another rank tells what happened; this one only ends, with the same code
 
 A process killed by signal n ends with 128 + n. docs/exit-codes.md holds the table for users.
 """
@@ -37,6 +38,16 @@ class UsageError(PacelineError):
 
 class TrainingError(PacelineError):
     """Training cannot go on; says at which step and on which rank."""
+
+
+class ToldElsewhere(PacelineError):
+    """Another rank tells the user what happened; this one ends silently, with the same exit code."""
+
+    victim = True  # an agent looks for the one that tells
+
+    def __init__(self, message: str, exit_code: ExitCode) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
 
 
 def unknown(kind: str, asked: str, choices: Iterable[str]) -> UsageError:

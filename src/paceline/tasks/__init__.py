@@ -1,0 +1,118 @@
+"""Tasks by name: the built-in ones, and anybody's own as `module:name` or `file.py:name` (no torch here).
+
+Finding a task without importing it is what lets a typing mistake be told before any process is started.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.machinery
+import importlib.util
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paceline.data.mnist import check_mnist
+from paceline.errors import UsageError, unknown
+
+if TYPE_CHECKING:
+    from paceline.tasks.task import Task
+
+
+@dataclass(frozen=True)
+class BuiltIn:
+    """Where a built-in task's function stands, and which options it takes."""
+
+    reference: str
+    options: tuple[str, ...]
+
+
+TASKS = {
+    "mnist-cnn": BuiltIn("paceline.tasks.mnist:cnn", ("data_dir",)),
+    "mnist-resnet18": BuiltIn("paceline.tasks.mnist:resnet18", ("data_dir", "stem")),
+}
+
+
+def check_task(name: str | None, options: Mapping[str, Any]) -> None:
+    """Refuse, without importing it, a task that does not exist, an option it does not take, or missing data.
+
+    Raises:
+        UsageError: saying what there is instead.
+    """
+    if name is None:
+        raise UsageError(f"no task given. Choose from: {', '.join(TASKS)}, or your own as module:name or file.py:name")
+    if name in TASKS:
+        for option in options:
+            if option not in TASKS[name].options:
+                takes = ", ".join("--" + o.replace("_", "-") for o in TASKS[name].options)
+                raise UsageError(f"task {name} has no --{option.replace('_', '-')}; it takes {takes}")
+        check_mnist(options.get("data_dir"))
+        return
+    if ":" not in name:
+        near = unknown("task", name, TASKS)
+        raise UsageError(f"{near}, or your own as module:name or file.py:name")
+    _locate(name)
+
+
+def load_task(name: str, options: Mapping[str, Any]) -> Task:
+    """Import the task `name`; if it is a function, call it with `options`.
+
+    Raises:
+        UsageError: if there is no such task in the module, or it is none, or takes no such option. Whatever the
+            module's own code raises passes through.
+    """
+    from paceline.tasks.task import Task  # noqa: PLC0415 - imports torch
+
+    reference = TASKS[name].reference if name in TASKS else name
+    module_name, _, attribute = reference.rpartition(":")
+    module = _import(module_name)
+    found = getattr(module, attribute, None)
+    if found is None:
+        raise unknown(f"task in {module_name}", attribute, [n for n in vars(module) if not n.startswith("_")])
+    if isinstance(found, Task):
+        if options:
+            raise UsageError(f"{name} is a Task, so it takes no options; make it a function for {', '.join(options)}")
+        return found
+    task = found(**options) if callable(found) else found
+    if not isinstance(task, Task):
+        raise UsageError(f"{name} is {type(task).__name__!r}, not a paceline.Task or a function that returns one")
+    return task
+
+
+def _locate(name: str) -> None:
+    module_name, _, attribute = name.rpartition(":")
+    if not attribute.isidentifier():
+        raise UsageError(f"task {name!r}: {attribute!r} after the colon is no Python name. Write module:name")
+    if module_name.endswith(".py"):
+        if not Path(module_name).is_file():
+            raise UsageError(f"task {name!r}: there is no file {Path(module_name).absolute()}")
+        return
+    # Without importing any of it (find_spec on a dotted name would import the parents).
+    search: list[str] | None = [str(Path.cwd()), *sys.path]
+    for depth, part in enumerate(module_name.split(".")):
+        spec = importlib.machinery.PathFinder.find_spec(part, search)
+        if spec is None:
+            missing = ".".join(module_name.split(".")[: depth + 1])
+            raise UsageError(
+                f"task {name!r}: there is no module {missing!r}, neither in {Path.cwd()} nor in the Python path. "
+                "Start paceline in the folder that holds it, or name the file: path/to/file.py:name"
+            )
+        search = list(spec.submodule_search_locations or ())
+
+
+def _import(module_name: str) -> Any:
+    if not module_name.endswith(".py"):
+        if str(Path.cwd()) not in sys.path:
+            sys.path.insert(0, str(Path.cwd()))
+        return importlib.import_module(module_name)
+    path = Path(module_name).resolve()
+    # Under its own name and beside its neighbours, as if it had been started as a script: loader workers and pickle
+    # must be able to import it again.
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))
+    module = importlib.import_module(path.stem)
+    if module.__file__ is None or Path(module.__file__).resolve() != path:
+        raise UsageError(f"{path} cannot be imported as {path.stem!r}: that name is {module.__file__}. Rename the file.")
+    return module

@@ -1,0 +1,120 @@
+"""`paceline verify`: prove that N processes compute what one computes, in float64, tensor by tensor."""
+
+from __future__ import annotations
+
+import secrets
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+import tyro
+
+from paceline.errors import ExitCode, UsageError, unknown
+from paceline.launch.cgroup import usable_cores
+from paceline.launch.job import Job, threads_per_rank
+from paceline.launch.local import local
+from paceline.launch.supervise import run
+from paceline.tasks import check_task
+from paceline.verify.report import print_report
+from paceline.verify.spec import Report, Spec
+
+STRATEGIES = ("single", "dp", "manual", "bucketed", "ddp")
+OPTIMIZERS = ("sgd", "adamw")
+
+
+@dataclass(frozen=True)
+class VerifyConfig:
+    """Compare N processes with one, step by step, in float64 on ragged data. Exit code 1 if they differ."""
+
+    task: tyro.conf.Positional[str]
+    """mnist-cnn, mnist-resnet18, or your own: module:name or file.py:name"""
+    ranks: str = "1,2,4"
+    """world sizes, separated by commas; the run is defined for as many virtual ranks as the largest"""
+    strategies: str = "manual,bucketed,ddp"
+    """which, separated by commas"""
+    optimizers: str = "sgd,adamw"
+    """which, separated by commas"""
+    steps: int = 4
+    """optimizer steps to compare; an epoch has 3 here"""
+    seed: int = 0
+    """of weights, order and dropout"""
+    data_dir: Path | None = None
+    """as for train"""
+    stem: Literal["imagenet", "small"] | None = None
+    """as for train"""
+    json: Path | None = None
+    """also write the results to this file"""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run `paceline verify ARGUMENTS`."""
+    config = tyro.cli(VerifyConfig, prog="paceline verify", args=list(arguments), description=VerifyConfig.__doc__)
+    ranks = _whole_numbers(config.ranks)
+    strategies = _names(config.strategies, STRATEGIES, "strategy")
+    optimizers = _names(config.optimizers, OPTIMIZERS, "optimizer")
+    if config.steps < 1:
+        raise UsageError(f"--steps must be at least 1, got {config.steps}")
+    options = {name: str(value) for name in ("data_dir", "stem") if (value := getattr(config, name)) is not None}
+    check_task(config.task, {**options, **({"data_dir": config.data_dir} if config.data_dir else {})})
+    spec = Spec(
+        task=config.task,
+        options=options,
+        strategies=strategies,
+        optimizers=optimizers,
+        virtual_ranks=max(ranks),
+        accumulation=2,
+        steps=config.steps,
+        seed=config.seed,
+        clip_norm=1.0,
+    )
+    reports: list[Report] = []
+    for nproc in ranks:
+        print(f"{nproc} {'process' if nproc == 1 else 'processes'} ...", file=sys.stderr, flush=True)
+        outcome = _run(spec, nproc)
+        if isinstance(outcome, int):
+            return outcome
+        reports.append(outcome)
+    if config.json:
+        config.json.write_bytes(msgspec.json.format(msgspec.json.encode(reports), indent=2))
+    return ExitCode.DONE if print_report(spec, reports) else ExitCode.FAILED
+
+
+def _run(spec: Spec, nproc: int) -> Report | int:
+    """Verify one world size; the workers' exit code if they could not."""
+    with tempfile.TemporaryDirectory(prefix="paceline-verify-") as folder:
+        spec_file, report_file, attempt = Path(folder, "spec.json"), Path(folder, "report.json"), Path(folder, "attempt")
+        attempt.mkdir()
+        spec_file.write_bytes(msgspec.json.encode(spec))
+        job = Job(
+            argv=(sys.executable, "-m", "paceline.verify.worker", str(spec_file), str(report_file)),
+            nproc=nproc,
+            attempt_dir=attempt,
+            run_id=secrets.token_hex(8),
+            threads=threads_per_rank(usable_cores(), nproc),
+        )
+        code = run(local(job), attempt)
+        return msgspec.json.decode(report_file.read_bytes(), type=Report) if code == 0 else code
+
+
+def _whole_numbers(text: str) -> list[int]:
+    try:
+        ranks = sorted({int(word) for word in text.split(",")})
+    except ValueError:
+        ranks = [0]
+    if ranks[0] < 1:
+        raise UsageError(f"--ranks must be whole numbers from 1 on, separated by commas, like 1,2,4; got {text!r}")
+    return ranks
+
+
+def _names(text: str, choices: Sequence[str], kind: str) -> list[str]:
+    names = [word.strip() for word in text.split(",") if word.strip()]
+    for name in names:
+        if name not in choices:
+            raise unknown(kind, name, choices)
+    if not names:
+        raise UsageError(f"name at least one {kind}: {', '.join(choices)}")
+    return names

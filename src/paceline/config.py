@@ -1,0 +1,242 @@
+"""Every setting of a training, once: the command line (tyro), the TOML file and the run folder's record are made of it.
+
+Torch-free, so that a wrong setting is told before anything is started. Only cli, verify and train/run.py see a whole
+TrainConfig; everything else takes plain arguments and so works alone in a loop of the user's own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_type_hints
+
+import msgspec
+import tomli_w
+import tyro
+
+from paceline.errors import UsageError, unknown
+
+StrategyName = Literal["single", "dp", "manual", "bucketed", "ddp"]
+DEFAULT_BATCH_SIZE = 64
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Which data, and who sees how much of it in a step."""
+
+    data_dir: Path | None = None
+    """folder of IDX files (MNIST, Fashion-MNIST, EMNIST layout; .gz or not); default: the packaged MNIST"""
+    num_workers: int = 0
+    """loader processes per rank, for datasets that are not held as tensors"""
+    batch_size: int | None = None
+    """samples per virtual rank and micro-batch (default 64)"""
+    accumulation: int | None = None
+    """micro-batches per virtual rank and step (default 1)"""
+    global_batch: int | None = None
+    """samples per step over all ranks; default: virtual ranks x accumulation x batch size"""
+    virtual_ranks: int | None = None
+    """the number of ranks this run is defined for; any smaller world size computes the same run (default: world size)"""
+    tail: Literal["keep", "drop", "pad"] = "keep"
+    """an epoch's last, incomplete global batch: train it as it is, leave it out, or fill it up with repeats"""
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Variants of the model."""
+
+    stem: Literal["imagenet", "small"] | None = None
+    """ResNet18's first layers: 7x7 stride 2 and max-pool, or 3x3 for small images (default imagenet)"""
+    batchnorm: Literal["local", "sync"] = "local"
+    """batch norm's statistics: of each virtual rank's micro-batch, or over the micro-batches of all ranks"""
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """How a gradient becomes a step."""
+
+    optimizer: Literal["adamw", "sgd"] = "adamw"
+    """which one"""
+    lr: float = 1e-3
+    """peak learning rate"""
+    weight_decay: float = 0.01
+    """decoupled for adamw, an L2 penalty for sgd"""
+    momentum: float = 0.9
+    """sgd's"""
+    clip_norm: float | None = None
+    """clip the global gradient norm to this"""
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    """how the learning rate falls after warm-up: to 0 by a half cosine or a line, or not at all"""
+    warmup_steps: int = 0
+    """steps over which the learning rate rises from 0"""
+    lr_scaling: Literal["none", "linear", "sqrt"] = "none"
+    """scale lr by the global batch: by global_batch / lr_base_batch, or by its square root"""
+    lr_base_batch: int = 64
+    """the global batch that lr is meant for"""
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """How long, with which seed, and what is written down."""
+
+    epochs: int = 2
+    """passes over the data"""
+    steps: int | None = None
+    """stop after so many optimizer steps instead"""
+    seed: int = 0
+    """of everything random: weights, order of samples, dropout, augmentation"""
+    run_dir: Path | None = None
+    """folder for everything this run writes; must not hold a run (default runs/<task>-<time>)"""
+    log_interval: int = 50
+    """steps between two progress lines"""
+    record_samples: bool = False
+    """write into the events which samples each virtual rank saw"""
+
+
+@dataclass(frozen=True)
+class LaunchConfig:
+    """Where it runs."""
+
+    nproc: int | Literal["auto"] | None = None
+    """worker processes on this machine; auto: one per GPU, or per core. Default: this process alone"""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: GPUs if there are any"""
+    backend: Literal["auto", "nccl", "gloo", "mpi"] = "auto"
+    """of torch.distributed; auto: nccl for GPUs, gloo for CPUs"""
+    threads_per_rank: int | None = None
+    """CPU threads of each rank (default: OMP_NUM_THREADS if set, else cores / ranks)"""
+    port: int = 0
+    """where the ranks meet; 0: a free one"""
+    timeout: float = 600.0
+    """seconds after which a collective gives up"""
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Train a model on one process or on many."""
+
+    task: tyro.conf.Positional[str | None] = None
+    """mnist-cnn, mnist-resnet18, or your own: module:name or file.py:name"""
+    strategy: StrategyName | None = None
+    """how ranks share the work (default: bucketed for several processes, single for one)"""
+    data: DataConfig = field(default_factory=DataConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
+
+
+CliTrainConfig = Annotated[TrainConfig, tyro.conf.OmitArgPrefixes]
+
+
+@dataclass(frozen=True)
+class BatchShape:
+    """Global batch = virtual ranks x accumulation x batch size (an upper bound, where it was set directly)."""
+
+    virtual_ranks: int
+    accumulation: int
+    global_batch: int
+
+
+def batch_shape(data: DataConfig, world_size: int) -> BatchShape:
+    """Resolve the batch settings for a world size.
+
+    Raises:
+        UsageError: if they contradict each other.
+    """
+    virtual_ranks = data.virtual_ranks or world_size
+    if data.global_batch is None:
+        accumulation = data.accumulation or 1
+        return BatchShape(virtual_ranks, accumulation, virtual_ranks * accumulation * (data.batch_size or DEFAULT_BATCH_SIZE))
+    share = math.ceil(data.global_batch / virtual_ranks)
+    accumulation = data.accumulation or math.ceil(share / (data.batch_size or DEFAULT_BATCH_SIZE))
+    if data.batch_size and data.accumulation and share > data.batch_size * accumulation:
+        raise UsageError(
+            f"a global batch of {data.global_batch} does not fit into {virtual_ranks} virtual ranks x {accumulation} "
+            f"micro-batches x {data.batch_size} = {virtual_ranks * accumulation * data.batch_size}. Leave out one of "
+            "--global-batch, --accumulation, --batch-size."
+        )
+    return BatchShape(virtual_ranks, accumulation, data.global_batch)
+
+
+def load(path: Path) -> TrainConfig:
+    """Read a TOML file, e.g. the config.toml of an earlier run.
+
+    Raises:
+        UsageError: if it cannot be read, is no TOML, or a key or value is not valid.
+    """
+    try:
+        table = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise UsageError(f"--config {path} cannot be read: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"--config {path} is not valid TOML: {error}") from None
+    try:
+        _refuse_unknown_keys(table, TrainConfig, "")
+        return msgspec.convert(table, TrainConfig)
+    except msgspec.ValidationError as error:
+        raise UsageError(f"--config {path}: {error}") from None
+    except UsageError as error:
+        raise UsageError(f"--config {path}: {error}") from None
+
+
+def _refuse_unknown_keys(table: Mapping[str, Any], owner: type, section: str) -> None:
+    hints = get_type_hints(owner)
+    for key, value in table.items():
+        if key not in hints:
+            elsewhere = next((f"; it belongs into [{s}]" for s, t in get_type_hints(TrainConfig).items()
+                              if dataclasses.is_dataclass(t) and key in get_type_hints(t)), "")  # fmt: skip
+            raise UsageError(f"{unknown('key', section + key, [section + h for h in hints])}{elsewhere}")
+        if isinstance(value, Mapping):
+            if not dataclasses.is_dataclass(hints[key]):
+                raise UsageError(f"{section + key} is a value, not a table")
+            _refuse_unknown_keys(value, hints[key], f"{section}{key}.")  # pyright: ignore[reportUnknownArgumentType]
+
+
+def dump(config: TrainConfig) -> str:
+    """The TOML text that `load` reads back into an equal config (None values are left out)."""
+
+    def table(owner: Any) -> dict[str, Any]:
+        out: dict[str, Any] = {}
+        for f in dataclasses.fields(owner):
+            value = getattr(owner, f.name)
+            if dataclasses.is_dataclass(value):
+                out[f.name] = table(value)
+            elif value is not None:
+                out[f.name] = str(value) if isinstance(value, Path) else value
+        return out
+
+    return tomli_w.dumps(table(config))
+
+
+_POSITIVE = (
+    "data.batch_size", "data.accumulation", "data.global_batch", "data.virtual_ranks", "optimizer.lr",
+    "optimizer.clip_norm", "optimizer.lr_base_batch", "run.epochs", "run.steps", "run.log_interval", "launch.nproc",
+    "launch.threads_per_rank", "launch.timeout",
+)  # fmt: skip
+_NOT_NEGATIVE = (
+    "data.num_workers", "optimizer.weight_decay", "optimizer.momentum", "optimizer.warmup_steps", "run.seed", "launch.port",
+)  # fmt: skip
+
+
+def check_values(config: TrainConfig) -> None:
+    """Refuse values that have the right type but no meaning, wherever they came from.
+
+    Raises:
+        UsageError: naming the setting, its value and what it must be.
+    """
+    for names, lowest, words in ((_POSITIVE, 0, "greater than 0"), (_NOT_NEGATIVE, None, "0 or more")):
+        for name in names:
+            section, key = name.split(".")
+            value = getattr(getattr(config, section), key)
+            if isinstance(value, (int, float)) and not (value > 0 if lowest == 0 else value >= 0) or value != value:
+                raise UsageError(f"--{key.replace('_', '-')} must be {words}, got {value}")
+            if isinstance(value, float) and math.isinf(value):
+                raise UsageError(f"--{key.replace('_', '-')} must be finite, got {value}")
+    if config.launch.port > 65535:
+        raise UsageError(f"--port must be at most 65535, got {config.launch.port}")
+    if config.strategy is not None and config.strategy not in get_args(StrategyName):
+        raise unknown("strategy", config.strategy, get_args(StrategyName))

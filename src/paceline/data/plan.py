@@ -1,0 +1,164 @@
+"""Who sees which sample, and when: a pure function of five integers, the same on every rank.
+
+The *global batch* is the unit. In each epoch the samples are shuffled, cut into global batches, and each global batch
+is dealt to the virtual ranks like cards. With 10 samples, a global batch of 6 and 2 virtual ranks, unshuffled:
+
+    step 0: virtual rank 0 gets 0 2 4, virtual rank 1 gets 1 3 5
+    step 1: virtual rank 0 gets 6 8,   virtual rank 1 gets 7 9
+
+The k-th global batch never depends on the number of (virtual) ranks, every sample occurs once an epoch, and shares are
+uneven (by one) rather than padded: the step weighs by samples, so nothing needs to be repeated or left out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from paceline.errors import UsageError
+from paceline.seeding import derive
+
+Tail = Literal["keep", "drop", "pad"]
+"""What becomes of an epoch's last, incomplete global batch: trained as it is, left out, or filled up with repeats."""
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """Deals `num_samples` samples into global batches and these to virtual ranks.
+
+    `accumulation` is the number of micro-batches that a virtual rank's share of a global batch is processed in.
+    A position in a run is three integers, (seed, epoch, step); `steps_per_epoch` turns them into a step count.
+
+    Raises:
+        UsageError: if a number is not positive, or `tail="drop"` would leave nothing to train on.
+    """
+
+    num_samples: int
+    global_batch: int
+    virtual_ranks: int = 1
+    accumulation: int = 1
+    seed: int = 0
+    shuffle: bool = True
+    tail: Tail = "keep"
+
+    def __post_init__(self) -> None:
+        for name in ("num_samples", "global_batch", "virtual_ranks", "accumulation"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.steps_per_epoch == 0:
+            raise UsageError(
+                f"tail 'drop' leaves nothing: {self.num_samples} samples make no whole global batch of "
+                f"{self.global_batch}. Use a smaller batch, or tail 'keep'."
+            )
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Optimizer steps, i.e. global batches, in one epoch."""
+        whole, rest = divmod(self.num_samples, self.global_batch)
+        return whole + (rest > 0 and self.tail != "drop")
+
+    @property
+    def samples_per_epoch(self) -> int:
+        """Samples seen in one epoch, repeats of `tail="pad"` included."""
+        return (
+            self.num_samples if self.tail == "keep" else self.steps_per_epoch * self.global_batch
+        )
+
+    def global_indices(self, epoch: int, step: int) -> Tensor:
+        """(n,) int64: all samples of global batch `step` of `epoch`; n = `global_batch` except at a kept tail."""
+        if not 0 <= step < self.steps_per_epoch:
+            raise IndexError(f"step {step} is outside an epoch of {self.steps_per_epoch} steps")
+        order = _order(self.num_samples, self.seed, epoch, self.shuffle)
+        start = step * self.global_batch
+        batch = order[start : start + self.global_batch]
+        if self.tail == "pad" and len(batch) < self.global_batch:
+            missing = self.global_batch - len(batch)
+            repeats = order.repeat(-(-missing // self.num_samples))[:missing]
+            batch = torch.cat([batch, repeats])
+        return batch
+
+    def indices(self, epoch: int, step: int, virtual_rank: int) -> Tensor:
+        """(n,) int64: the share of `virtual_rank`. n differs by at most one between virtual ranks, and can be 0."""
+        if not 0 <= virtual_rank < self.virtual_ranks:
+            raise IndexError(f"virtual rank {virtual_rank} is not in 0..{self.virtual_ranks - 1}")
+        return self.global_indices(epoch, step)[virtual_rank :: self.virtual_ranks]
+
+    def parts(self, epoch: int, step: int) -> int:
+        """How many micro-batches this step has: `accumulation`, less those that would be empty on every rank."""
+        largest_share = -(-len(self.global_indices(epoch, step)) // self.virtual_ranks)
+        return min(self.accumulation, largest_share)
+
+    def microbatch(self, epoch: int, step: int, virtual_rank: int, part: int) -> Tensor:
+        """(n,) int64: micro-batch `part` of the virtual rank's share, which is cut into nearly equal parts."""
+        share = self.indices(epoch, step, virtual_rank)
+        return share.tensor_split(self.parts(epoch, step))[part]
+
+
+@dataclass(frozen=True)
+class Work:
+    """One forward and backward of a rank within a step: micro-batch `part` of `virtual_rank`.
+
+    A stand-in (`counted` is False) is one sample that a rank without a share runs all the same, so that every rank
+    meets the others in the collectives of the step; its gradient, loss and buffers count for nothing.
+    """
+
+    epoch: int
+    step: int
+    virtual_rank: int
+    part: int
+    indices: Tensor  # (n,) int64, n >= 1
+    counted: bool = True
+
+    def random_seed(self, seed: int) -> int:
+        """Where this forward's random stream (dropout) starts: the same, whoever computes it."""
+        return derive(seed, "forward", self.epoch, self.step, self.virtual_rank, self.part)
+
+
+def rank_work(plan: BatchPlan, epoch: int, step: int, share: range, *, merged: bool = False) -> list[Work]:
+    """What a rank that owns the virtual ranks `share` computes in one step, in order; never nothing.
+
+    With `merged`, the k-th micro-batches of all its virtual ranks become one, so that every rank runs equally many:
+    what synchronised batch norm needs, whose statistics are over the k-th micro-batches of all ranks.
+    """
+    parts = range(plan.parts(epoch, step))
+    if merged:
+        groups = [(share[0], part, [plan.microbatch(epoch, step, v, part) for v in share]) for part in parts]
+    else:
+        groups = [(v, part, [plan.microbatch(epoch, step, v, part)]) for v in share for part in parts]
+    stand_in = plan.global_indices(epoch, step)[:1]
+    work: list[Work] = []
+    for virtual_rank, part, shares in groups:
+        indices = torch.cat(shares)
+        if len(indices):
+            work.append(Work(epoch, step, virtual_rank, part, indices))
+        elif merged:
+            work.append(Work(epoch, step, virtual_rank, part, stand_in, counted=False))
+    return work or [Work(epoch, step, share[0], 0, stand_in, counted=False)]
+
+
+def ranks_share(virtual_ranks: int, rank: int, world_size: int) -> range:
+    """The virtual ranks that `rank` computes: a contiguous run, so that it is made of whole subtrees of a sum.
+
+    Example: 8 virtual ranks on 3 ranks are 0-1, 2-4, 5-7.
+
+    Raises:
+        UsageError: with more ranks than virtual ranks, since some would have nothing to do.
+    """
+    if world_size > virtual_ranks:
+        raise UsageError(
+            f"{world_size} ranks cannot share {virtual_ranks} virtual ranks: the world size may be at most "
+            f"{virtual_ranks}. Start fewer processes, or define the run for more (--virtual-ranks {world_size})."
+        )
+    return range(rank * virtual_ranks // world_size, (rank + 1) * virtual_ranks // world_size)
+
+
+@lru_cache(maxsize=2)  # the epoch that is trained, and the next one that loader workers already fetch
+def _order(num_samples: int, seed: int, epoch: int, shuffle: bool) -> Tensor:
+    if not shuffle:
+        return torch.arange(num_samples)
+    generator = torch.Generator().manual_seed(derive(seed, "order", epoch))
+    return torch.randperm(num_samples, generator=generator)

@@ -1,0 +1,165 @@
+"""Which rank failed, and which only lost its peers? Pure: from what the agent observed to one primary failure.
+
+One failing rank takes all others with it, within milliseconds and with louder messages ("Connection closed by peer",
+aborts out of C++ destructors). The first *exit* therefore proves little: a culprit that tidies up for three seconds
+dies last. What counts, in this order (FAULTS.md, table a.1):
+
+    1. killed by a signal that nobody of ours sent: such a rank had no chance to write a record
+    2. an exception of its own, recorded at the moment it was caught
+    3. a non-zero exit code without a record
+    4. a victim: its exception or its last output speaks of lost peers
+
+and within one kind, what came first on this host's monotonic clock.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+import msgspec
+
+SETTLE_SECONDS = 0.3  # from the first failure to the verdict: what failed at the same moment shall be seen too
+VICTIM_SECONDS = 4.0  # from the first victim's end to the verdict, where no better culprit shows up
+CLEANUP_SECONDS = 60.0  # from an exception to the verdict, where the process neither ends nor any other fails
+
+PEER_LOST = (  # lower case
+    "connection closed by peer",
+    "connection reset by peer",
+    "connection refused",
+    "connection was likely closed",  # TCPStore's client
+    "broken pipe",
+    "timed out waiting",
+    "application timeout caused pair closure",
+    "connectfullmesh",
+    "wait timeout after",  # TCPStore.wait
+    "socket timeout",
+    "client socket has timed out",
+    "failed to recv, got 0 bytes",
+    "ncclremoteerror",
+    "remote process exited or there was a network error",
+)
+TRANSPORT_TYPES = frozenset({"DistNetworkError", "DistStoreError"})
+LIBRARY_TYPES = frozenset({"RuntimeError", "DistError", "DistBackendError"})  # torch raises lost peers as these, too
+
+
+class Failure(msgspec.Struct, frozen=True):
+    """How a worker failed, in its own words: the content of error-<rank>.json."""
+
+    rank: int
+    host: str
+    pid: int
+    exit_code: int
+    type: str
+    message: str
+    traceback: str  # empty where the message says it all
+    victim: bool
+    monotonic_seconds: float  # when it was caught, on the host's CLOCK_MONOTONIC: comparable on one host only
+
+
+class Kind(IntEnum):
+    """Kinds of failure, the best explanation of the others first."""
+
+    SIGNAL = 1
+    EXCEPTION = 2
+    EXIT = 3
+    VICTIM = 4
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What the agent knows of one worker: `code` is None while it runs, -n if signal n killed it."""
+
+    rank: int
+    host: str
+    pid: int
+    code: int | None
+    seen_seconds: float  # when the agent saw it end, on its monotonic clock; meaningless while it runs
+    record: Failure | None = None
+    log_tail: str = ""
+
+    @property
+    def failed(self) -> bool:
+        """Whether it ended badly, or is about to: its exception is caught and it tidies up."""
+        return bool(self.code) or (self.code is None and self.record is not None)
+
+    @property
+    def failed_at_seconds(self) -> float:
+        """When it failed: an exception is older than the end of the process."""
+        return self.record.monotonic_seconds if self.record else self.seen_seconds
+
+    @property
+    def exit_code(self) -> int:
+        """What a shell would see; with a record what the worker meant, for a teardown can still crash."""
+        if self.record:
+            return self.record.exit_code
+        code = self.code or 0
+        return 128 - code if code < 0 else code
+
+    @property
+    def kind(self) -> Kind:
+        """What kind of failure this is; meaningless where it is none."""
+        if self.record:  # whatever ended the process afterwards, even a signal, was its teardown
+            return Kind.VICTIM if self.record.victim else Kind.EXCEPTION
+        # SIGKILL comes from outside whatever the log says; SIGABRT and SIGSEGV are how gloo's victims end
+        if self.code != -signal.SIGKILL and speaks_of_lost_peer(self.log_tail):
+            return Kind.VICTIM
+        return Kind.SIGNAL if (self.code or 0) < 0 else Kind.EXIT
+
+
+def speaks_of_lost_peer(text: str) -> bool:
+    """Whether a message or the end of a log says that another rank is gone."""
+    text = text.lower()
+    return any(phrase in text for phrase in PEER_LOST)
+
+
+def is_victim(error: BaseException) -> bool:
+    """Whether `error`, or what it was raised from, only says that other ranks are gone.
+
+    Judged by names, for torch must stay unimported.
+    """
+    return any(_says_peers_are_gone(cause) for cause in _causes(error))
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    current: BaseException | None = error
+    while current is not None and id(current) not in seen:  # a hand-made chain may be a ring
+        seen.add(id(current))
+        yield current
+        current = current.__cause__
+
+
+def _says_peers_are_gone(error: BaseException) -> bool:
+    names = {base.__name__ for base in type(error).__mro__}
+    if names & TRANSPORT_TYPES:
+        return True
+    # A bare ConnectionResetError is not torch's: the user's own download failed, and that is a culprit.
+    return bool(names & LIBRARY_TYPES) and speaks_of_lost_peer(str(error))
+
+
+def choose(observations: Sequence[Observation]) -> Observation | None:
+    """The primary failure, or None where nobody failed."""
+    failed = [o for o in observations if o.failed]
+    return min(failed, key=lambda o: (o.kind, o.failed_at_seconds, o.rank), default=None)
+
+
+def verdict_due_seconds(observations: Sequence[Observation]) -> float | None:
+    """When (monotonic seconds) to stop waiting for a better culprit; None while nobody has failed.
+
+    Example: one rank raises and tidies up for 3 s, the others lose it. Their records say victim, but the first one's
+    record is there already, so the verdict is due SETTLE_SECONDS after the first end, not after the last.
+    """
+    primary = choose(observations)
+    if primary is None:
+        return None
+    ended = [o.seen_seconds for o in observations if o.code]
+    if all(o.code is not None for o in observations):
+        return max(ended)
+    if not ended:
+        return primary.failed_at_seconds + CLEANUP_SECONDS
+    if primary.kind is Kind.VICTIM:
+        return min(ended) + VICTIM_SECONDS
+    return max(min(ended), primary.failed_at_seconds) + SETTLE_SECONDS

@@ -1,0 +1,36 @@
+"""The last one out: a fork of the agent that outlives it, and ends whatever an agent killed with SIGKILL leaves behind.
+
+Workers die with their agent by the kernel's hand (worker.attach), but a program that a worker had started does not,
+and with the launcher killed too nobody would be left to end it. The janitor sleeps on a pipe that ends with the agent.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+from paceline.launch.supervise import STOP_SIGNALS, sweep_recorded
+
+
+def start_janitor(attempt_dir: Path) -> int:
+    """Fork it; return the descriptor that keeps it asleep as long as this process lives.
+
+    Call it before there are threads, sockets or children: a fork holds everything open that its parent has.
+    """
+    asleep, awake = os.pipe()
+    if os.fork():
+        os.close(asleep)
+        return awake
+    try:
+        os.setsid()
+        os.close(awake)
+        for number in STOP_SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+        nowhere = os.open(os.devnull, os.O_RDWR)
+        for standard in (0, 1, 2):  # or a pipe that reads the agent's output would wait for the janitor, too
+            os.dup2(nowhere, standard)
+        os.read(asleep, 1)
+        sweep_recorded(attempt_dir)
+    finally:
+        os._exit(0)  # never back into the agent's code

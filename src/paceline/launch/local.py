@@ -1,0 +1,27 @@
+"""All ranks on this machine: one agent, one node, the loopback address."""
+
+from __future__ import annotations
+
+import sys
+
+from paceline.launch.job import Command, Job, NodePlan, Plan
+
+
+def local(job: Job, *, python: str = sys.executable) -> Plan:
+    """The plan for one node. Pure: nothing is looked up, bound or started."""
+    node = NodePlan(
+        argv=job.argv,
+        nproc=job.nproc,
+        first_rank=0,
+        world_size=job.nproc,
+        node=0,
+        master_addr="127.0.0.1",  # not the host's name: it may resolve to an interface that others reach
+        port=job.port,
+        threads=job.threads,
+        run_id=job.run_id,
+        attempt_dir=str(job.attempt_dir),
+        grace_seconds=job.grace_seconds,
+    )
+    # -P: without it python -m puts the working directory first on sys.path, and a user's random.py or select.py there
+    # would take the place of the standard library's in the agent
+    return Plan(agents=(Command("agent 0", (python, "-P", "-m", "paceline.launch.agent")),), nodes=(node,))

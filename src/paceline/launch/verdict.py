@@ -1,0 +1,87 @@
+"""The block that stands last on the screen when a run has failed: who, how, why, and where to read on. Pure."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Sequence
+
+from paceline.launch.failure import Kind, Observation
+
+TAIL_LINES = 15
+MAX_LINES = 80  # of a traceback or message: a deep recursion must not push the headline off the screen
+
+# C0 but tab and newline, and C1: what a worker wrote must not steer the terminal
+CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+def tell(primary: Observation, observations: Sequence[Observation], *, oom_kills: int, attempt_dir: str) -> str:
+    """The verdict on a failed run.
+
+    Args:
+        primary: the failure to tell, one of `observations`.
+        observations: all workers of this node.
+        oom_kills: how many processes the kernel's OOM killer took during the run.
+        attempt_dir: the folder of the logs.
+    """
+    alike = [o for o in observations if _same_words(o, primary)]
+    lines = [f"{_who(alike, primary, len(observations))} failed: {_how(primary, oom_kills)}", *_why(primary)]
+    early = [o for o in observations if o.code == 0]
+    if primary.kind is Kind.VICTIM:
+        lines.append("it lost its peers, but no rank of this node failed by itself")
+        lines += [f"rank {o.rank} had already ended with code 0" for o in early]
+    if len(observations) > 1:
+        lines.append(f"output of the ranks: {attempt_dir}/rank-<rank>.log")
+    return "\n".join(lines)
+
+
+def _same_words(one: Observation, other: Observation) -> bool:
+    if one is other:
+        return True
+    if one.record is None or other.record is None:
+        return False
+    return (one.record.type, one.record.message) == (other.record.type, other.record.message)
+
+
+def _who(alike: Sequence[Observation], primary: Observation, total: int) -> str:
+    if len(alike) == 1:
+        return f"rank {primary.rank} ({primary.host}, pid {primary.pid})"
+    if len(alike) == total:
+        return f"all {total} ranks ({primary.host})"
+    return f"ranks {', '.join(str(o.rank) for o in alike)} ({primary.host})"
+
+
+def _how(primary: Observation, oom_kills: int) -> str:
+    if primary.record or (primary.code or 0) >= 0:
+        return f"exit code {primary.exit_code}"
+    number = -(primary.code or 0)
+    try:
+        name = signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        name = f"signal {number}"
+    if number != signal.SIGKILL:
+        return f"killed by {name}"
+    if oom_kills > 0:
+        kills = "1 kill" if oom_kills == 1 else f"{oom_kills} kills"
+        return f"killed by {name} (the kernel's OOM killer: cgroup counted {kills})"
+    return f"killed by {name} (if nobody sent it, the kernel's OOM killer may have: see dmesg)"
+
+
+def _why(primary: Observation) -> list[str]:
+    if primary.record:
+        text = primary.record.traceback or primary.record.message
+        return _clipped(clean(text).rstrip("\n").split("\n"), MAX_LINES)
+    tail = clean(primary.log_tail).rstrip("\n").split("\n")[-TAIL_LINES:]
+    return ["its last lines:", *(f"  {line}" for line in tail)] if any(tail) else []
+
+
+def _clipped(lines: list[str], limit: int) -> list[str]:
+    if len(lines) <= limit:
+        return lines
+    left_out = len(lines) - limit
+    return [*lines[: limit // 4], f"  ... {left_out} lines ...", *lines[limit // 4 + left_out :]]
+
+
+def clean(text: str) -> str:
+    """`text` without what would steer a terminal."""
+    return CONTROL.sub("", text.replace("\r\n", "\n").replace("\r", "\n"))

@@ -1,0 +1,103 @@
+"""The worker's side of the contract with its agent: die when it dies, and say why you fail before you tidy up.
+
+Both do nothing in a process that no agent of ours started (torchrun, srun, a world of one).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from traceback import format_exception
+
+import msgspec
+
+from paceline.launch.failure import Failure, is_victim
+from paceline.launch.procfs import read_process
+
+PR_SET_PDEATHSIG = 1
+MAX_CHARS = 60_000  # a record is read by people
+
+
+def attach() -> None:
+    """Tie this process's life to its agent's; the first thing a worker does.
+
+    PACELINE_AGENT_PID is taken out of the environment: the worker's children are not the agent's children.
+    """
+    text = os.environ.pop("PACELINE_AGENT_PID", None)
+    if text is None:
+        return
+    agent_pid = int(text)
+    if os.getppid() != agent_pid:
+        agent = read_process(agent_pid)
+        if agent is not None and agent.runs:
+            return  # a wrapper (a shell, numactl) stands between us: left are the agent's and the janitor's sweeps
+    die_with_parent(agent_pid)
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Have the kernel kill this process as soon as its parent is gone; end at once if it is gone already.
+
+    Not inherited by children: every DataLoader worker calls it too, in its `worker_init_fn`. The kernel means the
+    *thread* that forked, so fork from threads that live as long as the process. Without prctl (not Linux) only the
+    check is left.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent_pid:  # it died before prctl: the signal will never come
+        os._exit(128 + signal.SIGKILL)
+
+
+def record_failure(error: BaseException, exit_code: int, *, traceback: bool, victim: bool | None = None) -> bool:
+    """Write error-<rank>.json at the moment `error` is caught, before any teardown; the first record stays.
+
+    Args:
+        error: what ends this worker.
+        exit_code: what it will exit with, 1..255.
+        traceback: whether its traceback helps; not for errors that are told in words.
+        victim: whether this rank only suffers from another's failure; by default judged by `error`.
+
+    Returns:
+        Whether the agent will tell this failure, so that the worker need not print it. False without an agent, or
+        when the record cannot be written (a full disk must not hide the error itself).
+    """
+    folder, rank = os.environ.get("PACELINE_ATTEMPT_DIR"), os.environ.get("RANK", "")
+    if not folder or not rank.isdecimal():
+        return False
+    failure = Failure(
+        rank=int(rank),
+        host=os.uname().nodename,
+        pid=os.getpid(),
+        exit_code=int(exit_code),
+        type=type(error).__name__,
+        message=_clipped(str(error)),
+        traceback=_clipped("".join(format_exception(error))) if traceback else "",
+        victim=is_victim(error) if victim is None else victim,
+        monotonic_seconds=time.monotonic(),
+    )
+    try:
+        _write_once(Path(folder) / f"error-{rank}.json", msgspec.json.encode(failure))
+    except OSError:
+        return False
+    return True
+
+
+def _clipped(text: str) -> str:
+    # a lone surrogate (out of a file name that is no UTF-8) has no JSON; the end of a text says most
+    return text.encode(errors="backslashreplace").decode()[-MAX_CHARS:]
+
+
+def _write_once(path: Path, content: bytes) -> None:
+    if path.exists():  # what fails after the first failure is teardown
+        return
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")  # the agent must never read half a record
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)

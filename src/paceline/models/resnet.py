@@ -1,0 +1,94 @@
+"""ResNet18, written from the paper, with torchvision's names: its weights load with `load_state_dict`."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812  # the name everybody knows it by
+
+
+class BasicBlock(nn.Module):
+    """Two 3x3 convolutions beside a shortcut: the layers learn the difference to their input.
+
+    Where the shape changes, the shortcut is a strided 1x1 convolution (the paper's option B), else it is the input.
+    """
+
+    def __init__(self, channels_in: int, channels_out: int, stride: int) -> None:
+        super().__init__()
+        # No bias before a batch norm: it would subtract it again.
+        self.conv1 = nn.Conv2d(channels_in, channels_out, 3, stride, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(channels_out)
+        self.conv2 = nn.Conv2d(channels_out, channels_out, 3, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(channels_out)
+        self.downsample: nn.Sequential | None = None
+        if stride != 1 or channels_in != channels_out:
+            self.downsample = nn.Sequential(
+                nn.Conv2d(channels_in, channels_out, 1, stride, bias=False), nn.BatchNorm2d(channels_out)
+            )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, channels_in, H, W) -> (B, channels_out, H / stride, W / stride), rounded up."""
+        shortcut = x if self.downsample is None else self.downsample(x)  # (B, channels_out, H / stride, W / stride)
+        x = F.relu(self.bn1(self.conv1(x)))  # (B, channels_out, H / stride, W / stride)
+        x = self.bn2(self.conv2(x))  # the same
+        return F.relu(x + shortcut)
+
+
+class ResNet18(nn.Module):
+    """Eighteen layers with weights: the stem, four stages of two blocks, one linear layer.
+
+    11,689,512 parameters for 3 channels, 1000 classes and the stem "imagenet".
+
+    Source: He, Zhang, Ren, Sun, "Deep Residual Learning for Image Recognition", 2015; names, shapes and initial
+    weights (from the same seed) are those of torchvision.models.resnet18.
+
+    Args:
+        channels: of the input images: 3, or 1 for MNIST.
+        num_classes: number of logits.
+        stem: "imagenet" (7x7, stride 2, max-pool: a 224 x 224 image enters the stages as 56 x 56) or "small" (3x3,
+            stride 1, no pool: for images of about 32 x 32, of which the other stem would leave 8 x 8).
+
+    Raises:
+        ValueError: for another stem.
+    """
+
+    def __init__(
+        self, channels: int = 3, num_classes: int = 1000, stem: Literal["imagenet", "small"] = "imagenet"
+    ) -> None:
+        super().__init__()
+        if stem == "imagenet":
+            self.conv1 = nn.Conv2d(channels, 64, 7, stride=2, padding=3, bias=False)
+            self.maxpool: nn.Module = nn.MaxPool2d(3, stride=2, padding=1)
+        elif stem == "small":
+            self.conv1 = nn.Conv2d(channels, 64, 3, padding=1, bias=False)
+            self.maxpool = nn.Identity()
+        else:
+            raise ValueError(f"unknown stem {stem!r}. Choose from: imagenet, small")
+        self.bn1 = nn.BatchNorm2d(64)
+        self.layer1 = nn.Sequential(BasicBlock(64, 64, 1), BasicBlock(64, 64, 1))
+        self.layer2 = nn.Sequential(BasicBlock(64, 128, 2), BasicBlock(128, 128, 1))
+        self.layer3 = nn.Sequential(BasicBlock(128, 256, 2), BasicBlock(256, 256, 1))
+        self.layer4 = nn.Sequential(BasicBlock(256, 512, 2), BasicBlock(512, 512, 1))
+        self.fc = nn.Linear(512, num_classes)
+        self._initialise()
+
+    def forward(self, images: Tensor) -> Tensor:
+        """(B, channels, H, W) -> logits (B, num_classes). Comments: the shapes for stem "imagenet" and H = W = 224."""
+        x = F.relu(self.bn1(self.conv1(images)))  # (B, 64, 112, 112)
+        x = self.maxpool(x)  # (B, 64, 56, 56)
+        x = self.layer1(x)  # (B, 64, 56, 56)
+        x = self.layer2(x)  # (B, 128, 28, 28)
+        x = self.layer3(x)  # (B, 256, 14, 14)
+        x = self.layer4(x)  # (B, 512, 7, 7)
+        x = F.adaptive_avg_pool2d(x, 1).flatten(1)  # (B, 512); not view(B, -1), which fails for an empty batch
+        return self.fc(x)  # (B, num_classes)
+
+    def _initialise(self) -> None:
+        """Keep the variance of what flows *back* through a convolution and its relu (He et al., 2015, "fan out").
+
+        Batch norms (weight 1, bias 0) and the linear layer start as torch makes them.
+        """
+        for layer in self.modules():
+            if isinstance(layer, nn.Conv2d):
+                nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")

@@ -1,0 +1,42 @@
+"""summary.json: how a run ended, in one small file that scripts can read (no torch here)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+
+class Summary(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Written once, at the end; a run that failed has what was known by then, and `exit` is not 0."""
+
+    task: str
+    exit: int
+    strategy: str | None = None
+    world_size: int | None = None
+    virtual_ranks: int | None = None
+    global_batch: int | None = None
+    epochs: float | None = None
+    steps: int | None = None
+    samples_seen: int | None = None
+    test_accuracy: float | None = None
+    test_loss: float | None = None
+    test_metrics: dict[str, float] | None = None
+    samples_per_second: float | None = None
+    seconds: float | None = None
+    weights_sha256: str | None = None
+    failure: str | None = None
+
+
+def write_summary(run_dir: Path, summary: Summary) -> None:
+    """Write `run_dir`/summary.json whole, or not at all."""
+    encoded = msgspec.json.format(msgspec.json.encode(msgspec.to_builtins(summary)), indent=2) + b"\n"
+    partial = run_dir / "summary.json.partial"
+    partial.write_bytes(encoded)
+    partial.replace(run_dir / "summary.json")
+
+
+def read_summary(run_dir: Path) -> Summary | None:
+    """The summary of a run; None if it has not written one."""
+    path = run_dir / "summary.json"
+    return msgspec.json.decode(path.read_bytes(), type=Summary) if path.is_file() else None

@@ -1,0 +1,71 @@
+"""Where every random number comes from: one seed per purpose, derived from the run's seed and the purpose's name.
+
+Who computes something never enters a derivation, only what is computed: the order of an epoch, the dropout of
+(step, virtual rank, micro-batch), the augmentation of (epoch, sample). That is why a run draws the same numbers at
+every world size, and after a resume.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import sys
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+
+def derive(seed: int, purpose: str, *keys: int) -> int:
+    """A seed in [0, 2**63) for `purpose` and `keys`, e.g. derive(0, "order", epoch).
+
+    Hashed, not added up: seed + epoch gives (seed 0, epoch 1) the order of (seed 1, epoch 0), as torch's own
+    DistributedSampler does. The same number on every machine and Python version.
+    """
+    text = ":".join([str(seed), purpose, *map(str, keys)])
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+
+@contextmanager
+def random_stream(seed: int, device: torch.device) -> Generator[None]:
+    """Inside, torch's generators of the CPU and of `device` continue from `seed`; outside they are untouched."""
+    cuda = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=cuda):
+        torch.manual_seed(seed) if not cuda else _seed_one_gpu(seed, device)
+        yield
+
+
+def _seed_one_gpu(seed: int, device: torch.device) -> None:
+    # torch.manual_seed would seed all GPUs of the node, those of other ranks too, and not restore them.
+    torch.default_generator.manual_seed(seed)
+    with torch.cuda.device(device):
+        torch.cuda.manual_seed(seed)
+
+
+def seed_streams(seed: int) -> None:
+    """Let torch, `random` and (if it is loaded) numpy continue from `seed`."""
+    torch.default_generator.manual_seed(seed)
+    random.seed(seed)
+    numpy_random = _numpy_random()
+    if numpy_random:
+        numpy_random.seed(seed % 2**32)
+
+
+@contextmanager
+def preserved_streams() -> Generator[None]:
+    """Whatever is drawn or seeded inside, outside torch, `random` and numpy go on as if nothing had happened."""
+    state, torch_state = random.getstate(), torch.get_rng_state()
+    numpy_random = _numpy_random()
+    numpy_state = numpy_random.get_state() if numpy_random else None
+    try:
+        yield
+    finally:
+        random.setstate(state)
+        torch.set_rng_state(torch_state)
+        if numpy_random:
+            numpy_random.set_state(numpy_state)
+
+
+def _numpy_random() -> Any:
+    return getattr(sys.modules.get("numpy"), "random", None)

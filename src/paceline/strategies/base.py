@@ -1,0 +1,146 @@
+"""What a strategy is, and the record of functions that it returns.
+
+A strategy turns a single-device model into this rank's part of a training. What it returns is a record whose defaults
+are what one device does; a strategy overrides only what it must, so the training step never asks which one it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from paceline.data.loader import MicroBatch
+from paceline.errors import UsageError
+from paceline.scratch.batchnorm import SyncBatchNorm
+from paceline.seeding import random_stream
+from paceline.strategies.buffers import VirtualBuffers
+from paceline.world import World
+
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
+
+
+@dataclass(frozen=True)
+class Replica:
+    """This rank's part of a training. Build it with `replica`, which fills in what all strategies share."""
+
+    model: nn.Module
+    """the plain model, with its own names: for evaluation and saving"""
+    module: nn.Module
+    """what the training forward calls: the model, or a wrapper of it"""
+    optimizer: Optimizer
+    world: World
+    microbatch: Callable[[MicroBatch, bool], AbstractContextManager[None]]
+    """(micro-batch, is it the step's last here?): surrounds one forward and backward"""
+    sync_gradients: Callable[[Tensor], None]
+    """(total weight, a scalar): sums .grad over ranks and divides it: the gradient of the global batch's mean"""
+    clip_grad_norm: Callable[[float], Tensor]
+    """(largest norm allowed): scales all gradients alike; returns the global norm before"""
+    merged_buffers: Callable[[], AbstractContextManager[None]]
+    """inside, the model's buffers are the same on all ranks (a collective)"""
+
+
+class Strategy(Protocol):
+    """One rung of the ladder."""
+
+    def __call__(self, model: nn.Module, make_optimizer: MakeOptimizer, world: World, /) -> Replica:
+        """Prepare `model`, already on the world's device, for training among the ranks of `world`."""
+        ...
+
+
+def replica(
+    model: nn.Module,
+    optimizer: Optimizer,
+    world: World,
+    *,
+    module: nn.Module | None = None,
+    sync_gradients: Callable[[Tensor], None] | None = None,
+    accumulating: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> Replica:
+    """A Replica with the shared parts filled in.
+
+    Args:
+        model: the plain model.
+        optimizer: over the model's parameters.
+        world: this rank's place.
+        module: what forward calls, if it is not the model itself.
+        sync_gradients: see Replica; by default only the division, as one device does.
+        accumulating: inside, backward only adds to .grad: every micro-batch of a step except the last.
+    """
+    parameters = trainable(model)
+    buffers = VirtualBuffers(model, world)
+
+    @contextmanager
+    def microbatch(batch: MicroBatch, is_last: bool) -> Generator[None]:
+        with ExitStack() as stack:
+            stack.enter_context(random_stream(batch.random_seed, world.device))
+            stack.enter_context(buffers.of(batch.work))
+            if not is_last:
+                stack.enter_context(accumulating())
+            if not batch.work.counted:
+                stack.enter_context(_uncounted(model, parameters))
+            yield
+
+    def clip_grad_norm(max_norm: float) -> Tensor:
+        return nn.utils.clip_grad_norm_(parameters, max_norm)
+
+    return Replica(
+        model=model,
+        module=model if module is None else module,
+        optimizer=optimizer,
+        world=world,
+        microbatch=microbatch,
+        sync_gradients=sync_gradients or (lambda total_weight: scale_gradients(parameters, 1 / total_weight)),
+        clip_grad_norm=clip_grad_norm,
+        merged_buffers=buffers.merged,
+    )
+
+
+def trainable(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters that receive gradients, in the model's order."""
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+@torch.no_grad()
+def scale_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:
+    """Multiply every gradient there is by the scalar `factor`."""
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad.mul_(factor)
+
+
+def only_alone(name: str, world: World) -> None:
+    """Refuse a world of several ranks, for a strategy that lives in one process.
+
+    Raises:
+        UsageError: if `world` has more than one rank.
+    """
+    if world.size > 1:
+        raise UsageError(
+            f"strategy {name!r} lives in one process, there are {world.size}. "
+            "For several processes use manual, bucketed or ddp."
+        )
+
+
+@contextmanager
+def _uncounted(model: nn.Module, parameters: list[nn.Parameter]) -> Generator[None]:
+    """Inside, backward gives zeros for gradients, whatever it computes, and synchronised batch norm counts nobody.
+
+    Replaced, not multiplied by zero: 0 x inf would be NaN on every rank.
+    """
+    hooks = [p.register_hook(torch.zeros_like) for p in parameters]
+    synchronised = [m for m in model.modules() if isinstance(m, SyncBatchNorm)]
+    for module in synchronised:
+        module.counted = False
+    try:
+        yield
+    finally:
+        for module in synchronised:
+            module.counted = True
+        for hook in hooks:
+            hook.remove()

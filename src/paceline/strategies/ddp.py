@@ -1,0 +1,59 @@
+"""torch's DistributedDataParallel, under the same step as every other strategy."""
+
+from __future__ import annotations
+
+from inspect import signature
+
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from paceline.scratch.replicate import broadcast_module
+from paceline.strategies.base import MakeOptimizer, Replica, replica, scale_gradients, trainable
+from paceline.world import World
+
+
+def ddp(
+    model: nn.Module,
+    make_optimizer: MakeOptimizer,
+    world: World,
+    /,
+    *,
+    find_unused_parameters: bool = False,
+) -> Replica:
+    """Wrap the model in DDP.
+
+    Args:
+        model: on the world's device.
+        make_optimizer: makes the optimizer from the parameters.
+        world: this rank's place.
+        find_unused_parameters: DDP's option for models that do not use all parameters in every forward; bind it with
+            functools.partial.
+
+    Raises:
+        ValueError: if the ranks' models differ in names, shapes or types.
+    """
+    broadcast_module(model)  # DDP would too, but would not name the rank that differs
+    parameters = trainable(model)
+    # No broadcast of buffers before each forward: they belong to virtual ranks, and are merged when they are needed.
+    # (torch 2.13 renamed the option.)
+    renamed = "forward_sync_buffers" in signature(DistributedDataParallel).parameters
+    buffers_stay = {"forward_sync_buffers" if renamed else "broadcast_buffers": False}
+    wrapped = DistributedDataParallel(
+        model,
+        device_ids=[world.device] if world.device.type == "cuda" else None,
+        init_sync=False,
+        find_unused_parameters=find_unused_parameters,
+        **buffers_stay,
+    )
+
+    def sync_gradients(total_weight: Tensor) -> None:
+        scale_gradients(parameters, world.size / total_weight)  # DDP has already divided the sum by the world size
+
+    return replica(
+        model,
+        make_optimizer(model.parameters()),
+        world,
+        module=wrapped,
+        sync_gradients=sync_gradients,
+        accumulating=wrapped.no_sync,
+    )

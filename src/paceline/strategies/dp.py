@@ -1,0 +1,21 @@
+"""One process, many GPUs: torch's nn.DataParallel, kept to show what came before one process per GPU."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from paceline.strategies.base import MakeOptimizer, Replica, only_alone, replica
+from paceline.world import World
+
+
+def dp(model: nn.Module, make_optimizer: MakeOptimizer, world: World, /) -> Replica:
+    """Let one process cut each micro-batch over all its GPUs, one thread each.
+
+    On a CPU, or on one GPU, nn.DataParallel only calls the module, so this is the same as `single`. Over several
+    GPUs each one normalises its own piece (batch norm) and only the first one's running statistics are kept.
+
+    Raises:
+        UsageError: in a world of more than one rank.
+    """
+    only_alone("dp", world)
+    return replica(model, make_optimizer(model.parameters()), world, module=nn.DataParallel(model))

@@ -1,0 +1,25 @@
+"""The textbook's first page: broadcast the model once, then all-reduce every gradient after backward."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from paceline.scratch.reduce import all_reduce_gradients
+from paceline.scratch.replicate import broadcast_module
+from paceline.strategies.base import MakeOptimizer, Replica, replica, trainable
+from paceline.world import World
+
+
+def manual(model: nn.Module, make_optimizer: MakeOptimizer, world: World, /) -> Replica:
+    """One message per parameter, after backward has ended: right, simple and slow.
+
+    Raises:
+        ValueError: if the ranks' models differ in names, shapes or types.
+    """
+    broadcast_module(model)
+    parameters = trainable(model)
+
+    def sync_gradients(total_weight: Tensor) -> None:
+        all_reduce_gradients(parameters, total_weight)
+
+    return replica(model, make_optimizer(model.parameters()), world, sync_gradients=sync_gradients)

@@ -1,0 +1,18 @@
+"""One process, one device: the first rung, and the yardstick of all others."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from paceline.strategies.base import MakeOptimizer, Replica, only_alone, replica
+from paceline.world import World
+
+
+def single(model: nn.Module, make_optimizer: MakeOptimizer, world: World, /) -> Replica:
+    """Train without any communication.
+
+    Raises:
+        UsageError: in a world of more than one rank.
+    """
+    only_alone("single", world)
+    return replica(model, make_optimizer(model.parameters()), world)

@@ -1,0 +1,76 @@
+"""Exact evaluation on all ranks: every sample once, at any world size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from paceline.collectives import start_sum
+from paceline.data.loader import Loading, fetch
+from paceline.errors import UsageError
+from paceline.strategies.base import Replica
+from paceline.tasks.task import Loss, Metric
+from paceline.train.step import weighted_losses
+
+EVALUATION = "evaluation"
+
+
+def evaluate(
+    replica: Replica,
+    dataset: Dataset[Any],
+    loss: Loss,
+    metrics: Mapping[str, Metric],
+    loading: Loading,
+    *,
+    batch_size: int = 256,
+) -> dict[str, float]:
+    """The mean loss (over the loss's weights) and the mean of each metric (over samples) on `dataset`.
+
+    Each rank takes every world_size-th sample; the sums are added up, so no sample counts twice, as it would after
+    padding, and an uneven rest is weighed right. Buffers are merged over ranks first: all ranks evaluate one model.
+    """
+    world = replica.world
+    mine = torch.arange(world.rank, len(dataset), world.size)  # pyright: ignore[reportArgumentType]
+    totals = torch.zeros(2 + 2 * len(metrics), dtype=torch.float64, device=world.device)  # sum, weight of each
+    with replica.merged_buffers(), _evaluating(replica.model), torch.no_grad():
+        requests = ((0, indices) for indices in mine.split(batch_size) if len(indices))
+        with closing(fetch(dataset, requests, 0, loading)) as batches:
+            for inputs, targets in batches:
+                totals += _batch_totals(replica.model, inputs, targets, loss, metrics)
+    names = ["loss", *metrics]
+    sums = start_sum(totals)().reshape(-1, 2).tolist()
+    return {name: total / weight for name, (total, weight) in zip(names, sums, strict=True)}
+
+
+def _batch_totals(model: nn.Module, inputs: Any, targets: Any, loss: Loss, metrics: Mapping[str, Metric]) -> Tensor:
+    outputs = model(inputs)
+    losses, weights = weighted_losses(loss, outputs, targets)
+    if weights is None:
+        weights = torch.ones_like(losses)
+    totals = [(losses * weights).sum(), weights.sum()]
+    for name, metric in metrics.items():
+        values = metric(outputs, targets)
+        if values.ndim == 0:
+            raise UsageError(f"metric {name!r} must give one value per sample, shape (B,), not one for all")
+        totals += [values.sum(), values.new_tensor(values.numel())]
+    return torch.stack([t.double() for t in totals])
+
+
+class _evaluating:  # noqa: N801 - used as a function
+    """Inside, the model is in eval mode; afterwards each of its modules is as it was."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modes = [(module, module.training) for module in model.modules()]
+        self._model = model
+
+    def __enter__(self) -> None:
+        self._model.eval()
+
+    def __exit__(self, *_: object) -> None:
+        for module, training in self._modes:
+            module.training = training

@@ -1,0 +1,52 @@
+"""The loop over steps. It yields after each one, so that its caller logs, evaluates, saves or stops."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator, Iterable
+from dataclasses import dataclass
+
+from paceline.data.loader import MicroBatch
+from paceline.strategies.base import Replica
+from paceline.tasks.task import Loss
+from paceline.train.schedule import Schedule
+from paceline.train.step import StepResult, train_step
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One step as its caller sees it. `step` counts from 1 over the whole run."""
+
+    step: int
+    result: StepResult
+    lr: float
+    data_seconds: float
+    seconds: float
+    """of the whole step, data included"""
+    microbatches: list[MicroBatch]
+
+
+def fit(
+    replica: Replica,
+    steps: Iterable[list[MicroBatch]],
+    loss: Loss,
+    schedule: Schedule,
+    *,
+    start: int = 0,
+    max_norm: float | None = None,
+) -> Generator[StepRecord]:
+    """Train on `steps`, each the micro-batches of this rank, beginning with step number `start` (0-based).
+
+    Raises:
+        TrainingError: see train_step.
+    """
+    replica.model.train()
+    began = time.perf_counter()
+    for number, microbatches in enumerate(steps, start):
+        data_seconds = time.perf_counter() - began
+        lr = schedule.lr(number)
+        for group in replica.optimizer.param_groups:
+            group["lr"] = lr
+        result = train_step(replica, microbatches, loss, max_norm=max_norm)
+        yield StepRecord(number + 1, result, lr, data_seconds, time.perf_counter() - began, microbatches)
+        began = time.perf_counter()  # what the caller did meanwhile is no part of the next step

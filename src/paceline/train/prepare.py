@@ -1,0 +1,162 @@
+"""From a configuration to parts that fit together, checked on all ranks before the first step."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from paceline.collectives import check_equal, together, told_once
+from paceline.config import BatchShape, TrainConfig, batch_shape
+from paceline.data.loader import Loading, fetch
+from paceline.data.plan import BatchPlan, ranks_share
+from paceline.errors import UsageError
+from paceline.scratch.batchnorm import convert
+from paceline.seeding import derive, preserved_streams, random_stream
+from paceline.strategies import STRATEGIES, Replica
+from paceline.tasks import load_task
+from paceline.tasks.task import Task
+from paceline.train.optimizer import optimizer_maker
+from paceline.train.schedule import Schedule, scaled_lr
+from paceline.train.step import weighted_losses
+from paceline.world import World
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Everything a training needs, on one rank."""
+
+    config: TrainConfig
+    task: Task
+    train_set: Dataset[Any]
+    test_set: Dataset[Any]
+    replica: Replica
+    plan: BatchPlan
+    share: range
+    schedule: Schedule
+    loading: Loading
+    total_steps: int
+
+
+def strategy_name(config: TrainConfig, world_size: int) -> str:
+    """The strategy asked for, or the default: bucketed among several ranks, single alone."""
+    return config.strategy or ("bucketed" if world_size > 1 else "single")
+
+
+def prepare(config: TrainConfig, world: World) -> Parts:
+    """Build and check all parts (a collective).
+
+    Raises:
+        UsageError: on the rank that tells it, for whatever is wrong with the task, the data, the model or their fit to
+            this world; ToldElsewhere on all others.
+    """
+    with together(world):  # first what each rank does alone, the user's own code above all
+        if config.launch.threads_per_rank:
+            torch.set_num_threads(config.launch.threads_per_rank)
+        shape = batch_shape(config.data, world.size)
+        share = ranks_share(shape.virtual_ranks, world.rank, world.size)
+        task = load_task(str(config.task), task_options(config))
+        train_set, test_set = task.make_dataset("train"), task.make_dataset("test")
+        plan = make_plan(config, shape, len(train_set))  # pyright: ignore[reportArgumentType]
+        loading = Loading(world.device, config.data.num_workers, task.collate)
+        data = {"training data": _fingerprint(train_set, loading), "test data": _fingerprint(test_set, loading)}
+        model = make_model(task, config.run.seed, world)
+        check_loss(task, model, train_set, replace(loading, num_workers=0))
+    for what, fingerprint in data.items():
+        check_equal(what, fingerprint, world)
+    replica = make_replica(config, model, world)
+    total_steps = config.run.steps or config.run.epochs * plan.steps_per_epoch
+    optimizer = config.optimizer
+    peak_lr = scaled_lr(optimizer.lr, optimizer.lr_scaling, shape.global_batch, optimizer.lr_base_batch)
+    schedule = Schedule(peak_lr, total_steps, optimizer.warmup_steps, optimizer.schedule)
+    return Parts(config, task, train_set, test_set, replica, plan, share, schedule, loading, total_steps)
+
+
+def task_options(config: TrainConfig) -> dict[str, Any]:
+    """The options that are the task's own business, as far as they were set."""
+    options = {"data_dir": config.data.data_dir, "stem": config.model.stem}
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def make_model(task: Task, seed: int, world: World) -> nn.Module:
+    """The task's model on the world's device, its weights drawn from `seed`."""
+    with random_stream(derive(seed, "model"), torch.device("cpu")):
+        model = task.make_model()
+    if any(isinstance(p, nn.UninitializedParameter) for p in model.parameters()):
+        raise UsageError("the model has lazy layers whose shapes are not known yet: run one forward in make_model")
+    if not any(p.requires_grad for p in model.parameters()):
+        raise UsageError("the model has no parameter that requires a gradient: there is nothing to train")
+    return model.to(world.device)
+
+
+def make_plan(config: TrainConfig, shape: BatchShape, num_samples: int) -> BatchPlan:
+    """Who sees what, for data of `num_samples` samples."""
+    if num_samples == 0:
+        raise UsageError("the training data are empty")
+    return BatchPlan(
+        num_samples=num_samples,
+        global_batch=shape.global_batch,
+        virtual_ranks=shape.virtual_ranks,
+        accumulation=shape.accumulation,
+        seed=config.run.seed,
+        tail=config.data.tail,
+    )
+
+
+def make_replica(config: TrainConfig, model: nn.Module, world: World) -> Replica:
+    """Apply the batch norm policy and the strategy (a collective)."""
+    o = config.optimizer
+    maker = optimizer_maker(o.optimizer, lr=o.lr, weight_decay=o.weight_decay, momentum=o.momentum)
+    try:
+        if config.model.batchnorm == "sync":
+            # A group of its own: its collectives must not pair up with those of gradient buckets, whose order in
+            # between depends on what each rank's backward finishes first.
+            model = convert(model, dist.new_group())
+        return STRATEGIES[strategy_name(config, world.size)](model, maker, world)
+    except (TypeError, ValueError) as error:  # a layer that cannot be synchronised; models that differ: on all ranks
+        raise told_once(UsageError(str(error)), world) from None
+
+
+def check_loss(task: Task, model: nn.Module, dataset: Dataset[Any], loading: Loading) -> None:
+    """Try the loss on the first two samples, so that a loss of the wrong kind is told before the first step."""
+    modes = [(module, module.training) for module in model.modules()]
+    indices = torch.arange(min(2, len(dataset)))  # pyright: ignore[reportArgumentType]
+    try:
+        model.eval()  # touches no batch statistics and draws no dropout
+        with preserved_streams(), torch.no_grad():
+            for inputs, targets in fetch(dataset, [(0, indices)], 0, loading):
+                weighted_losses(task.loss, model(inputs), targets)
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def _fingerprint(dataset: Dataset[Any], loading: Loading) -> dict[str, Any]:
+    """What two equal datasets have in common: the length and a few whole samples, as hashes."""
+    length = len(dataset)  # pyright: ignore[reportArgumentType]
+    probes = sorted({0, length // 2, length - 1}) if length else []
+    on_cpu = replace(loading, device=torch.device("cpu"), num_workers=0)
+    sha = hashlib.sha256()
+    for batch in fetch(dataset, ((0, torch.tensor([i])) for i in probes), 0, on_cpu):
+        _hash(sha, batch)
+    return {"samples": length, "hash of the first, middle and last": sha.hexdigest()[:12]}
+
+
+def _hash(sha: Any, batch: Any) -> None:
+    if isinstance(batch, Tensor):
+        sha.update(f"{batch.dtype}{tuple(batch.shape)}".encode())
+        sha.update(batch.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    elif isinstance(batch, dict):
+        for key in sorted(batch, key=str):  # pyright: ignore[reportUnknownArgumentType]
+            sha.update(str(key).encode())
+            _hash(sha, batch[key])
+    elif isinstance(batch, (list, tuple)):
+        for part in batch:
+            _hash(sha, part)
+    else:
+        sha.update(repr(batch).encode())

@@ -1,0 +1,264 @@
+"""A whole training on this rank: from the configuration to the weights on disk."""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+import time
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from paceline import __version__
+from paceline.collectives import check_equal, gather_words, together
+from paceline.config import TrainConfig, batch_shape, dump
+from paceline.data.loader import load_steps
+from paceline.errors import TrainingError
+from paceline.observe import events
+from paceline.observe.folder import create_attempt_dir, create_run_dir
+from paceline.observe.progress import Display
+from paceline.observe.summary import Summary, write_summary
+from paceline.observe.throughput import Throughput
+from paceline.train.evaluate import evaluate
+from paceline.train.fit import StepRecord, fit
+from paceline.train.prepare import Parts, prepare, strategy_name
+from paceline.train.weights import digest, rescue, save
+from paceline.world import World, joined
+
+
+def train(config: TrainConfig, *, run_dir: Path | None = None) -> Path:
+    """Train as `config` says, as the rank that the environment says; return the run folder.
+
+    Args:
+        config: all settings.
+        run_dir: the run folder, if a launcher has made it already.
+
+    Raises:
+        UsageError: before the first step, told by one rank.
+        TrainingError: while training, on every rank that notices.
+    """
+    world = World.from_env(device=config.launch.device, backend=config.launch.backend)
+    with joined(world, timeout_seconds=config.launch.timeout):
+        with together(world):
+            made = run_dir or (create_run_dir(config.run.run_dir, str(config.task)) if world.rank == 0 else None)
+        folder = Path(gather_words(str(made), world)[0])
+        with together(world):
+            attempt = _open_attempt(config, folder, world, prepared=run_dir is not None)
+        parts = prepare(config, world)
+        _Training(parts, folder, attempt).run()
+    return folder
+
+
+def resolved(config: TrainConfig, world_size: int) -> TrainConfig:
+    """`config` with every default that depends on the world size filled in, so that the record repeats the run."""
+    shape = batch_shape(config.data, world_size)
+    data = replace(
+        config.data,
+        virtual_ranks=shape.virtual_ranks,
+        accumulation=shape.accumulation,
+        global_batch=shape.global_batch,
+        batch_size=None,
+    )
+    return replace(config, data=data, strategy=strategy_name(config, world_size))
+
+
+def _open_attempt(config: TrainConfig, folder: Path, world: World, *, prepared: bool) -> int:
+    if world.rank != 0:
+        return 1  # there is no second attempt yet
+    attempt = 1 if prepared else create_attempt_dir(folder)[0]
+    (folder / "config.toml").write_text(dump(resolved(config, world.size)))
+    (folder / "environment.json").write_bytes(msgspec.json.format(msgspec.json.encode(_environment(world)), indent=2))
+    return attempt
+
+
+def _environment(world: World) -> Mapping[str, Any]:
+    gpu = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else None
+    return {
+        "paceline": __version__,
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "host": socket.gethostname(),
+        "device": str(world.device),
+        "gpu": gpu,
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "backend": world.backend,
+        "world_size": world.size,
+        "threads_per_rank": torch.get_num_threads(),
+        "started_by": "torchrun" if "TORCHELASTIC_RUN_ID" in os.environ else "paceline",
+    }
+
+
+class _Training:
+    """One rank's run over its steps: the state that the loop, its records and its end share."""
+
+    def __init__(self, parts: Parts, folder: Path, attempt: int) -> None:
+        self._parts, self._folder, self._attempt = parts, folder, attempt
+        self._world = parts.replica.world
+        self._throughput = Throughput()
+        self._step = self._samples = 0
+        self._metrics: dict[str, float] = {}
+
+    def run(self) -> None:
+        """Train, evaluate, save, summarise."""
+        parts, began = self._parts, time.perf_counter()
+        config = parts.config.run
+        writer = events.EventWriter(self._folder / f"events-{self._world.rank}.jsonl")
+        display = Display(
+            total_steps=parts.total_steps, interval=config.log_interval, shown=self._world.rank == 0
+        )
+        with self._weights_survive(), writer, display:
+            writer.write(self._started())
+            for line in opening_lines(parts):
+                display.say(line)
+                writer.write(events.Notice(line))
+            self._loop(writer, display)
+            writer.write(events.Ended(self._step, time.time()))
+        with self._weights_survive():
+            self._finish(display, time.perf_counter() - began)
+
+    def _loop(self, writer: events.EventWriter, display: Display) -> None:
+        parts = self._parts
+        plan, loop = parts.plan, parts.config
+        batches = load_steps(
+            parts.train_set, plan, parts.share, parts.loading,
+            start=0, stop=parts.total_steps, merged=loop.model.batchnorm == "sync",
+        )  # fmt: skip
+        records = fit(parts.replica, batches, parts.task.loss, parts.schedule, max_norm=loop.optimizer.clip_norm)
+        try:
+            for record in records:
+                self._note(record, writer, display)
+                if record.step % plan.steps_per_epoch == 0 or record.step == parts.total_steps:
+                    self._evaluate(writer, display)
+        finally:  # ends the loader's processes also when a step fails
+            records.close()
+            batches.close()
+
+    def _note(self, record: StepRecord, writer: events.EventWriter, display: Display) -> None:
+        plan = self._parts.plan
+        epoch, step = divmod(record.step - 1, plan.steps_per_epoch)
+        samples = len(plan.global_indices(epoch, step))
+        self._step, self._samples = record.step, self._samples + samples
+        self._throughput.step(samples)
+        loss, norm = record.result.loss, record.result.grad_norm
+        writer.write(
+            events.Step(record.step, epoch, loss, samples, record.lr, record.seconds, record.data_seconds, norm)
+        )
+        if self._parts.config.run.record_samples:
+            for batch in record.microbatches:
+                work = batch.work
+                if work.counted:
+                    indices: list[int] = work.indices.tolist()
+                    writer.write(events.Samples(record.step, epoch, work.virtual_rank, work.part, indices))
+        left = (self._parts.total_steps - record.step) * plan.global_batch
+        display.step(
+            record.step, epoch=epoch, loss=loss, lr=record.lr, rate=self._throughput.recent(), samples_left=left
+        )
+
+    def _evaluate(self, writer: events.EventWriter, display: Display) -> None:
+        parts, began = self._parts, time.perf_counter()
+        self._metrics = evaluate(parts.replica, parts.test_set, parts.task.loss, parts.task.metrics, parts.loading)
+        seconds = time.perf_counter() - began
+        self._throughput.pause(seconds)
+        writer.write(events.Evaluated(self._step, self._metrics, seconds))
+        shown = "  ".join(f"{name} {_shown(name, value)}" for name, value in self._metrics.items())
+        display.say(f"test after step {self._step}: {shown}")
+
+    def _finish(self, display: Display, seconds: float) -> None:
+        parts, replica = self._parts, self._parts.replica
+        with replica.merged_buffers():
+            sha256 = digest(replica.model)
+            # In lockstep to the last: a rank whose weights differ has not computed this run.
+            check_equal("final weights", sha256, self._world, error=TrainingError)
+            if self._world.rank != 0:
+                return
+            save(replica.model, self._folder / "model.safetensors")
+        summary = Summary(
+            task=str(parts.config.task),
+            exit=0,
+            strategy=strategy_name(parts.config, self._world.size),
+            world_size=self._world.size,
+            virtual_ranks=parts.plan.virtual_ranks,
+            global_batch=parts.plan.global_batch,
+            epochs=self._step / parts.plan.steps_per_epoch,
+            steps=self._step,
+            samples_seen=self._samples,
+            test_accuracy=self._metrics.get("accuracy"),
+            test_loss=self._metrics.get("loss"),
+            test_metrics=self._metrics,
+            samples_per_second=self._throughput.overall(),
+            seconds=seconds,
+            weights_sha256=sha256,
+        )
+        write_summary(self._folder, summary)
+        for line in _closing_lines(summary, self._folder):
+            display.say(line)
+
+    @contextmanager
+    def _weights_survive(self) -> Generator[None]:
+        """Inside, a file that cannot be written ends the run, but not without putting the weights somewhere."""
+        try:
+            yield
+        except OSError as error:
+            where = rescue(self._parts.replica.model, self._folder) if self._step else "nothing was trained yet"
+            raise TrainingError(
+                f"rank {self._world.rank} cannot go on after step {self._step}: {error}; {where}"
+            ) from error
+
+    def _started(self) -> events.Started:
+        world = self._world
+        return events.Started(
+            self._attempt, world.rank, world.size, socket.gethostname(), os.getpid(), str(world.device), time.time()
+        )
+
+
+def opening_lines(parts: Parts) -> list[str]:
+    """The run's arithmetic, once, with everything about it that may surprise."""
+    plan, config, world = parts.plan, parts.config, parts.replica.world
+    micro = -(-plan.global_batch // (plan.virtual_ranks * plan.accumulation))
+    exact = micro * plan.virtual_ranks * plan.accumulation == plan.global_batch
+    ranks = _count(plan.virtual_ranks, "rank" if plan.virtual_ranks == world.size else "virtual rank")
+    lines = [
+        f"{config.task}: {_count(world.size, 'process', 'processes')} on {world.device.type}, strategy "
+        f"{strategy_name(config, world.size)}, {torch.get_num_threads()} CPU threads each",
+        f"global batch {plan.global_batch} = {ranks} x {_count(plan.accumulation, 'micro-batch', 'micro-batches')} x "
+        f"{'' if exact else 'at most '}{micro}",
+        f"{plan.num_samples:,} samples = {_count(plan.steps_per_epoch, 'step')} an epoch; "
+        f"{_count(parts.total_steps, 'step')} in all",
+    ]
+    o = config.optimizer
+    if o.lr_scaling != "none":
+        lines.append(
+            f"learning rate {parts.schedule.peak_lr:.3g} = {o.lr:.3g} x {o.lr_scaling} scaling by "
+            f"{plan.global_batch}/{o.lr_base_batch}"
+        )
+    if plan.global_batch > plan.num_samples and plan.tail == "keep":
+        lines.append(f"the global batch is larger than the data: each epoch is one step on {plan.num_samples} samples")
+    idle = plan.virtual_ranks - min(plan.global_batch, plan.num_samples)
+    if idle > 0:
+        lines.append(f"{_count(idle, 'virtual rank')} of {plan.virtual_ranks} never get a sample: the batch is too small")
+    return lines
+
+
+def _closing_lines(summary: Summary, folder: Path) -> list[str]:
+    shown = "  ".join(f"{name} {_shown(name, value)}" for name, value in (summary.test_metrics or {}).items())
+    rate = f", {summary.samples_per_second:,.0f} samples/s" if summary.samples_per_second else ""
+    return [
+        f"done: test {shown}{rate}",
+        f"weights {str(summary.weights_sha256)[:16]}...",
+        f"run folder {folder}",
+    ]
+
+
+def _shown(name: str, value: float) -> str:
+    return f"{value:.2%}" if name == "accuracy" else f"{value:.4f}"
+
+
+def _count(number: int, one: str, many: str | None = None) -> str:
+    return f"{number:,} {one if number == 1 else many or one + 's'}"

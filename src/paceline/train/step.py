@@ -1,0 +1,130 @@
+"""One optimizer step, the same for every strategy.
+
+The gradient of the mean over the *global* batch is exact because nothing is averaged on the way: each micro-batch
+back-propagates its weighted *sum*, gradients are summed over micro-batches and ranks, and divided once by the total
+weight. A mean of means would weigh the samples of a smaller share more. In numbers: 97 samples on 3 ranks are shares
+of 33, 32 and 32; every sample's gradient enters with 1/97, not with 1/(3*33) or 1/(3*32).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.collectives import gather_words, start_sum
+from paceline.data.loader import MicroBatch
+from paceline.data.plan import Work
+from paceline.errors import TrainingError, UsageError
+from paceline.strategies.base import Replica
+from paceline.tasks.task import Loss
+
+MAX_NAMED_SAMPLES = 8  # in an error message
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step did, over all ranks: the global batch's weighted loss sum, its total weight, the gradient norm."""
+
+    loss_sum: float
+    weight: float
+    grad_norm: float | None
+
+    @property
+    def loss(self) -> float:
+        """The mean loss of the global batch."""
+        return self.loss_sum / self.weight
+
+
+def train_step(
+    replica: Replica, microbatches: Sequence[MicroBatch], loss: Loss, *, max_norm: float | None = None
+) -> StepResult:
+    """Take one step on this rank's micro-batches of a global batch.
+
+    Args:
+        replica: from a strategy.
+        microbatches: at least one, as the loader gives them.
+        loss: one value per sample, or (values, weights).
+        max_norm: clip the global gradient norm to this.
+
+    Raises:
+        UsageError: if the loss does not give one value per sample.
+        TrainingError: on every rank, if the global loss is not finite (naming rank and samples) or the weights are
+            all zero; the parameters are still those before the step.
+    """
+    replica.model.zero_grad(set_to_none=True)  # not the optimizer's: one that is sharded knows only its share
+    totals = torch.zeros(2, dtype=torch.float64, device=replica.world.device)  # loss sum, weight
+    seen: list[tuple[MicroBatch, Tensor]] = []
+    for microbatch in microbatches:
+        is_last = microbatch is microbatches[-1]
+        with replica.microbatch(microbatch, is_last):
+            losses, weights = weighted_losses(loss, replica.module(microbatch.inputs), microbatch.targets)
+            loss_sum = losses.sum() if weights is None else (losses * weights).sum()
+            if microbatch.work.counted:
+                weight = losses.new_tensor(losses.numel()) if weights is None else weights.detach().sum()
+                totals += torch.stack([loss_sum.detach(), weight])
+                seen.append((microbatch, losses.detach()))
+            if is_last:
+                finish_totals = start_sum(totals)  # travels during backward
+            loss_sum.backward()
+    loss_total, weight_total = finish_totals().tolist()  # pyright: ignore[reportPossiblyUnboundVariable]
+    if not math.isfinite(loss_total):
+        raise _not_finite(replica, microbatches[0].work, seen)
+    if weight_total == 0:
+        raise TrainingError("the loss weights of this global batch sum to 0: its mean is undefined")
+    replica.sync_gradients(totals[1])
+    norm = None if max_norm is None else float(replica.clip_grad_norm(max_norm))
+    replica.optimizer.step()
+    return StepResult(loss_total, weight_total, norm)
+
+
+def weighted_losses(loss: Loss, outputs: Any, targets: Any) -> tuple[Tensor, Tensor | None]:
+    """Call `loss` and check what it gives: losses (B, ...) and weights of the same shape, or None for all ones.
+
+    Raises:
+        UsageError: if there is not one loss per sample, or losses and weights differ in shape.
+    """
+    result = loss(outputs, targets)
+    losses, weights = result if isinstance(result, tuple) else (result, None)
+    batch = batch_size(targets)
+    if losses.ndim == 0 or (batch is not None and len(losses) != batch):
+        raise UsageError(
+            f"the loss gave a tensor of shape {tuple(losses.shape)} for {batch or 'several'} samples, but must give "
+            f"one value per sample, shape (B,) or (B, T): a mean over a rank's share cannot be turned into the mean "
+            f"over all ranks when shares differ. With torch's losses say reduction='none', e.g. "
+            f"F.cross_entropy(outputs, targets, reduction='none')."
+        )
+    if weights is not None and weights.shape != losses.shape:
+        raise UsageError(f"losses have shape {tuple(losses.shape)}, but their weights {tuple(weights.shape)}")
+    return losses, weights
+
+
+def batch_size(batch: Any) -> int | None:
+    """The length of the first tensor in `batch`; None if there is none."""
+    if isinstance(batch, Tensor):
+        return len(batch) if batch.ndim else None
+    parts = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, (list, tuple)) else ()
+    return next((size for part in parts if (size := batch_size(part)) is not None), None)
+
+
+def _not_finite(replica: Replica, work: Work, seen: Sequence[tuple[MicroBatch, Tensor]]) -> TrainingError:
+    """The same error for every rank, naming the ranks and samples whose loss is not finite (a collective)."""
+    mine: list[int] = []
+    for microbatch, losses in seen:
+        bad = (~losses.isfinite()).reshape(len(losses), -1).any(1)  # (B,)
+        mine += microbatch.work.indices[bad.cpu()].tolist()
+    named = [f"rank {rank}: {_samples(bad)}" for rank, bad in enumerate(gather_words(mine, replica.world)) if bad]
+    return TrainingError(
+        f"the loss is not finite at epoch {work.epoch}, step {work.step} of that epoch; "
+        f"{'; '.join(named) or 'each loss is finite, but not their sum'}. The parameters are still those before this "
+        "step. Likely: a learning rate too high, or bad values in these samples."
+    )
+
+
+def _samples(indices: Sequence[int]) -> str:
+    more = f" and {len(indices) - MAX_NAMED_SAMPLES} more" if len(indices) > MAX_NAMED_SAMPLES else ""
+    return f"samples {', '.join(map(str, indices[:MAX_NAMED_SAMPLES]))}{more}"

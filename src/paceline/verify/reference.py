@@ -1,0 +1,171 @@
+"""What one process computes: the plainest training loop, sharing no code with what it judges.
+
+No plan, loader, strategy or step of paceline is used, only their *definition*: epoch e visits the samples in the order
+of one shuffle, cut into global batches, each dealt to V virtual ranks, each share cut into micro-batches; the step is
+taken along the gradient of the mean over the global batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import Dataset, default_collate
+
+from paceline.seeding import derive
+from paceline.tasks.task import Task
+
+PROBES = 2048  # coordinates of the gradient at which each micro-batch's part is kept, to explain a difference
+
+
+@dataclass
+class Observed:
+    """What one step looked like, on one process or on many; gradients are those before clipping."""
+
+    samples: list[int]
+    streams: dict[str, str]
+    """a fingerprint of the random stream each virtual rank's micro-batch started with"""
+    scalars: dict[str, float]
+    gradients: dict[str, Tensor | None]
+    parameters: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+    state: dict[str, Tensor]
+
+
+@dataclass
+class Reference:
+    """One process that works through all virtual ranks.
+
+    `union` (synchronised batch norm) forwards the k-th micro-batches of all virtual ranks at once; otherwise each is
+    forwarded alone, with the buffers of its virtual rank.
+    """
+
+    task: Task
+    model: nn.Module
+    optimizer: Optimizer
+    dataset: Dataset[Any]
+    global_batch: int
+    virtual_ranks: int
+    accumulation: int
+    seed: int
+    union: bool
+    max_norm: float
+    parts: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    """of the last step: by 'virtual rank.part', its gradient's sum at the probes"""
+    weights: dict[str, float] = field(default_factory=dict[str, float])
+    _buffers: dict[int, dict[str, Tensor]] = field(default_factory=dict[int, dict[str, Tensor]])
+    _initial: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+
+    def __post_init__(self) -> None:
+        self._initial = {name: b.clone() for name, b in self.model.named_buffers()}
+        self._names = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+
+    def step(self, number: int) -> Observed:
+        """Take step `number` (from 0) and say what happened."""
+        steps_per_epoch = -(-len(self.dataset) // self.global_batch)  # pyright: ignore[reportArgumentType]
+        epoch, step = divmod(number, steps_per_epoch)
+        order = torch.randperm(
+            len(self.dataset),  # pyright: ignore[reportArgumentType]
+            generator=torch.Generator().manual_seed(derive(self.seed, "order", epoch)),
+        )
+        batch = order[step * self.global_batch : (step + 1) * self.global_batch]
+        self.model.train()
+        self.model.zero_grad(set_to_none=True)
+        self.parts, self.weights = {}, {}
+        loss_sum, weight, streams = 0.0, 0.0, dict[str, str]()
+        for virtual_rank, part, indices in self._microbatches(batch):
+            key = f"{virtual_rank}.{part}"
+            torch.manual_seed(derive(self.seed, "forward", epoch, step, virtual_rank, part))
+            if not self.union:
+                streams[key] = stream_fingerprint()
+            self._load_buffers(virtual_rank)
+            before = self._at_probes()
+            one_loss, one_weight = self._backward(indices)
+            self.parts[key], self.weights[key] = self._at_probes() - before, one_weight
+            self._buffers[virtual_rank] = {n: b.clone() for n, b in self.model.named_buffers()}
+            loss_sum, weight = loss_sum + one_loss, weight + one_weight
+        for p in self._names.values():
+            if p.grad is not None:
+                p.grad /= weight
+        gradients = {n: None if p.grad is None else p.grad.clone() for n, p in self._names.items()}
+        norm = float(nn.utils.clip_grad_norm_(self._names.values(), self.max_norm))
+        self.optimizer.step()
+        return Observed(
+            samples=sorted(batch.tolist()),
+            streams=streams,
+            scalars={"loss": loss_sum / weight, "weight": weight, "gradient norm": norm},
+            gradients=gradients,
+            parameters={n: p.detach().clone() for n, p in self.model.named_parameters()},
+            buffers=self._mean_buffers(),
+            state=optimizer_state(self.optimizer, self.model),
+        )
+
+    def _microbatches(self, batch: Tensor) -> list[tuple[int, int, Tensor]]:
+        shares = [batch[v :: self.virtual_ranks] for v in range(self.virtual_ranks)]
+        count = min(self.accumulation, max(len(share) for share in shares))
+        cut = [share.tensor_split(count) for share in shares]
+        if self.union:
+            return [(0, part, torch.cat([pieces[part] for pieces in cut])) for part in range(count)]
+        each = [(v, part, cut[v][part]) for v in range(self.virtual_ranks) for part in range(count)]
+        return [(v, part, indices) for v, part, indices in each if len(indices)]
+
+    def _backward(self, indices: Tensor) -> tuple[float, float]:
+        samples = [self.dataset[i] for i in indices.tolist()]
+        inputs, targets = (self.task.collate or default_collate)(samples)
+        result = self.task.loss(self.model(inputs), targets)
+        losses, weights = result if isinstance(result, tuple) else (result, torch.ones_like(result))
+        loss = (losses * weights).sum()
+        loss.backward()
+        return float(loss.detach()), float(weights.detach().sum())
+
+    def _load_buffers(self, virtual_rank: int) -> None:
+        own = self._buffers.get(virtual_rank, self._initial)
+        with torch.no_grad():
+            for name, buffer in self.model.named_buffers():
+                buffer.copy_(own[name])
+
+    def _mean_buffers(self) -> dict[str, Tensor]:
+        sets = [self._buffers[v] for v in sorted(self._buffers)]
+        return {
+            name: torch.stack([s[name] for s in sets]).mean(0) if first.is_floating_point() else first
+            for name, first in sets[0].items()
+        }
+
+    def _at_probes(self) -> Tensor:
+        """(<= PROBES,): the accumulated gradient at evenly spread coordinates of every parameter."""
+        return at_probes({n: p.grad for n, p in self._names.items()}, self._names)
+
+
+def at_probes(gradients: dict[str, Tensor | None], like: dict[str, nn.Parameter] | dict[str, Tensor]) -> Tensor:
+    """(n,) values of a gradient at evenly spread coordinates; None counts as zeros."""
+    per_tensor = max(1, PROBES // max(1, len(gradients)))
+    picked: list[Tensor] = []
+    for name, gradient in gradients.items():
+        flat = (torch.zeros_like(like[name]) if gradient is None else gradient).detach().reshape(-1)
+        picked.append(flat[:: max(1, len(flat) // per_tensor)].clone())
+    return torch.cat(picked)
+
+
+def stream_fingerprint() -> str:
+    """What the CPU's random stream would give next, without drawing from it."""
+    state = torch.get_rng_state()
+    drawn = torch.rand(1, dtype=torch.float64)
+    torch.set_rng_state(state)
+    return float(drawn).hex()
+
+
+def optimizer_state(optimizer: Optimizer, model: nn.Module) -> dict[str, Tensor]:
+    """The optimizer's tensors by the model's names, e.g. 'exp_avg of conv1.weight'; step counts left out."""
+    names = {p: n for n, p in model.named_parameters()}
+    return {
+        f"{key} of {names[p]}": value.detach().clone()
+        for p, entries in optimizer.state.items()
+        for key, value in entries.items()
+        if isinstance(value, Tensor) and value.shape == p.shape
+    }
+
+

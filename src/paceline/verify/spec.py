@@ -1,0 +1,94 @@
+"""What is verified, and what was found: plain data between the command and its workers (no torch here)."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+Policy = Literal["none", "local", "sync"]  # batch norm's; "none" where the model has no batch norm
+
+TOLERANCE = 1e-12  # relative, for losses, gradients, buffers, and for parameters under SGD
+ADAPTIVE_TOLERANCE = 1e-9  # for what Adam divides by the root of its own square: round-off is blown up by up to 1/eps
+"""relative for parameters and state under AdamW, absolute for those whose gradient is nothing but round-off"""
+
+
+CAUSES = {
+    "error": "it raised an error",
+    "samples": "sampler sets differ",
+    "start": "the ranks do not start from the same weights",
+    "sync": "missing synchronisation",
+    "random": "random stream",
+    "buffers": "buffers (BatchNorm)",
+    "mean": "wrong mean: the gradient is off by a constant factor",
+    "shares": "wrong mean: shares of different sizes are weighed wrongly",
+    "accumulation": "accumulation: micro-batches are left out or counted twice",
+    "none": "a gradient that should be None is not, or the other way round",
+    "clipping": "gradient clipping",
+    "optimizer": "optimizer step",
+    "loss": "the loss, or how it is weighed",
+    "gradient": "gradient: no mixture of the micro-batches' gradients explains it",
+}
+
+
+class Spec(msgspec.Struct, frozen=True):
+    """One launch of workers: these strategies, one world size."""
+
+    task: str
+    options: dict[str, str]
+    strategies: list[str]
+    optimizers: list[str]
+    virtual_ranks: int
+    accumulation: int
+    steps: int
+    seed: int
+    clip_norm: float
+
+
+class Case(msgspec.Struct, frozen=True):
+    """What is compared with one process."""
+
+    strategy: str
+    world_size: int
+    batchnorm: Policy
+    optimizer: str
+
+    def __str__(self) -> str:
+        norm = "" if self.batchnorm == "none" else f", {self.batchnorm} batch norm"
+        return f"{self.strategy} on {self.world_size}{norm}, {self.optimizer}"
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """The first difference, and what most likely made it."""
+
+    step: int
+    cause: str
+    """a key of CAUSES"""
+    tensor: str
+    detail: str
+
+
+class Result(msgspec.Struct, frozen=True):
+    """The largest differences of a case over all steps, by kind, and the first finding, if any."""
+
+    case: Case
+    errors: dict[str, float]
+    round_off: list[str]
+    round_off_error: float
+    finding: Finding | None = None
+    not_run: str | None = None
+
+    @property
+    def passed(self) -> bool:
+        """Whether the case ran and equals one process."""
+        return self.finding is None and self.not_run is None
+
+
+class Report(msgspec.Struct, frozen=True):
+    """All results of one world size, and what had to be said about the set-up."""
+
+    world_size: int
+    global_batch: int
+    samples: int
+    results: list[Result]
+    notes: list[str]
