@@ -1,3 +1,68 @@
-"""Train a PyTorch model on one device or on many, in lockstep: the same result at every world size."""
+"""Train a PyTorch model on one device or on many, in lockstep: the same result at every world size.
+
+The public parts, each of which works alone in a loop of your own (examples/own_loop.py):
+
+    World, joined            who am I among whom; the process group
+    BatchPlan, ranks_share   who sees which sample, and when
+    load_steps, Loading      from a plan to micro-batches on the device
+    ArrayDataset             data held as tensors
+    STRATEGIES               how ranks share the work: manual, bucketed, ddp, ...
+    train_step, fit          one optimizer step; a loop of them
+    evaluate                 exact evaluation on all ranks
+    Task                     model, data and loss, for `paceline train module:name`
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
+
+# Looked up when first used: `import paceline` alone must not import torch, or `paceline --help` would take seconds.
+_PARTS = {
+    "World": "world",
+    "joined": "world",
+    "BatchPlan": "data.plan",
+    "ranks_share": "data.plan",
+    "ArrayDataset": "data.arrays",
+    "Loading": "data.loader",
+    "MicroBatch": "data.loader",
+    "load_steps": "data.loader",
+    "STRATEGIES": "strategies",
+    "Replica": "strategies",
+    "Strategy": "strategies",
+    "Task": "tasks.task",
+    "Schedule": "train.schedule",
+    "evaluate": "train.evaluate",
+    "fit": "train.fit",
+    "train_step": "train.step",
+    "optimizer_maker": "train.optimizer",
+}
+
+__all__ = [*_PARTS, "__version__"]  # pyright: ignore[reportUnsupportedDunderAll]
+
+if TYPE_CHECKING:
+    from paceline.data.arrays import ArrayDataset as ArrayDataset
+    from paceline.data.loader import Loading as Loading
+    from paceline.data.loader import MicroBatch as MicroBatch
+    from paceline.data.loader import load_steps as load_steps
+    from paceline.data.plan import BatchPlan as BatchPlan
+    from paceline.data.plan import ranks_share as ranks_share
+    from paceline.strategies import STRATEGIES as STRATEGIES
+    from paceline.strategies import Replica as Replica
+    from paceline.strategies import Strategy as Strategy
+    from paceline.tasks.task import Task as Task
+    from paceline.train.evaluate import evaluate as evaluate
+    from paceline.train.fit import fit as fit
+    from paceline.train.optimizer import optimizer_maker as optimizer_maker
+    from paceline.train.schedule import Schedule as Schedule
+    from paceline.train.step import train_step as train_step
+    from paceline.world import World as World
+    from paceline.world import joined as joined
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PARTS:
+        raise AttributeError(f"module 'paceline' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"paceline.{_PARTS[name]}"), name)

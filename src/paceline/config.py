@@ -176,11 +176,18 @@ def load(path: Path) -> TrainConfig:
         raise UsageError(f"--config {path} is not valid TOML: {error}") from None
     try:
         _refuse_unknown_keys(table, TrainConfig, "")
-        return msgspec.convert(table, TrainConfig)
+        return msgspec.convert(table, TrainConfig, dec_hook=_path)
     except msgspec.ValidationError as error:
         raise UsageError(f"--config {path}: {error}") from None
     except UsageError as error:
         raise UsageError(f"--config {path}: {error}") from None
+
+
+def _path(kind: type, value: Any) -> Any:
+    """What msgspec does not convert by itself."""
+    if kind is Path and isinstance(value, str):
+        return Path(value)
+    raise TypeError(f"Expected a path as text, got {type(value).__name__}")
 
 
 def _refuse_unknown_keys(table: Mapping[str, Any], owner: type, section: str) -> None:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-import traceback
 from collections.abc import Sequence
 
-from paceline.errors import ExitCode, PacelineError, ToldElsewhere, unknown
+from paceline.errors import ExitCode, unknown
 
 COMMANDS = {
     "train": "train a model on one process or on many",
@@ -48,28 +47,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise unknown("command", arguments[0], COMMANDS)
         return importlib.import_module(f"paceline.cli.{arguments[0]}").main(arguments[1:])
     except (Exception, KeyboardInterrupt) as error:
+        from paceline.launch.tell import tell  # noqa: PLC0415
+
         return tell(error)
-
-
-def tell(error: BaseException) -> int:
-    """Say once what went wrong, and return the exit code for it.
-
-    A worker leaves its words to its agent, which knows whose failure came first. Without an agent (torchrun), what
-    was found before the first step is told by one rank, and everything else by the rank that it happened on.
-    """
-    from paceline.launch.worker import record_failure  # noqa: PLC0415
-
-    code = error.exit_code if isinstance(error, PacelineError) else ExitCode.FAILED
-    if isinstance(error, KeyboardInterrupt):
-        print("stopped by Ctrl-C", file=sys.stderr)
-        return 130
-    if record_failure(error, code, traceback=not isinstance(error, PacelineError)):
-        return code
-    alike = isinstance(error, PacelineError) and "torch.distributed" not in sys.modules  # every rank finds it alike
-    if isinstance(error, ToldElsewhere) or (alike and os.environ.get("RANK", "0") != "0"):
-        return code
-    if isinstance(error, PacelineError):
-        print(f"paceline: {error}", file=sys.stderr)
-    else:
-        traceback.print_exception(error)
-    return code

@@ -45,6 +45,7 @@ POLL_SECONDS = 1.0  # between looks for failure records while all goes well: exi
 POLL_FAILING_SECONDS = 0.05
 MAX_PLAN_BYTES = 1 << 20
 LOG_TAIL_BYTES = 8192
+SHOW_CURSOR = "\x1b[?25h"
 
 
 @dataclass(frozen=True)
@@ -154,6 +155,8 @@ class Agent:
             with suppress(subprocess.TimeoutExpired):  # in an uninterruptible system call: not even SIGKILL ends it yet
                 worker.process.wait(1.0)
             worker.finish()
+        if os.isatty(2):  # a progress bar that was killed had no chance to show the cursor again
+            say(SHOW_CURSOR, end="")
 
 
 def read_record(folder: Path, rank: int) -> Failure | None:

@@ -21,6 +21,8 @@ from enum import IntEnum
 
 import msgspec
 
+from paceline.errors import ToldElsewhere
+
 SETTLE_SECONDS = 0.3  # from the first failure to the verdict: what failed at the same moment shall be seen too
 VICTIM_SECONDS = 4.0  # from the first victim's end to the verdict, where no better culprit shows up
 CLEANUP_SECONDS = 60.0  # from an exception to the verdict, where the process neither ends nor any other fails
@@ -133,6 +135,8 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def _says_peers_are_gone(error: BaseException) -> bool:
+    if isinstance(error, ToldElsewhere):
+        return True
     names = {base.__name__ for base in type(error).__mro__}
     if names & TRANSPORT_TYPES:
         return True

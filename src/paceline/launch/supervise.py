@@ -53,10 +53,10 @@ def roster_path(attempt_dir: Path) -> Path:
     return attempt_dir / "agent.json"
 
 
-def say(text: str) -> None:
+def say(text: str, end: str = "\n") -> None:
     """Tell the user; never an error, for the terminal may be gone with the launcher."""
     with suppress(OSError):
-        data = f"{text}\n".encode(errors="replace")
+        data = f"{text}{end}".encode(errors="replace")
         while data:
             data = data[os.write(2, data) :]
 

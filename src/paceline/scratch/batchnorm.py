@@ -27,9 +27,9 @@ from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPriva
 
 
 class Moments(NamedTuple):
-    """Count, mean and sum of squared deviations (M2), per channel."""
+    """Count (`count` is taken: a tuple has one), mean and sum of squared deviations (M2), per channel."""
 
-    count: Tensor  # ()
+    size: Tensor  # ()
     mean: Tensor  # (C,)
     m2: Tensor  # (C,)
 
@@ -39,10 +39,10 @@ def combined(a: Moments, b: Moments) -> Moments:
 
     Source: Chan, Golub, LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances", 1979.
     """
-    count = a.count + b.count
-    share = b.count / count.clamp(min=1)  # of b in the union; 0 where both are empty
+    size = a.size + b.size
+    share = b.size / size.clamp(min=1)  # of b in the union; 0 where both are empty
     delta = b.mean - a.mean
-    return Moments(count, a.mean + delta * share, a.m2 + b.m2 + delta.square() * a.count * share)
+    return Moments(size, a.mean + delta * share, a.m2 + b.m2 + delta.square() * a.size * share)
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -59,7 +59,9 @@ class SyncBatchNorm(_BatchNorm):
     Attributes:
         counted: False while this rank forwards a stand-in because its share is empty: the input is normalised by the
             statistics of the other ranks, adds nothing to them, and no gradient flows through it.
-        group: the ranks whose inputs belong together, by default all; without a process group a rank is alone.
+        group: the ranks whose inputs belong together, by default all; without a process group a rank is alone. Beside
+            gradient buckets that start during backward, give it a group of its own (`dist.new_group()`): within one
+            group messages are paired by their order, but when a bucket is full depends on each rank's own backward.
 
     Raises:
         ValueError: for an input that is not (N, num_features, ...); on every rank, where the union holds one value per
@@ -95,7 +97,7 @@ class SyncBatchNorm(_BatchNorm):
             mean, variance = self._statistics(union, own_count)
             invstd = (variance + self.eps).rsqrt()
         counted = self.counted
-        output = _Normalise.apply(input, self.weight, self.bias, mean, invstd, union.count, counted, self.group)
+        output = _Normalise.apply(input, self.weight, self.bias, mean, invstd, union.size, counted, self.group)
         return cast(Tensor, output)
 
     def _check_input_dim(self, input: Tensor) -> None:
@@ -105,11 +107,11 @@ class SyncBatchNorm(_BatchNorm):
         """All ranks' moments as one, added up in rank order: so every rank computes the very same bits."""
         if not dist.is_initialized():
             return own
-        packed = torch.cat([own.count.reshape(1), own.mean, own.m2])  # (1 + 2C,)
+        packed = torch.cat([own.size.reshape(1), own.mean, own.m2])  # (1 + 2C,)
         gathered = [torch.empty_like(packed) for _ in range(dist.get_world_size(self.group))]
         dist.all_gather(gathered, packed, group=self.group)
         zeros = torch.zeros_like(own.mean)
-        union = Moments(torch.zeros_like(own.count), zeros, zeros)
+        union = Moments(torch.zeros_like(own.size), zeros, zeros)
         for each in gathered:
             mean, m2 = each[1:].split(self.num_features)
             union = combined(union, Moments(each[0], mean, m2))

@@ -5,9 +5,9 @@ one message per parameter after backward (`all_reduce_gradients`: slow, small me
 in buckets of many parameters (`assign_buckets`); and in buckets that travel while backward still computes the
 gradients of earlier layers (`GradientReducer`). Dense gradients only.
 
-    rank 0: [1, 2, 3]  \\                           / 2
-                         all-reduce: [3, 5, 7]  ------>  [1.5, 2.5, 3.5] on both ranks
-    rank 1: [2, 3, 4]  /
+    rank 0: [1, 2, 3] --.                            .--> / 2 = [1.5, 2.5, 3.5]
+                        +-- all-reduce: [3, 5, 7] ---+
+    rank 1: [2, 3, 4] --'                            '--> / 2 = [1.5, 2.5, 3.5]
 
 Run me: `torchrun --nproc-per-node 2 -m paceline.scratch.reduce`, or alone with `python -m`.
 """

@@ -42,7 +42,7 @@ def broadcast_module(module: nn.Module, src: int = 0) -> None:
     tensors = {f"parameter {name}": p for name, p in module.named_parameters()}
     tensors |= {f"buffer {name}": b for name, b in module.named_buffers()}
     device = next((t.device for t in tensors.values()), _default_device())
-    _check_same([_describe(name, t) for name, t in tensors.items()], device)
+    _check_same(_gather_strings([_describe(name, t) for name, t in tensors.items()], device))
     for tensor in tensors.values():
         if tensor.numel() == 0:
             continue  # nothing to send, on any rank: the shapes are the same
@@ -63,9 +63,8 @@ def _describe(name: str, tensor: Tensor) -> str:
     return f"{name} {tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}{frozen}"
 
 
-def _check_same(entries: Sequence[str], device: torch.device) -> None:
-    """Compare this rank's list with everybody's. All ranks see all lists, so all raise the same error, or none."""
-    of_rank = _gather_strings(entries, device)
+def _check_same(of_rank: Sequence[Sequence[str]]) -> None:
+    """Compare all ranks' entries. Every rank sees them all, so every rank raises the same error, or none."""
     for position, values in enumerate(zip_longest(*of_rank, fillvalue="nothing")):
         ranks_with: dict[str, list[int]] = defaultdict(list)
         for rank, value in enumerate(values):

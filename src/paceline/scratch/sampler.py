@@ -147,18 +147,22 @@ def chunked(num_samples: int, world_size: int) -> list[list[int]]:
 
     chunked(10, 4) = [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 0, 1]]
 
-    Repeats and misses what `padded` does, but its global batches are not one process's: rank 1's first batch holds
-    samples that one process reads N / W samples later (measured: 0 of 72 global batches equal, dealt 72 of 72). They
-    agree only where an epoch is a single step, or on one rank. Training on it is not wrong, but no run with it can be
-    compared batch by batch with a run at another world size. The tutorial pads with one slice and leaves ranks empty
-    where W > 2N; this version pads as often as needed, everything else is the tutorial's.
+    Its global batches are not one process's: rank 1's first batch holds samples that one process reads N / W samples
+    later (measured: 0 of 72 global batches equal, dealt 72 of 72). They agree only where an epoch is a single step, or
+    on one rank. Training on it is not wrong, but no run with it can be compared with one at another world size.
+
+    Misses nothing; repeats the first samples, to pad. But it pads with one slice of the order, which is too short for
+    W > 2N. chunked(3, 8) = [[0], [1], [2], [0], [1], [2], [], []]: ranks 6 and 7 get nothing, so the others wait for
+    them in the first collective, for ever. Kept as the tutorial has it, as a warning; use `dealt` or `padded`.
 
     Raises:
         ValueError: as `dealt`.
     """
     _check(num_samples, world_size)
-    order = _repeat_to(_padded_size(num_samples, world_size), range(num_samples))
-    per_rank = len(order) // world_size
+    size = _padded_size(num_samples, world_size)
+    order = list(range(num_samples))
+    order += order[: size - num_samples]
+    per_rank = size // world_size
     return [order[rank * per_rank : (rank + 1) * per_rank] for rank in range(world_size)]
 
 

@@ -43,6 +43,12 @@ class Spec(msgspec.Struct, frozen=True):
     steps: int
     seed: int
     clip_norm: float
+    batch_size: int | None = None
+    """the largest micro-batch of a virtual rank; by default as small as the model allows: 3, with batch norm 8, whose
+    backward through the statistics of a few values blows rounding up ten thousandfold"""
+    short_tail: bool | None = None
+    """whether the last global batch does not even reach every virtual rank, or has somewhat smaller, uneven shares; by
+    default it does not, except with batch norm, for the same reason"""
 
 
 class Case(msgspec.Struct, frozen=True):

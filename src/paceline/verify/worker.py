@@ -27,6 +27,7 @@ from paceline.data.arrays import ArrayDataset
 from paceline.data.loader import Loading, MicroBatch, load_steps
 from paceline.data.plan import BatchPlan, ranks_share
 from paceline.errors import ToldElsewhere, UsageError
+from paceline.launch.tell import tell
 from paceline.launch.worker import attach
 from paceline.scratch.batchnorm import convert
 from paceline.seeding import derive
@@ -41,7 +42,7 @@ from paceline.verify.spec import Case, Finding, Policy, Report, Result, Spec
 from paceline.world import World, joined
 
 MakeOptimizer = Callable[[Any], Optimizer]
-LR = 1e-2
+LR = 1e-3
 OPTIMIZERS: dict[str, MakeOptimizer] = {
     "sgd": partial(SGD, lr=LR, momentum=0.9, weight_decay=1e-2),
     "adamw": partial(AdamW, lr=LR, weight_decay=1e-2),
@@ -235,12 +236,13 @@ def _cast(batch: Any) -> Any:
 def _data(task: Task, spec: Spec, policy: Policy) -> tuple[Dataset[Any], int]:
     """The first samples of the training data, as many as make every kind of uneven step; and the global batch.
 
-    Two global batches whose shares differ by one, and a last one that does not even reach every virtual rank. Except
-    for batch norm on local statistics, which no micro-batch of a single sample can have.
+    Two global batches whose shares differ by one, and a last, smaller one.
     """
-    ranks = spec.virtual_ranks
-    global_batch = max(2, ranks * spec.accumulation * 3 - 1)
-    tail = {"none": max(1, ranks - 1), "local": ranks * spec.accumulation * 2 + 1, "sync": max(2, ranks - 1)}[policy]
+    batch_size = spec.batch_size or (3 if policy == "none" else 8)
+    short_tail = policy == "none" if spec.short_tail is None else spec.short_tail
+    ranks, share = spec.virtual_ranks, spec.accumulation * batch_size
+    global_batch = max(2, ranks * share - 1)
+    tail = max(2, ranks - 1) if short_tail else ranks * (share - 3) + 1
     needed = 2 * global_batch + tail
     dataset = task.make_dataset("train")
     there = len(dataset)  # pyright: ignore[reportArgumentType]
@@ -311,8 +313,6 @@ def main(arguments: Sequence[str]) -> int:
 
 if __name__ == "__main__":
     attach()
-    from paceline.cli import tell
-
     try:
         sys.exit(main(sys.argv[1:]))
     except Exception as error:

@@ -1,0 +1,49 @@
+# The same few words for people and for CI. `make` alone lists them.
+# Another Python: make PYTHON=python3.13. Another place for the environment: make VENV=/tmp/venv.
+
+PYTHON := python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/installed
+
+.DEFAULT_GOAL := help
+.PHONY: help run test check format soak-kills bench-startup clean
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+run: $(STAMP)  ## train the MNIST CNN on 2 processes
+	$(BIN)/paceline train mnist-cnn --nproc 2
+
+test: $(STAMP)  ## run the test-suite
+	$(BIN)/python -m pytest
+
+check: $(STAMP)  ## lint, formatting, types, import rules, then the test-suite: what CI runs
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/basedpyright --pythonpath $(BIN)/python
+	$(BIN)/lint-imports --no-logo
+	$(BIN)/python -m pytest
+
+format: $(STAMP)  ## put the code into its standard form
+	$(BIN)/ruff format
+	$(BIN)/ruff check --fix-only
+
+soak-kills: $(STAMP)  ## kill launchers at random moments; count what survives
+	$(BIN)/python tests/launch/soak_kills.py -- $(BIN)/paceline train mnist-cnn --nproc 2
+
+bench-startup: $(STAMP)  ## measure the time from the command to the first step
+	$(BIN)/python benchmarks/startup.py
+
+clean:  ## remove the environment and the caches; runs/ stays
+	rm -rf $(VENV) dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	find src tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Always with the constraints: whatever depends on torch may otherwise bring another torch. `venv` on an environment
+# that is there already only refreshes it, and pip is fast then. The stamp comes last, so a broken install is repeated.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
+		f"paceline needs Python 3.11 or newer, $(PYTHON) is {sys.version.split()[0]}. Try: make PYTHON=python3.12")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@

@@ -1,0 +1,35 @@
+"""An error's last words: said once, by the right process, and turned into the exit code."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+
+from paceline.errors import ExitCode, PacelineError, ToldElsewhere
+from paceline.launch.worker import record_failure
+
+INTERRUPTED = 130  # 128 + SIGINT
+
+
+def tell(error: BaseException) -> int:
+    """Say once what went wrong, and return the exit code for it.
+
+    A worker leaves its words to its agent, which knows whose failure came first. Without an agent (torchrun), what
+    every rank finds alike before it has met the others is told by rank 0, and everything else by whom it happened to.
+    """
+    if isinstance(error, KeyboardInterrupt):
+        print("stopped by Ctrl-C", file=sys.stderr)
+        return INTERRUPTED
+    in_words = isinstance(error, PacelineError)
+    code = error.exit_code if in_words else ExitCode.FAILED
+    if record_failure(error, code, traceback=not in_words) or isinstance(error, ToldElsewhere):
+        return code
+    found_alike = in_words and "torch.distributed" not in sys.modules
+    if found_alike and os.environ.get("RANK", "0") != "0":
+        return code
+    if in_words:
+        print(f"paceline: {error}", file=sys.stderr)
+    else:
+        traceback.print_exception(error)
+    return code

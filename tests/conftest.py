@@ -1,0 +1,261 @@
+"""What holds for every test: it leaves nothing behind, it ends, and in CI it is not skipped.
+
+1. A leak fixture fails a test that leaves a process, a thread, a listening port, a file in /dev/shm or a changed
+   environment variable behind, and removes what it can, so that the next test is not the one to suffer.
+2. A backstop ends the whole run when a test is stuck where pytest-timeout's signal cannot reach it.
+3. In CI a skipped test is a failed one, unless it waits for a GPU.
+
+Markers of what a test needs (`root`, `needs`, `gpu`) stand in pyproject.toml.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import gc
+import importlib.util
+import os
+import shutil
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+pytest_plugins = ["pytester"]
+
+RUN_MARKER = "PACELINE_TEST_RUN"  # in the environment of every process that a test starts, however far down
+SETTLE_SECONDS = 2.0  # what is just ending is no leak
+BACKSTOP_SECONDS = 30.0
+
+PROC = Path("/proc")
+SHM = Path("/dev/shm")
+THREADS_OF_PYTHON = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
+
+
+# ---- 1. leaks ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What there is at one moment. Cheap: two directory listings and a few links."""
+
+    pids: frozenset[str]
+    threads: frozenset[threading.Thread]
+    sockets: frozenset[str]
+    shm: frozenset[str]
+
+    @classmethod
+    def take(cls) -> Snapshot:
+        return cls(
+            pids=frozenset(name for name in os.listdir(PROC) if name.isdigit()),  # noqa: PTH208 - names only: fast
+            threads=frozenset(threading.enumerate()),
+            sockets=frozenset(_open_sockets().values()),
+            shm=frozenset(os.listdir(SHM)) if SHM.is_dir() else frozenset(),  # noqa: PTH208
+        )
+
+
+@pytest.fixture(autouse=True)
+def no_leaks() -> Iterator[None]:
+    """Fail the test that leaks something. Set up before all other fixtures of the test, so torn down after them."""
+    environment = dict(os.environ)
+    before = Snapshot.take()
+    yield
+    found = [*_changed_environment(environment), *_settled(lambda: _leaks(before))]
+    if found:
+        _kill(_leaked_processes(before))
+        pytest.fail("this test leaks:\n  " + "\n  ".join(found), pytrace=False)
+
+
+def _settled(look: Callable[[], list[str]]) -> list[str]:
+    """What `look` still finds when everything that is just ending has ended."""
+    deadline = time.monotonic() + SETTLE_SECONDS
+    while found := look():
+        gc.collect()  # a port or a file may only wait for its object
+        if time.monotonic() > deadline:
+            return found
+        time.sleep(0.02)
+    return []
+
+
+def _leaks(before: Snapshot) -> list[str]:
+    found = [f"process {pid}: {_command(pid)}" for pid in _leaked_processes(before)]
+    for thread in set(threading.enumerate()) - before.threads:
+        if thread.is_alive() and not thread.daemon:
+            found.append(f"thread {thread.name!r}, not a daemon: Python waits for it at exit")
+    found += [f"listening port {port}" for port in _listening_ports(before)]
+    if SHM.is_dir():
+        new_files = sorted(set(os.listdir(SHM)) - before.shm)  # noqa: PTH208
+        found += [f"file /dev/shm/{name}" for name in new_files if not _held_by_a_stranger(name)]
+    return found
+
+
+def _changed_environment(before: dict[str, str]) -> list[str]:
+    """The variables that changed, now put back."""
+    after = dict(os.environ)
+    names = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
+    names = [name for name in names if name != "PYTEST_CURRENT_TEST"]
+    for name in names:
+        if name in before:
+            os.environ[name] = before[name]
+        else:
+            del os.environ[name]
+    return [f"environment variable {name}: {before.get(name)!r} -> {after.get(name)!r}" for name in names]
+
+
+def _leaked_processes(before: Snapshot) -> list[int]:
+    """Processes younger than the test that descend from it, also those whose parent is gone.
+
+    An orphan is known by the run's marker in its environment (inherited through every exec) or, forked without an
+    exec, by this process's group.
+    """
+    pids = [int(name) for name in os.listdir(PROC) if name.isdigit() and name not in before.pids]  # noqa: PTH208
+    return [pid for pid in pids if _is_ours(pid) and not _command(pid).endswith(THREADS_OF_PYTHON)]
+
+
+def _is_ours(pid: int) -> bool:
+    try:
+        state, parent, group = (PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()[:3]
+        if int(parent) == os.getpid():
+            return True  # even a zombie: nobody has waited for it
+        marker = f"{RUN_MARKER}={os.environ.get(RUN_MARKER)}".encode()
+        environment = (PROC / str(pid) / "environ").read_bytes().split(b"\0")
+        return state != "Z" and (marker in environment or int(group) == os.getpgrp())
+    except OSError:  # gone meanwhile, or another user's
+        return False
+
+
+def _command(pid: int) -> str:
+    try:
+        words = (PROC / str(pid) / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+        # `python -c "from multiprocessing.resource_tracker import main;main(5)"`: kept by Python until it exits
+        for module in THREADS_OF_PYTHON:
+            if module in words:
+                return module
+        return words[:200] or "(ended, but nobody waited for it)"
+    except OSError:
+        return "(gone)"
+
+
+def _kill(pids: list[int]) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(pid, 0)
+
+
+def _open_sockets() -> dict[int, str]:
+    sockets: dict[int, str] = {}
+    for name in os.listdir("/proc/self/fd"):  # noqa: PTH208
+        with contextlib.suppress(OSError):  # the listing's own descriptor is closed again
+            target = os.readlink(f"/proc/self/fd/{name}")  # noqa: PTH115
+            if target.startswith("socket:"):
+                sockets[int(name)] = target
+    return sockets
+
+
+def _listening_ports(before: Snapshot) -> list[int]:
+    ports: list[int] = []
+    for fd, inode in _open_sockets().items():
+        if inode in before.sockets:
+            continue
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as one:
+            if one.family in (socket.AF_INET, socket.AF_INET6):
+                if one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    ports.append(one.getsockname()[1])
+    return ports
+
+
+def _held_by_a_stranger(name: str) -> bool:
+    """Whether a process that is not the test's has the file mapped: /dev/shm is everybody's."""
+    for maps in PROC.glob("[0-9]*/maps"):
+        pid = int(maps.parent.name)
+        with contextlib.suppress(OSError):
+            if pid != os.getpid() and f"/dev/shm/{name}" in maps.read_text() and not _is_ours(pid):
+                return True
+    return False
+
+
+# ---- 2. hard time limit ------------------------------------------------------------------------------------------
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    os.environ[RUN_MARKER] = str(os.getpid())
+    config.stash[_stderr] = os.dup(2)  # before pytest captures it
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    os.close(config.stash[_stderr])
+
+
+_stderr = pytest.StashKey[int]()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """End the whole run if the test outlives its time limit by 30 s.
+
+    pytest-timeout's signal is handled between two bytecodes of the main thread: a test stuck in C (a collective
+    that waits for a dead rank) never gets there. faulthandler's timer needs neither that nor the GIL.
+    """
+    marker = item.get_closest_marker("timeout")
+    limit = float(marker.args[0] if marker and marker.args else item.config.getini("timeout") or 0)
+    if limit:
+        faulthandler.dump_traceback_later(limit + BACKSTOP_SECONDS, exit=True, file=item.config.stash[_stderr])
+    try:
+        return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+# ---- 3. what a test needs ----------------------------------------------------------------------------------------
+
+
+def in_ci() -> bool:
+    return os.environ.get("CI", "").lower() in ("1", "true")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("root") and os.geteuid() != 0:
+        pytest.skip("needs root")
+    for marker in item.iter_markers("needs"):
+        for name in marker.args:
+            if shutil.which(name) is None and importlib.util.find_spec(name) is None:
+                pytest.skip(f"needs {name}, neither a program nor a Python package here")
+    if marker := item.get_closest_marker("gpu"):
+        import torch
+
+        wanted = marker.args[0] if marker.args else 1
+        if torch.cuda.device_count() < wanted:
+            pytest.skip(f"needs {wanted} CUDA devices, there are {torch.cuda.device_count()}")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+    """In CI a skip is a failure: CI is the machine that has everything but a GPU."""
+    report = yield
+    expected = hasattr(report, "wasxfail") or item.get_closest_marker("gpu")
+    if report.skipped and in_ci() and not expected:
+        _fail(report)
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report() -> Iterator[None]:
+    """A module that skips itself (pytest.importorskip at its top) counts as well."""
+    report = yield
+    if report.skipped and in_ci():
+        _fail(report)
+    return report
+
+
+def _fail(report: pytest.TestReport | pytest.CollectReport) -> None:
+    reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+    report.outcome = "failed"
+    report.longrepr = f"skipped in CI, where nothing may be missing but a GPU: {reason}"

@@ -1,0 +1,98 @@
+"""The loader: the plan's samples, in its order, with augmentation that belongs to the sample."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Dataset, TensorDataset
+
+from paceline.data.arrays import ArrayDataset
+from paceline.data.loader import Loading, load_steps
+from paceline.data.plan import BatchPlan, ranks_share
+from paceline.errors import UsageError
+
+CPU = torch.device("cpu")
+PLAN = BatchPlan(23, 8, virtual_ranks=2, accumulation=2, seed=3)
+
+
+class Noisy(Dataset):
+    """Sample i is i plus noise from all three random streams."""
+
+    def __len__(self):
+        return 23
+
+    def __getitem__(self, index):
+        noise = [float(torch.rand(())), random.random(), float(np.random.rand())]
+        return torch.tensor([float(index), *noise]), index
+
+
+def batches(dataset, *, workers=0, share=range(2), stop=6, merged=False, collate=None):
+    steps = load_steps(dataset, PLAN, share, Loading(CPU, workers, collate), start=0, stop=stop, merged=merged)
+    return list(steps)
+
+
+def test_tensors_and_samples_give_the_same_batches():
+    inputs = torch.arange(23.0).reshape(23, 1)
+    fast = [batches(d) for d in (TensorDataset(inputs, inputs), ArrayDataset(inputs, inputs))]
+    slow = batches([(x, x) for x in inputs])
+    for steps in fast:
+        for a, b in zip(steps, slow, strict=True):
+            for x, y in zip(a, b, strict=True):
+                assert torch.equal(x.inputs, y.inputs)
+                assert torch.equal(x.inputs[:, 0].long(), x.work.indices)
+
+
+def test_transform_of_array_datasets_sees_batches():
+    data = ArrayDataset(torch.arange(23.0), torch.arange(23), lambda x: x * 2)
+    assert data[5] == (10.0, 5)
+    assert torch.equal(data.gather(torch.tensor([1, 3]))[0], torch.tensor([2.0, 6.0]))
+
+
+@pytest.mark.timeout(60)
+def test_augmentation_belongs_to_epoch_and_sample_not_to_the_worker_or_rank():
+    def by_sample(steps):
+        return {(b.work.epoch, int(x[0])): x[1:].tolist() for step in steps for b in step for x in b.inputs}
+
+    alone = by_sample(batches(Noisy()))
+    assert by_sample(batches(Noisy(), workers=2)) == alone
+    ranks = [by_sample(batches(Noisy(), share=ranks_share(2, rank, 2))) for rank in range(2)]
+    counted = {**ranks[0], **ranks[1]}
+    assert counted == alone
+    assert len({tuple(v) for v in alone.values()}) == len(alone) == 2 * 23  # each epoch draws anew
+
+
+def test_loading_leaves_the_random_streams_alone():
+    torch.manual_seed(1), random.seed(1), np.random.seed(1)
+    batches(Noisy())
+    after = float(torch.rand(())), random.random(), float(np.random.rand())
+    torch.manual_seed(1), random.seed(1), np.random.seed(1)
+    assert after == (float(torch.rand(())), random.random(), float(np.random.rand()))
+
+
+def test_a_rank_without_a_share_gets_a_stand_in():
+    plan = BatchPlan(1, 4, virtual_ranks=2)
+    data = TensorDataset(torch.zeros(1, 1), torch.zeros(1))
+    (step,) = load_steps(data, plan, range(1, 2), Loading(CPU), start=0, stop=1)
+    assert [b.work.counted for b in step] == [False]
+    assert step[0].inputs.shape == (1, 1)
+
+
+@pytest.mark.parametrize("items", [[(torch.zeros(1), 1, 2)] * 23, [torch.zeros(3)] * 23, [{"x": 1}] * 23])
+def test_items_that_are_no_pairs_are_refused(items):
+    with pytest.raises(UsageError, match="pairs"):
+        batches(items)
+
+
+def test_nested_items_stay_nested():
+    step = batches([({"a": torch.ones(2), "b": (torch.ones(1), i)}, i) for i in range(23)])[0][0]
+    assert step.inputs["a"].shape == (2, 2)
+    assert torch.equal(step.inputs["b"][1], step.work.indices)
+
+
+def test_own_collate():
+    def collate(samples):
+        return torch.stack([s[0] for s in samples]) + 100, torch.tensor([s[1] for s in samples])
+
+    step = batches([(torch.tensor(float(i)), i) for i in range(23)], collate=collate)[0][0]
+    assert torch.equal(step.inputs, step.work.indices + 100.0)

@@ -1,0 +1,64 @@
+"""The worker's side: records, and death with the parent."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from paceline.launch.failure import Failure
+from paceline.launch.worker import attach, record_failure
+
+
+@pytest.fixture
+def attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PACELINE_ATTEMPT_DIR", str(tmp_path))
+    monkeypatch.setenv("RANK", "3")
+    return tmp_path / "error-3.json"
+
+
+def caught() -> Exception:
+    try:
+        raise ValueError("bad sample \udcff 4711")
+    except ValueError as error:
+        return error
+
+
+def read(path: Path) -> Failure:
+    return msgspec.json.decode(path.read_bytes(), type=Failure)
+
+
+def test_record(attempt: Path) -> None:
+    assert record_failure(caught(), 1, traceback=True)
+    failure = read(attempt)
+    assert (failure.rank, failure.pid, failure.exit_code, failure.type) == (3, os.getpid(), 1, "ValueError")
+    assert failure.message == "bad sample \\udcff 4711" and "in caught" in failure.traceback and not failure.victim
+    assert stat.S_IMODE(attempt.stat().st_mode) == 0o600
+    assert [p.name for p in attempt.parent.iterdir()] == ["error-3.json"]
+
+
+def test_words_have_no_traceback_and_the_caller_may_know_a_victim(attempt: Path) -> None:
+    assert record_failure(caught(), 2, traceback=False, victim=True)
+    assert read(attempt).traceback == "" and read(attempt).victim
+
+
+def test_the_first_record_stays(attempt: Path) -> None:
+    record_failure(caught(), 1, traceback=True)
+    assert record_failure(RuntimeError("teardown"), 1, traceback=True)
+    assert read(attempt).type == "ValueError"
+
+
+def test_without_an_agent_nothing_is_written(attempt: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PACELINE_ATTEMPT_DIR")
+    assert not record_failure(caught(), 1, traceback=True)
+    assert not attempt.exists()
+    monkeypatch.delenv("PACELINE_AGENT_PID", raising=False)
+    attach()
+
+
+def test_a_record_that_cannot_be_written_hides_nothing(attempt: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_ATTEMPT_DIR", str(attempt / "nowhere"))
+    assert not record_failure(caught(), 1, traceback=True)

@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from paceline.launch.cgroup import oom_kills
+from paceline.launch.job import Job, NodePlan, describe, threads_per_rank, usable_cores
+from paceline.launch.local import local
+
+GOLDEN = """\
+# agent 0
+/usr/bin/python3 -P -m paceline.launch.agent <<'PLAN'
+{
+  "argv": [
+    "python",
+    "-m",
+    "paceline",
+    "train",
+    "it's"
+  ],
+  "nproc": 2,
+  "first_rank": 0,
+  "world_size": 2,
+  "node": 0,
+  "master_addr": "127.0.0.1",
+  "port": 29500,
+  "threads": 4,
+  "run_id": "5f",
+  "attempt_dir": "/runs/a/attempt-0",
+  "grace_seconds": 3.0
+}
+PLAN
+"""
+
+
+def test_local_plan() -> None:
+    job = Job(("python", "-m", "paceline", "train", "it's"), 2, Path("/runs/a/attempt-0"), "5f", threads=4, port=29500)
+    plan = local(job, python="/usr/bin/python3")
+    assert describe(plan) == GOLDEN
+    assert msgspec.json.decode(msgspec.json.encode(plan.nodes[0]), type=NodePlan) == plan.nodes[0]
+
+
+@pytest.mark.parametrize(("cores", "nproc", "threads"), [(8, 2, 4), (2, 4, 1), (7, 2, 3)])
+def test_threads_per_rank(cores: int, nproc: int, threads: int) -> None:
+    assert threads_per_rank(cores, nproc) == threads
+
+
+@pytest.mark.parametrize(
+    ("group", "files", "quota"),
+    [
+        ("0::/", {"cpu.max": "100000 100000"}, 1),
+        ("0::/", {"cpu.max": "50000 100000"}, 1),  # half a core is still one worker thread
+        ("0::/", {"cpu.max": "max 100000"}, None),
+        ("0::/a/b", {"a/b/cpu.max": "max 100000", "a/cpu.max": "100000 100000"}, 1),  # an ancestor's quota holds too
+        ("4:cpu,cpuacct:/", {"cpu/cpu.cfs_quota_us": "100000", "cpu/cpu.cfs_period_us": "100000"}, 1),
+        ("4:cpu,cpuacct:/", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, None),
+        ("4:cpu:/docker/77", {"cpu/cpu.cfs_quota_us": "100000", "cpu/cpu.cfs_period_us": "100000"}, 1),  # not mounted
+        ("9:name=systemd:/", {}, None),
+    ],
+)
+def test_usable_cores(tmp_path: Path, group: str, files: dict[str, str], quota: int | None) -> None:
+    own, root = tmp_path / "cgroup", tmp_path / "fs"
+    own.write_text(group + "\n")
+    root.mkdir()
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text + "\n")
+    allowed = len(os.sched_getaffinity(0))
+    assert usable_cores(root, own) == (allowed if quota is None else min(allowed, quota))
+
+
+def test_oom_kills_are_counted_from_the_cgroup(tmp_path: Path) -> None:
+    own = tmp_path / "cgroup"
+    own.write_text("4:memory:/a\n0::/\n")
+    (tmp_path / "memory/a").mkdir(parents=True)
+    assert oom_kills(tmp_path, own) is None
+    (tmp_path / "memory/a/memory.oom_control").write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 3\n")
+    assert oom_kills(tmp_path, own) == 3
+
+
+def test_the_room_imports_nothing_heavy() -> None:
+    names = [p.stem for p in Path(sys.modules["paceline.launch.job"].__file__ or "").parent.glob("*.py")]
+    imports = ", ".join(f"paceline.launch.{name}" for name in names if name != "__init__")
+    heavy = "{'torch', 'numpy', 'rich', 'psutil', 'tyro', 'asyncio'}"
+    code = f"import sys, {imports}; sys.exit(str({heavy} & set(sys.modules) or ''))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=False)
+    assert done.stderr.strip() == ""

@@ -1,0 +1,104 @@
+"""Whoever is killed, 5 s later nothing is left: not a worker, not what it had started."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+from tests.launch.launch_harness import carriers, survivors
+
+# each rank is hard to end in its own way, and has a child of its own
+STUBBORN = """
+grandchild()
+if rank == 0:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    forever()
+if rank == 1:
+    ready()
+    os.kill(os.getpid(), signal.SIGSTOP)
+if rank == 2:
+    ready()
+    re.match(r"(a+)+$", "a" * 60 + "b")  # busy in C for ages: no Python signal handler runs
+if rank == 3:
+    forever()
+"""
+
+
+def stubborn(launch, **settings):
+    one = launch(STUBBORN, nproc=4, **settings)
+    one.wait_ready(4)
+    assert len(carriers(one.mark)) >= 1 + 1 + 4 + 4  # launcher, agent, workers, their children
+    return one
+
+
+def janitor_pid(one) -> int:
+    """The agent's fork: the other process with the agent's command line."""
+    (pid,) = (p for p, words in carriers(one.mark).items() if "paceline.launch.agent" in words and p != one.agent_pid)
+    return pid
+
+
+def test_without_a_janitor_the_launcher_sweeps(launch) -> None:
+    one = stubborn(launch)
+    pids = [janitor_pid(one), one.agent_pid]
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    assert not survivors(one.mark)
+    assert one.finish() == 137
+
+
+def test_without_anybody_the_kernel_ends_the_workers(launch) -> None:
+    one = launch(STUBBORN.replace("grandchild()", ""), nproc=4)
+    one.wait_ready(4)
+    pids = [janitor_pid(one), one.process.pid, one.agent_pid]
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    assert not survivors(one.mark)
+    one.finish()
+
+
+@pytest.mark.parametrize("killed", ["launcher", "agent", "both"])
+def test_kill_minus_9(launch, killed: str) -> None:
+    one = stubborn(launch)
+    agent_pid = one.agent_pid
+    for who, pid in (("launcher", one.process.pid), ("agent", agent_pid)):
+        if killed in (who, "both"):
+            os.kill(pid, signal.SIGKILL)
+    left = survivors(one.mark)
+    assert not left
+    assert one.finish() == 137
+    if killed == "agent":
+        assert f"agent 0 (pid {agent_pid}) was killed by SIGKILL" in one.stderr
+
+
+def test_ctrl_c(launch) -> None:
+    one = stubborn(launch)  # with the grace that users get
+    one.process.send_signal(signal.SIGINT)
+    assert not survivors(one.mark)
+    assert one.finish() == 128 + signal.SIGINT
+
+
+def test_a_stopped_agent_does_not_keep_the_launcher(launch) -> None:
+    one = stubborn(launch, grace_seconds=0.5)
+    os.kill(one.agent_pid, signal.SIGSTOP)
+    one.process.send_signal(signal.SIGTERM)
+    assert not survivors(one.mark)
+    assert one.finish() == 128 + signal.SIGTERM
+
+
+def test_failure_among_the_stubborn(launch) -> None:
+    worker = STUBBORN.replace("if rank == 3:\n    forever()", "if rank == 3:\n    fail(ValueError('bad'))")
+    one = launch(worker, nproc=4, grace_seconds=0.5)
+    assert one.finish() == 1
+    assert one.verdict[0].startswith("rank 3 (")
+
+
+def test_killed_while_starting(launch) -> None:
+    """Before any worker has attached itself."""
+    one = launch("forever()", nproc=3)
+    while not (one.folder / "agent.json").exists() and one.process.poll() is None:
+        pass
+    os.kill(one.process.pid, signal.SIGKILL)
+    os.kill(one.agent_pid, signal.SIGKILL)
+    assert not survivors(one.mark)
+    one.finish()

@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+import signal
+
+from paceline.launch.failure import Failure, Observation
+from paceline.launch.verdict import MAX_LINES, clean, tell
+
+
+def seen(rank: int, code: int | None, *, words: str = "", traceback: str = "", log: str = "", victim: bool = False):
+    record = Failure(rank, "node7", 40 + rank, 1, "ValueError", words, traceback, victim, 1.0) if words else None
+    return Observation(rank, "node7", 40 + rank, code, 1.0, record, log)
+
+
+def told(primary: Observation, *others: Observation, oom_kills: int = 0) -> str:
+    return tell(primary, [primary, *others], oom_kills=oom_kills, attempt_dir="/runs/a/attempt-0")
+
+
+def test_traceback() -> None:
+    text = told(seen(1, 1, words="bad", traceback="Traceback ...\nValueError: bad\n"), seen(0, None))
+    assert text == (
+        "rank 1 (node7, pid 41) failed: exit code 1\n"
+        "Traceback ...\n"
+        "ValueError: bad\n"
+        "output of the ranks: /runs/a/attempt-0/rank-<rank>.log"
+    )
+
+
+def test_words_without_traceback_on_every_rank_are_told_once() -> None:
+    text = told(*(seen(rank, 2, words="unknown task 'x'") for rank in range(4)))
+    assert text.startswith("all 4 ranks (node7) failed: exit code 1\n")
+    assert text.count("unknown task") == 1
+
+
+def test_some_ranks_alike() -> None:
+    text = told(seen(1, 1, words="bad"), seen(2, 1, words="bad"), seen(0, None))
+    assert text.startswith("ranks 1, 2 (node7) failed")
+
+
+def test_sigkill_with_and_without_a_counted_kill() -> None:
+    killed = seen(1, -signal.SIGKILL)
+    assert "killed by SIGKILL (the kernel's OOM killer: cgroup counted 1 kill)" in told(killed, oom_kills=1)
+    assert "if nobody sent it, the kernel's OOM killer may have: see dmesg" in told(killed)
+    assert "OOM" not in told(seen(1, -signal.SIGSEGV), oom_kills=1)
+
+
+def test_last_lines_of_the_log() -> None:
+    text = told(seen(1, 3, log="".join(f"line {n}\n" for n in range(40))))
+    assert text.splitlines()[1:4] == ["its last lines:", "  line 25", "  line 26"]
+    assert text.endswith("  line 39")
+
+
+def test_victim_and_early_end() -> None:
+    text = told(seen(0, 1, words="Connection closed by peer", victim=True), seen(1, 0), seen(2, None))
+    assert "rank 1 had already ended with code 0" in text
+
+
+def test_bounded_and_harmless() -> None:
+    lines = told(seen(0, 1, words="x", traceback="\n".join(["frame"] * 5000))).splitlines()
+    assert len(lines) <= MAX_LINES + 5
+    assert clean("a\x1b[31mred\x1b[0m\x07\x9b2J\x1b]0;title\x07\tb\r\nc") == "ared2J]0;title\tb\nc"

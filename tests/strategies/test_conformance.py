@@ -1,0 +1,47 @@
+"""One suite for all strategies: whatever is in STRATEGIES equals one process, on every kind of model.
+
+A new strategy inherits all of this by its line in the dict.
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from paceline.strategies import STRATEGIES
+from paceline.verify.spec import Spec
+from paceline.verify.worker import verify
+from paceline.world import World
+from tests.run_ranks import run_ranks
+
+TASKS = Path(__file__).parents[1] / "verify" / "tasks_under_test.py"
+# DDP refuses a model with unused parameters unless told; that is its own, loud, limit.
+REFUSES_UNUSED = {"ddp"}
+
+
+def reports(rank: int, world_size: int, virtual_ranks: int) -> list:
+    world = World(rank, world_size, rank, world_size, torch.device("cpu"), "gloo")
+    found = []
+    for task in ("dropout", "batchnorm", "tokens", "unused"):
+        strategies = [s for s in STRATEGIES if not (task == "unused" and s in REFUSES_UNUSED)]
+        spec = Spec(f"{TASKS}:{task}", {}, strategies, ["sgd", "adamw"], virtual_ranks, 2, 4, 0, 1.0, short_tail=True)
+        found += [(task, result) for result in verify(spec, world).results]
+    return found
+
+
+@pytest.mark.ranks
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(("world_size", "virtual_ranks"), [(1, 1), (1, 4), (2, 3), (3, 4)])
+def test_equals_one_process(world_size, virtual_ranks, tmp_path):
+    everybody = run_ranks(reports, world_size, tmp_path, virtual_ranks, timeout=100)
+    ran = set()
+    for task, result in everybody[0]:
+        assert result.finding is None, f"{task}, {result.case}: {result.finding}"
+        if result.not_run is None:
+            ran.add((task, result.case.strategy))
+            assert 0 <= result.errors["loss"] <= 1e-12  # something was compared
+            assert result.errors["parameter"] < 1e-9
+    alone = {"single"} if world_size == 1 else set()
+    many = {"manual", "bucketed", "ddp"}
+    assert ran >= {(task, s) for task in ("dropout", "batchnorm", "tokens") for s in alone | many}
+    assert {("unused", "manual"), ("unused", "bucketed")} <= ran

@@ -1,0 +1,118 @@
+"""Schedules, throughput, losses, weights on disk: what needs one process."""
+
+import errno
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from paceline.errors import TrainingError, UsageError
+from paceline.observe.throughput import WARMUP_STEPS, Throughput
+from paceline.train.schedule import Schedule, scaled_lr
+from paceline.train.step import weighted_losses
+from paceline.train.weights import digest, rescue, save
+
+
+def test_schedules_warm_up_and_fall():
+    for shape, middle in (("cosine", 0.5), ("linear", 0.5), ("constant", 1.0)):
+        schedule = Schedule(1.0, total_steps=110, warmup_steps=10, shape=shape)
+        assert [schedule.lr(s) for s in (0, 4, 9)] == [0.1, 0.5, 1.0]
+        assert schedule.lr(10) == 1.0
+        assert schedule.lr(60) == pytest.approx(middle)
+        assert 0 <= schedule.lr(109) <= (1.0 if shape == "constant" else 0.02)
+
+
+def test_learning_rate_scaling():
+    assert scaled_lr(0.1, "linear", 512, 128) == pytest.approx(0.4)
+    assert scaled_lr(0.1, "sqrt", 512, 128) == pytest.approx(0.2)
+    assert scaled_lr(0.1, "none", 512, 128) == 0.1
+
+
+def test_throughput_leaves_out_the_warm_up_and_pauses():
+    now = 0.0
+    meter = Throughput(clock=lambda: now)
+    for step in range(WARMUP_STEPS + 10):
+        now += 100.0 if step < WARMUP_STEPS else 0.5  # a slow start
+        meter.step(10)
+        assert (meter.recent() is None) == (step < WARMUP_STEPS)
+    assert meter.recent() == meter.overall() == pytest.approx(20)
+    now += 1000.0  # an evaluation
+    meter.pause(1000.0)
+    now += 0.5
+    meter.step(10)
+    assert meter.overall() == pytest.approx(20)
+
+
+def test_losses_must_be_one_per_sample():
+    outputs, targets = torch.zeros(4, 3), torch.zeros(4, dtype=torch.long)
+    with pytest.raises(UsageError, match="reduction='none'"):
+        weighted_losses(nn.functional.cross_entropy, outputs, targets)
+    with pytest.raises(UsageError, match=r"shape \(12,\) for 4 samples"):
+        weighted_losses(lambda o, t: o.flatten(), outputs, targets)
+    with pytest.raises(UsageError, match="their weights"):
+        weighted_losses(lambda o, t: (o, torch.ones(4)), outputs, targets)
+    losses, weights = weighted_losses(lambda o, t: (o, torch.ones(4, 3)), outputs, targets)
+    assert losses.shape == weights.shape == (4, 3)
+
+
+def test_the_digest_sees_every_bit_name_shape_and_type():
+    def model() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+
+    first = digest(model())
+    assert digest(model()) == first
+    changed = model()
+    with torch.no_grad():
+        changed[0].weight[0, 0] = math.nextafter(float(changed[0].weight[0, 0]), 2) + 1e-7
+    buffers = model()
+    buffers[1].num_batches_tracked += 1
+    others = [changed, buffers, model().double(), nn.ModuleDict({"x": model()})]
+    assert len({first, *map(digest, others)}) == 5
+
+
+def test_saving_is_whole_or_not_at_all(tmp_path, monkeypatch):
+    model, path = nn.Linear(2, 2), tmp_path / "model.safetensors"
+    save(model, path)
+    before = path.read_bytes()
+
+    def full(module: nn.Module, name: str) -> None:
+        with open(name, "wb") as file:  # noqa: PTH123
+            file.write(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("paceline.train.weights.save_model", full)
+    with pytest.raises(OSError, match="No space left"):
+        save(nn.Linear(2, 2), path)
+    assert path.read_bytes() == before
+    assert [p.name for p in tmp_path.iterdir()] == ["model.safetensors"]
+
+
+def test_tied_weights_are_saved(tmp_path):
+    model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 5, bias=False))
+    model[1].weight = model[0].weight
+    save(model, tmp_path / "model.safetensors")
+    assert (tmp_path / "model.safetensors").stat().st_size < 5 * 4 * 4 + 400
+
+
+def test_rescued_weights_lie_somewhere_else(tmp_path, monkeypatch):
+    run_dir = tmp_path / "runs" / "a-run"  # does not exist: cannot be written
+    (tmp_path / "cwd").mkdir()
+    monkeypatch.chdir(tmp_path / "cwd")
+    told = rescue(nn.Linear(1, 1), run_dir)
+    assert (tmp_path / "cwd" / "a-run-rescued.safetensors").is_file()
+    assert "rescued to" in told
+
+
+def test_weights_that_cannot_be_rescued_are_said_to_be_lost(tmp_path, monkeypatch):
+    def full(model: nn.Module, path: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("paceline.train.weights.save", full)
+    assert "LOST" in rescue(nn.Linear(1, 1), tmp_path)
+
+
+def test_the_error_tree():
+    assert issubclass(TrainingError, Exception)
+    assert (TrainingError.exit_code, UsageError.exit_code) == (1, 2)

@@ -1,0 +1,61 @@
+"""Small tasks, each with one thing that goes wrong easily in data-parallel training."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from paceline import ArrayDataset, Task
+
+
+def _images(split: str) -> ArrayDataset:
+    generator = torch.Generator().manual_seed(len(split))
+    return ArrayDataset(torch.randn(160, 1, 8, 8, generator=generator), torch.randint(10, (160,), generator=generator))
+
+
+def _cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(outputs, targets, reduction="none")
+
+
+def _mlp() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 24), nn.Tanh(), nn.Dropout(0.4), nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 10))  # fmt: skip
+
+
+def _convolutions() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(1, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 8, 3), nn.BatchNorm2d(8, momentum=None), nn.ReLU(),
+        nn.Flatten(), nn.Linear(8 * 16, 10),
+    )  # fmt: skip
+
+
+class _Unused(nn.Module):
+    """Has a layer that no forward uses: its gradient is None on every rank, and weight decay must not move it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused, self.used = nn.Linear(5, 5), _mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.used(x)
+
+
+class _Sequences(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
+    """Sequences of different lengths, padded; loaded one by one."""
+
+    def __len__(self) -> int:
+        return 160
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        values = torch.randn(7, generator=torch.Generator().manual_seed(index))
+        real = torch.arange(6) < 1 + index % 6
+        return values[:-1], torch.where(real, values[1:], torch.nan)
+
+
+def _token_loss(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    real = ~targets.isnan()  # (B, T)
+    return (outputs - targets.nan_to_num()).square(), real.to(outputs.dtype)
+
+
+dropout = Task(_mlp, _images, _cross_entropy)
+batchnorm = Task(_convolutions, _images, _cross_entropy)
+unused = Task(_Unused, _images, _cross_entropy)
+tokens = Task(lambda: nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 6)), lambda _: _Sequences(), _token_loss)
