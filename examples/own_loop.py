@@ -1,7 +1,7 @@
 """Your own training loop, on any number of processes: every part of paceline alone.
 
-    python examples/own_loop.py                                 # a world of one
-    torchrun --nproc-per-node 2 examples/own_loop.py            # two ranks, the same result
+python examples/own_loop.py                                 # a world of one
+torchrun --nproc-per-node 2 examples/own_loop.py            # two ranks, the same result
 """
 
 import torch

@@ -18,7 +18,6 @@ import os
 import shutil
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator

@@ -44,7 +44,9 @@ def test_backends_that_are_not_there(backend, words):
 
 def test_the_device_is_the_one_of_the_local_rank(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert World.from_env(FULL, backend="gloo").device == torch.device("cuda", 1)  # rank 3 of two nodes with two GPUs each
+    assert World.from_env(FULL, backend="gloo").device == torch.device(
+        "cuda", 1
+    )  # rank 3 of two nodes with two GPUs each
 
 
 def test_more_processes_than_gpus(monkeypatch):

@@ -32,6 +32,13 @@ def start_sum(values: Tensor) -> Callable[[], Tensor]:
     return wait
 
 
+def new_group() -> dist.ProcessGroup:
+    """Another group of all ranks, whose collectives cannot be mistaken for those of the default group."""
+    group = dist.new_group()
+    assert isinstance(group, dist.ProcessGroup)  # this rank is a member
+    return group
+
+
 def gather_words(words: Any, world: World) -> list[Any]:
     """Every rank's `words` (anything JSON can hold), by rank, on every rank."""
     payload = torch.frombuffer(bytearray(json.dumps(words).encode()), dtype=torch.uint8)
@@ -73,7 +80,9 @@ def together(world: World) -> Generator[None]:
     if isinstance(error, PacelineError):
         raise UsageError(f"{error}{where}") from None
     shown = "".join(traceback.format_exception(error)).rstrip()
-    raise UsageError(f"{shown}\nThis was raised before the first step{where}, while the run was being prepared.") from None
+    raise UsageError(
+        f"{shown}\nThis was raised before the first step{where}, while the run was being prepared."
+    ) from None
 
 
 def check_equal(what: str, mine: Any, world: World, *, error: type[PacelineError] = UsageError) -> None:

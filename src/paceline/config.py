@@ -39,7 +39,7 @@ class DataConfig:
     global_batch: int | None = None
     """samples per step over all ranks; default: virtual ranks x accumulation x batch size"""
     virtual_ranks: int | None = None
-    """the number of ranks this run is defined for; any smaller world size computes the same run (default: world size)"""
+    """the ranks this run is defined for; any smaller world size computes the same run (default: world size)"""
     tail: Literal["keep", "drop", "pad"] = "keep"
     """an epoch's last, incomplete global batch: train it as it is, leave it out, or fill it up with repeats"""
 
@@ -150,7 +150,9 @@ def batch_shape(data: DataConfig, world_size: int) -> BatchShape:
     virtual_ranks = data.virtual_ranks or world_size
     if data.global_batch is None:
         accumulation = data.accumulation or 1
-        return BatchShape(virtual_ranks, accumulation, virtual_ranks * accumulation * (data.batch_size or DEFAULT_BATCH_SIZE))
+        return BatchShape(
+            virtual_ranks, accumulation, virtual_ranks * accumulation * (data.batch_size or DEFAULT_BATCH_SIZE)
+        )
     share = math.ceil(data.global_batch / virtual_ranks)
     accumulation = data.accumulation or math.ceil(share / (data.batch_size or DEFAULT_BATCH_SIZE))
     if data.batch_size and data.accumulation and share > data.batch_size * accumulation:
@@ -225,7 +227,8 @@ _POSITIVE = (
     "launch.threads_per_rank", "launch.timeout",
 )  # fmt: skip
 _NOT_NEGATIVE = (
-    "data.num_workers", "optimizer.weight_decay", "optimizer.momentum", "optimizer.warmup_steps", "run.seed", "launch.port",
+    "data.num_workers", "optimizer.weight_decay", "optimizer.momentum", "optimizer.warmup_steps", "run.seed",
+    "launch.port",
 )  # fmt: skip
 
 
@@ -235,13 +238,16 @@ def check_values(config: TrainConfig) -> None:
     Raises:
         UsageError: naming the setting, its value and what it must be.
     """
-    for names, lowest, words in ((_POSITIVE, 0, "greater than 0"), (_NOT_NEGATIVE, None, "0 or more")):
+    for names, positive in ((_POSITIVE, True), (_NOT_NEGATIVE, False)):
         for name in names:
             section, key = name.split(".")
             value = getattr(getattr(config, section), key)
-            if isinstance(value, (int, float)) and not (value > 0 if lowest == 0 else value >= 0) or value != value:
-                raise UsageError(f"--{key.replace('_', '-')} must be {words}, got {value}")
-            if isinstance(value, float) and math.isinf(value):
+            if not isinstance(value, (int, float)):  # None: not set; "auto"
+                continue
+            if not (value > 0 if positive else value >= 0):  # NaN is neither
+                what = "greater than 0" if positive else "0 or more"
+                raise UsageError(f"--{key.replace('_', '-')} must be {what}, got {value}")
+            if math.isinf(value):
                 raise UsageError(f"--{key.replace('_', '-')} must be finite, got {value}")
     if config.launch.port > 65535:
         raise UsageError(f"--port must be at most 65535, got {config.launch.port}")

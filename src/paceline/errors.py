@@ -40,7 +40,7 @@ class TrainingError(PacelineError):
     """Training cannot go on; says at which step and on which rank."""
 
 
-class ToldElsewhere(PacelineError):
+class ToldElsewhere(PacelineError):  # noqa: N818 - no error to anybody
     """Another rank tells the user what happened; this one ends silently, with the same exit code."""
 
     victim = True  # an agent looks for the one that tells

@@ -10,6 +10,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from paceline.errors import UsageError
 
@@ -105,18 +106,14 @@ def _backend(asked: str, device: torch.device) -> str:
         raise UsageError(f"unknown backend {chosen!r}. Choose from: auto, {', '.join(available)}")
     if not available[chosen]:
         usable = ", ".join(name for name, there in available.items() if there)
-        raise UsageError(
-            f"this torch ({torch.__version__}) was built without {chosen}. Available here: {usable}"
-        )
+        raise UsageError(f"this torch ({torch.__version__}) was built without {chosen}. Available here: {usable}")
     if chosen == "nccl" and device.type == "cpu":
         raise UsageError("backend nccl moves GPU memory only; for device cpu use gloo (or auto)")
     return chosen
 
 
 @contextmanager
-def joined(
-    world: World, *, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS
-) -> Generator[World]:
+def joined(world: World, *, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS) -> Generator[World]:
     """Inside, torch.distributed's default process group is up; it is torn down also on an error.
 
     Every collective gives up after `timeout_seconds`. A world of one gets a group too, so that code between the
@@ -140,18 +137,18 @@ def joined(
         dist.destroy_process_group()
 
 
-def _store(world: World, timeout: timedelta) -> dist.Store:
+def _store(world: World, timeout: timedelta) -> Store:
     """The store the ranks meet in, under a prefix that is new for every restart.
 
     Without the prefix a restarted group reads the dead group's addresses out of a store that survived it.
     """
     if world.size == 1:
-        return dist.HashStore()
+        return HashStore()
     env = os.environ
     inherited = env.get("PACELINE_STORE_FD")  # the agent has bound the port already: nobody can take it meanwhile
     agent_hosts_store = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # started by torchrun
     is_host = world.rank == 0 and not agent_hosts_store
-    store = dist.TCPStore(
+    store = TCPStore(
         env["MASTER_ADDR"],
         int(env["MASTER_PORT"]),
         world_size=world.size,
@@ -161,4 +158,4 @@ def _store(world: World, timeout: timedelta) -> dist.Store:
         master_listen_fd=int(inherited) if inherited and is_host else None,
     )
     generation = env.get("PACELINE_GENERATION", env.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    return dist.PrefixStore(f"paceline/generation-{generation}", store)
+    return PrefixStore(f"paceline/generation-{generation}", store)

@@ -101,7 +101,14 @@ def test_a_partly_set_environment_is_no_world_of_one(paceline):
 
 
 def test_nproc_within_a_launcher_that_decided_otherwise(paceline):
-    env = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "x", "MASTER_PORT": "1"}
+    env = {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
+        "MASTER_ADDR": "x",
+        "MASTER_PORT": "1",
+    }
     run = paceline("train", "mnist-cnn", "--nproc", 2, env=env, command=("-c", WITHOUT_TORCH))
     assert run.returncode == 2
     assert "leave out --nproc" in run.stderr

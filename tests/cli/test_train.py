@@ -11,9 +11,10 @@ from paceline.config import load
 from paceline.observe.events import Samples, Step, read_events
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(90)]
+TORCHRUN = ("-m", "torch.distributed.run")
 QUICK = ("--batch-size", 32, "--epochs", 1, "--log-interval", 4)
 
-TASKS = '''
+TASKS = """
 import os
 import torch
 from torch import nn
@@ -58,7 +59,7 @@ def raising_loss(outputs, targets):
     return loss(outputs, targets)
 
 raising = Task(model, data, raising_loss)
-'''
+"""
 
 
 def summary_of(run_dir: Path) -> dict:
@@ -99,7 +100,7 @@ def test_the_same_run_from_its_config_by_torchrun_and_again(paceline, small_mnis
     again = paceline("train", "mnist-cnn", "--nproc", 2, "--run-dir", first)
     assert again.returncode == 2  # never written over
     run = paceline("--standalone", "--nproc-per-node", 2, "-m", "paceline", "train", "--config", first / "config.toml",
-                   "--run-dir", second, env={"OMP_NUM_THREADS": "1"}, command=("-m", "torch.distributed.run"))  # fmt: skip
+                   "--run-dir", second, env={"OMP_NUM_THREADS": "1"}, command=TORCHRUN)  # fmt: skip
     assert run.returncode == 0, run.stderr
     assert summary_of(first)["weights_sha256"] == summary_of(second)["weights_sha256"]
 
@@ -154,7 +155,7 @@ def test_a_module_that_fails_to_import_is_told_with_its_own_traceback(paceline, 
 def test_torchrun_tells_an_error_once_too(paceline, tmp_path):
     (tmp_path / "mine.py").write_text(TASKS)
     run = paceline("--standalone", "--nproc-per-node", 2, "-m", "paceline", "train", "mine.py:other_model",
-                   command=("-m", "torch.distributed.run"))  # fmt: skip
+                   command=TORCHRUN)  # fmt: skip
     assert run.returncode != 0
     assert run.stderr.count("the ranks' models differ") == 1
 
@@ -168,7 +169,9 @@ def test_a_full_disk_does_not_cost_the_weights(paceline, tmp_path):
     disk.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=40k", "tmpfs", disk], check=True)
     try:
-        run = paceline("train", "mine.py:good", "--nproc", 2, "--batch-size", 1, "--epochs", 50, "--run-dir", disk / "run")
+        run = paceline(
+            "train", "mine.py:good", "--nproc", 2, "--batch-size", 1, "--epochs", 50, "--run-dir", disk / "run"
+        )
     finally:
         subprocess.run(["umount", disk], check=True)
     assert run.returncode == 1, run.stderr

@@ -89,7 +89,7 @@ def test_ranks_share_cuts_the_virtual_ranks_into_runs(virtual_ranks, world_size)
             ranks_share(virtual_ranks, 0, world_size)
         return
     shares = [list(ranks_share(virtual_ranks, rank, world_size)) for rank in range(world_size)]
-    assert sum(shares, []) == list(range(virtual_ranks))
+    assert [v for share in shares for v in share] == list(range(virtual_ranks))
     assert all(shares)
 
 

@@ -104,6 +104,7 @@ class DistBackendError(RuntimeError):
     ("error", "expected"),
     [
         (DistNetworkError("The client socket has failed to connect"), True),
+        (DistNetworkError("The server socket has failed to listen on any local network address"), False),
         (RuntimeError(GLOO), True),
         (RuntimeError("Timed out waiting 10000ms for recv operation to complete"), True),
         (DistBackendError("NCCL error: ncclRemoteError"), True),

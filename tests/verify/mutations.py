@@ -201,7 +201,8 @@ def head_made_after_broadcast() -> AbstractContextManager[None]:
     def broadcast(model: nn.Module) -> None:
         original(model)
         with torch.no_grad():
-            trainable(model)[-1].add_(0.01 * dist.get_rank())  # rank 0 starts right, the others nearby
+            head = [p for p in trainable(model) if p.dim() > 1][-1]
+            head.mul_(1 + 0.01 * dist.get_rank())  # rank 0 starts right, the others nearby
 
     return planted(*((module, "broadcast_module", broadcast) for module in EVERYWHERE))
 

@@ -17,13 +17,15 @@ def _cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def _mlp() -> nn.Module:
-    return nn.Sequential(nn.Flatten(), nn.Linear(64, 24), nn.Tanh(), nn.Dropout(0.4), nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 10))  # fmt: skip
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(64, 24), nn.Tanh(), nn.Dropout(0.4), nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 10),
+    )  # fmt: skip
 
 
 def _convolutions() -> nn.Module:
     return nn.Sequential(
-        nn.Conv2d(1, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 8, 3), nn.BatchNorm2d(8, momentum=None), nn.ReLU(),
-        nn.Flatten(), nn.Linear(8 * 16, 10),
+        nn.Conv2d(1, 6, 3), nn.BatchNorm2d(6), nn.ReLU(),
+        nn.Conv2d(6, 8, 3), nn.BatchNorm2d(8, momentum=None), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 16, 10),
     )  # fmt: skip
 
 

@@ -31,14 +31,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run `paceline ARGUMENTS` and return its exit code."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if "PACELINE_AGENT_PID" in os.environ:  # before anything slow: a worker must not outlive its agent
-        from paceline.launch.worker import attach  # noqa: PLC0415
+        from paceline.launch.worker import attach
 
         attach()
     if not arguments or arguments[0] in ("-h", "--help"):
         print(HELP.format(commands="\n".join(f"  {name:8}{text}" for name, text in COMMANDS.items())), end="")
         return ExitCode.DONE if arguments else ExitCode.USAGE
     if arguments[0] == "--version":
-        from paceline import __version__  # noqa: PLC0415
+        from paceline import __version__
 
         print(__version__)
         return ExitCode.DONE
@@ -47,6 +47,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise unknown("command", arguments[0], COMMANDS)
         return importlib.import_module(f"paceline.cli.{arguments[0]}").main(arguments[1:])
     except (Exception, KeyboardInterrupt) as error:
-        from paceline.launch.tell import tell  # noqa: PLC0415
+        from paceline.launch.tell import tell
 
         return tell(error)

@@ -37,7 +37,7 @@ def main(arguments: Sequence[str]) -> int:
     for name in ("samples", "ranks", "batch_size"):
         if getattr(config, name) < 1:
             raise UsageError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(config, name)}")
-    from paceline.scratch.sampler import chunked, dealt, padded  # noqa: PLC0415 - imports torch
+    from paceline.scratch.sampler import chunked, dealt, padded  # imports torch
 
     schemes = {"dealt": dealt, "chunked": chunked, "padded": padded}
     console = Console(width=None if Console().is_terminal else 132, highlight=False)
@@ -61,12 +61,14 @@ def _show(console: Console, name: str, shards: Sequence[Sequence[int]], config: 
     if len(lengths) > 1 and name != "dealt":
         console.print("  ranks have different numbers of samples: with a collective each step, some wait for ever")
     equal, total = equal_batches(shards, config.samples, config.batch_size)
-    console.print(f"  global batches (of {config.ranks * config.batch_size}) that one process would have: {equal} of {total}\n")
+    console.print(
+        f"  global batches (of {config.ranks * config.batch_size}) that one process would have: {equal} of {total}\n"
+    )
 
 
 def equal_batches(shards: Sequence[Sequence[int]], samples: int, batch_size: int) -> tuple[int, int]:
     """How many of one process's global batches the ranks' k-th batches together equal, as (equal, all)."""
-    from paceline.scratch.sampler import global_batches  # noqa: PLC0415
+    from paceline.scratch.sampler import global_batches
 
     one_process = global_batches([range(samples)], len(shards) * batch_size)
     together = global_batches(shards, batch_size)

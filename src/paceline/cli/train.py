@@ -99,7 +99,7 @@ def check(config: TrainConfig, nproc: int, gpus: int) -> None:
 
 def count_gpus() -> int:
     """NVIDIA GPUs of this machine that CUDA_VISIBLE_DEVICES leaves visible; 0 without a driver."""
-    import pynvml  # noqa: PLC0415 - not needed for --device cpu
+    import pynvml  # not needed for --device cpu
 
     try:
         pynvml.nvmlInit()
@@ -119,7 +119,11 @@ def launch(config: TrainConfig, nproc: int) -> int:
     config = replace(config, run=replace(config.run, run_dir=run_dir))
     settings = run_dir / "config.toml"
     settings.write_text(configuration.dump(config))
-    threads = config.launch.threads_per_rank or int(os.environ.get("OMP_NUM_THREADS", 0)) or threads_per_rank(usable_cores(), nproc)
+    threads = (
+        config.launch.threads_per_rank
+        or int(os.environ.get("OMP_NUM_THREADS", 0))
+        or threads_per_rank(usable_cores(), nproc)
+    )
     job = Job(
         argv=(sys.executable, "-m", "paceline", "train", "--config", str(settings)),
         nproc=nproc,
@@ -145,7 +149,7 @@ def work(config: TrainConfig) -> int:
             "leave out --nproc, the launcher has decided"
         )
     prepared = config.run.run_dir if "PACELINE_ATTEMPT_DIR" in os.environ else None
-    from paceline.train.run import train  # noqa: PLC0415 - the first import of torch
+    from paceline.train.run import train  # the first import of torch
 
     train(config, run_dir=prepared)
     return ExitCode.DONE

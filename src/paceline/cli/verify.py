@@ -86,7 +86,11 @@ def main(arguments: Sequence[str]) -> int:
 def _run(spec: Spec, nproc: int) -> Report | int:
     """Verify one world size; the workers' exit code if they could not."""
     with tempfile.TemporaryDirectory(prefix="paceline-verify-") as folder:
-        spec_file, report_file, attempt = Path(folder, "spec.json"), Path(folder, "report.json"), Path(folder, "attempt")
+        spec_file, report_file, attempt = (
+            Path(folder, "spec.json"),
+            Path(folder, "report.json"),
+            Path(folder, "attempt"),
+        )
         attempt.mkdir()
         spec_file.write_bytes(msgspec.json.encode(spec))
         job = Job(

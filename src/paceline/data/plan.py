@@ -64,9 +64,7 @@ class BatchPlan:
     @property
     def samples_per_epoch(self) -> int:
         """Samples seen in one epoch, repeats of `tail="pad"` included."""
-        return (
-            self.num_samples if self.tail == "keep" else self.steps_per_epoch * self.global_batch
-        )
+        return self.num_samples if self.tail == "keep" else self.steps_per_epoch * self.global_batch
 
     def global_indices(self, epoch: int, step: int) -> Tensor:
         """(n,) int64: all samples of global batch `step` of `epoch`; n = `global_batch` except at a kept tail."""

@@ -139,7 +139,7 @@ def _says_peers_are_gone(error: BaseException) -> bool:
         return True
     names = {base.__name__ for base in type(error).__mro__}
     if names & TRANSPORT_TYPES:
-        return True
+        return "failed to listen" not in str(error)  # the store's own side of it: nobody else is to blame
     # A bare ConnectionResetError is not torch's: the user's own download failed, and that is a culprit.
     return bool(names & LIBRARY_TYPES) and speaks_of_lost_peer(str(error))
 

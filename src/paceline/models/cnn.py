@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from torch import Tensor, nn
-from torch.nn import functional as F  # noqa: N812  # the name everybody knows it by
+from torch.nn import functional as F  # the name everybody knows it by
 
 
 class CNN(nn.Module):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from torch import Tensor, nn
-from torch.nn import functional as F  # noqa: N812  # the name everybody knows it by
+from torch.nn import functional as F  # the name everybody knows it by
 
 
 class BasicBlock(nn.Module):

@@ -1,12 +1,12 @@
 """The run folder: everything a run leaves behind, made once and never written over (no torch here).
 
-    runs/mnist-cnn-20261121-093000/
-        config.toml         every setting, resolved: `paceline train --config` repeats the run
-        environment.json    versions, host, device, threads
-        events-<rank>.jsonl what happened, step by step
-        model.safetensors   the weights
-        summary.json        how it ended
-        attempt-1/          of each start: agent.json, rank-<r>.log, error-<r>.json
+runs/mnist-cnn-20261121-093000/
+    config.toml         every setting, resolved: `paceline train --config` repeats the run
+    environment.json    versions, host, device, threads
+    events-<rank>.jsonl what happened, step by step
+    model.safetensors   the weights
+    summary.json        how it ended
+    attempt-1/          of each start: agent.json, rank-<r>.log, error-<r>.json
 """
 
 from __future__ import annotations
@@ -59,4 +59,6 @@ def _make(folder: Path, *, exist_ok: bool) -> None:
         probe.touch()
         probe.unlink()
     except OSError as error:
-        raise UsageError(f"the run folder {folder} cannot be written: {error.strerror}. Name another: --run-dir") from None
+        raise UsageError(
+            f"the run folder {folder} cannot be written: {error.strerror}. Name another: --run-dir"
+        ) from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from inspect import signature
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -37,7 +38,7 @@ def ddp(
     # No broadcast of buffers before each forward: they belong to virtual ranks, and are merged when they are needed.
     # (torch 2.13 renamed the option.)
     renamed = "forward_sync_buffers" in signature(DistributedDataParallel).parameters
-    buffers_stay = {"forward_sync_buffers" if renamed else "broadcast_buffers": False}
+    buffers_stay: dict[str, Any] = {"forward_sync_buffers" if renamed else "broadcast_buffers": False}
     wrapped = DistributedDataParallel(
         model,
         device_ids=[world.device] if world.device.type == "cuda" else None,

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.machinery
-import importlib.util
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -63,7 +62,7 @@ def load_task(name: str, options: Mapping[str, Any]) -> Task:
         UsageError: if there is no such task in the module, or it is none, or takes no such option. Whatever the
             module's own code raises passes through.
     """
-    from paceline.tasks.task import Task  # noqa: PLC0415 - imports torch
+    from paceline.tasks.task import Task  # imports torch
 
     reference = TASKS[name].reference if name in TASKS else name
     module_name, _, attribute = reference.rpartition(":")
@@ -114,5 +113,7 @@ def _import(module_name: str) -> Any:
         sys.path.insert(0, str(path.parent))
     module = importlib.import_module(path.stem)
     if module.__file__ is None or Path(module.__file__).resolve() != path:
-        raise UsageError(f"{path} cannot be imported as {path.stem!r}: that name is {module.__file__}. Rename the file.")
+        raise UsageError(
+            f"{path} cannot be imported as {path.stem!r}: that name is {module.__file__}. Rename the file."
+        )
     return module

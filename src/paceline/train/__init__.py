@@ -1,0 +1,1 @@
+"""One optimizer step, and everything around it that makes a training."""

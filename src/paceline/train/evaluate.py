@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import closing
 from typing import Any
 
@@ -16,8 +16,6 @@ from paceline.errors import UsageError
 from paceline.strategies.base import Replica
 from paceline.tasks.task import Loss, Metric
 from paceline.train.step import weighted_losses
-
-EVALUATION = "evaluation"
 
 
 def evaluate(

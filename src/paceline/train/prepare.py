@@ -7,11 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from paceline.collectives import check_equal, together, told_once
+from paceline.collectives import check_equal, new_group, together, told_once
 from paceline.config import BatchShape, TrainConfig, batch_shape
 from paceline.data.loader import Loading, fetch
 from paceline.data.plan import BatchPlan, ranks_share
@@ -116,7 +115,7 @@ def make_replica(config: TrainConfig, model: nn.Module, world: World) -> Replica
         if config.model.batchnorm == "sync":
             # A group of its own: its collectives must not pair up with those of gradient buckets, whose order in
             # between depends on what each rank's backward finishes first.
-            model = convert(model, dist.new_group())
+            model = convert(model, new_group())
         return STRATEGIES[strategy_name(config, world.size)](model, maker, world)
     except (TypeError, ValueError) as error:  # a layer that cannot be synchronised; models that differ: on all ranks
         raise told_once(UsageError(str(error)), world) from None

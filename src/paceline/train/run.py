@@ -110,9 +110,7 @@ class _Training:
         parts, began = self._parts, time.perf_counter()
         config = parts.config.run
         writer = events.EventWriter(self._folder / f"events-{self._world.rank}.jsonl")
-        display = Display(
-            total_steps=parts.total_steps, interval=config.log_interval, shown=self._world.rank == 0
-        )
+        display = Display(total_steps=parts.total_steps, interval=config.log_interval, shown=self._world.rank == 0)
         with self._weights_survive(), writer, display:
             writer.write(self._started())
             for line in opening_lines(parts):
@@ -242,7 +240,9 @@ def opening_lines(parts: Parts) -> list[str]:
         lines.append(f"the global batch is larger than the data: each epoch is one step on {plan.num_samples} samples")
     idle = plan.virtual_ranks - min(plan.global_batch, plan.num_samples)
     if idle > 0:
-        lines.append(f"{_count(idle, 'virtual rank')} of {plan.virtual_ranks} never get a sample: the batch is too small")
+        lines.append(
+            f"{_count(idle, 'virtual rank')} of {plan.virtual_ranks} never get a sample: the batch is too small"
+        )
     return lines
 
 

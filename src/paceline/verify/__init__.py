@@ -1,0 +1,1 @@
+"""The proof that many processes compute what one computes."""

@@ -13,9 +13,13 @@ from dataclasses import dataclass
 
 import torch
 
-from paceline.verify.compare import Difference
+from paceline.verify.compare import CLIPPED, Difference
 from paceline.verify.reference import Observed, Reference, at_probes
 from paceline.verify.spec import Finding
+
+NORM = "gradient norm"
+SAME = 1e-6  # two factors found by least squares are one
+
 
 @dataclass(frozen=True)
 class Ranks:
@@ -37,39 +41,40 @@ def explain(
     def finding(cause: str, tensor: str, detail: str) -> Finding:
         return Finding(number, cause, tensor, detail)
 
-    first = found[0] if found else Difference("", "", 0.0)
+    kinds = {d.kind: d for d in reversed(found)}
+    loss, clipped = kinds.get("loss"), kinds.get(CLIPPED)
     if got.samples != want.samples:
         return finding("samples", "samples", _sample_difference(got.samples, want.samples))
     if ranks.start_differs:
         return finding("start", ranks.start_differs, "differs before the step; was the model broadcast?")
     if got.streams != want.streams:
         return finding("random", "random stream", _stream_difference(got, want))
-    kinds = {d.kind: d for d in reversed(found)}
-    if "loss" in kinds and kinds["loss"].tensor in ("loss", "weight"):
-        # Samples, weights and random numbers are right, yet the forward gives another loss.
-        if number > 0 and _has_batch_norm(reference) and kinds["loss"].tensor == "loss" and "gradient" not in kinds:
-            return finding("buffers", kinds["loss"].tensor, f"loss off by {kinds['loss'].error:.1e}")
-        cause = "buffers" if _has_batch_norm(reference) and kinds["loss"].tensor == "loss" else "loss"
-        if cause == "buffers" and _is_factor(got.scalars["loss"] / want.scalars["loss"]):
-            cause = "loss"
-        return finding(cause, kinds["loss"].tensor, _off(got.scalars, want.scalars, kinds["loss"].tensor))
+    if loss and loss.tensor != NORM:  # samples, weights and random numbers are right, yet the loss is another
+        return _explain_loss(number, got, want, loss, reference)
     if ranks.gradients_differ:
         return finding("sync", ranks.gradients_differ, "its gradient differs between ranks after synchronisation")
     if "gradient" in kinds:
         return _explain_gradient(number, got, want, kinds["gradient"], reference)
-    if "gradient norm" in {d.tensor for d in found}:
-        return finding("clipping", "gradient norm", _off(got.scalars, want.scalars, "gradient norm"))
-    if "optimizer state" in kinds or "parameter" in kinds:
-        d = kinds.get("optimizer state", kinds.get("parameter", first))
-        clipped = want.scalars["gradient norm"] > reference.max_norm
-        if clipped and _looks_unclipped(got, want, reference):
-            return finding("clipping", d.tensor, "the step was taken along a gradient that was not clipped as it should")
-        return finding("optimizer", d.tensor, f"off by {d.error:.1e}, although the gradients are right")
+    if loss:
+        return finding("clipping", NORM, _off(got.scalars, want.scalars, NORM))
+    if clipped:
+        return finding("clipping", clipped.tensor, "its gradient was right, but not what clipping made of it")
+    for kind in ("optimizer state", "parameter"):
+        if kind in kinds:
+            return finding("optimizer", kinds[kind].tensor, f"off by {kinds[kind].error:.1e} after right gradients")
     if "buffer" in kinds:
         return finding("buffers", kinds["buffer"].tensor, f"off by {kinds['buffer'].error:.1e}")
-    if ranks.after_differs:
-        return finding("sync", ranks.after_differs, "differs between ranks after the step")
-    return finding("optimizer", first.tensor, f"off by {first.error:.1e}")
+    where = str(ranks.after_differs)
+    cause = "optimizer" if where in want.parameters else "buffers"  # gradients were equal on all ranks
+    return finding(cause, where, "differs between ranks after the step")
+
+
+def _explain_loss(number: int, got: Observed, want: Observed, loss: Difference, reference: Reference) -> Finding:
+    ratio = got.scalars[loss.tensor] / want.scalars[loss.tensor]
+    batch_norm = loss.tensor == "loss" and _has_batch_norm(reference) and not _is_factor(ratio)
+    return Finding(
+        number, "buffers" if batch_norm else "loss", loss.tensor, _off(got.scalars, want.scalars, loss.tensor)
+    )
 
 
 def _explain_gradient(number: int, got: Observed, want: Observed, first: Difference, ref: Reference) -> Finding:
@@ -91,12 +96,34 @@ def _explain_gradient(number: int, got: Observed, want: Observed, first: Differe
     if residual > 1e-7:
         wrong = sum(1 for n, g in want.gradients.items() if g is not None and _differs(got.gradients[n], g))
         return Finding(
-            number, "gradient", first.tensor, f"{wrong} of {len(want.gradients)} gradients differ, up to {first.error:.1e}"
+            number,
+            "gradient",
+            first.tensor,
+            f"{wrong} of {len(want.gradients)} gradients differ, up to {first.error:.1e}",
         )
     told = ", ".join(f"{k}: {_ratio(float(m))}" for k, m in zip(keys, mixture, strict=True))
-    if bool((mixture.abs() < 1e-6).any()) or bool(((mixture - 2).abs() < 1e-6).any()):
-        return Finding(number, "accumulation", first.tensor, f"parts by virtual rank.micro-batch enter {told}")
-    return Finding(number, "shares", first.tensor, f"parts by virtual rank.micro-batch enter {told}")
+    cause = _cause_of_mixture(dict(zip(keys, mixture.tolist(), strict=True)), want, ref)
+    return Finding(number, cause, first.tensor, f"parts by virtual rank.micro-batch enter {told}")
+
+
+def _cause_of_mixture(mixture: dict[str, float], want: Observed, ref: Reference) -> str:
+    """What makes the micro-batches enter with these factors, which are not all alike."""
+    by_rank: dict[str, list[float]] = {}
+    for key, factor in mixture.items():
+        by_rank.setdefault(key.split(".")[0], []).append(factor)
+    if any(abs(f) < SAME or abs(f - 2) < SAME for f in mixture.values()):
+        return "accumulation"
+    if any(max(factors) - min(factors) > SAME for factors in by_rank.values()):
+        by_part: dict[str, list[float]] = {}
+        for key, factor in mixture.items():
+            by_part.setdefault(key.split(".")[1], []).append(factor)
+        # The same on every rank, but not for every micro-batch.
+        return "accumulation" if all(max(f) - min(f) < SAME for f in by_part.values()) else "shares"
+    # One factor a rank. A mean of means weighs by 1 / share; anything else, where gradients are clipped, by 1 / norm.
+    weights = {v: sum(w for k, w in ref.weights.items() if k.split(".")[0] == v) for v in by_rank}
+    products = [factors[0] * weights[v] for v, factors in by_rank.items()]
+    averaged = max(products) - min(products) < SAME * max(map(abs, products))
+    return "shares" if averaged or want.scalars[NORM] <= ref.max_norm else "clipping"
 
 
 def _differs(a: torch.Tensor | None, b: torch.Tensor) -> bool:
@@ -118,17 +145,6 @@ def _stream_difference(got: Observed, want: Observed) -> str:
 
 def _has_batch_norm(reference: Reference) -> bool:
     return any(isinstance(m, torch.nn.modules.batchnorm._BatchNorm) for m in reference.model.modules())  # pyright: ignore[reportPrivateUsage]
-
-
-def _looks_unclipped(got: Observed, want: Observed, reference: Reference) -> bool:
-    """Whether the optimizer's running mean of gradients is off by one factor: clipping is such a factor."""
-    key = next((k for k in want.state if k.startswith(("momentum_buffer", "exp_avg of"))), None)
-    if key is None or key not in got.state:
-        return False
-    a, b = got.state[key].reshape(-1), want.state[key].reshape(-1)
-    norm = float(b @ b)
-    factor = float(a @ b) / norm if norm else 1.0
-    return abs(factor - 1) > 1e-9 and float((a - factor * b).abs().max()) <= 1e-6 * max(float(a.abs().max()), 1e-300)
 
 
 def _is_factor(ratio: float) -> bool:

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from paceline.verify.reference import Observed
-from paceline.verify.spec import ADAPTIVE_TOLERANCE, TOLERANCE
+from paceline.verify.spec import ADAPTIVE_TOLERANCE, KINDS, TOLERANCE
 
-KINDS = ("loss", "gradient", "parameter", "buffer", "optimizer state")
+CLIPPED = "clipped gradient"  # counted among the gradients
 ROUND_OFF = 1e-11  # a gradient below this share of the largest is what rounding left of zero
 
 
@@ -45,6 +45,7 @@ class Comparison:
         self.round_off |= {n for n, g in want.gradients.items() if g is not None and _size(g) < ROUND_OFF * scale}
         loose = ADAPTIVE_TOLERANCE if self.adaptive else TOLERANCE
         self._kind(found, "gradient", got.gradients, want.gradients, TOLERANCE)
+        self._kind(found, CLIPPED, got.stepped, want.stepped, TOLERANCE)
         self._kind(found, "optimizer state", got.state, want.state, loose)
         self._kind(found, "parameter", got.parameters, want.parameters, loose)
         # A bias that is nothing but round-off moves the running mean of the batch norm behind it, and only that.
@@ -78,7 +79,8 @@ class Comparison:
 
     def _note(self, found: list[Difference], kind: str, name: str, error: float, tolerance: float) -> None:
         error = error if error == error else float("inf")  # NaN is no agreement
-        self.errors[kind] = max(self.errors[kind], error)
+        shown = "gradient" if kind == CLIPPED else kind
+        self.errors[shown] = max(self.errors[shown], error)
         if not error <= tolerance:
             found.append(Difference(kind, name, error))
 

@@ -7,7 +7,6 @@ taken along the gradient of the mean over the global batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,13 +23,16 @@ PROBES = 2048  # coordinates of the gradient at which each micro-batch's part is
 
 @dataclass
 class Observed:
-    """What one step looked like, on one process or on many; gradients are those before clipping."""
+    """What one step looked like, on one process or on many."""
 
     samples: list[int]
     streams: dict[str, str]
     """a fingerprint of the random stream each virtual rank's micro-batch started with"""
     scalars: dict[str, float]
     gradients: dict[str, Tensor | None]
+    """of the global batch's mean, before clipping"""
+    stepped: dict[str, Tensor | None]
+    """the gradients that the optimizer was given, after clipping"""
     parameters: dict[str, Tensor]
     buffers: dict[str, Tensor]
     state: dict[str, Tensor]
@@ -91,14 +93,16 @@ class Reference:
         for p in self._names.values():
             if p.grad is not None:
                 p.grad /= weight
-        gradients = {n: None if p.grad is None else p.grad.clone() for n, p in self._names.items()}
+        gradients = gradients_of(self.model)
         norm = float(nn.utils.clip_grad_norm_(self._names.values(), self.max_norm))
+        stepped = gradients_of(self.model)
         self.optimizer.step()
         return Observed(
             samples=sorted(batch.tolist()),
             streams=streams,
             scalars={"loss": loss_sum / weight, "weight": weight, "gradient norm": norm},
             gradients=gradients,
+            stepped=stepped,
             parameters={n: p.detach().clone() for n, p in self.model.named_parameters()},
             buffers=self._mean_buffers(),
             state=optimizer_state(self.optimizer, self.model),
@@ -140,6 +144,11 @@ class Reference:
         return at_probes({n: p.grad for n, p in self._names.items()}, self._names)
 
 
+def gradients_of(model: nn.Module) -> dict[str, Tensor | None]:
+    """A copy of what .grad holds now, by name."""
+    return {n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters() if p.requires_grad}
+
+
 def at_probes(gradients: dict[str, Tensor | None], like: dict[str, nn.Parameter] | dict[str, Tensor]) -> Tensor:
     """(n,) values of a gradient at evenly spread coordinates; None counts as zeros."""
     per_tensor = max(1, PROBES // max(1, len(gradients)))
@@ -160,12 +169,10 @@ def stream_fingerprint() -> str:
 
 def optimizer_state(optimizer: Optimizer, model: nn.Module) -> dict[str, Tensor]:
     """The optimizer's tensors by the model's names, e.g. 'exp_avg of conv1.weight'; step counts left out."""
-    names = {p: n for n, p in model.named_parameters()}
+    names: dict[Tensor, str] = {p: n for n, p in model.named_parameters()}
     return {
         f"{key} of {names[p]}": value.detach().clone()
         for p, entries in optimizer.state.items()
         for key, value in entries.items()
         if isinstance(value, Tensor) and value.shape == p.shape
     }
-
-

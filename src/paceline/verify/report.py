@@ -7,60 +7,69 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from paceline.verify.spec import ADAPTIVE_TOLERANCE, CAUSES, TOLERANCE, Case, Finding, Report, Spec
+from paceline.verify.spec import ADAPTIVE_TOLERANCE, CAUSES, KINDS, TOLERANCE, Report, Result, Spec
 
-KINDS = ("loss", "gradient", "parameter", "buffer", "optimizer state")
+WIDTH = 132  # where there is no terminal
+NAMED = 4  # round-off tensors
 
 
 def print_report(spec: Spec, reports: Sequence[Report]) -> bool:
     """Print everything; return whether nothing failed and anything was run."""
-    console = Console(width=None if Console().is_terminal else 132, highlight=False)
+    console = Console(width=None if Console().is_terminal else WIDTH, highlight=False)
+    results = [result for report in reports for result in report.results]
     largest = reports[-1]
     console.print(
-        f"{spec.task} in float64, {spec.steps} steps: global batch {largest.global_batch} = {spec.virtual_ranks} virtual "
-        f"ranks x {spec.accumulation} micro-batches (uneven), {largest.samples} samples, ranks start from different "
-        f"seeds, gradients clipped to norm {spec.clip_norm:g}"
+        f"{spec.task} in float64, {spec.steps} steps: global batch {largest.global_batch} = {spec.virtual_ranks} "
+        f"virtual ranks x {spec.accumulation} micro-batches (uneven), {largest.samples} samples, ranks start from "
+        f"different seeds, gradients clipped to norm {spec.clip_norm:g}"
     )
-    table = Table("processes", "strategy", "batch norm", "optimizer", *KINDS, "verdict", title="largest difference from one process")
-    for report in reports:
-        for result in report.results:
-            case = result.case
-            cells = [_cell(result.errors.get(kind)) for kind in KINDS]
-            verdict = "not run" if result.not_run else "[green]equal[/]" if result.passed else "[bold red]DIFFERS[/]"
-            norm = "-" if case.batchnorm == "none" else case.batchnorm
-            table.add_row(str(case.world_size), case.strategy, norm, case.optimizer, *cells, verdict)
-    console.print(table)
-    results = [result for report in reports for result in report.results]
+    console.print(_table(results))
     for note in sorted({note for report in reports for note in report.notes}):
         console.print(f"note: {note}")
-    for case, reason in sorted({(r.case.strategy, r.not_run) for r in results if r.not_run}):
-        console.print(f"not run: {case}: {reason}")
-    round_off = sorted({name for r in results if r.round_off and r.case.optimizer == "adamw" for name in r.round_off})
-    if round_off:
-        worst = max(r.round_off_error for r in results)
-        console.print(
-            f"round-off tensors ({len(round_off)}; their gradient is rounding's rest of 0, which AdamW blows up): largest "
-            f"absolute difference {worst:.1e}, allowed {ADAPTIVE_TOLERANCE:.0e}: {', '.join(round_off[:4])}"
-            + (", ..." if len(round_off) > 4 else "")
-        )
+    for strategy, reason in sorted({(r.case.strategy, r.not_run) for r in results if r.not_run}):
+        console.print(f"not run: {strategy}: {reason}")
+    _print_round_off(console, results)
     failed = [r for r in results if r.finding]
     for result in failed:
-        if result.finding:
-            _print_finding(console, result.case, result.finding)
-    ran = [r for r in results if not r.not_run]
+        _print_finding(console, result)
     console.print(
-        f"allowed: {TOLERANCE:.0e} of the largest magnitude of its kind; for parameters and state under AdamW {ADAPTIVE_TOLERANCE:.0e}"
+        f"allowed: {TOLERANCE:.0e} of the largest magnitude of its kind; what AdamW divides by its own size "
+        f"{ADAPTIVE_TOLERANCE:.0e}"
     )
-    if failed:
-        console.print(f"{len(failed)} of {len(ran)} cases DIFFER from one process")
-    else:
-        console.print(f"all {len(ran)} cases equal one process")
-    return not failed and bool(ran)
+    ran = sum(1 for r in results if not r.not_run)
+    told = f"{len(failed)} of {ran} cases DIFFER from one process" if failed else f"all {ran} cases equal one process"
+    console.print(told if ran else "nothing was run")
+    return not failed and ran > 0
 
 
-def _print_finding(console: Console, case: Case, finding: Finding) -> None:
+def _table(results: Sequence[Result]) -> Table:
+    columns = ("processes", "strategy", "batch norm", "optimizer", *KINDS, "verdict")
+    table = Table(*columns, title="largest difference from one process")
+    for result in results:
+        case = result.case
+        cells = [_cell(result.errors.get(kind)) for kind in KINDS]
+        verdict = "not run" if result.not_run else "[green]equal[/]" if result.passed else "[bold red]DIFFERS[/]"
+        norm = "-" if case.batchnorm == "none" else case.batchnorm
+        table.add_row(str(case.world_size), case.strategy, norm, case.optimizer, *cells, verdict)
+    return table
+
+
+def _print_round_off(console: Console, results: Sequence[Result]) -> None:
+    names = sorted({name for r in results if r.case.optimizer == "adamw" for name in r.round_off})
+    if names:
+        worst = max(r.round_off_error for r in results)
+        more = ", ..." if len(names) > NAMED else ""
+        console.print(
+            f"round-off tensors: {len(names)}, whose gradient is what rounding left of 0, which AdamW blows up: "
+            f"{', '.join(names[:NAMED])}{more}; largest difference {worst:.1e}, allowed {ADAPTIVE_TOLERANCE:.0e}"
+        )
+
+
+def _print_finding(console: Console, result: Result) -> None:
+    finding = result.finding
+    assert finding is not None
     where = f", first in {finding.tensor}" if finding.tensor else ""
-    console.print(f"[bold]{case}[/]: step {finding.step + 1}{where}", markup=True)
+    console.print(f"{result.case}: step {finding.step + 1}{where}", style="bold", markup=False)
     console.print(f"  likely cause: {CAUSES[finding.cause]}. {finding.detail}", markup=False)
 
 

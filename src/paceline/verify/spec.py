@@ -8,6 +8,8 @@ import msgspec
 
 Policy = Literal["none", "local", "sync"]  # batch norm's; "none" where the model has no batch norm
 
+KINDS = ("loss", "gradient", "parameter", "buffer", "optimizer state")
+
 TOLERANCE = 1e-12  # relative, for losses, gradients, buffers, and for parameters under SGD
 ADAPTIVE_TOLERANCE = 1e-9  # for what Adam divides by the root of its own square: round-off is blown up by up to 1/eps
 """relative for parameters and state under AdamW, absolute for those whose gradient is nothing but round-off"""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -17,12 +17,11 @@ from typing import Any
 
 import msgspec
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.utils.data import Dataset, Subset
 
-from paceline.collectives import gather_words, together
+from paceline.collectives import gather_words, new_group, together
 from paceline.data.arrays import ArrayDataset
 from paceline.data.loader import Loading, MicroBatch, load_steps
 from paceline.data.plan import BatchPlan, ranks_share
@@ -37,7 +36,7 @@ from paceline.tasks.task import Task
 from paceline.train.step import StepResult, train_step
 from paceline.verify.causes import Ranks, explain
 from paceline.verify.compare import Comparison
-from paceline.verify.reference import Observed, Reference, optimizer_state, stream_fingerprint
+from paceline.verify.reference import Observed, Reference, gradients_of, optimizer_state, stream_fingerprint
 from paceline.verify.spec import Case, Finding, Policy, Report, Result, Spec
 from paceline.world import World, joined
 
@@ -59,6 +58,7 @@ class Candidate:
     comparison: Comparison
     streams: dict[str, str] = field(default_factory=dict[str, str])
     gradients: dict[str, Tensor | None] = field(default_factory=dict[str, "Tensor | None"])
+    stepped: dict[str, Tensor | None] = field(default_factory=dict[str, "Tensor | None"])
     finding: Finding | None = None
 
 
@@ -154,7 +154,11 @@ def _step(
 
 
 def _observe(
-    candidate: Candidate, result: StepResult, microbatches: Sequence[MicroBatch], world: World, start_differs: str | None
+    candidate: Candidate,
+    result: StepResult,
+    microbatches: Sequence[MicroBatch],
+    world: World,
+    start_differs: str | None,
 ) -> tuple[Observed, Ranks]:
     replica = candidate.replica
     mine = [i for b in microbatches if b.work.counted for i in b.work.indices.tolist()]
@@ -168,6 +172,7 @@ def _observe(
         streams=streams,
         scalars={"loss": result.loss, "weight": result.weight, "gradient norm": result.grad_norm or 0.0},
         gradients=candidate.gradients,
+        stepped=candidate.stepped,
         parameters=_parameters(replica.model),
         buffers=buffers,
         state=optimizer_state(replica.optimizer, replica.model),
@@ -178,12 +183,19 @@ def _observe(
 
 
 def _candidate(
-    case: Case, spec: Spec, task: Task, dataset: Dataset[Any], plan: BatchPlan, policy: Policy, optimizer: str, world: World
+    case: Case,
+    spec: Spec,
+    task: Task,
+    dataset: Dataset[Any],
+    plan: BatchPlan,
+    policy: Policy,
+    optimizer: str,
+    world: World,
 ) -> Candidate:
     # Another seed on every rank: only a broadcast from rank 0 makes them start alike.
     model = _without_dropout(build(task, spec.seed + world.rank), policy)
     if policy == "sync":
-        model = convert(model, dist.new_group())
+        model = convert(model, new_group())
     replica = STRATEGIES[case.strategy](model, OPTIMIZERS[optimizer], world)
     replica.model.train()
     share = ranks_share(spec.virtual_ranks, world.rank, world.size)
@@ -200,7 +212,7 @@ def _observed(candidate: Candidate) -> Replica:
     inner = candidate.replica
 
     @contextmanager
-    def microbatch(batch: MicroBatch, is_last: bool) -> Iterator[None]:
+    def microbatch(batch: MicroBatch, is_last: bool) -> Generator[None]:
         with ExitStack() as stack:
             stack.enter_context(inner.microbatch(batch, is_last))
             # Under "sync" a rank forwards all its virtual ranks at once, and no random number is drawn.
@@ -210,9 +222,12 @@ def _observed(candidate: Candidate) -> Replica:
 
     def sync_gradients(total_weight: Tensor) -> None:
         inner.sync_gradients(total_weight)
-        named = inner.model.named_parameters()
-        candidate.gradients = {n: None if p.grad is None else p.grad.clone() for n, p in named if p.requires_grad}
+        candidate.gradients = gradients_of(inner.model)
 
+    def before_step(*_: object) -> None:
+        candidate.stepped = gradients_of(inner.model)
+
+    inner.optimizer.register_step_pre_hook(before_step)
     return replace(inner, microbatch=microbatch, sync_gradients=sync_gradients)
 
 
@@ -264,7 +279,8 @@ def _first_difference(mine: dict[str, Tensor], start: dict[str, Tensor] | None, 
 
 
 def _bits(tensor: Tensor) -> int:
-    return zlib.crc32(memoryview(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()))
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return zlib.crc32(flat.view(torch.uint8).numpy())  # pyright: ignore[reportArgumentType]
 
 
 def _parameters(model: nn.Module) -> dict[str, Tensor]:

@@ -1,0 +1,33 @@
+"""Verify catches planted bugs and names them; without one it is silent. Here a sample, at least one for each cause.
+
+All of them: `make soak-mutations`.
+"""
+
+import random
+
+import pytest
+from tests.run_ranks import run_ranks
+from tests.verify.mutation_table import WORLD_SIZE, findings, judge
+from tests.verify.mutations import CONTROL, MUTATIONS
+
+from paceline.verify.spec import CAUSES
+
+
+def sample(seed: int) -> list:
+    """One mutation for each cause that can be named, shuffled by `seed`."""
+    order = random.Random(seed).sample(MUTATIONS, len(MUTATIONS))
+    chosen = {cause: next((m for m in order if cause in m.causes), None) for cause in CAUSES}
+    assert all(chosen.values()), f"no bug planted for {[c for c, m in chosen.items() if m is None]}"
+    return list(dict.fromkeys(chosen.values()))
+
+
+@pytest.mark.ranks
+@pytest.mark.timeout(120)
+def test_planted_bugs_are_caught_and_named_and_nothing_else_is(tmp_path):
+    chosen = sample(seed=0)
+    assert len(chosen) >= 12
+    found = run_ranks(findings, WORLD_SIZE, tmp_path, [m.name for m in [CONTROL, *chosen]], timeout=110)[0]
+    assert [r.finding for r in found[CONTROL.name]] == [None] * len(found[CONTROL.name])
+    assert found[CONTROL.name]
+    wrong = {m.name: verdict for m in chosen if (verdict := judge(m, found[m.name])) != "named"}
+    assert not wrong
