@@ -43,8 +43,6 @@ class TrainingError(PacelineError):
 class ToldElsewhere(PacelineError):  # noqa: N818 - no error to anybody
     """Another rank tells the user what happened; this one ends silently, with the same exit code."""
 
-    victim = True  # an agent looks for the one that tells
-
     def __init__(self, message: str, exit_code: ExitCode) -> None:
         super().__init__(message)
         self.exit_code = exit_code

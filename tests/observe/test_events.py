@@ -10,7 +10,7 @@ from paceline.observe.folder import create_attempt_dir, create_run_dir
 from paceline.observe.summary import Summary, read_summary, write_summary
 
 EVENTS = [
-    Step(1, 0, 2.5, 64, 1e-3, 0.1, 0.01),
+    Step(1, 0, 2.5, 64, 1e-3, 0.1, 0.01, 1.5e9),
     Samples(1, 0, 2, 0, [5, 3]),
     Evaluated(1, {"loss": 2.0, "accuracy": 0.5}, 0.2),
 ]

@@ -23,7 +23,8 @@ def tell(error: BaseException) -> int:
         return INTERRUPTED
     in_words = isinstance(error, PacelineError)
     code = error.exit_code if in_words else ExitCode.FAILED
-    if record_failure(error, code, traceback=not in_words) or isinstance(error, ToldElsewhere):
+    told_elsewhere = isinstance(error, ToldElsewhere)
+    if record_failure(error, code, traceback=not in_words, victim=told_elsewhere or None) or told_elsewhere:
         return code
     found_alike = in_words and "torch.distributed" not in sys.modules
     if found_alike and os.environ.get("RANK", "0") != "0":

@@ -15,7 +15,7 @@ import msgspec
 
 
 class Event(msgspec.Struct, frozen=True, tag_field="kind"):
-    """The base of all records. `seconds` are since the attempt's start, on this rank's monotonic clock."""
+    """The base of all records. Durations are in seconds, on this rank's monotonic clock."""
 
 
 class Started(Event, frozen=True, tag="started"):
@@ -31,7 +31,7 @@ class Started(Event, frozen=True, tag="started"):
 
 
 class Step(Event, frozen=True, tag="step"):
-    """An optimizer step, 1-based. Loss and grad_norm are global; the seconds are this rank's."""
+    """An optimizer step, 1-based, over at `unix_time`. Loss and grad_norm are global; the seconds are this rank's."""
 
     step: int
     epoch: int
@@ -40,6 +40,7 @@ class Step(Event, frozen=True, tag="step"):
     lr: float
     seconds: float
     data_seconds: float
+    unix_time: float
     grad_norm: float | None = None
 
 

@@ -146,7 +146,17 @@ class _Training:
         self._throughput.step(samples)
         loss, norm = record.result.loss, record.result.grad_norm
         writer.write(
-            events.Step(record.step, epoch, loss, samples, record.lr, record.seconds, record.data_seconds, norm)
+            events.Step(
+                step=record.step,
+                epoch=epoch,
+                loss=loss,
+                samples=samples,
+                lr=record.lr,
+                seconds=record.seconds,
+                data_seconds=record.data_seconds,
+                unix_time=time.time(),
+                grad_norm=norm,
+            )
         )
         if self._parts.config.run.record_samples:
             for batch in record.microbatches:
