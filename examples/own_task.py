@@ -11,7 +11,7 @@ from torch.utils.data import Dataset
 
 from paceline import Task
 
-WORDS = ["rank", "world", "node", "agent", "worker", "step", "batch", "bucket", "gradient", "replica", "sample", "gather"]
+WORDS = ["rank", "world", "node", "agent", "worker", "step", "batch", "bucket", "gradient", "replica", "sample"]
 LENGTH, LETTERS, PADDING = 24, 128, 0
 
 

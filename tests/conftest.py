@@ -165,9 +165,9 @@ def _listening_ports(before: Snapshot) -> list[int]:
         if inode in before.sockets:
             continue
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as one:
-            if one.family in (socket.AF_INET, socket.AF_INET6):
-                if one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                    ports.append(one.getsockname()[1])
+            internet = one.family in (socket.AF_INET, socket.AF_INET6)
+            if internet and one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                ports.append(one.getsockname()[1])
     return ports
 
 

@@ -112,6 +112,11 @@ def five_lines(rank: int, world_size: int) -> None:
         model.loss(values_of(rank), used_on(rank)).backward()
         all_reduce_gradients(model.parameters(), divisor)
         assert_sums(model, number, world_size, 0)
+    weight = nn.Parameter(torch.zeros(2, 3))
+    grad = torch.arange(6.0).reshape(2, 3)
+    weight.grad = grad.t().contiguous().t() if rank == 1 else grad.clone()  # the same numbers, other strides
+    all_reduce_gradients([weight])
+    assert torch.equal(weight.grad, grad)
     all_reduce_gradients([])  # no parameters: nothing to do, on any rank
 
 
@@ -220,7 +225,10 @@ def errors(rank: int, world_size: int) -> None:
     step()
     with pytest.raises(KeyError), reducer.paused():
         raise KeyError
-    step()  # not paused any more
+    with counted_messages() as sizes:
+        layers(data).sum().backward()
+        assert len(sizes) == 3  # not paused any more
+        reducer.finish()
 
 
 def small_types_and_groups(rank: int, world_size: int) -> None:

@@ -222,7 +222,11 @@ def _unpack(flat: Tensor, parameters: Sequence[nn.Parameter]) -> None:
 
 
 def _divide(total: Tensor, divisor: float | Tensor) -> Tensor:
-    """total /= divisor, keeping its type, but computed in at least float32 (65,600 tokens are infinite in float16)."""
+    """total /= divisor, keeping its type.
+
+    Through float32 at least: a GPU would turn a scalar tensor into the type of `total` first, and 70,000 tokens are
+    infinite in float16.
+    """
     if total.element_size() < 4:
         return total.copy_(total.float().div_(divisor))
     return total.div_(divisor)

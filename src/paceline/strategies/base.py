@@ -73,6 +73,7 @@ def replica(
         accumulating: inside, backward only adds to .grad: every micro-batch of a step except the last.
     """
     parameters = trainable(model)
+    frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
     buffers = VirtualBuffers(model, world)
 
     @contextmanager
@@ -86,6 +87,18 @@ def replica(
                 stack.enter_context(_uncounted(model, parameters))
             yield
 
+    def sync_all_gradients(total_weight: Tensor) -> None:
+        for name, parameter in frozen.items():
+            if parameter.requires_grad:
+                raise UsageError(
+                    f"parameter {name} was frozen when the strategy was applied and now requires a gradient, which "
+                    "no other rank would see. Unfreeze first, then apply the strategy (again)."
+                )
+        if sync_gradients is None:
+            scale_gradients(parameters, 1 / total_weight)
+        else:
+            sync_gradients(total_weight)
+
     def clip_grad_norm(max_norm: float) -> Tensor:
         return nn.utils.clip_grad_norm_(parameters, max_norm)
 
@@ -95,7 +108,7 @@ def replica(
         optimizer=optimizer,
         world=world,
         microbatch=microbatch,
-        sync_gradients=sync_gradients or (lambda total_weight: scale_gradients(parameters, 1 / total_weight)),
+        sync_gradients=sync_all_gradients,
         clip_grad_norm=clip_grad_norm,
         merged_buffers=buffers.merged,
     )
