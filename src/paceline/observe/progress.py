@@ -22,7 +22,7 @@ class Display:
         if self._console.is_terminal:
             self._bar = Progress(
                 TextColumn("step {task.completed}/{task.total}"),
-                BarColumn(),
+                BarColumn(bar_width=12),
                 TextColumn("{task.description}"),
                 console=self._console,
                 transient=True,
@@ -47,11 +47,11 @@ class Display:
         if self._bar is None and not due:
             return
         speed = f"{rate:,.0f} samples/s  {_clock(samples_left / rate)} left" if rate else "warming up"
-        text = f"epoch {epoch + 1}  loss {loss:.4f}  lr {lr:.2e}  {speed}"
-        if self._bar is not None:
-            self._bar.update(self._task, completed=step, description=text)
+        if self._bar is not None:  # short: it must fit into 80 columns
+            self._bar.update(self._task, completed=step, description=f"epoch {epoch + 1}  loss {loss:.4f}  {speed}")
         else:
-            self._console.print(f"step {step}/{self._total}  {text}", markup=False)
+            text = f"step {step}/{self._total}  epoch {epoch + 1}  loss {loss:.4f}  lr {lr:.2e}  {speed}"
+            self._console.print(text, markup=False)
 
 
 def _clock(seconds: float) -> str:
