@@ -84,7 +84,11 @@ def test_the_cnn_has_the_classic_size_and_shapes() -> None:
 def test_the_cnn_drops_out_in_training_only_and_returns_logits() -> None:
     torch.manual_seed(0)
     model, images = CNN(), torch.randn(4, 1, 28, 28)
+    dropped: list[tuple[float, tuple[int, ...]]] = []
+    for dropout in (model.dropout1, model.dropout2):
+        dropout.register_forward_hook(lambda layer, _, output: dropped.append((layer.p, tuple(output.shape))))
     assert not torch.equal(model(images), model(images))
+    assert dropped[:2] == [(0.25, (4, 64, 12, 12)), (0.5, (4, 128))]
     model.eval()
     assert torch.equal(model(images), model(images))
     assert not torch.allclose(model(images).exp().sum(1), torch.ones(4))  # not log-probabilities

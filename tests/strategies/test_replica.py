@@ -95,17 +95,19 @@ def test_buffers_belong_to_virtual_ranks_and_are_merged_to_look_at(world):
     assert float(model[0].running_mean) == last  # looking has not changed the training
 
 
-def test_dropout_draws_the_same_numbers_again_and_leaves_the_global_stream_alone(world):
-    def outputs_of_a_run():
+def test_dropout_draws_the_runs_own_numbers_and_leaves_the_global_stream_alone(world):
+    def losses_of_a_run(global_seed: int) -> list[float]:
         torch.manual_seed(5)
         model = nn.Sequential(nn.Linear(1, 8), nn.Dropout(0.5), nn.Linear(8, 1))
         replica = STRATEGIES["single"](model, sgd, world)
+        torch.manual_seed(global_seed)
         losses = [train_step(replica, step, loss).loss for step in steps()]
-        return losses, torch.rand(1)
+        after = torch.rand(1)
+        torch.manual_seed(global_seed)
+        assert torch.equal(after, torch.rand(1))
+        return losses
 
-    (first, drawn), (second, drawn_again) = outputs_of_a_run(), outputs_of_a_run()
-    assert first == second
-    assert drawn == drawn_again
+    assert losses_of_a_run(1) == losses_of_a_run(2)
 
 
 def test_evaluation_counts_each_sample_once_and_restores_the_modes(world):
