@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
 
 .DEFAULT_GOAL := help
-.PHONY: help run test check format soak-kills bench-startup clean
+.PHONY: help run test check format soak-kills soak-mutations bench-startup clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -30,10 +30,14 @@ format: $(STAMP)  ## put the code into its standard form
 	$(BIN)/ruff check --fix-only
 
 soak-kills: $(STAMP)  ## kill launchers at random moments; count what survives
-	$(BIN)/python tests/launch/soak_kills.py -- $(BIN)/paceline train mnist-cnn --nproc 2
+	$(BIN)/python tests/launch/soak_kills.py --kills 20 --after 1 9 --out benchmarks/results/kills.json -- \
+		$(BIN)/paceline train mnist-cnn --nproc 2 --run-dir {dir}
+
+soak-mutations: $(STAMP)  ## plant every bug of tests/verify/mutations.py; see what verify says
+	PYTHONPATH=. $(BIN)/python tests/verify/mutation_table.py --out benchmarks/results/mutations.md
 
 bench-startup: $(STAMP)  ## measure the time from the command to the first step
-	$(BIN)/python benchmarks/startup.py
+	$(BIN)/python benchmarks/startup.py --out benchmarks/results/startup.json
 
 clean:  ## remove the environment and the caches; runs/ stays
 	rm -rf $(VENV) dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache

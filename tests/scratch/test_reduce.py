@@ -222,6 +222,10 @@ def errors(rank: int, world_size: int) -> None:
     with pytest.raises(RuntimeError, match="paused"):
         layers(data).sum().backward()
     reducer.reset()
+    layers(data).sum().backward()
+    with pytest.raises(RuntimeError, match="paused"), reducer.paused():  # too late: the buckets have left
+        layers(data).sum().backward()
+    reducer.reset()
     step()
     with pytest.raises(KeyError), reducer.paused():
         raise KeyError

@@ -158,10 +158,11 @@ class GradientReducer:
         self._in_flight: list[tuple[list[nn.Parameter], Tensor, dist.Work]] = []
 
     def _on_gradient(self, parameter: Tensor) -> None:
-        if self._paused:
-            return
         assert isinstance(parameter, nn.Parameter)
-        missing = self._missing[self._bucket_of[parameter]]
+        bucket = self._bucket_of[parameter]
+        if self._paused and bucket >= self._next:
+            return
+        missing = self._missing[bucket]
         if parameter not in missing:
             raise RuntimeError(
                 "a second backward in one step: its gradients would miss the buckets that have left. Run every "

@@ -1,0 +1,48 @@
+"""The import contracts in pyproject.toml are alive: a planted violation of each is reported, by its name."""
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+PLANTED = {
+    "Upper rooms import lower ones only": ("data/plan.py", "import paceline.train.schedule"),
+    "Strategies do not know each other": ("strategies/manual.py", "import paceline.strategies.single"),
+    "Launchers do not know each other": ("launch/ssh.py", "import paceline.launch.local"),
+    "The textbook needs torch and nothing else": ("scratch/reduce.py", "import paceline.errors"),
+    "What must start at once imports no torch": ("launch/job.py", "def f():\n    import torch"),
+    "No part takes the whole configuration": ("strategies/ddp.py", "import paceline.config"),
+}
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("contracts")
+    shutil.copytree(ROOT / "src", folder / "src", ignore=shutil.ignore_patterns("*.gz", "__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", folder)
+    return folder
+
+
+def verdicts(folder: Path) -> dict[str, str]:
+    """Each contract's name and KEPT or BROKEN, for the package in `folder`/src."""
+    program = "import sys; sys.path.insert(0, 'src'); from importlinter.cli import lint_imports_command as c; c()"
+    run = subprocess.run(
+        [sys.executable, "-c", program, "--no-cache"], cwd=folder, capture_output=True, text=True, timeout=50
+    )
+    found = dict(re.findall(r"^(.+?) (KEPT|BROKEN)", run.stdout, re.MULTILINE))
+    assert found, run.stdout + run.stderr
+    return found
+
+
+def test_every_contract_is_kept_and_reported_when_it_is_broken(copy):
+    assert verdicts(copy) == dict.fromkeys(PLANTED, "KEPT")
+    for file, line in PLANTED.values():
+        path = copy / "src" / "paceline" / file
+        with path.open("a") as source:
+            source.write(f"\n{line}\n")
+    assert verdicts(copy) == dict.fromkeys(PLANTED, "BROKEN")
