@@ -4,17 +4,28 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
 
+from paceline.launch.agent import read_record
 from paceline.launch.failure import Failure
 from paceline.launch.worker import attach, record_failure
 
 
 @pytest.fixture
-def attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """What the agent gives each worker to write its record into."""
+    descriptor = os.memfd_create("record")
+    monkeypatch.setenv("PACELINE_RECORD_FD", str(descriptor))
+    yield descriptor
+    os.close(descriptor)
+
+
+@pytest.fixture
+def attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory: int) -> Path:
     monkeypatch.setenv("PACELINE_ATTEMPT_DIR", str(tmp_path))
     monkeypatch.setenv("RANK", "3")
     return tmp_path / "error-3.json"
@@ -40,6 +51,16 @@ def test_record(attempt: Path) -> None:
     assert [p.name for p in attempt.parent.iterdir()] == ["error-3.json"]
 
 
+def test_the_agent_reads_it_from_memory_also_when_the_disk_is_full(
+    attempt: Path, memory: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert read_record(memory) is None
+    monkeypatch.setenv("PACELINE_ATTEMPT_DIR", str(attempt.parent / "cannot" / "be" / "written"))
+    assert record_failure(caught(), 1, traceback=True)
+    failure = read_record(memory)
+    assert failure is not None and failure.type == "ValueError" and not attempt.exists()
+
+
 def test_words_have_no_traceback_and_the_caller_may_know_a_victim(attempt: Path) -> None:
     assert record_failure(caught(), 2, traceback=False, victim=True)
     assert read(attempt).traceback == "" and read(attempt).victim
@@ -60,5 +81,5 @@ def test_without_an_agent_nothing_is_written(attempt: Path, monkeypatch: pytest.
 
 
 def test_a_record_that_cannot_be_written_hides_nothing(attempt: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PACELINE_ATTEMPT_DIR", str(attempt / "nowhere"))
+    monkeypatch.setenv("PACELINE_RECORD_FD", "99999")  # in a process that a worker started: inherited, but closed
     assert not record_failure(caught(), 1, traceback=True)

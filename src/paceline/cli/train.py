@@ -134,7 +134,10 @@ def launch(config: TrainConfig, nproc: int) -> int:
     )
     code = run(local(job), attempt_dir)
     if code != ExitCode.DONE and read_summary(run_dir) is None:
-        write_summary(run_dir, Summary(task=task, exit=code, strategy=config.strategy, world_size=nproc))
+        try:
+            write_summary(run_dir, Summary(task=task, exit=code, strategy=config.strategy, world_size=nproc))
+        except OSError as error:  # the very disk, perhaps, that ended the run
+            print(f"summary.json cannot be written: {error}", file=sys.stderr)
         print(f"run folder {run_dir}", file=sys.stderr)
     return code
 

@@ -44,6 +44,7 @@ from paceline.launch.verdict import tell
 POLL_SECONDS = 1.0  # between looks for failure records while all goes well: exits wake the agent by themselves
 POLL_FAILING_SECONDS = 0.05
 MAX_PLAN_BYTES = 1 << 20
+MAX_RECORD_BYTES = 1 << 20
 LOG_TAIL_BYTES = 8192
 SHOW_CURSOR = "\x1b[?25h"
 
@@ -121,7 +122,7 @@ class Agent:
 
     def _observation(self, worker: Worker) -> Observation:
         code, seen_seconds = self.ended.get(worker.rank, (None, math.inf))
-        record = None if code == 0 else read_record(self.folder, worker.rank)
+        record = None if code == 0 else read_record(worker.record)
         return Observation(
             rank=worker.rank,
             host=os.uname().nodename,
@@ -159,11 +160,11 @@ class Agent:
             say(SHOW_CURSOR, end="")
 
 
-def read_record(folder: Path, rank: int) -> Failure | None:
-    """The failure that worker `rank` has written down, if it has."""
+def read_record(descriptor: int) -> Failure | None:
+    """The failure that a worker has written down, if it has."""
     try:
-        return msgspec.json.decode((folder / f"error-{rank}.json").read_bytes(), type=Failure)
-    except (OSError, msgspec.MsgspecError):
+        return msgspec.json.decode(os.pread(descriptor, MAX_RECORD_BYTES, 0), type=Failure)
+    except (OSError, msgspec.MsgspecError):  # not, or not yet wholly
         return None
 
 
@@ -206,8 +207,6 @@ def main() -> int:
         return ExitCode.USAGE
     if plan is None:
         return ExitCode.FAILED  # the launcher is gone already
-    for rank in range(plan.first_rank, plan.first_rank + plan.nproc):
-        (Path(plan.attempt_dir) / f"error-{rank}.json").unlink(missing_ok=True)
     start_janitor(Path(plan.attempt_dir))
     with signal_inbox((*STOP_SIGNALS, signal.SIGCHLD)) as inbox:
         try:

@@ -20,9 +20,11 @@ OURS = "PACELINE_"
 class Worker:
     """One worker, and the relay of its error output if it has one."""
 
-    def __init__(self, rank: int, process: subprocess.Popen[bytes], log: Path, relay: threading.Thread | None) -> None:
+    def __init__(
+        self, rank: int, process: subprocess.Popen[bytes], log: Path, relay: threading.Thread | None, record: int
+    ) -> None:
         seen = read_process(process.pid)
-        self.rank, self.process, self.log, self.relay = rank, process, log, relay
+        self.rank, self.process, self.log, self.relay, self.record = rank, process, log, relay, record
         self.member = Member(rank, process.pid, seen.start if seen else 0)
 
     def log_tail(self, size_bytes: int) -> str:
@@ -42,7 +44,7 @@ class Worker:
             self.relay.join(1.0)
 
 
-def environment(plan: NodePlan, local_rank: int, store: socket.socket | None) -> dict[str, str]:
+def environment(plan: NodePlan, local_rank: int, store: socket.socket | None, record: int) -> dict[str, str]:
     """What a worker sees: torchrun's variables, the whole contract between launching and training, and ours."""
     rank = plan.first_rank + local_rank
     port = store.getsockname()[1] if store is not None else plan.port
@@ -60,6 +62,7 @@ def environment(plan: NodePlan, local_rank: int, store: socket.socket | None) ->
         "PACELINE_RUN_ID": plan.run_id,
         "PACELINE_GENERATION": "0",
         "PACELINE_ATTEMPT_DIR": plan.attempt_dir,
+        "PACELINE_RECORD_FD": str(record),
     }
     # a killed worker takes unwritten lines with it, a crashed one its Python stack; a user's own setting stays
     env.setdefault("PYTHONUNBUFFERED", "1")
@@ -82,18 +85,21 @@ def start_workers(plan: NodePlan, store: socket.socket | None) -> Iterator[Worke
         log = Path(plan.attempt_dir) / f"rank-{rank}.log"
         descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         live = rank == 0
+        # Memory, not a file: a worker that fails because the disk is full must still be able to say so.
+        record = os.memfd_create(f"paceline-record-{rank}")
         try:
             process = subprocess.Popen(
                 plan.argv,
-                env=environment(plan, local_rank, store),
+                env=environment(plan, local_rank, store, record),
                 stdin=subprocess.DEVNULL,
                 stdout=None if live else descriptor,
                 stderr=subprocess.PIPE if live else descriptor,
-                pass_fds=[store.fileno()] if live and store is not None else [],
+                pass_fds=[record, store.fileno()] if live and store is not None else [record],
                 start_new_session=True,
             )
         except OSError:
             os.close(descriptor)
+            os.close(record)
             raise
         relay = None
         if live:
@@ -101,7 +107,7 @@ def start_workers(plan: NodePlan, store: socket.socket | None) -> Iterator[Worke
             relay.start()
         else:
             os.close(descriptor)
-        yield Worker(rank, process, log, relay)
+        yield Worker(rank, process, log, relay, record)
 
 
 def _relay(process: subprocess.Popen[bytes], log: int) -> None:

@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from traceback import format_exception
 
@@ -52,7 +53,9 @@ def die_with_parent(parent_pid: int) -> None:
 
 
 def record_failure(error: BaseException, exit_code: int, *, traceback: bool, victim: bool | None = None) -> bool:
-    """Write error-<rank>.json at the moment `error` is caught, before any teardown; the first record stays.
+    """Write down why this rank fails, at the moment `error` is caught, before any teardown; the first record stays.
+
+    Into memory that the agent reads, and (for people, if the disk allows) into error-<rank>.json.
 
     Args:
         error: what ends this worker.
@@ -61,11 +64,10 @@ def record_failure(error: BaseException, exit_code: int, *, traceback: bool, vic
         victim: whether this rank only suffers from another's failure; by default judged by `error`.
 
     Returns:
-        Whether the agent will tell this failure, so that the worker need not print it. False without an agent, or
-        when the record cannot be written (a full disk must not hide the error itself).
+        Whether the agent will tell this failure, so that the worker need not print it. False without an agent.
     """
-    folder, rank = os.environ.get("PACELINE_ATTEMPT_DIR"), os.environ.get("RANK", "")
-    if not folder or not rank.isdecimal():
+    folder, rank, record = (os.environ.get(name, "") for name in ("PACELINE_ATTEMPT_DIR", "RANK", "PACELINE_RECORD_FD"))
+    if not folder or not rank.isdecimal() or not record.isdecimal():
         return False
     failure = Failure(
         rank=int(rank),
@@ -78,10 +80,15 @@ def record_failure(error: BaseException, exit_code: int, *, traceback: bool, vic
         victim=is_victim(error) if victim is None else victim,
         monotonic_seconds=time.monotonic(),
     )
+    encoded = msgspec.json.encode(failure)
     try:
-        _write_once(Path(folder) / f"error-{rank}.json", msgspec.json.encode(failure))
-    except OSError:
+        if os.fstat(int(record)).st_size:  # what fails after the first failure is teardown
+            return True
+        os.pwrite(int(record), encoded, 0)
+    except OSError:  # no such descriptor: this is no worker, but a process that a worker has started
         return False
+    with suppress(OSError):
+        _write(Path(folder) / f"error-{rank}.json", encoded)
     return True
 
 
@@ -90,10 +97,8 @@ def _clipped(text: str) -> str:
     return text.encode(errors="backslashreplace").decode()[-MAX_CHARS:]
 
 
-def _write_once(path: Path, content: bytes) -> None:
-    if path.exists():  # what fails after the first failure is teardown
-        return
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")  # the agent must never read half a record
+def _write(path: Path, content: bytes) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")  # a reader must never see half of it
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
     try:
         with os.fdopen(descriptor, "wb") as file:
