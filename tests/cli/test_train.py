@@ -37,6 +37,12 @@ scalar = Task(model, data, lambda o, t: loss(o, t).mean())
 other_model = Task(lambda: nn.Linear(1, 1 + rank), data, loss)
 other_data = Task(model, lambda s: ArrayDataset(data(s).inputs + rank, data(s).targets), loss)
 
+def many_samples(split):
+    count = 60_001 if split == "train" else 60
+    return ArrayDataset(torch.arange(float(count)).reshape(-1, 1), torch.zeros(count))
+
+many = Task(model, many_samples, loss)
+
 def fails_here(split):
     if rank == 1:
         raise ValueError("bad folder 4711")
@@ -119,6 +125,24 @@ def test_a_batch_larger_than_the_data_is_said(paceline, tmp_path):
     assert run.returncode == 0, run.stderr
     assert "larger than the data: each epoch is one step on 60 samples" in run.stdout
     assert "3 steps in all" in run.stdout
+
+
+def test_60001_samples_on_3_ranks_are_seen_once_an_epoch(paceline, tmp_path):
+    (tmp_path / "mine.py").write_text(TASKS)
+    run = paceline("train", "mine.py:many", "--nproc", 3, "--batch-size", 128, "--lr", 1e-9, "--epochs", 2,
+                   "--record-samples", "--run-dir", "run")  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    assert "global batch 384 = 3 ranks x 1 micro-batch x 128" in run.stdout
+    events = [e for rank in range(3) for e in read_events(tmp_path / "run" / f"events-{rank}.jsonl")]
+    samples = [e for e in events if isinstance(e, Samples)]
+    orders = []
+    for epoch in range(2):
+        seen = Counter(i for e in samples if e.epoch == epoch for i in e.indices)
+        assert seen == Counter(range(60_001))
+        orders.append([e.indices for e in samples if e.epoch == epoch])
+    assert orders[0] != orders[1]
+    last = [len(e.indices) for e in samples if e.step == 157]
+    assert last == [33, 32, 32]
 
 
 @pytest.mark.parametrize(
