@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
 
 .DEFAULT_GOAL := help
-.PHONY: help run test check format soak-kills soak-mutations bench-startup clean
+.PHONY: help run test check format soak-kills soak-mutations soak-verify bench-startup clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -35,6 +35,13 @@ soak-kills: $(STAMP)  ## kill launchers at random moments; count what survives
 
 soak-mutations: $(STAMP)  ## plant every bug of tests/verify/mutations.py; see what verify says
 	PYTHONPATH=. $(BIN)/python tests/verify/mutation_table.py --out benchmarks/results/mutations.md
+
+soak-verify: $(STAMP)  ## verify all tasks on 1, 2, 3 and 4 processes (about 15 minutes on 2 cores)
+	for task in mnist-cnn mnist-resnet18 examples/own_task.py:task; do \
+		name=$$(basename $${task%:*}); name=$${name%.py}; \
+		$(BIN)/paceline verify $$task --ranks 1,2,3,4 > benchmarks/results/verify-$$name.txt || exit 1; \
+		tail -n 1 benchmarks/results/verify-$$name.txt; \
+	done
 
 bench-startup: $(STAMP)  ## measure the time from the command to the first step
 	$(BIN)/python benchmarks/startup.py --out benchmarks/results/startup.json

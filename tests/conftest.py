@@ -111,7 +111,7 @@ def _leaked_processes(before: Snapshot) -> list[int]:
     """Processes younger than the test that descend from it, also those whose parent is gone.
 
     An orphan is known by the run's marker in its environment (inherited through every exec) or, forked without an
-    exec, by this process's group.
+    exec, by this process's group that its new parent is not in.
     """
     pids = [int(name) for name in os.listdir(PROC) if name.isdigit() and name not in before.pids]  # noqa: PTH208
     return [pid for pid in pids if _is_ours(pid) and not _command(pid).endswith(THREADS_OF_PYTHON)]
@@ -119,14 +119,23 @@ def _leaked_processes(before: Snapshot) -> list[int]:
 
 def _is_ours(pid: int) -> bool:
     try:
-        state, parent, group = (PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()[:3]
-        if int(parent) == os.getpid():
+        state, parent, group = _state_parent_group(pid)
+        if parent == os.getpid():
             return True  # even a zombie: nobody has waited for it
+        if state == "Z":
+            return False
         marker = f"{RUN_MARKER}={os.environ.get(RUN_MARKER)}".encode()
-        environment = (PROC / str(pid) / "environ").read_bytes().split(b"\0")
-        return state != "Z" and (marker in environment or int(group) == os.getpgrp())
+        if marker in (PROC / str(pid) / "environ").read_bytes().split(b"\0"):
+            return True
+        # In this group, with a parent outside it: adopted. A CI runner's other children may be in the group as well.
+        return group == os.getpgrp() and _state_parent_group(parent)[2] != group
     except OSError:  # gone meanwhile, or another user's
         return False
+
+
+def _state_parent_group(pid: int) -> tuple[str, int, int]:
+    state, parent, group = (PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()[:3]
+    return state, int(parent), int(group)
 
 
 def _command(pid: int) -> str:

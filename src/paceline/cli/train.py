@@ -51,7 +51,14 @@ def parse(arguments: Sequence[str]) -> TrainConfig:
     """
     rest, path = _take_config(list(arguments))
     default = configuration.load(path) if path else TrainConfig()
-    return tyro.cli(CliTrainConfig, prog="paceline train", args=rest, default=default, description=_DESCRIPTION)
+    return tyro.cli(
+        CliTrainConfig,
+        prog="paceline train",
+        args=rest,
+        default=default,
+        description=_DESCRIPTION,
+        console_outputs=os.environ.get("RANK", "0") == "0",  # under torchrun every rank finds the same mistake
+    )
 
 
 _DESCRIPTION = "Train a model on one process or on many. --config FILE reads settings from TOML; flags win over it."
@@ -116,20 +123,16 @@ def launch(config: TrainConfig, nproc: int) -> int:
     task = str(config.task)
     run_dir = create_run_dir(config.run.run_dir, task)
     _, attempt_dir = create_attempt_dir(run_dir)
-    config = replace(config, run=replace(config.run, run_dir=run_dir))
     settings = run_dir / "config.toml"
     settings.write_text(configuration.dump(config))
-    threads = (
-        config.launch.threads_per_rank
-        or int(os.environ.get("OMP_NUM_THREADS", 0))
-        or threads_per_rank(usable_cores(), nproc)
-    )
+    users_threads = os.environ.get("OMP_NUM_THREADS", "")
+    threads = config.launch.threads_per_rank or (int(users_threads) if users_threads.isdecimal() else 0)
     job = Job(
-        argv=(sys.executable, "-m", "paceline", "train", "--config", str(settings)),
+        argv=(sys.executable, "-m", "paceline", "train", "--config", str(settings), "--run-dir", str(run_dir)),
         nproc=nproc,
         attempt_dir=attempt_dir,
         run_id=secrets.token_hex(8),
-        threads=threads,
+        threads=threads or threads_per_rank(usable_cores(), nproc),
         port=config.launch.port,
     )
     code = run(local(job), attempt_dir)
@@ -145,8 +148,8 @@ def launch(config: TrainConfig, nproc: int) -> int:
 def work(config: TrainConfig) -> int:
     """Be a rank: of the world that a launcher made, or of a world of one."""
     check_values(config)
-    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    if config.launch.nproc not in (None, "auto", local_size):
+    local_size = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    if str(config.launch.nproc) not in ("None", "auto", local_size):
         raise UsageError(
             f"--nproc {config.launch.nproc} within a launcher that started {local_size} processes on this node: "
             "leave out --nproc, the launcher has decided"

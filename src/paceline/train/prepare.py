@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import Dataset
 
 from paceline.collectives import check_equal, new_group, together, told_once
 from paceline.config import BatchShape, TrainConfig, batch_shape
+from paceline.data.fingerprint import fingerprint
 from paceline.data.loader import Loading, fetch
 from paceline.data.plan import BatchPlan, ranks_share
 from paceline.errors import UsageError
@@ -61,13 +61,16 @@ def prepare(config: TrainConfig, world: World) -> Parts:
         share = ranks_share(shape.virtual_ranks, world.rank, world.size)
         task = load_task(str(config.task), task_options(config))
         train_set, test_set = task.make_dataset("train"), task.make_dataset("test")
+        for what, dataset in (("training", train_set), ("test", test_set)):
+            if len(dataset) == 0:  # pyright: ignore[reportArgumentType]
+                raise UsageError(f"the {what} data are empty")
         plan = make_plan(config, shape, len(train_set))  # pyright: ignore[reportArgumentType]
         loading = Loading(world.device, config.data.num_workers, task.collate)
-        data = {"training data": _fingerprint(train_set, loading), "test data": _fingerprint(test_set, loading)}
+        data = {"training data": fingerprint(train_set, loading), "test data": fingerprint(test_set, loading)}
         model = make_model(task, config.run.seed, world)
         check_loss(task, model, train_set, replace(loading, num_workers=0))
-    for what, fingerprint in data.items():
-        check_equal(what, fingerprint, world)
+    for what, content in data.items():
+        check_equal(what, content, world)
     replica = make_replica(config, model, world)
     total_steps = config.run.steps or config.run.epochs * plan.steps_per_epoch
     optimizer = config.optimizer
@@ -95,8 +98,6 @@ def make_model(task: Task, seed: int, world: World) -> nn.Module:
 
 def make_plan(config: TrainConfig, shape: BatchShape, num_samples: int) -> BatchPlan:
     """Who sees what, for data of `num_samples` samples."""
-    if num_samples == 0:
-        raise UsageError("the training data are empty")
     return BatchPlan(
         num_samples=num_samples,
         global_batch=shape.global_batch,
@@ -133,29 +134,3 @@ def check_loss(task: Task, model: nn.Module, dataset: Dataset[Any], loading: Loa
     finally:
         for module, training in modes:
             module.training = training
-
-
-def _fingerprint(dataset: Dataset[Any], loading: Loading) -> dict[str, Any]:
-    """What two equal datasets have in common: the length and a few whole samples, as hashes."""
-    length = len(dataset)  # pyright: ignore[reportArgumentType]
-    probes = sorted({0, length // 2, length - 1}) if length else []
-    on_cpu = replace(loading, device=torch.device("cpu"), num_workers=0)
-    sha = hashlib.sha256()
-    for batch in fetch(dataset, ((0, torch.tensor([i])) for i in probes), 0, on_cpu):
-        _hash(sha, batch)
-    return {"samples": length, "hash of the first, middle and last": sha.hexdigest()[:12]}
-
-
-def _hash(sha: Any, batch: Any) -> None:
-    if isinstance(batch, Tensor):
-        sha.update(f"{batch.dtype}{tuple(batch.shape)}".encode())
-        sha.update(batch.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    elif isinstance(batch, dict):
-        for key in sorted(batch, key=str):  # pyright: ignore[reportUnknownArgumentType]
-            sha.update(str(key).encode())
-            _hash(sha, batch[key])
-    elif isinstance(batch, (list, tuple)):
-        for part in batch:
-            _hash(sha, part)
-    else:
-        sha.update(repr(batch).encode())

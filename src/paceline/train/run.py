@@ -7,7 +7,7 @@ import platform
 import socket
 import time
 from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from paceline import __version__
 from paceline.collectives import check_equal, gather_words, together
 from paceline.config import TrainConfig, batch_shape, dump
 from paceline.data.loader import load_steps
-from paceline.errors import TrainingError
+from paceline.errors import ExitCode, PacelineError, TrainingError
 from paceline.observe import events
 from paceline.observe.folder import create_attempt_dir, create_run_dir
 from paceline.observe.progress import Display
@@ -29,6 +29,7 @@ from paceline.train.evaluate import evaluate
 from paceline.train.fit import StepRecord, fit
 from paceline.train.prepare import Parts, prepare, strategy_name
 from paceline.train.weights import digest, rescue, save
+from paceline.train.wording import closing_lines, opening_lines, scores
 from paceline.world import World, joined
 
 
@@ -50,9 +51,24 @@ def train(config: TrainConfig, *, run_dir: Path | None = None) -> Path:
         folder = Path(gather_words(str(made), world)[0])
         with together(world):
             attempt = _open_attempt(config, folder, world, prepared=run_dir is not None)
-        parts = prepare(config, world)
-        _Training(parts, folder, attempt).run()
+        try:
+            parts = prepare(config, world)
+            _Training(parts, folder, attempt).run()
+        except BaseException as error:
+            if run_dir is None and world.rank == 0:  # with a launcher of ours, that one knows the exit code
+                _summarise_failure(config, folder, world, error)
+            raise
     return folder
+
+
+def _summarise_failure(config: TrainConfig, folder: Path, world: World, error: BaseException) -> None:
+    code = error.exit_code if isinstance(error, PacelineError) else ExitCode.FAILED
+    code = 130 if isinstance(error, KeyboardInterrupt) else int(code)
+    name = strategy_name(config, world.size)
+    with suppress(OSError):  # the full disk is the error itself
+        write_summary(
+            folder, Summary(str(config.task), code, name, world.size, failure=f"{type(error).__name__}: {error}")
+        )
 
 
 def resolved(config: TrainConfig, world_size: int) -> TrainConfig:
@@ -65,7 +81,8 @@ def resolved(config: TrainConfig, world_size: int) -> TrainConfig:
         global_batch=shape.global_batch,
         batch_size=None,
     )
-    return replace(config, data=data, strategy=strategy_name(config, world_size))
+    run = replace(config.run, run_dir=None)  # a run is never repeated into its own folder
+    return replace(config, data=data, run=run, strategy=strategy_name(config, world_size))
 
 
 def _open_attempt(config: TrainConfig, folder: Path, world: World, *, prepared: bool) -> int:
@@ -175,8 +192,7 @@ class _Training:
         seconds = time.perf_counter() - began
         self._throughput.pause(seconds)
         writer.write(events.Evaluated(self._step, self._metrics, seconds))
-        shown = "  ".join(f"{name} {_shown(name, value)}" for name, value in self._metrics.items())
-        display.say(f"test after step {self._step}: {shown}")
+        display.say(f"test after step {self._step}: {scores(self._metrics)}")
 
     def _finish(self, display: Display, seconds: float) -> None:
         parts, replica = self._parts, self._parts.replica
@@ -205,7 +221,7 @@ class _Training:
             weights_sha256=sha256,
         )
         write_summary(self._folder, summary)
-        for line in _closing_lines(summary, self._folder):
+        for line in closing_lines(summary, self._folder):
             display.say(line)
 
     @contextmanager
@@ -224,51 +240,3 @@ class _Training:
         return events.Started(
             self._attempt, world.rank, world.size, socket.gethostname(), os.getpid(), str(world.device), time.time()
         )
-
-
-def opening_lines(parts: Parts) -> list[str]:
-    """The run's arithmetic, once, with everything about it that may surprise."""
-    plan, config, world = parts.plan, parts.config, parts.replica.world
-    micro = -(-plan.global_batch // (plan.virtual_ranks * plan.accumulation))
-    exact = micro * plan.virtual_ranks * plan.accumulation == plan.global_batch
-    ranks = _count(plan.virtual_ranks, "rank" if plan.virtual_ranks == world.size else "virtual rank")
-    lines = [
-        f"{config.task}: {_count(world.size, 'process', 'processes')} on {world.device.type}, strategy "
-        f"{strategy_name(config, world.size)}, {torch.get_num_threads()} CPU threads each",
-        f"global batch {plan.global_batch} = {ranks} x {_count(plan.accumulation, 'micro-batch', 'micro-batches')} x "
-        f"{'' if exact else 'at most '}{micro}",
-        f"{plan.num_samples:,} samples = {_count(plan.steps_per_epoch, 'step')} an epoch; "
-        f"{_count(parts.total_steps, 'step')} in all",
-    ]
-    o = config.optimizer
-    if o.lr_scaling != "none":
-        lines.append(
-            f"learning rate {parts.schedule.peak_lr:.3g} = {o.lr:.3g} x {o.lr_scaling} scaling by "
-            f"{plan.global_batch}/{o.lr_base_batch}"
-        )
-    if plan.global_batch > plan.num_samples and plan.tail == "keep":
-        lines.append(f"the global batch is larger than the data: each epoch is one step on {plan.num_samples} samples")
-    idle = plan.virtual_ranks - min(plan.global_batch, plan.num_samples)
-    if idle > 0:
-        lines.append(
-            f"{_count(idle, 'virtual rank')} of {plan.virtual_ranks} never get a sample: the batch is too small"
-        )
-    return lines
-
-
-def _closing_lines(summary: Summary, folder: Path) -> list[str]:
-    shown = "  ".join(f"{name} {_shown(name, value)}" for name, value in (summary.test_metrics or {}).items())
-    rate = f", {summary.samples_per_second:,.0f} samples/s" if summary.samples_per_second else ""
-    return [
-        f"done: test {shown}{rate}",
-        f"weights {str(summary.weights_sha256)[:16]}...",
-        f"run folder {folder}",
-    ]
-
-
-def _shown(name: str, value: float) -> str:
-    return f"{value:.2%}" if name == "accuracy" else f"{value:.4f}"
-
-
-def _count(number: int, one: str, many: str | None = None) -> str:
-    return f"{number:,} {one if number == 1 else many or one + 's'}"

@@ -1,0 +1,53 @@
+"""Do all ranks see the same data? Compared by length and by a few whole samples, before the first step."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from paceline.data.loader import Loading, fetch
+from paceline.seeding import preserved_streams
+
+PROBES = 8  # samples, evenly spread
+CHANGING = "changes from draw to draw"
+
+
+def fingerprint(dataset: Dataset[Any], loading: Loading) -> dict[str, Any]:
+    """What two equal datasets have in common, in words.
+
+    Random augmentation from torch's, Python's or numpy's global streams is seeded by the sample and so is alike; a
+    sample that is different each time all the same cannot be compared, which is no reason to refuse it.
+    """
+    length = len(dataset)  # pyright: ignore[reportArgumentType]
+    first, again = (_hash_probes(dataset, length, loading) for _ in range(2))
+    return {"samples": length, f"hash of {PROBES} of them": first if first == again else CHANGING}
+
+
+def _hash_probes(dataset: Dataset[Any], length: int, loading: Loading) -> str:
+    probes = sorted({i * (length - 1) // (PROBES - 1) for i in range(PROBES)})
+    on_cpu = replace(loading, device=torch.device("cpu"), num_workers=0)
+    sha = hashlib.sha256()
+    with preserved_streams():
+        for batch in fetch(dataset, ((0, torch.tensor([i])) for i in probes), 0, on_cpu):
+            _hash(sha, batch)
+    return sha.hexdigest()[:12]
+
+
+def _hash(sha: Any, batch: Any) -> None:
+    if isinstance(batch, Tensor):
+        sha.update(f"{batch.dtype}{tuple(batch.shape)}".encode())
+        sha.update(batch.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    elif isinstance(batch, dict):
+        for key in sorted(batch, key=str):  # pyright: ignore[reportUnknownArgumentType]
+            sha.update(str(key).encode())
+            _hash(sha, batch[key])
+    elif isinstance(batch, (list, tuple)):
+        for part in batch:
+            _hash(sha, part)
+    else:
+        sha.update(repr(batch).encode())

@@ -1,0 +1,60 @@
+"""What a run says of itself at its start and end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from paceline.observe.summary import Summary
+from paceline.train.prepare import Parts, strategy_name
+
+
+def opening_lines(parts: Parts) -> list[str]:
+    """The run's arithmetic, once, with everything about it that may surprise."""
+    plan, config, world = parts.plan, parts.config, parts.replica.world
+    micro = -(-plan.global_batch // (plan.virtual_ranks * plan.accumulation))
+    exact = micro * plan.virtual_ranks * plan.accumulation == plan.global_batch
+    ranks = _count(plan.virtual_ranks, "rank" if plan.virtual_ranks == world.size else "virtual rank")
+    lines = [
+        f"{config.task}: {_count(world.size, 'process', 'processes')} on {world.device.type}, strategy "
+        f"{strategy_name(config, world.size)}, {torch.get_num_threads()} CPU threads each",
+        f"global batch {plan.global_batch} = {ranks} x {_count(plan.accumulation, 'micro-batch', 'micro-batches')} x "
+        f"{'' if exact else 'at most '}{micro}",
+        f"{plan.num_samples:,} samples = {_count(plan.steps_per_epoch, 'step')} an epoch; "
+        f"{_count(parts.total_steps, 'step')} in all",
+    ]
+    o = config.optimizer
+    if o.lr_scaling != "none":
+        lines.append(
+            f"learning rate {parts.schedule.peak_lr:.3g} = {o.lr:.3g} x {o.lr_scaling} scaling by "
+            f"{plan.global_batch}/{o.lr_base_batch}"
+        )
+    if plan.global_batch > plan.num_samples and plan.tail == "keep":
+        lines.append(f"the global batch is larger than the data: each epoch is one step on {plan.num_samples} samples")
+    idle = plan.virtual_ranks - min(plan.global_batch, plan.num_samples)
+    if idle > 0:
+        lines.append(
+            f"{_count(idle, 'virtual rank')} of {plan.virtual_ranks} never get a sample: the batch is too small"
+        )
+    return lines
+
+
+def closing_lines(summary: Summary, folder: Path) -> list[str]:
+    """How it ended, and where everything lies."""
+    rate = f", {summary.samples_per_second:,.0f} samples/s" if summary.samples_per_second else ""
+    return [
+        f"done: test {scores(summary.test_metrics or {})}{rate}",
+        f"weights {str(summary.weights_sha256)[:16]}...",
+        f"run folder {folder}",
+    ]
+
+
+def scores(metrics: Mapping[str, float]) -> str:
+    """'loss 0.0372  accuracy 98.72%'."""
+    return "  ".join(f"{name} {v:.2%}" if name == "accuracy" else f"{name} {v:.4f}" for name, v in metrics.items())
+
+
+def _count(number: int, one: str, many: str | None = None) -> str:
+    return f"{number:,} {one if number == 1 else many or one + 's'}"
