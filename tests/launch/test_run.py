@@ -141,7 +141,7 @@ def test_a_terminal_stays_a_terminal_for_rank_0(tmp_path: Path) -> None:
 def test_what_a_worker_sees(launch) -> None:
     one = launch(
         "import json, socket\n"
-        "kept = ('RANK', 'WORLD_SIZE', 'LOCAL_', 'GROUP_', 'MASTER_', 'OMP_', 'PACELINE_')\n"
+        "kept = ('GLOO_', 'RANK', 'WORLD_SIZE', 'LOCAL_', 'GROUP_', 'MASTER_', 'OMP_', 'PACELINE_')\n"
         "env = {k: v for k, v in os.environ.items() if k.startswith(kept)}\n"
         "env['parent'] = os.getppid()\n"
         "links = [os.readlink(p) for p in Path('/proc/self/fd').iterdir() if os.path.islink(p)]\n"
@@ -171,6 +171,7 @@ def test_what_a_worker_sees(launch) -> None:
         "PACELINE_RUN_ID": "test",
         "PACELINE_GENERATION": "0",
         "PACELINE_ATTEMPT_DIR": str(one.folder),
+        "GLOO_SOCKET_IFNAME": "lo",
         "parent": one.agent_pid,
         "sockets": 0,
         "stdin": "/dev/null",

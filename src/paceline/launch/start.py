@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
@@ -67,6 +68,9 @@ def environment(plan: NodePlan, local_rank: int, store: socket.socket | None, re
     # a killed worker takes unwritten lines with it, a crashed one its Python stack; a user's own setting stays
     env.setdefault("PYTHONUNBUFFERED", "1")
     env.setdefault("PYTHONFAULTHANDLER", "1")
+    if plan.master_addr == "127.0.0.1" and sys.platform == "linux":
+        # One host: gradients stay on the loopback, and a host whose own name does not resolve does no harm.
+        env.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if rank == 0 and store is not None:
         env["PACELINE_STORE_FD"] = str(store.fileno())
     return env
