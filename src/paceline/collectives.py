@@ -104,6 +104,6 @@ def check_equal(what: str, mine: Any, world: World, *, error: type[PacelineError
     raise told_once(error(f"the ranks' {what} differ: {told}. Every rank must have the same."), world)
 
 
-def told_once(error: PacelineError, world: World) -> PacelineError:
-    """What each rank raises when all of them have found the same `error`: rank 0 tells it, the others only end."""
-    return error if world.rank == 0 else ToldElsewhere("rank 0 tells what happened", error.exit_code)
+def told_once(error: PacelineError, world: World, *, by: int = 0) -> PacelineError:
+    """What each rank raises when all of them have found the same `error`: rank `by` tells it, the others only end."""
+    return error if world.rank == by else ToldElsewhere(f"rank {by} tells what happened", error.exit_code)

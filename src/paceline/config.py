@@ -132,6 +132,11 @@ class TrainConfig:
 CliTrainConfig = Annotated[TrainConfig, tyro.conf.OmitArgPrefixes]
 
 
+def default_strategy(config: TrainConfig, world_size: int) -> str:
+    """The strategy asked for, or the default: bucketed among several ranks, single alone."""
+    return config.strategy or ("bucketed" if world_size > 1 else "single")
+
+
 @dataclass(frozen=True)
 class BatchShape:
     """Global batch = virtual ranks x accumulation x batch size (an upper bound, where it was set directly)."""

@@ -57,7 +57,7 @@ sys.exit(99 if "torch" in sys.modules else code)
 )
 def test_is_told_before_anything_is_started(paceline, tmp_path, arguments, words):
     (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "summary.json").write_text("{}")
+    (tmp_path / "full" / "events-0.jsonl").write_text("")
     run = paceline(*arguments.split(), command=("-c", WITHOUT_TORCH))
     if "/proc/run" in arguments:  # a world of one finds it when it makes the folder
         assert run.returncode in (2, 99)

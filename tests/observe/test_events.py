@@ -51,6 +51,8 @@ def test_run_folders_are_never_shared(tmp_path, monkeypatch):
     assert first.stat().st_mode & 0o077 == 0
     assert create_attempt_dir(first) == (1, first / "attempt-1")
     assert create_attempt_dir(first) == (2, first / "attempt-2")
+    assert create_run_dir(first, "x") == first  # two starts that never came to a first step
+    (first / "events-0.jsonl").touch()
     with pytest.raises(UsageError, match="never written over"):
         create_run_dir(first, "x")
     assert create_run_dir(tmp_path / "new", "x") == tmp_path / "new"

@@ -27,6 +27,16 @@ commands:
 """
 
 
+def entry() -> None:
+    """The program `paceline`: `main`, and then the end of the process."""
+    code = main()
+    if "torch" in sys.modules:
+        from paceline.launch.worker import leave
+
+        leave(code)
+    sys.exit(code)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run `paceline ARGUMENTS` and return its exit code."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)

@@ -14,14 +14,16 @@ from pathlib import Path
 from typing import get_args
 
 import tyro
+from msgspec.structs import replace as replace_fields
 
 from paceline import config as configuration
-from paceline.config import CliTrainConfig, TrainConfig, batch_shape, check_values
+from paceline.config import CliTrainConfig, TrainConfig, batch_shape, check_values, default_strategy
 from paceline.errors import ExitCode, UsageError
 from paceline.launch.cgroup import usable_cores
 from paceline.launch.job import Job, threads_per_rank
 from paceline.launch.local import local
 from paceline.launch.supervise import run
+from paceline.observe.events import Step, read_events
 from paceline.observe.folder import create_attempt_dir, create_run_dir
 from paceline.observe.summary import Summary, read_summary, write_summary
 from paceline.tasks import check_task
@@ -136,13 +138,33 @@ def launch(config: TrainConfig, nproc: int) -> int:
         port=config.launch.port,
     )
     code = run(local(job), attempt_dir)
-    if code != ExitCode.DONE and read_summary(run_dir) is None:
+    if code != ExitCode.DONE:
         try:
-            write_summary(run_dir, Summary(task=task, exit=code, strategy=config.strategy, world_size=nproc))
+            write_summary(run_dir, failed_summary(run_dir, config, nproc, code))
         except OSError as error:  # the very disk, perhaps, that ended the run
             print(f"summary.json cannot be written: {error}", file=sys.stderr)
         print(f"run folder {run_dir}", file=sys.stderr)
     return code
+
+
+def failed_summary(run_dir: Path, config: TrainConfig, nproc: int, code: int) -> Summary:
+    """What is known of a run that ended with `code`, which counts more than what its ranks believed."""
+    written = read_summary(run_dir)
+    if written is not None:
+        return replace_fields(written, exit=code)
+    events = run_dir / "events-0.jsonl"
+    steps = [event for event in read_events(events) if isinstance(event, Step)] if events.is_file() else []
+    shape = batch_shape(config.data, nproc)
+    return Summary(
+        task=str(config.task),
+        exit=code,
+        strategy=default_strategy(config, nproc),
+        world_size=nproc,
+        virtual_ranks=shape.virtual_ranks,
+        global_batch=shape.global_batch,
+        steps=len(steps),
+        samples_seen=sum(step.samples for step in steps),
+    )
 
 
 def work(config: TrainConfig) -> int:

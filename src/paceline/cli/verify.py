@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -58,6 +59,8 @@ def main(arguments: Sequence[str]) -> int:
     optimizers = _names(config.optimizers, OPTIMIZERS, "optimizer")
     if config.steps < 1:
         raise UsageError(f"--steps must be at least 1, got {config.steps}")
+    if config.json and not config.json.absolute().parent.is_dir():
+        raise UsageError(f"--json {config.json}: the folder {config.json.absolute().parent} does not exist")
     options = {name: str(value) for name in ("data_dir", "stem") if (value := getattr(config, name)) is not None}
     check_task(config.task, {**options, **({"data_dir": config.data_dir} if config.data_dir else {})})
     spec = Spec(
@@ -84,24 +87,25 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _run(spec: Spec, nproc: int) -> Report | int:
-    """Verify one world size; the workers' exit code if they could not."""
-    with tempfile.TemporaryDirectory(prefix="paceline-verify-") as folder:
-        spec_file, report_file, attempt = (
-            Path(folder, "spec.json"),
-            Path(folder, "report.json"),
-            Path(folder, "attempt"),
-        )
-        attempt.mkdir()
-        spec_file.write_bytes(msgspec.json.encode(spec))
-        job = Job(
-            argv=(sys.executable, "-m", "paceline.verify.worker", str(spec_file), str(report_file)),
-            nproc=nproc,
-            attempt_dir=attempt,
-            run_id=secrets.token_hex(8),
-            threads=threads_per_rank(usable_cores(), nproc),
-        )
-        code = run(local(job), attempt)
-        return msgspec.json.decode(report_file.read_bytes(), type=Report) if code == 0 else code
+    """Verify one world size; the workers' exit code if they could not, whose logs then stay."""
+    folder = Path(tempfile.mkdtemp(prefix="paceline-verify-"))
+    attempt = folder / "attempt"
+    attempt.mkdir()
+    (folder / "spec.json").write_bytes(msgspec.json.encode(spec))
+    files = (str(folder / "spec.json"), str(folder / "report.json"))
+    job = Job(
+        argv=(sys.executable, "-m", "paceline.verify.worker", *files),
+        nproc=nproc,
+        attempt_dir=attempt,
+        run_id=secrets.token_hex(8),
+        threads=threads_per_rank(usable_cores(), nproc),
+    )
+    code = run(local(job), attempt)
+    if code != ExitCode.DONE:
+        return code
+    report = msgspec.json.decode((folder / "report.json").read_bytes(), type=Report)
+    shutil.rmtree(folder)
+    return report
 
 
 def _whole_numbers(text: str) -> list[int]:

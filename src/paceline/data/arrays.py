@@ -47,3 +47,10 @@ def batch_gatherer(dataset: object) -> Callable[[Tensor], Sequence[Tensor]] | No
         tensors = dataset.tensors
         return lambda indices: [t.index_select(0, indices) for t in tensors]
     return None
+
+
+def held_tensors(dataset: object) -> Sequence[Tensor] | None:
+    """The tensors that hold the whole of `dataset`; None if it is no such dataset."""
+    if isinstance(dataset, ArrayDataset):
+        return (dataset.inputs, dataset.targets)
+    return dataset.tensors if type(dataset) is TensorDataset else None

@@ -5,14 +5,17 @@ Both do nothing in a process that no agent of ours started (torchrun, srun, a wo
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import os
 import signal
 import sys
+import threading
 import time
 from contextlib import suppress
 from pathlib import Path
 from traceback import format_exception
+from typing import NoReturn
 
 import msgspec
 
@@ -50,6 +53,23 @@ def die_with_parent(parent_pid: int) -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent_pid:  # it died before prctl: the signal will never come
         os._exit(128 + signal.SIGKILL)
+
+
+def leave(code: int) -> NoReturn:
+    """End this process after its work is done and its process group is down, with exit code `code`.
+
+    Threads are waited for, exit handlers run and output is flushed, as always; only C++'s static destructors are not:
+    torch's may meet a gloo thread that still runs, and abort a process that had trained to the end (measured: 2 of 12
+    finished runs on 3 ranks of a busy machine ended with SIGABRT, after their weights were written).
+    """
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join()
+    atexit._run_exitfuncs()  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue, reportUnknownMemberType]
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # closed, or a reader that is gone
+            stream.flush()
+    os._exit(code)
 
 
 def record_failure(error: BaseException, exit_code: int, *, traceback: bool, victim: bool | None = None) -> bool:

@@ -28,7 +28,7 @@ def create_run_dir(asked: Path | None, task: str) -> Path:
     """
     if asked is not None:
         run_dir = asked.absolute()
-        if run_dir.is_dir() and any(run_dir.iterdir()):
+        if run_dir.is_dir() and not _never_began(run_dir):
             raise UsageError(
                 f"--run-dir {asked} is not empty: a run is never written over. Name a new folder, or remove this one."
             )
@@ -42,6 +42,12 @@ def create_run_dir(asked: Path | None, task: str) -> Path:
             _make(run_dir, exist_ok=False)
             return run_dir
     raise UsageError(f"there are 1000 runs named {stem} already")
+
+
+def _never_began(run_dir: Path) -> bool:
+    """Whether all that is there was left by starts that failed before the first step, so that nothing can be lost."""
+    ours = ("config.toml", "environment.json", "summary.json")
+    return all(p.name in ours or p.name.startswith("attempt-") for p in run_dir.iterdir())
 
 
 def create_attempt_dir(run_dir: Path) -> tuple[int, Path]:

@@ -13,7 +13,7 @@ class Display:
     """Shows progress towards `total_steps`; every `interval` steps a line, or continuously a bar on a terminal."""
 
     def __init__(self, *, total_steps: int, interval: int, shown: bool) -> None:
-        self._console = Console(quiet=not shown, highlight=False, soft_wrap=True)
+        self._console = Console(quiet=not shown, highlight=False, emoji=False, soft_wrap=True)
         self._interval, self._total = interval, total_steps
         self._bar: Progress | None = None
         self._task: Any = None

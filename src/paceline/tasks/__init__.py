@@ -10,6 +10,7 @@ import importlib.machinery
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -74,6 +75,11 @@ def load_task(name: str, options: Mapping[str, Any]) -> Task:
         if options:
             raise UsageError(f"{name} is a Task, so it takes no options; make it a function for {', '.join(options)}")
         return found
+    if callable(found):
+        try:
+            signature(found).bind(**options)
+        except TypeError as error:
+            raise UsageError(f"{name} does not take these options ({', '.join(options) or 'none'}): {error}") from None
     task = found(**options) if callable(found) else found
     if not isinstance(task, Task):
         raise UsageError(f"{name} is {type(task).__name__!r}, not a paceline.Task or a function that returns one")

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from paceline.collectives import check_equal, new_group, together, told_once
-from paceline.config import BatchShape, TrainConfig, batch_shape
+from paceline.config import BatchShape, TrainConfig, batch_shape, default_strategy
 from paceline.data.fingerprint import fingerprint
 from paceline.data.loader import Loading, fetch
 from paceline.data.plan import BatchPlan, ranks_share
@@ -40,11 +40,6 @@ class Parts:
     schedule: Schedule
     loading: Loading
     total_steps: int
-
-
-def strategy_name(config: TrainConfig, world_size: int) -> str:
-    """The strategy asked for, or the default: bucketed among several ranks, single alone."""
-    return config.strategy or ("bucketed" if world_size > 1 else "single")
 
 
 def prepare(config: TrainConfig, world: World) -> Parts:
@@ -117,7 +112,7 @@ def make_replica(config: TrainConfig, model: nn.Module, world: World) -> Replica
             # A group of its own: its collectives must not pair up with those of gradient buckets, whose order in
             # between depends on what each rank's backward finishes first.
             model = convert(model, new_group())
-        return STRATEGIES[strategy_name(config, world.size)](model, maker, world)
+        return STRATEGIES[default_strategy(config, world.size)](model, maker, world)
     except (TypeError, ValueError) as error:  # a layer that cannot be synchronised; models that differ: on all ranks
         raise told_once(UsageError(str(error)), world) from None
 

@@ -17,7 +17,7 @@ import torch
 
 from paceline import __version__
 from paceline.collectives import check_equal, gather_words, together
-from paceline.config import TrainConfig, batch_shape, dump
+from paceline.config import TrainConfig, batch_shape, default_strategy, dump
 from paceline.data.loader import load_steps
 from paceline.errors import ExitCode, PacelineError, TrainingError
 from paceline.observe import events
@@ -27,7 +27,7 @@ from paceline.observe.summary import Summary, write_summary
 from paceline.observe.throughput import Throughput
 from paceline.train.evaluate import evaluate
 from paceline.train.fit import StepRecord, fit
-from paceline.train.prepare import Parts, prepare, strategy_name
+from paceline.train.prepare import Parts, prepare
 from paceline.train.weights import digest, rescue, save
 from paceline.train.wording import closing_lines, opening_lines, scores
 from paceline.world import World, joined
@@ -64,7 +64,7 @@ def train(config: TrainConfig, *, run_dir: Path | None = None) -> Path:
 def _summarise_failure(config: TrainConfig, folder: Path, world: World, error: BaseException) -> None:
     code = error.exit_code if isinstance(error, PacelineError) else ExitCode.FAILED
     code = 130 if isinstance(error, KeyboardInterrupt) else int(code)
-    name = strategy_name(config, world.size)
+    name = default_strategy(config, world.size)
     with suppress(OSError):  # the full disk is the error itself
         write_summary(
             folder, Summary(str(config.task), code, name, world.size, failure=f"{type(error).__name__}: {error}")
@@ -82,7 +82,7 @@ def resolved(config: TrainConfig, world_size: int) -> TrainConfig:
         batch_size=None,
     )
     run = replace(config.run, run_dir=None)  # a run is never repeated into its own folder
-    return replace(config, data=data, run=run, strategy=strategy_name(config, world_size))
+    return replace(config, data=data, run=run, strategy=default_strategy(config, world_size))
 
 
 def _open_attempt(config: TrainConfig, folder: Path, world: World, *, prepared: bool) -> int:
@@ -206,7 +206,7 @@ class _Training:
         summary = Summary(
             task=str(parts.config.task),
             exit=0,
-            strategy=strategy_name(parts.config, self._world.size),
+            strategy=default_strategy(parts.config, self._world.size),
             world_size=self._world.size,
             virtual_ranks=parts.plan.virtual_ranks,
             global_batch=parts.plan.global_batch,

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.collectives import gather_words, start_sum
+from paceline.collectives import gather_words, start_sum, told_once
 from paceline.data.loader import MicroBatch
 from paceline.data.plan import Work
-from paceline.errors import TrainingError, UsageError
+from paceline.errors import PacelineError, TrainingError, UsageError
 from paceline.strategies.base import Replica
 from paceline.tasks.task import Loss
 
@@ -53,8 +53,8 @@ def train_step(
 
     Raises:
         UsageError: if the loss does not give one value per sample.
-        TrainingError: on every rank, if the global loss is not finite (naming rank and samples) or the weights are
-            all zero; the parameters are still those before the step.
+        TrainingError: if the global loss is not finite (on the first rank that made it so, naming ranks and samples)
+            or the weights are all zero; ToldElsewhere on the others. The parameters are still those before the step.
     """
     replica.model.zero_grad(set_to_none=True)  # not the optimizer's: one that is sharded knows only its share
     totals = torch.zeros(2, dtype=torch.float64, device=replica.world.device)  # loss sum, weight
@@ -75,7 +75,9 @@ def train_step(
     if not math.isfinite(loss_total):
         raise _not_finite(replica, microbatches[0].work, seen)
     if weight_total == 0:
-        raise TrainingError("the loss weights of this global batch sum to 0: its mean is undefined")
+        at = _position(microbatches[0].work)
+        error = TrainingError(f"the loss weights of the global batch at {at} sum to 0: its mean is undefined")
+        raise told_once(error, replica.world)
     replica.sync_gradients(totals[1])
     norm = None if max_norm is None else float(replica.clip_grad_norm(max_norm))
     replica.optimizer.step()
@@ -111,18 +113,24 @@ def batch_size(batch: Any) -> int | None:
     return next((size for part in parts if (size := batch_size(part)) is not None), None)
 
 
-def _not_finite(replica: Replica, work: Work, seen: Sequence[tuple[MicroBatch, Tensor]]) -> TrainingError:
-    """The same error for every rank, naming the ranks and samples whose loss is not finite (a collective)."""
+def _not_finite(replica: Replica, work: Work, seen: Sequence[tuple[MicroBatch, Tensor]]) -> PacelineError:
+    """What each rank raises when the global loss is not finite: the first rank that made it so tells (a collective)."""
     mine: list[int] = []
     for microbatch, losses in seen:
         bad = (~losses.isfinite()).reshape(len(losses), -1).any(1)  # (B,)
         mine += microbatch.work.indices[bad.cpu()].tolist()
-    named = [f"rank {rank}: {_samples(bad)}" for rank, bad in enumerate(gather_words(mine, replica.world)) if bad]
-    return TrainingError(
-        f"the loss is not finite at epoch {work.epoch}, step {work.step} of that epoch; "
-        f"{'; '.join(named) or 'each loss is finite, but not their sum'}. The parameters are still those before this "
-        "step. Likely: a learning rate too high, or bad values in these samples."
+    guilty = {rank: bad for rank, bad in enumerate(gather_words(mine, replica.world)) if bad}
+    named = "; ".join(f"rank {rank}: {_samples(bad)}" for rank, bad in guilty.items())
+    error = TrainingError(
+        f"the loss is not finite at {_position(work)}; {named or 'each loss is finite, but not their sum'}. "
+        "The parameters are still those before this step. Likely: a learning rate too high, or bad values in these "
+        "samples."
     )
+    return told_once(error, replica.world, by=min(guilty, default=0))
+
+
+def _position(work: Work) -> str:
+    return f"epoch {work.epoch + 1}, step {work.step + 1} of that epoch"
 
 
 def _samples(indices: Sequence[int]) -> str:

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import torch
 
+from paceline.config import default_strategy
 from paceline.observe.summary import Summary
-from paceline.train.prepare import Parts, strategy_name
+from paceline.train.prepare import Parts
 
 
 def opening_lines(parts: Parts) -> list[str]:
@@ -19,7 +20,7 @@ def opening_lines(parts: Parts) -> list[str]:
     ranks = _count(plan.virtual_ranks, "rank" if plan.virtual_ranks == world.size else "virtual rank")
     lines = [
         f"{config.task}: {_count(world.size, 'process', 'processes')} on {world.device.type}, strategy "
-        f"{strategy_name(config, world.size)}, {torch.get_num_threads()} CPU threads each",
+        f"{default_strategy(config, world.size)}, {torch.get_num_threads()} CPU threads each",
         f"global batch {plan.global_batch} = {ranks} x {_count(plan.accumulation, 'micro-batch', 'micro-batches')} x "
         f"{'' if exact else 'at most '}{micro}",
         f"{plan.num_samples:,} samples = {_count(plan.steps_per_epoch, 'step')} an epoch; "

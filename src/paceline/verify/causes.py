@@ -15,6 +15,7 @@ import torch
 
 from paceline.verify.compare import CLIPPED, Difference
 from paceline.verify.reference import Observed, Reference, at_probes
+from paceline.verify.setup import has_batch_norm
 from paceline.verify.spec import Finding
 
 NORM = "gradient norm"
@@ -71,7 +72,7 @@ def explain(
 
 def _explain_loss(number: int, got: Observed, want: Observed, loss: Difference, reference: Reference) -> Finding:
     ratio = got.scalars[loss.tensor] / want.scalars[loss.tensor]
-    batch_norm = loss.tensor == "loss" and _has_batch_norm(reference) and not _is_factor(ratio)
+    batch_norm = loss.tensor == "loss" and has_batch_norm(reference.model) and not _is_factor(ratio)
     return Finding(
         number, "buffers" if batch_norm else "loss", loss.tensor, _off(got.scalars, want.scalars, loss.tensor)
     )
@@ -141,10 +142,6 @@ def _sample_difference(got: Sequence[int], want: Sequence[int]) -> str:
 def _stream_difference(got: Observed, want: Observed) -> str:
     wrong = [key for key in {**want.streams, **got.streams} if got.streams.get(key) != want.streams.get(key)]
     return f"virtual rank.micro-batch {', '.join(sorted(wrong)[:6])} starts from other random numbers"
-
-
-def _has_batch_norm(reference: Reference) -> bool:
-    return any(isinstance(m, torch.nn.modules.batchnorm._BatchNorm) for m in reference.model.modules())  # pyright: ignore[reportPrivateUsage]
 
 
 def _is_factor(ratio: float) -> bool:

@@ -15,7 +15,7 @@ NAMED = 4  # round-off tensors
 
 def print_report(spec: Spec, reports: Sequence[Report]) -> bool:
     """Print everything; return whether nothing failed and anything was run."""
-    console = Console(width=None if Console().is_terminal else WIDTH, highlight=False)
+    console = Console(width=None if Console().is_terminal else WIDTH, highlight=False, emoji=False)
     results = [result for report in reports for result in report.results]
     largest = reports[-1]
     console.print(

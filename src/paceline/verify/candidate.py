@@ -1,0 +1,150 @@
+"""A strategy under verification, with a look at everything it does in a step."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW, Optimizer
+from torch.utils.data import Dataset
+
+from paceline.collectives import gather_words, new_group
+from paceline.data.loader import Loading, MicroBatch, load_steps
+from paceline.data.plan import BatchPlan, ranks_share
+from paceline.scratch.batchnorm import convert
+from paceline.strategies import STRATEGIES, Replica
+from paceline.tasks.task import Task
+from paceline.train.step import StepResult
+from paceline.verify.causes import Ranks
+from paceline.verify.compare import Comparison
+from paceline.verify.reference import Observed, gradients_of, optimizer_state, stream_fingerprint
+from paceline.verify.setup import build, without_dropout
+from paceline.verify.spec import Case, Finding, Policy, Spec
+from paceline.world import World
+
+MakeOptimizer = Callable[[Any], Optimizer]
+LR = 1e-3
+OPTIMIZERS: dict[str, MakeOptimizer] = {
+    "sgd": partial(SGD, lr=LR, momentum=0.9, weight_decay=1e-2),
+    "adamw": partial(AdamW, lr=LR, weight_decay=1e-2),
+}
+
+
+@dataclass
+class Candidate:
+    """A strategy under verification: its replica, its batches, and what was seen of its last step."""
+
+    case: Case
+    replica: Replica
+    batches: Iterator[list[MicroBatch]]
+    comparison: Comparison
+    streams: dict[str, str] = field(default_factory=dict[str, str])
+    gradients: dict[str, Tensor | None] = field(default_factory=dict[str, "Tensor | None"])
+    stepped: dict[str, Tensor | None] = field(default_factory=dict[str, "Tensor | None"])
+    finding: Finding | None = None
+
+
+def make_candidate(
+    case: Case,
+    spec: Spec,
+    task: Task,
+    dataset: Dataset[Any],
+    plan: BatchPlan,
+    policy: Policy,
+    optimizer: str,
+    world: World,
+) -> Candidate:
+    """Build the model, apply the strategy and prepare its batches (a collective)."""
+    # Another seed on every rank: only a broadcast from rank 0 makes them start alike.
+    model = without_dropout(build(task, spec.seed + world.rank), policy)
+    if policy == "sync":
+        model = convert(model, new_group())
+    replica = STRATEGIES[case.strategy](model, OPTIMIZERS[optimizer], world)
+    replica.model.train()
+    share = ranks_share(spec.virtual_ranks, world.rank, world.size)
+    batches = load_steps(
+        dataset, plan, share, Loading(world.device, 0, task.collate), start=0, stop=spec.steps, merged=policy == "sync"
+    )
+    candidate = Candidate(case, replica, batches, Comparison(adaptive=optimizer == "adamw"))
+    candidate.replica = _observed(candidate)
+    return candidate
+
+
+def _observed(candidate: Candidate) -> Replica:
+    """The candidate's replica, with a look at each random stream and at the gradients before they are clipped."""
+    inner = candidate.replica
+
+    @contextmanager
+    def microbatch(batch: MicroBatch, is_last: bool) -> Generator[None]:
+        with ExitStack() as stack:
+            stack.enter_context(inner.microbatch(batch, is_last))
+            # Under "sync" a rank forwards all its virtual ranks at once, and no random number is drawn.
+            if batch.work.counted and candidate.case.batchnorm != "sync":
+                candidate.streams[f"{batch.work.virtual_rank}.{batch.work.part}"] = stream_fingerprint()
+            yield
+
+    def sync_gradients(total_weight: Tensor) -> None:
+        inner.sync_gradients(total_weight)
+        candidate.gradients = gradients_of(inner.model)
+
+    def before_step(*_: object) -> None:
+        candidate.stepped = gradients_of(inner.model)
+
+    inner.optimizer.register_step_pre_hook(before_step)
+    return replace(inner, microbatch=microbatch, sync_gradients=sync_gradients)
+
+
+def observe(
+    candidate: Candidate,
+    result: StepResult,
+    microbatches: Sequence[MicroBatch],
+    world: World,
+    start_differs: str | None,
+) -> tuple[Observed, Ranks]:
+    """What the candidate's last step looked like, over all ranks (a collective)."""
+    replica = candidate.replica
+    mine = [i for b in microbatches if b.work.counted for i in b.work.indices.tolist()]
+    samples = [i for part in gather_words(mine, world) for i in part]
+    streams = {k: v for part in gather_words(candidate.streams, world) for k, v in part.items()}
+    candidate.streams.clear()
+    with replica.merged_buffers():
+        buffers = {n: b.detach().clone() for n, b in replica.model.named_buffers()}
+    got = Observed(
+        samples=sorted(samples),
+        streams=streams,
+        scalars={"loss": result.loss, "weight": result.weight, "gradient norm": result.grad_norm or 0.0},
+        gradients=candidate.gradients,
+        stepped=candidate.stepped,
+        parameters=parameters_of(replica.model),
+        buffers=buffers,
+        state=optimizer_state(replica.optimizer, replica.model),
+    )
+    gradients_differ = first_difference({n: g for n, g in got.gradients.items() if g is not None}, None, world)
+    after_differs = first_difference({**got.parameters, **buffers}, None, world)
+    return got, Ranks(start_differs, gradients_differ, after_differs)
+
+
+def first_difference(mine: dict[str, Tensor], start: dict[str, Tensor] | None, world: World) -> str | None:
+    """The first tensor that differs between ranks, or on rank 0 from `start` where given (a collective)."""
+    digests = gather_words({n: _bits(t) for n, t in mine.items()}, world)
+    for name, value in digests[0].items():
+        if any(other.get(name) != value for other in digests):
+            return name
+    off = [n for n, t in (start or {}).items() if n in mine and not torch.equal(t, mine[n])]
+    return gather_words(off[:1], world)[0][0] if gather_words(bool(off), world)[0] else None
+
+
+def _bits(tensor: Tensor) -> int:
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return zlib.crc32(flat.view(torch.uint8).numpy())  # pyright: ignore[reportArgumentType]
+
+
+def parameters_of(model: nn.Module) -> dict[str, Tensor]:
+    """A copy of all parameters, by name."""
+    return {n: p.detach().clone() for n, p in model.named_parameters()}
