@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -46,7 +46,10 @@ class Candidate:
     comparison: Comparison
     streams: dict[str, str] = field(default_factory=dict[str, str])
     gradients: dict[str, Tensor | None] = field(default_factory=dict[str, "Tensor | None"])
+    """after synchronisation, before clipping; on rank 0 only, which compares"""
+    gradient_fingerprints: dict[str, int] = field(default_factory=dict[str, int])
     stepped: dict[str, Tensor | None] = field(default_factory=dict[str, "Tensor | None"])
+    """what the optimizer was given"""
     finding: Finding | None = None
 
 
@@ -91,7 +94,10 @@ def _observed(candidate: Candidate) -> Replica:
 
     def sync_gradients(total_weight: Tensor) -> None:
         inner.sync_gradients(total_weight)
-        candidate.gradients = gradients_of(inner.model)
+        gradients = gradients_of(inner.model)
+        candidate.gradient_fingerprints = fingerprints({n: g for n, g in gradients.items() if g is not None})
+        if inner.world.rank == 0:
+            candidate.gradients = {n: None if g is None else g.clone() for n, g in gradients.items()}
 
     def before_step(*_: object) -> None:
         candidate.stepped = gradients_of(inner.model)
@@ -114,7 +120,7 @@ def observe(
     streams = {k: v for part in gather_words(candidate.streams, world) for k, v in part.items()}
     candidate.streams.clear()
     with replica.merged_buffers():
-        buffers = {n: b.detach().clone() for n, b in replica.model.named_buffers()}
+        buffers = {n: b.detach() for n, b in replica.model.named_buffers()}
     got = Observed(
         samples=sorted(samples),
         streams=streams,
@@ -125,26 +131,24 @@ def observe(
         buffers=buffers,
         state=optimizer_state(replica.optimizer, replica.model),
     )
-    gradients_differ = first_difference({n: g for n, g in got.gradients.items() if g is not None}, None, world)
-    after_differs = first_difference({**got.parameters, **buffers}, None, world)
+    gradients_differ = first_difference(candidate.gradient_fingerprints, world)
+    after_differs = first_difference(fingerprints({**got.parameters, **buffers}), world)
     return got, Ranks(start_differs, gradients_differ, after_differs)
 
 
-def first_difference(mine: dict[str, Tensor], start: dict[str, Tensor] | None, world: World) -> str | None:
-    """The first tensor that differs between ranks, or on rank 0 from `start` where given (a collective)."""
-    digests = gather_words({n: _bits(t) for n, t in mine.items()}, world)
-    for name, value in digests[0].items():
-        if any(other.get(name) != value for other in digests):
-            return name
-    off = [n for n, t in (start or {}).items() if n in mine and not torch.equal(t, mine[n])]
-    return gather_words(off[:1], world)[0][0] if gather_words(bool(off), world)[0] else None
+def first_difference(mine: Mapping[str, int], world: World) -> str | None:
+    """The first tensor whose fingerprint differs between ranks (a collective)."""
+    everybody = gather_words(dict(mine), world)
+    names = dict.fromkeys(name for each in everybody for name in each)
+    return next((name for name in names if len({each.get(name) for each in everybody}) > 1), None)
 
 
-def _bits(tensor: Tensor) -> int:
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return zlib.crc32(flat.view(torch.uint8).numpy())  # pyright: ignore[reportArgumentType]
+def fingerprints(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """A checksum of all bits of each tensor."""
+    flat = {name: tensor.detach().cpu().contiguous().reshape(-1) for name, tensor in tensors.items()}
+    return {n: zlib.crc32(f.view(torch.uint8).numpy()) for n, f in flat.items()}  # pyright: ignore[reportArgumentType]
 
 
 def parameters_of(model: nn.Module) -> dict[str, Tensor]:
-    """A copy of all parameters, by name."""
-    return {n: p.detach().clone() for n, p in model.named_parameters()}
+    """All parameters, by name; no copies: they are compared before the next step changes them."""
+    return {n: p.detach() for n, p in model.named_parameters()}

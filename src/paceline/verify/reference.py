@@ -23,7 +23,7 @@ PROBES = 2048  # coordinates of the gradient at which each micro-batch's part is
 
 @dataclass
 class Observed:
-    """What one step looked like, on one process or on many."""
+    """What one step looked like, on one process or on many. Most are no copies: compare before the next step."""
 
     samples: list[int]
     streams: dict[str, str]
@@ -93,7 +93,7 @@ class Reference:
         for p in self._names.values():
             if p.grad is not None:
                 p.grad /= weight
-        gradients = gradients_of(self.model)
+        gradients = {n: None if g is None else g.clone() for n, g in gradients_of(self.model).items()}
         norm = float(nn.utils.clip_grad_norm_(self._names.values(), self.max_norm))
         stepped = gradients_of(self.model)
         self.optimizer.step()
@@ -103,7 +103,7 @@ class Reference:
             scalars={"loss": loss_sum / weight, "weight": weight, "gradient norm": norm},
             gradients=gradients,
             stepped=stepped,
-            parameters={n: p.detach().clone() for n, p in self.model.named_parameters()},
+            parameters={n: p.detach() for n, p in self.model.named_parameters()},
             buffers=self._mean_buffers(),
             state=optimizer_state(self.optimizer, self.model),
         )
@@ -145,8 +145,8 @@ class Reference:
 
 
 def gradients_of(model: nn.Module) -> dict[str, Tensor | None]:
-    """A copy of what .grad holds now, by name."""
-    return {n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters() if p.requires_grad}
+    """What .grad holds now, by name."""
+    return {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
 
 
 def at_probes(gradients: dict[str, Tensor | None], like: dict[str, nn.Parameter] | dict[str, Tensor]) -> Tensor:
@@ -171,7 +171,7 @@ def optimizer_state(optimizer: Optimizer, model: nn.Module) -> dict[str, Tensor]
     """The optimizer's tensors by the model's names, e.g. 'exp_avg of conv1.weight'; step counts left out."""
     names: dict[Tensor, str] = {p: n for n, p in model.named_parameters()}
     return {
-        f"{key} of {names[p]}": value.detach().clone()
+        f"{key} of {names[p]}": value.detach()
         for p, entries in optimizer.state.items()
         for key, value in entries.items()
         if isinstance(value, Tensor) and value.shape == p.shape

@@ -6,13 +6,15 @@ computes the reference, so nothing but the report leaves the workers.
 
 from __future__ import annotations
 
+import gc
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
+from torch import Tensor
 from torch.utils.data import Dataset
 
 from paceline.collectives import gather_words, together
@@ -24,7 +26,15 @@ from paceline.launch.worker import attach, leave
 from paceline.tasks import load_task
 from paceline.tasks.task import Task
 from paceline.train.step import train_step
-from paceline.verify.candidate import OPTIMIZERS, Candidate, first_difference, make_candidate, observe, parameters_of
+from paceline.verify.candidate import (
+    OPTIMIZERS,
+    Candidate,
+    fingerprints,
+    first_difference,
+    make_candidate,
+    observe,
+    parameters_of,
+)
 from paceline.verify.causes import Ranks, explain
 from paceline.verify.reference import Observed, Reference
 from paceline.verify.setup import build, has_batch_norm, has_dropout, task_options, uneven_data, without_dropout
@@ -45,6 +55,7 @@ def verify(spec: Spec, world: World) -> Report:
     sizes = (0, 0)
     for policy in policies:
         for optimizer in spec.optimizers:
+            gc.collect()  # the last round's models hang in cycles of hooks and closures, gigabytes of them
             with together(world):
                 dataset, global_batch = uneven_data(task, spec, policy)
             sizes = (global_batch, len(dataset))  # pyright: ignore[reportArgumentType]
@@ -75,14 +86,14 @@ def _verify_policy(
             results.append(Result(case, {}, [], 0.0, not_run=reason))
         else:
             candidates.append(make_candidate(case, spec, task, dataset, plan, policy, optimizer, world))
+    start = parameters_of(reference.model) if reference else {}
+    starts = [first_difference(fingerprints(parameters_of(c.replica.model)), world) for c in candidates]
+    starts = [differs or _not_started_from(c, start, world) for differs, c in zip(starts, candidates, strict=True)]
     for number in range(spec.steps):
-        before = {c.case.strategy: parameters_of(c.replica.model) for c in candidates} if number == 0 else {}
-        start = parameters_of(reference.model) if reference and number == 0 else {}
         want = reference.step(number) if reference else None
-        for candidate in candidates:
+        for candidate, differs in zip(candidates, starts, strict=True):
             if candidate.finding is None:
-                differs = first_difference(before.get(candidate.case.strategy, {}), start, world)
-                _step(candidate, number, spec, task, world, want, differs, reference)
+                _step(candidate, number, spec, task, world, want, None if number else differs, reference)
     for c in candidates:
         shown = c.comparison
         results.append(Result(c.case, shown.errors, sorted(shown.round_off), shown.round_off_error, c.finding))
@@ -121,6 +132,12 @@ def _step(
             if wrong or ranks != Ranks(None, None, None):
                 finding = explain(number, got, want, found, ranks, reference)
     candidate.finding = msgspec.convert(gather_words(msgspec.to_builtins(finding), world)[0], Finding | None)
+
+
+def _not_started_from(candidate: Candidate, start: Mapping[str, Tensor], world: World) -> str | None:
+    """A parameter that on rank 0 is not what one process starts from (a collective)."""
+    off = [n for n, p in parameters_of(candidate.replica.model).items() if n in start and not torch.equal(p, start[n])]
+    return next(iter(gather_words(off[:1], world)[0]), None)
 
 
 def _not_run(strategy: str, world: World) -> str | None:
