@@ -71,7 +71,7 @@ FAILURES = {
         f"sys.exit(0) if rank == 0 else fail({LOST}, cleanup=0.3)",
         1,
         "rank 1 failed: exit code 1",
-        "rank 0 had already ended with code 0",
+        "had already ended, with code 0, while others ran",
     ),
 }
 
@@ -83,7 +83,7 @@ def test_first_failure(launch, name: str) -> None:
     assert one.finish() == code, one.stderr
     rank, _, rest = one.verdict[0].partition(" (")
     assert f"{rank}{rest[rest.index(') failed') + 1 :]}" == headline
-    assert any(told.startswith(line) for told in one.verdict), one.stderr
+    assert any(line in told for told in one.stderr.splitlines()), one.stderr
     if name == "in words":
         assert "Traceback" not in one.stderr
 

@@ -26,10 +26,12 @@ def tell(primary: Observation, observations: Sequence[Observation], *, oom_kills
     """
     alike = [o for o in observations if _same_words(o, primary)]
     lines = [f"{_who(alike, primary, len(observations))} failed: {_how(primary, oom_kills)}", *_why(primary)]
-    early = [o for o in observations if o.code == 0]
-    if primary.kind is Kind.VICTIM:
+    early = sorted((o for o in observations if o.code == 0), key=lambda o: o.seen_seconds)
+    if primary.kind is Kind.VICTIM and early:  # who leaves without a word is the culprit, not whom it left
+        left = [f"{_who([o], o, len(observations))} had already ended, with code 0, while others ran" for o in early]
+        lines = [*left, "so the others lost it:", *lines]
+    elif primary.kind is Kind.VICTIM:
         lines.append("it lost its peers, but no rank of this node failed by itself")
-        lines += [f"rank {o.rank} had already ended with code 0" for o in early]
     if len(observations) > 1:
         lines.append(f"output of the ranks: {attempt_dir}/rank-<rank>.log")
     return "\n".join(lines)
