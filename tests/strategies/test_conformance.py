@@ -30,10 +30,10 @@ def reports(rank: int, world_size: int, virtual_ranks: int) -> list:
 
 
 @pytest.mark.ranks
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize(("world_size", "virtual_ranks"), [(1, 1), (1, 4), (2, 3), (3, 4)])
 def test_equals_one_process(world_size, virtual_ranks, tmp_path):
-    everybody = run_ranks(reports, world_size, tmp_path, virtual_ranks, timeout=100)
+    everybody = run_ranks(reports, world_size, tmp_path, virtual_ranks, timeout=220)
     ran = set()
     for task, result in everybody[0]:
         assert result.finding is None, f"{task}, {result.case}: {result.finding}"

@@ -22,11 +22,11 @@ def sample(seed: int) -> list:
 
 
 @pytest.mark.ranks
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 def test_planted_bugs_are_caught_and_named_and_nothing_else_is(tmp_path):
     chosen = sample(seed=0)
     assert len(chosen) >= 12
-    found = run_ranks(findings, WORLD_SIZE, tmp_path, [m.name for m in [CONTROL, *chosen]], timeout=110)[0]
+    found = run_ranks(findings, WORLD_SIZE, tmp_path, [m.name for m in [CONTROL, *chosen]], timeout=220)[0]
     assert [r.finding for r in found[CONTROL.name]] == [None] * len(found[CONTROL.name])
     assert found[CONTROL.name]
     wrong = {m.name: verdict for m in chosen if (verdict := judge(m, found[m.name])) != "named"}
