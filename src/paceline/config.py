@@ -137,6 +137,12 @@ def default_strategy(config: TrainConfig, world_size: int) -> str:
     return config.strategy or ("bucketed" if world_size > 1 else "single")
 
 
+def task_options(config: TrainConfig) -> dict[str, Any]:
+    """The options that are the task's own business, as far as they were set."""
+    options = {"data_dir": config.data.data_dir, "stem": config.model.stem}
+    return {name: value for name, value in options.items() if value is not None}
+
+
 @dataclass(frozen=True)
 class BatchShape:
     """Global batch = virtual ranks x accumulation x batch size (an upper bound, where it was set directly)."""

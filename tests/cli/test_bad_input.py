@@ -52,6 +52,7 @@ sys.exit(99 if "torch" in sys.modules else code)
         ("verify mnist-cnn --ranks 0", "whole numbers"),
         ("verify mnist-cnn --strategies ddp,fsdp", "unknown strategy 'fsdp'"),
         ("verify mnist-cnn --optimizers lion", "unknown optimizer"),
+        ("verify mnist-cnn --json nowhere/x.json", "does not exist"),
         ("shards --ranks 0", "--ranks must be at least 1"),
     ],
 )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import stat
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -83,3 +85,18 @@ def test_without_an_agent_nothing_is_written(attempt: Path, monkeypatch: pytest.
 def test_a_record_that_cannot_be_written_hides_nothing(attempt: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PACELINE_RECORD_FD", "99999")  # in a process that a worker started: inherited, but closed
     assert not record_failure(caught(), 1, traceback=True)
+
+
+LEAVES = """
+import atexit, sys, threading, time
+from paceline.launch.worker import leave
+atexit.register(lambda: print("handler", flush=True))
+threading.Thread(target=lambda: (time.sleep(0.2), print("thread"))).start()
+sys.stdout.write("buffered ")
+leave(3)
+"""
+
+
+def test_leaving_waits_for_threads_runs_handlers_and_loses_no_output() -> None:
+    run = subprocess.run([sys.executable, "-c", LEAVES], capture_output=True, text=True, timeout=20)
+    assert (run.returncode, run.stdout, run.stderr) == (3, "buffered thread\nhandler\n", "")

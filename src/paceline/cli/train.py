@@ -84,8 +84,7 @@ def check(config: TrainConfig, nproc: int, gpus: int) -> None:
         UsageError: naming the setting, what is true, and what to do.
     """
     shape = batch_shape(config.data, nproc)
-    options = {"data_dir": config.data.data_dir, "stem": config.model.stem}
-    check_task(config.task, {name: value for name, value in options.items() if value is not None})
+    check_task(config.task, configuration.task_options(config))
     if config.strategy in ("single", "dp") and nproc > 1:
         others = [s for s in get_args(configuration.StrategyName) if s not in ("single", "dp")]
         raise UsageError(

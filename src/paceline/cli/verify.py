@@ -9,11 +9,12 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import msgspec
 import tyro
 
+from paceline.config import StrategyName
 from paceline.errors import ExitCode, UsageError, unknown
 from paceline.launch.cgroup import usable_cores
 from paceline.launch.job import Job, threads_per_rank
@@ -23,7 +24,7 @@ from paceline.tasks import check_task
 from paceline.verify.report import print_report
 from paceline.verify.spec import Report, Spec
 
-STRATEGIES = ("single", "dp", "manual", "bucketed", "ddp")
+STRATEGIES = get_args(StrategyName)
 OPTIMIZERS = ("sgd", "adamw")
 
 

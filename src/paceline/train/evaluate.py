@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import closing
+from collections.abc import Generator, Mapping
+from contextlib import closing, contextmanager
 from typing import Any
 
 import torch
@@ -35,7 +35,7 @@ def evaluate(
     world = replica.world
     mine = torch.arange(world.rank, len(dataset), world.size)  # pyright: ignore[reportArgumentType]
     totals = torch.zeros(2 + 2 * len(metrics), dtype=torch.float64, device=world.device)  # sum, weight of each
-    with replica.merged_buffers(), _evaluating(replica.model), torch.no_grad():
+    with replica.merged_buffers(), evaluating(replica.model):
         requests = ((0, indices) for indices in mine.split(batch_size) if len(indices))
         with closing(fetch(dataset, requests, 0, loading)) as batches:
             for inputs, targets in batches:
@@ -59,16 +59,14 @@ def _batch_totals(model: nn.Module, inputs: Any, targets: Any, loss: Loss, metri
     return torch.stack([t.double() for t in totals])
 
 
-class _evaluating:  # noqa: N801 - used as a function
-    """Inside, the model is in eval mode; afterwards each of its modules is as it was."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._modes = [(module, module.training) for module in model.modules()]
-        self._model = model
-
-    def __enter__(self) -> None:
-        self._model.eval()
-
-    def __exit__(self, *_: object) -> None:
-        for module, training in self._modes:
+@contextmanager
+def evaluating(model: nn.Module) -> Generator[None]:
+    """Inside, the model is in eval mode and nothing is recorded for backward; then each module is as it was."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, training in modes:
             module.training = training

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from paceline.collectives import check_equal, new_group, together, told_once
-from paceline.config import BatchShape, TrainConfig, batch_shape, default_strategy
+from paceline.config import BatchShape, TrainConfig, batch_shape, default_strategy, task_options
 from paceline.data.fingerprint import fingerprint
 from paceline.data.loader import Loading, fetch
 from paceline.data.plan import BatchPlan, ranks_share
@@ -20,6 +20,7 @@ from paceline.seeding import derive, preserved_streams, random_stream
 from paceline.strategies import STRATEGIES, Replica
 from paceline.tasks import load_task
 from paceline.tasks.task import Task
+from paceline.train.evaluate import evaluating
 from paceline.train.optimizer import optimizer_maker
 from paceline.train.schedule import Schedule, scaled_lr
 from paceline.train.step import weighted_losses
@@ -74,12 +75,6 @@ def prepare(config: TrainConfig, world: World) -> Parts:
     return Parts(config, task, train_set, test_set, replica, plan, share, schedule, loading, total_steps)
 
 
-def task_options(config: TrainConfig) -> dict[str, Any]:
-    """The options that are the task's own business, as far as they were set."""
-    options = {"data_dir": config.data.data_dir, "stem": config.model.stem}
-    return {name: value for name, value in options.items() if value is not None}
-
-
 def make_model(task: Task, seed: int, world: World) -> nn.Module:
     """The task's model on the world's device, its weights drawn from `seed`."""
     with random_stream(derive(seed, "model"), torch.device("cpu")):
@@ -119,13 +114,7 @@ def make_replica(config: TrainConfig, model: nn.Module, world: World) -> Replica
 
 def check_loss(task: Task, model: nn.Module, dataset: Dataset[Any], loading: Loading) -> None:
     """Try the loss on the first two samples, so that a loss of the wrong kind is told before the first step."""
-    modes = [(module, module.training) for module in model.modules()]
     indices = torch.arange(min(2, len(dataset)))  # pyright: ignore[reportArgumentType]
-    try:
-        model.eval()  # touches no batch statistics and draws no dropout
-        with preserved_streams(), torch.no_grad():
-            for inputs, targets in fetch(dataset, [(0, indices)], 0, loading):
-                weighted_losses(task.loss, model(inputs), targets)
-    finally:
-        for module, training in modes:
-            module.training = training
+    with preserved_streams(), evaluating(model):  # touches no batch statistics and draws no dropout
+        for inputs, targets in fetch(dataset, [(0, indices)], 0, loading):
+            weighted_losses(task.loss, model(inputs), targets)

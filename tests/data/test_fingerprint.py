@@ -1,0 +1,49 @@
+"""Data that differ between ranks are noticed; data that cannot be compared are not refused."""
+
+import os
+
+import torch
+from torch.utils.data import TensorDataset
+
+from paceline.data.arrays import ArrayDataset
+from paceline.data.fingerprint import CHANGING, fingerprint
+from paceline.data.loader import Loading
+
+LOADING = Loading(torch.device("cpu"), num_workers=2)
+
+
+def test_one_value_of_data_held_as_tensors_is_seen():
+    inputs, targets = torch.arange(1000.0), torch.zeros(1000)
+    other = inputs.clone()
+    other[617] += 1
+    assert fingerprint(ArrayDataset(inputs, targets), LOADING) == fingerprint(TensorDataset(inputs, targets), LOADING)
+    assert fingerprint(ArrayDataset(inputs, targets), LOADING) != fingerprint(ArrayDataset(other, targets), LOADING)
+
+
+def test_other_data_are_compared_by_length_and_samples():
+    def items(count, offset=0):
+        return [({"x": torch.tensor(i + offset)}, i) for i in range(count)]
+
+    assert fingerprint(items(9), LOADING) == fingerprint(items(9), LOADING)
+    assert fingerprint(items(9), LOADING) != fingerprint(items(10), LOADING)
+    assert fingerprint(items(9), LOADING) != fingerprint(items(9, 1), LOADING)
+    assert fingerprint(items(1), LOADING)["samples"] == 1
+
+
+class Augmented(list):
+    """Its samples are drawn anew each time: from torch's stream, or from one that nobody can seed."""
+
+    def __init__(self, source):
+        super().__init__(range(5))
+        self.source = source
+
+    def __getitem__(self, index):
+        return torch.tensor(self.source()), index
+
+
+def test_seeded_augmentation_is_alike_and_unseeded_is_no_difference():
+    seeded = fingerprint(Augmented(lambda: float(torch.rand(()))), LOADING)
+    assert CHANGING not in seeded.values()
+    assert seeded == fingerprint(Augmented(lambda: float(torch.rand(()))), LOADING)
+    unseeded = fingerprint(Augmented(lambda: list(os.urandom(8))), LOADING)
+    assert CHANGING in unseeded.values()
