@@ -90,7 +90,7 @@ def test_a_record_that_cannot_be_written_hides_nothing(attempt: Path, monkeypatc
 LEAVES = """
 import atexit, sys, threading, time
 from paceline.launch.worker import leave
-atexit.register(lambda: print("handler", flush=True))
+atexit.register(lambda: print("handler"))
 threading.Thread(target=lambda: (time.sleep(0.2), print("thread"))).start()
 sys.stdout.write("buffered ")
 leave(3)
