@@ -98,5 +98,6 @@ leave(3)
 
 
 def test_leaving_waits_for_threads_runs_handlers_and_loses_no_output() -> None:
-    run = subprocess.run([sys.executable, "-c", LEAVES], capture_output=True, text=True, timeout=20)
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    run = subprocess.run([sys.executable, "-c", LEAVES], env=buffered, capture_output=True, text=True, timeout=20)
     assert (run.returncode, run.stdout, run.stderr) == (3, "buffered thread\nhandler\n", "")
