@@ -8,8 +8,9 @@ from __future__ import annotations
 import json
 import traceback
 from collections import Counter
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,17 +18,38 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.errors import ExitCode, PacelineError, ToldElsewhere, UsageError
+from paceline.scratch.tree import tree_sum
 from paceline.world import World
 
 
-def start_sum(values: Tensor) -> Callable[[], Tensor]:
-    """Start adding up `values` over ranks, in place; the returned function waits and gives the sum."""
-    work = dist.all_reduce(values, async_op=True)
+@dataclass(frozen=True)
+class Totals:
+    """What a `start_totals` gave: sums over virtual ranks, and sums over ranks."""
 
-    def wait() -> Tensor:
+    sums: list[float]
+    votes: list[float]
+
+
+def start_totals(leaves: Tensor, votes: Sequence[float] = ()) -> Callable[[], Totals]:
+    """Start adding up over ranks; the returned function waits and gives the sums.
+
+    Args:
+        leaves: (V, k) float64, row v what virtual rank v has to add; rows of other ranks' virtual ranks are zeros. The
+            rows are added up in the order of `scratch.tree`, so that the world size does not show in a single bit.
+        votes: what this rank has to say, m numbers; added up over ranks in no particular order.
+    """
+    # One slot for each virtual rank: adding zeros to it changes nothing, so everybody gets all leaves as they are.
+    slots = torch.cat([leaves.flatten(), leaves.new_tensor(votes)])
+    work = dist.all_reduce(slots, async_op=True)
+
+    def wait() -> Totals:
         if work is not None:  # None where this rank is no member of the group
             work.wait()
-        return values
+        everything: list[float] = slots.tolist()
+        rows = [everything[i * leaves.shape[1] : (i + 1) * leaves.shape[1]] for i in range(len(leaves))]
+        parts = {(v, v + 1): row for v, row in enumerate(rows)}
+        sums = tree_sum(parts, lambda a, b: [x + y for x, y in zip(a, b, strict=True)], len(rows))
+        return Totals(sums, everything[leaves.numel() :])
 
     return wait
 

@@ -20,7 +20,7 @@ import tyro
 
 from paceline.errors import UsageError, unknown
 
-StrategyName = Literal["single", "dp", "manual", "bucketed", "ddp"]
+StrategyName = Literal["single", "dp", "manual", "bucketed", "ddp", "exact", "zero"]
 DEFAULT_BATCH_SIZE = 64
 
 

@@ -82,7 +82,7 @@ def test_weights_that_sum_to_zero_are_an_error(world):
 
 def test_buffers_belong_to_virtual_ranks_and_are_merged_to_look_at(world):
     model = nn.Sequential(nn.BatchNorm1d(1, momentum=1.0), nn.Linear(1, 1))
-    replica = STRATEGIES["single"](model, sgd, world)
+    replica = STRATEGIES["single"](model, sgd, world, virtual_ranks=2)
     (step,) = steps(batch=12, stop=1, virtual_ranks=2)
     replica.model.train()
     train_step(replica, step, loss)

@@ -36,7 +36,7 @@ class VerifyConfig:
     """mnist-cnn, mnist-resnet18, or your own: module:name or file.py:name"""
     ranks: str = "1,2,4"
     """world sizes, separated by commas; the run is defined for as many virtual ranks as the largest"""
-    strategies: str = "manual,bucketed,ddp"
+    strategies: str = "manual,bucketed,ddp,exact,zero"
     """which, separated by commas"""
     optimizers: str = "sgd,adamw"
     """which, separated by commas"""

@@ -49,7 +49,7 @@ def all_reduce_gradients(parameters: Iterable[nn.Parameter], divisor: float | Te
             grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             total = grad.contiguous()  # a collective sends memory, so strides must be the same on every rank
             dist.all_reduce(total)
-            parameter.grad = grad.copy_(_divide(total, divisor))
+            parameter.grad = grad.copy_(divide(total, divisor))
 
 
 def assign_buckets(sizes: Sequence[int], capacity: int) -> list[list[int]]:
@@ -98,7 +98,7 @@ class GradientReducer:
                 batch norm) need a group of their own: within one, all ranks must start everything in one order.
         """
         self._group = group
-        self._buckets = _buckets([p for p in module.parameters() if p.requires_grad], bucket_bytes)
+        self._buckets = buckets_of([p for p in module.parameters() if p.requires_grad], bucket_bytes)
         self._bucket_of = {p: index for index, bucket in enumerate(self._buckets) for p in bucket}
         self._paused = False
         self._forget()
@@ -129,7 +129,7 @@ class GradientReducer:
             self._start_rest()
             for parameters, flat, work in self._in_flight:
                 work.wait()
-                _unpack(_divide(flat, divisor), parameters)
+                unpack(divide(flat, divisor), parameters)
         finally:
             self._forget()
 
@@ -180,13 +180,13 @@ class GradientReducer:
     def _start_next(self) -> None:
         parameters = self._buckets[self._next]
         self._next += 1
-        flat = _pack(parameters)
+        flat = pack(parameters)
         work = dist.all_reduce(flat, group=self._group, async_op=True)
         assert work is not None  # None only for ranks outside the group
         self._in_flight.append((parameters, flat, work))
 
 
-def _buckets(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> list[list[nn.Parameter]]:
+def buckets_of(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> list[list[nn.Parameter]]:
     """The parameters in buckets, one type in each, ordered by when backward will have filled them."""
     alike: dict[tuple[torch.dtype, torch.device], list[int]] = defaultdict(list)
     for position, parameter in enumerate(parameters):
@@ -199,11 +199,12 @@ def _buckets(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> list[list
     return [[parameters[i] for i in bucket] for bucket in buckets]
 
 
-def _pack(parameters: Sequence[nn.Parameter]) -> Tensor:
+def pack(parameters: Sequence[nn.Parameter], padded: int = 0) -> Tensor:
     """All gradients in one tensor, then one number for each: 1 where there is a gradient, 0 where it was None.
 
     (2, 3) and (4,), the second without gradient -> (12,): 6 numbers, 4 zeros, 1, 0. After the sum over ranks the last
-    ones tell how many ranks used each parameter; a message of their own would cost a round trip.
+    ones tell how many ranks used each parameter; a message of their own would cost a round trip. Zeros fill it up to
+    the length `padded`.
     """
     grads = [p.grad for p in parameters]
     used = parameters[0].new_ones(len(parameters))
@@ -211,10 +212,12 @@ def _pack(parameters: Sequence[nn.Parameter]) -> Tensor:
         if grad is None:
             used[index] = 0
     pieces = [(torch.zeros_like(p) if g is None else g).flatten() for p, g in zip(parameters, grads, strict=True)]
-    return torch.cat([*pieces, used])
+    padding = max(0, padded - sum(p.numel() for p in pieces) - len(used))
+    return torch.cat([*pieces, used, used.new_zeros(padding)])
 
 
-def _unpack(flat: Tensor, parameters: Sequence[nn.Parameter]) -> None:
+def unpack(flat: Tensor, parameters: Sequence[nn.Parameter]) -> None:
+    """Give each parameter its piece of `flat`, of the length of an unpadded `pack`, as .grad."""
     *pieces, used = flat.split([*(p.numel() for p in parameters), len(parameters)])
     for index, (parameter, piece) in enumerate(zip(parameters, pieces, strict=True)):
         # Looked at only if this rank did not use it itself: on a GPU, looking means waiting.
@@ -222,8 +225,8 @@ def _unpack(flat: Tensor, parameters: Sequence[nn.Parameter]) -> None:
             parameter.grad = piece.view_as(parameter)
 
 
-def _divide(total: Tensor, divisor: float | Tensor) -> Tensor:
-    """total /= divisor, keeping its type.
+def divide(total: Tensor, divisor: float | Tensor) -> Tensor:
+    """`total` /= `divisor`, keeping its type.
 
     Through float32 at least: a GPU would turn a scalar tensor into the type of `total` first, and 70,000 tokens are
     infinite in float16.

@@ -4,8 +4,10 @@ from paceline.strategies.base import MakeOptimizer, Replica, Strategy
 from paceline.strategies.bucketed import bucketed
 from paceline.strategies.ddp import ddp
 from paceline.strategies.dp import dp
+from paceline.strategies.exact import exact
 from paceline.strategies.manual import manual
 from paceline.strategies.single import single
+from paceline.strategies.zero import zero
 
 STRATEGIES: dict[str, Strategy] = {
     "single": single,
@@ -13,6 +15,8 @@ STRATEGIES: dict[str, Strategy] = {
     "manual": manual,
     "bucketed": bucketed,
     "ddp": ddp,
+    "exact": exact,
+    "zero": zero,
 }
 
-__all__ = ["STRATEGIES", "MakeOptimizer", "Replica", "Strategy", "bucketed", "ddp", "dp", "manual", "single"]
+__all__ = ["STRATEGIES", "MakeOptimizer", "Replica", "Strategy"]

@@ -15,11 +15,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from paceline.checkpoint.state import Held, Source, needed
 from paceline.data.loader import MicroBatch
+from paceline.data.plan import Work, ranks_share
 from paceline.errors import UsageError
 from paceline.scratch.batchnorm import SyncBatchNorm
+from paceline.scratch.tree import Forest, TreeReducer
 from paceline.seeding import random_stream
 from paceline.strategies.buffers import VirtualBuffers
+from paceline.strategies.held import hold_optimizer, load_optimizer
 from paceline.world import World
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
@@ -35,6 +39,8 @@ class Replica:
     """what the training forward calls: the model, or a wrapper of it"""
     optimizer: Optimizer
     world: World
+    virtual_ranks: int
+    """how many the run is defined for"""
     microbatch: Callable[[MicroBatch, bool], AbstractContextManager[None]]
     """(micro-batch, is it the step's last here?): surrounds one forward and backward"""
     sync_gradients: Callable[[Tensor], None]
@@ -43,13 +49,22 @@ class Replica:
     """(largest norm allowed): scales all gradients alike; returns the global norm before"""
     merged_buffers: Callable[[], AbstractContextManager[None]]
     """inside, the model's buffers are the same on all ranks (a collective)"""
+    state: Callable[[], list[Held]]
+    """every tensor of the training's state that this rank holds, under names that no strategy changes; no copies"""
+    load: Callable[[Source], None]
+    """takes over a state that any strategy on any number of ranks has held"""
 
 
 class Strategy(Protocol):
     """One rung of the ladder."""
 
-    def __call__(self, model: nn.Module, make_optimizer: MakeOptimizer, world: World, /) -> Replica:
-        """Prepare `model`, already on the world's device, for training among the ranks of `world`."""
+    def __call__(
+        self, model: nn.Module, make_optimizer: MakeOptimizer, world: World, /, *, virtual_ranks: int | None = None
+    ) -> Replica:
+        """Prepare `model`, already on the world's device, for training among the ranks of `world`.
+
+        `virtual_ranks` is that of the plan whose batches will come; by default the world size.
+        """
         ...
 
 
@@ -58,9 +73,12 @@ def replica(
     optimizer: Optimizer,
     world: World,
     *,
+    virtual_ranks: int | None = None,
     module: nn.Module | None = None,
     sync_gradients: Callable[[Tensor], None] | None = None,
-    accumulating: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    backward: Callable[[Work, bool], AbstractContextManager[Any]] = lambda _work, _is_last: nullcontext(),
+    hold: Callable[[], list[Held]] | None = None,
+    load: Callable[[Source], None] | None = None,
 ) -> Replica:
     """A Replica with the shared parts filled in.
 
@@ -69,20 +87,22 @@ def replica(
         optimizer: over the model's parameters.
         world: this rank's place.
         module: what forward calls, if it is not the model itself.
+        virtual_ranks: see Strategy.
         sync_gradients: see Replica; by default only the division, as one device does.
-        accumulating: inside, backward only adds to .grad: every micro-batch of a step except the last.
+        backward: (work, is it the step's last here?): surrounds a micro-batch, to say what becomes of its gradients.
+        hold: the optimizer's state, where it is not wholly here; and `load`, which takes it over.
     """
     parameters = trainable(model)
     frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
-    buffers = VirtualBuffers(model, world)
+    virtual_ranks = virtual_ranks or world.size
+    buffers = VirtualBuffers(model, world, virtual_ranks)
 
     @contextmanager
     def microbatch(batch: MicroBatch, is_last: bool) -> Generator[None]:
         with ExitStack() as stack:
             stack.enter_context(random_stream(batch.random_seed, world.device))
             stack.enter_context(buffers.of(batch.work))
-            if not is_last:
-                stack.enter_context(accumulating())
+            stack.enter_context(backward(batch.work, is_last))
             if not batch.work.counted:
                 stack.enter_context(_uncounted(model, parameters))
             yield
@@ -102,15 +122,29 @@ def replica(
     def clip_grad_norm(max_norm: float) -> Tensor:
         return nn.utils.clip_grad_norm_(parameters, max_norm)
 
+    def state() -> list[Held]:
+        held = [Held(f"model/{name}", parameter.detach()) for name, parameter in model.named_parameters()]
+        return [*held, *buffers.hold(), *(hold_optimizer(model, optimizer) if hold is None else hold())]
+
+    @torch.no_grad()
+    def load_all(source: Source) -> None:
+        for name, parameter in model.named_parameters():
+            parameter.copy_(needed(source, f"model/{name}", parameter))
+        buffers.load(source)
+        load_optimizer(model, optimizer, source) if load is None else load(source)
+
     return Replica(
         model=model,
         module=model if module is None else module,
         optimizer=optimizer,
         world=world,
+        virtual_ranks=virtual_ranks,
         microbatch=microbatch,
         sync_gradients=sync_all_gradients,
         clip_grad_norm=clip_grad_norm,
         merged_buffers=buffers.merged,
+        state=state,
+        load=load_all,
     )
 
 
@@ -137,6 +171,34 @@ def only_alone(name: str, world: World) -> None:
         raise UsageError(
             f"strategy {name!r} lives in one process, there are {world.size}. "
             "For several processes use manual, bucketed or ddp."
+        )
+
+
+def forest(world: World, virtual_ranks: int | None) -> Forest:
+    """Which leaves of the tree over all virtual ranks belong to which rank."""
+    shares = [ranks_share(virtual_ranks or world.size, rank, world.size) for rank in range(world.size)]
+    return Forest([(share.start, share.stop) for share in shares], world.rank)
+
+
+def leaf_of(reducer: TreeReducer) -> Callable[[Work, bool], AbstractContextManager[None]]:
+    """What `replica` takes as `backward`, for gradients that are added up in the tree."""
+
+    def leaf(work: Work, is_last: bool) -> AbstractContextManager[None]:
+        return reducer.leaf(work.virtual_rank, is_last=is_last, counted=work.counted)
+
+    return leaf
+
+
+def refuse_synchronised(model: nn.Module, name: str) -> None:
+    """Refuse synchronised batch norm, for a strategy whose result must not depend on the world size.
+
+    Raises:
+        UsageError: if `model` has any.
+    """
+    if any(isinstance(module, SyncBatchNorm) for module in model.modules()):
+        raise UsageError(
+            f"strategy {name!r} gives the same bits at every world size; synchronised batch norm adds its statistics "
+            "up over ranks and cannot. Use --batchnorm local: statistics of each virtual rank."
         )
 
 

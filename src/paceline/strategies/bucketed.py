@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 from torch import nn
 
 from paceline.scratch.reduce import GradientReducer
@@ -10,7 +12,9 @@ from paceline.strategies.base import MakeOptimizer, Replica, replica
 from paceline.world import World
 
 
-def bucketed(model: nn.Module, make_optimizer: MakeOptimizer, world: World, /) -> Replica:
+def bucketed(
+    model: nn.Module, make_optimizer: MakeOptimizer, world: World, /, *, virtual_ranks: int | None = None
+) -> Replica:
     """Buckets in reverse order of the parameters, started by hooks during the last micro-batch's backward.
 
     Raises:
@@ -22,6 +26,7 @@ def bucketed(model: nn.Module, make_optimizer: MakeOptimizer, world: World, /) -
         model,
         make_optimizer(model.parameters()),
         world,
+        virtual_ranks=virtual_ranks,
         sync_gradients=reducer.finish,
-        accumulating=reducer.paused,
+        backward=lambda _, is_last: nullcontext() if is_last else reducer.paused(),
     )

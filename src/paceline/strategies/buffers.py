@@ -6,15 +6,17 @@ must not matter: its buffers are put into the module before its forward, and tak
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from paceline.data.plan import Work
+from paceline.checkpoint.state import Held, Source, needed
+from paceline.data.plan import Work, ranks_share
 from paceline.scratch.batchnorm import SyncBatchNorm
+from paceline.scratch.tree import Exchange, Forest
 from paceline.world import World
 
 Buffers = dict[str, Tensor]
@@ -23,8 +25,9 @@ Buffers = dict[str, Tensor]
 class VirtualBuffers:
     """The buffers of this rank's virtual ranks, by virtual rank."""
 
-    def __init__(self, model: nn.Module, world: World) -> None:
+    def __init__(self, model: nn.Module, world: World, virtual_ranks: int) -> None:
         self._world = world
+        self._virtual_ranks = virtual_ranks
         self._slots = {
             (f"{prefix}.{name}" if prefix else name): (owner, name)
             for prefix, owner in model.named_modules()
@@ -50,7 +53,9 @@ class VirtualBuffers:
         # Read back: a module may have replaced its buffer instead of writing into it.
         after = self._in_module()
         kept = after if work.counted else {n: after[n] if n in self._synchronised else b for n, b in own.items()}
-        self._of[work.virtual_rank] = kept
+        # Only what has seen a sample counts in the mean; who runs stand-ins depends on the world size.
+        if work.counted or self._synchronised or work.virtual_rank in self._of:
+            self._of[work.virtual_rank] = kept
 
     @contextmanager
     def merged(self) -> Generator[None]:
@@ -65,23 +70,67 @@ class VirtualBuffers:
         finally:
             self._put(before)
 
+    def hold(self) -> list[Held]:
+        """All buffers of this rank's virtual ranks; synchronised ones once for all."""
+        held: list[Held] = []
+        for virtual_rank, buffers in self._of.items():
+            own = {name: b for name, b in buffers.items() if name not in self._synchronised}
+            held += [Held(f"buffers/{virtual_rank}/{name}", b, replicated=False) for name, b in own.items()]
+        if self._synchronised and self._of:  # forwarded together, on all ranks alike
+            common = next(iter(self._of.values()))
+            held += [Held(f"buffers/{name}", common[name]) for name in sorted(self._synchronised)]
+        return held
+
+    def load(self, source: Source) -> None:
+        """Take over the buffers of this rank's virtual ranks; one that has none there has not seen a sample yet."""
+        self._of = {}
+        share = ranks_share(self._virtual_ranks, self._world.rank, self._world.size)
+        for virtual_rank in share if not self._synchronised else share[:1]:
+            buffers = {name: self._saved(source, virtual_rank, name) for name in self._slots}
+            if any(buffer is not None for buffer in buffers.values()):
+                initial = self._initial
+                self._of[virtual_rank] = {n: initial[n].clone() if b is None else b for n, b in buffers.items()}
+        self._put(next(iter(self._of.values()), self._initial))
+
+    def _saved(self, source: Source, virtual_rank: int, name: str) -> Tensor | None:
+        names = [f"buffers/{virtual_rank}/{name}", f"buffers/{name}"]
+        if self._synchronised:  # a rank's virtual ranks share one set; another world size had other ones
+            names.append(f"buffers/0/{name}")
+        for full in names:
+            if any(there == full for there in source.names(full)):
+                return needed(source, full, self._initial[name]).to(self._world.device)
+        return None
+
     def _mean(self) -> Buffers:
-        sets = list(self._of.values())
+        """In the tree's order, so that the world size does not show; in float64, so that the order hardly matters."""
+        floating = {n: b for n, b in self._initial.items() if b.is_floating_point()}
+        root = self._tree_sum(floating)
+        count = root[-1]
+        pieces = root[:-1].split([b.numel() for b in floating.values()]) if floating else []
         mean: Buffers = {}
-        count = torch.tensor([float(len(sets))], dtype=torch.float64, device=self._world.device)
-        dist.all_reduce(count)
-        for name, initial in self._initial.items():
-            if count == 0:  # nothing trained yet
-                mean[name] = initial.clone()
-            elif initial.is_floating_point():
-                total = sum((s[name].double() for s in sets), torch.zeros_like(initial, dtype=torch.float64))
-                dist.all_reduce(total)
-                mean[name] = (total / count).reshape(initial.shape).to(initial.dtype)
-            else:
-                lowest = (self._of[min(self._of)][name] if self._of else initial).clone().contiguous()
-                dist.broadcast(lowest, src=0)  # rank 0 owns virtual rank 0, which has a share of every global batch
-                mean[name] = lowest
+        for (name, initial), piece in zip(floating.items(), pieces, strict=True):
+            mean[name] = (piece / count).reshape(initial.shape).to(initial.dtype) if count else initial.clone()
+        for name in self._initial.keys() - floating.keys():
+            own = self._of[min(self._of)] if self._of else self._initial
+            lowest = own[name].clone().contiguous()
+            dist.broadcast(lowest, src=0)  # rank 0 owns virtual rank 0, which has a share of every global batch
+            mean[name] = lowest
         return mean
+
+    def _tree_sum(self, names: Iterable[str]) -> Tensor:
+        """(n + 1,) float64: the sum of all these buffers over virtual ranks, and how many of them there are."""
+        shares = [ranks_share(self._virtual_ranks, rank, self._world.size) for rank in range(self._world.size)]
+        forest = Forest([(share.start, share.stop) for share in shares], self._world.rank)
+        sums = forest.partial_sums()
+        zeros = torch.zeros(1, dtype=torch.float64, device=self._world.device)
+        size = sum(self._initial[name].numel() for name in names) + 1
+        padding = zeros.expand(forest.padded(size) - size)
+        for virtual_rank, buffers in sorted(self._of.items()):
+            flat = [buffers[name].flatten().double() for name in names]
+            sums.add(virtual_rank, torch.cat([*flat, zeros + 1, padding]))
+        exchange = Exchange(forest, sums.finish(lambda: zeros.repeat(forest.padded(size))))
+        exchange.gather()
+        return exchange.end()[:size]
 
     def _in_module(self) -> Buffers:
         return {name: getattr(owner, leaf) for name, (owner, leaf) in self._slots.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from inspect import signature
 from typing import Any
 
@@ -19,6 +20,7 @@ def ddp(
     world: World,
     /,
     *,
+    virtual_ranks: int | None = None,
     find_unused_parameters: bool = False,
 ) -> Replica:
     """Wrap the model in DDP.
@@ -27,6 +29,7 @@ def ddp(
         model: on the world's device.
         make_optimizer: makes the optimizer from the parameters.
         world: this rank's place.
+        virtual_ranks: see Strategy.
         find_unused_parameters: DDP's option for models that do not use all parameters in every forward; bind it with
             functools.partial.
 
@@ -54,7 +57,8 @@ def ddp(
         model,
         make_optimizer(model.parameters()),
         world,
+        virtual_ranks=virtual_ranks,
         module=wrapped,
         sync_gradients=sync_gradients,
-        accumulating=wrapped.no_sync,
+        backward=lambda _, is_last: nullcontext() if is_last else wrapped.no_sync(),
     )

@@ -8,7 +8,9 @@ from paceline.strategies.base import MakeOptimizer, Replica, only_alone, replica
 from paceline.world import World
 
 
-def dp(model: nn.Module, make_optimizer: MakeOptimizer, world: World, /) -> Replica:
+def dp(
+    model: nn.Module, make_optimizer: MakeOptimizer, world: World, /, *, virtual_ranks: int | None = None
+) -> Replica:
     """Let one process cut each micro-batch over all its GPUs, one thread each.
 
     On a CPU, or on one GPU, nn.DataParallel only calls the module, so this is the same as `single`. Over several
@@ -18,4 +20,6 @@ def dp(model: nn.Module, make_optimizer: MakeOptimizer, world: World, /) -> Repl
         UsageError: in a world of more than one rank.
     """
     only_alone("dp", world)
-    return replica(model, make_optimizer(model.parameters()), world, module=nn.DataParallel(model))
+    return replica(
+        model, make_optimizer(model.parameters()), world, virtual_ranks=virtual_ranks, module=nn.DataParallel(model)
+    )

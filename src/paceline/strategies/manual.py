@@ -10,7 +10,9 @@ from paceline.strategies.base import MakeOptimizer, Replica, replica, trainable
 from paceline.world import World
 
 
-def manual(model: nn.Module, make_optimizer: MakeOptimizer, world: World, /) -> Replica:
+def manual(
+    model: nn.Module, make_optimizer: MakeOptimizer, world: World, /, *, virtual_ranks: int | None = None
+) -> Replica:
     """One message per parameter, after backward has ended: right, simple and slow.
 
     Raises:
@@ -22,4 +24,6 @@ def manual(model: nn.Module, make_optimizer: MakeOptimizer, world: World, /) -> 
     def sync_gradients(total_weight: Tensor) -> None:
         all_reduce_gradients(parameters, total_weight)
 
-    return replica(model, make_optimizer(model.parameters()), world, sync_gradients=sync_gradients)
+    return replica(
+        model, make_optimizer(model.parameters()), world, virtual_ranks=virtual_ranks, sync_gradients=sync_gradients
+    )

@@ -8,11 +8,13 @@ from paceline.strategies.base import MakeOptimizer, Replica, only_alone, replica
 from paceline.world import World
 
 
-def single(model: nn.Module, make_optimizer: MakeOptimizer, world: World, /) -> Replica:
+def single(
+    model: nn.Module, make_optimizer: MakeOptimizer, world: World, /, *, virtual_ranks: int | None = None
+) -> Replica:
     """Train without any communication.
 
     Raises:
         UsageError: in a world of more than one rank.
     """
     only_alone("single", world)
-    return replica(model, make_optimizer(model.parameters()), world)
+    return replica(model, make_optimizer(model.parameters()), world, virtual_ranks=virtual_ranks)

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from paceline.collectives import start_sum
+from paceline.collectives import start_totals
 from paceline.data.loader import Loading, fetch
+from paceline.data.plan import ranks_share
 from paceline.errors import UsageError
 from paceline.strategies.base import Replica
 from paceline.tasks.task import Loss, Metric
@@ -29,20 +30,27 @@ def evaluate(
 ) -> dict[str, float]:
     """The mean loss (over the loss's weights) and the mean of each metric (over samples) on `dataset`.
 
-    Each rank takes every world_size-th sample; the sums are added up, so no sample counts twice, as it would after
+    Each virtual rank takes every V-th sample; the sums are added up, so no sample counts twice, as it would after
     padding, and an uneven rest is weighed right. Buffers are merged over ranks first: all ranks evaluate one model.
     """
-    world = replica.world
-    mine = torch.arange(world.rank, len(dataset), world.size)  # pyright: ignore[reportArgumentType]
-    totals = torch.zeros(2 + 2 * len(metrics), dtype=torch.float64, device=world.device)  # sum, weight of each
-    with replica.merged_buffers(), evaluating(replica.model):
-        requests = ((0, indices) for indices in mine.split(batch_size) if len(indices))
-        with closing(fetch(dataset, requests, 0, loading)) as batches:
-            for inputs, targets in batches:
-                totals += _batch_totals(replica.model, inputs, targets, loss, metrics)
+    world, virtual_ranks = replica.world, replica.virtual_ranks
+    share = ranks_share(virtual_ranks, world.rank, world.size)
+    mine = {v: torch.arange(v, len(dataset), virtual_ranks) for v in share}  # pyright: ignore[reportArgumentType]
+    work = [(v, indices) for v in share for indices in mine[v].split(batch_size) if len(indices)]
+    totals = torch.zeros(  # (V, 2 + 2M): sum and weight of the loss and of each metric
+        virtual_ranks, 2 + 2 * len(metrics), dtype=torch.float64, device=world.device
+    )
+    requests = ((0, indices) for _, indices in work)
+    with (
+        replica.merged_buffers(),
+        evaluating(replica.model),
+        closing(fetch(dataset, requests, 0, loading)) as batches,
+    ):
+        for (virtual_rank, _), (inputs, targets) in zip(work, batches, strict=True):
+            totals[virtual_rank] += _batch_totals(replica.model, inputs, targets, loss, metrics)
     names = ["loss", *metrics]
-    sums = start_sum(totals)().reshape(-1, 2).tolist()
-    return {name: total / weight for name, (total, weight) in zip(names, sums, strict=True)}
+    sums = iter(start_totals(totals)().sums)
+    return {name: total / weight for name, total, weight in zip(names, sums, sums, strict=True)}
 
 
 def _batch_totals(model: nn.Module, inputs: Any, targets: Any, loss: Loss, metrics: Mapping[str, Metric]) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 
 from paceline.data.loader import MicroBatch
@@ -34,8 +34,11 @@ def fit(
     *,
     start: int = 0,
     max_norm: float | None = None,
+    votes: Callable[[], Sequence[float]] = tuple,
 ) -> Generator[StepRecord]:
     """Train on `steps`, each the micro-batches of this rank, beginning with step number `start` (0-based).
+
+    `votes` is train_step's.
 
     Raises:
         TrainingError: see train_step.
@@ -47,6 +50,6 @@ def fit(
         lr = schedule.lr(number)
         for group in replica.optimizer.param_groups:
             group["lr"] = lr
-        result = train_step(replica, microbatches, loss, max_norm=max_norm)
+        result = train_step(replica, microbatches, loss, max_norm=max_norm, votes=votes)
         yield StepRecord(number + 1, result, lr, data_seconds, time.perf_counter() - began, microbatches)
         began = time.perf_counter()  # what the caller did meanwhile is no part of the next step

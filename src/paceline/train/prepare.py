@@ -67,7 +67,7 @@ def prepare(config: TrainConfig, world: World) -> Parts:
         check_loss(task, model, train_set, replace(loading, num_workers=0))
     for what, content in data.items():
         check_equal(what, content, world)
-    replica = make_replica(config, model, world)
+    replica = make_replica(config, model, world, shape.virtual_ranks)
     total_steps = config.run.steps or config.run.epochs * plan.steps_per_epoch
     optimizer = config.optimizer
     peak_lr = scaled_lr(optimizer.lr, optimizer.lr_scaling, shape.global_batch, optimizer.lr_base_batch)
@@ -98,7 +98,7 @@ def make_plan(config: TrainConfig, shape: BatchShape, num_samples: int) -> Batch
     )
 
 
-def make_replica(config: TrainConfig, model: nn.Module, world: World) -> Replica:
+def make_replica(config: TrainConfig, model: nn.Module, world: World, virtual_ranks: int) -> Replica:
     """Apply the batch norm policy and the strategy (a collective)."""
     o = config.optimizer
     maker = optimizer_maker(o.optimizer, lr=o.lr, weight_decay=o.weight_decay, momentum=o.momentum)
@@ -107,7 +107,8 @@ def make_replica(config: TrainConfig, model: nn.Module, world: World) -> Replica
             # A group of its own: its collectives must not pair up with those of gradient buckets, whose order in
             # between depends on what each rank's backward finishes first.
             model = convert(model, new_group())
-        return STRATEGIES[default_strategy(config, world.size)](model, maker, world)
+        strategy = STRATEGIES[default_strategy(config, world.size)]
+        return strategy(model, maker, world, virtual_ranks=virtual_ranks)
     except (TypeError, ValueError) as error:  # a layer that cannot be synchronised; models that differ: on all ranks
         raise told_once(UsageError(str(error)), world) from None
 

@@ -9,14 +9,14 @@ of 33, 32 and 32; every sample's gradient enters with 1/97, not with 1/(3*33) or
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from paceline.collectives import gather_words, start_sum, told_once
+from paceline.collectives import gather_words, start_totals, told_once
 from paceline.data.loader import MicroBatch
 from paceline.data.plan import Work
 from paceline.errors import PacelineError, TrainingError, UsageError
@@ -33,6 +33,8 @@ class StepResult:
     loss_sum: float
     weight: float
     grad_norm: float | None
+    votes: list[float] = field(default_factory=list[float])
+    """the sums over ranks of what each rank had to say"""
 
     @property
     def loss(self) -> float:
@@ -41,7 +43,12 @@ class StepResult:
 
 
 def train_step(
-    replica: Replica, microbatches: Sequence[MicroBatch], loss: Loss, *, max_norm: float | None = None
+    replica: Replica,
+    microbatches: Sequence[MicroBatch],
+    loss: Loss,
+    *,
+    max_norm: float | None = None,
+    votes: Callable[[], Sequence[float]] = tuple,
 ) -> StepResult:
     """Take one step on this rank's micro-batches of a global batch.
 
@@ -50,14 +57,18 @@ def train_step(
         microbatches: at least one, as the loader gives them.
         loss: one value per sample, or (values, weights).
         max_norm: clip the global gradient norm to this.
+        votes: asked once in the step for numbers to be added up over ranks (equally many on each), which costs no
+            message of its own: for what ranks have to agree on between two steps.
 
     Raises:
-        UsageError: if the loss does not give one value per sample.
+        UsageError: if the loss does not give one value per sample, or the batches are for more virtual ranks than the
+            replica.
         TrainingError: if the global loss is not finite (on the first rank that made it so, naming ranks and samples)
             or the weights are all zero; ToldElsewhere on the others. The parameters are still those before the step.
     """
     replica.model.zero_grad(set_to_none=True)  # not the optimizer's: one that is sharded knows only its share
-    totals = torch.zeros(2, dtype=torch.float64, device=replica.world.device)  # loss sum, weight
+    # (V, 2): loss sum and weight of each virtual rank
+    totals = torch.zeros(replica.virtual_ranks, 2, dtype=torch.float64, device=replica.world.device)
     seen: list[tuple[MicroBatch, Tensor]] = []
     for microbatch in microbatches:
         is_last = microbatch is microbatches[-1]
@@ -66,22 +77,32 @@ def train_step(
             loss_sum = losses.sum() if weights is None else (losses * weights).sum()
             if microbatch.work.counted:
                 weight = losses.new_tensor(losses.numel()) if weights is None else weights.detach().sum()
-                totals += torch.stack([loss_sum.detach(), weight])
+                _row(totals, microbatch.work)[:] += torch.stack([loss_sum.detach(), weight])
                 seen.append((microbatch, losses.detach()))
             if is_last:
-                finish_totals = start_sum(totals)  # travels during backward
+                finish_totals = start_totals(totals, votes())  # travels during backward
             loss_sum.backward()
-    loss_total, weight_total = finish_totals().tolist()  # pyright: ignore[reportPossiblyUnboundVariable]
+    summed = finish_totals()  # pyright: ignore[reportPossiblyUnboundVariable]
+    loss_total, weight_total = summed.sums
     if not math.isfinite(loss_total):
         raise _not_finite(replica, microbatches[0].work, seen)
     if weight_total == 0:
         at = _position(microbatches[0].work)
         error = TrainingError(f"the loss weights of the global batch at {at} sum to 0: its mean is undefined")
         raise told_once(error, replica.world)
-    replica.sync_gradients(totals[1])
+    replica.sync_gradients(totals.new_tensor(weight_total))
     norm = None if max_norm is None else float(replica.clip_grad_norm(max_norm))
     replica.optimizer.step()
-    return StepResult(loss_total, weight_total, norm)
+    return StepResult(loss_total, weight_total, norm, summed.votes)
+
+
+def _row(totals: Tensor, work: Work) -> Tensor:
+    if work.virtual_rank >= len(totals):
+        raise UsageError(
+            f"a micro-batch of virtual rank {work.virtual_rank} for a replica of {len(totals)}: give the strategy the "
+            "plan's number, virtual_ranks=plan.virtual_ranks"
+        )
+    return totals[work.virtual_rank]
 
 
 def weighted_losses(loss: Loss, outputs: Any, targets: Any) -> tuple[Tensor, Tensor | None]:

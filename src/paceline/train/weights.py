@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
 import tempfile
 from pathlib import Path
 
-import torch
 from safetensors.torch import save_model
 from torch import nn
+
+from paceline.checkpoint.whole import sha256_of
 
 
 def digest(model: nn.Module) -> str:
     """SHA-256 over all parameters and persistent buffers: names, types, shapes and every bit."""
-    sha = hashlib.sha256()
-    for name, tensor in sorted(model.state_dict().items()):
-        sha.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        flat = tensor.detach().cpu().contiguous().reshape(-1)
-        sha.update(memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else b"")
-    return sha.hexdigest()
+    return sha256_of(model.state_dict())
 
 
 def save(model: nn.Module, path: Path) -> None:

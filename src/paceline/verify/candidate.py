@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.utils.data import Dataset
 
+from paceline.checkpoint.whole import whole
 from paceline.collectives import gather_words, new_group
 from paceline.data.loader import Loading, MicroBatch, load_steps
 from paceline.data.plan import BatchPlan, ranks_share
@@ -23,7 +24,7 @@ from paceline.tasks.task import Task
 from paceline.train.step import StepResult
 from paceline.verify.causes import Ranks
 from paceline.verify.compare import Comparison
-from paceline.verify.reference import Observed, gradients_of, optimizer_state, stream_fingerprint
+from paceline.verify.reference import Observed, gradients_of, stream_fingerprint
 from paceline.verify.setup import build, without_dropout
 from paceline.verify.spec import Case, Finding, Policy, Spec
 from paceline.world import World
@@ -68,7 +69,7 @@ def make_candidate(
     model = without_dropout(build(task, spec.seed + world.rank), policy)
     if policy == "sync":
         model = convert(model, new_group())
-    replica = STRATEGIES[case.strategy](model, OPTIMIZERS[optimizer], world)
+    replica = STRATEGIES[case.strategy](model, OPTIMIZERS[optimizer], world, virtual_ranks=spec.virtual_ranks)
     replica.model.train()
     share = ranks_share(spec.virtual_ranks, world.rank, world.size)
     batches = load_steps(
@@ -129,11 +130,22 @@ def observe(
         stepped=candidate.stepped,
         parameters=parameters_of(replica.model),
         buffers=buffers,
-        state=optimizer_state(replica.optimizer, replica.model),
+        state=_optimizer_state(replica),
     )
     gradients_differ = first_difference(candidate.gradient_fingerprints, world)
     after_differs = first_difference(fingerprints({**got.parameters, **buffers}), world)
     return got, Ranks(start_differs, gradients_differ, after_differs)
+
+
+def _optimizer_state(replica: Replica) -> dict[str, Tensor]:
+    """As reference.optimizer_state, wherever the strategy keeps it (a collective)."""
+    shapes = {name: parameter.shape for name, parameter in replica.model.named_parameters()}
+    state: dict[str, Tensor] = {}
+    for full, value in whole([h for h in replica.state() if h.name.startswith("optimizer/")], replica.world).items():
+        name, _, key = full.removeprefix("optimizer/").rpartition("/")
+        if value.shape == shapes[name]:
+            state[f"{key} of {name}"] = value
+    return state
 
 
 def first_difference(mine: Mapping[str, int], world: World) -> str | None:

@@ -81,7 +81,7 @@ def _verify_policy(
     candidates: list[Candidate] = []
     for name in spec.strategies:
         case = Case(name, world.size, policy, optimizer)
-        reason = _not_run(name, world)
+        reason = _not_run(name, policy, world)
         if reason:
             results.append(Result(case, {}, [], 0.0, not_run=reason))
         else:
@@ -140,7 +140,9 @@ def _not_started_from(candidate: Candidate, start: Mapping[str, Tensor], world: 
     return next(iter(gather_words(off[:1], world)[0]), None)
 
 
-def _not_run(strategy: str, world: World) -> str | None:
+def _not_run(strategy: str, policy: Policy, world: World) -> str | None:
+    if strategy in ("exact", "zero") and policy == "sync":
+        return "has local batch norm only"
     if strategy in ("single", "dp") and world.size > 1:
         return "lives in one process"
     if strategy == "dp" and torch.cuda.device_count() < 2:

@@ -1,0 +1,76 @@
+"""The state of a training as a list of named tensors: what a strategy gives to be saved, and what it takes back.
+
+Names belong to the model, never to a strategy or a rank, so that any strategy on any number of ranks can take over:
+
+    model/conv1.weight                 a parameter
+    buffers/3/bn1.running_mean         a buffer of virtual rank 3
+    buffers/bn1.running_mean           a buffer that is the same for all virtual ranks (synchronised batch norm)
+    optimizer/conv1.weight/exp_avg     what the optimizer keeps for a parameter
+    optimizer/conv1.weight/step.item   a plain number that it keeps
+
+Random streams and the order of samples need no tensor: both are derived from the seed and the number of steps done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from paceline.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Held:
+    """A tensor of the state, or a run of its elements, as one rank holds it."""
+
+    name: str
+    tensor: Tensor
+    whole: torch.Size | None = None
+    """the shape of the whole tensor, if `tensor` (flat then) is only a run of its elements that begins at `start`"""
+    start: int = 0
+    replicated: bool = True
+    """whether every rank holds the same, so that one of them can save it for all"""
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the whole tensor."""
+        return self.tensor.shape if self.whole is None else self.whole
+
+
+class Source(Protocol):
+    """A state to be taken over, wherever it lies."""
+
+    def names(self, prefix: str) -> Iterable[str]:
+        """All names that begin with `prefix`."""
+        ...
+
+    def shape(self, name: str) -> torch.Size:
+        """Of the whole tensor `name`, which must be there."""
+        ...
+
+    def tensor(self, name: str, start: int = 0, stop: int | None = None) -> Tensor | None:
+        """The whole tensor in its shape, or its elements [start, stop) as (stop - start,); None if there is none.
+
+        On the CPU, and a copy: the caller may keep it.
+        """
+        ...
+
+
+def needed(source: Source, name: str, like: Tensor) -> Tensor:
+    """The whole tensor `name`, which must be there and fit.
+
+    Raises:
+        UsageError: if it does not: the state is that of another model.
+    """
+    tensor = source.tensor(name)
+    if tensor is None or tensor.shape != like.shape or tensor.dtype != like.dtype:
+        found = "nothing" if tensor is None else f"{tuple(tensor.shape)} {tensor.dtype}"
+        raise UsageError(
+            f"the saved state does not fit this model: {name} is {tuple(like.shape)} {like.dtype} here, the "
+            f"checkpoint has {found}. Resume with the model it was saved from."
+        )
+    return tensor

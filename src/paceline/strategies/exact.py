@@ -1,0 +1,35 @@
+"""The same bits at every world size: gradients are added up over virtual ranks, in the order of one fixed tree."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from paceline.scratch.replicate import broadcast_module
+from paceline.scratch.tree import TreeReducer
+from paceline.strategies.base import MakeOptimizer, Replica, forest, leaf_of, refuse_synchronised, replica
+from paceline.world import World
+
+
+def exact(
+    model: nn.Module, make_optimizer: MakeOptimizer, world: World, /, *, virtual_ranks: int | None = None
+) -> Replica:
+    """Every world size from 1 to `virtual_ranks` computes the very same bits: weights, state, losses, norms.
+
+    For that, kernels must be deterministic too, and every rank use the same number of threads on the same kind of
+    processor: `train.determinism` sets that up and writes it down.
+
+    Raises:
+        ValueError: if the ranks' models differ in names, shapes or types.
+        UsageError: for synchronised batch norm, whose statistics are added up over ranks.
+    """
+    refuse_synchronised(model, "exact")
+    broadcast_module(model)
+    reducer = TreeReducer(model, forest(world, virtual_ranks))
+    return replica(
+        model,
+        make_optimizer(model.parameters()),
+        world,
+        virtual_ranks=virtual_ranks,
+        sync_gradients=reducer.finish,
+        backward=leaf_of(reducer),
+    )

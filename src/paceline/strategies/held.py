@@ -1,0 +1,76 @@
+"""What an optimizer keeps for each parameter, under the parameter's name in the model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from paceline.checkpoint.state import Held, Source
+from paceline.errors import UsageError
+
+ITEM = ".item"  # ends the name of a plain number
+
+
+def hold_optimizer(model: nn.Module, optimizer: Optimizer) -> list[Held]:
+    """Its whole state; None values are left out, as an optimizer makes them again."""
+    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+    held: list[Held] = []
+    for parameter, state in optimizer.state.items():
+        if parameter not in names:
+            raise UsageError(
+                f"the optimizer trains a parameter of shape {tuple(parameter.shape)} that is not in the model: its "
+                "state has no name to be saved under. Make it a parameter of the model."
+            )
+        held += [Held(name, tensor) for name, tensor in named_state(names[parameter], state)]
+    return held
+
+
+def named_state(name: str, state: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors that an optimizer keeps for parameter `name`, plain numbers as tensors of one element.
+
+    Raises:
+        UsageError: for anything else, which only pickle could save, and loading a pickle runs what it says.
+    """
+    for key, value in state.items():
+        full = f"optimizer/{name}/{key}"
+        if isinstance(value, Tensor):
+            yield full, value.detach()
+        elif isinstance(value, (bool, int, float)):
+            yield full + ITEM, torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else torch.int64)
+        elif value is not None:
+            raise UsageError(
+                f"the optimizer keeps a {type(value).__name__} ({key}) for {name}: only tensors and numbers are saved"
+            )
+
+
+def load_optimizer(model: nn.Module, optimizer: Optimizer, source: Source) -> None:
+    """Take over its whole state; a parameter without any has not been trained yet."""
+    optimizer.state.clear()
+    for name, parameter in model.named_parameters():
+        state = dict(saved_state(source, name))
+        if state:
+            optimizer.state[parameter] = on_device(optimizer, parameter, state)
+
+
+def saved_state(source: Source, name: str) -> Iterator[tuple[str, Any]]:
+    """What was saved for parameter `name`: key and whole value."""
+    prefix = f"optimizer/{name}/"
+    for full in source.names(prefix):
+        value = source.tensor(full)
+        key = full.removeprefix(prefix)
+        assert value is not None
+        yield (key.removesuffix(ITEM), value.item()) if key.endswith(ITEM) else (key, value)
+
+
+def on_device(optimizer: Optimizer, parameter: nn.Parameter, state: dict[str, Any]) -> dict[str, Any]:
+    """`state` where `parameter` is; counters, tensors of one element, only if the optimizer is fused or capturable."""
+    group = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
+    all_there = group.get("fused") or group.get("capturable")
+    return {
+        key: value.to(parameter.device) if isinstance(value, Tensor) and (all_there or value.ndim) else value
+        for key, value in state.items()
+    }
