@@ -1,16 +1,18 @@
 """Events: what is written is read, whatever else stands in the file."""
 
+import os
 from pathlib import Path
 
 import pytest
 
 from paceline.errors import UsageError
-from paceline.observe.events import Evaluated, EventWriter, Samples, Step, read_events
+from paceline.observe.events import Evaluated, EventWriter, Samples, Started, Step, read_events
 from paceline.observe.folder import create_attempt_dir, create_run_dir
 from paceline.observe.summary import Summary, read_summary, write_summary
 
 EVENTS = [
     Step(1, 0, 2.5, 64, 1e-3, 0.1, 0.01, 1.5e9),
+    Step(2, 0, 2.5, 64, 1e-3, 0.1, 0.01, 1.5e9, share=(1, 3), consumed=31, fingerprint="1f"),
     Samples(1, 0, 2, 0, [5, 3]),
     Evaluated(1, {"loss": 2.0, "accuracy": 0.5}, 0.2),
 ]
@@ -35,6 +37,54 @@ def test_a_record_is_in_the_file_before_write_returns(tmp_path):
     writer.write(EVENTS[0])
     assert list(read_events(tmp_path / "events-0.jsonl")) == EVENTS[:1]
     writer.__exit__(None, None, None)
+
+
+@pytest.mark.parametrize("torn", [b'{"kind":"step","st', b'{"kind":"notice","text":"\xc3', b"\0\0\0"])
+def test_a_line_torn_by_a_kill_does_not_swallow_the_record_after_it(tmp_path, torn):
+    path = tmp_path / "events-0.jsonl"
+    for event in EVENTS:
+        with EventWriter(path) as writer:
+            writer.write(event)
+        with path.open("ab") as file:
+            file.write(torn)
+    assert list(read_events(path)) == EVENTS
+
+
+def test_a_file_that_ends_well_is_continued_as_it_is(tmp_path):
+    path = tmp_path / "events-0.jsonl"
+    for event in EVENTS:
+        with EventWriter(path) as writer:
+            writer.write(event)
+    assert len(path.read_bytes().splitlines()) == len(EVENTS)
+
+
+def test_garbage_that_is_no_text_is_skipped(tmp_path):
+    path = tmp_path / "events-0.jsonl"
+    path.write_bytes(b'{"kind":"\xff\xfe"}\n')
+    with EventWriter(path) as writer:
+        writer.write(EVENTS[0])
+    assert list(read_events(path)) == EVENTS[:1]
+
+
+def test_flushed_records_are_handed_to_the_disk(tmp_path, monkeypatch):
+    synced: list[int] = []
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.fstat(fd).st_ino))  # losing power is hard to stage
+    path = tmp_path / "events-0.jsonl"
+    with EventWriter(path) as writer:
+        writer.write(EVENTS[0])
+        assert synced == []
+        writer.flush()
+    assert synced == [path.stat().st_ino]
+
+
+def test_files_of_an_older_paceline_are_read(tmp_path):
+    path = tmp_path / "events-0.jsonl"
+    path.write_text(
+        '{"kind":"started","attempt":1,"rank":0,"world_size":2,"host":"h","pid":7,"device":"cpu","unix_time":1.5}\n'
+        '{"kind":"step","step":1,"epoch":0,"loss":2.5,"samples":64,"lr":0.001,"seconds":0.1,"data_seconds":0.01,'
+        '"unix_time":1.5e9,"grad_norm":null}\n'
+    )
+    assert list(read_events(path)) == [Started(1, 0, 2, "h", 7, "cpu", 1.5), EVENTS[0]]
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")

@@ -6,38 +6,46 @@ import secrets
 import shutil
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal, TypeVar, get_args
 
 import msgspec
 import tyro
 
-from paceline.config import StrategyName
+from paceline.config import EXACT, StrategyName
 from paceline.errors import ExitCode, UsageError, unknown
 from paceline.launch.cgroup import usable_cores
 from paceline.launch.job import Job, threads_per_rank
 from paceline.launch.local import local
 from paceline.launch.supervise import run
 from paceline.tasks import check_task
-from paceline.verify.report import print_report
-from paceline.verify.spec import Report, Spec
+from paceline.verify.report import print_bits, print_report
+from paceline.verify.spec import BitsReport, Report, Spec
 
+WORKER = "paceline.verify.worker"
+BITWISE_WORKER = "paceline.verify.bitwise"
+Found = TypeVar("Found", Report, BitsReport)
 STRATEGIES = get_args(StrategyName)
 OPTIMIZERS = ("sgd", "adamw")
 
 
 @dataclass(frozen=True)
 class VerifyConfig:
-    """Compare N processes with one, step by step, in float64 on ragged data. Exit code 1 if they differ."""
+    """Compare N processes with one, step by step, in float64 on ragged data. Exit code 1 if they differ.
+
+    With --bitwise: train in float32 on each number of processes, and compare all bits.
+    """
 
     task: tyro.conf.Positional[str]
     """mnist-cnn, mnist-resnet18, or your own: module:name or file.py:name"""
     ranks: str = "1,2,4"
     """world sizes, separated by commas; the run is defined for as many virtual ranks as the largest"""
-    strategies: str = "manual,bucketed,ddp,exact,zero"
-    """which, separated by commas"""
+    bitwise: bool = False
+    """do all world sizes compute the very same bits?"""
+    strategies: str | None = None
+    """which, separated by commas (default: manual,bucketed,ddp,exact,zero, with --bitwise exact,zero)"""
     optimizers: str = "sgd,adamw"
     """which, separated by commas"""
     steps: int = 4
@@ -56,7 +64,8 @@ def main(arguments: Sequence[str]) -> int:
     """Run `paceline verify ARGUMENTS`."""
     config = tyro.cli(VerifyConfig, prog="paceline verify", args=list(arguments), description=VerifyConfig.__doc__)
     ranks = _whole_numbers(config.ranks)
-    strategies = _names(config.strategies, STRATEGIES, "strategy")
+    chosen = config.strategies or ("exact,zero" if config.bitwise else "manual,bucketed,ddp,exact,zero")
+    strategies = _names(chosen, STRATEGIES, "strategy")
     optimizers = _names(config.optimizers, OPTIMIZERS, "optimizer")
     if config.steps < 1:
         raise UsageError(f"--steps must be at least 1, got {config.steps}")
@@ -75,19 +84,35 @@ def main(arguments: Sequence[str]) -> int:
         seed=config.seed,
         clip_norm=1.0,
     )
-    reports: list[Report] = []
+    if config.bitwise:
+        if {*strategies} - {*EXACT}:
+            raise UsageError(f"--bitwise is for the strategies that promise it: {', '.join(EXACT)}; got {chosen}")
+        return _verify(spec, ranks, BITWISE_WORKER, BitsReport, print_bits, config.json)
+    return _verify(spec, ranks, WORKER, Report, print_report, config.json)
+
+
+def _verify(
+    spec: Spec,
+    ranks: Sequence[int],
+    worker: str,
+    kind: type[Found],
+    print_all: Callable[[Spec, Sequence[Found]], bool],
+    json: Path | None,
+) -> int:
+    """Run `worker` on each world size and print what they found."""
+    reports: list[Found] = []
     for nproc in ranks:
         print(f"{nproc} {'process' if nproc == 1 else 'processes'} ...", file=sys.stderr, flush=True)
-        outcome = _run(spec, nproc)
+        outcome = _run(spec, nproc, worker, kind)
         if isinstance(outcome, int):
             return outcome
         reports.append(outcome)
-    if config.json:
-        config.json.write_bytes(msgspec.json.format(msgspec.json.encode(reports), indent=2))
-    return ExitCode.DONE if print_report(spec, reports) else ExitCode.FAILED
+    if json:
+        json.write_bytes(msgspec.json.format(msgspec.json.encode(reports), indent=2))
+    return ExitCode.DONE if print_all(spec, reports) else ExitCode.FAILED
 
 
-def _run(spec: Spec, nproc: int) -> Report | int:
+def _run(spec: Spec, nproc: int, worker: str, kind: type[Found]) -> Found | int:
     """Verify one world size; the workers' exit code if they could not, whose logs then stay."""
     folder = Path(tempfile.mkdtemp(prefix="paceline-verify-"))
     attempt = folder / "attempt"
@@ -95,7 +120,7 @@ def _run(spec: Spec, nproc: int) -> Report | int:
     (folder / "spec.json").write_bytes(msgspec.json.encode(spec))
     files = (str(folder / "spec.json"), str(folder / "report.json"))
     job = Job(
-        argv=(sys.executable, "-m", "paceline.verify.worker", *files),
+        argv=(sys.executable, "-m", worker, *files),
         nproc=nproc,
         attempt_dir=attempt,
         run_id=secrets.token_hex(8),
@@ -104,7 +129,7 @@ def _run(spec: Spec, nproc: int) -> Report | int:
     code = run(local(job), attempt)
     if code != ExitCode.DONE:
         return code
-    report = msgspec.json.decode((folder / "report.json").read_bytes(), type=Report)
+    report = msgspec.json.decode((folder / "report.json").read_bytes(), type=kind)
     shutil.rmtree(folder)
     return report
 

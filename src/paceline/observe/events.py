@@ -6,6 +6,7 @@ run can be read by an older paceline.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
@@ -19,7 +20,7 @@ class Event(msgspec.Struct, frozen=True, tag_field="kind"):
 
 
 class Started(Event, frozen=True, tag="started"):
-    """A rank begins an attempt."""
+    """A rank begins an attempt, or a generation of it, with the state after `start_step` steps."""
 
     attempt: int
     rank: int
@@ -28,6 +29,10 @@ class Started(Event, frozen=True, tag="started"):
     pid: int
     device: str
     unix_time: float
+    generation: int = 0
+    start_step: int = 0
+    num_samples: int = 0  # 0: written by an older paceline
+    steps_per_epoch: int = 0
 
 
 class Step(Event, frozen=True, tag="step"):
@@ -42,6 +47,9 @@ class Step(Event, frozen=True, tag="step"):
     data_seconds: float
     unix_time: float
     grad_norm: float | None = None
+    share: tuple[int, int] | None = None  # the virtual ranks [a, b) that this rank computed
+    consumed: int = 0  # samples this rank used; stand-ins are not counted
+    fingerprint: str = ""  # hex of data.consumed.fingerprint of their indices
 
 
 class Samples(Event, frozen=True, tag="samples"):
@@ -62,6 +70,24 @@ class Evaluated(Event, frozen=True, tag="evaluated"):
     seconds: float
 
 
+class Checkpointed(Event, frozen=True, tag="checkpointed"):
+    """A checkpoint of the state after `step` is on disk, or why not (rank 0 only)."""
+
+    step: int
+    failure: str
+    stall_seconds: float  # that training stood still
+    write_seconds: float  # until it was published, while training went on
+    size_bytes: int
+
+
+class Snapshotted(Event, frozen=True, tag="snapshotted"):
+    """All snapshots in memory that this rank took."""
+
+    count: int
+    seconds: float  # all together
+    size_bytes: int  # of each, this rank's part
+
+
 class Notice(Event, frozen=True, tag="notice"):
     """Something a person was told."""
 
@@ -80,6 +106,8 @@ KINDS: dict[str, type[Event]] = {
     "step": Step,
     "samples": Samples,
     "evaluated": Evaluated,
+    "checkpointed": Checkpointed,
+    "snapshotted": Snapshotted,
     "notice": Notice,
     "ended": Ended,
 }
@@ -89,8 +117,11 @@ class EventWriter:
     """Appends records to one rank's file; each is whole on disk's side of the process before `write` returns."""
 
     def __init__(self, path: Path) -> None:
-        self._file: IO[bytes] = path.open("ab", buffering=0)  # unbuffered: a killed rank's last record counts most
+        self._file: IO[bytes] = path.open("a+b", buffering=0)  # unbuffered: a killed rank's last record counts most
         self._encode = msgspec.json.Encoder().encode
+        end = self._file.tell()
+        if end and os.pread(self._file.fileno(), 1, end - 1) != b"\n":
+            self._file.write(b"\n")  # a line torn by a kill must not swallow the first record of its successor
 
     def write(self, event: Event) -> None:
         """Append `event`.
@@ -99,6 +130,14 @@ class EventWriter:
             OSError: if the disk is full, say.
         """
         self._file.write(self._encode(event) + b"\n")
+
+    def flush(self) -> None:
+        """Return when all records are on the disk itself: a checkpoint must never be newer than they are.
+
+        Raises:
+            OSError: if the disk fails.
+        """
+        os.fsync(self._file.fileno())
 
     def __enter__(self) -> EventWriter:
         return self
@@ -121,5 +160,5 @@ def read_events(path: Path) -> Iterator[Event]:
             kind = msgspec.json.decode(line, type=_Kind).kind
             if kind in decoders:
                 yield decoders[kind].decode(line)
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, UnicodeDecodeError):
             continue

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from paceline.verify.spec import ADAPTIVE_TOLERANCE, CAUSES, KINDS, TOLERANCE, Report, Result, Spec
+from paceline.verify.spec import ADAPTIVE_TOLERANCE, CAUSES, KINDS, TOLERANCE, Bits, BitsReport, Report, Result, Spec
 
 WIDTH = 132  # where there is no terminal
 NAMED = 4  # round-off tensors
@@ -40,6 +40,55 @@ def print_report(spec: Spec, reports: Sequence[Report]) -> bool:
     told = f"{len(failed)} of {ran} cases DIFFER from one process" if failed else f"all {ran} cases equal one process"
     console.print(told if ran else "nothing was run")
     return not failed and ran > 0
+
+
+def print_bits(spec: Spec, reports: Sequence[BitsReport]) -> bool:
+    """Print one digest for each world size; return whether they are all the same."""
+    console = Console(width=None if Console().is_terminal else WIDTH, highlight=False, emoji=False)
+    first = reports[0]
+    console.print(
+        f"{spec.task} in float32, {spec.steps} steps: global batch {first.global_batch} = {spec.virtual_ranks} virtual "
+        f"ranks x {spec.accumulation} micro-batches (uneven), {first.samples} samples, gradients clipped to norm "
+        f"{spec.clip_norm:g}"
+    )
+    table = Table("optimizer", "strategy", "processes", "weights", "whole state", "verdict", title="SHA-256")
+    yardstick = {bits.optimizer: bits for bits in reversed(first.bits)}
+    differ: list[str] = []
+    for optimizer in yardstick:
+        for report in reports:
+            for bits in (b for b in report.bits if b.optimizer == optimizer):
+                difference = _first_difference(bits, yardstick[optimizer])
+                verdict = "[bold red]DIFFERS[/]" if difference else "[green]same[/]"
+                cells = (optimizer, bits.strategy, str(report.world_size), bits.weights[:16], bits.state[:16], verdict)
+                table.add_row(*cells)
+                if difference:
+                    differ.append(f"{bits.strategy} on {report.world_size}, {optimizer}: {difference}")
+    console.print(table)
+    for line in differ:
+        console.print(line, style="bold", markup=False)
+    held = first.holds_for
+    console.print(
+        f"holds for {spec.virtual_ranks} virtual ranks, global batch {first.global_batch}, 1 thread per rank, torch "
+        f"{held['torch']}, {held['processor']} ({held['capability']})",
+        markup=False,
+    )
+    sizes = ", ".join(str(report.world_size) for report in reports)
+    told = f"{len(differ)} DIFFER" if differ else f"bit-identical: one digest per optimizer on {sizes} processes"
+    console.print(told)
+    return not differ
+
+
+def _first_difference(bits: Bits, yardstick: Bits) -> str:
+    """Where two runs part, in words; empty if nowhere."""
+    if not bits.ranks_agree:
+        return "its own ranks differ from each other"
+    for number, (got, want) in enumerate(zip(bits.steps, yardstick.steps, strict=True), 1):
+        for what in ("loss", "grad_norm", "parameters"):
+            if getattr(got, what) != getattr(want, what):
+                return f"first in step {number}: {what} {getattr(got, what)[:24]}, not {getattr(want, what)[:24]}"
+    if bits.weights != yardstick.weights:
+        return "buffers"
+    return "" if bits.state == yardstick.state else "the optimizer's state, or a virtual rank's buffers"
 
 
 def _table(results: Sequence[Result]) -> Table:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -100,3 +100,36 @@ class Report(msgspec.Struct, frozen=True):
     samples: int
     results: list[Result]
     notes: list[str]
+
+
+class StepBits(msgspec.Struct, frozen=True):
+    """What a step gave, to the last bit."""
+
+    loss: str
+    """hexadecimal, as the norm"""
+    grad_norm: str
+    parameters: str
+    """SHA-256 after the step"""
+
+
+class Bits(msgspec.Struct, frozen=True):
+    """What one strategy with one optimizer computed on one world size."""
+
+    strategy: str
+    optimizer: str
+    weights: str
+    """SHA-256 of weights and merged buffers"""
+    state: str
+    """SHA-256 of parameters, every virtual rank's buffers, and the optimizer's whole state"""
+    steps: list[StepBits]
+    ranks_agree: bool
+
+
+class BitsReport(msgspec.Struct, frozen=True):
+    """All of one world size."""
+
+    world_size: int
+    global_batch: int
+    samples: int
+    bits: list[Bits]
+    holds_for: dict[str, Any]

@@ -1,0 +1,123 @@
+"""`paceline ledger`: prove that each sample of each epoch was used exactly once, however often the run was killed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from paceline.config import batch_shape, load
+from paceline.errors import ExitCode, UsageError
+
+if TYPE_CHECKING:
+    from paceline.verify.ledger import Audit
+
+WIDTH = 132  # where there is no terminal
+MAX_SHOWN = 20  # findings
+
+
+@dataclass(frozen=True)
+class LedgerConfig:
+    """Prove from a run's events that each sample was used exactly once an epoch. Exit code 1 if it was not."""
+
+    run: tyro.conf.Positional[Path]
+    """the run folder; the run may also have been killed, or still go on"""
+    json: Path | None = None
+    """also write the results to this file"""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run `paceline ledger ARGUMENTS`."""
+    config = tyro.cli(LedgerConfig, prog="paceline ledger", args=list(arguments), description=LedgerConfig.__doc__)
+    if config.json and not config.json.absolute().parent.is_dir():
+        raise UsageError(f"--json {config.json}: the folder {config.json.absolute().parent} does not exist")
+    settings = config.run / "config.toml"
+    if not settings.is_file():
+        what = "holds no config.toml" if config.run.is_dir() else "is no folder"
+        raise UsageError(f"{config.run} {what}: name a run folder, which `paceline train` makes and tells at its end")
+    trained = load(settings)
+
+    from paceline.train.prepare import make_plan  # imports torch
+    from paceline.verify.ledger import audit
+
+    # The record is resolved: nothing in it is left to the world size.
+    found = audit(config.run, partial(make_plan, trained, batch_shape(trained.data, world_size=1)))
+    if config.json:
+        config.json.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=2))
+    _print(found)
+    return ExitCode.FAILED if found.findings else ExitCode.DONE
+
+
+def verdict(found: Audit) -> str:
+    """The result in one sentence."""
+    if found.findings:
+        return f"NOT proven: {_count(len(found.findings), 'finding')}"
+    whole = [epoch for epoch in found.epochs if epoch.steps == found.steps_per_epoch]
+    told: list[str] = []
+    if whole and found.tail == "keep":
+        told.append(f"each of {found.num_samples:,} samples was used exactly once in {_each(len(whole))}")
+    elif whole:
+        once, never, repeatedly = whole[0].once, whole[0].never, whole[0].repeatedly
+        told.append(
+            f"of {found.num_samples:,} samples {once:,} were used once, {never:,} never and {repeatedly:,} repeatedly "
+            f"in {_each(len(whole))}, as tail '{found.tail}' has it"
+        )
+    if len(whole) < len(found.epochs):
+        rest = found.epochs[-1]
+        told.append(
+            f"no sample was used twice in the {rest.steps} of {found.steps_per_epoch} steps of epoch {rest.epoch}"
+        )
+    starts = found.incarnations
+    ranks = ", ".join(str(start.world_size) for start in starts)
+    over = f", over {_count(len(starts), 'incarnation')} ({ranks} {'rank' if ranks == '1' else 'ranks'})"
+    return "clean: " + ", and ".join(told) + over + _thrown_away(found)
+
+
+def _thrown_away(found: Audit) -> str:
+    thrown = sum(start.thrown_away for start in found.incarnations)
+    if not thrown:
+        return ""
+    done = sum(epoch.steps for epoch in found.epochs)
+    again = " and done again" if all(start.last_step <= done for start in found.incarnations) else ""
+    return f"; {_count(thrown, 'step')} {'was' if thrown == 1 else 'were'} thrown away{again}"
+
+
+def _print(found: Audit) -> None:
+    console = Console(width=None if Console().is_terminal else WIDTH, highlight=False, emoji=False)
+    table = Table("attempt", "generation", "ranks", "hosts", "began after step", "logged steps", "count", "thrown away")
+    for start in found.incarnations:
+        logged = f"{start.first_step} to {start.last_step}" if start.last_step else "none"
+        cells = (start.attempt, start.generation, start.world_size, " ".join(start.hosts), start.start_step, logged)
+        table.add_row(*map(str, (*cells, start.counted, start.thrown_away)))
+    console.print(table)
+    table = Table("epoch", "steps", "samples used once", "never", "repeatedly")
+    for told, group in groupby(found.epochs, lambda e: (e.steps, e.once, e.never, e.repeatedly)):
+        epochs = [epoch.epoch for epoch in group]
+        name = str(epochs[0]) if len(epochs) == 1 else f"{epochs[0]} to {epochs[-1]}"
+        steps = f"{told[0]} of {found.steps_per_epoch}"
+        table.add_row(name, steps, *("?" if number is None else f"{number:,}" for number in told[1:]))
+    if found.epochs:
+        console.print(table)
+    for note in found.notes:
+        console.print(f"note: {note}", markup=False, soft_wrap=True)
+    for finding in found.findings[:MAX_SHOWN]:
+        console.print(finding, style="bold", markup=False, soft_wrap=True)
+    if len(found.findings) > MAX_SHOWN:
+        console.print(f"... and {len(found.findings) - MAX_SHOWN} more: --json FILE has them all")
+    console.print(verdict(found), markup=False, soft_wrap=True)
+
+
+def _each(epochs: int) -> str:
+    return "1 epoch" if epochs == 1 else f"each of {epochs} epochs"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"

@@ -1,0 +1,98 @@
+"""How often was a run started, what did each rank write down each time, and which steps count?
+
+A run may be killed, resumed (a new attempt) and restarted (a new generation), each time on another number of ranks.
+Each start begins after the step that its checkpoint had; steps of earlier ones beyond it are thrown away:
+
+    attempt 1, 2 ranks: begins after step 0, logs steps 1 to 9: 1 to 6 count, 7 to 9 are thrown away
+    attempt 2, 3 ranks: begins after step 6, logs steps 7 to 20: all count
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from pathlib import Path
+
+from paceline.observe.events import Ended, Samples, Started, Step, read_events
+
+
+@dataclass(frozen=True)
+class Log:
+    """What one rank wrote down in one start."""
+
+    started: Started
+    steps: dict[int, list[Step]] = field(default_factory=dict[int, list[Step]])
+    samples: dict[int, list[int]] = field(default_factory=dict[int, list[int]])  # step -> indices, if recorded
+    ended: list[int] = field(default_factory=list[int])
+
+    @property
+    def reached(self) -> int:
+        """The last step that is written down whole: a rank may be killed between a step and its samples."""
+        last = max(self.steps, default=self.started.start_step)
+        if self.ended:
+            return max(last, *self.ended)
+        if self.samples and last in self.steps and len(self.samples.get(last, ())) < self.steps[last][0].consumed:
+            return last - 1
+        return last
+
+
+@dataclass(frozen=True)
+class Start:
+    """All ranks' logs of one (attempt, generation), in the order of ranks; at least one."""
+
+    logs: list[Log]
+
+    @property
+    def first(self) -> Started:
+        """What the first rank that is there says of this start; the others should agree."""
+        return self.logs[0].started
+
+    @property
+    def name(self) -> str:
+        """For sentences."""
+        generation = f", generation {self.first.generation}" if self.first.generation else ""
+        return f"attempt {self.first.attempt}{generation}"
+
+    def steps(self) -> list[int]:
+        """All steps that any rank wrote down, ascending."""
+        return sorted({step for log in self.logs for step in log.steps})
+
+
+def read_starts(run_dir: Path) -> list[Start]:
+    """All starts of the run, in their order; none if no rank ever began."""
+    logs: list[Log] = []
+    for path in run_dir.glob("events-*.jsonl"):
+        log = None
+        for event in read_events(path):
+            if isinstance(event, Started):
+                logs.append(log := Log(event))
+            elif log is None:
+                continue  # without a beginning it belongs nowhere, and so is missing where it counts
+            elif isinstance(event, Step):
+                log.steps.setdefault(event.step, []).append(event)
+            elif isinstance(event, Samples):
+                log.samples.setdefault(event.step, []).extend(event.indices)
+            elif isinstance(event, Ended):
+                log.ended.append(event.step)
+    logs.sort(key=lambda log: (_order(log), log.started.rank))
+    return [Start(list(group)) for _, group in groupby(logs, _order)]
+
+
+def _order(log: Log) -> tuple[int, int]:
+    return log.started.attempt, log.started.generation
+
+
+def counting(starts: Sequence[Start]) -> list[range]:
+    """Of each start the steps that count: those after which no later one began anew. Together they have no gap.
+
+    The last start counts as far as all its ranks have come: nothing can have been saved of a step that a rank did not
+    live to write down.
+    """
+    end = max(starts[-1].first.start_step, min(log.reached for log in starts[-1].logs))
+    ranges: list[range] = []
+    for start in reversed(starts):
+        begin = start.first.start_step
+        ranges.append(range(begin + 1, max(begin, end) + 1))
+        end = min(begin, end)
+    return ranges[::-1]
