@@ -17,15 +17,19 @@ MARK = "LAUNCH_TEST_MARK"  # every process that a launcher starts inherits it: t
 HARD_LIMIT_SECONDS = 30.0
 
 LAUNCHER = """
-import json, sys
+import fcntl, json, os, sys
 from pathlib import Path
 from paceline.launch.job import Job
 from paceline.launch.local import local
 from paceline.launch.supervise import run
 settings = json.loads(sys.argv[1])
-folder = Path(settings.pop("attempt_dir"))
+folder, lock = Path(settings.pop("attempt_dir")), settings.pop("lock", None)
 job = Job(tuple(settings.pop("argv")), attempt_dir=folder, run_id="test", threads=1, **settings)
-sys.exit(run(local(job), folder))
+keep_open = []
+if lock:
+    keep_open.append(os.open(lock, os.O_RDWR | os.O_CREAT))
+    fcntl.flock(keep_open[0], fcntl.LOCK_EX)
+sys.exit(run(local(job), folder, keep_open=keep_open))
 """
 
 PRELUDE = """
@@ -33,7 +37,7 @@ import ctypes, os, re, signal, subprocess, sys, time
 from pathlib import Path
 from paceline.launch.worker import attach, record_failure
 attach()
-rank = int(os.environ["RANK"])
+rank, generation = int(os.environ["RANK"]), int(os.environ["PACELINE_GENERATION"])
 folder = Path(os.environ["PACELINE_ATTEMPT_DIR"])
 
 class DistNetworkError(RuntimeError): ...
@@ -94,7 +98,10 @@ class Launch:
 def start(
     folder: Path, worker: str, *, nproc: int = 3, env: Mapping[str, str] | None = None, **settings: object
 ) -> Launch:
-    """Start a launcher whose workers run the Python text `worker`; `settings` are further fields of its Job."""
+    """Start a launcher whose workers run the Python text `worker`.
+
+    `settings` are further fields of its Job, or `lock`: a file that it locks and keeps open for its workers.
+    """
     script = folder / "worker.py"
     script.write_text(PRELUDE + worker)
     argv = settings.pop("argv", [sys.executable, str(script)])

@@ -12,8 +12,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from paceline.launch.agent import read_record
 from paceline.launch.failure import Failure
+from paceline.launch.generation import read_record
 from paceline.launch.worker import attach, record_failure
 
 

@@ -32,7 +32,10 @@ GOLDEN = """\
   "threads": 4,
   "run_id": "5f",
   "attempt_dir": "/runs/a/attempt-0",
-  "grace_seconds": 3.0
+  "grace_seconds": 3.0,
+  "stop_grace_seconds": 30.0,
+  "max_restarts": 0,
+  "min_nproc": 0
 }
 PLAN
 """
@@ -43,6 +46,12 @@ def test_local_plan() -> None:
     plan = local(job, python="/usr/bin/python3")
     assert describe(plan) == GOLDEN
     assert msgspec.json.decode(msgspec.json.encode(plan.nodes[0]), type=NodePlan) == plan.nodes[0]
+
+
+def test_what_is_asked_of_a_job_reaches_the_agent() -> None:
+    job = Job(("x",), 2, Path("a"), "5f", 1, grace_seconds=1, stop_grace_seconds=2, max_restarts=3, min_nproc=4)
+    (node,) = local(job).nodes
+    assert (node.grace_seconds, node.stop_grace_seconds, node.max_restarts, node.min_nproc) == (1, 2, 3, 4)
 
 
 @pytest.mark.parametrize(("cores", "nproc", "threads"), [(8, 2, 4), (2, 4, 1), (7, 2, 3)])

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
+import sys
+from pathlib import Path
 
 import pytest
-from tests.launch.launch_harness import carriers, survivors
+from tests.launch.launch_harness import carriers, survivors, wait_until
 
 # each rank is hard to end in its own way, and has a child of its own
 STUBBORN = """
@@ -91,6 +94,78 @@ def test_failure_among_the_stubborn(launch) -> None:
     one = launch(worker, nproc=4, grace_seconds=0.5)
     assert one.finish() == 1
     assert one.verdict[0].startswith("rank 3 (")
+
+
+def restarted_stubborn(launch):
+    first = "if generation == 0:\n    os.kill(os.getpid(), 9) if rank == 1 else time.sleep(600)\n"
+    one = launch(first + STUBBORN, nproc=4, max_restarts=1)
+    one.wait_ready(4)  # of generation 1: the first one never is
+    return one
+
+
+def test_kill_minus_9_of_the_launcher_after_a_restart(launch) -> None:
+    one = restarted_stubborn(launch)
+    one.process.kill()
+    assert not survivors(one.mark)
+    one.finish()
+
+
+def test_kill_minus_9_of_the_agent_after_a_restart(launch) -> None:
+    one = restarted_stubborn(launch)
+    pids = [one.process.pid, one.agent_pid]
+    for pid in pids:  # and the janitor sweeps by the new roster
+        os.kill(pid, signal.SIGKILL)
+    assert not survivors(one.mark)
+    one.finish()
+
+
+def test_kill_minus_9_of_the_launcher_ends_a_long_stop_grace(launch) -> None:
+    one = launch(
+        "signal.signal(signal.SIGTERM, lambda *_: (folder / 'asked').touch())\nforever()",
+        nproc=1,
+        stop_grace_seconds=3600.0,
+    )
+    one.wait_ready(1)
+    one.process.send_signal(signal.SIGTERM)
+    wait_until((one.folder / "asked").exists, "the worker was asked to stop")
+    one.process.kill()
+    assert not survivors(one.mark)
+    one.finish()
+
+
+def is_free(lock: Path) -> bool:
+    with lock.open() as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+
+def test_a_lock_is_held_as_long_as_any_worker_lives_and_by_nobody_longer(launch, tmp_path: Path) -> None:
+    lock = tmp_path / "lock"
+    script = tmp_path / "attempt-0" / "worker.py"
+    shell = ["sh", "-c", f"{sys.executable} {script}; exit $?"]  # not attached: the kernel does not end it by itself
+    one = launch("forever()", nproc=2, argv=shell, lock=str(lock))
+    one.wait_ready(2)
+    janitor = janitor_pid(one)
+    os.kill(janitor, signal.SIGSTOP)
+    pids = [one.process.pid, one.agent_pid]
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: not {*pids} & {*living(one.mark)}, "launcher and agent are gone")
+    assert len(living(one.mark)) > 1 and not is_free(lock)
+    for pid in living(one.mark):
+        if pid != janitor:
+            os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: is_free(lock), "the lock is free", 5.0)
+    assert living(one.mark) == [janitor]
+    os.kill(janitor, signal.SIGCONT)
+    one.finish()
+
+
+def living(mark: str) -> list[int]:
+    return [pid for pid, words in carriers(mark).items() if words]
 
 
 def test_killed_while_starting(launch) -> None:

@@ -1,205 +1,201 @@
 """`python -m paceline.launch.agent`: the parent of one node's workers, and the one that sees how they end.
 
 It reads one JSON line (a NodePlan) from stdin, which then stays open as the lifeline: its end means that the launcher
-is gone. It starts the workers, names the first failure, and leaves no process behind, however it ends.
+is gone. It starts the workers, names the first failure, starts them again where that may help, and leaves no process
+behind, however it ends.
 """
 
 from __future__ import annotations
 
-import math
 import os
-import select
 import signal
-import socket
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace
 
-from paceline.errors import ExitCode
-from paceline.launch.cgroup import oom_kills
-from paceline.launch.failure import Failure, Observation, choose, verdict_due_seconds
+from paceline.errors import ExitCode, UsageError
+from paceline.launch.failure import GOOD_ENDS, Observation, choose, verdict_due_seconds
+from paceline.launch.generation import Generation
 from paceline.launch.janitor import start_janitor
 from paceline.launch.job import NodePlan
-from paceline.launch.procfs import port_holder
-from paceline.launch.start import Worker, start_workers
-from paceline.launch.supervise import (
-    LIFELINE_GRACE_SECONDS,
-    STOP_SIGNALS,
-    Roster,
-    ask_to_stop,
-    read_inbox,
-    roster_path,
-    say,
-    signal_inbox,
-    sweep,
-)
+from paceline.launch.orders import LIFELINE, STOP_SIGNALS, Orders, signal_inbox
+from paceline.launch.restart import Failed, Restart, Stop, decide
+from paceline.launch.start import Inherited, listening_socket, make_snapshots
+from paceline.launch.supervise import KEEP_FDS, LIFELINE_GRACE_SECONDS, say
 from paceline.launch.verdict import tell
 
 POLL_SECONDS = 1.0  # between looks for failure records while all goes well: exits wake the agent by themselves
 POLL_FAILING_SECONDS = 0.05
 MAX_PLAN_BYTES = 1 << 20
-MAX_RECORD_BYTES = 1 << 20
-LOG_TAIL_BYTES = 8192
 SHOW_CURSOR = "\x1b[?25h"
-
-
-@dataclass(frozen=True)
-class Woken:
-    """What ended a wait: stop signals, the end of the lifeline, or (neither) a child or the clock."""
-
-    signals: Sequence[signal.Signals] = ()
-    launcher_gone: bool = False
 
 
 class Agent:
     """The workers of one node, from the first start to the last end."""
 
-    def __init__(self, plan: NodePlan, inbox: socket.socket) -> None:
-        self.plan, self.inbox = plan, inbox
-        self.folder = Path(plan.attempt_dir)
-        self.workers: list[Worker] = []
-        self.ended: dict[int, tuple[int, float]] = {}  # rank -> exit code, when seen
-        self.lifeline = [0]
-        self.oom_kills_before = oom_kills()
+    def __init__(self, plan: NodePlan, orders: Orders, inherited: Inherited) -> None:
+        self.plan, self.orders, self.inherited = plan, orders, inherited
+        self.generation = Generation(plan, 0, inherited)
+        self.left: Sequence[int] = ()  # what could not be ended
 
-    def run(self, store: socket.socket | None) -> int:
-        """Start the workers, wait for their end; the exit code."""
+    def run(self) -> int:
+        """Start the workers, again after a failure where that may help, and wait for their end; the exit code."""
+        failures: list[Failed] = []
         try:
-            for worker in start_workers(self.plan, store):
-                self.workers.append(worker)
-                self._write_roster()  # after each: whoever sweeps must know all that run
-            if store is not None:
-                store.close()  # rank 0 has its own; with ours open, connecting to a dead rank 0 would not be refused
-            return self._watch()
+            while True:
+                self._start()
+                end = self._watch()
+                if isinstance(end, int):
+                    return end
+                failures.append(self._judge(end))
+                again = self._again(failures)
+                if isinstance(again, int):
+                    return again
+                self._next(again)
         finally:  # also after our own bugs
             self._stop(0.0)
 
-    def _write_roster(self) -> None:
-        roster = Roster(os.uname().nodename, os.getpid(), tuple(w.member for w in self.workers))
-        temporary = roster_path(self.folder).with_suffix(".tmp")
-        temporary.write_bytes(msgspec.json.encode(roster))
-        temporary.replace(roster_path(self.folder))
+    def _start(self) -> None:
+        store = listening_socket(self.generation.plan)
+        try:
+            self.generation.start(store)
+        finally:
+            if store is not None:
+                store.close()  # rank 0 has its own; with ours open, connecting to a dead rank 0 would not be refused
 
-    def _watch(self) -> int:
+    def _watch(self) -> int | list[Observation]:
+        """Wait for the generation's end; the exit code, or what was observed when it failed."""
         while True:
-            observations = self._observe()
-            if all(o.code == 0 for o in observations):
-                return ExitCode.DONE
+            observations = self.generation.observe()
+            if all(o.code in GOOD_ENDS for o in observations):
+                return good_code(observations)
             due = verdict_due_seconds(observations)
             if due is not None and time.monotonic() >= due:
-                return self._judge(observations)
-            woken = self._wait(POLL_SECONDS if due is None else POLL_FAILING_SECONDS)
-            if woken.launcher_gone:
-                self._stop(LIFELINE_GRACE_SECONDS)
-                say("the launcher is gone: its workers are stopped")
-                return ExitCode.FAILED
-            if woken.signals:
-                self._stop(self.plan.grace_seconds)
-                say(f"stopped by {woken.signals[0].name}")
-                return 128 + woken.signals[0]
+                return observations
+            saved = [o.seen_seconds for o in observations if o.code == ExitCode.SAVED]
+            if saved and due is None and time.monotonic() >= min(saved) + self.plan.stop_grace_seconds:
+                return self._end_late(observations)
+            self.orders.wait(POLL_SECONDS if due is None else POLL_FAILING_SECONDS)
+            if self.orders.launcher_gone or self.orders.signals:
+                return self._obey()
 
-    def _wait(self, seconds: float) -> Woken:
-        ready, _, _ = select.select([self.inbox, *self.lifeline], [], [], max(0.0, seconds))
-        if self.inbox in ready and (signals := read_inbox(self.inbox)):
-            return Woken(signals=signals)
-        if 0 in ready and not os.read(0, 4096):
-            self.lifeline = []  # an end stays readable for ever
-            return Woken(launcher_gone=True)
-        return Woken()
+    def _obey(self) -> int:
+        """End everything, as ordered; the exit code."""
+        if self.orders.launcher_gone:
+            self._stop(LIFELINE_GRACE_SECONDS)
+            say("the launcher is gone: its workers are stopped")
+            return ExitCode.FAILED
+        self._stop(self.plan.stop_grace_seconds, signals_heard=1)
+        observations = self.generation.observe()
+        if all(o.code in GOOD_ENDS for o in observations):
+            return good_code(observations)
+        number = self.orders.signals[0]
+        say(f"stopped by {number.name}")
+        return 128 + number
 
-    def _observe(self) -> list[Observation]:
-        for worker in self.workers:
-            code = worker.process.poll()
-            if code is not None:
-                self.ended.setdefault(worker.rank, (code, time.monotonic()))
-        return [self._observation(worker) for worker in self.workers]
-
-    def _observation(self, worker: Worker) -> Observation:
-        code, seen_seconds = self.ended.get(worker.rank, (None, math.inf))
-        record = None if code == 0 else read_record(worker.record)
-        return Observation(
-            rank=worker.rank,
-            host=os.uname().nodename,
-            pid=worker.process.pid,
-            code=code,
-            seen_seconds=seen_seconds,
-            record=record,
-            log_tail=worker.log_tail(LOG_TAIL_BYTES) if code and record is None else "",
+    def _end_late(self, observations: Sequence[Observation]) -> int:
+        """End who still runs long after another has saved and stopped; rank 0's word counts, for it saves for all."""
+        late = ", ".join(str(o.rank) for o in observations if o.code is None)
+        self._stop(self.plan.grace_seconds)
+        if self.generation.observe()[0].code == ExitCode.SAVED:
+            return ExitCode.SAVED
+        say(
+            f"rank {late} still ran {self.plan.stop_grace_seconds:g} s after another rank had saved its state and "
+            f"stopped (exit code {int(ExitCode.SAVED)}), and rank 0 has not saved: all are stopped"
         )
+        return ExitCode.FAILED
 
-    def _judge(self, observations: Sequence[Observation]) -> int:
+    def _judge(self, observations: Sequence[Observation]) -> Failed:
+        """End the generation and tell the verdict."""
         primary = choose(observations)
         assert primary is not None
         self._stop(self.plan.grace_seconds)  # first: the verdict shall stand last on the screen
-        before, now = self.oom_kills_before, oom_kills()
-        kills = 0 if before is None or now is None else now - before
-        say(tell(primary, observations, oom_kills=kills, attempt_dir=self.plan.attempt_dir))
-        return primary.exit_code
+        say(tell(primary, observations, oom_kills=self.generation.oom_kills(), attempt_dir=self.plan.attempt_dir))
+        return Failed(
+            kind=primary.kind,
+            rank=primary.rank,
+            exit_code=primary.exit_code,
+            exception=primary.record.type if primary.record else "",
+            step=self.generation.step_reached(),
+            nproc=self.generation.plan.nproc,
+            ended_well=frozenset(o.code for o in observations if o.code is not None and not o.ended_badly),
+        )
 
-    def _stop(self, grace_seconds: float) -> None:
-        """End all workers and all they have started; a (second) SIGINT meanwhile ends the grace."""
+    def _again(self, failures: Sequence[Failed]) -> Restart | int:
+        """The restart to make; or the exit code, and it is told why there is none."""
+        plan, exit_code = self.plan, failures[-1].exit_code
+        decision = decide(failures, nproc=plan.nproc, min_nproc=plan.min_nproc, max_restarts=plan.max_restarts)
+        if isinstance(decision, Stop):
+            if decision.sentence:
+                say(decision.sentence)
+            return exit_code
+        self.orders.wait(0.0)
+        if self.orders.launcher_gone or self.orders.signals:
+            return self._obey()
+        if self.left:  # it may still write to what the next generation reads
+            say(f"not restarted: not even SIGKILL has ended {', '.join(f'pid {pid}' for pid in self.left)}")
+            return exit_code
+        return decision
+
+    def _next(self, restart: Restart) -> None:
+        """Put the next generation in the place of the last, of which nothing runs any more."""
+        last, number = self.generation, self.generation.number + 1
+        gone = last.plan.nproc - restart.nproc
+        fewer = " (one fewer, for the same failure came twice at the same step)" if gone else ""
+        say(
+            f"restart {number} of {self.plan.max_restarts}: {restart.nproc} rank{'s' * (restart.nproc > 1)}{fewer} "
+            f"as generation {number}, from the newest snapshot or checkpoint"
+        )
+        last.close()
+        plan = replace(last.plan, nproc=restart.nproc, world_size=last.plan.world_size - gone)
+        self.generation = Generation(plan, number, self.inherited)
+
+    def _stop(self, grace_seconds: float, *, signals_heard: int = 0) -> None:
+        """End all workers and all they have started.
+
+        They are asked, and given `grace_seconds`; less once one of them has ended badly, for then there is nothing
+        left to save together, or the launcher is gone. A stop signal beyond the first `signals_heard` ends the grace.
+        """
         deadline = time.monotonic() + grace_seconds
-        alive = [w.process for w in self.workers if w.process.poll() is None]
-        for process in alive if grace_seconds else ():
-            ask_to_stop(process)
-        while any(process.poll() is None for process in alive) and (left := deadline - time.monotonic()) > 0:
-            if signal.SIGINT in self._wait(left).signals:
+        bad = gone = False
+        if grace_seconds:
+            self.generation.ask_to_stop()
+        while None in (codes := self.generation.codes()) and len(self.orders.signals) <= signals_heard:
+            now = time.monotonic()
+            if not bad and not {*codes} <= {None, *GOOD_ENDS}:
+                bad, deadline = True, min(deadline, now + self.plan.grace_seconds)
+            if not gone and self.orders.launcher_gone:
+                gone, deadline = True, min(deadline, now + LIFELINE_GRACE_SECONDS)
+            if now >= deadline:
                 break
-        sweep([worker.member for worker in self.workers])
-        for worker in self.workers:
-            with suppress(subprocess.TimeoutExpired):  # in an uninterruptible system call: not even SIGKILL ends it yet
-                worker.process.wait(1.0)
-            worker.finish()
+            self.orders.wait(deadline - now)
+        self.left = self.generation.sweep()
         if os.isatty(2):  # a progress bar that was killed had no chance to show the cursor again
             say(SHOW_CURSOR, end="")
 
 
-def read_record(descriptor: int) -> Failure | None:
-    """The failure that a worker has written down, if it has."""
-    try:
-        return msgspec.json.decode(os.pread(descriptor, MAX_RECORD_BYTES, 0), type=Failure)
-    except (OSError, msgspec.MsgspecError):  # not, or not yet wholly
-        return None
+def good_code(observations: Sequence[Observation]) -> ExitCode:
+    """The exit code where all workers ended in good order: saved and to be gone on with, or done."""
+    return ExitCode.SAVED if any(o.code == ExitCode.SAVED for o in observations) else ExitCode.DONE
 
 
 def read_plan() -> NodePlan | None:
     """The plan from stdin, nothing of what may follow it; None if stdin ends before."""
     line = b""
     while not line.endswith(b"\n") and len(line) < MAX_PLAN_BYTES:
-        byte_or_more = os.read(0, 65536)  # not sys.stdin: its buffer would hide the lifeline's end
+        byte_or_more = os.read(LIFELINE, 65536)  # not sys.stdin: its buffer would hide the lifeline's end
         if not byte_or_more:
             return None
         line += byte_or_more
     return msgspec.json.decode(line, type=NodePlan)
 
 
-def listening_socket(plan: NodePlan) -> socket.socket | None:
-    """The store's socket, bound before any worker starts: a port that is found and closed again can be lost.
-
-    Raises:
-        OSError: when the port is taken.
-    """
-    if plan.node != 0:
-        return None
-    store = socket.socket()
-    store.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # the last run's closing connections do no harm
-    try:
-        store.bind((plan.master_addr, plan.port))
-        store.listen(1024)
-    except OSError:
-        store.close()
-        raise
-    return store
-
-
 def main() -> int:
-    """The exit code: 0 done, 2 wrong use, 128 + n stopped by signal n, else the first failing worker's."""
+    """The exit code: 0 done, 2 wrong use, 75 saved, 128 + n stopped by signal n, else the first failing worker's."""
     try:
         plan = read_plan()
     except msgspec.MsgspecError as error:
@@ -207,20 +203,16 @@ def main() -> int:
         return ExitCode.USAGE
     if plan is None:
         return ExitCode.FAILED  # the launcher is gone already
-    start_janitor(Path(plan.attempt_dir))
+    keep_open = tuple(int(text) for text in os.environ.get(KEEP_FDS, "").split(",") if text)
+    start_janitor(Path(plan.attempt_dir), not_kept=keep_open)
+    inherited = Inherited(make_snapshots(plan.nproc) if plan.max_restarts else (), keep_open)
     with signal_inbox((*STOP_SIGNALS, signal.SIGCHLD)) as inbox:
+        agent = Agent(plan, Orders(inbox), inherited)
         try:
-            store = listening_socket(plan)
-        except OSError as error:
-            holder = port_holder(plan.port)
-            by = f" by {holder}" if holder else ""
-            say(f"port {plan.port} on {plan.master_addr} is taken{by}: {error.strerror}. Ask for another, or for none.")
-            return ExitCode.USAGE
-        try:
-            return Agent(plan, inbox).run(store)
-        except OSError as error:
-            say(f"the workers cannot be started: {error}")
-            return ExitCode.USAGE
+            return agent.run()
+        except (UsageError, OSError) as error:
+            say(str(error) if isinstance(error, UsageError) else f"the workers cannot be started: {error}")
+            return ExitCode.USAGE if agent.generation.number == 0 else ExitCode.FAILED
 
 
 if __name__ == "__main__":

@@ -21,11 +21,13 @@ from enum import IntEnum
 
 import msgspec
 
-from paceline.errors import ToldElsewhere
+from paceline.errors import ExitCode, ToldElsewhere
 
 SETTLE_SECONDS = 0.3  # from the first failure to the verdict: what failed at the same moment shall be seen too
 VICTIM_SECONDS = 4.0  # from the first victim's end to the verdict, where no better culprit shows up
 CLEANUP_SECONDS = 60.0  # from an exception to the verdict, where the process neither ends nor any other fails
+
+GOOD_ENDS = (ExitCode.DONE, ExitCode.SAVED)
 
 PEER_LOST = (  # lower case
     "connection closed by peer",
@@ -83,9 +85,14 @@ class Observation:
     log_tail: str = ""
 
     @property
+    def ended_badly(self) -> bool:
+        """Whether it is gone, and neither done nor stopped in good order."""
+        return self.code not in (None, *GOOD_ENDS)
+
+    @property
     def failed(self) -> bool:
         """Whether it ended badly, or is about to: its exception is caught and it tidies up."""
-        return bool(self.code) or (self.code is None and self.record is not None)
+        return self.ended_badly or (self.code is None and self.record is not None)
 
     @property
     def failed_at_seconds(self) -> float:
@@ -159,7 +166,7 @@ def verdict_due_seconds(observations: Sequence[Observation]) -> float | None:
     primary = choose(observations)
     if primary is None:
         return None
-    ended = [o.seen_seconds for o in observations if o.code]
+    ended = [o.seen_seconds for o in observations if o.ended_badly]
     if all(o.code is not None for o in observations):
         return max(ended)
     if not ended:

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 
-from paceline.launch.supervise import STOP_SIGNALS, sweep_recorded
+from paceline.launch.orders import STOP_SIGNALS
+from paceline.launch.sweep import sweep_recorded
 
 
-def start_janitor(attempt_dir: Path) -> int:
+def start_janitor(attempt_dir: Path, not_kept: Sequence[int] = ()) -> int:
     """Fork it; return the descriptor that keeps it asleep as long as this process lives.
 
-    Call it before there are threads, sockets or children: a fork holds everything open that its parent has.
+    Call it before there are threads, sockets or children: a fork holds everything open that its parent has. It closes
+    `not_kept` at once, what the run holds as long as it lives: the janitor may live a little longer.
     """
     asleep, awake = os.pipe()
     if os.fork():
@@ -25,6 +28,8 @@ def start_janitor(attempt_dir: Path) -> int:
     try:
         os.setsid()
         os.close(awake)
+        for descriptor in not_kept:
+            os.close(descriptor)
         for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
         nowhere = os.open(os.devnull, os.O_RDWR)

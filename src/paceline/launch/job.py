@@ -12,6 +12,7 @@ import msgspec
 from paceline.launch.cgroup import usable_cores as usable_cores  # threads_per_rank's first argument
 
 GRACE_SECONDS = 3.0  # with the sweep after it still inside the 5 s in which nothing may be left
+STOP_GRACE_SECONDS = 30.0  # a step to its end and a checkpoint; also what schedulers leave between SIGTERM and SIGKILL
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,10 @@ class Job:
     run_id: str
     threads: int
     port: int = 0
-    grace_seconds: float = GRACE_SECONDS  # between asking a worker to stop and killing it
+    grace_seconds: float = GRACE_SECONDS  # between asking a worker to stop and killing it, when the run has failed
+    stop_grace_seconds: float = STOP_GRACE_SECONDS  # the same when the run is told to stop: time to save
+    max_restarts: int = 0
+    min_nproc: int = 0  # restart with fewer ranks, but never fewer than these; 0: as many as nproc
 
 
 class NodePlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -54,6 +58,9 @@ class NodePlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     run_id: str
     attempt_dir: str
     grace_seconds: float = GRACE_SECONDS
+    stop_grace_seconds: float = STOP_GRACE_SECONDS
+    max_restarts: int = 0
+    min_nproc: int = 0
 
 
 @dataclass(frozen=True)

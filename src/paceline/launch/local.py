@@ -21,6 +21,9 @@ def local(job: Job, *, python: str = sys.executable) -> Plan:
         run_id=job.run_id,
         attempt_dir=str(job.attempt_dir),
         grace_seconds=job.grace_seconds,
+        stop_grace_seconds=job.stop_grace_seconds,
+        max_restarts=job.max_restarts,
+        min_nproc=job.min_nproc,
     )
     # -P: without it python -m puts the working directory first on sys.path, and a user's random.py or select.py there
     # would take the place of the standard library's in the agent

@@ -1,4 +1,4 @@
-"""Start one node's workers: their environment, where their output goes, and what they inherit."""
+"""Start one node's workers: the store's socket, their environment, where their output goes, what they inherit."""
 
 from __future__ import annotations
 
@@ -9,24 +9,55 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
+from paceline.errors import UsageError
+from paceline.launch.box import make_box
 from paceline.launch.job import NodePlan
-from paceline.launch.procfs import read_process
-from paceline.launch.supervise import Member
+from paceline.launch.procfs import port_holder, read_process
+from paceline.launch.sweep import Member
 
 OURS = "PACELINE_"
 
 
-class Worker:
-    """One worker, and the relay of its error output if it has one."""
+@dataclass(frozen=True)
+class Inherited:
+    """Descriptors that every worker of every generation inherits, each under the number it has in the agent."""
 
-    def __init__(
-        self, rank: int, process: subprocess.Popen[bytes], log: Path, relay: threading.Thread | None, record: int
-    ) -> None:
-        seen = read_process(process.pid)
-        self.rank, self.process, self.log, self.relay, self.record = rank, process, log, relay, record
-        self.member = Member(rank, process.pid, seen.start if seen else 0)
+    snapshots: tuple[tuple[int, int], ...] = ()  # two memory files for each local rank: what is in them is theirs
+    keep_open: tuple[int, ...] = ()  # the launcher's, e.g. a lock that is to last until the last worker is gone
+
+    @property
+    def all(self) -> list[int]:
+        """Every one of them."""
+        return [*(descriptor for pair in self.snapshots for descriptor in pair), *self.keep_open]
+
+
+def make_snapshots(nproc: int) -> tuple[tuple[int, int], ...]:
+    """Two empty memory files for each rank of the first generation: one can be written while the other is whole."""
+    return tuple(
+        (os.memfd_create(f"paceline-snapshot-{rank}-0"), os.memfd_create(f"paceline-snapshot-{rank}-1"))
+        for rank in range(nproc)
+    )
+
+
+@dataclass(frozen=True)
+class Worker:
+    """One worker, what it shares with its agent, and the relay of its error output if it has one."""
+
+    member: Member
+    process: subprocess.Popen[bytes]
+    log: Path
+    log_start: int  # its first byte in the log; what stands before is an earlier generation's
+    relay: threading.Thread | None
+    record: int
+    box: int
+
+    @property
+    def rank(self) -> int:
+        """Its place among all ranks of all nodes."""
+        return self.member.rank
 
     def log_tail(self, size_bytes: int) -> str:
         """The end of its log."""
@@ -34,7 +65,7 @@ class Worker:
             self.relay.join(0.2)  # its last words may still be in the pipe
         try:
             with self.log.open("rb") as file:
-                file.seek(max(0, os.fstat(file.fileno()).st_size - size_bytes))
+                file.seek(max(self.log_start, os.fstat(file.fileno()).st_size - size_bytes))
                 return file.read().decode(errors="replace")
         except OSError:
             return ""
@@ -45,7 +76,30 @@ class Worker:
             self.relay.join(1.0)
 
 
-def environment(plan: NodePlan, local_rank: int, store: socket.socket | None, record: int) -> dict[str, str]:
+def listening_socket(plan: NodePlan) -> socket.socket | None:
+    """The store's socket, bound before any worker starts: a port that is found and closed again can be lost.
+
+    Raises:
+        UsageError: when the port is taken.
+    """
+    if plan.node != 0:
+        return None
+    store = socket.socket()
+    store.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # the last run's closing connections do no harm
+    try:
+        store.bind((plan.master_addr, plan.port))
+        store.listen(1024)
+    except OSError as error:
+        store.close()
+        holder = port_holder(plan.port)
+        by = f" by {holder}" if holder else ""
+        raise UsageError(
+            f"port {plan.port} on {plan.master_addr} is taken{by}: {error.strerror}. Ask for another, or for none."
+        ) from error
+    return store
+
+
+def environment(plan: NodePlan, local_rank: int, store: socket.socket | None) -> dict[str, str]:
     """What a worker sees: torchrun's variables, the whole contract between launching and training, and ours."""
     rank = plan.first_rank + local_rank
     port = store.getsockname()[1] if store is not None else plan.port
@@ -61,9 +115,7 @@ def environment(plan: NodePlan, local_rank: int, store: socket.socket | None, re
         "OMP_NUM_THREADS": str(plan.threads),
         "PACELINE_AGENT_PID": str(os.getpid()),
         "PACELINE_RUN_ID": plan.run_id,
-        "PACELINE_GENERATION": "0",
         "PACELINE_ATTEMPT_DIR": plan.attempt_dir,
-        "PACELINE_RECORD_FD": str(record),
     }
     # a killed worker takes unwritten lines with it, a crashed one its Python stack; a user's own setting stays
     env.setdefault("PYTHONUNBUFFERED", "1")
@@ -76,7 +128,9 @@ def environment(plan: NodePlan, local_rank: int, store: socket.socket | None, re
     return env
 
 
-def start_workers(plan: NodePlan, store: socket.socket | None) -> Iterator[Worker]:
+def start_workers(
+    plan: NodePlan, store: socket.socket | None, generation: int, inherited: Inherited
+) -> Iterator[Worker]:
     """Start them one by one, rank 0 first, whose stdout is the agent's own: a terminal stays a terminal.
 
     Main thread only: the kernel takes a thread's end for the parent's (worker.die_with_parent).
@@ -86,39 +140,63 @@ def start_workers(plan: NodePlan, store: socket.socket | None) -> Iterator[Worke
     """
     for local_rank in range(plan.nproc):
         rank = plan.first_rank + local_rank
-        log = Path(plan.attempt_dir) / f"rank-{rank}.log"
-        descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        live = rank == 0
+        path = Path(plan.attempt_dir) / f"rank-{rank}.log"
+        log = _open_log(path, generation)
+        log_start = os.fstat(log).st_size
         # Memory, not a file: a worker that fails because the disk is full must still be able to say so.
         record = os.memfd_create(f"paceline-record-{rank}")
+        box = make_box(rank)
+        live = rank == 0
+        env = environment(plan, local_rank, store) | {
+            "PACELINE_GENERATION": str(generation),
+            "PACELINE_RECORD_FD": str(record),
+            "PACELINE_BOX_FD": str(box),
+        }
+        if inherited.snapshots:
+            env["PACELINE_SNAPSHOT_FDS"] = ";".join(f"{one},{other}" for one, other in inherited.snapshots)
+        stores = [store.fileno()] if live and store is not None else []
         try:
             process = subprocess.Popen(
                 plan.argv,
-                env=environment(plan, local_rank, store, record),
+                env=env,
                 stdin=subprocess.DEVNULL,
-                stdout=None if live else descriptor,
-                stderr=subprocess.PIPE if live else descriptor,
-                pass_fds=[record, store.fileno()] if live and store is not None else [record],
+                stdout=None if live else log,
+                stderr=subprocess.PIPE if live else log,
+                pass_fds=[record, box, *inherited.all, *stores],
                 start_new_session=True,
             )
         except OSError:
-            os.close(descriptor)
-            os.close(record)
+            for descriptor in (log, record, box):
+                os.close(descriptor)
             raise
         relay = None
         if live:
-            relay = threading.Thread(target=_relay, args=(process, descriptor), daemon=True)
+            relay = threading.Thread(target=_relay, args=(process, log), daemon=True)
             relay.start()
         else:
-            os.close(descriptor)
-        yield Worker(rank, process, log, relay, record)
+            os.close(log)
+        yield Worker(_member(rank, process.pid), process, path, log_start, relay, record, box)
+
+
+def _open_log(path: Path, generation: int) -> int:
+    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    if generation:
+        with suppress(OSError):  # a full disk does not keep a run from going on
+            os.write(log, f"---- generation {generation} ----\n".encode())
+    return log
+
+
+def _member(rank: int, pid: int) -> Member:
+    seen = read_process(pid)
+    return Member(rank, pid, seen.start if seen else 0)
 
 
 def _relay(process: subprocess.Popen[bytes], log: int) -> None:
     """Pass rank 0's error output on to the screen and into its log, until nobody can write any more."""
     assert process.stderr is not None
-    while data := os.read(process.stderr.fileno(), 65536):
-        for target in (2, log):
-            with suppress(OSError):  # the terminal is gone or the disk is full: the worker must not feel it
-                os.write(target, data)
+    with process.stderr:
+        while data := os.read(process.stderr.fileno(), 65536):
+            for target in (2, log):
+                with suppress(OSError):  # the terminal is gone or the disk is full: the worker must not feel it
+                    os.write(target, data)
     os.close(log)

@@ -75,7 +75,8 @@ def leave(code: int) -> NoReturn:
 def record_failure(error: BaseException, exit_code: int, *, traceback: bool, victim: bool | None = None) -> bool:
     """Write down why this rank fails, at the moment `error` is caught, before any teardown; the first record stays.
 
-    Into memory that the agent reads, and (for people, if the disk allows) into error-<rank>.json.
+    Into memory that the agent reads, and (for people, if the disk allows) into error-<rank>.json
+    (after a restart error-<rank>-generation-<generation>.json).
 
     Args:
         error: what ends this worker.
@@ -108,8 +109,13 @@ def record_failure(error: BaseException, exit_code: int, *, traceback: bool, vic
     except OSError:  # no such descriptor: this is no worker, but a process that a worker has started
         return False
     with suppress(OSError):
-        _write(Path(folder) / f"error-{rank}.json", encoded)
+        _write(Path(folder) / error_file_name(int(rank), int(os.environ.get("PACELINE_GENERATION", "0"))), encoded)
     return True
+
+
+def error_file_name(rank: int, generation: int) -> str:
+    """Where a rank's record stands for people: why the first start failed must outlast the restarts."""
+    return f"error-{rank}.json" if generation == 0 else f"error-{rank}-generation-{generation}.json"
 
 
 def _clipped(text: str) -> str:

@@ -1,0 +1,118 @@
+"""The workers of one node from one start to their end: how they run, how they failed, how far they came."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from paceline.launch.box import read_step
+from paceline.launch.cgroup import oom_kills
+from paceline.launch.failure import GOOD_ENDS, Failure, Observation
+from paceline.launch.job import NodePlan
+from paceline.launch.start import Inherited, Worker, start_workers
+from paceline.launch.sweep import Roster, roster_path, sweep
+
+MAX_RECORD_BYTES = 1 << 20
+LOG_TAIL_BYTES = 8192
+
+
+class Generation:
+    """All workers of one start. `plan` is the agent's, with the ranks that this generation has."""
+
+    def __init__(self, plan: NodePlan, number: int, inherited: Inherited) -> None:
+        self.plan, self.number = plan, number
+        self.workers: list[Worker] = []
+        self._inherited = inherited
+        self._ended: dict[int, tuple[int, float]] = {}  # rank -> exit code, when seen
+        self._oom_kills_before = oom_kills()
+
+    def start(self, store: socket.socket | None) -> None:
+        """Start the workers; rank 0's inherits the store's socket.
+
+        Raises:
+            OSError: when the command or a log file cannot be opened.
+        """
+        for worker in start_workers(self.plan, store, self.number, self._inherited):
+            self.workers.append(worker)
+            self._write_roster()  # after each: whoever sweeps must know all that run
+
+    def _write_roster(self) -> None:
+        roster = Roster(os.uname().nodename, os.getpid(), tuple(w.member for w in self.workers))
+        path = roster_path(Path(self.plan.attempt_dir))
+        temporary = path.with_suffix(".tmp")
+        temporary.write_bytes(msgspec.json.encode(roster))
+        temporary.replace(path)
+
+    def ask_to_stop(self) -> None:
+        """SIGTERM to each running worker, also to one that is stopped.
+
+        Not to its group or session: a trainer's DataLoader workers must not die under it while it stops in good order.
+        """
+        for worker in self.workers:
+            worker.process.send_signal(signal.SIGTERM)  # nothing happens to one that has ended
+            worker.process.send_signal(signal.SIGCONT)  # after it: a stopped one wakes up with the request pending
+
+    def codes(self) -> list[int | None]:
+        """The exit codes by local rank; None while one runs, -n if signal n killed it."""
+        return [worker.process.poll() for worker in self.workers]
+
+    def observe(self) -> list[Observation]:
+        """What can be known of each worker now."""
+        for worker, code in zip(self.workers, self.codes(), strict=True):
+            if code is not None:
+                self._ended.setdefault(worker.rank, (code, time.monotonic()))
+        return [self._observation(worker) for worker in self.workers]
+
+    def _observation(self, worker: Worker) -> Observation:
+        code, seen_seconds = self._ended.get(worker.rank, (None, math.inf))
+        record = None if code in GOOD_ENDS else read_record(worker.record)
+        return Observation(
+            rank=worker.rank,
+            host=os.uname().nodename,
+            pid=worker.process.pid,
+            code=code,
+            seen_seconds=seen_seconds,
+            record=record,
+            log_tail=worker.log_tail(LOG_TAIL_BYTES) if code and record is None else "",
+        )
+
+    def step_reached(self) -> int:
+        """Steps done by the rank that has come furthest; of the dead too."""
+        return max(read_step(worker.box) for worker in self.workers)
+
+    def oom_kills(self) -> int:
+        """How many processes the kernel has killed for memory since this generation's start."""
+        before, now = self._oom_kills_before, oom_kills()
+        return 0 if before is None or now is None else now - before
+
+    def sweep(self) -> Sequence[int]:
+        """Kill all workers and what they have started; whom even that has not ended (yet)."""
+        left = sweep([worker.member for worker in self.workers])
+        for worker in self.workers:
+            with suppress(subprocess.TimeoutExpired):  # in an uninterruptible system call: not even SIGKILL ends it yet
+                worker.process.wait(1.0)
+            worker.finish()
+        return left
+
+    def close(self) -> None:
+        """Forget the records and boxes of workers that are gone; the last thing to do with a generation."""
+        for worker in self.workers:
+            os.close(worker.record)
+            os.close(worker.box)
+
+
+def read_record(descriptor: int) -> Failure | None:
+    """The failure that a worker has written down, if it has."""
+    try:
+        return msgspec.json.decode(os.pread(descriptor, MAX_RECORD_BYTES, 0), type=Failure)
+    except (OSError, msgspec.MsgspecError):  # not, or not yet wholly
+        return None

@@ -1,0 +1,78 @@
+"""Who was started, and how is it ended for good? The roster of an agent's workers, and SIGKILL to all they started."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from paceline.launch.procfs import PROC, Process, processes
+
+SWEEP_SECONDS = 2.0
+
+
+class Member(msgspec.Struct, frozen=True):
+    """A worker, leader of a session of its own; `started` in clock ticks since boot, 0 where /proc is missing."""
+
+    rank: int
+    pid: int
+    started: int
+
+
+class Roster(msgspec.Struct, frozen=True):
+    """Whom an agent has started: the content of agent.json."""
+
+    host: str
+    agent_pid: int
+    workers: tuple[Member, ...]
+
+
+def roster_path(attempt_dir: Path) -> Path:
+    """Where an agent writes its roster."""
+    return attempt_dir / "agent.json"
+
+
+def sweep(workers: Sequence[Member], *, seconds: float = SWEEP_SECONDS) -> list[int]:
+    """SIGKILL to every process in these workers' sessions, until none is left or `seconds` are over.
+
+    By session, since neither death signals nor groups reach what a user's code had started.
+
+    Returns:
+        The pids of those that are left, which only the kernel can keep alive. Without /proc nobody can say.
+    """
+    if not PROC.is_dir():
+        for worker in workers:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(worker.pid, signal.SIGKILL)
+        return []
+    deadline = time.monotonic() + seconds
+    while (living := _living_members(workers)) and time.monotonic() < deadline:
+        for process in living:
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(process.pid, signal.SIGKILL)
+        time.sleep(0.02)  # again: a process can fork between the look and the blow
+    return [process.pid for process in living]
+
+
+def _living_members(workers: Sequence[Member]) -> list[Process]:
+    started = {worker.pid: worker.started for worker in workers}
+    members = [process for process in processes() if process.session in started]
+    # the kernel gives a session's number out again only when its last process is gone: a leader that started at
+    # another time is a stranger's, and so is its session
+    strangers = {p.pid for p in members if p.pid == p.session and p.start != started[p.pid]}
+    return [p for p in members if p.runs and p.session not in strangers and p.start >= started[p.session]]
+
+
+def sweep_recorded(attempt_dir: Path) -> None:
+    """Sweep what the agent of this host wrote down, if it got that far."""
+    try:
+        roster = msgspec.json.decode(roster_path(attempt_dir).read_bytes(), type=Roster)
+    except (OSError, msgspec.MsgspecError):
+        return
+    if roster.host == os.uname().nodename:
+        sweep(roster.workers)

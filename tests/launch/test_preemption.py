@@ -1,0 +1,141 @@
+"""Exit code 75: the workers have saved their state and want to be started again some other time."""
+
+from __future__ import annotations
+
+import signal
+import time
+
+import pytest
+from tests.launch.launch_harness import wait_until
+
+# ends with the code that stands at its rank's place, when it is asked to stop
+OBEDIENT = "signal.signal(signal.SIGTERM, lambda *_: sys.exit({codes}[rank]))\nforever()"
+DEAF = "signal.signal(signal.SIGTERM, signal.SIG_IGN); forever()"
+
+
+@pytest.mark.parametrize(
+    ("codes", "expected", "told"),
+    [
+        ([75, 75], 75, ""),
+        ([0, 75], 75, ""),
+        ([75, 0], 75, ""),
+        ([0, 0], 0, ""),
+        ([75, 1], 143, "stopped by SIGTERM\n"),
+        ([1, 75], 143, "stopped by SIGTERM\n"),
+    ],
+)
+def test_asked_to_stop(launch, codes: list[int], expected: int, told: str) -> None:
+    one = launch(OBEDIENT.format(codes=codes), nproc=2, max_restarts=3)
+    one.wait_ready(2)
+    one.process.send_signal(signal.SIGTERM)
+    assert one.finish() == expected
+    assert one.stderr == told
+
+
+def test_a_save_may_take_longer_than_the_grace_of_a_failure(launch) -> None:
+    one = launch(
+        "def save(*_): (folder / 'asked').open('a').write('.'); time.sleep(1.8); sys.exit(75)\n"
+        "signal.signal(signal.SIGTERM, save)\nforever()",
+        nproc=1,
+        grace_seconds=0.1,
+    )
+    one.wait_ready(1)
+    one.process.send_signal(signal.SIGUSR1)
+    assert one.finish() == 75
+    assert one.stderr == "" and (one.folder / "asked").read_text() == "."
+
+
+def test_one_request_that_comes_as_two_signals_is_one(launch) -> None:
+    """As timeout(1) sends it: to the launcher, and once more to its whole group."""
+    one = launch(
+        "signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.5), sys.exit(75)))\nforever()",
+        nproc=1,
+    )
+    one.wait_ready(1)
+    one.process.send_signal(signal.SIGTERM)
+    time.sleep(0.01)
+    one.process.send_signal(signal.SIGINT)
+    assert one.finish() == 75
+
+
+def test_nobody_waits_long_for_the_others_of_a_worker_that_failed_to_save(launch) -> None:
+    one = launch(
+        f"if rank == 0: {DEAF}\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(1)); forever()",
+        nproc=2,
+        grace_seconds=0.2,
+        stop_grace_seconds=3600.0,
+    )
+    one.wait_ready(2)
+    one.process.send_signal(signal.SIGTERM)
+    assert one.finish() == 143
+    assert one.stderr == "stopped by SIGTERM\n"
+
+
+def test_a_worker_that_does_not_save_in_time_is_ended(launch) -> None:
+    one = launch(
+        f"if rank == 1: {DEAF}\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(75)); forever()",
+        nproc=2,
+        stop_grace_seconds=0.5,
+    )
+    one.wait_ready(2)
+    one.process.send_signal(signal.SIGTERM)
+    assert one.finish() == 143
+    assert one.stderr == "stopped by SIGTERM\n"  # by the agent: the launcher has not had to end it
+
+
+@pytest.mark.parametrize("codes", [[75, 75], [75, 0], [0, 75]])
+def test_saved_without_being_asked_by_us(launch, codes: list[int]) -> None:
+    """srun signals the workers, not their agent; the last one may take its time."""
+    one = launch(f"time.sleep(0.6 * rank); sys.exit({codes}[rank])", nproc=2, max_restarts=3)
+    assert one.finish() == 75
+    assert one.stderr == ""
+
+
+def test_who_goes_on_after_rank_0_has_saved_is_ended(launch) -> None:
+    one = launch(f"if rank == 0: sys.exit(75)\n{DEAF}", nproc=2, grace_seconds=0.2, stop_grace_seconds=0.3)
+    assert one.finish() == 75
+    assert one.stderr == ""
+
+
+def test_saved_without_rank_0_is_not_saved(launch) -> None:
+    one = launch(f"if rank == 2: sys.exit(75)\n{DEAF}", nproc=3, grace_seconds=0.2, stop_grace_seconds=0.3)
+    assert one.finish() == 1
+    assert one.stderr == (
+        "rank 0, 1 still ran 0.3 s after another rank had saved its state and stopped (exit code 75), "
+        "and rank 0 has not saved: all are stopped\n"
+    )
+
+
+def test_a_late_worker_is_asked_before_it_is_ended(launch) -> None:
+    one = launch(
+        "if rank == 1: sys.exit(75)\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(75)); forever()",
+        nproc=2,
+        stop_grace_seconds=0.3,
+    )
+    assert one.finish() == 75
+    assert one.stderr == ""
+
+
+def test_a_failure_after_another_has_saved_is_told_and_not_retried(launch) -> None:
+    one = launch(
+        "if rank == 0: sys.exit(75)\ntime.sleep(0.3); os.kill(os.getpid(), 9)",
+        nproc=2,
+        max_restarts=3,
+    )
+    assert one.finish() == 137
+    assert one.verdict[0].startswith("rank 1 (")
+    assert one.stderr.splitlines()[-1].startswith("not restarted: a rank had saved its state")
+
+
+def test_saved_while_a_failed_generation_was_stopped_is_no_reason_to_end(launch) -> None:
+    """Survivors that are stopped for a restart save and end with 75, as they would for anybody."""
+    one = launch(
+        "signal.signal(signal.SIGTERM, lambda *_: ((folder / 'asked').touch(), sys.exit(75)))\nready()\n"
+        "if generation: sys.exit(0)\n"
+        "while len(list(folder.glob('ready-*'))) < 2: time.sleep(0.01)\n"
+        "os.kill(os.getpid(), 9) if rank == 1 else forever()",
+        nproc=2,
+        max_restarts=1,
+    )
+    assert one.finish() == 0, one.stderr
+    wait_until((one.folder / "asked").exists, "the survivor was asked", 0.1)
