@@ -21,6 +21,8 @@ import tyro
 from paceline.errors import UsageError, unknown
 
 StrategyName = Literal["single", "dp", "manual", "bucketed", "ddp", "exact", "zero"]
+EXACT: tuple[StrategyName, ...] = ("exact", "zero")
+"""the strategies that promise the same bits at every world size"""
 DEFAULT_BATCH_SIZE = 64
 
 
@@ -97,6 +99,28 @@ class RunConfig:
 
 
 @dataclass(frozen=True)
+class CheckpointConfig:
+    """What is kept on the way, and where a run goes on that has ended early."""
+
+    checkpoint_every: int | None = None
+    """steps between two checkpoints (default: only one, when the run is asked to stop)"""
+    keep: int = 3
+    """how many checkpoints stay, at least 2"""
+    resume: Literal["no", "auto"] = "no"
+    """auto: go on with the run in --run-dir, at its newest valid checkpoint, on any number of processes"""
+    fresh: bool = False
+    """with --resume auto: begin again at step 0; checkpoints that are there are moved aside"""
+    allow_change: str = ""
+    """with --resume auto: settings that may differ from the checkpoint's, separated by commas, e.g. lr,epochs"""
+    watch_every: int = 100
+    """steps between two comparisons of all replicas, bit by bit"""
+    snapshot_every: int = 10
+    """steps between two snapshots in memory, which restarted workers go on from (see --max-restarts)"""
+    rehearse_preemption: int | None = None
+    """after so many steps ask the run to stop, as Slurm would, and resume it: tries that nothing is lost"""
+
+
+@dataclass(frozen=True)
 class LaunchConfig:
     """Where it runs."""
 
@@ -112,6 +136,12 @@ class LaunchConfig:
     """where the ranks meet; 0: a free one"""
     timeout: float = 600.0
     """seconds after which a collective gives up"""
+    max_restarts: int = 0
+    """how often workers are restarted after one of them was killed or lost; an error of the program is not retried"""
+    min_nproc: int | None = None
+    """restart with fewer processes, down to this, when the same one fails again without any progress"""
+    stop_grace: float = 30.0
+    """seconds from being asked to stop to being killed: time to end the step and write a checkpoint"""
 
 
 @dataclass(frozen=True)
@@ -126,13 +156,14 @@ class TrainConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     run: RunConfig = field(default_factory=RunConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
 
 
 CliTrainConfig = Annotated[TrainConfig, tyro.conf.OmitArgPrefixes]
 
 
-def default_strategy(config: TrainConfig, world_size: int) -> str:
+def default_strategy(config: TrainConfig, world_size: int) -> StrategyName:
     """The strategy asked for, or the default: bucketed among several ranks, single alone."""
     return config.strategy or ("bucketed" if world_size > 1 else "single")
 
@@ -173,6 +204,32 @@ def batch_shape(data: DataConfig, world_size: int) -> BatchShape:
             "--global-batch, --accumulation, --batch-size."
         )
     return BatchShape(virtual_ranks, accumulation, data.global_batch)
+
+
+def resolved(config: TrainConfig, world_size: int) -> TrainConfig:
+    """`config` with every default that depends on the world size filled in, so that the record repeats the run."""
+    shape = batch_shape(config.data, world_size)
+    data = dataclasses.replace(
+        config.data,
+        virtual_ranks=shape.virtual_ranks,
+        accumulation=shape.accumulation,
+        global_batch=shape.global_batch,
+        batch_size=None,
+    )
+    strategy = default_strategy(config, world_size)
+    launch = config.launch
+    if strategy in EXACT and launch.threads_per_rank is None:  # the one number that every world size can have
+        launch = dataclasses.replace(launch, threads_per_rank=1)
+    return dataclasses.replace(config, strategy=strategy, data=data, launch=launch)
+
+
+def repeatable(config: TrainConfig) -> TrainConfig:
+    """`config` as it is written down: without what was meant for this one start."""
+    checkpoint = dataclasses.replace(
+        config.checkpoint, resume="no", fresh=False, allow_change="", rehearse_preemption=None
+    )
+    # a run is never repeated into its own folder
+    return dataclasses.replace(config, run=dataclasses.replace(config.run, run_dir=None), checkpoint=checkpoint)
 
 
 def load(path: Path) -> TrainConfig:
@@ -235,11 +292,13 @@ def dump(config: TrainConfig) -> str:
 _POSITIVE = (
     "data.batch_size", "data.accumulation", "data.global_batch", "data.virtual_ranks", "optimizer.lr",
     "optimizer.clip_norm", "optimizer.lr_base_batch", "run.epochs", "run.steps", "run.log_interval", "launch.nproc",
-    "launch.threads_per_rank", "launch.timeout",
+    "launch.threads_per_rank", "launch.timeout", "launch.min_nproc", "launch.stop_grace",
+    "checkpoint.checkpoint_every", "checkpoint.watch_every", "checkpoint.snapshot_every",
+    "checkpoint.rehearse_preemption",
 )  # fmt: skip
 _NOT_NEGATIVE = (
     "data.num_workers", "optimizer.weight_decay", "optimizer.momentum", "optimizer.warmup_steps", "run.seed",
-    "launch.port",
+    "launch.port", "launch.max_restarts",
 )  # fmt: skip
 
 
@@ -260,6 +319,8 @@ def check_values(config: TrainConfig) -> None:
                 raise UsageError(f"--{key.replace('_', '-')} must be {what}, got {value}")
             if math.isinf(value):
                 raise UsageError(f"--{key.replace('_', '-')} must be finite, got {value}")
+    if config.checkpoint.keep < 2:
+        raise UsageError(f"--keep must be at least 2, got {config.checkpoint.keep}: the newest may turn out damaged")
     if config.launch.port > 65535:
         raise UsageError(f"--port must be at most 65535, got {config.launch.port}")
     if config.strategy is not None and config.strategy not in get_args(StrategyName):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -41,5 +40,5 @@ def sha256_of(tensors: Mapping[str, Tensor]) -> str:
     for name, tensor in sorted(tensors.items()):
         sha.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         flat = tensor.detach().cpu().contiguous().reshape(-1)
-        sha.update(cast(bytes, memoryview(flat.view(torch.uint8).numpy())) if flat.numel() else b"")
+        sha.update(flat.view(torch.uint8).numpy().data if flat.numel() else b"")
     return sha.hexdigest()

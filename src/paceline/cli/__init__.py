@@ -12,6 +12,8 @@ from paceline.errors import ExitCode, unknown
 COMMANDS = {
     "train": "train a model on one process or on many",
     "verify": "prove that N processes compute what one computes",
+    "checkpoint": "list a run's checkpoints, and check every byte of them",
+    "ledger": "prove that each sample was used once, over all attempts of a run",
     "shards": "show who sees which sample, and what the textbook variants get wrong",
 }
 
@@ -45,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         attach()
     if not arguments or arguments[0] in ("-h", "--help"):
-        print(HELP.format(commands="\n".join(f"  {name:8}{text}" for name, text in COMMANDS.items())), end="")
+        print(HELP.format(commands="\n".join(f"  {name:11}{text}" for name, text in COMMANDS.items())), end="")
         return ExitCode.DONE if arguments else ExitCode.USAGE
     if arguments[0] == "--version":
         from paceline import __version__

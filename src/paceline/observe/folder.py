@@ -1,16 +1,20 @@
 """The run folder: everything a run leaves behind, made once and never written over (no torch here).
 
-runs/mnist-cnn-20261121-093000/
+runs/mnist-cnn-20260131-093000/
     config.toml         every setting, resolved: `paceline train --config` repeats the run
     environment.json    versions, host, device, threads
     events-<rank>.jsonl what happened, step by step
+    checkpoints/        step-<steps done>/ each, see checkpoint/store.py
     model.safetensors   the weights
     summary.json        how it ended
-    attempt-1/          of each start: agent.json, rank-<r>.log, error-<r>.json
+    .lock               held by the processes of the run that is active here
+    attempt-1/          of each start: config.toml, agent.json, rank-<r>.log, error-<r>.json
 """
 
 from __future__ import annotations
 
+import fcntl
+import os
 import re
 import time
 from pathlib import Path
@@ -18,6 +22,63 @@ from pathlib import Path
 from paceline.errors import UsageError
 
 PRIVATE = 0o700  # data, paths and environment are nobody else's business
+CONFIG = "config.toml"
+CHECKPOINTS = "checkpoints"
+LOCK = ".lock"
+LOCK_SECONDS = 10.0  # the workers of a launcher that was just killed need a moment to end
+
+
+def open_run_dir(asked: Path | None, task: str, *, resume: bool = False, fresh: bool = False) -> Path:
+    """The absolute path of the folder to write into: a new run's, or with `resume` also that of a run that has ended.
+
+    With `fresh`, the checkpoints of a run that has ended are moved aside.
+
+    Raises:
+        UsageError: if it holds something that would be written over, no run, or cannot be written.
+    """
+    if not resume:
+        return create_run_dir(asked, task)
+    if asked is None:
+        raise UsageError("--resume auto needs --run-dir: the folder of the run to go on with")
+    run_dir = asked.absolute()
+    if run_dir.is_dir() and any(run_dir.iterdir()) and not (run_dir / CONFIG).is_file() and not _never_began(run_dir):
+        raise UsageError(
+            f"--run-dir {asked} holds no run (there is no {CONFIG}), but something else. Name the folder of a run, or "
+            "a new one."
+        )
+    _make(run_dir, exist_ok=True)
+    if fresh and (run_dir / CHECKPOINTS).is_dir():
+        aside = next(p for n in range(1, 10000) if not (p := run_dir / f"{CHECKPOINTS}-before-fresh-{n}").exists())
+        (run_dir / CHECKPOINTS).rename(aside)
+    return run_dir
+
+
+def lock_run_dir(run_dir: Path, *, wait_seconds: float = LOCK_SECONDS) -> int:
+    """Take the folder for this run; the lock is held as long as any process has the returned descriptor open.
+
+    Raises:
+        UsageError: if another run has it, naming that one.
+    """
+    descriptor = os.open(run_dir / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    deadline = time.monotonic() + wait_seconds
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "unknown"
+                os.close(descriptor)
+                raise UsageError(
+                    f"another run is active in {run_dir} ({holder}). Wait for its end, or name another folder: "
+                    "--run-dir"
+                ) from None
+            time.sleep(0.1)
+    os.ftruncate(descriptor, 0)
+    os.pwrite(
+        descriptor, f"pid {os.getpid()} on {os.uname().nodename}, {time.strftime('%Y-%m-%d %H:%M:%S')}".encode(), 0
+    )
+    return descriptor
 
 
 def create_run_dir(asked: Path | None, task: str) -> Path:
@@ -29,8 +90,10 @@ def create_run_dir(asked: Path | None, task: str) -> Path:
     if asked is not None:
         run_dir = asked.absolute()
         if run_dir.is_dir() and not _never_began(run_dir):
+            there = (run_dir / CONFIG).is_file()
             raise UsageError(
-                f"--run-dir {asked} is not empty: a run is never written over. Name a new folder, or remove this one."
+                f"--run-dir {asked} is not empty: a run is never written over. Name a new folder, or "
+                f"{'go on with the run in it: --resume auto' if there else 'remove this one'}."
             )
         _make(run_dir, exist_ok=True)
         return run_dir
@@ -46,16 +109,26 @@ def create_run_dir(asked: Path | None, task: str) -> Path:
 
 def _never_began(run_dir: Path) -> bool:
     """Whether all that is there was left by starts that failed before the first step, so that nothing can be lost."""
-    ours = ("config.toml", "environment.json", "summary.json")
-    return all(p.name in ours or p.name.startswith("attempt-") for p in run_dir.iterdir())
+    ours = (CONFIG, "environment.json", "summary.json", LOCK)
+    return all(
+        p.name in ours or p.name.startswith("attempt-") or (p.name == CHECKPOINTS and not any(p.glob("step-*")))
+        for p in run_dir.iterdir()
+    )
 
 
 def create_attempt_dir(run_dir: Path) -> tuple[int, Path]:
     """Make the folder of the next start of a run; its number counts from 1."""
-    number = 1 + sum(1 for _ in run_dir.glob("attempt-*"))
+    numbers = [attempt_number(path) for path in run_dir.glob("attempt-*")]
+    number = 1 + max(numbers, default=0)
     attempt_dir = run_dir / f"attempt-{number}"
     _make(attempt_dir, exist_ok=False)
     return number, attempt_dir
+
+
+def attempt_number(attempt_dir: Path) -> int:
+    """Which start of the run a folder belongs to; 0 if its name does not say."""
+    match = re.fullmatch(r"attempt-(\d+)", attempt_dir.name)
+    return int(match[1]) if match else 0
 
 
 def _make(folder: Path, *, exist_ok: bool) -> None:

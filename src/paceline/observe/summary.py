@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -25,6 +26,7 @@ class Summary(msgspec.Struct, frozen=True, omit_defaults=True):
     samples_per_second: float | None = None
     seconds: float | None = None
     weights_sha256: str | None = None
+    bits_hold_for: dict[str, Any] | None = None
     failure: str | None = None
 
 

@@ -41,6 +41,8 @@ class Parts:
     schedule: Schedule
     loading: Loading
     total_steps: int
+    data: dict[str, Any]
+    """what the training and test data are recognised by"""
 
 
 def prepare(config: TrainConfig, world: World) -> Parts:
@@ -72,7 +74,7 @@ def prepare(config: TrainConfig, world: World) -> Parts:
     optimizer = config.optimizer
     peak_lr = scaled_lr(optimizer.lr, optimizer.lr_scaling, shape.global_batch, optimizer.lr_base_batch)
     schedule = Schedule(peak_lr, total_steps, optimizer.warmup_steps, optimizer.schedule)
-    return Parts(config, task, train_set, test_set, replica, plan, share, schedule, loading, total_steps)
+    return Parts(config, task, train_set, test_set, replica, plan, share, schedule, loading, total_steps, data)
 
 
 def make_model(task: Task, seed: int, world: World) -> nn.Module:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -45,11 +47,26 @@ def opening_lines(parts: Parts) -> list[str]:
 def closing_lines(summary: Summary, folder: Path) -> list[str]:
     """How it ended, and where everything lies."""
     rate = f", {summary.samples_per_second:,.0f} samples/s" if summary.samples_per_second else ""
+    bits = f", the same for 1 to {summary.virtual_ranks} processes" if summary.bits_hold_for else ""
     return [
         f"done: test {scores(summary.test_metrics or {})}{rate}",
-        f"weights {str(summary.weights_sha256)[:16]}...",
+        f"weights {str(summary.weights_sha256)[:16]}...{bits}",
         f"run folder {folder}",
     ]
+
+
+def stopped_line(by: str, step: int, total_steps: int, folder: Path) -> str:
+    """What a run that was asked to stop says last."""
+    return (
+        f"asked to stop ({by}): saved after step {step} of {total_steps}. Go on with: "
+        f"paceline train --resume auto --run-dir {shlex.quote(str(folder))}"
+    )
+
+
+def bits_hold_for(definition: Mapping[str, Any]) -> dict[str, Any]:
+    """What the digest of an exact run holds for, any world size from 1 to virtual_ranks."""
+    names = ("virtual_ranks", "global_batch", "accumulation", "threads_per_rank")
+    return {name: definition[name] for name in names} | definition["hardware"]
 
 
 def scores(metrics: Mapping[str, float]) -> str:

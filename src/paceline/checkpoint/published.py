@@ -1,0 +1,77 @@
+"""What is published, and is a checkpoint what its manifest says? Reading only: needs no claim, changes nothing."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from pathlib import Path
+from typing import NamedTuple
+
+from paceline.checkpoint.files import check_file, check_folder, read_whole
+from paceline.checkpoint.manifest import Damaged, Manifest, decode
+
+MANIFEST = "manifest.json"
+MANIFEST_LIMIT_BYTES = 1 << 28
+
+_STEP = re.compile(r"step-([0-9]{8,})")
+
+
+class Entry(NamedTuple):
+    """A folder with a checkpoint's name; what is in it is another question."""
+
+    step: int
+    path: Path
+
+
+def folder_name(step: int) -> str:
+    """The name that the checkpoint of a step is published under; sorts like the step up to 99,999,999."""
+    return f"step-{step:08d}"
+
+
+def entries(root: Path) -> list[Entry]:
+    """What has the name of a checkpoint, the newest first; nothing if there is no folder."""
+    if not root.is_dir():
+        return []
+    matches = [(_STEP.fullmatch(path.name), path) for path in root.iterdir()]
+    found = [Entry(int(match[1]), path) for match, path in matches if match]
+    return sorted((entry for entry in found if entry.path.name == folder_name(entry.step)), reverse=True)
+
+
+def check(path: Path, files: Collection[str] | None = None) -> Manifest:
+    """The manifest of a checkpoint that can be trusted.
+
+    Args:
+        path: its folder.
+        files: names of the files to hash, so that ranks can share the work; None means all. The sizes of all files
+            are compared in any case.
+
+    Raises:
+        Damaged: names the file, with what was expected and what is there. Links, and what belongs to somebody else
+            or can be written by everybody, count as damage.
+        ValueError: if `files` has a name that the manifest has not.
+    """
+    check_folder(path)
+    data = read_whole(path / MANIFEST, MANIFEST_LIMIT_BYTES)
+    try:
+        manifest = decode(data)
+    except Damaged as error:
+        raise Damaged(f"{MANIFEST} {error}") from None
+    if path.name != folder_name(manifest.step):
+        raise Damaged(f"{MANIFEST} is of step {manifest.step}, its folder is {path.name}")
+    check_files(path, manifest, files)
+    return manifest
+
+
+def check_files(folder: Path, manifest: Manifest, hashed: Collection[str] | None) -> None:
+    """Refuse a folder whose files are not those of the manifest; hash the files named in `hashed`, None: all.
+
+    Raises:
+        Damaged: names the file.
+    """
+    if unknown := set(hashed or ()) - {file.name for file in manifest.files}:
+        raise ValueError(f"the manifest has no file {sorted(unknown)}")
+    for file in manifest.files:  # sizes first: they cost nothing
+        check_file(folder / file.name, file.bytes, None)
+    for file in manifest.files:
+        if hashed is None or file.name in hashed:
+            check_file(folder / file.name, file.bytes, file.sha256)

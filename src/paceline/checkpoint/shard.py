@@ -1,0 +1,182 @@
+"""One rank's part of a state as the bytes of a safetensors file: in a file, or in memory that outlives the process.
+
+The bytes are laid out once; after that, keeping a state means copying tensors into their places. Any safetensors
+reader can open them, and what paceline needs besides stands in the file's own metadata.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from paceline.checkpoint.manifest import Damaged, Piece
+from paceline.checkpoint.state import Held
+from paceline.errors import UsageError
+
+WORDS = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
+    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+TYPES = {word: dtype for dtype, word in WORDS.items()}
+ALIGNED_BYTES = 64
+OURS = "paceline"  # the key of our metadata
+LENGTH_BYTES = 8  # of the number that begins a safetensors file: how long its header is
+
+
+def rank_part(held: Sequence[Held], rank: int, world_size: int) -> list[Held]:
+    """What `rank` saves: all that it alone holds, and its share, by bytes, of what everybody holds."""
+    loads = [0] * world_size
+    mine = [h for h in held if not h.replicated]
+    replicated = sorted((h for h in held if h.replicated), key=lambda h: (-h.tensor.nbytes, h.name))
+    for one in replicated:
+        lightest = min(range(world_size), key=lambda r: (loads[r], r))
+        loads[lightest] += one.tensor.nbytes
+        if lightest == rank:
+            mine.append(one)
+    return mine
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where each tensor of a rank's part lies: `pieces[i]` at byte `offsets[i]` after a header of `header_bytes`."""
+
+    pieces: tuple[Piece, ...]
+    offsets: tuple[int, ...]
+    header_bytes: int
+    total_bytes: int
+
+
+def layout(part: Sequence[Held], *, room_bytes: int = 4096) -> tuple[list[Held], Layout]:
+    """The order in which to lay `part` (large elements first, so that each lies aligned), and the places.
+
+    `room_bytes` is kept free for metadata.
+
+    Raises:
+        UsageError: for a type of number that safetensors does not know.
+    """
+    for one in part:
+        if one.tensor.dtype not in WORDS:
+            raise UsageError(
+                f"{one.name} is {one.tensor.dtype}: a checkpoint can hold {', '.join(WORDS.values())} only"
+            )
+    ordered = sorted(part, key=lambda h: (-h.tensor.element_size(), h.name))
+    pieces = tuple(_piece(one) for one in ordered)
+    offsets: list[int] = []
+    at = 0
+    for one in ordered:
+        offsets.append(at)
+        at += one.tensor.nbytes
+    described = len(_describe(pieces, ordered, offsets, {})) + len(msgspec.json.encode(pieces)) * 2
+    header = _round_up(LENGTH_BYTES + described + room_bytes, ALIGNED_BYTES)
+    return ordered, Layout(pieces, tuple(offsets), header, header + at)
+
+
+def _piece(held: Held) -> Piece:
+    stop = held.start + held.tensor.numel()
+    part = "" if held.whole is None else f"[{held.start}:{stop}]"
+    shape = tuple(held.shape)
+    return Piece(held.name + part, held.name, WORDS[held.tensor.dtype], shape, held.start, stop)
+
+
+def _describe(pieces: Sequence[Piece], part: Sequence[Held], offsets: Sequence[int], meta: Mapping[str, str]) -> bytes:
+    table: dict[str, Any] = {"__metadata__": dict(meta)}
+    for piece, held, offset in zip(pieces, part, offsets, strict=True):
+        end = offset + held.tensor.nbytes
+        table[piece.key] = {"dtype": piece.dtype, "shape": [*held.tensor.shape], "data_offsets": [offset, end]}
+    return json.dumps(table, separators=(",", ":")).encode()
+
+
+@torch.no_grad()
+def fill(buffer: Tensor, part: Sequence[Held], places: Layout, meta: Mapping[str, Any]) -> None:
+    """Write the safetensors file of `part` into `buffer`, (total_bytes,) uint8.
+
+    Its first bytes, the header's length, are zeros until everything else is there: a writer that is killed leaves
+    something that nobody takes for a state.
+    """
+    buffer[:LENGTH_BYTES] = 0
+    for held, offset in zip(part, places.offsets, strict=True):
+        start = places.header_bytes + offset
+        place = buffer[start : start + held.tensor.nbytes]
+        if place.numel():
+            place.view(held.tensor.dtype).view(held.tensor.shape).copy_(held.tensor)
+    pieces = msgspec.json.encode(places.pieces).decode()
+    words = {OURS: msgspec.json.encode(meta).decode(), "pieces": pieces}
+    text = _describe(places.pieces, part, places.offsets, words)
+    length = places.header_bytes - LENGTH_BYTES
+    if len(text) > length:
+        raise UsageError(f"the description of a state needs {len(text):,} bytes, {length:,} were kept free")
+    header = bytearray(text.ljust(length))  # spaces are part of JSON
+    buffer[LENGTH_BYTES : places.header_bytes] = torch.frombuffer(header, dtype=torch.uint8)
+    buffer[:LENGTH_BYTES] = torch.frombuffer(bytearray(length.to_bytes(LENGTH_BYTES, "little")), dtype=torch.uint8)
+
+
+def read_meta(path: Path | str) -> tuple[Any, tuple[Piece, ...]] | None:
+    """Our metadata and the pieces of a file that `fill` has made; None if it is none, or not finished."""
+    try:
+        with safe_open(str(path), "pt") as file:
+            words = file.metadata()
+            return msgspec.json.decode(words[OURS]), msgspec.json.decode(words["pieces"], type=tuple[Piece, ...])
+    except (SafetensorError, OSError, KeyError, TypeError, msgspec.MsgspecError):
+        return None
+
+
+class Shards:
+    """A whole state out of several such files: a `checkpoint.state.Source`."""
+
+    def __init__(self, files: Iterable[tuple[Path | str, Sequence[Piece]]]) -> None:
+        self._pieces: dict[str, list[tuple[str, Piece]]] = {}
+        for path, pieces in files:
+            for piece in pieces:
+                self._pieces.setdefault(piece.name, []).append((str(path), piece))
+        self._names = sorted(self._pieces)
+        self._open: dict[str, Any] = {}
+
+    def names(self, prefix: str) -> list[str]:
+        """See Source."""
+        return [name for name in self._names if name.startswith(prefix)]
+
+    def shape(self, name: str) -> torch.Size:
+        """See Source."""
+        return torch.Size(self._pieces[name][0][1].shape)
+
+    def tensor(self, name: str, start: int = 0, stop: int | None = None) -> Tensor | None:
+        """See Source.
+
+        Raises:
+            Damaged: if a file does not hold what its description says.
+        """
+        if name not in self._pieces:
+            return None
+        first = self._pieces[name][0][1]
+        shape = torch.Size(first.shape)
+        end = shape.numel() if stop is None else stop
+        result = torch.empty(end - start, dtype=TYPES.get(first.dtype, torch.uint8))
+        for path, piece in self._pieces[name]:
+            low, high = max(start, piece.start), min(end, piece.stop)
+            if low < high:
+                values = self._read(path, piece)
+                result[low - start : high - start] = values[low - piece.start : high - piece.start]
+        return result.view(shape) if start == 0 and stop is None else result
+
+    def _read(self, path: str, piece: Piece) -> Tensor:
+        try:
+            if path not in self._open:
+                self._open[path] = safe_open(path, "pt")
+            values: Tensor = self._open[path].get_tensor(piece.key).reshape(-1)
+        except (SafetensorError, OSError) as error:
+            raise Damaged(f"{path}: {error}") from None
+        if WORDS.get(values.dtype) != piece.dtype or values.numel() != piece.stop - piece.start:
+            raise Damaged(f"{path} holds {values.numel()} x {values.dtype} as {piece.key}, described as {piece}")
+        return values
+
+
+def _round_up(number: int, unit: int) -> int:
+    return -(-number // unit) * unit

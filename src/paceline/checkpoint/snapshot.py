@@ -1,0 +1,108 @@
+"""The newest state in memory that outlives this process: what a restarted worker goes on from, without a disk.
+
+The agent has made two memory files for each rank of its node, and keeps them over restarts. A rank writes into them in
+turn, so that one whole state is always there. Ranks write at the same steps, and nobody begins the next snapshot
+before everybody has taken a step since the last one; so the states of the same step make up a whole.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from paceline.checkpoint.manifest import Piece
+from paceline.checkpoint.shard import LENGTH_BYTES, Shards, fill, layout, rank_part, read_meta
+from paceline.checkpoint.state import Held
+
+FDS = "PACELINE_SNAPSHOT_FDS"
+Pair = tuple[int, int]
+
+
+class Mark(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Which state this is."""
+
+    generation: int
+    step: int
+    rank: int
+    world_size: int
+    content: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A whole state in memory."""
+
+    step: int
+    content: dict[str, Any]
+    source: Shards
+
+
+def inherited() -> list[Pair]:
+    """The memory files of this node's ranks, by local rank; none without an agent that restarts."""
+    pairs = [pair.split(",") for pair in os.environ.get(FDS, "").split(";") if pair]
+    return [(int(first), int(second)) for first, second in pairs]
+
+
+class Keeper:
+    """Writes this rank's snapshots."""
+
+    def __init__(self, files: Pair, rank: int, world_size: int, generation: int, *, spared: int | None) -> None:
+        """`spared` is the file that must not be written first: the state that we come from may be in it."""
+        self._files, self._rank, self._world_size, self._generation = files, rank, world_size, generation
+        self._next = files[1] if spared == files[0] else files[0]
+        self._buffers: dict[int, Tensor] = {}
+
+    def keep(self, held: Sequence[Held], step: int, content: dict[str, Any]) -> int:
+        """Copy this rank's part of the state; return its bytes.
+
+        Raises:
+            OSError: without room in memory for it; the snapshot before this one is still there.
+        """
+        descriptor = self._next
+        part, places = layout(rank_part(held, self._rank, self._world_size), room_bytes=65536)
+        buffer = self._buffer(descriptor, places.total_bytes)
+        mark = Mark(self._generation, step, self._rank, self._world_size, content)
+        fill(buffer, part, places, msgspec.to_builtins(mark))
+        self._next = self._files[0] if descriptor == self._files[1] else self._files[1]
+        return places.total_bytes
+
+    def _buffer(self, descriptor: int, size_bytes: int) -> Tensor:
+        buffer = self._buffers.get(descriptor)
+        if buffer is None or len(buffer) != size_bytes:
+            self._buffers.pop(descriptor, None)
+            os.ftruncate(descriptor, 0)  # what is in it is no longer a state
+            os.posix_fallocate(descriptor, 0, size_bytes)  # fails now, instead of killing us at the first write
+            buffer = torch.frombuffer(mmap.mmap(descriptor, size_bytes), dtype=torch.uint8)
+            self._buffers[descriptor] = buffer
+        return buffer
+
+
+def newest(pairs: Sequence[Pair]) -> tuple[Snapshot, set[int]] | None:
+    """The newest state of which every rank's part is there, and the memory files that it lies in."""
+    found: dict[tuple[int, int, int], dict[int, tuple[int, Mark, tuple[Piece, ...]]]] = {}
+    for descriptor in (descriptor for pair in pairs for descriptor in pair):
+        if os.fstat(descriptor).st_size <= LENGTH_BYTES or not any(os.pread(descriptor, LENGTH_BYTES, 0)):
+            continue
+        read = read_meta(_path(descriptor))
+        if read is not None:
+            mark = msgspec.convert(read[0], Mark)
+            ranks = found.setdefault((mark.generation, mark.step, mark.world_size), {})
+            ranks[mark.rank] = (descriptor, mark, read[1])
+    whole = [key for key, ranks in found.items() if len(ranks) == key[2]]
+    if not whole:
+        return None
+    ranks = found[max(whole, key=lambda key: (key[0], key[1]))]
+    mark = ranks[0][1]
+    source = Shards([(_path(descriptor), pieces) for descriptor, _, pieces in ranks.values()])
+    return Snapshot(mark.step, mark.content, source), {descriptor for descriptor, _, _ in ranks.values()}
+
+
+def _path(descriptor: int) -> str:
+    return f"/proc/self/fd/{descriptor}"

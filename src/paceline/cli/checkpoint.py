@@ -1,0 +1,106 @@
+"""`paceline checkpoint`: which checkpoints a run has, whether they are whole, and from which one it would go on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from paceline.checkpoint.manifest import Damaged, Manifest
+from paceline.checkpoint.store import Checkpoints, Entry
+from paceline.errors import ExitCode, UsageError
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """List a run's checkpoints, or verify every byte of them. Verify: exit code 1 if any is damaged."""
+
+    action: tyro.conf.Positional[Literal["list", "verify"]]
+    """list: compares sizes only, fast; verify: hashes every file"""
+    run: tyro.conf.Positional[Path]
+    """the run's folder, or its checkpoints folder"""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run `paceline checkpoint ARGUMENTS`."""
+    config = tyro.cli(
+        CheckpointConfig, prog="paceline checkpoint", args=list(arguments), description=CheckpointConfig.__doc__
+    )
+    checkpoints, entries = _find(config.run)
+    console = Console(width=None if Console().is_terminal else 132, highlight=False)
+    if config.action == "list":
+        _list(console, checkpoints, entries)
+        return ExitCode.DONE
+    return _verify(console, checkpoints, entries)
+
+
+def _find(run: Path) -> tuple[Checkpoints, list[Entry]]:
+    """The checkpoints of a run, the newest last.
+
+    Raises:
+        UsageError: if there are none.
+    """
+    if not run.is_dir():
+        raise UsageError(f"there is no folder {run}")
+    checkpoints = Checkpoints(run / "checkpoints" if (run / "checkpoints").is_dir() else run)
+    try:
+        entries = checkpoints.entries()[::-1]
+    except OSError as error:
+        raise UsageError(f"{checkpoints.root} cannot be read: {error.strerror}") from None
+    if not entries:
+        raise UsageError(f"no checkpoints in {run}: was it run with --checkpoint-every?")
+    return checkpoints, entries
+
+
+def _list(console: Console, checkpoints: Checkpoints, entries: Sequence[Entry]) -> None:
+    table = Table("step", "when", "size", "world size", "virtual ranks", "state")
+    for step, path in entries:
+        found = _judged(checkpoints, path, hashed=False)
+        if isinstance(found, Manifest):
+            size_bytes = sum(file.bytes for file in found.files)
+            numbers = (f"{size_bytes:,} bytes", str(found.world_size), str(found.virtual_ranks))
+            table.add_row(str(step), _when(path), *numbers, "sizes are right")
+        elif found:
+            table.add_row(str(step), _when(path), "", "", "", Text(f"damaged: {found}"))
+    console.print(table)
+    console.print("`paceline checkpoint verify` reads the contents as well")
+
+
+def _verify(console: Console, checkpoints: Checkpoints, entries: Sequence[Entry]) -> int:
+    newest_whole: Path | None = None
+    damaged = 0
+    for _, path in entries:
+        found = _judged(checkpoints, path, hashed=True)
+        if isinstance(found, Manifest):
+            newest_whole = path
+            console.print(f"{path.name}  whole")
+        elif found:
+            damaged += 1
+            console.print(Text(f"{path.name}  damaged: {found}"), soft_wrap=True)
+    if newest_whole:
+        console.print(f"a resumed run goes on from {newest_whole.name}")
+    else:
+        console.print("none of them can be resumed from")
+    return ExitCode.FAILED if damaged else ExitCode.DONE
+
+
+def _judged(checkpoints: Checkpoints, path: Path, *, hashed: bool) -> Manifest | str:
+    """The manifest, or what is wrong in words; no words if the run has deleted the checkpoint meanwhile."""
+    try:
+        return checkpoints.check(path, files=None if hashed else ())
+    except Damaged as error:
+        return str(error) if path.is_symlink() or path.exists() else ""
+
+
+def _when(path: Path) -> str:
+    try:
+        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(path.lstat().st_mtime))
+    except OSError:  # deleted meanwhile
+        return ""

@@ -1,0 +1,76 @@
+"""What makes the bits of a run depend on nothing but its definition, and what they still depend on, written down.
+
+Needed beside the tree of `strategies.exact`: kernels that always add in the same order, and one number of threads per
+rank for every world size, since it decides how torch cuts its loops.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline.errors import UsageError
+
+DEFAULT_THREADS = 1  # the largest number that every world size can have
+
+
+@contextmanager
+def deterministic() -> Generator[None]:
+    """Inside, torch uses deterministic kernels only, and an operation without one is an error that says what to do."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    options: Any = torch.utils.deterministic  # a module with properties, which type checkers do not see
+    filling = options.fill_uninitialized_memory
+    benchmark = torch.backends.cudnn.benchmark
+    # cuBLAS reads it when it makes its first handle; without it matrix products on several streams may differ
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    options.fill_uninitialized_memory = False  # NaN into every new tensor: costs memory bandwidth
+    torch.backends.cudnn.benchmark = False  # picks the kernel that was fastest this time
+    try:
+        yield
+    except RuntimeError as error:
+        raise _explained(error) from error
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        options.fill_uninitialized_memory = filling
+        torch.backends.cudnn.benchmark = benchmark
+
+
+def _explained(error: RuntimeError) -> Exception:
+    match = re.search(r"(\S+) does not have a deterministic implementation", str(error))
+    if match is None:
+        return error
+    return UsageError(
+        f"{match[1]} has no deterministic kernel on this device, so the run cannot promise bits. Replace the operation "
+        "in the model or the loss, or train with another strategy (bucketed: equal to one process up to rounding)."
+    )
+
+
+def holds_for(device: torch.device) -> dict[str, Any]:
+    """What, beside the run's definition, its bits depend on: versions of torch and its libraries, and the processor."""
+    built = torch.__config__.show()
+    libraries = re.findall(
+        r"(Intel\(R\) oneAPI Math Kernel Library Version \S+|Intel\(R\) MKL-DNN v\S+|oneDNN v\S+)", built
+    )
+    on_gpu = device.type == "cuda"
+    return {
+        "torch": str(torch.__version__),
+        "libraries": sorted(set(libraries)),
+        "processor": torch.cuda.get_device_name(device) if on_gpu else _cpu_model(),
+        "capability": None if on_gpu else torch.backends.cpu.get_cpu_capability(),
+    }
+
+
+def _cpu_model() -> str:
+    """Not only its vector width: the libraries have kernels for single models."""
+    try:
+        match = re.search(r"^model name\s*:\s*(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    except OSError:
+        match = None
+    return match[1].strip() if match else "unknown"

@@ -1,0 +1,158 @@
+"""What keeps a training's state safe between two steps: replicas compared, snapshots in memory, checkpoints on disk."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from paceline.checkpoint.snapshot import Keeper, inherited
+from paceline.checkpoint.store import Checkpoints, Claim
+from paceline.collectives import gather_words, together
+from paceline.observe import events
+from paceline.observe.folder import CHECKPOINTS
+from paceline.strategies.base import Replica
+from paceline.train.resume import Content, Origin
+from paceline.train.saving import Saver
+from paceline.train.watch import check_replicas
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a run writes, which start of it this is, and what defines it."""
+
+    folder: Path
+    attempt: int
+    generation: int
+    attempt_dir: Path | None
+    """on rank 0"""
+    definition: dict[str, Any] = field(default_factory=dict[str, Any])
+    notices: list[str] = field(default_factory=list[str])
+    """what the user must be told before the first step"""
+
+
+@dataclass(frozen=True)
+class Rhythm:
+    """After how many steps each is due; None: not by itself."""
+
+    watch: int
+    checkpoint: int | None = None
+    snapshot: int | None = None
+
+
+class Keeping:
+    """This rank's side of it; all calls at the same steps on all ranks."""
+
+    def __init__(
+        self,
+        replica: Replica,
+        place: Place,
+        origin: Origin | None,
+        rhythm: Rhythm,
+        *,
+        keep: int,
+        writer: events.EventWriter,
+        say: Callable[[str], None],
+    ) -> None:
+        """A collective.
+
+        Raises:
+            UsageError: if checkpoints are due and their folder cannot be taken, told by one rank.
+        """
+        self._replica, self._world, self._rhythm, self._writer, self._say = replica, replica.world, rhythm, writer, say
+        checkpoints = Checkpoints(place.folder / CHECKPOINTS)
+        claim = Claim(place.attempt, place.generation)
+        with together(self._world):
+            if self._world.rank == 0 and (rhythm.checkpoint or origin or place.generation):
+                # Also where none is due: who is left of an older generation must not publish any more.
+                checkpoints.claim(*claim, place.notices.append)
+        self._saver = Saver(
+            checkpoints, self._world, replica.virtual_ranks, claim, keep=keep, flush_events=writer.flush, say=say
+        )
+        self._keeper = _keeper(self._world.local_rank, place, origin, replica)
+        self._snapshots, self._snapshot_seconds, self._snapshot_bytes = 0, 0.0, 0
+        self.failed = ""
+        """why the last checkpoint could not be written; empty if it could. The same on all ranks, after `end`"""
+
+    def votes(self) -> list[float]:
+        """For the totals of the next step."""
+        return self._saver.votes()
+
+    def between(self, step: int, votes: Sequence[float], content: Content, *, save: bool) -> float:
+        """Do what is due after `step` (a collective); `votes` are the last step's.
+
+        Returns:
+            The seconds that training stood still.
+
+        Raises:
+            TrainingError: if the replicas differ.
+        """
+        began = time.perf_counter()
+        rhythm = self._rhythm
+        self._saver.agreed(votes)
+        save = save or bool(rhythm.checkpoint and step % rhythm.checkpoint == 0)
+        snapshot = self._keeper is not None and rhythm.snapshot and step % rhythm.snapshot == 0
+        watch = step % rhythm.watch == 0
+        if not (save or snapshot or watch):
+            self._tell()
+            return 0.0
+        held = self._replica.state()
+        if save or watch:  # never keep what is damaged already
+            check_replicas(held, self._world, step)
+        if save:
+            self._saver.begin(held, step, content)
+        if snapshot:
+            self._snapshot(step, content)
+        self._tell()
+        return time.perf_counter() - began
+
+    def end(self) -> None:
+        """Wait until the last checkpoint is on disk (a collective)."""
+        self._saver.settle()
+        self._tell()
+        if self._snapshots:
+            size = self._snapshot_bytes
+            self._writer.write(events.Snapshotted(self._snapshots, self._snapshot_seconds, size))
+        self.failed = gather_words(self._saver.failed, self._world)[0]
+
+    def abandon(self) -> None:
+        """After an error: let the threads end; what is not published will never be."""
+        self._saver.abandon()
+
+    def _snapshot(self, step: int, content: Content) -> None:
+        assert self._keeper is not None
+        began = time.perf_counter()
+        try:
+            self._snapshot_bytes = self._keeper.keep(self._replica.state(), step, msgspec.to_builtins(content))
+        except OSError as error:
+            self._keeper = None
+            self._say(
+                f"no snapshots from now on: rank {self._world.rank} has no memory for them ({error.strerror}). "
+                "Restarted workers will go on from a checkpoint on disk (--checkpoint-every)."
+            )
+            return
+        self._snapshots += 1
+        self._snapshot_seconds += time.perf_counter() - began
+
+    def _tell(self) -> None:
+        for saved in self._saver.take_done():
+            self._writer.write(
+                events.Checkpointed(
+                    saved.step, saved.failure, saved.stall_seconds, saved.write_seconds, saved.size_bytes
+                )
+            )
+            if saved.failure:
+                self._say(f"WARNING: the checkpoint of step {saved.step} could not be written: {saved.failure}")
+
+
+def _keeper(local_rank: int, place: Place, origin: Origin | None, replica: Replica) -> Keeper | None:
+    files = inherited()
+    if local_rank >= len(files):
+        return None
+    pair = files[local_rank]
+    spared = next((file for file in pair if origin and file in origin.files), None)
+    return Keeper(pair, replica.world.rank, replica.world.size, place.generation, spared=spared)

@@ -1,0 +1,50 @@
+"""Being asked to stop: by Ctrl-C, by Slurm before the time limit, by whoever needs the machine.
+
+A signal only sets a flag. What it asks for is done between two steps, when all ranks have agreed: inside a handler a
+collective or a file could be half done already.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Generator
+from contextlib import contextmanager
+from types import FrameType
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
+
+
+class StopRequest:
+    """Whether this rank has been asked to stop, and by what."""
+
+    def __init__(self) -> None:
+        self.by: str | None = None
+
+    def note(self, number: int, frame: FrameType | None = None) -> None:
+        """Remember the first request; the second one ends the process at once."""
+        if self.by is None:
+            self.by = signal.Signals(number).name
+            return
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+
+@contextmanager
+def noticing() -> Generator[StopRequest]:
+    """Inside, signals that ask to stop are noted instead of obeyed; what was ignored (nohup) stays ignored.
+
+    Outside the main thread, where Python handles no signals, nothing is noted.
+    """
+    request = StopRequest()
+    if threading.current_thread() is not threading.main_thread():
+        yield request
+        return
+    wanted = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, request.note) for number in wanted}
+    try:
+        yield request
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

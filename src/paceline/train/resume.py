@@ -1,0 +1,94 @@
+"""Where does a training begin? At step 0, at a snapshot in memory, or at the newest checkpoint that is whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from paceline.checkpoint.shard import Shards
+from paceline.checkpoint.snapshot import inherited, newest
+from paceline.checkpoint.store import Checkpoints, Damaged
+from paceline.collectives import gather_words, told_once
+from paceline.errors import UsageError
+from paceline.world import World
+
+Report = Callable[[str], None]
+
+
+class Content(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What belongs to a state beside its tensors."""
+
+    samples_seen: int
+    metrics: dict[str, float]
+    definition: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The state that a training goes on from."""
+
+    step: int
+    content: Content
+    source: Shards
+    where: str
+    """in words"""
+    files: frozenset[int] = field(default_factory=frozenset[int])
+    """the memory files that it lies in"""
+
+
+def from_memory(world: World) -> Origin | None:
+    """The newest snapshot that the ranks before us have left on this node, if all ranks see the same (a collective)."""
+    found = newest(inherited())
+    steps = gather_words(None if found is None else found[0].step, world)
+    if found is None or any(step != steps[0] for step in steps):
+        return None
+    snapshot, files = found
+    content = msgspec.convert(snapshot.content, Content)
+    return Origin(snapshot.step, content, snapshot.source, f"the snapshot of step {snapshot.step}", frozenset(files))
+
+
+def from_disk(checkpoints: Checkpoints, world: World, report: Report, *, after: Origin | None = None) -> Origin | None:
+    """The newest checkpoint of which every byte is right (a collective); the ranks share the hashing.
+
+    Args:
+        checkpoints: of the run.
+        world: this rank's place.
+        report: told of each newer one that is not whole, and why, on rank 0.
+        after: what is at hand already: only a later step is of interest.
+
+    Raises:
+        UsageError: if there are checkpoints, but none is whole; told by rank 0.
+    """
+    there = [str(path) for step, path in checkpoints.entries() if after is None or step > after.step]
+    paths: list[str] = gather_words(there, world)[0]
+    for path in map(Path, paths):
+        complaint = next((words for words in gather_words(_checked(checkpoints, path, world), world) if words), None)
+        if complaint is None:
+            manifest = checkpoints.check(path, files=())
+            content = Content(manifest.samples_seen, manifest.metrics, manifest.definition)
+            source = Shards([(path / file.name, file.pieces) for file in manifest.files])
+            return Origin(manifest.step, content, source, str(path))
+        if world.rank == 0:
+            report(f"{path.name} cannot be used: {complaint}")
+    if paths and after is None:
+        error = UsageError(
+            f"none of the {len(paths)} checkpoints in {checkpoints.root} is whole: `paceline checkpoint verify` says "
+            "what is wrong with each. --fresh begins again at step 0 and moves them aside."
+        )
+        raise told_once(error, world)
+    return None
+
+
+def _checked(checkpoints: Checkpoints, path: Path, world: World) -> str | None:
+    """What is wrong with this rank's share of the files."""
+    try:
+        manifest = checkpoints.check(path, files=())
+        mine = [file.name for file in manifest.files][world.rank :: world.size]
+        checkpoints.check(path, files=mine)
+    except Damaged as error:
+        return str(error)
+    return None

@@ -1,0 +1,80 @@
+"""Are all replicas still the same? A fast fingerprint of every replicated tensor, compared over ranks now and then.
+
+A bit that flips in one rank's memory spreads into every result of a training without a word. Compared are parameters,
+buffers and optimizer state as far as every rank holds them; what a single rank holds (a virtual rank's buffers, a
+share of `zero`'s state) has nothing to be compared with, until it has changed a parameter.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from paceline.checkpoint.state import Held
+from paceline.collectives import told_once
+from paceline.errors import TrainingError
+from paceline.world import World
+
+MAX_NAMED = 3
+
+
+def check_replicas(held: Sequence[Held], world: World, step: int) -> None:
+    """Compare what all ranks hold (a collective); one message of 8 bytes for each tensor.
+
+    Raises:
+        TrainingError: if a tensor differs, naming it and the rank in the minority (a tie accuses nobody);
+            ToldElsewhere on the other ranks.
+    """
+    replicated = [h for h in held if h.replicated]
+    if world.size == 1 or not replicated:
+        return
+    mine = torch.stack([fingerprint(h.tensor) for h in replicated])
+    gathered = [torch.empty_like(mine) for _ in range(world.size)]
+    dist.all_gather(gathered, mine)
+    together = torch.stack(gathered)  # (W, n)
+    if bool((together == together[0]).all()):
+        return
+    columns: list[list[int]] = together.t().tolist()
+    found = {h.name: prints for h, prints in zip(replicated, columns, strict=True) if len(set(prints)) > 1}
+    raise told_once(TrainingError(_told(found, world, step)), world)
+
+
+def fingerprint(tensor: Tensor) -> Tensor:
+    """() int64: the sum of all bits as 64-bit numbers, modulo 2**64.
+
+    A single flipped bit changes it by a power of two, so it is always seen.
+    """
+    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    if data.storage_offset() % 8:
+        data = data.clone()
+    whole = len(data) // 8 * 8
+    rest = torch.nn.functional.pad(data[whole:], (0, 8 - (len(data) - whole)))
+    return data[:whole].view(torch.int64).sum() + rest.view(torch.int64).sum()
+
+
+def _told(found: dict[str, list[int]], world: World, step: int) -> str:
+    names = list(found)
+    shown = ", ".join(names[:MAX_NAMED]) + (f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else "")
+    odd: set[int] = set()
+    for prints in found.values():
+        (common, votes), *_ = Counter(prints).most_common()
+        if votes * 2 <= world.size:
+            odd = set(range(world.size))  # no majority: nobody is accused
+            break
+        odd |= {rank for rank, value in enumerate(prints) if value != common}
+    if len(odd) == world.size:
+        who = (
+            "ranks 0 and 1, and two cannot tell which is right" if world.size == 2 else "all ranks, without a majority"
+        )
+        who = f"between {who}"
+    else:
+        who = f"on rank {', '.join(map(str, sorted(odd)))}, against the majority of {world.size} ranks"
+    return (
+        f"the replicas have drifted apart: after step {step} {shown} differs {who}. Memory, a device or a kernel has "
+        "failed, or code that changes weights on one rank only. Nothing was saved since; go on from the newest "
+        "checkpoint (--resume auto), without that machine if it happens again."
+    )
