@@ -29,16 +29,20 @@ def derive(seed: int, purpose: str, *keys: int) -> int:
 
 @contextmanager
 def random_stream(seed: int, device: torch.device) -> Generator[None]:
-    """Inside, torch's generators of the CPU and of `device` continue from `seed`; outside they are untouched."""
+    """Inside, torch (CPU and `device`), `random` and numpy continue from `seed`; outside they are untouched.
+
+    All of them, since a model may drop layers by a draw of numpy's, and that must not depend on the world size either.
+    """
     cuda = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=cuda):
-        torch.manual_seed(seed) if not cuda else _seed_one_gpu(seed, device)
+    with preserved_streams(), torch.random.fork_rng(devices=cuda):
+        seed_streams(seed)
+        if cuda:
+            _seed_one_gpu(seed, device)
         yield
 
 
 def _seed_one_gpu(seed: int, device: torch.device) -> None:
     # torch.manual_seed would seed all GPUs of the node, those of other ranks too, and not restore them.
-    torch.default_generator.manual_seed(seed)
     with torch.cuda.device(device):
         torch.cuda.manual_seed(seed)
 

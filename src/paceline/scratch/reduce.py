@@ -180,7 +180,7 @@ class GradientReducer:
     def _start_next(self) -> None:
         parameters = self._buckets[self._next]
         self._next += 1
-        flat = pack(parameters)
+        flat = pack(parameters, [p.grad for p in parameters])
         work = dist.all_reduce(flat, group=self._group, async_op=True)
         assert work is not None  # None only for ranks outside the group
         self._in_flight.append((parameters, flat, work))
@@ -199,14 +199,14 @@ def buckets_of(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> list[li
     return [[parameters[i] for i in bucket] for bucket in buckets]
 
 
-def pack(parameters: Sequence[nn.Parameter], padded: int = 0) -> Tensor:
-    """All gradients in one tensor, then one number for each: 1 where there is a gradient, 0 where it was None.
+def pack(parameters: Sequence[nn.Parameter], grads: Sequence[Tensor | None] | None, padded: int = 0) -> Tensor:
+    """All gradients in one tensor, then one number for each: 1 where there is a gradient, 0 where it is None.
 
     (2, 3) and (4,), the second without gradient -> (12,): 6 numbers, 4 zeros, 1, 0. After the sum over ranks the last
     ones tell how many ranks used each parameter; a message of their own would cost a round trip. Zeros fill it up to
-    the length `padded`.
+    the length `padded`. `grads` of None are None for each.
     """
-    grads = [p.grad for p in parameters]
+    grads = [None] * len(parameters) if grads is None else grads
     used = parameters[0].new_ones(len(parameters))
     for index, grad in enumerate(grads):
         if grad is None:

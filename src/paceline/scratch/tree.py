@@ -25,7 +25,7 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -87,49 +87,59 @@ def tree_sum(parts: dict[Node, T], add: Callable[[T, T], T], leaves: int) -> T:
     return value((0, leaves))
 
 
-class PartialSums:
-    """Adds up leaves as they come, from left to right, and never more of them at once than the tree allows.
+class PartialSums(Generic[T]):
+    """Adds up leaves as they come, from left to right, and never keeps more sums than the tree needs.
 
     As a binary counter carries, two neighbours become one as soon as they are a subtree: 7 leaves that belong together
-    are kept as sums of 4, 2 and 1. A leaf of None is all zeros: x + 0 is x, except that it turns -0 into +0, which is
-    done here too, because another number of ranks would add real zeros.
+    are kept as sums of 4, 2 and 1. A leaf that is None, or never comes, is all zeros.
     """
 
-    def __init__(self, owned: Node, leaves: int) -> None:
-        self.owned, self._leaves = owned, leaves
+    def __init__(self, owned: Node, leaves: int, add: Callable[[T | None, T | None], T | None]) -> None:
+        """`add` adds two neighbours, and may change them; see `added`."""
+        self.owned, self._leaves, self._added = owned, leaves, add
         self._next = owned[0]
-        self._sums: list[tuple[Node, Tensor | None]] = []
+        self._sums: list[tuple[Node, T | None]] = []
 
-    def add(self, leaf: int, value: Tensor | None) -> None:
-        """Add `value`, which becomes ours, as `leaf`; leaves that were skipped are zeros."""
+    def add(self, leaf: int, value: T | None) -> None:
+        """Add `value`, which becomes ours, as `leaf`; leaves that were left out are zeros."""
         if not self._next <= leaf < self.owned[1]:
             raise ValueError(f"leaf {leaf} is not one of {self._next}..{self.owned[1] - 1}, those still to come")
-        self.skip_to(leaf)
-        self._push(leaf, value)
-
-    def skip_to(self, leaf: int) -> None:
-        """All leaves before `leaf` that have not come are zeros."""
         while self._next < leaf:
             self._push(self._next, None)
+        self._push(leaf, value)
 
-    def finish(self, like: Callable[[], Tensor]) -> list[Tensor]:
-        """The sums of our `subtrees`, in order; `like` makes zeros for those without any leaf."""
-        self.skip_to(self.owned[1])
-        return [like() if value is None else value for _, value in self._sums]
+    def finish(self) -> list[T | None]:
+        """The sums of our `subtrees`, in order."""
+        while self._next < self.owned[1]:
+            self._push(self._next, None)
+        return [value for _, value in self._sums]
 
-    def _push(self, leaf: int, value: Tensor | None) -> None:
+    def _push(self, leaf: int, value: T | None) -> None:
         self._next = leaf + 1
         node = (leaf, leaf + 1)
         while self._sums and is_node((self._sums[-1][0][0], node[1]), self._leaves):
             left, left_value = self._sums.pop()
-            node, value = (left[0], node[1]), _add(left_value, value)
+            node, value = (left[0], node[1]), self._added(left_value, value)
         self._sums.append((node, value))
 
 
-def _add(left: Tensor | None, right: Tensor | None) -> Tensor | None:
+def added(left: Tensor | None, right: Tensor | None) -> Tensor | None:
+    """left + right in place, None for zeros.
+
+    x + 0 is x, except that it turns -0 into +0: that is done for None too, because another number of ranks would add
+    real zeros.
+    """
     if left is None:
         return None if right is None else right.add_(0.0)
     return left.add_(0.0) if right is None else left.add_(right)
+
+
+def added_each(left: list[Tensor | None] | None, right: list[Tensor | None] | None) -> list[Tensor | None] | None:
+    """`added` for all tensors of two lists."""
+    if left is None and right is None:
+        return None
+    nothing: list[Tensor | None] = [None] * len(left or right or [])
+    return [added(a, b) for a, b in zip(left or nothing, right or nothing, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -148,9 +158,9 @@ class Forest:
         """The subtrees of each rank."""
         return [subtrees(owned, self.leaves) for owned in self.owned]
 
-    def partial_sums(self) -> PartialSums:
+    def partial_sums(self, add: Callable[[T | None, T | None], T | None]) -> PartialSums[T]:
         """An empty counter for this rank's leaves."""
-        return PartialSums(self.owned[self.rank], self.leaves)
+        return PartialSums(self.owned[self.rank], self.leaves, add)
 
     def padded(self, size: int) -> int:
         """`size` elements, made up to equal shares for all ranks that begin at cache lines."""
@@ -283,7 +293,7 @@ class TreeReducer:
         self._leaf: int | None = None
         self._leaving = False
         self._missing = [set(bucket) for bucket in self._buckets]
-        self._sums = [self._forest.partial_sums() for _ in self._buckets]
+        self._sums = [self._forest.partial_sums(added_each) for _ in self._buckets]
         self._exchanges: list[Exchange] = []
 
     def _on_gradient(self, parameter: Tensor) -> None:
@@ -306,12 +316,9 @@ class TreeReducer:
     def _add_leaf(self, index: int) -> None:
         parameters = self._buckets[index]
         if self._leaf is not None and any(p.grad is not None for p in parameters):
-            self._sums[index].add(self._leaf, self._packed(parameters))
+            self._sums[index].add(self._leaf, [p.grad for p in parameters])  # not copied: they become the sum's own
             for parameter in parameters:
                 parameter.grad = None
-
-    def _packed(self, parameters: Sequence[nn.Parameter]) -> Tensor:
-        return pack(parameters, self._forest.padded(_packed_size(parameters)))
 
     def _start_rest(self) -> None:
         while len(self._exchanges) < len(self._buckets):
@@ -323,7 +330,7 @@ class TreeReducer:
         parameters = self._buckets[index]
         self._add_leaf(index)
         size = self._forest.padded(_packed_size(parameters))
-        own = self._sums[index].finish(lambda: parameters[0].new_zeros(size))
+        own = [pack(parameters, sums, size) for sums in self._sums[index].finish()]
         self._exchanges.append(Exchange(self._forest, own, self._group))
 
 
@@ -338,10 +345,11 @@ def _main() -> None:
     with joined_world() as (rank, world_size):
         cuts = [r * len(values) // world_size for r in range(world_size + 1)]
         forest = Forest([*pairwise(cuts)], rank)
-        sums = forest.partial_sums()
+        sums = forest.partial_sums(added)
         for leaf in range(*forest.owned[rank]):
             sums.add(leaf, torch.full((forest.padded(1),), values[leaf]))
-        exchange = Exchange(forest, sums.finish(lambda: torch.zeros(forest.padded(1))))
+        zeros = torch.zeros(forest.padded(1))
+        exchange = Exchange(forest, [zeros.clone() if own is None else own for own in sums.finish()])
         exchange.gather()
         say(f"{world_size} ranks own the subtrees {forest.nodes()}")
         say(f"in the tree's order:    {exchange.end()[0].item()!r}, whatever the number of ranks")

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from paceline.checkpoint.state import Held, Source, needed
 from paceline.data.plan import Work, ranks_share
 from paceline.scratch.batchnorm import SyncBatchNorm
-from paceline.scratch.tree import Exchange, Forest
+from paceline.scratch.tree import Exchange, Forest, added
 from paceline.world import World
 
 Buffers = dict[str, Tensor]
@@ -121,14 +121,15 @@ class VirtualBuffers:
         """(n + 1,) float64: the sum of all these buffers over virtual ranks, and how many of them there are."""
         shares = [ranks_share(self._virtual_ranks, rank, self._world.size) for rank in range(self._world.size)]
         forest = Forest([(share.start, share.stop) for share in shares], self._world.rank)
-        sums = forest.partial_sums()
+        sums = forest.partial_sums(added)
         zeros = torch.zeros(1, dtype=torch.float64, device=self._world.device)
         size = sum(self._initial[name].numel() for name in names) + 1
         padding = zeros.expand(forest.padded(size) - size)
         for virtual_rank, buffers in sorted(self._of.items()):
             flat = [buffers[name].flatten().double() for name in names]
             sums.add(virtual_rank, torch.cat([*flat, zeros + 1, padding]))
-        exchange = Exchange(forest, sums.finish(lambda: zeros.repeat(forest.padded(size))))
+        nothing = zeros.repeat(forest.padded(size))
+        exchange = Exchange(forest, [nothing.clone() if own is None else own for own in sums.finish()])
         exchange.gather()
         return exchange.end()[:size]
 

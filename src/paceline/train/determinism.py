@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from paceline.errors import UsageError
+from paceline.errors import PacelineError, TrainingError
 
 DEFAULT_THREADS = 1  # the largest number that every world size can have
 
@@ -33,23 +33,28 @@ def deterministic() -> Generator[None]:
     options.fill_uninitialized_memory = False  # NaN into every new tensor: costs memory bandwidth
     torch.backends.cudnn.benchmark = False  # picks the kernel that was fastest this time
     try:
-        yield
-    except RuntimeError as error:
-        raise _explained(error) from error
+        with explained(TrainingError):
+            yield
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
         options.fill_uninitialized_memory = filling
         torch.backends.cudnn.benchmark = benchmark
 
 
-def _explained(error: RuntimeError) -> Exception:
-    match = re.search(r"(\S+) does not have a deterministic implementation", str(error))
-    if match is None:
-        return error
-    return UsageError(
-        f"{match[1]} has no deterministic kernel on this device, so the run cannot promise bits. Replace the operation "
-        "in the model or the loss, or train with another strategy (bucketed: equal to one process up to rounding)."
-    )
+@contextmanager
+def explained(kind: type[PacelineError]) -> Generator[None]:
+    """Inside, torch's complaint about an operation without such a kernel becomes a `kind` that says what to do."""
+    try:
+        yield
+    except RuntimeError as error:
+        match = re.search(r"(\S+) does not have a deterministic implementation", str(error))
+        if match is None:
+            raise
+        raise kind(
+            f"{match[1]} has no deterministic kernel on this device, so the run cannot promise bits. Replace the "
+            "operation in the model or the loss, or train with another strategy (--strategy bucketed: equal to one "
+            "process up to rounding)."
+        ) from error
 
 
 def holds_for(device: torch.device) -> dict[str, Any]:

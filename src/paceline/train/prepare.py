@@ -20,6 +20,7 @@ from paceline.seeding import derive, preserved_streams, random_stream
 from paceline.strategies import STRATEGIES, Replica
 from paceline.tasks import load_task
 from paceline.tasks.task import Task
+from paceline.train.determinism import explained
 from paceline.train.evaluate import evaluating
 from paceline.train.optimizer import optimizer_maker
 from paceline.train.schedule import Schedule, scaled_lr
@@ -116,8 +117,12 @@ def make_replica(config: TrainConfig, model: nn.Module, world: World, virtual_ra
 
 
 def check_loss(task: Task, model: nn.Module, dataset: Dataset[Any], loading: Loading) -> None:
-    """Try the loss on the first two samples, so that a loss of the wrong kind is told before the first step."""
+    """Try loss and backward on the first two samples, so that what cannot work is told before the first step."""
     indices = torch.arange(min(2, len(dataset)))  # pyright: ignore[reportArgumentType]
-    with preserved_streams(), evaluating(model):  # touches no batch statistics and draws no dropout
+    # in eval mode: touches no batch statistics and draws no dropout
+    with preserved_streams(), evaluating(model), explained(UsageError), torch.enable_grad():
         for inputs, targets in fetch(dataset, [(0, indices)], 0, loading):
-            weighted_losses(task.loss, model(inputs), targets)
+            losses, _ = weighted_losses(task.loss, model(inputs), targets)
+            if losses.requires_grad:  # a model may switch gradients off in eval mode
+                losses.sum().backward()
+    model.zero_grad(set_to_none=True)

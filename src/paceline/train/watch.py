@@ -48,7 +48,8 @@ def fingerprint(tensor: Tensor) -> Tensor:
 
     A single flipped bit changes it by a power of two, so it is always seen.
     """
-    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    flat = tensor.detach().contiguous().reshape(-1)
+    data = flat.as_strided(flat.shape, (1,)).view(torch.uint8)  # one element alone may have any stride
     if data.storage_offset() % 8:
         data = data.clone()
     whole = len(data) // 8 * 8
