@@ -26,7 +26,7 @@ from paceline.launch.job import Job, threads_per_rank
 from paceline.launch.local import local
 from paceline.launch.supervise import run
 from paceline.observe.events import Step, read_events
-from paceline.observe.folder import CHECKPOINTS, CONFIG, create_attempt_dir, lock_run_dir, open_run_dir
+from paceline.observe.folder import CHECKPOINTS, CONFIG, create_attempt_dir, lock_run_dir, open_run_dir, write_settings
 from paceline.observe.summary import Summary, read_summary, write_summary
 from paceline.tasks import check_task
 from paceline.train.definition import allowed_changes, check_same, settings
@@ -199,9 +199,9 @@ def launch(config: TrainConfig) -> int:
         config = configuration.resolved(config, nproc)
         config = replace(config, run=replace(config.run, run_dir=run_dir))
         _, attempt_dir = create_attempt_dir(run_dir)
-        (attempt_dir / CONFIG).write_text(configuration.dump(config))
+        write_settings(attempt_dir, configuration.dump(config))
         if not (run_dir / CONFIG).exists():
-            (run_dir / CONFIG).write_text(configuration.dump(configuration.repeatable(config)))
+            write_settings(run_dir, configuration.dump(configuration.repeatable(config)))
         code = run(local(job_of(config, nproc, attempt_dir)), attempt_dir, keep_open=[lock])
     finally:
         os.close(lock)
@@ -238,7 +238,8 @@ def failed_summary(run_dir: Path, config: TrainConfig, nproc: int, code: int) ->
     if written is not None:
         return replace_fields(written, exit=code)
     events = run_dir / "events-0.jsonl"
-    steps = [event for event in read_events(events) if isinstance(event, Step)] if events.is_file() else []
+    logged = read_events(events) if events.is_file() else ()
+    steps = {event.step: event.samples for event in logged if isinstance(event, Step)}  # done again counts once
     shape = batch_shape(config.data, nproc)
     return Summary(
         task=str(config.task),
@@ -247,8 +248,8 @@ def failed_summary(run_dir: Path, config: TrainConfig, nproc: int, code: int) ->
         world_size=nproc,
         virtual_ranks=shape.virtual_ranks,
         global_batch=shape.global_batch,
-        steps=len(steps),
-        samples_seen=sum(step.samples for step in steps),
+        steps=max(steps, default=0),
+        samples_seen=sum(steps.values()),
     )
 
 

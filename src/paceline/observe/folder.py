@@ -23,6 +23,7 @@ from paceline.errors import UsageError
 
 PRIVATE = 0o700  # data, paths and environment are nobody else's business
 CONFIG = "config.toml"
+SUMMARY = "summary.json"
 CHECKPOINTS = "checkpoints"
 LOCK = ".lock"
 LOCK_SECONDS = 10.0  # the workers of a launcher that was just killed need a moment to end
@@ -109,7 +110,7 @@ def create_run_dir(asked: Path | None, task: str) -> Path:
 
 def _never_began(run_dir: Path) -> bool:
     """Whether all that is there was left by starts that failed before the first step, so that nothing can be lost."""
-    ours = (CONFIG, "environment.json", "summary.json", LOCK)
+    ours = (CONFIG, f"{CONFIG}.partial", "environment.json", SUMMARY, LOCK)
     return all(
         p.name in ours or p.name.startswith("attempt-") or (p.name == CHECKPOINTS and not any(p.glob("step-*")))
         for p in run_dir.iterdir()
@@ -117,12 +118,22 @@ def _never_began(run_dir: Path) -> bool:
 
 
 def create_attempt_dir(run_dir: Path) -> tuple[int, Path]:
-    """Make the folder of the next start of a run; its number counts from 1."""
+    """Make the folder of a run's next start, numbered from 1; the summary of the last one moves into its own."""
     numbers = [attempt_number(path) for path in run_dir.glob("attempt-*")]
     number = 1 + max(numbers, default=0)
     attempt_dir = run_dir / f"attempt-{number}"
     _make(attempt_dir, exist_ok=False)
+    last = run_dir / f"attempt-{number - 1}"
+    if last.is_dir() and (run_dir / SUMMARY).exists():  # how the last start ended is not how this one does
+        (run_dir / SUMMARY).rename(last / SUMMARY)
     return number, attempt_dir
+
+
+def write_settings(folder: Path, text: str) -> None:
+    """Write `folder`/config.toml whole, or not at all: other ranks and restarted workers read it."""
+    partial = folder / f"{CONFIG}.partial"
+    partial.write_text(text)
+    partial.replace(folder / CONFIG)
 
 
 def attempt_number(attempt_dir: Path) -> int:

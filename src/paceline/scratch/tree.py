@@ -298,9 +298,9 @@ class TreeReducer:
 
     def _on_gradient(self, parameter: Tensor) -> None:
         assert isinstance(parameter, nn.Parameter)
-        if not self._leaving:
-            return
         bucket = self._bucket_of[parameter]
+        if not self._leaving and bucket >= len(self._exchanges):
+            return
         if parameter not in self._missing[bucket]:
             raise RuntimeError("a second backward in the step's last micro-batch: its gradients would be lost")
         self._missing[bucket].remove(parameter)

@@ -21,11 +21,11 @@ from paceline.config import EXACT, TrainConfig, default_strategy, dump, repeatab
 from paceline.errors import ExitCode, PacelineError
 from paceline.observe.folder import (
     CHECKPOINTS,
-    CONFIG,
     attempt_number,
     create_attempt_dir,
     lock_run_dir,
     open_run_dir,
+    write_settings,
 )
 from paceline.observe.summary import Summary, write_summary
 from paceline.train.definition import allowed_changes, check_same, settings
@@ -60,6 +60,7 @@ def train(config: TrainConfig, *, run_dir: Path | None = None) -> Ended:
     with joined(world, timeout_seconds=config.launch.timeout), _place(config, world, run_dir) as place:
         config = resolved(config, world.size)
         try:
+            check_equal("settings", settings(config), world)
             with deterministic() if config.strategy in EXACT else nullcontext():
                 parts = prepare(config, world)
                 if place.attempt_dir is not None:  # rank 0
@@ -108,8 +109,8 @@ def _place(config: TrainConfig, world: World, prepared: Path | None) -> Generato
 
 def _write_down(config: TrainConfig, place: Place, parts: Parts) -> None:
     assert place.attempt_dir is not None
-    (place.folder / CONFIG).write_text(dump(repeatable(config)))
-    (place.attempt_dir / CONFIG).write_text(dump(config))  # what restarted workers read: this very start
+    write_settings(place.folder, dump(repeatable(config)))
+    write_settings(place.attempt_dir, dump(config))  # what restarted workers read: this very start
     environment = msgspec.json.encode(_environment(parts.replica.world))
     (place.folder / "environment.json").write_bytes(msgspec.json.format(environment, indent=2))
 

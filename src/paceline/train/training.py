@@ -54,16 +54,17 @@ class Training:
     def run(self) -> ExitCode:
         """Train, evaluate, save, summarise; SAVED if the run was asked to stop and its state is on disk."""
         began = time.perf_counter()
-        with self._weights_survive(), self._writer, self._display, noticing() as self._request:
-            self._open()
-            try:
-                stopped_by = self._loop()
-                self._keeping.end()
-            finally:
-                self._keeping.abandon()
-            self._writer.write(events.Ended(self._step, time.time()))
-        with self._weights_survive():
-            return self._stop(stopped_by) if stopped_by else self._finish(time.perf_counter() - began)
+        with noticing() as self._request:
+            with self._weights_survive(), self._writer, self._display:
+                self._open()
+                try:
+                    stopped_by = self._loop()
+                    self._keeping.end()
+                finally:
+                    self._keeping.abandon()
+                self._writer.write(events.Ended(self._step, time.time()))
+            with self._weights_survive():
+                return self._stop(stopped_by) if stopped_by else self._finish(time.perf_counter() - began)
 
     def _open(self) -> None:
         world, plan, place = self._world, self._parts.plan, self._place
