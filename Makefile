@@ -7,7 +7,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
 
 .DEFAULT_GOAL := help
-.PHONY: help run test check format soak-kills soak-mutations soak-verify bench-startup clean
+.PHONY: help run test check format soak-kills soak-mutations soak-verify soak-bits soak-fuzz bench-startup \
+	bench-exactness clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -43,8 +44,19 @@ soak-verify: $(STAMP)  ## verify all tasks on 1, 2, 3 and 4 processes (about 15 
 		tail -n 1 benchmarks/results/verify-$$name.txt; \
 	done
 
+soak-bits: $(STAMP)  ## one digest at every world size, after kills, resumes and restarts (about 100 minutes on 2 cores)
+	for part in digests workers launchers; do \
+		PYTHONPATH=. $(BIN)/python tests/soak_bits.py --part $$part --out benchmarks/results/bits-$$part.json || exit 1; \
+	done
+
+soak-fuzz: $(STAMP)  ## damage checkpoints at random places; see that none is ever loaded
+	PYTHONPATH=. $(BIN)/python tests/checkpoint/soak_fuzz.py --count 200 --out benchmarks/results/checkpoint-fuzz.json
+
 bench-startup: $(STAMP)  ## measure the time from the command to the first step
 	$(BIN)/python benchmarks/startup.py --out benchmarks/results/startup.json
+
+bench-exactness: $(STAMP)  ## what the same bits, snapshots and checkpoints cost
+	$(BIN)/python benchmarks/exactness.py --out benchmarks/results/exactness.json
 
 clean:  ## remove the environment and the caches; runs/ stays
 	rm -rf $(VENV) dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache

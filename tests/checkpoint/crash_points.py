@@ -1,0 +1,140 @@
+"""Save a checkpoint again and again; each time the writer dies, or a system call fails, at another call.
+
+    python tests/checkpoint/crash_points.py FOLDER WORLD {killed-before,killed-after,EIO,ENOSPC} [--over-damaged]
+
+A process of its own that forks one writer for each point: a fork costs milliseconds, a new interpreter a second.
+Prints one JSON line: the number of points, how each ended, and every law that was broken.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import json
+import os
+import shutil
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from checkpoint_harness import leftovers, newest, save, saved, shard_name, steps_in
+
+from paceline.checkpoint.store import Checkpoints
+from paceline.errors import PacelineError
+
+CALLS = ("open", "write", "pwrite", "fsync", "close", "mkdir", "rename", "unlink", "rmdir")
+SAVED, TOLD, BROKEN = 0, 10, 11
+MOST_POINTS = 1000
+
+
+def install(point: int, fault: str) -> None:
+    """Let the `point`-th of the calls fail, of those that this process makes from now on."""
+    count = 0
+
+    def counted(real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **named: Any) -> Any:
+            nonlocal count
+            count += 1
+            if count == point:
+                if fault == "killed-before":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                if fault == "killed-after":
+                    try:
+                        real(*arguments, **named)
+                    finally:
+                        os.kill(os.getpid(), signal.SIGKILL)
+                if real.__name__ == "close":  # fails after the descriptor is gone
+                    real(*arguments, **named)
+                raise OSError(getattr(errno, fault), os.strerror(getattr(errno, fault)))
+            return real(*arguments, **named)
+
+        return call
+
+    for name in CALLS:
+        setattr(os, name, counted(getattr(os, name)))
+
+
+def writer(root: Path, world: int, point: int, fault: str) -> int:
+    """Generation (2, 0) takes over and saves step 2, which also retires step 0."""
+    install(point, fault)
+    try:
+        checkpoints = Checkpoints(root)
+        checkpoints.claim(2, 0)
+        save(checkpoints, 2, world=world)
+    except (OSError, PacelineError):
+        return TOLD
+    except BaseException:
+        traceback.print_exc()
+        return BROKEN
+    return SAVED
+
+
+def forked(root: Path, world: int, point: int, fault: str) -> int:
+    """The exit code of a writer, -9 if it was killed."""
+    pid = os.fork()
+    if pid == 0:
+        code = BROKEN
+        try:
+            code = writer(root, world, point, fault)
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def broken_laws(root: Path, world: int, code: int, over_damaged: bool) -> list[str]:
+    laws: list[str] = []
+    if code == BROKEN:
+        laws.append("an error that is neither of the system nor told in words")
+    step, told = newest(root)
+    if told and not over_damaged:
+        laws.append(f"a half one has a checkpoint's name: {told}")
+    if step not in (1, 2):
+        laws.append(f"the newest whole one is step {step}")
+    if code == SAVED and step != 2:
+        laws.append("step 2 was said to be saved, and is not there")
+    again = Checkpoints(root)
+    again.claim(3, 0)
+    if left := leftovers(root):
+        laws.append(f"the next claim leaves {left}")
+    if newest(root)[0] != step:
+        laws.append("the next claim changes which one is the newest")
+    save(again, 2, world=world)
+    save(again, 3, world=world)
+    if newest(root)[0] != 3 or steps_in(root) != [3, 2]:
+        laws.append(f"the next run cannot save: {steps_in(root)}")
+    return laws
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("world", type=int)
+    parser.add_argument("fault", choices=("killed-before", "killed-after", "EIO", "ENOSPC"))
+    parser.add_argument("--over-damaged", action="store_true", help="a damaged step 2 is there already")
+    options = parser.parse_args()
+    template = options.folder / "template"
+    saved(template, 0, 1, *([2] if options.over_damaged else []), world=options.world)
+    if options.over_damaged:
+        (template / "step-00000002" / shard_name(0, options.world)).write_bytes(b"torn")
+    ended: list[tuple[int, int | None]] = []
+    broken: list[str] = []
+    for point in range(1, MOST_POINTS):
+        root = options.folder / f"point-{point}"
+        shutil.copytree(template, root)
+        code = forked(root, options.world, point, options.fault)
+        ended.append((code, newest(root)[0]))
+        broken += [f"point {point}: {law}" for law in broken_laws(root, options.world, code, options.over_damaged)]
+        shutil.rmtree(root)
+        if code == SAVED and options.fault.startswith("killed"):
+            break  # the writer makes fewer calls than that
+        if len(ended) > 20 and all(end == (SAVED, 2) for end in ended[-20:]):
+            break  # an error at a deletion is no failure: only many in a row mean the end
+    print(json.dumps({"points": len(ended), "ended": ended, "broken": broken}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,127 @@
+"""`paceline checkpoint list RUN` and `verify RUN`: what a person sees, and the exit codes that a script sees."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+from tests.checkpoint.checkpoint_harness import saved, sealed, shard_name
+
+from paceline.cli.checkpoint import main
+from paceline.errors import UsageError
+
+
+@pytest.fixture
+def run(tmp_path) -> Path:
+    """A run with the checkpoints of steps 1, 2 and 3."""
+    saved(tmp_path / "run" / "checkpoints", 1, 2, 3)
+    return tmp_path / "run"
+
+
+def spoil(run: Path, step: int, *, short: bool = False) -> None:
+    path = run / "checkpoints" / f"step-{step:08d}" / shard_name(1, 2)
+    path.write_bytes(path.read_bytes()[: 2999 if short else 3000][:-1] + b"?" * (not short))
+
+
+@pytest.mark.parametrize("inner", ["", "checkpoints"])
+def test_list_shows_every_checkpoint_the_newest_last(run, capsys, inner):
+    assert main(["list", str(run / inner)]) == 0
+    row = r"│ (\d) +│ \d{4}-\d\d-\d\d \d\d:\d\d:\d\d │ 6,000 bytes │ 2 +│ 2 +│ sizes are right"
+    rows = re.findall(row, capsys.readouterr().out)
+    assert rows == ["1", "2", "3"]
+
+
+def test_list_says_what_is_damaged_and_does_not_read_the_contents(run, capsys):
+    spoil(run, 2)
+    spoil(run, 3, short=True)
+    assert main(["list", str(run)]) == 0
+    shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert shown.count("sizes are right") == 2
+    assert "damaged: shard-1-of-2.safetensors has 2,998 bytes instead of 3,000" in shown
+
+
+def test_verify_says_that_all_are_whole(run, capsys):
+    assert main(["verify", str(run)]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("whole") == 3
+    assert "a resumed run goes on from step-00000003\n" in shown
+
+
+def test_verify_reads_every_byte_and_says_which_one_a_resumed_run_would_go_on_from(run, capsys):
+    spoil(run, 3)
+    assert main(["verify", str(run)]) == 1
+    shown = capsys.readouterr().out
+    assert "step-00000003  damaged: shard-1-of-2.safetensors has the sha256" in shown
+    assert "a resumed run goes on from step-00000002\n" in shown
+    assert "damaged" not in shown.split("step-00000003")[0]
+
+
+def test_verify_says_that_none_can_be_resumed_from(run, capsys):
+    for step in (1, 2, 3):
+        spoil(run, step)
+    assert main(["verify", str(run)]) == 1
+    assert "none of them can be resumed from" in capsys.readouterr().out
+
+
+def test_hostile_names_do_not_reach_the_terminal(run, capsys):
+    manifest = run / "checkpoints" / "step-00000003" / "manifest.json"
+    inner = msgspec.json.decode(manifest.read_bytes())["manifest"]
+    manifest.write_bytes(sealed({**inner, "\x1b[2J[red]": 1}))
+    for action in ("list", "verify"):
+        main([action, str(run)])
+        shown = capsys.readouterr().out
+        assert "\x1b" not in shown
+        assert "?[2J[red]" in shown
+
+
+@pytest.mark.parametrize("action", ["list", "verify"])
+def test_nothing_is_written_by_looking(run, action):
+    before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
+    main([action, str(run)])
+    assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("nowhere", "there is no folder"),
+        ("empty", "no checkpoints in .*: was it run with --checkpoint-every"),
+        ("begun", "no checkpoints in .*: was it run with --checkpoint-every"),
+        ("foreign", "no checkpoints in .*: was it run with --checkpoint-every"),
+        ("file", "there is no folder"),
+    ],
+)
+def test_a_folder_without_checkpoints_is_told(tmp_path, name, words):
+    (tmp_path / "empty").mkdir()
+    saved(tmp_path / "begun" / "checkpoints").begin(1)
+    (tmp_path / "foreign" / "checkpoint-500").mkdir(parents=True)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match=words):
+        main(["list", str(tmp_path / name)])
+
+
+@pytest.mark.parametrize(("arguments", "code"), [([], 2), (["--help"], 0), (["lst", "x"], 2), (["list"], 2)])
+def test_usage(capsys, arguments, code):
+    with pytest.raises(SystemExit) as end:
+        main(arguments)
+    assert end.value.code == code
+    shown = capsys.readouterr()
+    assert "paceline checkpoint" in shown.out + shown.err
+
+
+def test_the_command_as_it_is_typed_imports_no_torch(run):
+    spoil(run, 3)
+    look = "import sys; from paceline.cli import main; code = main(); sys.exit(99 if 'torch' in sys.modules else code)"
+    command = [sys.executable, "-c", look, "checkpoint", "verify", str(run)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=50, env={**os.environ, "COLUMNS": "200"})
+    assert done.returncode == 1, done.stderr
+    assert "goes on from step-00000002" in done.stdout
+    command = [sys.executable, "-m", "paceline", "checkpoint", "list", str(run / "nowhere")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=50)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"paceline: there is no folder {run / 'nowhere'}\n"

@@ -1,0 +1,137 @@
+"""At every moment of a save the old checkpoint or the new one is there, whole; nothing in between is ever loaded."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.checkpoint.checkpoint_harness import leftovers, newest, save, saved
+
+from paceline.checkpoint.store import Checkpoints
+
+SCRIPT = Path(__file__).with_name("crash_points.py")
+
+
+@pytest.fixture
+def memory() -> Iterator[Path]:
+    """A folder without a disk behind it: kill -9 asks for no power cut, and thousands of syncs take their time."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        yield Path(folder)
+
+
+def crash_points(folder: Path, world: int, fault: str, *more: str) -> dict:
+    command = [sys.executable, str(SCRIPT), str(folder), str(world), fault, *more]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=55)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("fault", ["killed-before", "killed-after"])
+def test_a_writer_killed_at_any_call_leaves_the_old_checkpoint_or_the_new_one(memory, world, fault):
+    found = crash_points(memory, world, fault)
+    assert found["broken"] == []
+    assert found["points"] > 25 + 6 * world, "too few calls were counted"
+    steps = [step for _, step in found["ended"]]
+    assert steps == sorted(steps), "published once, and never taken back"
+    assert set(steps) == {1, 2}
+
+
+@pytest.mark.parametrize("fault", ["killed-before", "killed-after"])
+def test_a_writer_killed_while_it_replaces_a_damaged_checkpoint_leaves_the_older_one(memory, fault):
+    found = crash_points(memory, 2, fault, "--over-damaged")
+    assert found["broken"] == []
+    assert {step for _, step in found["ended"]} == {1, 2}
+
+
+@pytest.mark.parametrize("fault", ["EIO", "ENOSPC"])
+def test_a_call_that_fails_is_told_and_leaves_the_old_checkpoint_or_the_new_one(memory, fault):
+    found = crash_points(memory, 2, fault)
+    assert found["broken"] == []
+    assert [10, 1] in found["ended"]
+    assert [0, 2] in found["ended"], "old checkpoints that cannot be deleted are no failure"
+
+
+def test_everything_is_on_the_disk_before_it_is_published_and_so_is_the_name_before_it_is_said(tmp_path, monkeypatch):
+    """What a power cut would take away: whatever changed since it was last synced."""
+    root = tmp_path / "run" / "checkpoints"
+    unsynced: set[str] = set()
+    at_rename: list[set[str]] = []
+    real = {name: getattr(os, name) for name in ("open", "write", "mkdir", "fsync", "rename")}
+
+    def opened_as(descriptor: int) -> str:
+        return str(Path(f"/proc/self/fd/{descriptor}").readlink())
+
+    def changes(path: object) -> None:
+        unsynced.update((str(path), str(Path(str(path)).parent)))
+
+    def open_(path, flags, *more, **named):
+        if flags & os.O_CREAT and not Path(path).exists():
+            changes(path)
+        return real["open"](path, flags, *more, **named)
+
+    def write(descriptor, data):
+        unsynced.add(opened_as(descriptor))
+        return real["write"](descriptor, data)
+
+    def mkdir(path, *more):
+        real["mkdir"](path, *more)
+        changes(path)
+
+    def fsync(descriptor):
+        real["fsync"](descriptor)
+        unsynced.discard(opened_as(descriptor))
+
+    def rename(old, new):
+        at_rename.append({path for path in unsynced if path.startswith(str(old))})
+        real["rename"](old, new)
+        changes(new)
+        unsynced.discard(str(new))
+
+    root.parent.mkdir()
+    for replacement in (open_, write, mkdir, fsync, rename):
+        monkeypatch.setattr(os, replacement.__name__.strip("_"), replacement)
+    saved(root, 1)
+    monkeypatch.undo()
+    assert at_rename == [set()]
+    assert unsynced == set()
+
+
+@pytest.fixture
+def small_disk(tmp_path) -> Iterator[Path]:
+    """A file system of 256 KiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(folder)], check=True)
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+@pytest.mark.root
+@pytest.mark.needs("mount")
+def test_a_full_disk_is_told_and_the_old_checkpoint_stays(small_disk):
+    checkpoints = saved(small_disk / "checkpoints", 1)
+    assert checkpoints.room_for(100_000) is None
+    assert "needs 300,000 bytes" in (checkpoints.room_for(300_000) or "")
+    with pytest.raises(OSError) as caught:
+        save(checkpoints, 2, size=150_000)
+    assert caught.value.errno == errno.ENOSPC
+    assert newest(checkpoints.root) == (1, [])
+    assert leftovers(checkpoints.root) == [".tmp-2-1-0"]
+    again = Checkpoints(checkpoints.root)
+    again.claim(1, 1)
+    assert leftovers(checkpoints.root) == []
+    save(again, 2)
+    assert newest(again.root) == (2, [])
+
+
+def test_room_is_looked_for_before_the_folder_is_made(tmp_path):
+    assert Checkpoints(tmp_path / "not" / "yet").room_for(1) is None
+    assert "free" in (Checkpoints(tmp_path / "not" / "yet").room_for(1 << 60) or "")

@@ -1,0 +1,258 @@
+"""No damage and no forgery is ever loaded: it is told by the file's name, and the checkpoint before is used."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from tests.checkpoint.checkpoint_harness import manifest_of, newest, saved, sealed, shard_name
+from tests.checkpoint.damage import trial
+
+from paceline.checkpoint.manifest import Damaged
+from paceline.checkpoint.store import Checkpoints
+
+NOBODY = 65534
+
+
+def test_random_damage_is_never_accepted_and_told_by_file(tmp_path):
+    template = tmp_path / "template"
+    saved(template, 1, 2)
+    failures = [trial(template, tmp_path / "trial", f"suite-{number}") for number in range(30)]
+    assert [failure for failure in failures if failure] == []
+
+
+def test_the_soak_goes_on_where_it_was_stopped(tmp_path):
+    out = tmp_path / "fuzz.json"
+    script = Path(__file__).with_name("soak_fuzz.py")
+    command = [sys.executable, str(script), "--count", "5", "--seed", "7", "--out", str(out)]
+    out.write_text(json.dumps({"seed": 7, "done": 3, "failures": ["found before it was stopped"]}))
+    done = subprocess.run(command, capture_output=True, text=True, timeout=50)
+    assert done.returncode == 1, done.stderr
+    assert json.loads(out.read_text()) == {"seed": 7, "done": 5, "failures": ["found before it was stopped"]}
+
+
+@pytest.mark.parametrize("cut", [0, 1, 0.5, -1])
+def test_a_torn_manifest_is_never_loaded(tmp_path, cut):
+    checkpoints = saved(tmp_path, 1, 2)
+    manifest = tmp_path / "step-00000002" / "manifest.json"
+    data = manifest.read_bytes()
+    manifest.write_bytes(data[: int(len(data) * cut) if cut == 0.5 else cut])
+    step, told = newest(checkpoints.root)
+    assert step == 1
+    assert "step-00000002" in told[0]
+    assert "manifest.json is no JSON" in told[0]
+
+
+def test_a_file_of_another_checkpoint_is_never_loaded(tmp_path):
+    saved(tmp_path, 1, 2)
+    name = shard_name(1, 2)
+    (tmp_path / "step-00000002" / name).write_bytes((tmp_path / "step-00000001" / name).read_bytes())
+    step, told = newest(tmp_path)
+    assert step == 1
+    assert f"{name} has the sha256" in told[0]
+    assert "instead of" in told[0]
+
+
+def test_a_checkpoint_under_the_name_of_another_step_is_never_loaded(tmp_path):
+    saved(tmp_path, 1, 2)
+    (tmp_path / "step-00000001").rename(tmp_path / "step-00000009")
+    step, told = newest(tmp_path)
+    assert step == 2
+    assert "is of step 1, its folder is step-00000009" in told[0]
+
+
+def test_ranks_share_the_hashing_and_each_compares_all_sizes(tmp_path):
+    checkpoints = saved(tmp_path, 1)
+    path = tmp_path / "step-00000001"
+    (path / shard_name(1, 2)).write_bytes(b"x" * 3000)
+    checkpoints.check(path, files=[shard_name(0, 2)])
+    with pytest.raises(Damaged, match="shard-1-of-2"):
+        checkpoints.check(path, files=[shard_name(1, 2)])
+    (path / shard_name(1, 2)).write_bytes(b"x" * 2999)
+    with pytest.raises(Damaged, match=r"shard-1-of-2\.safetensors has 2,999 bytes instead of 3,000"):
+        checkpoints.check(path, files=[shard_name(0, 2)])
+    with pytest.raises(ValueError, match="no file"):
+        checkpoints.check(path, files=["shard-7-of-8.safetensors"])
+
+
+# ---- forged: the hashes are right --------------------------------------------------------------------------------
+
+
+def with_name(name: str) -> Callable[[dict[str, Any]], object]:
+    def change(inner: dict[str, Any]) -> object:
+        inner["files"][0]["name"] = name
+        return inner
+
+    return change
+
+
+def with_value(key: str, value: object) -> Callable[[dict[str, Any]], object]:
+    return lambda inner: {**inner, key: value}
+
+
+def with_piece(**values: object) -> Callable[[dict[str, Any]], object]:
+    def change(inner: dict[str, Any]) -> object:
+        inner["files"][1]["pieces"][0].update(values)
+        return inner
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (with_name("../step-00000001/shard-0-of-2.safetensors"), "not a plain shard"),
+        (with_name("/etc/passwd"), "not a plain shard"),
+        (with_name(".."), "not a plain shard"),
+        (with_name("shard-0-of-2.safetensors\n"), "not a plain shard"),
+        (with_name("shard-00-of-2.safetensors"), "not a plain shard"),
+        (with_name("shard-2-of-2.safetensors"), "world size is 2"),
+        (with_name("shard-0-of-3.safetensors"), "world size is 2"),
+        (with_name("shard-1-of-2.safetensors"), "twice"),
+        (with_value("files", []), "names no file"),
+        (with_value("format", 2), "format 2 is newer than this paceline's 1"),
+        (with_value("format", 0), "format 0 is not this paceline's, 1"),
+        (with_value("format", "1"), "not the manifest of a paceline checkpoint"),
+        (with_value("step", -2), "Expected `int` >= 0"),
+        (with_value("step", 10**30), "Expected `int` <="),
+        (with_value("world_size", 0), "Expected `int` >= 1"),
+        (with_value("metrics", {"loss": None}), "Expected `float`"),
+        (with_value("surprise", 1), "unknown field `surprise`"),
+        (with_value("\x1b[2J", 1), "?[2J"),
+        (with_value("x" * 5000, 1), "xxx ..."),
+        (with_piece(start=2999), "'model/w' has the elements 2999 to 3000 in two pieces"),
+        (with_piece(start=3001), "'model/w' has no piece with the elements 3000 to 3001"),
+        (with_piece(stop=5999), "with 6000 elements, and the pieces hold 5999"),
+        (with_piece(stop=6001), "with 6000 elements, and the pieces hold 6001"),
+        (with_piece(start=6000, stop=3000), "a piece from element 6000 back to 3000"),
+        (with_piece(start=0, stop=3000), "in two pieces"),
+        (with_piece(start=-1), "Expected `int` >= 0"),
+        (with_piece(shape=[2**62, 2**62]), "U8[6000] in one piece"),
+        (with_piece(dtype="F32"), "is U8[6000] in one piece and F32[6000] in another"),
+        (with_piece(name="model/v"), "'model/w' is U8[6000] with 6000 elements, and the pieces hold 3000"),
+        (lambda _: [], "not the manifest of a paceline checkpoint"),
+        (lambda _: {"weights": "elsewhere"}, "not the manifest of a paceline checkpoint"),
+    ],
+)
+def test_a_forged_manifest_is_refused_whatever_its_hash_says(tmp_path, change, words):
+    saved(tmp_path, 1, 2)
+    manifest = tmp_path / "step-00000002" / "manifest.json"
+    inner = msgspec.json.decode(manifest.read_bytes())["manifest"]
+    assert sealed(inner) == manifest.read_bytes(), "the forger seals as paceline does"
+    manifest.write_bytes(sealed(change(inner)))
+    step, told = newest(tmp_path)
+    assert step == 1
+    assert words in told[0]
+    assert len(told[0]) < 600
+
+
+def test_a_manifest_changed_by_hand_is_told_as_such(tmp_path):
+    checkpoints = saved(tmp_path, 1, 2)
+    manifest = tmp_path / "step-00000002" / "manifest.json"
+    before = manifest.read_bytes()
+    manifest.write_bytes(before.replace(b'"samples_seen":128', b'"samples_seen":129'))
+    assert manifest.read_bytes() != before
+    step, told = newest(checkpoints.root)
+    assert step == 1
+    said = json.loads(before)["sha256"]
+    assert f"manifest.json was changed: it says that its sha256 is {said}, and it is" in told[0]
+
+
+def test_a_newer_format_is_told_before_its_hash_and_its_fields(tmp_path):
+    saved(tmp_path, 1)
+    path = tmp_path / "step-00000001"
+    (path / "manifest.json").write_bytes(sealed({"format": 2, "cipher": "new"}, sha256="blake3:0"))
+    with pytest.raises(Damaged, match=r"manifest\.json format 2 is newer than this paceline's 1"):
+        Checkpoints(tmp_path).check(path)
+
+
+@pytest.mark.parametrize(
+    "data", [b"[" * 200_000, b'{"manifest":' + b'{"a":' * 100_000, b"\xff\xfe", b'"\xff"', b"9" * 9999]
+)
+def test_what_is_no_manifest_at_all_is_told_in_words(tmp_path, data):
+    saved(tmp_path, 1)
+    path = tmp_path / "step-00000001"
+    (path / "manifest.json").write_bytes(data)
+    with pytest.raises(Damaged, match=r"manifest\.json is") as caught:
+        Checkpoints(tmp_path).check(path)
+    assert len(str(caught.value)) < 600
+
+
+# ---- links, pipes, owners ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "shard-0-of-2.safetensors", ""])
+def test_a_symbolic_link_is_refused_even_to_the_right_contents(tmp_path, name):
+    saved(tmp_path, 1, 2)
+    path = tmp_path / "step-00000002" / name if name else tmp_path / "step-00000002"
+    path.rename(tmp_path / "elsewhere")
+    path.symlink_to(tmp_path / "elsewhere")
+    step, told = newest(tmp_path)
+    assert step == 1
+    assert f"{name or 'its folder'} is a symbolic link" in told[0]
+
+
+@pytest.mark.timeout(10)
+@pytest.mark.parametrize("name", ["manifest.json", "shard-0-of-2.safetensors"])
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path, name):
+    saved(tmp_path, 1, 2)
+    path = tmp_path / "step-00000002" / name
+    path.unlink()
+    os.mkfifo(path)
+    step, told = newest(tmp_path)
+    assert step == 1
+    assert f"{name} is not a plain file" in told[0]
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "shard-0-of-2.safetensors", ""])
+def test_what_everybody_can_write_is_refused(tmp_path, name):
+    saved(tmp_path, 1, 2)
+    path = tmp_path / "step-00000002" / name
+    path.chmod(path.stat().st_mode | 0o002)
+    step, told = newest(tmp_path)
+    assert step == 1
+    assert f"{name or 'its folder'} can be written by everybody" in told[0]
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("name", ["manifest.json", "shard-0-of-2.safetensors", ""])
+def test_what_belongs_to_somebody_else_is_refused(name):
+    with tempfile.TemporaryDirectory() as folder:  # pytest's folders are closed to others
+        root = Path(folder) / "checkpoints"
+        saved(root, 1, 2)
+        for path in (Path(folder), root, *root.rglob("*")):
+            os.chown(path, NOBODY, NOBODY)
+        os.chown(root / "step-00000002" / name, 0, NOBODY)
+        (root / "step-00000002" / name).chmod(0o755)
+        assert newest(root) == (2, []), "root may read everybody's"
+        os.seteuid(NOBODY)
+        try:
+            step, told = newest(root)
+        finally:
+            os.seteuid(0)
+    assert step == 1
+    assert f"{name or 'its folder'} belongs to user 0, and we are user {NOBODY}" in told[0]
+
+
+def test_a_manifest_too_large_to_be_true_is_not_read(tmp_path):
+    saved(tmp_path, 1)
+    path = tmp_path / "step-00000001"
+    os.truncate(path / "manifest.json", 1 << 40)  # sparse
+    with pytest.raises(Damaged, match=r"manifest\.json has 1,099,511,627,776 bytes"):
+        Checkpoints(tmp_path).check(path)
+
+
+def test_the_forger_of_these_tests_can_forge(tmp_path):
+    checkpoints = saved(tmp_path, 1)
+    path = tmp_path / "step-00000001"
+    assert checkpoints.check(path) == manifest_of(
+        1, [(f.name, f.bytes, f.sha256) for f in checkpoints.check(path).files]
+    )

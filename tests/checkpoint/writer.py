@@ -1,0 +1,23 @@
+"""A run that does nothing but save: `writer.py ROOT ATTEMPT GENERATION STEPS` prints each step that it publishes."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from checkpoint_harness import save
+
+from paceline.checkpoint.store import Checkpoints, Fenced
+
+root, attempt, generation, steps = Path(sys.argv[1]), *map(int, sys.argv[2:])
+checkpoints = Checkpoints(root)
+checkpoints.claim(attempt, generation)
+for step in range(1, steps + 1):
+    try:
+        save(checkpoints, step)
+    except OSError:
+        continue  # a newer generation has removed the folder that we write to: the next commit is told so
+    except Fenced as error:
+        print(f"Fenced: {error}", flush=True)
+        break
+    print(step, flush=True)
