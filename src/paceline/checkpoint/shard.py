@@ -7,6 +7,7 @@ reader can open them, and what paceline needs besides stands in the file's own m
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,7 +75,7 @@ def layout(part: Sequence[Held], *, room_bytes: int = 4096) -> tuple[list[Held],
     for one in ordered:
         offsets.append(at)
         at += one.tensor.nbytes
-    described = len(_describe(pieces, ordered, offsets, {})) + len(msgspec.json.encode(pieces)) * 2
+    described = len(_describe(pieces, ordered, offsets, {"pieces": msgspec.json.encode(pieces).decode()}))
     header = _round_up(LENGTH_BYTES + described + room_bytes, ALIGNED_BYTES)
     return ordered, Layout(pieces, tuple(offsets), header, header + at)
 
@@ -124,7 +125,7 @@ def read_meta(path: Path | str) -> tuple[Any, tuple[Piece, ...]] | None:
         with safe_open(str(path), "pt") as file:
             words = file.metadata()
             return msgspec.json.decode(words[OURS]), msgspec.json.decode(words["pieces"], type=tuple[Piece, ...])
-    except (SafetensorError, OSError, KeyError, TypeError, msgspec.MsgspecError):
+    except (SafetensorError, OSError, KeyError, TypeError, RecursionError, msgspec.MsgspecError):
         return None
 
 
@@ -151,19 +152,26 @@ class Shards:
         """See Source.
 
         Raises:
-            Damaged: if a file does not hold what its description says.
+            Damaged: if a file does not hold what its description says, or the files do not hold each element once.
         """
         if name not in self._pieces:
             return None
         first = self._pieces[name][0][1]
         shape = torch.Size(first.shape)
-        end = shape.numel() if stop is None else stop
-        result = torch.empty(end - start, dtype=TYPES.get(first.dtype, torch.uint8))
-        for path, piece in self._pieces[name]:
+        count = math.prod(shape)
+        end = count if stop is None else stop
+        parts: list[Tensor] = []
+        at = start
+        for path, piece in sorted(self._pieces[name], key=lambda found: found[1].start):
             low, high = max(start, piece.start), min(end, piece.stop)
             if low < high:
-                values = self._read(path, piece)
-                result[low - start : high - start] = values[low - piece.start : high - piece.start]
+                if (piece.dtype, piece.shape, low) != (first.dtype, first.shape, at) or piece.stop > count:
+                    raise Damaged(f"{path} does not hold the elements of {name} from {at} on, but {piece}")
+                parts.append(self._read(path, piece)[low - piece.start : high - piece.start])
+                at = high
+        if at != end:
+            raise Damaged(f"{name} has the elements {start} to {end} nowhere behind {at}")
+        result = torch.cat([torch.empty(0, dtype=TYPES.get(first.dtype, torch.uint8)), *parts])
         return result.view(shape) if start == 0 and stop is None else result
 
     def _read(self, path: str, piece: Piece) -> Tensor:

@@ -202,15 +202,22 @@ class Exchange:
         order = [node for nodes in self._nodes for node in nodes]
         leaves = self._nodes[-1][-1][1]
         mine = tree_sum(dict(zip(order, pieces, strict=True)), Tensor.add_, leaves)
-        shares = list(self._flat.view(-1, self._share).unbind())
-        self._mine = mine
-        self._work = dist.all_gather(shares, mine, group=self._group, async_op=True)
+        self._mine = mine  # the backend reads it until the work is done
+        self._work = gather_shares(self._flat, mine, self._group)
 
     def end(self) -> Tensor:
         """(n,): the sum, on every rank."""
         if self._work is not None:
             self._work.wait()
         return self._flat
+
+
+def gather_shares(flat: Tensor, mine: Tensor, group: dist.ProcessGroup | None) -> dist.Work:
+    """Start to bring all ranks' equal shares together in `flat`, uncopied; `mine` may be this rank's part of it."""
+    name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"  # before torch 2.13
+    work = getattr(dist, name)(flat, mine, group=group, async_op=True)
+    assert isinstance(work, dist.Work)  # None only for ranks outside the group
+    return work
 
 
 class TreeReducer:

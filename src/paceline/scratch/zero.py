@@ -25,6 +25,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from paceline.scratch.tree import gather_shares
+
 ALIGNED = 64  # elements: pieces begin where a vector does, so an element meets the same instruction in any share
 
 
@@ -91,9 +93,9 @@ class Shards:
             piece.parameter.grad = None
         if self._world_size == 1:
             return
-        for flat in self._flats:
-            shares = flat.view(self._world_size, -1)
-            dist.all_gather(list(shares.unbind()), shares[self._rank].clone(), group=self._group)
+        own = [flat.view(self._world_size, -1)[self._rank] for flat in self._flats]
+        for work in [gather_shares(flat, mine, self._group) for flat, mine in zip(self._flats, own, strict=True)]:
+            work.wait()
 
 
 def _round_up(number: int, unit: int) -> int:

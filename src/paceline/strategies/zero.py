@@ -41,15 +41,15 @@ def zero(
     shards.shard(optimizer)
     reducer = TreeReducer(model, forest(world, virtual_ranks))
     pieces = {name: shards.pieces[p] for name, p in model.named_parameters() if p in shards.pieces}
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
 
     def hold() -> list[Held]:
-        shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         return [held for name, piece in pieces.items() for held in _hold(name, piece, shapes[name], optimizer)]
 
     def load(source: Source) -> None:
         optimizer.state.clear()
         for name, piece in pieces.items():
-            state = _saved(source, name, piece)
+            state = _saved(source, name, piece, shapes[name])
             if state:
                 optimizer.state[piece.parameter] = on_device(optimizer, piece.parameter, state)
 
@@ -84,12 +84,12 @@ def _hold(name: str, piece: Piece, shape: torch.Size, optimizer: Optimizer) -> l
     return held
 
 
-def _saved(source: Source, name: str, piece: Piece) -> dict[str, Any]:
+def _saved(source: Source, name: str, piece: Piece, shape: torch.Size) -> dict[str, Any]:
     """The state of this piece; of a counter, the whole."""
     state: dict[str, Any] = {}
     for full in source.names(f"optimizer/{name}/"):
         key = full.rpartition("/")[2]
-        if key.endswith(".item") or key == "step":
+        if key.endswith(".item") or key == "step" or source.shape(full) != shape:
             continue
         part = source.tensor(full, piece.start, piece.stop)
         assert part is not None

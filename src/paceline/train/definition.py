@@ -92,7 +92,10 @@ def check_same(saved: Mapping[str, Any], now: Mapping[str, Any], allowed: Collec
     bits = saved.get("strategy") in EXACT and now.get("strategy") in EXACT
     compared = [*FIXED, *CHANGEABLE] if bits else [name for name in (*FIXED, *CHANGEABLE) if name not in BITS_ONLY]
     differ = [name for name in compared if name in now and name in saved and now[name] != saved[name]]
-    told = {name: f"{name}: {_words(saved[name])} in the checkpoint, {_words(now[name])} now" for name in differ}
+    told = {
+        name: f"{name}: {_words(saved[name], now[name])} in the checkpoint, {_words(now[name], saved[name])} now"
+        for name in differ
+    }
     refused = [name for name in differ if name not in allowed]
     if refused:
         may = [name for name in refused if name in CHANGEABLE]
@@ -107,6 +110,9 @@ def check_same(saved: Mapping[str, Any], now: Mapping[str, Any], allowed: Collec
     return list(told.values())
 
 
-def _words(value: Any) -> str:
+def _words(value: Any, other: Any) -> str:
+    if isinstance(value, dict) and isinstance(other, dict):  # of two tables, what differs
+        table: dict[str, Any] = value
+        value = {key: table[key] for key in sorted(table) if key not in other or table[key] != other[key]}
     text = "not set" if value is None else str(value)
     return text if len(text) <= 200 else f"{text[:200]}..."

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from paceline.checkpoint.snapshot import Keeper, inherited
+from paceline.checkpoint.state import Held
 from paceline.checkpoint.store import Checkpoints, Claim
 from paceline.collectives import gather_words, together
 from paceline.observe import events
@@ -61,14 +62,15 @@ class Keeping:
         """A collective.
 
         Raises:
-            UsageError: if checkpoints are due and their folder cannot be taken, told by one rank.
+            UsageError: if the folder for checkpoints cannot be taken, told by one rank.
         """
         self._replica, self._world, self._rhythm, self._writer, self._say = replica, replica.world, rhythm, writer, say
         checkpoints = Checkpoints(place.folder / CHECKPOINTS)
         claim = Claim(place.attempt, place.generation)
         with together(self._world):
-            if self._world.rank == 0 and (rhythm.checkpoint or origin or place.generation):
-                # Also where none is due: who is left of an older generation must not publish any more.
+            if self._world.rank == 0:
+                # Also where none is due: the run may be asked to stop, and who is left of an older generation must
+                # not publish any more.
                 checkpoints.claim(*claim, place.notices.append)
         self._saver = Saver(
             checkpoints, self._world, replica.virtual_ranks, claim, keep=keep, flush_events=writer.flush, say=say
@@ -106,7 +108,7 @@ class Keeping:
         if save:
             self._saver.begin(held, step, content)
         if snapshot:
-            self._snapshot(step, content)
+            self._snapshot(held, step, content)
         self._tell()
         return time.perf_counter() - began
 
@@ -123,11 +125,11 @@ class Keeping:
         """After an error: let the threads end; what is not published will never be."""
         self._saver.abandon()
 
-    def _snapshot(self, step: int, content: Content) -> None:
+    def _snapshot(self, held: Sequence[Held], step: int, content: Content) -> None:
         assert self._keeper is not None
         began = time.perf_counter()
         try:
-            self._snapshot_bytes = self._keeper.keep(self._replica.state(), step, msgspec.to_builtins(content))
+            self._snapshot_bytes = self._keeper.keep(held, step, msgspec.to_builtins(content))
         except OSError as error:
             self._keeper = None
             self._say(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import socket
@@ -26,7 +27,7 @@ from paceline.train.preemption import StopRequest, noticing
 from paceline.train.prepare import Parts
 from paceline.train.resume import Content, Origin
 from paceline.train.weights import digest, rescue, save
-from paceline.train.wording import bits_hold_for, closing_lines, opening_lines, scores, stopped_line
+from paceline.train.wording import bits_hold_for, closing_lines, opening_lines, scores_line, stopped_line
 
 
 class Training:
@@ -121,7 +122,8 @@ class Training:
         stopping = asked > 0 and not is_last
         if is_last or (self._step % self._parts.plan.steps_per_epoch == 0 and not stopping):
             self._evaluate()
-        content = Content(self._samples, self._metrics, self._place.definition)
+        scores = {name: score for name, score in self._metrics.items() if math.isfinite(score)}  # JSON has no others
+        content = Content(self._samples, scores, self._place.definition)
         save = stopping or (is_last and config.checkpoint_every is not None)
         self._throughput.pause(self._keeping.between(self._step, votes, content, save=save))
         if self._step == config.rehearse_preemption and self._world.rank == self._world.size - 1:
@@ -168,7 +170,7 @@ class Training:
         seconds = time.perf_counter() - began
         self._throughput.pause(seconds)
         self._writer.write(events.Evaluated(self._step, self._metrics, seconds))
-        self._display.say(f"test after step {self._step}: {scores(self._metrics)}")
+        self._display.say(f"test after step {self._step}: {scores_line(self._metrics)}")
 
     def _say(self, line: str) -> None:
         self._display.say(line)

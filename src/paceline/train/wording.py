@@ -49,7 +49,7 @@ def closing_lines(summary: Summary, folder: Path) -> list[str]:
     rate = f", {summary.samples_per_second:,.0f} samples/s" if summary.samples_per_second else ""
     bits = f", the same for 1 to {summary.virtual_ranks} processes" if summary.bits_hold_for else ""
     return [
-        f"done: test {scores(summary.test_metrics or {})}{rate}",
+        f"done: test {scores_line(summary.test_metrics or {})}{rate}",
         f"weights {str(summary.weights_sha256)[:16]}...{bits}",
         f"run folder {folder}",
     ]
@@ -69,7 +69,7 @@ def bits_hold_for(definition: Mapping[str, Any]) -> dict[str, Any]:
     return {name: definition[name] for name in names} | definition["hardware"]
 
 
-def scores(metrics: Mapping[str, float]) -> str:
+def scores_line(metrics: Mapping[str, float]) -> str:
     """'loss 0.0372  accuracy 98.72%'."""
     return "  ".join(f"{name} {v:.2%}" if name == "accuracy" else f"{name} {v:.4f}" for name, v in metrics.items())
 
