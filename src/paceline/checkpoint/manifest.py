@@ -82,7 +82,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     metrics: dict[str, float]
     samples_seen: Count
     scalars: dict[str, Any]
-    """what the optimizer keeps besides tensors; a tuple comes back as a list"""
+    """plain values that belong to the state; a tuple comes back as a list"""
     files: tuple[ShardFile, ...]
 
 

@@ -25,6 +25,8 @@ class Content(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     samples_seen: int
     metrics: dict[str, float]
     definition: dict[str, Any]
+    evaluated: int = 0
+    """the step that the metrics are of"""
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,8 @@ def from_disk(checkpoints: Checkpoints, world: World, report: Report, *, after: 
         complaint = next((words for words in gather_words(_checked(checkpoints, path, world), world) if words), None)
         if complaint is None:
             manifest = checkpoints.check(path, files=())
-            content = Content(manifest.samples_seen, manifest.metrics, manifest.definition)
+            evaluated = int(manifest.scalars.get("evaluated", 0))
+            content = Content(manifest.samples_seen, manifest.metrics, manifest.definition, evaluated)
             source = Shards([(path / file.name, file.pieces) for file in manifest.files])
             return Origin(manifest.step, content, source, str(path))
         if world.rank == 0:

@@ -182,7 +182,7 @@ class Saver:
             definition=writing.content.definition,
             metrics=writing.content.metrics,
             samples_seen=writing.content.samples_seen,
-            scalars={},
+            scalars={"evaluated": writing.content.evaluated},
             files=files,
         )
         self._publishing = threading.Thread(target=self._commit, args=(writing, manifest), name="paceline-publish")

@@ -41,6 +41,7 @@ class Training:
         self._start = self._step = origin.step if origin else 0
         self._samples = origin.content.samples_seen if origin else 0
         self._metrics: dict[str, float] = dict(origin.content.metrics) if origin else {}
+        self._evaluated = origin.content.evaluated if origin else 0
         self._request = StopRequest()
         self._box = Box.from_env()
         shown = self._world.rank == 0
@@ -100,8 +101,9 @@ class Training:
             parts.replica, batches, parts.task.loss, parts.schedule,
             start=self._start, max_norm=self._config.optimizer.clip_norm, votes=self._votes,
         )  # fmt: skip
-        if self._start >= parts.total_steps:  # resumed at the end: nothing is left but to say so
-            self._evaluate()
+        at_epoch = self._start and self._start % parts.plan.steps_per_epoch == 0
+        if self._start >= parts.total_steps or (at_epoch and self._evaluated != self._start):
+            self._evaluate()  # what was asked to stop just there had no time for it
         try:
             for record in records:
                 self._note(record)
@@ -123,7 +125,7 @@ class Training:
         if is_last or (self._step % self._parts.plan.steps_per_epoch == 0 and not stopping):
             self._evaluate()
         scores = {name: score for name, score in self._metrics.items() if math.isfinite(score)}  # JSON has no others
-        content = Content(self._samples, scores, self._place.definition)
+        content = Content(self._samples, scores, self._place.definition, self._evaluated)
         save = stopping or (is_last and config.checkpoint_every is not None)
         self._throughput.pause(self._keeping.between(self._step, votes, content, save=save))
         if self._step == config.rehearse_preemption and self._world.rank == self._world.size - 1:
@@ -168,6 +170,7 @@ class Training:
         parts, began = self._parts, time.perf_counter()
         self._metrics = evaluate(parts.replica, parts.test_set, parts.task.loss, parts.task.metrics, parts.loading)
         seconds = time.perf_counter() - began
+        self._evaluated = self._step
         self._throughput.pause(seconds)
         self._writer.write(events.Evaluated(self._step, self._metrics, seconds))
         self._display.say(f"test after step {self._step}: {scores_line(self._metrics)}")

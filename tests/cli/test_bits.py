@@ -1,0 +1,74 @@
+"""A seeded sample of tests/soak_bits.py: the same bits on every world size, after a kill, after a resume."""
+
+from __future__ import annotations
+
+import random
+import signal
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+from tests.soak_bits import KILLED, Lab, bits, last_step, workers_killed, write_mnist
+
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(240)]  # 5 to 15 s on 2 idle cores
+
+SMALL: Mapping[str, object] = {**KILLED, "steps": 30, "strategy": "exact"}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_mnist(tmp_path_factory.mktemp("data") / "mnist", train=101)
+
+
+@pytest.fixture
+def lab(tmp_path: Path, data: Path) -> Iterator[Lab]:
+    with Lab(tmp_path / "run", data) as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory, data: Path) -> str:
+    """The bits of one rank that nobody disturbs."""
+    with Lab(tmp_path_factory.mktemp("alone") / "run", data) as alone:
+        alone.start("mnist-cnn", {**SMALL, "nproc": 1})
+        assert alone.finish() == 0, alone.log.read_text()
+        return bits(alone.folder)
+
+
+@pytest.mark.parametrize(("strategy", "nproc"), [("exact", 3), ("zero", 2)])
+def test_every_world_size_and_strategy_gives_the_same_bits(lab: Lab, expected: str, strategy: str, nproc: int) -> None:
+    lab.start("mnist-cnn", {**SMALL, "strategy": strategy, "nproc": nproc})
+    assert lab.finish() == 0, lab.log.read_text()
+    assert bits(lab.folder) == expected
+    assert list(lab.faults()) == []
+
+
+def test_a_killed_worker_costs_no_bit(lab: Lab, expected: str) -> None:
+    settings = {**SMALL, "nproc": 2, "max_restarts": 3, "snapshot_every": 3}
+    result = workers_killed(lab, settings, random.Random(1), "one")
+    assert "goes on after step" in lab.log.read_text(), result.told
+    assert (result.code, result.digest, result.faults) == (0, expected, []), lab.log.read_text()
+
+
+def test_a_killed_launcher_costs_no_bit_on_another_world_size(lab: Lab, expected: str) -> None:
+    saved = lab.folder / "checkpoints"
+    lab.start("mnist-cnn", {**SMALL, "nproc": 2, "checkpoint_every": 4})
+    assert lab.wait_for(lambda: any(saved.glob("step-*")) and last_step(lab.folder) >= 6), lab.log.read_text()
+    assert lab.finish(signal.SIGKILL) == 137
+    goes_on(lab, 1, expected)
+
+
+def test_a_run_asked_to_stop_costs_no_bit_on_another_world_size(lab: Lab, expected: str) -> None:
+    """Also where no checkpoints were asked for: the one that is written now is the only one."""
+    lab.start("mnist-cnn", {**SMALL, "nproc": 1})
+    assert lab.wait_for(lambda: last_step(lab.folder) >= 6), lab.log.read_text()
+    assert lab.finish(signal.SIGTERM) == 75, lab.log.read_text()
+    goes_on(lab, 2, expected)
+
+
+def goes_on(lab: Lab, nproc: int, expected: str) -> None:
+    lab.start("", {"resume": "auto", "nproc": nproc})
+    assert lab.finish() == 0, lab.log.read_text()
+    assert "goes on after step" in lab.log.read_text()
+    assert bits(lab.folder) == expected
+    assert list(lab.faults()) == []
