@@ -1,12 +1,17 @@
-"""What disks, copies and people do to files: one random damage to a checkpoint."""
+"""What disks, copies and people do to files: one random damage to a checkpoint, or to the writing of one."""
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 
-from paceline.checkpoint.store import Checkpoints
+from tests.checkpoint.checkpoint_harness import SIZE, leftovers, newest, shard_bytes, shard_name
+
+from paceline.checkpoint.store import Checkpoints, write_file
 
 
 def damage(checkpoint: Path, rng: random.Random) -> tuple[str, str]:
@@ -56,3 +61,39 @@ def trial(template: Path, folder: Path, seed: str) -> str | None:
         return None
     finally:
         shutil.rmtree(folder)
+
+
+def kill_trial(template: Path, folder: Path, seed: str) -> str | None:
+    """Kill the writer of step 3 after a random number of its bytes; the law that was broken, if one was."""
+    shutil.copytree(template, folder)
+    try:
+        left = random.Random(seed).randrange(2 * SIZE)
+        pid = os.fork()
+        if pid == 0:
+            _write_until_killed(folder, left)
+        _, status = os.waitpid(pid, 0)
+        if os.WTERMSIG(status) != signal.SIGKILL:
+            return f"seed {seed}: the writer ended with {status} before byte {left}"
+        found, told = newest(folder)
+        if found != 2 or told:
+            return f"seed {seed}: killed at byte {left}: step {found} is resumed, told is {told}"
+        Checkpoints(folder).claim(3, 0)
+        return f"seed {seed}: {leftovers(folder)} stay" if leftovers(folder) else None
+    finally:
+        shutil.rmtree(folder)
+
+
+def _write_until_killed(folder: Path, left: int) -> None:
+    checkpoints = Checkpoints(folder)
+    checkpoints.claim(2, 0)
+    tmp = checkpoints.begin(3)
+    for rank in range(2):
+        write_file(tmp / shard_name(rank, 2), _until(shard_bytes(3, rank), left))
+        left -= SIZE
+    os._exit(1)
+
+
+def _until(data: bytes, left: int) -> Iterator[bytes]:
+    yield data[: max(0, left)]
+    if left < len(data):
+        os.kill(os.getpid(), signal.SIGKILL)

@@ -1,6 +1,6 @@
-"""Is any random damage to a checkpoint ever accepted?
+"""Is any random damage to a checkpoint ever accepted, or one whose writer was killed at a random byte?
 
-    python tests/checkpoint/soak_fuzz.py --count 200 --seed 0 --out build/fuzz.json
+    PYTHONPATH=. python tests/checkpoint/soak_fuzz.py --count 200 --seed 0 --out build/fuzz.json
 
 The results so far are in --out: the same command goes on where it was stopped. The exit code is 1 if any was accepted,
 or told without the name of the file.
@@ -14,8 +14,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from checkpoint_harness import saved
-from damage import trial
+from tests.checkpoint.checkpoint_harness import saved
+from tests.checkpoint.damage import kill_trial, trial
 
 
 def main() -> int:
@@ -33,13 +33,14 @@ def main() -> int:
         template = Path(folder) / "template"
         saved(template, 1, 2)
         while results["done"] < options.count:
-            failure = trial(template, Path(folder) / "trial", f"{options.seed}-{results['done']}")
-            results["failures"] += [failure] if failure else []
+            seed = f"{options.seed}-{results['done']}"
+            failures = [one(template, Path(folder) / "trial", seed) for one in (trial, kill_trial)]
+            results["failures"] += [failure for failure in failures if failure]
             results["done"] += 1
             partial = options.out.with_suffix(".partial")
             partial.write_text(json.dumps(results, indent=1))
             partial.replace(options.out)
-    print(f"{results['done']} damaged, {len(results['failures'])} failures")
+    print(f"{results['done']} damaged, {results['done']} writers killed, {len(results['failures'])} failures")
     return 1 if results["failures"] else 0
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 from tests.checkpoint.checkpoint_harness import manifest_of, newest, saved, sealed, shard_name
-from tests.checkpoint.damage import trial
+from tests.checkpoint.damage import kill_trial, trial
 
 from paceline.checkpoint.manifest import Damaged
 from paceline.checkpoint.store import Checkpoints
@@ -29,12 +29,20 @@ def test_random_damage_is_never_accepted_and_told_by_file(tmp_path):
     assert [failure for failure in failures if failure] == []
 
 
+def test_a_writer_killed_at_any_byte_publishes_nothing_and_leaves_nothing(tmp_path):
+    template = tmp_path / "template"
+    saved(template, 1, 2)
+    failures = [kill_trial(template, tmp_path / "trial", f"suite-{number}") for number in range(15)]
+    assert [failure for failure in failures if failure] == []
+
+
 def test_the_soak_goes_on_where_it_was_stopped(tmp_path):
     out = tmp_path / "fuzz.json"
     script = Path(__file__).with_name("soak_fuzz.py")
     command = [sys.executable, str(script), "--count", "5", "--seed", "7", "--out", str(out)]
     out.write_text(json.dumps({"seed": 7, "done": 3, "failures": ["found before it was stopped"]}))
-    done = subprocess.run(command, capture_output=True, text=True, timeout=50)
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=50, env=env)
     assert done.returncode == 1, done.stderr
     assert json.loads(out.read_text()) == {"seed": 7, "done": 5, "failures": ["found before it was stopped"]}
 
