@@ -214,6 +214,12 @@ def memory_costs(run: Run, variant: Variant, rounds: int, steps: int) -> list[Ro
     ]
 
 
+def optimizer_memory(run: Run, name: str, variant: Variant) -> Row:
+    """What a rank's optimizer keeps."""
+    kept = [tensor.nbytes for state in variant.replica.optimizer.state.values() for tensor in state.values()]
+    return run.row(COST, f"optimizer of {name}, MB a rank", [sum(kept) / 1e6])
+
+
 def disk_costs(run: Run, variant: Variant, rounds: int, steps: int, folder: Path) -> list[Row]:
     """Checkpoints, each written while steps go on, against the steps before it (a collective)."""
     checkpoints, claim, world = Checkpoints(folder / "checkpoints"), Claim(1, 0), run.world
@@ -259,6 +265,7 @@ def work(model: str, folder: Path, rounds: int, steps: int | None) -> None:
             rows += step_costs(run, made, rounds, steps)
             if virtual_ranks == world.size:
                 few = -(-rounds // 2)
+                rows += [optimizer_memory(run, name, made[name]) for name in ("exact", "zero")]
                 rows += memory_costs(run, made["exact"], few, steps or FEWEST_STEPS)
                 rows += disk_costs(run, made["exact"], few, steps or FEWEST_STEPS, folder)
     if world.rank == 0:

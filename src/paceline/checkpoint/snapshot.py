@@ -10,6 +10,7 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,7 +92,9 @@ def newest(pairs: Sequence[Pair]) -> tuple[Snapshot, set[int]] | None:
         if os.fstat(descriptor).st_size <= LENGTH_BYTES or not any(os.pread(descriptor, LENGTH_BYTES, 0)):
             continue
         read = read_meta(_path(descriptor))
-        if read is not None:
+        with suppress(msgspec.ValidationError):  # somebody else's
+            if read is None:
+                continue
             mark = msgspec.convert(read[0], Mark)
             ranks = found.setdefault((mark.generation, mark.step, mark.world_size), {})
             ranks[mark.rank] = (descriptor, mark, read[1])

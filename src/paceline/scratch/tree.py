@@ -15,7 +15,8 @@ subtrees among them, and what is left of the tree above is added from the subtre
 Each rank finishes a share of every bucket: an all-to-all brings it the others' subtrees of its share, and an all-gather
 brings everybody the sums. That moves as many bytes as an all-reduce, once per subtree that a rank owns.
 
-Memory: a rank that owns L leaves keeps up to log2(L) + 1 partial sums, since it adds as a binary counter counts.
+Memory: a rank that owns L leaves adds as a binary counter counts, and keeps up to log2(L) + 1 partial sums; up to
+2 log2(L) where its run does not begin with a large subtree.
 Run me: `torchrun --nproc-per-node 3 -m paceline.scratch.tree`.
 """
 

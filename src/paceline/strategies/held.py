@@ -40,7 +40,7 @@ def named_state(name: str, state: Mapping[str, Any]) -> Iterator[tuple[str, Tens
         if isinstance(value, Tensor):
             yield full, value.detach()
         elif isinstance(value, (bool, int, float)):
-            yield full + ITEM, torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else torch.int64)
+            yield full + ITEM, torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
         elif value is not None:
             raise UsageError(
                 f"the optimizer keeps a {type(value).__name__} ({key}) for {name}: only tensors and numbers are saved"
@@ -58,19 +58,27 @@ def load_optimizer(model: nn.Module, optimizer: Optimizer, source: Source) -> No
 
 def saved_state(source: Source, name: str) -> Iterator[tuple[str, Any]]:
     """What was saved for parameter `name`: key and whole value."""
-    prefix = f"optimizer/{name}/"
-    for full in source.names(prefix):
+    for key, full in saved_keys(source, name):
         value = source.tensor(full)
-        key = full.removeprefix(prefix)
         assert value is not None
         yield (key.removesuffix(ITEM), value.item()) if key.endswith(ITEM) else (key, value)
 
 
+def saved_keys(source: Source, name: str) -> Iterator[tuple[str, str]]:
+    """(key, full name) of all that was saved for parameter `name`."""
+    prefix = f"optimizer/{name}/"
+    for full in source.names(prefix):
+        key = full.removeprefix(prefix)
+        if "/" not in key:  # else of a parameter called name/...
+            yield key, full
+
+
 def on_device(optimizer: Optimizer, parameter: nn.Parameter, state: dict[str, Any]) -> dict[str, Any]:
-    """`state` where `parameter` is; counters, tensors of one element, only if the optimizer is fused or capturable."""
+    """`state` where `parameter` is; counters (step) only if the optimizer is fused or capturable, as torch wants it."""
     group = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
     all_there = group.get("fused") or group.get("capturable")
-    return {
-        key: value.to(parameter.device) if isinstance(value, Tensor) and (all_there or value.ndim) else value
-        for key, value in state.items()
-    }
+
+    def belongs_there(key: str, value: Any) -> bool:
+        return isinstance(value, Tensor) and (all_there or (value.shape == parameter.shape and key != "step"))
+
+    return {key: value.to(parameter.device) if belongs_there(key, value) else value for key, value in state.items()}

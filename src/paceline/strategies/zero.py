@@ -14,7 +14,7 @@ from paceline.scratch.replicate import broadcast_module
 from paceline.scratch.tree import TreeReducer
 from paceline.scratch.zero import Piece, Shards
 from paceline.strategies.base import MakeOptimizer, Replica, forest, leaf_of, refuse_synchronised, replica
-from paceline.strategies.held import named_state, on_device, saved_state
+from paceline.strategies.held import ITEM, named_state, on_device, saved_keys
 from paceline.world import World
 
 # Each updates an element by that element's own gradient and history alone.
@@ -87,12 +87,11 @@ def _hold(name: str, piece: Piece, shape: torch.Size, optimizer: Optimizer) -> l
 def _saved(source: Source, name: str, piece: Piece, shape: torch.Size) -> dict[str, Any]:
     """The state of this piece; of a counter, the whole."""
     state: dict[str, Any] = {}
-    for full in source.names(f"optimizer/{name}/"):
-        key = full.rpartition("/")[2]
-        if key.endswith(".item") or key == "step" or source.shape(full) != shape:
-            continue
-        part = source.tensor(full, piece.start, piece.stop)
-        assert part is not None
-        state[key] = part
-    counters = {key: value for key, value in saved_state(source, name) if key not in state}
-    return {**counters, **state}
+    for key, full in saved_keys(source, name):
+        if key.endswith(ITEM) or key == "step" or source.shape(full) != shape:
+            value = source.tensor(full)
+            assert value is not None
+            state[key.removesuffix(ITEM)] = value.item() if key.endswith(ITEM) else value
+        else:
+            state[key] = source.tensor(full, piece.start, piece.stop)
+    return state
