@@ -24,6 +24,7 @@ StrategyName = Literal["single", "dp", "manual", "bucketed", "ddp", "exact", "ze
 EXACT: tuple[StrategyName, ...] = ("exact", "zero")
 """the strategies that promise the same bits at every world size"""
 DEFAULT_BATCH_SIZE = 64
+LONGEST_TIMEOUT = 1e9  # seconds, 30 years
 
 
 @dataclass(frozen=True)
@@ -216,11 +217,19 @@ def resolved(config: TrainConfig, world_size: int) -> TrainConfig:
         global_batch=shape.global_batch,
         batch_size=None,
     )
+    if data.data_dir is not None:  # absolute: a run may be resumed from another folder
+        data = dataclasses.replace(data, data_dir=data.data_dir.absolute())
     strategy = default_strategy(config, world_size)
     launch = config.launch
     if strategy in EXACT and launch.threads_per_rank is None:  # the one number that every world size can have
         launch = dataclasses.replace(launch, threads_per_rank=1)
-    return dataclasses.replace(config, strategy=strategy, data=data, launch=launch)
+    return dataclasses.replace(config, task=_absolute(config.task), strategy=strategy, data=data, launch=launch)
+
+
+def _absolute(task: str | None) -> str | None:
+    """A task in a file with the file's absolute path."""
+    path, colon, name = (task or "").rpartition(":")
+    return f"{Path(path).resolve()}:{name}" if colon and path.endswith(".py") else task
 
 
 def repeatable(config: TrainConfig) -> TrainConfig:
@@ -321,6 +330,8 @@ def check_values(config: TrainConfig) -> None:
                 raise UsageError(f"--{key.replace('_', '-')} must be finite, got {value}")
     if config.checkpoint.keep < 2:
         raise UsageError(f"--keep must be at least 2, got {config.checkpoint.keep}: the newest may turn out damaged")
+    if config.launch.timeout > LONGEST_TIMEOUT:
+        raise UsageError(f"--timeout must be at most {LONGEST_TIMEOUT:.0e} seconds, got {config.launch.timeout}")
     if config.launch.port > 65535:
         raise UsageError(f"--port must be at most 65535, got {config.launch.port}")
     if config.strategy is not None and config.strategy not in get_args(StrategyName):

@@ -60,14 +60,14 @@ class Source(Protocol):
         ...
 
 
-def needed(source: Source, name: str, like: Tensor) -> Tensor:
-    """The whole tensor `name`, which must be there and fit.
+def needed(source: Source, name: str, like: Tensor, *, any_type: bool = False) -> Tensor:
+    """The whole tensor `name`, which must be there and fit; with `any_type`, of whatever type of number.
 
     Raises:
         UsageError: if it does not: the state is that of another model.
     """
     tensor = source.tensor(name)
-    if tensor is None or tensor.shape != like.shape or tensor.dtype != like.dtype:
+    if tensor is None or tensor.shape != like.shape or (tensor.dtype != like.dtype and not any_type):
         found = "nothing" if tensor is None else f"{tuple(tensor.shape)} {tensor.dtype}"
         raise UsageError(
             f"the saved state does not fit this model: {name} is {tuple(like.shape)} {like.dtype} here, the "

@@ -26,7 +26,17 @@ from paceline.launch.job import Job, threads_per_rank
 from paceline.launch.local import local
 from paceline.launch.supervise import run
 from paceline.observe.events import Step, read_events
-from paceline.observe.folder import CHECKPOINTS, CONFIG, create_attempt_dir, lock_run_dir, open_run_dir, write_settings
+from paceline.observe.folder import (
+    CHECKPOINTS,
+    CONFIG,
+    check_is_run,
+    check_not_finished,
+    create_attempt_dir,
+    lock_run_dir,
+    move_aside,
+    open_run_dir,
+    write_settings,
+)
 from paceline.observe.summary import Summary, read_summary, write_summary
 from paceline.tasks import check_task
 from paceline.train.definition import allowed_changes, check_same, settings
@@ -38,19 +48,19 @@ def main(arguments: Sequence[str]) -> int:
     """Run `paceline train ARGUMENTS`."""
     config = parse(arguments)
     if any(name in os.environ for name in LAUNCHED):
-        return work(config)
+        return start_here(config)[1]
     check_values(config)
     gpus = count_gpus() if config.launch.device != "cpu" else 0
     nproc = gpus or usable_cores() if config.launch.nproc == "auto" else config.launch.nproc
     check(config, nproc or 1, gpus)
-    start = work if nproc is None else launch
+    start = start_here if nproc is None else launch
     config = replace(config, launch=replace(config.launch, nproc=nproc))
-    code = start(config)
+    run_dir, code = start(config)
     if code != ExitCode.SAVED or config.checkpoint.rehearse_preemption is None:
         return code
     print("rehearsal: stopped in good order; now it is resumed", file=sys.stderr)
-    again = replace(config.checkpoint, resume="auto", rehearse_preemption=None)
-    return start(replace(config, checkpoint=again))
+    again = replace(config.checkpoint, resume="auto", fresh=False, rehearse_preemption=None)
+    return start(replace(config, checkpoint=again, run=replace(config.run, run_dir=run_dir)))[1]
 
 
 def parse(arguments: Sequence[str]) -> TrainConfig:
@@ -97,10 +107,9 @@ def _resumed_config(arguments: Sequence[str]) -> Path | None:
 
 def _value_of(flag: str, arguments: Sequence[str]) -> str | None:
     for argument, following in zip_longest(arguments, arguments[1:]):
-        if argument == flag:
-            return following
-        if argument.startswith(f"{flag}="):
-            return argument.removeprefix(f"{flag}=")
+        name, equals, value = argument.partition("=")
+        if name.replace("_", "-") == flag:  # the parser takes both
+            return value if equals else following
     return None
 
 
@@ -165,7 +174,11 @@ def check_resumable(config: TrainConfig, nproc: int) -> None:
         UsageError: naming each difference.
     """
     assert config.run.run_dir is not None
-    checkpoints = Checkpoints(config.run.run_dir.absolute() / CHECKPOINTS)
+    run_dir = config.run.run_dir.resolve()
+    check_is_run(run_dir)
+    checkpoints = Checkpoints(run_dir / CHECKPOINTS)
+    if not checkpoints.entries():
+        check_not_finished(run_dir)
     for _, path in checkpoints.entries():
         try:
             saved = checkpoints.check(path, files=()).definition
@@ -190,28 +203,32 @@ def count_gpus() -> int:
     return count if visible is None else min(count, len([v for v in visible.split(",") if v.strip() not in ("", "-1")]))
 
 
-def launch(config: TrainConfig) -> int:
-    """Make the run folder and start `--nproc` workers under an agent; return the exit code."""
+def launch(config: TrainConfig) -> tuple[Path, int]:
+    """Make the run folder and start `--nproc` workers under an agent; return the folder and the exit code."""
     nproc, task, c = int(config.launch.nproc or 1), str(config.task), config.checkpoint
-    run_dir = open_run_dir(config.run.run_dir, task, resume=c.resume == "auto", fresh=c.fresh)
+    run_dir = open_run_dir(config.run.run_dir, task, resume=c.resume == "auto")
     lock = lock_run_dir(run_dir)
     try:
+        if c.fresh:
+            move_aside(run_dir)
         config = configuration.resolved(config, nproc)
         config = replace(config, run=replace(config.run, run_dir=run_dir))
-        _, attempt_dir = create_attempt_dir(run_dir)
+        attempt, attempt_dir = create_attempt_dir(run_dir)
         write_settings(attempt_dir, configuration.dump(config))
         if not (run_dir / CONFIG).exists():
             write_settings(run_dir, configuration.dump(configuration.repeatable(config)))
         code = run(local(job_of(config, nproc, attempt_dir)), attempt_dir, keep_open=[lock])
     finally:
         os.close(lock)
+    if code == ExitCode.USAGE and attempt > 1:
+        return run_dir, code  # refused: nothing is written over
     if code not in (ExitCode.DONE, ExitCode.SAVED):
         try:
             write_summary(run_dir, failed_summary(run_dir, config, nproc, code))
         except OSError as error:  # the very disk, perhaps, that ended the run
             print(f"summary.json cannot be written: {error}", file=sys.stderr)
         print(f"run folder {run_dir}", file=sys.stderr)
-    return code
+    return run_dir, code
 
 
 def job_of(config: TrainConfig, nproc: int, attempt_dir: Path) -> Job:
@@ -253,8 +270,8 @@ def failed_summary(run_dir: Path, config: TrainConfig, nproc: int, code: int) ->
     )
 
 
-def work(config: TrainConfig) -> int:
-    """Be a rank: of the world that a launcher made, or of a world of one."""
+def start_here(config: TrainConfig) -> tuple[Path, int]:
+    """Be a rank: of the world that a launcher made, or of a world of one. Returns the run folder and the exit code."""
     check_values(config)
     local_size = os.environ.get("LOCAL_WORLD_SIZE", "1")
     prepared = "PACELINE_ATTEMPT_DIR" in os.environ  # our own agent: after a restart it may have started fewer
@@ -265,4 +282,5 @@ def work(config: TrainConfig) -> int:
         )
     from paceline.train.run import train  # the first import of torch
 
-    return train(config, run_dir=config.run.run_dir if prepared else None).code
+    ended = train(config, run_dir=config.run.run_dir if prepared else None)
+    return ended.folder, ended.code

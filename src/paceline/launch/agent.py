@@ -18,7 +18,7 @@ import msgspec
 from msgspec.structs import replace
 
 from paceline.errors import ExitCode, UsageError
-from paceline.launch.failure import GOOD_ENDS, Observation, choose, verdict_due_seconds
+from paceline.launch.failure import GOOD_ENDS, LOADER_KILLED, Kind, Observation, choose, verdict_due_seconds
 from paceline.launch.generation import Generation
 from paceline.launch.janitor import start_janitor
 from paceline.launch.job import NodePlan
@@ -94,6 +94,9 @@ class Agent:
         if all(o.code in GOOD_ENDS for o in observations):
             return good_code(observations)
         number = self.orders.signals[0]
+        primary = choose(observations)
+        if primary is not None and primary.kind is Kind.EXCEPTION:  # it could not do what it was asked to: save, say
+            say(tell(primary, observations, oom_kills=0, attempt_dir=self.plan.attempt_dir))
         say(f"stopped by {number.name}")
         return 128 + number
 
@@ -122,6 +125,7 @@ class Agent:
             exception=primary.record.type if primary.record else "",
             step=self.generation.step_reached(),
             nproc=self.generation.plan.nproc,
+            loader_killed=bool(primary.record and LOADER_KILLED.search(primary.record.message)),
             ended_well=frozenset(o.code for o in observations if o.code is not None and not o.ended_badly),
         )
 

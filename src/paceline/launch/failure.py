@@ -14,6 +14,7 @@ and within one kind, what came first on this host's monotonic clock.
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -45,6 +46,7 @@ PEER_LOST = (  # lower case
     "ncclremoteerror",
     "remote process exited or there was a network error",
 )
+LOADER_KILLED = re.compile(r"DataLoader worker .* killed by signal: Killed")  # torch's words for it
 TRANSPORT_TYPES = frozenset({"DistNetworkError", "DistStoreError"})
 LIBRARY_TYPES = frozenset({"RuntimeError", "DistError", "DistBackendError"})  # torch raises lost peers as these, too
 

@@ -23,6 +23,7 @@ class Failed:
     exception: str  # the type's name; empty without a record
     step: int  # steps done by the rank that had come furthest
     nproc: int
+    loader_killed: bool = False  # the exception only says that a DataLoader worker was killed: memory ran out, say
     ended_well: frozenset[int] = frozenset()  # exit codes of ranks that had ended in good order before
 
     @property
@@ -87,7 +88,7 @@ def _not_worth_it(last: Failed) -> str:
         return "a rank had saved its state and stopped, so the run was to end"
     if last.exit_code == ExitCode.USAGE:
         return "this is wrong use, which a restart does not change"
-    if last.kind is Kind.EXCEPTION:
+    if last.kind is Kind.EXCEPTION and not last.loader_killed:
         return f"{last.exception} is an error of the program, which a restart would only meet again"
     if last.kind is Kind.EXIT:
         return f"the program itself ended with exit code {last.exit_code}, and would do so again"

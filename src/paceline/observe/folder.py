@@ -24,15 +24,14 @@ from paceline.errors import UsageError
 PRIVATE = 0o700  # data, paths and environment are nobody else's business
 CONFIG = "config.toml"
 SUMMARY = "summary.json"
+WEIGHTS = "model.safetensors"
 CHECKPOINTS = "checkpoints"
 LOCK = ".lock"
 LOCK_SECONDS = 10.0  # the workers of a launcher that was just killed need a moment to end
 
 
-def open_run_dir(asked: Path | None, task: str, *, resume: bool = False, fresh: bool = False) -> Path:
+def open_run_dir(asked: Path | None, task: str, *, resume: bool = False) -> Path:
     """The absolute path of the folder to write into: a new run's, or with `resume` also that of a run that has ended.
-
-    With `fresh`, the checkpoints of a run that has ended are moved aside.
 
     Raises:
         UsageError: if it holds something that would be written over, no run, or cannot be written.
@@ -41,17 +40,45 @@ def open_run_dir(asked: Path | None, task: str, *, resume: bool = False, fresh: 
         return create_run_dir(asked, task)
     if asked is None:
         raise UsageError("--resume auto needs --run-dir: the folder of the run to go on with")
-    run_dir = asked.absolute()
+    run_dir = asked.resolve()
+    check_is_run(run_dir)
+    _make(run_dir, exist_ok=True)
+    return run_dir
+
+
+def check_is_run(run_dir: Path) -> None:
+    """Refuse to resume in a folder that holds something else than a run; a new or empty one will do.
+
+    Raises:
+        UsageError: says what is missing.
+    """
     if run_dir.is_dir() and any(run_dir.iterdir()) and not (run_dir / CONFIG).is_file() and not _never_began(run_dir):
         raise UsageError(
-            f"--run-dir {asked} holds no run (there is no {CONFIG}), but something else. Name the folder of a run, or "
-            "a new one."
+            f"{run_dir} holds no run: there is no {CONFIG}, but something else. Name the folder of a run, or a new "
+            f"one; a run that has lost its {CONFIG} has a copy in each of its attempt folders."
         )
-    _make(run_dir, exist_ok=True)
-    if fresh and (run_dir / CHECKPOINTS).is_dir():
-        aside = next(p for n in range(1, 10000) if not (p := run_dir / f"{CHECKPOINTS}-before-fresh-{n}").exists())
-        (run_dir / CHECKPOINTS).rename(aside)
-    return run_dir
+
+
+def move_aside(run_dir: Path) -> None:
+    """Put what a run has saved where a new beginning does not write over it. Only with the folder's lock."""
+    for name in (CHECKPOINTS, WEIGHTS):
+        if (run_dir / name).exists():
+            stem = name.partition(".")[0]
+            aside = (run_dir / name.replace(stem, f"{stem}-before-fresh-{n}") for n in range(1, 10000))
+            (run_dir / name).rename(next(path for path in aside if not path.exists()))
+
+
+def check_not_finished(run_dir: Path) -> None:
+    """Refuse to begin again at step 0 where a finished run's weights would be written over.
+
+    Raises:
+        UsageError: says what to do.
+    """
+    if (run_dir / WEIGHTS).exists():
+        raise UsageError(
+            f"the run in {run_dir} has ended with its weights saved, and left no checkpoint to go on from: it would "
+            "begin again at step 0. --fresh does that, and moves the weights aside."
+        )
 
 
 def lock_run_dir(run_dir: Path, *, wait_seconds: float = LOCK_SECONDS) -> int:
@@ -89,7 +116,7 @@ def create_run_dir(asked: Path | None, task: str) -> Path:
         UsageError: if it holds something already, or cannot be written.
     """
     if asked is not None:
-        run_dir = asked.absolute()
+        run_dir = asked.resolve()
         if run_dir.is_dir() and not _never_began(run_dir):
             there = (run_dir / CONFIG).is_file()
             raise UsageError(
@@ -118,15 +145,27 @@ def _never_began(run_dir: Path) -> bool:
 
 
 def create_attempt_dir(run_dir: Path) -> tuple[int, Path]:
-    """Make the folder of a run's next start, numbered from 1; the summary of the last one moves into its own."""
+    """Make the folder of a run's next start, numbered from 1."""
     numbers = [attempt_number(path) for path in run_dir.glob("attempt-*")]
-    number = 1 + max(numbers, default=0)
+    number = 1 + max(*numbers, _fenced_attempt(run_dir), 0)
     attempt_dir = run_dir / f"attempt-{number}"
     _make(attempt_dir, exist_ok=False)
-    last = run_dir / f"attempt-{number - 1}"
-    if last.is_dir() and (run_dir / SUMMARY).exists():  # how the last start ended is not how this one does
-        (run_dir / SUMMARY).rename(last / SUMMARY)
     return number, attempt_dir
+
+
+def _fenced_attempt(run_dir: Path) -> int:
+    """The attempt that may publish checkpoints (checkpoint/fence.py): it was, though somebody deleted its folder."""
+    try:
+        return int((run_dir / CHECKPOINTS / ".fence").read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
+def shelve_summary(run_dir: Path, attempt: int) -> None:
+    """Put the last start's summary into its folder: how it ended is not how this one does."""
+    last = run_dir / f"attempt-{attempt - 1}"
+    if last.is_dir() and (run_dir / SUMMARY).exists():
+        (run_dir / SUMMARY).rename(last / SUMMARY)
 
 
 def write_settings(folder: Path, text: str) -> None:

@@ -222,7 +222,9 @@ def unpack(flat: Tensor, parameters: Sequence[nn.Parameter]) -> None:
     for index, (parameter, piece) in enumerate(zip(parameters, pieces, strict=True)):
         # Looked at only if this rank did not use it itself: on a GPU, looking means waiting.
         if parameter.grad is not None or used[index] != 0:
-            parameter.grad = piece.view_as(parameter)
+            grad = piece.view(parameter.shape)
+            # A gradient has its parameter's strides: torch's fused optimizers walk both through memory side by side.
+            parameter.grad = grad if parameter.is_contiguous() else torch.empty_like(parameter).copy_(grad)
 
 
 def divide(total: Tensor, divisor: float | Tensor) -> Tensor:

@@ -45,13 +45,25 @@ class Shards:
     def __init__(
         self, module: nn.Module, rank: int, world_size: int, *, group: dist.ProcessGroup | None = None
     ) -> None:
-        """Move the data of every parameter that requires a gradient; the parameters stay the same objects."""
+        """Move the data of every parameter that requires a gradient; the parameters stay the same objects.
+
+        Raises:
+            ValueError: if two parameters are views of one memory, which would be torn apart.
+        """
         self.pieces: dict[nn.Parameter, Piece] = {}
         self._flats: list[Tensor] = []
         self._rank, self._world_size, self._group = rank, world_size, group
         alike: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = defaultdict(list)
+        places: set[int] = set()
         for parameter in module.parameters():
             if parameter.requires_grad:
+                place = parameter.untyped_storage().data_ptr()
+                if place in places and parameter.numel():
+                    raise ValueError(
+                        f"a parameter of shape {tuple(parameter.shape)} shares its memory with another one: laid flat, "
+                        "they would be two. Use one parameter, or another strategy."
+                    )
+                places.add(place)
                 alike[parameter.dtype, parameter.device].append(parameter)
         for parameters in alike.values():
             self._lay(parameters)

@@ -95,6 +95,8 @@ def replica(
     parameters = trainable(model)
     frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
     virtual_ranks = virtual_ranks or world.size
+    if hold is None:
+        refuse_foreign(model, optimizer)
     buffers = VirtualBuffers(model, world, virtual_ranks)
 
     @contextmanager
@@ -172,6 +174,21 @@ def only_alone(name: str, world: World) -> None:
             f"strategy {name!r} lives in one process, there are {world.size}. "
             "For several processes use manual, bucketed or ddp."
         )
+
+
+def refuse_foreign(model: nn.Module, optimizer: Optimizer) -> None:
+    """Refuse an optimizer that trains what is not in the model.
+
+    Raises:
+        UsageError: naming its shape.
+    """
+    own = set(model.parameters())
+    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        if parameter not in own:
+            raise UsageError(
+                f"the optimizer trains a parameter of shape {tuple(parameter.shape)} that is not in the model: it "
+                "would be neither synchronised nor saved. Make it a parameter of the model."
+            )
 
 
 def forest(world: World, virtual_ranks: int | None) -> Forest:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from paceline.checkpoint.state import Held, Source, needed
 from paceline.data.plan import Work, ranks_share
+from paceline.errors import TrainingError
 from paceline.scratch.batchnorm import SyncBatchNorm
 from paceline.scratch.tree import Exchange, Forest, added
 from paceline.world import World
@@ -28,13 +29,10 @@ class VirtualBuffers:
     def __init__(self, model: nn.Module, world: World, virtual_ranks: int) -> None:
         self._world = world
         self._virtual_ranks = virtual_ranks
-        self._slots = {
-            (f"{prefix}.{name}" if prefix else name): (owner, name)
-            for prefix, owner in model.named_modules()
-            for name, buffer in owner.named_buffers(recurse=False)
-            if buffer is not None
-        }
-        self._synchronised = {name for name, (owner, _) in self._slots.items() if isinstance(owner, SyncBatchNorm)}
+        self._model = model
+        self._slots = _slots(model)
+        self._names_checked = False
+        self._synchronised = {n for n, slots in self._slots.items() if isinstance(slots[0][0], SyncBatchNorm)}
         self._initial = {name: buffer.clone() for name, buffer in self._in_module().items()}
         self._of: dict[int, Buffers] = {}
 
@@ -50,6 +48,8 @@ class VirtualBuffers:
         else:
             self._put({n: b if n in self._synchronised else b.clone() for n, b in own.items()})
         yield
+        if not self._names_checked:
+            self._check_names()
         # Read back: a module may have replaced its buffer instead of writing into it.
         after = self._in_module()
         kept = after if work.counted else {n: after[n] if n in self._synchronised else b for n, b in own.items()}
@@ -98,7 +98,7 @@ class VirtualBuffers:
             names.append(f"buffers/0/{name}")
         for full in names:
             if any(there == full for there in source.names(full)):
-                return needed(source, full, self._initial[name]).to(self._world.device)
+                return needed(source, full, self._initial[name], any_type=True).to(self._world.device)
         return None
 
     def _mean(self) -> Buffers:
@@ -134,8 +134,34 @@ class VirtualBuffers:
         return exchange.end()[:size]
 
     def _in_module(self) -> Buffers:
-        return {name: getattr(owner, leaf) for name, (owner, leaf) in self._slots.items()}
+        return {name: getattr(*slots[0]) for name, slots in self._slots.items()}
 
     def _put(self, buffers: Mapping[str, Tensor]) -> None:
-        for name, (owner, leaf) in self._slots.items():
-            setattr(owner, leaf, buffers[name])
+        for name, slots in self._slots.items():
+            for owner, leaf in slots:
+                setattr(owner, leaf, buffers[name])
+
+    def _check_names(self) -> None:
+        """After the first forward: a buffer that was made in it would belong to whoever computed it, and be lost.
+
+        Raises:
+            TrainingError: naming it.
+        """
+        self._names_checked = True
+        new = [name for name in _slots(self._model) if name not in self._slots]
+        if new:
+            raise TrainingError(
+                f"buffer {new[0]} was None and was made in the first forward: it cannot be kept for each virtual rank. "
+                "Register it with its values, as zeros say."
+            )
+
+
+def _slots(model: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
+    """Every buffer by its first name, and where it hangs: one that two modules share stays one."""
+    by_identity: dict[int, str] = {}
+    slots: dict[str, list[tuple[nn.Module, str]]] = {}
+    for prefix, owner in model.named_modules():
+        for leaf, buffer in owner.named_buffers(recurse=False):
+            name = by_identity.setdefault(id(buffer), f"{prefix}.{leaf}" if prefix else leaf)
+            slots.setdefault(name, []).append((owner, leaf))
+    return slots

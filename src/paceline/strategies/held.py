@@ -81,4 +81,12 @@ def on_device(optimizer: Optimizer, parameter: nn.Parameter, state: dict[str, An
     def belongs_there(key: str, value: Any) -> bool:
         return isinstance(value, Tensor) and (all_there or (value.shape == parameter.shape and key != "step"))
 
-    return {key: value.to(parameter.device) if belongs_there(key, value) else value for key, value in state.items()}
+    there = {key: value.to(parameter.device) if belongs_there(key, value) else value for key, value in state.items()}
+    return {key: _laid_like(parameter, value) for key, value in there.items()}
+
+
+def _laid_like(parameter: nn.Parameter, value: Any) -> Any:
+    """`value` with the parameter's strides, if it has its shape: fused optimizers look at memory, not at strides."""
+    if not isinstance(value, Tensor) or value.shape != parameter.shape or parameter.is_contiguous():
+        return value
+    return torch.empty_like(parameter, dtype=value.dtype).copy_(value)

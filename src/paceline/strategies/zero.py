@@ -13,7 +13,15 @@ from paceline.errors import UsageError
 from paceline.scratch.replicate import broadcast_module
 from paceline.scratch.tree import TreeReducer
 from paceline.scratch.zero import Piece, Shards
-from paceline.strategies.base import MakeOptimizer, Replica, forest, leaf_of, refuse_synchronised, replica
+from paceline.strategies.base import (
+    MakeOptimizer,
+    Replica,
+    forest,
+    leaf_of,
+    refuse_foreign,
+    refuse_synchronised,
+    replica,
+)
 from paceline.strategies.held import ITEM, named_state, on_device, saved_keys
 from paceline.world import World
 
@@ -37,6 +45,7 @@ def zero(
     broadcast_module(model)
     optimizer = make_optimizer(model.parameters())
     _refuse_whole(optimizer)
+    refuse_foreign(model, optimizer)
     shards = Shards(model, world.rank, world.size)
     shards.shard(optimizer)
     reducer = TreeReducer(model, forest(world, virtual_ranks))

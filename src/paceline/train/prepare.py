@@ -86,6 +86,12 @@ def make_model(task: Task, seed: int, world: World) -> nn.Module:
         raise UsageError("the model has lazy layers whose shapes are not known yet: run one forward in make_model")
     if not any(p.requires_grad for p in model.parameters()):
         raise UsageError("the model has no parameter that requires a gradient: there is nothing to train")
+    odd = next((name for name, value in model.state_dict().items() if not isinstance(value, torch.Tensor)), None)
+    if odd is not None:
+        raise UsageError(
+            f"the model's state holds {odd}, which is no tensor (get_extra_state): it can neither be compared between "
+            "ranks nor saved. Keep it in a buffer."
+        )
     return model.to(world.device)
 
 

@@ -16,19 +16,22 @@ import torch
 
 from paceline import __version__
 from paceline.checkpoint.store import Checkpoints
-from paceline.collectives import check_equal, gather_words, together
+from paceline.collectives import check_equal, gather_words, together, told_once
 from paceline.config import EXACT, TrainConfig, default_strategy, dump, repeatable, resolved
-from paceline.errors import ExitCode, PacelineError
+from paceline.errors import ExitCode, PacelineError, UsageError
 from paceline.observe.folder import (
     CHECKPOINTS,
     attempt_number,
+    check_not_finished,
     create_attempt_dir,
     lock_run_dir,
+    move_aside,
     open_run_dir,
+    shelve_summary,
     write_settings,
 )
 from paceline.observe.summary import Summary, write_summary
-from paceline.train.definition import allowed_changes, check_same, settings
+from paceline.train.definition import BITS_ONLY, allowed_changes, check_same, settings
 from paceline.train.determinism import deterministic, holds_for
 from paceline.train.keeping import Place
 from paceline.train.prepare import Parts, prepare
@@ -61,10 +64,14 @@ def train(config: TrainConfig, *, run_dir: Path | None = None) -> Ended:
         config = resolved(config, world.size)
         try:
             check_equal("settings", settings(config), world)
+            rehearsed = config.checkpoint.rehearse_preemption
             with deterministic() if config.strategy in EXACT else nullcontext():
                 parts = prepare(config, world)
-                if place.attempt_dir is not None:  # rank 0
-                    _write_down(config, place, parts)
+                if rehearsed is not None and rehearsed >= parts.total_steps:
+                    words = (
+                        f"--rehearse-preemption {rehearsed} is not before the end: there are {parts.total_steps} steps"
+                    )
+                    raise told_once(UsageError(words), world)
                 place = replace(place, definition={**settings(config), **_facts(parts)})
                 if config.strategy in EXACT:
                     check_equal("processors and libraries", place.definition["hardware"], world)
@@ -73,9 +80,13 @@ def train(config: TrainConfig, *, run_dir: Path | None = None) -> Ended:
                 if origin is not None:
                     with together(world):
                         parts.replica.load(origin.source)
+                place = replace(place, definition={**place.definition, "unbroken": _unbroken(config, place, origin)})
+                if place.attempt_dir is not None:  # rank 0; not earlier: what is refused writes nothing over
+                    _write_down(config, place, parts)
                 code = Training(parts, place, origin).run()
         except BaseException as error:
-            if run_dir is None and world.rank == 0:  # with a launcher of ours, that one knows the exit code
+            refused = isinstance(error, PacelineError) and error.exit_code == ExitCode.USAGE and place.attempt > 1
+            if run_dir is None and world.rank == 0 and not refused:  # a launcher of ours knows the exit code itself
                 _summarise_failure(config, place.folder, world, error)
             raise
     return Ended(place.folder, code)
@@ -85,23 +96,30 @@ def train(config: TrainConfig, *, run_dir: Path | None = None) -> Ended:
 def _place(config: TrainConfig, world: World, prepared: Path | None) -> Generator[Place]:
     """The run folder, taken for us, and which attempt and generation of the run this is; the same on all ranks."""
     c, lock = config.checkpoint, None
+    generation = int(os.environ.get("PACELINE_GENERATION", os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")))
+    restarted = generation > 0 and config.run.run_dir is not None  # by torchrun, or our agent
+    notices: list[str] = []
     mine: dict[str, Any] = {"folder": "", "attempt": 0}
     attempt_dir: Path | None = None
     try:
         with together(world):
             if world.rank == 0:
-                folder = prepared or open_run_dir(
-                    config.run.run_dir, str(config.task), resume=c.resume == "auto", fresh=c.fresh
-                )
+                resume = c.resume == "auto" or restarted
+                folder = prepared or open_run_dir(config.run.run_dir, str(config.task), resume=resume)
                 if prepared is None:
                     lock = lock_run_dir(folder)
+                    if c.fresh and not restarted:
+                        move_aside(folder)
+                    if generation and not restarted:
+                        notices.append(
+                            "restarted by torchrun, but in a new folder, at step 0: --run-dir names the same"
+                        )
                     attempt_dir = create_attempt_dir(folder)[1]
                 else:
                     attempt_dir = Path(os.environ["PACELINE_ATTEMPT_DIR"])
                 mine = {"folder": str(folder), "attempt": attempt_number(attempt_dir)}
         told: dict[str, Any] = gather_words(mine, world)[0]
-        generation = int(os.environ.get("PACELINE_GENERATION", os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")))
-        yield Place(Path(told["folder"]), told["attempt"], generation, attempt_dir)
+        yield Place(Path(told["folder"]), told["attempt"], generation, attempt_dir, notices=notices)
     finally:
         if lock is not None:
             os.close(lock)
@@ -109,6 +127,7 @@ def _place(config: TrainConfig, world: World, prepared: Path | None) -> Generato
 
 def _write_down(config: TrainConfig, place: Place, parts: Parts) -> None:
     assert place.attempt_dir is not None
+    shelve_summary(place.folder, place.attempt)
     write_settings(place.folder, dump(repeatable(config)))
     write_settings(place.attempt_dir, dump(config))  # what restarted workers read: this very start
     environment = msgspec.json.encode(_environment(parts.replica.world))
@@ -136,7 +155,22 @@ def _origin(config: TrainConfig, place: Place, world: World) -> Origin | None:
             allowed = allowed_changes(config.checkpoint.allow_change)
             changes = check_same(origin.content.definition, place.definition, allowed, origin.where)
         place.notices.extend(f"changed, as allowed: {change}" for change in changes)
+    elif not config.checkpoint.fresh:
+        with together(world):
+            check_not_finished(place.folder)
+        if place.attempt > 1:
+            place.notices.append("there is no checkpoint: it begins again at step 0")
     return origin
+
+
+def _unbroken(config: TrainConfig, place: Place, origin: Origin | None) -> bool:
+    """Whether all steps so far, those before a resume too, were taken under the promise of bits."""
+    if config.strategy not in EXACT:
+        return False
+    if origin is None:
+        return True
+    saved = origin.content.definition
+    return bool(saved.get("unbroken")) and all(saved.get(name) == place.definition.get(name) for name in BITS_ONLY)
 
 
 def _summarise_failure(config: TrainConfig, folder: Path, world: World, error: BaseException) -> None:

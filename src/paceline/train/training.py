@@ -11,7 +11,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 
 from paceline.collectives import check_equal, told_once
-from paceline.config import EXACT, default_strategy
+from paceline.config import default_strategy
 from paceline.data.consumed import add, fingerprint
 from paceline.data.loader import load_steps
 from paceline.errors import ExitCode, TrainingError
@@ -60,13 +60,13 @@ class Training:
             with self._weights_survive(), self._writer, self._display:
                 self._open()
                 try:
-                    stopped_by = self._loop()
+                    stopped = self._loop()
                     self._keeping.end()
                 finally:
                     self._keeping.abandon()
                 self._writer.write(events.Ended(self._step, time.time()))
             with self._weights_survive():
-                return self._stop(stopped_by) if stopped_by else self._finish(time.perf_counter() - began)
+                return self._stop() if stopped else self._finish(time.perf_counter() - began)
 
     def _open(self) -> None:
         world, plan, place = self._world, self._parts.plan, self._place
@@ -90,8 +90,8 @@ class Training:
         if self._origin:
             self._say(f"goes on after step {self._start} of {self._parts.total_steps}, from {self._origin.where}")
 
-    def _loop(self) -> str:
-        """Take all steps that are left; returns who asked to stop, if somebody did."""
+    def _loop(self) -> bool:
+        """Take all steps that are left; returns whether the run was asked to stop before."""
         parts = self._parts
         batches = load_steps(
             parts.train_set, parts.plan, parts.share, parts.loading,
@@ -108,11 +108,11 @@ class Training:
             for record in records:
                 self._note(record)
                 if self._between(record):
-                    return self._request.by or "another rank"
+                    return True
         finally:  # ends the loader's processes also when a step fails
             records.close()
             batches.close()
-        return ""
+        return False
 
     def _votes(self) -> list[float]:
         return [float(self._request.by is not None), *self._keeping.votes()]
@@ -179,18 +179,18 @@ class Training:
         self._display.say(line)
         self._writer.write(events.Notice(line))
 
-    def _stop(self, by: str) -> ExitCode:
+    def _stop(self) -> ExitCode:
         """The state is on disk: say where the run goes on."""
         failed = self._keeping.failed
         if failed:
             where = rescue(self._parts.replica.model, self._place.folder) if self._world.rank == 0 else ""
             error = TrainingError(
-                f"asked to stop ({by}) after step {self._step}, but the state could not be saved: {failed}; {where}"
+                f"asked to stop after step {self._step}, but the state could not be saved: {failed}; {where}"
             )
             raise told_once(error, self._world)
         if self._world.rank == 0:
             write_summary(self._place.folder, self._summary(ExitCode.SAVED))
-            self._display.say(stopped_line(by, self._step, self._parts.total_steps, self._place.folder))
+            self._display.say(stopped_line(self._step, self._parts.total_steps, self._place.folder))
         return ExitCode.SAVED
 
     def _finish(self, seconds: float) -> ExitCode:
@@ -231,7 +231,7 @@ class Training:
             samples_per_second=self._throughput.overall(),
             seconds=seconds,
             weights_sha256=sha256,
-            bits_hold_for=bits_hold_for(self._place.definition) if self._config.strategy in EXACT else None,
+            bits_hold_for=bits_hold_for(self._place.definition) if self._place.definition["unbroken"] else None,
         )
 
     @contextmanager

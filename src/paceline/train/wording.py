@@ -55,10 +55,10 @@ def closing_lines(summary: Summary, folder: Path) -> list[str]:
     ]
 
 
-def stopped_line(by: str, step: int, total_steps: int, folder: Path) -> str:
+def stopped_line(step: int, total_steps: int, folder: Path) -> str:
     """What a run that was asked to stop says last."""
     return (
-        f"asked to stop ({by}): saved after step {step} of {total_steps}. Go on with: "
+        f"asked to stop: saved after step {step} of {total_steps}. Go on with: "
         f"paceline train --resume auto --run-dir {shlex.quote(str(folder))}"
     )
 

@@ -32,8 +32,9 @@ from paceline.world import World
 MakeOptimizer = Callable[[Any], Optimizer]
 LR = 1e-3
 OPTIMIZERS: dict[str, MakeOptimizer] = {
-    "sgd": partial(SGD, lr=LR, momentum=0.9, weight_decay=1e-2),
-    "adamw": partial(AdamW, lr=LR, weight_decay=1e-2),
+    # fused, as in training: these look at memory, not at strides
+    "sgd": partial(SGD, lr=LR, momentum=0.9, weight_decay=1e-2, fused=True),
+    "adamw": partial(AdamW, lr=LR, weight_decay=1e-2, fused=True),
 }
 
 
