@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from safetensors.torch import load_model
 from torch import nn
 
 from paceline.errors import TrainingError, UsageError
@@ -77,16 +78,26 @@ def test_saving_is_whole_or_not_at_all(tmp_path, monkeypatch):
     save(model, path)
     before = path.read_bytes()
 
-    def full(module: nn.Module, name: str) -> None:
+    def full(tensors: dict[str, torch.Tensor], name: str, metadata: dict[str, str]) -> None:
         with open(name, "wb") as file:  # noqa: PTH123
             file.write(b"half")
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("paceline.train.weights.save_model", full)
+    monkeypatch.setattr("paceline.train.weights.save_file", full)
     with pytest.raises(OSError, match="No space left"):
         save(nn.Linear(2, 2), path)
     assert path.read_bytes() == before
     assert [p.name for p in tmp_path.iterdir()] == ["model.safetensors"]
+
+
+def test_weights_that_lie_in_one_flat_tensor_are_saved(tmp_path):
+    model, flat = nn.Linear(2, 2), torch.arange(6.0)
+    model.weight.data, model.bias.data = flat[:4].view(2, 2), flat[4:]
+    save(model, tmp_path / "model.safetensors")
+    other = nn.Linear(2, 2)
+    load_model(other, tmp_path / "model.safetensors")
+    assert torch.equal(other.weight, model.weight)
+    assert torch.equal(other.bias, model.bias)
 
 
 def test_tied_weights_are_saved(tmp_path):

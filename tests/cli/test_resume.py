@@ -1,0 +1,233 @@
+"""`--resume auto`: what is refused before anything starts, and what a person is told where the run goes on."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.checkpoint.checkpoint_harness import sealed
+from tests.cli.test_bad_input import WITHOUT_TORCH
+
+from paceline.observe.events import Started, Step, read_events
+from paceline.observe.folder import lock_run_dir
+
+TASK = """
+import os
+import torch
+from torch import nn
+from paceline import ArrayDataset, Task
+
+def data(split):
+    return ArrayDataset(torch.arange(60.0).reshape(60, 1) / 60 + float(os.environ.get("OFFSET", 0)), torch.zeros(60))
+
+task = Task(lambda: nn.Linear(1, 1), data, lambda outputs, targets: (outputs[:, 0] - targets).square())
+"""
+# Waits for a lock 0.2 s instead of 10.
+IMPATIENT = WITHOUT_TORCH.replace(
+    "import sys\n",
+    "import sys\nfrom paceline.observe.folder import lock_run_dir\nlock_run_dir.__kwdefaults__['wait_seconds'] = 0.2\n",
+)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> tuple[Path, str]:
+    """A folder with a run of 12 steps for 4 virtual ranks, checkpoints at 4, 8 and 12; and what it has said."""
+    folder = tmp_path_factory.mktemp("finished")
+    (folder / "mine.py").write_text(TASK)
+    arguments = "train mine.py:task --run-dir run --resume auto --virtual-ranks 4 --global-batch 3 --steps 12"
+    more = "--checkpoint-every 4 --lr 0.002 --strategy bucketed"
+    words = [sys.executable, "-m", "paceline", *arguments.split(), *more.split()]
+    run = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=55)
+    assert run.returncode == 0, run.stderr
+    return folder, run.stdout
+
+
+@pytest.fixture
+def resume(paceline, finished, tmp_path):
+    """Run `paceline train --resume auto --run-dir run ARGUMENTS` on a copy of the finished run."""
+    shutil.copytree(finished[0], tmp_path, dirs_exist_ok=True)
+
+    def run(arguments: str = "", **more):
+        return paceline("train", "--resume", "auto", "--run-dir", "run", *arguments.split(), **more)
+
+    return run
+
+
+def kept(folder: Path) -> list[str]:
+    return sorted(p.name for p in (folder / "run/checkpoints").glob("step-*"))
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def summary_of(folder: Path) -> dict:
+    return json.loads((folder / "run/summary.json").read_text())
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+# ---- refused, before torch is imported, and nothing is changed -----------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("--virtual-ranks 5", ["virtual_ranks: 4 in the checkpoint, 5 now", "can never change", "random streams"]),
+        ("--seed 7", ["seed: 0 in the checkpoint, 7 now", "can never change"]),
+        ("--global-batch 8", ["global_batch: 3 in the checkpoint, 8 now", "can never change"]),
+        ("--optimizer sgd", ["optimizer: adamw in the checkpoint, sgd now", "it keeps another state"]),
+        ("--optimizer sgd --nproc 2", ["optimizer: adamw in the checkpoint, sgd now"]),
+        ("--lr 3", ["lr: 0.002 in the checkpoint, 3.0 now", "--allow-change lr"]),
+        ("--lr 3 --steps 20 --allow-change steps", ["lr: 0.002", "--allow-change steps,lr"]),
+        ("--steps 20 --seed 7", ["steps: 12 in the checkpoint, 20 now", "seed: 0", "--allow-change steps"]),
+        ("--allow-change seed", ["seed can never change"]),
+        ("--allow-change epoch", ["unknown setting to change 'epoch'. Did you mean 'epochs'?"]),
+        ("--keep 1", ["--keep must be at least 2, got 1"]),
+        ("--max-restarts 1", ["--max-restarts and --min-nproc need --nproc"]),
+        ("--nproc 2 --max-restarts 1 --min-nproc 3", ["--min-nproc 3 is more than --nproc 2"]),
+        ("--nproc 5", ["--nproc 5 is more than --virtual-ranks 4", "--nproc 4 or fewer"]),
+    ],
+)
+def test_another_run_is_refused_before_anything_starts(resume, tmp_path, arguments, words):
+    before = contents(tmp_path)
+    run = resume(arguments, command=("-c", WITHOUT_TORCH))
+    assert run.returncode == 2, run.stdout + run.stderr
+    for word in words:
+        assert word in run.stderr
+    assert "Traceback" not in run.stderr
+    assert contents(tmp_path) == before
+    if "in the checkpoint" in words[0]:
+        assert f"{tmp_path}/run/checkpoints/step-00000012 is of another run" in run.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("--resume auto", "--resume auto needs --run-dir"),
+        ("--fresh --run-dir new", "--fresh has a meaning only with --resume auto"),
+        ("--allow-change lr --run-dir new", "--allow-change has a meaning only with --resume auto"),
+        ("--resume auto --run-dir full --nproc 2", "holds no run: there is no config.toml"),
+        ("--run-dir full --nproc 2", "never written over"),
+        ("--strategy exact --batchnorm sync", "cannot. Use --batchnorm local"),
+        ("--strategy zero --batchnorm sync --nproc 2", "--strategy zero gives the same bits at every world size"),
+    ],
+)
+def test_what_contradicts_itself_or_would_write_over_something_is_refused(paceline, tmp_path, arguments, words):
+    (tmp_path / "mine.py").write_text(TASK)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.tex").write_text("precious")
+    before = contents(tmp_path)
+    run = paceline("train", "mine.py:task", *arguments.split(), command=("-c", WITHOUT_TORCH))
+    assert run.returncode == 2, run.stdout + run.stderr
+    assert words in run.stderr
+    assert contents(tmp_path) == before
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_second_run_in_the_folder_names_the_first(resume, tmp_path):
+    lock = lock_run_dir(tmp_path / "run")
+    try:
+        before = contents(tmp_path)
+        run = resume("--nproc 2", command=("-c", IMPATIENT))
+        assert contents(tmp_path) == before
+    finally:
+        os.close(lock)
+    assert run.returncode == 2, run.stderr
+    assert f"another run is active in {tmp_path}/run (pid {os.getpid()} on " in run.stderr
+
+
+# ---- going on ------------------------------------------------------------------------------------------------------
+
+
+def test_a_new_folder_is_a_fresh_start(finished):
+    folder, said = finished
+    assert "goes on" not in said
+    assert kept(folder) == ["step-00000004", "step-00000008", "step-00000012"]
+    assert [e.step for e in read_events(folder / "run/events-0.jsonl") if isinstance(e, Step)] == list(range(1, 13))
+
+
+def test_more_virtual_ranks_than_samples_in_a_batch_are_told_once(finished):
+    _, said = finished
+    assert said.count("1 virtual rank of 4 never get a sample: the batch is too small") == 1
+
+
+def test_a_complete_run_has_nothing_left_and_keeps_its_result(resume, tmp_path):
+    before, weights = summary_of(tmp_path), (tmp_path / "run/model.safetensors").read_bytes()
+    run = resume()
+    assert run.returncode == 0, run.stderr
+    assert f"goes on after step 12 of 12, from {tmp_path}/run/checkpoints/step-00000012" in run.stdout
+    assert "never get a sample" in run.stdout  # it is said once a start
+    for summary in (before, after := summary_of(tmp_path)):
+        for name in ("seconds", "samples_per_second"):
+            summary.pop(name, None)
+    assert after == before
+    assert (tmp_path / "run/model.safetensors").read_bytes() == weights
+    assert [e.step for e in read_events(tmp_path / "run/events-0.jsonl") if isinstance(e, Step)] == list(range(1, 13))
+
+
+@pytest.mark.ranks
+def test_damaged_and_unknown_checkpoints_are_passed_over_in_words_and_unset_flags_stay(resume, tmp_path):
+    """Only --nproc and an allowed lr are given: everything else is as the run was."""
+    newest, second = (tmp_path / f"run/checkpoints/step-{step:08d}" for step in (12, 8))
+    manifest = json.loads((newest / "manifest.json").read_text())["manifest"]
+    (newest / "manifest.json").write_bytes(sealed({**manifest, "format": 2}))
+    flip(second / "shard-0-of-1.safetensors")
+    run = resume("--nproc 2 --lr 0.004 --allow-change lr")
+    assert run.returncode == 0, run.stderr
+    assert "step-00000012 cannot be used: manifest.json format 2 is newer than this paceline's 1" in run.stdout
+    assert "step-00000008 cannot be used: shard-0-of-1.safetensors" in run.stdout
+    assert "goes on after step 4 of 12, from" in run.stdout
+    assert "changed, as allowed: lr: 0.002 in the checkpoint, 0.004 now" in run.stdout
+    assert "2 processes on cpu, strategy bucketed" in run.stdout
+    assert "global batch 3 = 4 virtual ranks x 1 micro-batch x" in run.stdout
+    summary = summary_of(tmp_path)
+    assert (summary["steps"], summary["samples_seen"], summary["virtual_ranks"]) == (12, 36, 4)
+    starts = [e for e in read_events(tmp_path / "run/events-0.jsonl") if isinstance(e, Started)]
+    assert [(e.attempt, e.start_step, e.world_size) for e in starts] == [(1, 0, 1), (2, 4, 2)]
+    assert kept(tmp_path)[-1] == "step-00000012"
+
+
+def test_without_any_whole_checkpoint_it_is_fresh_or_nothing(resume, tmp_path):
+    for path in (tmp_path / "run/checkpoints").glob("step-*/shard-*"):
+        flip(path)
+    before = contents(tmp_path / "run/checkpoints")
+    run = resume()
+    assert run.returncode == 2, run.stdout
+    assert f"none of the 3 checkpoints in {tmp_path}/run/checkpoints is whole" in run.stderr
+    assert "paceline checkpoint verify" in run.stderr and "--fresh" in run.stderr
+    assert {p: b for p, b in contents(tmp_path / "run/checkpoints").items() if p in before} == before
+    run = resume("--fresh --lr 3 --steps 4")  # nothing is compared
+    assert run.returncode == 0, run.stderr
+    assert "goes on" not in run.stdout
+    assert kept(tmp_path) == ["step-00000004"]
+    assert (tmp_path / "run/model-before-fresh-1.safetensors").is_file()
+    aside = tmp_path / "run/checkpoints-before-fresh-1"
+    assert {aside / p.relative_to(tmp_path / "run/checkpoints"): b for p, b in before.items()} == contents(aside)
+
+
+def test_a_finished_run_without_checkpoints_does_not_begin_again_by_itself(resume, tmp_path):
+    for path in (tmp_path / "run/checkpoints").glob("step-*"):
+        shutil.rmtree(path)
+    before = contents(tmp_path)
+    run = resume(command=("-c", WITHOUT_TORCH))
+    assert run.returncode == 2, run.stdout + run.stderr
+    assert "has ended with its weights saved, and left no checkpoint to go on from" in run.stderr
+    assert contents(tmp_path) == before
+
+
+def test_other_data_are_named_and_refused(resume, tmp_path):
+    run = resume(env={"OFFSET": "1"})
+    assert run.returncode == 2, run.stdout
+    there, now = re.findall(r"{'test data': {.*?}, 'training data': {.*?}}", run.stderr)
+    assert there != now and f"data: {there} in the checkpoint, {now} now" in run.stderr
+    assert "data can never change on the way" in run.stderr
+    assert kept(tmp_path) == ["step-00000004", "step-00000008", "step-00000012"]

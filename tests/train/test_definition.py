@@ -1,0 +1,197 @@
+"""What may differ between a run and its resumption, and what a person is told where it may not."""
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from paceline.config import TrainConfig, resolved
+from paceline.errors import UsageError
+from paceline.train.definition import BITS_ONLY, CHANGEABLE, FIXED, allowed_changes, check_same, settings
+
+SAVED = {name: f"old-{name}" for name in (*FIXED, *CHANGEABLE)} | {"strategy": "exact"}
+WHERE = "run/checkpoints/step-00000007"
+
+
+def changed(*names: str, **more: object) -> dict[str, object]:
+    return {**SAVED, **{name: f"new-{name}" for name in names}, **more}
+
+
+def refusal(*names: str, allowed: tuple[str, ...] = (), **more: object) -> str:
+    with pytest.raises(UsageError) as caught:
+        check_same(SAVED, changed(*names, **more), allowed, WHERE)
+    return str(caught.value)
+
+
+def test_the_same_run_is_the_same_run():
+    assert check_same(SAVED, dict(SAVED), [], WHERE) == []
+
+
+@pytest.mark.parametrize("name", FIXED)
+def test_what_is_fixed_is_refused_with_both_values_and_the_reason(name):
+    told = refusal(name)
+    assert told.startswith(f"{WHERE} is of another run. ")
+    assert f"{name}: old-{name} in the checkpoint, new-{name} now" in told
+    assert f"{name} can never change on the way, since {FIXED[name]}." in told
+    assert "--allow-change" not in told  # nothing to allow here
+    assert refusal(name, allowed=("lr",)) == told
+
+
+@pytest.mark.parametrize("name", CHANGEABLE)
+def test_what_may_change_is_refused_with_the_flag_that_allows_it(name):
+    told = refusal(name)
+    assert f"{name}: old-{name} in the checkpoint, new-{name} now" in told
+    assert told.endswith(f" --allow-change {name}")
+    assert "never" not in told
+
+
+@pytest.mark.parametrize("name", CHANGEABLE)
+def test_an_allowed_change_is_told_in_words(name):
+    assert allowed_changes(name) == [name]
+    told = check_same(SAVED, changed(name), [name], WHERE)
+    assert told == [f"{name}: old-{name} in the checkpoint, new-{name} now"]
+
+
+def test_several_differences_are_told_at_once_and_the_flag_keeps_what_was_allowed_before():
+    told = refusal("seed", "lr", "epochs", "momentum", allowed=("lr",))
+    for name in ("seed", "epochs", "momentum"):
+        assert f"{name}: old-{name} in the checkpoint" in told
+    assert "old-lr" not in told  # allowed
+    assert told.endswith((" --allow-change lr,epochs,momentum", " --allow-change lr,momentum,epochs"))
+    assert told.count("can never change") == 1
+
+
+@pytest.mark.parametrize("name", BITS_ONLY)
+@pytest.mark.parametrize(
+    ("before", "now", "compared"),
+    [
+        ("exact", "exact", True),
+        ("exact", "zero", True),
+        ("zero", "exact", True),
+        ("exact", "bucketed", False),
+        ("ddp", "exact", False),
+        ("bucketed", "bucketed", False),
+    ],
+)
+def test_hardware_and_threads_count_only_where_bits_were_promised(name, before, now, compared):
+    saved = {**SAVED, "strategy": before}
+    other = changed(name, strategy=now)
+    if compared:
+        with pytest.raises(UsageError, match=f"--allow-change {name}$"):
+            check_same(saved, other, [], WHERE)
+    else:
+        assert check_same(saved, other, [], WHERE) == []
+
+
+def test_what_is_not_known_yet_is_not_compared():
+    """The launcher knows the settings, not the data; the workers compare the rest."""
+    known = {name: SAVED[name] for name in ("seed", "lr", "strategy")}
+    assert check_same(SAVED, known, [], WHERE) == []
+    assert check_same(known, changed("data"), [], WHERE) == []  # saved by an older paceline
+
+
+def test_a_value_that_was_not_set_is_said_and_a_long_one_cut():
+    told = refusal(clip_norm=None, data="x" * 1000)
+    assert "clip_norm: old-clip_norm in the checkpoint, not set now" in told
+    assert "x" * 200 + "... now" in told and "x" * 201 not in told
+
+
+def test_of_two_tables_only_what_differs_is_told():
+    """Of processors and libraries, say, whose whole description is longer than what is shown."""
+    saved = {**SAVED, "hardware": {"long": "x" * 300, "torch": "2.12", "mkl": "3"}}
+    now = {**SAVED, "hardware": {"torch": "2.13", "mkl": "3", "long": "x" * 300, "new": 1}}
+    with pytest.raises(UsageError) as caught:
+        check_same(saved, now, [], WHERE)
+    told = "hardware: {'torch': '2.12'} in the checkpoint, {'new': 1, 'torch': '2.13'} now"
+    assert told in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [("", []), ("lr", ["lr"]), (" lr , epochs,", ["lr", "epochs"]), ("hardware,task", ["hardware", "task"])],
+)
+def test_names_are_separated_by_commas(text, names):
+    assert allowed_changes(text) == names
+
+
+@pytest.mark.parametrize("name", FIXED)
+def test_what_is_fixed_cannot_be_allowed(name):
+    with pytest.raises(UsageError) as caught:
+        allowed_changes(f"lr,{name}")
+    assert f"--allow-change {name}: {name} can never change" in str(caught.value)
+    assert FIXED[name] in str(caught.value)
+
+
+@pytest.mark.parametrize(("wrong", "meant"), [("epoch", "epochs"), ("wait_decay", "weight_decay"), ("LR", None)])
+def test_a_setting_that_does_not_exist_is_told_with_the_nearest_one_and_all(wrong, meant):
+    with pytest.raises(UsageError) as caught:
+        allowed_changes(wrong)
+    told = str(caught.value)
+    assert f"unknown setting to change '{wrong}'" in told
+    assert ", ".join(CHANGEABLE) in told
+    assert (f"Did you mean {meant!r}?" in told) if meant else ("Did you mean" not in told)
+
+
+def defined(**changes: object) -> dict[str, object]:
+    """The settings of two processes with a batch of 64 each, with `section__name` changed."""
+    config = TrainConfig(task="mnist-cnn")
+    for path, value in changes.items():
+        section, _, name = path.rpartition("__")
+        if section:
+            config = replace(config, **{section: replace(getattr(config, section), **{name: value})})
+        else:
+            config = replace(config, **{name: value})
+    nproc = config.launch.nproc
+    return settings(resolved(config, 2 if nproc is None else int(nproc)))
+
+
+@pytest.mark.parametrize(
+    "free",
+    [
+        {"strategy": "ddp"},
+        {"strategy": "exact"},
+        {"run__log_interval": 7},
+        {"launch__nproc": 1, "data__virtual_ranks": 2},
+        {"data__global_batch": 128},  # as it was by default
+        {"checkpoint__checkpoint_every": 3},
+        {"launch__threads_per_rank": 3},  # no bits are promised
+        {"optimizer__momentum": 0.5},  # adamw has none
+        {"optimizer__lr_base_batch": 7},  # not scaled
+    ],
+)
+def test_what_changes_nothing_of_the_run_may_change_freely(free):
+    assert check_same(defined(), defined(**free), [], WHERE) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "names"),
+    [
+        ({"launch__nproc": 3}, ["virtual_ranks", "global_batch"]),
+        ({"run__seed": 1}, ["seed"]),
+        ({"data__tail": "drop"}, ["tail"]),
+        ({"data__accumulation": 2, "data__global_batch": 128}, ["accumulation"]),
+        ({"model__batchnorm": "sync"}, ["batchnorm"]),
+        ({"model__stem": "small"}, ["stem"]),
+        ({"optimizer__optimizer": "sgd"}, ["optimizer", "momentum"]),
+        ({"optimizer__lr": 0.5}, ["lr"]),
+        ({"optimizer__lr_scaling": "linear"}, ["lr_scaling", "lr_base_batch"]),
+        ({"run__epochs": 3}, ["epochs"]),
+        ({"run__steps": 3}, ["epochs", "steps"]),
+        ({"task": "mnist-resnet18"}, ["task"]),
+    ],
+)
+def test_each_setting_that_matters_is_compared(change, names):
+    with pytest.raises(UsageError) as caught:
+        check_same(defined(), defined(**change), [], WHERE)
+    listed = str(caught.value).removeprefix(f"{WHERE} is of another run. ")
+    assert re.findall(r"(\w+): \S+(?: set)? in the checkpoint", listed) == names
+
+
+def test_threads_are_part_of_an_exact_run():
+    with pytest.raises(UsageError, match=r"threads_per_rank: 1 in the checkpoint, 2 now"):
+        check_same(defined(strategy="exact"), defined(strategy="exact", launch__threads_per_rank=2), [], WHERE)
+
+
+def test_every_setting_of_the_definition_has_a_rule():
+    """A name that is written down, but compared by nobody, would be a promise that nobody keeps."""
+    assert set(settings(TrainConfig())) | {"data", "hardware"} == {*FIXED, *CHANGEABLE, "strategy"}

@@ -1,0 +1,128 @@
+"""The promise of bits is refused where it cannot be kept, and costs nobody else anything."""
+
+import json
+import os
+
+import pytest
+import torch
+
+from paceline.errors import PacelineError, TrainingError, UsageError
+from paceline.train.determinism import deterministic, explained, holds_for
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imported():
+    """What torch imports for it changes the environment once, and outlives a test."""
+    before = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
+    with deterministic():
+        pass
+    if before is None:
+        del os.environ["CUBLAS_WORKSPACE_CONFIG"]
+
+
+@pytest.fixture(autouse=True)
+def workspace(monkeypatch):
+    """The variable stays set on purpose: cuBLAS reads it once in a process."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+
+
+def flags() -> tuple[bool, ...]:
+    return (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        torch.utils.deterministic.fill_uninitialized_memory,
+        torch.backends.cudnn.benchmark,
+    )
+
+
+def scattered() -> None:
+    """Which of the two values stays is anybody's guess."""
+    torch.zeros(4).put_(torch.tensor([1, 1]), torch.tensor([1.0, 2.0]))
+
+
+@pytest.fixture
+def unusual():
+    """Every flag other than torch's default, and put back after the test."""
+    before = flags()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.backends.cudnn.benchmark = True
+    yield flags()
+    torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+    torch.backends.cudnn.benchmark = before[3]
+
+
+@pytest.mark.parametrize("error", [None, ValueError, KeyboardInterrupt])
+def test_torchs_flags_are_as_before_also_after_an_error(unusual, error):
+    assert unusual == (True, True, True, True)
+    for before in (unusual, flags()):
+        if error is None:
+            with deterministic():
+                assert flags() == (True, False, False, False)
+        else:
+            with pytest.raises(error), deterministic():
+                raise error
+        assert flags() == before
+
+
+def test_an_operation_without_a_deterministic_kernel_is_named_with_what_to_do():
+    before = flags()
+    with pytest.raises(TrainingError) as caught, deterministic():
+        scattered()
+    told = str(caught.value)
+    assert told.startswith("put_ has no deterministic kernel on this device")
+    assert "Replace the operation" in told and "--strategy bucketed" in told
+    assert flags() == before
+    scattered()  # allowed again
+    with pytest.raises(UsageError, match=r"^put_ has no"), deterministic(), explained(UsageError):
+        scattered()
+
+
+def test_other_errors_are_left_as_they_are():
+    with pytest.raises(RuntimeError, match=r"^4711$") as caught, deterministic():
+        raise RuntimeError("4711")
+    assert not isinstance(caught.value, PacelineError)
+
+
+def test_a_users_own_workspace_setting_stays(monkeypatch):
+    with deterministic():
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    with deterministic():
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+
+
+def test_what_bits_hold_for_is_plain_json_and_the_same_each_time():
+    held = holds_for(CPU)
+    assert json.loads(json.dumps(held)) == held == holds_for(CPU)
+    assert held["torch"] == torch.__version__
+    assert isinstance(held["processor"], str) and held["processor"]
+    assert held["capability"] == torch.backends.cpu.get_cpu_capability()
+
+
+TASK = """
+import torch
+from torch import nn
+from paceline import ArrayDataset, Task
+
+def loss(outputs, targets):
+    target = torch.zeros(len(targets)).put_(torch.zeros(2, dtype=torch.long), torch.ones(2))
+    return (outputs[:, 0] - target).square()
+
+def data(split):
+    return ArrayDataset(torch.arange(16.0).reshape(16, 1), torch.zeros(16))
+
+task = Task(lambda: nn.Linear(1, 1), data, loss)
+"""
+
+
+def test_a_task_that_cannot_keep_the_promise_is_refused_before_its_first_step(paceline, tmp_path):
+    (tmp_path / "mine.py").write_text(TASK)
+    run = paceline("train", "mine.py:task", "--strategy", "exact", "--steps", 2, "--run-dir", "exact")
+    assert run.returncode == 2, run.stderr
+    assert "put_ has no deterministic kernel on this device" in run.stderr
+    assert "--strategy bucketed" in run.stderr and "Traceback" not in run.stderr
+    assert not list((tmp_path / "exact").glob("events-*"))
+    run = paceline("train", "mine.py:task", "--strategy", "bucketed", "--steps", 2, "--run-dir", "bucketed")
+    assert run.returncode == 0, run.stderr

@@ -1,0 +1,279 @@
+"""Being asked to stop: a flag first, the end at the second time, and a run that can be gone on with."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from paceline.checkpoint.store import Checkpoints
+from paceline.observe.events import Checkpointed, Started, Step, read_events
+from paceline.observe.summary import read_summary
+from paceline.train.preemption import SIGNALS, noticing
+
+PATIENCE_SECONDS = 50.0
+
+# ---- the flag ----------------------------------------------------------------------------------------------------
+
+# Says what it has noted after each signal that it gets; a second one ends it.
+NOTING = """
+import signal, sys
+from paceline.train.preemption import noticing
+with noticing() as request:
+    print("ready", flush=True)
+    for _ in sys.stdin:
+        print(request.by, flush=True)
+print([signal.getsignal(n) in (signal.SIG_DFL, signal.SIG_IGN, signal.default_int_handler) for n in
+       (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)], flush=True)
+"""
+
+
+@pytest.fixture
+def noting() -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Start NOTING, after `before` has run in the child."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(before: str = "") -> subprocess.Popen[str]:
+        pipe = subprocess.PIPE
+        process = subprocess.Popen([sys.executable, "-c", before + NOTING], stdin=pipe, stdout=pipe, text=True)
+        started.append(process)
+        assert answer(process) == "ready"
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def answer(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+def ask(process: subprocess.Popen[str]) -> str:
+    assert process.stdin is not None
+    process.stdin.write("\n")
+    process.stdin.flush()
+    return answer(process)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1], ids=lambda n: n.name)
+def test_the_first_signal_is_noted_and_the_second_ends_the_process_by_itself(noting, number):
+    process = noting()
+    assert ask(process) == "None"
+    process.send_signal(number)
+    assert ask(process) == number.name
+    process.send_signal(number)
+    assert process.wait(PATIENCE_SECONDS) == -number
+
+
+def test_the_second_signal_may_be_another_one(noting):
+    process = noting()
+    process.send_signal(signal.SIGUSR1)
+    assert ask(process) == "SIGUSR1"
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(PATIENCE_SECONDS) == -signal.SIGTERM
+
+
+def test_an_ignored_hangup_stays_ignored(noting):
+    """As nohup leaves it."""
+    process = noting("import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n")
+    process.send_signal(signal.SIGHUP)
+    process.send_signal(signal.SIGHUP)
+    assert ask(process) == "None"
+    process.send_signal(signal.SIGTERM)
+    assert ask(process) == "SIGTERM"
+
+
+def test_a_hangup_that_is_not_ignored_is_noted(noting):
+    process = noting()
+    process.send_signal(signal.SIGHUP)
+    assert ask(process) == "SIGHUP"
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_handlers_are_put_back(fails):
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    with pytest.raises(ValueError) if fails else noticing(), noticing() as request:
+        assert signal.getsignal(signal.SIGTERM) == request.note
+        if fails:
+            raise ValueError
+    assert {number: signal.getsignal(number) for number in SIGNALS} == before
+
+
+def test_outside_the_main_thread_nothing_is_touched():
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    seen: list[object] = []
+
+    def body() -> None:
+        with noticing() as request:
+            seen.extend([request.by, {number: signal.getsignal(number) for number in SIGNALS}])
+
+    thread = threading.Thread(target=body)
+    thread.start()
+    thread.join()
+    assert seen == [None, before]
+
+
+# ---- the command -------------------------------------------------------------------------------------------------
+
+# Steps of 20 ms, without an end; a dataset whose samples come one by one, so that loader workers load them. Where there
+# is a file named `stuck`, a step takes a minute.
+TASK = """
+import os
+import time
+import torch
+from torch import nn
+from paceline import ArrayDataset, Task
+
+class Samples(torch.utils.data.Dataset):
+    def __len__(self):
+        return 6400
+    def __getitem__(self, index):
+        return torch.tensor([index / 6400]), torch.tensor(0.5)
+
+def loss(outputs, targets):
+    time.sleep(60 if os.path.exists("stuck") else 0.02)
+    return (outputs[:, 0] - targets).square()
+
+endless = Task(lambda: nn.Linear(1, 1), lambda split: Samples(), loss)
+"""
+
+
+@pytest.fixture
+def endless(tmp_path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Start a training of TASK that nobody would wait for, and wait until every rank has taken a step."""
+    (tmp_path / "mine.py").write_text(TASK)
+    started: list[subprocess.Popen[str]] = []
+
+    def start(*arguments: object, ranks: int = 2, command: tuple[str, ...] = ("-m", "paceline")):
+        words = [sys.executable, *command, "train", "mine.py:endless", "--batch-size", 4, "--epochs", 50, "--run-dir"]
+        process = subprocess.Popen(
+            [*map(str, words), "run", *map(str, arguments)], cwd=tmp_path, stdin=subprocess.DEVNULL, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+        started.append(process)
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while not all(steps(tmp_path, rank) for rank in range(ranks)):
+            assert process.poll() is None and time.monotonic() < deadline, process.communicate()
+            time.sleep(0.05)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def steps(folder: Path, rank: int) -> list[int]:
+    path = folder / f"run/events-{rank}.jsonl"
+    return [e.step for e in read_events(path) if isinstance(e, Step)] if path.is_file() else []
+
+
+def pids(folder: Path, ranks: int = 2) -> list[int]:
+    starts = [e for r in range(ranks) for e in read_events(folder / f"run/events-{r}.jsonl") if isinstance(e, Started)]
+    return [start.pid for start in starts]
+
+
+def children(pid: int) -> list[int]:
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def saved_step(folder: Path, ranks: int = 2) -> int:
+    """The step that all ranks stopped at together and that is on disk, whole."""
+    checkpoints = Checkpoints(folder / "run/checkpoints")
+    found = checkpoints.newest_valid(print)
+    assert found is not None
+    assert {tuple(steps(folder, rank)) for rank in range(ranks)} == {tuple(range(1, found[1].step + 1))}
+    return found[1].step
+
+
+pytestmark = pytest.mark.timeout(90)
+
+
+@pytest.mark.ranks
+def test_sigterm_to_the_command_saves_and_says_how_to_go_on(endless, tmp_path):
+    process = endless("--nproc", 2, "--num-workers", 1)
+    assert all(children(pid) for pid in pids(tmp_path))  # loader workers, who must not end before the last step has
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=PATIENCE_SECONDS)
+    assert process.returncode == 75, err
+    assert err == ""
+    logs = [path.read_text() for path in tmp_path.glob("run/attempt-1/rank-*.log")]
+    assert logs == ["", ""]  # nobody was reported killed
+    step = saved_step(tmp_path)
+    assert f"asked to stop: saved after step {step} of 40000" in out
+    assert f"Go on with: paceline train --resume auto --run-dir {tmp_path}/run" in out
+    summary = read_summary(tmp_path / "run")
+    assert summary is not None
+    assert (summary.exit, summary.steps) == (75, step)
+
+
+@pytest.mark.ranks
+def test_a_signal_to_one_worker_stops_all_of_them_together(endless, tmp_path):
+    """As Slurm's --signal does it."""
+    process = endless("--nproc", 2)
+    os.kill(pids(tmp_path)[1], signal.SIGUSR1)
+    out, err = process.communicate(timeout=PATIENCE_SECONDS)
+    assert process.returncode == 75, err
+    assert f"saved after step {saved_step(tmp_path)} of" in out
+    assert err == ""
+
+
+@pytest.mark.ranks
+def test_the_second_signal_ends_all_at_once(endless, tmp_path):
+    process = endless("--nproc", 2)
+    (tmp_path / "stuck").touch()
+    time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)  # to be noticed after the step
+    time.sleep(0.5)
+    assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    began = time.monotonic()
+    _, err = process.communicate(timeout=PATIENCE_SECONDS)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert time.monotonic() - began < 25
+    assert "stopped by SIGTERM" in err
+    assert not list((tmp_path / "run").glob("checkpoints/step-*"))
+
+
+def test_ctrl_c_in_a_world_of_one_saves_too(endless, tmp_path):
+    """A terminal sends it to everybody in the foreground, loader workers as well."""
+    process = endless("--num-workers", 1, ranks=1)
+    (loader,) = children(process.pid)
+    for pid in (loader, process.pid):
+        os.kill(pid, signal.SIGINT)
+    out, err = process.communicate(timeout=PATIENCE_SECONDS)
+    assert process.returncode == 75, err
+    assert f"asked to stop: saved after step {saved_step(tmp_path, 1)} of" in out
+
+
+@pytest.mark.ranks
+def test_workers_of_torchrun_save_and_end_with_75(endless, tmp_path):
+    command = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "paceline")
+    process = endless(command=command)
+    for pid in pids(tmp_path):
+        os.kill(pid, signal.SIGTERM)
+    out, err = process.communicate(timeout=PATIENCE_SECONDS)
+    assert process.returncode == 1  # torchrun's own, for whatever its workers ended with
+    assert "exitcode  : 75" in err.replace("exitcode: 75", "exitcode  : 75"), err
+    assert f"saved after step {saved_step(tmp_path)} of" in out
+
+
+def test_a_rehearsal_stops_and_resumes_by_itself(paceline, tmp_path):
+    (tmp_path / "mine.py").write_text(TASK.replace("0.02", "0"))
+    run = paceline("train", "mine.py:endless", "--batch-size", 64, "--steps", 8, "--rehearse-preemption", 3,
+                   "--run-dir", "run")  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    assert "rehearsal: stopped in good order; now it is resumed" in run.stderr
+    assert "asked to stop: saved after step 4 of 8" in run.stdout
+    assert "goes on after step 4 of 8" in run.stdout
+    assert steps(tmp_path, 0) == list(range(1, 9))
+    saved = [e for e in read_events(tmp_path / "run/events-0.jsonl") if isinstance(e, Checkpointed)]
+    assert [(e.step, e.failure) for e in saved] == [(4, "")]

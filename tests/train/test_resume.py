@@ -1,0 +1,187 @@
+"""Where a training begins: the newest state that is whole, wherever it lies, the same for all ranks."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.run_ranks import run_ranks
+
+from paceline.checkpoint.manifest import FORMAT, Manifest, ShardFile
+from paceline.checkpoint.shard import Shards, fill, layout, rank_part
+from paceline.checkpoint.snapshot import FDS, Keeper, inherited
+from paceline.checkpoint.state import Held
+from paceline.checkpoint.store import Checkpoints, write_file
+from paceline.config import CheckpointConfig, TrainConfig
+from paceline.errors import PacelineError
+from paceline.train.keeping import Place
+from paceline.train.resume import Content, Origin, from_disk, from_memory
+from paceline.train.run import _origin
+from paceline.world import World
+
+CONTENT: dict[str, Any] = {"samples_seen": 7, "metrics": {"loss": 0.25}, "definition": {"seed": 0}}
+
+
+def state(step: int) -> list[Held]:
+    return [Held("model/w", torch.full((40,), float(step))), Held("model/b", torch.full((3,), -float(step)))]
+
+
+def save(checkpoints: Checkpoints, step: int, world_size: int = 2) -> Path:
+    """What the ranks of a run do together, one after the other."""
+    tmp, files = checkpoints.begin(step), []
+    for rank in range(world_size):
+        part, places = layout(rank_part(state(step), rank, world_size))
+        buffer = torch.empty(places.total_bytes, dtype=torch.uint8)
+        fill(buffer, part, places, {})
+        name = f"shard-{rank}-of-{world_size}.safetensors"
+        files.append(ShardFile(name, *write_file(tmp / name, [buffer.numpy().data]), places.pieces))
+    manifest = Manifest(
+        format=FORMAT, step=step, attempt=1, generation=0, world_size=world_size, virtual_ranks=2, scalars={},
+        files=tuple(files), **CONTENT,
+    )  # fmt: skip
+    return checkpoints.commit(tmp, manifest, keep=9)
+
+
+def folder(root: Path, *steps: int, damaged: tuple[int, ...] = (), truncated: tuple[int, ...] = ()) -> Path:
+    """Checkpoints of `steps`, of which some have a wrong byte in the second file, or half a manifest."""
+    checkpoints = Checkpoints(root)
+    checkpoints.claim(1, 0)
+    for step in steps:
+        path = save(checkpoints, step)
+        if step in damaged:
+            file = path / "shard-1-of-2.safetensors"
+            data = bytearray(file.read_bytes())
+            data[-1] ^= 1
+            file.write_bytes(data)
+        if step in truncated:
+            os.truncate(path / "manifest.json", 100)
+    return root
+
+
+def world_of(rank: int, size: int) -> World:
+    return World(rank, size, rank, size, torch.device("cpu"), "gloo")
+
+
+def told_by(origin: Origin | None) -> tuple[int, float] | None:
+    """Its step, and a value out of the state that it gives: the two belong together."""
+    if origin is None:
+        return None
+    tensor = origin.source.tensor("model/w")
+    assert tensor is not None and bool((tensor == tensor[0]).all())
+    assert (origin.content.samples_seen, origin.content.metrics) == (7, {"loss": 0.25})
+    return origin.step, float(tensor[0])
+
+
+def at(step: int) -> Origin:
+    """A state at hand, of which only the step counts."""
+    return Origin(step, Content(0, {}, {}), Shards([]), "memory")
+
+
+def looked(rank: int, size: int, root: Path) -> dict[str, Any]:
+    """What each rank finds in each folder, and what it is told."""
+    world = world_of(rank, size)
+    found: dict[str, Any] = {}
+    for name, after in (("healthy", None), ("damaged", None), ("hopeless", None), ("empty", None), ("missing", None),
+                        ("healthy", 6), ("healthy", 9), ("healthy", 12), ("hopeless", 2)):  # fmt: skip
+        reports: list[str] = []
+        try:
+            known = None if after is None else at(after)
+            outcome: Any = told_by(from_disk(Checkpoints(root / name), world, reports.append, after=known))
+        except PacelineError as error:
+            outcome = f"{type(error).__name__} {int(error.exit_code)}: {error}"
+        found[name if after is None else f"{name} after {after}"] = (outcome, reports)
+    return found
+
+
+# ---- memory ------------------------------------------------------------------------------------------------------
+
+
+def remembered(rank: int, size: int, root: Path) -> dict[str, Any]:
+    """Snapshots of steps 5 and 6 (files stand in for the agent's memory), looked for as the next generation does."""
+    world = world_of(rank, size)
+    pairs: list[tuple[int, int]] = []
+    for local_rank in range(size):
+        names = [root / f"memory-{local_rank}-{turn}" for turn in range(2)]
+        first, second = (os.open(name, os.O_RDWR | os.O_CREAT, 0o600) for name in names)
+        pairs.append((first, second))
+    os.environ[FDS] = ";".join(f"{first},{second}" for first, second in pairs)
+    found: dict[str, Any] = {"nothing": told_by(from_memory(world))}
+    keeper = Keeper(inherited()[rank], rank, size, 0, spared=None)
+    for step in (5, 6):
+        keeper.keep(state(step), step, CONTENT)
+    torch.distributed.barrier()
+    found["memory"] = told_by(from_memory(world))
+    config = TrainConfig(checkpoint=CheckpointConfig(resume="no"))
+    for name in ("older", "newer", "newer but damaged", "none"):
+        place = Place(root / name, attempt=1, generation=1, attempt_dir=None, definition={"seed": 0})
+        found[name] = told_by(_origin(config, place, world)), place.notices
+    first_start = Place(root / "older", attempt=1, generation=0, attempt_dir=None, definition={"seed": 0})
+    found["no restart"] = told_by(_origin(config, first_start, world))
+    if rank == size - 1:  # is another process's file after all
+        del os.environ[FDS]
+    found["not the same for all"] = told_by(from_memory(world)) if size > 1 else None
+    return found
+
+
+# ---- what was found ----------------------------------------------------------------------------------------------
+
+
+def both(rank: int, size: int, root: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    return looked(rank, size, root), remembered(rank, size, root)
+
+
+@pytest.fixture(scope="module", params=[1, 2, 3], ids=["1 rank", "2 ranks", "3 ranks"])
+def found(request, tmp_path_factory) -> tuple[Path, list[tuple[dict[str, Any], dict[str, Any]]]]:
+    """The folder with all checkpoints, and what each rank has found in it."""
+    root = tmp_path_factory.mktemp("checkpoints")
+    folder(root / "healthy", 3, 6, 9)
+    folder(root / "damaged", 3, 6, 9, 12, damaged=(9,), truncated=(12,))
+    folder(root / "hopeless", 3, 6, damaged=(3,), truncated=(6,))
+    folder(root / "empty")
+    folder(root / "older/checkpoints", 3)
+    folder(root / "newer/checkpoints", 3, 9)
+    folder(root / "newer but damaged/checkpoints", 3, 9, damaged=(9,))
+    return root, run_ranks(both, request.param, root, root)
+
+
+@pytest.mark.ranks
+def test_all_ranks_take_the_newest_checkpoint_that_is_whole(found):
+    root, ranks = found
+    told, *others = (dict(disk) for disk, _ in ranks)
+    assert told.pop("healthy") == ((9, 9.0), [])
+    outcome, reports = told.pop("damaged")
+    assert outcome == (6, 6.0)
+    assert [report.split(":")[0] for report in reports] == [
+        "step-00000012 cannot be used",
+        "step-00000009 cannot be used",
+    ]
+    assert "manifest.json" in reports[0] and "shard-1-of-2.safetensors" in reports[1] and "sha256" in reports[1]
+    outcome, reports = told.pop("hopeless")
+    assert outcome.startswith(f"UsageError 2: none of the 2 checkpoints in {root / 'hopeless'} is whole")
+    assert "--fresh" in outcome and len(reports) == 2
+    assert told.pop("empty") == told.pop("missing") == (None, [])
+    assert told.pop("healthy after 6") == ((9, 9.0), [])
+    assert told.pop("healthy after 9") == told.pop("healthy after 12") == (None, [])
+    outcome, reports = told.pop("hopeless after 2")  # there is a state at hand: no reason to give up
+    assert outcome is None and len(reports) == 2
+    assert told == {}
+    for other in others:
+        assert [reports for _, reports in other.values()] == [[]] * 9
+        assert other["healthy"][0] == (9, 9.0) and other["damaged"][0] == (6, 6.0)
+        assert other["hopeless"][0].startswith("ToldElsewhere 2")
+
+
+@pytest.mark.ranks
+def test_a_restarted_worker_takes_memory_or_disk_whichever_is_newer(found):
+    _, ranks = found
+    for rank, (_, memory) in enumerate(ranks):
+        assert memory["nothing"] is None
+        assert memory["memory"] == (6, 6.0)
+        assert memory["older"] == memory["none"] == ((6, 6.0), [])
+        assert memory["newer"] == ((9, 9.0), [])
+        origin, notices = memory["newer but damaged"]
+        assert origin == (6, 6.0)
+        assert [n.split(":")[0] for n in notices] == ["step-00000009 cannot be used"] * (rank == 0)
+        assert memory["no restart"] is None
+        assert memory["not the same for all"] is None

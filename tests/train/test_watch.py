@@ -1,0 +1,187 @@
+"""One bit that differs between ranks is seen, and named, before it is saved."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.run_ranks import run_ranks
+from torch import nn
+
+from paceline import BatchPlan, Loading, load_steps, train_step
+from paceline.checkpoint.state import Held
+from paceline.collectives import new_group
+from paceline.data.arrays import ArrayDataset
+from paceline.data.plan import ranks_share
+from paceline.errors import PacelineError
+from paceline.observe.events import Step, read_events
+from paceline.scratch.batchnorm import convert
+from paceline.strategies import STRATEGIES
+from paceline.train.watch import check_replicas, fingerprint
+from paceline.world import World
+
+TYPES = [
+    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
+    torch.uint8, torch.bool,
+]  # fmt: skip
+
+
+@st.composite
+def flipped(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor]:
+    """A tensor, in any layout, and the same with one flipped bit."""
+    dtype = draw(st.sampled_from(TYPES))
+    shape = draw(st.lists(st.integers(1, 7), max_size=3))
+    steps = [draw(st.integers(1, 3)) for _ in shape]
+    offset = draw(st.integers(0, 9))
+    strides, size = [0] * len(shape), 1
+    for axis in draw(st.permutations(range(len(shape)))):  # transposed, and with gaps
+        strides[axis] = size * steps[axis]
+        size = strides[axis] * shape[axis]
+    noise = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
+    storage = torch.randint(0, 256, ((offset + size) * dtype.itemsize,), dtype=torch.uint8, generator=noise)
+    is_bool = dtype is torch.bool  # other bytes than 0 and 1 are no booleans; a copy makes them ones
+    storage = storage & 1 if is_bool else storage
+    at = offset + sum(draw(st.integers(0, n - 1)) * stride for n, stride in zip(shape, strides, strict=True))
+    other = storage.clone()
+    byte = at * dtype.itemsize + draw(st.integers(0, dtype.itemsize - 1))
+    other[byte] ^= 1 << (0 if is_bool else draw(st.integers(0, 7)))
+    before, after = (s.view(dtype).as_strided(shape, strides, offset) for s in (storage, other))
+    return before, after
+
+
+@given(flipped())
+@settings(deadline=None, max_examples=150)
+def test_every_flipped_bit_changes_the_fingerprint(pair):
+    before, after = pair
+    assert int(fingerprint(before)) != int(fingerprint(after))
+
+
+@given(flipped())
+@settings(deadline=None, max_examples=50)
+def test_the_layout_in_memory_is_no_difference(pair):
+    tensor, _ = pair
+    assert int(fingerprint(tensor)) == int(fingerprint(tensor.clone(memory_format=torch.contiguous_format)))
+
+
+def test_nothing_and_one_element_with_gaps_have_a_fingerprint_too():
+    assert int(fingerprint(torch.empty(0, 3))) == 0
+    assert int(fingerprint(nn.Parameter(torch.zeros(())))) == 0
+    alone = torch.arange(6).reshape(3, 2)[2:, 1]  # contiguous to torch, although its stride is 2
+    assert int(fingerprint(alone)) == 5
+
+
+# ---- ranks -------------------------------------------------------------------------------------------------------
+
+
+def flip(tensor: torch.Tensor, bit: int = 0) -> None:
+    with torch.no_grad():
+        tensor.view(-1)[-1:].view(torch.uint8)[0] ^= 1 << bit
+
+
+def words_of(held: list[Held], world: World, step: int) -> str:
+    """What this rank raises, with its type and exit code; empty for nothing."""
+    try:
+        check_replicas(held, world, step)
+    except PacelineError as error:
+        return f"{type(error).__name__} {int(error.exit_code)}: {error}"
+    return ""
+
+
+def trained(world: World, *, synchronised: bool) -> list[Held]:
+    """The state of a small model after a step, as its strategy holds it."""
+    torch.manual_seed(0)
+    model: nn.Module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    if synchronised:
+        model = convert(model, new_group())
+    replica = STRATEGIES["bucketed"](model, lambda p: torch.optim.AdamW(p), world)
+    data = ArrayDataset(torch.randn(12, 3, generator=torch.Generator().manual_seed(1)), torch.zeros(12))
+    share = ranks_share(world.size, world.rank, world.size)
+    loading, plan = Loading(world.device), BatchPlan(12, 12, world.size)
+    for batch in load_steps(data, plan, share, loading, start=0, stop=1, merged=synchronised):
+        train_step(replica, batch, lambda o, t: (o[:, 0] - t).square())
+    return replica.state()
+
+
+def damaged(rank: int, size: int) -> list[dict[str, str]]:
+    """What this rank is told of each kind of state when a bit is wrong on rank 1, and when it is on ranks 2 and 3."""
+    world = World(rank, size, rank, size, torch.device("cpu"), "gloo")
+    held = trained(world, synchronised=True)
+    own = [h for h in trained(world, synchronised=False) if h.name.startswith("buffers/")]
+    assert own and not any(h.replicated for h in own)
+    return [told_of(held, own, world, guilty) for guilty in ([1], [2, 3])]
+
+
+def told_of(held: list[Held], own: list[Held], world: World, guilty: list[int]) -> dict[str, str]:
+    by_name = {h.name: h.tensor for h in held}
+    found = {"nothing": words_of(held, world, 6), "a virtual rank's own": words_of(own, world, 6)}
+    for name in ("model/0.weight", "optimizer/2.bias/exp_avg", "optimizer/0.bias/step", "buffers/1.running_mean"):
+        for _ in range(2):  # damaged, and mended again
+            if world.rank in guilty:
+                flip(by_name[name], bit=3)
+            found.setdefault(name, words_of(held, world, 6))
+    for _ in range(2):
+        if world.rank in guilty:
+            for name in (name for name in by_name if name.startswith("model/")):
+                flip(by_name[name])
+        found.setdefault("all", words_of(held, world, 6))
+    return found
+
+
+@pytest.mark.ranks
+def test_the_damaged_tensor_is_named_and_the_rank_in_the_minority_but_nobody_in_a_tie(tmp_path):
+    ranks = run_ranks(damaged, 4, tmp_path)
+    for case, who in enumerate(("on rank 1, against the majority of 4 ranks", "between all ranks, without a majority")):
+        told, *others = (found[case] for found in ranks)
+        for found in (told, *others):
+            assert found.pop("nothing") == found.pop("a virtual rank's own") == ""
+        assert f"and 3 more differs {who}" in told.pop("all")
+        assert len(told) == 4
+        for name, words in told.items():
+            assert words.startswith(
+                f"TrainingError 1: the replicas have drifted apart: after step 6 {name} differs {who}."
+            )
+            assert all(found[name].startswith("ToldElsewhere 1") for found in others)
+
+
+# ---- end to end --------------------------------------------------------------------------------------------------
+
+FLIPPING = """
+import os
+import torch
+from torch import nn
+from paceline import ArrayDataset, Task
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.calls = nn.Linear(3, 2), 0
+
+    def forward(self, x):
+        self.calls += self.training
+        if self.training and self.calls == 4 and os.environ["RANK"] == "1":
+            with torch.no_grad():
+                self.inner.weight.view(-1).view(torch.uint8)[9] ^= 1
+        return self.inner(x)
+
+def data(split):
+    return ArrayDataset(torch.arange(192.0).reshape(64, 3) / 192, torch.zeros(64))
+
+task = Task(Model, data, lambda outputs, targets: (outputs[:, 0] - targets).square())
+"""
+
+
+@pytest.mark.ranks
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize(("watch_every", "found_after"), [(5, 5), (100, 6)])
+def test_a_flipped_bit_ends_the_run_at_the_next_look_and_is_never_saved(paceline, tmp_path, watch_every, found_after):
+    """Step 4 flips it; checkpoints are due at 3 and 6."""
+    (tmp_path / "mine.py").write_text(FLIPPING)
+    run = paceline("train", "mine.py:task", "--nproc", 2, "--batch-size", 4, "--watch-every", watch_every,
+                   "--checkpoint-every", 3, "--run-dir", "run")  # fmt: skip
+    assert run.returncode == 1, run.stderr
+    words = f"after step {found_after} model/inner.weight differs between ranks 0 and 1, and two cannot tell which"
+    assert run.stderr.count(words) == 1
+    saved = {p.name for p in (tmp_path / "run/checkpoints").glob("step-*")}
+    assert saved <= {"step-00000003"}  # which may still be on its way to the disk
+    for rank in range(2):
+        steps = [e.step for e in read_events(tmp_path / f"run/events-{rank}.jsonl") if isinstance(e, Step)]
+        assert steps == list(range(1, found_after + 1))
