@@ -93,8 +93,8 @@ def test_another_order_of_additions_is_found_in_the_first_step(planted, capsys):
     assert not print_bits(SPEC, [right, other])
     said = " ".join(capsys.readouterr().out.split())
     assert "DIFFERS" in said and "1 DIFFER" in said and "bit-identical" not in said
-    got, want = other.bits[0].steps[0].parameters[:24], right.bits[0].steps[0].parameters[:24]
-    assert f"exact on 2, sgd: first in step 1: parameters {got}, not {want}" in said
+    got, want = other.bits[0].steps[0].gradients[:24], right.bits[0].steps[0].gradients[:24]
+    assert f"exact on 2, sgd: first in step 1: gradients {got}, not {want}" in said
 
 
 def test_ranks_that_do_not_agree_are_found(planted, capsys):

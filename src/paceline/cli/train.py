@@ -70,8 +70,11 @@ def parse(arguments: Sequence[str]) -> TrainConfig:
         UsageError: if the file is wrong. A wrong flag ends the process with exit code 2, as every parser does.
     """
     rest, path = _take_config(list(arguments))
-    path = path or _resumed_config(rest)
+    resumed = None if path else _resumed_config(rest)
+    path = path or resumed
     default = configuration.load(path) if path else TrainConfig()
+    if resumed and default.strategy == "single":  # it goes on among several as the default for several
+        default = replace(default, strategy=None)
     return tyro.cli(
         CliTrainConfig,
         prog="paceline train",

@@ -8,6 +8,7 @@ only, never on the worker that loads it.
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from torch.utils.data import DataLoader, Dataset
 from paceline.data.arrays import batch_gatherer
 from paceline.data.plan import BatchPlan, Work, rank_work
 from paceline.errors import UsageError
+from paceline.launch.orders import STOP_SIGNALS
 from paceline.launch.worker import die_with_parent
 from paceline.seeding import derive, preserved_streams, seed_streams
 
@@ -143,6 +145,8 @@ class _WorkerInit:
 
     def __call__(self, worker: int) -> None:
         die_with_parent(self.trainer_pid)
+        for number in STOP_SIGNALS:  # meant for the trainer, which ends its step and saves; it needs us for that
+            signal.signal(number, signal.SIG_IGN)
 
 
 def _as_pair(batch: Any) -> tuple[Any, Any]:

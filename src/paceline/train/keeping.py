@@ -14,6 +14,7 @@ from paceline.checkpoint.snapshot import Keeper, inherited
 from paceline.checkpoint.state import Held
 from paceline.checkpoint.store import Checkpoints, Claim
 from paceline.collectives import gather_words, together
+from paceline.errors import PacelineError
 from paceline.observe import events
 from paceline.observe.folder import CHECKPOINTS
 from paceline.strategies.base import Replica
@@ -104,7 +105,11 @@ class Keeping:
             return 0.0
         held = self._replica.state()
         if save or watch:  # never keep what is damaged already
-            check_replicas(held, self._world, step)
+            try:
+                check_replicas(held, self._world, step)
+            except PacelineError:
+                self._saver.settle()  # the checkpoint that is on its way is of a step when all was well
+                raise
         if save:
             self._saver.begin(held, step, content)
         if snapshot:

@@ -67,6 +67,7 @@ def from_disk(checkpoints: Checkpoints, world: World, report: Report, *, after: 
     """
     there = [str(path) for step, path in checkpoints.entries() if after is None or step > after.step]
     paths: list[str] = gather_words(there, world)[0]
+    complaints: list[str] = []
     for path in map(Path, paths):
         complaint = next((words for words in gather_words(_checked(checkpoints, path, world), world) if words), None)
         if complaint is None:
@@ -75,12 +76,14 @@ def from_disk(checkpoints: Checkpoints, world: World, report: Report, *, after: 
             content = Content(manifest.samples_seen, manifest.metrics, manifest.definition, evaluated)
             source = Shards([(path / file.name, file.pieces) for file in manifest.files])
             return Origin(manifest.step, content, source, str(path))
+        complaints.append(f"{path.name} cannot be used: {complaint}")
         if world.rank == 0:
-            report(f"{path.name} cannot be used: {complaint}")
+            report(complaints[-1])
     if paths and after is None:
         error = UsageError(
             f"none of the {len(paths)} checkpoints in {checkpoints.root} is whole: `paceline checkpoint verify` says "
-            "what is wrong with each. --fresh begins again at step 0 and moves them aside."
+            "what is wrong with each. --fresh begins again at step 0 and moves them aside.\n"
+            + "\n".join(complaints[:3])
         )
         raise told_once(error, world)
     return None

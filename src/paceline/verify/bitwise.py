@@ -61,7 +61,9 @@ def _train(
     for microbatches in batches:
         result = train_step(replica, microbatches, task.loss, max_norm=spec.clip_norm)
         norm = float(result.grad_norm or 0.0).hex()
-        steps.append(StepBits(result.loss.hex(), norm, sha256_of(dict(replica.model.named_parameters()))))
+        parameters = dict(replica.model.named_parameters())
+        gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
+        steps.append(StepBits(result.loss.hex(), norm, sha256_of(gradients), sha256_of(parameters)))
     with replica.merged_buffers():
         weights = sha256_of(replica.model.state_dict())
     state = whole(replica.state(), world)

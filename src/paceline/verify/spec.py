@@ -108,6 +108,8 @@ class StepBits(msgspec.Struct, frozen=True):
     loss: str
     """hexadecimal, as the norm"""
     grad_norm: str
+    gradients: str
+    """SHA-256 of what the optimizer was given"""
     parameters: str
     """SHA-256 after the step"""
 
