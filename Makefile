@@ -16,8 +16,8 @@ help:  ## list the targets
 run: $(STAMP)  ## train the MNIST CNN on 2 processes
 	$(BIN)/paceline train mnist-cnn --nproc 2
 
-test: $(STAMP)  ## run the test-suite
-	$(BIN)/python -m pytest
+test: $(STAMP)  ## run the test-suite, without what is marked slow
+	$(BIN)/python -m pytest -m "not slow"
 
 check: $(STAMP)  ## lint, formatting, types, import rules, then the test-suite: what CI runs
 	$(BIN)/ruff check

@@ -21,6 +21,7 @@ Table = dict[tuple[str, int, str], list[float]]
 """(table, virtual ranks, name) -> a value for each round"""
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.timeout(150)  # 10 s on a quiet machine
 def test_the_exactness_benchmark_measures_all_it_promises_and_leaves_only_its_result(tmp_path: Path) -> None:

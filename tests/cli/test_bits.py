@@ -50,6 +50,7 @@ def test_a_killed_worker_costs_no_bit(lab: Lab, expected: str) -> None:
     assert (result.code, result.digest, result.faults) == (0, expected, []), lab.log.read_text()
 
 
+@pytest.mark.slow
 def test_a_killed_launcher_costs_no_bit_on_another_world_size(lab: Lab, expected: str) -> None:
     saved = lab.folder / "checkpoints"
     lab.start("mnist-cnn", {**SMALL, "nproc": 2, "checkpoint_every": 4})
@@ -58,6 +59,7 @@ def test_a_killed_launcher_costs_no_bit_on_another_world_size(lab: Lab, expected
     goes_on(lab, 1, expected)
 
 
+@pytest.mark.slow
 def test_a_run_asked_to_stop_costs_no_bit_on_another_world_size(lab: Lab, expected: str) -> None:
     """Also where no checkpoints were asked for: the one that is written now is the only one."""
     lab.start("mnist-cnn", {**SMALL, "nproc": 1})

@@ -31,7 +31,10 @@ def reports(rank: int, world_size: int, virtual_ranks: int) -> list:
 
 @pytest.mark.ranks
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize(("world_size", "virtual_ranks"), [(1, 1), (1, 4), (2, 3), (3, 4)])
+@pytest.mark.parametrize(
+    ("world_size", "virtual_ranks"),
+    [(1, 1), pytest.param(1, 4, marks=pytest.mark.slow), pytest.param(2, 3, marks=pytest.mark.slow), (3, 4)],
+)
 def test_equals_one_process(world_size, virtual_ranks, tmp_path):
     everybody = run_ranks(reports, world_size, tmp_path, virtual_ranks, timeout=220)
     ran = set()

@@ -163,6 +163,7 @@ def everything(rank: int, world_size: int, folder: str) -> int:
     return sum(go_on(rank, size, folder) for size in worlds(rank, SIZES, f"{folder}/second"))
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.timeout(150)
 def test_any_strategy_goes_on_where_any_other_stopped_at_any_world_size(tmp_path: Path) -> None:

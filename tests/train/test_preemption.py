@@ -215,6 +215,7 @@ def test_sigterm_to_the_command_saves_and_says_how_to_go_on(endless, tmp_path):
     assert (summary.exit, summary.steps) == (75, step)
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_a_signal_to_one_worker_stops_all_of_them_together(endless, tmp_path):
     """As Slurm's --signal does it."""
@@ -254,6 +255,7 @@ def test_ctrl_c_in_a_world_of_one_saves_too(endless, tmp_path):
     assert f"asked to stop: saved after step {saved_step(tmp_path, 1)} of" in out
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_workers_of_torchrun_save_and_end_with_75(endless, tmp_path):
     command = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "paceline")

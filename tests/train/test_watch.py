@@ -171,7 +171,7 @@ task = Task(Model, data, lambda outputs, targets: (outputs[:, 0] - targets).squa
 
 @pytest.mark.ranks
 @pytest.mark.timeout(90)
-@pytest.mark.parametrize(("watch_every", "found_after"), [(5, 5), (100, 6)])
+@pytest.mark.parametrize(("watch_every", "found_after"), [(5, 5), pytest.param(100, 6, marks=pytest.mark.slow)])
 def test_a_flipped_bit_ends_the_run_at_the_next_look_and_is_never_saved(paceline, tmp_path, watch_every, found_after):
     """Step 4 flips it; checkpoints are due at 3 and 6."""
     (tmp_path / "mine.py").write_text(FLIPPING)

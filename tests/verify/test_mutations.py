@@ -21,6 +21,7 @@ def sample(seed: int) -> list:
     return list(dict.fromkeys([*chosen.values(), *order]))[:14]
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.timeout(240)
 def test_planted_bugs_are_caught_and_named_and_nothing_else_is(tmp_path):
