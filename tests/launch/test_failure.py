@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from paceline.errors import ExitCode, ToldElsewhere
 from paceline.launch.failure import (
     CLEANUP_SECONDS,
+    LOADER_KILLED,
     SETTLE_SECONDS,
     VICTIM_SECONDS,
     Failure,
@@ -169,3 +170,9 @@ def test_a_failure_is_always_told_some_time(world: list[Observation]) -> None:
     assert (due is None) == (choose(world) is None)
     if due is not None:
         assert due <= 100 + CLEANUP_SECONDS
+
+
+def test_torchs_words_for_a_killed_loader_worker_are_known():
+    assert LOADER_KILLED.search("DataLoader worker (pid 4711) is killed by signal: Killed. ")
+    assert not LOADER_KILLED.search("DataLoader worker (pid 4711) is killed by signal: Segmentation fault. ")
+    assert not LOADER_KILLED.search("ValueError: the worker was killed")

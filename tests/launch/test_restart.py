@@ -31,6 +31,7 @@ ROWS = {
     "killed": ([KILLED], 0, 1, 4),
     "a network that broke": ([LOST], 0, 1, 4),
     "an exception": ([RAISED], 0, 3, "ValueError is an error of the program"),
+    "an exception for a killed loader worker": ([replace(RAISED, loader_killed=True)], 0, 3, 4),
     "an exit code": ([ENDED], 0, 3, "ended with exit code 3"),
     "wrong use": ([replace(LOST, exit_code=2)], 0, 3, "wrong use"),
     "lost a rank that ended early": ([replace(LOST, ended_well=frozenset({0}))], 0, 3, "ended while others ran"),

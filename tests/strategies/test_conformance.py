@@ -22,7 +22,7 @@ REFUSES_UNUSED = {"ddp"}
 def reports(rank: int, world_size: int, virtual_ranks: int) -> list:
     world = World(rank, world_size, rank, world_size, torch.device("cpu"), "gloo")
     found = []
-    for task in ("dropout", "batchnorm", "tokens", "unused"):
+    for task in ("dropout", "batchnorm", "tokens", "unused", "strided"):
         strategies = [s for s in STRATEGIES if not (task == "unused" and s in REFUSES_UNUSED)]
         spec = Spec(f"{TASKS}:{task}", {}, strategies, ["sgd", "adamw"], virtual_ranks, 2, 4, 0, 1.0, short_tail=True)
         found += [(task, result) for result in verify(spec, world).results]
@@ -46,5 +46,5 @@ def test_equals_one_process(world_size, virtual_ranks, tmp_path):
             assert result.errors["parameter"] < 1e-9
     alone = {"single"} if world_size == 1 else set()
     many = {"manual", "bucketed", "ddp", "exact", "zero"}
-    assert ran >= {(task, s) for task in ("dropout", "batchnorm", "tokens") for s in alone | many}
+    assert ran >= {(task, s) for task in ("dropout", "batchnorm", "tokens", "strided") for s in alone | many}
     assert {("unused", s) for s in many - REFUSES_UNUSED} <= ran

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 
 import pytest
 import torch
@@ -126,3 +127,21 @@ def test_a_task_that_cannot_keep_the_promise_is_refused_before_its_first_step(pa
     assert not list((tmp_path / "exact").glob("events-*"))
     run = paceline("train", "mine.py:task", "--strategy", "bucketed", "--steps", 2, "--run-dir", "bucketed")
     assert run.returncode == 0, run.stderr
+
+
+PLAIN = TASK.replace("target = torch", "target = targets  # torch")
+
+
+def test_bits_are_promised_only_if_all_steps_were_exact(paceline, tmp_path):
+    (tmp_path / "mine.py").write_text(PLAIN)
+    for begun, promised in (("exact", True), ("bucketed", False)):
+        run = paceline("train", "mine.py:task", "--strategy", begun, "--batch-size", 4, "--steps", 6,
+                       "--run-dir", begun, "--checkpoint-every", 3)  # fmt: skip
+        assert run.returncode == 0, run.stderr
+        shutil.rmtree(tmp_path / begun / "checkpoints/step-00000006")
+        run = paceline("train", "--resume", "auto", "--run-dir", begun, "--strategy", "exact")
+        assert run.returncode == 0, run.stderr
+        assert "goes on after step 3 of 6" in run.stdout
+        assert ("the same for 1 to 1 processes" in run.stdout) == promised
+        summary = json.loads((tmp_path / begun / "summary.json").read_text())
+        assert ("bits_hold_for" in summary) == promised

@@ -268,14 +268,22 @@ def test_workers_of_torchrun_save_and_end_with_75(endless, tmp_path):
     assert f"saved after step {saved_step(tmp_path)} of" in out
 
 
+def test_a_rehearsal_after_the_end_is_refused(paceline, tmp_path):
+    (tmp_path / "mine.py").write_text(TASK.replace("0.02", "0"))
+    run = paceline("train", "mine.py:endless", "--batch-size", 64, "--steps", 3, "--rehearse-preemption", 3)
+    assert run.returncode == 2, run.stdout
+    assert "--rehearse-preemption 3 is not before the end: there are 3 steps" in run.stderr
+
+
 def test_a_rehearsal_stops_and_resumes_by_itself(paceline, tmp_path):
     (tmp_path / "mine.py").write_text(TASK.replace("0.02", "0"))
-    run = paceline("train", "mine.py:endless", "--batch-size", 64, "--steps", 8, "--rehearse-preemption", 3,
-                   "--run-dir", "run")  # fmt: skip
+    run = paceline("train", "mine.py:endless", "--batch-size", 64, "--steps", 8, "--rehearse-preemption", 3)
     assert run.returncode == 0, run.stderr
     assert "rehearsal: stopped in good order; now it is resumed" in run.stderr
     assert "asked to stop: saved after step 4 of 8" in run.stdout
     assert "goes on after step 4 of 8" in run.stdout
+    (made,) = (tmp_path / "runs").iterdir()  # no --run-dir: it goes on where it has begun
+    made.rename(tmp_path / "run")
     assert steps(tmp_path, 0) == list(range(1, 9))
     saved = [e for e in read_events(tmp_path / "run/events-0.jsonl") if isinstance(e, Checkpointed)]
     assert [(e.step, e.failure) for e in saved] == [(4, "")]

@@ -61,3 +61,19 @@ dropout = Task(_mlp, _images, _cross_entropy)
 batchnorm = Task(_convolutions, _images, _cross_entropy)
 unused = Task(_Unused, _images, _cross_entropy)
 tokens = Task(lambda: nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 6)), lambda _: _Sequences(), _token_loss)
+
+
+class _Strided(nn.Module):
+    """Parameters that are not contiguous: what walks through memory instead of by strides meets other elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(1, 4, 3).to(memory_format=torch.channels_last)
+        self.convolution_2 = nn.Conv2d(4, 4, 3).to(memory_format=torch.channels_last)
+        self.weight = nn.Parameter(torch.randn(10, 64).t() / 8)  # (64, 10), column after column
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.convolution_2(self.convolution(x).tanh()).flatten(1) @ self.weight
+
+
+strided = Task(_Strided, _images, _cross_entropy)
