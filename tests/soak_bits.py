@@ -169,7 +169,7 @@ def last_step(run_dir: Path) -> int:
 
 def workers(run_dir: Path) -> dict[int, int]:
     """rank -> pid of the newest generation, as far as it has been started."""
-    rosters = sorted(run_dir.glob("attempt-*/agent.json"), key=lambda path: path.stat().st_mtime_ns)
+    rosters = sorted(run_dir.glob("attempt-*/agent-0.json"), key=lambda path: path.stat().st_mtime_ns)
     return {w["rank"]: w["pid"] for w in json.loads(rosters[-1].read_bytes())["workers"]} if rosters else {}
 
 

@@ -85,7 +85,7 @@ class Launch:
 
     @property
     def agent_pid(self) -> int:
-        return json.loads((self.folder / "agent.json").read_text())["agent_pid"]
+        return json.loads((self.folder / "agent-0.json").read_text())["agent_pid"]
 
     @property
     def verdict(self) -> list[str]:

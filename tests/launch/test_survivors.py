@@ -171,7 +171,7 @@ def living(mark: str) -> list[int]:
 def test_killed_while_starting(launch) -> None:
     """Before any worker has attached itself."""
     one = launch("forever()", nproc=3)
-    while not (one.folder / "agent.json").exists() and one.process.poll() is None:
+    while not (one.folder / "agent-0.json").exists() and one.process.poll() is None:
         pass
     os.kill(one.process.pid, signal.SIGKILL)
     os.kill(one.agent_pid, signal.SIGKILL)

@@ -1,222 +1,171 @@
 """`python -m paceline.launch.agent`: the parent of one node's workers, and the one that sees how they end.
 
-It reads one JSON line (a NodePlan) from stdin, which then stays open as the lifeline: its end means that the launcher
-is gone. It starts the workers, names the first failure, starts them again where that may help, and leaves no process
-behind, however it ends.
+It is told what to do by one JSON line (a NodePlan), on stdin or in a file. On stdin, the launcher keeps the line open:
+its end, or a long silence where signs of life were promised, means that the launcher is gone. Node 0's agent is the
+head of all. Whatever happens, an agent leaves no process behind.
+
+    --announce     first write one JSON line with this machine's facts (doctor/facts.py) to stdout
+    --plan FILE    the plan is in a file, and nobody holds a line open: under Slurm, or typed by hand
+    --node K       this node's number, where the plan leaves it open (default: SLURM_NODEID)
+    --head NAME    a name or address of node 0; may be repeated, the best first
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import signal
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 from msgspec.structs import replace
 
-from paceline.errors import ExitCode, UsageError
-from paceline.launch.failure import GOOD_ENDS, LOADER_KILLED, Kind, Observation, choose, verdict_due_seconds
-from paceline.launch.generation import Generation
+from paceline.errors import ExitCode, PacelineError, UsageError
+from paceline.launch.crew import Crew
+from paceline.launch.detach import detach
+from paceline.launch.doctor.facts import gather as gather_facts
+from paceline.launch.follower import Follower
+from paceline.launch.head import Head
 from paceline.launch.janitor import start_janitor
-from paceline.launch.job import NodePlan
+from paceline.launch.job import NodePlan, threads_per_rank, usable_cores
 from paceline.launch.orders import LIFELINE, STOP_SIGNALS, Orders, signal_inbox
-from paceline.launch.restart import Failed, Restart, Stop, decide
-from paceline.launch.start import Inherited, listening_socket, make_snapshots
-from paceline.launch.supervise import KEEP_FDS, LIFELINE_GRACE_SECONDS, say
-from paceline.launch.verdict import tell
+from paceline.launch.start import Inherited, make_snapshots
+from paceline.launch.supervise import KEEP_FDS, say
+from paceline.launch.surroundings import environment_after
+from paceline.observe.folder import create_attempt_dir, lock_run_dir
 
-POLL_SECONDS = 1.0  # between looks for failure records while all goes well: exits wake the agent by themselves
-POLL_FAILING_SECONDS = 0.05
 MAX_PLAN_BYTES = 1 << 20
-SHOW_CURSOR = "\x1b[?25h"
 
 
-class Agent:
-    """The workers of one node, from the first start to the last end."""
+def read_plan(options: argparse.Namespace) -> NodePlan | None:
+    """The plan, complete; None if stdin ends before it came: the launcher is gone.
 
-    def __init__(self, plan: NodePlan, orders: Orders, inherited: Inherited) -> None:
-        self.plan, self.orders, self.inherited = plan, orders, inherited
-        self.generation = Generation(plan, 0, inherited)
-        self.left: Sequence[int] = ()  # what could not be ended
-
-    def run(self) -> int:
-        """Start the workers, again after a failure where that may help, and wait for their end; the exit code."""
-        failures: list[Failed] = []
-        try:
-            while True:
-                self._start()
-                end = self._watch()
-                if isinstance(end, int):
-                    return end
-                failures.append(self._judge(end))
-                again = self._again(failures)
-                if isinstance(again, int):
-                    return again
-                self._next(again)
-        finally:  # also after our own bugs
-            self._stop(0.0)
-
-    def _start(self) -> None:
-        store = listening_socket(self.generation.plan)
-        try:
-            self.generation.start(store)
-        finally:
-            if store is not None:
-                store.close()  # rank 0 has its own; with ours open, connecting to a dead rank 0 would not be refused
-
-    def _watch(self) -> int | list[Observation]:
-        """Wait for the generation's end; the exit code, or what was observed when it failed."""
-        while True:
-            observations = self.generation.observe()
-            if all(o.code in GOOD_ENDS for o in observations):
-                return good_code(observations)
-            due = verdict_due_seconds(observations)
-            if due is not None and time.monotonic() >= due:
-                return observations
-            saved = [o.seen_seconds for o in observations if o.code == ExitCode.SAVED]
-            if saved and due is None and time.monotonic() >= min(saved) + self.plan.stop_grace_seconds:
-                return self._end_late(observations)
-            self.orders.wait(POLL_SECONDS if due is None else POLL_FAILING_SECONDS)
-            if self.orders.launcher_gone or self.orders.signals:
-                return self._obey()
-
-    def _obey(self) -> int:
-        """End everything, as ordered; the exit code."""
-        if self.orders.launcher_gone:
-            self._stop(LIFELINE_GRACE_SECONDS)
-            say("the launcher is gone: its workers are stopped")
-            return ExitCode.FAILED
-        self._stop(self.plan.stop_grace_seconds, signals_heard=1)
-        observations = self.generation.observe()
-        if all(o.code in GOOD_ENDS for o in observations):
-            return good_code(observations)
-        number = self.orders.signals[0]
-        primary = choose(observations)
-        if primary is not None and primary.kind is Kind.EXCEPTION:  # it could not do what it was asked to: save, say
-            say(tell(primary, observations, oom_kills=0, attempt_dir=self.plan.attempt_dir))
-        say(f"stopped by {number.name}")
-        return 128 + number
-
-    def _end_late(self, observations: Sequence[Observation]) -> int:
-        """End who still runs long after another has saved and stopped; rank 0's word counts, for it saves for all."""
-        late = ", ".join(str(o.rank) for o in observations if o.code is None)
-        self._stop(self.plan.grace_seconds)
-        if self.generation.observe()[0].code == ExitCode.SAVED:
-            return ExitCode.SAVED
-        say(
-            f"rank {late} still ran {self.plan.stop_grace_seconds:g} s after another rank had saved its state and "
-            f"stopped (exit code {int(ExitCode.SAVED)}), and rank 0 has not saved: all are stopped"
-        )
-        return ExitCode.FAILED
-
-    def _judge(self, observations: Sequence[Observation]) -> Failed:
-        """End the generation and tell the verdict."""
-        primary = choose(observations)
-        assert primary is not None
-        self._stop(self.plan.grace_seconds)  # first: the verdict shall stand last on the screen
-        say(tell(primary, observations, oom_kills=self.generation.oom_kills(), attempt_dir=self.plan.attempt_dir))
-        return Failed(
-            kind=primary.kind,
-            rank=primary.rank,
-            exit_code=primary.exit_code,
-            exception=primary.record.type if primary.record else "",
-            step=self.generation.step_reached(),
-            nproc=self.generation.plan.nproc,
-            loader_killed=bool(primary.record and LOADER_KILLED.search(primary.record.message)),
-            ended_well=frozenset(o.code for o in observations if o.code is not None and not o.ended_badly),
-        )
-
-    def _again(self, failures: Sequence[Failed]) -> Restart | int:
-        """The restart to make; or the exit code, and it is told why there is none."""
-        plan, exit_code = self.plan, failures[-1].exit_code
-        decision = decide(failures, nproc=plan.nproc, min_nproc=plan.min_nproc, max_restarts=plan.max_restarts)
-        if isinstance(decision, Stop):
-            if decision.sentence:
-                say(decision.sentence)
-            return exit_code
-        self.orders.wait(0.0)
-        if self.orders.launcher_gone or self.orders.signals:
-            return self._obey()
-        if self.left:  # it may still write to what the next generation reads
-            say(f"not restarted: not even SIGKILL has ended {', '.join(f'pid {pid}' for pid in self.left)}")
-            return exit_code
-        return decision
-
-    def _next(self, restart: Restart) -> None:
-        """Put the next generation in the place of the last, of which nothing runs any more."""
-        last, number = self.generation, self.generation.number + 1
-        gone = last.plan.nproc - restart.nproc
-        fewer = " (one fewer, for the same failure came twice at the same step)" if gone else ""
-        say(
-            f"restart {number} of {self.plan.max_restarts}: {restart.nproc} rank{'s' * (restart.nproc > 1)}{fewer} "
-            f"as generation {number}, from the newest snapshot or checkpoint"
-        )
-        last.close()
-        plan = replace(last.plan, nproc=restart.nproc, world_size=last.plan.world_size - gone)
-        self.generation = Generation(plan, number, self.inherited)
-
-    def _stop(self, grace_seconds: float, *, signals_heard: int = 0) -> None:
-        """End all workers and all they have started.
-
-        They are asked, and given `grace_seconds`; less once one of them has ended badly, for then there is nothing
-        left to save together, or the launcher is gone. A stop signal beyond the first `signals_heard` ends the grace.
-        """
-        deadline = time.monotonic() + grace_seconds
-        bad = gone = False
-        if grace_seconds:
-            self.generation.ask_to_stop()
-        while None in (codes := self.generation.codes()) and len(self.orders.signals) <= signals_heard:
-            now = time.monotonic()
-            if not bad and not {*codes} <= {None, *GOOD_ENDS}:
-                bad, deadline = True, min(deadline, now + self.plan.grace_seconds)
-            if not gone and self.orders.launcher_gone:
-                gone, deadline = True, min(deadline, now + LIFELINE_GRACE_SECONDS)
-            if now >= deadline:
-                break
-            self.orders.wait(deadline - now)
-        self.left = self.generation.sweep()
-        if os.isatty(2):  # a progress bar that was killed had no chance to show the cursor again
-            say(SHOW_CURSOR, end="")
+    Raises:
+        UsageError: when there is no plan to be had, or it leaves open what nothing says.
+    """
+    try:
+        line = _first_line() if options.plan is None else options.plan.read_bytes()
+        if not line:
+            return None
+        plan = msgspec.json.decode(line, type=NodePlan)
+    except OSError as error:
+        raise UsageError(f"the plan {options.plan} cannot be read on this node: {error.strerror}") from None
+    except msgspec.MsgspecError as error:
+        raise UsageError(
+            f"the agent reads one JSON line, a NodePlan, from stdin or from --plan FILE: {error}. "
+            "Use `paceline train --nproc N`."
+        ) from None
+    number = str(options.node if options.node is not None else os.environ.get("SLURM_NODEID", ""))
+    if plan.node < 0 or options.node is not None:
+        if not number.isdecimal() or int(number) >= plan.nodes:
+            raise UsageError(f"--node must be 0..{plan.nodes - 1}, got {number or 'none, and no SLURM_NODEID'}")
+        plan = replace(plan, node=int(number))
+    if options.head:
+        plan = replace(plan, head=tuple(options.head))
+    if plan.nodes > 1 and plan.node > 0 and not plan.head:
+        raise UsageError("which machine is node 0? --head NAME")
+    return plan
 
 
-def good_code(observations: Sequence[Observation]) -> ExitCode:
-    """The exit code where all workers ended in good order: saved and to be gone on with, or done."""
-    return ExitCode.SAVED if any(o.code == ExitCode.SAVED for o in observations) else ExitCode.DONE
-
-
-def read_plan() -> NodePlan | None:
-    """The plan from stdin, nothing of what may follow it; None if stdin ends before."""
+def _first_line() -> bytes:
     line = b""
     while not line.endswith(b"\n") and len(line) < MAX_PLAN_BYTES:
-        byte_or_more = os.read(LIFELINE, 65536)  # not sys.stdin: its buffer would hide the lifeline's end
-        if not byte_or_more:
-            return None
-        line += byte_or_more
-    return msgspec.json.decode(line, type=NodePlan)
+        # a byte at a time: what follows the plan is not ours to take; and not sys.stdin, whose buffer would
+        byte = os.read(LIFELINE, 1)
+        if not byte:
+            return b""
+        line += byte
+    return line
 
 
-def main() -> int:
-    """The exit code: 0 done, 2 wrong use, 75 saved, 128 + n stopped by signal n, else the first failing worker's."""
-    try:
-        plan = read_plan()
-    except msgspec.MsgspecError as error:
-        say(f"the agent reads one JSON line, a NodePlan, from stdin: {error}. Use `paceline train --nproc N`.")
-        return ExitCode.USAGE
-    if plan is None:
-        return ExitCode.FAILED  # the launcher is gone already
-    keep_open = tuple(int(text) for text in os.environ.get(KEEP_FDS, "").split(",") if text)
-    start_janitor(Path(plan.attempt_dir), not_kept=keep_open)
-    inherited = Inherited(make_snapshots(plan.nproc) if plan.max_restarts else (), keep_open)
-    with signal_inbox((*STOP_SIGNALS, signal.SIGCHLD)) as inbox:
-        agent = Agent(plan, Orders(inbox), inherited)
+def prepare(plan: NodePlan) -> NodePlan:
+    """Go where the workers are to run, and make the environment that they get ours.
+
+    Raises:
+        UsageError: the folder is not there, a module cannot be loaded.
+    """
+    if plan.cwd:
         try:
-            return agent.run()
-        except (UsageError, OSError) as error:
-            say(str(error) if isinstance(error, UsageError) else f"the workers cannot be started: {error}")
-            return ExitCode.USAGE if agent.generation.number == 0 else ExitCode.FAILED
+            os.chdir(plan.cwd)
+        except OSError as error:
+            raise UsageError(
+                f"the working folder {plan.cwd} cannot be entered on {os.uname().nodename}: {error.strerror}. It must "
+                "be there on every node, at the same path (--sync copies it)"
+            ) from None
+    if plan.modules or plan.activate or plan.env:
+        changed = environment_after(plan.modules, plan.activate, plan.env, dict(os.environ))
+        for name in os.environ.keys() - changed.keys():
+            del os.environ[name]
+        os.environ.update(changed)
+    return replace(plan, threads=plan.threads or threads_per_rank(usable_cores(), plan.nproc))
+
+
+def take_run_dir(plan: NodePlan) -> tuple[NodePlan, tuple[int, ...]]:
+    """On node 0 of a run that no launcher has prepared: lock its folder and make the attempt's; what holds the lock.
+
+    Raises:
+        UsageError: another run is active in it, or it cannot be written.
+    """
+    if plan.node != 0 or plan.attempt_dir or not plan.run_dir:
+        return plan, ()
+    run_dir = Path(plan.run_dir)
+    if not run_dir.is_dir():
+        raise UsageError(
+            f"the run folder {run_dir} is not there on node 0 ({os.uname().nodename}). It must be one that all nodes "
+            "and the machine that starts them see at the same path: --run-dir"
+        )
+    lock = lock_run_dir(run_dir)
+    os.set_inheritable(lock, True)
+    return replace(plan, attempt_dir=str(create_attempt_dir(run_dir)[1])), (lock,)
+
+
+def run(plan: NodePlan, *, lifeline: bool) -> int:
+    """Be the agent that `plan` makes of us; the exit code.
+
+    Raises:
+        PacelineError: in words: what kept the run from beginning or going on.
+        OSError: the workers cannot be started.
+    """
+    settled = detach(Path(plan.run_dir) / f"agent-{plan.node}.log") if plan.detached else lambda: None
+    plan = prepare(plan)
+    keep_open = tuple(int(text) for text in os.environ.get(KEEP_FDS, "").split(",") if text)
+    janitor = start_janitor(not_kept=keep_open)
+    plan, locks = take_run_dir(plan)
+    pairs = make_snapshots(plan.nproc) if plan.max_restarts and plan.nodes == 1 else ()
+    inherited = Inherited(pairs, (*keep_open, *locks), janitor)
+    with signal_inbox((*STOP_SIGNALS, signal.SIGCHLD)) as inbox:
+        orders = Orders(inbox, lifeline=lifeline and not plan.detached, silence_seconds=plan.silence_seconds)
+        if plan.node == 0:
+            return Head(plan, orders, inherited, Crew(plan), settled).run()
+        return Follower(plan, orders, inherited, settled).run()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The exit code: 0 done, 2 wrong use, 75 saved, 128 + n stopped by signal n, else the first failing worker's."""
+    parser = argparse.ArgumentParser(prog="python -m paceline.launch.agent", description=__doc__)
+    parser.add_argument("--announce", action="store_true")
+    parser.add_argument("--plan", type=Path)
+    parser.add_argument("--node", type=int)
+    parser.add_argument("--head", action="append", default=[])
+    options = parser.parse_args(arguments)
+    if options.announce:
+        os.write(1, msgspec.json.encode(gather_facts()) + b"\n")
+    code: int = ExitCode.FAILED
+    try:
+        plan = read_plan(options)
+        if plan is not None:
+            code = run(plan, lifeline=options.plan is None)
+    except PacelineError as error:
+        say(str(error))
+        code = error.exit_code
+    except OSError as error:
+        say(f"the workers cannot be started: {error}")
+        code = ExitCode.USAGE
+    # The code is decided: a scheduler that ends all tasks of a step at the first bad exit shall not change it
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    return code
 
 
 if __name__ == "__main__":

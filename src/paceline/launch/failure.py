@@ -4,12 +4,13 @@ One failing rank takes all others with it, within milliseconds and with louder m
 aborts out of C++ destructors). The first *exit* therefore proves little: a culprit that tidies up for three seconds
 dies last. What counts, in this order (FAULTS.md, table a.1):
 
-    1. killed by a signal that nobody of ours sent: such a rank had no chance to write a record
-    2. an exception of its own, recorded at the moment it was caught
-    3. a non-zero exit code without a record
-    4. a victim: its exception or its last output speaks of lost peers
+    1. lost with its whole node: powered off, or cut off from the others
+    2. killed by a signal that nobody of ours sent: such a rank had no chance to write a record
+    3. an exception of its own, recorded at the moment it was caught
+    4. a non-zero exit code without a record
+    5. a victim: its exception or its last output speaks of lost peers
 
-and within one kind, what came first on this host's monotonic clock.
+and within one kind, what came first on the judging agent's monotonic clock (other hosts report ages, not times).
 """
 
 from __future__ import annotations
@@ -68,10 +69,11 @@ class Failure(msgspec.Struct, frozen=True):
 class Kind(IntEnum):
     """Kinds of failure, the best explanation of the others first."""
 
-    SIGNAL = 1
-    EXCEPTION = 2
-    EXIT = 3
-    VICTIM = 4
+    LOST = 1
+    SIGNAL = 2
+    EXCEPTION = 3
+    EXIT = 4
+    VICTIM = 5
 
 
 @dataclass(frozen=True)
@@ -85,11 +87,12 @@ class Observation:
     seen_seconds: float  # when the agent saw it end, on its monotonic clock; meaningless while it runs
     record: Failure | None = None
     log_tail: str = ""
+    lost: str = ""  # why its node is no longer heard of; empty where it is
 
     @property
     def ended_badly(self) -> bool:
         """Whether it is gone, and neither done nor stopped in good order."""
-        return self.code not in (None, *GOOD_ENDS)
+        return bool(self.lost) or self.code not in (None, *GOOD_ENDS)
 
     @property
     def failed(self) -> bool:
@@ -104,6 +107,8 @@ class Observation:
     @property
     def exit_code(self) -> int:
         """What a shell would see; with a record what the worker meant, for a teardown can still crash."""
+        if self.lost:
+            return ExitCode.FAILED
         if self.record:
             return self.record.exit_code
         code = self.code or 0
@@ -112,6 +117,8 @@ class Observation:
     @property
     def kind(self) -> Kind:
         """What kind of failure this is; meaningless where it is none."""
+        if self.lost:
+            return Kind.LOST
         if self.record:  # whatever ended the process afterwards, even a signal, was its teardown
             return Kind.VICTIM if self.record.victim else Kind.EXCEPTION
         # SIGKILL comes from outside whatever the log says; SIGABRT and SIGSEGV are how gloo's victims end
@@ -169,8 +176,8 @@ def verdict_due_seconds(observations: Sequence[Observation]) -> float | None:
     if primary is None:
         return None
     ended = [o.seen_seconds for o in observations if o.ended_badly]
-    if all(o.code is not None for o in observations):
-        return max(ended)
+    if all(o.code is not None or o.lost for o in observations):
+        return max(ended, default=None)
     if not ended:
         return primary.failed_at_seconds + CLEANUP_SECONDS
     if primary.kind is Kind.VICTIM:

@@ -19,6 +19,7 @@ from paceline.launch.cgroup import oom_kills
 from paceline.launch.failure import GOOD_ENDS, Failure, Observation
 from paceline.launch.job import NodePlan
 from paceline.launch.start import Inherited, Worker, start_workers
+from paceline.launch.procfs import read_process
 from paceline.launch.sweep import Roster, roster_path, sweep
 
 MAX_RECORD_BYTES = 1 << 20
@@ -46,8 +47,10 @@ class Generation:
             self._write_roster()  # after each: whoever sweeps must know all that run
 
     def _write_roster(self) -> None:
-        roster = Roster(os.uname().nodename, os.getpid(), tuple(w.member for w in self.workers))
-        path = roster_path(Path(self.plan.attempt_dir))
+        agent = read_process(os.getpid())
+        members = tuple(w.member for w in self.workers)
+        roster = Roster(os.uname().nodename, os.getpid(), members, agent.start if agent else 0)
+        path = roster_path(Path(self.plan.attempt_dir), self.plan.node)
         temporary = path.with_suffix(".tmp")
         temporary.write_bytes(msgspec.json.encode(roster))
         temporary.replace(path)

@@ -15,9 +15,10 @@ from paceline.launch.orders import STOP_SIGNALS
 from paceline.launch.sweep import sweep_recorded
 
 
-def start_janitor(attempt_dir: Path, not_kept: Sequence[int] = ()) -> int:
+def start_janitor(not_kept: Sequence[int] = ()) -> int:
     """Fork it; return the descriptor that keeps it asleep as long as this process lives.
 
+    `tell_janitor` must be told the attempt's folder, before anything is started: there the workers stand written down.
     Call it before there are threads, sockets or children: a fork holds everything open that its parent has. It closes
     `not_kept` at once, what the run holds as long as it lives: the janitor may live a little longer.
     """
@@ -35,7 +36,15 @@ def start_janitor(attempt_dir: Path, not_kept: Sequence[int] = ()) -> int:
         nowhere = os.open(os.devnull, os.O_RDWR)
         for standard in (0, 1, 2):  # or a pipe that reads the agent's output would wait for the janitor, too
             os.dup2(nowhere, standard)
-        os.read(asleep, 1)
-        sweep_recorded(attempt_dir)
+        told = b""
+        while data := os.read(asleep, 4096):
+            told += data
+        for folder in {*told.split(b"\0")} - {b""}:
+            sweep_recorded(Path(os.fsdecode(folder)))
     finally:
         os._exit(0)  # never back into the agent's code
+
+
+def tell_janitor(descriptor: int, attempt_dir: str) -> None:
+    """Say where the workers that are about to be started will stand written down."""
+    os.write(descriptor, os.fsencode(attempt_dir) + b"\0")

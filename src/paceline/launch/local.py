@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-
 from paceline.launch.job import Command, Job, NodePlan, Plan
 
 
-def local(job: Job, *, python: str = sys.executable) -> Plan:
+def local(job: Job) -> Plan:
     """The plan for one node. Pure: nothing is looked up, bound or started."""
     node = NodePlan(
         argv=job.argv,
@@ -19,12 +17,20 @@ def local(job: Job, *, python: str = sys.executable) -> Plan:
         port=job.port,
         threads=job.threads,
         run_id=job.run_id,
-        attempt_dir=str(job.attempt_dir),
+        attempt_dir=str(job.attempt_dir or ""),
         grace_seconds=job.grace_seconds,
         stop_grace_seconds=job.stop_grace_seconds,
         max_restarts=job.max_restarts,
         min_nproc=job.min_nproc,
+        run_dir=str(job.run_dir or ""),
+        cwd=job.cwd,
+        env=dict(job.env),
+        modules=job.modules,
+        activate=job.activate,
+        plain_store=job.plain_store,
+        detached=job.detached,
+        show=job.show,
     )
     # -P: without it python -m puts the working directory first on sys.path, and a user's random.py or select.py there
     # would take the place of the standard library's in the agent
-    return Plan(agents=(Command("agent 0", (python, "-P", "-m", "paceline.launch.agent")),), nodes=(node,))
+    return Plan(agents=(Command("agent 0", (job.python, "-P", "-m", "paceline.launch.agent")),), nodes=(node,))

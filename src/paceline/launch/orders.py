@@ -1,4 +1,4 @@
-"""What has a launcher or an agent been told from outside? Stop signals, and the end of the lifeline."""
+"""What has a launcher or an agent been told from outside? Stop signals, and the lifeline: what it says, and its end."""
 
 from __future__ import annotations
 
@@ -6,11 +6,22 @@ import os
 import select
 import signal
 import socket
-from collections.abc import Generator, Iterable
+import time
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
+from typing import Protocol
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-LIFELINE = 0  # stdin: held open by the launcher, who writes nothing after the plan
+LIFELINE = 0  # stdin: held open by the launcher, who writes after the plan signs of life and orders, a line each
+STOP_ORDERS = {f"stop {number.name}".encode(): number for number in STOP_SIGNALS}  # no signal crosses a network
+
+
+class Readable(Protocol):
+    """What select takes."""
+
+    def fileno(self) -> int:
+        """Its descriptor."""
+        ...
 
 
 @contextmanager
@@ -49,18 +60,42 @@ def read_inbox(inbox: socket.socket) -> list[signal.Signals]:
 
 
 class Orders:
-    """All orders to an agent so far; none is ever taken back, so whoever comes to look later still finds them."""
+    """All orders to an agent so far; none is ever taken back, so whoever comes to look later still finds them.
 
-    def __init__(self, inbox: socket.socket) -> None:
+    Args:
+        inbox: from `signal_inbox`.
+        lifeline: whether a launcher holds stdin open; under Slurm or typed by hand, nobody does.
+        silence_seconds: how long the lifeline may be silent until the launcher counts as gone; 0: for ever.
+    """
+
+    def __init__(self, inbox: socket.socket, *, lifeline: bool = True, silence_seconds: float = 0.0) -> None:
         self.signals: list[signal.Signals] = []
         self.launcher_gone = False
-        self._inbox = inbox
+        self._inbox, self._lifeline, self._silence_seconds = inbox, lifeline, silence_seconds
+        self._heard_seconds = time.monotonic()
+        self._line = b""
 
-    def wait(self, seconds: float) -> None:
-        """Return after `seconds`, or earlier when an order comes in or a child ends."""
-        lifeline = [] if self.launcher_gone else [LIFELINE]  # an end stays readable for ever
-        ready, _, _ = select.select([self._inbox, *lifeline], [], [], max(0.0, seconds))
+    @property
+    def given(self) -> bool:
+        """Whether there is any order: to stop, all of them."""
+        return self.launcher_gone or bool(self.signals)
+
+    def wait(self, seconds: float, also: Sequence[Readable] = ()) -> None:
+        """Return after `seconds`, or earlier when an order comes in, a child ends or one of `also` can be read."""
+        lifeline = [LIFELINE] if self._lifeline and not self.launcher_gone else []  # an end stays readable for ever
+        if lifeline and self._silence_seconds:
+            seconds = min(seconds, max(0.1, self._heard_seconds + self._silence_seconds - time.monotonic()))
+        ready, _, _ = select.select([self._inbox, *lifeline, *also], [], [], max(0.0, seconds))
         if self._inbox in ready:
             self.signals += read_inbox(self._inbox)
-        if LIFELINE in ready and not os.read(LIFELINE, 4096):
-            self.launcher_gone = True
+        if LIFELINE in ready:
+            self._hear(os.read(LIFELINE, 4096))
+        elif lifeline and self._silence_seconds and time.monotonic() > self._heard_seconds + self._silence_seconds:
+            self.launcher_gone = True  # the network between us is cut: no end will ever be read
+
+    def _hear(self, data: bytes) -> None:
+        self._heard_seconds = time.monotonic()
+        self.launcher_gone = not data
+        *lines, self._line = (self._line + data).split(b"\n")
+        self._line = self._line[-100:]  # no order is longer
+        self.signals += [STOP_ORDERS[line] for line in lines if line in STOP_ORDERS]

@@ -74,6 +74,17 @@ def decide(history: Sequence[Failed], *, nproc: int, min_nproc: int, max_restart
     return Restart(last.nproc - 1 if fewer else last.nproc)
 
 
+def without_lost_nodes(here: int, *, nodes: int, min_nodes: int, nproc: int) -> Restart | Stop:
+    """What to do when nodes are lost and `here` of `nodes` are left: a lost node costs none of the restarts."""
+    if here >= min_nodes and min_nodes < nodes:
+        return Restart(nproc)
+    asked = f"--nodes {nodes}" if min_nodes >= nodes else f"--nodes {min_nodes}:{nodes}"
+    advice = "; --nodes MIN:MAX would go on with fewer" if min_nodes >= nodes else ""
+    return Stop(
+        f"not restarted: {here} of {nodes} nodes {'is' if here == 1 else 'are'} left, {asked} asks for more{advice}"
+    )
+
+
 def _is_repeated(history: Sequence[Failed]) -> bool:
     if len(history) < 2:
         return False

@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +15,7 @@ from pathlib import Path
 from paceline.errors import UsageError
 from paceline.launch.box import make_box
 from paceline.launch.job import NodePlan
+from paceline.launch.output import relay
 from paceline.launch.procfs import port_holder, read_process
 from paceline.launch.sweep import Member
 
@@ -23,10 +24,11 @@ OURS = "PACELINE_"
 
 @dataclass(frozen=True)
 class Inherited:
-    """Descriptors that every worker of every generation inherits, each under the number it has in the agent."""
+    """Descriptors that last as long as the agent; workers of every generation inherit them, under the same number."""
 
     snapshots: tuple[tuple[int, int], ...] = ()  # two memory files for each local rank: what is in them is theirs
-    keep_open: tuple[int, ...] = ()  # the launcher's, e.g. a lock that is to last until the last worker is gone
+    keep_open: tuple[int, ...] = ()  # e.g. a lock that is to last until the last worker is gone
+    janitor: int = -1  # not inherited: where the janitor is told the attempt's folder
 
     @property
     def all(self) -> list[int]:
@@ -50,7 +52,7 @@ class Worker:
     process: subprocess.Popen[bytes]
     log: Path
     log_start: int  # its first byte in the log; what stands before is an earlier generation's
-    relay: threading.Thread | None
+    relays: Sequence[threading.Thread]
     record: int
     box: int
 
@@ -61,8 +63,9 @@ class Worker:
 
     def log_tail(self, size_bytes: int) -> str:
         """The end of its log."""
-        if self.relay is not None and self.process.poll() is not None:
-            self.relay.join(0.2)  # its last words may still be in the pipe
+        if self.process.poll() is not None:
+            for relay_ in self.relays:
+                relay_.join(0.2)  # its last words may still be in the pipe
         try:
             with self.log.open("rb") as file:
                 file.seek(max(self.log_start, os.fstat(file.fileno()).st_size - size_bytes))
@@ -72,23 +75,27 @@ class Worker:
 
     def finish(self) -> None:
         """Wait until its last words are on the screen; they come before the verdict."""
-        if self.relay is not None:
-            self.relay.join(1.0)
+        for relay_ in self.relays:
+            relay_.join(1.0)
 
 
 def listening_socket(plan: NodePlan) -> socket.socket | None:
     """The store's socket, bound before any worker starts: a port that is found and closed again can be lost.
+
+    With `plain_store` the workers' own code opens the port: it is only bound, not listened at, which keeps it from
+    everybody who asks for any free port, but not from rank 0, which asks for this one with SO_REUSEADDR as we do.
 
     Raises:
         UsageError: when the port is taken.
     """
     if plan.node != 0:
         return None
-    store = socket.socket()
+    store = socket.socket(socket.AF_INET6 if ":" in plan.master_addr else socket.AF_INET)
     store.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # the last run's closing connections do no harm
     try:
-        store.bind((plan.master_addr, plan.port))
-        store.listen(1024)
+        store.bind(("" if plan.plain_store else plan.master_addr, plan.port))
+        if not plan.plain_store:
+            store.listen(1024)
     except OSError as error:
         store.close()
         holder = port_holder(plan.port)
@@ -109,7 +116,7 @@ def environment(plan: NodePlan, local_rank: int, store: socket.socket | None) ->
         "WORLD_SIZE": str(plan.world_size),
         "LOCAL_RANK": str(local_rank),
         "LOCAL_WORLD_SIZE": str(plan.nproc),
-        "GROUP_RANK": str(plan.node),
+        "GROUP_RANK": str(plan.group_rank),
         "MASTER_ADDR": plan.master_addr,
         "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": str(plan.threads),
@@ -123,7 +130,10 @@ def environment(plan: NodePlan, local_rank: int, store: socket.socket | None) ->
     if plan.master_addr == "127.0.0.1" and sys.platform == "linux":
         # One host: gradients stay on the loopback, and a host whose own name does not resolve does no harm.
         env.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    if rank == 0 and store is not None:
+    if plan.interface:  # left alone, gloo takes the one that the host's own name resolves to: often the loopback
+        env.setdefault("GLOO_SOCKET_IFNAME", plan.interface)
+        env.setdefault("NCCL_SOCKET_IFNAME", plan.interface)
+    if rank == 0 and store is not None and not plan.plain_store:
         env["PACELINE_STORE_FD"] = str(store.fileno())
     return env
 
@@ -131,7 +141,7 @@ def environment(plan: NodePlan, local_rank: int, store: socket.socket | None) ->
 def start_workers(
     plan: NodePlan, store: socket.socket | None, generation: int, inherited: Inherited
 ) -> Iterator[Worker]:
-    """Start them one by one, rank 0 first, whose stdout is the agent's own: a terminal stays a terminal.
+    """Start them one by one, rank 0 first. What it prints is also the agent's output (a terminal stays a terminal).
 
     Main thread only: the kernel takes a thread's end for the parent's (worker.die_with_parent).
 
@@ -146,7 +156,8 @@ def start_workers(
         # Memory, not a file: a worker that fails because the disk is full must still be able to say so.
         record = os.memfd_create(f"paceline-record-{rank}")
         box = make_box(rank)
-        live = rank == 0
+        shown = rank == 0 or plan.show == "all"
+        direct = rank == 0 and os.isatty(1)  # what draws on a terminal must see one
         env = environment(plan, local_rank, store) | {
             "PACELINE_GENERATION": str(generation),
             "PACELINE_RECORD_FD": str(record),
@@ -154,14 +165,14 @@ def start_workers(
         }
         if inherited.snapshots:
             env["PACELINE_SNAPSHOT_FDS"] = ";".join(f"{one},{other}" for one, other in inherited.snapshots)
-        stores = [store.fileno()] if live and store is not None else []
+        stores = [store.fileno()] if "PACELINE_STORE_FD" in env and store is not None else []
         try:
             process = subprocess.Popen(
                 plan.argv,
                 env=env,
                 stdin=subprocess.DEVNULL,
-                stdout=None if live else log,
-                stderr=subprocess.PIPE if live else log,
+                stdout=None if direct else subprocess.PIPE if shown else log,
+                stderr=subprocess.PIPE if shown else log,
                 pass_fds=[record, box, *inherited.all, *stores],
                 start_new_session=True,
             )
@@ -169,13 +180,14 @@ def start_workers(
             for descriptor in (log, record, box):
                 os.close(descriptor)
             raise
-        relay = None
-        if live:
-            relay = threading.Thread(target=_relay, args=(process, log), daemon=True)
-            relay.start()
-        else:
-            os.close(log)
-        yield Worker(_member(rank, process.pid), process, path, log_start, relay, record, box)
+        prefix = b"" if plan.show == "rank 0" else b"[rank %d] " % rank
+        relays = [
+            relay(pipe, os.dup(log), screen=screen, prefix=prefix)
+            for pipe, screen in ((process.stdout, 1), (process.stderr, 2))
+            if pipe is not None
+        ]
+        os.close(log)
+        yield Worker(_member(rank, process.pid), process, path, log_start, relays, record, box)
 
 
 def _open_log(path: Path, generation: int) -> int:
@@ -189,14 +201,3 @@ def _open_log(path: Path, generation: int) -> int:
 def _member(rank: int, pid: int) -> Member:
     seen = read_process(pid)
     return Member(rank, pid, seen.start if seen else 0)
-
-
-def _relay(process: subprocess.Popen[bytes], log: int) -> None:
-    """Pass rank 0's error output on to the screen and into its log, until nobody can write any more."""
-    assert process.stderr is not None
-    with process.stderr:
-        while data := os.read(process.stderr.fileno(), 65536):
-            for target in (2, log):
-                with suppress(OSError):  # the terminal is gone or the disk is full: the worker must not feel it
-                    os.write(target, data)
-    os.close(log)

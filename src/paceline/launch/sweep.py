@@ -25,16 +25,17 @@ class Member(msgspec.Struct, frozen=True):
 
 
 class Roster(msgspec.Struct, frozen=True):
-    """Whom an agent has started: the content of agent.json."""
+    """Whom an agent has started: the content of agent-<node>.json."""
 
     host: str
     agent_pid: int
     workers: tuple[Member, ...]
+    agent_started: int = 0  # in clock ticks since the host's boot
 
 
-def roster_path(attempt_dir: Path) -> Path:
-    """Where an agent writes its roster."""
-    return attempt_dir / "agent.json"
+def roster_path(attempt_dir: Path, node: int = 0) -> Path:
+    """Where a node's agent writes its roster."""
+    return attempt_dir / f"agent-{node}.json"
 
 
 def sweep(workers: Sequence[Member], *, seconds: float = SWEEP_SECONDS) -> list[int]:
@@ -69,10 +70,11 @@ def _living_members(workers: Sequence[Member]) -> list[Process]:
 
 
 def sweep_recorded(attempt_dir: Path) -> None:
-    """Sweep what the agent of this host wrote down, if it got that far."""
-    try:
-        roster = msgspec.json.decode(roster_path(attempt_dir).read_bytes(), type=Roster)
-    except (OSError, msgspec.MsgspecError):
-        return
-    if roster.host == os.uname().nodename:
-        sweep(roster.workers)
+    """Sweep what the agents of this host wrote down, if they got that far."""
+    for path in attempt_dir.glob("agent-*.json"):
+        try:
+            roster = msgspec.json.decode(path.read_bytes(), type=Roster)
+        except (OSError, msgspec.MsgspecError):
+            continue
+        if roster.host == os.uname().nodename:
+            sweep(roster.workers)

@@ -20,10 +20,13 @@ def tell(primary: Observation, observations: Sequence[Observation], *, oom_kills
 
     Args:
         primary: the failure to tell, one of `observations`.
-        observations: all workers of this node.
+        observations: all workers of all nodes.
         oom_kills: how many processes the kernel's OOM killer took during the run.
         attempt_dir: the folder of the logs.
     """
+    if primary.kind is Kind.LOST:
+        ranks = ", ".join(str(o.rank) for o in observations if o.lost == primary.lost)
+        return f"{clean(primary.lost)}\nwith it rank {ranks}; output of the ranks: {attempt_dir}/rank-<rank>.log"
     alike = [o for o in observations if _same_words(o, primary)]
     lines = [f"{_who(alike, primary, len(observations))} failed: {_how(primary, oom_kills)}", *_why(primary)]
     early = sorted((o for o in observations if o.code == 0), key=lambda o: o.seen_seconds)
@@ -31,7 +34,7 @@ def tell(primary: Observation, observations: Sequence[Observation], *, oom_kills
         left = [f"{_who([o], o, len(observations))} had already ended, with code 0, while others ran" for o in early]
         lines = [*left, "so the others lost it:", *lines]
     elif primary.kind is Kind.VICTIM:
-        lines.append("it lost its peers, but no rank of this node failed by itself")
+        lines.append("it lost its peers, but no rank failed by itself")
     if len(observations) > 1:
         lines.append(f"output of the ranks: {attempt_dir}/rank-<rank>.log")
     return "\n".join(lines)
@@ -48,9 +51,10 @@ def _same_words(one: Observation, other: Observation) -> bool:
 def _who(alike: Sequence[Observation], primary: Observation, total: int) -> str:
     if len(alike) == 1:
         return f"rank {primary.rank} ({primary.host}, pid {primary.pid})"
+    hosts = ", ".join(sorted({o.host for o in alike}))
     if len(alike) == total:
-        return f"all {total} ranks ({primary.host})"
-    return f"ranks {', '.join(str(o.rank) for o in alike)} ({primary.host})"
+        return f"all {total} ranks ({hosts})"
+    return f"ranks {', '.join(str(o.rank) for o in alike)} ({hosts})"
 
 
 def _how(primary: Observation, oom_kills: int) -> str:

@@ -8,7 +8,8 @@ runs/mnist-cnn-20260131-093000/
     model.safetensors   the weights
     summary.json        how it ended
     .lock               held by the processes of the run that is active here
-    attempt-1/          of each start: config.toml, agent.json, rank-<r>.log, error-<r>.json
+    attempt-1/          of each start: config.toml, agent-<node>.json, rank-<r>.log, error-<r>.json
+    submit-1/           of each start on other machines, see launch/submission.py
 """
 
 from __future__ import annotations
@@ -125,12 +126,18 @@ def create_run_dir(asked: Path | None, task: str) -> Path:
             )
         _make(run_dir, exist_ok=True)
         return run_dir
+    run_dir = new_run_dir(task)
+    _make(run_dir, exist_ok=False)
+    return run_dir
+
+
+def new_run_dir(task: str) -> Path:
+    """What the folder of a run that nobody has named will be called; it is not made."""
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", task).strip("-.") or "run"
     stem = Path("runs").absolute() / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     for attempt in range(1000):  # several runs may start within a second
         run_dir = stem if attempt == 0 else stem.with_name(f"{stem.name}-{attempt + 1}")
         if not run_dir.exists():
-            _make(run_dir, exist_ok=False)
             return run_dir
     raise UsageError(f"there are 1000 runs named {stem} already")
 
@@ -139,7 +146,7 @@ def _never_began(run_dir: Path) -> bool:
     """Whether all that is there was left by starts that failed before the first step, so that nothing can be lost."""
     ours = (CONFIG, f"{CONFIG}.partial", "environment.json", SUMMARY, LOCK)
     return all(
-        p.name in ours or p.name.startswith("attempt-") or (p.name == CHECKPOINTS and not any(p.glob("step-*")))
+        p.name in ours or p.name.startswith(("attempt-", "submit-")) or (p.name == CHECKPOINTS and not any(p.glob("step-*")))
         for p in run_dir.iterdir()
     )
 

@@ -1,0 +1,103 @@
+"""Why can this machine not reach that one? A connection is tried, and what hinders it is said in plain words."""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import socket
+from collections.abc import Iterable
+from contextlib import closing
+
+PROBE_SECONDS = 2.0
+MAX_NAME_CHARS = 253  # the longest name that DNS knows
+
+_NAME = "this machine knows no address of that name (see /etc/hosts and DNS)"
+_REFUSED = "refused: nothing listens on that port. Is node 0 started?"
+_NO_ROUTE = "no route from this machine to that network. Do both have an interface in the same network?"
+_NO_HOST = "no way to that machine: it is off, not in this network, or a firewall rejects the connection"
+_FORBIDDEN = "not permitted: a firewall on this machine forbids the connection"
+
+
+def why_unreachable(host: str, port: int, timeout_seconds: float = PROBE_SECONDS) -> str:
+    """Why a TCP connection to `host`:`port` fails, with the resolved address; empty if one succeeds.
+
+    All addresses of `host` together get `timeout_seconds`; how long the name service itself takes is the system's
+    business (up to some 10 s where a DNS server is configured that does not answer).
+    """
+    shown = host if host.isprintable() and host.strip() == host != "" else repr(host)
+    if len(shown) > MAX_NAME_CHARS:
+        shown = f"{shown[:40]}..."
+    if not 0 < port < 1 << 16:
+        return f"{shown}:{port}: ports are 1..65535"
+    addresses = candidates([host])
+    if not addresses:
+        return f"{shown}: {_NAME}"
+    reasons: list[str] = []
+    for family, address in addresses:
+        reason = _refusal(family, address, port, timeout_seconds / len(addresses))
+        if not reason:
+            return ""
+        where = f"{shown}:{port}" if address == host else f"{shown}:{port} ({address})"
+        reasons.append(f"{where}: {reason}{_itself(address)}")
+    return "; ".join(reasons)
+
+
+def candidates(names: Iterable[str]) -> list[tuple[socket.AddressFamily, str]]:
+    """The addresses of these names or addresses, best first and none twice; what does not resolve is left out."""
+    found: dict[tuple[socket.AddressFamily, str], None] = {}
+    for name in names:
+        if not name or len(name) > MAX_NAME_CHARS:
+            continue
+        try:
+            answers = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+        except (OSError, ValueError):  # ValueError: a name that no name service can be asked for
+            continue
+        for family, _, _, _, address in answers:
+            if family in (socket.AF_INET, socket.AF_INET6):
+                found[_plain(family, str(address[0]))] = None
+    return list(found)
+
+
+def is_loopback(address: str) -> bool:
+    """Whether this address means, on every machine, that machine itself."""
+    try:
+        parsed = ipaddress.ip_address(address)
+    except ValueError:
+        return False
+    return parsed.is_loopback or parsed.is_unspecified
+
+
+def _plain(family: socket.AddressFamily, address: str) -> tuple[socket.AddressFamily, str]:
+    # ::ffff:10.0.0.1 is 10.0.0.1, only written for IPv6: not a second way to the same machine
+    if family == socket.AF_INET6 and (mapped := ipaddress.IPv6Address(address.partition("%")[0]).ipv4_mapped):
+        return socket.AF_INET, str(mapped)
+    return family, address
+
+
+def _refusal(family: socket.AddressFamily, address: str, port: int, timeout_seconds: float) -> str:
+    try:
+        with closing(socket.socket(family, socket.SOCK_STREAM)) as connection:
+            connection.settimeout(timeout_seconds)
+            connection.connect((address, port))
+            # Linux may connect a loopback socket to itself, when the port it is given happens to be `port`
+            return _REFUSED if connection.getsockname()[:2] == connection.getpeername()[:2] else ""
+    except TimeoutError:
+        return f"no answer within {timeout_seconds:.2g} s: filtered by a firewall, or the machine is off"
+    except OSError as error:
+        match error.errno:
+            case errno.ECONNREFUSED:
+                return _REFUSED
+            case errno.ENETUNREACH | errno.EADDRNOTAVAIL | errno.EAFNOSUPPORT:
+                return _NO_ROUTE
+            case errno.EHOSTUNREACH | errno.EHOSTDOWN:
+                return _NO_HOST
+            case errno.EPERM | errno.EACCES:
+                return _FORBIDDEN
+            case _:
+                return error.strerror or str(error)
+
+
+def _itself(address: str) -> str:
+    if not is_loopback(address):
+        return ""
+    return f" ({address} is this machine itself; another one needs an address that all machines can use)"

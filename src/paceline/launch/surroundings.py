@@ -1,0 +1,185 @@
+"""What is a worker's environment after `module load`, an activate script and `--env`? bash says, once for each node.
+
+The user's own lines run as in his shell: without `set -u` (activate scripts read unset variables) and without `set -e`.
+Names and paths are arguments of the bash script, never part of its text.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from paceline.errors import UsageError
+
+BASH_SECONDS = 120.0  # module systems on a busy file server take their time
+LAST_WORDS_CHARS = 1500
+
+NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_MODULE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+/@:~=-]*")
+_CONDA = re.compile(r"[A-Za-z0-9_./~][^\s\0]*")
+_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|CREDENTIAL|COOKIE", re.IGNORECASE)
+_USERINFO = re.compile(r"(?<=://)[^/@\s]+(?=@)")
+_SHELLS_OWN = ("_", "SHLVL", "PWD", "OLDPWD")  # the worker's folder is the launcher's choice, not an activate script's
+_OURS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+_INSTEAD = {"OMP_NUM_THREADS": "--threads-per-rank", "MASTER_PORT": "--port"}
+
+# $1: the descriptor for the answer, $2: activate script, $3: conda environment, then modules. The answer: a word that
+# says how far it came, a zero byte, then the environment as `env -0` writes it.
+SCRIPT = r"""
+paceline_answer=$1 activate=$2 conda=$3; shift 3
+stop() { printf '%s\0' "$@" >&"$paceline_answer"; exit 1; }
+if [ $# -gt 0 ] && ! command -v module >/dev/null; then
+  for init in "$MODULESHOME/init/bash" "$LMOD_PKG/init/bash" /etc/profile.d/lmod.sh /etc/profile.d/z00_lmod.sh \
+      /etc/profile.d/modules.sh /usr/share/lmod/lmod/init/bash /usr/share/modules/init/bash; do
+    if [ -r "$init" ]; then . "$init"; break; fi
+  done
+  command -v module >/dev/null || stop 'no module'
+fi
+for module_name in "$@"; do module load "$module_name" || stop module "$module_name"; done
+set --
+if [ -n "$conda" ]; then
+  found=$(type -P conda)
+  for root in "${CONDA_EXE%/*/*}" "${found%/*/*}" ~/miniforge3 ~/miniconda3 ~/anaconda3 ~/mambaforge /opt/conda; do
+    if [ -n "$root" ] && [ -r "$root/etc/profile.d/conda.sh" ]; then init=$root/etc/profile.d/conda.sh; break; fi
+    init=
+  done
+  [ -n "$init" ] || stop 'no conda'
+  . "$init"
+  conda activate "$conda" || stop conda
+fi
+status=0
+if [ -n "$activate" ]; then . "$activate"; status=$?; set +eu; fi
+printf 'done\0%s\0' "$status" >&"$paceline_answer"
+command -p env -0 >&"$paceline_answer"
+"""
+
+
+def environment_after(
+    modules: Sequence[str], activate: str, env: Mapping[str, str], base: Mapping[str, str]
+) -> dict[str, str]:
+    """The environment `base` after loading `modules` and sourcing `activate`, and with `env` added.
+
+    Args:
+        modules: environment modules, loaded in this order.
+        activate: a script for bash, or conda:NAME; empty for none.
+        env: variables the user has set himself: the scripts see them, and they win over what the scripts set.
+        base: the environment to begin with.
+
+    Raises:
+        UsageError: a module, script, conda or bash is missing or fails; with its last words.
+    """
+    before = {**base, **env}
+    if not modules and not activate:
+        return before
+    conda, script = _checked(modules, activate)
+    with tempfile.TemporaryFile() as answer, tempfile.TemporaryFile() as words:
+        # Files and no pipes: what a script leaves running in the background (an ssh-agent) would hold a pipe open.
+        code = _bash([str(answer.fileno()), script, conda, *modules], before, answer.fileno(), words.fileno())
+        answer.seek(0)
+        words.seek(0)
+        how, *rest = answer.read().decode(errors="surrogateescape").split("\0")
+        last_words = words.read().decode(errors="replace").strip()[-LAST_WORDS_CHARS:]
+    if how != "done":
+        raise _failure(how, rest, activate, code, last_words)
+    unknown_module = re.search("Unable to locate a modulefile for '?([^'\n]*)", last_words)
+    if modules and unknown_module:  # old module systems say so and return 0
+        raise _failure("module", [unknown_module[1]], activate, code, last_words)
+    if rest[0] != "0":
+        tail = f": {last_words}" if last_words else ""
+        print(f"paceline: {activate} has ended with status {rest[0]}, the run goes on{tail}", file=sys.stderr)
+    after = dict(line.split("=", 1) for line in rest[1:] if "=" in line)
+    kept = {name: base[name] for name in _SHELLS_OWN if name in base}
+    return {name: value for name, value in after.items() if name not in _SHELLS_OWN} | kept | dict(env)
+
+
+def parse_env(settings: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:
+    """What `--env` asks for: `NAME=VALUE` sets, `NAME` alone passes the value in `environ` on; the last one counts.
+
+    Raises:
+        UsageError: for a name that is none, that is not set here, or that the launcher itself sets.
+    """
+    found: dict[str, str] = {}
+    for setting in settings:
+        name, equals, value = setting.partition("=")
+        if not NAME.fullmatch(name):
+            raise UsageError(f"--env takes NAME=VALUE or NAME; {name[:80]!r} is no name of a variable")
+        if name in _OURS or name.startswith("PACELINE_") or name in _INSTEAD:
+            instead = f". Use {_INSTEAD[name]}" if name in _INSTEAD else ""
+            raise UsageError(f"--env {name}: the launcher sets this variable for every rank{instead}")
+        if not equals and name not in environ:
+            raise UsageError(f"--env {name} passes this shell's value on, but {name} is not set here. Use {name}=VALUE")
+        value = value if equals else environ[name]
+        if "\0" in value:
+            raise UsageError(f"--env {name}: a value cannot hold a zero byte")
+        found[name] = value
+    return found
+
+
+def masked(env: Mapping[str, str]) -> dict[str, str]:
+    """`env` for people and files: what looks like a secret by its name is not shown, nor the user in a URL."""
+    return {name: "…" if _SECRET.search(name) else _USERINFO.sub("…", value) for name, value in env.items()}
+
+
+def _checked(modules: Sequence[str], activate: str) -> tuple[str, str]:
+    """The conda environment and the script that `activate` means, one of them empty."""
+    for module in modules:
+        if not _MODULE.fullmatch(module):
+            raise UsageError(f"--module {module[:80]!r} is no name of a module, e.g. cuda/12.4")
+    kind, colon, name = activate.partition(":")
+    if kind == "conda" and colon:
+        if not _CONDA.fullmatch(name):
+            raise UsageError(f"--activate conda:NAME needs the name or folder of an environment, got {name[:80]!r}")
+        return name, ""
+    if not activate:
+        return "", ""
+    path = Path(activate).expanduser().absolute()  # absolute: bash looks for a bare name in PATH
+    if not path.is_file():
+        raise UsageError(f"--activate {activate}: there is no such script on {os.uname().nodename} (as {path})")
+    if not os.access(path, os.R_OK):
+        raise UsageError(f"--activate {activate}: the script on {os.uname().nodename} cannot be read")
+    return "", str(path)
+
+
+def _bash(arguments: Sequence[str], env: Mapping[str, str], answer: int, words: int) -> int:
+    try:
+        process = subprocess.Popen(
+            ["bash", "-c", SCRIPT, "bash", *arguments],
+            env=dict(env),
+            stdin=subprocess.DEVNULL,
+            stdout=words,
+            stderr=words,
+            pass_fds=[answer],
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise UsageError(f"--module and --activate need bash, which cannot be started: {error.strerror}") from error
+    try:
+        return process.wait(BASH_SECONDS)
+    except subprocess.TimeoutExpired:
+        raise UsageError(f"--module and --activate: bash had not ended after {BASH_SECONDS:g} s") from None
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def _failure(how: str, rest: Sequence[str], activate: str, code: int, last_words: str) -> UsageError:
+    where = f"on {os.uname().nodename}"
+    match how:
+        case "no module":
+            text = f"--module: there is no `module` command {where}. Are BASH_ENV or MODULESHOME set, as at a login?"
+        case "module":
+            text = f"--module {rest[0]}: cannot be loaded {where}. `module avail` lists what there is"
+        case "no conda":
+            text = f"--activate {activate}: no conda found {where}. Put conda into PATH, or set CONDA_EXE to its path"
+        case "conda":
+            text = f"--activate {activate}: conda cannot activate it {where}. `conda env list` lists what there is"
+        case _:
+            text = f"--activate {activate} or a module ended bash {where} with exit code {code}"
+    return UsageError(f"{text}\n{last_words}" if last_words else text)
