@@ -126,7 +126,7 @@ class LaunchConfig:
     """Where it runs."""
 
     nproc: int | Literal["auto"] | None = None
-    """worker processes on this machine; auto: one per GPU, or per core. Default: this process alone"""
+    """worker processes on each machine; auto: one per GPU, or per core. Default: this process alone"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: GPUs if there are any"""
     backend: Literal["auto", "nccl", "gloo", "mpi"] = "auto"
@@ -146,6 +146,54 @@ class LaunchConfig:
 
 
 @dataclass(frozen=True)
+class ClusterConfig:
+    """On which machines, and how they are reached."""
+
+    on: Literal["local", "ssh", "slurm", "print"] = "local"
+    """this machine; hosts reached by ssh; a Slurm cluster; or only print what to type on each node"""
+    nodes: str | None = None
+    """how many machines; MIN:MAX goes on with fewer, down to MIN, when machines are lost (default: 1, or all hosts)"""
+    hosts: str | None = None
+    """for ssh and print: name[:port],name,... or a file with one `name[:port] [slots=N]` on each line"""
+    ssh: str = "ssh"
+    """the ssh command, e.g. "ssh -F my_config"; your configuration, agent and jump hosts are used as they are"""
+    sync: bool = False
+    """for ssh: first copy the working folder to the hosts with rsync"""
+    python: str | None = None
+    """Python on the machines (default: this one's path)"""
+    env: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """NAME=VALUE for the workers; NAME alone passes this shell's value on. May be repeated"""
+    module: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """environment module to load on each node. May be repeated"""
+    activate: str | None = None
+    """script to source on each node, or conda:NAME"""
+    join_timeout: float = 300.0
+    """seconds the machines wait for each other"""
+    dry_run: bool = False
+    """show the complete plan (commands, batch script, what each agent is told) and start nothing"""
+    detach: bool = False
+    """do not wait for the end: `paceline status|logs|cancel` find the run again"""
+    agent: Literal["torchrun", "paceline"] = "torchrun"
+    """for print: whose commands"""
+    partition: str | None = None
+    """for slurm, as all below"""
+    time: int | None = None
+    """minutes that the job may take"""
+    gpus_per_node: int | None = None
+    """GPUs of each node (default with --device cuda: --nproc)"""
+    cpus_per_rank: int = 1
+    """CPU cores of each worker process"""
+    save_before: int = 120
+    """seconds before the time limit at which a run saves its state and puts itself into the queue again; 0: never"""
+    sbatch: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """any other option of sbatch, as key=value. May be repeated"""
+    follow: bool = False
+    """wait for the job and show its output"""
+    cancel_on_interrupt: bool = False
+    """with --follow: Ctrl-C cancels the job (default: it only stops following)"""
+
+
+@dataclass(frozen=True)
 class TrainConfig:
     """Train a model on one process or on many."""
 
@@ -159,6 +207,7 @@ class TrainConfig:
     run: RunConfig = field(default_factory=RunConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
 
 
 CliTrainConfig = Annotated[TrainConfig, tyro.conf.OmitArgPrefixes]
@@ -237,8 +286,9 @@ def repeatable(config: TrainConfig) -> TrainConfig:
     checkpoint = dataclasses.replace(
         config.checkpoint, resume="no", fresh=False, allow_change="", rehearse_preemption=None
     )
-    # a run is never repeated into its own folder
-    return dataclasses.replace(config, run=dataclasses.replace(config.run, run_dir=None), checkpoint=checkpoint)
+    # a run is never repeated into its own folder, nor on machines that nobody has asked for again
+    run = dataclasses.replace(config.run, run_dir=None)
+    return dataclasses.replace(config, run=run, checkpoint=checkpoint, cluster=ClusterConfig())
 
 
 def load(path: Path) -> TrainConfig:

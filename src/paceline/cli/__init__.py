@@ -11,6 +11,11 @@ from paceline.errors import ExitCode, unknown
 
 COMMANDS = {
     "train": "train a model on one process or on many",
+    "launch": "start any script that torchrun could start, on one machine or on many",
+    "doctor": "are these machines fit to train on? what is wrong, and how to mend it",
+    "status": "how does a run go on?",
+    "logs": "what did its ranks print?",
+    "cancel": "end a run, after it has saved its state",
     "verify": "prove that N processes compute what one computes",
     "checkpoint": "list a run's checkpoints, and check every byte of them",
     "ledger": "prove that each sample was used once, over all attempts of a run",

@@ -6,61 +6,79 @@ The same command is the worker's: where a launcher's variables are set (torchrun
 from __future__ import annotations
 
 import os
-import secrets
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import get_args
 
 import tyro
-from msgspec.structs import replace as replace_fields
 
 from paceline import config as configuration
 from paceline.checkpoint.store import Checkpoints, Damaged
-from paceline.config import EXACT, CliTrainConfig, TrainConfig, batch_shape, check_values, default_strategy
+from paceline.cli.elsewhere import place, workers
+from paceline.cli.train_start import launch, launch_elsewhere, show_plan
+from paceline.config import EXACT, CliTrainConfig, ClusterConfig, TrainConfig, batch_shape, check_values
 from paceline.errors import ExitCode, UsageError
 from paceline.launch.cgroup import usable_cores
-from paceline.launch.job import Job, threads_per_rank
-from paceline.launch.local import local
-from paceline.launch.supervise import run
-from paceline.observe.events import Step, read_events
-from paceline.observe.folder import (
-    CHECKPOINTS,
-    CONFIG,
-    check_is_run,
-    check_not_finished,
-    create_attempt_dir,
-    lock_run_dir,
-    move_aside,
-    open_run_dir,
-    write_settings,
-)
-from paceline.observe.summary import Summary, read_summary, write_summary
+from paceline.launch.foreign import check_shape, launched, understood
+from paceline.launch.gpus import count_gpus
+from paceline.launch.job import Job
+from paceline.observe.folder import CHECKPOINTS, CONFIG, check_is_run, check_not_finished
 from paceline.tasks import check_task
 from paceline.train.definition import allowed_changes, check_same, settings
-
-LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run `paceline train ARGUMENTS`."""
     config = parse(arguments)
-    if any(name in os.environ for name in LAUNCHED):
+    if launched(os.environ):
         return start_here(config)[1]
     check_values(config)
+    job = place(config.cluster, _number(config.launch.nproc))
+    if config.cluster.on != "local":
+        return _elsewhere(config, job)
     gpus = count_gpus() if config.launch.device != "cpu" else 0
     nproc = gpus or usable_cores() if config.launch.nproc == "auto" else config.launch.nproc
-    check(config, nproc or 1, gpus)
-    start = start_here if nproc is None else launch
+    check(config, nproc or 1)
+    check_gpus(config, nproc or 1, gpus)
     config = replace(config, launch=replace(config.launch, nproc=nproc))
+    if config.cluster.dry_run:
+        return show_plan(config, job)
+    if nproc is None and config.cluster != ClusterConfig():
+        raise UsageError("--detach, --env, --module, --activate and --python are for workers: give --nproc")
+    start = start_here if nproc is None else partial(launch, job)
     run_dir, code = start(config)
     if code != ExitCode.SAVED or config.checkpoint.rehearse_preemption is None:
         return code
     print("rehearsal: stopped in good order; now it is resumed", file=sys.stderr)
     again = replace(config.checkpoint, resume="auto", fresh=False, rehearse_preemption=None)
     return start(replace(config, checkpoint=again, run=replace(config.run, run_dir=run_dir)))[1]
+
+
+def _number(nproc: int | str | None) -> int | None:
+    return nproc if isinstance(nproc, int) else None
+
+
+def _elsewhere(config: TrainConfig, job: Job) -> int:
+    """On other machines, or another time; what only they know, they check."""
+    on, size = config.cluster.on, workers(job)
+    if config.launch.nproc == "auto":
+        raise UsageError(f"--nproc auto counts this machine, not those of --on {on}: give a number for each of them")
+    if config.checkpoint.rehearse_preemption is not None:
+        raise UsageError(f"--rehearse-preemption has a meaning only with --on local, this is --on {on}")
+    if config.launch.min_nproc is not None:
+        raise UsageError("--min-nproc has a meaning on one machine only. Whole machines: --nodes MIN:MAX")
+    config = replace(config, launch=replace(config.launch, nproc=job.nproc))
+    check(config, size)
+    if job.min_nodes < job.nodes and config.checkpoint.checkpoint_every is None:
+        raise UsageError(
+            f"--nodes {config.cluster.nodes} goes on from the newest checkpoint when a machine is lost: say how often "
+            "one is written, --checkpoint-every STEPS"
+        )
+    return show_plan(config, job) if config.cluster.dry_run else launch_elsewhere(config, job, size)
 
 
 def parse(arguments: Sequence[str]) -> TrainConfig:
@@ -116,7 +134,7 @@ def _value_of(flag: str, arguments: Sequence[str]) -> str | None:
     return None
 
 
-def check(config: TrainConfig, nproc: int, gpus: int) -> None:
+def check(config: TrainConfig, nproc: int) -> None:
     """Refuse, without torch, whatever can be known to be wrong before any process is started.
 
     Raises:
@@ -136,17 +154,25 @@ def check(config: TrainConfig, nproc: int, gpus: int) -> None:
             f"strategy {config.strategy!r} lives in one process, --nproc asks for {nproc}. "
             f"For several processes use {', '.join(others)}."
         )
+    if nproc > shape.virtual_ranks:
+        raise UsageError(
+            f"--nproc {nproc} is more than --virtual-ranks {shape.virtual_ranks}: some processes would have nothing "
+            f"to do. Use --nproc {shape.virtual_ranks} or fewer"
+        )
+
+
+def check_gpus(config: TrainConfig, nproc: int, gpus: int) -> None:
+    """Refuse more workers than this machine has GPUs.
+
+    Raises:
+        UsageError: says how many there are.
+    """
     if config.launch.device == "cuda" and gpus == 0:
         raise UsageError("--device cuda: this machine has no NVIDIA GPU (counted by NVML). Use --device cpu")
     if gpus and nproc > gpus:
         raise UsageError(
             f"--nproc {nproc} needs {nproc} GPUs, this machine has {gpus} (counted by NVML). "
             f"Use --nproc {gpus}, or --device cpu"
-        )
-    if nproc > shape.virtual_ranks:
-        raise UsageError(
-            f"--nproc {nproc} is more than --virtual-ranks {shape.virtual_ranks}: some processes would have nothing "
-            f"to do. Use --nproc {shape.virtual_ranks} or fewer"
         )
 
 
@@ -192,97 +218,26 @@ def check_resumable(config: TrainConfig, nproc: int) -> None:
         return
 
 
-def count_gpus() -> int:
-    """NVIDIA GPUs of this machine that CUDA_VISIBLE_DEVICES leaves visible; 0 without a driver."""
-    import pynvml  # not needed for --device cpu
-
-    try:
-        pynvml.nvmlInit()
-        count = int(pynvml.nvmlDeviceGetCount())
-        pynvml.nvmlShutdown()
-    except pynvml.NVMLError:
-        return 0
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return count if visible is None else min(count, len([v for v in visible.split(",") if v.strip() not in ("", "-1")]))
-
-
-def launch(config: TrainConfig) -> tuple[Path, int]:
-    """Make the run folder and start `--nproc` workers under an agent; return the folder and the exit code."""
-    nproc, task, c = int(config.launch.nproc or 1), str(config.task), config.checkpoint
-    run_dir = open_run_dir(config.run.run_dir, task, resume=c.resume == "auto")
-    lock = lock_run_dir(run_dir)
-    try:
-        if c.fresh:
-            move_aside(run_dir)
-        config = configuration.resolved(config, nproc)
-        config = replace(config, run=replace(config.run, run_dir=run_dir))
-        attempt, attempt_dir = create_attempt_dir(run_dir)
-        write_settings(attempt_dir, configuration.dump(config))
-        if not (run_dir / CONFIG).exists():
-            write_settings(run_dir, configuration.dump(configuration.repeatable(config)))
-        code = run(local(job_of(config, nproc, attempt_dir)), attempt_dir, keep_open=[lock])
-    finally:
-        os.close(lock)
-    if code == ExitCode.USAGE and attempt > 1:
-        return run_dir, code  # refused: nothing is written over
-    if code not in (ExitCode.DONE, ExitCode.SAVED):
-        try:
-            write_summary(run_dir, failed_summary(run_dir, config, nproc, code))
-        except OSError as error:  # the very disk, perhaps, that ended the run
-            print(f"summary.json cannot be written: {error}", file=sys.stderr)
-        print(f"run folder {run_dir}", file=sys.stderr)
-    return run_dir, code
-
-
-def job_of(config: TrainConfig, nproc: int, attempt_dir: Path) -> Job:
-    """The workers of a training: each runs this very command, with the settings that the attempt's folder holds."""
-    users_threads = os.environ.get("OMP_NUM_THREADS", "")
-    threads = config.launch.threads_per_rank or (int(users_threads) if users_threads.isdecimal() else 0)
-    settings_file = str(attempt_dir / CONFIG)
-    return Job(
-        argv=(sys.executable, "-m", "paceline", "train", "--config", settings_file),
-        nproc=nproc,
-        attempt_dir=attempt_dir,
-        run_id=secrets.token_hex(8),
-        threads=threads or threads_per_rank(usable_cores(), nproc),
-        port=config.launch.port,
-        max_restarts=config.launch.max_restarts,
-        min_nproc=config.launch.min_nproc or 0,
-        stop_grace_seconds=config.launch.stop_grace,
-    )
-
-
-def failed_summary(run_dir: Path, config: TrainConfig, nproc: int, code: int) -> Summary:
-    """What is known of a run that ended with `code`, which counts more than what its ranks believed."""
-    written = read_summary(run_dir)
-    if written is not None:
-        return replace_fields(written, exit=code)
-    events = run_dir / "events-0.jsonl"
-    logged = read_events(events) if events.is_file() else ()
-    steps = {event.step: event.samples for event in logged if isinstance(event, Step)}  # done again counts once
-    shape = batch_shape(config.data, nproc)
-    return Summary(
-        task=str(config.task),
-        exit=code,
-        strategy=default_strategy(config, nproc),
-        world_size=nproc,
-        virtual_ranks=shape.virtual_ranks,
-        global_batch=shape.global_batch,
-        steps=max(steps, default=0),
-        samples_seen=sum(steps.values()),
-    )
-
-
 def start_here(config: TrainConfig) -> tuple[Path, int]:
     """Be a rank: of the world that a launcher made, or of a world of one. Returns the run folder and the exit code."""
     check_values(config)
-    local_size = os.environ.get("LOCAL_WORLD_SIZE", "1")
-    prepared = "PACELINE_ATTEMPT_DIR" in os.environ  # our own agent: after a restart it may have started fewer
-    if not prepared and str(config.launch.nproc) not in ("None", "auto", local_size):
-        raise UsageError(
-            f"--nproc {config.launch.nproc} within a launcher that started {local_size} processes on this node: "
-            "leave out --nproc, the launcher has decided"
-        )
+    env = {**os.environ, **understood(os.environ)}
+    asked, prepared = config.launch.nproc, "PACELINE_ATTEMPT_DIR" in env
+    if not prepared:  # our own agents need no checks, and after a restart there may be fewer of us
+        if config.cluster.on != "local" or config.cluster.dry_run:
+            raise UsageError(
+                f"--on {config.cluster.on} within a launcher: this process is rank {env.get('RANK')} of "
+                f"{env.get('WORLD_SIZE')} already (RANK and WORLD_SIZE, or Slurm's or mpirun's words for it, are set). "
+                "Leave out --on and --dry-run, or type the command outside"
+            )
+        if config.cluster.nodes and isinstance(asked, int):
+            check_shape(env, int(config.cluster.nodes.rpartition(":")[2]), asked)
+        local_size = env.get("LOCAL_WORLD_SIZE", "1")
+        if str(asked) not in ("None", "auto", local_size):
+            raise UsageError(
+                f"--nproc {asked} within a launcher that started {local_size} processes on this node: "
+                "leave out --nproc, the launcher has decided"
+            )
     from paceline.train.run import train  # the first import of torch
 
     ended = train(config, run_dir=config.run.run_dir if prepared else None)

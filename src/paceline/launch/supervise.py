@@ -27,20 +27,14 @@ from paceline.errors import ExitCode
 from paceline.launch.failure import GOOD_ENDS
 from paceline.launch.job import GRACE_SECONDS, Command, NodePlan, Plan
 from paceline.launch.orders import STOP_SIGNALS, read_inbox, signal_inbox
+from paceline.launch.relay import say as say  # the agent's too
+from paceline.launch.remote import Check, run_remote
 from paceline.launch.sweep import roster_path, sweep_recorded
 
 KEEP_FDS = "PACELINE_KEEP_FDS"  # tells an agent which descriptors its workers shall inherit, e.g. "9,12"
 LIFELINE_GRACE_SECONDS = min(2.0, GRACE_SECONDS)  # when the launcher is gone: nobody waits for a result any more
 SAME_REQUEST_SECONDS = 0.1  # timeout(1), for one, sends every signal twice: to its child and to the child's group
 AGENT_MARGIN_SECONDS = 1.2  # an agent that was told to stop needs that much more than its workers' grace
-
-
-def say(text: str, end: str = "\n") -> None:
-    """Tell the user; never an error, for the terminal may be gone with the launcher."""
-    with suppress(OSError):
-        data = f"{text}{end}".encode(errors="replace")
-        while data:
-            data = data[os.write(2, data) :]
 
 
 class RunningAgent(NamedTuple):
@@ -50,7 +44,7 @@ class RunningAgent(NamedTuple):
     process: subprocess.Popen[bytes]
 
 
-def run(plan: Plan, attempt_dir: Path, *, keep_open: Sequence[int] = ()) -> int:
+def run(plan: Plan, attempt_dir: Path | None, *, keep_open: Sequence[int] = (), check: Check | None = None) -> int:
     """Run the plan to its end; return the exit code. Main thread only.
 
     What there is to tell is on stderr by then. SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 stop the run in good
@@ -58,16 +52,21 @@ def run(plan: Plan, attempt_dir: Path, *, keep_open: Sequence[int] = ()) -> int:
 
     Args:
         plan: what to run.
-        attempt_dir: an existing folder of this attempt alone.
+        attempt_dir: an existing folder of this attempt alone; None: the agents are on other hosts, announce themselves,
+            and node 0's makes the folder.
         keep_open: descriptors that every worker inherits, so that what they hold (a lock) lasts until the last process
             of the run is gone, also when this one is killed. Not for agents on other hosts.
+        check: of other hosts' facts, before anything is started there.
 
     Returns:
         0 done; 75 stopped, and every worker has saved its state; 128 + n stopped by signal n; else the first failure's.
 
     Raises:
         OSError: when an agent cannot be started.
+        UsageError: when other hosts cannot be used; nothing was started then.
     """
+    if attempt_dir is None:
+        return run_remote(plan, check)
     roster_path(attempt_dir).unlink(missing_ok=True)  # never sweep by an earlier run's
     agents: list[RunningAgent] = []
     with signal_inbox((*STOP_SIGNALS, signal.SIGCHLD)) as inbox:

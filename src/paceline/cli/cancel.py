@@ -1,0 +1,99 @@
+"""`paceline cancel RUN`: end a run, wherever it was started, and say what it has saved."""
+
+from __future__ import annotations
+
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+from paceline.checkpoint.published import entries
+from paceline.cli.finding import agent_runs, find_run, head_roster, is_locked, signal_agent
+from paceline.cli.run_state import RunState, judge, run_state
+from paceline.errors import ExitCode, TrainingError
+from paceline.launch import queue
+from paceline.launch.job import STOP_GRACE_SECONDS
+from paceline.launch.submission import Submission, last_submission
+from paceline.launch.verdict import clean
+from paceline.observe.folder import CHECKPOINTS, LOCK
+
+POLL_SECONDS = 0.5
+END_SECONDS = STOP_GRACE_SECONDS + 15.0
+SECOND_SIGNAL_SECONDS = 0.5  # a sooner one would count as the same request
+
+
+@dataclass(frozen=True)
+class CancelConfig:
+    """End a run: it saves its state first, and does not queue again."""
+
+    run: tyro.conf.Positional[str]
+    """the run's folder, or the beginning of its name under runs/"""
+    now: bool = False
+    """end it at once, without saving"""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run `paceline cancel ARGUMENTS`."""
+    config = tyro.cli(CancelConfig, prog="paceline cancel", args=list(arguments), description=CancelConfig.__doc__)
+    run_dir = find_run(config.run)
+    found = run_state(run_dir)
+    if found.state not in ("queued", "running"):
+        words = f" ({found.words})" if found.words else ""
+        print(f"there is nothing to cancel: the run is {found.state}{words}", file=sys.stderr)
+        return ExitCode.FAILED if found.state == "unknown" else ExitCode.DONE
+    last = last_submission(run_dir)
+    if found.slurm_job and _job_lives(found):
+        queue.cancel(found.slurm_job, now=config.now)
+    else:
+        _stop_agent(run_dir, last[1] if last is not None else None, now=config.now)
+    return _wait(run_dir)
+
+
+def _job_lives(found: RunState) -> bool:
+    job = queue.state(found.slurm_job)
+    return job is not None and job.lives
+
+
+def _stop_agent(run_dir: Path, submission: Submission | None, *, now: bool) -> None:
+    """Tell node 0's agent to end the run.
+
+    Raises:
+        TrainingError: if it cannot be told.
+    """
+    roster = head_roster(run_dir)
+    if roster is None or not agent_runs(roster, submission):
+        holder = (run_dir / LOCK).read_text(errors="replace").strip() if (run_dir / LOCK).is_file() else "nobody"
+        who = (
+            f"its agent is on {roster.host}, pid {roster.agent_pid}" if roster else f"it has no agent, {holder} has it"
+        )
+        raise TrainingError(f"the run cannot be told to stop from here: {who}. End it where it was started")
+    told = signal_agent(roster, submission, signal.SIGTERM)
+    if now:  # a second signal ends the time to save
+        time.sleep(SECOND_SIGNAL_SECONDS)
+        told = signal_agent(roster, submission, signal.SIGTERM)
+    if not told:
+        raise TrainingError(f"{roster.host}, where the run's agent is, cannot be reached. Try again")
+
+
+def _wait(run_dir: Path) -> int:
+    """Wait for the end and say what is left."""
+    print("asked to stop; waiting for its end ...", file=sys.stderr, flush=True)
+    deadline = time.monotonic() + END_SECONDS
+    while (end := judge(run_dir))[0] in ("queued", "running") or is_locked(run_dir):
+        if time.monotonic() > deadline:
+            print(f"it has not ended after {END_SECONDS:g} s: see paceline status {run_dir}", file=sys.stderr)
+            return ExitCode.FAILED
+        time.sleep(POLL_SECONDS)
+    (state, words), saved = end, entries(run_dir / CHECKPOINTS)
+    print(clean(f"ended: {state}" + (f" ({words})" if words else "")))
+    if not saved:
+        print("it has saved nothing")
+    elif state != "done":
+        again = f"paceline train --resume auto --run-dir {shlex.quote(str(run_dir))}"
+        print(f"saved at step {saved[0].step}; to go on: {again}")
+    return ExitCode.DONE

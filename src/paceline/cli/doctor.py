@@ -1,0 +1,186 @@
+"""`paceline doctor`: is this machine, or this set of machines, fit to train on; what is wrong, and how is it mended?"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NamedTuple, NoReturn
+
+import tyro
+from rich.console import Console
+
+from paceline.errors import ExitCode, UsageError
+from paceline.launch.doctor.checks import judge
+from paceline.launch.doctor.report import as_json, print_report
+from paceline.launch.doctor.session import sessions
+from paceline.launch.doctor.survey import Wanted, survey
+from paceline.launch.doctor.ways import by_ssh, here, in_slurm
+from paceline.launch.hosts import labels, parse_hosts, plain_name
+from paceline.launch.job import Command
+from paceline.launch.nodelist import expand_nodes
+from paceline.tasks import check_task
+
+
+@dataclass(frozen=True)
+class DoctorConfig:
+    """Check the machines that a training would run on. Exit code 1 if it must not be started there."""
+
+    task: tyro.conf.Positional[str | None] = None
+    """what is to be trained: then it also says what the network costs each step"""
+    on: Literal["local", "ssh", "slurm"] = "local"
+    """as for train"""
+    hosts: str | None = None
+    """for ssh: name[:port],name,... or a file with one `name[:port] [slots=N]` on each line"""
+    ssh: str = "ssh"
+    """the ssh command, e.g. "ssh -F my_config" """
+    nodes: int | None = None
+    """for slurm: how many machines (default: all of the allocation; 1 outside of one)"""
+    nproc: int = 1
+    """worker processes on each machine"""
+    threads_per_rank: int | None = None
+    """CPU threads of each worker (default: cores / workers)"""
+    batch_size: int = 64
+    """samples of a worker in each step"""
+    run_dir: Path | None = None
+    """where runs are written (default: runs, in this folder)"""
+    data_dir: Path | None = None
+    """as for train"""
+    stem: Literal["imagenet", "small"] | None = None
+    """as for train"""
+    python: str | None = None
+    """Python on the machines (default: this one's path)"""
+    partition: str | None = None
+    """for slurm, as all below"""
+    time: int = 10
+    """minutes that the check may take"""
+    gpus_per_node: int = 0
+    """GPUs of each machine"""
+    cpus_per_rank: int = 1
+    """CPU cores of each worker process"""
+    quick: bool = False
+    """leave out what takes longer than two seconds: data, speed of the network, the task"""
+    json: bool = False
+    """print everything as JSON"""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run `paceline doctor ARGUMENTS`."""
+    config = tyro.cli(DoctorConfig, prog="paceline doctor", args=list(arguments), description=DoctorConfig.__doc__)
+    _check(config)
+    if config.on == "slurm" and "SLURM_JOB_ID" not in os.environ:
+        _in_allocation(config, arguments)
+    ways = _ways(config)
+    wanted = Wanted(
+        hosts=tuple(command.name for command in ways.commands),
+        workers=ways.workers,
+        names=ways.names,
+        run_dir=str((config.run_dir or Path("runs")).absolute()),
+        data_dir=str(config.data_dir.absolute()) if config.data_dir else "",
+        task=_absolute(config.task),
+        options=_task_options(config),
+        batch_size=config.batch_size,
+        threads=config.threads_per_rank or 0,
+        cwd=str(Path.cwd()),
+        quick=config.quick,
+    )
+    with sessions(ways.commands) as opened:
+        found = survey(wanted, opened)
+    checks = judge(found)
+    if config.json:
+        print(as_json(found, checks).decode())
+    else:
+        print_report(Console(highlight=False), found, checks)
+    return ExitCode.FAILED if any(check.verdict == "error" for check in checks) else ExitCode.DONE
+
+
+def _check(config: DoctorConfig) -> None:
+    """Refuse what has no meaning.
+
+    Raises:
+        UsageError: naming the setting, what is true, and what to do.
+    """
+    for name in ("nodes", "nproc", "threads_per_rank", "batch_size", "time", "cpus_per_rank"):
+        value = getattr(config, name)
+        if value is not None and value < 1:
+            raise UsageError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+    if config.on == "ssh" and not config.hosts:
+        raise UsageError("--on ssh needs --hosts, e.g. --hosts n1,n2 or --hosts hosts.txt")
+    if config.on != "ssh" and config.hosts:
+        raise UsageError(f"--hosts is for --on ssh; this is --on {config.on}")
+    if config.on != "slurm" and config.nodes:
+        raise UsageError(f"--nodes is for --on slurm; this is --on {config.on}")
+    if config.task is not None:
+        options = {name: getattr(config, name) for name in ("data_dir", "stem") if getattr(config, name) is not None}
+        check_task(config.task, options)
+
+
+class Ways(NamedTuple):
+    """How each host's program is started, how many workers each host gets, and what the others call it."""
+
+    commands: tuple[Command, ...]
+    workers: tuple[int, ...]
+    names: dict[str, str]
+
+
+def _ways(config: DoctorConfig) -> Ways:
+    python = config.python or sys.executable
+    if config.on == "ssh":
+        hosts = parse_hosts(str(config.hosts))
+        names = dict(zip(labels(hosts), map(plain_name, hosts), strict=True))
+        return Ways(by_ssh(_ssh(config), hosts, python), tuple(host.slots or config.nproc for host in hosts), names)
+    if config.on == "slurm":
+        nodes = expand_nodes(os.environ["SLURM_JOB_NODELIST"])
+        if config.nodes and config.nodes != len(nodes):
+            raise UsageError(
+                f"--nodes {config.nodes} within Slurm job {os.environ['SLURM_JOB_ID']}, which has {len(nodes)} nodes: "
+                "leave out --nodes, or start it outside of the job"
+            )
+        commands = in_slurm(os.environ["SLURM_JOB_ID"], nodes, config.nproc * config.cpus_per_rank, python)
+        return Ways(commands, (config.nproc,) * len(nodes), {})
+    return Ways((here(python, os.uname().nodename),), (config.nproc,), {})
+
+
+def _ssh(config: DoctorConfig) -> list[str]:
+    try:
+        words = shlex.split(config.ssh)
+    except ValueError as error:
+        raise UsageError(f"--ssh {config.ssh!r} is no command: {error}") from None
+    if not words or shutil.which(words[0]) is None:
+        raise UsageError(f"--ssh {config.ssh!r}: there is no such program. Install an OpenSSH client, or name another")
+    return words
+
+
+def _in_allocation(config: DoctorConfig, arguments: Sequence[str]) -> NoReturn:
+    """This very command again, within an allocation of the shape that the run would have."""
+    options = [f"--nodes={config.nodes or 1}", "--ntasks-per-node=1", f"--time={config.time}", "--job-name=doctor",
+               f"--cpus-per-task={config.nproc * config.cpus_per_rank}"]  # fmt: skip
+    if config.partition:
+        options.append(f"--partition={config.partition}")
+    if config.gpus_per_node:
+        options.append(f"--gpus-per-node={config.gpus_per_node}")
+    if shutil.which("salloc") is None:
+        raise UsageError("--on slurm: there is no salloc here. Log in to a machine of the cluster, or use --on ssh")
+    command = ["salloc", "--quiet", *options, sys.executable, "-m", "paceline", "doctor", *arguments]
+    print("waiting for Slurm to grant the nodes ...", file=sys.stderr, flush=True)
+    try:
+        os.execvp(command[0], command)  # not a child: signals are salloc's, and nothing is left when it is killed
+    except OSError as error:
+        raise UsageError(f"salloc cannot be started: {error.strerror}") from None
+
+
+def _task_options(config: DoctorConfig) -> dict[str, str]:
+    if config.task is None:
+        return {}
+    options = {"data_dir": config.data_dir and str(config.data_dir.absolute()), "stem": config.stem}
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _absolute(task: str | None) -> str:
+    """A task in a file with the file's absolute path: the hosts' programs start in other folders."""
+    path, colon, name = (task or "").rpartition(":")
+    return f"{Path(path).resolve()}:{name}" if colon and path.endswith(".py") else task or ""

@@ -1,0 +1,218 @@
+"""A run on other machines, in a queue or by hand: from the settings to a job, and from the job to whoever starts it."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shlex
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from paceline.config import ClusterConfig
+from paceline.errors import ExitCode, UsageError
+from paceline.launch.allocation import check_allocation, in_allocation, run_here
+from paceline.launch.batch_script import SCRIPT
+from paceline.launch.by_hand import by_hand, typed
+from paceline.launch.hosts import parse_hosts
+from paceline.launch.job import Allocation, Host, Job, Plan, describe
+from paceline.launch.local import local
+from paceline.launch.partitions import check_fits
+from paceline.launch.queue import follow, submit
+from paceline.launch.slurm import slurm
+from paceline.launch.ssh import ssh
+from paceline.launch.submission import Submission, next_submit_dir, write_files, write_submission
+from paceline.launch.supervise import run, say
+from paceline.launch.surroundings import parse_env
+from paceline.launch.sync import rsync_commands, sync
+
+LAUNCHERS: dict[str, Callable[[Job], Plan]] = {"local": local, "ssh": ssh, "slurm": slurm, "print": by_hand}
+MEANING = {  # the settings that only some launchers have a use for
+    "hosts": ("ssh", "print"),
+    "sync": ("ssh",),
+    "detach": ("local", "ssh"),
+    "partition": ("slurm",),
+    "time": ("slurm",),
+    "gpus_per_node": ("slurm",),
+    "sbatch": ("slurm",),
+    "follow": ("slurm",),
+    "cancel_on_interrupt": ("slurm",),
+}
+
+
+def check_cluster(cluster: ClusterConfig) -> None:
+    """Refuse settings that have no meaning where the run is to be: none is silently ignored.
+
+    Raises:
+        UsageError: naming the setting, and where it has one.
+    """
+    default = ClusterConfig()
+    for name, meant in MEANING.items():
+        if getattr(cluster, name) != getattr(default, name) and cluster.on not in meant:
+            flag = "--" + name.replace("_", "-")
+            raise UsageError(f"{flag} has a meaning only with --on {' or '.join(meant)}, this is --on {cluster.on}")
+    if cluster.join_timeout <= 0:
+        raise UsageError(f"--join-timeout must be greater than 0 (seconds), got {cluster.join_timeout:g}")
+    if cluster.cpus_per_rank < 1:
+        raise UsageError(f"--cpus-per-rank must be at least 1, got {cluster.cpus_per_rank}")
+    if cluster.cancel_on_interrupt and not cluster.follow:
+        raise UsageError("--cancel-on-interrupt has a meaning only with --follow")
+
+
+def place(cluster: ClusterConfig, nproc: int | None) -> Job:
+    """The part of a job that says where: nodes, hosts and how they are reached. The rest is still to be filled in.
+
+    Raises:
+        UsageError: when the settings contradict each other.
+    """
+    check_cluster(cluster)
+    hosts = parse_hosts(cluster.hosts) if cluster.hosts is not None else ()
+    if cluster.on == "ssh" and not hosts:
+        raise UsageError("--on ssh needs --hosts: name[:port],name,... or a file with one `name[:port]` on each line")
+    least, most = _nodes(cluster.nodes, hosts)
+    if cluster.on == "local" and most > 1:
+        raise UsageError(f"--nodes {cluster.nodes}: this machine is one node. For several use --on ssh, slurm or print")
+    return Job(
+        argv=(),
+        nproc=nproc or cluster.gpus_per_node or 1,
+        run_id=secrets.token_hex(8),
+        threads=0,
+        nodes=most,
+        min_nodes=least,
+        hosts=hosts,
+        secret=secrets.token_hex(32),
+        join_seconds=cluster.join_timeout,
+        cwd=str(Path.cwd()),
+        python=cluster.python or sys.executable,
+        env=parse_env(cluster.env, os.environ),
+        modules=cluster.module,
+        activate=cluster.activate or "",
+        detached=cluster.detach,
+        ssh=_words("--ssh", cluster.ssh),
+        slurm=Allocation(
+            minutes=cluster.time,
+            partition=cluster.partition or "",
+            gpus_per_node=cluster.gpus_per_node or 0,
+            cpus_per_rank=cluster.cpus_per_rank,
+            save_seconds=cluster.save_before,
+            options=cluster.sbatch,
+        ),
+        torchrun=cluster.agent == "torchrun",
+    )
+
+
+def _nodes(asked: str | None, hosts: tuple[Host, ...]) -> tuple[int, int]:
+    """The least and the most nodes."""
+    if asked is None:
+        return max(1, len(hosts)), max(1, len(hosts))
+    least, colon, most = asked.partition(":")
+    if not least.isdecimal() or not (most if colon else least).isdecimal():
+        raise UsageError(f"--nodes must be a number, or MIN:MAX, got {asked!r}")
+    numbers = int(least), int(most if colon else least)
+    if not 1 <= numbers[0] <= numbers[1]:
+        raise UsageError(f"--nodes {asked}: at least 1, and MIN no more than MAX")
+    if hosts and numbers[1] != len(hosts):
+        raise UsageError(f"--nodes {asked} with {len(hosts)} hosts: leave out --nodes, or give as many hosts")
+    return numbers
+
+
+def _words(flag: str, text: str) -> tuple[str, ...]:
+    try:
+        words = tuple(shlex.split(text))
+    except ValueError as error:
+        raise UsageError(f"{flag} {text!r} is no command: {error}") from None
+    if not words:
+        raise UsageError(f"{flag} must be a command, e.g. {flag} ssh")
+    return words
+
+
+def workers(job: Job) -> int:
+    """Processes on all nodes together."""
+    return sum(host.slots or job.nproc for host in job.hosts) if job.hosts else job.nodes * job.nproc
+
+
+def show(cluster: ClusterConfig, job: Job) -> int:
+    """`--dry-run`: the complete plan; nothing is made, asked or started."""
+    plan = LAUNCHERS[cluster.on](job)
+    print(typed(plan) if cluster.on == "print" else describe(plan), end="")
+    return ExitCode.DONE
+
+
+def prepared(job: Job, settings: str = "") -> tuple[Job, Path]:
+    """Make the folder of this start inside the run's; the job that knows it, and the folder.
+
+    Args:
+        job: with its run folder.
+        settings: the text of the workers' config.toml; empty: they have none.
+    """
+    assert job.run_dir is not None
+    submit_dir = next_submit_dir(job.run_dir)
+    if settings:
+        write_files(submit_dir, {"config.toml": settings})
+    return replace(job, submit_dir=submit_dir), submit_dir
+
+
+def start(cluster: ClusterConfig, job: Job) -> int:
+    """Hand the job to ssh, to Slurm, or to the user; the exit code.
+
+    Raises:
+        UsageError: when it cannot be started: hosts that cannot be reached, a shape that the cluster does not have.
+    """
+    assert job.submit_dir is not None
+    if cluster.on == "slurm":
+        return _start_slurm(cluster, job)
+    plan = LAUNCHERS[cluster.on](job)
+    write_files(job.submit_dir, plan.files)
+    if cluster.on == "print":
+        _write_down(cluster, job)
+        print(typed(plan), end="")
+        return ExitCode.DONE
+    if cluster.sync:
+        sync(rsync_commands(job))
+    _write_down(cluster, job)
+    code = run(plan, None)
+    if job.detached and code == ExitCode.DONE:
+        say(f"started. paceline status {job.run_dir} says how it goes on; also: paceline logs, paceline cancel")
+    return code
+
+
+def _start_slurm(cluster: ClusterConfig, job: Job) -> int:
+    assert job.submit_dir is not None
+    held = in_allocation(os.environ)
+    if held is not None:
+        check_allocation(held, job)
+    plan = slurm(job)
+    write_files(job.submit_dir, plan.files)
+    if held is not None:
+        _write_down(cluster, job)
+        return run_here(job.submit_dir / SCRIPT)
+    check_fits(job, os.environ)
+    job_id = submit(plan, os.environ)
+    _write_down(cluster, job, job_id)
+    say(f"submitted as Slurm job {job_id}; its script is {job.submit_dir / SCRIPT}")
+    if not cluster.follow:
+        say(f"paceline status {job.run_dir} says how it goes on; also: paceline logs, paceline cancel")
+        return ExitCode.DONE
+    output = job.submit_dir / f"slurm-{job_id}.out"
+    return follow(job_id, output, say, _print, cancel_on_interrupt=cluster.cancel_on_interrupt)
+
+
+def _print(text: str) -> None:
+    print(text, end="", flush=True)
+
+
+def _write_down(cluster: ClusterConfig, job: Job, slurm_job: str = "") -> None:
+    assert job.submit_dir is not None
+    submission = Submission(
+        on=cluster.on,
+        started_at=time.time(),
+        nodes=job.nodes,
+        hosts=tuple(host.name for host in job.hosts),
+        ssh=job.ssh if cluster.on == "ssh" else (),
+        slurm_job=slurm_job,
+        command=tuple(sys.argv),
+        cwd=job.cwd,
+    )
+    write_submission(job.submit_dir, submission)

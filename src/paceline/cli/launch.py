@@ -1,0 +1,144 @@
+"""`paceline launch -- SCRIPT ARGS`: any script that torchrun could start, unchanged, on one machine or on many."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from paceline.cli.elsewhere import place, prepared, show, start
+from paceline.config import ClusterConfig
+from paceline.errors import ExitCode, UsageError
+from paceline.launch.bootstrap import worker_command
+from paceline.launch.cgroup import usable_cores
+from paceline.launch.gpus import count_gpus
+from paceline.launch.job import Job
+from paceline.launch.local import local
+from paceline.launch.supervise import run
+from paceline.observe.folder import create_attempt_dir, lock_run_dir, new_run_dir, open_run_dir
+
+SEPARATOR = "--"
+
+
+@dataclass(frozen=True)
+class ScriptConfig:
+    """What is started, and how often."""
+
+    nproc: int | Literal["auto"] = 1
+    """worker processes on each machine; auto: one per GPU, or per core, of this machine"""
+    show: Literal["all", "rank 0"] = "all"
+    """whose output appears here; every rank's is in its log"""
+    run_dir: Path | None = None
+    """folder for logs (default runs/<script>-<time>)"""
+    threads_per_rank: int | None = None
+    """OMP_NUM_THREADS of each rank (default: yours if set, else cores / ranks)"""
+    port: int = 0
+    """where the ranks meet; 0: a free one"""
+    max_restarts: int = 0
+    """how often workers are started again after one of them was killed or lost; the script must find its own state"""
+    stop_grace: float = 30.0
+    """seconds from being asked to stop to being killed"""
+
+
+@dataclass(frozen=True)
+class LaunchScript:
+    """Start a script on one machine or on many, as torchrun would: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR are set.
+
+    paceline launch --nproc 2 -- my_script.py --epochs 5
+    paceline launch --nproc 2 -- -m my_package.train --epochs 5
+    """
+
+    script: ScriptConfig = field(default_factory=ScriptConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run `paceline launch ARGUMENTS`."""
+    own, words = split(arguments)
+    options = tyro.cli(
+        Annotated[LaunchScript, tyro.conf.OmitArgPrefixes],  # pyright: ignore[reportArgumentType]
+        prog="paceline launch",
+        args=own,
+        description=LaunchScript.__doc__,
+    )
+    if not words:
+        raise UsageError("what is to be launched? paceline launch [OPTIONS] -- SCRIPT [ARGUMENTS]")
+    check(options.script)
+    job = job_of(options, words)
+    cluster = options.cluster
+    if cluster.dry_run:
+        run_dir = options.script.run_dir or new_run_dir(job.name)
+        job = replace(job, run_dir=run_dir.absolute(), submit_dir=run_dir.absolute() / "submit-1")
+        return show(cluster, job)
+    run_dir = open_run_dir(options.script.run_dir, job.name)
+    code = _here(job, run_dir) if cluster.on == "local" else start(cluster, prepared(replace(job, run_dir=run_dir))[0])
+    if code != ExitCode.DONE or cluster.on != "local":
+        print(f"run folder {run_dir}", file=sys.stderr)
+    return code
+
+
+def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Our own words, and the script with its."""
+    if SEPARATOR not in arguments:
+        return list(arguments), []
+    where = list(arguments).index(SEPARATOR)
+    return list(arguments[:where]), list(arguments[where + 1 :])
+
+
+def check(script: ScriptConfig) -> None:
+    """Refuse values without a meaning.
+
+    Raises:
+        UsageError: naming the setting, its value, and what it must be.
+    """
+    wrong = {
+        "--nproc must be at least 1": isinstance(script.nproc, int) and script.nproc < 1,
+        "--threads-per-rank must be at least 1": script.threads_per_rank is not None and script.threads_per_rank < 1,
+        "--port must be 0..65535": not 0 <= script.port <= 65535,
+        "--max-restarts must be 0 or more": script.max_restarts < 0,
+        "--stop-grace must be greater than 0": not script.stop_grace > 0,
+    }
+    if said := [words for words, is_wrong in wrong.items() if is_wrong]:
+        raise UsageError("; ".join(said))
+
+
+def job_of(options: LaunchScript, words: Sequence[str]) -> Job:
+    """The workers: each runs the script.
+
+    Raises:
+        UsageError: there is no such script, or the settings contradict each other.
+    """
+    script, cluster = options.script, options.cluster
+    nproc = script.nproc
+    if nproc == "auto":
+        if cluster.on != "local":
+            raise UsageError(f"--nproc auto counts this machine, not those of --on {cluster.on}: give a number")
+        nproc = count_gpus() or usable_cores()
+    where = place(cluster, nproc)
+    users_threads = os.environ.get("OMP_NUM_THREADS", "")
+    return replace(
+        where,
+        argv=worker_command(words, where.python),
+        threads=script.threads_per_rank or (int(users_threads) if users_threads.isdecimal() else 0),
+        port=script.port,
+        max_restarts=script.max_restarts,
+        stop_grace_seconds=script.stop_grace,
+        name=Path(words[1] if words[0] == "-m" and len(words) > 1 else words[0]).stem,
+        plain_store=True,
+        show=script.show,
+    )
+
+
+def _here(job: Job, run_dir: Path) -> int:
+    lock = lock_run_dir(run_dir)
+    try:
+        attempt_dir = create_attempt_dir(run_dir)[1]
+        job = replace(job, run_dir=run_dir, attempt_dir=attempt_dir)
+        return run(local(job), attempt_dir, keep_open=[lock])
+    finally:
+        os.close(lock)

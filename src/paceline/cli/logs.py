@@ -1,0 +1,109 @@
+"""`paceline logs RUN`: what have a run's workers written?"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+from paceline.cli.finding import attempts, find_run
+from paceline.cli.run_state import judge
+from paceline.errors import ExitCode, UsageError
+from paceline.launch.submission import last_submission
+from paceline.launch.tail import Tail, last_lines
+
+POLL_SECONDS = 0.5
+LOOK_SECONDS = 5.0  # between two questions whether the run still runs
+
+
+@dataclass(frozen=True)
+class LogsConfig:
+    """Show the output of a run's workers; of a job that waits or has failed early, what Slurm has of it."""
+
+    run: tyro.conf.Positional[str]
+    """the run's folder, or the beginning of its name under runs/"""
+    rank: int = 0
+    """whose"""
+    attempt: int | None = None
+    """of which start (default: the last)"""
+    follow: bool = False
+    """go on until the run ends, over all its starts; Ctrl-C stops following, not the run"""
+    lines: int = 40
+    """how many of the last lines; 0: all"""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run `paceline logs ARGUMENTS`."""
+    config = tyro.cli(LogsConfig, prog="paceline logs", args=list(arguments), description=LogsConfig.__doc__)
+    run_dir = find_run(config.run)
+    if config.lines < 0 or config.rank < 0:
+        raise UsageError(f"--lines and --rank must be 0 or more, got {config.lines} and {config.rank}")
+    if config.follow and config.attempt is not None:
+        raise UsageError("--follow shows the last start as it goes on: leave out --attempt")
+    path = _log(run_dir, config.rank, config.attempt)
+    if path is None and not config.follow:
+        raise UsageError(_nothing(run_dir, config))
+    end = 0
+    if path is not None:
+        text, end = last_lines(path, config.lines or sys.maxsize)
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    if config.follow:
+        try:
+            _follow(run_dir, config.rank, path, end)
+        except KeyboardInterrupt:
+            print("no longer following; the run is left alone", file=sys.stderr)
+    return ExitCode.DONE
+
+
+def _log(run_dir: Path, rank: int, attempt: int | None) -> Path | None:
+    """A worker's log; of rank 0 of a run that has no start yet, the job's own output."""
+    folders = attempts(run_dir)[-1:] if attempt is None else [run_dir / f"attempt-{attempt}"]
+    for folder in folders:
+        path = folder / f"rank-{rank}.log"
+        return path if path.is_file() else None
+    last = last_submission(run_dir)
+    output = last[0] / f"slurm-{last[1].slurm_job}.out" if last is not None and last[1].slurm_job else None
+    return output if output is not None and output.is_file() and rank == 0 and attempt is None else None
+
+
+def _nothing(run_dir: Path, config: LogsConfig) -> str:
+    numbers = [path.name.removeprefix("attempt-") for path in attempts(run_dir)]
+    if config.attempt is not None and str(config.attempt) not in numbers:
+        return f"the run has no start {config.attempt}. Choose from: {', '.join(numbers) or '(none yet)'}"
+    if not numbers:
+        return f"{run_dir} has not been started yet: see paceline status {run_dir}"
+    folder = run_dir / f"attempt-{config.attempt or numbers[-1]}"
+    ranks = sorted(int(path.stem[5:]) for path in folder.glob("rank-*.log") if path.stem[5:].isdecimal())
+    return (
+        f"there is no output of rank {config.rank} in {folder}. Choose from: {', '.join(map(str, ranks)) or '(none)'}"
+    )
+
+
+def _follow(run_dir: Path, rank: int, path: Path | None, offset_bytes: int) -> None:
+    """Show what comes, until the run has ended."""
+    tail = Tail(path, offset_bytes) if path is not None else None
+    looked = 0.0
+    while True:
+        ended = False
+        if time.monotonic() > looked + LOOK_SECONDS:
+            ended = judge(run_dir)[0] not in ("queued", "running")
+            looked = time.monotonic()
+        newest = _log(run_dir, rank, None)
+        if newest is not None and (tail is None or tail.path != newest):
+            _show(tail, to_the_end=True)
+            tail = Tail(newest)
+        _show(tail, to_the_end=ended)
+        if ended:
+            return
+        time.sleep(POLL_SECONDS)
+
+
+def _show(tail: Tail | None, *, to_the_end: bool) -> None:
+    if tail is not None and (text := tail.read(to_the_end=to_the_end)):
+        sys.stdout.write(text)
+        sys.stdout.flush()

@@ -1,0 +1,165 @@
+"""How is a run? Put together from what it has written, who holds its folder, and what Slurm says."""
+
+from __future__ import annotations
+
+from collections import deque
+from contextlib import suppress
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from paceline import config as configuration
+from paceline.checkpoint.published import entries
+from paceline.cli.finding import agent_runs, attempts, first_failure, head_roster, is_locked
+from paceline.errors import ExitCode, PacelineError, UsageError
+from paceline.launch import queue
+from paceline.launch.submission import Submission, last_submission
+from paceline.observe.events import Event, Started, Step, read_events
+from paceline.observe.folder import CHECKPOINTS, CONFIG
+from paceline.observe.summary import Summary, read_summary
+
+WINDOW_STEPS = 50
+
+State = Literal["not started", "queued", "running", "done", "saved", "failed", "cancelled", "lost", "unknown"]
+
+
+class RunState(msgspec.Struct, frozen=True, kw_only=True):
+    """What `paceline status --json` prints."""
+
+    run_dir: str
+    state: State
+    words: str = ""  # more about the state
+    on: str = "local"
+    hosts: tuple[str, ...] = ()
+    slurm_job: str = ""
+    attempts: int = 0
+    step: int | None = None
+    total_steps: int | None = None
+    samples_per_second: float | None = None
+    checkpoint_step: int | None = None
+
+
+def run_state(run_dir: Path) -> RunState:
+    """The state of a run, now.
+
+    Raises:
+        PacelineError: if a part of it cannot be read.
+    """
+    state, words, submission, job = _judge(run_dir)
+    started, steps = _progress(run_dir)
+    saved = entries(run_dir / CHECKPOINTS)
+    return RunState(
+        run_dir=str(run_dir),
+        state=state,
+        words=words,
+        on=submission.on if submission is not None else "local",
+        hosts=_hosts(submission, job, run_dir),
+        slurm_job=submission.slurm_job if submission is not None else "",
+        attempts=len(attempts(run_dir)),
+        step=steps[-1].step if steps else None,
+        total_steps=_total_steps(run_dir, started),
+        samples_per_second=_rate(steps) if state == "running" else None,
+        checkpoint_step=saved[0].step if saved else None,
+    )
+
+
+def _slurm_job(submission: Submission | None) -> tuple[queue.JobState | None, str]:
+    """Slurm's word on a run's job, or why there is none."""
+    if submission is None or not submission.slurm_job:
+        return None, ""
+    try:
+        return queue.state(submission.slurm_job), ""
+    except PacelineError as error:
+        return None, str(error)
+
+
+def judge(run_dir: Path) -> tuple[State, str]:
+    """Only whether it runs or how it has ended, with words: cheaper, for who waits.
+
+    Raises:
+        PacelineError: if a part of it cannot be read.
+    """
+    return _judge(run_dir)[:2]
+
+
+def _judge(run_dir: Path) -> tuple[State, str, Submission | None, queue.JobState | None]:
+    last = last_submission(run_dir)
+    submission = last[1] if last is not None else None
+    job, unheard = _slurm_job(submission)
+    return *_weigh(run_dir, submission, job, unheard), submission, job
+
+
+def _weigh(run_dir: Path, submission: Submission | None, job: queue.JobState | None, unheard: str) -> tuple[State, str]:
+    if job is not None and job.lives:
+        return ("queued" if job.state in ("PENDING", "REQUEUED", "REQUEUE_HOLD") else "running"), str(job)
+    if is_locked(run_dir):
+        return "running", ""
+    roster = head_roster(run_dir)
+    alive = agent_runs(roster, submission) if roster is not None else False
+    if alive:
+        return "running", ""
+    summary = _summary(run_dir)
+    failure = first_failure(attempts(run_dir)[-1]) if attempts(run_dir) else ""
+    if summary is not None:
+        return _of_code(summary.exit, failure or summary.failure or "")
+    if failure:
+        return "failed", failure
+    if job is not None:
+        return ("cancelled", str(job)) if job.state == "CANCELLED" else _of_code(job.exit_code, f"Slurm: {job}")
+    if unheard:
+        return "unknown", unheard
+    if alive is None and roster is not None:
+        return "unknown", f"{roster.host}, where its agent is, cannot be reached from here"
+    if roster is not None or attempts(run_dir):
+        return "lost", "it has ended without a word: killed, or its machine was switched off"
+    return "not started", ""
+
+
+def _of_code(code: int, words: str) -> tuple[State, str]:
+    if code in (ExitCode.DONE, ExitCode.SAVED):
+        return ("done", "") if code == ExitCode.DONE else ("saved", "stopped in good order, to be gone on with")
+    return "failed", f"exit code {code}" + (f": {words}" if words else "")
+
+
+def _summary(run_dir: Path) -> Summary | None:
+    with suppress(OSError, msgspec.MsgspecError):
+        return read_summary(run_dir)
+    return None
+
+
+def _hosts(submission: Submission | None, job: queue.JobState | None, run_dir: Path) -> tuple[str, ...]:
+    if job is not None and job.nodes:
+        return (job.nodes,)
+    if submission is not None and submission.hosts:
+        return submission.hosts
+    roster = head_roster(run_dir)
+    return (roster.host,) if roster is not None else ()
+
+
+def _progress(run_dir: Path) -> tuple[Started | None, list[Step]]:
+    """Rank 0's newest start, and its last steps since then."""
+    started: Started | None = None
+    steps: deque[Event] = deque(maxlen=WINDOW_STEPS + 1)
+    with suppress(OSError):
+        for event in read_events(run_dir / "events-0.jsonl"):
+            if isinstance(event, Started):
+                started = event
+                steps.clear()
+            elif isinstance(event, Step):
+                steps.append(event)
+    return started, [step for step in steps if isinstance(step, Step)]
+
+
+def _rate(steps: list[Step]) -> float | None:
+    """Samples per second of the global batch, over the last steps; evaluations and checkpoints take their time too."""
+    seconds = steps[-1].unix_time - steps[0].unix_time if steps else 0.0
+    return sum(step.samples for step in steps[1:]) / seconds if seconds > 0 else None
+
+
+def _total_steps(run_dir: Path, started: Started | None) -> int | None:
+    try:
+        run = configuration.load(run_dir / CONFIG).run
+    except UsageError:  # not there yet, or of another paceline
+        return None
+    return run.steps or (run.epochs * started.steps_per_epoch if started and started.steps_per_epoch else None)

@@ -1,0 +1,64 @@
+"""`paceline status RUN`: how is a run, wherever it was started?"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import msgspec
+import tyro
+
+from paceline.cli.finding import find_run
+from paceline.cli.run_state import RunState, run_state
+from paceline.errors import ExitCode
+from paceline.launch.verdict import clean
+
+
+@dataclass(frozen=True)
+class StatusConfig:
+    """Show how a run is: waiting, running, at which step, ended how. Exit code 0 whatever its state is."""
+
+    run: tyro.conf.Positional[str]
+    """the run's folder, or the beginning of its name under runs/"""
+    json: bool = False
+    """for programs"""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run `paceline status ARGUMENTS`."""
+    config = tyro.cli(StatusConfig, prog="paceline status", args=list(arguments), description=StatusConfig.__doc__)
+    found = run_state(find_run(config.run))
+    if config.json:
+        sys.stdout.write(msgspec.json.format(msgspec.json.encode(found), indent=2).decode() + "\n")
+    else:
+        sys.stdout.write(clean("".join(f"{name:10}{text}\n" for name, text in lines(found))))
+    return ExitCode.DONE
+
+
+def lines(found: RunState) -> Iterator[tuple[str, str]]:
+    """What a person is shown: (name, text) of each line."""
+    yield "run", found.run_dir
+    yield "state", found.state + (f": {found.words}" if found.words else "")
+    if found.step is not None:
+        total = f" of {found.total_steps}" if found.total_steps else ""
+        rate = f", {found.samples_per_second:,.0f} samples/s" if found.samples_per_second else ""
+        yield "step", f"{found.step}{total}{rate}"
+    job = f", job {found.slurm_job}" if found.slurm_job else ""
+    yield "where", f"{found.on}{job}" + (f", on {', '.join(found.hosts)}" if found.hosts else "")
+    yield "starts", str(found.attempts)
+    yield "saved", "nothing yet" if found.checkpoint_step is None else f"checkpoint of step {found.checkpoint_step}"
+    if hint := _hint(found):
+        yield "next", hint
+
+
+def _hint(found: RunState) -> str:
+    run = shlex.quote(found.run_dir)
+    match found.state:
+        case "queued" | "running":
+            return f"paceline logs {run} --follow, or paceline cancel {run}"
+        case "saved" | "lost" | "failed" | "cancelled":
+            return f"paceline logs {run}; to go on: paceline train --resume auto --run-dir {run}"
+        case _:
+            return ""

@@ -1,0 +1,137 @@
+"""How is a training started, once its settings are checked? Under an agent here, or by whoever starts it elsewhere."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from msgspec.structs import replace as replace_fields
+
+from paceline import config as configuration
+from paceline.cli.elsewhere import prepared, show, start
+from paceline.config import ClusterConfig, TrainConfig, batch_shape, default_strategy
+from paceline.errors import ExitCode
+from paceline.launch.job import Job
+from paceline.launch.local import local
+from paceline.launch.supervise import run
+from paceline.observe.events import Step, read_events
+from paceline.observe.folder import (
+    CONFIG,
+    create_attempt_dir,
+    lock_run_dir,
+    move_aside,
+    new_run_dir,
+    open_run_dir,
+    write_settings,
+)
+from paceline.observe.summary import Summary, read_summary, write_summary
+
+
+def launch(where: Job, config: TrainConfig) -> tuple[Path, int]:
+    """Make the run folder and start `--nproc` workers under an agent; return the folder and the exit code."""
+    nproc, task, c = int(config.launch.nproc or 1), str(config.task), config.checkpoint
+    run_dir = open_run_dir(config.run.run_dir, task, resume=c.resume == "auto")
+    lock = lock_run_dir(run_dir)
+    try:
+        if c.fresh:
+            move_aside(run_dir)
+        config = configuration.resolved(config, nproc)
+        config = replace(config, run=replace(config.run, run_dir=run_dir))
+        attempt, attempt_dir = create_attempt_dir(run_dir)
+        write_settings(attempt_dir, configuration.dump(config))
+        if not (run_dir / CONFIG).exists():
+            write_settings(run_dir, configuration.dump(configuration.repeatable(config)))
+        job = job_of(config, replace(where, nproc=nproc, run_dir=run_dir), attempt_dir)
+        code = run(local(replace(job, attempt_dir=attempt_dir)), attempt_dir, keep_open=[lock])
+    finally:
+        os.close(lock)
+    if code == ExitCode.USAGE and attempt > 1:
+        return run_dir, code  # refused: nothing is written over
+    if code not in (ExitCode.DONE, ExitCode.SAVED):
+        write_failed_summary(run_dir, config, nproc, code)
+        print(f"run folder {run_dir}", file=sys.stderr)
+    return run_dir, code
+
+
+def show_plan(config: TrainConfig, where: Job) -> int:
+    """`--dry-run`, with the names that the folders of this run would have."""
+    asked = config.run.run_dir
+    run_dir = asked.absolute() if asked is not None else new_run_dir(str(config.task))
+    nproc = where.nproc if config.cluster.on != "local" else int(config.launch.nproc or 1)
+    job = replace(where, nproc=nproc, run_dir=run_dir, submit_dir=run_dir / "submit-1")
+    if config.cluster.on == "local":
+        job = replace(job, attempt_dir=run_dir / "attempt-1")
+    return show(config.cluster, job_of(config, job, job.attempt_dir or run_dir / "submit-1"))
+
+
+def launch_elsewhere(config: TrainConfig, where: Job, world_size: int) -> int:
+    """Make the run folder and hand the job over; the exit code."""
+    c, cluster, on = config.checkpoint, config.cluster, config.cluster.on
+    run_dir = open_run_dir(config.run.run_dir, str(config.task), resume=c.resume == "auto")
+    lock = lock_run_dir(run_dir)  # from the start on node 0's agent holds it
+    try:
+        if c.fresh:
+            move_aside(run_dir)
+        # a run that Slurm, or a person, starts again goes on where it was
+        checkpoint = replace(c, resume="auto", fresh=False) if on in ("slurm", "print") else c
+        config = replace(config, run=replace(config.run, run_dir=run_dir), checkpoint=checkpoint)
+        shape = None if any(host.slots for host in where.hosts) else cluster.nodes  # what ranks compare theirs with
+        config = replace(config, cluster=ClusterConfig(nodes=shape))
+        config = configuration.resolved(config, world_size)
+        job, submit_dir = prepared(replace(where, run_dir=run_dir), configuration.dump(config))
+        if not (run_dir / CONFIG).exists():
+            write_settings(run_dir, configuration.dump(configuration.repeatable(config)))
+    finally:
+        os.close(lock)
+    code = start(cluster, job_of(config, job, submit_dir))
+    if on == "ssh" and not job.detached and code not in (ExitCode.DONE, ExitCode.SAVED, ExitCode.USAGE):
+        write_failed_summary(run_dir, config, world_size, code)
+    print(f"run folder {run_dir}", file=sys.stderr)
+    return code
+
+
+def job_of(config: TrainConfig, where: Job, settings_dir: Path) -> Job:
+    """The workers of a training: each runs this very command, with the settings that a folder of the run holds."""
+    users_threads = os.environ.get("OMP_NUM_THREADS", "")
+    threads = config.launch.threads_per_rank or (int(users_threads) if users_threads.isdecimal() else 0)
+    return replace(
+        where,
+        argv=(where.python, "-m", "paceline", "train", "--config", str(settings_dir / CONFIG)),
+        threads=threads,
+        port=config.launch.port,
+        max_restarts=config.launch.max_restarts,
+        min_nproc=config.launch.min_nproc or 0,
+        stop_grace_seconds=config.launch.stop_grace,
+        name=str(where.run_dir.name if where.run_dir else config.task),
+    )
+
+
+def write_failed_summary(run_dir: Path, config: TrainConfig, world_size: int, code: int) -> None:
+    """Leave a summary of a run that has failed, if the disk allows."""
+    try:
+        write_summary(run_dir, failed_summary(run_dir, config, world_size, code))
+    except OSError as error:  # the very disk, perhaps, that ended the run
+        print(f"summary.json cannot be written: {error}", file=sys.stderr)
+
+
+def failed_summary(run_dir: Path, config: TrainConfig, nproc: int, code: int) -> Summary:
+    """What is known of a run that ended with `code`, which counts more than what its ranks believed."""
+    written = read_summary(run_dir)
+    if written is not None:
+        return replace_fields(written, exit=code)
+    events = run_dir / "events-0.jsonl"
+    logged = read_events(events) if events.is_file() else ()
+    steps = {event.step: event.samples for event in logged if isinstance(event, Step)}  # done again counts once
+    shape = batch_shape(config.data, nproc)
+    return Summary(
+        task=str(config.task),
+        exit=code,
+        strategy=default_strategy(config, nproc),
+        world_size=nproc,
+        virtual_ranks=shape.virtual_ranks,
+        global_batch=shape.global_batch,
+        steps=max(steps, default=0),
+        samples_seen=sum(steps.values()),
+    )

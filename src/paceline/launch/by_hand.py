@@ -1,0 +1,119 @@
+"""What is to be typed on each node? torchrun's commands, or our agent's, for those who start their nodes themselves."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+
+import msgspec
+
+from paceline.errors import UsageError
+from paceline.launch.hosts import labels, plain_name
+from paceline.launch.job import SECRET_NAME, Command, Job, Plan
+from paceline.launch.node_plans import head_ports, node_plan
+
+PLAN_FILE = "plan.json"
+NODE0 = "NODE0"  # stands for a name that nobody has told us
+
+
+def by_hand(job: Job) -> Plan:
+    """One command for each node, to be typed there. Pure: nothing is looked up or started.
+
+    torchrun's rendezvous is the static one: each node knows its number, so a clock that is wrong cannot make a run of
+    half the nodes (with c10d a difference of 20 s did), and the agents end when node 0 is lost.
+
+    Raises:
+        UsageError: when torchrun cannot do what is asked, or hosts and nodes contradict each other.
+    """
+    if job.hosts and len(job.hosts) != job.nodes:
+        raise UsageError(f"--nodes {job.nodes} with {len(job.hosts)} hosts: leave --nodes out, or give as many hosts")
+    if not job.torchrun:
+        return _agents(job)
+    if job.min_nodes < job.nodes:
+        raise UsageError(
+            f"--nodes {job.min_nodes}:{job.nodes}: the commands for torchrun start exactly {job.nodes} nodes and none "
+            "is replaced or left out. Use --agent paceline, or one number"
+        )
+    shown = {name: value for name, value in job.env.items() if not SECRET_NAME.search(name)}
+    env = {"PACELINE_RUN_ID": job.run_id, "OMP_NUM_THREADS": str(job.threads or 1), **shown}
+    commands = tuple(Command(name, _torchrun(job, node, nproc), env) for node, (name, nproc) in enumerate(_nodes(job)))
+    return Plan(by_hand=commands, notes=tuple(_notes(job)))
+
+
+def typed(plan: Plan) -> str:
+    """The text for people: for each node a comment and one line that can be pasted, then the notes."""
+    lines: list[str] = []
+    for command in plan.by_hand:
+        env = [f"{name}={shlex.quote(value)}" for name, value in command.env.items()]
+        lines += [f"# {command.name}", " ".join([*env, shlex.join(command.argv)]), ""]
+    return "\n".join([*lines, *(f"# {note}" for note in plan.notes)]) + "\n"
+
+
+def _agents(job: Job) -> Plan:
+    head = _head(job)
+    plan = node_plan(job, node=-1, nproc=job.nproc, head=() if head == NODE0 else (head,))
+    if len({nproc for _, nproc in _nodes(job)}) > 1:
+        raise UsageError("slots=N that differ between hosts need a file of plans each: use --on ssh, or torchrun's")
+    plan = msgspec.structs.replace(plan, nproc=_nodes(job)[0][1])
+    agent = (job.python, "-P", "-m", "paceline.launch.agent", "--plan", f"{job.submit_dir}/{PLAN_FILE}")
+    commands = tuple(
+        Command(name, (*agent, "--node", str(node), "--head", head)) for node, (name, _) in enumerate(_nodes(job))
+    )
+    text = msgspec.json.format(msgspec.json.encode(plan), indent=2).decode() + "\n"
+    return Plan(by_hand=commands, files={PLAN_FILE: text}, notes=tuple(_notes(job)))
+
+
+def _torchrun(job: Job, node: int, nproc: int) -> tuple[str, ...]:
+    return (
+        *(job.python, "-m", "torch.distributed.run"),
+        f"--nnodes={job.nodes}",
+        f"--node-rank={node}",
+        f"--nproc-per-node={nproc}",
+        f"--master-addr={_head(job)}",
+        f"--master-port={head_ports(job)[0]}",
+        *job.argv[1:],  # without its python: torchrun starts the workers with its own
+    )
+
+
+def _nodes(job: Job) -> list[tuple[str, int]]:
+    """The name and number of workers of each node."""
+    if not job.hosts:
+        return [(f"node {node}", job.nproc) for node in range(job.nodes)]
+    names = labels(job.hosts)
+    return [(f"node {k}: {names[k]}", host.slots or job.nproc) for k, host in enumerate(job.hosts)]
+
+
+def _head(job: Job) -> str:
+    return plain_name(job.hosts[0]) if job.hosts else NODE0
+
+
+def _notes(job: Job) -> Iterator[str]:
+    ports = head_ports(job)[:1] if job.torchrun else head_ports(job)
+    if not job.hosts:
+        yield f"Put the name or address of node 0 in the place of {NODE0}: one that all other nodes can reach."
+    if job.cwd:
+        yield f"Type each line in the folder {shlex.quote(job.cwd)}, on all nodes within {job.join_seconds:.0f} s."
+    if job.modules or job.activate:
+        yield f"Before it, on each node: {' && '.join(_preparations(job))}"
+    secret = [name for name in job.env if SECRET_NAME.search(name)]
+    if secret and job.torchrun:
+        yield f"Not printed, for it looks secret: set {', '.join(secret)} on each node before."
+    where = " or ".join(map(str, ports))
+    yield f"All nodes must reach node 0 at port {where}; and every node every other at ports that gloo or NCCL choose."
+    yield "On all nodes: the same folders under the same paths, the same versions of Python, torch and paceline."
+    if job.torchrun and not job.threads:
+        yield "OMP_NUM_THREADS=1 suits any node; faster is the number of cores divided by the workers of the node."
+    if job.torchrun and job.max_restarts:
+        yield "A failed run is not started again by torchrun: --max-restarts needs --agent paceline."
+    if not job.torchrun:
+        yield f"{PLAN_FILE} holds the secret of this run: it must stay readable by you alone."
+
+
+def _preparations(job: Job) -> Iterator[str]:
+    for module in job.modules:
+        yield f"module load {shlex.quote(module)}"
+    kind, colon, name = job.activate.partition(":")
+    if colon and kind == "conda":
+        yield f"conda activate {shlex.quote(name)}"
+    elif job.activate:
+        yield f"source {shlex.quote(job.activate)}"

@@ -1,0 +1,133 @@
+"""Which machines does the user mean? `n1,n2:2222`, or a file with one `name[:port] [slots=N]` on each line."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from paceline.errors import UsageError
+from paceline.launch.job import Host
+
+MAX_FILE_BYTES = 1 << 20
+MAX_SLOTS = 1024
+
+_USER = re.compile(r"[A-Za-z_][A-Za-z0-9._-]*")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")  # no leading '-': ssh would take it for an option
+_ADDRESS = re.compile(r"(?:(?P<user>[^@]*)@)?(?P<name>\[[^\[\]]*\]|[^:\[\]@]*)(?::(?P<port>.*))?", re.DOTALL)
+
+
+def parse_hosts(text: str) -> tuple[Host, ...]:
+    """The hosts of `--hosts TEXT`, node 0 first; a name is user@name, name or an address, IPv6 in brackets.
+
+    A file is meant when there is one of that name, or TEXT has a `/` or ends in `.txt`.
+
+    Raises:
+        UsageError: every mistake at once, each with its line.
+    """
+    path = Path(text)
+    is_file = "/" in text or text.endswith(".txt") or _exists(path)
+    entries = list(_file_entries(path) if is_file else _list_entries(text))
+    hosts: list[Host] = []
+    wrong: list[str] = []
+    seen: dict[tuple[str, int | None], str] = {}
+    for place, words in entries:
+        try:
+            host = _host(words)
+        except ValueError as error:
+            wrong.append(f"{place}: {error}")
+            continue
+        key = (plain_name(host).lower(), host.port)
+        if key in seen:
+            wrong.append(f"{place}: {words[0]} stands there already ({seen[key]}); more workers: slots=N or --nproc")
+        seen.setdefault(key, place)
+        hosts.append(host)
+    if wrong:
+        asked = f"the hosts file {text}" if is_file else f"--hosts {text}"
+        raise UsageError("\n  ".join([f"{asked} cannot be used:", *wrong]))
+    if not hosts:
+        raise UsageError(f"--hosts {text}: no host in it. Write name[:port],name,... or a file with one on each line")
+    return tuple(hosts)
+
+
+def plain_name(host: Host) -> str:
+    """What other machines call it: without the user, and an IPv6 address without brackets."""
+    return host.name.rpartition("@")[2].strip("[]")
+
+
+def labels(hosts: tuple[Host, ...]) -> tuple[str, ...]:
+    """What people are shown: the plain names; with the port where two have the same."""
+    names = [plain_name(host) for host in hosts]
+    return tuple(
+        f"{name}:{host.port}" if host.port and names.count(name) > 1 else name
+        for name, host in zip(names, hosts, strict=True)
+    )
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except (OSError, ValueError):  # a name that no file can have
+        return False
+
+
+def _list_entries(text: str) -> Iterator[tuple[str, list[str]]]:
+    for index, item in enumerate(text.split(","), start=1):
+        yield f"host {index}", item.split() or [""]
+
+
+def _file_entries(path: Path) -> Iterator[tuple[str, list[str]]]:
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_FILE_BYTES + 1)
+        if len(data) > MAX_FILE_BYTES:
+            raise UsageError(f"the hosts file {path} has more than {MAX_FILE_BYTES} bytes: is it the right file?")
+        lines = data.decode().splitlines()
+    except (OSError, ValueError) as error:
+        reason = (error.strerror or str(error)) if isinstance(error, OSError) else "it is not a text file"
+        raise UsageError(f"--hosts {path} means a file, and it cannot be read: {reason}") from error
+    for number, line in enumerate(lines, start=1):
+        words = line.partition("#")[0].split()
+        if words:
+            yield f"line {number}", words
+
+
+def _host(words: list[str]) -> Host:
+    """The host that one line describes; ValueError says what is wrong with it."""
+    address, *options = words
+    slots: int | None = None
+    for option in options:
+        name, _, value = option.partition("=")
+        if name != "slots":
+            raise ValueError(f"unknown option {option!r} of {address}. There is only slots=N, and one host a line")
+        if slots is not None:
+            raise ValueError(f"two times slots= for {address}")
+        slots = _number("slots", value, MAX_SLOTS)
+    found = _ADDRESS.fullmatch(address)
+    if found is None:
+        raise ValueError(f"{address!r} is not a host: write name, name:port, user@name, or [IPv6]:port")
+    user, name, port = found["user"], found["name"], found["port"]
+    if user is not None and not _USER.fullmatch(user):
+        raise ValueError(f"{user!r} in {address!r} is not a user's name")
+    if not _is_ipv6(name) and not _NAME.fullmatch(name):
+        allowed = "letters, digits, '.', '_' and '-', a letter or digit first; or an address, IPv6 in brackets"
+        raise ValueError(f"{name!r} is not a host's name ({allowed})")
+    at_user = f"{user}@" if user is not None else ""
+    return Host(at_user + name, None if port is None else _number("port", port, 65535), slots)
+
+
+def _is_ipv6(name: str) -> bool:
+    if not (name.startswith("[") and name.endswith("]")):
+        return False
+    try:
+        ipaddress.IPv6Address(name[1:-1])
+    except ValueError:
+        return False
+    return True
+
+
+def _number(name: str, text: str, largest: int) -> int:
+    if not re.fullmatch(r"[0-9]{1,9}", text) or not 1 <= int(text) <= largest:
+        raise ValueError(f"{name} must be a number from 1 to {largest}, got {text!r}")
+    return int(text)

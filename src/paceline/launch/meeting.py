@@ -1,0 +1,103 @@
+"""Is there an agent on every host? All are asked at once, and every host that is not fit is named with its reason."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from paceline.errors import UsageError
+from paceline.launch.refusal import why_no_agent
+from paceline.launch.relay import cleaned, say
+from paceline.launch.sessions import Session, Sessions
+
+if TYPE_CHECKING:
+    from paceline.launch.doctor.facts import Facts
+
+ANSWER_SECONDS = 15.0  # from the start of ssh to the agent's announcement; ssh's own limit comes before
+MAX_GREETING_BYTES = 1 << 16  # of a login profile that writes to stdout, and of the announcement
+MAX_QUOTE_CHARS = 80
+
+
+class Stopped(Exception):  # noqa: N818 - no error
+    """A stop signal came before anything was started."""
+
+    def __init__(self, number: signal.Signals) -> None:
+        super().__init__(number.name)
+        self.number = number
+
+
+def meet(every: Sessions, *, seconds: float = ANSWER_SECONDS) -> list[Facts]:
+    """Wait until the agents of all hosts have announced themselves.
+
+    Returns:
+        What each says of its host, in the order of the hosts.
+
+    Raises:
+        UsageError: naming every host without an agent, why, and what to do.
+        Stopped: by a signal.
+    """
+    deadline = time.monotonic() + seconds
+    heard = {session.node: b"" for session in every.all}
+    facts: dict[int, Facts] = {}
+    wrong: dict[int, str] = {}
+    while len(facts) + len(wrong) < len(every.all) and (left := deadline - time.monotonic()) > 0:
+        pieces, signals = every.wait(left)
+        if signals:
+            raise Stopped(signals[0])
+        ended, last_words = every.reap()
+        for piece in (*pieces, *last_words):
+            node = piece.session.node
+            if piece.descriptor == 1 and node not in facts and node not in wrong:
+                heard[node] += piece.data
+                _listen(piece.session, heard, facts, wrong)
+        for session in ended:
+            facts.pop(session.node, None)  # it has announced itself, and ended
+            wrong.setdefault(session.node, why_no_agent(session.command.argv, session.code, session.words))
+    for session in every.all:
+        if session.node not in facts and session.node not in wrong:
+            wrong[session.node] = why_no_agent(session.command.argv, None, session.words)
+    if wrong:
+        raise UsageError(_refused(every, wrong))
+    return [facts[session.node] for session in every.all]
+
+
+def _listen(session: Session, heard: dict[int, bytes], facts: dict[int, Facts], wrong: dict[int, str]) -> None:
+    """Look for the announcement in what a host has written, which may begin with a login profile's words."""
+    from paceline.launch.doctor.facts import Facts  # only here: agents import this file too, and would wait for psutil
+
+    *lines, _ = heard[session.node].split(b"\n")
+    for number, line in enumerate(lines):
+        if not line.startswith(b"{") or b'"host"' not in line:
+            continue
+        try:
+            facts[session.node] = msgspec.json.decode(line, type=Facts)
+        except msgspec.MsgspecError as error:
+            wrong[session.node] = (
+                f"its agent speaks otherwise than ours ({error}). Install the same version of paceline"
+            )
+            return
+        if number:
+            say(
+                f"{session.name}: its login profile writes to stdout ({_quote(lines[0])}), which was skipped; it "
+                "should only do so in interactive shells"
+            )
+        return
+    if len(heard[session.node]) > MAX_GREETING_BYTES:
+        wrong[session.node] = (
+            f"its login profile has written more than {MAX_GREETING_BYTES} bytes to stdout ({_quote(heard[session.node])}...); it "
+            "should be silent in shells that are not interactive"
+        )
+
+
+def _quote(line: bytes) -> str:
+    return repr(cleaned(line)[:MAX_QUOTE_CHARS])
+
+
+def _refused(every: Sessions, wrong: Mapping[int, str]) -> str:
+    hosts = f"{len(wrong)} of {len(every.all)} hosts" if len(every.all) > 1 else "the host"
+    told = [f"{session.name}: {wrong[session.node]}" for session in every.all if session.node in wrong]
+    return "\n  ".join([f"{hosts} cannot be used, so nothing was started:", *told])

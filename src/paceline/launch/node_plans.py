@@ -1,0 +1,54 @@
+"""What is each node told, when the launcher knows the nodes one by one? For hosts reached by ssh or by hand."""
+
+from __future__ import annotations
+
+import hashlib
+
+from paceline.launch.hosts import labels
+from paceline.launch.job import Job, NodePlan
+
+FIRST_PORT, PORTS = 20000, 10000  # below the ports that kernels give to outgoing connections (Linux: from 32768)
+NUM_PORTS = 8
+
+
+def node_plan(job: Job, *, node: int, nproc: int, head: tuple[str, ...], silence_seconds: float = 0.0) -> NodePlan:
+    """The plan for one node; `node` is -1 where its agent is told elsewhere."""
+    return NodePlan(
+        argv=job.argv,
+        nproc=nproc,
+        node=node,
+        port=job.port,
+        threads=job.threads,
+        run_id=job.run_id,
+        attempt_dir=str(job.attempt_dir or ""),
+        grace_seconds=job.grace_seconds,
+        stop_grace_seconds=job.stop_grace_seconds,
+        max_restarts=job.max_restarts,
+        min_nproc=job.min_nproc,
+        nodes=job.nodes,
+        min_nodes=job.min_nodes,
+        head=head,
+        head_ports=head_ports(job),
+        secret=job.secret,
+        join_seconds=job.join_seconds,
+        run_dir=str(job.run_dir or ""),
+        cwd=job.cwd,
+        env=dict(job.env),
+        modules=job.modules,
+        activate=job.activate,
+        plain_store=job.plain_store,
+        detached=job.detached,
+        show=job.show,
+        names=labels(job.hosts),
+        silence_seconds=silence_seconds,
+    )
+
+
+def head_ports(job: Job) -> tuple[int, ...]:
+    """Where node 0's agent may listen: the port that was asked for; or some, the same for all nodes of the run."""
+    if job.port:
+        return (job.port,)
+    digest = hashlib.sha256(job.run_id.encode()).digest()
+    first = int.from_bytes(digest[:4]) % PORTS
+    stride = 2 * (int.from_bytes(digest[4:8]) % 2000) + 1
+    return tuple(FIRST_PORT + (first + k * stride) % PORTS for k in range(NUM_PORTS))

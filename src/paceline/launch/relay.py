@@ -1,0 +1,192 @@
+"""How does the output of several hosts become one that people can read? Node 0's as it is, the others' by lines.
+
+Their lines begin with the host, and the same line of several hosts is shown once: `[n2-n4] out of memory`.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from queue import SimpleQueue
+
+FOLD_SECONDS = 0.3  # so long a line waits for the same one of other hosts
+HALF_LINE_SECONDS = 1.0  # so long the others wait for the end of a line of node 0
+MAX_LINE_BYTES = 8192  # a longer line appears in pieces
+MAX_WAITING_LINES = 200
+MAX_UNWRITTEN_BYTES = 1 << 20
+
+_COLOURS = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
+_CONTROLS = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+_NUMBERED = re.compile(r"(.*?)([0-9]+)")
+
+
+def say(text: str, end: str = "\n") -> None:
+    """Tell the user; never an error, for the terminal may be gone with the launcher."""
+    with suppress(OSError):
+        data = f"{text}{end}".encode(errors="replace")
+        while data:
+            data = data[os.write(2, data) :]
+
+
+class Screen:
+    """Our stdout and stderr, written on a thread of its own.
+
+    A stopped terminal (Ctrl-S) or a pager can hold a writer up for ever; signs of life and signals must not wait.
+    """
+
+    def __init__(self) -> None:
+        self._queue: SimpleQueue[tuple[int, bytes] | None] = SimpleQueue()
+        self._lock = threading.Lock()
+        self._unwritten_bytes = 0
+        self._thread = threading.Thread(target=self._write, daemon=True)
+        self._thread.start()
+
+    def put(self, descriptor: int, data: bytes) -> None:
+        """Write it when all that came before is written."""
+        with self._lock:
+            self._unwritten_bytes += len(data)
+        self._queue.put((descriptor, data))
+
+    @property
+    def full(self) -> bool:
+        """Whether to read no more until people have read what is there."""
+        return self._unwritten_bytes > MAX_UNWRITTEN_BYTES
+
+    def close(self) -> None:
+        """Write what is left, then end."""
+        self._queue.put(None)
+
+    def closed(self, seconds: float) -> bool:
+        """Whether all is written, after at most `seconds`."""
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
+
+    def _write(self) -> None:
+        while (item := self._queue.get()) is not None:
+            descriptor, data = item
+            rest = data
+            with suppress(OSError):  # the terminal is gone; the run is not
+                while rest:
+                    rest = rest[os.write(descriptor, rest) :]
+            with self._lock:
+                self._unwritten_bytes -= len(data)
+
+
+@dataclass
+class _Line:
+    descriptor: int
+    text: str
+    nodes: list[int]
+    due_seconds: float
+
+
+class Relay:
+    """The output of all nodes, on its way to the screen."""
+
+    def __init__(self, names: Sequence[str], screen: Screen) -> None:
+        self._names, self._screen = names, screen
+        self._unfinished: dict[tuple[int, int], bytes] = {}  # (node, descriptor) -> the beginning of a line
+        self._waiting: list[_Line] = []
+        self._half_since: dict[int, float] = {}  # descriptor -> since when node 0's last line there has no end
+
+    def put(self, node: int, descriptor: int, data: bytes) -> None:
+        """What a node has written to its stdout (1) or stderr (2)."""
+        if node == 0:
+            self._screen.put(descriptor, data)
+            self._half_since.pop(descriptor, None)
+            if not data.endswith(b"\n"):
+                self._half_since[descriptor] = time.monotonic()
+            return
+        *lines, rest = (self._unfinished.pop((node, descriptor), b"") + data).split(b"\n")
+        if len(rest) > MAX_LINE_BYTES:
+            lines, rest = [*lines, rest], b""
+        if rest:
+            self._unfinished[node, descriptor] = rest
+        for line in lines:
+            for start in range(0, max(1, len(line)), MAX_LINE_BYTES):
+                self._add(node, descriptor, cleaned(line[start : start + MAX_LINE_BYTES]))
+
+    def say(self, text: str) -> None:
+        """Our own words, after all that was shown until now."""
+        self._show(math.inf)
+        for descriptor in self._half_since:
+            self._screen.put(descriptor, b"\n")
+        self._half_since.clear()
+        self._screen.put(2, f"{text}\n".encode(errors="replace"))
+
+    def flush(self) -> float:
+        """Show what has waited long enough; the seconds until there is more to show."""
+        now = time.monotonic()
+        self._show(now)
+        if not self._waiting:
+            return math.inf
+        first = self._waiting[0]
+        return max(0.0, first.due_seconds - now, self._held_until(first.descriptor) - now)
+
+    def finish(self) -> None:
+        """Show all that still waits."""
+        self._show(math.inf)
+
+    def end(self, node: int) -> None:
+        """No more comes from this node: its last line may have no end."""
+        for descriptor in (1, 2):
+            if rest := self._unfinished.pop((node, descriptor), b""):
+                self._add(node, descriptor, cleaned(rest))
+
+    def _add(self, node: int, descriptor: int, text: str) -> None:
+        for line in reversed(self._waiting):
+            if node in line.nodes:
+                break  # what a node says stays in its order
+            if (line.descriptor, line.text) == (descriptor, text):
+                line.nodes.append(node)
+                return
+        self._waiting.append(_Line(descriptor, text, [node], time.monotonic() + FOLD_SECONDS))
+        while len(self._waiting) > MAX_WAITING_LINES:
+            self._write(self._waiting.pop(0))
+
+    def _show(self, now: float) -> None:
+        while self._waiting:
+            line = self._waiting[0]
+            if now < max(line.due_seconds, self._held_until(line.descriptor)):
+                return
+            self._write(self._waiting.pop(0))
+
+    def _held_until(self, descriptor: int) -> float:
+        return self._half_since.get(descriptor, -math.inf) + HALF_LINE_SECONDS
+
+    def _write(self, line: _Line) -> None:
+        if self._half_since.pop(line.descriptor, None) is not None:
+            self._screen.put(line.descriptor, b"\n")
+        text = f"[{together([self._names[node] for node in sorted(line.nodes)])}] {line.text}\n"
+        self._screen.put(line.descriptor, text.encode(errors="replace"))
+
+
+def cleaned(line: bytes) -> str:
+    """The line without what could move the cursor or hide words: other machines' output is not to be trusted."""
+    text = _COLOURS.sub("", line.decode(errors="replace"))
+    drawn = [part for part in text.split("\r") if part]  # a progress bar: what it shows last
+    return _CONTROLS.sub("\N{REPLACEMENT CHARACTER}", drawn[-1] if drawn else "")
+
+
+def together(names: Sequence[str]) -> str:
+    """Several names as one short text; three or more that count up are a range: `n1,n3-n5`."""
+    groups: list[list[str]] = []
+    for name in names:
+        if groups and _follows(groups[-1][-1], name):
+            groups[-1].append(name)
+        else:
+            groups.append([name])
+    return ",".join(f"{group[0]}-{group[-1]}" if len(group) > 2 else ",".join(group) for group in groups)
+
+
+def _follows(name: str, following: str) -> bool:
+    first, second = _NUMBERED.fullmatch(name), _NUMBERED.fullmatch(following)
+    if first is None or second is None or first[1] != second[1]:
+        return False
+    return second[2] == str(int(first[2]) + 1).zfill(len(first[2]))

@@ -1,0 +1,210 @@
+"""A run on other hosts, from here: first all of them answer, then all start, and node 0's end is the run's.
+
+    1  a session to each host; the agent there announces itself (meeting.py). Where one cannot, nothing is started
+    2  the facts of all hosts are compared; each agent is told its plan; signs of life from now on
+    3  output, stop signals, lost sessions, until node 0's agent has ended
+
+Who ends the workers there, when this launcher is killed or cut off: the agents, whose lifeline ends or falls silent.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from paceline.errors import ExitCode
+from paceline.launch.failure import GOOD_ENDS
+from paceline.launch.job import GRACE_SECONDS, Plan
+from paceline.launch.meeting import Stopped, meet
+from paceline.launch.orders import STOP_SIGNALS, signal_inbox
+from paceline.launch.refusal import SSH_FAILED, why_lost
+from paceline.launch.relay import Relay, Screen, say
+from paceline.launch.sessions import Piece, Session, Sessions, sessions
+
+if TYPE_CHECKING:
+    from paceline.launch.doctor.facts import Facts
+
+HEAD_SECONDS = 5.0  # beyond the grace: node 0's agent, which knows more, ends a broken run by itself and says why
+LAST_SECONDS = 5.0  # the other agents end at the same time as node 0's
+STOP_MARGIN_SECONDS = 4.0  # beyond the workers' grace: the agents' own ends, and the way of their last words
+CLOSING_SECONDS = min(2.0, GRACE_SECONDS) + 2.0  # from the end of the lifelines to that of the agents
+SAME_REQUEST_SECONDS = 0.1  # timeout(1), for one, sends every signal twice: to its child and to the child's group
+PAUSE_SECONDS = 0.1  # between looks whether people have read what fills the screen's queue
+DETACHED = b'{"detached"'  # begins an agent's second line: it goes on without us
+
+Check = Callable[[Sequence["Facts"]], None]
+
+
+def run_remote(plan: Plan, check: Check | None = None) -> int:
+    """Run the plan on other hosts to its end; the exit code. Main thread only. See supervise.run.
+
+    Args:
+        plan: its agents announce themselves (`--announce`), node 0 first.
+        check: compares the hosts' facts, in the order of the hosts, before anything is started; UsageError refuses.
+
+    Raises:
+        UsageError: when a host cannot be used; names all of them. Nothing was started then.
+    """
+    with signal_inbox((*STOP_SIGNALS, signal.SIGCHLD)) as inbox, sessions(plan.agents, inbox) as every:
+        try:
+            facts = meet(every)
+        except Stopped as stopped:
+            say(f"stopped by {stopped.number.name} before anything was started")
+            return 128 + stopped.number
+        if check is not None:
+            check(facts)
+        watch = Watch(plan, every)
+        try:
+            watch.tell(facts)
+            return watch.run()
+        finally:
+            watch.end()
+
+
+class Watch:
+    """The sessions of a run that has been started, up to its end."""
+
+    def __init__(self, plan: Plan, every: Sessions) -> None:
+        self._plan, self._every = plan, every
+        self._head = every.all[0]
+        self._screen = Screen()
+        self._relay = Relay([session.name for session in every.all], self._screen)
+        self._stopped_seconds = math.inf  # since when a stop is ordered
+        self._deadline, self._code = math.inf, int(ExitCode.FAILED)  # when and as what the run ends at the latest
+        self._reason = ""
+        self._gone = 0
+        self._unexplained: list[Session] = []  # ended badly; node 0's agent may end alike, and has said why
+        self._detached: set[int] = set()
+        self._interrupted = False  # twice: nobody wants to wait for anything
+
+    def tell(self, facts: Sequence[Facts]) -> None:
+        """Send every agent its plan, with the addresses that node 0 has told."""
+        addresses = [address.address for address in facts[0].addresses]
+        for session, node in zip(self._every.all, self._plan.nodes, strict=True):
+            head = tuple(dict.fromkeys((*node.head, *addresses)))
+            self._every.tell(session, msgspec.json.encode(msgspec.structs.replace(node, head=head)))
+            session.told = True
+
+    def run(self) -> int:
+        """Wait until node 0's agent has ended, or the run has to be; the exit code."""
+        while not self._head.ended:
+            if time.monotonic() >= self._deadline:
+                self._explain()
+                if self._reason:
+                    self._relay.say(self._reason)
+                return self._code
+            self._pump(self._deadline)
+        code = self._head.code
+        if code < 0 or code == SSH_FAILED:
+            why = why_lost(code, self._head.words)
+            self._relay.say(
+                f"node 0 ({self._head.name}) is lost, its ssh session has ended ({why}): the run is stopped on all "
+                "nodes. Start it again to go on from its newest checkpoint"
+            )
+            return ExitCode.FAILED
+        patience = time.monotonic() + LAST_SECONDS
+        while not all(session.ended for session in self._every.all) and time.monotonic() < patience:
+            self._pump(patience)
+            if self._interrupted:
+                break
+        self._explain(but=code)
+        return self._detached_code() if self._plan.nodes[0].detached and code == ExitCode.DONE else code
+
+    def end(self) -> None:
+        """Close the lifelines, wait for the agents' ends, and show all that was said."""
+        self._every.hang_up()
+        patience = time.monotonic() + CLOSING_SECONDS
+        while not all(session.ended for session in self._every.all) and time.monotonic() < patience:
+            self._pump(patience)
+        self._every.kill()
+        self._pump(0.0)
+        self._relay.finish()
+        self._screen.close()
+        while not self._screen.closed(PAUSE_SECONDS):  # a pager may hold it up, as long as people like
+            if self._every.wait(0.0, read=False)[1]:
+                return
+
+    def _pump(self, until: float) -> None:
+        """Wait for what comes next, not beyond `until`, and deal with it."""
+        seconds = min(until - time.monotonic(), self._relay.flush())
+        full = self._screen.full
+        pieces, signals = self._every.wait(min(seconds, PAUSE_SECONDS) if full else seconds, read=not full)
+        ended, last_words = self._every.reap()
+        for piece in (*pieces, *last_words):
+            self._show(piece)
+        for number in signals:
+            self._obey(number)
+        for session in ended:
+            self._relay.end(session.node)
+            if session is not self._head:
+                self._follower_ended(session)
+
+    def _show(self, piece: Piece) -> None:
+        data = piece.data
+        if self._plan.nodes[0].detached and piece.descriptor == 1 and DETACHED in data:
+            self._detached.add(piece.session.node)
+            data = b"".join(line for line in data.splitlines(keepends=True) if not line.startswith(DETACHED))
+        if data:
+            self._relay.put(piece.session.node, piece.descriptor, data)
+
+    def _obey(self, number: signal.Signals) -> None:
+        now = time.monotonic()
+        if self._stopped_seconds == math.inf:
+            self._stopped_seconds = now
+            grace = max(node.stop_grace_seconds for node in self._plan.nodes)
+            self._deadline, self._code = now + grace + STOP_MARGIN_SECONDS, 128 + number
+            self._reason = f"stopped by {number.name}; node 0 ({self._head.name}) has not ended by itself in time"
+            for session in self._every.all:
+                self._every.tell(session, f"stop {number.name}".encode())
+        elif now > self._stopped_seconds + SAME_REQUEST_SECONDS:
+            self._deadline, self._interrupted = now, True
+            self._reason = f"{number.name}, a second signal: all lifelines are closed at once"
+
+    def _follower_ended(self, session: Session) -> None:
+        code = session.code
+        if code in GOOD_ENDS or self._interrupted:
+            return
+        lost = code < 0 or code == SSH_FAILED
+        if lost:
+            self._relay.say(
+                f"node {session.node} ({session.name}) is lost: its ssh session has ended "
+                f"({why_lost(code, session.words)})"
+            )
+        else:
+            self._unexplained.append(session)
+        self._gone += 1
+        first = self._plan.nodes[0]
+        enough = len(self._every.all) - self._gone >= min(first.min_nodes, first.nodes)
+        if self._stopped_seconds != math.inf:
+            return
+        if enough and code != ExitCode.USAGE:
+            self._explain()
+            return
+        due = time.monotonic() + first.grace_seconds + HEAD_SECONDS
+        if due < self._deadline:
+            self._deadline, self._code = due, ExitCode.USAGE if code == ExitCode.USAGE else ExitCode.FAILED
+            self._reason = (
+                f"node 0 ({self._head.name}) still ran {first.grace_seconds + HEAD_SECONDS:g} s after that: "
+                "the run is stopped on all nodes"
+            )
+
+    def _explain(self, but: int | None = None) -> None:
+        """Tell which agents have ended by themselves; not of those that ended as node 0's, which has told why."""
+        for session in self._unexplained:
+            if session.code != but:
+                self._relay.say(
+                    f"node {session.node} ({session.name}): its agent has ended with exit code {session.code}"
+                )
+        self._unexplained.clear()
+
+    def _detached_code(self) -> int:
+        missing = [session.name for session in self._every.all if session.node not in self._detached]
+        if not missing:
+            return ExitCode.DONE
+        self._relay.say(f"the agent on {', '.join(missing)} has not said that it goes on by itself")
+        return ExitCode.FAILED

@@ -1,0 +1,96 @@
+"""How was a run started, and where is it to be found again? RUN/submit-K/submitted.json, private like all of the run.
+
+RUN/submit-1/     of each start on other machines, numbered from 1
+    config.toml       the workers' settings
+    plan.json         what the agents are told, the job's secret among it
+    job.sbatch        for Slurm: the batch script; slurm-<job>.out is what it and the agents said
+    submitted.json    this file's Submission
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from paceline.errors import UsageError
+
+SUBMITTED = "submitted.json"
+PRIVATE = 0o700
+
+
+class Submission(msgspec.Struct, frozen=True):
+    """One start of a run. `started_at` is Unix time; hosts are as `ssh` calls them, node 0 first."""
+
+    on: Literal["local", "ssh", "slurm", "print"]
+    started_at: float
+    nodes: int = 1
+    hosts: tuple[str, ...] = ()
+    ssh: tuple[str, ...] = ()  # the user's ssh command
+    slurm_job: str = ""  # empty: not submitted, but run inside an allocation
+    command: tuple[str, ...] = ()  # as it was typed
+    cwd: str = ""
+
+
+def next_submit_dir(run_dir: Path) -> Path:
+    """Make the folder of a run's next start.
+
+    Raises:
+        UsageError: if it cannot be made.
+    """
+    try:
+        run_dir.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
+        while True:
+            number = 1 + max((submit_number(path) for path in run_dir.glob("submit-*")), default=0)
+            try:
+                (run_dir / f"submit-{number}").mkdir(mode=PRIVATE)
+            except FileExistsError:  # somebody was faster
+                continue
+            return run_dir / f"submit-{number}"
+    except OSError as error:
+        raise UsageError(f"the run folder {run_dir} cannot be written: {error.strerror}") from None
+
+
+def submit_number(folder: Path) -> int:
+    """Which start a folder belongs to; 0 if its name does not say."""
+    match = re.fullmatch(r"submit-([0-9]+)", folder.name)
+    return int(match[1]) if match else 0
+
+
+def write_files(submit_dir: Path, files: Mapping[str, str]) -> None:
+    """Write a plan's files, each whole or not at all, readable by their owner only.
+
+    Raises:
+        OSError: if the disk is full, say.
+    """
+    for name, text in files.items():
+        partial = submit_dir / f".{name}.partial"
+        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+        with os.fdopen(descriptor, "w", encoding="utf-8", newline="") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(descriptor)  # other nodes read it
+        partial.replace(submit_dir / name)
+
+
+def write_submission(submit_dir: Path, submission: Submission) -> None:
+    """Write it down, whole or not at all.
+
+    Raises:
+        OSError: if the disk is full, say.
+    """
+    write_files(submit_dir, {SUBMITTED: msgspec.json.format(msgspec.json.encode(submission)).decode() + "\n"})
+
+
+def last_submission(run_dir: Path) -> tuple[Path, Submission] | None:
+    """The newest start that was written down, and its folder; None for a run that was only ever started here."""
+    for folder in sorted(run_dir.glob("submit-*"), key=submit_number, reverse=True):
+        try:
+            return folder, msgspec.json.decode((folder / SUBMITTED).read_bytes(), type=Submission)
+        except (OSError, msgspec.MsgspecError):  # it was refused before it started
+            continue
+    return None

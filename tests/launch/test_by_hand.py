@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from paceline.errors import UsageError
+from paceline.launch.by_hand import by_hand, typed
+from paceline.launch.hosts import parse_hosts
+from paceline.launch.job import Host, Job, NodePlan, describe
+
+GOLDEN = """\
+# node 0: n1
+PACELINE_RUN_ID=5f OMP_NUM_THREADS=2 DATA='/my data' /env/bin/python -m torch.distributed.run --nnodes=2 --node-rank=0 \
+--nproc-per-node=2 --master-addr=n1 --master-port=29500 -m paceline train --config /runs/a/submit-1/config.toml
+
+# node 1: n2
+PACELINE_RUN_ID=5f OMP_NUM_THREADS=2 DATA='/my data' /env/bin/python -m torch.distributed.run --nnodes=2 --node-rank=1 \
+--nproc-per-node=3 --master-addr=n1 --master-port=29500 -m paceline train --config /runs/a/submit-1/config.toml
+
+# Type each line in the folder /work, on all nodes within 300 s.
+# Not printed, for it looks secret: set HF_TOKEN on each node before.
+# All nodes must reach node 0 at port 29500; and every node every other at ports that gloo or NCCL choose.
+# On all nodes: the same folders under the same paths, the same versions of Python, torch and paceline.
+"""
+
+
+def job(**settings: object) -> Job:
+    told = {
+        "argv": ("/env/bin/python", "-m", "paceline", "train", "--config", "/runs/a/submit-1/config.toml"),
+        "nproc": 2,
+        "run_id": "5f",
+        "threads": 2,
+        "python": "/env/bin/python",
+        "nodes": 2,
+        "min_nodes": 2,
+        "submit_dir": Path("/runs/a/submit-1"),
+    }
+    return Job(**{**told, **settings})  # type: ignore[arg-type]
+
+
+def test_the_printed_text() -> None:
+    hosts = (Host("me@n1"), Host("n2", 2222, 3))
+    env = {"DATA": "/my data", "HF_TOKEN": "hunter2"}
+    assert typed(by_hand(job(hosts=hosts, port=29500, cwd="/work", env=env))) == GOLDEN
+
+
+def test_without_hosts_the_place_of_node_0_is_marked() -> None:
+    plan = by_hand(job())
+    assert all("--master-addr=NODE0" in command.argv for command in plan.by_hand)
+    assert plan.notes[0].startswith("Put the name or address of node 0 in the place of NODE0")
+    assert typed(plan) == typed(by_hand(job()))  # no port or id that changes from one print to the next
+
+
+def test_our_own_agent_reads_a_private_plan(tmp_path: Path) -> None:
+    plan = by_hand(job(torchrun=False, hosts=parse_hosts("n1,n2"), secret="ab" * 32, min_nodes=1, max_restarts=2))
+    agent = "/env/bin/python -P -m paceline.launch.agent --plan /runs/a/submit-1/plan.json"
+    lines = typed(plan).splitlines()
+    assert lines[1] == f"{agent} --node 0 --head n1" and lines[4] == f"{agent} --node 1 --head n1"
+    told = msgspec.json.decode(plan.files["plan.json"], type=NodePlan)
+    assert (told.node, told.nodes, told.min_nodes, told.head, told.secret) == (-1, 2, 1, ("n1",), "ab" * 32)
+    assert told.max_restarts == 2 and told.silence_seconds == 0 and len(told.head_ports) == 8
+    assert "abab" not in typed(plan) and "abab" not in describe(plan)
+    assert json.loads(plan.files["plan.json"])["names"] == ["n1", "n2"]
+
+
+def test_what_torchrun_cannot_do_is_refused_or_said() -> None:
+    with pytest.raises(UsageError, match=r"--nodes 1:2.*--agent paceline"):
+        by_hand(job(min_nodes=1))
+    with pytest.raises(UsageError, match="--nodes 2 with 3 hosts"):
+        by_hand(job(hosts=parse_hosts("n1,n2,n3")))
+    assert "--max-restarts needs --agent paceline" in typed(by_hand(job(max_restarts=1)))
+
+
+def test_modules_and_environments_are_said_before(tmp_path: Path) -> None:
+    text = typed(by_hand(job(modules=("cuda/12",), activate="conda:my env")))
+    assert "# Before it, on each node: module load cuda/12 && conda activate 'my env'" in text
+    assert "&& source /x/activate" in typed(by_hand(job(modules=("a",), activate="/x/activate")))
+
+
+def test_a_line_can_be_pasted_whatever_is_in_it(tmp_path: Path) -> None:
+    stub = tmp_path / "it's python"
+    stub.write_text(f"#!{sys.executable}\nimport os, sys\nprint([os.environ['X'], *sys.argv[1:]])\n")
+    stub.chmod(0o755)
+    hostile = "a b'; echo $HOME `id`\n\\"
+    line = typed(by_hand(job(python=str(stub), env={"X": hostile}, argv=("python", "my script.py", hostile))))
+    command = line.split("\n", 1)[1].split("\n\n# node 1")[0]
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=10, check=True)
+    words = eval(done.stdout)
+    assert words[0] == hostile and words[-2:] == ["my script.py", hostile]
+
+
+def test_the_description_is_what_will_be_typed() -> None:
+    text = describe(by_hand(job(hosts=parse_hosts("n1,n2"), port=1)))
+    assert shlex.split(text.splitlines()[1])[:2] == ["PACELINE_RUN_ID=5f", "OMP_NUM_THREADS=2"]
+    assert "--node-rank=1" in text and "# All nodes must reach node 0 at port 1;" in text

@@ -1,0 +1,156 @@
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.errors import UsageError
+from paceline.launch.hosts import parse_hosts
+from paceline.launch.job import Host, Job, describe
+from paceline.launch.node_plans import head_ports
+from paceline.launch.ssh import agent_command, ssh
+from paceline.launch.sync import rsync_commands, sync
+
+OPTIONS = (
+    "-T -x -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=5 -o ServerAliveCountMax=3 "
+    "-o ControlMaster=no -o ClearAllForwardings=yes -o RemoteCommand=none"
+)
+
+
+def job_on(names: str, **settings: object) -> Job:
+    parsed = parse_hosts(names)
+    told = {"argv": ("python", "train.py"), "nproc": 2, "run_id": "5f", "threads": 1, "python": "/env/bin/python"}
+    return Job(**{**told, "hosts": parsed, "nodes": len(parsed), "min_nodes": len(parsed), **settings})  # type: ignore[arg-type]
+
+
+def test_the_command_lines_of_two_hosts() -> None:
+    plan = ssh(job_on("me@n1,n2:2222", ssh=("ssh", "-F", "my config")))
+    remote = "exec /env/bin/python -P -m paceline.launch.agent --announce"
+    assert [shlex.join(command.argv) for command in plan.agents] == [
+        f"ssh -F 'my config' {OPTIONS} -- me@n1 '{remote}'",
+        f"ssh -F 'my config' {OPTIONS} -p 2222 -- n2 '{remote}'",
+    ]
+    assert [command.name for command in plan.agents] == ["n1", "n2"]
+
+
+def test_each_node_is_told_who_it_is_and_where_node_0_is() -> None:
+    hosts = (Host("me@n1"), Host("n2", None, 5))
+    plan = ssh(job_on("n1,n2", hosts=hosts, run_dir=Path("/runs/a"), min_nodes=1, secret="ab" * 32))
+    first, second = plan.nodes
+    assert (first.node, first.nproc, second.node, second.nproc) == (0, 2, 1, 5)
+    for node in plan.nodes:
+        assert (node.nodes, node.min_nodes, node.head, node.names) == (2, 1, ("n1",), ("n1", "n2"))
+        assert (node.run_dir, node.attempt_dir, node.secret, node.silence_seconds) == ("/runs/a", "", "ab" * 32, 30.0)
+
+
+def test_nothing_secret_is_on_a_command_line_or_in_the_description() -> None:
+    job = job_on("n1,n2", secret="5ec4e7" * 8, env={"HF_TOKEN": 'hunter"2', "PLAIN": "seen"}, argv=("python", "hidden"))
+    plan = ssh(job)
+    lines = " ".join(word for command in plan.agents for word in (*command.argv, *command.env.values()))
+    assert not any(word in lines for word in ("5ec4e7", "hunter", "seen", "hidden"))
+    text = describe(plan)
+    assert "5ec4e7" not in text and "hunter" not in text and '"secret": "…"' in text and '"PLAIN": "seen"' in text
+
+
+def test_ports_of_node_0_are_the_asked_one_or_eight_of_the_run() -> None:
+    assert ssh(job_on("n1", port=29500)).nodes[0].head_ports == (29500,)
+    ports = ssh(job_on("n1,n2")).nodes[1].head_ports
+    assert len(set(ports)) == 8 and all(20000 <= port <= 29999 for port in ports)
+    assert ports == ssh(job_on("n3,n4")).nodes[0].head_ports != ssh(job_on("n1,n2", run_id="60")).nodes[0].head_ports
+
+
+@given(st.text(max_size=30))
+def test_ports_are_eight_for_every_run(run_id: str) -> None:
+    ports = head_ports(Job(("x",), 1, run_id, 1))
+    assert len(set(ports)) == 8 and all(20000 <= port <= 29999 for port in ports)
+
+
+def test_hosts_and_nodes_that_contradict_are_refused() -> None:
+    with pytest.raises(UsageError, match="--nodes 3 with 2 hosts"):
+        ssh(job_on("n1,n2", nodes=3))
+    with pytest.raises(UsageError, match="--hosts"):
+        ssh(job_on("n1", hosts=()))
+
+
+HOSTILE = st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1, max_size=30)
+
+
+@settings(max_examples=30, deadline=None)
+@given(HOSTILE.filter(lambda text: "/" not in text and text not in (".", "..")))
+def test_no_path_of_python_can_inject_a_command(name: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        stub = Path(folder, name)
+        stub.write_text('#!/bin/sh\nprintf "%s\\0" "$@"\n')
+        stub.chmod(0o755)
+        done = subprocess.run(["sh", "-c", agent_command(str(stub))], capture_output=True, timeout=10, check=True)
+        assert done.stdout.split(b"\0") == [b"-P", b"-m", b"paceline.launch.agent", b"--announce", b""]
+        assert [path.name for path in Path(folder).iterdir()] == [name] and done.stderr == b""
+
+
+@given(HOSTILE)
+def test_the_host_is_one_word_after_the_options(name: str) -> None:
+    argv = ssh(job_on("n1", hosts=(Host(name),))).agents[0].argv
+    assert argv[-3] == "--" and len(argv) == len(shlex.split(OPTIONS)) + 4
+
+
+def test_ipv6_goes_to_ssh_without_brackets() -> None:
+    assert ssh(job_on("me@[fe80::1]:22")).agents[0].argv[-2] == "me@fe80::1"
+
+
+# ---- --sync ------------------------------------------------------------------------------------------------------
+
+STUB_SSH = """#!{python}
+import os, sys
+host = sys.argv[sys.argv.index("n1")] if "n1" in sys.argv else sys.argv[-2]
+words = sys.argv[sys.argv.index(host) + 1:]
+print(sys.argv[1:], file=open({log!r}, "a"))
+os.execvp("sh", ["sh", "-c", " ".join(words)])
+"""
+
+
+@pytest.mark.needs("rsync")
+def test_the_working_folder_reaches_the_host_and_nothing_there_is_deleted(tmp_path: Path) -> None:
+    here, there = tmp_path / "it's $(touch bad)", tmp_path / "there"
+    for name in ("train.py", ".git/HEAD", ".venv/x", "runs/r/log", "sub/runs/kept", "sub/__pycache__/x"):
+        (here / name).parent.mkdir(parents=True, exist_ok=True)
+        (here / name).write_text(name)
+    there.mkdir()
+    (there / "theirs").touch()
+    log = tmp_path / "log"
+    (tmp_path / "a 'stub' ssh").write_text(STUB_SSH.format(python=sys.executable, log=str(log)))
+    (tmp_path / "a 'stub' ssh").chmod(0o755)
+    (command,) = rsync_commands(
+        job_on("n1:2222", cwd=str(here), ssh=(str(tmp_path / "a 'stub' ssh"), "-F", 'my "config'))
+    )
+    assert command.argv[-1] == f"n1:{here}/" and "--delete" not in command.argv
+    redirected = (*command.argv[:-1], f"n1:{there}/")  # both ends are on this machine
+    sync([type(command)(command.name, redirected)])
+    found = sorted(str(path.relative_to(there)) for path in there.rglob("*") if path.is_file())
+    assert found == ["sub/runs/kept", "theirs", "train.py"]
+    told = eval(log.read_text().splitlines()[0])
+    assert told[:2] == ["-F", 'my "config'] and "BatchMode=yes" in told and told[told.index("-p") + 1] == "2222"
+
+
+def test_every_host_that_cannot_be_copied_to_is_named() -> None:
+    commands = rsync_commands(job_on("n1,n2", cwd="/work"))
+    wrong = [type(c)(c.name, ("sh", "-c", f"echo no space on {c.name} >&2; exit 11")) for c in commands]
+    with pytest.raises(UsageError) as caught:
+        sync(wrong)
+    assert "n1: no space on n1" in str(caught.value) and "n2: no space on n2" in str(caught.value)
+    with pytest.raises(UsageError, match="needs rsync"):
+        sync([type(commands[0])("n1", ("/no/such/rsync",))])
+    with pytest.raises(UsageError, match="full path"):
+        rsync_commands(job_on("n1", cwd=""))
+
+
+def test_a_plan_survives_its_way_as_json() -> None:
+    text = describe(ssh(job_on("n1")))
+    told = text.split("<<'PLAN'\n")[1].split("\nPLAN")[0]
+    assert json.loads(told)["names"] == ["n1"]
