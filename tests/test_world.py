@@ -63,3 +63,22 @@ def test_the_group_is_torn_down_also_on_an_error():
     assert not dist.is_initialized()
     with joined(world):  # and can be joined again
         assert dist.is_initialized()
+
+
+STEP = {
+    "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_NODEID": "1",
+    "SLURM_NTASKS": "4", "SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_STEP_NODELIST": "n[1-2]",
+}  # fmt: skip
+
+
+def test_a_slurm_tasks_world():
+    world = World.from_env(STEP, device="cpu")
+    assert (world.rank, world.size, world.local_rank, world.local_size) == (3, 4, 1, 2)
+
+
+def test_the_one_gpu_of_a_slurm_task_is_device_0(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    task = {**STEP, "CUDA_VISIBLE_DEVICES": "1"}
+    assert World.from_env(task, backend="gloo").device == torch.device("cuda", 0)
+    with pytest.raises(UsageError, match="need 2 GPUs, torch sees 1"):  # torchrun in the task: its workers share it
+        World.from_env({**task, **FULL, "TORCHELASTIC_RUN_ID": "x"})

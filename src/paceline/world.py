@@ -10,12 +10,12 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import HashStore, Store  # pyright: ignore[reportPrivateImportUsage]
 
 from paceline.errors import UsageError
+from paceline.launch.foreign import ADDRESS, COUNTS, device_per_task, understood
+from paceline.meeting import MEETING_SECONDS, meet
 
-COUNTS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-ADDRESS = ("MASTER_ADDR", "MASTER_PORT")
 DEFAULT_TIMEOUT_SECONDS = 600.0
 
 
@@ -38,7 +38,7 @@ class World:
         device: str = "auto",
         backend: str = "auto",
     ) -> World:
-        """The world that torchrun's variables describe; a world of one where none of them is set.
+        """The world that torchrun's variables describe, or srun's or mpirun's; a world of one where none is set.
 
         Args:
             env: the environment, by default this process's.
@@ -50,8 +50,10 @@ class World:
                 one), when they contradict each other, or when device or backend are not to be had.
         """
         env = os.environ if env is None else env
-        rank, size, local_rank, local_size = _counts(env)
-        chosen = _device(device, local_rank, local_size)
+        rank, size, local_rank, local_size = _counts({**env, **understood(env)})
+        # local: the global rank is no device index on the second node
+        index, workers = (0, 1) if device_per_task(env) else (local_rank, local_size)
+        chosen = _device(device, index, workers)
         return cls(rank, size, local_rank, local_size, chosen, _backend(backend, chosen))
 
 
@@ -81,18 +83,18 @@ def _counts(env: Mapping[str, str]) -> tuple[int, int, int, int]:
     return rank, size, local_rank, local_size
 
 
-def _device(asked: str, local_rank: int, local_size: int) -> torch.device:
+def _device(asked: str, index: int, workers: int) -> torch.device:
     gpus = torch.cuda.device_count()
     if asked == "cpu" or (asked == "auto" and gpus == 0):
         return torch.device("cpu")
     if asked not in ("auto", "cuda"):
         raise UsageError(f"unknown device {asked!r}. Choose from: auto, cpu, cuda")
-    if local_size > gpus:
+    if workers > gpus:
         raise UsageError(
-            f"{local_size} processes on this node need {local_size} GPUs, torch sees {gpus}. "
+            f"{workers} processes on this node need {workers} GPUs, torch sees {gpus}. "
             f"Start at most {gpus} processes per node, or use --device cpu."
         )
-    return torch.device("cuda", local_rank)  # local: the global rank is no device index on the second node
+    return torch.device("cuda", index)
 
 
 def _backend(asked: str, device: torch.device) -> str:
@@ -113,18 +115,27 @@ def _backend(asked: str, device: torch.device) -> str:
 
 
 @contextmanager
-def joined(world: World, *, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS) -> Generator[World]:
+def joined(
+    world: World,
+    *,
+    timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+    meeting_seconds: float = MEETING_SECONDS,
+) -> Generator[World]:
     """Inside, torch.distributed's default process group is up; it is torn down also on an error.
 
-    Every collective gives up after `timeout_seconds`. A world of one gets a group too, so that code between the
-    braces need not ask; it opens no port.
+    Every collective gives up after `timeout_seconds`, and the wait for the other ranks to start after
+    `meeting_seconds`. A world of one gets a group too, so that code between the braces need not ask; it opens no port.
+
+    Raises:
+        UsageError: another job answers where the ranks meet, or two processes claim one rank.
+        TrainingError: not all ranks have come; says which.
     """
     timeout = timedelta(seconds=timeout_seconds)
     if world.device.type == "cuda":
         torch.cuda.set_device(world.device)
     dist.init_process_group(
         world.backend,
-        store=None if world.backend == "mpi" else _store(world, timeout),
+        store=None if world.backend == "mpi" else _store(world, timeout, meeting_seconds),
         rank=-1 if world.backend == "mpi" else world.rank,
         world_size=-1 if world.backend == "mpi" else world.size,
         timeout=timeout,
@@ -137,25 +148,9 @@ def joined(world: World, *, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS) ->
         dist.destroy_process_group()
 
 
-def _store(world: World, timeout: timedelta) -> Store:
-    """The store the ranks meet in, under a prefix that is new for every restart.
-
-    Without the prefix a restarted group reads the dead group's addresses out of a store that survived it.
-    """
+def _store(world: World, timeout: timedelta, meeting_seconds: float) -> Store:
     if world.size == 1:
         return HashStore()
-    env = os.environ
-    inherited = env.get("PACELINE_STORE_FD")  # the agent has bound the port already: nobody can take it meanwhile
-    agent_hosts_store = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # started by torchrun
-    is_host = world.rank == 0 and not agent_hosts_store
-    store = TCPStore(
-        env["MASTER_ADDR"],
-        int(env["MASTER_PORT"]),
-        world_size=world.size,
-        is_master=is_host,
-        timeout=timeout,
-        wait_for_workers=False,
-        master_listen_fd=int(inherited) if inherited and is_host else None,
-    )
-    generation = env.get("PACELINE_GENERATION", env.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    return PrefixStore(f"paceline/generation-{generation}", store)
+    store = meet(world.rank, world.size, {**os.environ, **understood(os.environ)}, seconds=meeting_seconds)
+    store.set_timeout(timeout)
+    return store

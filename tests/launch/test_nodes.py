@@ -99,6 +99,17 @@ def test_an_order_to_one_agent_stops_all_in_good_order(nodes, told: int) -> None
     assert run.codes() == [75, 75]
 
 
+def test_one_order_that_reaches_all_agents_is_one_order(nodes) -> None:
+    """As srun forwards its signals: to every task of the step."""
+    run = nodes("def later(*_): time.sleep(1.0); sys.exit(75)\nsignal.signal(signal.SIGTERM, later)\nforever()")
+    run.start(0, 1)
+    run.wait_for("ready-3")
+    run.wait_for("ready-0")
+    for agent in run.agents.values():
+        agent.send_signal(signal.SIGUSR1)
+    assert run.codes() == [75, 75]
+
+
 def test_a_second_order_ends_all_at_once(nodes) -> None:
     run = nodes("signal.signal(signal.SIGTERM, signal.SIG_IGN)\nforever()")
     run.start(0, 1)
@@ -119,7 +130,7 @@ def test_a_killed_agent_takes_its_node_with_it_and_is_named(nodes) -> None:
     run.agents[1].kill()
     assert run.codes() == [1, -signal.SIGKILL]
     assert "node 1 (" in run.said(0) and "is lost" in run.said(0) and "rank 2, 3" in run.said(0)
-    assert "--nodes MIN:MAX" in run.said(0)
+    assert "--nodes 2 asks for more" in run.said(0)
     assert not survivors(run)
 
 

@@ -123,6 +123,7 @@ def test_no_text_of_a_user_becomes_a_line_or_a_command(
         folder = Path(temporary)
         (folder / cwd).mkdir()
         (folder / cwd / activate).write_text('echo "activated: $NOT_SET"; [ -n "$NOT_SET" ]')
+        python = f"/opt/{python}/python3"
         asked = replace(JOB.slurm, partition=partition, options=(f"comment={comment}",))
         job = replace(
             JOB, name=name, python=python, cwd=str(folder / cwd), submit_dir=folder / run, modules=(module,),
@@ -231,6 +232,7 @@ def test_any_other_option_of_sbatch_stands_in_the_script(option: str) -> None:
         ({"slurm": Allocation(save_seconds=-1)}, "--save-before must be"),
         ({"min_nodes": 1}, "Use --nodes 2"),
         ({"submit_dir": Path("/a\\b")}, "backslash"),
+        ({"python": "/opt/my python"}, "cannot signal"),
     ],
 )
 def test_a_contradiction_is_refused_before_it_queues(change: dict[str, object], words: str) -> None:

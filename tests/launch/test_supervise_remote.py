@@ -80,7 +80,7 @@ def remote(tmp_path: Path, announcement: Path) -> Generator[Callable[..., Launch
     launches: list[Launch] = []
 
     def begin(*texts: str, refuse: str = "", **plan: object) -> Launch:
-        agents = [[sys.executable, "-c", STUB + text, str(tmp_path), str(announcement)] for text in texts]
+        agents = [[sys.executable, "-c", STUB + text, str(tmp_path), str(announcement), "--announce"] for text in texts]
         told = {"agents": agents, "refuse": refuse, "plan": {"nodes": len(texts), "min_nodes": len(texts), **plan}}
         mark = uuid.uuid4().hex
         process = subprocess.Popen(
@@ -114,12 +114,13 @@ def test_the_end_of_node_0_is_that_of_the_run(remote) -> None:
         assert one.stdout == "checked 2\n" and one.stderr == ""
 
 
-def test_each_agent_is_told_its_own_plan_and_the_addresses_of_node_0(remote) -> None:
-    one = remote(*["plan = begin(); (here / str(plan['node'])).write_text(json.dumps(plan))"] * 2)
+def test_each_agent_is_told_its_own_plan_and_the_addresses_of_node_0(remote, announcement: Path) -> None:
+    one = remote(*["plan = begin(); (here / str(plan.get('node', 0))).write_text(json.dumps(plan))"] * 2)
     assert one.finish() == 0, one.stderr
     plans = [json.loads((one.folder / str(node)).read_text()) for node in (0, 1)]
-    assert [plan["node"] for plan in plans] == [0, 1]
-    assert plans[0]["head"] == plans[1]["head"] and plans[0]["head"][0] == "n1"
+    assert [plan.get("node", 0) for plan in plans] == [0, 1]
+    addresses = [address["address"] for address in json.loads(announcement.read_text())["addresses"]]
+    assert plans[0]["head"] == plans[1]["head"] == ["n1", *addresses]
 
 
 def test_a_sign_of_life_comes_every_two_seconds(remote) -> None:
@@ -147,7 +148,7 @@ def test_all_hosts_without_an_agent_are_named_at_once_and_nothing_starts(remote)
 def test_an_agent_that_ends_after_its_announcement_is_named(remote) -> None:
     one = remote("announce(); sys.exit(3)", "time.sleep(1); begin()")
     assert one.finish() == 2
-    assert "n1: the agent has ended with exit code 3" in one.stderr
+    assert "n1: the agent has ended with exit code 3" in one.stderr and "n2" not in one.stderr
 
 
 def test_a_host_whose_profile_talks_is_used_and_told(remote) -> None:
@@ -283,6 +284,19 @@ def test_a_reader_that_pauses_does_not_stop_the_signs_of_life(remote) -> None:
     assert one.process.poll() is None
     assert one.finish() == 5
     assert one.stdout.count("x") == 40 * 65536
+
+
+def test_a_detached_agent_on_this_machine_need_not_announce_itself(tmp_path: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from paceline.launch.job import *\n"
+        "from paceline.launch.local import local; from paceline.launch.supervise import run\n"
+        f"folder = Path({str(tmp_path)!r})\n"
+        "job = Job(('sh', '-c', f'echo ran > {folder}/ran'), 1, 'x', 1, run_dir=folder, detached=True)\n"
+        "sys.exit(run(local(job), None))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=False)
+    assert done.returncode == 0, done.stderr
+    wait_until((tmp_path / "ran").exists, "the worker has run")
 
 
 def test_a_missing_ssh_is_wrong_use(tmp_path: Path) -> None:

@@ -24,7 +24,6 @@ from paceline.observe.folder import CHECKPOINTS, LOCK
 
 POLL_SECONDS = 0.5
 END_SECONDS = STOP_GRACE_SECONDS + 15.0
-SECOND_SIGNAL_SECONDS = 0.5  # a sooner one would count as the same request
 
 
 @dataclass(frozen=True)
@@ -74,7 +73,7 @@ def _stop_agent(run_dir: Path, submission: Submission | None, *, now: bool) -> N
         raise TrainingError(f"the run cannot be told to stop from here: {who}. End it where it was started")
     told = signal_agent(roster, submission, signal.SIGTERM)
     if now:  # a second signal ends the time to save
-        time.sleep(SECOND_SIGNAL_SECONDS)
+        time.sleep(queue.SECOND_SIGNAL_SECONDS)
         told = signal_agent(roster, submission, signal.SIGTERM)
     if not told:
         raise TrainingError(f"{roster.host}, where the run's agent is, cannot be reached. Try again")

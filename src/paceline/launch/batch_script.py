@@ -72,7 +72,6 @@ def batch_script(job: Job) -> str:
     """The text of the script."""
     q, folder = shlex.quote, str(job.submit_dir)
     setup = "\n".join(_environment(job))
-    requeue = _REQUEUE if job.slurm.save_seconds else ""
     return _SCRIPT.format(
         options="\n".join(f"#SBATCH --{option}" for option in _options(job)),
         shape=f"{job.nodes} node{'s' * (job.nodes > 1)}, {job.nproc} worker{'s' * (job.nproc > 1)} on each",
@@ -81,7 +80,7 @@ def batch_script(job: Job) -> str:
         cpus=job.nproc * job.slurm.cpus_per_rank,
         python=q(job.python),
         plan=q(f"{folder}/{PLAN}"),
-        requeue=requeue,
+        requeue=_REQUEUE,
     )
 
 
@@ -189,8 +188,10 @@ fi
 """
 
 _REQUEUE = """
-# 75: every worker has saved its state. This same script runs again when the job gets its next turn.
-if [ "$turn" = over ] && [ "$code" = 75 ]; then
+# 75: every worker has saved its state. This same script runs again when the job gets its next turn. Who preempts a job
+# and leaves it time tells its agents, and not this script.
+preempted() { [[ $(scontrol --oneliner show job "$SLURM_JOB_ID") == *' PreemptTime='[0-9]* ]]; }
+if [ "$code" = 75 ] && { [ "$turn" = over ] || { [ -z "$turn" ] && preempted; }; }; then
     scontrol requeue "$SLURM_JOB_ID" || echo "not put into the queue again: to go on, sbatch this script" >&2
 fi
 """

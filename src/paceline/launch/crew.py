@@ -58,7 +58,7 @@ class Crew:
 
     def __init__(self, plan: NodePlan) -> None:
         self.members: dict[int, Member] = {}
-        self.told: list[int] = []  # orders that reached other agents: signals, 0 for a launcher that is gone
+        self.told: dict[int, list[int]] = {}  # node -> orders it was given: signals, 0 for a launcher that is gone
         self.wrong: list[str] = []  # who had the secret, and could not be taken all the same
         self._plan, self._secret = plan, bytes.fromhex(plan.secret)
         self._door = _listen(plan.head_ports) if plan.nodes > 1 else None
@@ -146,7 +146,7 @@ class Crew:
             case Reached():
                 member.reached = message
             case Told():
-                self.told.append(message.signal)
+                self.told.setdefault(member.hello.node, []).append(message.signal)
             case _:
                 member.link.end("it sent what only a head sends")
 

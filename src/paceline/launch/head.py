@@ -59,11 +59,11 @@ class Head:
         return code
 
     def _run(self) -> int:
-        self.plan = gather(self.plan, self.crew, self._wait, lambda: self.orders.given)
+        self.plan = gather(self.plan, self.crew, self._wait, lambda: self._ordered)
         failures: list[Failed] = []
         nproc = self.plan.nproc
         while True:
-            if self.orders.given:
+            if self._ordered:
                 return self._obey()
             self._start(nproc)
             end = self._watch()
@@ -80,11 +80,17 @@ class Head:
             seconds = min(seconds, BEAT_SECONDS)
         self.orders.wait(seconds, self.crew.sockets())
         self.crew.serve()
-        for number in self.crew.told:  # an order to one agent is one to all
-            if number in STOP_SIGNALS:
-                self.orders.signals.append(signal.Signals(number))
-            self.orders.launcher_gone |= number == 0
-        self.crew.told.clear()
+        self.orders.launcher_gone |= any(0 in told for told in self.crew.told.values())
+
+    @property
+    def _signals(self) -> Sequence[int]:
+        """The stop signals so far. An order to one agent is one to all; the same order reaches many, and is one."""
+        others = ([n for n in told if n in STOP_SIGNALS] for told in self.crew.told.values())
+        return max([self.orders.signals, *others], key=len)
+
+    @property
+    def _ordered(self) -> bool:
+        return self.orders.launcher_gone or bool(self._signals)
 
     def _start(self, nproc: int) -> None:
         """Start a generation on all nodes that are here.
@@ -106,7 +112,7 @@ class Head:
             if time.monotonic() > deadline:
                 raise UsageError(f"{waiting[0].name} has not started its workers within {START_SECONDS:g} s")
             self._wait(POLL_SECONDS)
-            if self.orders.given:
+            if self._ordered:
                 return
         refused = [m.started.refusal for m in self.crew.here if m.started is not None and m.started.refusal]
         if refused:
@@ -137,7 +143,7 @@ class Head:
             if saved and due is None and time.monotonic() >= min(saved) + self.plan.stop_grace_seconds:
                 return self._end_late(observations)
             self._wait(POLL_SECONDS if due is None else POLL_FAILING_SECONDS)
-            if self.orders.given:
+            if self._ordered:
                 return self._obey()
 
     def _obey(self) -> int:
@@ -150,7 +156,7 @@ class Head:
         observations = self._observe()
         if observations and all(o.code in GOOD_ENDS for o in observations):
             return good_code(observations)
-        number = self.orders.signals[0]
+        number = signal.Signals(self._signals[0])
         primary = choose(observations)
         if primary is not None and primary.kind is Kind.EXCEPTION:  # it could not do what it was asked to: save, say
             say(tell(primary, observations, oom_kills=0, attempt_dir=self.plan.attempt_dir))
@@ -201,7 +207,7 @@ class Head:
                 say(decision.sentence)
             return failed.exit_code
         self._wait(0.0)
-        if self.orders.given:
+        if self._ordered:
             return self._obey()
         if left := [*self.node.left, *(pid for member in self.crew.here for pid in member.report.left)]:
             # it may still write to what the next generation reads
@@ -239,7 +245,7 @@ class Head:
         self.node.stop(grace_seconds)
         deadline = time.monotonic() + grace_seconds
         gone = self.orders.launcher_gone
-        while (self.node.seconds_left or not self.crew.stopped()) and len(self.orders.signals) <= signals_heard:
+        while (self.node.seconds_left or not self.crew.stopped()) and len(self._signals) <= signals_heard:
             now = time.monotonic()
             if now >= deadline:
                 break

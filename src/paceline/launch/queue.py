@@ -17,6 +17,7 @@ from paceline.launch.tail import Tail
 
 ANSWER_SECONDS = 60.0  # a controller with thousands of jobs may take so long
 POLL_SECONDS = 1.0
+SECOND_SIGNAL_SECONDS = 0.5  # a sooner one would count as the same request
 INTERRUPTED = 130  # 128 + SIGINT
 LIVING = (
     "PENDING", "CONFIGURING", "RUNNING", "SUSPENDED", "STOPPED", "SIGNALING", "RESIZING", "COMPLETING", "STAGE_OUT",
@@ -165,13 +166,18 @@ def _remembered(job_id: str) -> JobState | None:
 
 
 def cancel(job_id: str, *, now: bool = False) -> None:
-    """End a job: with SIGTERM to all of it, so that it saves; `now`: with SIGKILL.
+    """End a job: with SIGTERM to all of it, so that it saves, and with SIGKILL after Slurm's KillWait.
+
+    With `now` it does not save: to our agents a second signal means that. Slurm itself has no other way, for it makes
+    `scancel --signal=KILL` a SIGTERM as well.
 
     Raises:
         PacelineError: if Slurm refuses.
     """
-    if now:
-        ask("scancel", "--full", "--signal=KILL", job_id)  # has no effect on a job that waits
+    job = state(job_id) if now else None
+    for _ in range(2 if job is not None and job.state == "RUNNING" else 0):  # what waits, scancel would wait for
+        ask("scancel", "--signal=TERM", job_id)
+        time.sleep(SECOND_SIGNAL_SECONDS)
     done = ask("scancel", job_id)
     if done.returncode != 0:
         raise PacelineError(f"Slurm does not cancel job {job_id}: {words(done)}")

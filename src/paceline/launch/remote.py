@@ -52,11 +52,11 @@ def run_remote(plan: Plan, check: Check | None = None) -> int:
     """
     with signal_inbox((*STOP_SIGNALS, signal.SIGCHLD)) as inbox, sessions(plan.agents, inbox) as every:
         try:
-            facts = meet(every)
+            facts = meet(every) if announces(plan) else []
         except Stopped as stopped:
             say(f"stopped by {stopped.number.name} before anything was started")
             return 128 + stopped.number
-        if check is not None:
+        if check is not None and facts:
             check(facts)
         watch = Watch(plan, every)
         try:
@@ -64,6 +64,11 @@ def run_remote(plan: Plan, check: Check | None = None) -> int:
             return watch.run()
         finally:
             watch.end()
+
+
+def announces(plan: Plan) -> bool:
+    """Whether its agents announce themselves. A detached one on this machine need not: there is nothing to compare."""
+    return any(command.argv[-1].endswith("--announce") for command in plan.agents)
 
 
 class Watch:
@@ -83,8 +88,8 @@ class Watch:
         self._interrupted = False  # twice: nobody wants to wait for anything
 
     def tell(self, facts: Sequence[Facts]) -> None:
-        """Send every agent its plan, with the addresses that node 0 has told."""
-        addresses = [address.address for address in facts[0].addresses]
+        """Send every agent its plan, with the addresses that node 0 has told, if any."""
+        addresses = [address.address for fact in facts[:1] for address in fact.addresses]
         for session, node in zip(self._every.all, self._plan.nodes, strict=True):
             head = tuple(dict.fromkeys((*node.head, *addresses)))
             self._every.tell(session, msgspec.json.encode(msgspec.structs.replace(node, head=head)))

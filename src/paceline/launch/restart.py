@@ -79,7 +79,7 @@ def without_lost_nodes(here: int, *, nodes: int, min_nodes: int, nproc: int) -> 
     if here >= min_nodes and min_nodes < nodes:
         return Restart(nproc)
     asked = f"--nodes {nodes}" if min_nodes >= nodes else f"--nodes {min_nodes}:{nodes}"
-    advice = "; --nodes MIN:MAX would go on with fewer" if min_nodes >= nodes else ""
+    advice = " (over ssh, --nodes MIN:MAX goes on with fewer)" if min_nodes >= nodes else ""
     return Stop(
         f"not restarted: {here} of {nodes} nodes {'is' if here == 1 else 'are'} left, {asked} asks for more{advice}"
     )

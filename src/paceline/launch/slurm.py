@@ -6,7 +6,9 @@ run goes on; `bash` it inside an allocation (salloc) and the run uses that.
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import msgspec
 
@@ -65,5 +67,10 @@ def check(job: Job) -> None:
     texts |= {"--python": job.python, "--activate": job.activate, "--module": "".join(job.modules)}
     for name, text in texts.items():
         check_text(name, text)
+    if re.search(r"[\s()]", Path(job.python).name):
+        raise UsageError(
+            f"--python {job.python}: Slurm cannot signal a program with spaces or parentheses in its file's name, and "
+            "the run could not save in time. Name another, e.g. a link"
+        )
     if "\\" in str(job.submit_dir):
         raise UsageError(f"the run folder {job.submit_dir}: Slurm takes no backslash in the name of an output file")

@@ -7,6 +7,7 @@ import secrets
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -42,8 +43,24 @@ def test_who_knows_the_token_gets_through_and_is_measured(port: int) -> None:
     assert found.bytes_per_second > 1e6
 
 
-def test_a_wrong_token_is_a_stranger(port: int) -> None:
-    assert connect((Target("127.0.0.1", port, secrets.token_hex(16)),), 2.0).reasons == ("stranger",)
+def test_who_does_not_know_the_token_gets_no_byte(port: int) -> None:
+    with socket.create_connection(("127.0.0.1", port), timeout=5) as stranger:
+        stranger.sendall(b"0" * len(TOKEN))
+        assert stranger.recv(1) == b""
+
+
+def test_who_answers_with_another_token_is_a_stranger() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        thread = threading.Thread(target=_answer_wrongly, args=(server,))
+        thread.start()
+        assert connect((Target("127.0.0.1", server.getsockname()[1], TOKEN),), 2.0).reasons == ("stranger",)
+        thread.join()
+
+
+def _answer_wrongly(server: socket.socket) -> None:
+    with server.accept()[0] as connection:
+        connection.recv(len(TOKEN), socket.MSG_WAITALL)
+        connection.sendall(b"0" * len(TOKEN))
 
 
 def test_a_closed_port_is_refused_and_an_unknown_name_unknown() -> None:

@@ -27,6 +27,7 @@ from paceline.launch.doctor.gpus import Gpu, gpus_here
 PACKAGES = ("paceline", "torch", "numpy", "msgspec", "safetensors", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
 UNLIMITED = -1
 RESOLVE_SECONDS = 1.0  # a name server that is down must not hold up a start
+NETWORKS = Path("/sys/class/net")
 SOURCE_ROOT = Path(__file__).parents[2]
 
 
@@ -153,6 +154,8 @@ def _addresses() -> tuple[tuple[Address, ...], tuple[Address, ...]]:
                 continue
             mask = int(ipaddress.ip_address(entry.netmask)) if entry.netmask else (1 << address.max_prefixlen) - 1
             alive = interface in stats and stats[interface].isup
+            if not alive and (NETWORKS / interface / "bridge").is_dir():
+                continue  # Docker's, with no container on it: it is no cable that somebody has pulled
             (up if alive else down).append(Address(interface, str(address), prefix=mask.bit_count()))
     up.sort(key=lambda one: ":" in one.address)  # stable: IPv4 first, else in the kernel's order
     return tuple(up), tuple(down)

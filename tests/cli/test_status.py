@@ -1,0 +1,246 @@
+"""What `status`, `logs` and `cancel` make of what a run has left, and of real processes that hold it."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from paceline.cli import cancel, logs, status
+from paceline.cli.finding import find_run, first_failure
+from paceline.cli.run_state import RunState, run_state
+from paceline.errors import UsageError
+from paceline.launch.failure import Failure
+from paceline.launch.procfs import read_process
+from paceline.launch.submission import Submission, next_submit_dir, write_submission
+from paceline.launch.sweep import Roster
+from paceline.observe.events import EventWriter, Started, Step
+from paceline.observe.folder import create_attempt_dir
+from paceline.observe.summary import Summary, write_summary
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run of which two steps are done, and nothing runs."""
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "runs" / "mnist-cnn-1"
+    folder.mkdir(parents=True)
+    (folder / "config.toml").write_text("[run]\nepochs = 2\n")
+    create_attempt_dir(folder)
+    with EventWriter(folder / "events-0.jsonl") as writer:
+        writer.write(Started(1, 0, 2, "n1", 1, "cpu", 0.0, steps_per_epoch=10))
+        for step in (1, 2, 3):
+            writer.write(Step(step, 0, 1.0, 64, 1e-3, 0.1, 0.0, unix_time=float(step)))
+    return folder
+
+
+AGENT = """
+import fcntl, os, signal, sys, time
+lock = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT)
+fcntl.flock(lock, fcntl.LOCK_EX)
+told = []
+signal.signal(signal.SIGTERM, lambda number, frame: told.append(number))
+print("up", flush=True)
+while not told: time.sleep(0.02)
+ended = time.monotonic() + 1.5
+while len(told) < 2 and time.monotonic() < ended: time.sleep(0.02)
+sys.exit(75 if len(told) == 1 else 143)
+"""
+
+
+@pytest.fixture
+def agent(run: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process that holds the run as its agent does, and wrote itself down."""
+    words = (sys.executable, "-c", AGENT, str(run / ".lock"))
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "up\n"
+    write_roster(run, process.pid)
+    yield process
+    process.kill()
+    process.wait()
+    process.stdout.close()
+
+
+def write_roster(run: Path, pid: int, host: str = os.uname().nodename, **changes: Any) -> None:
+    found = read_process(pid)
+    roster = Roster(host, pid, (), **{"agent_started": found.start if found else 0, **changes})
+    (run / "attempt-1" / "agent-0.json").write_bytes(msgspec.json.encode(roster))
+
+
+def failure(rank: int, message: str, *, victim: bool = False, seconds: float = 0.0) -> bytes:
+    return msgspec.json.encode(Failure(rank, "n1", 9, 1, "ValueError", message, "", victim, seconds))
+
+
+# ---- which run -------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_is_found_by_its_folder_or_the_beginning_of_its_name(run: Path) -> None:
+    assert find_run("mnist") == find_run("runs/mnist-cnn-1") == find_run(str(run)) == run
+    (run.parent / "mnist-cnn-12").mkdir()
+    assert find_run("mnist-cnn-1") == run  # a whole name is not only a beginning
+    with pytest.raises(UsageError, match="beginning of 2 runs: mnist-cnn-1, mnist-cnn-12"):
+        find_run("mnist")
+    with pytest.raises(UsageError, match="Did you mean 'mnist-cnn-1'"):
+        find_run("mnst-cnn-1")
+    with pytest.raises(UsageError, match="holds no run"):
+        find_run("mnist-cnn-12")
+
+
+# ---- states ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_held_run_is_running_with_its_speed_and_a_let_go_one_is_lost(run: Path, agent: subprocess.Popen[str]) -> None:
+    found = run_state(run)
+    assert (found.state, found.step, found.total_steps, found.samples_per_second) == ("running", 3, 20, 64.0)
+    assert (found.on, found.hosts, found.attempts) == ("local", (os.uname().nodename,), 1)
+    agent.kill()
+    agent.wait()
+    assert run_state(run).state == "lost"
+    assert run_state(run).samples_per_second is None
+
+
+def test_looking_at_a_run_does_not_take_it(run: Path) -> None:
+    (run / ".lock").touch()
+    run_state(run)
+    with (run / ".lock").open("r+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with (run / ".lock").open("r+") as second, pytest.raises(BlockingIOError):
+            fcntl.flock(second, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+@pytest.mark.parametrize(("code", "state"), [(0, "done"), (75, "saved"), (137, "failed")])
+def test_a_summary_says_how_a_run_has_ended(run: Path, code: int, state: str) -> None:
+    write_summary(run, Summary(task="t", exit=code))
+    found = run_state(run)
+    assert found.state == state and ("exit code 137" in found.words) == (code == 137)
+
+
+def test_the_first_failure_is_named_and_no_victim(run: Path) -> None:
+    attempt = run / "attempt-1"
+    (attempt / "error-0.json").write_bytes(failure(0, "Connection closed by peer", victim=True, seconds=1.0))
+    (attempt / "error-1.json").write_bytes(failure(1, "no such file\nmore", seconds=2.0))
+    (attempt / "error-2.json").write_bytes(b"{torn")
+    assert first_failure(attempt) == "rank 1 (n1): ValueError: no such file"
+    assert run_state(run).state == "failed"
+    (attempt / "error-0-generation-1.json").write_bytes(failure(0, "again", seconds=9.0))
+    assert "again" in first_failure(attempt)  # the last generation ended it
+
+
+def test_an_agent_counts_only_with_its_own_start_time_and_host(run: Path) -> None:
+    write_roster(run, os.getpid(), agent_started=1)  # its number was given to another process
+    assert run_state(run).state == "lost"
+    write_roster(run, os.getpid(), host="n7")
+    found = run_state(run)
+    assert (found.state, "n7" in found.words) == ("unknown", True)
+    write_roster(run, os.getpid())
+    assert run_state(run).state == "running"
+
+
+def test_a_run_of_slurm_on_a_machine_without_slurm_is_unknown(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_submission(next_submit_dir(run), Submission(on="slurm", started_at=1.0, slurm_job="12"))
+    monkeypatch.setenv("PATH", "/nowhere")
+    found = run_state(run)
+    assert (found.state, found.slurm_job) == ("unknown", "12") and "no command scontrol" in found.words
+
+
+def test_an_agent_on_another_host_is_asked_and_told_by_the_users_ssh(
+    run: Path, agent: subprocess.Popen[str], tmp_path: Path
+) -> None:
+    for name, body in (
+        ("uname", "echo n2"),
+        ("ssh", f'while [ "$1" != -- ]; do shift; done; [ "$2" = n2 ] && PATH={tmp_path}:$PATH && eval "$3"'),
+    ):
+        (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    (run / ".lock").unlink()  # another file system there: the lock says nothing
+    write_roster(run, agent.pid, host="n2")
+    submission = Submission(on="ssh", started_at=1.0, hosts=("n2",), ssh=(str(tmp_path / "ssh"), "-F", "my config"))
+    write_submission(next_submit_dir(run), submission)
+    assert run_state(run).state == "running"
+    assert cancel.main([str(run)]) == 0
+    assert agent.wait(5) == 75
+    assert run_state(run).state == "lost"  # it has left no summary
+    (tmp_path / "ssh").write_text("#!/bin/sh\nexit 255\n")
+    assert run_state(run).state == "unknown"
+
+
+# ---- what a person sees ----------------------------------------------------------------------------------------------
+
+
+def test_status_is_one_screen_and_the_same_for_programs(
+    run: Path, agent: subprocess.Popen[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert status.main([str(run)]) == 0
+    shown = capsys.readouterr().out
+    assert "state     running\n" in shown and "step      3 of 20, 64 samples/s\n" in shown
+    assert "saved     nothing yet\n" in shown and f"paceline cancel {run}\n" in shown
+    assert status.main([str(run), "--json"]) == 0
+    assert msgspec.json.decode(capsys.readouterr().out, type=RunState) == run_state(run)
+
+
+def test_nothing_that_a_run_wrote_steers_the_terminal(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run / "attempt-1" / "error-0.json").write_bytes(failure(0, "\x1b[2J\x9b1m\x07gone"))
+    (run / "attempt-1" / "rank-0.log").write_bytes(b"\x1b]0;title\x07text\r\n\xff\n")
+    assert status.main([str(run)]) == logs.main([str(run)]) == 0
+    shown = capsys.readouterr().out
+    assert "gone" in shown and "text\n" in shown and not {"\x1b", "\x07", "\x9b", "\r"} & {*shown}
+
+
+def test_logs_shows_the_rank_the_start_and_the_lines_that_are_asked_for(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run / "attempt-1" / "rank-1.log").write_text("old\n")
+    (create_attempt_dir(run)[1] / "rank-1.log").write_text("a\nb\nc\n")
+    for words, shown in (([], "a\nb\nc\n"), (["--lines", "2"], "b\nc\n"), (["--attempt", "1"], "old\n")):
+        assert logs.main([str(run), "--rank", "1", *words]) == 0
+        assert capsys.readouterr().out == shown
+    with pytest.raises(UsageError, match=r"no output of rank 2 in .*attempt-2. Choose from: 1"):
+        logs.main([str(run), "--rank", "2"])
+    with pytest.raises(UsageError, match=r"no start 3. Choose from: 1, 2"):
+        logs.main([str(run), "--attempt", "3"])
+
+
+def test_following_goes_over_to_the_next_start_and_ends_with_the_run(run: Path, agent: subprocess.Popen[str]) -> None:
+    (run / "attempt-1" / "rank-0.log").write_text("one\n")
+    words = (sys.executable, "-m", "paceline", "logs", str(run), "--follow")
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as following:
+        assert following.stdout is not None and following.stdout.readline() == "one\n"
+        with (run / "attempt-1" / "rank-0.log").open("a") as file:
+            file.write("two\nlast word")
+        assert following.stdout.readline() == "two\n"
+        (create_attempt_dir(run)[1] / "rank-0.log").write_text("three\nfo")
+        assert following.stdout.readline() == "last word\n"
+        assert following.stdout.readline() == "three\n"
+        agent.send_signal(signal.SIGTERM)
+        agent.wait(5)
+        assert following.stdout.read() == "fo\n"
+        assert following.wait(10) == 0
+
+
+# ---- cancel ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("words", "code"), [([], 75), (["--now"], 143)])
+def test_cancel_tells_the_agent_and_waits_for_its_end(
+    run: Path, agent: subprocess.Popen[str], words: list[str], code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run / "checkpoints" / "step-00000002").mkdir(parents=True)
+    began = time.monotonic()
+    assert cancel.main([str(run), *words]) == 0
+    assert agent.poll() == code and time.monotonic() - began < 5
+    assert "saved at step 2; to go on: paceline train --resume auto --run-dir" in capsys.readouterr().out
+
+
+def test_what_has_ended_is_not_cancelled(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_summary(run, Summary(task="t", exit=0))
+    assert cancel.main([str(run)]) == 0
+    assert "nothing to cancel: the run is done" in capsys.readouterr().err

@@ -1,0 +1,64 @@
+"""Start a stub's job as `paceline train --on slurm` does: slurm_start.py RUN SECONDS CODE [here|follow] [options].
+
+Runs on a host of the test cluster. Prints the job's id, or with `follow` its states and output.
+"""
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import UsageError
+from paceline.launch.allocation import check_allocation, in_allocation, run_here
+from paceline.launch.job import Allocation, Job
+from paceline.launch.partitions import check_fits
+from paceline.launch.queue import follow, submit
+from paceline.launch.slurm import slurm
+from paceline.launch.submission import Submission, next_submit_dir, write_files, write_submission
+
+STUB = Path(__file__).with_name("slurm_stub.py")
+
+
+def main(run: str, seconds: str, code: str, how: str = "", nodes: str = "2", **asked: Any) -> int:
+    submit_dir = next_submit_dir(Path(run))
+    python = Path(run) / "python"  # without a space: this Slurm does not find the tasks to signal by such a name
+    if not python.exists():
+        python.write_text(f"#!{sys.executable}\n{STUB.read_text()}")
+        python.chmod(0o755)
+    job = Job(
+        argv=(seconds, code), nproc=2, run_id="5f", threads=0, nodes=int(nodes), min_nodes=int(nodes),
+        python=str(python), run_dir=Path(run), submit_dir=submit_dir, cwd=run, slurm=Allocation(**asked),
+    )  # fmt: skip
+    held = in_allocation(os.environ)
+    if held is not None:
+        check_allocation(held, job)
+    plan = slurm(job)
+    write_files(submit_dir, plan.files)
+    if held is not None:
+        return run_here(submit_dir / "job.sbatch")
+    check_fits(job, os.environ)
+    job_id = submit(plan, os.environ)
+    write_submission(submit_dir, Submission(on="slurm", started_at=time.time(), nodes=2, slurm_job=job_id))
+    if not how:
+        print(job_id)
+        return 0
+    output = submit_dir / f"slurm-{job_id}.out"
+    return follow(job_id, output, say, say, cancel_on_interrupt=how == "cancel")
+
+
+def say(text: str) -> None:
+    print(text.rstrip("\n"), flush=True)
+
+
+if __name__ == "__main__":
+    options = dict(word.split("=", 1) for word in sys.argv[4:])
+    numbers = ("minutes", "gpus_per_node", "cpus_per_rank", "save_seconds")
+    values: dict[str, Any] = {name: int(text) if name in numbers else text for name, text in options.items()}
+    if "options" in values:
+        values["options"] = (values["options"],)
+    try:
+        sys.exit(main(*sys.argv[1:4], **values))
+    except UsageError as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)

@@ -1,0 +1,200 @@
+"""Are the hosts of the test cluster as real ones are, and is each fault the fault that it says?"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tests.cluster.lab import Lab
+from tests.cluster.ssh import SshHosts
+
+
+def pings(lab: Lab, host: str, address: str) -> bool:
+    return lab.run(host, "ping", "-n", "-c1", "-W0.5", address).returncode == 0
+
+
+def knock(lab: Lab, host: str, other: str, port: int = 22) -> str:
+    """What a TCP connection to `other` meets within half a second."""
+    code = lab.run(host, "timeout", "0.5", "bash", "-c", f"</dev/tcp/{other}/{port}").returncode
+    return {0: "open", 1: "refused", 124: "silence"}[code]
+
+
+def comes_true(law: Callable[[], bool]) -> bool:
+    """Whether it holds within 5 seconds: what was told to end needs a moment for it."""
+    deadline = time.monotonic() + 5
+    while not (true := law()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return true
+
+
+# ---- hosts ----
+
+
+def test_each_host_has_a_name_an_address_and_a_network_of_its_own(lab: Lab) -> None:
+    for host in lab.hosts:
+        seen = lab.run(host, "sh", "-c", "hostname; hostname -i; ls -x /sys/class/net; ls /dev/shm").stdout
+        assert seen == f"{host}\n{lab.address(host)}\neth0  lo\n"
+        assert all(pings(lab, host, other) for other in lab.hosts)
+
+
+def test_signals_and_exit_codes_are_the_commands_own(lab: Lab) -> None:
+    assert lab.run("n1", "sh", "-c", "exit 7").returncode == 7
+    with lab.popen("n2", "sh", "-c", "trap 'exit 3' USR1; echo up; while :; do sleep 0.01; done", stdout=-1) as ready:
+        assert ready.stdout is not None and ready.stdout.readline() == b"up\n"
+        ready.send_signal(signal.SIGUSR1)
+        assert ready.wait(5) == 3
+    with lab.popen("n2", "sleep", "60") as killed:
+        killed.kill()
+        assert killed.wait(5) == -signal.SIGKILL
+
+
+def test_variables_input_and_folder_reach_the_command(lab: Lab, tmp_path: Path) -> None:
+    done = lab.run("n1", "sh", "-c", 'pwd; echo "$COLOUR"; cat', cwd=tmp_path, env={"COLOUR": "red"}, input="typed")
+    assert done.stdout == f"{tmp_path}\nred\ntyped"
+
+
+def test_a_command_that_takes_too_long_is_ended_with_its_children(lab: Lab) -> None:
+    with pytest.raises(subprocess.TimeoutExpired):
+        lab.run("n1", "sh", "-c", "sleep 60 & sleep 60", timeout=0.2)
+    assert comes_true(lambda: lab.processes("n1") == {})
+
+
+def test_what_is_left_on_a_host_is_listed_and_its_daemons_are_not(lab: Lab, ssh_hosts: SshHosts) -> None:
+    assert lab.processes("n3") == {}
+    # Away from parent, session and environment: what only the host still knows of.
+    lab.run("n3", "env", "-i", "/bin/sh", "-c", "(setsid sleep 61.5 >/dev/null 2>&1 &)")
+    assert comes_true(lambda: list(lab.processes("n3").values()) == ["sleep 61.5"])
+    assert lab.processes("n2") == {}
+    lab.run("n3", "pkill", "--exact", "sleep")
+    assert comes_true(lambda: lab.processes("n3") == {})
+
+
+# ---- network ----
+
+
+def test_a_cut_host_is_silent_both_ways_until_it_is_healed(lab: Lab) -> None:
+    lab.cut("n4")
+    assert not pings(lab, "n1", "n4")
+    assert not pings(lab, "n4", "n1")
+    assert pings(lab, "n1", "n3")
+    lab.heal("n4")
+    # Since the ping that failed n1 asks for n4's hardware address only once a second.
+    assert comes_true(lambda: pings(lab, "n1", "n4"))
+
+
+def test_a_denied_host_meets_silence_and_nobody_else_does(lab: Lab, ssh_hosts: SshHosts) -> None:
+    lab.deny("n1", from_="n2", ports="1-1024")
+    assert knock(lab, "n2", "n1") == "silence"
+    assert knock(lab, "n2", "n1", 2000) == "refused"
+    assert knock(lab, "n1", "n2") == "open"
+    assert knock(lab, "n3", "n1") == "open"
+    lab.deny("n1", from_="n2")
+    assert knock(lab, "n2", "n1", 2000) == "silence"
+    lab.clear("n1")
+    assert knock(lab, "n2", "n1") == "open"
+
+
+def test_a_limited_cable_carries_no_more_than_its_rate(lab: Lab, ssh_hosts: SshHosts) -> None:
+    def seconds() -> float:
+        begun = time.monotonic()
+        done = lab.run("n1", *ssh_hosts.command.split(), "n2", "head -c 1000000 /dev/zero")
+        assert len(done.stdout) == 1_000_000
+        return time.monotonic() - begun
+
+    lab.rate("n2", "10mbit")
+    assert seconds() > 0.7  # 8 Mbit, less what the bucket lets through at once
+    lab.rate("n2", None)
+    assert seconds() < 0.7
+
+
+def test_a_second_interface_is_a_way_of_its_own(lab: Lab) -> None:
+    lab.add_nic("n1", "eth1", "10.78.0.1")
+    lab.add_nic("n2", "eth1", "10.78.0.2")
+    lab.cut("n2")
+    assert not pings(lab, "n1", "n2")
+    assert pings(lab, "n1", "10.78.0.2")
+    lab.heal("n2")
+    lab.cut("n2", "eth1")
+    assert comes_true(lambda: pings(lab, "n1", "n2"))
+    assert not pings(lab, "n1", "10.78.0.2")
+
+
+def test_one_host_may_have_another_idea_of_the_names(lab: Lab) -> None:
+    lab.names("n2", "127.0.1.1 n2")
+    assert lab.run("n2", "hostname", "-i").stdout == "127.0.1.1\n"
+    assert lab.run("n1", "getent", "hosts", "n2").stdout.split() == ["10.77.0.2", "n2"]
+
+
+# ---- power ----
+
+LISTEN = """
+import socket
+one = socket.create_connection(("n2", 22), timeout=5)
+one.recv(100); print("connected", flush=True)
+one.settimeout(1)
+try: print("closed" if one.recv(100) == b"" else "data")
+except TimeoutError: print("silence")
+except ConnectionError: print("closed")
+"""
+
+
+@pytest.mark.parametrize(("fault", "seen"), [("kill", "closed"), ("power_off", "silence")])
+def test_a_host_dies_and_boots_again_with_its_daemons(lab: Lab, ssh_hosts: SshHosts, fault: str, seen: str) -> None:
+    with lab.popen("n1", sys.executable, "-c", LISTEN, stdout=subprocess.PIPE, text=True) as peer:
+        assert peer.stdout is not None and peer.stdout.readline() == "connected\n"
+        getattr(lab, fault)("n2")
+        assert peer.stdout.read() == f"{seen}\n"
+    assert not pings(lab, "n1", "n2")
+    with pytest.raises(RuntimeError, match="n2 is not running"):
+        lab.run("n2", "true")
+    lab.boot("n2")
+    assert lab.run("n1", *ssh_hosts.command.split(), "n2", "hostname").stdout == "n2\n"
+
+
+# ---- files ----
+
+
+def test_a_hidden_folder_is_empty_on_that_host_alone(lab: Lab, tmp_path: Path) -> None:
+    (tmp_path / "shared").write_text("x")
+    lab.hide("n2", tmp_path)
+    assert lab.run("n2", "ls", tmp_path, cwd="/").stdout == ""
+    assert lab.run("n1", "ls", tmp_path).stdout == "shared\n"
+    lab.run("n2", "touch", tmp_path / "own")
+    assert [path.name for path in tmp_path.iterdir()] == ["shared"]
+
+
+def test_a_small_file_system_fills_up(lab: Lab) -> None:
+    lab.small("n2", "/dev/shm", "1m")
+    done = lab.run("n2", "dd", "if=/dev/zero", "of=/dev/shm/file", "bs=1M", "count=2")
+    assert "No space left on device" in done.stderr
+
+
+# ---- and back ----
+
+
+def test_restore_undoes_every_fault(lab: Lab, ssh_hosts: SshHosts, tmp_path: Path) -> None:
+    look = (
+        "ip -o -4 addr | cut -d/ -f1; cat /etc/hosts; ls {}; stat -f -c %b /dev/shm; tc qdisc; nft list ruleset;"
+        "cut -d' ' -f5 /proc/self/mountinfo"
+    )
+    (tmp_path / "shared").write_text("x")
+    before = [lab.run(host, "sh", "-c", look.format(tmp_path)).stdout for host in lab.hosts]
+    lab.deny("n1", from_="n2")
+    lab.rate("n1", "10mbit")
+    lab.names("n1", "127.0.1.1 n1")
+    lab.hide("n1", tmp_path)
+    lab.small("n2", "/dev/shm", "1m")
+    lab.add_nic("n2", "eth1", "10.78.0.2")
+    lab.cut("n2", "eth1")
+    lab.cut("n2")
+    lab.kill("n3")
+    lab.power_off("n4")
+    lab.restore()
+    after = [lab.run(host, "sh", "-c", look.format(tmp_path)).stdout for host in lab.hosts]
+    assert after == before
+    assert comes_true(lambda: all(knock(lab, "n1", host) == "open" for host in lab.hosts))
