@@ -18,7 +18,7 @@ import pytest
 from paceline.cli import cancel, logs, status
 from paceline.cli.finding import find_run, first_failure
 from paceline.cli.run_state import RunState, run_state
-from paceline.errors import UsageError
+from paceline.errors import TrainingError, UsageError
 from paceline.launch.failure import Failure
 from paceline.launch.procfs import read_process
 from paceline.launch.submission import Submission, next_submit_dir, write_submission
@@ -106,6 +106,19 @@ def test_a_held_run_is_running_with_its_speed_and_a_let_go_one_is_lost(run: Path
     agent.wait()
     assert run_state(run).state == "lost"
     assert run_state(run).samples_per_second is None
+
+
+def test_a_run_without_an_agent_runs_while_it_is_held_and_is_not_cancelled_from_here(
+    run: Path, agent: subprocess.Popen[str]
+) -> None:
+    (run / "attempt-1" / "agent-0.json").unlink()
+    (run / ".lock").write_text("pid 4711 on n1")
+    assert run_state(run).state == "running"
+    with pytest.raises(TrainingError, match="it has no agent, pid 4711 on n1 has it"):
+        cancel.main([str(run)])
+    agent.kill()
+    agent.wait()
+    assert run_state(run).state == "lost"
 
 
 def test_looking_at_a_run_does_not_take_it(run: Path) -> None:

@@ -94,6 +94,7 @@ def test_a_firewall_in_one_direction_is_named_with_the_direction(doctor: Doctor,
     assert report.code == 1
 
 
+@pytest.mark.slow
 def test_a_pair_that_a_firewall_keeps_apart_is_named(doctor: Doctor, lab: Lab) -> None:
     lab.deny("n3", from_="n2", ports="1024-65535")  # and so the answers to n3's own connections
     report = doctor("--quick", hosts="n1,n2,n3")
@@ -101,6 +102,7 @@ def test_a_pair_that_a_firewall_keeps_apart_is_named(doctor: Doctor, lab: Lab) -
     assert "cannot reach each other" in report.words
 
 
+@pytest.mark.slow
 def test_the_one_host_that_no_other_reaches_is_named(doctor: Doctor, lab: Lab) -> None:
     lab.deny("n3", from_="n2", ports="1024-65535")
     lab.run("n3", "nft", "add rule ip lab in ip saddr 10.77.0.1 tcp dport 1024-65535 drop")
@@ -123,6 +125,7 @@ def test_a_wrong_address_in_a_hosts_file_is_named(doctor: Doctor, lab: Lab) -> N
     assert "takes n1 for 10.77.0.3" in report.words
 
 
+@pytest.mark.slow
 def test_one_machine_under_two_names_is_named(doctor: Doctor, lab: Lab) -> None:
     lab.names("n1", "10.77.0.3 n2")
     report = doctor("--quick", hosts="n1,n3,n2")
@@ -130,6 +133,7 @@ def test_one_machine_under_two_names_is_named(doctor: Doctor, lab: Lab) -> None:
     assert "the same machine as n3" in report.words
 
 
+@pytest.mark.slow
 def test_a_slow_link_is_named(doctor: Doctor, lab: Lab) -> None:
     lab.rate("n3", "100mbit")
     report = doctor(hosts="n1,n2,n3")
@@ -213,6 +217,7 @@ def test_other_code_of_paceline_is_named(doctor: Doctor, tmp_path: Path) -> None
     assert "code" in report.words
 
 
+@pytest.mark.slow
 def test_of_two_hosts_that_differ_both_are_named(doctor: Doctor, tmp_path: Path) -> None:
     fake = tmp_path / "other" / "numpy-1.26.0.dist-info"
     fake.mkdir(parents=True)
