@@ -157,14 +157,9 @@ def _host(meeting: _Meeting, inherited: str) -> Store:
 
 
 def _tcp_store(meeting: _Meeting, *, is_master: bool, listen_fd: int | None = None) -> Store:
+    timeout = timedelta(seconds=CONNECT_SECONDS)
     return TCPStore(
-        meeting.host,
-        meeting.port,
-        world_size=meeting.size,
-        is_master=is_master,
-        timeout=timedelta(seconds=CONNECT_SECONDS),
-        wait_for_workers=False,
-        master_listen_fd=listen_fd,
+        meeting.host, meeting.port, meeting.size, is_master, timeout, wait_for_workers=False, master_listen_fd=listen_fd
     )
 
 

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from paceline.errors import ExitCode, unknown
+from paceline.launch.foreign import understood
 
 COMMANDS = {
     "train": "train a model on one process or on many",
@@ -60,6 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(__version__)
         return ExitCode.DONE
     try:
+        # srun's and mpirun's words for rank and world become torchrun's here, once: whoever looks later finds these
+        os.environ.update(understood(os.environ))
         if arguments[0] not in COMMANDS:
             raise unknown("command", arguments[0], COMMANDS)
         return importlib.import_module(f"paceline.cli.{arguments[0]}").main(arguments[1:])

@@ -189,6 +189,7 @@ def _start_slurm(cluster: ClusterConfig, job: Job) -> int:
         _write_down(cluster, job)
         return run_here(job.submit_dir / SCRIPT)
     check_fits(job, os.environ)
+    _write_down(cluster, job)  # before, too: whoever kills us now must not make the run unknown
     job_id = submit(plan, os.environ)
     _write_down(cluster, job, job_id)
     say(f"submitted as Slurm job {job_id}; its script is {job.submit_dir / SCRIPT}")
@@ -209,7 +210,7 @@ def _write_down(cluster: ClusterConfig, job: Job, slurm_job: str = "") -> None:
         on=cluster.on,
         started_at=time.time(),
         nodes=job.nodes,
-        hosts=tuple(host.name for host in job.hosts),
+        hosts=tuple(host.name if host.port is None else f"{host.name}:{host.port}" for host in job.hosts),
         ssh=job.ssh if cluster.on == "ssh" else (),
         slurm_job=slurm_job,
         command=tuple(sys.argv),

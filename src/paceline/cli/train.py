@@ -23,7 +23,7 @@ from paceline.cli.train_start import launch, launch_elsewhere, show_plan
 from paceline.config import EXACT, CliTrainConfig, ClusterConfig, TrainConfig, batch_shape, check_values
 from paceline.errors import ExitCode, UsageError
 from paceline.launch.cgroup import usable_cores
-from paceline.launch.foreign import check_shape, launched, understood
+from paceline.launch.foreign import check_shape, launched
 from paceline.launch.gpus import count_gpus
 from paceline.launch.job import Job
 from paceline.observe.folder import CHECKPOINTS, CONFIG, check_is_run, check_not_finished
@@ -221,7 +221,7 @@ def check_resumable(config: TrainConfig, nproc: int) -> None:
 def start_here(config: TrainConfig) -> tuple[Path, int]:
     """Be a rank: of the world that a launcher made, or of a world of one. Returns the run folder and the exit code."""
     check_values(config)
-    env = {**os.environ, **understood(os.environ)}
+    env = os.environ
     asked, prepared = config.launch.nproc, "PACELINE_ATTEMPT_DIR" in env
     if not prepared:  # our own agents need no checks, and after a restart there may be fewer of us
         if config.cluster.on != "local" or config.cluster.dry_run:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import msgspec
 
 from paceline.errors import UsageError
+from paceline.launch.bootstrap import MODULE
 from paceline.launch.hosts import labels, plain_name
 from paceline.launch.job import SECRET_NAME, Command, Job, Plan
 from paceline.launch.node_plans import head_ports, node_plan
@@ -71,8 +72,15 @@ def _torchrun(job: Job, node: int, nproc: int) -> tuple[str, ...]:
         f"--nproc-per-node={nproc}",
         f"--master-addr={_head(job)}",
         f"--master-port={head_ports(job)[0]}",
-        *job.argv[1:],  # without its python: torchrun starts the workers with its own
+        *_worker(job),
     )
+
+
+def _worker(job: Job) -> tuple[str, ...]:
+    """The worker's command as torchrun wants it: without a Python, which is its own, and without our bootstrap."""
+    if job.argv[0] != job.python:
+        return ("--no-python", *job.argv)
+    return job.argv[job.argv.index(MODULE) + 1 :] if MODULE in job.argv else job.argv[1:]
 
 
 def _nodes(job: Job) -> list[tuple[str, int]]:

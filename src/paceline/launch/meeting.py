@@ -88,8 +88,8 @@ def _listen(session: Session, heard: dict[int, bytes], facts: dict[int, Facts], 
         return
     if len(heard[session.node]) > MAX_GREETING_BYTES:
         wrong[session.node] = (
-            f"its login profile has written more than {MAX_GREETING_BYTES} bytes to stdout ({_quote(heard[session.node])}...); it "
-            "should be silent in shells that are not interactive"
+            f"its login profile has written more than {MAX_GREETING_BYTES} bytes to stdout "
+            f"({_quote(heard[session.node])}...); it should be silent in shells that are not interactive"
         )
 
 
