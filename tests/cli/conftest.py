@@ -3,10 +3,8 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-
 from tests.small_mnist import small_mnist as small_mnist
 
 

@@ -1,4 +1,4 @@
-"""Several nodes on one machine: their agents started by hand, as `--on print --agent paceline` says, on the loopback."""
+"""Several nodes on one machine: their agents, started as `--on print --agent paceline` says, on the loopback."""
 
 from __future__ import annotations
 
@@ -12,11 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-
-from paceline.launch.job import NodePlan
 from tests.launch.launch_harness import PRELUDE
 
-PORTS = tuple(range(24000, 24008))
+from paceline.launch.job import NodePlan
 
 
 class Nodes:

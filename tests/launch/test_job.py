@@ -24,32 +24,34 @@ GOLDEN = """\
     "it's"
   ],
   "nproc": 2,
-  "first_rank": 0,
   "world_size": 2,
-  "node": 0,
   "master_addr": "127.0.0.1",
   "port": 29500,
   "threads": 4,
   "run_id": "5f",
-  "attempt_dir": "/runs/a/attempt-0",
-  "grace_seconds": 3.0,
-  "stop_grace_seconds": 30.0,
-  "max_restarts": 0,
-  "min_nproc": 0
+  "attempt_dir": "/runs/a/attempt-0"
 }
 PLAN
 """
 
 
 def test_local_plan() -> None:
-    job = Job(("python", "-m", "paceline", "train", "it's"), 2, Path("/runs/a/attempt-0"), "5f", threads=4, port=29500)
-    plan = local(job, python="/usr/bin/python3")
+    job = Job(
+        ("python", "-m", "paceline", "train", "it's"),
+        nproc=2,
+        run_id="5f",
+        threads=4,
+        attempt_dir=Path("/runs/a/attempt-0"),
+        port=29500,
+        python="/usr/bin/python3",
+    )
+    plan = local(job)
     assert describe(plan) == GOLDEN
     assert msgspec.json.decode(msgspec.json.encode(plan.nodes[0]), type=NodePlan) == plan.nodes[0]
 
 
 def test_what_is_asked_of_a_job_reaches_the_agent() -> None:
-    job = Job(("x",), 2, Path("a"), "5f", 1, grace_seconds=1, stop_grace_seconds=2, max_restarts=3, min_nproc=4)
+    job = Job(("x",), 2, "5f", 1, grace_seconds=1, stop_grace_seconds=2, max_restarts=3, min_nproc=4)
     (node,) = local(job).nodes
     assert (node.grace_seconds, node.stop_grace_seconds, node.max_restarts, node.min_nproc) == (1, 2, 3, 4)
 

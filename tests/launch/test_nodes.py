@@ -12,7 +12,6 @@ from pathlib import Path
 import msgspec
 import psutil
 import pytest
-
 from tests.launch.nodes_harness import Nodes, several
 
 SAVES = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))\nforever()"
@@ -64,9 +63,7 @@ def test_ranks_are_given_in_the_order_of_nodes_and_all_meet_at_node_0(nodes) -> 
     assert run.codes() == [0, 0, 0]
     told = [json.loads((run.run_dir / "attempt-1" / f"env-{rank}").read_text()) for rank in range(6)]
     port = told[0][6]
-    assert told == [
-        [str(rank), "6", str(rank % 2), "2", str(rank // 2), "127.0.0.1", port, "lo"] for rank in range(6)
-    ]
+    assert told == [[str(rank), "6", str(rank % 2), "2", str(rank // 2), "127.0.0.1", port, "lo"] for rank in range(6)]
 
 
 def test_a_failure_on_any_node_is_the_exit_code_of_all_and_told_once(nodes) -> None:

@@ -19,7 +19,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
-import psutil
 
 from paceline.launch.cgroup import usable_cores
 from paceline.launch.doctor.gpus import Gpu, gpus_here
@@ -73,6 +72,8 @@ class Facts(msgspec.Struct, frozen=True):
 
 def gather() -> Facts:
     """The facts of this machine, now."""
+    import psutil  # not with this module: every agent has it, and one of a single node asks for no facts
+
     host = os.uname().nodename
     up, down = _addresses()
     shm_size, shm_free = _shared_memory()
@@ -142,6 +143,8 @@ def _versions() -> Iterator[tuple[str, str]]:
 
 def _addresses() -> tuple[tuple[Address, ...], tuple[Address, ...]]:
     """Those of interfaces that are up, and of those that are not."""
+    import psutil
+
     stats = psutil.net_if_stats()
     up: list[Address] = []
     down: list[Address] = []
