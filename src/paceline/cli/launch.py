@@ -76,8 +76,9 @@ def main(arguments: Sequence[str]) -> int:
         job = replace(job, run_dir=run_dir.absolute(), submit_dir=run_dir.absolute() / "submit-1")
         return show(cluster, job)
     run_dir = open_run_dir(options.script.run_dir, job.name)
-    code = _here(job, run_dir) if cluster.on == "local" else start(cluster, prepared(replace(job, run_dir=run_dir))[0])
-    if code != ExitCode.DONE or cluster.on != "local":
+    here = cluster.on == "local" and not cluster.detach
+    code = _here(job, run_dir) if here else start(cluster, prepared(replace(job, run_dir=run_dir))[0])
+    if code != ExitCode.DONE or not here:
         print(f"run folder {run_dir}", file=sys.stderr)
     return code
 

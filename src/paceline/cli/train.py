@@ -45,10 +45,12 @@ def main(arguments: Sequence[str]) -> int:
     check(config, nproc or 1)
     check_gpus(config, nproc or 1, gpus)
     config = replace(config, launch=replace(config.launch, nproc=nproc))
-    if config.cluster.dry_run:
-        return show_plan(config, job)
     if nproc is None and config.cluster != ClusterConfig():
         raise UsageError("--detach, --env, --module, --activate and --python are for workers: give --nproc")
+    if config.cluster.dry_run:
+        return show_plan(config, job)
+    if config.cluster.detach:
+        return _elsewhere(config, replace(job, nproc=nproc or 1))
     start = start_here if nproc is None else partial(launch, job)
     run_dir, code = start(config)
     if code != ExitCode.SAVED or config.checkpoint.rehearse_preemption is None:
@@ -68,8 +70,8 @@ def _elsewhere(config: TrainConfig, job: Job) -> int:
     if config.launch.nproc == "auto":
         raise UsageError(f"--nproc auto counts this machine, not those of --on {on}: give a number for each of them")
     if config.checkpoint.rehearse_preemption is not None:
-        raise UsageError(f"--rehearse-preemption has a meaning only with --on local, this is --on {on}")
-    if config.launch.min_nproc is not None:
+        raise UsageError("--rehearse-preemption has a meaning only with --on local, and without --detach")
+    if config.launch.min_nproc is not None and on != "local":
         raise UsageError("--min-nproc has a meaning on one machine only. Whole machines: --nodes MIN:MAX")
     config = replace(config, launch=replace(config.launch, nproc=job.nproc))
     check(config, size)

@@ -120,7 +120,7 @@ class NodePlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     join_seconds: float = JOIN_SECONDS
     run_dir: str = ""
     cwd: str = ""
-    env: dict[str, str] = msgspec.field(default_factory=dict[str, str])
+    env: dict[str, str] = {}
     modules: tuple[str, ...] = ()
     activate: str = ""
     plain_store: bool = False
