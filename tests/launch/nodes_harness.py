@@ -46,12 +46,13 @@ class Nodes:
         self.agents: dict[int, subprocess.Popen[bytes]] = {}
         self.output: dict[int, Path] = {}
 
-    def start(self, *numbers: int, plan_file: Path | None = None) -> None:
+    def start(self, *numbers: int, plan_file: Path | None = None, through: tuple[str, ...] = ()) -> None:
         for number in numbers:
             self.output[number] = self.folder / f"agent-{number}.txt"
             with self.output[number].open("ab") as out:
                 self.agents[number] = subprocess.Popen(
                     [
+                        *through,
                         *(sys.executable, "-P", "-m", "paceline.launch.agent"),
                         *("--plan", str(plan_file or self.plan_file), "--node", str(number)),
                     ],

@@ -238,6 +238,16 @@ def test_the_same_number_twice_or_another_number_of_nodes_is_refused(nodes) -> N
     assert "node 3 (" in run.said(0) and "this run has 3" in run.said(0)
 
 
+@pytest.mark.needs("faketime")
+def test_a_clock_that_is_a_minute_behind_is_told_and_does_no_harm(nodes) -> None:
+    run = nodes("(folder / f'world-{os.environ[\"WORLD_SIZE\"]}-{rank}').touch()")
+    run.start(0)
+    run.start(1, through=("env", "FAKETIME_DONT_FAKE_MONOTONIC=1", "faketime", "-f", "-60s"))
+    assert run.codes() == [0, 0]
+    assert "its clock is -60.0 s off node 0's" in run.said(0) or "its clock is -59.9 s off" in run.said(0)
+    assert len(list((run.run_dir / "attempt-1").glob("world-4-*"))) == 4
+
+
 def test_a_run_folder_that_another_run_holds_is_refused(nodes) -> None:
     first = nodes("forever()")
     first.start(0, 1)

@@ -41,6 +41,7 @@ class Member:
 
     def __init__(self, hello: Hello, link: Link) -> None:
         self.hello, self.link = hello, link
+        self.clock_ahead_seconds = hello.facts.wall_seconds - time.time()  # less the milliseconds of the way here
         self.observations: list[Observation] = []
         self.report = Report(-1)
         self.reached: Reached | None = None

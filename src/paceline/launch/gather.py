@@ -22,6 +22,7 @@ from paceline.launch.supervise import say
 FIRST_WORD_SECONDS = 10.0
 NEXT_WORD_SECONDS = 30.0
 REACH_SECONDS = 30.0
+CLOCK_SECONDS = 2.0
 
 Wait = Callable[[float], None]
 
@@ -122,5 +123,11 @@ def _refuse_differences(plan: NodePlan, own: Facts, members: Sequence[Member]) -
     errors = [words for words, finding in zip(told, findings, strict=True) if finding.severity == "error"]
     if errors:
         raise UsageError("these nodes are not fit to train together:\n  " + "\n  ".join(errors))
+    for member in members:
+        if abs(member.clock_ahead_seconds) > CLOCK_SECONDS:
+            told.append(
+                f"{member.name}: its clock is {member.clock_ahead_seconds:+.1f} s off node 0's: times in logs cannot be "
+                "compared (the run itself compares no clocks). Synchronise them: NTP, chrony"
+            )
     for words in told:
         say(f"warning: {words}")
