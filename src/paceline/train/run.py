@@ -31,6 +31,7 @@ from paceline.observe.folder import (
     write_settings,
 )
 from paceline.observe.summary import Summary, write_summary
+from paceline.tasks.code import check_code
 from paceline.train.definition import BITS_ONLY, allowed_changes, check_same, settings
 from paceline.train.determinism import deterministic, holds_for
 from paceline.train.keeping import Place
@@ -67,6 +68,7 @@ def train(config: TrainConfig, *, run_dir: Path | None = None) -> Ended:
             rehearsed = config.checkpoint.rehearse_preemption
             with deterministic() if config.strategy in EXACT else nullcontext():
                 parts = prepare(config, world)
+                check_code(world)
                 if rehearsed is not None and rehearsed >= parts.total_steps:
                     words = (
                         f"--rehearse-preemption {rehearsed} is not before the end: there are {parts.total_steps} steps"

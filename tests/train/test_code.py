@@ -1,0 +1,53 @@
+"""Two machines that hold different versions of a user's code do not train together."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+TASK = (Path(__file__).parents[2] / "examples" / "own_task.py").read_text()
+
+
+def train_in(folders: list[Path]) -> list[tuple[int, str]]:
+    """One rank in each folder, as a launcher starts them on machines that share nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    ranks = []
+    for rank, folder in enumerate(folders):
+        env = {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(len(folders)),
+            "LOCAL_RANK": str(rank),
+            "LOCAL_WORLD_SIZE": str(len(folders)),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "OMP_NUM_THREADS": "1",
+        }
+        command = [sys.executable, "-m", "paceline", "train", "mine:task", "--steps", "2", "--device", "cpu"]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        ranks.append(subprocess.Popen(command, cwd=folder, env={**os.environ, **env}, **pipes))
+    said = [rank.communicate(timeout=50)[0] for rank in ranks]
+    return [(rank.returncode, words) for rank, words in zip(ranks, said, strict=True)]
+
+
+def test_different_code_is_refused_before_the_first_step_and_named(tmp_path: Path) -> None:
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder in folders:
+        folder.mkdir()
+        (folder / "mine.py").write_text(TASK)
+    (folders[1] / "mine.py").write_text(TASK + "\n# an older version\n")
+    (first, told), (second, _) = train_in(folders)
+    assert (first, second) == (2, 2), told
+    assert "different code: mine (" in told and "on rank 0" in told and "--sync" in told
+
+
+def test_what_only_one_rank_has_imported_is_no_difference(tmp_path: Path) -> None:
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder in folders:
+        folder.mkdir()
+        (folder / "mine.py").write_text(TASK + "\nimport os\nif os.environ['RANK'] == '0': import plots\n")
+        (folder / "plots.py").write_text("")
+    assert [code for code, _ in train_in(folders)] == [0, 0]
