@@ -74,6 +74,12 @@ def _elsewhere(config: TrainConfig, job: Job) -> int:
     if config.launch.min_nproc is not None and on != "local":
         raise UsageError("--min-nproc has a meaning on one machine only. Whole machines: --nodes MIN:MAX")
     config = replace(config, launch=replace(config.launch, nproc=job.nproc))
+    virtual_ranks = config.data.virtual_ranks
+    if virtual_ranks is not None and size > virtual_ranks:
+        raise UsageError(
+            f"{job.nodes} nodes with {size} processes in all are more than --virtual-ranks {virtual_ranks}: some "
+            "processes would have nothing to do. Use fewer nodes, or a smaller --nproc (processes on each)"
+        )
     check(config, size)
     if job.min_nodes < job.nodes and config.checkpoint.checkpoint_every is None:
         raise UsageError(

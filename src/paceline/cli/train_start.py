@@ -88,7 +88,9 @@ def launch_elsewhere(config: TrainConfig, where: Job, world_size: int) -> int:
     code = start(cluster, job_of(config, job, submit_dir))
     if on == "ssh" and not job.detached and code not in (ExitCode.DONE, ExitCode.SAVED, ExitCode.USAGE):
         write_failed_summary(run_dir, config, world_size, code)
-    print(f"run folder {run_dir}", file=sys.stderr)
+    followed = (on == "ssh" and not job.detached) or cluster.follow
+    if not followed or code not in (ExitCode.DONE, ExitCode.SAVED):  # else rank 0 has said so
+        print(f"run folder {run_dir}", file=sys.stderr)
     return code
 
 

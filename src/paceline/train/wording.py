@@ -22,7 +22,7 @@ def opening_lines(parts: Parts) -> list[str]:
     ranks = _count(plan.virtual_ranks, "rank" if plan.virtual_ranks == world.size else "virtual rank")
     lines = [
         f"{config.task}: {_count(world.size, 'process', 'processes')} on {world.device.type}, strategy "
-        f"{default_strategy(config, world.size)}, {torch.get_num_threads()} CPU threads each",
+        f"{default_strategy(config, world.size)}, {_count(torch.get_num_threads(), 'CPU thread')} each",
         f"global batch {plan.global_batch} = {ranks} x {_count(plan.accumulation, 'micro-batch', 'micro-batches')} x "
         f"{'' if exact else 'at most '}{micro}",
         f"{plan.num_samples:,} samples = {_count(plan.steps_per_epoch, 'step')} an epoch; "
