@@ -7,8 +7,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
 
 .DEFAULT_GOAL := help
-.PHONY: help run test check format soak-kills soak-mutations soak-verify soak-bits soak-fuzz bench-startup \
-	bench-exactness clean
+.PHONY: help run test check format soak-kills soak-mutations soak-verify soak-bits soak-fuzz soak-launch \
+	bench-startup bench-exactness transcripts clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -52,11 +52,20 @@ soak-bits: $(STAMP)  ## one digest at every world size, after kills, resumes and
 soak-fuzz: $(STAMP)  ## damage checkpoints at random places; see that none is ever loaded
 	PYTHONPATH=. $(BIN)/python tests/checkpoint/soak_fuzz.py --count 200 --out benchmarks/results/checkpoint-fuzz.json
 
+soak-launch: $(STAMP)  ## runs on real sshd and Slurm hosts that are killed, cut and preempted (root; about an hour)
+	for part in digests scripts kills lost slurm ports head; do \
+		PYTHONPATH=. $(BIN)/python tests/cluster/soak_launch.py --part $$part \
+			--out benchmarks/results/launch-$$part.json || exit 1; \
+	done
+
 bench-startup: $(STAMP)  ## measure the time from the command to the first step
 	$(BIN)/python benchmarks/startup.py --out benchmarks/results/startup.json
 
 bench-exactness: $(STAMP)  ## what the same bits, snapshots and checkpoints cost
 	$(BIN)/python benchmarks/exactness.py --out benchmarks/results/exactness.json
+
+transcripts: $(STAMP)  ## type the commands of docs/launch on real hosts, and write down what comes out (root)
+	$(BIN)/python docs/launch/transcripts.py
 
 clean:  ## remove the environment and the caches; runs/ stays
 	rm -rf $(VENV) dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -1,5 +1,6 @@
 """The documents are true: links lead somewhere, code compiles, commands and their flags exist."""
 
+import ast
 import re
 import shlex
 import subprocess
@@ -13,8 +14,14 @@ from paceline.cli import COMMANDS
 from paceline.errors import ExitCode
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+TRANSCRIPT = re.compile(r"<!-- transcript ([\w-]+) -->\n+```text\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+TYPED = re.compile(r"^n\d\$ (.*)(?<!\.\.\.)$", re.MULTILINE)  # in a transcript; long lines are cut off with dots
+
+CODE = re.compile(r"`([^`\n]+)`")
+# In what a page quotes of the program: stands for something else each time.
+VARIES = re.compile(r"\.\.\.|node \d \(n\d\)|\bn\d\b|\d[\d.:]*|SIGKILL|paceline \w+")
 
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 
@@ -26,7 +33,19 @@ def blocks(page: Path, *languages: str) -> list[str]:
 def commands(page: Path) -> list[list[str]]:
     """Every command line in the page's shell blocks, as words."""
     lines = [line.removeprefix("$ ") for code in blocks(page, "console", "bash") for line in code.splitlines()]
+    lines += [line for _, text in TRANSCRIPT.findall(page.read_text()) for line in TYPED.findall(text)]
     return [shlex.split(line, comments=True) for line in lines if line.strip() and not line.startswith(" ")]
+
+
+def literals(path: Path) -> str:
+    """All texts in a module's code, f-strings with their values left out; one on each line."""
+    found = list[str]()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.JoinedStr):
+            found.append("\n".join(str(part.value) for part in node.values if isinstance(part, ast.Constant)))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found.append(node.value)
+    return "\n".join(found)
 
 
 @cache
@@ -56,6 +75,7 @@ def test_commands_and_their_flags_exist(page):
         if "paceline" not in words:
             continue
         command, *rest = words[words.index("paceline") + 1 :]
+        rest = rest[: rest.index("--")] if "--" in rest else rest  # what follows is the script's own
         assert command in COMMANDS, f"{page.name}: paceline {command}"
         for word in rest:
             if word.startswith("--"):
@@ -67,6 +87,27 @@ def test_make_targets_exist(page):
     makefile = (ROOT / "Makefile").read_text()
     for target in re.findall(r"`make ([a-z-]+)", page.read_text()) + [w[1] for w in commands(page) if w[0] == "make"]:
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"{page.name}: make {target}"
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.parent.name == "launch"], ids=lambda p: p.name)
+def test_every_transcript_was_made_and_names_nothing_of_the_machine_it_was_made_on(page):
+    text = page.read_text()
+    assert text.count("<!-- transcript") == len(TRANSCRIPT.findall(text))
+    for name, said in TRANSCRIPT.findall(text):
+        assert said.strip(), f"{page.name}: {name} is empty: make transcripts"
+        assert "/tmp/" not in said and "\x1b" not in said, f"{page.name}: {name}"
+
+
+def test_every_symptom_is_what_the_program_says():
+    source = "\n".join(literals(path) for path in sorted((ROOT / "src").rglob("*.py")))
+    page = (ROOT / "docs" / "launch" / "troubleshooting.md").read_text()
+    symptoms = CODE.findall("\n".join(re.findall(r"^\| ([^|]*) \|", page, re.MULTILINE)))
+    assert len(symptoms) > 20
+    for words in symptoms:
+        if words.startswith("-"):
+            continue  # a flag
+        for part in VARIES.split(words):
+            assert part.strip() in source, f"nobody says {part.strip()!r} of {words!r}"
 
 
 def test_the_table_of_exit_codes_is_the_programs():

@@ -137,6 +137,20 @@ def test_a_summary_says_how_a_run_has_ended(run: Path, code: int, state: str) ->
     assert found.state == state and ("exit code 137" in found.words) == (code == 137)
 
 
+@pytest.mark.parametrize(("code", "state"), [(0, "done"), (7, "failed")])
+def test_any_script_has_ended_as_its_agent_says(
+    tmp_path: Path, code: int, state: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It writes no summary of its own, and is not gone on with by `paceline train`."""
+    script = tmp_path / "script.py"
+    script.write_text(f"import os; os._exit({code})\n")
+    launched = (sys.executable, "-m", "paceline", "launch", "--run-dir", str(tmp_path / "run"), "--", str(script))
+    assert subprocess.run(launched, capture_output=True, timeout=60).returncode == code
+    assert status.main([str(tmp_path / "run")]) == 0
+    shown = capsys.readouterr().out
+    assert f"state     {state}" in shown and "paceline train" not in shown
+
+
 def test_the_first_failure_is_named_and_no_victim(run: Path) -> None:
     attempt = run / "attempt-1"
     (attempt / "error-0.json").write_bytes(failure(0, "Connection closed by peer", victim=True, seconds=1.0))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import time
 from pathlib import Path
@@ -11,7 +10,17 @@ import pytest
 from tests.cluster.lab import Lab
 from tests.cluster.slurm import Slurm
 from tests.cluster.ssh import SshHosts
-from tests.cluster.test_train import PACELINE, clean_ledger, weights, words
+from tests.cluster.training import (
+    PACELINE,
+    clean_ledger,
+    resumed_here,
+    steps_done,
+    submit,
+    trained_here,
+    wait_for_step,
+    weights,
+    words,
+)
 
 STEPS = 200
 
@@ -26,37 +35,10 @@ def long_task(small_mnist: Path) -> list[str]:
 
 @pytest.fixture(scope="session")
 def long_expected(long_task: list[str], tmp_path_factory: pytest.TempPathFactory) -> str:
-    run_dir = tmp_path_factory.mktemp("expected") / "run"
-    done = subprocess.run(
-        [*PACELINE, *long_task, *words("--nproc", 1, "--run-dir", run_dir)], capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    return weights(run_dir)
+    return trained_here(long_task, tmp_path_factory.mktemp("expected") / "run")
 
 
-def steps_done(run_dir: Path) -> int:
-    """The last step that rank 0 has logged."""
-    try:
-        lines = (run_dir / "events-0.jsonl").read_text().splitlines()
-    except FileNotFoundError:
-        return 0
-    return max((json.loads(line).get("step", 0) for line in lines if line.endswith("}")), default=0)
-
-
-def wait_for_step(run_dir: Path, step: int, timeout: float = 60) -> None:
-    deadline = time.monotonic() + timeout
-    while steps_done(run_dir) < step:
-        assert time.monotonic() < deadline, f"only {steps_done(run_dir)} steps, of {step}"
-        time.sleep(0.05)
-
-
-def submit(slurm: Slurm, task: list[str], run_dir: Path, *options: object) -> str:
-    where = words("--on", "slurm", "--nodes", 2, "--nproc", 2, "--time", 10, "--run-dir", run_dir, *options)
-    done = slurm.run(*PACELINE, *task, *where, cwd=run_dir.parent)
-    assert done.returncode == 0, done.stderr
-    return json.loads((run_dir / "submit-1" / "submitted.json").read_text())["slurm_job"]
-
-
+@pytest.mark.timeout(120)  # with the time of the run here that it is compared with
 def test_the_warning_before_the_time_limit_saves_and_queues_again_and_the_run_goes_on(
     slurm: Slurm, long_task: list[str], long_expected: str, tmp_path: Path
 ) -> None:
@@ -173,10 +155,5 @@ def test_without_its_first_host_an_ssh_run_ends_everywhere_and_can_be_resumed(
     finally:
         launcher.kill()
         lab.boot("n2")
-    done = subprocess.run(
-        [*PACELINE, *words("train", "--resume", "auto", "--run-dir", run_dir, "--nproc", 1)],
-        capture_output=True, text=True, timeout=100, cwd=tmp_path,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert weights(run_dir) == long_expected
+    assert resumed_here(run_dir, 100) == long_expected
     clean_ledger(run_dir)

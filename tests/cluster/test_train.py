@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -12,21 +9,17 @@ import pytest
 from tests.cluster.lab import Lab
 from tests.cluster.slurm import Slurm
 from tests.cluster.ssh import SshHosts
-
-PACELINE = (sys.executable, "-m", "paceline")
-SCRIPT = Path(__file__).parents[2] / "examples" / "existing_ddp.py"
-MNIST = SCRIPT.parents[1] / "src" / "paceline" / "data" / "mnist"
-EXACT = ("--strategy", "exact", "--virtual-ranks", 4, "--device", "cpu")
-
-
-def words(*values: object) -> list[str]:
-    return [str(value) for value in values]
-
-
-def weights(run_dir: Path) -> str:
-    summary = json.loads((run_dir / "summary.json").read_text())
-    assert summary["exit"] == 0, summary
-    return summary["weights_sha256"]
+from tests.cluster.training import (
+    EXACT,
+    MNIST,
+    PACELINE,
+    SCRIPT,
+    clean_ledger,
+    trained_here,
+    type_everywhere,
+    weights,
+    words,
+)
 
 
 @pytest.fixture(scope="session")
@@ -38,17 +31,7 @@ def task(small_mnist: Path) -> list[str]:
 @pytest.fixture(scope="session")
 def expected(task: list[str], tmp_path_factory: pytest.TempPathFactory) -> str:
     """The weights that one process on this machine comes to."""
-    run_dir = tmp_path_factory.mktemp("expected") / "run"
-    done = subprocess.run(
-        [*PACELINE, *task, *words("--nproc", 1, "--run-dir", run_dir)], capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 0, done.stderr
-    return weights(run_dir)
-
-
-def clean_ledger(run_dir: Path) -> None:
-    done = subprocess.run([*PACELINE, "ledger", str(run_dir)], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stdout + done.stderr
+    return trained_here(task, tmp_path_factory.mktemp("expected") / "run", 60)
 
 
 def test_two_ssh_hosts_come_to_the_weights_of_one_process(
@@ -83,14 +66,7 @@ def test_what_is_printed_and_typed_on_two_hosts_comes_to_the_weights_of_one_proc
     where = words("--on", "print", "--hosts", "n2,n3", "--nproc", 2, "--agent", agent, "--run-dir", run_dir)
     printed = lab.run("n1", *PACELINE, *task, *where, cwd=tmp_path)
     assert printed.returncode == 0, printed.stderr
-    typed = [line for line in printed.stdout.splitlines() if line and not line.startswith("#")]
-    assert len(typed) == 2
-    nodes = [
-        lab.popen(host, "bash", "-c", line, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        for host, line in zip(("n2", "n3"), typed, strict=True)
-    ]
-    said = [node.communicate(timeout=60)[0] for node in nodes]
-    assert [node.returncode for node in nodes] == [0, 0], said
+    type_everywhere(lab, printed.stdout, tmp_path)
     assert weights(run_dir) == expected
 
 
@@ -112,12 +88,7 @@ def test_an_unmodified_ddp_script_comes_to_the_same_weights_everywhere(
         assert done.returncode == 0, f"{name}: {done.stderr}{done.stdout}"
         said = done.stdout
         if name == "print":
-            lines = [line for line in said.splitlines() if line and not line.startswith("#")]
-            nodes = [
-                lab.popen(host, "bash", "-c", line, cwd=tmp_path, stdout=subprocess.PIPE, text=True)
-                for host, line in zip(("n2", "n3"), lines, strict=True)
-            ]
-            said = "".join(node.communicate(timeout=60)[0] for node in nodes)
+            said = type_everywhere(lab, said, tmp_path)
         digests[name] = {line.rpartition(" ")[2] for line in said.splitlines() if "weights" in line}
     assert digests["local"] and all(found == digests["local"] for found in digests.values()), digests
 

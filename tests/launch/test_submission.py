@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.errors import UsageError
+from paceline.errors import TrainingError, UsageError
 from paceline.launch.submission import (
     SUBMITTED,
     Submission,
@@ -45,7 +45,7 @@ def test_files_are_their_owners_and_never_half_there(tmp_path: Path) -> None:
 
 def test_a_link_is_not_written_through(tmp_path: Path) -> None:
     (tmp_path / ".plan.json.partial").symlink_to(tmp_path / "victim")
-    with pytest.raises(OSError):
+    with pytest.raises(TrainingError, match="cannot be written"):
         write_files(tmp_path, {"plan.json": "secret"})
     assert not (tmp_path / "victim").exists()
 

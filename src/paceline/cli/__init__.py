@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from paceline.errors import ExitCode, unknown
 from paceline.launch.foreign import understood
+from paceline.launch.orders import hold_standard_descriptors
 
 COMMANDS = {
     "train": "train a model on one process or on many",
@@ -48,6 +49,7 @@ def entry() -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run `paceline ARGUMENTS` and return its exit code."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
+    hold_standard_descriptors()
     if "PACELINE_AGENT_PID" in os.environ:  # before anything slow: a worker must not outlive its agent
         from paceline.launch.worker import attach
 

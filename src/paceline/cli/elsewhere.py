@@ -7,7 +7,7 @@ import secrets
 import shlex
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from paceline.launch.allocation import check_allocation, in_allocation, run_here
 from paceline.launch.batch_script import SCRIPT
 from paceline.launch.by_hand import by_hand, typed
 from paceline.launch.hosts import parse_hosts
-from paceline.launch.job import Allocation, Host, Job, Plan, describe
+from paceline.launch.job import SECRET_NAME, Allocation, Host, Job, Plan, describe
 from paceline.launch.local import local
 from paceline.launch.partitions import check_fits
 from paceline.launch.queue import follow, submit
@@ -31,11 +31,16 @@ from paceline.launch.sync import rsync_commands, sync
 LAUNCHERS: dict[str, Callable[[Job], Plan]] = {"local": local, "ssh": ssh, "slurm": slurm, "print": by_hand}
 MEANING = {  # the settings that only some launchers have a use for
     "hosts": ("ssh", "print"),
+    "ssh": ("ssh",),
     "sync": ("ssh",),
+    "join_timeout": ("ssh", "slurm", "print"),
+    "agent": ("print",),
     "detach": ("local", "ssh"),
     "partition": ("slurm",),
     "time": ("slurm",),
     "gpus_per_node": ("slurm",),
+    "cpus_per_rank": ("slurm",),
+    "save_before": ("slurm",),
     "sbatch": ("slurm",),
     "follow": ("slurm",),
     "cancel_on_interrupt": ("slurm",),
@@ -213,7 +218,18 @@ def _write_down(cluster: ClusterConfig, job: Job, slurm_job: str = "") -> None:
         hosts=tuple(host.name if host.port is None else f"{host.name}:{host.port}" for host in job.hosts),
         ssh=job.ssh if cluster.on == "ssh" else (),
         slurm_job=slurm_job,
-        command=tuple(sys.argv),
+        command=_without_secrets(sys.argv),
         cwd=job.cwd,
     )
     write_submission(job.submit_dir, submission)
+
+
+def _without_secrets(command: Sequence[str]) -> tuple[str, ...]:
+    """The command line without the values that --env gives to names that look secret."""
+    words = list(command)
+    for index, (before, word) in enumerate(zip(("", *words), command, strict=False)):
+        setting = word if before == "--env" else word.removeprefix("--env=") if word.startswith("--env=") else ""
+        name, equals, _ = setting.partition("=")
+        if equals and SECRET_NAME.search(name):
+            words[index] = word.removesuffix(setting) + f"{name}=…"
+    return tuple(words)

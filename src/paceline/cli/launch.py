@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Literal
@@ -16,10 +15,11 @@ from paceline.config import ClusterConfig
 from paceline.errors import ExitCode, UsageError
 from paceline.launch.bootstrap import worker_command
 from paceline.launch.cgroup import usable_cores
+from paceline.launch.foreign import launched
 from paceline.launch.gpus import count_gpus
 from paceline.launch.job import Job
 from paceline.launch.local import local
-from paceline.launch.supervise import run
+from paceline.launch.supervise import run, say
 from paceline.observe.folder import create_attempt_dir, lock_run_dir, new_run_dir, open_run_dir
 
 SEPARATOR = "--"
@@ -69,6 +69,7 @@ def main(arguments: Sequence[str]) -> int:
     if not words:
         raise UsageError("what is to be launched? paceline launch [OPTIONS] -- SCRIPT [ARGUMENTS]")
     check(options.script)
+    check_no_rank(os.environ)
     job = job_of(options, words)
     cluster = options.cluster
     if cluster.dry_run:
@@ -77,9 +78,9 @@ def main(arguments: Sequence[str]) -> int:
         return show(cluster, job)
     run_dir = open_run_dir(options.script.run_dir, job.name)
     here = cluster.on == "local" and not cluster.detach
-    code = _here(job, run_dir) if here else start(cluster, prepared(replace(job, run_dir=run_dir))[0])
+    code = _here(job, run_dir) if here else _elsewhere(cluster, replace(job, run_dir=run_dir), run_dir)
     if code != ExitCode.DONE or not here:
-        print(f"run folder {run_dir}", file=sys.stderr)
+        say(f"run folder {run_dir}")
     return code
 
 
@@ -106,6 +107,20 @@ def check(script: ScriptConfig) -> None:
     }
     if said := [words for words, is_wrong in wrong.items() if is_wrong]:
         raise UsageError("; ".join(said))
+
+
+def check_no_rank(env: Mapping[str, str]) -> None:
+    """Refuse to start a run from each rank of another one.
+
+    Raises:
+        UsageError: this process is a rank that somebody has started.
+    """
+    if launched(env):
+        raise UsageError(
+            f"this process is rank {env.get('RANK')} of {env.get('WORLD_SIZE')} already (RANK and WORLD_SIZE, or "
+            "Slurm's or mpirun's words for it, are set): each rank would start a run of its own. Type this outside, or "
+            "start the script itself there"
+        )
 
 
 def job_of(options: LaunchScript, words: Sequence[str]) -> Job:
@@ -143,3 +158,8 @@ def _here(job: Job, run_dir: Path) -> int:
         return run(local(job), attempt_dir, keep_open=[lock])
     finally:
         os.close(lock)
+
+
+def _elsewhere(cluster: ClusterConfig, job: Job, run_dir: Path) -> int:
+    os.close(lock_run_dir(run_dir))  # a second start must not look like the run that is active; then node 0 takes it
+    return start(cluster, prepared(job)[0])

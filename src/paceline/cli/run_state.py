@@ -14,6 +14,7 @@ from paceline.checkpoint.published import entries
 from paceline.cli.finding import agent_runs, attempts, first_failure, head_roster, is_locked
 from paceline.errors import ExitCode, PacelineError, UsageError
 from paceline.launch import queue
+from paceline.launch.ended import read_ended
 from paceline.launch.submission import Submission, last_submission
 from paceline.observe.events import Event, Started, Step, read_events
 from paceline.observe.folder import CHECKPOINTS, CONFIG
@@ -107,6 +108,9 @@ def _weigh(run_dir: Path, submission: Submission | None, job: queue.JobState | N
         return "failed", failure
     if job is not None:
         return ("cancelled", str(job)) if job.state == "CANCELLED" else _of_code(job.exit_code, f"Slurm: {job}")
+    code = read_ended(attempts(run_dir)[-1]) if attempts(run_dir) else None
+    if code is not None:
+        return _of_code(code, "")
     if unheard:
         return "unknown", unheard
     if alive is None and roster is not None:

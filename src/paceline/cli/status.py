@@ -6,6 +6,7 @@ import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
 import tyro
@@ -14,6 +15,7 @@ from paceline.cli.finding import find_run
 from paceline.cli.run_state import RunState, run_state
 from paceline.errors import ExitCode
 from paceline.launch.verdict import clean
+from paceline.observe.folder import CONFIG
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,8 @@ def _hint(found: RunState) -> str:
         case "queued" | "running":
             return f"paceline logs {run} --follow, or paceline cancel {run}"
         case "saved" | "lost" | "failed" | "cancelled":
-            return f"paceline logs {run}; to go on: paceline train --resume auto --run-dir {run}"
+            is_training = (Path(found.run_dir) / CONFIG).is_file()  # any other script must find its own state
+            again = f"; to go on: paceline train --resume auto --run-dir {run}" if is_training else ""
+            return f"paceline logs {run}{again}"
         case _:
             return ""

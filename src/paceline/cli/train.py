@@ -74,6 +74,8 @@ def _elsewhere(config: TrainConfig, job: Job) -> int:
     if config.launch.min_nproc is not None and on != "local":
         raise UsageError("--min-nproc has a meaning on one machine only. Whole machines: --nodes MIN:MAX")
     config = replace(config, launch=replace(config.launch, nproc=job.nproc))
+    if on == "slurm" and config.launch.device == "cuda" and config.cluster.gpus_per_node is None:
+        job = replace(job, slurm=replace(job.slurm, gpus_per_node=job.nproc))
     virtual_ranks = config.data.virtual_ranks
     if virtual_ranks is not None and size > virtual_ranks:
         raise UsageError(

@@ -13,9 +13,10 @@ from paceline import config as configuration
 from paceline.cli.elsewhere import prepared, show, start
 from paceline.config import ClusterConfig, TrainConfig, batch_shape, default_strategy
 from paceline.errors import ExitCode
+from paceline.launch.allocation import in_allocation
 from paceline.launch.job import Job
 from paceline.launch.local import local
-from paceline.launch.supervise import run
+from paceline.launch.supervise import run, say
 from paceline.observe.events import Step, read_events
 from paceline.observe.folder import (
     CONFIG,
@@ -51,7 +52,7 @@ def launch(where: Job, config: TrainConfig) -> tuple[Path, int]:
         return run_dir, code  # refused: nothing is written over
     if code not in (ExitCode.DONE, ExitCode.SAVED):
         write_failed_summary(run_dir, config, nproc, code)
-        print(f"run folder {run_dir}", file=sys.stderr)
+        say(f"run folder {run_dir}")
     return run_dir, code
 
 
@@ -88,9 +89,9 @@ def launch_elsewhere(config: TrainConfig, where: Job, world_size: int) -> int:
     code = start(cluster, job_of(config, job, submit_dir))
     if on == "ssh" and not job.detached and code not in (ExitCode.DONE, ExitCode.SAVED, ExitCode.USAGE):
         write_failed_summary(run_dir, config, world_size, code)
-    followed = (on == "ssh" and not job.detached) or cluster.follow
+    followed = (on == "ssh" and not job.detached) or cluster.follow or (on == "slurm" and in_allocation(os.environ))
     if not followed or code not in (ExitCode.DONE, ExitCode.SAVED):  # else rank 0 has said so
-        print(f"run folder {run_dir}", file=sys.stderr)
+        say(f"run folder {run_dir}")
     return code
 
 

@@ -30,7 +30,7 @@ from paceline.launch.follower import Follower
 from paceline.launch.head import Head
 from paceline.launch.janitor import start_janitor
 from paceline.launch.job import NodePlan, threads_per_rank, usable_cores
-from paceline.launch.orders import LIFELINE, STOP_SIGNALS, Orders, signal_inbox
+from paceline.launch.orders import LIFELINE, STOP_SIGNALS, Orders, hold_standard_descriptors, signal_inbox
 from paceline.launch.start import Inherited, make_snapshots
 from paceline.launch.supervise import KEEP_FDS, say
 from paceline.launch.surroundings import environment_after
@@ -150,6 +150,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--node", type=int)
     parser.add_argument("--head", action="append", default=[])
     options = parser.parse_args(arguments)
+    hold_standard_descriptors()
     if options.announce:
         os.write(1, msgspec.json.encode(gather_facts()) + b"\n")
     code: int = ExitCode.FAILED

@@ -106,8 +106,8 @@ def _notes(job: Job) -> Iterator[str]:
     secret = [name for name in job.env if SECRET_NAME.search(name)]
     if secret and job.torchrun:
         yield f"Not printed, for it looks secret: set {', '.join(secret)} on each node before."
-    where = " or ".join(map(str, ports))
-    yield f"All nodes must reach node 0 at port {where}; and every node every other at ports that gloo or NCCL choose."
+    where = f"port {ports[0]}" if len(ports) == 1 else f"one of the ports {', '.join(map(str, ports))}"
+    yield f"All nodes must reach node 0 at {where}; and every node every other at ports that gloo or NCCL choose."
     yield "On all nodes: the same folders under the same paths, the same versions of Python, torch and paceline."
     if job.torchrun and not job.threads:
         yield "OMP_NUM_THREADS=1 suits any node; faster is the number of cores divided by the workers of the node."

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 
 from paceline.errors import ExitCode, UsageError
 from paceline.launch.crew import BEAT_SECONDS, Crew
+from paceline.launch.ended import write_ended
 from paceline.launch.failure import GOOD_ENDS, LOADER_KILLED, Kind, Observation, choose, verdict_due_seconds
 from paceline.launch.gather import gather
 from paceline.launch.job import NodePlan
@@ -56,6 +57,8 @@ class Head:
         finally:  # also after our own bugs
             self._stop(0.0)
             self.crew.end(code)
+            if self.plan.attempt_dir:
+                write_ended(Path(self.plan.attempt_dir), code)
         return code
 
     def _run(self) -> int:

@@ -17,7 +17,7 @@ def node_plan(job: Job, *, node: int, nproc: int, head: tuple[str, ...], silence
         argv=job.argv,
         nproc=nproc,
         node=node,
-        port=job.port,
+        port=job.port if job.nodes == 1 else 0,  # of several nodes the head listens at it, and the ranks cannot as well
         threads=job.threads,
         run_id=job.run_id,
         attempt_dir=str(job.attempt_dir or ""),

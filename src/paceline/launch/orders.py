@@ -24,6 +24,16 @@ class Readable(Protocol):
         ...
 
 
+def hold_standard_descriptors() -> None:
+    """Open those of 0, 1 and 2 that whoever started us has closed, as /dev/null.
+
+    Else the next socket would get their numbers: what is said to people would arrive there, in the inbox as signals.
+    """
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
+
+
 @contextmanager
 def signal_inbox(signals: Iterable[signal.Signals]) -> Generator[socket.socket]:
     """Inside, these signals no longer interrupt: each is a byte to be read from the socket, in order of arrival.

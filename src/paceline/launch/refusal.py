@@ -79,7 +79,7 @@ def why_no_agent(argv: Sequence[str], code: int | None, words: bytes, python: st
         for pattern, sentence in _SSH_WORDS:
             if found := re.search(f".*(?:{pattern}).*", text):
                 told = sentence.format(ssh=_by_hand(argv), host=argv[-2] if len(argv) > 1 else "")
-                return f"{told} (ssh: {found[0].strip()[:MAX_QUOTE_CHARS]})"
+                return f"{told} (ssh: {found[0].strip().removeprefix('ssh: ')[:MAX_QUOTE_CHARS]})"
         return f"ssh has failed{quote or ' without a word'}. Try `{_by_hand(argv)} true`"
     python = python or _python(argv)
     if "No module named" in text and "paceline" in text:
@@ -97,7 +97,7 @@ def why_lost(code: int, words: bytes) -> str:
     if code < 0:
         return f"the ssh client here was killed by signal {-code}"
     found = _LOST.findall("\n".join(cleaned(line) for line in words.split(b"\n")))
-    return f"ssh: {found[-1].strip()[:MAX_QUOTE_CHARS]}" if found else "ssh has said nothing; was it ended there?"
+    return f"ssh: {found[-1].strip().removeprefix('ssh: ')[:MAX_QUOTE_CHARS]}" if found else "ssh has said nothing; was it ended there?"
 
 
 def _by_hand(argv: Sequence[str]) -> str:

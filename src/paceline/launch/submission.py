@@ -17,7 +17,7 @@ from typing import Literal
 
 import msgspec
 
-from paceline.errors import UsageError
+from paceline.errors import TrainingError, UsageError
 
 SUBMITTED = "submitted.json"
 PRIVATE = 0o700
@@ -65,23 +65,32 @@ def write_files(submit_dir: Path, files: Mapping[str, str]) -> None:
     """Write a plan's files, each whole or not at all, readable by their owner only.
 
     Raises:
-        OSError: if the disk is full, say.
+        TrainingError: if the disk is full, say.
     """
     for name, text in files.items():
-        partial = submit_dir / f".{name}.partial"
-        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
-        with os.fdopen(descriptor, "w", encoding="utf-8", newline="") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(descriptor)  # other nodes read it
-        partial.replace(submit_dir / name)
+        try:
+            _write(submit_dir, name, text)
+        except OSError as error:
+            raise TrainingError(
+                f"{submit_dir / name} cannot be written: {error.strerror}. Make room, or name another folder: --run-dir"
+            ) from None
+
+
+def _write(submit_dir: Path, name: str, text: str) -> None:
+    partial = submit_dir / f".{name}.partial"
+    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+    with os.fdopen(descriptor, "w", encoding="utf-8", newline="") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(descriptor)  # other nodes read it
+    partial.replace(submit_dir / name)
 
 
 def write_submission(submit_dir: Path, submission: Submission) -> None:
     """Write it down, whole or not at all.
 
     Raises:
-        OSError: if the disk is full, say.
+        TrainingError: if the disk is full, say.
     """
     write_files(submit_dir, {SUBMITTED: msgspec.json.format(msgspec.json.encode(submission)).decode() + "\n"})
 

@@ -8,7 +8,8 @@ runs/mnist-cnn-20260131-093000/
     model.safetensors   the weights
     summary.json        how it ended
     .lock               held by the processes of the run that is active here
-    attempt-1/          of each start: config.toml, agent-<node>.json, rank-<r>.log, error-<r>.json
+    attempt-1/          of each start: config.toml, agent-<node>.json, rank-<r>.log, error-<r>.json,
+                        ended.json (the exit code, by the agent's word)
     submit-1/           of each start on other machines, see launch/submission.py
 """
 
@@ -18,9 +19,10 @@ import fcntl
 import os
 import re
 import time
+from contextlib import suppress
 from pathlib import Path
 
-from paceline.errors import UsageError
+from paceline.errors import TrainingError, UsageError
 
 PRIVATE = 0o700  # data, paths and environment are nobody else's business
 CONFIG = "config.toml"
@@ -103,10 +105,10 @@ def lock_run_dir(run_dir: Path, *, wait_seconds: float = LOCK_SECONDS) -> int:
                     "--run-dir"
                 ) from None
             time.sleep(0.1)
-    os.ftruncate(descriptor, 0)
-    os.pwrite(
-        descriptor, f"pid {os.getpid()} on {os.uname().nodename}, {time.strftime('%Y-%m-%d %H:%M:%S')}".encode(), 0
-    )
+    holder = f"pid {os.getpid()} on {os.uname().nodename}, {time.strftime('%Y-%m-%d %H:%M:%S')}"
+    with suppress(OSError):  # on a full disk the lock holds all the same; nobody can be told who has it
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, holder.encode(), 0)
     return descriptor
 
 
@@ -177,10 +179,19 @@ def shelve_summary(run_dir: Path, attempt: int) -> None:
 
 
 def write_settings(folder: Path, text: str) -> None:
-    """Write `folder`/config.toml whole, or not at all: other ranks and restarted workers read it."""
+    """Write `folder`/config.toml whole, or not at all: other ranks and restarted workers read it.
+
+    Raises:
+        TrainingError: if the disk is full, say.
+    """
     partial = folder / f"{CONFIG}.partial"
-    partial.write_text(text)
-    partial.replace(folder / CONFIG)
+    try:
+        partial.write_text(text)
+        partial.replace(folder / CONFIG)
+    except OSError as error:
+        raise TrainingError(
+            f"{folder / CONFIG} cannot be written: {error.strerror}. Make room, or name another folder: --run-dir"
+        ) from None
 
 
 def attempt_number(attempt_dir: Path) -> int:

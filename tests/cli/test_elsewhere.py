@@ -1,0 +1,112 @@
+"""Settings for other machines: each has an effect or is refused, and what is secret is not written down."""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from paceline.cli.elsewhere import check_cluster
+from paceline.config import ClusterConfig
+from paceline.errors import UsageError
+from paceline.observe.folder import lock_run_dir
+
+
+@pytest.mark.parametrize(
+    ("on", "settings", "words"),
+    [
+        ("local", {"ssh": "ssh -v"}, "--ssh has a meaning only with --on ssh, this is --on local"),
+        ("slurm", {"ssh": "ssh -v"}, "--ssh has a meaning only with --on ssh, this is --on slurm"),
+        ("ssh", {"agent": "paceline"}, "--agent has a meaning only with --on print"),
+        ("local", {"join_timeout": 7.0}, "--join-timeout has a meaning only with --on ssh or slurm or print"),
+        ("ssh", {"cpus_per_rank": 2}, "--cpus-per-rank has a meaning only with --on slurm"),
+        ("print", {"save_before": 60}, "--save-before has a meaning only with --on slurm"),
+    ],
+)
+def test_a_setting_without_an_effect_is_refused(on, settings, words) -> None:
+    with pytest.raises(UsageError, match=words):
+        check_cluster(ClusterConfig(on=on, **settings))
+
+
+@pytest.mark.parametrize("form", [("--env", "API_KEY=s3cr3t"), ("--env=API_KEY=s3cr3t",)])
+def test_a_secret_that_was_typed_is_not_written_down(tmp_path: Path, form: tuple[str, ...]) -> None:
+    script = tmp_path / "script.py"
+    script.touch()
+    words = (sys.executable, "-m", "paceline", "launch", "--on", "print", "--run-dir", str(tmp_path / "run"), *form)
+    done = subprocess.run((*words, "--", str(script), "--env=A=1"), capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    written = {path.name: path.read_text() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    assert "API_KEY=…" in written["submitted.json"] and "--env=A=1" in written["submitted.json"]
+    assert not any("s3cr3t" in text for text in (*written.values(), done.stdout, done.stderr))
+
+
+def test_a_second_start_of_an_active_run_leaves_nothing_that_status_or_cancel_would_take_for_it(tmp_path: Path) -> None:
+    run_dir, script = tmp_path / "run", tmp_path / "script.py"
+    (run_dir / "attempt-1").mkdir(parents=True)
+    script.touch()
+    lock = lock_run_dir(run_dir)
+    words = (sys.executable, "-m", "paceline", "launch", "--on", "print", "--run-dir", str(run_dir), "--", str(script))
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    finally:
+        os.close(lock)
+    assert done.returncode == 2 and f"another run is active in {run_dir} (pid {os.getpid()} on " in done.stderr
+    assert not list(run_dir.glob("submit-*"))
+
+
+def limit_files(size_bytes: int) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, size_bytes))
+
+
+@pytest.mark.parametrize("words", ["launch --on slurm", "launch --on print", "train mnist-cnn --nproc 1"])
+def test_a_file_that_cannot_be_written_is_told_in_words(tmp_path: Path, words: str) -> None:
+    """A limit to the size of files ends a write as a full disk does, but for the word."""
+    (tmp_path / "script.py").touch()
+    script = ("--", str(tmp_path / "script.py")) if "launch" in words else ()
+    done = subprocess.run(
+        (sys.executable, "-B", "-m", "paceline", *words.split(), "--run-dir", str(tmp_path / "run"), *script),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        preexec_fn=partial(limit_files, 60),
+    )
+    assert done.returncode == 1 and "cannot be written: File too large. Make room" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "rank",
+    [
+        {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"},
+        {
+            "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_PROCID": "0", "SLURM_LOCALID": "0",
+            "SLURM_NODEID": "0", "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_STEP_NODELIST": "n[1-2]",
+        },
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("on", ["local", "slurm", "print"])
+def test_a_rank_does_not_launch_a_run_of_its_own(tmp_path: Path, rank: dict[str, str], on: str) -> None:
+    """`srun -n 2 paceline launch --on slurm` would submit as many jobs as it has tasks."""
+    (tmp_path / "script.py").touch()
+    words = (sys.executable, "-m", "paceline", "launch", "--on", on, "--run-dir", str(tmp_path / "run"), "--")
+    done = subprocess.run(
+        (*words, str(tmp_path / "script.py")), capture_output=True, text=True, timeout=60, env={**os.environ, **rank}
+    )
+    assert done.returncode == 2 and "this process is rank 0 of 2 already" in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_gpus_are_asked_of_slurm_where_the_device_is_cuda(tmp_path: Path) -> None:
+    words = ("train", "mnist-cnn", "--on", "slurm", "--nodes", "2", "--nproc", "4", "--dry-run")
+    command = (sys.executable, "-m", "paceline", *words)
+    asked = [
+        subprocess.run((*command, "--device", device), cwd=tmp_path, capture_output=True, text=True, timeout=60).stdout
+        for device in ("cuda", "cpu")
+    ]
+    assert "#SBATCH --gpus-per-node=4\n" in asked[0] and "--gpus" not in asked[1]
+    assert not list(tmp_path.iterdir())  # a dry run makes nothing

@@ -1,0 +1,43 @@
+"""Whoever starts a run may close its standard streams, or stop reading them: the run and its code do not change."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SSH = '#!/bin/bash\nexec bash -c "${@: -1}"\n'  # a host that is this machine
+SCRIPT = """
+import time
+for number in range(4):
+    print(number, flush=True)
+    time.sleep(0.5)
+"""
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> str:
+    """A shell's words for a run of 2 s by "ssh"."""
+    (tmp_path / "ssh").write_text(SSH)
+    (tmp_path / "ssh").chmod(0o755)
+    (tmp_path / "script.py").write_text(SCRIPT)
+    where = f"--on ssh --hosts n1 --ssh {tmp_path}/ssh --run-dir {tmp_path}/run"
+    return f"{sys.executable} -m paceline launch {where} -- {tmp_path}/script.py"
+
+
+def shell(text: str) -> int:
+    words = ("bash", "-c", text)
+    return subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, timeout=60).returncode
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&- 2>&-", "<&- >&- 2>&-"])
+def test_closed_streams_are_not_taken_for_signals(run: str, tmp_path: Path, closed: str) -> None:
+    assert shell(f"{run} {closed}") == 0
+    assert (tmp_path / "run" / "attempt-1" / "rank-0.log").read_text() == "0\n1\n2\n3\n"
+
+
+def test_a_run_goes_on_to_its_end_when_nobody_reads_any_more(run: str, tmp_path: Path) -> None:
+    assert shell(f"set -o pipefail; {run} 2>&1 | head -n 1") == 0
+    assert (tmp_path / "run" / "attempt-1" / "rank-0.log").read_text() == "0\n1\n2\n3\n"
