@@ -17,7 +17,7 @@ run: $(STAMP)  ## train the MNIST CNN on 2 processes
 	$(BIN)/paceline train mnist-cnn --nproc 2
 
 test: $(STAMP)  ## run the test-suite, without what is marked slow
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow and not soak"
 
 check: $(STAMP)  ## lint, formatting, types, import rules, then the test-suite: what CI runs
 	$(BIN)/ruff check

@@ -40,6 +40,7 @@ TASKS = {
 }
 LONGEST_SECONDS = 16.0  # to a kill: the first step comes after about 9
 HEAD_SECONDS = 20.0
+SILENT_SECONDS = 40.0  # an agent that is cut off ends its workers after 30 s of silence, and their grace
 RUN_SECONDS = 180.0
 TRIES = 3
 
@@ -213,9 +214,12 @@ def head_case(bench: Bench, dice: random.Random, fault: str) -> Result:
     faults = ["the follower ended late"] if follower_seconds > HEAD_SECONDS else []
     if launcher.returncode != 1 or HEAD not in said:
         faults.append(f"ended with {launcher.returncode}: {said[-1000:]}")
+    while fault == "cut" and lab.processes(HEAD) and time.monotonic() < struck + SILENT_SECONDS:
+        time.sleep(0.05)
+    told["head_seconds"] = round(time.monotonic() - struck, 1)  # nobody can tell it, so it must end by itself
+    if fault == "cut":
+        faults += [f"left on {HEAD}: {said}" for said in lab.processes(HEAD).values()]
     lab.restore()
-    for pid in lab.processes(HEAD):  # cut off, it has not heard of it; it must have ended by itself
-        faults.append(f"left on {HEAD}: {pid}")
     if resumed_here(run_dir) != bench.expected(LONG):
         faults.append("other weights after the resume")
     clean_ledger(run_dir)

@@ -187,7 +187,7 @@ def test_inside_an_allocation_the_run_ends_with_its_launcher_and_saves(
 # ---- minutes ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(180)
 def test_a_real_time_limit_is_met_by_saving_and_queueing_again(slurm: Slurm, run: Path) -> None:
     job = start(slurm, run, 150, 0, "minutes=2", "save_seconds=59")
@@ -196,7 +196,7 @@ def test_a_real_time_limit_is_met_by_saving_and_queueing_again(slurm: Slurm, run
     assert slurm.show(job)["Restarts"] == "1"
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(120)
 def test_a_preempted_run_goes_on_by_itself(slurm: Slurm, run: Path) -> None:
     job = start(slurm, run, 100, 0)

@@ -90,8 +90,8 @@ def test_who_only_lost_its_peers_is_not_named_even_if_the_head_sees_it_first(nod
 def test_an_order_to_one_agent_stops_all_in_good_order(nodes, told: int) -> None:
     run = nodes(SAVES)
     run.start(0, 1)
-    run.wait_for("ready-3")
-    run.wait_for("ready-0")
+    for rank in range(4):
+        run.wait_for(f"ready-{rank}")
     run.agents[told].send_signal(signal.SIGUSR1)
     assert run.codes() == [75, 75]
 
@@ -100,8 +100,8 @@ def test_one_order_that_reaches_all_agents_is_one_order(nodes) -> None:
     """As srun forwards its signals: to every task of the step."""
     run = nodes("def later(*_): time.sleep(1.0); sys.exit(75)\nsignal.signal(signal.SIGTERM, later)\nforever()")
     run.start(0, 1)
-    run.wait_for("ready-3")
-    run.wait_for("ready-0")
+    for rank in range(4):
+        run.wait_for(f"ready-{rank}")
     for agent in run.agents.values():
         agent.send_signal(signal.SIGUSR1)
     assert run.codes() == [75, 75]

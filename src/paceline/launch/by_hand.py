@@ -28,6 +28,8 @@ def by_hand(job: Job) -> Plan:
     """
     if job.hosts and len(job.hosts) != job.nodes:
         raise UsageError(f"--nodes {job.nodes} with {len(job.hosts)} hosts: leave --nodes out, or give as many hosts")
+    if "\n" in job.cwd:
+        raise UsageError(f"the name of the working folder, {job.cwd!r}, has a line break: nobody can type that")
     if not job.torchrun:
         return _agents(job)
     if job.min_nodes < job.nodes:

@@ -126,8 +126,8 @@ def _refuse_differences(plan: NodePlan, own: Facts, members: Sequence[Member]) -
     for member in members:
         if abs(member.clock_ahead_seconds) > CLOCK_SECONDS:
             told.append(
-                f"{member.name}: its clock is {member.clock_ahead_seconds:+.1f} s off node 0's: times in logs cannot be "
-                "compared (the run itself compares no clocks). Synchronise them: NTP, chrony"
+                f"{member.name}: its clock is {member.clock_ahead_seconds:+.1f} s off node 0's: times in logs cannot "
+                "be compared (the run itself compares no clocks). Synchronise them: NTP, chrony"
             )
     for words in told:
         say(f"warning: {words}")

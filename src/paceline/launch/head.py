@@ -225,17 +225,19 @@ class Head:
         lost = len(self.ranks) - len(members)
         if lost:
             nodes = 1 + len(members)
+            where = "" if self.plan.plain_store else ", from the newest checkpoint"
             say(
-                f"going on without it: {total} ranks on {nodes} node{'s' * (nodes > 1)} as generation {number}, from "
-                "the newest checkpoint"
+                f"going on without it: {total} rank{'s' * (total > 1)} on {nodes} node{'s' * (nodes > 1)} "
+                f"as generation {number}{where}"
             )
             return
         fewer = len(self.node.observe()) > restart.nproc
         why = " (one fewer, for the same failure came twice at the same step)" if fewer else ""
         origin = "checkpoint" if members else "snapshot or checkpoint"
+        where = "" if self.plan.plain_store else f", from the newest {origin}"  # any script knows that for itself
         say(
             f"restart {len(failures)} of {self.plan.max_restarts}: {total} rank{'s' * (total > 1)}{why} "
-            f"as generation {number}, from the newest {origin}"
+            f"as generation {number}{where}"
         )
 
     def _stop(self, grace_seconds: float, *, signals_heard: int = 0) -> None:

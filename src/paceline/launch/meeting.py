@@ -17,7 +17,8 @@ from paceline.launch.sessions import Session, Sessions
 if TYPE_CHECKING:
     from paceline.launch.doctor.facts import Facts
 
-ANSWER_SECONDS = 15.0  # from the start of ssh to the agent's announcement; ssh's own limit comes before
+FIRST_WORD_SECONDS = 10.0  # ssh's own limit for a host that does not answer at all comes at the same time
+NEXT_WORD_SECONDS = 30.0
 MAX_GREETING_BYTES = 1 << 16  # of a login profile that writes to stdout, and of the announcement
 MAX_QUOTE_CHARS = 80
 
@@ -30,8 +31,8 @@ class Stopped(Exception):  # noqa: N818 - no error
         self.number = number
 
 
-def meet(every: Sessions, *, seconds: float = ANSWER_SECONDS) -> list[Facts]:
-    """Wait until the agents of all hosts have announced themselves.
+def meet(every: Sessions, *, seconds: float) -> list[Facts]:
+    """Wait, aloud, until the agents of all hosts have announced themselves, at most so long.
 
     Returns:
         What each says of its host, in the order of the hosts.
@@ -40,14 +41,19 @@ def meet(every: Sessions, *, seconds: float = ANSWER_SECONDS) -> list[Facts]:
         UsageError: naming every host without an agent, why, and what to do.
         Stopped: by a signal.
     """
-    deadline = time.monotonic() + seconds
+    begun = time.monotonic()
+    deadline, next_word = begun + seconds, begun + FIRST_WORD_SECONDS
     heard = {session.node: b"" for session in every.all}
     facts: dict[int, Facts] = {}
     wrong: dict[int, str] = {}
     while len(facts) + len(wrong) < len(every.all) and (left := deadline - time.monotonic()) > 0:
-        pieces, signals = every.wait(left)
+        pieces, signals = every.wait(max(0.0, min(left, next_word - time.monotonic())))
         if signals:
             raise Stopped(signals[0])
+        if time.monotonic() >= next_word:
+            next_word += NEXT_WORD_SECONDS
+            silent = [s.name for s in every.all if s.node not in facts and s.node not in wrong]
+            say(f"after {time.monotonic() - begun:.0f} s no agent has answered on {', '.join(silent)}: a slow disk?")
         ended, last_words = every.reap()
         for piece in (*pieces, *last_words):
             node = piece.session.node

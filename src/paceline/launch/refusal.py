@@ -97,7 +97,9 @@ def why_lost(code: int, words: bytes) -> str:
     if code < 0:
         return f"the ssh client here was killed by signal {-code}"
     found = _LOST.findall("\n".join(cleaned(line) for line in words.split(b"\n")))
-    return f"ssh: {found[-1].strip().removeprefix('ssh: ')[:MAX_QUOTE_CHARS]}" if found else "ssh has said nothing; was it ended there?"
+    if not found:
+        return "ssh has said nothing; was it ended there?"
+    return f"ssh: {found[-1].strip().removeprefix('ssh: ')[:MAX_QUOTE_CHARS]}"
 
 
 def _by_hand(argv: Sequence[str]) -> str:

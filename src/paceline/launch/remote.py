@@ -52,7 +52,7 @@ def run_remote(plan: Plan, check: Check | None = None) -> int:
     """
     with signal_inbox((*STOP_SIGNALS, signal.SIGCHLD)) as inbox, sessions(plan.agents, inbox) as every:
         try:
-            facts = meet(every) if announces(plan) else []
+            facts = meet(every, seconds=plan.nodes[0].join_seconds) if announces(plan) else []
         except Stopped as stopped:
             say(f"stopped by {stopped.number.name} before anything was started")
             return 128 + stopped.number

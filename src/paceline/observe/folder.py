@@ -147,7 +147,7 @@ def new_run_dir(task: str) -> Path:
 def _never_began(run_dir: Path) -> bool:
     """Whether all that is there was left by starts that failed before the first step, so that nothing can be lost."""
     ours = (CONFIG, f"{CONFIG}.partial", "environment.json", SUMMARY, LOCK)
-    starts = ("attempt-", "submit-")
+    starts = ("attempt-", "submit-", "agent-")
     return all(
         p.name in ours or p.name.startswith(starts) or (p.name == CHECKPOINTS and not any(p.glob("step-*")))
         for p in run_dir.iterdir()
