@@ -30,6 +30,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 
 from tests.cluster import soak_cases
@@ -102,11 +103,12 @@ def run_case(case: Case, bench: Bench, *, with_slurm: bool) -> Result:
 
 def machine() -> dict[str, object]:
     """On what this was measured."""
-    said = {name: subprocess.run([name, "-V"], capture_output=True, text=True) for name in ("sbatch", "ssh")}
+    said = {name: subprocess.run([name, "-V"], capture_output=True, text=True) for name in ("slurmd", "ssh")}
     return {
         "cores": os.cpu_count(),
         "kernel": platform.release(),
         "python": platform.python_version(),
+        "torch": version("torch"),
         **{name: (done.stdout + done.stderr).strip() for name, done in said.items()},
     }
 
