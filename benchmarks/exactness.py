@@ -35,7 +35,7 @@ from paceline.checkpoint.store import Checkpoints, Claim
 from paceline.collectives import gather_words
 from paceline.data.loader import Loading, load_steps
 from paceline.data.plan import BatchPlan, ranks_share
-from paceline.launch.worker import die_with_parent
+from paceline.launch.worker.attach import die_with_parent
 from paceline.strategies import STRATEGIES, MakeOptimizer, Replica
 from paceline.strategies.base import replica
 from paceline.tasks.mnist import cnn, cross_entropy, dataset, resnet18

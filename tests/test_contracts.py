@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 PLANTED = {
     "Upper rooms import lower ones only": ("data/plan.py", "import paceline.train.schedule"),
     "Strategies do not know each other": ("strategies/manual.py", "import paceline.strategies.single"),
-    "Launchers do not know each other": ("launch/ssh.py", "import paceline.launch.local"),
+    "Launchers do not know each other": ("launch/ssh/plan.py", "import paceline.launch.local"),
     "The textbook needs torch and nothing else": ("scratch/reduce.py", "import paceline.errors"),
     "What must start at once imports no torch": ("launch/job.py", "def f():\n    import torch"),
     "No part takes the whole configuration": ("strategies/ddp.py", "import paceline.config"),

@@ -19,8 +19,8 @@ RANK = """
 import sys
 import paceline.meeting as meeting
 meeting.FIRST_WORD_SECONDS = meeting.NEXT_WORD_SECONDS = 0.5  # 10 s and 30 s for people
-from paceline.launch.tell import tell
-from paceline.launch.worker import leave
+from paceline.launch.worker.tell import tell
+from paceline.launch.worker.attach import leave
 from paceline.world import World, joined
 try:
     with joined(World.from_env(device="cpu"), timeout_seconds=20, meeting_seconds=float(sys.argv[1])):

@@ -21,9 +21,9 @@ import msgspec
 from torch.distributed import DistError, PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from paceline.errors import TrainingError, UsageError
-from paceline.launch.foreign import job_token
 from paceline.launch.procfs import port_holder
 from paceline.launch.reach import why_unreachable
+from paceline.launch.worker.foreign import job_token
 
 MEETING_SECONDS = 300.0
 FIRST_WORD_SECONDS = 10.0

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore, Store  # pyright: ignore[reportPrivateImportUsage]
 
 from paceline.errors import UsageError
-from paceline.launch.foreign import ADDRESS, COUNTS, device_per_task, understood
+from paceline.launch.worker.foreign import ADDRESS, COUNTS, device_per_task, understood
 from paceline.meeting import MEETING_SECONDS, meet
 
 DEFAULT_TIMEOUT_SECONDS = 600.0

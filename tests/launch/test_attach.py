@@ -12,9 +12,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from paceline.launch.agent.generation import read_record
 from paceline.launch.failure import Failure
-from paceline.launch.generation import read_record
-from paceline.launch.worker import attach, record_failure
+from paceline.launch.worker.attach import attach, record_failure
 
 
 @pytest.fixture
@@ -89,7 +89,7 @@ def test_a_record_that_cannot_be_written_hides_nothing(attempt: Path, monkeypatc
 
 LEAVES = """
 import atexit, sys, threading, time
-from paceline.launch.worker import leave
+from paceline.launch.worker.attach import leave
 atexit.register(lambda: print("handler"))
 threading.Thread(target=lambda: (time.sleep(0.2), print("thread"))).start()
 sys.stdout.write("buffered ")

@@ -11,9 +11,9 @@ from contextlib import closing
 
 import pytest
 
-from paceline.launch import channel
-from paceline.launch.channel import LENGTH, MAC_BYTES, MAGIC, MAX_MESSAGE_BYTES, Knock, Link, Stranger, introduce
-from paceline.launch.messages import Alive, End, Message, Stop, Told
+from paceline.launch.agent import channel
+from paceline.launch.agent.channel import LENGTH, MAC_BYTES, MAGIC, MAX_MESSAGE_BYTES, Knock, Link, Stranger, introduce
+from paceline.launch.agent.messages import Alive, End, Message, Stop, Told
 
 SECRET = b"s" * 32
 
@@ -78,7 +78,7 @@ def test_messages_arrive_in_order_in_both_directions(pair: tuple[Link, Link]) ->
 
 
 def test_a_long_message_arrives_whole(pair: tuple[Link, Link]) -> None:
-    from paceline.launch.messages import Started
+    from paceline.launch.agent.messages import Started
 
     head, node = pair
     words = "x" * (MAX_MESSAGE_BYTES // 2)

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.errors import UsageError
-from paceline.launch.foreign import check_shape, device_per_task, job_token, launched, understood
-from paceline.launch.nodelist import expand_nodes, tasks_of_node
+from paceline.launch.worker.foreign import check_shape, device_per_task, job_token, launched, understood
+from paceline.launch.worker.nodelist import expand_nodes, tasks_of_node
 
 STEP = {  # task 3 of `srun -N 2 -n 4` in Slurm 22.05, with what surrounds it in the job
     "SLURM_JOB_ID": "4711", "SLURM_STEP_ID": "2", "SLURM_STEPID": "2", "SLURM_PROCID": "3", "SLURM_LOCALID": "1",

@@ -7,8 +7,8 @@ from collections.abc import Generator
 import pytest
 
 from paceline.launch import relay as module
-from paceline.launch.refusal import why_lost, why_no_agent
 from paceline.launch.relay import Relay, Screen, cleaned, together
+from paceline.launch.ssh.refusal import why_lost, why_no_agent
 
 NAMES = ("n1", "n2", "n3", "n4", "n5")
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline.launch.agent.restart import Failed, Restart, Stop, decide
 from paceline.launch.failure import Kind
-from paceline.launch.restart import Failed, Restart, Stop, decide
 
 KILLED = Failed(Kind.SIGNAL, rank=1, exit_code=137, exception="", step=40, nproc=4)
 RAISED = Failed(Kind.EXCEPTION, rank=1, exit_code=1, exception="ValueError", step=40, nproc=4)

@@ -17,12 +17,12 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from paceline.errors import UsageError
-from paceline.launch.allocation import Held, check_allocation, in_allocation
-from paceline.launch.batch_script import batch_script
 from paceline.launch.job import Allocation, Job, NodePlan
-from paceline.launch.partitions import Nodes, misfit, parse_sinfo
-from paceline.launch.queue import JobState, parse_job, submit_environment
-from paceline.launch.slurm import slurm
+from paceline.launch.slurm.allocation import Held, check_allocation, in_allocation
+from paceline.launch.slurm.partitions import Nodes, misfit, parse_sinfo
+from paceline.launch.slurm.plan import slurm
+from paceline.launch.slurm.queue import JobState, parse_job, submit_environment
+from paceline.launch.slurm.script import batch_script
 
 JOB = Job(
     argv=("/usr/bin/python3", "-m", "paceline", "train", "--config", "/runs/a/submit-1/config.toml"),

@@ -8,8 +8,8 @@ import sys
 from collections.abc import Sequence
 
 from paceline.errors import ExitCode, unknown
-from paceline.launch.foreign import understood
 from paceline.launch.orders import hold_standard_descriptors
+from paceline.launch.worker.foreign import understood
 
 COMMANDS = {
     "train": "train a model on one process or on many",
@@ -40,7 +40,7 @@ def entry() -> None:
     """The program `paceline`: `main`, and then the end of the process."""
     code = main()
     if "torch" in sys.modules:
-        from paceline.launch.worker import leave
+        from paceline.launch.worker.attach import leave
 
         leave(code)
     sys.exit(code)
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     hold_standard_descriptors()
     if "PACELINE_AGENT_PID" in os.environ:  # before anything slow: a worker must not outlive its agent
-        from paceline.launch.worker import attach
+        from paceline.launch.worker.attach import attach
 
         attach()
     if not arguments or arguments[0] in ("-h", "--help"):
@@ -69,6 +69,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise unknown("command", arguments[0], COMMANDS)
         return importlib.import_module(f"paceline.cli.{arguments[0]}").main(arguments[1:])
     except (Exception, KeyboardInterrupt) as error:
-        from paceline.launch.tell import tell
+        from paceline.launch.worker.tell import tell
 
         return tell(error)

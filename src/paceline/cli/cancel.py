@@ -16,8 +16,8 @@ from paceline.checkpoint.published import entries
 from paceline.cli.finding import agent_runs, find_run, head_roster, is_locked, signal_agent
 from paceline.cli.run_state import RunState, judge, run_state
 from paceline.errors import ExitCode, TrainingError
-from paceline.launch import queue
 from paceline.launch.job import STOP_GRACE_SECONDS
+from paceline.launch.slurm import queue
 from paceline.launch.submission import Submission, last_submission
 from paceline.launch.verdict import clean
 from paceline.observe.folder import CHECKPOINTS, LOCK

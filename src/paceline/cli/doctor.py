@@ -22,7 +22,7 @@ from paceline.launch.doctor.survey import Wanted, survey
 from paceline.launch.doctor.ways import by_ssh, here, in_slurm
 from paceline.launch.hosts import labels, parse_hosts, plain_name
 from paceline.launch.job import Command
-from paceline.launch.nodelist import expand_nodes
+from paceline.launch.worker.nodelist import expand_nodes
 from paceline.tasks import check_task
 
 

@@ -13,20 +13,20 @@ from pathlib import Path
 
 from paceline.config import ClusterConfig
 from paceline.errors import ExitCode, UsageError
-from paceline.launch.allocation import check_allocation, in_allocation, run_here
-from paceline.launch.batch_script import SCRIPT
 from paceline.launch.by_hand import by_hand, typed
 from paceline.launch.hosts import parse_hosts
 from paceline.launch.job import SECRET_NAME, Allocation, Host, Job, Plan, describe
 from paceline.launch.local import local
-from paceline.launch.partitions import check_fits
-from paceline.launch.queue import follow, submit
-from paceline.launch.slurm import slurm
-from paceline.launch.ssh import ssh
+from paceline.launch.slurm.allocation import check_allocation, in_allocation, run_here
+from paceline.launch.slurm.partitions import check_fits
+from paceline.launch.slurm.plan import slurm
+from paceline.launch.slurm.queue import follow, submit
+from paceline.launch.slurm.script import SCRIPT
+from paceline.launch.ssh.plan import ssh
+from paceline.launch.ssh.sync import rsync_commands, sync
 from paceline.launch.submission import Submission, next_submit_dir, write_files, write_submission
 from paceline.launch.supervise import run, say
 from paceline.launch.surroundings import parse_env
-from paceline.launch.sync import rsync_commands, sync
 
 LAUNCHERS: dict[str, Callable[[Job], Plan]] = {"local": local, "ssh": ssh, "slurm": slurm, "print": by_hand}
 MEANING = {  # the settings that only some launchers have a use for

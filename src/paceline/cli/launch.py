@@ -13,13 +13,13 @@ import tyro
 from paceline.cli.elsewhere import place, prepared, show, start
 from paceline.config import ClusterConfig
 from paceline.errors import ExitCode, UsageError
-from paceline.launch.bootstrap import worker_command
 from paceline.launch.cgroup import usable_cores
-from paceline.launch.foreign import launched
 from paceline.launch.gpus import count_gpus
 from paceline.launch.job import Job
 from paceline.launch.local import local
 from paceline.launch.supervise import run, say
+from paceline.launch.worker.bootstrap import worker_command
+from paceline.launch.worker.foreign import launched
 from paceline.observe.folder import create_attempt_dir, lock_run_dir, new_run_dir, open_run_dir
 
 SEPARATOR = "--"

@@ -13,8 +13,8 @@ from paceline import config as configuration
 from paceline.checkpoint.published import entries
 from paceline.cli.finding import agent_runs, attempts, first_failure, head_roster, is_locked
 from paceline.errors import ExitCode, PacelineError, UsageError
-from paceline.launch import queue
 from paceline.launch.ended import read_ended
+from paceline.launch.slurm import queue
 from paceline.launch.submission import Submission, last_submission
 from paceline.observe.events import Event, Started, Step, read_events
 from paceline.observe.folder import CHECKPOINTS, CONFIG

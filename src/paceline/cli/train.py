@@ -23,9 +23,9 @@ from paceline.cli.train_start import launch, launch_elsewhere, show_plan
 from paceline.config import EXACT, CliTrainConfig, ClusterConfig, TrainConfig, batch_shape, check_values
 from paceline.errors import ExitCode, UsageError
 from paceline.launch.cgroup import usable_cores
-from paceline.launch.foreign import check_shape, launched
 from paceline.launch.gpus import count_gpus
 from paceline.launch.job import Job
+from paceline.launch.worker.foreign import check_shape, launched
 from paceline.observe.folder import CHECKPOINTS, CONFIG, check_is_run, check_not_finished
 from paceline.tasks import check_task
 from paceline.train.definition import allowed_changes, check_same, settings

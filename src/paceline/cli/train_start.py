@@ -13,9 +13,9 @@ from paceline import config as configuration
 from paceline.cli.elsewhere import prepared, show, start
 from paceline.config import ClusterConfig, TrainConfig, batch_shape, default_strategy
 from paceline.errors import ExitCode
-from paceline.launch.allocation import in_allocation
 from paceline.launch.job import Job
 from paceline.launch.local import local
+from paceline.launch.slurm.allocation import in_allocation
 from paceline.launch.supervise import run, say
 from paceline.observe.events import Step, read_events
 from paceline.observe.folder import (

@@ -23,7 +23,7 @@ from paceline.data.arrays import batch_gatherer
 from paceline.data.plan import BatchPlan, Work, rank_work
 from paceline.errors import UsageError
 from paceline.launch.orders import STOP_SIGNALS
-from paceline.launch.worker import die_with_parent
+from paceline.launch.worker.attach import die_with_parent
 from paceline.seeding import derive, preserved_streams, seed_streams
 
 Request = tuple[int, Tensor]

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 import msgspec
 
 from paceline.errors import UsageError
-from paceline.launch.bootstrap import MODULE
 from paceline.launch.hosts import labels, plain_name
 from paceline.launch.job import SECRET_NAME, Command, Job, Plan
 from paceline.launch.node_plans import head_ports, node_plan
+from paceline.launch.worker.bootstrap import MODULE
 
 PLAN_FILE = "plan.json"
 NODE0 = "NODE0"  # stands for a name that nobody has told us

@@ -28,7 +28,7 @@ from paceline.launch.failure import GOOD_ENDS
 from paceline.launch.job import GRACE_SECONDS, Command, NodePlan, Plan
 from paceline.launch.orders import STOP_SIGNALS, read_inbox, signal_inbox
 from paceline.launch.relay import say as say  # the agent's too
-from paceline.launch.remote import Check, run_remote
+from paceline.launch.ssh.remote import Check, run_remote
 from paceline.launch.sweep import roster_path, sweep_recorded
 
 KEEP_FDS = "PACELINE_KEEP_FDS"  # tells an agent which descriptors its workers shall inherit, e.g. "9,12"

@@ -20,7 +20,7 @@ from statistics import median
 from typing import Any
 
 if "PACELINE_AGENT_PID" in os.environ:  # before anything slow
-    from paceline.launch.worker import attach
+    from paceline.launch.worker.attach import attach
 
     attach()
 
@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.launch.doctor.messages import Rehearse, Rehearsed
-from paceline.launch.worker import leave
+from paceline.launch.worker.attach import leave
 from paceline.tasks import load_task
 from paceline.world import World, joined
 

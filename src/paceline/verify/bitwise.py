@@ -20,8 +20,8 @@ from paceline.checkpoint.whole import sha256_of, whole
 from paceline.collectives import gather_words, together
 from paceline.data.loader import Loading, load_steps
 from paceline.data.plan import BatchPlan, ranks_share
-from paceline.launch.tell import tell
-from paceline.launch.worker import attach, leave
+from paceline.launch.worker.attach import attach, leave
+from paceline.launch.worker.tell import tell
 from paceline.strategies import STRATEGIES
 from paceline.tasks import load_task
 from paceline.tasks.task import Task

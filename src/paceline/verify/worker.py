@@ -21,8 +21,8 @@ from paceline.collectives import gather_words, together
 from paceline.data.loader import MicroBatch
 from paceline.data.plan import BatchPlan
 from paceline.errors import ToldElsewhere, UsageError
-from paceline.launch.tell import tell
-from paceline.launch.worker import attach, leave
+from paceline.launch.worker.attach import attach, leave
+from paceline.launch.worker.tell import tell
 from paceline.tasks import load_task
 from paceline.tasks.task import Task
 from paceline.train.step import train_step

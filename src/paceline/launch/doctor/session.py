@@ -15,7 +15,7 @@ import msgspec
 
 from paceline.launch.doctor.messages import MAX_LINE_BYTES, Refused, Request
 from paceline.launch.job import Command
-from paceline.launch.refusal import why_no_agent
+from paceline.launch.ssh.refusal import why_no_agent
 
 T = TypeVar("T")
 PROGRAM = ("-P", "-m", "paceline.launch.doctor.host")

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from paceline.launch.doctor.session import PROGRAM
 from paceline.launch.hosts import labels
 from paceline.launch.job import Command, Host
-from paceline.launch.ssh import client, destination
+from paceline.launch.ssh.plan import client, destination
 
 
 def here(python: str, name: str) -> Command:

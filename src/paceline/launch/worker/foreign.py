@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Mapping
 
 from paceline.errors import UsageError
-from paceline.launch.nodelist import expand_nodes, tasks_of_node
+from paceline.launch.worker.nodelist import expand_nodes, tasks_of_node
 
 COUNTS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 ADDRESS = ("MASTER_ADDR", "MASTER_PORT")

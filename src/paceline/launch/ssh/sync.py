@@ -10,7 +10,7 @@ from contextlib import suppress
 from paceline.errors import UsageError
 from paceline.launch.hosts import labels
 from paceline.launch.job import Command, Job
-from paceline.launch.ssh import client
+from paceline.launch.ssh.plan import client
 
 EXCLUDED = (".git", ".venv", "/runs", "__pycache__")  # `/runs`: that of the folder itself only
 SYNC_SECONDS = 3600.0

@@ -1,4 +1,4 @@
-"""`python -m paceline.launch.bootstrap SCRIPT ARGS` (or `-m MODULE ARGS`): any script as a worker of our agent.
+"""`python -m paceline.launch.worker.bootstrap SCRIPT ARGS` (or `-m MODULE ARGS`): any script as a worker of our agent.
 
 The script runs as if Python itself had started it, in a `__main__` of its own, so that what re-imports or pickles by
 that name (loader workers under spawn, multiprocessing) finds the script and not this file. What is added: the process
@@ -25,9 +25,9 @@ from types import ModuleType
 from typing import NoReturn
 
 from paceline.errors import ExitCode, UsageError
-from paceline.launch.worker import attach, leave, record_failure
+from paceline.launch.worker.attach import attach, leave, record_failure
 
-MODULE = "paceline.launch.bootstrap"
+MODULE = "paceline.launch.worker.bootstrap"
 
 
 def worker_command(script_and_args: Sequence[str], python: str = sys.executable) -> tuple[str, ...]:

@@ -20,11 +20,11 @@ import msgspec
 from paceline.errors import ExitCode
 from paceline.launch.failure import GOOD_ENDS
 from paceline.launch.job import GRACE_SECONDS, Plan
-from paceline.launch.meeting import Stopped, meet
 from paceline.launch.orders import STOP_SIGNALS, signal_inbox
-from paceline.launch.refusal import SSH_FAILED, why_lost
 from paceline.launch.relay import Relay, Screen, say
-from paceline.launch.sessions import Piece, Session, Sessions, sessions
+from paceline.launch.ssh.announcements import Stopped, meet
+from paceline.launch.ssh.refusal import SSH_FAILED, why_lost
+from paceline.launch.ssh.sessions import Piece, Session, Sessions, sessions
 
 if TYPE_CHECKING:
     from paceline.launch.doctor.facts import Facts

@@ -6,11 +6,11 @@ import math
 import time
 from collections.abc import Sequence
 
+from paceline.launch.agent.generation import Generation
+from paceline.launch.agent.janitor import tell_janitor
+from paceline.launch.agent.start import Inherited, listening_socket
 from paceline.launch.failure import GOOD_ENDS, Observation
-from paceline.launch.generation import Generation
-from paceline.launch.janitor import tell_janitor
 from paceline.launch.job import NodePlan
-from paceline.launch.start import Inherited, listening_socket
 
 
 class Node:

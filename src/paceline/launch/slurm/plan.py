@@ -13,9 +13,9 @@ from pathlib import Path
 import msgspec
 
 from paceline.errors import UsageError
-from paceline.launch.batch_script import PLAN, SCRIPT, batch_script, check_option, check_text
 from paceline.launch.job import Command, Job, Plan
 from paceline.launch.node_plans import node_plan
+from paceline.launch.slurm.script import PLAN, SCRIPT, batch_script, check_option, check_text
 
 SIGNAL_SECONDS = 60  # Slurm may send the signal before the time limit so much too early
 LONGEST_WARNING_SECONDS = 65535  # of sbatch --signal

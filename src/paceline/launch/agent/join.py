@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from paceline.launch.channel import Link, introduce
-from paceline.launch.gather import FIRST_WORD_SECONDS, NEXT_WORD_SECONDS, NotTogether
+from paceline.launch.agent.channel import Link, introduce
+from paceline.launch.agent.gather import FIRST_WORD_SECONDS, NEXT_WORD_SECONDS, NotTogether
 from paceline.launch.job import NodePlan
 from paceline.launch.reach import candidates, why_unreachable
 from paceline.launch.supervise import say

@@ -10,12 +10,12 @@ from collections.abc import Callable, Sequence
 from msgspec.structs import replace
 
 from paceline.errors import ExitCode, PacelineError, UsageError
-from paceline.launch.crew import Crew, Member
+from paceline.launch.agent.crew import Crew, Member
+from paceline.launch.agent.messages import Peer
 from paceline.launch.doctor.compare import compare
 from paceline.launch.doctor.facts import Facts
 from paceline.launch.doctor.facts import gather as gather_facts
 from paceline.launch.job import NodePlan
-from paceline.launch.messages import Peer
 from paceline.launch.reach import why_unreachable
 from paceline.launch.supervise import say
 

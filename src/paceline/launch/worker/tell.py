@@ -7,7 +7,7 @@ import sys
 import traceback
 
 from paceline.errors import ExitCode, PacelineError, ToldElsewhere
-from paceline.launch.worker import record_failure
+from paceline.launch.worker.attach import record_failure
 
 INTERRUPTED = 130  # 128 + SIGINT
 

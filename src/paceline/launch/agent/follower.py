@@ -11,14 +11,12 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from paceline.errors import ExitCode, UsageError
-from paceline.launch.channel import Link
-from paceline.launch.crew import BEAT_SECONDS, SILENCE_SECONDS
-from paceline.launch.doctor.facts import gather as gather_facts
-from paceline.launch.gather import interface_of, try_to_reach
-from paceline.launch.head import REMOTE_GRACE_SECONDS
-from paceline.launch.job import NodePlan
-from paceline.launch.join import join
-from paceline.launch.messages import (
+from paceline.launch.agent.channel import Link
+from paceline.launch.agent.crew import BEAT_SECONDS, SILENCE_SECONDS
+from paceline.launch.agent.gather import interface_of, try_to_reach
+from paceline.launch.agent.head import REMOTE_GRACE_SECONDS
+from paceline.launch.agent.join import join
+from paceline.launch.agent.messages import (
     Alive,
     End,
     Hello,
@@ -32,9 +30,11 @@ from paceline.launch.messages import (
     Told,
     seen,
 )
-from paceline.launch.node import Node
+from paceline.launch.agent.node import Node
+from paceline.launch.agent.start import Inherited
+from paceline.launch.doctor.facts import gather as gather_facts
+from paceline.launch.job import NodePlan
 from paceline.launch.orders import Orders
-from paceline.launch.start import Inherited
 from paceline.launch.supervise import say
 
 LOOK_SECONDS = 1.0

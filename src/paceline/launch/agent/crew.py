@@ -9,10 +9,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from paceline.errors import UsageError
-from paceline.launch.channel import Knock, Link
-from paceline.launch.failure import Observation
-from paceline.launch.job import NodePlan
-from paceline.launch.messages import (
+from paceline.launch.agent.channel import Knock, Link
+from paceline.launch.agent.messages import (
     Alive,
     End,
     Hello,
@@ -26,7 +24,9 @@ from paceline.launch.messages import (
     Stop,
     Told,
 )
-from paceline.launch.messages import observed as arrived
+from paceline.launch.agent.messages import observed as arrived
+from paceline.launch.failure import Observation
+from paceline.launch.job import NodePlan
 from paceline.launch.orders import Readable
 from paceline.launch.procfs import port_holder
 

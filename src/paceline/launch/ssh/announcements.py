@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from paceline.errors import UsageError
-from paceline.launch.refusal import why_no_agent
 from paceline.launch.relay import cleaned, say
-from paceline.launch.sessions import Session, Sessions
+from paceline.launch.ssh.refusal import why_no_agent
+from paceline.launch.ssh.sessions import Session, Sessions
 
 if TYPE_CHECKING:
     from paceline.launch.doctor.facts import Facts

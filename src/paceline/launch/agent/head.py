@@ -12,16 +12,16 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from paceline.errors import ExitCode, UsageError
-from paceline.launch.crew import BEAT_SECONDS, Crew
+from paceline.launch.agent.crew import BEAT_SECONDS, Crew
+from paceline.launch.agent.gather import gather
+from paceline.launch.agent.messages import Start
+from paceline.launch.agent.node import Node
+from paceline.launch.agent.restart import Failed, Restart, Stop, decide, without_lost_nodes
+from paceline.launch.agent.start import Inherited
 from paceline.launch.ended import write_ended
 from paceline.launch.failure import GOOD_ENDS, LOADER_KILLED, Kind, Observation, choose, verdict_due_seconds
-from paceline.launch.gather import gather
 from paceline.launch.job import NodePlan
-from paceline.launch.messages import Start
-from paceline.launch.node import Node
 from paceline.launch.orders import STOP_SIGNALS, Orders
-from paceline.launch.restart import Failed, Restart, Stop, decide, without_lost_nodes
-from paceline.launch.start import Inherited
 from paceline.launch.supervise import LIFELINE_GRACE_SECONDS, say
 from paceline.launch.verdict import tell
 

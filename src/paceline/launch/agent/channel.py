@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from paceline.launch.messages import Message
+from paceline.launch.agent.messages import Message
 
 MAGIC = b"paceline agent 1"
 NONCE_BYTES = 32

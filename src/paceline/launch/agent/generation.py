@@ -14,12 +14,12 @@ from pathlib import Path
 
 import msgspec
 
+from paceline.launch.agent.start import Inherited, Worker, start_workers
 from paceline.launch.box import read_step
 from paceline.launch.cgroup import oom_kills
 from paceline.launch.failure import GOOD_ENDS, Failure, Observation
 from paceline.launch.job import NodePlan
 from paceline.launch.procfs import read_process
-from paceline.launch.start import Inherited, Worker, start_workers
 from paceline.launch.sweep import Roster, roster_path, sweep
 
 MAX_RECORD_BYTES = 1 << 20

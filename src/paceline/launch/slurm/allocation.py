@@ -14,7 +14,7 @@ from typing import NamedTuple
 from paceline.errors import UsageError
 from paceline.launch.job import Job
 from paceline.launch.orders import STOP_SIGNALS, read_inbox, signal_inbox
-from paceline.launch.worker import PR_SET_PDEATHSIG
+from paceline.launch.worker.attach import PR_SET_PDEATHSIG
 
 POLL_SECONDS = 1.0  # the end of the script wakes us earlier
 INTERACTIVE_STEP = "4294967290"  # the shell that salloc starts on a node, at some sites: not a step of srun

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.errors import UsageError
+from paceline.launch.agent.output import relay
 from paceline.launch.box import make_box
 from paceline.launch.job import NodePlan
-from paceline.launch.output import relay
 from paceline.launch.procfs import port_holder, read_process
 from paceline.launch.sweep import Member
 

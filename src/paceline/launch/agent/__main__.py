@@ -23,15 +23,15 @@ import msgspec
 from msgspec.structs import replace
 
 from paceline.errors import ExitCode, PacelineError, UsageError
-from paceline.launch.crew import Crew
-from paceline.launch.detach import detach
+from paceline.launch.agent.crew import Crew
+from paceline.launch.agent.detach import detach
+from paceline.launch.agent.follower import Follower
+from paceline.launch.agent.head import Head
+from paceline.launch.agent.janitor import start_janitor
+from paceline.launch.agent.start import Inherited, make_snapshots
 from paceline.launch.doctor.facts import gather as gather_facts
-from paceline.launch.follower import Follower
-from paceline.launch.head import Head
-from paceline.launch.janitor import start_janitor
 from paceline.launch.job import NodePlan, threads_per_rank, usable_cores
 from paceline.launch.orders import LIFELINE, STOP_SIGNALS, Orders, hold_standard_descriptors, signal_inbox
-from paceline.launch.start import Inherited, make_snapshots
 from paceline.launch.supervise import KEEP_FDS, say
 from paceline.launch.surroundings import environment_after
 from paceline.observe.folder import create_attempt_dir, lock_run_dir

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from paceline.errors import ExitCode, PacelineError, UsageError
-from paceline.launch.batch_script import SCRIPT
 from paceline.launch.job import Plan
+from paceline.launch.slurm.script import SCRIPT
 from paceline.launch.tail import Tail
 
 ANSWER_SECONDS = 60.0  # a controller with thousands of jobs may take so long

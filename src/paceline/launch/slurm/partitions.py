@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from paceline.errors import PacelineError, UsageError, unknown
 from paceline.launch.job import Job
-from paceline.launch.queue import ask, words
+from paceline.launch.slurm.queue import ask, words
 
 FORMAT = "%P|%D|%c|%G|%l|%a"
 LONGEST_LISTED = 20

@@ -1,0 +1,1 @@
+"""Hosts reached by the user's own OpenSSH client."""
