@@ -131,6 +131,17 @@ def test_a_killed_agent_takes_its_node_with_it_and_is_named(nodes) -> None:
     assert not survivors(run)
 
 
+def test_an_order_that_only_follows_from_a_loss_does_not_hide_it(nodes) -> None:
+    """As srun does: one task is gone, all others are told to end."""
+    run = nodes("forever()")
+    run.start(0, 1)
+    run.wait_for("ready-3")
+    run.agents[1].kill()
+    run.agents[0].send_signal(signal.SIGTERM)
+    assert run.codes() == [1, -signal.SIGKILL]
+    assert "node 1 (" in run.said(0) and "is lost" in run.said(0)
+
+
 def test_without_node_0_the_others_end_and_say_how_to_go_on(nodes) -> None:
     run = nodes("forever()", nodes=3, nproc=1)
     run.start(0, 1, 2)

@@ -159,6 +159,11 @@ class Head:
         observations = self._observe()
         if observations and all(o.code in GOOD_ENDS for o in observations):
             return good_code(observations)
+        if lost := [member for member in self.crew.members.values() if member.lost]:
+            # a scheduler ends all tasks of a step when one of them is gone: its order only follows from the loss
+            for member in lost:
+                say(f"{member.name} is lost: {member.lost}")
+            return ExitCode.FAILED
         number = signal.Signals(self._signals[0])
         primary = choose(observations)
         if primary is not None and primary.kind is Kind.EXCEPTION:  # it could not do what it was asked to: save, say
