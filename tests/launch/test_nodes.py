@@ -259,6 +259,7 @@ def test_a_clock_that_is_a_minute_behind_is_told_and_does_no_harm(nodes) -> None
     assert len(list((run.run_dir / "attempt-1").glob("world-4-*"))) == 4
 
 
+@pytest.mark.slow
 def test_a_run_folder_that_another_run_holds_is_refused(nodes) -> None:
     first = nodes("forever()")
     first.start(0, 1)

@@ -197,6 +197,7 @@ def test_node_0_that_ends_by_itself_gives_the_code_after_a_lost_follower(remote)
     assert "node 1 (n2) is lost" in one.stderr and one.stderr.endswith("rank 3 failed\n")
 
 
+@pytest.mark.slow
 def test_a_run_that_may_shrink_goes_on_without_a_lost_follower(remote) -> None:
     one = remote("begin(); time.sleep(7); write('done\\n')", "begin(); sys.exit(255)", min_nodes=1, grace_seconds=0.1)
     assert one.finish() == 0
@@ -240,6 +241,7 @@ def test_a_second_signal_closes_the_lifelines_at_once(remote) -> None:
     assert one.finish() == 130
 
 
+@pytest.mark.slow
 def test_an_agent_that_takes_no_orders_is_ended_after_the_grace(remote) -> None:
     one = remote(
         "begin(); (here / f'ready-{os.getpid()}').touch(); time.sleep(600)", stop_grace_seconds=0.1, grace_seconds=0.1
@@ -275,6 +277,7 @@ def test_detached_agents_are_left_when_all_have_said_so(remote) -> None:
     assert silent.finish() == 1 and "n2 has not said that it goes on" in silent.stderr
 
 
+@pytest.mark.slow
 def test_a_reader_that_pauses_does_not_stop_the_signs_of_life(remote) -> None:
     one = remote(
         "begin()\nfor _ in range(40): write('x' * 65536)\nsys.exit(5)",

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 TASK = (Path(__file__).parents[2] / "examples" / "own_task.py").read_text()
 
 
@@ -44,6 +46,7 @@ def test_different_code_is_refused_before_the_first_step_and_named(tmp_path: Pat
     assert "different code: mine (" in told and "on rank 0" in told and "--sync" in told
 
 
+@pytest.mark.slow
 def test_what_only_one_rank_has_imported_is_no_difference(tmp_path: Path) -> None:
     folders = [tmp_path / "a", tmp_path / "b"]
     for folder in folders:

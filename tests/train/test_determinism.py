@@ -118,6 +118,7 @@ task = Task(lambda: nn.Linear(1, 1), data, loss)
 """
 
 
+@pytest.mark.slow
 def test_a_task_that_cannot_keep_the_promise_is_refused_before_its_first_step(paceline, tmp_path):
     (tmp_path / "mine.py").write_text(TASK)
     run = paceline("train", "mine.py:task", "--strategy", "exact", "--steps", 2, "--run-dir", "exact")

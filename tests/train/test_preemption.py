@@ -244,6 +244,7 @@ def test_the_second_signal_ends_all_at_once(endless, tmp_path):
     assert not list((tmp_path / "run").glob("checkpoints/step-*"))
 
 
+@pytest.mark.slow
 def test_ctrl_c_in_a_world_of_one_saves_too(endless, tmp_path):
     """A terminal sends it to everybody in the foreground, loader workers as well."""
     process = endless("--num-workers", 1, ranks=1)
@@ -268,6 +269,7 @@ def test_workers_of_torchrun_save_and_end_with_75(endless, tmp_path):
     assert f"saved after step {saved_step(tmp_path)} of" in out
 
 
+@pytest.mark.slow
 def test_a_rehearsal_after_the_end_is_refused(paceline, tmp_path):
     (tmp_path / "mine.py").write_text(TASK.replace("0.02", "0"))
     run = paceline("train", "mine.py:endless", "--batch-size", 64, "--steps", 3, "--rehearse-preemption", 3)
@@ -275,6 +277,7 @@ def test_a_rehearsal_after_the_end_is_refused(paceline, tmp_path):
     assert "--rehearse-preemption 3 is not before the end: there are 3 steps" in run.stderr
 
 
+@pytest.mark.slow
 def test_a_rehearsal_stops_and_resumes_by_itself(paceline, tmp_path):
     (tmp_path / "mine.py").write_text(TASK.replace("0.02", "0"))
     run = paceline("train", "mine.py:endless", "--batch-size", 64, "--steps", 8, "--rehearse-preemption", 3)

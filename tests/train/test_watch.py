@@ -127,6 +127,7 @@ def told_of(held: list[Held], own: list[Held], world: World, guilty: list[int]) 
 
 
 @pytest.mark.ranks
+@pytest.mark.slow
 def test_the_damaged_tensor_is_named_and_the_rank_in_the_minority_but_nobody_in_a_tie(tmp_path):
     ranks = run_ranks(damaged, 4, tmp_path)
     for case, who in enumerate(("on rank 1, against the majority of 4 ranks", "between all ranks, without a majority")):

@@ -38,6 +38,7 @@ SPEC = Spec(
 )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_command_prints_one_digest_for_all_world_sizes(paceline, tmp_path):
     run = paceline("verify", "mnist-cnn", "--bitwise", "--ranks", "1,2", "--steps", 2, "--strategies", "exact",
                    "--optimizers", "adamw", "--json", "bits.json")  # fmt: skip
