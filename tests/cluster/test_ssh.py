@@ -231,7 +231,7 @@ os._exit(0)
 def test_the_printed_commands_typed_on_two_hosts_are_one_run(lab: Lab, tmp_path: Path) -> None:
     script = tmp_path / "all reduce.py"
     script.write_text(ALL_REDUCE)
-    job = Job(("python", str(script)), 1, "5f", 1, nodes=2, min_nodes=2, hosts=(Host("n1"), Host("n2", None, 2)))
+    job = Job((sys.executable, str(script)), 1, "5f", 1, nodes=2, min_nodes=2, hosts=(Host("n1"), Host("n2", None, 2)))
     lines = [line for line in typed(by_hand(job)).splitlines() if line.startswith("PACELINE_RUN_ID")]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     nodes = [lab.popen(host, "sh", "-c", line, **pipes) for host, line in zip(("n1", "n2"), lines, strict=True)]

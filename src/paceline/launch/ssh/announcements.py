@@ -17,7 +17,7 @@ from paceline.launch.ssh.sessions import Session, Sessions
 if TYPE_CHECKING:
     from paceline.launch.doctor.facts import Facts
 
-FIRST_WORD_SECONDS = 10.0  # ssh's own limit for a host that does not answer at all comes at the same time
+FIRST_WORD_SECONDS = 12.0  # ssh itself gives up after 10 s where nothing answers, and says why
 NEXT_WORD_SECONDS = 30.0
 MAX_GREETING_BYTES = 1 << 16  # of a login profile that writes to stdout, and of the announcement
 MAX_QUOTE_CHARS = 80
