@@ -13,6 +13,8 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 
 import pytest
 
+from paceline.launch.reach import why_unreachable
+
 pytestmark = pytest.mark.ranks
 
 RANK = """
@@ -157,6 +159,9 @@ def test_a_stranger_does_not_take_the_place_of_a_rank_that_is_still_to_come(star
 
 def test_ranks_that_disagree_about_the_size_of_the_world_do_not_meet(start, port) -> None:
     host = start(0, 2, port, seconds=15)
+    while why_unreachable("127.0.0.1", port):
+        time.sleep(0.1)
+    time.sleep(0.5)  # it opens its store first, and speaks then; who speaks second is refused
     code, _, err = end(start(1, 3, port), 15)
     assert code == 2 and "of 2 ranks" in err and "of 3 ranks" in err
     assert end(start(1, 2, port))[0] == 0 == end(host)[0]

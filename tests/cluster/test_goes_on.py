@@ -22,6 +22,7 @@ from tests.cluster.training import (
     words,
 )
 
+pytestmark = pytest.mark.soak  # minutes of training; CI has the same laws on small workers and jobs
 STEPS = 200
 
 
@@ -65,7 +66,6 @@ def test_cancel_saves_and_does_not_queue_again(slurm: Slurm, long_task: list[str
     assert not (run_dir / "attempt-2").exists()
 
 
-@pytest.mark.soak
 def test_a_preempted_run_goes_on_after_the_other_job(
     slurm: Slurm, long_task: list[str], long_expected: str, tmp_path: Path
 ) -> None:
@@ -80,7 +80,6 @@ def test_a_preempted_run_goes_on_after_the_other_job(
     clean_ledger(run_dir)
 
 
-@pytest.mark.soak
 @pytest.mark.timeout(240)
 def test_a_run_whose_slurm_node_dies_goes_on_on_others(
     lab: Lab, slurm: Slurm, long_task: list[str], long_expected: str, tmp_path: Path
@@ -96,10 +95,9 @@ def test_a_run_whose_slurm_node_dies_goes_on_on_others(
     clean_ledger(run_dir)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "fault",
-    ["power_off", pytest.param("cut", marks=pytest.mark.soak), pytest.param("kill", marks=pytest.mark.soak)],
+    ["power_off", "cut", "kill"],
 )
 def test_an_ssh_run_goes_on_without_a_lost_host(
     lab: Lab, ssh_hosts: SshHosts, long_task: list[str], long_expected: str, tmp_path: Path, fault: str
@@ -128,7 +126,6 @@ def test_an_ssh_run_goes_on_without_a_lost_host(
     clean_ledger(run_dir)
 
 
-@pytest.mark.soak
 def test_without_its_first_host_an_ssh_run_ends_everywhere_and_can_be_resumed(
     lab: Lab, ssh_hosts: SshHosts, long_task: list[str], long_expected: str, tmp_path: Path
 ) -> None:

@@ -38,9 +38,9 @@ def killed(cluster: Cluster, on: str, what: str, task: list[str], folder: Path) 
     ("on", "what"),
     [
         ("ssh", "launcher"),
-        ("ssh", "sshd session on n3"),
+        pytest.param("ssh", "sshd session on n3", marks=pytest.mark.soak),
         ("ssh", "agent on n2"),
-        ("slurm", "rank"),
+        pytest.param("slurm", "rank", marks=pytest.mark.soak),
         ("slurm", "scancel"),
     ],
 )

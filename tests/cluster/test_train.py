@@ -70,6 +70,7 @@ def test_what_is_printed_and_typed_on_two_hosts_comes_to_the_weights_of_one_proc
     assert weights(run_dir) == expected
 
 
+@pytest.mark.soak
 def test_an_unmodified_ddp_script_comes_to_the_same_weights_everywhere(
     lab: Lab, ssh_hosts: SshHosts, slurm: Slurm, tmp_path: Path
 ) -> None:

@@ -184,7 +184,7 @@ def test_a_killed_worker_is_restarted_on_all_nodes_together(nodes) -> None:
     assert "rank 3 (" in run.said(0) and "restart 1 of 1: 4 ranks" in run.said(0)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_frozen_node_is_lost_after_15_s(nodes) -> None:
     run = nodes("forever()")
     run.start(0, 1)
