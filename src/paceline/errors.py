@@ -2,7 +2,9 @@
 
     PacelineError            1  the run failed
     |-- UsageError           2  wrong use: nothing was trained, nothing was written over
-    |-- TrainingError        1  training cannot go on: a loss that is not finite, a disk that is full
+    |-- TrainingError        *  training cannot go on: a disk that is full (1), ranks that called different
+    |   |                       collectives (4), a loss that is not finite (5), replicas that differ (6)
+    |   `-- StallError       *  the guard has freed this rank: another one stood still (3) or went another way (4)
     `-- ToldElsewhere        *  another rank tells what happened; this one only ends, with the same code
 
 A process killed by signal n ends with 128 + n. docs/exit-codes.md holds the table for users.
@@ -21,6 +23,10 @@ class ExitCode(IntEnum):
     DONE = 0
     FAILED = 1
     USAGE = 2
+    STALLED = 3  # a rank stood still; the guard has named it and ended the run
+    MISMATCH = 4  # ranks called different collectives, or wait for each other in a circle
+    NOT_FINITE = 5  # NaN or infinity in a loss or a gradient
+    DIVERGED = 6  # replicas that must be equal are not
     SAVED = 75  # sysexits.h EX_TEMPFAIL: stopped in good order, start it again to go on
 
 
@@ -38,6 +44,17 @@ class UsageError(PacelineError):
 
 class TrainingError(PacelineError):
     """Training cannot go on; says at which step and on which rank."""
+
+    def __init__(self, message: str, exit_code: ExitCode = ExitCode.FAILED) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+class StallError(TrainingError):
+    """This rank did nothing wrong: the guard broke up the collective in which it waited for a rank that never came."""
+
+    def __init__(self, message: str, exit_code: ExitCode = ExitCode.STALLED) -> None:
+        super().__init__(message, exit_code)
 
 
 class ToldElsewhere(PacelineError):  # noqa: N818 - no error to anybody

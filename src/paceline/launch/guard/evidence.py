@@ -1,0 +1,136 @@
+"""What is known of one rank when its run stands still: the judge's only input. Data that travels between agents.
+
+A rank is described by what it did last (`Op`), by where it is (`Frame`), and by what only its parent can see (the state
+of its process). Ages and durations, never clock readings: no two hosts' clocks can be compared.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import msgspec
+
+
+class Phase(IntEnum):
+    """What a rank is doing; the numbers stand in the box."""
+
+    USER = 0  # a script that says nothing about itself
+    INIT = 1
+    DATA = 2
+    FORWARD = 3
+    BACKWARD = 4
+    SYNC = 5  # waiting for other ranks
+    OPTIMIZER = 6
+    EVALUATE = 7
+    CHECKPOINT = 8
+    CLOSE = 9  # after the last step
+
+    @property
+    def word(self) -> str:
+        """For people."""
+        return self.name.lower()
+
+
+class Op(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One collective, or one message to a peer, as the rank that called it sees it."""
+
+    group: str  # torch's name of the process group
+    seq: int  # its number among the group's collectives on this rank, from 1; of messages among those to that peer
+    kind: str  # all_reduce, broadcast, barrier, send, recv, ...
+    name: str = ""  # "bucket 3"; empty where the caller gave none
+    shape: str = ""  # "[1732]", several "[4, 3] [4]"
+    dtype: str = ""  # float32
+    site: str = ""  # "train.py:97 in step": the first frame that is neither torch's nor ours, else ours
+    peer: int | None = None  # the other rank (of the world), for send and recv
+    done: bool = False  # for this rank
+
+    @property
+    def signature(self) -> tuple[str, str, str, str]:
+        """What all ranks of a collective must agree on."""
+        return self.kind, self.name, self.shape, self.dtype
+
+
+class Frame(msgspec.Struct, frozen=True):
+    """One line of a stack."""
+
+    file: str
+    line: int
+    function: str
+
+
+class Stack(msgspec.Struct, frozen=True):
+    """One thread's, the innermost frame first."""
+
+    thread: str  # its name; "main"
+    frames: tuple[Frame, ...]
+
+
+class Answer(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a rank's watcher says when it is asked."""
+
+    ops: tuple[Op, ...] = ()  # the last ones, the oldest first: of the ring, and those that torch itself has called
+    groups: dict[str, tuple[int, ...]] = {}  # name -> ranks of the world
+    stacks: tuple[Stack, ...] = ()  # the main thread first
+    enqueued: int = 0  # collectives of all groups so far, as torch counts them
+
+
+class LoaderWorker(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One process that loads data for the rank."""
+
+    number: int
+    pid: int
+    item: int  # index of the sample it works on, or worked on last
+    epoch: int = 0
+    state: str = ""  # of its process: R, S, D, T, Z; empty: gone
+    busy: bool = True  # it has begun the item, and not ended it
+
+
+class Evidence(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One rank."""
+
+    rank: int
+    host: str
+    pid: int
+    node: int = 0
+    code: int | None = None  # its exit code, -n if signal n killed it; None while it runs
+    lost: bool = False  # with its whole node
+    state: str = ""  # of the process, from /proc: R running, S sleeping, D in I/O, T stopped, Z; empty: gone
+    cpu_seconds: float = 0.0  # that it has used within the last second or so of standing still
+    step: int = 0  # steps done
+    phase: Phase = Phase.USER
+    answered: bool = False  # the interpreter took the question for its stacks; False: GIL held, stopped, or gone
+    still_seconds: float = 0.0  # since anything of it has moved
+    ops: tuple[Op, ...] = ()  # the last ones, the oldest first
+    groups: dict[str, tuple[int, ...]] = {}  # name -> ranks of the world, as far as this rank is a member
+    stacks: tuple[Stack, ...] = ()  # the main thread first
+    native: str = ""  # faulthandler's text, where the interpreter did not answer
+    loaders: tuple[LoaderWorker, ...] = ()
+    words: str = ""  # its exception, or the end of its log: where it has ended or is about to
+
+
+class VerdictKind(IntEnum):
+    """What brought a run to a stop, the surest explanation first."""
+
+    DIED = 1  # killed, or ended with an error
+    LEFT = 2  # ended with code 0 while others were not done
+    STOPPED = 3  # frozen by a signal (SIGSTOP, a debugger), state T
+    UNINTERRUPTIBLE = 4  # in the kernel, state D: a disk or network file system that does not answer
+    LOADER = 5  # waits for a process that loads data, which hangs or is gone
+    BEHIND = 6  # did not enter the collective in which the others wait
+    MISMATCH = 7  # entered another one than the others, or one with another shape or type
+    DEADLOCK = 8  # ranks wait for each other in a circle: groups entered in different orders
+    NETWORK = 9  # all wait in the same collective: what is between them does not pass it on
+    NOT_MET = 10  # before the first collective, some ranks have not come
+    UNKNOWN = 11
+
+
+class Verdict(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Who is to blame, and for what. `guilty` is empty where nobody can be named."""
+
+    kind: VerdictKind
+    guilty: tuple[int, ...] = ()
+    tie: tuple[tuple[int, ...], ...] = ()  # parties of equal weight, of which one must be wrong; guilty is empty then
+    sentences: tuple[str, ...] = ()  # what each party did, in words; the guilty first
+    op: Op | None = None  # the collective that it is about, as the waiting ranks see it
+    site: str = ""  # "train.py:88 in load_batch": where the (first) guilty rank is
+    step: int = 0  # how many steps the rank that has come furthest has done
