@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.errors import ExitCode, PacelineError, ToldElsewhere, UsageError
+from paceline.scratch.reduce import named
 from paceline.scratch.tree import tree_sum
 from paceline.world import World
 
@@ -40,7 +41,7 @@ def start_totals(leaves: Tensor, votes: Sequence[float] = ()) -> Callable[[], To
     """
     # One slot for each virtual rank: adding zeros to it changes nothing, so everybody gets all leaves as they are.
     slots = torch.cat([leaves.flatten(), leaves.new_tensor(votes)])
-    work = dist.all_reduce(slots, async_op=True)
+    work = dist.all_reduce(named(slots, "totals of the step"), async_op=True)
 
     def wait() -> Totals:
         if work is not None:  # None where this rank is no member of the group
@@ -64,11 +65,11 @@ def new_group() -> dist.ProcessGroup:
 def gather_words(words: Any, world: World) -> list[Any]:
     """Every rank's `words` (anything JSON can hold), by rank, on every rank."""
     payload = torch.frombuffer(bytearray(json.dumps(words).encode()), dtype=torch.uint8)
-    length = torch.tensor([len(payload)], device=world.device)
+    length = named(torch.tensor([len(payload)], device=world.device), "lengths of words")
     lengths = [torch.zeros_like(length) for _ in range(world.size)]
     dist.all_gather(lengths, length)
     sizes = [int(n) for n in lengths]
-    padded = torch.zeros(max(sizes), dtype=torch.uint8, device=world.device)
+    padded = named(torch.zeros(max(sizes), dtype=torch.uint8, device=world.device), "words")
     padded[: len(payload)] = payload.to(world.device)
     received = [torch.empty_like(padded) for _ in range(world.size)]
     dist.all_gather(received, padded)

@@ -14,6 +14,7 @@ from torch.distributed import HashStore, Store  # pyright: ignore[reportPrivateI
 
 from paceline.errors import UsageError
 from paceline.launch.worker.foreign import ADDRESS, COUNTS, device_per_task, understood
+from paceline.launch.worker.guard import Guard
 from paceline.meeting import MEETING_SECONDS, meet
 
 DEFAULT_TIMEOUT_SECONDS = 600.0
@@ -130,6 +131,7 @@ def joined(
         UsageError: another job answers where the ranks meet, or two processes claim one rank.
         TrainingError: not all ranks have come; says which.
     """
+    Guard.of_process().watch_torch()  # before the group: its connections are the guard's to cut
     timeout = timedelta(seconds=timeout_seconds)
     if world.device.type == "cuda":
         torch.cuda.set_device(world.device)

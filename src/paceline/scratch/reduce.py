@@ -179,8 +179,8 @@ class GradientReducer:
     @torch.no_grad()
     def _start_next(self) -> None:
         parameters = self._buckets[self._next]
+        flat = named(pack(parameters, [p.grad for p in parameters]), f"bucket {self._next}")
         self._next += 1
-        flat = pack(parameters, [p.grad for p in parameters])
         work = dist.all_reduce(flat, group=self._group, async_op=True)
         assert work is not None  # None only for ranks outside the group
         self._in_flight.append((parameters, flat, work))
@@ -197,6 +197,12 @@ def buckets_of(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> list[li
         buckets += [[positions[i] for i in run] for run in assign_buckets(sizes, bucket_bytes)]
     buckets.sort(key=min, reverse=True)  # full when its earliest layer has its gradient
     return [[parameters[i] for i in bucket] for bucket in buckets]
+
+
+def named(tensor: Tensor, name: str) -> Tensor:
+    """Give the collective that `tensor` is passed to a name, for whoever watches; torch itself takes no notice."""
+    vars(tensor)["collective"] = name
+    return tensor
 
 
 def pack(parameters: Sequence[nn.Parameter], grads: Sequence[Tensor | None] | None, padded: int = 0) -> Tensor:

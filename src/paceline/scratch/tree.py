@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from paceline.scratch.reduce import buckets_of, divide, pack, unpack
+from paceline.scratch.reduce import buckets_of, divide, named, pack, unpack
 
 Node = tuple[int, int]
 """A complete subtree, by the leaves [first, stop) that it holds."""
@@ -175,20 +175,22 @@ class Exchange:
     `begin` of the next exchange may come before `end` of this one, in the same order on every rank.
     """
 
-    def __init__(self, forest: Forest, own: Sequence[Tensor], group: dist.ProcessGroup | None = None) -> None:
-        self._nodes, self._group = forest.nodes(), group
+    def __init__(
+        self, forest: Forest, own: Sequence[Tensor], group: dist.ProcessGroup | None = None, name: str = ""
+    ) -> None:
+        self._nodes, self._group, self._name = forest.nodes(), group, name
         world_size, counts = len(self._nodes), [len(nodes) for nodes in self._nodes]
         self._work: dist.Work | None = None
         self._flat, self._share = own[0], len(own[0]) // world_size
         # A sum of two has only one order: then the usual all-reduce is the tree.
         self._plain = counts == [1, 1]
         if self._plain:
-            self._work = dist.all_reduce(self._flat, group=group, async_op=True)
+            self._work = dist.all_reduce(named(self._flat, name), group=group, async_op=True)
         elif world_size > 1:
             sent = own[0] if len(own) == 1 else torch.stack([o.view(world_size, -1) for o in own], 1).flatten()
             self._received = sent.new_empty(sum(counts) * self._share)
             self._work = dist.all_to_all_single(
-                self._received, sent,
+                self._received, named(sent, name),
                 [count * self._share for count in counts], [counts[forest.rank] * self._share] * world_size,
                 group=group, async_op=True,
             )  # fmt: skip
@@ -204,7 +206,7 @@ class Exchange:
         leaves = self._nodes[-1][-1][1]
         mine = tree_sum(dict(zip(order, pieces, strict=True)), Tensor.add_, leaves)
         self._mine = mine  # the backend reads it until the work is done
-        self._work = gather_shares(self._flat, mine, self._group)
+        self._work = gather_shares(self._flat, named(mine, self._name), self._group)
 
     def end(self) -> Tensor:
         """(n,): the sum, on every rank."""
@@ -339,7 +341,7 @@ class TreeReducer:
         self._add_leaf(index)
         size = self._forest.padded(_packed_size(parameters))
         own = [pack(parameters, sums, size) for sums in self._sums[index].finish()]
-        self._exchanges.append(Exchange(self._forest, own, self._group))
+        self._exchanges.append(Exchange(self._forest, own, self._group, f"bucket {index}"))
 
 
 def _packed_size(parameters: Sequence[nn.Parameter]) -> int:

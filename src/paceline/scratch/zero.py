@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from paceline.scratch.reduce import named
 from paceline.scratch.tree import gather_shares
 
 ALIGNED = 64  # elements: pieces begin where a vector does, so an element meets the same instruction in any share
@@ -105,7 +106,7 @@ class Shards:
             piece.parameter.grad = None
         if self._world_size == 1:
             return
-        own = [flat.view(self._world_size, -1)[self._rank] for flat in self._flats]
+        own = [named(flat.view(self._world_size, -1)[self._rank], "weights") for flat in self._flats]
         for work in [gather_shares(flat, mine, self._group) for flat, mine in zip(self._flats, own, strict=True)]:
             work.wait()
 

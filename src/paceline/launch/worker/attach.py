@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from multiprocessing import current_process
 from pathlib import Path
 from traceback import format_exception
 from typing import NoReturn
@@ -21,19 +22,24 @@ import msgspec
 
 from paceline.launch.failure import Failure, is_victim
 from paceline.launch.procfs import read_process
+from paceline.launch.worker.guard import Guard
 
 PR_SET_PDEATHSIG = 1
 MAX_CHARS = 60_000  # a record is read by people
 
 
 def attach() -> None:
-    """Tie this process's life to its agent's; the first thing a worker does.
+    """Tie this process's life to its agent's, and begin to show what it does; the first thing a worker does.
 
     PACELINE_AGENT_PID is taken out of the environment: the worker's children are not the agent's children.
     """
     text = os.environ.pop("PACELINE_AGENT_PID", None)
     if text is None:
         return
+    if folder := os.environ.pop("PACELINE_TEMPORARY", ""):
+        # for the sockets of multiprocessing, which a killed process leaves behind: the agent removes them
+        vars(current_process())["_config"]["tempdir"] = folder
+    Guard.of_process().start().watch_torch()
     agent_pid = int(text)
     if os.getppid() != agent_pid:
         agent = read_process(agent_pid)

@@ -25,7 +25,8 @@ from types import ModuleType
 from typing import NoReturn
 
 from paceline.errors import ExitCode, UsageError
-from paceline.launch.worker.attach import attach, leave, record_failure
+from paceline.launch.worker.attach import attach, error_file_name, leave, record_failure
+from paceline.launch.worker.guard import Guard
 
 MODULE = "paceline.launch.worker.bootstrap"
 
@@ -148,7 +149,12 @@ def _told_failure(error: BaseException, *, is_worker: bool) -> int:
     error = error.with_traceback(trace)
     interrupted = isinstance(error, KeyboardInterrupt)
     if is_worker and not interrupted:  # whoever stops a run knows that he did
-        record_failure(error, ExitCode.FAILED, traceback=True)
+        freed = bool(Guard.of_process().released())  # out of a collective in which others have left it alone
+        recorded = record_failure(error, ExitCode.FAILED, traceback=True, victim=freed or None)
+        if freed and recorded and sys.excepthook.__module__ in ("sys", "torch.distributed.distributed_c10d"):
+            file = error_file_name(int(os.environ["RANK"]), int(os.environ.get("PACELINE_GENERATION", "0")))
+            print(f"paceline: freed by the hang guard, and ended: {type(error).__name__}, see {file}", file=sys.stderr)
+            return ExitCode.FAILED
     try:
         sys.excepthook(type(error), error, trace)
     except BaseException as hook_error:  # a broken hook of the script must hide neither

@@ -1,0 +1,50 @@
+"""How to be called as soon as a module is imported, by whomever, without importing it oneself?"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+
+def when_imported(name: str, then: Callable[..., None]) -> None:
+    """Call `then(late=True)` now if the module is there, else `then(late=False)` right after it has been executed.
+
+    What another module has imported out of it before a late call is what it was.
+    """
+    module = sys.modules.get(name)
+    if module is not None:
+        then(late=True)
+    elif not any(isinstance(finder, _Finder) and finder.name == name for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder(name, then))
+
+
+class _Finder(MetaPathFinder):
+    """Finds what the others find, and has `then` called after it is executed; once."""
+
+    def __init__(self, name: str, then: Callable[..., None]) -> None:
+        self.name, self._then = name, then
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None, /
+    ) -> ModuleSpec | None:
+        """The other finders' answer."""
+        if fullname != self.name or self not in sys.meta_path:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is None or spec.loader is None:
+            return spec
+        own = vars(spec.loader)  # of this one object: its class stays what everybody expects
+        execute = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            own.pop("exec_module", None)
+            execute(module)
+            self._then(late=False)
+
+        own["exec_module"] = exec_module
+        return spec

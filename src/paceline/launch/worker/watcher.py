@@ -1,0 +1,104 @@
+"""Who speaks for a worker whose main thread is stuck? A thread of its own, four times a second.
+
+It says that the interpreter still runs, counts the collectives that torch has called from C++, answers the agent's
+question for stacks and collectives, and cuts the connections of a collective that will never end. It holds no lock that
+the main thread may want, imports nothing, and whatever goes wrong in it ends there.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from paceline.launch.guard.box import WATCHED, Box
+from paceline.launch.guard.evidence import Answer
+from paceline.launch.worker import recorder
+from paceline.launch.worker.ledger import Ledger
+from paceline.launch.worker.native import NativeStacks
+from paceline.launch.worker.release import Connections, abort_nccl
+
+WAKE_SECONDS = 0.25
+WAITING_TICKS, STILL_TICKS = 4, 12  # after so many without progress somebody may ask soon: see `_warm_up`
+
+
+class Watcher:
+    """The thread's state; `start` begins it, `stop` ends it."""
+
+    def __init__(
+        self,
+        box: Box,
+        ledger: Ledger,
+        connections: Connections,
+        native: NativeStacks | None,
+        complain: Callable[[BaseException], None],
+    ) -> None:
+        self._box, self._ledger, self._connections, self._native = box, ledger, connections, native
+        self._complain = complain
+        self._main = threading.main_thread().ident or 0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="paceline-guard", daemon=True)
+        self._last, self._still, self._warm, self._answered = (0, 0), 0, False, 0
+
+    def start(self) -> None:
+        """Begin."""
+        self._box.put("ready", WATCHED if self._native is None else self._native.ready())
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End it before the process ends, so that it is not within torch when torch is taken down."""
+        self._stop.set()
+        self._thread.join(1.0)
+
+    def _run(self) -> None:
+        while not self._stop.wait(WAKE_SECONDS):
+            for part in (self._beat, self._reply, self._release):
+                try:
+                    part()
+                except Exception as error:
+                    self._complain(error)
+
+    def _beat(self) -> None:
+        box = self._box
+        box.put("beat_ns", time.monotonic_ns())
+        if self._native is not None:
+            box.put("ready", self._native.ready())
+        self._ledger.end_completed()
+        now = (sum(recorder.numbers().values()), box.get("ops"))
+        self._still = self._still + 1 if now == self._last else 0
+        self._last = now
+        box.put("enqueued", now[0])
+        waiting = self._ledger.waiting or (self._still > 0 and recorder.in_flight())
+        box.put("waiting", waiting)
+        if self._still >= (WAITING_TICKS if waiting else STILL_TICKS):
+            self._warm_up()
+
+    def _warm_up(self) -> None:
+        """Take torch's first dump with stacks in advance: it takes a second or two of a core, in a run that has it."""
+        if not self._warm and recorder.distributed() is not None:
+            self._warm = True
+            recorder.warm_up()
+
+    def _reply(self) -> None:
+        asked = self._box.get("asked")
+        if asked <= self._answered:
+            return
+        self._answered = asked
+        groups = {group.name: group for group in [*self._ledger.groups.values()] if group.still_there() is not None}
+        answer = Answer(
+            ops=tuple(recorder.merged(self._box.ring(), groups, sites=self._warm)),
+            groups=recorder.members(),
+            stacks=recorder.stacks(self._main),
+            enqueued=self._last[0],
+        )
+        self._box.answer(asked, msgspec.json.encode(answer))
+        self._warm_up()  # the next answer, then, has the lines of torch's own calls, too
+
+    def _release(self) -> None:
+        if not self._box.get("released"):
+            return
+        self._connections.shut()
+        if (module := recorder.distributed()) is not None:
+            abort_nccl(module)
