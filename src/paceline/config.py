@@ -122,6 +122,18 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True)
+class GuardConfig:
+    """What happens when a rank stands still, and when a number is not finite."""
+
+    stall_after: str = "auto"
+    """seconds without any progress on any rank until the guilty one is named and the run ended; auto: learned from the
+    run's own pace (10 to 300 s); off: no guard"""
+    not_finite: Literal["stop", "skip", "rollback"] = "stop"
+    """NaN or infinity in a loss or gradient: end the run, leave the step out on all ranks, or go back to the newest
+    snapshot or checkpoint and leave it out there"""
+
+
+@dataclass(frozen=True)
 class LaunchConfig:
     """Where it runs."""
 
@@ -206,6 +218,7 @@ class TrainConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     run: RunConfig = field(default_factory=RunConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    guard: GuardConfig = field(default_factory=GuardConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
 

@@ -17,9 +17,11 @@ COMMANDS = {
     "doctor": "are these machines fit to train on? what is wrong, and how to mend it",
     "status": "how does a run go on?",
     "logs": "what did its ranks print?",
+    "hang": "who holds a run up, and where is every rank?",
     "cancel": "end a run, after it has saved its state",
     "verify": "prove that N processes compute what one computes",
     "checkpoint": "list a run's checkpoints, and check every byte of them",
+    "faults": "let things go wrong on purpose, and see whether the right rank is named",
     "ledger": "prove that each sample was used once, over all attempts of a run",
     "shards": "show who sees which sample, and what the textbook variants get wrong",
 }

@@ -15,6 +15,7 @@ from paceline.config import ClusterConfig
 from paceline.errors import ExitCode, UsageError
 from paceline.launch.cgroup import usable_cores
 from paceline.launch.gpus import count_gpus
+from paceline.launch.guard.pace import Windows
 from paceline.launch.job import Job
 from paceline.launch.local import local
 from paceline.launch.supervise import run, say
@@ -43,6 +44,9 @@ class ScriptConfig:
     """how often workers are started again after one of them was killed or lost; the script must find its own state"""
     stop_grace: float = 30.0
     """seconds from being asked to stop to being killed"""
+    stall_after: str = "auto"
+    """seconds without any progress on any rank until the guilty one is named and the run ended; auto: learned from the
+    run's own pace; off: no guard"""
 
 
 @dataclass(frozen=True)
@@ -107,6 +111,7 @@ def check(script: ScriptConfig) -> None:
     }
     if said := [words for words, is_wrong in wrong.items() if is_wrong]:
         raise UsageError("; ".join(said))
+    Windows.parse(script.stall_after)
 
 
 def check_no_rank(env: Mapping[str, str]) -> None:
@@ -144,6 +149,7 @@ def job_of(options: LaunchScript, words: Sequence[str]) -> Job:
         port=script.port,
         max_restarts=script.max_restarts,
         stop_grace_seconds=script.stop_grace,
+        stall_after=script.stall_after,
         name=Path(words[1] if words[0] == "-m" and len(words) > 1 else words[0]).stem,
         plain_store=True,
         show=script.show,

@@ -24,6 +24,7 @@ from paceline.config import EXACT, CliTrainConfig, ClusterConfig, TrainConfig, b
 from paceline.errors import ExitCode, UsageError
 from paceline.launch.cgroup import usable_cores
 from paceline.launch.gpus import count_gpus
+from paceline.launch.guard.pace import Windows
 from paceline.launch.job import Job
 from paceline.launch.worker.foreign import check_shape, launched
 from paceline.observe.folder import CHECKPOINTS, CONFIG, check_is_run, check_not_finished
@@ -151,6 +152,7 @@ def check(config: TrainConfig, nproc: int) -> None:
         UsageError: naming the setting, what is true, and what to do.
     """
     shape = batch_shape(config.data, nproc)
+    check_guard(config)
     check_task(config.task, configuration.task_options(config))
     check_checkpoints(config, nproc)
     if config.strategy in EXACT and config.model.batchnorm == "sync":
@@ -168,6 +170,21 @@ def check(config: TrainConfig, nproc: int) -> None:
         raise UsageError(
             f"--nproc {nproc} is more than --virtual-ranks {shape.virtual_ranks}: some processes would have nothing "
             f"to do. Use --nproc {shape.virtual_ranks} or fewer"
+        )
+
+
+def check_guard(config: TrainConfig) -> None:
+    """Refuse a window without a meaning, or where there is no agent to look.
+
+    Raises:
+        UsageError: says what --stall-after takes, or needs.
+    """
+    windows = Windows.parse(config.guard.stall_after)
+    agent = config.launch.nproc is not None or config.cluster.on != "local" or "PACELINE_ATTEMPT_DIR" in os.environ
+    if windows.seconds is not None and not agent:
+        raise UsageError(
+            f"--stall-after {config.guard.stall_after} needs --nproc (1 will do): whether a process stands still, only "
+            "the agent that has started it can see. Under torchrun or bare srun there is none; use `paceline launch`"
         )
 
 
@@ -231,6 +248,7 @@ def check_resumable(config: TrainConfig, nproc: int) -> None:
 def start_here(config: TrainConfig) -> tuple[Path, int]:
     """Be a rank: of the world that a launcher made, or of a world of one. Returns the run folder and the exit code."""
     check_values(config)
+    check_guard(config)
     env = os.environ
     asked, prepared = config.launch.nproc, "PACELINE_ATTEMPT_DIR" in env
     if not prepared:  # our own agents need no checks, and after a restart there may be fewer of us

@@ -107,6 +107,7 @@ def job_of(config: TrainConfig, where: Job, settings_dir: Path) -> Job:
         max_restarts=config.launch.max_restarts,
         min_nproc=config.launch.min_nproc or 0,
         stop_grace_seconds=config.launch.stop_grace,
+        stall_after=config.guard.stall_after,
         name=str(where.run_dir.name if where.run_dir else config.task),
     )
 

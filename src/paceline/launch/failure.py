@@ -74,6 +74,7 @@ class Kind(IntEnum):
     EXCEPTION = 3
     EXIT = 4
     VICTIM = 5
+    STALLED = 6  # nobody had failed: the hang guard has ended the run
 
 
 @dataclass(frozen=True)

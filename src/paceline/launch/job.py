@@ -72,6 +72,7 @@ class Job:
     stop_grace_seconds: float = STOP_GRACE_SECONDS  # the same when the run is told to stop: time to save
     max_restarts: int = 0
     min_nproc: int = 0  # restart with fewer ranks, but never fewer than these; 0: as many as nproc
+    stall_after: str = "auto"  # --stall-after, see guard/pace.py
     name: str = "run"  # for people: Slurm's job name
     nodes: int = 1
     min_nodes: int = 1  # fewer than `nodes`: the run goes on when nodes are lost, with at least these
@@ -112,6 +113,7 @@ class NodePlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     stop_grace_seconds: float = STOP_GRACE_SECONDS
     max_restarts: int = 0
     min_nproc: int = 0
+    stall_after: str = "auto"
     nodes: int = 1
     min_nodes: int = 1
     head: tuple[str, ...] = ()  # names or addresses of node 0, the best first

@@ -22,6 +22,7 @@ def local(job: Job) -> Plan:
         stop_grace_seconds=job.stop_grace_seconds,
         max_restarts=job.max_restarts,
         min_nproc=job.min_nproc,
+        stall_after=job.stall_after,
         run_dir=str(job.run_dir or ""),
         cwd=job.cwd,
         env=dict(job.env),

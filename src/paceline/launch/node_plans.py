@@ -25,6 +25,7 @@ def node_plan(job: Job, *, node: int, nproc: int, head: tuple[str, ...], silence
         stop_grace_seconds=job.stop_grace_seconds,
         max_restarts=job.max_restarts,
         min_nproc=job.min_nproc,
+        stall_after=job.stall_after,
         nodes=job.nodes,
         min_nodes=job.min_nodes,
         head=head,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ class Process:
     parent: int
     session: int
     start: int
+    cpu_seconds: float = 0.0  # used so far, by all its threads
 
     @property
     def runs(self) -> bool:
@@ -34,7 +36,8 @@ def read_process(pid: int) -> Process | None:
         return None
     # The command's name stands in parentheses and may hold spaces and parentheses: split after the last one.
     fields = text.rpartition(")")[2].split()
-    return Process(pid, state=fields[0], parent=int(fields[1]), session=int(fields[3]), start=int(fields[19]))
+    cpu_seconds = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return Process(pid, fields[0], int(fields[1]), int(fields[3]), int(fields[19]), cpu_seconds)
 
 
 def processes() -> Iterator[Process]:

@@ -15,7 +15,9 @@ MAX_LINES = 80  # of a traceback or message: a deep recursion must not push the 
 CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
-def tell(primary: Observation, observations: Sequence[Observation], *, oom_kills: int, attempt_dir: str) -> str:
+def tell(
+    primary: Observation, observations: Sequence[Observation], *, oom_kills: int, attempt_dir: str, last: str = ""
+) -> str:
     """The verdict on a failed run.
 
     Args:
@@ -23,6 +25,7 @@ def tell(primary: Observation, observations: Sequence[Observation], *, oom_kills
         observations: all workers of all nodes.
         oom_kills: how many processes the kernel's OOM killer took during the run.
         attempt_dir: the folder of the logs.
+        last: the last collective of the primary's rank, in words, where it is known.
     """
     if primary.kind is Kind.LOST:
         ranks = ", ".join(str(o.rank) for o in observations if o.lost == primary.lost)
@@ -35,6 +38,8 @@ def tell(primary: Observation, observations: Sequence[Observation], *, oom_kills
         lines = [*left, "so the others lost it:", *lines]
     elif primary.kind is Kind.VICTIM:
         lines.append("it lost its peers, but no rank failed by itself")
+    if last and primary.kind is not Kind.EXCEPTION:  # whose traceback says more
+        lines.append(clean(last))
     if len(observations) > 1:
         lines.append(f"output of the ranks: {attempt_dir}/rank-<rank>.log")
     return "\n".join(lines)

@@ -16,8 +16,9 @@ import argparse
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import msgspec
 from msgspec.structs import replace
@@ -131,10 +132,15 @@ def run(plan: NodePlan, *, lifeline: bool) -> int:
     settled = detach(Path(plan.run_dir) / f"agent-{plan.node}.log") if plan.detached else lambda: None
     plan = prepare(plan)
     keep_open = tuple(int(text) for text in os.environ.get(KEEP_FDS, "").split(",") if text)
-    janitor = start_janitor(not_kept=keep_open)
-    plan, locks = take_run_dir(plan)
-    pairs = make_snapshots(plan.nproc) if plan.max_restarts and plan.nodes == 1 else ()
-    inherited = Inherited(pairs, (*keep_open, *locks), janitor)
+    with TemporaryDirectory(prefix="paceline-", ignore_cleanup_errors=True) as temporary:
+        janitor = start_janitor(not_kept=keep_open, temporary=temporary)
+        plan, locks = take_run_dir(plan)
+        pairs = make_snapshots(plan.nproc) if plan.max_restarts and plan.nodes == 1 else ()
+        inherited = Inherited(pairs, (*keep_open, *locks), janitor, temporary)
+        return _serve(plan, inherited, settled, lifeline=lifeline)
+
+
+def _serve(plan: NodePlan, inherited: Inherited, settled: Callable[[], None], *, lifeline: bool) -> int:
     with signal_inbox((*STOP_SIGNALS, signal.SIGCHLD)) as inbox:
         orders = Orders(inbox, lifeline=lifeline and not plan.detached, silence_seconds=plan.silence_seconds)
         if plan.node == 0:

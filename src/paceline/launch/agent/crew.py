@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import select
-import socket
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 
-from paceline.errors import UsageError
 from paceline.launch.agent.channel import Knock, Link
+from paceline.launch.agent.door import listen
 from paceline.launch.agent.messages import (
     Alive,
+    Ask,
     End,
     Hello,
     Message,
     Peer,
+    Pulses,
     Reach,
     Reached,
+    Release,
     Report,
+    Shown,
     Start,
     Started,
     Stop,
@@ -26,9 +29,10 @@ from paceline.launch.agent.messages import (
 )
 from paceline.launch.agent.messages import observed as arrived
 from paceline.launch.failure import Observation
+from paceline.launch.guard.evidence import Evidence
+from paceline.launch.guard.pulse import Pulse
 from paceline.launch.job import NodePlan
 from paceline.launch.orders import Readable
-from paceline.launch.procfs import port_holder
 
 BEAT_SECONDS = 2.0
 SILENCE_SECONDS = 15.0  # then a node is lost: a few lost packets are not, TCP sends them again well within it
@@ -44,6 +48,10 @@ class Member:
         self.clock_ahead_seconds = hello.facts.wall_seconds - time.time()  # less the milliseconds of the way here
         self.observations: list[Observation] = []
         self.report = Report(-1)
+        self.pulses: tuple[Pulse, ...] = ()
+        self.asked = 0  # the number of the last question
+        self.shown: list[Evidence] | None = None  # its answer, once it is whole
+        self._arrived: list[Evidence] = []
         self.reached: Reached | None = None
         self.started: Started | None = None
         self.lost = ""  # why it no longer takes part; empty while it does
@@ -52,6 +60,18 @@ class Member:
     def name(self) -> str:
         """For people."""
         return f"node {self.hello.node} ({self.hello.facts.host})"
+
+    def ask(self, question: Ask) -> None:
+        """Have it find out what exactly its workers do."""
+        self.asked, self.shown, self._arrived = question.question, None, []
+        self.link.send(question)
+
+    def hear(self, answer: Shown) -> None:
+        """A part of its answer, or the end of it."""
+        if answer.question == self.asked and answer.evidence is None:
+            self.shown = self._arrived
+        elif answer.question == self.asked and answer.evidence and len(self._arrived) < self.hello.nproc:
+            self._arrived.append(answer.evidence)
 
 
 class Crew:
@@ -62,7 +82,7 @@ class Crew:
         self.told: dict[int, list[int]] = {}  # node -> orders it was given: signals, 0 for a launcher that is gone
         self.wrong: list[str] = []  # who had the secret, and could not be taken all the same
         self._plan, self._secret = plan, bytes.fromhex(plan.secret)
-        self._door = _listen(plan.head_ports) if plan.nodes > 1 else None
+        self._door = listen(plan.head_ports) if plan.nodes > 1 else None
         self._knocks: list[Knock] = []
         self._strangers: list[Link] = []  # have proved themselves, but not said who they are
         self._beat_seconds = 0.0
@@ -142,6 +162,12 @@ class Crew:
                 member.report = message
                 if message.workers:
                     member.observations = arrived(message.workers, time.monotonic())
+            case Pulses() if message.generation == member.report.generation:
+                member.pulses = message.pulses
+            case Pulses():
+                pass
+            case Shown():
+                member.hear(message)
             case Started():
                 member.started = message
             case Reached():
@@ -160,10 +186,20 @@ class Crew:
         for member in self.here:
             member.link.send(Reach(tuple(peer for peer in peers if peer.node != member.hello.node)))
 
+    def ask(self, question: int, patience_seconds: float) -> None:
+        """Have every node find out what exactly its workers do."""
+        for member in self.here:
+            member.ask(Ask(question, patience_seconds))
+
+    def release(self, ranks: Sequence[int], word: str) -> None:
+        """Have these ranks leave the collective in which they wait."""
+        self._send(Release(tuple(ranks), word))
+
     def start(self, first: Start, first_rank: int) -> None:
         """Start a generation on all that are here, with ranks from `first_rank` on."""
         for member in self.here:
             member.observations, member.started, member.report = [], None, Report(first.generation)
+            member.pulses = ()
             member.link.send(
                 Start(
                     first.generation,
@@ -223,24 +259,3 @@ class Crew:
             stranger.end("the run is over") if isinstance(stranger, Link) else stranger.refuse()
         if self._door is not None:
             self._door.close()
-
-
-def _listen(ports: Sequence[int]) -> socket.socket:
-    """Listen on the first of these ports that is free, at every address: nobody can say yet by which one others come.
-
-    Raises:
-        UsageError: when none is.
-    """
-    for port in ports:
-        for family in (socket.AF_INET6, socket.AF_INET):
-            with suppress(OSError):
-                both = family == socket.AF_INET6
-                door = socket.create_server(("", port), family=family, backlog=128, dualstack_ipv6=both)
-                door.setblocking(False)
-                return door
-    holders = {port: port_holder(port) for port in ports}
-    taken = ", ".join(f"{port} by {holder}" if holder else str(port) for port, holder in holders.items())
-    raise UsageError(
-        f"the agents of this run cannot meet on this machine ({socket.gethostname()}): taken is {taken}. "
-        "Ask for another port (--port), or for none."
-    )

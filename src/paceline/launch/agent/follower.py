@@ -11,6 +11,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from paceline.errors import ExitCode, UsageError
+from paceline.launch.agent.answering import Answering
 from paceline.launch.agent.channel import Link
 from paceline.launch.agent.crew import BEAT_SECONDS, SILENCE_SECONDS
 from paceline.launch.agent.gather import interface_of, try_to_reach
@@ -18,11 +19,13 @@ from paceline.launch.agent.head import REMOTE_GRACE_SECONDS
 from paceline.launch.agent.join import join
 from paceline.launch.agent.messages import (
     Alive,
+    Ask,
     End,
     Hello,
     Message,
     Reach,
     Reached,
+    Release,
     Report,
     Start,
     Started,
@@ -33,6 +36,7 @@ from paceline.launch.agent.messages import (
 from paceline.launch.agent.node import Node
 from paceline.launch.agent.start import Inherited
 from paceline.launch.doctor.facts import gather as gather_facts
+from paceline.launch.guard.pace import Windows
 from paceline.launch.job import NodePlan
 from paceline.launch.orders import Orders
 from paceline.launch.supervise import say
@@ -48,6 +52,7 @@ class Follower:
     def __init__(self, plan: NodePlan, orders: Orders, inherited: Inherited, settled: Callable[[], None]) -> None:
         self.plan, self.orders = plan, orders
         self.node = Node(plan, inherited)
+        self._answering = Answering(self.node, Windows.parse(plan.stall_after), look_seconds=LOOK_SECONDS)
         self._settled = settled  # called when the workers are started
         self._code: int | None = None
         self._told = 0
@@ -79,13 +84,14 @@ class Follower:
         with socket.create_server(("", 0)) as probe:  # open until the run ends: others may try it late
             link.send(Hello(plan.node, plan.nodes, plan.nproc, probe.getsockname()[1], facts))
             while self._code is None:
-                self.orders.wait(LOOK_SECONDS, [link])
+                self.orders.wait(self._answering.wait_seconds, [link])
                 for message in link.receive():
                     self._do(message, link)
                 self._pass_on(link)
                 if self.node.stopping and self.node.number >= 0 and not self.node.seconds_left:
                     self._end_generation()
                 self._report(link)
+                self._answering.work(link)
                 if why := self._head_lost(link):
                     return self._alone(why)
         return self._code
@@ -96,6 +102,8 @@ class Follower:
                 link.send(Reached(tuple(try_to_reach(os.uname().nodename, peers))))
             case Start():
                 link.send(self._start(message))
+            case Ask() | Release():
+                self._answering.hear(message)
             case Stop(grace_seconds):
                 self.node.stop(grace_seconds)
             case End(code):

@@ -15,15 +15,18 @@ from pathlib import Path
 import msgspec
 
 from paceline.launch.agent.start import Inherited, Worker, start_workers
-from paceline.launch.box import read_step
 from paceline.launch.cgroup import oom_kills
 from paceline.launch.failure import GOOD_ENDS, Failure, Observation
+from paceline.launch.guard.box import read_step, release
+from paceline.launch.guard.collect import Watched
+from paceline.launch.guard.pulse import Pulse, Stillness
 from paceline.launch.job import NodePlan
 from paceline.launch.procfs import read_process
 from paceline.launch.sweep import Roster, roster_path, sweep
 
 MAX_RECORD_BYTES = 1 << 20
 LOG_TAIL_BYTES = 8192
+LAST_WORDS_SECONDS = 0.2
 
 
 class Generation:
@@ -34,7 +37,9 @@ class Generation:
         self.workers: list[Worker] = []
         self._inherited = inherited
         self._ended: dict[int, tuple[int, float]] = {}  # rank -> exit code, when seen
+        self._drained: set[int] = set()  # ranks whose last words have been waited for
         self._oom_kills_before = oom_kills()
+        self._stillness = Stillness()
 
     def start(self, store: socket.socket | None) -> None:
         """Start the workers; rank 0's inherits the store's socket.
@@ -78,6 +83,11 @@ class Generation:
     def _observation(self, worker: Worker) -> Observation:
         code, seen_seconds = self._ended.get(worker.rank, (None, math.inf))
         record = None if code in GOOD_ENDS else read_record(worker.record)
+        log_tail = ""
+        if code and record is None:  # once is enough: what it has started may keep the pipe open
+            wait_seconds = 0.0 if worker.rank in self._drained else LAST_WORDS_SECONDS
+            self._drained.add(worker.rank)
+            log_tail = worker.log_tail(LOG_TAIL_BYTES, wait_seconds=wait_seconds)
         return Observation(
             rank=worker.rank,
             host=os.uname().nodename,
@@ -85,12 +95,31 @@ class Generation:
             code=code,
             seen_seconds=seen_seconds,
             record=record,
-            log_tail=worker.log_tail(LOG_TAIL_BYTES) if code and record is None else "",
+            log_tail=log_tail,
         )
 
     def step_reached(self) -> int:
         """Steps done by the rank that has come furthest; of the dead too."""
         return max(read_step(worker.box) for worker in self.workers)
+
+    def pulses(self) -> list[Pulse]:
+        """How those that run get on. To be called every second; its clock is this call's."""
+        running = {worker.rank: worker.box for worker in self.workers if worker.process.poll() is None}
+        return self._stillness.see(running, time.monotonic())
+
+    def watched(self) -> list[Watched]:
+        """All workers, as far as they are known without asking them."""
+        still = {pulse.rank: pulse.still_seconds for pulse in self.pulses()}
+        return [
+            Watched(o.rank, o.host, self.plan.node, o.pid, w.box, o.code, still.get(o.rank, 0.0), words_of(o))
+            for w, o in zip(self.workers, self.observe(), strict=True)
+        ]
+
+    def release(self, ranks: Sequence[int], word: bytes) -> None:
+        """Have those of `ranks` that are ours leave the collective in which they wait."""
+        for worker in self.workers:
+            if worker.rank in ranks:
+                release(worker.box, word)
 
     def oom_kills(self) -> int:
         """How many processes the kernel has killed for memory since this generation's start."""
@@ -111,6 +140,12 @@ class Generation:
         for worker in self.workers:
             os.close(worker.record)
             os.close(worker.box)
+
+
+def words_of(observation: Observation) -> str:
+    """What a worker has said at its end: its exception, or the end of its log."""
+    record = observation.record
+    return f"{record.type}: {record.message}" if record is not None else observation.log_tail
 
 
 def read_record(descriptor: int) -> Failure | None:

@@ -13,13 +13,15 @@ from msgspec.structs import replace
 
 from paceline.errors import ExitCode, UsageError
 from paceline.launch.agent.crew import BEAT_SECONDS, Crew
+from paceline.launch.agent.freeing import free
 from paceline.launch.agent.gather import gather
+from paceline.launch.agent.guarding import Guarding, Stall
 from paceline.launch.agent.messages import Start
 from paceline.launch.agent.node import Node
-from paceline.launch.agent.restart import Failed, Restart, Stop, decide, without_lost_nodes
+from paceline.launch.agent.restart import Failed, Restart, Stop, announced, decide, without_lost_nodes
 from paceline.launch.agent.start import Inherited
 from paceline.launch.ended import write_ended
-from paceline.launch.failure import GOOD_ENDS, LOADER_KILLED, Kind, Observation, choose, verdict_due_seconds
+from paceline.launch.failure import GOOD_ENDS, Kind, Observation, choose, verdict_due_seconds
 from paceline.launch.job import NodePlan
 from paceline.launch.orders import STOP_SIGNALS, Orders
 from paceline.launch.supervise import LIFELINE_GRACE_SECONDS, say
@@ -72,7 +74,7 @@ class Head:
             end = self._watch()
             if isinstance(end, int):
                 return end
-            failed = self._judge(end)
+            failed = self._end_stalled(end) if isinstance(end, Stall) else self._judge(end)
             again = self._again(failures, failed)
             if isinstance(again, int):
                 return again
@@ -121,6 +123,14 @@ class Head:
         if refused:
             raise UsageError("\n".join(refused))
         self._settled()
+        self.guarding = Guarding(
+            plan,
+            self.node,
+            self.crew,
+            wait=self._wait,
+            observe=self._observe,
+            interrupted=lambda: self._ordered or verdict_due_seconds(self._observe()) is not None,
+        )
 
     def _proof(self) -> str:
         """What all nodes must find in the attempt's folder, if they are to work in one and the same."""
@@ -133,8 +143,8 @@ class Head:
     def _observe(self) -> list[Observation]:
         return [*self.node.observe(), *self.crew.observe(self.node.number, self.ranks)]
 
-    def _watch(self) -> int | list[Observation]:
-        """Wait for the generation's end; the exit code, or what was observed when it failed."""
+    def _watch(self) -> int | list[Observation] | Stall:
+        """Wait for the generation's end; the exit code, or what was observed when it failed or stood still."""
         while True:
             observations = self._observe()
             if all(o.code in GOOD_ENDS for o in observations):
@@ -145,7 +155,9 @@ class Head:
             saved = [o.seen_seconds for o in observations if o.code == ExitCode.SAVED]
             if saved and due is None and time.monotonic() >= min(saved) + self.plan.stop_grace_seconds:
                 return self._end_late(observations)
-            self._wait(POLL_SECONDS if due is None else POLL_FAILING_SECONDS)
+            if due is None and not saved and (stall := self.guarding.look()) is not None:
+                return stall
+            self._wait(self.guarding.look_seconds if due is None else POLL_FAILING_SECONDS)
             if self._ordered:
                 return self._obey()
 
@@ -187,20 +199,37 @@ class Head:
         """End the generation and tell the verdict."""
         primary = choose(observations)
         assert primary is not None
+        stall, last = self.guarding.explain(primary)
         self._stop(self.plan.grace_seconds)  # first: the verdict shall stand last on the screen
         reports = [member.report for member in self.crew.here]
         oom_kills = self.node.oom_kills() + sum(report.oom_kills for report in reports)
-        say(tell(primary, observations, oom_kills=oom_kills, attempt_dir=self.plan.attempt_dir))
-        return Failed(
-            kind=primary.kind,
-            rank=primary.rank,
-            exit_code=primary.exit_code,
-            exception=primary.record.type if primary.record else "",
-            step=max(self.node.step_reached(), *(report.step for report in reports), 0),
-            nproc=len(self.node.observe()),
-            loader_killed=bool(primary.record and LOADER_KILLED.search(primary.record.message)),
-            ended_well=frozenset(o.code for o in observations if o.code is not None and not o.ended_badly),
+        if stall is not None:
+            say(stall.page)
+            return self._stalled(stall)
+        say(tell(primary, observations, oom_kills=oom_kills, attempt_dir=self.plan.attempt_dir, last=last))
+        return Failed.of(primary, observations, step=self._step_reached(), nproc=len(self.node.observe()))
+
+    def _end_stalled(self, stall: Stall) -> Failed:
+        """Tell the verdict, free those who only wait, and end the generation."""
+        say(stall.page)
+        free(
+            stall,
+            self.node,
+            self.crew,
+            wait=self._wait,
+            observe=self._observe,
+            ordered=lambda: self._ordered,
+            grace_seconds=self.plan.stop_grace_seconds,
         )
+        self._stop(self.plan.grace_seconds)
+        return self._stalled(stall)
+
+    def _stalled(self, stall: Stall) -> Failed:
+        nproc = len(self.node.observe())
+        return Failed.stalled(stall.verdict, stall.exit_code, step=self._step_reached(), nproc=nproc)
+
+    def _step_reached(self) -> int:
+        return max(self.node.step_reached(), *(member.report.step for member in self.crew.here), 0)
 
     def _again(self, failures: list[Failed], failed: Failed) -> Restart | int:
         """The restart to make, told; or the exit code, and it is told why there is none."""
@@ -225,25 +254,17 @@ class Head:
         return decision
 
     def _announce(self, restart: Restart, failures: Sequence[Failed]) -> None:
-        number, members = self.node.number + 1, self.crew.here
-        total = restart.nproc + sum(member.hello.nproc for member in members)
-        lost = len(self.ranks) - len(members)
-        if lost:
-            nodes = 1 + len(members)
-            where = "" if self.plan.plain_store else ", from the newest checkpoint"
-            say(
-                f"going on without it: {total} rank{'s' * (total > 1)} on {nodes} node{'s' * (nodes > 1)} "
-                f"as generation {number}{where}"
-            )
-            return
-        fewer = len(self.node.observe()) > restart.nproc
-        why = " (one fewer, for the same failure came twice at the same step)" if fewer else ""
-        origin = "checkpoint" if members else "snapshot or checkpoint"
-        where = "" if self.plan.plain_store else f", from the newest {origin}"  # any script knows that for itself
-        say(
-            f"restart {len(failures)} of {self.plan.max_restarts}: {total} rank{'s' * (total > 1)}{why} "
-            f"as generation {number}{where}"
+        members = self.crew.here
+        words = announced(
+            number=self.node.number + 1,
+            total=restart.nproc + sum(member.hello.nproc for member in members),
+            nodes=1 + len(members),
+            lost_nodes=len(self.ranks) - len(members),
+            used=f"{len(failures)} of {self.plan.max_restarts}",
+            fewer=len(self.node.observe()) > restart.nproc,
+            plain=self.plan.plain_store,
         )
+        say(words)
 
     def _stop(self, grace_seconds: float, *, signals_heard: int = 0) -> None:
         """End all workers and all they have started, on all nodes.

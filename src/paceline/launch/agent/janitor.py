@@ -7,6 +7,7 @@ and with the launcher killed too nobody would be left to end it. The janitor sle
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,12 +16,13 @@ from paceline.launch.orders import STOP_SIGNALS
 from paceline.launch.sweep import sweep_recorded
 
 
-def start_janitor(not_kept: Sequence[int] = ()) -> int:
+def start_janitor(not_kept: Sequence[int] = (), temporary: str = "") -> int:
     """Fork it; return the descriptor that keeps it asleep as long as this process lives.
 
     `tell_janitor` must be told the attempt's folder, before anything is started: there the workers stand written down.
     Call it before there are threads, sockets or children: a fork holds everything open that its parent has. It closes
-    `not_kept` at once, what the run holds as long as it lives: the janitor may live a little longer.
+    `not_kept` at once, what the run holds as long as it lives: the janitor may live a little longer. At the end it
+    removes the folder `temporary`.
     """
     asleep, awake = os.pipe()
     if os.fork():
@@ -41,6 +43,8 @@ def start_janitor(not_kept: Sequence[int] = ()) -> int:
             told += data
         for folder in {*told.split(b"\0")} - {b""}:
             sweep_recorded(Path(os.fsdecode(folder)))
+        if temporary:
+            shutil.rmtree(temporary, ignore_errors=True)
     finally:
         os._exit(0)  # never back into the agent's code
 

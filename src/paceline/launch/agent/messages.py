@@ -12,6 +12,8 @@ import msgspec
 
 from paceline.launch.doctor.facts import Facts
 from paceline.launch.failure import Failure, Observation
+from paceline.launch.guard.evidence import Evidence
+from paceline.launch.guard.pulse import Pulse
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
@@ -88,6 +90,34 @@ class Report(msgspec.Struct, frozen=True, tag=True):
     left: tuple[int, ...] = ()  # but for these pids, which not even SIGKILL has ended
 
 
+class Pulses(msgspec.Struct, frozen=True, tag=True):
+    """Node to head, every second: how each of its workers that run gets on. Not sent while the guard is off."""
+
+    generation: int
+    pulses: tuple[Pulse, ...]
+
+
+class Ask(msgspec.Struct, frozen=True, tag=True):
+    """Head to node: what exactly does each of your workers do? Wait for their answers no longer than this."""
+
+    question: int
+    patience_seconds: float
+
+
+class Shown(msgspec.Struct, frozen=True, tag=True):
+    """Node to head: one worker, exactly, or the end of the answer. One by one, for each can be large."""
+
+    question: int
+    evidence: Evidence | None
+
+
+class Release(msgspec.Struct, frozen=True, tag=True):
+    """Head to node: have these ranks leave the collective in which they wait, with this word (see guarding.py)."""
+
+    ranks: tuple[int, ...]
+    word: str
+
+
 class Told(msgspec.Struct, frozen=True, tag=True):
     """Node to head: it was ordered from outside to stop: by this signal, or 0: its launcher is gone."""
 
@@ -110,7 +140,9 @@ class End(msgspec.Struct, frozen=True, tag=True):
     code: int
 
 
-Message = Hello | Reach | Reached | Start | Started | Report | Told | Stop | Alive | End
+Message = (
+    Hello | Reach | Reached | Start | Started | Report | Pulses | Ask | Shown | Release | Told | Stop | Alive | End
+)
 
 
 def seen(observations: Sequence[Observation], now_seconds: float) -> tuple[Seen, ...]:

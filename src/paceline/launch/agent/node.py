@@ -10,6 +10,8 @@ from paceline.launch.agent.generation import Generation
 from paceline.launch.agent.janitor import tell_janitor
 from paceline.launch.agent.start import Inherited, listening_socket
 from paceline.launch.failure import GOOD_ENDS, Observation
+from paceline.launch.guard.collect import Watched
+from paceline.launch.guard.pulse import Pulse
 from paceline.launch.job import NodePlan
 
 
@@ -61,6 +63,19 @@ class Node:
     def oom_kills(self) -> int:
         """How many processes the kernel has killed for memory since this generation's start."""
         return self._generation.oom_kills() if self._generation else 0
+
+    def pulses(self) -> list[Pulse]:
+        """How the workers that run get on; to be asked every second."""
+        return self._generation.pulses() if self._generation else []
+
+    def watched(self) -> list[Watched]:
+        """All workers, as far as they are known without asking them."""
+        return self._generation.watched() if self._generation else []
+
+    def release(self, ranks: Sequence[int], word: bytes) -> None:
+        """Have those of `ranks` that are ours leave the collective in which they wait, with this word."""
+        if self._generation is not None:
+            self._generation.release(ranks, word)
 
     def stop(self, grace_seconds: float) -> None:
         """Ask the workers to end within this time; said again, it can only become less.

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
 from paceline.errors import ExitCode
-from paceline.launch.failure import Kind
+from paceline.launch.failure import LOADER_KILLED, Kind, Observation
+from paceline.launch.guard.evidence import Verdict, VerdictKind
+from paceline.launch.guard.story import same_verdict
 
 
 @dataclass(frozen=True)
@@ -24,12 +27,40 @@ class Failed:
     step: int  # steps done by the rank that had come furthest
     nproc: int
     loader_killed: bool = False  # the exception only says that a DataLoader worker was killed: memory ran out, say
+    verdict: Verdict | None = None  # the hang guard's, where that has ended it
     ended_well: frozenset[int] = frozenset()  # exit codes of ranks that had ended in good order before
+
+    @classmethod
+    def of(cls, primary: Observation, observations: Sequence[Observation], *, step: int, nproc: int) -> Self:
+        """A generation that ended because `primary`, one of `observations`, failed."""
+        record = primary.record
+        return cls(
+            kind=primary.kind,
+            rank=primary.rank,
+            exit_code=primary.exit_code,
+            exception=record.type if record else "",
+            step=step,
+            nproc=nproc,
+            loader_killed=bool(record and LOADER_KILLED.search(record.message)),
+            ended_well=frozenset(o.code for o in observations if o.code is not None and not o.ended_badly),
+        )
+
+    @classmethod
+    def stalled(cls, verdict: Verdict, exit_code: int, *, step: int, nproc: int) -> Self:
+        """A generation that the hang guard has ended."""
+        rank = verdict.guilty[0] if verdict.guilty else -1
+        return cls(Kind.STALLED, rank, exit_code, "", step, nproc, verdict=verdict)
 
     @property
     def what(self) -> tuple[Kind, int, int]:
         """What makes two failures the same one."""
         return self.kind, self.rank, self.exit_code
+
+    def is_like(self, other: Failed) -> bool:
+        """Whether the other one was the same failure."""
+        if self.verdict is not None and other.verdict is not None:
+            return same_verdict(self.verdict, other.verdict)
+        return self.what == other.what
 
 
 @dataclass(frozen=True)
@@ -90,7 +121,7 @@ def _is_repeated(history: Sequence[Failed]) -> bool:
         return False
     before, last = history[-2:]
     # a restart goes back to a checkpoint: failing before the old step is reached again is no progress either
-    return before.nproc == last.nproc and before.what == last.what and last.step <= before.step
+    return before.nproc == last.nproc and last.is_like(before) and last.step <= before.step
 
 
 def _not_worth_it(last: Failed) -> str:
@@ -99,6 +130,10 @@ def _not_worth_it(last: Failed) -> str:
         return "a rank had saved its state and stopped, so the run was to end"
     if last.exit_code == ExitCode.USAGE:
         return "this is wrong use, which a restart does not change"
+    if last.verdict is not None and last.verdict.kind in (VerdictKind.MISMATCH, VerdictKind.DEADLOCK):
+        return "that ranks call different collectives is an error of the program, which a restart would only meet again"
+    if last.verdict is not None and last.verdict.kind is VerdictKind.LEFT:
+        return "a rank ended while others ran, which is an error of the program"
     if last.kind is Kind.EXCEPTION and not last.loader_killed:
         return f"{last.exception} is an error of the program, which a restart would only meet again"
     if last.kind is Kind.EXIT:
@@ -106,3 +141,24 @@ def _not_worth_it(last: Failed) -> str:
     if last.kind is Kind.VICTIM and last.ended_well:
         return "a rank ended while others ran, which is an error of the program"
     return ""
+
+
+def announced(*, number: int, total: int, nodes: int, lost_nodes: int, used: str, fewer: bool, plain: bool) -> str:
+    """What is said before it.
+
+    Args:
+        number: of the generation that begins.
+        total: its ranks on all `nodes`.
+        nodes: those that take part.
+        lost_nodes: those that do no more.
+        used: "1 of 3", of the restarts that were asked for.
+        fewer: whether it has fewer ranks than the one before.
+        plain: whether it is any script, which knows for itself where it goes on.
+    """
+    ranks = f"{total} rank{'s' * (total > 1)}"
+    if lost_nodes:
+        where = "" if plain else ", from the newest checkpoint"
+        return f"going on without it: {ranks} on {nodes} node{'s' * (nodes > 1)} as generation {number}{where}"
+    why = " (one fewer, for the same failure came twice at the same step)" if fewer else ""
+    where = "" if plain else f", from the newest {'checkpoint' if nodes > 1 else 'snapshot or checkpoint'}"
+    return f"restart {used}: {ranks}{why} as generation {number}{where}"

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from paceline.errors import UsageError
 from paceline.launch.agent.output import relay
-from paceline.launch.box import make_box
+from paceline.launch.guard.box import make_box
 from paceline.launch.job import NodePlan
 from paceline.launch.procfs import port_holder, read_process
 from paceline.launch.sweep import Member
@@ -29,6 +29,7 @@ class Inherited:
     snapshots: tuple[tuple[int, int], ...] = ()  # two memory files for each local rank: what is in them is theirs
     keep_open: tuple[int, ...] = ()  # e.g. a lock that is to last until the last worker is gone
     janitor: int = -1  # not inherited: where the janitor is told the attempt's folder
+    temporary: str = ""  # a folder that goes with the agent, however it ends
 
     @property
     def all(self) -> list[int]:
@@ -61,11 +62,10 @@ class Worker:
         """Its place among all ranks of all nodes."""
         return self.member.rank
 
-    def log_tail(self, size_bytes: int) -> str:
-        """The end of its log."""
-        if self.process.poll() is not None:
-            for relay_ in self.relays:
-                relay_.join(0.2)  # its last words may still be in the pipe
+    def log_tail(self, size_bytes: int, *, wait_seconds: float) -> str:
+        """The end of its log; waits so long for its last words, which may still be in the pipe."""
+        for relay_ in self.relays:
+            relay_.join(wait_seconds)
         try:
             with self.log.open("rb") as file:
                 file.seek(max(self.log_start, os.fstat(file.fileno()).st_size - size_bytes))
@@ -127,12 +127,15 @@ def environment(plan: NodePlan, local_rank: int, store: socket.socket | None) ->
     # a killed worker takes unwritten lines with it, a crashed one its Python stack; a user's own setting stays
     env.setdefault("PYTHONUNBUFFERED", "1")
     env.setdefault("PYTHONFAULTHANDLER", "1")
+    env.setdefault("TORCH_FR_BUFFER_SIZE", "256")  # collectives that torch remembers: dumping its 2000 takes 20 ms
     if plan.master_addr == "127.0.0.1" and sys.platform == "linux":
         # One host: gradients stay on the loopback, and a host whose own name does not resolve does no harm.
         env.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if plan.interface:  # left alone, gloo takes the one that the host's own name resolves to: often the loopback
         env.setdefault("GLOO_SOCKET_IFNAME", plan.interface)
         env.setdefault("NCCL_SOCKET_IFNAME", plan.interface)
+    if plan.stall_after == "off":
+        env["PACELINE_GUARD"] = "off"
     if rank == 0 and store is not None and not plan.plain_store:
         env["PACELINE_STORE_FD"] = str(store.fileno())
     return env
@@ -163,6 +166,8 @@ def start_workers(
             "PACELINE_RECORD_FD": str(record),
             "PACELINE_BOX_FD": str(box),
         }
+        if inherited.temporary:
+            env["PACELINE_TEMPORARY"] = inherited.temporary
         if inherited.snapshots:
             env["PACELINE_SNAPSHOT_FDS"] = ";".join(f"{one},{other}" for one, other in inherited.snapshots)
         stores = [store.fileno()] if "PACELINE_STORE_FD" in env and store is not None else []

@@ -1,0 +1,148 @@
+"""`paceline hang RUN`: who holds a run up, and where is every rank? Also while it still hangs."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import tyro
+from rich.console import Console
+
+from paceline.cli.finding import attempts, find_run
+from paceline.cli.run_state import judge
+from paceline.errors import ExitCode, UsageError
+from paceline.launch.guard.story import VERDICT, Told, describe, page, read_verdict
+
+ANSWER_SECONDS = 15.0  # the head looks every second, and gives every rank three seconds to answer
+POLL_SECONDS = 0.1
+MOVES_SECONDS = 2.0  # a run of which something has moved since then is not called hanging
+SHOWN_OPS = 8
+
+
+@dataclass(frozen=True)
+class HangConfig:
+    """Show who holds a run up, and where every rank is. Who still runs is asked. Exit code 0 whatever is found."""
+
+    run: tyro.conf.Positional[str]
+    """the run's folder, or the beginning of its name under runs/"""
+    json: bool = False
+    """for programs"""
+
+
+class Found(msgspec.Struct, frozen=True):
+    """What `paceline hang --json` prints."""
+
+    run_dir: str
+    state: str  # as `paceline status` says it
+    live: bool  # of this moment; else what was written down when the run stalled
+    words: str
+    verdict_dir: str
+    told: Told | None
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run `paceline hang ARGUMENTS`."""
+    config = tyro.cli(HangConfig, prog="paceline hang", args=list(arguments), description=HangConfig.__doc__)
+    try:
+        found = find(find_run(config.run))
+    except PermissionError as error:
+        raise UsageError(
+            f"no permission: {error.filename}. Only the user who started a run can look into it"
+        ) from error
+    if config.json:
+        sys.stdout.write(msgspec.json.format(msgspec.json.encode(found), indent=2).decode() + "\n")
+    else:
+        _show(found)
+    return ExitCode.DONE
+
+
+def find(run_dir: Path) -> Found:
+    """The verdict on a run: of now, if it runs and its agent answers, else the newest that was written down.
+
+    Raises:
+        UsageError: if it has no start yet, or its newest verdict cannot be read.
+    """
+    state, _ = judge(run_dir)
+    if not attempts(run_dir):
+        raise UsageError(f"{run_dir} has not been started yet: see paceline status {run_dir}")
+    told = ask(attempts(run_dir)[-1]) if state == "running" else None
+    if told is not None:
+        return Found(str(run_dir), state, True, _live_words(told), "", told)
+    state, _ = judge(run_dir)  # it may have ended meanwhile
+    unheard = f"the run's agent has not answered within {ANSWER_SECONDS:g} s" if state == "running" else ""
+    folder = newest_verdict(run_dir)
+    if folder is None:
+        words = f"no stall was noted, and {unheard}" if unheard else f"the run is {state}, and no stall was noted"
+        return Found(str(run_dir), state, False, words, "", None)
+    told = read_verdict(folder)
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(told.unix_time))
+    words = f"{folder.parent.name}, {when}" + (f"; {unheard}: this is of an earlier stall" if unheard else "")
+    return Found(str(run_dir), state, False, words, str(folder), told)
+
+
+def _live_words(told: Told) -> str:
+    if told.waited_seconds < MOVES_SECONDS:
+        return f"the run goes on: something has moved {told.waited_seconds:.1f} s ago. Where its ranks are just now:"
+    return f"nothing has moved for {told.waited_seconds:.1f} s. If that is a stall, then this is why:"
+
+
+def newest_verdict(run_dir: Path) -> Path | None:
+    """The folder of the newest verdict of all starts of a run."""
+    for attempt in reversed(attempts(run_dir)):
+        found = {int(m[1]): path for path in attempt.iterdir() if (m := re.fullmatch(r"verdict-(\d{1,9})", path.name))}
+        if found:
+            return found[max(found)]
+    return None
+
+
+def ask(attempt: Path) -> Told | None:
+    """Have the head agent of a running start judge it now; None if it does not answer.
+
+    Raises:
+        UsageError: without the permission to ask.
+    """
+    nonce = secrets.token_hex(8)
+    question, answer = attempt / f"ask-{os.getpid()}-{nonce}", attempt / f"verdict-live-{nonce}"
+    try:
+        os.close(os.open(question, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600))
+    except OSError as error:
+        raise UsageError(f"the run cannot be asked: {question}: {error.strerror}") from error
+    deadline = time.monotonic() + ANSWER_SECONDS
+    try:
+        while not (answer / VERDICT).is_file():
+            if time.monotonic() > deadline:
+                return None
+            time.sleep(POLL_SECONDS)
+        return read_verdict(answer)
+    finally:
+        with suppress(OSError):
+            question.unlink(missing_ok=True)
+        shutil.rmtree(answer, ignore_errors=True)  # it was for us alone
+
+
+def _show(found: Found) -> None:
+    console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
+    console.print(found.words)
+    if found.told is None:
+        return
+    told = found.told
+    evidence = sorted(told.evidence, key=lambda one: one.rank)
+    if not found.live or told.waited_seconds >= MOVES_SECONDS:
+        text = page(told.verdict, evidence, waited_seconds=told.waited_seconds, folder=found.verdict_dir, run="")
+        headline, _, rest = text.partition("\n")
+        console.print(f"\n{headline}", style="bold red")
+        if rest:
+            console.print(rest)
+    for one in evidence:
+        headline, _, rest = describe(one, most_ops=SHOWN_OPS, most_stacks=1).partition("\n")
+        console.print(f"\n{headline}", style="bold red" if one.rank in told.verdict.guilty else "bold")
+        console.print(rest.rstrip("\n"))

@@ -1,0 +1,164 @@
+"""Does the hang guard leave a healthy run alone? `make soak-quiet`: an hour of everything that looks like a hang.
+
+A training on two ranks under `--stall-after auto`: evaluations in which rank 0 alone is busy for a minute, a first
+batch that takes half a minute, checkpoints, long garbage collections, workers stopped by SIGSTOP for less than the
+window, and a machine that others load. Beside it an unmodified script whose rank 0 evaluates for a minute while the
+others wait in a barrier. Each alarm is a fault; warnings are counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+TASK = """
+import gc, time
+import torch, torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from paceline import Task
+
+def rank(): return dist.get_rank() if dist.is_initialized() else 0
+
+class Slow(torch.utils.data.Dataset):
+    def __init__(self, size): self.size, self.begun = size, False
+    def __len__(self): return self.size
+    def __getitem__(self, i):
+        if not self.begun and self.size > 500:
+            self.begun = True
+            time.sleep({first_seconds})                       # a cold cache
+        if i == 7 and rank() == 1:
+            rings = [[] for _ in range(1_500_000)]            # a long collection
+            for ring in rings: ring.append(ring)
+            del rings; gc.collect()
+        g = torch.Generator().manual_seed(i)
+        x = torch.randn(32, generator=g)
+        time.sleep(0.002)
+        return x, (x.sum() > 0).long()
+
+evaluations = 0
+def slow_metric(outputs, targets):
+    global evaluations
+    evaluations += 1
+    if evaluations % 2 == 1 and rank() == 0: time.sleep({evaluation_seconds})
+    return (outputs.argmax(1) == targets).float()
+
+task = Task(lambda: nn.Linear(32, 2), lambda split: Slow(2000 if split == "train" else 40),
+            lambda o, t: F.cross_entropy(o, t, reduction="none"), {{"accuracy": slow_metric}})
+"""
+
+SCRIPT = """
+import sys, time
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+until, x, step = time.monotonic() + float(sys.argv[1]), torch.ones(1000), 0
+go_on = torch.ones(1)
+while go_on.item():
+    dist.all_reduce(x); x /= 2; step += 1
+    time.sleep(0.02)
+    if step % 500 == 0:
+        if dist.get_rank() == 0: time.sleep(float(sys.argv[2]))
+        dist.barrier()
+    go_on.fill_(float(time.monotonic() < until))
+    dist.broadcast(go_on, 0)
+dist.destroy_process_group()
+"""
+
+BUSY = "import time\nwhile True: sum(range(1000000))"
+
+
+def ranks_of(run_dir: Path) -> list[int]:
+    """The pids of the workers, from what their agent has written down."""
+    rosters = sorted(run_dir.glob("attempt-*/agent-0.json"))
+    return [worker["pid"] for worker in json.loads(rosters[-1].read_text())["workers"]] if rosters else []
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=60)
+    parser.add_argument("--evaluation-seconds", type=float, default=60)
+    parser.add_argument("--first-seconds", type=float, default=25)
+    parser.add_argument("--longest-stop-seconds", type=float, default=7)  # the window is 10 s at least
+    parser.add_argument("--seed", type=int, default=5)
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    dice, began = random.Random(arguments.seed), time.monotonic()
+    deadline = began + 60 * arguments.minutes
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "task.py").write_text(
+            TASK.format(first_seconds=arguments.first_seconds, evaluation_seconds=arguments.evaluation_seconds)
+        )
+        (folder / "script.py").write_text(SCRIPT)
+        paceline = [sys.executable, "-m", "paceline"]
+        runs = {
+            "training": [*paceline, "train", "task.py:task", "--nproc", "2", "--epochs", "100000", "--batch-size", "25",
+                         "--checkpoint-every", "10", "--lr", "1e-4", "--run-dir", "training"],
+            "script": [*paceline, "launch", "--nproc", "2", "--run-dir", "script", "--", "script.py",
+                       str(60 * arguments.minutes), str(arguments.evaluation_seconds)],
+        }  # fmt: skip
+        files = {key: (folder / f"{key}.txt").open("wb") for key in runs}
+        started = {
+            key: subprocess.Popen(command, cwd=folder, stdout=files[key], stderr=subprocess.STDOUT)
+            for key, command in runs.items()
+        }
+        counts = {"stops": 0, "loads": 0}
+        while time.monotonic() < deadline and all(run.poll() is None for run in started.values()):
+            time.sleep(dice.uniform(5, 15))
+            if dice.random() < 0.5:
+                key = dice.choice([*runs])
+                if pids := ranks_of(folder / key):
+                    stop_for_a_while(dice.choice(pids), dice.uniform(0.2, arguments.longest_stop_seconds))
+                    counts["stops"] += 1
+            else:
+                load(dice.uniform(2, 12))
+                counts["loads"] += 1
+        if started["training"].poll() is None:
+            started["training"].send_signal(signal.SIGTERM)
+        codes = {key: run.wait(300) for key, run in started.items()}
+        said = {key: (folder / f"{key}.txt").read_text() for key in runs}
+        steps = sum('"step"' in line for line in (folder / "training/events-0.jsonl").read_text().splitlines())
+    alarms = {key: text.count("GUILTY") + text.count("STALL") for key, text in said.items()}
+    warnings = {key: [line for line in text.splitlines() if "has moved for" in line] for key, text in said.items()}
+    result = {
+        "minutes": round((time.monotonic() - began) / 60, 1), "steps": steps, **counts, "codes": codes,
+        "alarms": alarms, "warnings": warnings,
+    }  # fmt: skip
+    print(json.dumps(result, indent=2))
+    if arguments.out:
+        arguments.out.write_text(json.dumps(result, indent=2) + "\n")
+    good = not any(alarms.values()) and codes == {"training": 75, "script": 0}
+    if not good:
+        print("\n".join(text[-3000:] for text in said.values()))
+    return 0 if good else 1
+
+
+def stop_for_a_while(pid: int, seconds: float) -> None:
+    """SIGSTOP, and SIGCONT after `seconds`."""
+    try:
+        os.kill(pid, signal.SIGSTOP)
+        time.sleep(seconds)
+        os.kill(pid, signal.SIGCONT)
+    except ProcessLookupError:
+        pass
+
+
+def load(seconds: float) -> None:
+    """Keep as many processes as there are cores busy."""
+    busy = [subprocess.Popen([sys.executable, "-c", BUSY]) for _ in range(os.cpu_count() or 1)]
+    time.sleep(seconds)
+    for process in busy:
+        process.kill()
+        process.wait()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
