@@ -1,6 +1,13 @@
 """The loader: the plan's samples, in its order, with augmentation that belongs to the sample."""
 
+import os
+import pickle
 import random
+import signal
+import subprocess
+import sys
+import threading
+import time
 
 import numpy as np
 import pytest
@@ -8,9 +15,11 @@ import torch
 from torch.utils.data import Dataset, TensorDataset
 
 from paceline.data.arrays import ArrayDataset
-from paceline.data.loader import Loading, load_steps
+from paceline.data.loader import SLOTS_OF_A_LOADER, Loading, _SeededSamples, load_steps, naming_lost_processes
 from paceline.data.plan import BatchPlan, ranks_share
 from paceline.errors import UsageError
+from paceline.launch.failure import LOADER_KILLED
+from paceline.launch.guard.box import Box, look, make_box, read_loaders
 
 CPU = torch.device("cpu")
 PLAN = BatchPlan(23, 8, virtual_ranks=2, accumulation=2, seed=3)
@@ -96,3 +105,97 @@ def test_own_collate():
 
     step = batches([(torch.tensor(float(i)), i) for i in range(23)], collate=collate)[0][0]
     assert torch.equal(step.inputs, step.work.indices + 100.0)
+
+
+# ---- what the box shows ------------------------------------------------------------------------------------------
+
+
+class Odd(Dataset):
+    """Sample 13 waits for a file, or ends its process."""
+
+    def __init__(self, released=None):
+        self.released = released
+
+    def __len__(self):
+        return 23
+
+    def __getitem__(self, index):
+        if index == 13:
+            while self.released and not self.released.exists():
+                time.sleep(0.01)
+            if not self.released:
+                os.kill(os.getpid(), signal.SIGKILL)
+        return torch.zeros(1), index
+
+
+@pytest.fixture
+def box():
+    descriptor = make_box(0)
+    box = Box(descriptor)
+    yield box
+    box.close()
+    os.close(descriptor)
+
+
+def once(dataset, box, *, evaluates=False):
+    loading = Loading(CPU, 2, box=box, evaluates=evaluates)
+    return list(load_steps(dataset, PLAN, range(2), loading, start=0, stop=3))
+
+
+@pytest.mark.parametrize("evaluates", [False, True], ids=["training", "evaluation"])
+def test_the_box_shows_which_sample_a_process_hangs_in_and_that_it_is_waited_for(box, tmp_path, evaluates):
+    thread = threading.Thread(target=once, args=(Odd(tmp_path / "go"), box), kwargs={"evaluates": evaluates})
+    thread.start()
+    try:
+        deadline = time.monotonic() + 30
+        while not (found := [w for w in read_loaders(box.descriptor) if w.busy and w.item == 13]):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        (hanging,) = found
+        assert hanging.epoch == 0 and hanging.number // SLOTS_OF_A_LOADER == int(evaluates)
+        assert os.getpid() != hanging.pid
+        while not box.get("loading"):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    finally:
+        (tmp_path / "go").touch()
+        thread.join()
+    assert not box.get("loading")
+    assert not any(worker.busy for worker in read_loaders(box.descriptor))
+    assert look(box.descriptor).step == 0
+
+
+LOSING = """
+import os, sys
+import tests.data.test_loader as here
+from paceline.errors import TrainingError
+
+box = here.Box(here.make_box(0))
+try:
+    with here.naming_lost_processes(box, 3):
+        here.once(here.Odd(), box)
+except TrainingError as error:
+    lost = next(worker for worker in here.read_loaders(box.descriptor) if worker.item == 13)
+    print(lost.number, lost.pid, error, flush=True)
+os._exit(0)
+"""
+
+
+def test_a_killed_process_is_named_with_its_sample():
+    # In a process of its own: torch raises from its handler of SIGCHLD, wherever the main thread is.
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    run = subprocess.run([sys.executable, "-c", LOSING], capture_output=True, text=True, check=True, env=env)
+    number, pid, words = run.stdout.split(" ", 2)
+    assert words.startswith(f"rank 3 lost a process that loads data: number {number} (pid {pid}), while it loaded ")
+    assert "sample 13 of epoch 1" in words
+    assert LOADER_KILLED.search(words)  # by which the agent knows that a restart may help
+
+
+def test_an_error_that_is_none_of_a_process_passes():
+    with pytest.raises(RuntimeError, match="mine"), naming_lost_processes(Box(make_box(0)), 0):
+        raise RuntimeError("mine")
+
+
+def test_samples_go_to_spawned_processes_without_the_box(box):
+    samples = pickle.loads(pickle.dumps(_SeededSamples(Noisy(), 0, box)))
+    assert samples[0, 5][1] == 5

@@ -138,9 +138,9 @@ def test_the_damaged_tensor_is_named_and_the_rank_in_the_minority_but_nobody_in_
         assert len(told) == 4
         for name, words in told.items():
             assert words.startswith(
-                f"TrainingError 1: the replicas have drifted apart: after step 6 {name} differs {who}."
+                f"TrainingError 6: the replicas have drifted apart: after step 6 {name} differs {who}."
             )
-            assert all(found[name].startswith("ToldElsewhere 1") for found in others)
+            assert all(found[name].startswith("ToldElsewhere 6") for found in others)
 
 
 # ---- end to end --------------------------------------------------------------------------------------------------
@@ -178,7 +178,7 @@ def test_a_flipped_bit_ends_the_run_at_the_next_look_and_is_never_saved(paceline
     (tmp_path / "mine.py").write_text(FLIPPING)
     run = paceline("train", "mine.py:task", "--nproc", 2, "--batch-size", 4, "--watch-every", watch_every,
                    "--checkpoint-every", 3, "--run-dir", "run")  # fmt: skip
-    assert run.returncode == 1, run.stderr
+    assert run.returncode == 6, run.stderr
     words = f"after step {found_after} model/inner.weight differs between ranks 0 and 1, and two cannot tell which"
     assert run.stderr.count(words) == 1
     saved = {p.name for p in (tmp_path / "run/checkpoints").glob("step-*")}

@@ -17,7 +17,7 @@ from paceline.config import DataConfig, TrainConfig, dump
 from paceline.data.consumed import fingerprint
 from paceline.data.plan import BatchPlan, ranks_share
 from paceline.errors import UsageError
-from paceline.observe.events import Ended, Event, EventWriter, Samples, Started, Step
+from paceline.observe.events import Ended, Event, EventWriter, RolledBack, Samples, Started, Step
 from paceline.verify.ledger import Audit, audit
 
 Place = tuple[int, int, int]
@@ -46,6 +46,8 @@ class History:
     used: dict[Place, list[int]] = field(default_factory=dict)
     shares: dict[Place, tuple[int, int]] = field(default_factory=dict)
     copies: dict[Place, int] = field(default_factory=dict)
+    left_out: set[Place] = field(default_factory=set)
+    back: dict[int, tuple[int, int]] = field(default_factory=dict)  # start -> from which step back to which
     owner: dict[int, int] = field(default_factory=dict)  # step -> which start
 
     def begin(self, world_size: int, begin: int, attempt: int, generation: int = 0) -> None:
@@ -85,11 +87,18 @@ class History:
             generation=start.generation, start_step=start.told_begin, num_samples=n, steps_per_epoch=per_epoch,
         )  # fmt: skip
         steps = sorted(step for at, step, of in self.used if (at, of) == (number, rank))
-        for step in steps:
+        last, to = self.back.get(number, (0, 0))
+        before = [step for step in steps if step <= last]
+        for step in [*before, None, *(step for step in before if step > to), *(step for step in steps if step > last)]:
+            if step is None:
+                if last:
+                    yield RolledBack(last, to)
+                continue
             place = (number, step, rank)
             used, epoch = self.used[place], (step - 1) // per_epoch
             told = f"{fingerprint(torch.tensor(used, dtype=torch.int64)):x}"
-            line = Step(step, epoch, 1.0, 9, 0.1, 0.1, 0.0, 0.0, None, self.shares[place], len(used), told)
+            line = Step(step, epoch, 1.0, 9, 0.1, 0.1, 0.0, 0.0, None, self.shares[place], len(used), told,
+                        skipped=place in self.left_out)  # fmt: skip
             yield from [line] * self.copies.get(place, 1)
             if self.recorded and used:
                 yield Samples(step, epoch, self.shares[place][0], 0, used[::-1])
@@ -115,12 +124,17 @@ def histories(draw, tail="keep") -> History:
         start = history.starts[-1]
         for step in range(begin + 1, done + 1):
             history.step(step)
+        if done > begin and draw(st.booleans()):
+            to = draw(st.integers(begin, done - 1))
+            history.back[len(history.starts) - 1] = draw(st.integers(to + 1, done)), to
         start.ended = done == total
         if not start.ended:  # killed: some ranks may have come further than others
             history.step(done + 1, draw(st.sets(st.integers(0, start.world_size - 1), max_size=start.world_size - 1)))
             start.torn = draw(st.sets(st.integers(0, start.world_size - 1)))
         attempt, generation = (attempt, generation + 1) if draw(st.booleans()) else (attempt + 1, 0)
     assume(history.owner)
+    skipped = draw(st.sets(st.integers(1, total), max_size=3))
+    history.left_out = {place for place in history.used if place[1] in skipped}
     return history
 
 
@@ -150,7 +164,11 @@ def test_every_history_of_kills_and_resumes_is_clean(history):
     for number, told in enumerate(found.incarnations):
         steps = {step for start, step, _ in history.used if start == number}
         counted = sum(history.owner.get(step) == number for step in steps)
-        assert (told.counted, told.thrown_away) == (counted, len(steps) - counted)
+        last, to = history.back.get(number, (0, 0))
+        assert (told.counted, told.thrown_away) == (counted, len(steps) - counted + last - to)
+    left_out = {step for start, step, _ in history.left_out if history.owner.get(step) == start}
+    notes = [note for note in found.notes if "left out" in note]
+    assert [int(n) for note in notes for n in re.findall(r"\d+", note)[1:]] == sorted(left_out)
 
 
 @few
@@ -227,6 +245,12 @@ def share_overlaps(history: History, data: st.DataObject) -> int:
     return place[1]
 
 
+def left_out_by_one_rank(history: History, data: st.DataObject) -> int:
+    place = some_line(history, data, ranks=2)
+    history.left_out ^= {place}
+    return place[1]
+
+
 def begin_too_early(history: History, data: st.DataObject) -> int:
     number = some_line(history, data)[0]
     assume(history.starts[number].told_begin > 0)
@@ -244,7 +268,7 @@ def begin_too_late(history: History, data: st.DataObject) -> int:
     "falsify",
     [
         sample_dropped, sample_doubled, samples_exchanged_between_ranks, samples_exchanged_between_steps, line_removed,
-        line_repeated, share_overlaps, begin_too_early, begin_too_late,
+        line_repeated, share_overlaps, left_out_by_one_rank, begin_too_early, begin_too_late,
     ],
 )  # fmt: skip
 def test_one_thing_falsified_is_found_at_its_step(falsify: Falsify):

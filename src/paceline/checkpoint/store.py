@@ -35,12 +35,11 @@ _LEFTOVER = re.compile(r"\.(?:tmp|trash)-([0-9]+)-([0-9]+)-([0-9]+)(?:-[0-9]+)?"
 Report = Callable[[str], None]
 
 
-def _silent(_words: str) -> None:
-    pass
+def _silent(_words: str) -> None: ...
 
 
 class Checkpoints:
-    """The checkpoints of one run. Everybody may read; rank 0 claims, begins and commits.
+    """The checkpoints of one run. Everybody may read; rank 0 claims, begins and commits, in an emergency another one.
 
     Two things are remembered: the claim, and which checkpoints this process has written or read in full, so that
     each is hashed at most once to decide what may be deleted.
@@ -79,7 +78,14 @@ class Checkpoints:
             OSError: if it cannot be made.
         """
         attempt, generation = self._claimed()
-        tmp = self.root / f".tmp-{step}-{attempt}-{generation}"
+        return self._made(self.root / f".tmp-{step}-{attempt}-{generation}")
+
+    def begin_alone(self, step: int, claim: Claim, rank: int) -> Path:
+        """As `begin`, for a rank that saves the whole state alone, with the `claim` of its rank 0."""
+        self._claim = claim
+        return self._made(self.root / f".tmp-{step}-{claim.attempt}-{claim.generation}-{rank}")
+
+    def _made(self, tmp: Path) -> Path:
         if tmp.exists():  # a try of ours that failed: nobody else has this name
             shutil.rmtree(tmp)
         tmp.mkdir(mode=PRIVATE_FOLDER)

@@ -8,23 +8,29 @@ only, never on the worker that loads it.
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from itertools import tee
+from signal import strsignal
 from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from paceline.data.arrays import batch_gatherer
 from paceline.data.plan import BatchPlan, Work, rank_work
-from paceline.errors import UsageError
+from paceline.errors import TrainingError, UsageError
+from paceline.launch.guard.box import SLOTS, Box, read_loaders
 from paceline.launch.orders import STOP_SIGNALS
 from paceline.launch.worker.attach import die_with_parent
 from paceline.seeding import derive, preserved_streams, seed_streams
+
+GONE = re.compile(r"DataLoader worker \(pid(?:\(s\))? ([0-9]+).*")  # torch's words for a process that was killed
+SLOTS_OF_A_LOADER = SLOTS // 2  # the loaders of training and evaluation live at the same time
 
 Request = tuple[int, Tensor]
 """(epoch, indices (n,)): one micro-batch to fetch."""
@@ -47,6 +53,9 @@ class Loading:
     device: torch.device
     num_workers: int = 0
     collate: Callable[[list[Any]], Any] | None = None
+    box: Box | None = None
+    """where the worker processes write which sample they work on"""
+    evaluates: bool = False
 
 
 def load_steps(
@@ -93,8 +102,9 @@ def _sample_by_sample(
     dataset: Dataset[Any], requests: Iterable[Request], seed: int, loading: Loading
 ) -> Generator[Any]:
     keys = ([(epoch, i) for i in cast("list[int]", indices.tolist())] for epoch, indices in requests)
+    box = loading.box if loading.num_workers else None
     loader = DataLoader(
-        _SeededSamples(dataset, seed),
+        _SeededSamples(dataset, seed, box, SLOTS_OF_A_LOADER if loading.evaluates else 0),
         batch_sampler=_Keys(keys),
         num_workers=loading.num_workers,
         collate_fn=loading.collate,
@@ -106,10 +116,17 @@ def _sample_by_sample(
     try:
         while True:
             with preserved_streams():  # without workers the samples are drawn, and seeded, in this very process
+                if box is not None:
+                    box.put("loading", 1)
                 try:
                     batch = next(iterator)
                 except StopIteration:
                     return
+                except RuntimeError as error:
+                    raise _with_signal(error, iterator) from error
+                finally:
+                    if box is not None:
+                        box.put("loading", 0)
             yield batch
     finally:
         del iterator, loader  # ends the worker processes now, not when the garbage collector gets to it
@@ -126,15 +143,67 @@ class _Keys:
 
 
 class _SeededSamples(Dataset[Any]):
-    """`dataset`, asked for (epoch, index): seeds all random streams by them before it draws the sample."""
+    """`dataset`, asked for (epoch, index): seeds all random streams by them before it draws the sample.
 
-    def __init__(self, dataset: Dataset[Any], seed: int) -> None:
+    A worker process says in the box which sample it works on.
+    """
+
+    def __init__(self, dataset: Dataset[Any], seed: int, box: Box | None = None, first_slot: int = 0) -> None:
         self._dataset, self._seed = dataset, seed
+        self._box, self._first_slot = box, first_slot
+
+    def __getstate__(self) -> dict[str, Any]:
+        # a process that was spawned, not forked, does not have the memory
+        return {**self.__dict__, "_box": None}
 
     def __getitem__(self, key: tuple[int, int]) -> Any:
         epoch, index = key
         seed_streams(derive(self._seed, "sample", epoch, index))
-        return self._dataset[index]
+        worker = get_worker_info() if self._box is not None else None
+        if self._box is None or worker is None or worker.id >= SLOTS_OF_A_LOADER:
+            return self._dataset[index]
+        slot = self._first_slot + worker.id
+        self._box.set_loader(slot, epoch=epoch, item=index, busy=True)
+        sample = self._dataset[index]
+        self._box.set_loader(slot, epoch=epoch, item=index, busy=False)
+        return sample
+
+
+def _with_signal(error: RuntimeError, iterator: object) -> RuntimeError:
+    """`error`, or in its place the words that torch has for a killed process, where it has only seen that it is gone.
+
+    Which of the two it says is a race between its handler of SIGCHLD and its look at the processes.
+    """
+    found = GONE.search(str(error))
+    workers: Sequence[Any] = getattr(iterator, "_workers", ())
+    code = next((w.exitcode for w in workers if found and w.pid == int(found[1])), None)
+    if code is None or code >= 0 or "killed by signal" in str(error):
+        return error
+    return RuntimeError(f"DataLoader worker (pid {found[1] if found else 0}) is killed by signal: {strsignal(-code)}.")
+
+
+@contextmanager
+def naming_lost_processes(box: Box, rank: int) -> Generator[None]:
+    """Inside, a loader's process that is killed becomes an error that says which one, and what it worked on.
+
+    torch raises in the middle of whatever the main thread does, from its handler of SIGCHLD.
+
+    Raises:
+        TrainingError: with torch's own words at the end.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        found = GONE.search(str(error))
+        if found is None:
+            raise
+        lost = next((one for one in read_loaders(box.descriptor) if one.pid == int(found[1])), None)
+        doing = "while it loaded" if lost and lost.busy else "after it had loaded"
+        item = f", {doing} sample {lost.item} of epoch {lost.epoch + 1}" if lost else ""
+        number = f" number {lost.number % SLOTS_OF_A_LOADER}" if lost else ""
+        raise TrainingError(
+            f"rank {rank} lost a process that loads data:{number} (pid {found[1]}){item}. {found[0].strip()}"
+        ) from error
 
 
 @dataclass(frozen=True)

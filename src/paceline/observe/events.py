@@ -50,6 +50,22 @@ class Step(Event, frozen=True, tag="step"):
     share: tuple[int, int] | None = None  # the virtual ranks [a, b) that this rank computed
     consumed: int = 0  # samples this rank used; stand-ins are not counted
     fingerprint: str = ""  # hex of data.consumed.fingerprint of their indices
+    skipped: bool = False  # it did not change the parameters (see Skipped); a loss that is not finite stands as 0
+
+
+class Skipped(Event, frozen=True, tag="skipped"):
+    """Step `step` did not change the parameters, on any rank: something in it was not finite. Before its Step."""
+
+    step: int
+    reason: str
+    samples: list[int]  # that made it so, of all ranks, as far as they are known
+
+
+class RolledBack(Event, frozen=True, tag="rolled-back"):
+    """The state is again that after step `to`; later steps of this start are taken once more."""
+
+    step: int  # the last one before that
+    to: int
 
 
 class Samples(Event, frozen=True, tag="samples"):
@@ -104,6 +120,8 @@ class Ended(Event, frozen=True, tag="ended"):
 KINDS: dict[str, type[Event]] = {
     "started": Started,
     "step": Step,
+    "skipped": Skipped,
+    "rolled-back": RolledBack,
     "samples": Samples,
     "evaluated": Evaluated,
     "checkpointed": Checkpointed,

@@ -49,6 +49,12 @@ class Replica:
     """(largest norm allowed): scales all gradients alike; returns the global norm before"""
     merged_buffers: Callable[[], AbstractContextManager[None]]
     """inside, the model's buffers are the same on all ranks (a collective)"""
+    keep_buffers: Callable[[], None]
+    """remembers the buffers of this rank's virtual ranks"""
+    put_back_buffers: Callable[[], None]
+    """makes them what they were when they were last kept"""
+    alone: Callable[[MicroBatch], AbstractContextManager[None]]
+    """surrounds a forward of the plain model that is only looked at: its random stream, its buffers"""
     state: Callable[[], list[Held]]
     """every tensor of the training's state that this rank holds, under names that no strategy changes; no copies"""
     load: Callable[[Source], None]
@@ -102,11 +108,15 @@ def replica(
     @contextmanager
     def microbatch(batch: MicroBatch, is_last: bool) -> Generator[None]:
         with ExitStack() as stack:
-            stack.enter_context(random_stream(batch.random_seed, world.device))
-            stack.enter_context(buffers.of(batch.work))
+            stack.enter_context(alone(batch))
             stack.enter_context(backward(batch.work, is_last))
             if not batch.work.counted:
                 stack.enter_context(_uncounted(model, parameters))
+            yield
+
+    @contextmanager
+    def alone(batch: MicroBatch) -> Generator[None]:
+        with random_stream(batch.random_seed, world.device), buffers.of(batch.work):
             yield
 
     def sync_all_gradients(total_weight: Tensor) -> None:
@@ -145,6 +155,9 @@ def replica(
         sync_gradients=sync_all_gradients,
         clip_grad_norm=clip_grad_norm,
         merged_buffers=buffers.merged,
+        keep_buffers=buffers.keep,
+        put_back_buffers=buffers.put_back,
+        alone=alone,
         state=state,
         load=load_all,
     )

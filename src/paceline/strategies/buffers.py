@@ -21,6 +21,7 @@ from paceline.scratch.tree import Exchange, Forest, added
 from paceline.world import World
 
 Buffers = dict[str, Tensor]
+ALWAYS_COPIED_BYTES = 1 << 20
 
 
 class VirtualBuffers:
@@ -35,6 +36,39 @@ class VirtualBuffers:
         self._synchronised = {n for n, slots in self._slots.items() if isinstance(slots[0][0], SyncBatchNorm)}
         self._initial = {name: buffer.clone() for name, buffer in self._in_module().items()}
         self._of: dict[int, Buffers] = {}
+        self._kept: dict[int, Buffers] = {}
+        self._copied: dict[tuple[int, str], tuple[Tensor, int]] = {}  # large ones: of which tensor, and its version
+
+    @torch.no_grad()
+    def keep(self) -> None:
+        """Remember all buffers as they are, for `put_back`."""
+        self._kept = {virtual_rank: self._kept.get(virtual_rank, {}) for virtual_rank in self._of}
+        copies: list[Tensor] = []
+        originals: list[Tensor] = []
+        for virtual_rank, buffers in self._of.items():
+            kept = self._kept[virtual_rank]
+            for name, buffer in buffers.items():
+                copy = kept.get(name)
+                if copy is None or copy.shape != buffer.shape or copy.dtype != buffer.dtype:
+                    kept[name] = buffer.clone()
+                elif self._may_have_changed(virtual_rank, name, buffer):
+                    copies.append(copy)
+                    originals.append(buffer)
+        if copies:
+            torch._foreach_copy_(copies, originals)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+
+    def _may_have_changed(self, virtual_rank: int, name: str, buffer: Tensor) -> bool:
+        """Whether to copy it again: large tables that nobody writes into must not cost a copy in each step."""
+        if buffer.nbytes <= ALWAYS_COPIED_BYTES:  # batch norm's kernel writes without telling the version
+            return True
+        copied, now = self._copied.get((virtual_rank, name)), buffer._version  # pyright: ignore[reportPrivateUsage]
+        self._copied[virtual_rank, name] = (buffer, now)
+        return copied is None or copied[0] is not buffer or copied[1] != now
+
+    def put_back(self) -> None:
+        """All buffers are again what they were at the last `keep`."""
+        self._of = {v: {name: b.clone() for name, b in kept.items()} for v, kept in self._kept.items()}
+        self._put(next(iter(self._of.values()), {name: b.clone() for name, b in self._initial.items()}))
 
     @contextmanager
     def of(self, work: Work) -> Generator[None]:

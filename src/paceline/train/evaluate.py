@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import closing, contextmanager
 from typing import Any
 
@@ -27,11 +27,13 @@ def evaluate(
     loading: Loading,
     *,
     batch_size: int = 256,
+    tick: Callable[[], object] = lambda: None,
 ) -> dict[str, float]:
     """The mean loss (over the loss's weights) and the mean of each metric (over samples) on `dataset`.
 
     Each virtual rank takes every V-th sample; the sums are added up, so no sample counts twice, as it would after
     padding, and an uneven rest is weighed right. Buffers are merged over ranks first: all ranks evaluate one model.
+    `tick` is called after each batch.
     """
     world, virtual_ranks = replica.world, replica.virtual_ranks
     share = ranks_share(virtual_ranks, world.rank, world.size)
@@ -48,6 +50,7 @@ def evaluate(
     ):
         for (virtual_rank, _), (inputs, targets) in zip(work, batches, strict=True):
             totals[virtual_rank] += _batch_totals(replica.model, inputs, targets, loss, metrics)
+            tick()
     names = ["loss", *metrics]
     sums = iter(start_totals(totals)().sums)
     return {name: total / weight for name, total, weight in zip(names, sums, sums, strict=True)}

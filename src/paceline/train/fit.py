@@ -7,10 +7,12 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 
 from paceline.data.loader import MicroBatch
+from paceline.launch.guard.evidence import Phase
 from paceline.strategies.base import Replica
 from paceline.tasks.task import Loss
+from paceline.train.order import Order
 from paceline.train.schedule import Schedule
-from paceline.train.step import StepResult, train_step
+from paceline.train.step import StepResult, ignore, train_step
 
 
 @dataclass(frozen=True)
@@ -35,21 +37,29 @@ def fit(
     start: int = 0,
     max_norm: float | None = None,
     votes: Callable[[], Sequence[float]] = tuple,
+    enter: Callable[[Phase], object] = ignore,
+    order: Order | None = None,
+    may_leave_out: bool = False,
 ) -> Generator[StepRecord]:
     """Train on `steps`, each the micro-batches of this rank, beginning with step number `start` (0-based).
 
-    `votes` is train_step's.
+    `votes`, `enter`, `order` and `may_leave_out` are train_step's.
 
     Raises:
         TrainingError: see train_step.
     """
     replica.model.train()
     began = time.perf_counter()
+    enter(Phase.DATA)
     for number, microbatches in enumerate(steps, start):
         data_seconds = time.perf_counter() - began
         lr = schedule.lr(number)
         for group in replica.optimizer.param_groups:
             group["lr"] = lr
-        result = train_step(replica, microbatches, loss, max_norm=max_norm, votes=votes)
+        result = train_step(
+            replica, microbatches, loss,
+            max_norm=max_norm, votes=votes, enter=enter, order=order, may_leave_out=may_leave_out,
+        )  # fmt: skip
         yield StepRecord(number + 1, result, lr, data_seconds, time.perf_counter() - began, microbatches)
+        enter(Phase.DATA)
         began = time.perf_counter()  # what the caller did meanwhile is no part of the next step

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -15,10 +16,12 @@ from paceline.checkpoint.state import Held
 from paceline.checkpoint.store import Checkpoints, Claim
 from paceline.collectives import gather_words, together
 from paceline.errors import PacelineError
+from paceline.launch.guard.evidence import Phase
 from paceline.observe import events
 from paceline.observe.folder import CHECKPOINTS
 from paceline.strategies.base import Replica
-from paceline.train.resume import Content, Origin
+from paceline.train.emergency import is_writer, save_alone
+from paceline.train.resume import Content, Origin, from_disk, from_memory
 from paceline.train.saving import Saver
 from paceline.train.watch import check_replicas
 
@@ -59,6 +62,7 @@ class Keeping:
         keep: int,
         writer: events.EventWriter,
         say: Callable[[str], None],
+        enter: Callable[[Phase], object],
     ) -> None:
         """A collective.
 
@@ -66,16 +70,18 @@ class Keeping:
             UsageError: if the folder for checkpoints cannot be taken, told by one rank.
         """
         self._replica, self._world, self._rhythm, self._writer, self._say = replica, replica.world, rhythm, writer, say
-        checkpoints = Checkpoints(place.folder / CHECKPOINTS)
-        claim = Claim(place.attempt, place.generation)
+        self._enter, self._keep = enter, keep
+        self._checkpoints = Checkpoints(place.folder / CHECKPOINTS)
+        self._claim = Claim(place.attempt, place.generation)
         with together(self._world):
             if self._world.rank == 0:
                 # Also where none is due: the run may be asked to stop, and who is left of an older generation must
                 # not publish any more.
-                checkpoints.claim(*claim, place.notices.append)
+                self._checkpoints.claim(*self._claim, place.notices.append)
         self._saver = Saver(
-            checkpoints, self._world, replica.virtual_ranks, claim, keep=keep, flush_events=writer.flush, say=say
-        )
+            self._checkpoints, self._world, replica.virtual_ranks, self._claim,
+            keep=keep, flush_events=writer.flush, say=say,
+        )  # fmt: skip
         self._keeper = _keeper(self._world.local_rank, place, origin, replica)
         self._snapshots, self._snapshot_seconds, self._snapshot_bytes = 0, 0.0, 0
         self.failed = ""
@@ -96,6 +102,7 @@ class Keeping:
         """
         began = time.perf_counter()
         rhythm = self._rhythm
+        self._enter(Phase.CHECKPOINT)
         self._saver.agreed(votes)
         save = save or bool(rhythm.checkpoint and step % rhythm.checkpoint == 0)
         snapshot = self._keeper is not None and rhythm.snapshot and step % rhythm.snapshot == 0
@@ -119,12 +126,47 @@ class Keeping:
 
     def end(self) -> None:
         """Wait until the last checkpoint is on disk (a collective)."""
-        self._saver.settle()
-        self._tell()
+        self.settle()
         if self._snapshots:
             size = self._snapshot_bytes
             self._writer.write(events.Snapshotted(self._snapshots, self._snapshot_seconds, size))
         self.failed = gather_words(self._saver.failed, self._world)[0]
+
+    def settle(self) -> None:
+        """Wait until no checkpoint is on its way any more (a collective)."""
+        self._enter(Phase.CHECKPOINT)
+        self._saver.settle()
+        self._tell()
+
+    @property
+    def can_go_back(self) -> bool:
+        """Whether states are kept on the way."""
+        return self._rhythm.checkpoint is not None or (self._keeper is not None and self._rhythm.snapshot is not None)
+
+    def newest(self) -> Origin | None:
+        """The newest state that is kept (a collective)."""
+        self.settle()
+        origin = from_memory(self._world)
+        return from_disk(self._checkpoints, self._world, self._say, after=origin) or origin
+
+    def save_alone(self, word: str, step: int, content: Content) -> None:
+        """Publish the state after `step`, if this is the rank to do so by the guard's `word` that has freed it.
+
+        No collective: a rank that stands still would not come.
+        """
+        world = self._world
+        if not is_writer(word, world.rank, world.size):
+            return
+        self._enter(Phase.CHECKPOINT)  # the agent waits for whom it sees at work
+        try:
+            self._writer.flush()
+            path = save_alone(
+                self._replica, step, content, self._checkpoints, self._claim, keep=self._keep, say=self._say
+            )
+            words = f"the state after step {step} is saved: {path}"
+        except Exception as error:  # the stall is what the run ends with
+            words = f"the state after step {step} cannot be saved: {error}"
+        print(f"rank {world.rank}: {words}", file=sys.stderr, flush=True)
 
     def abandon(self) -> None:
         """After an error: let the threads end; what is not published will never be."""

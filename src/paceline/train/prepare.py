@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,9 +12,11 @@ from torch.utils.data import Dataset
 
 from paceline.collectives import check_equal, new_group, together, told_once
 from paceline.config import BatchShape, TrainConfig, batch_shape, default_strategy, task_options
+from paceline.data.arrays import batch_gatherer
 from paceline.data.fingerprint import fingerprint
 from paceline.data.loader import Loading, fetch
 from paceline.data.plan import BatchPlan, ranks_share
+from paceline.data.room import Room, check_room
 from paceline.errors import UsageError
 from paceline.scratch.batchnorm import convert
 from paceline.seeding import derive, preserved_streams, random_stream
@@ -67,7 +70,9 @@ def prepare(config: TrainConfig, world: World) -> Parts:
         loading = Loading(world.device, config.data.num_workers, task.collate)
         data = {"training data": fingerprint(train_set, loading), "test data": fingerprint(test_set, loading)}
         model = make_model(task, config.run.seed, world)
-        check_loss(task, model, train_set, replace(loading, num_workers=0))
+        largest = math.ceil(shape.global_batch / (shape.virtual_ranks * shape.accumulation))
+        room = Room(largest, config.data.num_workers, world.local_size)
+        check_loss(task, model, train_set, replace(loading, num_workers=0), room)
     for what, content in data.items():
         check_equal(what, content, world)
     replica = make_replica(config, model, world, shape.virtual_ranks)
@@ -122,12 +127,17 @@ def make_replica(config: TrainConfig, model: nn.Module, world: World, virtual_ra
         raise told_once(UsageError(str(error)), world) from None
 
 
-def check_loss(task: Task, model: nn.Module, dataset: Dataset[Any], loading: Loading) -> None:
-    """Try loss and backward on the first two samples, so that what cannot work is told before the first step."""
+def check_loss(task: Task, model: nn.Module, dataset: Dataset[Any], loading: Loading, room: Room | None = None) -> None:
+    """Try loss and backward on the first two samples, so that what cannot work is told before the first step.
+
+    `room`, where given, must suffice for batches of their kind.
+    """
     indices = torch.arange(min(2, len(dataset)))  # pyright: ignore[reportArgumentType]
     # in eval mode: touches no batch statistics and draws no dropout
     with preserved_streams(), evaluating(model), explained(UsageError), torch.enable_grad():
         for inputs, targets in fetch(dataset, [(0, indices)], 0, loading):
+            if room is not None and batch_gatherer(dataset) is None:  # which needs no processes
+                check_room((inputs, targets), len(indices), room)
             losses, _ = weighted_losses(task.loss, model(inputs), targets)
             if losses.requires_grad:  # a model may switch gradients off in eval mode
                 losses.sum().backward()

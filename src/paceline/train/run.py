@@ -19,6 +19,8 @@ from paceline.checkpoint.store import Checkpoints
 from paceline.collectives import check_equal, gather_words, together, told_once
 from paceline.config import EXACT, TrainConfig, default_strategy, dump, repeatable, resolved
 from paceline.errors import ExitCode, PacelineError, UsageError
+from paceline.launch.guard.evidence import Phase
+from paceline.launch.worker.guard import Guard
 from paceline.observe.folder import (
     CHECKPOINTS,
     attempt_number,
@@ -58,8 +60,11 @@ def train(config: TrainConfig, *, run_dir: Path | None = None) -> Ended:
 
     Raises:
         UsageError: before the first step, told by one rank.
-        TrainingError: while training, on every rank that notices.
+        TrainingError: while training, on every rank that notices; StallError where the guard has broken up a
+            collective.
     """
+    guard = Guard.of_process()
+    guard.box.enter(Phase.INIT)
     world = World.from_env(device=config.launch.device, backend=config.launch.backend)
     with joined(world, timeout_seconds=config.launch.timeout), _place(config, world, run_dir) as place:
         config = resolved(config, world.size)
@@ -90,6 +95,9 @@ def train(config: TrainConfig, *, run_dir: Path | None = None) -> Ended:
             refused = isinstance(error, PacelineError) and error.exit_code == ExitCode.USAGE and place.attempt > 1
             if run_dir is None and world.rank == 0 and not refused:  # a launcher of ours knows the exit code itself
                 _summarise_failure(config, place.folder, world, error)
+            stalled = None if isinstance(error, PacelineError) else guard.stall_error(error)
+            if stalled is not None:
+                raise stalled from error
             raise
     return Ended(place.folder, code)
 

@@ -57,6 +57,25 @@ class _Writing:
     failure: str = ""
 
 
+def manifest_of(
+    step: int, content: Content, claim: Claim, virtual_ranks: int, files: tuple[ShardFile, ...]
+) -> Manifest:
+    """What is written down of the state after `step`, which lies in `files`."""
+    return Manifest(
+        format=FORMAT,
+        step=step,
+        attempt=claim.attempt,
+        generation=claim.generation,
+        world_size=len(files),
+        virtual_ranks=virtual_ranks,
+        definition=content.definition,
+        metrics=content.metrics,
+        samples_seen=content.samples_seen,
+        scalars={"evaluated": content.evaluated},
+        files=files,
+    )
+
+
 class Saver:
     """This rank's side of the run's checkpoints: one at a time on its way, all calls at the same steps on all ranks."""
 
@@ -172,19 +191,7 @@ class Saver:
             self._note(self._ended(writing, None, failure, 0))
             return
         files = tuple(msgspec.convert(shard, ShardFile) for _, shard in told)
-        manifest = Manifest(
-            format=FORMAT,
-            step=writing.step,
-            attempt=self._claim.attempt,
-            generation=self._claim.generation,
-            world_size=self._world.size,
-            virtual_ranks=self._virtual_ranks,
-            definition=writing.content.definition,
-            metrics=writing.content.metrics,
-            samples_seen=writing.content.samples_seen,
-            scalars={"evaluated": writing.content.evaluated},
-            files=files,
-        )
+        manifest = manifest_of(writing.step, writing.content, self._claim, self._virtual_ranks, files)
         self._publishing = threading.Thread(target=self._commit, args=(writing, manifest), name="paceline-publish")
         self._publishing.start()
 

@@ -11,19 +11,24 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from paceline.collectives import gather_words, start_totals, told_once
+from paceline.collectives import Totals, start_totals, told_once
 from paceline.data.loader import MicroBatch
 from paceline.data.plan import Work
-from paceline.errors import PacelineError, TrainingError, UsageError
-from paceline.strategies.base import Replica
+from paceline.errors import ExitCode, TrainingError, UsageError
+from paceline.launch.guard.evidence import Phase
+from paceline.strategies.base import Replica, trainable
 from paceline.tasks.task import Loss
+from paceline.train.nonfinite import NotFinite, gradients_are_finite, gradients_not_finite, losses_not_finite
+from paceline.train.order import Order
 
-MAX_NAMED_SAMPLES = 8  # in an error message
+Seen = list[tuple[MicroBatch, Tensor]]
+"""What this rank has computed: micro-batches and their losses."""
 
 
 @dataclass(frozen=True)
@@ -35,11 +40,17 @@ class StepResult:
     grad_norm: float | None
     votes: list[float] = field(default_factory=list[float])
     """the sums over ranks of what each rank had to say"""
+    left_out: NotFinite | None = None
+    """why the parameters were not changed, if they were not"""
 
     @property
     def loss(self) -> float:
         """The mean loss of the global batch."""
         return self.loss_sum / self.weight
+
+
+def ignore(phase: Phase) -> None:
+    """Tells nobody."""
 
 
 def train_step(
@@ -49,6 +60,9 @@ def train_step(
     *,
     max_norm: float | None = None,
     votes: Callable[[], Sequence[float]] = tuple,
+    enter: Callable[[Phase], object] = ignore,
+    order: Order | None = None,
+    may_leave_out: bool = False,
 ) -> StepResult:
     """Take one step on this rank's micro-batches of a global batch.
 
@@ -59,19 +73,64 @@ def train_step(
         max_norm: clip the global gradient norm to this.
         votes: asked once in the step for numbers to be added up over ranks (equally many on each), which costs no
             message of its own: for what ranks have to agree on between two steps.
+        enter: told what begins.
+        order: compares which collectives the ranks have called.
+        may_leave_out: where the loss or a gradient is not finite, leave parameters and buffers as they are, on all
+            ranks, and return, instead of raising.
 
     Raises:
         UsageError: if the loss does not give one value per sample, or the batches are for more virtual ranks than the
             replica.
-        TrainingError: if the global loss is not finite (on the first rank that made it so, naming ranks and samples)
-            or the weights are all zero; ToldElsewhere on the others. The parameters are still those before the step.
+        TrainingError: if the global loss or a gradient is not finite (on the first rank that made it so, naming ranks
+            and samples), the weights are all zero, or the ranks have called different collectives; ToldElsewhere on
+            the others. Parameters and buffers are still those before the step.
     """
+    replica.keep_buffers()
+    where = _position(microbatches[0].work)
+    try:
+        finish_totals, seen = _forward_backward(replica, microbatches, loss, votes, enter, order)
+        enter(Phase.SYNC)
+        summed = finish_totals()
+        own = summed.votes
+        if order is not None:
+            own = own[: -replica.world.size] if replica.world.size > 1 else own
+            order.check(summed.votes[len(own) :], where)
+        loss_total, weight_total = summed.sums
+        if weight_total == 0:
+            error = TrainingError(f"the loss weights of the global batch at {where} sum to 0: its mean is undefined")
+            raise told_once(error, replica.world)
+        replica.sync_gradients(torch.tensor(weight_total, dtype=torch.float64, device=replica.world.device))
+        if not (math.isfinite(loss_total) and gradients_are_finite(trainable(replica.model))):
+            found = _not_finite(replica, seen, loss, loss_total, where, enter)
+            if not may_leave_out:
+                raise told_once(_stopped(found), replica.world, by=found.told_by)
+            replica.put_back_buffers()
+            return StepResult(loss_total, weight_total, None, own, found)
+        norm = None if max_norm is None else float(replica.clip_grad_norm(max_norm))
+    except BaseException:
+        replica.put_back_buffers()
+        raise
+    enter(Phase.OPTIMIZER)
+    replica.optimizer.step()
+    return StepResult(loss_total, weight_total, norm, own)
+
+
+def _forward_backward(
+    replica: Replica,
+    microbatches: Sequence[MicroBatch],
+    loss: Loss,
+    votes: Callable[[], Sequence[float]],
+    enter: Callable[[Phase], object],
+    order: Order | None,
+) -> tuple[Callable[[], Totals], Seen]:
+    """The gradients of this rank's samples, on their way; what waits for the totals, and what was computed."""
     replica.model.zero_grad(set_to_none=True)  # not the optimizer's: one that is sharded knows only its share
     # (V, 2): loss sum and weight of each virtual rank
     totals = torch.zeros(replica.virtual_ranks, 2, dtype=torch.float64, device=replica.world.device)
-    seen: list[tuple[MicroBatch, Tensor]] = []
+    seen: Seen = []
     for microbatch in microbatches:
         is_last = microbatch is microbatches[-1]
+        enter(Phase.FORWARD)
         with replica.microbatch(microbatch, is_last):
             losses, weights = weighted_losses(loss, replica.module(microbatch.inputs), microbatch.targets)
             loss_sum = losses.sum() if weights is None else (losses * weights).sum()
@@ -80,20 +139,11 @@ def train_step(
                 _row(totals, microbatch.work)[:] += torch.stack([loss_sum.detach(), weight])
                 seen.append((microbatch, losses.detach()))
             if is_last:
-                finish_totals = start_totals(totals, votes())  # travels during backward
+                said = [*votes(), *(order.votes() if order else ())]
+                finish_totals = start_totals(totals, said)  # travels during backward
+            enter(Phase.BACKWARD)
             loss_sum.backward()
-    summed = finish_totals()  # pyright: ignore[reportPossiblyUnboundVariable]
-    loss_total, weight_total = summed.sums
-    if not math.isfinite(loss_total):
-        raise _not_finite(replica, microbatches[0].work, seen)
-    if weight_total == 0:
-        at = _position(microbatches[0].work)
-        error = TrainingError(f"the loss weights of the global batch at {at} sum to 0: its mean is undefined")
-        raise told_once(error, replica.world)
-    replica.sync_gradients(totals.new_tensor(weight_total))
-    norm = None if max_norm is None else float(replica.clip_grad_norm(max_norm))
-    replica.optimizer.step()
-    return StepResult(loss_total, weight_total, norm, summed.votes)
+    return finish_totals, seen  # pyright: ignore[reportPossiblyUnboundVariable]
 
 
 def _row(totals: Tensor, work: Work) -> Tensor:
@@ -134,26 +184,29 @@ def batch_size(batch: Any) -> int | None:
     return next((size for part in parts if (size := batch_size(part)) is not None), None)
 
 
-def _not_finite(replica: Replica, work: Work, seen: Sequence[tuple[MicroBatch, Tensor]]) -> PacelineError:
-    """What each rank raises when the global loss is not finite: the first rank that made it so tells (a collective)."""
-    mine: list[int] = []
-    for microbatch, losses in seen:
-        bad = (~losses.isfinite()).reshape(len(losses), -1).any(1)  # (B,)
-        mine += microbatch.work.indices[bad.cpu()].tolist()
-    guilty = {rank: bad for rank, bad in enumerate(gather_words(mine, replica.world)) if bad}
-    named = "; ".join(f"rank {rank}: {_samples(bad)}" for rank, bad in guilty.items())
-    error = TrainingError(
-        f"the loss is not finite at {_position(work)}; {named or 'each loss is finite, but not their sum'}. "
-        "The parameters are still those before this step. Likely: a learning rate too high, or bad values in these "
-        "samples."
+def _not_finite(
+    replica: Replica, seen: Seen, loss: Loss, loss_total: float, where: str, enter: Callable[[Phase], object]
+) -> NotFinite:
+    """Who made it so (a collective)."""
+    if not math.isfinite(loss_total):
+        return losses_not_finite(replica, seen, where)
+
+    def forward(inputs: Any, targets: Any) -> Tensor:
+        losses, weights = weighted_losses(loss, replica.model(inputs), targets)
+        return losses.sum() if weights is None else (losses * weights).sum()
+
+    replica.put_back_buffers()
+    batches = [microbatch for microbatch, _ in seen]
+    return gradients_not_finite(replica, batches, forward, where, partial(enter, Phase.BACKWARD))
+
+
+def _stopped(found: NotFinite) -> TrainingError:
+    return TrainingError(
+        f"{found.words}. The parameters are still those before this step. Likely: a learning rate too high, or bad "
+        "values in these samples. --not-finite skip leaves such steps out.",
+        ExitCode.NOT_FINITE,
     )
-    return told_once(error, replica.world, by=min(guilty, default=0))
 
 
 def _position(work: Work) -> str:
     return f"epoch {work.epoch + 1}, step {work.step + 1} of that epoch"
-
-
-def _samples(indices: Sequence[int]) -> str:
-    more = f" and {len(indices) - MAX_NAMED_SAMPLES} more" if len(indices) > MAX_NAMED_SAMPLES else ""
-    return f"samples {', '.join(map(str, indices[:MAX_NAMED_SAMPLES]))}{more}"

@@ -5,17 +5,18 @@ from __future__ import annotations
 import math
 import os
 import signal
-import socket
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
+from dataclasses import replace
+
+from msgspec.structs import replace as replace_fields
 
 from paceline.collectives import check_equal, told_once
-from paceline.config import default_strategy
-from paceline.data.consumed import add, fingerprint
-from paceline.data.loader import load_steps
-from paceline.errors import ExitCode, TrainingError
-from paceline.launch.box import Box
+from paceline.data.loader import load_steps, naming_lost_processes
+from paceline.errors import ExitCode, PacelineError, TrainingError
+from paceline.launch.guard.evidence import Phase
+from paceline.launch.worker.guard import Guard
 from paceline.observe import events
 from paceline.observe.progress import Display
 from paceline.observe.summary import Summary, write_summary
@@ -23,11 +24,14 @@ from paceline.observe.throughput import Throughput
 from paceline.train.evaluate import evaluate
 from paceline.train.fit import StepRecord, fit
 from paceline.train.keeping import Keeping, Place, Rhythm
+from paceline.train.leftout import LeftOut
+from paceline.train.order import Order
 from paceline.train.preemption import StopRequest, noticing
 from paceline.train.prepare import Parts
+from paceline.train.records import write_started, write_step
 from paceline.train.resume import Content, Origin
 from paceline.train.weights import digest, rescue, save
-from paceline.train.wording import bits_hold_for, closing_lines, opening_lines, scores_line, stopped_line
+from paceline.train.wording import closing_lines, opening_lines, scores_line, stopped_line, summary_of
 
 
 class Training:
@@ -43,14 +47,17 @@ class Training:
         self._metrics: dict[str, float] = dict(origin.content.metrics) if origin else {}
         self._evaluated = origin.content.evaluated if origin else 0
         self._request = StopRequest()
-        self._box = Box.from_env()
+        self._guard = Guard.of_process()
+        self._order = Order(self._world, self._guard.take_order, self._guard.taken, self._say)
+        self._left_out = LeftOut(self._config.guard.not_finite, self._world, self._say)
         shown = self._world.rank == 0
         self._display = Display(total_steps=parts.total_steps, interval=self._config.run.log_interval, shown=shown)
         self._writer = events.EventWriter(place.folder / f"events-{self._world.rank}.jsonl")
         c = self._config.checkpoint
         rhythm = Rhythm(c.watch_every, c.checkpoint_every, c.snapshot_every)
         self._keeping = Keeping(
-            parts.replica, place, origin, rhythm, keep=c.keep, writer=self._writer, say=self._say
+            parts.replica, place, origin, rhythm,
+            keep=c.keep, writer=self._writer, say=self._say, enter=self._guard.box.enter,
         )  # fmt: skip
 
     def run(self) -> ExitCode:
@@ -60,53 +67,63 @@ class Training:
             with self._weights_survive(), self._writer, self._display:
                 self._open()
                 try:
-                    stopped = self._loop()
+                    with naming_lost_processes(self._guard.box, self._world.rank):
+                        asked_to_stop = self._loop()
                     self._keeping.end()
+                except PacelineError:
+                    raise
+                except Exception as error:
+                    stalled = self._guard.stall_error(error)
+                    if stalled is None:
+                        raise
+                    if self._step and self._guard.box.get("phase") != Phase.OPTIMIZER:  # the state of a complete step
+                        self._keeping.save_alone(self._guard.released(), self._step, self._content())
+                    raise stalled from error
                 finally:
                     self._keeping.abandon()
                 self._writer.write(events.Ended(self._step, time.time()))
+            self._guard.box.enter(Phase.CLOSE)
             with self._weights_survive():
-                return self._stop() if stopped else self._finish(time.perf_counter() - began)
+                return self._stop() if asked_to_stop else self._finish(time.perf_counter() - began)
 
     def _open(self) -> None:
-        world, plan, place = self._world, self._parts.plan, self._place
-        self._writer.write(
-            events.Started(
-                attempt=place.attempt,
-                rank=world.rank,
-                world_size=world.size,
-                host=socket.gethostname(),
-                pid=os.getpid(),
-                device=str(world.device),
-                unix_time=time.time(),
-                generation=place.generation,
-                start_step=self._start,
-                num_samples=plan.num_samples,
-                steps_per_epoch=plan.steps_per_epoch,
-            )
-        )
-        for line in [*place.notices, *opening_lines(self._parts)]:
+        write_started(self._writer.write, self._parts, self._place, self._start)
+        for line in [*self._place.notices, *opening_lines(self._parts)]:
             self._say(line)
+        if self._config.guard.not_finite == "rollback" and not self._keeping.can_go_back:
+            self._say("WARNING: --not-finite rollback has nothing to go back to: give --checkpoint-every STEPS")
         if self._origin:
             self._say(f"goes on after step {self._start} of {self._parts.total_steps}, from {self._origin.where}")
 
     def _loop(self) -> bool:
         """Take all steps that are left; returns whether the run was asked to stop before."""
         parts = self._parts
-        batches = load_steps(
-            parts.train_set, parts.plan, parts.share, parts.loading,
-            start=self._start, stop=parts.total_steps, merged=self._config.model.batchnorm == "sync",
-        )  # fmt: skip
-        records = fit(
-            parts.replica, batches, parts.task.loss, parts.schedule,
-            start=self._start, max_norm=self._config.optimizer.clip_norm, votes=self._votes,
-        )  # fmt: skip
         at_epoch = self._start and self._start % parts.plan.steps_per_epoch == 0
         if self._start >= parts.total_steps or (at_epoch and self._evaluated != self._start):
             self._evaluate()  # what was asked to stop just there had no time for it
+        while True:
+            if (asked_to_stop := self._pass()) is not None:
+                return asked_to_stop
+            self._go_back()
+
+    def _pass(self) -> bool | None:
+        """Take steps until there are none left (False), the run was asked to stop, or has to go back (None)."""
+        parts = self._parts
+        batches = load_steps(
+            parts.train_set, parts.plan, parts.share, replace(parts.loading, box=self._guard.box),
+            start=self._step, stop=parts.total_steps, merged=self._config.model.batchnorm == "sync",
+        )  # fmt: skip
+        records = fit(
+            parts.replica, batches, parts.task.loss, parts.schedule,
+            start=self._step, max_norm=self._config.optimizer.clip_norm, votes=self._votes,
+            enter=self._guard.box.enter, order=self._order, may_leave_out=self._config.guard.not_finite != "stop",
+        )  # fmt: skip
         try:
             for record in records:
                 self._note(record)
+                found = record.result.left_out
+                if found is not None and self._left_out.goes_back(self._step, found) and not record.result.votes[0]:
+                    return None
                 if self._between(record):
                     return True
         finally:  # ends the loader's processes also when a step fails
@@ -124,51 +141,52 @@ class Training:
         stopping = asked > 0 and not is_last
         if is_last or (self._step % self._parts.plan.steps_per_epoch == 0 and not stopping):
             self._evaluate()
-        scores = {name: score for name, score in self._metrics.items() if math.isfinite(score)}  # JSON has no others
-        content = Content(self._samples, scores, self._place.definition, self._evaluated)
+        content = self._content()
         save = stopping or (is_last and config.checkpoint_every is not None)
         self._throughput.pause(self._keeping.between(self._step, votes, content, save=save))
         if self._step == config.rehearse_preemption and self._world.rank == self._world.size - 1:
             os.kill(os.getpid(), signal.SIGTERM)  # one rank is enough: all agree
         return stopping
 
+    def _content(self) -> Content:
+        scores = {name: score for name, score in self._metrics.items() if math.isfinite(score)}  # JSON has no others
+        return Content(self._samples, scores, self._place.definition, self._evaluated)
+
+    def _go_back(self) -> None:
+        """To the newest state that was kept (a collective)."""
+        origin = self._keeping.newest()
+        if origin is None:
+            words = "--not-finite rollback has nothing to go back to yet: no snapshot, no checkpoint"
+            raise told_once(TrainingError(words, ExitCode.NOT_FINITE), self._world)
+        self._parts.replica.load(origin.source)
+        self._writer.write(events.RolledBack(self._step, origin.step))
+        self._say(f"goes back from step {self._step} to {origin.where}")
+        self._step, self._samples = origin.step, origin.content.samples_seen
+        self._metrics, self._evaluated = dict(origin.content.metrics), origin.content.evaluated
+        self._guard.box.set_step(self._step)
+
     def _note(self, record: StepRecord) -> None:
         plan = self._parts.plan
         epoch, step = divmod(record.step - 1, plan.steps_per_epoch)
         samples = len(plan.global_indices(epoch, step))
         self._step, self._samples = record.step, self._samples + samples
-        if self._box is not None:
-            self._box.set_step(self._step)
+        self._guard.box.set_step(self._step)
         self._throughput.step(samples)
-        loss, norm = record.result.loss, record.result.grad_norm
-        used = [batch.work for batch in record.microbatches if batch.work.counted]
-        if self._config.run.record_samples:
-            for work in used:
-                indices: list[int] = work.indices.tolist()
-                self._writer.write(events.Samples(record.step, epoch, work.virtual_rank, work.part, indices))
-        self._writer.write(  # after the samples: a step that is written down vouches for them
-            events.Step(
-                step=record.step,
-                epoch=epoch,
-                loss=loss,
-                samples=samples,
-                lr=record.lr,
-                seconds=record.seconds,
-                data_seconds=record.data_seconds,
-                unix_time=time.time(),
-                grad_norm=norm,
-                share=(self._parts.share.start, self._parts.share.stop),
-                consumed=sum(len(work.indices) for work in used),
-                fingerprint=f"{add(*(fingerprint(work.indices) for work in used)):016x}",
-            )
-        )
+        write_step(self._writer.write, record, self._parts, samples)
         left = (self._parts.total_steps - record.step) * plan.global_batch
         rate = self._throughput.recent()
-        self._display.step(record.step, epoch=epoch, loss=loss, lr=record.lr, rate=rate, samples_left=left)
+        self._display.step(
+            record.step, epoch=epoch, loss=record.result.loss, lr=record.lr, rate=rate, samples_left=left
+        )
 
     def _evaluate(self) -> None:
         parts, began = self._parts, time.perf_counter()
-        self._metrics = evaluate(parts.replica, parts.test_set, parts.task.loss, parts.task.metrics, parts.loading)
+        box = self._guard.box
+        with self._guard.phase(Phase.EVALUATE):
+            self._metrics = evaluate(
+                parts.replica, parts.test_set, parts.task.loss, parts.task.metrics,
+                replace(parts.loading, box=box, evaluates=True), tick=box.tick,
+            )  # fmt: skip
         seconds = time.perf_counter() - began
         self._evaluated = self._step
         self._throughput.pause(seconds)
@@ -214,25 +232,9 @@ class Training:
         return ExitCode.DONE
 
     def _summary(self, code: ExitCode, sha256: str | None = None, seconds: float | None = None) -> Summary:
-        parts = self._parts
-        return Summary(
-            task=str(self._config.task),
-            exit=int(code),
-            strategy=default_strategy(self._config, self._world.size),
-            world_size=self._world.size,
-            virtual_ranks=parts.plan.virtual_ranks,
-            global_batch=parts.plan.global_batch,
-            epochs=self._step / parts.plan.steps_per_epoch,
-            steps=self._step,
-            samples_seen=self._samples,
-            test_accuracy=self._metrics.get("accuracy"),
-            test_loss=self._metrics.get("loss"),
-            test_metrics=self._metrics,
-            samples_per_second=self._throughput.overall(),
-            seconds=seconds,
-            weights_sha256=sha256,
-            bits_hold_for=bits_hold_for(self._place.definition) if self._place.definition["unbroken"] else None,
-        )
+        summary = summary_of(self._parts, self._place, code, self._step, self._samples, self._metrics)
+        rate = self._throughput.overall()
+        return replace_fields(summary, samples_per_second=rate, seconds=seconds, weights_sha256=sha256)
 
     @contextmanager
     def _weights_survive(self) -> Generator[None]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from paceline.checkpoint.state import Held
 from paceline.collectives import told_once
-from paceline.errors import TrainingError
+from paceline.errors import ExitCode, TrainingError
 from paceline.world import World
 
 MAX_NAMED = 3
@@ -26,7 +26,7 @@ def check_replicas(held: Sequence[Held], world: World, step: int) -> None:
     """Compare what all ranks hold (a collective); one message of 8 bytes for each tensor.
 
     Raises:
-        TrainingError: if a tensor differs, naming it and the rank in the minority (a tie accuses nobody);
+        TrainingError: with DIVERGED if a tensor differs, naming it and the rank in the minority (a tie accuses nobody);
             ToldElsewhere on the other ranks.
     """
     replicated = [h for h in held if h.replicated]
@@ -40,7 +40,7 @@ def check_replicas(held: Sequence[Held], world: World, step: int) -> None:
         return
     columns: list[list[int]] = together.t().tolist()
     found = {h.name: prints for h, prints in zip(replicated, columns, strict=True) if len(set(prints)) > 1}
-    raise told_once(TrainingError(_told(found, world, step)), world)
+    raise told_once(TrainingError(_told(found, world, step), ExitCode.DIVERGED), world)
 
 
 def fingerprint(tensor: Tensor) -> Tensor:

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 
 from paceline.config import default_strategy
+from paceline.errors import ExitCode
 from paceline.observe.summary import Summary
+from paceline.train.keeping import Place
 from paceline.train.prepare import Parts
 
 
@@ -53,6 +55,28 @@ def closing_lines(summary: Summary, folder: Path) -> list[str]:
         f"weights {str(summary.weights_sha256)[:16]}...{bits}",
         f"run folder {folder}",
     ]
+
+
+def summary_of(
+    parts: Parts, place: Place, code: ExitCode, steps: int, samples: int, metrics: Mapping[str, float]
+) -> Summary:
+    """The summary of a run that ends in good order after `steps` steps, without its speed and weights."""
+    world_size = parts.replica.world.size
+    return Summary(
+        task=str(parts.config.task),
+        exit=int(code),
+        strategy=default_strategy(parts.config, world_size),
+        world_size=world_size,
+        virtual_ranks=parts.plan.virtual_ranks,
+        global_batch=parts.plan.global_batch,
+        epochs=steps / parts.plan.steps_per_epoch,
+        steps=steps,
+        samples_seen=samples,
+        test_accuracy=metrics.get("accuracy"),
+        test_loss=metrics.get("loss"),
+        test_metrics=dict(metrics),
+        bits_hold_for=bits_hold_for(place.definition) if place.definition["unbroken"] else None,
+    )
 
 
 def stopped_line(step: int, total_steps: int, folder: Path) -> str:

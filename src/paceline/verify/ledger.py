@@ -6,7 +6,7 @@ plan: what the ranks say they used must add up to all samples there are, each on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -18,6 +18,7 @@ from paceline.data.consumed import add, fingerprint
 from paceline.data.plan import BatchPlan, Tail
 from paceline.errors import UsageError
 from paceline.observe.events import Step
+from paceline.verify.sentences import left_out_note, sentences, steps_words
 from paceline.verify.starts import Log, Start, counting, read_starts
 
 
@@ -94,9 +95,10 @@ def audit(run_dir: Path, make_plan: Callable[[int], BatchPlan]) -> Audit:
         result.epochs.append(_epoch(epoch, steps, plan.num_samples))
         if plan.tail == "keep" and len(steps) == plan.steps_per_epoch:
             result.findings.extend(_against_all_samples(epoch, steps, plan.num_samples))
-    result.findings.extend(_sentences(faults))
+    result.findings.extend(sentences(faults))
     if not result.epochs:
         result.findings.append("no step counts: there is nothing to prove")
+    result.notes.extend(left_out_note(starts, ranges))
     result.notes.extend(_notes(starts[-1], ranges[-1], plan, result.epochs))
     return result
 
@@ -112,7 +114,7 @@ def _incarnation(start: Start, counts: range) -> Incarnation:
         first_step=min(steps, default=0),
         last_step=max(steps, default=0),
         counted=sum(step in counts for step in steps),
-        thrown_away=sum(step >= counts.stop for step in steps),
+        thrown_away=sum(step >= counts.stop for step in steps) + max(len(log.undone) for log in start.logs),
     )
 
 
@@ -172,6 +174,9 @@ def _faults(step: int, start: Start, logs: Sequence[Log], plan: BatchPlan) -> It
     if [a for a, _ in shares] + [plan.virtual_ranks] != [0] + [b for _, b in shares]:
         told = ", ".join(f"[{a}, {b})" for a, b in shares)
         yield f"its ranks computed the virtual ranks {told}, which do not make up [0, {plan.virtual_ranks})"
+    left_out = [rank for rank, log in zip(ranks, logs, strict=True) if log.steps[step][0].skipped]
+    if 0 < len(left_out) < len(ranks):
+        yield f"left out by ranks {', '.join(map(str, left_out))} only: the others have changed their parameters"
     for log in logs:
         for text in _rank_faults(step, log, plan):
             yield f"rank {log.started.rank} {text}"
@@ -226,24 +231,6 @@ def _notes(last: Start, counts: range, plan: BatchPlan, epochs: Sequence[Epoch])
         yield f"tail '{plan.tail}': the steps are compared with the plan only, which does not use each sample once"
     ahead = [log for log in last.logs if log.reached >= counts.stop]
     if ahead:
-        steps = _steps(counts.stop, max(log.reached for log in ahead))
+        steps = steps_words(counts.stop, max(log.reached for log in ahead))
         ranks = ", ".join(str(log.started.rank) for log in ahead)
         yield f"the last {steps}: logged by ranks {ranks} of {last.first.world_size} only: the run ended there"
-
-
-def _sentences(faults: Iterable[tuple[int, str]]) -> Iterator[str]:
-    """One sentence for all consecutive steps with the same fault."""
-    spans: list[tuple[int, int, str]] = []
-    newest: dict[str, int] = {}
-    for step, text in sorted(faults):
-        at = newest.get(text)
-        if at is not None and spans[at][1] == step - 1:
-            spans[at] = (spans[at][0], step, text)
-        else:
-            newest[text] = len(spans)
-            spans.append((step, step, text))
-    return (f"{_steps(first, last)}: {text}" for first, last, text in spans)
-
-
-def _steps(first: int, last: int) -> str:
-    return f"step {first}" if first == last else f"steps {first} to {last}"

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 
-from paceline.observe.events import Ended, Samples, Started, Step, read_events
+from paceline.observe.events import Ended, RolledBack, Samples, Started, Step, read_events
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,14 @@ class Log:
     steps: dict[int, list[Step]] = field(default_factory=dict[int, list[Step]])
     samples: dict[int, list[int]] = field(default_factory=dict[int, list[int]])  # step -> indices, if recorded
     ended: list[int] = field(default_factory=list[int])
+    undone: list[int] = field(default_factory=list[int])  # steps that were taken back
+
+    def roll_back(self, to: int) -> None:
+        """Later steps were taken back; what follows takes them once more."""
+        for step in [step for step in self.steps if step > to]:
+            del self.steps[step]
+            self.samples.pop(step, None)
+            self.undone.append(step)
 
     @property
     def reached(self) -> int:
@@ -71,6 +79,8 @@ def read_starts(run_dir: Path) -> list[Start]:
                 continue  # without a beginning it belongs nowhere, and so is missing where it counts
             elif isinstance(event, Step):
                 log.steps.setdefault(event.step, []).append(event)
+            elif isinstance(event, RolledBack):
+                log.roll_back(event.to)
             elif isinstance(event, Samples):
                 log.samples.setdefault(event.step, []).extend(event.indices)
             elif isinstance(event, Ended):

@@ -1,0 +1,85 @@
+"""Is there room for what loader processes hand over? Asked before the first step: later it looks like a crash.
+
+Loader processes pass tensors by /dev/shm, each with a descriptor of its own, and work ahead of the training:
+
+    bytes = bytes of a batch x (2 ahead x processes + 1 in use) x ranks on this machine
+    files = tensors of a batch x (2 ahead x processes + 1 in use)
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from paceline.errors import UsageError
+
+AHEAD = 2  # batches that each process has ready: DataLoader's prefetch_factor
+OTHER_FILES = 64  # that a training holds besides
+SHARED_MEMORY = "/dev/shm"
+
+
+@dataclass(frozen=True)
+class Room:
+    """What wants room on this machine."""
+
+    largest_batch: int
+    """samples of the largest micro-batch of the run"""
+    num_workers: int
+    """loader processes of each rank; of none nothing is asked"""
+    local_ranks: int
+
+
+def check_room(batch: Any, samples: int, room: Room) -> None:
+    """Refuse to begin where batches of the kind of `batch`, which has `samples` samples, will not fit.
+
+    Raises:
+        UsageError: says what is there, what is needed, and what to do.
+    """
+    num_workers, local_ranks = room.num_workers, room.local_ranks
+    if not num_workers:
+        return
+    tensors = _tensors(batch)
+    held = AHEAD * num_workers + 1
+    needed_bytes = sum(t.nbytes for t in tensors) * room.largest_batch // samples * held * local_ranks
+    free_bytes = _free_bytes()
+    if free_bytes is not None and free_bytes < needed_bytes:
+        raise UsageError(
+            f"{SHARED_MEMORY} has {_mib(free_bytes)} free, and {num_workers} loader processes for each of "
+            f"{local_ranks} ranks keep up to {_mib(needed_bytes)} of batches there. Make it larger "
+            "(Docker: --shm-size=1g), delete what lies in it, or take fewer --num-workers or a smaller --batch-size"
+        )
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    needed_files = len(tensors) * held + OTHER_FILES
+    if files != resource.RLIM_INFINITY and files < needed_files:
+        raise UsageError(
+            f"a process may open {files} files here (ulimit -n), and {num_workers} loader processes hand over up to "
+            f"{needed_files} at a time. Raise the limit, or take fewer --num-workers"
+        )
+
+
+def _tensors(batch: Any) -> list[Tensor]:
+    if isinstance(batch, Tensor):
+        return [batch]
+    parts: Sequence[Any] = ()
+    if isinstance(batch, Mapping):
+        parts = [*batch.values()]
+    elif isinstance(batch, (list, tuple)):
+        parts = batch
+    return [tensor for part in parts for tensor in _tensors(part)]
+
+
+def _free_bytes() -> int | None:
+    try:
+        status = os.statvfs(SHARED_MEMORY)
+    except OSError:  # no Linux: another way of sharing, which nobody can ask
+        return None
+    return status.f_bavail * status.f_frsize
+
+
+def _mib(size_bytes: int) -> str:
+    return f"{size_bytes / 2**20:.1f} MiB"

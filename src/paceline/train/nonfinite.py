@@ -1,0 +1,191 @@
+"""Is the step's gradient finite, and if not: which rank, which parameter, which samples made it so?
+
+One look at the sum of each reduced gradient says whether there is an infinity or NaN in it; all ranks hold the same
+gradients, so all decide alike without asking. Only then is the step looked into, before the optimizer runs: each rank
+computes its own micro-batches again, alone, and finds the bad samples by halving.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from paceline.collectives import gather_words
+from paceline.data.loader import MicroBatch
+from paceline.strategies.base import Replica, trainable
+
+MAX_NAMED = 8  # samples of a rank in a message
+MAX_PARAMETERS = 3
+MAX_RUNS = 64  # forward and backward passes in search of the samples of one micro-batch
+
+Forward = Callable[[Any, Any], Tensor]
+"""(inputs, targets) -> the weighted sum of their losses"""
+
+
+@dataclass(frozen=True)
+class NotFinite:
+    """What was found, the same on all ranks."""
+
+    words: str
+    samples: list[int] = field(default_factory=list[int])
+    told_by: int = 0
+    """the first rank that made it so"""
+
+
+def gradients_are_finite(parameters: Iterable[nn.Parameter]) -> bool:
+    """Whether no .grad holds an infinity or NaN."""
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    if not gradients:
+        return True
+    # A sum is several times faster than to look at each element, and never finite where one element is not. It may
+    # overflow by itself: then each element is looked at.
+    sums = torch.stack([_sum(gradient) for gradient in gradients])
+    return bool(sums.isfinite().all()) or all(bool(gradient.isfinite().all()) for gradient in gradients)
+
+
+def _sum(gradient: Tensor) -> Tensor:
+    small = gradient.dtype in (torch.float16, torch.bfloat16)
+    return (gradient.sum(dtype=torch.float32) if small else gradient.sum()).to(
+        torch.promote_types(gradient.dtype, torch.float32)
+    )
+
+
+def losses_not_finite(replica: Replica, seen: Sequence[tuple[MicroBatch, Tensor]], where: str) -> NotFinite:
+    """Whose losses are not finite (a collective). `seen` is what this rank has computed."""
+    mine: list[int] = []
+    for microbatch, losses in seen:
+        bad = (~losses.isfinite()).reshape(len(losses), -1).any(1)  # (B,)
+        mine += microbatch.work.indices[bad.cpu()].tolist()
+    guilty = {rank: bad for rank, bad in enumerate(gather_words(mine, replica.world)) if bad}
+    named = "; ".join(f"rank {rank}: {_samples(bad)}" for rank, bad in guilty.items())
+    words = f"the loss is not finite at {where}; {named or 'each loss is finite, but not their sum'}"
+    return NotFinite(words, [i for bad in guilty.values() for i in bad], min(guilty, default=0))
+
+
+def gradients_not_finite(
+    replica: Replica,
+    microbatches: Sequence[MicroBatch],
+    forward: Forward,
+    where: str,
+    progress: Callable[[], object],
+) -> NotFinite:
+    """Whose samples made the gradients so (a collective). The buffers must be those before the step, and change.
+
+    Args:
+        replica: of the step; its reduced gradients are there.
+        microbatches: of this rank.
+        forward: one forward of the plain model.
+        where: the step, in words.
+        progress: called for each pass, which may take its time.
+    """
+    names = [n for n, p in replica.model.named_parameters() if p.grad is not None and not p.grad.isfinite().all()]
+    mine: dict[str, Any] = {"samples": [], "why": ""}
+    try:
+        for microbatch in microbatches:
+            if microbatch.work.counted:
+                search = _Search(replica, microbatch, forward, progress)
+                mine["samples"] += microbatch.work.indices[search.bad()].tolist()
+    except Exception as error:  # what is looked for is lost; what is known is told all the same
+        mine["why"] = f"{type(error).__name__}: {error}"[:300]
+    told = gather_words(mine, replica.world)
+    guilty = {rank: found["samples"] for rank, found in enumerate(told) if found["samples"]}
+    why = next((found["why"] for found in told if found["why"]), "")
+    if guilty:
+        who = "; ".join(f"rank {rank}: {_samples(bad)} (their loss is finite)" for rank, bad in guilty.items())
+    elif why:
+        who = f"whose samples made it so is not known, the step could not be computed again ({why})"
+    else:
+        who = (
+            "computed again, each rank's own gradients are finite: either they overflow when they are added up, or a "
+            "device, memory or the network has failed"
+        )
+    words = f"the gradient of {_parameters(names, replica.model)} is not finite at {where}; {who}"
+    return NotFinite(words, [i for bad in guilty.values() for i in bad], min(guilty, default=0))
+
+
+class _Alone(TorchDispatchMode):
+    """Inside, a collective is an error: the other ranks are not going through this, and would never answer."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional", "_c10d_functional_autograd"):
+            raise RuntimeError(f"its forward or backward uses a collective, {func.name()}")
+        return func(*args, **(kwargs or {}))
+
+
+class _Search:
+    """The samples of one micro-batch without which its gradient would be finite."""
+
+    def __init__(
+        self, replica: Replica, microbatch: MicroBatch, forward: Forward, progress: Callable[[], object]
+    ) -> None:
+        self._replica, self._batch, self._forward, self._progress = replica, microbatch, forward, progress
+        self._parameters = trainable(replica.model)
+        self._runs = 0
+
+    def bad(self) -> list[int]:
+        """Their positions in the micro-batch; all of a group that is bad only together, or when it takes too long."""
+        everything = [*range(len(self._batch.work.indices))]
+        return self._bad_of(everything) if self._is_bad(everything) else []
+
+    def _bad_of(self, positions: list[int]) -> list[int]:
+        """Of a group that is bad."""
+        if len(positions) == 1 or self._runs >= MAX_RUNS:
+            return positions
+        half = len(positions) // 2
+        bad = [part for part in (positions[:half], positions[half:]) if self._is_bad(part)]
+        return [i for part in bad for i in self._bad_of(part)] or positions
+
+    def _is_bad(self, positions: list[int]) -> bool:
+        whole = len(positions) == len(self._batch.work.indices)
+        try:
+            return self._computed(None if whole else positions)
+        except (ValueError, RuntimeError):
+            if len(positions) > 1:
+                raise
+            return self._computed(positions * 2)  # batch norm needs two
+
+    def _computed(self, positions: list[int] | None) -> bool:
+        self._progress()
+        self._runs += 1
+        batch = self._batch
+        size = len(batch.work.indices)
+        inputs, targets = (p if positions is None else _only(p, positions, size) for p in (batch.inputs, batch.targets))
+        # not .backward(): hooks would send the gradients to the other ranks
+        with self._replica.alone(batch), _Alone():
+            loss_sum = self._forward(inputs, targets)
+            # a parameter that was not used gets zeros
+            gradients = torch.autograd.grad(loss_sum, self._parameters, allow_unused=True, materialize_grads=True)
+        return not all(bool(gradient.isfinite().all()) for gradient in gradients)
+
+
+def _only(batch: Any, positions: list[int], size: int) -> Any:
+    """The samples at `positions` of a batch of `size` samples."""
+    if isinstance(batch, Tensor):
+        return batch[positions] if batch.ndim and len(batch) == size else batch
+    if isinstance(batch, Mapping):
+        return {key: _only(value, positions, size) for key, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(_only(value, positions, size) for value in batch))
+    if isinstance(batch, (list, tuple)):
+        return type(batch)(_only(value, positions, size) for value in batch)
+    return batch
+
+
+def _samples(indices: Sequence[int]) -> str:
+    more = f" and {len(indices) - MAX_NAMED} more" if len(indices) > MAX_NAMED else ""
+    return f"samples {', '.join(map(str, indices[:MAX_NAMED]))}{more}"
+
+
+def _parameters(names: Sequence[str], model: nn.Module) -> str:
+    """The last ones first: backward carries what is not finite from there to those before."""
+    if len(names) == len(trainable(model)) > 1:
+        return f"all {len(names)} parameters"
+    more = f" and {len(names) - MAX_PARAMETERS} more" if len(names) > MAX_PARAMETERS else ""
+    return ", ".join(names[: -MAX_PARAMETERS - 1 : -1]) + more

@@ -1,0 +1,71 @@
+"""What a run writes down of itself: that a rank begins, and each of its steps."""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+import time
+from collections.abc import Callable
+
+from paceline.data.consumed import add, fingerprint
+from paceline.observe import events
+from paceline.train.fit import StepRecord
+from paceline.train.keeping import Place
+from paceline.train.prepare import Parts
+
+Write = Callable[[events.Event], None]
+
+
+def write_started(write: Write, parts: Parts, place: Place, start: int) -> None:
+    """Write that this rank begins, with the state after `start` steps."""
+    world, plan = parts.replica.world, parts.plan
+    write(
+        events.Started(
+            attempt=place.attempt,
+            rank=world.rank,
+            world_size=world.size,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            device=str(world.device),
+            unix_time=time.time(),
+            generation=place.generation,
+            start_step=start,
+            num_samples=plan.num_samples,
+            steps_per_epoch=plan.steps_per_epoch,
+        )
+    )
+
+
+def write_step(write: Write, record: StepRecord, parts: Parts, samples: int) -> None:
+    """Write the events of one step on a global batch of `samples` samples.
+
+    Raises:
+        OSError: if the disk is full, say.
+    """
+    epoch = (record.step - 1) // parts.plan.steps_per_epoch
+    result = record.result
+    used = [batch.work for batch in record.microbatches if batch.work.counted]
+    if parts.config.run.record_samples:
+        for work in used:
+            indices: list[int] = work.indices.tolist()
+            write(events.Samples(record.step, epoch, work.virtual_rank, work.part, indices))
+    if result.left_out is not None:
+        write(events.Skipped(record.step, result.left_out.words, result.left_out.samples))
+    write(  # after the samples: a step that is written down vouches for them
+        events.Step(
+            step=record.step,
+            epoch=epoch,
+            loss=result.loss if math.isfinite(result.loss) else 0.0,  # JSON has no other number
+            samples=samples,
+            lr=record.lr,
+            seconds=record.seconds,
+            data_seconds=record.data_seconds,
+            unix_time=time.time(),
+            grad_norm=result.grad_norm,
+            share=(parts.share.start, parts.share.stop),
+            consumed=sum(len(work.indices) for work in used),
+            fingerprint=f"{add(*(fingerprint(work.indices) for work in used)):016x}",
+            skipped=result.left_out is not None,
+        )
+    )

@@ -1,0 +1,101 @@
+"""Buffers can be put back as they were before a step, whatever has been done to them."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from paceline.data.plan import Work
+from paceline.strategies import buffers as module
+from paceline.strategies.buffers import VirtualBuffers
+from paceline.world import World
+
+WORLD = World(0, 1, 0, 1, torch.device("cpu"), "gloo")
+
+
+class Odd(nn.Module):
+    """Batch norm, a buffer that is replaced in each forward, and a table that nobody writes into."""
+
+    last: Tensor
+    table: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(2)
+        self.register_buffer("last", torch.zeros(2))
+        self.register_buffer("table", torch.arange(6.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.last = x.mean(0)
+        return self.norm(x)
+
+
+def work(virtual_rank: int) -> Work:
+    return Work(0, 0, virtual_rank, 0, torch.arange(4))
+
+
+def forward(buffers: VirtualBuffers, model: nn.Module, virtual_rank: int, seed: int) -> None:
+    with buffers.of(work(virtual_rank)):
+        model(torch.randn(4, 2, generator=torch.Generator().manual_seed(seed)))
+
+
+def values(buffers: VirtualBuffers) -> dict[str, list[float]]:
+    return {held.name: held.tensor.flatten().tolist() for held in buffers.hold()}
+
+
+def test_put_back_is_what_was_kept_and_what_follows_is_as_if_nothing_had_been():
+    model, never = Odd(), Odd()
+    buffers, others = VirtualBuffers(model, WORLD, 2), VirtualBuffers(never, WORLD, 2)
+    for one, of in ((buffers, model), (others, never)):
+        forward(one, of, 0, seed=0)
+    buffers.keep()
+    before = values(buffers)
+    forward(buffers, model, 0, seed=1)
+    forward(buffers, model, 1, seed=2)  # had none before
+    assert values(buffers).keys() > before.keys()
+    buffers.put_back()
+    assert values(buffers) == before
+    for one, of in ((buffers, model), (others, never)):
+        forward(one, of, 0, seed=3)
+        forward(one, of, 1, seed=4)
+    assert values(buffers) == values(others)
+
+
+def test_what_was_put_back_can_be_kept_again():
+    model = Odd()
+    buffers = VirtualBuffers(model, WORLD, 1)
+    for seed in range(3):
+        forward(buffers, model, 0, seed)
+        buffers.keep()
+        before = values(buffers)
+        for _ in range(2):
+            forward(buffers, model, 0, seed=9)
+            buffers.put_back()
+            assert values(buffers) == before
+
+
+@pytest.mark.parametrize(
+    "change", [lambda t: t.add_(1), lambda t: t.set_(torch.ones(6))], ids=["in place", "other memory"]
+)
+def test_large_tables_are_copied_only_when_they_change(monkeypatch, change):
+    monkeypatch.setattr(module, "ALWAYS_COPIED_BYTES", 8)
+    copied: list[int] = []
+    copy = torch._foreach_copy_  # pyright: ignore
+
+    def counted(copies: list[Tensor], originals: list[Tensor]) -> None:
+        copied.append(sum(t.numel() == 6 for t in originals))
+        copy(copies, originals)
+
+    monkeypatch.setattr(torch, "_foreach_copy_", counted)
+    model = Odd()
+    buffers = VirtualBuffers(model, WORLD, 1)
+    forward(buffers, model, 0, seed=0)
+    for _ in range(4):
+        buffers.keep()
+        forward(buffers, model, 0, seed=1)
+    assert sum(copied) <= 1
+    change(model.table)
+    buffers.keep()
+    changed = values(buffers)
+    model.table.zero_()
+    buffers.put_back()
+    assert values(buffers) == changed

@@ -1,0 +1,107 @@
+"""A rank that was freed out of a collective saves the whole state alone, or nothing at all."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from paceline import World, joined
+from paceline.checkpoint.shard import Shards
+from paceline.checkpoint.store import Checkpoints, Claim, Fenced
+from paceline.data.loader import MicroBatch
+from paceline.data.plan import Work
+from paceline.errors import TrainingError
+from paceline.strategies import STRATEGIES, Replica
+from paceline.train.emergency import is_writer, save_alone
+from paceline.train.resume import Content
+
+CONTENT = Content(24, {"loss": 0.5}, {"seed": 0}, 3)
+
+
+@given(st.integers(1, 6), st.data())
+def test_exactly_one_rank_saves_and_never_a_guilty_one(world_size, data):
+    guilty = data.draw(st.sets(st.integers(0, world_size - 1)))
+    word = json.dumps({"kind": "BEHIND", "page": "...", "exit_code": 3, "guilty": [*guilty]})
+    writers = [rank for rank in range(world_size) if is_writer(word, rank, world_size)]
+    assert len(writers) == (len(guilty) < world_size)
+    assert not guilty & {*writers}
+
+
+@pytest.mark.parametrize("word", ["", "{}", "{", "[]", '{"guilty": 1}', '{"guilty": null}', '{"guilty": ["a"]}'])
+def test_without_a_word_that_says_who_is_guilty_nobody_saves(word):
+    assert not is_writer(word, 0, 2)
+
+
+# ---- writing -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def world():
+    with joined(World.from_env({}, device="cpu")) as world:
+        torch.optim.AdamW([torch.zeros(1, requires_grad=True)])  # what it imports outlives a test
+        yield world
+
+
+def trained(world: World, model: nn.Module, strategy: str = "exact") -> Replica:
+    """Made alone, then said to be one of two."""
+    replica = STRATEGIES[strategy](model, lambda p: torch.optim.AdamW(p), world)
+    with torch.enable_grad():
+        model(torch.ones(4, 3)).sum().backward()
+    replica.optimizer.step()
+    return replace(replica, world=World(1, 2, 1, 2, torch.device("cpu"), "gloo"))
+
+
+def checkpoints(root, *, generation: int = 0) -> Checkpoints:
+    """Of rank 1, which has not claimed anything; rank 0 has."""
+    Checkpoints(root).claim(1, generation)
+    return Checkpoints(root)
+
+
+def test_what_is_saved_alone_is_the_whole_state_and_the_newest_checkpoint(world, tmp_path):
+    replica = trained(world, nn.Linear(3, 2))
+    said: list[str] = []
+    there = Checkpoints(tmp_path)
+    there.claim(1, 0)
+    begun = there.begin(7)  # one of the same step, that all ranks had begun, and may still be writing
+    (begun / "shard-0-of-2.safetensors").touch()
+    path = save_alone(replica, 7, CONTENT, Checkpoints(tmp_path), Claim(1, 0), keep=2, say=said.append)
+    found = Checkpoints(tmp_path).newest_valid(said.append)
+    assert found is not None and found[0] == path and said == []
+    manifest = found[1]
+    assert (manifest.step, manifest.samples_seen, manifest.scalars, manifest.virtual_ranks) == (
+        7,
+        24,
+        {"evaluated": 3},
+        1,
+    )
+    source = Shards([(path / file.name, file.pieces) for file in manifest.files])
+    held = {one.name: one.tensor for one in replica.state()}
+    assert {*source.names("")} == held.keys()
+    for name, tensor in held.items():
+        saved = source.tensor(name)
+        assert saved is not None and torch.equal(saved, tensor)
+    assert begun.exists()
+
+
+@pytest.mark.parametrize(("strategy", "model"), [
+    ("exact", lambda: nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))), ("zero", lambda: nn.Linear(3, 2)),
+], ids=["buffers of virtual ranks", "zero"])  # fmt: skip
+def test_where_a_part_is_on_other_ranks_nothing_is_published(world, tmp_path, strategy, model):
+    replica = trained(world, model(), strategy)
+    if strategy == "exact":  # the other virtual rank's are with the other rank
+        with replica.alone(MicroBatch(None, None, Work(0, 0, 0, 0, torch.arange(4)), 0)):
+            replica.model(torch.ones(4, 3))
+    with pytest.raises(TrainingError, match="on the other ranks only"):
+        save_alone(replica, 7, CONTENT, checkpoints(tmp_path), Claim(1, 0), keep=2, say=print)
+    assert [p.name for p in tmp_path.iterdir()] == [".fence"]
+
+
+def test_a_rank_of_an_older_generation_publishes_nothing(world, tmp_path):
+    replica = trained(world, nn.Linear(3, 2))
+    with pytest.raises(Fenced):
+        save_alone(replica, 7, CONTENT, checkpoints(tmp_path, generation=1), Claim(1, 0), keep=2, say=print)
+    assert not [p for p in tmp_path.iterdir() if p.name.startswith("step-")]

@@ -1,0 +1,120 @@
+"""Whole runs in which something is not finite, or a rank stands still: none ends with other weights than it should."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.observe.events import RolledBack, Skipped, Step, read_events
+from paceline.observe.summary import read_summary
+
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(150)]
+
+TASK = """
+import os, time
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+from paceline import Task
+
+class Data(Dataset):
+    def __len__(self):
+        return 60
+
+    def __getitem__(self, index):
+        if index == 29 and os.path.exists("hang"):
+            time.sleep(1000)  # FAULT
+        x = torch.randn(4, generator=torch.Generator().manual_seed(index)) * (index != 7)
+        return x, x.sum()
+
+def model():
+    return nn.Sequential(nn.Linear(4, 8, bias=False), nn.Tanh(), nn.Linear(8, 1, bias=False))
+
+def loss(outputs, targets):
+    return (outputs[:, 0] - targets).square()
+
+def rooted(outputs, targets):  # sample 7 is zeros: there the root is finite, and its slope is not
+    return outputs[:, 0].abs().sqrt() + loss(outputs, targets)
+
+good = Task(model, lambda split: Data(), loss)
+bad = Task(model, lambda split: Data(), rooted)
+"""
+COMMON = ("--virtual-ranks", 2, "--global-batch", 12, "--strategy", "exact", "--epochs", 2)
+
+
+@pytest.fixture
+def train(tmp_path):
+    (tmp_path / "mine.py").write_text(TASK)
+
+    def run(*arguments: Any) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "paceline", *map(str, arguments)],
+            cwd=tmp_path, env=dict(os.environ), capture_output=True, text=True, timeout=60,
+        )  # fmt: skip
+
+    return run
+
+
+def digest(folder: Path) -> str | None:
+    summary = read_summary(folder)
+    assert summary is not None
+    return summary.weights_sha256
+
+
+def test_skip_and_rollback_give_the_same_weights_at_every_world_size(train, tmp_path):
+    runs = {
+        "alone": (1, "skip"),
+        "two": (2, "skip"),
+        "back": (2, "rollback", "--checkpoint-every", 2),
+        "snapshot": (2, "rollback", "--max-restarts", 1, "--snapshot-every", 1),
+    }
+    for name, (nproc, policy, *more) in runs.items():
+        ended = train(
+            "train", "mine.py:bad", "--nproc", nproc, *COMMON, "--not-finite", policy, *more, "--run-dir", name
+        )
+        assert ended.returncode == 0, ended.stderr
+        assert "step 3 is left out: the gradient of all 2 parameters is not finite at epoch 1, step 3" in ended.stdout
+        assert "samples 7 (their loss is finite)" in ended.stdout
+    assert len({digest(tmp_path / name) for name in runs}) == 1
+    for name in ("two", "back"):
+        for rank in range(2):
+            told = [*read_events(tmp_path / name / f"events-{rank}.jsonl")]
+            assert {e.step: e.samples for e in told if isinstance(e, Skipped)} == {3: [7], 9: [7]}
+            assert {e.step for e in told if isinstance(e, Step) and e.skipped} == {3, 9}
+            gone_back = [(e.step, e.to) for e in told if isinstance(e, RolledBack)]
+            assert gone_back == ([(3, 2), (9, 8)] if name == "back" else [])
+        ledger = train("ledger", name)
+        assert ledger.returncode == 0, ledger.stdout
+        assert "2 steps were left out (3, 9)" in " ".join(ledger.stdout.split())
+
+
+def test_stop_is_the_default_and_rollback_says_when_there_is_nothing_to_go_back_to(train, tmp_path):
+    ended = train("train", "mine.py:bad", "--nproc", 2, *COMMON)
+    assert ended.returncode == 5
+    assert "samples 7 (their loss is finite). The parameters are still those before this step" in ended.stderr
+    ended = train("train", "mine.py:bad", "--nproc", 1, *COMMON, "--not-finite", "rollback")
+    assert ended.returncode == 5
+    assert "WARNING: --not-finite rollback has nothing to go back to" in ended.stdout
+    assert "nothing to go back to yet: no snapshot, no checkpoint" in ended.stderr
+
+
+def test_what_a_freed_rank_saves_goes_on_to_the_very_same_weights(train, tmp_path):
+    undisturbed = train("train", "mine.py:good", "--nproc", 2, *COMMON, "--run-dir", "whole")
+    assert undisturbed.returncode == 0, undisturbed.stderr
+    (tmp_path / "hang").touch()
+    stalled = train("train", "mine.py:good", "--nproc", 2, *COMMON, "--stall-after", 3, "--run-dir", "run")
+    assert stalled.returncode == 3, stalled.stderr
+    saver = 1 - int(stalled.stderr.partition("GUILTY: rank ")[2][0])
+    (path,) = (tmp_path / "run" / "checkpoints").glob("step-*")
+    assert (
+        f"rank {saver}: the state after step {int(path.name[5:])} is saved: {path}" in stalled.stdout + stalled.stderr
+    )
+    (tmp_path / "hang").unlink()
+    resumed = train("train", "--nproc", 1, "--resume", "auto", "--run-dir", "run")
+    assert resumed.returncode == 0, resumed.stderr
+    assert f"goes on after step {int(path.name[5:])}" in resumed.stdout
+    assert digest(tmp_path / "run") == digest(tmp_path / "whole")
+    assert train("ledger", "run").returncode == 0

@@ -1,0 +1,249 @@
+"""A number that is not finite changes nothing, and is traced to its rank, parameter and samples."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.run_ranks import run_ranks
+from tests.worlds import worlds
+from torch import Tensor, nn
+
+from paceline import BatchPlan, Loading, World, joined, load_steps, train_step
+from paceline.checkpoint.whole import sha256_of
+from paceline.data.arrays import ArrayDataset
+from paceline.data.plan import ranks_share
+from paceline.errors import PacelineError, TrainingError
+from paceline.strategies import STRATEGIES, Replica
+from paceline.train.leftout import LeftOut, too_many
+from paceline.train.nonfinite import NotFinite, gradients_are_finite
+
+CPU = torch.device("cpu")
+BAD = (3, 17)  # whose output is exactly 0, where the root has no slope
+
+
+def dataset() -> ArrayDataset:
+    inputs = torch.randn(24, 4, generator=torch.Generator().manual_seed(1))
+    inputs[[*BAD]] = 0
+    return ArrayDataset(inputs, inputs.sum(1))
+
+
+class Network(nn.Module):
+    """Without biases; counts in a buffer how often it was called, as batch norm does."""
+
+    calls: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 8, bias=False), nn.Linear(8, 1, bias=False)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.last(self.first(x).tanh())
+
+
+def good(outputs: Tensor, targets: Tensor) -> Tensor:
+    return (outputs[:, 0] - targets).square()
+
+
+def rooted(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Always finite; its gradient is not for an output of 0."""
+    return outputs[:, 0].abs().sqrt() + good(outputs, targets)
+
+
+def with_a_collective(outputs: Tensor, targets: Tensor) -> Tensor:
+    dist.all_reduce(outputs.detach().sum())
+    return rooted(outputs, targets)
+
+
+def made(name: str, world: World, virtual_ranks: int) -> Replica:
+    torch.manual_seed(0)
+    model = Network()
+    return STRATEGIES[name](model, lambda p: torch.optim.AdamW(p, lr=0.1), world, virtual_ranks=virtual_ranks)
+
+
+def batches(world: World, virtual_ranks: int, *, batch: int = 24) -> list[Any]:
+    plan = BatchPlan(24, batch, virtual_ranks)
+    share = ranks_share(virtual_ranks, world.rank, world.size)
+    return [*load_steps(dataset(), plan, share, Loading(CPU), start=0, stop=plan.steps_per_epoch)]
+
+
+def bits(replica: Replica) -> str:
+    """Of all that this rank holds, buffers and optimizer included."""
+    return sha256_of({held.name: held.tensor for held in replica.state()})
+
+
+# ---- looking -----------------------------------------------------------------------------------------------------
+
+
+@given(
+    st.sampled_from([torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64]),
+    st.lists(st.tuples(st.integers(0, 19), st.sampled_from([float("inf"), -float("inf"), float("nan")])), max_size=4),
+)
+@settings(deadline=None)
+def test_finite_means_that_each_element_is(dtype, bad):
+    parameters = [nn.Parameter(torch.zeros(10, dtype=dtype)) for _ in range(3)]
+    for parameter in parameters[:2]:
+        parameter.grad = torch.full((10,), 3.0, dtype=dtype)
+    for at, value in bad:
+        gradient = parameters[at // 10].grad
+        assert gradient is not None
+        gradient[at % 10] = value
+    assert gradients_are_finite(parameters) == (not bad)
+
+
+def test_a_sum_that_overflows_is_no_false_alarm():
+    parameter = nn.Parameter(torch.zeros(100))
+    parameter.grad = torch.full((100,), 3e38)
+    assert gradients_are_finite([parameter])
+    parameter.grad = None
+    assert gradients_are_finite([parameter])
+
+
+# ---- one process -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def world():
+    with joined(World.from_env({}, device="cpu")) as world:
+        torch.optim.AdamW([torch.zeros(1, requires_grad=True)])  # what it imports outlives a test
+        yield world
+
+
+def test_a_bad_gradient_names_samples_and_parameters_and_changes_nothing(world):
+    replica = made("single", world, 2)
+    (step,) = batches(world, 2)
+    train_step(replica, step, good)  # so that buffers and moments are there
+    before = bits(replica)
+    with pytest.raises(TrainingError) as caught:
+        train_step(replica, step, rooted)
+    words = str(caught.value)
+    assert caught.value.exit_code == 5
+    named = {int(i) for i in words.partition("rank 0: samples ")[2].partition(" (")[0].split(", ")}
+    assert named == {*BAD}
+    assert "the gradient of all 2 parameters is not finite at epoch 1, step 1" in words and "(their loss is" in words
+    assert bits(replica) == before
+
+
+def test_only_the_parameters_that_are_hit_are_named(world):
+    replica = made("single", world, 1)
+    (step,) = batches(world, 1)
+    replica.model.first.weight.register_hook(lambda g: g * torch.inf)  # pyright: ignore
+    with pytest.raises(TrainingError, match=r"the gradient of first\.weight is not finite"):
+        train_step(replica, step, good)
+
+
+def test_a_step_may_be_left_out_and_the_next_one_counts(world):
+    replica, never = made("exact", world, 2), made("exact", world, 2)
+    first, second, *_ = batches(world, 2, batch=8)
+    for one in (replica, never):
+        train_step(one, first, good)
+    before = bits(replica)
+    for loss in (rooted, lambda o, t: torch.where(t == 0, torch.nan, good(o, t))):
+        result = train_step(replica, [b for step in batches(world, 2) for b in step], loss, may_leave_out=True)
+        assert result.left_out is not None
+        assert {*result.left_out.samples} == {*BAD}
+        assert result.grad_norm is None
+        assert bits(replica) == before
+    for one in (replica, never):
+        assert train_step(one, second, good).left_out is None
+    assert bits(replica) == bits(never)
+
+
+def test_many_bad_samples_do_not_take_for_ever(world, monkeypatch):
+    replica = made("single", world, 1)
+    (step,) = batches(world, 1)
+    passes: list[object] = []
+    monkeypatch.setattr("paceline.train.nonfinite.MAX_RUNS", 5)
+    all_bad = ArrayDataset(torch.zeros(24, 4), torch.zeros(24))
+    plan = BatchPlan(24, 24, 1)
+    (step,) = load_steps(all_bad, plan, range(1), Loading(CPU), start=0, stop=1)
+    result = train_step(replica, step, rooted, may_leave_out=True, enter=passes.append)
+    assert result.left_out is not None
+    assert sorted(result.left_out.samples) == [*range(24)]
+    assert len(passes) < 20
+    assert "and 16 more" in result.left_out.words
+
+
+# ---- ranks -------------------------------------------------------------------------------------------------------
+
+
+def told(replica: Replica, step: Any, loss: Any) -> str:
+    try:
+        train_step(replica, step, loss)
+    except PacelineError as error:
+        return f"{type(error).__name__} {int(error.exit_code)}: {error}"
+    return ""
+
+
+def of_ranks(rank: int, size: int, folder: str) -> dict[str, Any]:
+    """Each strategy's words, and the bits of `exact` and `zero` in worlds of 1 and 2 after a step was left out."""
+    found: dict[str, Any] = {}
+    for number in worlds(rank, [2, 1], folder):
+        world = World(rank, number, rank, number, CPU, "gloo")
+        for name in ("exact", "zero"):
+            replica = made(name, world, 2)
+            for step, loss in zip(batches(world, 2, batch=8), (good, rooted, good), strict=True):
+                result = train_step(replica, step, loss, may_leave_out=True)
+            with replica.merged_buffers():
+                found[f"{name} {number}"] = sha256_of(replica.model.state_dict())
+        if number == 2:
+            for name in ("manual", "bucketed", "ddp", "exact", "zero"):
+                replica = made(name, world, 2)
+                (step,) = batches(world, 2)
+                found[name] = told(replica, step, rooted)
+                result = train_step(replica, step, good)  # what it had begun is over, on all ranks
+                assert result.left_out is None
+            found["collective"] = told(made("exact", world, 2), batches(world, 2)[0], with_a_collective)
+    return found
+
+
+@pytest.mark.ranks
+def test_every_strategy_names_the_ranks_and_leaves_a_step_out_alike_at_every_world_size(tmp_path):
+    ranks = run_ranks(of_ranks, 2, tmp_path, str(tmp_path / "meeting"))
+    owner = {
+        int(i): rank
+        for rank in range(2)
+        for b in batches(World(rank, 2, rank, 2, CPU, "gloo"), 2)[0]
+        for i in b.work.indices
+    }
+    teller = min(owner[i] for i in BAD)
+    for name in ("manual", "bucketed", "ddp", "exact", "zero"):
+        assert ranks[teller][name].startswith("TrainingError 5: the gradient of all 2 parameters is not finite")
+        assert ranks[1 - teller][name].startswith("ToldElsewhere 5")
+        for sample in BAD:
+            assert f"rank {owner[sample]}: samples " in ranks[teller][name] and str(sample) in ranks[teller][name]
+    assert "could not be computed again" in ranks[0]["collective"] and "allreduce" in ranks[0]["collective"]
+    for name in ("exact", "zero"):
+        assert ranks[0][f"{name} 1"] == ranks[0][f"{name} 2"] == ranks[1][f"{name} 2"]
+
+
+# ---- what follows ------------------------------------------------------------------------------------------------
+
+
+def test_too_many_are_more_than_ten_of_the_last_two_hundred():
+    assert not too_many(range(1, 11), 10)
+    assert too_many(range(1, 12), 11)
+    assert not too_many(range(1, 12), 201)  # the first one is long ago
+    assert too_many(range(1, 201, 18), 199)
+
+
+def test_a_step_goes_back_once_and_is_then_left_out():
+    said: list[str] = []
+    world = World(0, 1, 0, 1, CPU, "gloo")
+    rollback, skip = (LeftOut(policy, world, said.append) for policy in ("rollback", "skip"))
+    found = NotFinite("the loss is not finite")
+    assert [rollback.goes_back(7, found), rollback.goes_back(7, found), rollback.goes_back(9, found)] == [
+        True,
+        False,
+        True,
+    ]
+    assert not skip.goes_back(7, found)
+    assert said[1] == "step 7 is left out: the loss is not finite"
+    with pytest.raises(TrainingError, match="more than 10 of the last 200 steps") as caught:
+        for step in range(10, 22):
+            skip.goes_back(step, found)
+    assert caught.value.exit_code == 5
