@@ -7,8 +7,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
 
 .DEFAULT_GOAL := help
-.PHONY: help run test check format soak-kills soak-mutations soak-verify soak-bits soak-fuzz soak-launch \
-	bench-startup bench-exactness transcripts clean
+.PHONY: help run test check format soak-kills soak-mutations soak-verify soak-bits soak-fuzz soak-launch soak-faults soak-quiet \
+	soak-judge bench-guard bench-startup bench-exactness transcripts clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -57,6 +57,20 @@ soak-launch: $(STAMP)  ## runs on real sshd and Slurm hosts that are killed, cut
 		PYTHONPATH=. $(BIN)/python tests/cluster/soak_launch.py --part $$part \
 			--out benchmarks/results/launch-$$part.json || exit 1; \
 	done
+
+soak-faults: $(STAMP)  ## let 57 things go wrong, 5 times, torchrun beside it; who is named? (hours; type it again to go on)
+	for part in here hosts; do \
+		PYTHONPATH=. $(BIN)/python tests/cluster/soak_faults.py --part $$part --out benchmarks/results/faults || exit 1; \
+	done
+
+soak-quiet: $(STAMP)  ## an hour of what only looks like a hang; see that the guard is silent
+	$(BIN)/python tests/launch/soak_quiet.py --minutes 60 --out benchmarks/results/quiet.json
+
+soak-judge: $(STAMP)  ## the judge on 20,000 generated standstills
+	PYTHONPATH=. $(BIN)/python tests/launch/soak_judge.py --count 20000 --out benchmarks/results/judge.json
+
+bench-guard: $(STAMP)  ## what the hang guard costs
+	$(BIN)/python benchmarks/guard.py --out benchmarks/results/guard.json
 
 bench-startup: $(STAMP)  ## measure the time from the command to the first step
 	$(BIN)/python benchmarks/startup.py --out benchmarks/results/startup.json

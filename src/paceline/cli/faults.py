@@ -1,0 +1,145 @@
+"""`paceline faults`: let things go wrong on purpose, and see whether the right rank is named; torchrun beside it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from paceline.errors import ExitCode, UsageError
+from paceline.faults.catalogue import FAULTS, chosen
+from paceline.faults.fault import Fault, Needs
+from paceline.faults.run import Launcher, Score, run_fault
+from paceline.faults.table import markdown, print_table, ranks
+from paceline.launch.guard.pace import Windows
+
+ROOT_PROGRAMS = ("unshare", "mount")
+
+
+@dataclass(frozen=True)
+class FaultsConfig:
+    """Run small trainings in which one thing goes wrong, and score what is said. Exit code 1 if a rank is wrong."""
+
+    list: bool = False
+    """only show which faults there are"""
+    run: tuple[str, ...] = ()
+    """names of faults (default: all that can be made here)"""
+    against: Literal["nobody", "torchrun"] = "nobody"
+    """also run each fault in plain torchrun and DDP, with a process-group time-out of 10 s"""
+    repeat: int = 1
+    """how often"""
+    stall_after: str = "5"
+    """as for train: seconds of standing still"""
+    out: Path | None = None
+    """write the scores there: a Markdown table to FILE.md, everything to FILE.json"""
+    keep: Path | None = None
+    """keep each run's folder in this one (default: those of runs that went wrong, in a temporary one)"""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run `paceline faults ARGUMENTS`."""
+    config = tyro.cli(FaultsConfig, prog="paceline faults", args=list(arguments), description=FaultsConfig.__doc__)
+    _check(config)
+    console = Console(width=None if Console().is_terminal else 160, highlight=False)
+    faults = chosen(config.run)
+    if config.list:
+        _list(console, faults)
+        return ExitCode.DONE
+    possible: list[Fault] = []
+    for fault in faults:
+        if why := missing(fault):
+            print(f"{fault.name}: left out, {why}", file=sys.stderr)
+        else:
+            possible.append(fault)
+    scores = _run(config, possible)
+    print_table(console, scores, FAULTS)
+    if config.out is not None:
+        write(config.out, scores)
+    own = [score for score in scores if score.launcher == "paceline"]
+    return ExitCode.DONE if all(score.right_rank for score in own) else ExitCode.FAILED
+
+
+def _check(config: FaultsConfig) -> None:
+    """Refuse what has no meaning.
+
+    Raises:
+        UsageError: naming the setting and what it must be.
+    """
+    if config.repeat < 1:
+        raise UsageError(f"--repeat must be at least 1, got {config.repeat}")
+    if config.out is not None and config.out.suffix not in (".md", ".json"):
+        raise UsageError(f"--out must end in .md or .json, got {config.out}")
+    if config.out is not None and not config.out.absolute().parent.is_dir():
+        raise UsageError(f"--out {config.out}: there is no folder {config.out.absolute().parent}")
+    Windows.parse(config.stall_after)
+
+
+def missing(fault: Fault) -> str:
+    """What keeps this fault from being made here; empty if nothing does."""
+    if fault.needs is Needs.HOSTS:
+        return "it needs several hosts: `make soak-faults` makes them of network namespaces"
+    if fault.needs is Needs.ROOT:
+        if os.geteuid() != 0:
+            return "it needs root"
+        if absent := [name for name in ROOT_PROGRAMS if shutil.which(name) is None]:
+            return f"it needs {', '.join(absent)}"
+    return ""
+
+
+def _run(config: FaultsConfig, faults: Sequence[Fault]) -> list[Score]:
+    scores: list[Score] = []
+    root = config.keep.absolute() if config.keep else Path(tempfile.mkdtemp(prefix="paceline-faults-"))
+    launchers: tuple[Launcher, ...] = ("paceline", "torchrun") if config.against == "torchrun" else ("paceline",)
+    for turn in range(config.repeat):
+        for fault in faults:
+            for launcher in launchers if fault.beside else launchers[:1]:
+                folder = root / f"{fault.name}-{launcher}-{turn + 1}"
+                score = run_fault(fault, launcher, folder, stall_after=config.stall_after)
+                scores.append(score)
+                print(sentence(score, fault), file=sys.stderr, flush=True)
+                if config.keep is None and (score.right_rank or launcher == "torchrun"):
+                    shutil.rmtree(folder)
+    if config.keep is None and not any(root.iterdir()):
+        root.rmdir()
+    else:
+        print(f"run folders: {root}", file=sys.stderr)
+    return scores
+
+
+def sentence(score: Score, fault: Fault) -> str:
+    """How one run went, for people who wait."""
+    truth = "both, or neither" if fault.tie else ranks(fault.guilty)
+    right = "right" if score.right_rank else f"WRONG (it was {truth})"
+    said = f"after {score.verdict_seconds:.1f} s" if score.verdict_seconds is not None else "never"
+    return (
+        f"{score.fault} with {score.launcher}: named {ranks(score.named)}, {right}, {score.end}, {said}; ended after "
+        f"{score.exit_seconds:.1f} s with {score.code}"
+    )
+
+
+def write(out: Path, scores: Sequence[Score]) -> None:
+    """The table as Markdown, and all scores as JSON beside it."""
+    out.with_suffix(".md").write_text(markdown(scores, FAULTS))
+    out.with_suffix(".json").write_bytes(msgspec.json.format(msgspec.json.encode(scores), indent=1))
+
+
+def _list(console: Console, faults: Sequence[Fault]) -> None:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for head in ("fault", "ranks", "guilty", "what it does", "right answer", "needs"):
+        table.add_column(head)
+    for fault in faults:
+        guilty = "both, or neither" if fault.tie else ranks(fault.guilty)
+        needs = "" if fault.needs is Needs.NOTHING else str(fault.needs)
+        table.add_row(fault.name, str(fault.world), guilty, fault.does, " or ".join(fault.ends), needs)
+    console.print(table)
+    console.print(f"{len(faults)} faults")

@@ -1,0 +1,169 @@
+"""Let a fault strike in a run of paceline or of torchrun, and score what is said of it."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sys
+import time
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from paceline.errors import UsageError
+from paceline.faults.command import Ran, run_command
+from paceline.faults.fault import End, Fault, Way
+from paceline.faults.reading import Said, said_by_paceline, said_by_torchrun
+from paceline.faults.setups import Setup, prepared
+from paceline.launch.guard.evidence import Verdict
+from paceline.launch.guard.story import read_verdict
+
+Launcher = Literal["paceline", "torchrun"]
+
+USERS = Path(__file__).with_name("user")  # program.py, strikes.py, task.py
+PROGRAM, TASK = "program.py", "task.py"
+STEPS = 40
+GROUP_TIMEOUT_SECONDS = 10  # torchrun's only defence; 30 minutes by default
+LIMIT_SECONDS = 120.0  # nothing that is to be told takes so long
+WORDS_CHARS = 2000
+MARKER = re.compile(r"# FAULT: (?P<names>.*)")
+
+
+class Score(msgspec.Struct, frozen=True):
+    """One run with one fault. Seconds are from the moment at which it struck."""
+
+    fault: str
+    launcher: Launcher
+    right_rank: bool
+    right_line: bool | None  # None: there is none to be named
+    right_end: bool
+    right_code: bool | None  # None: not known what it should be
+    end: End
+    named: tuple[int, ...]
+    tie: bool
+    code: int | None  # None: it hung, and was ended
+    verdict_seconds: float | None
+    exit_seconds: float
+    processes_left: tuple[str, ...]
+    files_left: tuple[str, ...]
+    words: str  # what was said, or the end of the output
+
+
+def run_fault(fault: Fault, launcher: Launcher, folder: Path, *, stall_after: str) -> Score:
+    """One run in `folder`, which must be empty or not exist."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in USERS.glob("*.py"):
+        shutil.copy(file, folder)
+    first = _command(fault, launcher, Setup(), stall_after, steps=STEPS // 2)
+    env = environment(fault, launcher, folder)
+    with prepared(fault.setup, folder, tuple(first), env) as setup:
+        argv = [*setup.before, *_command(fault, launcher, setup, stall_after)]
+        if setup.strikes or fault.way is Way.EACH or fault.name == "nothing":
+            struck_now(folder)
+        ran = run_command(argv, folder, {**env, **setup.env}, limit_seconds=LIMIT_SECONDS)
+    return score(fault, launcher, ran, folder)
+
+
+def struck_now(folder: Path) -> None:
+    """Write down that a fault strikes that no rank brings about."""
+    (folder / "struck-outside").write_text(str(time.monotonic()))
+
+
+def environment(fault: Fault, launcher: Launcher, folder: Path) -> dict[str, str]:
+    """What the programs in `user` are told by."""
+    return {
+        "FAULT": fault.name,
+        "FAULT_RANKS": ",".join(map(str, fault.ranks)),
+        "FAULT_STEP": str(fault.step),
+        "FAULT_STEPS": str(STEPS),
+        "FAULT_FOLDER": str(folder),
+        "OMP_NUM_THREADS": "1",
+        "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),  # torch's own; else it makes one in TMPDIR
+        **({"GROUP_TIMEOUT": str(GROUP_TIMEOUT_SECONDS)} if launcher == "torchrun" else {}),
+    }
+
+
+def _command(fault: Fault, launcher: Launcher, setup: Setup, stall_after: str, steps: int = STEPS) -> list[str]:
+    nproc, port = str(fault.world), str(setup.port)
+    if launcher == "torchrun":
+        where = ["--master-port", port] if setup.port else []
+        return [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", nproc, *where, PROGRAM]
+    train = ["train", f"{TASK}:task", "--steps", str(steps), "--batch-size", "16", *fault.options, *setup.words]
+    own = [sys.executable, "-m", "paceline"]
+    more = ["--nproc", nproc, "--stall-after", stall_after, "--run-dir", run_dir(fault)]
+    more += ["--port", port] if setup.port else []
+    if fault.way is Way.TASK:
+        return [*own, *train, *more]
+    if fault.way is Way.EACH:  # each rank is told another learning rate
+        rate = f"0.0$((1 + (RANK == {fault.ranks[0]})))"
+        each = " ".join([*own, *train, "--run-dir", "each", "--lr", rate])
+        return [*own, "launch", *more, "--", "sh", "-c", f"exec {each}"]
+    return [*own, "launch", *more, "--", PROGRAM]
+
+
+def run_dir(fault: Fault) -> str:
+    """Where the run writes, within its folder."""
+    return "disk/run" if fault.setup == "small disk" else "run"
+
+
+def score(fault: Fault, launcher: Launcher, ran: Ran, folder: Path) -> Score:
+    """Compare what was said with the truth."""
+    (folder / "output.txt").write_text(ran.text)
+    if launcher == "torchrun":
+        said = said_by_torchrun(ran.lines, ran.code, fault.words)
+    else:
+        said = said_by_paceline(ran.lines, ran.code, _verdict(folder), fault.words)
+    struck = [float(path.read_text()) for path in folder.glob("struck-*") if path.read_text()]
+    since = min(struck, default=ran.began_seconds)  # the whole run was in vain then: nothing about it is right
+    return Score(
+        fault=fault.name,
+        launcher=launcher,
+        right_rank=bool(struck) and _right_rank(fault, said, ran),
+        right_line=_right_line(fault, folder, said.words) if fault.line else None,
+        right_end=said.end in fault.ends,
+        right_code=ran.code in fault.codes if launcher == "paceline" else None,
+        end=said.end,
+        named=said.named,
+        tie=said.tie,
+        code=ran.code,
+        verdict_seconds=None if said.seconds is None else round(said.seconds - since, 2),
+        exit_seconds=round(ran.ended_seconds - since, 2),
+        processes_left=ran.processes_left,
+        files_left=ran.files_left,
+        words=(said.words or ran.text[-WORDS_CHARS:])[:WORDS_CHARS],
+    )
+
+
+def _right_rank(fault: Fault, said: Said, ran: Ran) -> bool:
+    if fault.tie:
+        return said.tie and set(said.named) == set(range(fault.world))
+    if fault.guilty:
+        return not said.tie and said.named == fault.guilty
+    if fault.words:
+        return bool(said.words) and re.search(fault.words, ran.text) is not None
+    return not said.named and said.end in fault.ends
+
+
+def _right_line(fault: Fault, folder: Path, words: str) -> bool:
+    """Whether the words name a line that the fault's marker stands at."""
+    for file in USERS.glob("*.py"):
+        for number in marked_lines(file, fault.name):
+            if re.search(rf"{re.escape(file.name)}(?::|\", line ){number}\b", words):
+                return True
+    return False
+
+
+def marked_lines(file: Path, name: str) -> list[int]:
+    """The numbers of the lines with the fault's marker."""
+    lines = enumerate(file.read_text().splitlines(), 1)
+    return [n for n, line in lines if (match := MARKER.search(line)) and name in match["names"].split(", ")]
+
+
+def _verdict(folder: Path) -> Verdict | None:
+    """What the judge has written down, the last one."""
+    found = sorted(folder.glob("*run/attempt-*/verdict-[0-9]*"))
+    try:
+        return read_verdict(found[-1]).verdict if found else None
+    except UsageError:
+        return None

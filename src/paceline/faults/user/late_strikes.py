@@ -1,0 +1,164 @@
+"""What else goes wrong? The faults that were thought out after the judge was finished; for program.py, like strikes.py.
+
+A plain user's file, too. Nobody who wrote these had read how the judge thinks.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import queue
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from strikes import FOR_EVER_SECONDS, State
+from torch import Tensor
+
+REST_SECONDS = 8.0
+
+# ---- a rank ends -------------------------------------------------------------------------------------------------
+
+
+def recursion(state: State) -> None:
+    """Calls itself for ever."""
+    recursion(state)  # FAULT: recursion
+
+
+def short_list(state: State) -> None:
+    """A list with room for too few ranks: torch refuses it on this rank alone."""
+    dist.all_gather([torch.zeros(2)], torch.zeros(2))  # FAULT: short-list
+
+
+def left_breakpoint(state: State) -> None:
+    """Forgotten after a search for a bug; nobody sits at this rank's keyboard."""
+    breakpoint()  # FAULT: left-breakpoint
+
+
+def fork_outlives(state: State) -> None:
+    """A process of its own goes on in another session, and holds this rank's connections and output open."""
+    if os.fork() == 0:
+        os.setsid()
+        time.sleep(FOR_EVER_SECONDS)
+        os._exit(0)
+    raise ValueError("bad sample 4711")  # FAULT: fork-outlives
+
+
+def leaves_the_group(state: State) -> None:
+    """Believes that all is done, and goes on with work of its own."""
+    dist.destroy_process_group()  # FAULT: leaves-the-group
+    time.sleep(FOR_EVER_SECONDS)  # FAULT: leaves-the-group
+
+
+# ---- a rank stands still -----------------------------------------------------------------------------------------
+
+
+def lock_file(state: State) -> None:
+    """A lock on a file of the data's cache, which somebody holds for ever."""
+    path = state.plan.folder / "cache.lock"
+    with path.open("w") as held, path.open("w") as mine:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        fcntl.flock(mine, fcntl.LOCK_EX)  # FAULT: lock-file
+
+
+def child_hangs(state: State) -> None:
+    """A tool that unpacks, downloads, converts, and does not come back."""
+    subprocess.run(["sleep", str(int(FOR_EVER_SECONDS))], check=True)  # FAULT: child-hangs
+
+
+def thread_deadlock(state: State) -> None:
+    """Two threads take two locks in different orders."""
+    first, second, both = threading.Lock(), threading.Lock(), threading.Barrier(2)
+
+    def other() -> None:
+        with second:
+            both.wait()
+            first.acquire()
+
+    threading.Thread(target=other, daemon=True).start()
+    with first:
+        both.wait()
+        second.acquire()  # FAULT: thread-deadlock
+
+
+def prefetcher_dies(state: State) -> None:
+    """A thread that was to fetch batches ends without a word: SystemExit in a thread is not printed."""
+    batches: queue.Queue[Tensor] = queue.Queue()
+    threading.Thread(target=sys.exit, daemon=True).start()
+    batches.get()  # FAULT: prefetcher-dies
+
+
+def connects(state: State) -> None:
+    """A server that listens and accepts nobody."""
+    held: list[socket.socket] = []
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as server:
+        while True:
+            held.append(socket.create_connection(server.getsockname()))  # FAULT: connects
+
+
+def waits_for_a_key(state: State) -> None:
+    """A key that nobody sets in the store in which the ranks have met."""
+    dist.distributed_c10d._get_default_store().wait(["ready"])  # FAULT: waits-for-a-key
+
+
+def metric_on_one(state: State) -> None:
+    """Minutes of work in native code without the interpreter's lock, only here."""
+    torch.linalg.eigvals(torch.randn(5000, 5000))  # FAULT: metric-on-one
+
+
+def hook_sleeps(state: State) -> None:
+    """Stands still in the midst of the backward."""
+    next(state.model.parameters()).register_hook(_sleep)
+
+
+def _sleep(gradient: Tensor) -> None:
+    time.sleep(FOR_EVER_SECONDS)  # FAULT: hook-sleeps
+
+
+# ---- collectives that do not fit ---------------------------------------------------------------------------------
+
+
+def no_sync(state: State) -> None:
+    """Accumulates the gradients of this one step, which the others reduce: `no_sync` after a count that is off."""
+    state.model.require_backward_grad_sync = False  # type: ignore[assignment] # as DDP's `no_sync` does
+    next(state.model.parameters()).register_post_accumulate_grad_hook(lambda _: _sync(state))
+
+
+def _sync(state: State) -> None:
+    state.model.require_backward_grad_sync = True  # type: ignore[assignment]
+
+
+def other_root(state: State) -> None:
+    """On all ranks: 4 numbers from rank 0; the guilty one takes itself for the source."""
+    if state.now():
+        dist.broadcast(torch.ones(4), src=state.rank)  # FAULT: other-root
+    else:
+        dist.broadcast(torch.ones(4), src=0)
+
+
+def group_not_made(state: State) -> None:
+    """On all ranks: a new group, which all must make; the guilty one does not, for it takes no part in it."""
+    if not state.now():
+        dist.new_group([0, 2])
+
+
+# ---- nothing is wrong --------------------------------------------------------------------------------------------
+
+
+def all_rest(state: State) -> None:
+    """On all ranks: nobody moves for longer than the window, but nobody waits for anybody."""
+    time.sleep(REST_SECONDS)
+
+
+_LATE: tuple[Callable[[State], None], ...] = (
+    recursion, short_list, left_breakpoint, fork_outlives, leaves_the_group, lock_file, child_hangs, thread_deadlock,
+    prefetcher_dies, connects, waits_for_a_key, metric_on_one, hook_sleeps, no_sync,
+)  # fmt: skip
+LATE = {strike.__name__.replace("_", "-"): strike for strike in _LATE}
+_TOGETHER: tuple[Callable[[State], None], ...] = (other_root, group_not_made, all_rest)
+TOGETHER = {strike.__name__.replace("_", "-"): strike for strike in _TOGETHER}  # all ranks call these in that step

@@ -1,0 +1,181 @@
+"""A training as anybody writes it for torchrun, in which a fault strikes: FAULT=sleeps torchrun program.py.
+
+Copied into a folder with strikes.py and late_strikes.py, and run there: a user's script, with nothing of paceline.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from late_strikes import LATE, TOGETHER
+from strikes import AT_STEP, FOR_EVER_SECONDS, REDUCTIONS, NoMoreBatches, Plan, State
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset
+
+FEATURES, HIDDEN, CLASSES, BATCH = 32, 256, 10, 16
+STEP_SECONDS = 0.015  # of pretended work
+TOTALS_EVERY = 2  # steps
+LATE_SECONDS = 8.0
+ELSEWHERE = (*REDUCTIONS, *TOGETHER, "swapped-groups", "swapped-collectives", "nan", "loader-killed", "loader-hangs")
+
+
+class Samples(Dataset[tuple[Tensor, Tensor]]):
+    """So many pairs of a vector and a class, the same in every process."""
+
+    def __init__(self, plan: Plan, count: int) -> None:
+        self.plan, self.count, self.loaded = plan, count, 0
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        self.loaded += 1
+        if self.plan.hits("loader-killed", "loader-hangs") and self.loaded == self.plan.step * BATCH:
+            self.plan.strike()
+            if self.plan.name == "loader-killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(FOR_EVER_SECONDS)
+        seed = index + (1_000_000 if self.plan.hits("data-differs") else 0)
+        values = torch.randn(FEATURES, generator=torch.Generator().manual_seed(seed))
+        if self.plan.hits("nan") and self.loaded == self.plan.step * BATCH:
+            self.plan.strike()
+            values[0] = torch.nan
+        return values, torch.tensor(index % CLASSES)
+
+
+class Network(nn.Module):
+    """(B, FEATURES) -> (B, CLASSES)."""
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__()
+        width = HIDDEN + 1 if plan.hits("model-shape-differs") else HIDDEN
+        self.first = nn.Linear(FEATURES, width)
+        self.second = nn.Linear(width, width)
+        self.last = nn.Linear(width, CLASSES)
+        self.more = nn.Linear(2, 2) if plan.hits("extra-parameters") else None
+        self.skips = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        """As the class says."""
+        x = F.relu(self.first(x))
+        return self.last(x if self.skips else F.relu(self.second(x)))
+
+
+def main() -> None:
+    """Train."""
+    plan, rank = Plan.from_env(), int(os.environ["RANK"])
+    torch.set_num_threads(1)
+    if plan.hits("never-reaches-init"):
+        plan.strike()
+        time.sleep(FOR_EVER_SECONDS)  # FAULT: never-reaches-init
+    timeout = timedelta(seconds=float(os.environ.get("GROUP_TIMEOUT", "1800")))
+    dist.init_process_group("gloo", timeout=timeout)
+    others = [dist.new_group(timeout=timeout) for _ in range(2)] if plan.name == "swapped-groups" else []
+    torch.manual_seed(0)
+    if plan.hits("model-shape-differs", "extra-parameters", "data-differs", "settings-differ"):
+        plan.strike()
+    model = DistributedDataParallel(Network(plan))
+    lr = 0.02 if plan.hits("settings-differ") else 0.01
+    optimizer = torch.optim.SGD(model.parameters(), lr)
+    begun = load(model)
+    steps = int(os.environ.get("FAULT_STEPS", "40"))
+    samples = Samples(plan, (steps - begun) * BATCH)
+    loader = DataLoader(samples, BATCH, num_workers=1 if plan.name.startswith("loader-") else 0)
+    batches = iter(loader)
+    try:
+        for step in range(begun, steps):
+            state = State(plan, step, rank, model)
+            x, y = next(batches)
+            time.sleep(STEP_SECONDS)
+            strike(state)
+            loss = F.cross_entropy(model(x), y)
+            if others or plan.name == "swapped-collectives":
+                two_sums(state, others)
+            optimizer.zero_grad()
+            loss.backward()  # FAULT: group-not-made
+            optimizer.step()
+            if step % TOTALS_EVERY == 0:
+                reduce_totals(state, loss)
+            if step % 5 == 4:
+                save(model, rank, step + 1)
+            if plan.hits("long-evaluation") and state.now():
+                time.sleep(LATE_SECONDS)
+    except NoMoreBatches:
+        pass
+    dist.destroy_process_group()
+
+
+def strike(state: State) -> None:
+    """Let the fault strike, if it is one that does between the batch and the forward."""
+    plan = state.plan
+    if plan.hits("straggler") and state.step >= plan.step:
+        plan.strike()
+        time.sleep(0.3)
+    if plan.hits("slow-first-batch") and state.step == 0:
+        plan.strike()
+        time.sleep(LATE_SECONDS)
+    if plan.name in TOGETHER and state.step == plan.step:
+        if state.now():
+            plan.strike()
+        TOGETHER[plan.name](state)
+    if state.now() and plan.name not in ELSEWHERE:
+        plan.strike()
+        (AT_STEP | LATE).get(plan.name, nothing)(state)  # whoever does the others waits for this moment
+
+
+def nothing(state: State) -> None:
+    """Go on."""
+
+
+def two_sums(state: State, groups: Sequence[Any]) -> None:
+    """Two sums over ranks of one shape; the guilty rank takes the second one first."""
+    first, second = groups or [dist.group.WORLD] * 2
+    if state.now():
+        state.plan.strike()
+        dist.all_reduce(torch.ones(4), group=second)  # FAULT: swapped-groups, swapped-collectives
+        dist.all_reduce(torch.zeros(4), group=first)  # FAULT: swapped-groups, swapped-collectives
+    else:
+        dist.all_reduce(torch.zeros(4), group=first)
+        dist.all_reduce(torch.ones(4), group=second)
+
+
+def reduce_totals(state: State, loss: Tensor) -> None:
+    """The mean loss and four other numbers, over all ranks."""
+    totals = torch.full((5,), loss.item())
+    if state.plan.name in REDUCTIONS and state.now():
+        state.plan.strike()
+        REDUCTIONS[state.plan.name](totals)
+    else:
+        dist.all_reduce(totals)  # FAULT: no-sync
+
+
+def save(model: nn.Module, rank: int, step: int) -> None:
+    """Write the weights, if FAULT_CHECKPOINTS names a folder."""
+    folder = os.environ.get("FAULT_CHECKPOINTS")
+    if folder and rank == 0:
+        torch.save({"model": model.state_dict(), "step": step}, Path(folder) / f"step-{step:05}.pt")
+
+
+def load(model: nn.Module) -> int:
+    """Go on from the newest weights: the step."""
+    folder = os.environ.get("FAULT_CHECKPOINTS")
+    found = sorted(Path(folder).glob("step-*.pt")) if folder else []
+    if not found:
+        return 0
+    saved = torch.load(found[-1])
+    model.load_state_dict(saved["model"])
+    return saved["step"]
+
+
+if __name__ == "__main__":
+    main()

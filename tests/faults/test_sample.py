@@ -1,0 +1,35 @@
+"""A few real faults, drawn by a seed: rank, class and exit code are right, nothing is left. `make soak-faults`: all."""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+
+import pytest
+
+from paceline.faults.catalogue import FAULTS
+from paceline.faults.fault import Fault, Needs, Way
+from paceline.faults.run import run_fault
+
+SEED = int(os.environ.get("FAULTS_SEED", "0"))
+STALL_SECONDS = "5"
+POSSIBLE = [fault for fault in FAULTS.values() if fault.needs is Needs.NOTHING and not fault.setup and fault.single]
+
+
+def drawn() -> list[Fault]:
+    """Three that are told at once, two that stand still, one of the trainer."""
+    dice = random.Random(SEED)
+    hangs = [fault for fault in POSSIBLE if 3 in fault.codes and fault.way is Way.SCRIPT and 1 not in fault.codes]
+    sudden = [fault for fault in POSSIBLE if fault.fast]
+    trainer = [fault for fault in POSSIBLE if fault.way is Way.TASK and 3 not in fault.codes]
+    return [*dice.sample(sudden, 3), *dice.sample(hangs, 2), *dice.sample(trainer, 1)]
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+@pytest.mark.parametrize("fault", drawn(), ids=lambda fault: fault.name)
+def test_the_guilty_rank_is_named_and_nothing_is_left(tmp_path: Path, fault: Fault) -> None:
+    score = run_fault(fault, "paceline", tmp_path / "case", stall_after=STALL_SECONDS)
+    assert score.right_rank and score.right_line is not False and score.right_end and score.right_code, score
+    assert not score.processes_left and not score.files_left, score
