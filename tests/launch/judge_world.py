@@ -334,7 +334,7 @@ class _Run:
                 case "stop":
                     return {"state": "T"}
                 case "hold":
-                    text = f"Current thread 0x00007f (most recent call first):\n{HELD}\n"
+                    text = f"Stack (most recent call first):\n{HELD}\n"
                     return {"state": "R", "native": text, "cpu_seconds": 1.0}
                 case "load":
                     loader = LoaderWorker(0, 4800, 4711, 2, "S", True)

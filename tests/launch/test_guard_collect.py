@@ -65,7 +65,7 @@ def test_native_code_that_holds_the_lock_gives_native_stacks_each_time(tmp_path:
             (found,), seconds = collected([watched(one)], question)
             assert not found.answered and found.state == "R"
             assert f'script.py", line {one.line("# holds it")}' in found.native
-            assert found.native.count("Current thread") == 1, "only what has come on this question"
+            assert found.native.count("Stack (most recent call first)") == 1, "only what has come on this question"
             assert seconds < 3.6
         assert found.cpu_seconds > 0.3, "it computes"
 

@@ -103,7 +103,8 @@ def connects(state: State) -> None:
 
 def waits_for_a_key(state: State) -> None:
     """A key that nobody sets in the store in which the ranks have met."""
-    dist.distributed_c10d._get_default_store().wait(["ready"])  # FAULT: waits-for-a-key
+    store = dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage] # users do
+    store.wait(["ready"])  # FAULT: waits-for-a-key
 
 
 def metric_on_one(state: State) -> None:
@@ -126,11 +127,11 @@ def _sleep(gradient: Tensor) -> None:
 def no_sync(state: State) -> None:
     """Accumulates the gradients of this one step, which the others reduce: `no_sync` after a count that is off."""
     state.model.require_backward_grad_sync = False  # type: ignore[assignment] # as DDP's `no_sync` does
-    next(state.model.parameters()).register_post_accumulate_grad_hook(lambda _: _sync(state))
 
+    def sync_again(_: Tensor) -> None:
+        state.model.require_backward_grad_sync = True  # type: ignore[assignment]
 
-def _sync(state: State) -> None:
-    state.model.require_backward_grad_sync = True  # type: ignore[assignment]
+    next(state.model.parameters()).register_post_accumulate_grad_hook(sync_again)
 
 
 def other_root(state: State) -> None:

@@ -13,7 +13,7 @@ from pathlib import PurePath
 from paceline.launch.guard.evidence import Evidence, Frame, Op
 
 _NATIVE_FRAME = re.compile(r'^\s+File "([^"\n]*)", line (\d+) in (.*)$')
-_NATIVE_THREAD = re.compile(r"^(?:Current thread|Thread) 0x[0-9a-f]+")
+_NATIVE_THREAD = re.compile(r"^(?:Current thread|Thread|Stack) .*most recent call first")
 _PYTHON = re.compile(r"(?:^|/)python3(?:\.\d+t?)?/(?!.*(?:site|dist)-packages/)|^<frozen ")
 _TORCH = re.compile(r"(?:^|/)torch/")
 _OURS = re.compile(r"(?:^|/(?:src|site-packages)/)paceline/")
@@ -34,7 +34,7 @@ def native_frames(text: str) -> list[Frame]:
     found: list[Frame] = []
     for line in text.splitlines()[-MAX_NATIVE_LINES:]:
         if _NATIVE_THREAD.match(line):
-            found = []  # threads are written from the newest to the oldest, which is the main one
+            found = []
         elif match := _NATIVE_FRAME.match(line):
             found.append(Frame(match[1], int(match[2][:9]), match[3]))
     return found

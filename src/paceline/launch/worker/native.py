@@ -21,7 +21,9 @@ class NativeStacks:
         path = f"/proc/self/fd/{box.descriptor}"
         self._file: BinaryIO | None = open(path, "ab", buffering=0)  # noqa: PTH123, SIM115 - as long as the process
         self._inode = os.fstat(self._file.fileno()).st_ino
-        faulthandler.register(SIGNAL, file=self._file, all_threads=True, chain=False)
+        # Only the thread that the kernel gives the signal to, the main one if it can: the stacks of threads that run,
+        # begin and end meanwhile cannot be read without the lock (measured: the process died of it, now and then).
+        faulthandler.register(SIGNAL, file=self._file, all_threads=False, chain=False)
 
     def ready(self) -> int:
         """SIGNAL_SAFE while the file is still the box: a program that closes all descriptors may have another there."""
