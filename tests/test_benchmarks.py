@@ -77,3 +77,17 @@ def check_machine(result: dict[str, Any], folder: Path) -> None:
     text = json.dumps(result)
     assert not re.search(rf"\b{re.escape(os.uname().nodename)}\b", text)
     assert str(folder) not in text and str(BENCHMARKS.parent) not in text
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+@pytest.mark.timeout(150)  # 25 s on a quiet machine
+def test_the_guard_benchmark_measures_all_it_promises(tmp_path: Path) -> None:
+    out = tmp_path / "guard.json"
+    command = [sys.executable, str(BENCHMARKS / "guard.py"), "--pairs", "1", "--steps", "4", "4", "--out", str(out)]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=120)
+    result = json.loads(out.read_text())
+    for model in ("mnist-cnn", "mlp"):
+        (on,), (off,) = (result[model]["ms a step"][name] for name in ("auto", "off"))
+        assert result[model]["ratio"] == [pytest.approx(on / off)]
+    assert all(0 < cost < 1000 for cost in result["us"].values()) and len(result["us"]) == 3

@@ -363,7 +363,7 @@ def fits(ops: Sequence[Op] | object) -> bool:
 
 
 def _kind(op: Op) -> str:
-    return "message" if op.peer is not None else op.kind
+    return "message" if op.is_message else op.kind
 
 
 def _size(op: Op) -> tuple[str, str]:

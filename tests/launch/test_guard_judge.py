@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from paceline.launch.guard.evidence import Evidence, Frame, LoaderWorker, Op, Phase, Stack, Verdict, VerdictKind
 from paceline.launch.guard.judge import judge
@@ -169,6 +170,13 @@ def test_ranks_at_odds_are_told_while_others_still_compute() -> None:
     entered = [rank(n, op(9, "broadcast") if n == 1 else WAITS, groups=groups) for n in range(3)]
     computes = rank(3, BEFORE, stack=OUTSIDE, state="R", groups=groups)
     assert blame(*entered, computes) == (VerdictKind.MISMATCH, (1,))
+
+
+def test_a_rank_that_takes_itself_for_the_source_is_a_mismatch_whoever_is_done() -> None:
+    to_all, own = op(9, "broadcast", peer=0), op(9, "broadcast", peer=1, done=True)
+    verdict = judge([rank(0, replace(to_all, done=True), op(10)), rank(1, own, op(10)), rank(2, to_all)])
+    assert (verdict.kind, verdict.guilty) == (VerdictKind.MISMATCH, (1,))
+    assert verdict.sentences[0] == ("rank 1 called broadcast from rank 1 #9 [1732] float32 at train.py:97 in step")
 
 
 def test_two_ranks_at_odds_are_a_tie() -> None:

@@ -137,7 +137,7 @@ def wrapped_and_plain(rank: int, world_size: int) -> dict[str, list[str]]:
     for request in requests:
         request.wait()
     dist.all_reduce(total)
-    done = [op for _, op in guard.box.ring() if op.seq == 3 or op.peer is not None]
+    done = [op for _, op in guard.box.ring() if op.seq == 3 or op.is_message]
     return {"before": before, "after": after, "ring": calls(done)}
 
 

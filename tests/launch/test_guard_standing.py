@@ -48,6 +48,9 @@ def test_before_the_first_collective_a_busy_rank_has_time_to_import() -> None:
     assert stands_still([early, rank(1, state="S")], ALARM, FIVE)
     assert not stands_still([early, rank(1, state="R", cpu_seconds=0.9)], ALARM, FIVE)
     assert not stands_still([early, rank(1, state="D")], ALARM, FIVE)
+    verifies = rank(0, WAITS)  # the first of all is in DDP's constructor already
+    assert not stands_still([verifies, rank(1, state="R", cpu_seconds=0.9)], ALARM, FIVE)
+    assert stands_still([verifies, rank(1, DONE, state="R", cpu_seconds=0.9)], ALARM, FIVE), "it has met the others"
     minute = Alarm("stall", 60.0, 60.0)
     late = [early, rank(1, state="R", cpu_seconds=0.9, still_seconds=61.0)]
     assert stands_still([rank(0, stacks=(meeting,), still_seconds=61.0), late[1]], minute, FIVE)

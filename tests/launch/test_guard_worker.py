@@ -52,10 +52,10 @@ def test_both_ranks_number_alike_what_wrappers_and_torch_itself_have_called(tmp_
         wait(lambda: box.look(waits.box).waiting, "rank 0 is not said to wait")
         answers = [waits.ask(2**40), sleeps.ask(2**40)]
         assert answers[0] is not None and answers[1] is not None
-        *zero, last = calls([op for op in answers[0].ops if op.peer is None])
-        assert zero == calls([op for op in answers[1].ops if op.peer is None])
+        *zero, last = calls([op for op in answers[0].ops if not op.is_message])
+        assert zero == calls([op for op in answers[1].ops if not op.is_message])
         assert [int(call.split()[0]) for call in zero] == [*range(1, len(zero) + 1)]
-        messages = [calls([op for op in answer.ops if op.peer is not None]) for answer in answers]
+        messages = [calls([op for op in answer.ops if op.is_message]) for answer in answers]
         assert messages[0] == ["1 send [4, 7]", "2 send [4, 7]", "1 recv [4, 7]"]
         assert messages[1] == ["1 recv [4, 7]", "1 send [4, 7]", "2 recv [4, 7]"]
         for call in ("5 all_reduce bucket 3 [5]", "6 all_reduce bucket 3 [5]", "7 monitored_barrier"):

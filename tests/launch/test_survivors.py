@@ -177,3 +177,19 @@ def test_killed_while_starting(launch) -> None:
     os.kill(one.agent_pid, signal.SIGKILL)
     assert not survivors(one.mark)
     one.finish()
+
+
+@pytest.mark.parametrize("killed", ["worker", "agent"])
+def test_what_killed_workers_keep_in_temporary_files_goes_with_the_agent(launch, tmp_path: Path, killed: str) -> None:
+    """multiprocessing keeps its sockets there, and removes them at an end in peace only."""
+    elsewhere = tmp_path / "tmp"
+    elsewhere.mkdir()
+    body = "from multiprocessing.util import get_temp_dir\n(Path(get_temp_dir()) / f'socket-{rank}').touch()\nforever()\n"
+    one = launch(body, nproc=2, env={"TMPDIR": str(elsewhere)})
+    one.wait_ready(2)
+    assert len(list(elsewhere.rglob("socket-*"))) == 2
+    workers = [pid for pid, words in carriers(one.mark).items() if "worker.py" in words]
+    os.kill(workers[0] if killed == "worker" else one.agent_pid, signal.SIGKILL)
+    assert one.finish() != 0
+    assert not survivors(one.mark)
+    wait_until(lambda: not list(elsewhere.iterdir()), "all is removed")

@@ -41,8 +41,13 @@ class Op(msgspec.Struct, frozen=True, omit_defaults=True):
     shape: str = ""  # "[1732]", several "[4, 3] [4]"
     dtype: str = ""  # float32
     site: str = ""  # "train.py:97 in step": the first frame that is neither torch's nor ours, else ours
-    peer: int | None = None  # the other rank (of the world), for send and recv
+    peer: int | None = None  # a rank of the world: the other one of a message; the root of a broadcast, gather, ...
     done: bool = False  # for this rank
+
+    @property
+    def is_message(self) -> bool:
+        """Whether it is one half of a message between two ranks, not a collective."""
+        return self.kind in ("send", "recv", "isend", "irecv")
 
     @property
     def signature(self) -> tuple[str, str, str, str]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from paceline.launch.guard.evidence import Op
-from paceline.launch.guard.waits import Rank, Stream, is_message, stream
+from paceline.launch.guard.waits import Rank, Stream, stream
 
 OWN_SHAPES = frozenset({"all_gather", "gather", "scatter", "all_to_all", "all_to_all_single", "reduce_scatter"})
 """collectives for which ranks may rightly pass different shapes"""
@@ -51,12 +51,12 @@ def find(ranks: Mapping[int, Rank]) -> list[Odds]:
 
 def _parties(ops: Mapping[int, Op]) -> tuple[Mapping[int, Op], ...]:
     """Split by what all must agree on; what one of them does not know is left out for all."""
-    message = any(is_message(op) for op in ops.values())
+    message = any(op.is_message for op in ops.values())
     kinds = {"" if message else op.kind for op in ops.values()}
-    fields = ["name"] if message else ["kind", "name"]
+    fields = ["name"] if message else ["kind", "name", "peer"]
     if len(kinds) == 1 and not kinds & OWN_SHAPES:
         fields += ["shape", "dtype"]
-    known = [field for field in fields if all(getattr(op, field) for op in ops.values())]
+    known = [field for field in fields if all(getattr(op, field) not in ("", None) for op in ops.values())]
     return split(ops, lambda op: tuple(getattr(op, field) for field in known))
 
 

@@ -156,7 +156,7 @@ def in_circle(ranks: Ranks, parties: Sequence[Sequence[int]], ops: Mapping[int, 
         if op is None or not others:
             lines.append(f"{named(party)} {verb(party, 'is', 'are')} {where(ranks[party[0]].evidence)}")
             continue
-        over = "" if op.peer is not None else f" of group {op.group}"
+        over = "" if op.is_message else f" of group {op.group}"
         what = f"{told(op)}{over}{called_from(op)}"
         lines.append(f"{named(party)} {verb(party, 'waits', 'wait')} for {named(others)} in {what}")
     return _limited(lines)

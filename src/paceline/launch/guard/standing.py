@@ -37,10 +37,8 @@ def stands_still(evidence: Sequence[Evidence], alarm: Alarm, windows: Windows) -
         return False
     if not any(waits(one) for one in running):
         return False
-    if any(one.ops for one in evidence):
-        return True
-    # before the first collective: those who come late may still import torch, from a slow disk, on a busy machine
-    late = [one for one in running if not waits(one)]
+    # before its first collective a rank may still import torch, from a slow disk, on a busy machine
+    late = [one for one in running if not one.ops and not waits(one)]
     idle = all(one.cpu_seconds < IDLE_CPU_SECONDS and one.state not in ("R", "D") for one in late)
     return idle or alarm.still_seconds >= windows.of(Stage.LONG)
 

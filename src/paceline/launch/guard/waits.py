@@ -49,15 +49,10 @@ class Rank:
 
 def stream(op: Op, rank: int) -> Stream:
     """What `op`, called by `rank`, is numbered with."""
-    if not is_message(op):
+    if not op.is_message:
         return op.group, None
     peer = ANYBODY if op.peer is None else op.peer
     return op.group, ((peer, rank) if "recv" in op.kind else (rank, peer))
-
-
-def is_message(op: Op) -> bool:
-    """Whether it is one half of a message between two ranks, not a collective."""
-    return op.peer is not None or op.kind in ("send", "recv", "isend", "irecv")
 
 
 def members(evidence: Sequence[Evidence]) -> dict[str, frozenset[int]]:
@@ -112,7 +107,7 @@ def _missing(
     op: Op, rank: int, groups: Mapping[str, frozenset[int]], called: Mapping[tuple[int, Stream], int]
 ) -> set[int]:
     key = stream(op, rank)
-    others = groups[op.group] - {rank} if op.peer is None else {op.peer}  # whoever might send
+    others = groups[op.group] - {rank} if op.peer is None or not op.is_message else {op.peer}
     return {other for other in others if called.get((other, key), 0) < op.seq}
 
 
@@ -152,7 +147,7 @@ def without_loose_ends(ranks: Mapping[int, Rank]) -> dict[int, Rank]:
 
 
 def _tied_up(one: Rank) -> Rank:
-    loose = [op for op in one.pending if is_message(op)]
+    loose = [op for op in one.pending if op.is_message]
     return replace(
         one,
         pending=tuple(op for op in one.pending if op not in loose),

@@ -9,6 +9,7 @@ from paceline.launch.guard.evidence import Evidence, LoaderWorker, Op, Phase
 from paceline.launch.guard.places import place
 from paceline.launch.guard.waits import FROZEN
 
+FROM = ("recv", "irecv", "broadcast", "scatter")
 GONE = ("", "Z", "X")  # states of a process that is no more
 BUSY_CPU_SECONDS = 0.2  # of the last second or so
 STATES = {
@@ -42,7 +43,7 @@ def verb(ranks: Iterable[int], one: str, many: str) -> str:
 
 def told(op: Op) -> str:
     """An operation in words: "all_reduce #9876 'bucket 3' [1732] float32"; a message with its peer."""
-    peer = "" if op.peer is None else f" {'from' if 'recv' in op.kind else 'to'} rank {op.peer}"
+    peer = "" if op.peer is None else f" {'from' if op.kind in FROM else 'to'} rank {op.peer}"
     words = (f"{op.kind}{peer}", f"#{op.seq}" if op.seq else "", f"'{op.name}'" if op.name else "", op.shape, op.dtype)
     return " ".join(word for word in words if word)
 

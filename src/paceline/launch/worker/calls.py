@@ -23,21 +23,23 @@ class Kind:
 
     tensor: str = ""  # the argument whose shape and type tell; a tensor, or a list of them
     shape: bool = True  # False where ranks may rightly pass different sizes
-    peer: tuple[str, str] | None = None  # the arguments that name the other rank: of the world, of the group
+    peer: tuple[str, str] | None = None  # the arguments that name the other rank, or the root: of the world, the group
+    message: bool = False  # between two ranks, not a collective
     single: bool = True  # raises torch's number by one; else by more, or by what the backend likes
 
 
+_SOURCE, _TARGET = ("src", "group_src"), ("dst", "group_dst")
 KINDS: Mapping[str, Kind] = {
     "all_reduce": Kind("tensor"),
     "all_reduce_coalesced": Kind("tensors"),
-    "broadcast": Kind("tensor"),
-    "reduce": Kind("tensor"),
+    "broadcast": Kind("tensor", peer=_SOURCE),
+    "reduce": Kind("tensor", peer=_TARGET),
     "all_gather": Kind("tensor", shape=False),
     "all_gather_coalesced": Kind("input_tensor_list", shape=False, single=False),
     "all_gather_single": Kind("input_tensor"),
     "all_gather_into_tensor": Kind("input_tensor"),
-    "gather": Kind("tensor"),
-    "scatter": Kind("tensor"),
+    "gather": Kind("tensor", peer=_TARGET),
+    "scatter": Kind("tensor", peer=_SOURCE),
     "reduce_scatter": Kind("output", shape=False, single=False),
     "reduce_scatter_single": Kind("output"),
     "reduce_scatter_tensor": Kind("output"),
@@ -45,10 +47,10 @@ KINDS: Mapping[str, Kind] = {
     "all_to_all_single": Kind("input", shape=False),
     "barrier": Kind(),
     "monitored_barrier": Kind(single=False),
-    "send": Kind("tensor", peer=("dst", "group_dst")),
-    "recv": Kind("tensor", peer=("src", "group_src")),
-    "isend": Kind("tensor", peer=("dst", "group_dst")),
-    "irecv": Kind("tensor", peer=("src", "group_src")),
+    "send": Kind("tensor", peer=_TARGET, message=True),
+    "recv": Kind("tensor", peer=_SOURCE, message=True),
+    "isend": Kind("tensor", peer=_TARGET, message=True),
+    "irecv": Kind("tensor", peer=_SOURCE, message=True),
 }
 SAME = {  # another name, or the other way to wait, for what is one call to the other ranks
     "all_gather_into_tensor": "all_gather_single",

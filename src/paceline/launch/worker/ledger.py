@@ -155,23 +155,22 @@ class Ledger:
             return None  # torch's own error, or nothing, will follow
         known = self._recall(name, kind, passed, found.name)
         before = _number(backend, found)
-        peer = NO_PEER
-        if asked:
-            peer = _peer(asked, found)
+        peer = _peer(asked, found, kind) if asked else NO_PEER
+        if kind.message:
             seq = found.messages[name, peer] = found.messages.get((name, peer), 0) + 1
         else:
             seq = before + 1 - found.ahead
             found.calls += 1
         if found.pending:
             found.sweep(self._box)
-        if found.of_all and not asked:
+        if found.of_all and not kind.message:
             found.checksum = zlib.crc32(known.text, found.checksum)
             found.count += 1
             self._current.append((known, seq))
         if not kind.single:
             found.spans.append((before, float("inf"), found.ahead))  # until it is known how far the number rises
         record = self._box.begin_text(seq, peer, known.text)
-        return Begun(record, found, backend, before, kind.single and not asked, 0 if asked else 1)
+        return Begun(record, found, backend, before, kind.single and not kind.message, 0 if kind.message else 1)
 
     def _recall(self, name: str, kind: Kind, passed: Any, group: str) -> Known:
         frame = site_frame(sys._getframe(3))  # pyright: ignore[reportPrivateUsage]
@@ -237,8 +236,10 @@ def _number(backend: Any, group: Group) -> int:
         return group.calls
 
 
-def _peer(asked: list[Any], group: Group) -> int:
+def _peer(asked: list[Any], group: Group, kind: Kind) -> int:
     of_world, of_group = [*asked, None][:2]
     if of_world is not None:
         return of_world
-    return NO_PEER if of_group is None else group.members[of_group]
+    if of_group is not None:
+        return group.members[of_group]
+    return NO_PEER if kind.message else 0  # from anybody; torch's default for a root

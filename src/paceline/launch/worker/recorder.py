@@ -44,7 +44,7 @@ def merged(ring: Sequence[Dated], groups: Mapping[str, Group], *, sites: bool = 
     everything: list[Dated] = []
     called: dict[tuple[str, int], Dated] = {}
     for at, op in _of_this_life(ring):
-        if op.peer is None:
+        if not op.is_message:
             called[op.group, op.seq] = (at, op)
         else:
             everything.append((at, op))
@@ -148,9 +148,9 @@ def _of_this_life(operations: Iterable[Dated]) -> list[Dated]:
     kept: list[Dated] = []
     last: dict[str, int] = {}
     for at, op in operations:
-        if op.peer is None and op.seq < last.get(op.group, 0):
+        if not op.is_message and op.seq < last.get(op.group, 0):
             kept = [one for one in kept if one[1].group != op.group]
-        if op.peer is None:
+        if not op.is_message:
             last[op.group] = op.seq
         kept.append((at, op))
     return kept
