@@ -5,6 +5,7 @@ PYTHON := python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
+PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 .DEFAULT_GOAL := help
 .PHONY: help run test check format soak-kills soak-mutations soak-verify soak-bits soak-fuzz soak-launch soak-faults soak-quiet \
@@ -17,14 +18,14 @@ run: $(STAMP)  ## train the MNIST CNN on 2 processes
 	$(BIN)/paceline train mnist-cnn --nproc 2
 
 test: $(STAMP)  ## run the test-suite, without what is marked slow
-	$(BIN)/python -m pytest -m "not slow and not soak"
+	$(PYTEST) -m "not slow and not soak"
 
 check: $(STAMP)  ## lint, formatting, types, import rules, then the test-suite: what CI runs
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/basedpyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports --no-logo
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 format: $(STAMP)  ## put the code into its standard form
 	$(BIN)/ruff format

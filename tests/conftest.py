@@ -195,6 +195,8 @@ def _held_by_a_stranger(name: str) -> bool:
 
 def pytest_configure(config: pytest.Config) -> None:
     os.environ[RUN_MARKER] = str(os.getpid())
+    if hasattr(config, "workerinput"):  # one of several at once (xdist): its orphans are known by its group
+        os.setpgrp()
     config.stash[_stderr] = os.dup(2)  # before pytest captures it
 
 

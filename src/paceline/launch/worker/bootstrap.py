@@ -104,7 +104,7 @@ def _run(arguments: Sequence[str]) -> None:
     """Run the script or module in a fresh `__main__`, as CPython's own start does."""
     script = ModuleType("__main__")
     script.__dict__.update(__builtins__=builtins, __annotations__={})
-    sys.modules["__main__"] = script
+    sys.modules["__main__"] = sys.modules["__mp_main__"] = script  # the second as multiprocessing sets it when imported
     is_module = arguments[0] == "-m"
     if not os.environ.get("PYTHONSAFEPATH"):  # the user's own wish; our -P was not his
         sys.path.insert(0, str(Path.cwd()) if is_module else str(Path(arguments[0]).resolve().parent))
