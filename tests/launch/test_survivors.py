@@ -179,13 +179,19 @@ def test_killed_while_starting(launch) -> None:
     one.finish()
 
 
+KEEPS_A_SOCKET = """
+from multiprocessing.util import get_temp_dir
+(Path(get_temp_dir()) / f'socket-{rank}').touch()
+forever()
+"""
+
+
 @pytest.mark.parametrize("killed", ["worker", "agent"])
 def test_what_killed_workers_keep_in_temporary_files_goes_with_the_agent(launch, tmp_path: Path, killed: str) -> None:
     """multiprocessing keeps its sockets there, and removes them at an end in peace only."""
     elsewhere = tmp_path / "tmp"
     elsewhere.mkdir()
-    body = "from multiprocessing.util import get_temp_dir\n(Path(get_temp_dir()) / f'socket-{rank}').touch()\nforever()\n"
-    one = launch(body, nproc=2, env={"TMPDIR": str(elsewhere)})
+    one = launch(KEEPS_A_SOCKET, nproc=2, env={"TMPDIR": str(elsewhere)})
     one.wait_ready(2)
     assert len(list(elsewhere.rglob("socket-*"))) == 2
     workers = [pid for pid, words in carriers(one.mark).items() if "worker.py" in words]
