@@ -55,8 +55,12 @@ class Snapshot:
             pids=frozenset(name for name in os.listdir(PROC) if name.isdigit()),  # noqa: PTH208 - names only: fast
             threads=frozenset(threading.enumerate()),
             sockets=frozenset(_open_sockets().values()),
-            shm=frozenset(os.listdir(SHM)) if SHM.is_dir() else frozenset(),  # noqa: PTH208
+            shm=_in_shm(),
         )
+
+
+def _in_shm() -> frozenset[str]:
+    return frozenset(os.listdir(SHM)) if SHM.is_dir() else frozenset()  # noqa: PTH208
 
 
 @pytest.fixture(autouse=True)
@@ -88,10 +92,16 @@ def _leaks(before: Snapshot) -> list[str]:
         if thread.is_alive() and not thread.daemon:
             found.append(f"thread {thread.name!r}, not a daemon: Python waits for it at exit")
     found += [f"listening port {port}" for port in _listening_ports(before)]
-    if SHM.is_dir():
-        new_files = sorted(set(os.listdir(SHM)) - before.shm)  # noqa: PTH208
-        found += [f"file /dev/shm/{name}" for name in new_files if not _held_by_a_stranger(name)]
-    return found
+    return found if _one_of_several() else [*found, *_new_in_shm(before.shm)]
+
+
+def _one_of_several() -> bool:
+    """Whether other tests run at the same time (xdist), whose files in /dev/shm nobody can tell from ours."""
+    return "PYTEST_XDIST_WORKER" in os.environ
+
+
+def _new_in_shm(before: frozenset[str]) -> list[str]:
+    return [f"file /dev/shm/{name}" for name in sorted(_in_shm() - before) if not _held_by_a_stranger(name)]
 
 
 def _changed_environment(before: dict[str, str]) -> list[str]:
@@ -200,11 +210,26 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[_stderr] = os.dup(2)  # before pytest captures it
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_sessionstart(session: pytest.Session) -> None:
+    session.config.stash[_shm] = _in_shm()
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Where several tests run at once, files left in /dev/shm fail them all; one by one, the guilty test is named."""
+    if _one_of_several() or session.config.getoption("numprocesses", None) is None:
+        return
+    if found := _settled(lambda: _new_in_shm(session.config.stash[_shm])):
+        print("\nthe tests leak (run them without --numprocesses to see which):\n  " + "\n  ".join(found))
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
 def pytest_unconfigure(config: pytest.Config) -> None:
     os.close(config.stash[_stderr])
 
 
 _stderr = pytest.StashKey[int]()
+_shm = pytest.StashKey[frozenset[str]]()
 
 
 @pytest.hookimpl(wrapper=True)
