@@ -168,6 +168,24 @@ def test_a_verdict_of_another_version_is_wrong_use(run: Path, capsys: pytest.Cap
     assert "is of version 9; this paceline reads version 1" in told(capsys, "demo", code=2)
 
 
+def test_a_verdict_that_could_not_be_written_does_not_hide_the_one_before(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stalled(run, 1)
+    (run / "attempt-1" / "verdict-7").mkdir()
+    (run / "attempt-2").touch()
+    assert "GUILTY: rank 1" in told(capsys, "demo")
+
+
+@pytest.mark.parametrize("when", [1e300, -1e17])
+def test_a_time_that_is_none_is_said_to_be_unknown(run: Path, capsys: pytest.CaptureFixture[str], when: float) -> None:
+    stalled(run, 1)
+    path = run / "attempt-1" / "verdict-1" / "verdict.json"
+    told_before = msgspec.json.decode(path.read_bytes())
+    path.write_bytes(msgspec.json.encode(told_before | {"unix_time": when}))
+    assert "attempt-1, at a time unknown" in told(capsys, "demo")
+
+
 @pytest.mark.parametrize(("asked", "words"), [("nonsense", "unknown run"), (".", "holds no run")])
 def test_what_is_no_run_is_wrong_use(run: Path, capsys: pytest.CaptureFixture[str], asked: str, words: str) -> None:
     assert words in told(capsys, asked, code=2)

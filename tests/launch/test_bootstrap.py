@@ -221,6 +221,13 @@ def test_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert worker_command(["train.py", "--epochs", "5"], "py") == (*through, "train.py", "--epochs", "5")
     assert worker_command(["-m", "pack.train", "-x"], "py") == (*through, "-m", "pack.train", "-x")
     assert worker_command(["bash", "x.sh"], "py") == ("bash", "x.sh")
+    mine, here = tmp_path / "env/bin/python", "train.py"
+    mine.parent.mkdir(parents=True)
+    mine.symlink_to(sys.executable)
+    monkeypatch.setenv("PATH", str(mine.parent), prepend=os.pathsep)
+    assert worker_command(["python", here, "-x"], str(mine)) == (str(mine), *through[1:], here, "-x"), "out of habit"
+    assert worker_command(["python", "-u", here], str(mine)) == ("python", "-u", here), "with options of its own"
+    assert worker_command(["python", here], "/elsewhere/python") == ("python", here), "another environment"
     program.chmod(0o755)
     assert worker_command(["./program"], "py") == ("./program",)
 

@@ -238,6 +238,15 @@ def test_a_rank_that_never_comes_to_the_meeting_is_named(run: Run) -> None:
 
 
 @pytest.mark.slow
+def test_a_rank_that_has_become_another_program_is_said_to_be_unseen_and_nobody_is_blamed(run: Run) -> None:
+    again = "os.execv(sys.executable, [sys.executable, '-c', 'import time; time.sleep(9)'])"
+    one = run(again)
+    assert one.finish() != ExitCode.STALLED
+    assert "warning: the hang guard is off: rank 1 has become another program (exec)" in one.stderr
+    assert "GUILTY" not in one.stderr
+
+
+@pytest.mark.slow
 def test_without_a_guard_nobody_is_ended(run: Run) -> None:
     one = run("time.sleep(6)", stall_after="off", steps=10)
     assert one.finish() == ExitCode.DONE

@@ -276,6 +276,7 @@ def test_messages_are_matched_by_direction() -> None:
     behind = rank(1, *got_there, back, stack=OUTSIDE)
     verdict = judge([rank(0, *there, got_back, waits), behind, rank(2, BEFORE)])
     assert (verdict.kind, verdict.guilty, verdict.op) == (VerdictKind.BEHIND, (1,), waits)
+    assert verdict.sentences[0].startswith("rank 1 did not send to rank 0 what it waits for; it is in load_batch")
 
 
 def test_all_in_the_same_collective_and_nothing_comes_out_is_the_network_between_hosts() -> None:

@@ -28,6 +28,16 @@ def test_ranks_that_are_busy_by_themselves_do_not_stand_still() -> None:
     assert not stands_still([rank(0, DONE), rank(1, DONE)], ALARM, FIVE)
 
 
+def test_a_script_may_compute_for_half_an_hour_while_others_wait_unless_the_user_has_said_how_long() -> None:
+    alarm, auto = Alarm("stall", 300.0, 300.0), Windows.parse("auto")
+    waits = rank(0, DONE, WAITS, still_seconds=301.0)
+    busy = rank(1, DONE, still_seconds=301.0, cpu_seconds=0.98)
+    assert not stands_still([waits, busy], alarm, auto)
+    assert stands_still([waits, busy], Alarm("stall", 1800.0, 1800.0), auto) is False, "it has moved since"
+    assert stands_still([waits, rank(1, DONE, still_seconds=301.0)], alarm, auto), "it only sleeps"
+    assert stands_still([waits, busy], alarm, FIVE)
+
+
 def test_who_has_moved_since_the_alarm_does_not_stand_still() -> None:
     assert not stands_still([rank(0, DONE, WAITS), rank(1, DONE, still_seconds=0.4)], ALARM, FIVE)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import stat
 from pathlib import Path
 from typing import Any
@@ -178,6 +179,12 @@ def test_a_verdict_behind_a_link_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "other" / "verdict.json").symlink_to(tmp_path / "real" / "verdict.json")
     with pytest.raises(UsageError, match="cannot be read"):
         read_verdict(tmp_path / "other")
+
+
+def test_a_pipe_in_its_place_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "verdict.json")
+    with pytest.raises(UsageError, match="is no file"):
+        read_verdict(tmp_path)
 
 
 def test_the_same_stall_at_the_same_step_is_the_same_verdict_whatever_its_number() -> None:

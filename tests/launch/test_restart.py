@@ -10,11 +10,18 @@ from hypothesis import strategies as st
 
 from paceline.launch.agent.restart import Failed, Restart, Stop, decide
 from paceline.launch.failure import Kind
+from paceline.launch.guard.evidence import Op, Verdict, VerdictKind
 
 KILLED = Failed(Kind.SIGNAL, rank=1, exit_code=137, exception="", step=40, nproc=4)
 RAISED = Failed(Kind.EXCEPTION, rank=1, exit_code=1, exception="ValueError", step=40, nproc=4)
 ENDED = Failed(Kind.EXIT, rank=1, exit_code=3, exception="", step=40, nproc=4)
 LOST = Failed(Kind.VICTIM, rank=0, exit_code=1, exception="DistNetworkError", step=40, nproc=4)
+
+
+def stalled(seq: int, guilty: tuple[int, ...] = (1,)) -> Failed:
+    """In a script, whose steps nobody counts."""
+    verdict = Verdict(VerdictKind.BEHIND, guilty, op=Op("0", seq, "all_reduce"))
+    return Failed.stalled(verdict, 3, step=0, nproc=4)
 
 
 def later(failed: Failed, steps: int = 1) -> Failed:
@@ -39,6 +46,9 @@ ROWS = {
     "killed after another had saved": ([replace(KILLED, ended_well=frozenset({75}))], 0, 3, "had saved its state"),
     "an exception after a restart": ([KILLED, RAISED], 0, 3, "ValueError"),
     "progress": ([KILLED, later(KILLED)], 0, 3, 4),
+    "a script's progress": ([stalled(5), stalled(10)], 0, 3, 4),
+    "a script that stalls at the same place": ([stalled(5), stalled(5)], 0, 3, "twice: rank 1, exit code 3"),
+    "nobody to blame, twice": ([stalled(5, ()), stalled(5, ())], 0, 3, "at the same step twice: exit code 3"),
     "used up": ([KILLED, later(KILLED)], 0, 1, "1 of 1 restarts are used up"),
     "the same step twice": ([KILLED, KILLED], 0, 3, "the same failure at the same step twice: rank 1, exit code 137"),
     "not even so far": ([KILLED, later(KILLED, -9)], 0, 3, "after step 31"),

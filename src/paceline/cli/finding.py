@@ -47,7 +47,8 @@ def find_run(asked: str) -> Path:
 
 def attempts(run_dir: Path) -> list[Path]:
     """The folders of a run's starts, the newest last."""
-    return sorted((path for path in run_dir.glob("attempt-*") if attempt_number(path)), key=attempt_number)
+    found = (path for path in run_dir.glob("attempt-*") if attempt_number(path) and path.is_dir())
+    return sorted(found, key=attempt_number)
 
 
 def is_locked(run_dir: Path) -> bool:

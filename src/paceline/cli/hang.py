@@ -84,9 +84,16 @@ def find(run_dir: Path) -> Found:
         words = f"no stall was noted, and {unheard}" if unheard else f"the run is {state}, and no stall was noted"
         return Found(str(run_dir), state, False, words, "", None)
     told = read_verdict(folder)
-    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(told.unix_time))
-    words = f"{folder.parent.name}, {when}" + (f"; {unheard}: this is of an earlier stall" if unheard else "")
+    earlier = f"; {unheard}: this is of an earlier stall" if unheard else ""
+    words = f"{folder.parent.name}, {_when(told.unix_time)}{earlier}"
     return Found(str(run_dir), state, False, words, str(folder), told)
+
+
+def _when(unix_time: float) -> str:
+    try:
+        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(unix_time))
+    except (OverflowError, ValueError, OSError):  # whoever wrote it
+        return "at a time unknown"
 
 
 def _live_words(told: Told) -> str:
@@ -96,11 +103,12 @@ def _live_words(told: Told) -> str:
 
 
 def newest_verdict(run_dir: Path) -> Path | None:
-    """The folder of the newest verdict of all starts of a run."""
+    """The folder of the newest verdict of all starts of a run; one that could not be written is none."""
     for attempt in reversed(attempts(run_dir)):
-        found = {int(m[1]): path for path in attempt.iterdir() if (m := re.fullmatch(r"verdict-(\d{1,9})", path.name))}
-        if found:
-            return found[max(found)]
+        named = {int(m[1]): path for path in attempt.iterdir() if (m := re.fullmatch(r"verdict-(\d{1,9})", path.name))}
+        for _, path in sorted(named.items(), reverse=True):
+            if os.path.lexists(path / VERDICT):
+                return path
     return None
 
 

@@ -19,7 +19,7 @@ from paceline.launch.guard.pace import Windows
 from paceline.launch.job import Job
 from paceline.launch.local import local
 from paceline.launch.supervise import run, say
-from paceline.launch.worker.bootstrap import worker_command
+from paceline.launch.worker.bootstrap import MODULE, worker_command
 from paceline.launch.worker.foreign import launched
 from paceline.observe.folder import create_attempt_dir, lock_run_dir, new_run_dir, open_run_dir
 
@@ -75,6 +75,8 @@ def main(arguments: Sequence[str]) -> int:
     check(options.script)
     check_no_rank(os.environ)
     job = job_of(options, words)
+    if MODULE not in job.argv and not Windows.parse(options.script.stall_after).off:
+        say(f"{words[0]} runs as it is: the hang guard does not see into it. To be watched, name the .py file itself")
     cluster = options.cluster
     if cluster.dry_run:
         run_dir = options.script.run_dir or new_run_dir(job.name)

@@ -78,7 +78,12 @@ def verdict(found: Audit) -> str:
     starts = found.incarnations
     ranks = ", ".join(str(start.world_size) for start in starts)
     over = f", over {_count(len(starts), 'incarnation')} ({ranks} {'rank' if ranks == '1' else 'ranks'})"
-    return "clean: " + ", and ".join(told) + over + _thrown_away(found)
+    return "clean: " + ", and ".join(told) + over + _left_out(found) + _thrown_away(found)
+
+
+def _left_out(found: Audit) -> str:
+    count = len(found.left_out)
+    return f"; {_count(count, 'step')} of these {'was' if count == 1 else 'were'} left out" if count else ""
 
 
 def _thrown_away(found: Audit) -> str:

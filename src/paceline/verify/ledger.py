@@ -19,7 +19,7 @@ from paceline.data.plan import BatchPlan, Tail
 from paceline.errors import UsageError
 from paceline.observe.events import Step
 from paceline.verify.sentences import left_out_note, sentences, steps_words
-from paceline.verify.starts import Log, Start, counting, read_starts
+from paceline.verify.starts import Log, Start, counting, left_out, read_starts
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,8 @@ class Audit:
     tail: Tail
     incarnations: list[Incarnation]
     epochs: list[Epoch] = field(default_factory=list[Epoch])
+    left_out: list[int] = field(default_factory=list[int])
+    """steps that count, and whose samples have changed nothing"""
     notes: list[str] = field(default_factory=list[str])
     findings: list[str] = field(default_factory=list[str])
 
@@ -98,7 +100,8 @@ def audit(run_dir: Path, make_plan: Callable[[int], BatchPlan]) -> Audit:
     result.findings.extend(sentences(faults))
     if not result.epochs:
         result.findings.append("no step counts: there is nothing to prove")
-    result.notes.extend(left_out_note(starts, ranges))
+    result.left_out.extend(left_out(starts, ranges))
+    result.notes.extend(left_out_note(result.left_out))
     result.notes.extend(_notes(starts[-1], ranges[-1], plan, result.epochs))
     return result
 

@@ -4,22 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from paceline.verify.starts import Start
-
 MAX_NAMED = 10  # steps in a note
 
 
-def left_out_note(starts: Sequence[Start], ranges: Sequence[range]) -> Iterator[str]:
-    """Which of the steps that count have changed nothing; nothing if there are none."""
-    steps = {
-        step
-        for start, counts in zip(starts, ranges, strict=True)
-        for log in start.logs
-        for step, lines in log.steps.items()
-        if step in counts and lines[0].skipped
-    }
+def left_out_note(steps: Sequence[int]) -> Iterator[str]:
+    """Which steps have changed nothing, though they count; nothing if there are none."""
     if steps:
-        shown = ", ".join(map(str, sorted(steps)[:MAX_NAMED])) + (", ..." if len(steps) > MAX_NAMED else "")
+        shown = ", ".join(map(str, steps[:MAX_NAMED])) + (", ..." if len(steps) > MAX_NAMED else "")
         words = "step was" if len(steps) == 1 else "steps were"
         yield (
             f"{len(steps)} {words} left out ({shown}): something in it was not finite, so its samples have not changed "

@@ -106,3 +106,16 @@ def counting(starts: Sequence[Start]) -> list[range]:
         ranges.append(range(begin + 1, max(begin, end) + 1))
         end = min(begin, end)
     return ranges[::-1]
+
+
+def left_out(starts: Sequence[Start], ranges: Sequence[range]) -> list[int]:
+    """The steps that count, and have changed nothing."""
+    return sorted(
+        {
+            step
+            for start, counts in zip(starts, ranges, strict=True)
+            for log in start.logs
+            for step, lines in log.steps.items()
+            if step in counts and lines[0].skipped
+        }
+    )

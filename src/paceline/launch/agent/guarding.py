@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import stat
 import time
@@ -32,7 +33,7 @@ from paceline.launch.guard.pace import Alarm, Pace, RankPace, Windows
 from paceline.launch.guard.pulse import Pulse, sample_seconds
 from paceline.launch.guard.slow import Slowness
 from paceline.launch.guard.standing import paces, stands_still, to_free, waits
-from paceline.launch.guard.wording import called_from, told
+from paceline.launch.guard.wording import called_from, named, told, verb
 from paceline.launch.job import NodePlan
 from paceline.launch.supervise import say
 
@@ -51,6 +52,10 @@ BETTER_THAN_VICTIMS = (
     VerdictKind.UNINTERRUPTIBLE,
     VerdictKind.LOADER,
 )
+
+
+class UnseenError(Exception):
+    """A rank into which the guard does not see: nobody can be judged."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +138,9 @@ class Guarding:
 
     def _give_up(self, error: Exception) -> None:
         self._off = True
-        say(f"warning: the hang guard has failed, and is off: {type(error).__name__}: {error}")
+        unseen = isinstance(error, UnseenError)
+        why = f"is off: {error}" if unseen else f"has failed, and is off: {type(error).__name__}: {error}"
+        say(f"warning: the hang guard {why}")
 
     def _look(self) -> Stall | None:
         pulses = [*self._node.pulses(), *(pulse for member in self._crew.here for pulse in member.pulses)]
@@ -148,6 +155,8 @@ class Guarding:
             return None
         warned_only = alarm.kind == "warn"
         evidence = self._asking.ask(self._observe, WARNING_SECONDS if warned_only else ANSWER_SECONDS)
+        if blind := [one.rank for one in evidence if not one.watched]:
+            raise UnseenError(f"{named(blind)} {verb(blind, 'has', 'have')} become another program (exec)")
         if self._interrupted() or not stands_still(evidence, alarm, self._windows):
             return None
         if not warned_only:
@@ -185,11 +194,12 @@ class Guarding:
 
     def _written(self, verdict: Verdict, evidence: Sequence[Evidence], waited_seconds: float) -> Stall:
         folder = next(_free_folders(Path(self._plan.attempt_dir)))
-        shown = ""
-        with suppress(OSError):  # a full disk does not keep anybody from being named
+        shown = run = ""
+        try:
             story.write_verdict(folder, verdict, evidence, waited_seconds=waited_seconds)
-            shown = _short(folder)
-        run = _short(Path(self._plan.run_dir)) if self._plan.run_dir else ""
+            shown, run = _short(folder), _short(Path(self._plan.run_dir)) if self._plan.run_dir else ""
+        except OSError:  # a full disk does not keep anybody from being named
+            shutil.rmtree(folder, ignore_errors=True)
         page = story.page(verdict, evidence, waited_seconds=waited_seconds, folder=shown, run=run)
         return Stall(verdict, page, to_free(verdict, evidence))
 
@@ -237,4 +247,7 @@ def _free_folders(attempt_dir: Path) -> Iterator[Path]:
 
 def _short(path: Path) -> str:
     """As people here would type it."""
-    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
+    try:
+        return str(path.relative_to(Path.cwd()))
+    except (OSError, ValueError):  # the folder that it was started in is gone; or the path is elsewhere
+        return str(path)

@@ -52,6 +52,12 @@ class Failed:
         return cls(Kind.STALLED, rank, exit_code, "", step, nproc, verdict=verdict)
 
     @property
+    def progress(self) -> tuple[int, int]:
+        """How far it had come; a script, which counts no steps, by the number of the collective that it stood in."""
+        op = None if self.verdict is None else self.verdict.op
+        return self.step, 0 if self.step or op is None else op.seq
+
+    @property
     def what(self) -> tuple[Kind, int, int]:
         """What makes two failures the same one."""
         return self.kind, self.rank, self.exit_code
@@ -96,10 +102,9 @@ def decide(history: Sequence[Failed], *, nproc: int, min_nproc: int, max_restart
         return Stop(f"not restarted: {reason}")
     fewer = _is_repeated(history)
     if fewer and last.nproc - 1 < max(1, min_nproc or nproc):
-        return Stop(
-            f"not restarted: the same failure at the same step twice: rank {last.rank}, exit code {last.exit_code}, "
-            f"after step {last.step}"
-        )
+        who = f"rank {last.rank}, " if last.rank >= 0 else ""
+        after = f", after step {last.step}" if last.step else ""
+        return Stop(f"not restarted: the same failure at the same step twice: {who}exit code {last.exit_code}{after}")
     if len(history) > max_restarts:
         return Stop(f"not restarted: {max_restarts} of {max_restarts} restarts are used up")
     return Restart(last.nproc - 1 if fewer else last.nproc)
@@ -121,7 +126,7 @@ def _is_repeated(history: Sequence[Failed]) -> bool:
         return False
     before, last = history[-2:]
     # a restart goes back to a checkpoint: failing before the old step is reached again is no progress either
-    return before.nproc == last.nproc and last.is_like(before) and last.step <= before.step
+    return before.nproc == last.nproc and last.is_like(before) and last.progress <= before.progress
 
 
 def _not_worth_it(last: Failed) -> str:

@@ -23,7 +23,7 @@ import os
 import signal
 import struct
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -250,6 +250,17 @@ def read_answer(descriptor: int) -> bytes:
     return os.pread(descriptor, min(_word_of(descriptor, "answer_bytes"), ANSWER_MAX), ANSWER_AT)
 
 
+def has_box(pid: int) -> bool:
+    """Whether the process still has its box; not so when it has become another program (`os.execv`)."""
+    try:
+        if f"/memfd:{NAME}" in Path(f"/proc/{pid}/maps").read_text():
+            return True
+        links = (os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir())  # noqa: PTH115 - no file behind it
+        return any(link.startswith(f"/memfd:{NAME}") for link in links)
+    except OSError:
+        return True  # it is just ending, or closes files: nobody can say
+
+
 def takes_signal(pid: int) -> bool:
     """Whether the process catches SIGNAL at this moment: to one that has become another program it would be the end."""
     try:
@@ -274,7 +285,7 @@ def read_native(descriptor: int) -> str:
 
 def read_ring(descriptor: int) -> list[Op]:
     """The worker's last collectives, the oldest first, as far as they are whole."""
-    return [op for _, op in records(os.pread(descriptor, RECORDS * RECORD.size, RING_AT))]
+    return [op for _, op in of_this_life(records(os.pread(descriptor, RECORDS * RECORD.size, RING_AT)))]
 
 
 def records(data: bytes) -> list[tuple[int, Op]]:
@@ -290,6 +301,19 @@ def records(data: bytes) -> list[tuple[int, Op]]:
         op = Op(group, seq, kind, name, shape, dtype, site, None if peer < 0 else peer, done)
         found.append((first, began_ns, op))
     return [(began_ns, op) for _, began_ns, op in sorted(found, key=lambda record: record[0])]
+
+
+def of_this_life(operations: Iterable[tuple[int, Op]]) -> list[tuple[int, Op]]:
+    """Without what an earlier group of the same name has called: numbers that begin anew make the old ones void."""
+    kept: list[tuple[int, Op]] = []
+    last: dict[str, int] = {}
+    for at, op in operations:
+        if not op.is_message and op.seq < last.get(op.group, 0):
+            kept = [one for one in kept if one[1].group != op.group]
+        if not op.is_message:
+            last[op.group] = op.seq
+        kept.append((at, op))
+    return kept
 
 
 def read_loaders(descriptor: int) -> list[LoaderWorker]:

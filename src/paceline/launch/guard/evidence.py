@@ -103,6 +103,7 @@ class Evidence(msgspec.Struct, frozen=True, omit_defaults=True):
     cpu_seconds: float = 0.0  # that it has used within the last second or so of standing still
     step: int = 0  # steps done
     phase: Phase = Phase.USER
+    watched: bool = True  # False: it has become another program, into which nobody sees
     answered: bool = False  # the interpreter took the question for its stacks; False: GIL held, stopped, or gone
     still_seconds: float = 0.0  # since anything of it has moved
     ops: tuple[Op, ...] = ()  # the last ones, the oldest first

@@ -74,7 +74,8 @@ class Windows:
         match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?s?", word)
         if match is None or not 0 < float(match[1]) <= MAX_SECONDS:
             raise UsageError(
-                f"--stall-after must be auto, off, or a number of seconds above 0 (30, 7.5, 30s), got {text!r}"
+                "--stall-after must be auto, off, or a number of seconds above 0 and up to a week (30, 7.5, 30s), "
+                f"got {text!r}"
             )
         return cls(float(match[1]))
 
@@ -166,7 +167,8 @@ class Pace:
             self._warned = True  # too late for it
             self._next_stall_seconds = still_seconds + window_seconds
             return Alarm("stall", still_seconds, window_seconds)
-        if still_seconds >= window_seconds / 2 and not self._warned:
+        # what has gone well before is not worth a line each time
+        if still_seconds >= max(window_seconds / 2, self._largest_gap_seconds[self._stage]) and not self._warned:
             self._warned = True
             return Alarm("warn", still_seconds, window_seconds)
         return None

@@ -6,12 +6,13 @@ import dataclasses
 from collections.abc import Sequence
 
 from paceline.launch.guard.evidence import Evidence, Phase, Verdict, VerdictKind
-from paceline.launch.guard.pace import Alarm, RankPace, Stage, Windows
+from paceline.launch.guard.pace import LEARNED, Alarm, RankPace, Stage, Windows
 from paceline.launch.guard.pulse import Pulse
 
 CLOCKS_SECONDS = 1.5  # what two looks at a rank may differ by where it has not moved
+BUSY_CPU_SECONDS = 0.5  # in a second
 IDLE_CPU_SECONDS = 0.05  # in a second; a rank that imports or compiles uses more
-WAITING_PLACES = ("torch/distributed/", "paceline/meeting.py")
+WAITING_PLACES = ("torch/distributed/", "paceline/collectives/", "paceline/meeting.py")
 GUILTY_WAIT_TOO = (VerdictKind.MISMATCH, VerdictKind.DEADLOCK, VerdictKind.NETWORK, VerdictKind.UNKNOWN)
 
 
@@ -36,6 +37,10 @@ def stands_still(evidence: Sequence[Evidence], alarm: Alarm, windows: Windows) -
     if not running or min(one.still_seconds for one in running) < alarm.still_seconds - CLOCKS_SECONDS:
         return False
     if not any(waits(one) for one in running):
+        return False
+    # what a script does for long it may have meant: rank 0 evaluates, and the others wait in a barrier
+    busy = any(one.phase is Phase.USER and not waits(one) and one.cpu_seconds > BUSY_CPU_SECONDS for one in running)
+    if windows.seconds is None and busy and alarm.still_seconds < LEARNED[Stage.USER][1]:
         return False
     # before its first collective a rank may still import torch, from a slow disk, on a busy machine
     late = [one for one in running if not one.ops and not waits(one)]

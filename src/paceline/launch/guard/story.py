@@ -8,6 +8,7 @@ runs/mnist-cnn-20260131-093000/attempt-1/verdict-1/
 from __future__ import annotations
 
 import os
+import stat
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -166,8 +167,10 @@ def read_verdict(folder: Path) -> Told:
     """
     path = folder / VERDICT
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)  # a pipe would wait for its writer
         with os.fdopen(descriptor, "rb") as file:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise UsageError(f"{path} is no file")
             content = file.read(MAX_BYTES + 1)
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}") from error
@@ -176,7 +179,7 @@ def read_verdict(folder: Path) -> Told:
         if head.format == "paceline-verdict" and head.version != VERSION:
             raise UsageError(f"{path} is of version {head.version}; this paceline reads version {VERSION}")
         return msgspec.json.decode(content, type=Told)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise UsageError(f"{path} is no verdict of paceline's, or damaged: {error}") from error
 
 

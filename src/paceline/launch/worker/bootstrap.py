@@ -12,6 +12,7 @@ import builtins
 import difflib
 import io
 import os
+import re
 import runpy
 import shutil
 import signal
@@ -43,6 +44,8 @@ def worker_command(script_and_args: Sequence[str], python: str = sys.executable)
     if not script_and_args:
         raise UsageError("nothing to run. After -- give a script with its arguments: SCRIPT.py ARGS, or -m MODULE ARGS")
     script, arguments = script_and_args[0], tuple(script_and_args[1:])
+    if arguments and _is_this_python(script, python) and (arguments[0].endswith(".py") or arguments[0] == "-m"):
+        script, arguments = arguments[0], arguments[1:]  # out of habit: `-- python train.py`
     through = (python, "-P", "-m", MODULE)  # -P: what lies in the working folder is not ours to import
     if script == "-m":
         if not arguments or arguments[0].startswith("-"):
@@ -59,6 +62,18 @@ def worker_command(script_and_args: Sequence[str], python: str = sys.executable)
         hint = _near(Path(script))
         raise UsageError(f"there is no program {script!r} in PATH. To run a script of this folder name it .py.{hint}")
     return (script, *arguments)
+
+
+def _is_this_python(script: str, python: str) -> bool:
+    """Whether `script` is the very interpreter that workers have anyway, in the same environment."""
+    if re.fullmatch(r"python[0-9.]*", Path(script).name) is None:
+        return False
+    found = shutil.which(script)
+    return found is not None and Path(found).parent == Path(python).parent and _target(found) == _target(python)
+
+
+def _target(path: str) -> Path:
+    return Path(path).resolve()
 
 
 def _check_file(script: str) -> None:

@@ -10,13 +10,14 @@ import pickle
 import sys
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from types import ModuleType
 from typing import Any
 
 from msgspec.structs import replace
 
+from paceline.launch.guard.box import of_this_life
 from paceline.launch.guard.evidence import Frame, Op, Stack
 from paceline.launch.worker.calls import KINDS, SAME, Group
 from paceline.launch.worker.ledger import MODULE
@@ -33,27 +34,36 @@ def distributed() -> ModuleType | None:
     return None if module is None or getattr(module.__spec__, "_initializing", False) else module
 
 
-def merged(ring: Sequence[Dated], groups: Mapping[str, Group], *, sites: bool = True) -> list[Op]:
+def merged(ring: Sequence[Dated], groups: Mapping[str, Group], stack: Stack | None = None) -> list[Op]:
     """The last 64 operations of this process, the oldest first.
 
     Args:
         ring: what the ledger has written, the oldest first.
         groups: by torch's name of the group, as far as the ledger has met it.
-        sites: whether torch's own calls come with their lines; see `warm_up`.
+        stack: the main thread's: where it stands in torch, that is the line of what torch itself has called and is on
+            its way. The flight recorder knows the lines, too, but its first answer with them takes seconds of a core,
+            in which this process answers nothing and looks as if it held the interpreter's lock.
     """
+    line = _line_in_torch(stack)
     everything: list[Dated] = []
     called: dict[tuple[str, int], Dated] = {}
-    for at, op in _of_this_life(ring):
+    for at, op in of_this_life(ring):
         if not op.is_message:
             called[op.group, op.seq] = (at, op)
         else:
             everything.append((at, op))
-    for at, op in _of_this_life(_recorded(groups, sites=sites)):
+    for at, op in of_this_life(_recorded(groups)):
         ours = called.get((op.group, op.seq))
         # torch knows best what is over, also of what nobody has waited for
-        called[op.group, op.seq] = (at, op) if ours is None else (ours[0], replace(ours[1], done=op.done))
+        known = replace(op, site="" if op.done else line) if ours is None else replace(ours[1], done=op.done)
+        called[op.group, op.seq] = (at if ours is None else ours[0], known)
     everything += called.values()
     return [op for _, op in sorted(everything, key=lambda dated: dated[0])][-MAX_OPS:]
+
+
+def _line_in_torch(stack: Stack | None) -> str:
+    inside = stack is not None and bool(stack.frames) and "torch/" in stack.frames[0].file
+    return site_of(stack.frames) if stack is not None and inside else ""
 
 
 def members() -> dict[str, tuple[int, ...]]:
@@ -79,13 +89,8 @@ def numbers() -> dict[str, int]:
 
 def in_flight() -> bool:
     """Whether torch itself has something on its way, by the flight recorder."""
-    status = _dump(collectives=False, stacks=False).get("pg_status", {})
+    status = _dump(collectives=False).get("pg_status", {})
     return any(s["last_enqueued_collective"] > s["last_completed_collective"] for s in status.values())
-
-
-def warm_up() -> None:
-    """Dump once with stacks: the first time takes a second or two, mostly without the interpreter lock."""
-    _dump(collectives=True, stacks=True)
 
 
 def stacks(main: int) -> tuple[Stack, ...]:
@@ -104,21 +109,21 @@ def stacks(main: int) -> tuple[Stack, ...]:
     return tuple(found)
 
 
-def _dump(*, collectives: bool, stacks: bool) -> dict[str, Any]:
+def _dump(*, collectives: bool) -> dict[str, Any]:
     module = distributed()
     binding = sys.modules.get("torch._C._distributed_c10d")
     dump = getattr(binding, "_dump_fr_trace", None) or getattr(binding, "_dump_nccl_trace", None)
     if module is None or dump is None:
         return {}
     # Pickle, but of this process's own making: it comes out of its memory, from nobody else.
-    return pickle.loads(dump(collectives, stacks, False))
+    return pickle.loads(dump(collectives, False, False))  # without stacks: see `merged`
 
 
-def _recorded(groups: Mapping[str, Group], *, sites: bool) -> list[Dated]:
+def _recorded(groups: Mapping[str, Group]) -> list[Dated]:
     to_monotonic = time.monotonic_ns() - time.time_ns()
     newest = numbers()
     found: list[Dated] = []
-    for entry in _dump(collectives=True, stacks=sites).get("entries", ()):
+    for entry in _dump(collectives=True).get("entries", ()):
         group, gloo = entry["process_group"][0], entry["profiling_name"].startswith("gloo:")
         # gloo counts messages among its operations, but does not record them; NCCL counts them apart
         number = entry["op_id"] if gloo else entry["collective_seq_id"]
@@ -135,25 +140,11 @@ def _op(entry: Mapping[str, Any], group: str, number: int) -> Op:
     known = KINDS.get(SAME.get(kind, kind))
     shapes = entry[f"{side}_sizes"] if known is None or known.shape else ()
     types: list[str] = entry[f"{side}_dtypes"]
-    frames = [Frame(frame["filename"], frame["line"], frame["name"]) for frame in entry.get("frames", ())]
     return Op(
         group, number, kind,
         shape=" ".join(str(shape) for shape in shapes), dtype=_TYPES.get(types[0], types[0].lower()) if types else "",
-        site=site_of(frames), done=entry["retired"],
+        done=entry["retired"],
     )  # fmt: skip
-
-
-def _of_this_life(operations: Iterable[Dated]) -> list[Dated]:
-    """Without what an earlier group of the same name has called: numbers that begin anew make the old ones void."""
-    kept: list[Dated] = []
-    last: dict[str, int] = {}
-    for at, op in operations:
-        if not op.is_message and op.seq < last.get(op.group, 0):
-            kept = [one for one in kept if one[1].group != op.group]
-        if not op.is_message:
-            last[op.group] = op.seq
-        kept.append((at, op))
-    return kept
 
 
 _TYPES = {

@@ -21,7 +21,6 @@ from paceline.launch.worker.native import NativeStacks
 from paceline.launch.worker.release import Connections, abort_nccl
 
 WAKE_SECONDS = 0.25
-WAITING_TICKS, STILL_TICKS = 4, 12  # after so many without progress somebody may ask soon: see `_warm_up`
 
 
 class Watcher:
@@ -40,7 +39,7 @@ class Watcher:
         self._main = threading.main_thread().ident or 0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="paceline-guard", daemon=True)
-        self._last, self._still, self._warm, self._answered = (0, 0), 0, False, 0
+        self._last, self._still, self._answered = (0, 0), 0, 0
 
     def start(self) -> None:
         """Begin."""
@@ -70,16 +69,7 @@ class Watcher:
         self._still = self._still + 1 if now == self._last else 0
         self._last = now
         box.put("enqueued", now[0])
-        waiting = self._ledger.waiting or (self._still > 0 and recorder.in_flight())
-        box.put("waiting", waiting)
-        if self._still >= (WAITING_TICKS if waiting else STILL_TICKS):
-            self._warm_up()
-
-    def _warm_up(self) -> None:
-        """Take torch's first dump with stacks in advance: it takes a second or two of a core, in a run that has it."""
-        if not self._warm and recorder.distributed() is not None:
-            self._warm = True
-            recorder.warm_up()
+        box.put("waiting", self._ledger.waiting or (self._still > 0 and recorder.in_flight()))
 
     def _reply(self) -> None:
         asked = self._box.get("asked")
@@ -87,14 +77,14 @@ class Watcher:
             return
         self._answered = asked
         groups = {group.name: group for group in [*self._ledger.groups.values()] if group.still_there() is not None}
+        stacks = recorder.stacks(self._main)
         answer = Answer(
-            ops=tuple(recorder.merged(self._box.ring(), groups, sites=self._warm)),
-            groups=recorder.members(),
-            stacks=recorder.stacks(self._main),
+            ops=tuple(recorder.merged(self._box.ring(), groups, stacks[0] if stacks else None)),
+            groups={group.name: group.members for group in groups.values()} | recorder.members(),
+            stacks=stacks,
             enqueued=self._last[0],
         )
         self._box.answer(asked, msgspec.json.encode(answer))
-        self._warm_up()  # the next answer, then, has the lines of torch's own calls, too
 
     def _release(self) -> None:
         if not self._box.get("released"):
