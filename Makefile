@@ -5,7 +5,7 @@ PYTHON := python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
-PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help run test check format soak-kills soak-mutations soak-verify soak-bits soak-fuzz soak-launch soak-faults soak-quiet \

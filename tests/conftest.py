@@ -64,12 +64,13 @@ def _in_shm() -> frozenset[str]:
 
 
 @pytest.fixture(autouse=True)
-def no_leaks() -> Iterator[None]:
+def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fail the test that leaks something. Set up before all other fixtures of the test, so torn down after them."""
+    alone = not _one_of_several(request.config)
     environment = dict(os.environ)
     before = Snapshot.take()
     yield
-    found = [*_changed_environment(environment), *_settled(lambda: _leaks(before))]
+    found = [*_changed_environment(environment), *_settled(lambda: _leaks(before, shm=alone))]
     if found:
         _kill(_leaked_processes(before))
         pytest.fail("this test leaks:\n  " + "\n  ".join(found), pytrace=False)
@@ -86,18 +87,18 @@ def _settled(look: Callable[[], list[str]]) -> list[str]:
     return []
 
 
-def _leaks(before: Snapshot) -> list[str]:
+def _leaks(before: Snapshot, *, shm: bool) -> list[str]:
     found = [f"process {pid}: {_command(pid)}" for pid in _leaked_processes(before)]
     for thread in set(threading.enumerate()) - before.threads:
         if thread.is_alive() and not thread.daemon:
             found.append(f"thread {thread.name!r}, not a daemon: Python waits for it at exit")
     found += [f"listening port {port}" for port in _listening_ports(before)]
-    return found if _one_of_several() else [*found, *_new_in_shm(before.shm)]
+    return [*found, *_new_in_shm(before.shm)] if shm else found
 
 
-def _one_of_several() -> bool:
+def _one_of_several(config: pytest.Config) -> bool:
     """Whether other tests run at the same time (xdist), whose files in /dev/shm nobody can tell from ours."""
-    return "PYTEST_XDIST_WORKER" in os.environ
+    return hasattr(config, "workerinput")
 
 
 def _new_in_shm(before: frozenset[str]) -> list[str]:
@@ -205,7 +206,7 @@ def _held_by_a_stranger(name: str) -> bool:
 
 def pytest_configure(config: pytest.Config) -> None:
     os.environ[RUN_MARKER] = str(os.getpid())
-    if hasattr(config, "workerinput"):  # one of several at once (xdist): its orphans are known by its group
+    if _one_of_several(config):  # its orphans are known by its group
         os.setpgrp()
     config.stash[_stderr] = os.dup(2)  # before pytest captures it
 
@@ -217,7 +218,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Where several tests run at once, files left in /dev/shm fail them all; one by one, the guilty test is named."""
-    if _one_of_several() or session.config.getoption("numprocesses", None) is None:
+    if _one_of_several(session.config) or session.config.getoption("numprocesses", None) is None:
         return
     if found := _settled(lambda: _new_in_shm(session.config.stash[_shm])):
         print("\nthe tests leak (run them without --numprocesses to see which):\n  " + "\n  ".join(found))

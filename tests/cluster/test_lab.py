@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from tests.cluster.lab import Lab
 from tests.cluster.ssh import SshHosts
+from tests.launch.launch_harness import wait_until
 
 
 def pings(lab: Lab, host: str, address: str) -> bool:
@@ -153,7 +154,7 @@ def test_a_host_dies_and_boots_again_with_its_daemons(lab: Lab, ssh_hosts: SshHo
     with pytest.raises(RuntimeError, match="n2 is not running"):
         lab.run("n2", "true")
     lab.boot("n2")
-    assert lab.run("n1", *ssh_hosts.command.split(), "n2", "hostname").stdout == "n2\n"
+    wait_until(lambda: lab.run("n1", *ssh_hosts.command.split(), "n2", "hostname").stdout == "n2\n", "sshd listens")
 
 
 # ---- files ----

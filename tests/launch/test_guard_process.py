@@ -17,9 +17,9 @@ import pytest
 from paceline.errors import ExitCode, StallError
 from paceline.launch.guard import box as boxes
 from paceline.launch.guard.box import Box, make_box
-from paceline.launch.guard.evidence import Frame, Phase
+from paceline.launch.guard.evidence import Phase
 from paceline.launch.worker.guard import Guard
-from paceline.launch.worker.sites import short, site_of
+from paceline.launch.worker.sites import Owner, owner, short
 
 LOST_PEER = RuntimeError("[pair.cc:553] Connection closed by peer [127.0.0.1]:4711")
 
@@ -112,16 +112,12 @@ def test_a_module_that_cannot_be_imported_fails_as_ever() -> None:
     assert "ModuleNotFoundError: No module named 'no_such'" in run.stderr and run.stdout == ""
 
 
-def test_the_site_is_the_first_line_outside_torch_and_us() -> None:
+def test_files_have_owners_and_the_same_names_everywhere() -> None:
     ours = str(Path(boxes.__file__).parents[2] / "train" / "step.py")
     torch = "/x/lib/python3.11/site-packages/torch/distributed/c10d_logger.py"
-    deep = [Frame(torch, 83, "wrapper"), Frame(ours, 7, "train_step"), Frame(threading.__file__, 1, "run")]
-    assert site_of(deep) == "step.py:7 in train_step"
-    helper = ours.replace("train/step", "collectives")
-    assert site_of([Frame(helper, 70, "gather_words"), *deep]) == "step.py:7 in train_step"
-    assert site_of([*deep, Frame("/home/u/my/train.py", 97, "main")]) == "train.py:97 in main"
-    layer = "/x/lib/python3.11/site-packages/torch/nn/modules/module.py"
-    assert site_of([Frame(torch, 83, "wrapper"), Frame(layer, 9, "forward")]) == site_of([]) == ""
+    helper = ours.replace("train/step", "collectives/words")
+    assert (owner(torch), owner(threading.__file__), owner(helper)) == (Owner.NOBODY,) * 3
+    assert (owner(ours), owner("/home/u/my/train.py")) == (Owner.OURS, Owner.USER)
     assert short(ours) == "paceline/train/step.py" and short(torch) == "torch/distributed/c10d_logger.py"
     assert short(threading.__file__) == f"python3.{sys.version_info.minor}/threading.py"
     assert short("/home/u/my/train.py") == "train.py"

@@ -75,7 +75,7 @@ def test_both_ranks_number_alike_what_wrappers_and_torch_itself_have_called(tmp_
 
 WAITS_IN_BACKWARD = f"""{TORCH}
 model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(7, 3))
-model(torch.ones(4, 7)).sum().backward()
+for _ in range(2): model(torch.ones(4, 7)).sum().backward()  # after the first one it settles its buckets
 ready()
 if rank == 1: time.sleep(1000)
 model(torch.ones(4, 7)).sum().backward()  # in DDP's backward

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import signal
 import sys
@@ -179,6 +180,31 @@ def test_killed_while_starting(launch) -> None:
     one.finish()
 
 
+DAEMON = """
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if rank == 1:
+            os.execv(sys.executable, [sys.executable, "-c", "import time; time.sleep(600)"])
+        time.sleep(600)
+    os._exit(0)
+ready()
+END
+"""
+
+
+@pytest.mark.parametrize("end", ["pass", "raise ValueError", "forever()"])
+def test_a_daemon_in_a_session_of_its_own_ends_with_the_run(launch, end: str) -> None:
+    """`forever()`: the agent is killed, and whoever is left sweeps."""
+    one = launch(DAEMON.replace("END", end), nproc=2)
+    one.wait_ready(2)
+    if end == "forever()":
+        os.kill(one.agent_pid, signal.SIGKILL)
+    one.finish()
+    assert not survivors(one.mark)
+
+
 KEEPS_A_SOCKET = """
 from multiprocessing.util import get_temp_dir
 (Path(get_temp_dir()) / f'socket-{rank}').touch()
@@ -194,8 +220,8 @@ def test_what_killed_workers_keep_in_temporary_files_goes_with_the_agent(launch,
     one = launch(KEEPS_A_SOCKET, nproc=2, env={"TMPDIR": str(elsewhere)})
     one.wait_ready(2)
     assert len(list(elsewhere.rglob("socket-*"))) == 2
-    workers = [pid for pid, words in carriers(one.mark).items() if "worker.py" in words]
-    os.kill(workers[0] if killed == "worker" else one.agent_pid, signal.SIGKILL)
+    roster = json.loads((one.folder / "agent-0.json").read_text())
+    os.kill(roster["workers"][0]["pid"] if killed == "worker" else roster["agent_pid"], signal.SIGKILL)
     assert one.finish() != 0
     assert not survivors(one.mark)
     wait_until(lambda: not list(elsewhere.iterdir()), "all is removed")

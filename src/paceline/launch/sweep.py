@@ -14,6 +14,7 @@ import msgspec
 from paceline.launch.procfs import PROC, Process, processes
 
 SWEEP_SECONDS = 2.0
+MARK = "PACELINE_AGENT_MARK"
 
 
 class Member(msgspec.Struct, frozen=True):
@@ -38,10 +39,16 @@ def roster_path(attempt_dir: Path, node: int = 0) -> Path:
     return attempt_dir / f"agent-{node}.json"
 
 
-def sweep(workers: Sequence[Member], *, seconds: float = SWEEP_SECONDS) -> list[int]:
+def mark_of(pid: int, started: int) -> str:
+    """What stands in the environment of all that an agent has started, as MARK: however far down, in any session."""
+    return f"{pid}-{started}"
+
+
+def sweep(workers: Sequence[Member], mark: str = "", *, seconds: float = SWEEP_SECONDS) -> list[int]:
     """SIGKILL to every process in these workers' sessions, until none is left or `seconds` are over.
 
-    By session, since neither death signals nor groups reach what a user's code had started.
+    By session, since neither death signals nor groups reach what a user's code had started; and by the agent's `mark`,
+    which also those carry who have gone into sessions of their own.
 
     Returns:
         The pids of those that are left, which only the kernel can keep alive. Without /proc nobody can say.
@@ -52,7 +59,7 @@ def sweep(workers: Sequence[Member], *, seconds: float = SWEEP_SECONDS) -> list[
                 os.killpg(worker.pid, signal.SIGKILL)
         return []
     deadline = time.monotonic() + seconds
-    while (living := _living_members(workers)) and time.monotonic() < deadline:
+    while (living := _living_members(workers, mark)) and time.monotonic() < deadline:
         for process in living:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(process.pid, signal.SIGKILL)
@@ -60,13 +67,23 @@ def sweep(workers: Sequence[Member], *, seconds: float = SWEEP_SECONDS) -> list[
     return [process.pid for process in living]
 
 
-def _living_members(workers: Sequence[Member]) -> list[Process]:
+def _living_members(workers: Sequence[Member], mark: str) -> list[Process]:
     started = {worker.pid: worker.started for worker in workers}
-    members = [process for process in processes() if process.session in started]
+    everybody = [*processes()]
+    members = [process for process in everybody if process.session in started]
     # the kernel gives a session's number out again only when its last process is gone: a leader that started at
     # another time is a stranger's, and so is its session
     strangers = {p.pid for p in members if p.pid == p.session and p.start != started[p.pid]}
-    return [p for p in members if p.runs and p.session not in strangers and p.start >= started[p.session]]
+    living = [p for p in members if p.runs and p.session not in strangers and p.start >= started[p.session]]
+    others = (p for p in everybody if p.runs and p.session not in started)
+    return [*living, *(p for p in others if mark and _carries(p.pid, mark))]
+
+
+def _carries(pid: int, mark: str) -> bool:
+    try:
+        return f"{MARK}={mark}".encode() in (PROC / str(pid) / "environ").read_bytes().split(b"\0")
+    except OSError:  # another user's, or gone
+        return False
 
 
 def sweep_recorded(attempt_dir: Path) -> None:
@@ -77,4 +94,4 @@ def sweep_recorded(attempt_dir: Path) -> None:
         except (OSError, msgspec.MsgspecError):
             continue
         if roster.host == os.uname().nodename:
-            sweep(roster.workers)
+            sweep(roster.workers, mark_of(roster.agent_pid, roster.agent_started))

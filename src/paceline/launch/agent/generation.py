@@ -22,7 +22,7 @@ from paceline.launch.guard.collect import Watched
 from paceline.launch.guard.pulse import Pulse, Stillness
 from paceline.launch.job import NodePlan
 from paceline.launch.procfs import read_process
-from paceline.launch.sweep import Roster, roster_path, sweep
+from paceline.launch.sweep import Roster, mark_of, roster_path, sweep
 
 MAX_RECORD_BYTES = 1 << 20
 LOG_TAIL_BYTES = 8192
@@ -128,7 +128,8 @@ class Generation:
 
     def sweep(self) -> Sequence[int]:
         """Kill all workers and what they have started; whom even that has not ended (yet)."""
-        left = sweep([worker.member for worker in self.workers])
+        agent = read_process(os.getpid())
+        left = sweep([worker.member for worker in self.workers], mark_of(os.getpid(), agent.start) if agent else "")
         for worker in self.workers:
             with suppress(subprocess.TimeoutExpired):  # in an uninterruptible system call: not even SIGKILL ends it yet
                 worker.process.wait(1.0)

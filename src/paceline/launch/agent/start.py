@@ -17,9 +17,10 @@ from paceline.launch.agent.output import relay
 from paceline.launch.guard.box import make_box
 from paceline.launch.job import NodePlan
 from paceline.launch.procfs import port_holder, read_process
-from paceline.launch.sweep import Member
+from paceline.launch.sweep import MARK, Member, mark_of
 
 OURS = "PACELINE_"
+THE_USERS = ("PACELINE_SHARED_MEMORY",)  # named as ours, and yet a wish of whoever starts a run
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,7 @@ def environment(plan: NodePlan, local_rank: int, store: socket.socket | None) ->
     """What a worker sees: torchrun's variables, the whole contract between launching and training, and ours."""
     rank = plan.first_rank + local_rank
     port = store.getsockname()[1] if store is not None else plan.port
-    env = {name: value for name, value in os.environ.items() if not name.startswith(OURS)}
+    env = {name: value for name, value in os.environ.items() if not name.startswith(OURS) or name in THE_USERS}
     env |= {
         "RANK": str(rank),
         "WORLD_SIZE": str(plan.world_size),
@@ -151,6 +152,7 @@ def start_workers(
     Raises:
         OSError: when the command or a log file cannot be opened.
     """
+    agent = read_process(os.getpid())
     for local_rank in range(plan.nproc):
         rank = plan.first_rank + local_rank
         path = Path(plan.attempt_dir) / f"rank-{rank}.log"
@@ -166,6 +168,8 @@ def start_workers(
             "PACELINE_RECORD_FD": str(record),
             "PACELINE_BOX_FD": str(box),
         }
+        if agent is not None:
+            env[MARK] = mark_of(agent.pid, agent.start)
         if inherited.temporary:
             env["PACELINE_TEMPORARY"] = inherited.temporary
         if inherited.snapshots:

@@ -18,7 +18,7 @@ _PYTHON = re.compile(r"(?:^|/)python3(?:\.\d+t?)?/(?!.*(?:site|dist)-packages/)|
 _TORCH = re.compile(r"(?:^|/)torch/")
 _OURS = re.compile(r"(?:^|/(?:src|site-packages)/)paceline/")
 _GUARD = re.compile(r"paceline/launch/")
-_WAITS = re.compile(r"(?:^|/)torch/(?:distributed/(?!optim/)|nn/parallel/distributed\.py)")
+_WAITS = re.compile(r"(?:^|/)(?:torch/(?:distributed/(?!optim/)|nn/parallel/distributed\.py)|paceline/collectives/)")
 _LOADS = re.compile(r"(?:^|/)torch/utils/data/")
 _RUNS_C_CODE = re.compile(r"(?:^|/)torch/(?:autograd/|_tensor\.py)")  # backward: DDP waits in there, too
 MAX_NATIVE_LINES = 5000
@@ -42,7 +42,11 @@ def native_frames(text: str) -> list[Frame]:
 
 def place(evidence: Evidence) -> Frame | None:
     """The frame to show: the innermost of the user's own code, else of ours, else of any."""
-    stack = frames(evidence)
+    return shown_of(frames(evidence))
+
+
+def shown_of(stack: Sequence[Frame]) -> Frame | None:
+    """The same for a stack."""
     own = (frame for frame in stack if not _is_library(frame) and not _OURS.search(frame.file))
     ours = (frame for frame in stack if _OURS.search(frame.file) and not _GUARD.search(frame.file))
     return next(own, None) or next(ours, None) or (stack[0] if stack else None)

@@ -19,9 +19,10 @@ from msgspec.structs import replace
 
 from paceline.launch.guard.box import of_this_life
 from paceline.launch.guard.evidence import Frame, Op, Stack
+from paceline.launch.guard.places import shown_of
 from paceline.launch.worker.calls import KINDS, SAME, Group
 from paceline.launch.worker.ledger import MODULE
-from paceline.launch.worker.sites import frame_of, site_of
+from paceline.launch.worker.sites import frame_of, words
 
 MAX_OPS, MAX_FRAMES, MAX_THREADS = 64, 48, 24
 Dated = tuple[int, Op]
@@ -62,8 +63,10 @@ def merged(ring: Sequence[Dated], groups: Mapping[str, Group], stack: Stack | No
 
 
 def _line_in_torch(stack: Stack | None) -> str:
-    inside = stack is not None and bool(stack.frames) and "torch/" in stack.frames[0].file
-    return site_of(stack.frames) if stack is not None and inside else ""
+    frames = stack.frames if stack is not None else ()
+    inside = bool(frames) and frames[0].file.startswith("torch/")
+    shown = shown_of(frames) if inside else None
+    return words(shown) if shown is not None else ""
 
 
 def members() -> dict[str, tuple[int, ...]]:

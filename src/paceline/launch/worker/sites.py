@@ -8,7 +8,6 @@ named so that every host has the same word for them: `torch/distributed/...`, `p
 from __future__ import annotations
 
 import sysconfig
-from collections.abc import Iterable
 from enum import IntEnum
 from functools import cache
 from pathlib import Path, PurePath
@@ -19,7 +18,7 @@ from paceline.launch.guard.evidence import Frame
 MAX_DEPTH = 24  # frames to look at from inside; a backward of ours is under a dozen deep
 SITE_CHARS = 72
 _OURS = str(Path(__file__).resolve().parents[2])  # .../paceline
-_PLUMBING = (_OURS + "/launch/worker/", _OURS + "/collectives.py")
+_PLUMBING = (_OURS + "/launch/worker/", _OURS + "/collectives/")
 _STDLIB = sysconfig.get_path("stdlib")
 
 
@@ -81,23 +80,6 @@ def site_frame(frame: FrameType | None) -> FrameType | None:
             ours = frame
         frame, depth = frame.f_back, depth + 1
     return ours
-
-
-def site_of(frames: Iterable[Frame]) -> str:
-    """The same for frames with whole file names, the innermost first; empty where nobody's is among them."""
-    ours = ""
-    for frame in list(frames)[:MAX_DEPTH]:
-        whose = owner(frame.file)
-        if whose == Owner.USER:
-            return words(shortened(frame))
-        if not ours and whose == Owner.OURS:
-            ours = words(shortened(frame))
-    return ours
-
-
-def shortened(frame: Frame) -> Frame:
-    """The same frame, its file called as everywhere."""
-    return Frame(short(frame.file), frame.line, frame.function)
 
 
 def frame_of(frame: FrameType) -> Frame:
