@@ -1,0 +1,1 @@
+"""The loops of the peers, as their own tutorials write them."""
