@@ -178,7 +178,7 @@ def bits(run_dir: Path) -> str:
     summary = read_summary(run_dir)
     if summary is None or summary.weights_sha256 is None:
         return "no weights"
-    every = {step for path in run_dir.glob("events-*.jsonl") for step in steps(path)}
+    every = [step for path in run_dir.glob("events-*.jsonl") for step in steps(path)]
     way = sorted({(step.step, step.loss.hex(), (step.grad_norm or 0.0).hex()) for step in every})
     end = [(name, value.hex()) for name, value in (summary.test_metrics or {}).items()]
     return f"{summary.weights_sha256[:12]} {hashlib.sha256(repr((way, end)).encode()).hexdigest()[:12]}"

@@ -10,6 +10,10 @@ The public parts, each of which works alone in a loop of your own (examples/own_
     train_step, fit          one optimizer step; a loop of them
     evaluate                 exact evaluation on all ranks
     Task                     model, data and loss, for `paceline train module:name`
+    on_device                data held as tensors, on the GPU where they fit
+    in_bf16, recompute,      precision, activation checkpointing, torch.compile, CUDA graphs, the allocator: called on a
+    compile_model,           model (and keep_memory on the process) before a strategy is applied
+    graph_model, keep_memory
 """
 
 from __future__ import annotations
@@ -26,6 +30,12 @@ _PARTS = {
     "BatchPlan": "data.plan",
     "ranks_share": "data.plan",
     "ArrayDataset": "data.arrays",
+    "on_device": "data.arrays",
+    "in_bf16": "compute.precision",
+    "recompute": "compute.recompute",
+    "compile_model": "compute.compiling",
+    "graph_model": "compute.graphs",
+    "keep_memory": "compute.allocator",
     "Loading": "data.loader",
     "MicroBatch": "data.loader",
     "load_steps": "data.loader",
@@ -43,7 +53,13 @@ _PARTS = {
 __all__ = [*_PARTS, "__version__"]  # pyright: ignore[reportUnsupportedDunderAll]
 
 if TYPE_CHECKING:
+    from paceline.compute.allocator import keep_memory as keep_memory
+    from paceline.compute.compiling import compile_model as compile_model
+    from paceline.compute.graphs import graph_model as graph_model
+    from paceline.compute.precision import in_bf16 as in_bf16
+    from paceline.compute.recompute import recompute as recompute
     from paceline.data.arrays import ArrayDataset as ArrayDataset
+    from paceline.data.arrays import on_device as on_device
     from paceline.data.loader import Loading as Loading
     from paceline.data.loader import MicroBatch as MicroBatch
     from paceline.data.loader import load_steps as load_steps

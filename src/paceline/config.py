@@ -20,7 +20,7 @@ import tyro
 
 from paceline.errors import UsageError, unknown
 
-StrategyName = Literal["single", "dp", "manual", "bucketed", "ddp", "exact", "zero"]
+StrategyName = Literal["single", "dp", "manual", "bucketed", "ddp", "exact", "zero", "fsdp"]
 EXACT: tuple[StrategyName, ...] = ("exact", "zero")
 """the strategies that promise the same bits at every world size"""
 DEFAULT_BATCH_SIZE = 64
@@ -55,6 +55,9 @@ class ModelConfig:
     """ResNet18's first layers: 7x7 stride 2 and max-pool, or 3x3 for small images (default imagenet)"""
     batchnorm: Literal["local", "sync"] = "local"
     """batch norm's statistics: of each virtual rank's micro-batch, or over the micro-batches of all ranks"""
+    fsdp_wrap: str | None = None
+    """for fsdp: the blocks that are gathered one at a time, by name or class (layers.*,Block); default: every direct
+    child of the model, and every module of a ModuleList"""
 
 
 @dataclass(frozen=True)
@@ -79,6 +82,22 @@ class OptimizerConfig:
     """scale lr by the global batch: by global_batch / lr_base_batch, or by its square root"""
     lr_base_batch: int = 64
     """the global batch that lr is meant for"""
+
+
+@dataclass(frozen=True)
+class ComputeConfig:
+    """How a step is computed."""
+
+    precision: Literal["fp32", "bf16", "auto"] = "fp32"
+    """of forward and backward; bf16: weights and gradients stay fp32, other roundings; auto: bf16 where it is faster"""
+    checkpoint_activations: str | None = None
+    """modules, by name or class (blocks.*,Block), that backward computes again instead of keeping what is inside"""
+    compile: bool = False
+    """torch.compile the model: needs a C++ compiler (on GPUs Triton), rounds otherwise"""
+    cuda_graphs: bool = False
+    """GPUs: record forward and backward once for each shape of a batch, and replay them"""
+    allocator: Literal["tuned", "system"] = "tuned"
+    """tuned: glibc keeps the memory of one step for the next (CPU ranks, where there is room for it)"""
 
 
 @dataclass(frozen=True)
@@ -143,6 +162,8 @@ class LaunchConfig:
     """auto: GPUs if there are any"""
     backend: Literal["auto", "nccl", "gloo", "mpi"] = "auto"
     """of torch.distributed; auto: nccl for GPUs, gloo for CPUs"""
+    collectives: Literal["auto", "shared", "torch"] = "auto"
+    """sums over ranks; auto: through shared memory, where all ranks are on CPUs of one host, else torch.distributed"""
     threads_per_rank: int | None = None
     """CPU threads of each rank (default: OMP_NUM_THREADS if set, else cores / ranks)"""
     port: int = 0
@@ -216,6 +237,7 @@ class TrainConfig:
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    compute: ComputeConfig = field(default_factory=ComputeConfig)
     run: RunConfig = field(default_factory=RunConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     guard: GuardConfig = field(default_factory=GuardConfig)
@@ -374,6 +396,27 @@ _NOT_NEGATIVE = (
 )  # fmt: skip
 
 
+def _check_compute(config: TrainConfig) -> None:
+    compute, exact = config.compute, config.strategy in EXACT
+    again = compute.checkpoint_activations is not None
+    contradictions = {
+        f"--compile with --strategy {config.strategy}: which kernels a compiler makes may depend on what it has seen, "
+        "and this strategy promises the same bits at every world size. Leave one out": compute.compile and exact,
+        "--compile with --checkpoint-activations: a compiler decides by itself what is computed again. Leave one "
+        "out": compute.compile and again,
+        "--cuda-graphs with --compile: leave one out": compute.cuda_graphs and compute.compile,
+        "--cuda-graphs with --checkpoint-activations: random streams cannot be put back in a recording. Leave one "
+        "out": compute.cuda_graphs and again,
+        "--cuda-graphs with --device cpu: it records the work of a GPU. Leave one out": compute.cuda_graphs
+        and config.launch.device == "cpu",
+        "--checkpoint-activations needs names or classes of modules, e.g. blocks.*,Attention": again
+        and not all(pattern.strip() for pattern in str(compute.checkpoint_activations).split(",")),
+    }
+    for words, true in contradictions.items():
+        if true:
+            raise UsageError(words)
+
+
 def check_values(config: TrainConfig) -> None:
     """Refuse values that have the right type but no meaning, wherever they came from.
 
@@ -391,6 +434,7 @@ def check_values(config: TrainConfig) -> None:
                 raise UsageError(f"--{key.replace('_', '-')} must be {what}, got {value}")
             if math.isinf(value):
                 raise UsageError(f"--{key.replace('_', '-')} must be finite, got {value}")
+    _check_compute(config)
     if config.checkpoint.keep < 2:
         raise UsageError(f"--keep must be at least 2, got {config.checkpoint.keep}: the newest may turn out damaged")
     if config.launch.timeout > LONGEST_TIMEOUT:

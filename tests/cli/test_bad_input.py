@@ -50,7 +50,7 @@ sys.exit(99 if "torch" in sys.modules else code)
         ("verify mnist-cn", "Did you mean 'mnist-cnn'"),
         ("verify mnist-cnn --ranks 1,x", "whole numbers"),
         ("verify mnist-cnn --ranks 0", "whole numbers"),
-        ("verify mnist-cnn --strategies ddp,fsdp", "unknown strategy 'fsdp'"),
+        ("verify mnist-cnn --strategies ddp,megatron", "unknown strategy 'megatron'"),
         ("verify mnist-cnn --optimizers lion", "unknown optimizer"),
         ("verify mnist-cnn --json nowhere/x.json", "does not exist"),
         ("shards --ranks 0", "--ranks must be at least 1"),

@@ -15,8 +15,9 @@ import torch
 from torch.utils.data import Dataset, TensorDataset
 
 from paceline.data.arrays import ArrayDataset
-from paceline.data.loader import SLOTS_OF_A_LOADER, Loading, _SeededSamples, load_steps, naming_lost_processes
+from paceline.data.loader import SLOTS_OF_A_LOADER, Loading, load_steps, naming_lost_processes
 from paceline.data.plan import BatchPlan, ranks_share
+from paceline.data.seeded import SeededSamples
 from paceline.errors import UsageError
 from paceline.launch.failure import LOADER_KILLED
 from paceline.launch.guard.box import Box, look, make_box, read_loaders
@@ -197,5 +198,5 @@ def test_an_error_that_is_none_of_a_process_passes():
 
 
 def test_samples_go_to_spawned_processes_without_the_box(box):
-    samples = pickle.loads(pickle.dumps(_SeededSamples(Noisy(), 0, box)))
+    samples = pickle.loads(pickle.dumps(SeededSamples(Noisy(), 0, box)))
     assert samples[0, 5][1] == 5

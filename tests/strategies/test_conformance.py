@@ -45,6 +45,6 @@ def test_equals_one_process(world_size, virtual_ranks, tmp_path):
             assert 0 <= result.errors["loss"] <= 1e-12  # something was compared
             assert result.errors["parameter"] < 1e-9
     alone = {"single"} if world_size == 1 else set()
-    many = {"manual", "bucketed", "ddp", "exact", "zero"}
+    many = {"manual", "bucketed", "ddp", "exact", "zero", "fsdp"}
     assert ran >= {(task, s) for task in ("dropout", "batchnorm", "tokens", "strided") for s in alone | many}
     assert {("unused", s) for s in many - REFUSES_UNUSED} <= ran

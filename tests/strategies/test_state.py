@@ -25,7 +25,7 @@ from paceline.strategies.held import hold_optimizer, load_optimizer
 
 CPU = torch.device("cpu")
 VIRTUAL, SAVED_AT, STEPS = 4, 3, 5
-NAMES = ("manual", "bucketed", "ddp", "exact", "zero")
+NAMES = ("manual", "bucketed", "ddp", "exact", "zero", "fsdp")
 SAME_BITS = ("exact", "zero")
 SIZES = (1, 2, 3)
 SIZE_PAIRS = ((2, 1), (1, 3), (3, 2), (2, 3), (1, 2), (3, 1), (2, 2))

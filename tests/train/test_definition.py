@@ -87,7 +87,8 @@ def test_what_is_not_known_yet_is_not_compared():
     """The launcher knows the settings, not the data; the workers compare the rest."""
     known = {name: SAVED[name] for name in ("seed", "lr", "strategy")}
     assert check_same(SAVED, known, [], WHERE) == []
-    assert check_same(known, changed("data"), [], WHERE) == []  # saved by an older paceline
+    older = {**changed("data"), "precision": "fp32"}
+    assert check_same(known, older, [], WHERE) == []  # saved by an older paceline
 
 
 def test_a_value_that_was_not_set_is_said_and_a_long_one_cut():
@@ -178,6 +179,7 @@ def test_what_changes_nothing_of_the_run_may_change_freely(free):
         ({"run__epochs": 3}, ["epochs"]),
         ({"run__steps": 3}, ["epochs", "steps"]),
         ({"task": "mnist-resnet18"}, ["task"]),
+        ({"compute__precision": "bf16"}, ["precision"]),
     ],
 )
 def test_each_setting_that_matters_is_compared(change, names):
@@ -190,6 +192,14 @@ def test_each_setting_that_matters_is_compared(change, names):
 def test_threads_are_part_of_an_exact_run():
     with pytest.raises(UsageError, match=r"threads_per_rank: 1 in the checkpoint, 2 now"):
         check_same(defined(strategy="exact"), defined(strategy="exact", launch__threads_per_rank=2), [], WHERE)
+
+
+def test_a_checkpoint_of_before_there_was_a_choice_of_precision_is_one_in_fp32():
+    old = {name: value for name, value in defined().items() if name != "precision"}
+    assert check_same(old, defined(), [], WHERE) == []
+    with pytest.raises(UsageError, match="precision: fp32 in the checkpoint, bf16 now"):
+        check_same(old, defined(compute__precision="bf16"), [], WHERE)
+    assert check_same(old, defined(compute__precision="auto"), [], WHERE) == []  # compared when it is known
 
 
 def test_every_setting_of_the_definition_has_a_rule():

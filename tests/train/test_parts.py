@@ -8,11 +8,12 @@ import torch
 from safetensors.torch import load_model
 from torch import nn
 
+from paceline.checkpoint.whole import sha256_of
 from paceline.errors import TrainingError, UsageError
 from paceline.observe.throughput import WARMUP_STEPS, Throughput
 from paceline.train.schedule import Schedule, scaled_lr
 from paceline.train.step import weighted_losses
-from paceline.train.weights import digest, rescue, save
+from paceline.train.weights import rescue, save
 
 
 def test_schedules_warm_up_and_fall():
@@ -62,20 +63,20 @@ def test_the_digest_sees_every_bit_name_shape_and_type():
         torch.manual_seed(0)
         return nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
 
-    first = digest(model())
-    assert digest(model()) == first
+    first = sha256_of(model().state_dict())
+    assert sha256_of(model().state_dict()) == first
     changed = model()
     with torch.no_grad():
         changed[0].weight[0, 0] = math.nextafter(float(changed[0].weight[0, 0]), 2) + 1e-7
     buffers = model()
     buffers[1].num_batches_tracked += 1
     others = [changed, buffers, model().double(), nn.ModuleDict({"x": model()})]
-    assert len({first, *map(digest, others)}) == 5
+    assert len({first, *(sha256_of(other.state_dict()) for other in others)}) == 5
 
 
 def test_saving_is_whole_or_not_at_all(tmp_path, monkeypatch):
     model, path = nn.Linear(2, 2), tmp_path / "model.safetensors"
-    save(model, path)
+    save(model.state_dict(), path)
     before = path.read_bytes()
 
     def full(tensors: dict[str, torch.Tensor], name: str, metadata: dict[str, str]) -> None:
@@ -85,7 +86,7 @@ def test_saving_is_whole_or_not_at_all(tmp_path, monkeypatch):
 
     monkeypatch.setattr("paceline.train.weights.save_file", full)
     with pytest.raises(OSError, match="No space left"):
-        save(nn.Linear(2, 2), path)
+        save(nn.Linear(2, 2).state_dict(), path)
     assert path.read_bytes() == before
     assert [p.name for p in tmp_path.iterdir()] == ["model.safetensors"]
 
@@ -93,7 +94,7 @@ def test_saving_is_whole_or_not_at_all(tmp_path, monkeypatch):
 def test_weights_that_lie_in_one_flat_tensor_are_saved(tmp_path):
     model, flat = nn.Linear(2, 2), torch.arange(6.0)
     model.weight.data, model.bias.data = flat[:4].view(2, 2), flat[4:]
-    save(model, tmp_path / "model.safetensors")
+    save(model.state_dict(), tmp_path / "model.safetensors")
     other = nn.Linear(2, 2)
     load_model(other, tmp_path / "model.safetensors")
     assert torch.equal(other.weight, model.weight)
@@ -103,7 +104,7 @@ def test_weights_that_lie_in_one_flat_tensor_are_saved(tmp_path):
 def test_tied_weights_are_saved(tmp_path):
     model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 5, bias=False))
     model[1].weight = model[0].weight
-    save(model, tmp_path / "model.safetensors")
+    save(model.state_dict(), tmp_path / "model.safetensors")
     assert (tmp_path / "model.safetensors").stat().st_size < 5 * 4 * 4 + 400
 
 
@@ -111,7 +112,7 @@ def test_rescued_weights_lie_somewhere_else(tmp_path, monkeypatch):
     run_dir = tmp_path / "runs" / "a-run"  # does not exist: cannot be written
     (tmp_path / "cwd").mkdir()
     monkeypatch.chdir(tmp_path / "cwd")
-    told = rescue(nn.Linear(1, 1), run_dir)
+    told = rescue(nn.Linear(1, 1).state_dict(), run_dir)
     assert (tmp_path / "cwd" / "a-run-rescued.safetensors").is_file()
     assert "rescued to" in told
 
@@ -121,7 +122,7 @@ def test_weights_that_cannot_be_rescued_are_said_to_be_lost(tmp_path, monkeypatc
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("paceline.train.weights.save", full)
-    assert "LOST" in rescue(nn.Linear(1, 1), tmp_path)
+    assert "LOST" in rescue(nn.Linear(1, 1).state_dict(), tmp_path)
 
 
 def test_the_error_tree():

@@ -6,6 +6,7 @@ Three ranks, so that shares are uneven and the last global batch does not reach 
 from __future__ import annotations
 
 import argparse
+import os
 import tempfile
 import time
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ import torch
 from tests.run_ranks import run_ranks
 from tests.verify.mutations import CONTROL, MUTATIONS, Mutation
 
+from paceline.collectives.handshake import SWITCH
 from paceline.verify.spec import Result, Spec
 from paceline.verify.worker import verify
 from paceline.world import World
@@ -26,6 +28,7 @@ CLIP_NORM = 0.1  # below every gradient norm here, so that clipping does somethi
 
 def findings(rank: int, world_size: int, names: Sequence[str]) -> dict[str, list[Result]]:
     """Each named mutation's results for the strategies and policies it affects (run by every rank)."""
+    os.environ[SWITCH] = "off"  # the bugs are planted into the reducers over torch.distributed
     world = World(rank, world_size, rank, world_size, torch.device("cpu"), "gloo")
     known = {m.name: m for m in [CONTROL, *MUTATIONS]}
     found: dict[str, list[Result]] = {}

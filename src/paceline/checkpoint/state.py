@@ -74,3 +74,21 @@ def needed(source: Source, name: str, like: Tensor, *, any_type: bool = False) -
             f"checkpoint has {found}. Resume with the model it was saved from."
         )
     return tensor
+
+
+@torch.no_grad()
+def take_over(source: Source, held: Held) -> None:
+    """Fill `held`, in place, with what was saved under its name: all of it, or its run of elements.
+
+    Raises:
+        UsageError: as `needed`.
+    """
+    if held.whole is None:
+        held.tensor.copy_(needed(source, held.name, held.tensor))
+        return
+    there = held.name in source.names(held.name) and source.shape(held.name) == held.whole
+    values = source.tensor(held.name, held.start, held.start + held.tensor.numel()) if there else None
+    if values is None or values.dtype != held.tensor.dtype:
+        needed(source, held.name, held.tensor.new_empty(1).expand(held.whole))  # says what is wrong
+    else:
+        held.tensor.copy_(values.view(held.tensor.shape))

@@ -1,30 +1,55 @@
-"""Data held as tensors: a whole micro-batch is gathered at once, without Python per sample."""
+"""Data held as tensors or arrays: a whole micro-batch is gathered at once, without Python per sample."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar, cast
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import Dataset, Subset, TensorDataset
+
+from paceline.data.draws import Draw, SampleDraws
+
+Rows = Tensor | NDArray[Any]
+"""one row for each sample; a numpy array may be memory-mapped: of a file larger than memory only rows are read"""
+Gather = Callable[[Tensor, SampleDraws], Sequence[Tensor]]
+"""(indices (n,), the samples' random numbers) -> the batch"""
+D = TypeVar("D", bound=Dataset[Any])
 
 
 @dataclass(frozen=True)
 class ArrayDataset(Dataset[tuple[Tensor, Tensor]]):
-    """Sample i is (inputs[i], targets[i]), after `transform`, which is given and returns whole batches of inputs.
+    """Sample i is (inputs[i], targets[i]), after `transform` and `augment`, which work on whole batches of inputs.
 
     `transform` must treat every sample alike and without chance (normalising, say): a sample must not depend on the
-    batch it comes in. Random augmentation belongs into the `__getitem__` of a dataset of your own.
+    batch it comes in. `augment` comes after it, and is also given `draw`: draw(k) is (n, k) float32 in [0, 1), and row
+    j depends on nothing but the run's seed, the epoch and sample j. So a random flip of a whole batch is
+
+        def augment(images, draw):                                    # images (n, C, H, W)
+            flip = draw(1).view(-1, 1, 1, 1) < 0.5
+            return torch.where(flip, images.flip(3), images)
+
+    and a sample looks the same whichever rank or batch it comes in.
+
+    Raises:
+        ValueError: if inputs and targets are not equally many, or torch has no such type of numbers.
     """
 
-    inputs: Tensor  # (N, ...)
-    targets: Tensor  # (N, ...)
+    inputs: Rows  # (N, ...)
+    targets: Rows  # (N, ...)
     transform: Callable[[Tensor], Tensor] | None = None
+    augment: Callable[[Tensor, Draw], Tensor] | None = None
 
     def __post_init__(self) -> None:
         if len(self.inputs) != len(self.targets):
             raise ValueError(f"{len(self.inputs)} inputs but {len(self.targets)} targets")
+        for rows in (self.inputs, self.targets):
+            if not isinstance(rows, Tensor):
+                _check_type(rows)
 
     def __len__(self) -> int:
         return len(self.inputs)
@@ -33,24 +58,82 @@ class ArrayDataset(Dataset[tuple[Tensor, Tensor]]):
         inputs, targets = self.gather(torch.tensor([index]))
         return inputs[0], targets[0]
 
-    def gather(self, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """The batch of samples `indices`: inputs (n, ...) and targets (n, ...)."""
-        inputs = self.inputs.index_select(0, indices)
-        return (inputs if self.transform is None else self.transform(inputs)), self.targets.index_select(0, indices)
+    def gather(self, indices: Tensor, draws: SampleDraws | None = None) -> tuple[Tensor, Tensor]:
+        """The batch of samples `indices`: inputs (n, ...) and targets (n, ...).
+
+        Without `draws` random numbers are those of seed 0 and epoch 0.
+        """
+        inputs = rows_of(self.inputs, indices)
+        if self.transform is not None:
+            inputs = self.transform(inputs)
+        if self.augment is not None:
+            inputs = self.augment(inputs, (draws or SampleDraws(0, 0)).of(indices, inputs.device))
+        return inputs, rows_of(self.targets, indices)
 
 
-def batch_gatherer(dataset: object) -> Callable[[Tensor], Sequence[Tensor]] | None:
+def rows_of(rows: Rows, indices: Tensor) -> Tensor:
+    """Rows `indices` (n,), as a tensor where the rows are; a copy."""
+    if isinstance(rows, Tensor):
+        return rows.index_select(0, indices.to(rows.device, non_blocking=True))
+    # np.take copies just these rows; torch would warn of a file that is mapped for reading only
+    return torch.from_numpy(np.ascontiguousarray(np.take(rows, indices.numpy(), axis=0)).view(np.ndarray))
+
+
+def batch_gatherer(dataset: object) -> Gather | None:
     """How to gather a whole batch of `dataset` at once; None if it can only be asked sample by sample."""
     if isinstance(dataset, ArrayDataset):
         return dataset.gather
     if type(dataset) is TensorDataset:  # not a subclass, which may have a __getitem__ of its own
         tensors = dataset.tensors
-        return lambda indices: [t.index_select(0, indices) for t in tensors]
+        return lambda indices, _: [rows_of(t, indices) for t in tensors]
+    if type(dataset) is Subset:
+        inner = batch_gatherer(cast("Subset[Any]", dataset).dataset)
+        if inner is not None:
+            chosen = torch.as_tensor(cast("Subset[Any]", dataset).indices, dtype=torch.int64)
+            return lambda indices, draws: inner(chosen[indices], draws)
     return None
 
 
-def held_tensors(dataset: object) -> Sequence[Tensor] | None:
-    """The tensors that hold the whole of `dataset`; None if it is no such dataset."""
+def held_rows(dataset: object) -> Sequence[Rows] | None:
+    """The tensors and arrays that hold the whole of `dataset`; None if it is no such dataset."""
     if isinstance(dataset, ArrayDataset):
         return (dataset.inputs, dataset.targets)
     return dataset.tensors if type(dataset) is TensorDataset else None
+
+
+def on_device(dataset: D, device: torch.device, *, free_bytes: int | None = None) -> D:
+    """`dataset` with its rows on `device`, if they are held and fit there; else itself.
+
+    A GPU then gathers its batches by itself: neither a copy nor Python is in the way. For the CPU nothing changes.
+
+    Args:
+        dataset: of any kind.
+        device: of the training.
+        free_bytes: what the data may take; by default a quarter of what is free on the GPU.
+    """
+    held = held_rows(dataset)
+    if device.type == "cpu" or held is None:
+        return dataset
+    if free_bytes is None:
+        free_bytes = torch.cuda.mem_get_info(device)[0] // 4
+    if sum(rows.nbytes for rows in held) > free_bytes:
+        return dataset
+    moved = [(r if isinstance(r, Tensor) else torch.from_numpy(np.array(r))).to(device) for r in held]
+    if not isinstance(dataset, ArrayDataset):
+        return cast("D", TensorDataset(*moved))
+    there = replace(dataset, inputs=moved[0], targets=moved[1])
+    try:
+        there.gather(torch.zeros(1, dtype=torch.int64))
+    except Exception:  # a transform that knows numpy only, say: it stays where it works
+        return dataset
+    return cast("D", there)
+
+
+def _check_type(rows: NDArray[Any]) -> None:
+    try:
+        torch.from_numpy(np.empty(0, rows.dtype))
+    except (TypeError, ValueError):  # no such type; the other byte order
+        raise ValueError(
+            f"torch has no numbers of numpy's type {rows.dtype}. Convert them once: "
+            "array.astype('float32'), or for labels 'int64'"
+        ) from None

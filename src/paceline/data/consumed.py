@@ -7,6 +7,7 @@ step's ranks, or of an epoch's steps, add up to that of all their samples togeth
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 MODULUS = 2**64
@@ -24,14 +25,18 @@ def fingerprint(indices: Tensor) -> int:
     Source: the finaliser of splitmix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, 2014; the
     multipliers are Stafford's variant 13).
     """
-    z = indices.detach().cpu().numpy().reshape(-1).astype(np.uint64)
-    z += np.uint64(0x9E3779B97F4A7C15)  # else sample 0 would have hash 0, and would never be missed
+    return int(mixed(indices.detach().cpu().numpy().reshape(-1).astype(np.uint64)).sum(dtype=np.uint64))
+
+
+def mixed(numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The hash of each of `numbers`, which stay as they are."""
+    z = numbers + np.uint64(0x9E3779B97F4A7C15)  # else sample 0 would have hash 0, and would never be missed
     z ^= z >> np.uint64(30)
     z *= np.uint64(0xBF58476D1CE4E5B9)
     z ^= z >> np.uint64(27)
     z *= np.uint64(0x94D049BB133111EB)
     z ^= z >> np.uint64(31)
-    return int(z.sum(dtype=np.uint64))
+    return z
 
 
 def add(*prints: int) -> int:

@@ -7,11 +7,12 @@ import zlib
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from paceline.data.arrays import held_tensors
+from paceline.data.arrays import Rows, held_rows
 from paceline.data.loader import Loading, fetch
 from paceline.seeding import preserved_streams
 
@@ -27,7 +28,7 @@ def fingerprint(dataset: Dataset[Any], loading: Loading) -> dict[str, Any]:
     sample that is different each time all the same cannot be compared, which is no reason to refuse it.
     """
     length = len(dataset)  # pyright: ignore[reportArgumentType]
-    held = held_tensors(dataset)
+    held = held_rows(dataset)
     if held is not None and sum(t.nbytes for t in held) <= WHOLE_BYTES:
         return {"samples": length, "checksum of all of them": [zlib.crc32(_bytes(t)) for t in held]}
     first, again = (_hash_probes(dataset, length, loading) for _ in range(2))
@@ -59,6 +60,8 @@ def _hash(sha: Any, batch: Any) -> None:
         sha.update(repr(batch).encode())
 
 
-def _bytes(tensor: Tensor) -> memoryview:
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
+def _bytes(rows: Rows) -> memoryview:
+    if not isinstance(rows, Tensor):
+        return memoryview(np.ascontiguousarray(rows).reshape(-1).view(np.uint8))  # pyright: ignore[reportArgumentType]
+    flat = rows.detach().cpu().contiguous().reshape(-1)
     return memoryview(flat.view(torch.uint8).numpy())  # pyright: ignore[reportArgumentType]

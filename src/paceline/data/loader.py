@@ -1,8 +1,8 @@
 """From a plan to tensors on the device: the micro-batches of one rank, step by step.
 
-Data held as tensors is gathered directly; any other map-style dataset goes through torch's DataLoader, with workers.
-Either way the samples come in the plan's order, and a sample's random augmentation depends on (seed, epoch, sample)
-only, never on the worker that loads it.
+Data held as tensors or arrays is gathered directly; any other map-style dataset goes through torch's DataLoader, with
+workers. Either way the samples come in the plan's order, and a sample's random augmentation depends on (seed, epoch,
+sample) only, never on the worker that loads it (see `seeded` for datasets that are asked for whole batches).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 import signal
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from itertools import tee
@@ -19,18 +19,20 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset
 
+from paceline.data.ahead import on_its_way
 from paceline.data.arrays import batch_gatherer
+from paceline.data.draws import SampleDraws
 from paceline.data.plan import BatchPlan, Work, rank_work
+from paceline.data.seeded import SLOTS_OF_A_LOADER, Collate, SeededBatches, SeededSamples, asks_for_batches
 from paceline.errors import TrainingError, UsageError
-from paceline.launch.guard.box import SLOTS, Box, read_loaders
+from paceline.launch.guard.box import Box, read_loaders
 from paceline.launch.orders import STOP_SIGNALS
 from paceline.launch.worker.attach import die_with_parent
-from paceline.seeding import derive, preserved_streams, seed_streams
+from paceline.seeding import preserved_streams
 
 GONE = re.compile(r"DataLoader worker \(pid(?:\(s\))? ([0-9]+).*")  # torch's words for a process that was killed
-SLOTS_OF_A_LOADER = SLOTS // 2  # the loaders of training and evaluation live at the same time
 
 Request = tuple[int, Tensor]
 """(epoch, indices (n,)): one micro-batch to fetch."""
@@ -91,23 +93,24 @@ def fetch(
     """
     gather = batch_gatherer(dataset) if loading.collate is None else None
     if gather is not None:
-        for _, indices in requests:
-            yield _as_pair(_move(gather(indices), loading.device))
-        return
-    for batch in _sample_by_sample(dataset, requests, seed, loading):
-        yield _as_pair(_move(batch, loading.device))
+        batches: Generator[Any] = (gather(indices, SampleDraws(seed, epoch)) for epoch, indices in requests)
+    else:
+        batches = _by_loader(dataset, requests, seed, loading)
+    with closing(batches), closing(on_its_way(batches, loading.device)) as there:
+        for batch in there:
+            yield _as_pair(batch)
 
 
-def _sample_by_sample(
-    dataset: Dataset[Any], requests: Iterable[Request], seed: int, loading: Loading
-) -> Generator[Any]:
+def _by_loader(dataset: Dataset[Any], requests: Iterable[Request], seed: int, loading: Loading) -> Generator[Any]:
     keys = ([(epoch, i) for i in cast("list[int]", indices.tolist())] for epoch, indices in requests)
     box = loading.box if loading.num_workers else None
+    whole = asks_for_batches(dataset)
+    seeded = SeededBatches if whole else SeededSamples
     loader = DataLoader(
-        _SeededSamples(dataset, seed, box, SLOTS_OF_A_LOADER if loading.evaluates else 0),
+        seeded(dataset, seed, box, SLOTS_OF_A_LOADER if loading.evaluates else 0),
         batch_sampler=_Keys(keys),
         num_workers=loading.num_workers,
-        collate_fn=loading.collate,
+        collate_fn=Collate(loading.collate) if whole else loading.collate,
         pin_memory=loading.device.type == "cuda",
         worker_init_fn=_WorkerInit(os.getpid()) if loading.num_workers else None,
         generator=torch.Generator().manual_seed(0),  # else DataLoader draws its base seed from the global stream
@@ -140,33 +143,6 @@ class _Keys:
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
         return self._keys
-
-
-class _SeededSamples(Dataset[Any]):
-    """`dataset`, asked for (epoch, index): seeds all random streams by them before it draws the sample.
-
-    A worker process says in the box which sample it works on.
-    """
-
-    def __init__(self, dataset: Dataset[Any], seed: int, box: Box | None = None, first_slot: int = 0) -> None:
-        self._dataset, self._seed = dataset, seed
-        self._box, self._first_slot = box, first_slot
-
-    def __getstate__(self) -> dict[str, Any]:
-        # a process that was spawned, not forked, does not have the memory
-        return {**self.__dict__, "_box": None}
-
-    def __getitem__(self, key: tuple[int, int]) -> Any:
-        epoch, index = key
-        seed_streams(derive(self._seed, "sample", epoch, index))
-        worker = get_worker_info() if self._box is not None else None
-        if self._box is None or worker is None or worker.id >= SLOTS_OF_A_LOADER:
-            return self._dataset[index]
-        slot = self._first_slot + worker.id
-        self._box.set_loader(slot, epoch=epoch, item=index, busy=True)
-        sample = self._dataset[index]
-        self._box.set_loader(slot, epoch=epoch, item=index, busy=False)
-        return sample
 
 
 def _with_signal(error: RuntimeError, iterator: object) -> RuntimeError:
@@ -226,15 +202,3 @@ def _as_pair(batch: Any) -> tuple[Any, Any]:
             "or a tuple or dict of tensors: return ((a, b), target) rather than (a, b, target)."
         )
     return batch[0], batch[1]
-
-
-def _move(batch: Any, device: torch.device) -> Any:
-    if isinstance(batch, Tensor):
-        return batch.to(device, non_blocking=True)
-    if isinstance(batch, Mapping):
-        return {key: _move(value, device) for key, value in batch.items()}
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(_move(value, device) for value in batch))
-    if isinstance(batch, (list, tuple)):
-        return [_move(value, device) for value in batch]
-    return batch

@@ -1,23 +1,50 @@
-"""What the kernel lets this process have, and what it took: cores it may use, processes killed for memory."""
+"""What the kernel lets this process have, and what it took: cores, memory, and processes killed for it."""
 
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Mapping
 from pathlib import Path
 
 ROOT = Path("/sys/fs/cgroup")
 OWN = Path("/proc/self/cgroup")
+MEMORY = Path("/proc/meminfo")
 
 
-def usable_cores(root: Path = ROOT, own: Path = OWN) -> int:
-    """Cores this process may use, at least 1: those it may run on, or fewer where a container's CPU quota says so.
+def usable_cores(root: Path = ROOT, own: Path = OWN, env: Mapping[str, str] = os.environ) -> int:
+    """Cores this process may use, at least 1: those it may run on, or fewer where a container's quota or Slurm says so.
 
     os.cpu_count() counts the machine's: in a container with 2 of 64 cores it would start 32 times too many threads.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
     # A quota of any ancestor holds too, so the smallest one counts.
     quotas = [quota for folder in _folders("cpu", root, own) if (quota := _quota(folder)) is not None]
-    return max(1, int(min([float(cores), *quotas])))
+    # A cluster whose Slurm does not bind tasks to cores grants them all the same. Of a task of several: its own.
+    task = "SLURM_CPUS_PER_TASK" if env.get("SLURM_STEP_NUM_TASKS", "1") != "1" else "SLURM_CPUS_ON_NODE"
+    granted = env.get(task, "")
+    slurm = [float(granted)] if granted.isdecimal() else []
+    return max(1, int(min([float(cores), *quotas, *slurm])))
+
+
+def free_memory(root: Path = ROOT, own: Path = OWN, memory: Path = MEMORY) -> int | None:
+    """Bytes that this process may still take before the kernel kills for memory; None where it does not say.
+
+    What the machine has available, or less where a container's limit says so; pages of files, which the kernel gives
+    back when asked, count as free.
+    """
+    found = re.search(r"^MemAvailable:\s*([0-9]+) kB", _read(memory), re.MULTILINE)
+    free = [int(found[1]) << 10] if found else []
+    for folder in _folders("memory", root, own):
+        for limit, used, files in (
+            ("memory.max", "memory.current", "inactive_file"),  # version 2
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        ):
+            numbers = [_read(folder / name).strip() for name in (limit, used)]
+            if all(number.isdecimal() for number in numbers):
+                held = re.search(rf"^{files} ([0-9]+)$", _read(folder / "memory.stat"), re.MULTILINE)
+                free.append(int(numbers[0]) - int(numbers[1]) + (int(held[1]) if held else 0))
+    return max(0, min(free)) if free else None
 
 
 def oom_kills(root: Path = ROOT, own: Path = OWN) -> int | None:

@@ -51,6 +51,7 @@ class Step(Event, frozen=True, tag="step"):
     consumed: int = 0  # samples this rank used; stand-ins are not counted
     fingerprint: str = ""  # hex of data.consumed.fingerprint of their indices
     skipped: bool = False  # it did not change the parameters (see Skipped); a loss that is not finite stands as 0
+    phase_seconds: dict[str, float] = {}  # data, forward, backward, sync, optimizer; empty: by an older paceline
 
 
 class Skipped(Event, frozen=True, tag="skipped"):

@@ -26,6 +26,15 @@ class Summary(msgspec.Struct, frozen=True, omit_defaults=True):
     samples_per_second: float | None = None
     seconds: float | None = None
     weights_sha256: str | None = None
+    precision: str | None = None
+    threads_per_rank: int | None = None
+    allocator: str | None = None
+    """tuned or system; of rank 0"""
+    data_share: float | None = None
+    """the part of the time of all steps that the rank which waits most for its data has waited for them"""
+    peak_memory_bytes: int | None = None
+    """the largest resident memory of any rank"""
+    peak_gpu_memory_bytes: int | None = None
     bits_hold_for: dict[str, Any] | None = None
     failure: str | None = None
 

@@ -39,10 +39,9 @@ def broadcast_module(module: nn.Module, src: int = 0) -> None:
         ValueError: the same on every rank, if the ranks' modules differ in a name, shape or type, or in what is
             trained. The ranks in the minority come first; no tensor has been touched.
     """
-    tensors = {f"parameter {name}": p for name, p in module.named_parameters()}
-    tensors |= {f"buffer {name}": b for name, b in module.named_buffers()}
+    tensors = named_tensors(module)
     device = next((t.device for t in tensors.values()), _default_device())
-    _check_same(_gather_strings([_describe(name, t) for name, t in tensors.items()], device))
+    check_same(_gather_strings([describe(name, t) for name, t in tensors.items()], device))
     for tensor in tensors.values():
         if tensor.numel() == 0:
             continue  # nothing to send, on any rank: the shapes are the same
@@ -57,14 +56,25 @@ def _default_device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
 
 
-def _describe(name: str, tensor: Tensor) -> str:
+def named_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """All that is broadcast, by what people call it."""
+    tensors = {f"parameter {name}": p for name, p in module.named_parameters()}
+    return tensors | {f"buffer {name}": b for name, b in module.named_buffers()}
+
+
+def describe(name: str, tensor: Tensor) -> str:
+    """What must be the same on all ranks."""
     # What is trained belongs to it: gradients are sent by position, too.
     frozen = ", frozen" if name.startswith("parameter") and not tensor.requires_grad else ""
     return f"{name} {tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}{frozen}"
 
 
-def _check_same(of_rank: Sequence[Sequence[str]]) -> None:
-    """Compare all ranks' entries. Every rank sees them all, so every rank raises the same error, or none."""
+def check_same(of_rank: Sequence[Sequence[str]]) -> None:
+    """Compare all ranks' entries. Every rank sees them all, so every rank raises the same error, or none.
+
+    Raises:
+        ValueError: see `broadcast_module`.
+    """
     for position, values in enumerate(zip_longest(*of_rank, fillvalue="nothing")):
         ranks_with: dict[str, list[int]] = defaultdict(list)
         for rank, value in enumerate(values):

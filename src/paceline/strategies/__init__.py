@@ -5,6 +5,7 @@ from paceline.strategies.bucketed import bucketed
 from paceline.strategies.ddp import ddp
 from paceline.strategies.dp import dp
 from paceline.strategies.exact import exact
+from paceline.strategies.fsdp import fsdp
 from paceline.strategies.manual import manual
 from paceline.strategies.single import single
 from paceline.strategies.zero import zero
@@ -17,6 +18,7 @@ STRATEGIES: dict[str, Strategy] = {
     "ddp": ddp,
     "exact": exact,
     "zero": zero,
+    "fsdp": fsdp,
 }
 
 __all__ = ["STRATEGIES", "MakeOptimizer", "Replica", "Strategy"]

@@ -6,7 +6,7 @@ are what one device does; a strategy overrides only what it must, so the trainin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -15,15 +15,19 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from paceline.checkpoint.state import Held, Source, needed
+from paceline.checkpoint.state import Held, Source, take_over
+from paceline.collectives.gradients import SharedGradients
 from paceline.data.loader import MicroBatch
 from paceline.data.plan import Work, ranks_share
 from paceline.errors import UsageError
 from paceline.scratch.batchnorm import SyncBatchNorm
+from paceline.scratch.norm import scale_to_norm, total_norm
+from paceline.scratch.scatter import ScatterReducer
 from paceline.scratch.tree import Forest, TreeReducer
 from paceline.seeding import random_stream
 from paceline.strategies.buffers import VirtualBuffers
 from paceline.strategies.held import hold_optimizer, load_optimizer
+from paceline.strategies.refusals import refuse_foreign
 from paceline.world import World
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
@@ -46,7 +50,8 @@ class Replica:
     sync_gradients: Callable[[Tensor], None]
     """(total weight, a scalar): sums .grad over ranks and divides it: the gradient of the global batch's mean"""
     clip_grad_norm: Callable[[float], Tensor]
-    """(largest norm allowed): scales all gradients alike; returns the global norm before"""
+    """(largest norm allowed): scales all gradients alike, unless the global norm before, which it returns, is not
+    finite (a collective where gradients are sharded)"""
     merged_buffers: Callable[[], AbstractContextManager[None]]
     """inside, the model's buffers are the same on all ranks (a collective)"""
     keep_buffers: Callable[[], None]
@@ -55,6 +60,16 @@ class Replica:
     """makes them what they were when they were last kept"""
     alone: Callable[[MicroBatch], AbstractContextManager[None]]
     """surrounds a forward of the plain model that is only looked at: its random stream, its buffers"""
+    gradients: Callable[[], list[Held]]
+    """the gradients of the global batch's mean that this rank holds, by parameter; none where nobody has used it"""
+    sharded: bool
+    """whether each rank holds a share of the gradients only, and all must be asked about them"""
+    in_lockstep: bool
+    """whether a forward is a collective, so that all ranks must go through equally many, with stand-ins if need be"""
+    gathered: Callable[[], AbstractContextManager[None]]
+    """inside, the plain model holds all parameters, and may be called by one rank alone (a collective)"""
+    weights: Callable[[], Mapping[str, Tensor]]
+    """whole parameters and persistent buffers, by the model's names, as they are now (a collective)"""
     state: Callable[[], list[Held]]
     """every tensor of the training's state that this rank holds, under names that no strategy changes; no copies"""
     load: Callable[[Source], None]
@@ -83,6 +98,13 @@ def replica(
     module: nn.Module | None = None,
     sync_gradients: Callable[[Tensor], None] | None = None,
     backward: Callable[[Work, bool], AbstractContextManager[Any]] = lambda _work, _is_last: nullcontext(),
+    gradients: Callable[[], list[Held]] | None = None,
+    gradient_norm: Callable[[], Tensor] | None = None,
+    sharded: bool = False,
+    in_lockstep: bool = False,
+    gathered: Callable[[], AbstractContextManager[None]] = nullcontext,
+    weights: Callable[[], Mapping[str, Tensor]] | None = None,
+    hold_parameters: Callable[[], list[Held]] | None = None,
     hold: Callable[[], list[Held]] | None = None,
     load: Callable[[Source], None] | None = None,
 ) -> Replica:
@@ -96,6 +118,9 @@ def replica(
         virtual_ranks: see Strategy.
         sync_gradients: see Replica; by default only the division, as one device does.
         backward: (work, is it the step's last here?): surrounds a micro-batch, to say what becomes of its gradients.
+        gradients: see Replica; by default the parameters' .grad. `sharded`, `in_lockstep`, `gathered`, `weights` too.
+        gradient_norm: the global norm of all gradients, in float64; infinite or NaN only if one of them is.
+        hold_parameters: the parameters as this rank holds them, to be saved and overwritten.
         hold: the optimizer's state, where it is not wholly here; and `load`, which takes it over.
     """
     parameters = trainable(model)
@@ -131,17 +156,30 @@ def replica(
         else:
             sync_gradients(total_weight)
 
+    def own_gradients() -> list[Held]:
+        return [Held(name, p.grad) for name, p in model.named_parameters() if p.grad is not None]
+
+    held_gradients = gradients or own_gradients
+
     def clip_grad_norm(max_norm: float) -> Tensor:
-        return nn.utils.clip_grad_norm_(parameters, max_norm)
+        tensors = [held.tensor for held in held_gradients()]
+        norm = total_norm(tensors) if gradient_norm is None else gradient_norm()
+        scale_to_norm(tensors, norm, max_norm)
+        return norm
+
+    def parameters_here() -> list[Held]:
+        return [Held(f"model/{name}", parameter.detach()) for name, parameter in model.named_parameters()]
+
+    held_parameters = hold_parameters or parameters_here
 
     def state() -> list[Held]:
-        held = [Held(f"model/{name}", parameter.detach()) for name, parameter in model.named_parameters()]
-        return [*held, *buffers.hold(), *(hold_optimizer(model, optimizer) if hold is None else hold())]
+        optimizers = hold_optimizer(model, optimizer) if hold is None else hold()
+        return [*held_parameters(), *buffers.hold(), *optimizers]
 
     @torch.no_grad()
     def load_all(source: Source) -> None:
-        for name, parameter in model.named_parameters():
-            parameter.copy_(needed(source, f"model/{name}", parameter))
+        for held in held_parameters():
+            take_over(source, held)
         buffers.load(source)
         load_optimizer(model, optimizer, source) if load is None else load(source)
 
@@ -158,6 +196,11 @@ def replica(
         keep_buffers=buffers.keep,
         put_back_buffers=buffers.put_back,
         alone=alone,
+        gradients=held_gradients,
+        sharded=sharded,
+        in_lockstep=in_lockstep,
+        gathered=gathered,
+        weights=model.state_dict if weights is None else weights,
         state=state,
         load=load_all,
     )
@@ -176,60 +219,21 @@ def scale_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:
             parameter.grad.mul_(factor)
 
 
-def only_alone(name: str, world: World) -> None:
-    """Refuse a world of several ranks, for a strategy that lives in one process.
-
-    Raises:
-        UsageError: if `world` has more than one rank.
-    """
-    if world.size > 1:
-        raise UsageError(
-            f"strategy {name!r} lives in one process, there are {world.size}. "
-            "For several processes use manual, bucketed or ddp."
-        )
-
-
-def refuse_foreign(model: nn.Module, optimizer: Optimizer) -> None:
-    """Refuse an optimizer that trains what is not in the model.
-
-    Raises:
-        UsageError: naming its shape.
-    """
-    own = set(model.parameters())
-    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-        if parameter not in own:
-            raise UsageError(
-                f"the optimizer trains a parameter of shape {tuple(parameter.shape)} that is not in the model: it "
-                "would be neither synchronised nor saved. Make it a parameter of the model."
-            )
-
-
 def forest(world: World, virtual_ranks: int | None) -> Forest:
     """Which leaves of the tree over all virtual ranks belong to which rank."""
     shares = [ranks_share(virtual_ranks or world.size, rank, world.size) for rank in range(world.size)]
     return Forest([(share.start, share.stop) for share in shares], world.rank)
 
 
-def leaf_of(reducer: TreeReducer) -> Callable[[Work, bool], AbstractContextManager[None]]:
+def leaf_of(
+    reducer: TreeReducer | ScatterReducer | SharedGradients,
+) -> Callable[[Work, bool], AbstractContextManager[None]]:
     """What `replica` takes as `backward`, for gradients that are added up in the tree."""
 
     def leaf(work: Work, is_last: bool) -> AbstractContextManager[None]:
         return reducer.leaf(work.virtual_rank, is_last=is_last, counted=work.counted)
 
     return leaf
-
-
-def refuse_synchronised(model: nn.Module, name: str) -> None:
-    """Refuse synchronised batch norm, for a strategy whose result must not depend on the world size.
-
-    Raises:
-        UsageError: if `model` has any.
-    """
-    if any(isinstance(module, SyncBatchNorm) for module in model.modules()):
-        raise UsageError(
-            f"strategy {name!r} gives the same bits at every world size; synchronised batch norm adds its statistics "
-            "up over ranks and cannot. Use --batchnorm local: statistics of each virtual rank."
-        )
 
 
 @contextmanager

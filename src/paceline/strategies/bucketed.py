@@ -1,4 +1,4 @@
-"""Our own data parallelism: gradients travel in buckets while backward still runs."""
+"""Our own data parallelism: gradients travel in buckets while backward runs, or at once where memory is shared."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from contextlib import nullcontext
 
 from torch import nn
 
-from paceline.scratch.reduce import GradientReducer
-from paceline.scratch.replicate import broadcast_module
+from paceline.collectives.gradients import gradients_by_rank
+from paceline.collectives.replicate import broadcast_module
 from paceline.strategies.base import MakeOptimizer, Replica, replica
 from paceline.world import World
 
@@ -17,11 +17,13 @@ def bucketed(
 ) -> Replica:
     """Buckets in reverse order of the parameters, started by hooks during the last micro-batch's backward.
 
+    Ranks that share memory need none: they add up all gradients after backward, which is faster there.
+
     Raises:
         ValueError: if the ranks' models differ in names, shapes or types.
     """
     broadcast_module(model)
-    reducer = GradientReducer(model)
+    reducer = gradients_by_rank(model)
     return replica(
         model,
         make_optimizer(model.parameters()),

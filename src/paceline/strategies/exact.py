@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from torch import nn
+from torch import Tensor, nn
 
-from paceline.scratch.replicate import broadcast_module
-from paceline.scratch.tree import TreeReducer
-from paceline.strategies.base import MakeOptimizer, Replica, forest, leaf_of, refuse_synchronised, replica
+from paceline.collectives.gradients import gradients_by_leaf
+from paceline.collectives.replicate import broadcast_module
+from paceline.scratch.norm import SharedNorm
+from paceline.strategies.base import MakeOptimizer, Replica, forest, leaf_of, replica, trainable
+from paceline.strategies.refusals import refuse_synchronised
 from paceline.world import World
 
 
@@ -24,12 +26,20 @@ def exact(
     """
     refuse_synchronised(model, "exact")
     broadcast_module(model)
-    reducer = TreeReducer(model, forest(world, virtual_ranks))
+    reducer = gradients_by_leaf(model, forest(world, virtual_ranks))
+    parameters = trainable(model)
+    sizes = [parameter.numel() for parameter in parameters]
+    norm = SharedNorm(sizes, [[(i, 0, size) for i, size in enumerate(sizes)]], 0, world.device)
+
+    def gradient_norm() -> Tensor:
+        return norm({i: p.grad.reshape(-1) for i, p in enumerate(parameters) if p.grad is not None})
+
     return replica(
         model,
         make_optimizer(model.parameters()),
         world,
         virtual_ranks=virtual_ranks,
         sync_gradients=reducer.finish,
+        gradient_norm=gradient_norm,
         backward=leaf_of(reducer),
     )

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from paceline.checkpoint.state import Held, Source
 from paceline.errors import UsageError
+from paceline.scratch.zero import Piece
 
 ITEM = ".item"  # ends the name of a plain number
 
@@ -71,6 +72,56 @@ def saved_keys(source: Source, name: str) -> Iterator[tuple[str, str]]:
         key = full.removeprefix(prefix)
         if "/" not in key:  # else of a parameter called name/...
             yield key, full
+
+
+def hold_pieces(
+    pieces: Mapping[str, Piece],
+    shapes: Mapping[str, torch.Size],
+    optimizer: Optimizer,
+    uncut: Mapping[str, nn.Parameter] | None = None,
+) -> list[Held]:
+    """As `hold_optimizer`, where it trains pieces of parameters, given by these parameters' names, and `uncut` ones."""
+    held: list[Held] = []
+    for name, parameter in (uncut or {}).items():
+        held += [Held(full, tensor) for full, tensor in named_state(name, optimizer.state.get(parameter, {}))]
+    for name, piece in pieces.items():
+        for full, tensor in named_state(name, optimizer.state.get(piece.parameter, {})):
+            if tensor.shape == piece.parameter.shape:
+                held.append(Held(full, tensor, shapes[name], piece.start, replicated=False))
+            elif piece.start == 0:  # a counter: one of those who have it saves it
+                held.append(Held(full, tensor, replicated=False))
+    return held
+
+
+def load_pieces(
+    pieces: Mapping[str, Piece],
+    shapes: Mapping[str, torch.Size],
+    optimizer: Optimizer,
+    source: Source,
+    uncut: Mapping[str, nn.Parameter] | None = None,
+) -> None:
+    """As `load_optimizer`, where it trains pieces of the parameters and `uncut` ones."""
+    optimizer.state.clear()
+    for name, parameter in (uncut or {}).items():
+        if state := dict(saved_state(source, name)):
+            optimizer.state[parameter] = on_device(optimizer, parameter, state)
+    for name, piece in pieces.items():
+        state = _saved_piece(source, name, piece, shapes[name])
+        if state:
+            optimizer.state[piece.parameter] = on_device(optimizer, piece.parameter, state)
+
+
+def _saved_piece(source: Source, name: str, piece: Piece, shape: torch.Size) -> dict[str, Any]:
+    """The state of this piece; of a counter, the whole."""
+    state: dict[str, Any] = {}
+    for key, full in saved_keys(source, name):
+        if key.endswith(ITEM) or key == "step" or source.shape(full) != shape:
+            value = source.tensor(full)
+            assert value is not None
+            state[key.removesuffix(ITEM)] = value.item() if key.endswith(ITEM) else value
+        else:
+            state[key] = source.tensor(full, piece.start, piece.stop)
+    return state
 
 
 def on_device(optimizer: Optimizer, parameter: nn.Parameter, state: dict[str, Any]) -> dict[str, Any]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
-from paceline.strategies.base import MakeOptimizer, Replica, only_alone, replica
+from paceline.strategies.base import MakeOptimizer, Replica, replica
+from paceline.strategies.refusals import only_alone
 from paceline.world import World
 
 

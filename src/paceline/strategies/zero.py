@@ -1,41 +1,34 @@
-"""The bits of `exact`, with an N-th of the optimizer's memory on each of N ranks."""
+"""The bits of `exact`, with an N-th of the gradients' and of the optimizer's memory on each of N ranks."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-import torch
-from torch import nn, optim
-from torch.optim import Optimizer
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from paceline.checkpoint.state import Held, Source
-from paceline.errors import UsageError
+from paceline.collectives.moves import all_gather, reduce_scatter
+from paceline.collectives.transport import shared_memory
+from paceline.scratch.norm import SharedNorm
 from paceline.scratch.replicate import broadcast_module
-from paceline.scratch.tree import TreeReducer
-from paceline.scratch.zero import Piece, Shards
-from paceline.strategies.base import (
-    MakeOptimizer,
-    Replica,
-    forest,
-    leaf_of,
-    refuse_foreign,
-    refuse_synchronised,
-    replica,
-)
-from paceline.strategies.held import ITEM, named_state, on_device, saved_keys
+from paceline.scratch.scatter import AllToAll, Scatter, ScatterReducer
+from paceline.scratch.tree import Forest, gather_shares
+from paceline.scratch.zero import Gather, Shards
+from paceline.strategies.base import MakeOptimizer, Replica, forest, leaf_of, replica, trainable
+from paceline.strategies.held import hold_pieces, load_pieces
+from paceline.strategies.refusals import refuse_foreign, refuse_synchronised, refuse_whole
 from paceline.world import World
-
-# Each updates an element by that element's own gradient and history alone.
-ELEMENT_WISE = (
-    optim.SGD, optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.Adamax, optim.Adadelta, optim.RMSprop,
-    optim.Rprop, optim.ASGD,
-)  # fmt: skip
 
 
 def zero(
     model: nn.Module, make_optimizer: MakeOptimizer, world: World, /, *, virtual_ranks: int | None = None
 ) -> Replica:
-    """Gradients as in `exact`; each rank updates its share of the parameters, and keeps the state of that share only.
+    """Gradients are added up as in `exact`; each rank is given its share, and updates that share of the parameters.
+
+    Memory of each rank, for P parameters in N ranks: P weights, P/N gradients, P/N of what the optimizer keeps. While
+    a rank adds up several micro-batches, P gradients exist.
 
     Raises:
         ValueError: if the ranks' models differ in names, shapes or types.
@@ -44,23 +37,30 @@ def zero(
     refuse_synchronised(model, "zero")
     broadcast_module(model)
     optimizer = make_optimizer(model.parameters())
-    _refuse_whole(optimizer)
+    refuse_whole("zero", optimizer)
     refuse_foreign(model, optimizer)
-    shards = Shards(model, world.rank, world.size)
+    parameters = trainable(model)
+    scatter, gather = _transports(parameters)
+    shards = Shards(model, world.rank, world.size, gather=gather)
     shards.shard(optimizer)
-    reducer = TreeReducer(model, forest(world, virtual_ranks))
+    reducer = ScatterReducer(shards, forest(world, virtual_ranks), scatter=scatter)
+    norm = SharedNorm([p.numel() for p in parameters], shards.shares(parameters), world.rank, world.device)
     pieces = {name: shards.pieces[p] for name, p in model.named_parameters() if p in shards.pieces}
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
 
+    def gradients() -> list[Held]:
+        held = {name: (piece.parameter.grad, piece.start) for name, piece in pieces.items()}
+        return [Held(n, g, shapes[n], start, replicated=False) for n, (g, start) in held.items() if g is not None]
+
+    def gradient_norm() -> Tensor:
+        own = {i: shards.pieces[p].parameter.grad for i, p in enumerate(parameters) if p in shards.pieces}
+        return norm({i: gradient for i, gradient in own.items() if gradient is not None})
+
     def hold() -> list[Held]:
-        return [held for name, piece in pieces.items() for held in _hold(name, piece, shapes[name], optimizer)]
+        return hold_pieces(pieces, shapes, optimizer)
 
     def load(source: Source) -> None:
-        optimizer.state.clear()
-        for name, piece in pieces.items():
-            state = _saved(source, name, piece, shapes[name])
-            if state:
-                optimizer.state[piece.parameter] = on_device(optimizer, piece.parameter, state)
+        load_pieces(pieces, shapes, optimizer, source)
 
     return replica(
         model,
@@ -69,38 +69,41 @@ def zero(
         virtual_ranks=virtual_ranks,
         sync_gradients=reducer.finish,
         backward=leaf_of(reducer),
+        gradients=gradients,
+        gradient_norm=gradient_norm,
+        sharded=True,
         hold=hold,
         load=load,
     )
 
 
-def _refuse_whole(optimizer: Optimizer) -> None:
-    if type(optimizer) not in ELEMENT_WISE:
-        known = ", ".join(kind.__name__ for kind in ELEMENT_WISE)
-        raise UsageError(
-            f"strategy 'zero' cuts parameters into pieces, and {type(optimizer).__name__} may look at a whole one. "
-            f"Known to update each element by itself: {known}. Use one of these, or strategy exact."
-        )
+def _transports(parameters: Sequence[nn.Parameter]) -> tuple[Scatter, Gather]:
+    """How gradients get to whom they belong, and weights to all: where all ranks share memory, through it."""
+    on_cpu = all(p.device.type == "cpu" and not p.is_complex() for p in parameters)
+    memory = shared_memory() if on_cpu else None
+    if memory is None:
+        return AllToAll, gather_shares
+
+    def scatter(forest: Forest, own: Sequence[Tensor], group: dist.ProcessGroup | None, name: str) -> _Arrived:
+        share = own[0].new_empty(len(own[0]) // memory.size)
+        return _Arrived(reduce_scatter(memory, own, forest, share, name=name))
+
+    def gather(whole: Tensor, mine: Tensor, group: dist.ProcessGroup | None) -> _Arrived:
+        all_gather(memory, mine, whole, "weights")
+        return _Arrived(whole)
+
+    return scatter, gather
 
 
-def _hold(name: str, piece: Piece, shape: torch.Size, optimizer: Optimizer) -> list[Held]:
-    held: list[Held] = []
-    for full, tensor in named_state(name, optimizer.state.get(piece.parameter, {})):
-        if tensor.shape == piece.parameter.shape:
-            held.append(Held(full, tensor, shape, piece.start, replicated=False))
-        elif piece.start == 0:  # a counter: one of those who have it saves it
-            held.append(Held(full, tensor, replicated=False))
-    return held
+@dataclass(frozen=True)
+class _Arrived:
+    """Memory is as fast as a copy: nothing is gained by doing something else meanwhile."""
 
+    values: Tensor
 
-def _saved(source: Source, name: str, piece: Piece, shape: torch.Size) -> dict[str, Any]:
-    """The state of this piece; of a counter, the whole."""
-    state: dict[str, Any] = {}
-    for key, full in saved_keys(source, name):
-        if key.endswith(ITEM) or key == "step" or source.shape(full) != shape:
-            value = source.tensor(full)
-            assert value is not None
-            state[key.removesuffix(ITEM)] = value.item() if key.endswith(ITEM) else value
-        else:
-            state[key] = source.tensor(full, piece.start, piece.stop)
-    return state
+    def end(self) -> Tensor:
+        """See scratch.scatter.Scattering."""
+        return self.values
+
+    def wait(self) -> None:
+        """See scratch.zero.Gathering."""

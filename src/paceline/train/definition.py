@@ -26,15 +26,18 @@ FIXED = {
 BITS_ONLY = ("threads_per_rank", "hardware")  # compared only where bits were promised
 CHANGEABLE = (
     "task", "accumulation", "lr", "weight_decay", "momentum", "clip_norm", "schedule", "warmup_steps", "lr_scaling",
-    "lr_base_batch", "epochs", "steps", *BITS_ONLY,
+    "lr_base_batch", "epochs", "steps", "precision", *BITS_ONLY,
 )  # fmt: skip
 """what may change if `--allow-change` names it; everything else (world size, strategy, ...) may change freely"""
+
+ADDED = {"precision": "fp32"}
+"""what did not stand in the definitions of older checkpoints, and what it was then"""
 
 
 def settings(config: TrainConfig) -> dict[str, Any]:
     """The part of the definition that stands in the (resolved) settings."""
     o = config.optimizer
-    return {
+    found: dict[str, Any] = {
         "task": str(config.task),
         "stem": config.model.stem,
         "batchnorm": config.model.batchnorm,
@@ -56,7 +59,11 @@ def settings(config: TrainConfig) -> dict[str, Any]:
         "lr_base_batch": o.lr_base_batch if o.lr_scaling != "none" else None,
         "strategy": config.strategy,
         "threads_per_rank": config.launch.threads_per_rank if config.strategy in EXACT else None,
+        "precision": config.compute.precision,
     }
+    if config.compute.precision == "auto":  # what it comes to is not known yet
+        del found["precision"]
+    return found
 
 
 def allowed_changes(text: str) -> list[str]:
@@ -89,6 +96,7 @@ def check_same(saved: Mapping[str, Any], now: Mapping[str, Any], allowed: Collec
     Raises:
         UsageError: naming each difference, both values, and what to do.
     """
+    saved = ADDED | dict(saved)
     bits = saved.get("strategy") in EXACT and now.get("strategy") in EXACT
     compared = [*FIXED, *CHANGEABLE] if bits else [name for name in (*FIXED, *CHANGEABLE) if name not in BITS_ONLY]
     differ = [name for name in compared if name in now and name in saved and now[name] != saved[name]]

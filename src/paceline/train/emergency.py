@@ -56,9 +56,11 @@ def save_alone(
         OSError: if it cannot be written.
     """
     held, world = replica.state(), replica.world
-    elsewhere = next((one.name for one in held if not one.replicated), None)
+    elsewhere = next((f" (as {one.name} is on this one)" for one in held if not one.replicated), None)
+    if replica.sharded and elsewhere is None:  # of a small model a rank may hold no share at all
+        elsewhere = ""
     if elsewhere is not None and world.size > 1:
-        raise TrainingError(f"parts of the state are on the other ranks only (as {elsewhere} is on this one)")
+        raise TrainingError(f"parts of the state are on the other ranks only{elsewhere}")
     part, places = layout(held)
     buffer = torch.empty(places.total_bytes, dtype=torch.uint8)
     meta = {"step": step, "rank": 0, "world_size": 1, "samples_seen": content.samples_seen}

@@ -16,6 +16,7 @@ from paceline.data.plan import ranks_share
 from paceline.errors import UsageError
 from paceline.strategies.base import Replica
 from paceline.tasks.task import Loss, Metric
+from paceline.train.lockstep import Part, as_many_parts_as_any
 from paceline.train.step import weighted_losses
 
 
@@ -38,7 +39,9 @@ def evaluate(
     world, virtual_ranks = replica.world, replica.virtual_ranks
     share = ranks_share(virtual_ranks, world.rank, world.size)
     mine = {v: torch.arange(v, len(dataset), virtual_ranks) for v in share}  # pyright: ignore[reportArgumentType]
-    work = [(v, indices) for v in share for indices in mine[v].split(batch_size) if len(indices)]
+    work: list[Part] = [(v, indices) for v in share for indices in mine[v].split(batch_size) if len(indices)]
+    if replica.in_lockstep:
+        work = as_many_parts_as_any(work, len(dataset), virtual_ranks, world, batch_size)  # pyright: ignore[reportArgumentType]
     totals = torch.zeros(  # (V, 2 + 2M): sum and weight of the loss and of each metric
         virtual_ranks, 2 + 2 * len(metrics), dtype=torch.float64, device=world.device
     )
@@ -49,7 +52,9 @@ def evaluate(
         closing(fetch(dataset, requests, 0, loading)) as batches,
     ):
         for (virtual_rank, _), (inputs, targets) in zip(work, batches, strict=True):
-            totals[virtual_rank] += _batch_totals(replica.model, inputs, targets, loss, metrics)
+            found = _batch_totals(replica.model, inputs, targets, loss, metrics)
+            if virtual_rank is not None:
+                totals[virtual_rank] += found
             tick()
     names = ["loss", *metrics]
     sums = iter(start_totals(totals)().sums)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from paceline.data.loader import MicroBatch
 from paceline.launch.guard.evidence import Phase
 from paceline.strategies.base import Replica
 from paceline.tasks.task import Loss
 from paceline.train.order import Order
+from paceline.train.phases import PhaseClock
 from paceline.train.schedule import Schedule
 from paceline.train.step import StepResult, ignore, train_step
 
@@ -26,6 +27,8 @@ class StepRecord:
     seconds: float
     """of the whole step, data included"""
     microbatches: list[MicroBatch]
+    phase_seconds: dict[str, float] = field(default_factory=dict[str, float])
+    """by the phase's word; together the seconds of the step"""
 
 
 def fit(
@@ -49,8 +52,9 @@ def fit(
         TrainingError: see train_step.
     """
     replica.model.train()
+    clock = PhaseClock(enter)
     began = time.perf_counter()
-    enter(Phase.DATA)
+    clock(Phase.DATA)
     for number, microbatches in enumerate(steps, start):
         data_seconds = time.perf_counter() - began
         lr = schedule.lr(number)
@@ -58,8 +62,9 @@ def fit(
             group["lr"] = lr
         result = train_step(
             replica, microbatches, loss,
-            max_norm=max_norm, votes=votes, enter=enter, order=order, may_leave_out=may_leave_out,
+            max_norm=max_norm, votes=votes, enter=clock, order=order, may_leave_out=may_leave_out,
         )  # fmt: skip
-        yield StepRecord(number + 1, result, lr, data_seconds, time.perf_counter() - began, microbatches)
-        enter(Phase.DATA)
+        spent, seconds = clock.take(), time.perf_counter() - began
+        yield StepRecord(number + 1, result, lr, data_seconds, seconds, microbatches, spent)
+        clock(Phase.DATA)
         began = time.perf_counter()  # what the caller did meanwhile is no part of the next step

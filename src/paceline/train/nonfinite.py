@@ -1,22 +1,25 @@
 """Is the step's gradient finite, and if not: which rank, which parameter, which samples made it so?
 
-One look at the sum of each reduced gradient says whether there is an infinity or NaN in it; all ranks hold the same
-gradients, so all decide alike without asking. Only then is the step looked into, before the optimizer runs: each rank
-computes its own micro-batches again, alone, and finds the bad samples by halving.
+One look at the sum of each reduced gradient says whether there is an infinity or NaN in it. Where all ranks hold the
+same gradients, all decide alike without asking; where each holds a share, they vote, and where gradients are clipped,
+their norm is the vote. Only then is the step looked into, before the optimizer runs: each rank computes its own
+micro-batches again, alone, and finds the bad samples by halving.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.collectives import gather_words
 from paceline.data.loader import MicroBatch
+from paceline.scratch.reduce import named
 from paceline.strategies.base import Replica, trainable
 
 MAX_NAMED = 8  # samples of a rank in a message
@@ -37,9 +40,18 @@ class NotFinite:
     """the first rank that made it so"""
 
 
-def gradients_are_finite(parameters: Iterable[nn.Parameter]) -> bool:
-    """Whether no .grad holds an infinity or NaN."""
-    gradients = [p.grad for p in parameters if p.grad is not None]
+def gradients_are_finite(replica: Replica) -> bool:
+    """Whether no gradient holds an infinity or NaN, on all ranks alike (a collective where they are sharded)."""
+    finite = are_finite([held.tensor for held in replica.gradients()])
+    if not replica.sharded or replica.world.size == 1:
+        return finite
+    bad = torch.tensor([0.0 if finite else 1.0], device=replica.world.device)
+    dist.all_reduce(named(bad, "gradients that are not finite"))
+    return float(bad) == 0
+
+
+def are_finite(gradients: Sequence[Tensor]) -> bool:
+    """Whether none of them holds an infinity or NaN."""
     if not gradients:
         return True
     # A sum is several times faster than to look at each element, and never finite where one element is not. It may
@@ -83,16 +95,19 @@ def gradients_not_finite(
         where: the step, in words.
         progress: called for each pass, which may take its time.
     """
-    names = [n for n, p in replica.model.named_parameters() if p.grad is not None and not p.grad.isfinite().all()]
-    mine: dict[str, Any] = {"samples": [], "why": ""}
-    try:
-        for microbatch in microbatches:
-            if microbatch.work.counted:
-                search = _Search(replica, microbatch, forward, progress)
-                mine["samples"] += microbatch.work.indices[search.bad()].tolist()
-    except Exception as error:  # what is looked for is lost; what is known is told all the same
-        mine["why"] = f"{type(error).__name__}: {error}"[:300]
+    bad = [held.name for held in replica.gradients() if not bool(held.tensor.isfinite().all())]
+    mine: dict[str, Any] = {"names": bad, "samples": [], "why": ""}
+    with replica.gathered():
+        try:
+            for microbatch in microbatches:
+                if microbatch.work.counted:
+                    search = _Search(replica, microbatch, forward, progress)
+                    mine["samples"] += microbatch.work.indices[search.bad()].tolist()
+        except Exception as error:  # what is looked for is lost; what is known is told all the same
+            mine["why"] = f"{type(error).__name__}: {error}"[:300]
     told = gather_words(mine, replica.world)
+    hit = {name for found in told for name in found["names"]}
+    names = [name for name, _ in replica.model.named_parameters() if name in hit]
     guilty = {rank: found["samples"] for rank, found in enumerate(told) if found["samples"]}
     why = next((found["why"] for found in told if found["why"]), "")
     if guilty:

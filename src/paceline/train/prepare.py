@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch.utils.data import Dataset
 
 from paceline.collectives import check_equal, new_group, together, told_once
 from paceline.config import BatchShape, TrainConfig, batch_shape, default_strategy, task_options
-from paceline.data.arrays import batch_gatherer
+from paceline.data.arrays import batch_gatherer, on_device
 from paceline.data.fingerprint import fingerprint
 from paceline.data.loader import Loading, fetch
 from paceline.data.plan import BatchPlan, ranks_share
@@ -21,8 +22,10 @@ from paceline.errors import UsageError
 from paceline.scratch.batchnorm import convert
 from paceline.seeding import derive, preserved_streams, random_stream
 from paceline.strategies import STRATEGIES, Replica
+from paceline.strategies.fsdp import fsdp
 from paceline.tasks import load_task
 from paceline.tasks.task import Task
+from paceline.train.computing import Settled, settle
 from paceline.train.determinism import explained
 from paceline.train.evaluate import evaluating
 from paceline.train.optimizer import optimizer_maker
@@ -47,6 +50,8 @@ class Parts:
     total_steps: int
     data: dict[str, Any]
     """what the training and test data are recognised by"""
+    settled: Settled = field(default_factory=Settled)
+    """how it is computed"""
 
 
 def prepare(config: TrainConfig, world: World) -> Parts:
@@ -57,8 +62,6 @@ def prepare(config: TrainConfig, world: World) -> Parts:
             this world; ToldElsewhere on all others.
     """
     with together(world):  # first what each rank does alone, the user's own code above all
-        if config.launch.threads_per_rank:
-            torch.set_num_threads(config.launch.threads_per_rank)
         shape = batch_shape(config.data, world.size)
         share = ranks_share(shape.virtual_ranks, world.rank, world.size)
         task = load_task(str(config.task), task_options(config))
@@ -70,9 +73,13 @@ def prepare(config: TrainConfig, world: World) -> Parts:
         loading = Loading(world.device, config.data.num_workers, task.collate)
         data = {"training data": fingerprint(train_set, loading), "test data": fingerprint(test_set, loading)}
         model = make_model(task, config.run.seed, world)
-        largest = math.ceil(shape.global_batch / (shape.virtual_ranks * shape.accumulation))
+    largest = math.ceil(shape.global_batch / (shape.virtual_ranks * shape.accumulation))
+    settled = settle(config.compute, model, task, train_set, loading, largest, world)
+    config = replace(config, compute=replace(config.compute, precision=settled.precision))
+    with together(world):
         room = Room(largest, config.data.num_workers, world.local_size)
         check_loss(task, model, train_set, replace(loading, num_workers=0), room)
+        train_set, test_set = on_device(train_set, world.device), on_device(test_set, world.device)
     for what, content in data.items():
         check_equal(what, content, world)
     replica = make_replica(config, model, world, shape.virtual_ranks)
@@ -80,7 +87,7 @@ def prepare(config: TrainConfig, world: World) -> Parts:
     optimizer = config.optimizer
     peak_lr = scaled_lr(optimizer.lr, optimizer.lr_scaling, shape.global_batch, optimizer.lr_base_batch)
     schedule = Schedule(peak_lr, total_steps, optimizer.warmup_steps, optimizer.schedule)
-    return Parts(config, task, train_set, test_set, replica, plan, share, schedule, loading, total_steps, data)
+    return Parts(config, task, train_set, test_set, replica, plan, share, schedule, loading, total_steps, data, settled)
 
 
 def make_model(task: Task, seed: int, world: World) -> nn.Module:
@@ -121,7 +128,12 @@ def make_replica(config: TrainConfig, model: nn.Module, world: World, virtual_ra
             # A group of its own: its collectives must not pair up with those of gradient buckets, whose order in
             # between depends on what each rank's backward finishes first.
             model = convert(model, new_group())
-        strategy = STRATEGIES[default_strategy(config, world.size)]
+        name = default_strategy(config, world.size)
+        strategy = STRATEGIES[name]
+        if name == "fsdp":
+            strategy = partial(fsdp, wrap=config.model.fsdp_wrap)
+        elif config.model.fsdp_wrap is not None:
+            raise told_once(UsageError(f"--fsdp-wrap is for strategy fsdp only, this is {name}"), world)
         return strategy(model, maker, world, virtual_ranks=virtual_ranks)
     except (TypeError, ValueError) as error:  # a layer that cannot be synchronised; models that differ: on all ranks
         raise told_once(UsageError(str(error)), world) from None

@@ -67,5 +67,6 @@ def write_step(write: Write, record: StepRecord, parts: Parts, samples: int) -> 
             consumed=sum(len(work.indices) for work in used),
             fingerprint=f"{add(*(fingerprint(work.indices) for work in used)):016x}",
             skipped=result.left_out is not None,
+            phase_seconds={phase: round(seconds, 7) for phase, seconds in record.phase_seconds.items()},
         )
     )

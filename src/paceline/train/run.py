@@ -17,12 +17,14 @@ import torch
 from paceline import __version__
 from paceline.checkpoint.store import Checkpoints
 from paceline.collectives import check_equal, gather_words, together, told_once
-from paceline.config import EXACT, TrainConfig, default_strategy, dump, repeatable, resolved
+from paceline.collectives.transport import shared_memory, shared_memory_if_made
+from paceline.config import EXACT, TrainConfig, default_strategy, dump, load, repeatable, resolved
 from paceline.errors import ExitCode, PacelineError, UsageError
 from paceline.launch.guard.evidence import Phase
 from paceline.launch.worker.guard import Guard
 from paceline.observe.folder import (
     CHECKPOINTS,
+    CONFIG,
     attempt_number,
     check_not_finished,
     create_attempt_dir,
@@ -34,6 +36,7 @@ from paceline.observe.folder import (
 )
 from paceline.observe.summary import Summary, write_summary
 from paceline.tasks.code import check_code
+from paceline.train.computing import take_threads
 from paceline.train.definition import BITS_ONLY, allowed_changes, check_same, settings
 from paceline.train.determinism import deterministic, holds_for
 from paceline.train.keeping import Place
@@ -69,10 +72,14 @@ def train(config: TrainConfig, *, run_dir: Path | None = None) -> Ended:
     with joined(world, timeout_seconds=config.launch.timeout), _place(config, world, run_dir) as place:
         config = resolved(config, world.size)
         try:
+            shared_memory(config.launch.collectives)
             check_equal("settings", settings(config), world)
             rehearsed = config.checkpoint.rehearse_preemption
             with deterministic() if config.strategy in EXACT else nullcontext():
+                place.notices.extend(take_threads(config.launch.threads_per_rank, world))
+                config = sticky(config, place)
                 parts = prepare(config, world)
+                config = parts.config
                 check_code(world)
                 if rehearsed is not None and rehearsed >= parts.total_steps:
                     words = (
@@ -133,6 +140,15 @@ def _place(config: TrainConfig, world: World, prepared: Path | None) -> Generato
     finally:
         if lock is not None:
             os.close(lock)
+
+
+def sticky(config: TrainConfig, place: Place) -> TrainConfig:
+    """`config` with the precision that this run has chosen before, where it goes on and is to choose by itself."""
+    path = place.folder / CONFIG
+    goes_on = place.generation or config.checkpoint.resume == "auto"
+    if config.compute.precision != "auto" or not goes_on or config.checkpoint.fresh or not path.is_file():
+        return config
+    return replace(config, compute=replace(config.compute, precision=load(path).compute.precision))
 
 
 def _write_down(config: TrainConfig, place: Place, parts: Parts) -> None:
@@ -205,6 +221,7 @@ def _environment(world: World) -> Mapping[str, Any]:
         "gpu": gpu,
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "backend": world.backend,
+        "collectives": "torch" if shared_memory_if_made() is None else "shared",
         "world_size": world.size,
         "threads_per_rank": torch.get_num_threads(),
         "bits_hold_for": holds_for(world.device),

@@ -22,8 +22,9 @@ from paceline.data.loader import MicroBatch
 from paceline.data.plan import Work
 from paceline.errors import ExitCode, TrainingError, UsageError
 from paceline.launch.guard.evidence import Phase
-from paceline.strategies.base import Replica, trainable
+from paceline.strategies.base import Replica
 from paceline.tasks.task import Loss
+from paceline.train.lockstep import as_many_as_any
 from paceline.train.nonfinite import NotFinite, gradients_are_finite, gradients_not_finite, losses_not_finite
 from paceline.train.order import Order
 
@@ -86,6 +87,8 @@ def train_step(
             the others. Parameters and buffers are still those before the step.
     """
     replica.keep_buffers()
+    if replica.in_lockstep:
+        microbatches = as_many_as_any(microbatches, replica.world)
     where = _position(microbatches[0].work)
     try:
         finish_totals, seen = _forward_backward(replica, microbatches, loss, votes, enter, order)
@@ -100,13 +103,14 @@ def train_step(
             error = TrainingError(f"the loss weights of the global batch at {where} sum to 0: its mean is undefined")
             raise told_once(error, replica.world)
         replica.sync_gradients(torch.tensor(weight_total, dtype=torch.float64, device=replica.world.device))
-        if not (math.isfinite(loss_total) and gradients_are_finite(trainable(replica.model))):
+        finite = math.isfinite(loss_total)
+        norm = float(replica.clip_grad_norm(max_norm)) if finite and max_norm is not None else None
+        if not (finite and ((norm is not None and math.isfinite(norm)) or gradients_are_finite(replica))):
             found = _not_finite(replica, seen, loss, loss_total, where, enter)
             if not may_leave_out:
                 raise told_once(_stopped(found), replica.world, by=found.told_by)
             replica.put_back_buffers()
             return StepResult(loss_total, weight_total, None, own, found)
-        norm = None if max_norm is None else float(replica.clip_grad_norm(max_norm))
     except BaseException:
         replica.put_back_buffers()
         raise

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from msgspec.structs import replace as replace_fields
 
+from paceline.checkpoint.whole import sha256_of
 from paceline.collectives import check_equal, told_once
 from paceline.data.loader import load_steps, naming_lost_processes
 from paceline.errors import ExitCode, PacelineError, TrainingError
@@ -21,6 +22,7 @@ from paceline.observe import events
 from paceline.observe.progress import Display
 from paceline.observe.summary import Summary, write_summary
 from paceline.observe.throughput import Throughput
+from paceline.train.costs import Costs, Waiting, all_costs, data_lines
 from paceline.train.evaluate import evaluate
 from paceline.train.fit import StepRecord, fit
 from paceline.train.keeping import Keeping, Place, Rhythm
@@ -30,7 +32,7 @@ from paceline.train.preemption import StopRequest, noticing
 from paceline.train.prepare import Parts
 from paceline.train.records import write_started, write_step
 from paceline.train.resume import Content, Origin
-from paceline.train.weights import digest, rescue, save
+from paceline.train.weights import rescue, rescue_alone, save
 from paceline.train.wording import closing_lines, opening_lines, scores_line, stopped_line, summary_of
 
 
@@ -41,7 +43,7 @@ class Training:
         """A collective; UsageError if the run's files cannot be written."""
         self._parts, self._place, self._origin = parts, place, origin
         self._world, self._config = parts.replica.world, parts.config
-        self._throughput = Throughput()
+        self._throughput, self._waiting = Throughput(), Waiting()
         self._start = self._step = origin.step if origin else 0
         self._samples = origin.content.samples_seen if origin else 0
         self._metrics: dict[str, float] = dict(origin.content.metrics) if origin else {}
@@ -102,12 +104,12 @@ class Training:
         if self._start >= parts.total_steps or (at_epoch and self._evaluated != self._start):
             self._evaluate()  # what was asked to stop just there had no time for it
         while True:
-            if (asked_to_stop := self._pass()) is not None:
-                return asked_to_stop
-            self._go_back()
+            if isinstance(end := self._pass(), bool):
+                return end
+            self._go_back(end)
 
-    def _pass(self) -> bool | None:
-        """Take steps until there are none left (False), the run was asked to stop, or has to go back (None)."""
+    def _pass(self) -> bool | Origin:
+        """Take steps until there are none left (False), the run was asked to stop (True), or has to go back."""
         parts = self._parts
         batches = load_steps(
             parts.train_set, parts.plan, parts.share, replace(parts.loading, box=self._guard.box),
@@ -123,7 +125,9 @@ class Training:
                 self._note(record)
                 found = record.result.left_out
                 if found is not None and self._left_out.goes_back(self._step, found) and not record.result.votes[0]:
-                    return None
+                    if (back := self._keeping.newest()) is not None:
+                        return back
+                    self._say(f"step {self._step} is left out: nothing is kept yet to go back to")
                 if self._between(record):
                     return True
         finally:  # ends the loader's processes also when a step fails
@@ -152,12 +156,7 @@ class Training:
         scores = {name: score for name, score in self._metrics.items() if math.isfinite(score)}  # JSON has no others
         return Content(self._samples, scores, self._place.definition, self._evaluated)
 
-    def _go_back(self) -> None:
-        """To the newest state that was kept (a collective)."""
-        origin = self._keeping.newest()
-        if origin is None:
-            words = "--not-finite rollback has nothing to go back to yet: no snapshot, no checkpoint"
-            raise told_once(TrainingError(words, ExitCode.NOT_FINITE), self._world)
+    def _go_back(self, origin: Origin) -> None:
         self._parts.replica.load(origin.source)
         self._writer.write(events.RolledBack(self._step, origin.step))
         self._say(f"goes back from step {self._step} to {origin.where}")
@@ -172,6 +171,7 @@ class Training:
         self._step, self._samples = record.step, self._samples + samples
         self._guard.box.set_step(self._step)
         self._throughput.step(samples)
+        self._waiting.step(record.data_seconds, record.seconds)
         write_step(self._writer.write, record, self._parts, samples)
         left = (self._parts.total_steps - record.step) * plan.global_batch
         rate = self._throughput.recent()
@@ -198,31 +198,35 @@ class Training:
         self._writer.write(events.Notice(line))
 
     def _stop(self) -> ExitCode:
-        """The state is on disk: say where the run goes on."""
+        """The state is on disk: say where the run goes on (a collective)."""
+        costs, _ = all_costs(self._waiting, self._world)
         failed = self._keeping.failed
         if failed:
-            where = rescue(self._parts.replica.model, self._place.folder) if self._world.rank == 0 else ""
+            weights = self._parts.replica.weights()
+            where = rescue(weights, self._place.folder) if self._world.rank == 0 else ""
             error = TrainingError(
                 f"asked to stop after step {self._step}, but the state could not be saved: {failed}; {where}"
             )
             raise told_once(error, self._world)
         if self._world.rank == 0:
-            write_summary(self._place.folder, self._summary(ExitCode.SAVED))
+            write_summary(self._place.folder, self._summary(ExitCode.SAVED, costs))
             self._display.say(stopped_line(self._step, self._parts.total_steps, self._place.folder))
         return ExitCode.SAVED
 
     def _finish(self, seconds: float) -> ExitCode:
         replica = self._parts.replica
+        costs, waited = all_costs(self._waiting, self._world)
         with replica.merged_buffers():
-            sha256 = digest(replica.model)
+            weights = replica.weights()
+            sha256 = sha256_of(weights)
             # In lockstep to the last: a rank whose weights differ has not computed this run.
             check_equal("final weights", sha256, self._world, error=TrainingError)
             if self._world.rank == 0:
-                save(replica.model, self._place.folder / "model.safetensors")
+                save(weights, self._place.folder / "model.safetensors")
         if self._world.rank == 0:
-            summary = self._summary(ExitCode.DONE, sha256, seconds)
+            summary = self._summary(ExitCode.DONE, costs, sha256, seconds)
             write_summary(self._place.folder, summary)
-            for line in closing_lines(summary, self._place.folder):
+            for line in [*data_lines(costs, waited, self._parts), *closing_lines(summary, self._place.folder)]:
                 self._display.say(line)
         if self._keeping.failed:
             error = TrainingError(
@@ -231,10 +235,10 @@ class Training:
             raise told_once(error, self._world)
         return ExitCode.DONE
 
-    def _summary(self, code: ExitCode, sha256: str | None = None, seconds: float | None = None) -> Summary:
+    def _summary(self, code: ExitCode, costs: Costs, sha256: str = "", seconds: float | None = None) -> Summary:
         summary = summary_of(self._parts, self._place, code, self._step, self._samples, self._metrics)
-        rate = self._throughput.overall()
-        return replace_fields(summary, samples_per_second=rate, seconds=seconds, weights_sha256=sha256)
+        known = {"samples_per_second": self._throughput.overall(), "weights_sha256": sha256 or None, **costs.fields()}
+        return replace_fields(summary, seconds=seconds, **known)
 
     @contextmanager
     def _weights_survive(self) -> Generator[None]:
@@ -243,7 +247,7 @@ class Training:
             yield
         except OSError as error:
             trained = self._step > self._start
-            where = rescue(self._parts.replica.model, self._place.folder) if trained else "nothing was trained yet"
+            where = rescue_alone(self._parts.replica, self._place.folder) if trained else "nothing was trained yet"
             raise TrainingError(
                 f"rank {self._world.rank} cannot go on after step {self._step}: {error}; {where}"
             ) from error

@@ -3,29 +3,25 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
-from paceline.checkpoint.whole import sha256_of
-
-
-def digest(model: nn.Module) -> str:
-    """SHA-256 over all parameters and persistent buffers: names, types, shapes and every bit."""
-    return sha256_of(model.state_dict())
+from paceline.strategies.base import Replica
 
 
-def save(model: nn.Module, path: Path) -> None:
-    """Write the model's state as safetensors; a tensor with two names (tied weights) once, as `load_model` expects it.
+def save(weights: Mapping[str, Tensor], path: Path) -> None:
+    """Write a model's state as safetensors; a tensor with two names (tied weights) once, as `load_model` expects it.
 
     Raises:
         OSError: if it cannot be written; an older file of that name is then still there.
     """
     partial = path.with_name(f"{path.name}.partial")
     try:
-        tensors, ties = _unique(model)
+        tensors, ties = _unique(weights)
         save_file(tensors, str(partial), {"format": "pt", **ties})
     except Exception as error:  # safetensors has an exception of its own for input/output errors
         partial.unlink(missing_ok=True)
@@ -33,12 +29,12 @@ def save(model: nn.Module, path: Path) -> None:
     partial.replace(path)
 
 
-def _unique(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
+def _unique(weights: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
     """The state by name, each tensor once and in memory of its own; and which other names stand for which of these."""
     kept: dict[object, str] = {}
     tensors: dict[str, Tensor] = {}
     ties: dict[str, str] = {}
-    for name, tensor in sorted(model.state_dict().items()):
+    for name, tensor in sorted(weights.items()):
         identity = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype) if tensor.numel() else name
         if identity in kept:
             ties[name] = kept[identity]
@@ -50,12 +46,22 @@ def _unique(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
     return tensors, ties
 
 
-def rescue(model: nn.Module, run_dir: Path) -> str:
+def rescue_alone(replica: Replica, run_dir: Path) -> str:
+    """As `rescue`, where the other ranks do not take part: no collective."""
+    if replica.world.size > 1 and any(h.name.startswith("model/") and not h.replicated for h in replica.state()):
+        return (
+            "the weights are cut over all ranks, and none can save them alone: go on from the newest checkpoint "
+            "(--resume auto)"
+        )
+    return rescue(replica.weights(), run_dir)
+
+
+def rescue(weights: Mapping[str, Tensor], run_dir: Path) -> str:
     """Save the weights wherever there is room, and say where: a full disk must not cost the training."""
     for folder in (run_dir, Path.cwd(), Path(tempfile.gettempdir()), Path("/dev/shm"), Path.home()):
         path = folder / f"{run_dir.name}-rescued.safetensors"
         try:
-            save(model, path)
+            save(weights, path)
         except OSError:
             continue
         return f"the weights were rescued to {path}"

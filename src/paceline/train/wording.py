@@ -30,6 +30,9 @@ def opening_lines(parts: Parts) -> list[str]:
         f"{plan.num_samples:,} samples = {_count(plan.steps_per_epoch, 'step')} an epoch; "
         f"{_count(parts.total_steps, 'step')} in all",
     ]
+    if told := _computed(parts):
+        lines.append(told)
+    lines += parts.settled.notices
     o = config.optimizer
     if o.lr_scaling != "none":
         lines.append(
@@ -76,6 +79,9 @@ def summary_of(
         test_loss=metrics.get("loss"),
         test_metrics=dict(metrics),
         bits_hold_for=bits_hold_for(place.definition) if place.definition["unbroken"] else None,
+        precision=parts.config.compute.precision,
+        threads_per_rank=torch.get_num_threads(),
+        allocator=parts.settled.allocator,
     )
 
 
@@ -89,8 +95,21 @@ def stopped_line(step: int, total_steps: int, folder: Path) -> str:
 
 def bits_hold_for(definition: Mapping[str, Any]) -> dict[str, Any]:
     """What the digest of an exact run holds for, any world size from 1 to virtual_ranks."""
-    names = ("virtual_ranks", "global_batch", "accumulation", "threads_per_rank")
+    names = ("virtual_ranks", "global_batch", "accumulation", "threads_per_rank", "precision")
     return {name: definition[name] for name in names} | definition["hardware"]
+
+
+def _computed(parts: Parts) -> str:
+    """How it is computed, as far as that is not the usual way."""
+    compute = parts.config.compute
+    ways = {
+        "forward and backward in bf16 (another run than in fp32: it rounds otherwise)": compute.precision == "bf16",
+        f"backward computes {compute.checkpoint_activations} again": compute.checkpoint_activations is not None,
+        "compiled": compute.compile,
+        "replayed as CUDA graphs": compute.cuda_graphs,
+    }
+    told = [words for words, so in ways.items() if so]
+    return f"computed: {', '.join(told)}" if told else ""
 
 
 def scores_line(metrics: Mapping[str, float]) -> str:

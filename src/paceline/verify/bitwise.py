@@ -18,6 +18,7 @@ from torch.utils.data import Dataset
 
 from paceline.checkpoint.whole import sha256_of, whole
 from paceline.collectives import gather_words, together
+from paceline.compute.recompute import recompute
 from paceline.data.loader import Loading, load_steps
 from paceline.data.plan import BatchPlan, ranks_share
 from paceline.launch.worker.attach import attach, leave
@@ -28,7 +29,7 @@ from paceline.tasks.task import Task
 from paceline.train.determinism import DEFAULT_THREADS, deterministic, holds_for
 from paceline.train.prepare import make_model
 from paceline.train.step import train_step
-from paceline.verify.candidate import OPTIMIZERS
+from paceline.verify.candidate import OPTIMIZERS, parameters_of
 from paceline.verify.setup import has_batch_norm, task_options, uneven_data
 from paceline.verify.spec import Bits, BitsReport, Spec, StepBits
 from paceline.world import World, joined
@@ -53,6 +54,8 @@ def _train(
     gc.collect()  # the last round's models hang in cycles of hooks and closures
     # Another seed on every rank: only a broadcast from rank 0, whose seed is the run's, makes them start alike.
     model = make_model(task, spec.seed + world.rank, world)
+    if spec.checkpoint_activations:
+        recompute(model, spec.checkpoint_activations)
     replica = STRATEGIES[strategy](model, OPTIMIZERS[optimizer], world, virtual_ranks=spec.virtual_ranks)
     replica.model.train()
     share = ranks_share(spec.virtual_ranks, world.rank, world.size)
@@ -61,11 +64,10 @@ def _train(
     for microbatches in batches:
         result = train_step(replica, microbatches, task.loss, max_norm=spec.clip_norm)
         norm = float(result.grad_norm or 0.0).hex()
-        parameters = dict(replica.model.named_parameters())
-        gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
-        steps.append(StepBits(result.loss.hex(), norm, sha256_of(gradients), sha256_of(parameters)))
+        gradients = whole(replica.gradients(), world)
+        steps.append(StepBits(result.loss.hex(), norm, sha256_of(gradients), sha256_of(parameters_of(replica))))
     with replica.merged_buffers():
-        weights = sha256_of(replica.model.state_dict())
+        weights = sha256_of(replica.weights())
     state = whole(replica.state(), world)
     everybody = [*gather_words([weights, [msgspec.to_builtins(step) for step in steps]], world)]
     same = all(each == everybody[0] for each in everybody)

@@ -10,12 +10,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import SGD, AdamW, Optimizer
 from torch.utils.data import Dataset
 
 from paceline.checkpoint.whole import whole
 from paceline.collectives import gather_words, new_group
+from paceline.compute.recompute import recompute
 from paceline.data.loader import Loading, MicroBatch, load_steps
 from paceline.data.plan import BatchPlan, ranks_share
 from paceline.scratch.batchnorm import convert
@@ -24,13 +25,14 @@ from paceline.tasks.task import Task
 from paceline.train.step import StepResult
 from paceline.verify.causes import Ranks
 from paceline.verify.compare import Comparison
-from paceline.verify.reference import Observed, gradients_of, stream_fingerprint
+from paceline.verify.reference import Observed, stream_fingerprint
 from paceline.verify.setup import build, without_dropout
 from paceline.verify.spec import Case, Finding, Policy, Spec
 from paceline.world import World
 
 MakeOptimizer = Callable[[Any], Optimizer]
 LR = 1e-3
+PARAMETER = "model/"  # begins the name of one in a state
 OPTIMIZERS: dict[str, MakeOptimizer] = {
     # fused, as in training: these look at memory, not at strides
     "sgd": partial(SGD, lr=LR, momentum=0.9, weight_decay=1e-2, fused=True),
@@ -68,6 +70,8 @@ def make_candidate(
     """Build the model, apply the strategy and prepare its batches (a collective)."""
     # Another seed on every rank: only a broadcast from rank 0 makes them start alike.
     model = without_dropout(build(task, spec.seed + world.rank), policy)
+    if spec.checkpoint_activations:
+        recompute(model, spec.checkpoint_activations)
     if policy == "sync":
         model = convert(model, new_group())
     replica = STRATEGIES[case.strategy](model, OPTIMIZERS[optimizer], world, virtual_ranks=spec.virtual_ranks)
@@ -96,13 +100,13 @@ def _observed(candidate: Candidate) -> Replica:
 
     def sync_gradients(total_weight: Tensor) -> None:
         inner.sync_gradients(total_weight)
-        gradients = gradients_of(inner.model)
+        gradients = gradients_of(inner)
         candidate.gradient_fingerprints = fingerprints({n: g for n, g in gradients.items() if g is not None})
         if inner.world.rank == 0:
             candidate.gradients = {n: None if g is None else g.clone() for n, g in gradients.items()}
 
     def before_step(*_: object) -> None:
-        candidate.stepped = gradients_of(inner.model)
+        candidate.stepped = gradients_of(inner)
 
     inner.optimizer.register_step_pre_hook(before_step)
     return replace(inner, microbatch=microbatch, sync_gradients=sync_gradients)
@@ -129,7 +133,7 @@ def observe(
         scalars={"loss": result.loss, "weight": result.weight, "gradient norm": result.grad_norm or 0.0},
         gradients=candidate.gradients,
         stepped=candidate.stepped,
-        parameters=parameters_of(replica.model),
+        parameters=parameters_of(replica),
         buffers=buffers,
         state=_optimizer_state(replica),
     )
@@ -162,6 +166,13 @@ def fingerprints(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     return {n: zlib.crc32(f.view(torch.uint8).numpy()) for n, f in flat.items()}  # pyright: ignore[reportArgumentType]
 
 
-def parameters_of(model: nn.Module) -> dict[str, Tensor]:
-    """All parameters, by name; no copies: they are compared before the next step changes them."""
-    return {n: p.detach() for n, p in model.named_parameters()}
+def parameters_of(replica: Replica) -> dict[str, Tensor]:
+    """All parameters, whole, by name (a collective); no copies: they are compared before the next step changes them."""
+    held = [h for h in replica.state() if h.name.startswith(PARAMETER)]
+    return {name.removeprefix(PARAMETER): tensor for name, tensor in whole(held, replica.world).items()}
+
+
+def gradients_of(replica: Replica) -> dict[str, Tensor | None]:
+    """The step's gradients, whole, by name (a collective)."""
+    found = whole(replica.gradients(), replica.world)
+    return {name: found.get(name) for name, p in replica.model.named_parameters() if p.requires_grad}

@@ -51,6 +51,8 @@ class Spec(msgspec.Struct, frozen=True):
     short_tail: bool | None = None
     """whether the last global batch does not even reach every virtual rank, or has somewhat smaller, uneven shares; by
     default it does not, except with batch norm, for the same reason"""
+    checkpoint_activations: str | None = None
+    """modules that the ranks' backward computes again; the one process computes everything once"""
 
 
 class Case(msgspec.Struct, frozen=True):

@@ -86,8 +86,8 @@ def _verify_policy(
             results.append(Result(case, {}, [], 0.0, not_run=reason))
         else:
             candidates.append(make_candidate(case, spec, task, dataset, plan, policy, optimizer, world))
-    start = parameters_of(reference.model) if reference else {}
-    starts = [first_difference(fingerprints(parameters_of(c.replica.model)), world) for c in candidates]
+    start = dict(reference.model.named_parameters()) if reference else {}
+    starts = [first_difference(fingerprints(parameters_of(c.replica)), world) for c in candidates]
     starts = [differs or _not_started_from(c, start, world) for differs, c in zip(starts, candidates, strict=True)]
     for number in range(spec.steps):
         want = reference.step(number) if reference else None
@@ -136,7 +136,7 @@ def _step(
 
 def _not_started_from(candidate: Candidate, start: Mapping[str, Tensor], world: World) -> str | None:
     """A parameter that on rank 0 is not what one process starts from (a collective)."""
-    off = [n for n, p in parameters_of(candidate.replica.model).items() if n in start and not torch.equal(p, start[n])]
+    off = [n for n, p in parameters_of(candidate.replica).items() if n in start and not torch.equal(p, start[n])]
     return next(iter(gather_words(off[:1], world)[0]), None)
 
 

@@ -25,6 +25,7 @@ from paceline.errors import ExitCode, StallError
 from paceline.launch.failure import is_victim
 from paceline.launch.guard.box import Box, make_box
 from paceline.launch.guard.evidence import Op, Phase
+from paceline.launch.worker.calls import Begun
 from paceline.launch.worker.import_hook import when_imported
 from paceline.launch.worker.ledger import MODULE, Ledger
 from paceline.launch.worker.native import NativeStacks
@@ -100,6 +101,19 @@ class Guard:
             yield
         finally:
             self.box.enter(before)
+
+    def begin_own(self, owner: object, ranks: tuple[int, ...], op: Op, *, of_all: bool = True) -> Begun | None:
+        """Show that an operation begins that is none of torch's; see `Ledger.begin_own`. Never raises."""
+        try:
+            return self._ledger.begin_own(owner, ranks, op, of_all=of_all)
+        except Exception as error:
+            self._complain(error)
+            return None
+
+    def end_own(self, begun: Begun | None, work: object = None, *, failed: bool = False) -> None:
+        """Show that it is over, or will be when `work` is completed; see `Ledger.end_own`."""
+        if begun is not None:
+            self._ledger.end_own(begun, work, failed=failed)
 
     def take_order(self) -> int:
         """A hash, 0 <= n < 2**52, of the collectives over all ranks since the last take; the same on ranks that agree.

@@ -17,7 +17,7 @@ from contextlib import suppress
 from functools import wraps
 from inspect import signature
 from threading import get_ident
-from types import CodeType, ModuleType
+from types import CodeType, FrameType, ModuleType
 from typing import Any
 
 import msgspec.structs
@@ -43,6 +43,7 @@ class Ledger:
         self._box, self._complain = box, complain
         self._torch: Any = None
         self._inside: set[int] = set()  # threads in a wrapped call: what it calls in turn is part of it
+        self._own = 0  # operations that are none of torch's, and on their way
         self._known: dict[tuple[object, ...], Known] = {}
         self._current: deque[tuple[Known, int]] = deque(maxlen=MAX_TAKEN)
         self._taken: list[tuple[Known, int]] = []
@@ -50,7 +51,7 @@ class Ledger:
     @property
     def waiting(self) -> bool:
         """Whether a call, or a work that somebody still holds, is on its way."""
-        return bool(self._inside) or any(group.pending for group in [*self.groups.values()])
+        return bool(self._inside) or self._own > 0 or any(group.pending for group in [*self.groups.values()])
 
     def install(self, distributed: ModuleType, *others: ModuleType, late: bool = False) -> None:
         """Put the wrappers into torch's module, and into those that have imported its functions already.
@@ -84,6 +85,33 @@ class Ledger:
     def taken(self) -> list[Op]:
         """What the last `take_order` covered: the last 256 at most."""
         return [msgspec.structs.replace(known.op, seq=seq, done=True) for known, seq in self._taken]
+
+    def begin_own(self, owner: object, ranks: tuple[int, ...], op: Op, *, of_all: bool = True) -> Begun | None:
+        """Note that an operation begins that is none of torch's, for `end_own`; None where nothing is noted.
+
+        Args:
+            owner: what its ranks have in common, as a process group is; numbers count up as long as it lives.
+            ranks: of the world.
+            op: without its number and line, which are found here.
+            of_all: whether these are all ranks of the world.
+        """
+        if not self.active:
+            return None
+        group = self.groups.get(id(owner))
+        if group is None or group.still_there() is not owner:
+            if group is not None:
+                self._gone.append(group)
+            group = self.groups[id(owner)] = Group(op.group, of_all, ranks, True, weakref.ref(owner))
+        frame = site_frame(sys._getframe(1))  # pyright: ignore[reportPrivateUsage]
+        known = self._known_at(frame, (op,), lambda site: msgspec.structs.replace(op, site=site))
+        group.calls += 1
+        self._own += 1
+        return self._note(known, group, group.calls, NO_PEER if op.peer is None else op.peer)
+
+    def end_own(self, begun: Begun, work: Any = None, *, failed: bool = False) -> None:
+        """Note that it is over; or, if a `work` is given, that it will be when `work.is_completed()`."""
+        self._own -= 1
+        self._end(begun, work, failed=failed)
 
     def end_completed(self) -> None:
         """Look which asynchronous calls are over."""
@@ -161,16 +189,20 @@ class Ledger:
         else:
             seq = before + 1 - found.ahead
             found.calls += 1
-        if found.pending:
-            found.sweep(self._box)
-        if found.of_all and not kind.message:
-            found.checksum = zlib.crc32(known.text, found.checksum)
-            found.count += 1
-            self._current.append((known, seq))
         if not kind.single:
             found.spans.append((before, float("inf"), found.ahead))  # until it is known how far the number rises
-        record = self._box.begin_text(seq, peer, known.text)
-        return Begun(record, found, backend, before, kind.single and not kind.message, 0 if kind.message else 1)
+        begun = self._note(known, found, seq, peer, message=kind.message)
+        return begun._replace(backend=backend, before=before, single=kind.single and not kind.message)
+
+    def _note(self, known: Known, group: Group, seq: int, peer: int, *, message: bool = False) -> Begun:
+        """Write down that a call begins: into the ring, and into what ranks compare."""
+        if group.pending:
+            group.sweep(self._box)
+        if group.of_all and not message:
+            group.checksum = zlib.crc32(known.text, group.checksum)
+            group.count += 1
+            self._current.append((known, seq))
+        return Begun(self._box.begin_text(seq, peer, known.text), group, None, 0, True, 0 if message else 1)
 
     def _recall(self, name: str, kind: Kind, passed: Any, group: str) -> Known:
         frame = site_frame(sys._getframe(3))  # pyright: ignore[reportPrivateUsage]
@@ -181,15 +213,22 @@ class Ledger:
             dtype, label = first.dtype, first.__dict__.get(NAME, "")
             if kind.shape:
                 shape = tuple([tensor.shape for tensor in passed]) if several else first.shape
+
+        def made(site: str) -> Op:
+            shapes = () if shape is None else shape if several else (shape,)
+            shown = " ".join(str([*one]) for one in shapes)
+            return Op(group, 0, name, str(label), shown, str(dtype).removeprefix("torch.") if dtype else "", site)
+
+        return self._known_at(frame, (name, shape, dtype, label, group), made)
+
+    def _known_at(self, frame: FrameType | None, asked: tuple[object, ...], made: Callable[[str], Op]) -> Known:
+        """The call of this kind from this line, which is described once."""
         code = sys._getframe().f_code if frame is None else frame.f_code  # pyright: ignore[reportPrivateUsage]
-        key = (id(code), -1 if frame is None else frame.f_lasti, name, shape, dtype, label, group)
+        key = (id(code), -1 if frame is None else frame.f_lasti, *asked)
         known = self._known.get(key)
         if known is not None and known.code is code:
             return known
-        site = "" if frame is None else words(frame_of(frame))
-        shapes = () if shape is None else shape if several else (shape,)
-        shown = " ".join(str([*one]) for one in shapes)
-        op = Op(group, 0, name, str(label), shown, str(dtype).removeprefix("torch.") if dtype else "", site)
+        op = made("" if frame is None else words(frame_of(frame)))
         known = Known(code, op, ring_text(op))
         if len(self._known) >= MAX_CACHED:  # shapes that never come again
             self._known.clear()

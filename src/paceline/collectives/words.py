@@ -1,4 +1,4 @@
-"""The few collectives that training needs besides gradients: sums of metrics, and words between ranks.
+"""Words between ranks: what each has to say, what must be the same on all, and errors that all of them share.
 
 Words travel as JSON in byte tensors: torch's own object collectives unpickle what a peer sends, i.e. run its code.
 """
@@ -8,51 +8,17 @@ from __future__ import annotations
 import json
 import traceback
 from collections import Counter
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
 
+from paceline.collectives.gather import gather_over_torch
+from paceline.collectives.moves import gather_words_in_memory
+from paceline.collectives.transport import shared_memory_if_made
 from paceline.errors import ExitCode, PacelineError, ToldElsewhere, UsageError
-from paceline.scratch.reduce import named
-from paceline.scratch.tree import tree_sum
 from paceline.world import World
-
-
-@dataclass(frozen=True)
-class Totals:
-    """What a `start_totals` gave: sums over virtual ranks, and sums over ranks."""
-
-    sums: list[float]
-    votes: list[float]
-
-
-def start_totals(leaves: Tensor, votes: Sequence[float] = ()) -> Callable[[], Totals]:
-    """Start adding up over ranks; the returned function waits and gives the sums.
-
-    Args:
-        leaves: (V, k) float64, row v what virtual rank v has to add; rows of other ranks' virtual ranks are zeros. The
-            rows are added up in the order of `scratch.tree`, so that the world size does not show in a single bit.
-        votes: what this rank has to say, m numbers; added up over ranks in no particular order.
-    """
-    # One slot for each virtual rank: adding zeros to it changes nothing, so everybody gets all leaves as they are.
-    slots = torch.cat([leaves.flatten(), leaves.new_tensor(votes)])
-    work = dist.all_reduce(named(slots, "totals of the step"), async_op=True)
-
-    def wait() -> Totals:
-        if work is not None:  # None where this rank is no member of the group
-            work.wait()
-        everything: list[float] = slots.tolist()
-        rows = [everything[i * leaves.shape[1] : (i + 1) * leaves.shape[1]] for i in range(len(leaves))]
-        parts = {(v, v + 1): row for v, row in enumerate(rows)}
-        sums = tree_sum(parts, lambda a, b: [x + y for x, y in zip(a, b, strict=True)], len(rows))
-        return Totals(sums, everything[leaves.numel() :])
-
-    return wait
 
 
 def new_group() -> dist.ProcessGroup:
@@ -64,16 +30,10 @@ def new_group() -> dist.ProcessGroup:
 
 def gather_words(words: Any, world: World) -> list[Any]:
     """Every rank's `words` (anything JSON can hold), by rank, on every rank."""
-    payload = torch.frombuffer(bytearray(json.dumps(words).encode()), dtype=torch.uint8)
-    length = named(torch.tensor([len(payload)], device=world.device), "lengths of words")
-    lengths = [torch.zeros_like(length) for _ in range(world.size)]
-    dist.all_gather(lengths, length)
-    sizes = [int(n) for n in lengths]
-    padded = named(torch.zeros(max(sizes), dtype=torch.uint8, device=world.device), "words")
-    padded[: len(payload)] = payload.to(world.device)
-    received = [torch.empty_like(padded) for _ in range(world.size)]
-    dist.all_gather(received, padded)
-    return [json.loads(bytes(r[:n].tolist())) for r, n in zip(received, sizes, strict=True)]
+    memory = shared_memory_if_made()
+    if memory is not None and memory.size == world.size:
+        return gather_words_in_memory(memory, words)
+    return gather_over_torch(words, world.size, world.device)
 
 
 @contextmanager

@@ -1,0 +1,6 @@
+"""What ranks do together besides the forward and backward pass: sums, words, and the memory that they may share."""
+
+from paceline.collectives.totals import Totals, start_totals
+from paceline.collectives.words import check_equal, gather_words, new_group, together, told_once
+
+__all__ = ["Totals", "check_equal", "gather_words", "new_group", "start_totals", "together", "told_once"]

@@ -1,0 +1,1 @@
+"""How a step is computed: precision, threads, memory, compilation. Plain functions over a model, for any loop."""

@@ -1,0 +1,150 @@
+"""Which modules are gathered one at a time when a model's weights are cut over ranks?
+
+By default every direct child of the model, and every module of a ModuleList, wherever it is: models are mostly a few
+parts in front and behind, and a list of equal blocks in between.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from paceline.compute.rules import matching
+from paceline.errors import UsageError
+
+if TYPE_CHECKING:  # imported where it is used: it would cost every other strategy a second of start-up
+    from torch.distributed.fsdp import FSDPModule
+
+
+def cut_into_blocks(model: nn.Module, rule: str | None, device: torch.device, *, flag: str) -> dict[str, FSDPModule]:
+    """Cut the model's parameters over all ranks, with torch's fully_shard (a collective).
+
+    Scalars and empty parameters stay whole.
+
+    Returns:
+        Its blocks by name, inner ones first, the model itself ("") last.
+
+    Raises:
+        UsageError: see `blocks_of` and `check_types`; or torch is too old.
+    """
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import FSDPModule, fully_shard
+
+    if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+        raise UsageError(
+            f"strategy 'fsdp' needs a newer torch than {torch.__version__}: a parameter that one rank uses and another "
+            "does not would mix up gradients there. Use zero, or torch 2.13."
+        )
+    blocks = blocks_of(model, rule, flag=flag)
+    check_types(model, blocks)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.contiguous()  # only such can be cut; the values stay in their places
+    everybody = dist.group.WORLD
+    assert everybody is not None  # joined
+    mesh = DeviceMesh.from_group(everybody, device.type)
+    whole_ones = {p for p in model.parameters() if not (p.ndim and p.numel())}
+    found: dict[str, FSDPModule] = {}
+    for name, block in {**blocks, "": model}.items():
+        found[name] = cut = fully_shard(block, mesh=mesh, reshard_after_forward=True, ignored_params=whole_ones)
+        cut.set_gradient_divide_factor(1.0)  # a sum: it is divided by the global weight
+        cut.set_force_sum_reduction_for_comms(True)  # gloo has no other
+        cut.set_reduce_scatter_unused_params(True)  # else ranks that use other parameters would mix them up
+    return found
+
+
+@contextmanager
+def gathered(blocks: Mapping[str, FSDPModule]) -> Generator[None]:
+    """Inside, all of the model is whole, and forward and backward send nothing (a collective at its begin)."""
+    root = blocks[""]
+    for block in blocks.values():
+        block.unshard()
+    root.set_reshard_after_forward(False)
+    root.set_reshard_after_backward(False)
+    root.set_requires_gradient_sync(False)
+    try:
+        yield
+    finally:
+        root.set_reshard_after_forward(True)
+        root.set_reshard_after_backward(True)
+        root.set_requires_gradient_sync(True)
+        for block in blocks.values():
+            block.reshard()
+
+
+def blocks_of(model: nn.Module, rule: str | None, *, flag: str) -> dict[str, nn.Module]:
+    """The blocks inside `model` by name, inner ones first.
+
+    Args:
+        model: plain.
+        rule: names or classes, see `rules.matching`; None for the default.
+        flag: where the rule comes from, for errors.
+
+    Raises:
+        UsageError: if `rule` matches nothing, or a block of it holds a parameter that is also used outside.
+    """
+    found = dict(_by_default(model)) if rule is None else matching(model, rule, flag=flag)
+    if rule is not None and not any(_has_parameters(block) for block in found.values()):
+        raise UsageError(f"{flag} {rule}: {', '.join(found)} have no parameters, so there is nothing to be cut")
+    found = {name: block for name, block in found.items() if _has_parameters(block)}
+    for name in [*found]:
+        shared = _used_outside(model, name)
+        if shared and rule is not None:
+            raise UsageError(
+                f"{flag} {rule}: {name} shares the parameter {shared} with a module outside it, so it cannot be "
+                "gathered by itself. Leave it out, or name a module that holds both."
+            )
+        if shared:
+            del found[name]
+    return dict(sorted(found.items(), key=lambda item: -item[0].count(".")))
+
+
+def check_types(model: nn.Module, blocks: dict[str, nn.Module]) -> None:
+    """Refuse a block, or what is left of the model, with parameters of several types: they travel as one.
+
+    Raises:
+        UsageError: naming the types.
+    """
+    inner = {id(p): name for name in blocks for p in blocks[name].parameters()}
+    types: dict[str, dict[torch.dtype, str]] = defaultdict(dict)
+    for name, parameter in model.named_parameters():
+        within = [block for block in blocks if name.startswith(f"{block}.")]
+        owner = max(within, key=len) if within and id(parameter) in inner else ""
+        if parameter.requires_grad:
+            types[owner].setdefault(parameter.dtype, name)
+    for owner, kinds in types.items():
+        if len(kinds) > 1:
+            told = ", ".join(f"{name} is {str(kind).removeprefix('torch.')}" for kind, name in kinds.items())
+            raise UsageError(
+                f"the parameters of {owner or 'the model outside its blocks'} are of several types ({told}), but those "
+                "of a block travel as one. Put them into blocks of their own, or use another strategy."
+            )
+
+
+def _by_default(model: nn.Module) -> Generator[tuple[str, nn.Module]]:
+    for name, module in model.named_modules():
+        parent = model.get_submodule(name.rpartition(".")[0]) if name else None
+        if (parent is model or isinstance(parent, nn.ModuleList)) and not _without_forward(module):
+            yield name, module
+        elif parent is not None and isinstance(parent, nn.ModuleDict) and name.count(".") == 1:
+            yield name, module  # a direct child that only holds others
+
+
+def _without_forward(module: nn.Module) -> bool:
+    return type(module).forward is nn.Module.forward  # a list: whoever holds it uses what is in it
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return any(p.ndim and p.numel() for p in module.parameters())
+
+
+def _used_outside(model: nn.Module, name: str) -> str:
+    """A parameter of the block that has another name outside it; empty if there is none."""
+    inside = {id(p) for p in model.get_submodule(name).parameters()}
+    everywhere = model.named_parameters(remove_duplicate=False)
+    return next((full for full, p in everywhere if id(p) in inside and not full.startswith(f"{name}.")), "")

@@ -1,0 +1,83 @@
+"""torch.compile for a model, with what can go wrong told before the first step.
+
+Not part of any promise of bits: what the compiler fuses rounds otherwise, and which kernels it makes may depend on the
+shapes that it has seen first.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import sys
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline.compute.rules import around_forward, subclassed
+from paceline.errors import TrainingError, UsageError
+
+MAX_WORDS_CHARS = 1500
+
+
+def compile_model(model: nn.Module, device: torch.device) -> None:
+    """Let torch compile `model` in place, when it is first called; names and state stay as they are.
+
+    Call it last, after `in_bf16`, and before a strategy is applied. A call that torch cannot compile raises
+    TrainingError, with the end of what torch says.
+
+    Raises:
+        UsageError: the compiler that torch would use is not there.
+    """
+    why = lacks_compiler(device)
+    if why:
+        raise UsageError(f"--compile: {why}")
+    # torch compiles no frame of its own, and the forward of nn.Sequential, say, is one: it needs one of ours around it
+    around_forward(model, _through)
+    kind: Any = type(model)
+
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with _told():
+            return kind.__call__(self, *args, **kwargs)
+
+    subclassed(model, __call__=call)
+    model.compile()
+
+
+def lacks_compiler(device: torch.device) -> str:
+    """What torch.compile needs here and has not, and what to install, in words; empty if all is there."""
+    if device.type == "cuda":
+        if importlib.util.find_spec("triton") is None:
+            return "torch compiles for GPUs with Triton, which is not installed: pip install triton"
+        names = [os.environ["CC"]] if "CC" in os.environ else ["cc", "gcc", "clang"]
+        kind, package = "C", "gcc"
+    else:
+        names = [os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")]  # as torch._inductor looks
+        kind, package = "C++", "g++"
+    if any(shutil.which(name) for name in names):
+        return ""
+    return (
+        f"torch compiles with a {kind} compiler, and there is no {' or '.join(names)} in PATH. Install one (Debian: "
+        f"apt install {package}), name it in {'CXX' if kind == 'C++' else 'CC'}, or leave out --compile"
+    )
+
+
+def _through(forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return forward(*args, **kwargs)
+
+
+@contextmanager
+def _told() -> Generator[None]:
+    try:
+        yield
+    except Exception as error:
+        dynamo = sys.modules.get("torch._dynamo.exc")
+        if dynamo is None or not isinstance(error, dynamo.TorchDynamoException):
+            raise
+        raise TrainingError(
+            f"torch cannot compile this model: {str(error).strip()[-MAX_WORDS_CHARS:]}\nLeave out --compile, or mark "
+            "what cannot be compiled with @torch.compiler.disable"
+        ) from error

@@ -1,0 +1,117 @@
+"""CUDA graphs: forward and backward of the model as one recording each, replayed without Python and launches.
+
+A recording holds for one shape of inputs and for the very memory of parameters and buffers. For each such set one is
+made, at its first use in training; evaluation and whatever else runs without gradients is not recorded. After it is
+made, a recording is compared with the model itself, once, on the batch at hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from paceline.compute.rules import around_forward
+from paceline.errors import TrainingError, UsageError
+
+MAX_GRAPHS = 8  # each holds memory for all activations of its shape
+TOLERANCE = 1e-3  # relative, between a recording and the model itself: convolutions may choose another algorithm
+
+Call = Callable[..., Any]
+
+
+def graph_model(model: nn.Module, device: torch.device) -> None:
+    """Let `model` be recorded and replayed in training. Call it after `in_bf16`, before a strategy is applied.
+
+    Raises:
+        UsageError: `device` is no GPU. Later, from a call, TrainingError: shapes that keep changing, a recording that
+            does not compute what the model computes, or a model that cannot be recorded.
+    """
+    if device.type != "cuda":
+        raise UsageError(
+            "--cuda-graphs records the work of a GPU, and this run computes on the CPU. Leave it out, or use "
+            "--device cuda"
+        )
+    graphs: dict[Any, Call] = {}
+
+    def around(forward: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not (torch.is_grad_enabled() and model.training):
+            return forward(*args, **kwargs)
+        if kwargs or not all(isinstance(argument, Tensor) for argument in args):
+            raise TrainingError("--cuda-graphs needs a model whose inputs are tensors: leave it out")
+        key = (tuple((a.shape, a.dtype) for a in args), tuple(b.data_ptr() for b in model.buffers()))
+        if key not in graphs:
+            if len(graphs) == MAX_GRAPHS:
+                raise TrainingError(
+                    f"--cuda-graphs: this model has had inputs of {MAX_GRAPHS} kinds (the newest: "
+                    f"{', '.join(str(tuple(a.shape)) for a in args)}), and each needs a recording of its own. Leave it "
+                    "out, make the shapes alike (--tail drop, padding), or start one process for each virtual rank"
+                )
+            graphs[key] = _recorded(model, forward, args)
+        return graphs[key](*args)
+
+    around_forward(model, around)
+    for parameter in model.parameters():
+        # What a replay gives is memory of the recording, which the next one overwrites: .grad must not be that memory.
+        if parameter.requires_grad:
+            parameter.register_hook(torch.clone)
+
+
+class _Body(nn.Module):
+    """The model as torch wants it: without hooks, and with a forward that may be replaced."""
+
+    def __init__(self, model: nn.Module, call: Call) -> None:
+        super().__init__()
+        self.model, self.call = model, call
+
+    def forward(self, *args: Tensor) -> Any:
+        return self.call(*args)
+
+
+def _recorded(model: nn.Module, forward: Call, args: tuple[Tensor, ...]) -> Call:
+    body = _Body(model, forward)
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    device = args[0].device
+    stream = torch.cuda.get_rng_state(device)
+
+    def as_before() -> None:
+        torch.cuda.set_rng_state(stream, device)
+        for buffer, before in buffers:
+            buffer.copy_(before)
+
+    def gradients(call: Call) -> list[Tensor]:
+        as_before()
+        outputs = call(*args)
+        total = sum(t.float().sum() for t in _tensors(outputs))
+        assert isinstance(total, Tensor)
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        found = cast("Sequence[Tensor | None]", torch.autograd.grad(total, parameters, allow_unused=True))
+        return [total.detach(), *(f.clone() for f in found if f is not None)]
+
+    try:
+        wanted = gradients(forward)
+        as_before()
+        replay: Any = torch.cuda.make_graphed_callables(body, args, allow_unused_input=True)
+        found = gradients(replay)
+        as_before()
+    except RuntimeError as error:
+        raise TrainingError(
+            f"--cuda-graphs: this model cannot be recorded ({str(error).splitlines()[0]}). What waits for the GPU "
+            "(.item(), printing, shapes that depend on values) cannot be in it. Leave --cuda-graphs out"
+        ) from error
+    if len(found) != len(wanted) or not all(_close(a, b) for a, b in zip(found, wanted, strict=True)):
+        raise TrainingError("--cuda-graphs: the recording does not compute what the model computes. Leave it out")
+    return replay
+
+
+def _close(a: Tensor, b: Tensor) -> bool:
+    return float((a - b).abs().max()) <= TOLERANCE * max(float(b.abs().max()), 1e-6)
+
+
+def _tensors(outputs: Any) -> Sequence[Tensor]:
+    if isinstance(outputs, Tensor):
+        return [outputs]
+    parts = outputs.values() if isinstance(outputs, dict) else outputs if isinstance(outputs, (list, tuple)) else ()
+    return [tensor for part in parts for tensor in _tensors(part)]

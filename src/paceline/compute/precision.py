@@ -1,0 +1,113 @@
+"""bf16 as a declared fast mode: forward and backward in bfloat16 where torch's autocast says so, the rest in float32.
+
+Weights, gradients, losses and the optimizer stay float32. Convolutions get their inputs channels last, which is what
+their bf16 kernels are written for. It rounds otherwise than fp32: another run, as docs/speed.md says.
+"""
+
+from __future__ import annotations
+
+import platform
+import re
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.compute.rules import Around, around_forward
+
+PROBE_SECONDS = 0.3
+GAIN = 1.05  # by which bf16 must be faster to be worth its roundings
+
+
+def lacks_bf16(device: torch.device) -> str:
+    """Why `device` cannot compute in bf16, in words; empty if it can."""
+    if device.type == "cuda":
+        if torch.cuda.get_device_capability(device) >= (8, 0):
+            return ""
+        return f"{torch.cuda.get_device_name(device)} has no bf16 (GPUs of compute capability 8.0 and newer have)"
+    if platform.machine() in ("x86_64", "AMD64"):
+        instructions = r"\b(avx512_bf16|amx_bf16)\b"
+        used = torch.backends.cpu.get_cpu_capability().startswith("AVX512")  # ATEN_CPU_CAPABILITY may forbid them
+    else:
+        instructions, used = r"\bbf16\b", True
+    try:
+        flags = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        flags = ""
+    if re.search(instructions, flags) and used:
+        return ""
+    return "this processor has no bf16 instructions (avx512_bf16, amx_bf16; ARM: bf16) that torch may use"
+
+
+def in_bf16(model: nn.Module, device: torch.device) -> None:
+    """Let `model`'s forward run under bf16 autocast, with four-dimensional inputs channels last, and give float32.
+
+    Call it before a strategy is applied, and after `recompute`. Loss and metrics are then computed in float32.
+    """
+    around_forward(model, bf16_of(model, device))
+
+
+def bf16_of(model: nn.Module, device: torch.device) -> Around:
+    """How `in_bf16` calls `model`: (a forward of it, args, kwargs) -> what it gives."""
+    convolves = any(isinstance(m, (nn.Conv2d, nn.ConvTranspose2d)) for m in model.modules())
+    return partial(_forward, device.type, convolves)
+
+
+def _forward(device_type: str, convolves: bool, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if convolves:
+        args, kwargs = _each(args, _channels_last), _each(kwargs, _channels_last)
+    with torch.autocast(device_type, torch.bfloat16):
+        return _each(forward(*args, **kwargs), _float32)
+
+
+def _channels_last(tensor: Tensor) -> Tensor:
+    if tensor.ndim != 4:
+        return tensor
+    last = tensor.contiguous(memory_format=torch.channels_last)
+    if last.stride(1) == 1 or last.requires_grad:
+        return last
+    # One channel: both layouts are one, and torch has kept the strides of the other, by which it chooses its kernels.
+    _, channels, height, width = last.shape
+    return last.as_strided(last.shape, (channels * height * width, 1, channels * width, channels))
+
+
+def _float32(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype == torch.bfloat16 else tensor
+
+
+def _each(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_each(one, change) for one in value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(_each(one, change) for one in value)
+    if isinstance(value, dict):
+        return {key: _each(one, change) for key, one in value.items()}
+    return value
+
+
+def compared(steps: Mapping[str, Callable[[], object]], device: torch.device) -> dict[str, float]:
+    """The shortest seconds of each of `steps`, tried in turn for about 0.3 s, after one try that does not count."""
+    shortest = dict.fromkeys(steps, float("inf"))
+    for step in steps.values():
+        step()
+    began = time.perf_counter()
+    while True:
+        for name, step in steps.items():
+            _wait_for(device)
+            start = time.perf_counter()
+            step()
+            _wait_for(device)
+            shortest[name] = min(shortest[name], time.perf_counter() - start)
+        if time.perf_counter() - began > PROBE_SECONDS:
+            return shortest
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

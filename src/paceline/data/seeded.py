@@ -1,0 +1,109 @@
+"""A dataset whose random augmentation depends on what is asked for, never on who asks, or in which order.
+
+Asked sample by sample, all random streams start anew for each (epoch, sample). A dataset with torch's hook
+`__getitems__` is asked for a whole micro-batch, and they start anew for each (epoch, micro-batch): the same at every
+world size, for a virtual rank's micro-batches are, but not the same for another number of virtual ranks, global batch
+or accumulation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch.utils.data import Dataset, StackDataset, Subset, default_collate, default_convert, get_worker_info
+
+from paceline.errors import UsageError
+from paceline.launch.guard.box import SLOTS, Box
+from paceline.seeding import derive, seed_streams
+
+SLOTS_OF_A_LOADER = SLOTS // 2  # the loaders of training and evaluation live at the same time
+
+Key = tuple[int, int]
+"""(epoch, index)"""
+
+
+class SeededSamples(Dataset[Any]):
+    """`dataset`, asked for (epoch, index): seeds all random streams by them before it draws the sample.
+
+    A worker process says in the box which sample it works on.
+    """
+
+    def __init__(self, dataset: Dataset[Any], seed: int, box: Box | None = None, first_slot: int = 0) -> None:
+        self._dataset, self._seed = dataset, seed
+        self._box, self._first_slot = box, first_slot
+
+    def __getstate__(self) -> dict[str, Any]:
+        # a process that was spawned, not forked, does not have the memory
+        return {**self.__dict__, "_box": None}
+
+    def __getitem__(self, key: Key) -> Any:
+        epoch, index = key
+        seed_streams(derive(self._seed, "sample", epoch, index))
+        return self._drawn(key, lambda: self._dataset[index])
+
+    def _drawn(self, key: Key, draw: Callable[[], Any]) -> Any:
+        worker = get_worker_info() if self._box is not None else None
+        if self._box is None or worker is None or worker.id >= SLOTS_OF_A_LOADER:
+            return draw()
+        slot, (epoch, index) = self._first_slot + worker.id, key
+        self._box.set_loader(slot, epoch=epoch, item=index, busy=True)
+        drawn = draw()
+        self._box.set_loader(slot, epoch=epoch, item=index, busy=False)
+        return drawn
+
+
+class SeededBatches(SeededSamples):
+    """The same for a dataset that is asked for whole micro-batches; the box names the first sample."""
+
+    def __getitems__(self, keys: list[Key]) -> Any:
+        """A list of samples, to be collated, or `WholeBatch`."""
+        indices = [index for _, index in keys]
+        seed_streams(derive(self._seed, "samples", keys[0][0], *indices))
+        dataset: Any = self._dataset
+        found = self._drawn(keys[0], partial(dataset.__getitems__, indices))
+        size = _size(found) if isinstance(found, tuple) else len(found)
+        if size not in (None, len(indices)):
+            raise UsageError(
+                f"{type(self._dataset).__name__}.__getitems__ was asked for {len(indices)} samples and gave {size}. It "
+                "must return a list of samples, which are collated, or a tuple (inputs, targets) of whole batches"
+            )
+        return WholeBatch(default_convert(found)) if isinstance(found, tuple) else found
+
+
+@dataclass(frozen=True)
+class WholeBatch:
+    """What needs no collating."""
+
+    batch: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Collate:
+    """Samples -> batch, by the task's own function or torch's; a whole batch stays as it is."""
+
+    own: Callable[[list[Any]], Any] | None
+
+    def __call__(self, samples: Any) -> Any:
+        """The batch of what a dataset gave."""
+        return samples.batch if isinstance(samples, WholeBatch) else (self.own or default_collate)(samples)
+
+
+def asks_for_batches(dataset: object) -> bool:
+    """Whether `dataset` has `__getitems__`, and not only because it passes calls on to one that has not."""
+    if type(dataset) is Subset:
+        return asks_for_batches(dataset.dataset)
+    if type(dataset) is StackDataset:
+        parts = dataset.datasets.values() if isinstance(dataset.datasets, dict) else dataset.datasets
+        return all(asks_for_batches(part) for part in parts)
+    return callable(getattr(dataset, "__getitems__", None))
+
+
+def _size(batch: Any) -> int | None:
+    """The length of the first tensor or array in `batch`; None if there is none."""
+    if hasattr(batch, "shape"):
+        return len(batch) if len(batch.shape) else None
+    parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else ()
+    return next((size for part in parts if (size := _size(part)) is not None), None)

@@ -1,0 +1,228 @@
+"""torch's FSDP2 (`fully_shard`): weights, gradients and optimizer state cut over ranks, gathered block by block.
+
+A block's parameters are gathered before its forward, thrown away, gathered again for its backward, and its gradients
+leave as soon as they are there. So each forward and backward is a collective: all ranks go through equally many
+(`Replica.in_lockstep`), and one rank alone can call the model only inside `Replica.gathered`.
+
+The optimizer gets this rank's runs of elements as plain tensors: names, checkpoints and resume are those of `zero`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from paceline.checkpoint.state import Held
+from paceline.checkpoint.whole import whole
+from paceline.compute.blocks import cut_into_blocks, gathered
+from paceline.data.plan import Work
+from paceline.scratch.reduce import divide, named
+from paceline.scratch.replicate import broadcast_module
+from paceline.scratch.zero import Piece
+from paceline.strategies.base import MakeOptimizer, Replica, replica
+from paceline.strategies.held import hold_pieces, load_pieces
+from paceline.strategies.refusals import refuse_foreign, refuse_whole
+from paceline.world import World
+
+if TYPE_CHECKING:  # imported where it is used: it would cost every other strategy a second of start-up
+    from torch.distributed.fsdp import FSDPModule
+
+FLAG = "--fsdp-wrap"
+
+
+def fsdp(
+    model: nn.Module,
+    make_optimizer: MakeOptimizer,
+    world: World,
+    /,
+    *,
+    virtual_ranks: int | None = None,
+    wrap: str | None = None,
+) -> Replica:
+    """Memory of each rank, for P parameters in N ranks and AdamW: 4P/N, and the block that is being computed.
+
+    Equal to one process up to rounding. Gradients are cut after each micro-batch, also where several are added up.
+    Weights travel as they are: torch's own mixed precision would give batch norm bfloat16 weights, which autocast does
+    not expect (`compute.precision`).
+
+    Args:
+        model: on the world's device. Scalars and empty parameters stay whole on every rank.
+        make_optimizer: makes the optimizer from the parameters.
+        world: this rank's place.
+        virtual_ranks: see Strategy.
+        wrap: the blocks, by name or class; by default those of `compute.blocks`. What is in none of them is gathered
+            for the whole forward and backward.
+
+    Raises:
+        ValueError: if the ranks' models differ in names, shapes or types.
+        UsageError: if `wrap` matches nothing or cuts tied parameters apart; for an optimizer that looks at more than
+            one element at a time.
+    """
+    broadcast_module(model)
+    optimizer = make_optimizer(model.parameters())
+    refuse_whole("fsdp", optimizer)
+    refuse_foreign(model, optimizer)
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    groups = [[names[p] for p in group["params"]] for group in optimizer.param_groups]
+    shapes = {name: parameter.shape for parameter, name in names.items()}
+    blocks = cut_into_blocks(model, wrap, world.device, flag=FLAG)
+    shares = _Shares(model, shapes, world)
+    for group, members in zip(optimizer.param_groups, groups, strict=True):
+        group["params"] = [p for name in members if (p := shares.trained(name)) is not None]
+    optimizer.register_step_post_hook(shares.forget_gradients)
+    used = _Used(model, blocks, shares.scalars)
+
+    def sync_gradients(total_weight: Tensor) -> None:
+        used.agree(model, world)
+        shares.take_gradients(total_weight)
+
+    return replica(
+        model, optimizer, world, virtual_ranks=virtual_ranks, sync_gradients=sync_gradients, backward=used.watching,
+        gradients=shares.gradients, gradient_norm=shares.gradient_norm, sharded=True, in_lockstep=True,
+        gathered=lambda: gathered(blocks), weights=shares.weights, hold_parameters=shares.parameters,
+        hold=lambda: hold_pieces(shares.pieces, shapes, optimizer, shares.scalars),
+        load=lambda source: load_pieces(shares.pieces, shapes, optimizer, source, shares.scalars),
+    )  # fmt: skip
+
+
+class _Shares:
+    """What this rank holds of a model that is cut: `pieces` of its parameters, and its `scalars`, which are whole."""
+
+    def __init__(self, model: nn.Module, shapes: Mapping[str, torch.Size], world: World) -> None:
+        self._model, self._shapes, self._world = model, shapes, world
+        self.pieces: dict[str, Piece] = {}
+        self.scalars: dict[str, nn.Parameter] = {}
+        self._cut: dict[str, Any] = {}
+        for name, parameter in model.named_parameters():
+            shape = shapes[name]
+            if not (len(shape) and shape.numel()):
+                self.scalars[name] = parameter
+                continue
+            local: Tensor = parameter.to_local()  # pyright: ignore[reportAttributeAccessIssue, reportUnknownVariableType]
+            first = min(world.rank * -(-shape[0] // world.size), shape[0]) * (shape.numel() // shape[0])
+            if local.numel():
+                elements = nn.Parameter(local.detach().view(-1))
+                self.pieces[name] = Piece(first, first + local.numel(), elements)
+                self._cut[name] = parameter
+
+    def trained(self, name: str) -> nn.Parameter | None:
+        """What the optimizer updates of it here."""
+        return self.pieces[name].parameter if name in self.pieces else self.scalars.get(name)
+
+    def take_gradients(self, total_weight: Tensor) -> None:
+        """The sums that have arrived, divided, become the pieces' .grad."""
+        for name, piece in self.pieces.items():
+            gradient = self._cut[name].grad
+            piece.parameter.grad = None if gradient is None else gradient.to_local().view(-1)
+        for held in self.gradients():
+            divide(held.tensor, total_weight)
+
+    def forget_gradients(self, *_: object) -> None:
+        """Let them go, for the next step's."""
+        for piece in self.pieces.values():
+            piece.parameter.grad = None
+        self._model.zero_grad(set_to_none=True)
+
+    def gradients(self) -> list[Held]:
+        """See Replica."""
+        held = [Held(name, p.grad) for name, p in self.scalars.items() if p.grad is not None]
+        for name, piece in self.pieces.items():
+            if piece.parameter.grad is not None:
+                held.append(Held(name, piece.parameter.grad, self._shapes[name], piece.start, replicated=False))
+        return held
+
+    def gradient_norm(self) -> Tensor:
+        """() float64, on all ranks alike (a collective)."""
+        total = torch.zeros((), dtype=torch.float64, device=self._world.device)
+        for held in self.gradients():
+            if not held.replicated or self._world.rank == 0:  # what all hold counts once
+                total += held.tensor.double().square().sum()
+        dist.all_reduce(named(total, "norm of the gradients"))
+        return total.sqrt()
+
+    def parameters(self) -> list[Held]:
+        """For a checkpoint."""
+        held = [Held(f"model/{name}", p.detach()) for name, p in self.scalars.items()]
+        for name, piece in self.pieces.items():
+            values = piece.parameter.detach()
+            held.append(Held(f"model/{name}", values, self._shapes[name], piece.start, replicated=False))
+        return held
+
+    def weights(self) -> dict[str, Tensor]:
+        """See Replica; on the CPU, where there is room for all of them."""
+        state: dict[str, Tensor] = self._model.state_dict()
+        found = {name.removeprefix("model/"): t.cpu() for name, t in whole(self.parameters(), self._world).items()}
+        first = {id(p): name for name, p in self._model.named_parameters()}
+        for name, parameter in self._model.named_parameters(remove_duplicate=False):
+            state[name] = found[first[id(parameter)]]
+        return state
+
+
+class _Used:
+    """Notes which parameters have got a gradient on this rank, and makes a stand-in's gradients zero.
+
+    A gathered parameter is another tensor than the cut one; it is first seen in the first forward.
+    """
+
+    def __init__(self, model: nn.Module, blocks: Mapping[str, FSDPModule], scalars: Mapping[str, nn.Parameter]) -> None:
+        self._scalars = scalars
+        self._names = [name for name, p in model.named_parameters() if p.requires_grad]
+        self._used: set[str] = set()
+        self._watched: set[str] = set()
+        self._counted: bool | None = None
+        for name, parameter in scalars.items():
+            self._watch(name, parameter)
+        for name, block in blocks.items():
+            hook = self._at_forward(f"{name}." if name else "")
+            block.register_forward_pre_hook(hook)  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
+
+    @contextmanager
+    def watching(self, work: Work, is_last: bool) -> Generator[None]:
+        """Around one forward and backward."""
+        self._counted = work.counted
+        try:
+            yield
+        finally:
+            self._counted = None
+
+    def agree(self, model: nn.Module, world: World) -> None:
+        """Add up the scalars' gradients, and let those that no rank has used be None (a collective)."""
+        scalars = {name: p for name, p in self._scalars.items() if p.requires_grad}
+        flags = [float(name in self._used) for name in self._names]
+        values = [(torch.zeros_like(p) if p.grad is None else p.grad).double().view(-1) for p in scalars.values()]
+        summed = torch.cat([torch.tensor(flags, dtype=torch.float64, device=world.device), *values])
+        dist.all_reduce(named(summed, "who uses which parameter"))
+        everywhere = dict(zip(self._names, summed.tolist(), strict=False))
+        sums = iter(summed[len(flags) :].split([p.numel() for p in scalars.values()]))
+        for name, parameter in model.named_parameters():
+            if name in scalars:
+                parameter.grad = next(sums).view(parameter.shape).to(parameter.dtype)
+            if not everywhere.get(name):
+                parameter.grad = None
+        self._used.clear()
+
+    def _at_forward(self, prefix: str) -> Callable[[nn.Module, Sequence[Any]], None]:
+        from torch.distributed.tensor import DTensor
+
+        def look(block: nn.Module, _: Sequence[Any]) -> None:
+            if len(self._watched) < len(self._names):
+                for name, parameter in block.named_parameters(prefix=prefix.removesuffix(".")):
+                    if parameter.requires_grad and not isinstance(parameter, DTensor) and name not in self._watched:
+                        self._watch(name, parameter)
+
+        return look
+
+    def _watch(self, name: str, parameter: nn.Parameter) -> None:
+        def note(gradient: Tensor) -> Tensor | None:
+            if self._counted:
+                self._used.add(name)
+            return torch.zeros_like(gradient) if self._counted is False else None
+
+        if parameter.requires_grad:
+            self._watched.add(name)
+            parameter.register_hook(note)

@@ -1,0 +1,71 @@
+"""What a strategy cannot train, refused before the first step."""
+
+from __future__ import annotations
+
+from torch import nn, optim
+from torch.optim import Optimizer
+
+from paceline.errors import UsageError
+from paceline.scratch.batchnorm import SyncBatchNorm
+from paceline.world import World
+
+# Each updates an element by that element's own gradient and history alone.
+ELEMENT_WISE = (
+    optim.SGD, optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.Adamax, optim.Adadelta, optim.RMSprop,
+    optim.Rprop, optim.ASGD,
+)  # fmt: skip
+
+
+def only_alone(name: str, world: World) -> None:
+    """Refuse a world of several ranks, for a strategy that lives in one process.
+
+    Raises:
+        UsageError: if `world` has more than one rank.
+    """
+    if world.size > 1:
+        raise UsageError(
+            f"strategy {name!r} lives in one process, there are {world.size}. "
+            "For several processes use manual, bucketed or ddp."
+        )
+
+
+def refuse_foreign(model: nn.Module, optimizer: Optimizer) -> None:
+    """Refuse an optimizer that trains what is not in the model.
+
+    Raises:
+        UsageError: naming its shape.
+    """
+    own = set(model.parameters())
+    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        if parameter not in own:
+            raise UsageError(
+                f"the optimizer trains a parameter of shape {tuple(parameter.shape)} that is not in the model: it "
+                "would be neither synchronised nor saved. Make it a parameter of the model."
+            )
+
+
+def refuse_synchronised(model: nn.Module, name: str) -> None:
+    """Refuse synchronised batch norm, for a strategy whose result must not depend on the world size.
+
+    Raises:
+        UsageError: if `model` has any.
+    """
+    if any(isinstance(module, SyncBatchNorm) for module in model.modules()):
+        raise UsageError(
+            f"strategy {name!r} gives the same bits at every world size; synchronised batch norm adds its statistics "
+            "up over ranks and cannot. Use --batchnorm local: statistics of each virtual rank."
+        )
+
+
+def refuse_whole(strategy: str, optimizer: Optimizer) -> None:
+    """Refuse an optimizer that may look at more than one element at a time, for a strategy that cuts parameters.
+
+    Raises:
+        UsageError: naming those that do not.
+    """
+    if type(optimizer) not in ELEMENT_WISE:
+        known = ", ".join(kind.__name__ for kind in ELEMENT_WISE)
+        raise UsageError(
+            f"strategy {strategy!r} cuts parameters into pieces, and {type(optimizer).__name__} may look at a whole "
+            f"one. Known to update each element by itself: {known}. Use one of these, or another strategy."
+        )

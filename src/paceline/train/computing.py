@@ -1,0 +1,157 @@
+"""How is this run computed? Threads, precision and memory, settled by all ranks together before the first step."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Generator
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+from paceline.collectives import gather_words, together
+from paceline.compute.allocator import keep_memory
+from paceline.compute.compiling import compile_model
+from paceline.compute.graphs import graph_model
+from paceline.compute.precision import GAIN, bf16_of, compared, in_bf16, lacks_bf16
+from paceline.compute.recompute import recompute
+from paceline.compute.threads import Seat, complaints, own_seat, share
+from paceline.data.loader import Loading, fetch
+from paceline.errors import UsageError
+from paceline.launch.cgroup import free_memory
+from paceline.seeding import preserved_streams
+from paceline.tasks.task import Task
+from paceline.train.evaluate import evaluating
+from paceline.train.step import weighted_losses
+from paceline.world import World
+
+if TYPE_CHECKING:
+    from paceline.config import ComputeConfig
+
+STATE_COPIES = 4  # weights, gradients, and two numbers that an optimizer keeps for each weight
+
+Precision = Literal["fp32", "bf16"]
+
+
+@dataclass(frozen=True)
+class Settled:
+    """What came of it, the same on all ranks but for the allocator."""
+
+    precision: Precision = "fp32"
+    allocator: Literal["tuned", "system"] = "system"
+    notices: list[str] = field(default_factory=list[str])
+    """what the user should be told"""
+
+
+def take_threads(asked: int | None, world: World) -> list[str]:
+    """Give this rank its threads (a collective); what is wrong with their number, in words.
+
+    What the user has asked for stays as it is, --threads-per-rank or OMP_NUM_THREADS. Else a rank gets its part of the
+    cores that it shares with others, but not more than torch would take.
+    """
+    if asked:
+        torch.set_num_threads(asked)
+    mine = own_seat(torch.get_num_threads())
+    told = gather_words([msgspec.to_builtins(mine), bool(asked or "OMP_NUM_THREADS" in os.environ)], world)
+    seats = [msgspec.convert(seat, Seat) for seat, _ in told]
+    planned = [
+        seat if fixed else msgspec.structs.replace(seat, threads=min(seat.threads, share(seats, rank)))
+        for rank, (seat, (_, fixed)) in enumerate(zip(seats, told, strict=True))
+    ]
+    if planned[world.rank].threads != mine.threads:
+        torch.set_num_threads(planned[world.rank].threads)
+    return complaints(planned, may_idle=world.device.type != "cpu")
+
+
+def settle(
+    wish: ComputeConfig,
+    model: nn.Module,
+    task: Task,
+    dataset: Dataset[Any],
+    loading: Loading,
+    samples: int,
+    world: World,
+) -> Settled:
+    """Find out what `wish` comes to, and set `model` up for it (a collective).
+
+    Args:
+        wish: what is asked for.
+        model: changed in place; no strategy has been applied yet.
+        task: whose loss and data a probe step is taken with.
+        dataset: the training data.
+        loading: how they are fetched.
+        samples: of the largest micro-batch.
+        world: this rank's place.
+
+    Raises:
+        UsageError: what is asked for cannot be had here; told by one rank.
+    """
+    seconds: dict[str, float] = {}
+    why = ""
+    with together(world):
+        why = lacks_bf16(world.device) if wish.precision != "fp32" else ""
+        if why and wish.precision == "bf16":
+            raise UsageError(f"--precision bf16: {why}. Use --precision auto, or fp32")
+        if wish.checkpoint_activations:
+            recompute(model, wish.checkpoint_activations)
+        if wish.precision == "auto" and not why:
+            seconds = _probed(model, task, dataset, loading, samples)
+    precision, notices = "bf16" if wish.precision == "bf16" else "fp32", list[str]()
+    if wish.precision == "auto":
+        precision, notice = _chosen(gather_words([why, seconds], world))
+        notices.append(notice)
+    with together(world):
+        if precision == "bf16":
+            in_bf16(model, world.device)
+        if wish.cuda_graphs:
+            graph_model(model, world.device)
+        if wish.compile:
+            compile_model(model, world.device)
+        allocator, notice = _memory(wish, model, world)
+    return Settled(precision, allocator, notices + notice)
+
+
+def _chosen(told: list[Any]) -> tuple[Precision, str]:
+    """Of what all ranks have found out; the slowest counts, for all wait for it."""
+    lacking = next((f"on rank {rank} {why}" for rank, (why, _) in enumerate(told) if why), "")
+    if lacking:
+        return "fp32", f"--precision auto: fp32, for {lacking}"
+    slowest = {name: max(seconds[name] for _, seconds in told) for name in ("fp32", "bf16")}
+    gain = slowest["fp32"] / slowest["bf16"]
+    chosen: Precision = "bf16" if gain >= GAIN else "fp32"
+    words = "; it rounds otherwise than fp32" if chosen == "bf16" else ""
+    return chosen, f"--precision auto: {chosen}. Tried, a step in bf16 is {gain:.2f} times as fast as in fp32{words}"
+
+
+def _probed(model: nn.Module, task: Task, dataset: Dataset[Any], loading: Loading, samples: int) -> dict[str, float]:
+    """Seconds of forward and backward on the first `samples` samples, in each precision; nothing is changed by it."""
+    indices = torch.arange(min(samples, len(dataset)))  # pyright: ignore[reportArgumentType]
+    around = bf16_of(model, loading.device)
+    with preserved_streams(), evaluating(model), torch.enable_grad():
+        (batch,) = _batches(dataset, indices, replace(loading, num_workers=0))
+
+        def step(bf16: bool) -> None:
+            outputs = around(model, (batch[0],), {}) if bf16 else model(batch[0])
+            losses, _ = weighted_losses(task.loss, outputs, batch[1])
+            if losses.requires_grad:
+                losses.sum().backward()
+            model.zero_grad(set_to_none=True)
+
+        return compared({"fp32": partial(step, False), "bf16": partial(step, True)}, loading.device)
+
+
+def _batches(dataset: Dataset[Any], indices: torch.Tensor, loading: Loading) -> Generator[tuple[Any, Any]]:
+    yield from fetch(dataset, [(0, indices)], 0, loading)
+
+
+def _memory(wish: ComputeConfig, model: nn.Module, world: World) -> tuple[Literal["tuned", "system"], list[str]]:
+    if wish.allocator == "system" or world.device.type != "cpu":
+        return "system", []
+    free = free_memory()
+    state = STATE_COPIES * sum(p.nbytes for p in model.parameters())
+    why = keep_memory(free_bytes=None if free is None else free // world.local_size, state_bytes=state)
+    return ("system", [f"the allocator is left as it is: {why}"]) if why else ("tuned", [])

@@ -1,0 +1,183 @@
+"""Gradients summed in shared memory have the bits of the sum over gloo, and of one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.run_ranks import run_ranks
+from torch import Tensor, nn
+
+from paceline.collectives.gradients import SharedGradients, gradients_by_leaf, gradients_by_rank
+from paceline.collectives.replicate import broadcast_module
+from paceline.collectives.transport import shared_memory
+from paceline.data.plan import ranks_share
+from paceline.scratch.reduce import GradientReducer
+from paceline.scratch.tree import Forest, TreeReducer
+
+pytestmark = pytest.mark.ranks
+
+LARGE = 40_000  # elements: several chunks of 64 KiB
+
+
+class Odd(nn.Module):
+    """Parameters of all kinds: large and small, empty, strided, of several types, and used by some only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.large = nn.Parameter(torch.randn(LARGE))
+        self.conv = nn.Parameter(torch.randn(8, 4, 3, 3).to(memory_format=torch.channels_last))
+        self.turned = nn.Parameter(torch.randn(70, 300).t())
+        self.brief = nn.Parameter(torch.randn(500).bfloat16())
+        self.precise = nn.Parameter(torch.randn(129, dtype=torch.float64))
+        self.scalar = nn.Parameter(torch.tensor(0.5))
+        self.empty = nn.Parameter(torch.zeros(0, 3))
+        self.frozen = nn.Parameter(torch.ones(4), requires_grad=False)
+        self.of_two = nn.Parameter(torch.randn(33))
+        self.of_nobody = nn.Parameter(torch.randn(7))
+        self.odd_strides = nn.Parameter(torch.randn(6, 9))
+        self.odd_strides.register_hook(lambda grad: grad.t().contiguous().t())
+
+    def forward(self, leaf: int) -> Tensor:
+        generator = torch.Generator().manual_seed(leaf)
+        total = self.empty.sum() + self.frozen.sum()
+        for name, p in self.named_parameters():
+            if name in ("empty", "frozen", "of_nobody") or (name == "of_two" and leaf not in (1, 2)):
+                continue
+            values = torch.randn(p.shape, generator=generator) * 10.0 ** (leaf % 3 * 3)
+            total = total + (p * values.to(p.dtype) * (p if leaf % 2 else 1)).sum()
+        return total
+
+
+def grads(model: nn.Module) -> dict[str, tuple[bytes, torch.dtype, tuple[int, ...]] | None]:
+    found = {}
+    for name, p in model.named_parameters():
+        g = p.grad
+        found[name] = None if g is None else (g.contiguous().view(-1).view(torch.uint8).numpy().tobytes(), g.dtype)
+        assert g is None or g.stride() == p.stride() or p.numel() < 2, name
+    return found
+
+
+def by_leaf(sums: TreeReducer | SharedGradients, model: nn.Module, share: range, left_out: int | None) -> dict:
+    model.zero_grad(set_to_none=True)
+    for leaf in share:
+        for part in range(2):  # two micro-batches
+            with sums.leaf(leaf, is_last=leaf == share[-1] and part == 1, counted=leaf != left_out):
+                model(leaf + 100 * part).backward()
+    sums.finish(torch.tensor(17.0, dtype=torch.float64))
+    return grads(model)
+
+
+def compare(rank: int, world_size: int, leaves: list[int]) -> int:
+    memory = shared_memory(bulk_bytes=64 << 10)
+    assert memory is not None
+    compared = 0
+    for virtual_ranks in leaves:
+        shares = [ranks_share(virtual_ranks, number, world_size) for number in range(world_size)]
+        forest = Forest([(share.start, share.stop) for share in shares], rank)
+        for left_out in (None, virtual_ranks - 1):
+            models = [Odd() for _ in range(3)]
+            shared = gradients_by_leaf(models[0], forest)
+            assert isinstance(shared, SharedGradients)
+            for step in range(2):
+                found = by_leaf(shared, models[0], shares[rank], left_out)
+                over_gloo = by_leaf(TreeReducer(models[1], forest), models[1], shares[rank], left_out)
+                alone = TreeReducer(models[2], Forest([(0, virtual_ranks)], 0))
+                one_process = by_leaf(alone, models[2], range(virtual_ranks), left_out)
+                assert found == one_process, (virtual_ranks, left_out, step)
+                assert found == over_gloo, (virtual_ranks, left_out, step)
+                assert found["of_nobody"] is None and found["large"] is not None
+                assert (found["of_two"] is None) == (virtual_ranks == 2 and left_out == 1)
+                compared += 1
+    if world_size == 2:  # a sum of two has one order only
+        models = [Odd(), Odd()]
+        several = [gradients_by_rank(models[0]), GradientReducer(models[1])]
+        assert isinstance(several[0], SharedGradients)
+        for model, sums in zip(models, several, strict=True):
+            with sums.paused():
+                model(rank).backward()
+            model(rank + 5).backward()
+            sums.finish(torch.tensor(3.0))
+        assert grads(models[0]) == grads(models[1])
+        compared += 1
+    return compared
+
+
+@pytest.mark.parametrize(
+    ("world_size", "leaves"),
+    [(2, [2, 3, 6]), pytest.param(3, [3, 4, 8], marks=pytest.mark.slow), pytest.param(4, [7], marks=pytest.mark.slow)],
+)
+def test_the_sum_is_that_of_gloo_and_of_one_process(world_size, leaves, tmp_path):
+    everybody = run_ranks(compare, world_size, tmp_path, leaves)
+    assert everybody == [4 * len(leaves) + (world_size == 2)] * world_size
+
+
+def replicated(rank: int, world_size: int) -> str:
+    """Every kind of tensor arrives; models that differ are refused before anything is touched."""
+    assert shared_memory() is not None
+    model = Odd()
+    model.register_buffer("counter", torch.tensor(7))
+    model.register_buffer("mask", torch.tensor([True, False]))
+    wanted = {name: value.clone() for name, value in model.state_dict().items()}
+    if rank > 0:
+        with torch.no_grad():
+            for value in model.state_dict().values():
+                value.zero_()
+    broadcast_module(model)
+    found = model.state_dict()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    assert found["conv"].stride() == wanted["conv"].stride()
+    with pytest.raises(ValueError, match=r"first at entry 0: rank 0: parameter weight .* but rank 1") as raised:
+        broadcast_module(nn.Linear(2, 3 + rank))
+    return str(raised.value)
+
+
+def test_a_model_is_replicated_through_memory_and_a_different_one_refused(tmp_path):
+    first, second = run_ranks(replicated, 2, tmp_path)
+    assert first == second
+
+
+def odd_strides_of_one_rank(rank: int, world_size: int) -> bool:
+    """Ranks may lay out one parameter differently; the sums are by place in the tensor, not in memory."""
+    assert shared_memory() is not None
+    model = nn.Conv2d(3, 5, 3)
+    with torch.no_grad():
+        model.weight.copy_(torch.arange(135.0).view(5, 3, 3, 3))
+    if rank == 1:
+        model = model.to(memory_format=torch.channels_last)
+    sums = gradients_by_rank(model)
+    (model.weight.square().sum() * (rank + 1)).backward()
+    sums.finish(1.0)
+    grad = model.weight.grad
+    assert grad is not None and grad.stride() == model.weight.stride()
+    assert model.bias is not None and model.bias.grad is None
+    return torch.equal(grad, torch.arange(135.0).view(5, 3, 3, 3) * 6)
+
+
+@pytest.mark.slow
+def test_ranks_may_lay_a_parameter_out_differently(tmp_path):
+    assert run_ranks(odd_strides_of_one_rank, 2, tmp_path) == [True, True]
+
+
+def goes_on(rank: int, world_size: int) -> Tensor | None:
+    """An error in a backward, which the user catches on all ranks, leaves nothing behind."""
+    assert shared_memory() is not None
+    model = nn.Linear(2, 1, bias=False)
+    forest = Forest([(0, 2), (2, 4)], rank)
+    sums = gradients_by_leaf(model, forest)
+    for attempt in range(2):
+        try:
+            for leaf in range(*forest.owned[rank]):
+                with sums.leaf(leaf, is_last=leaf % 2 == 1):
+                    (model.weight.sum() * (leaf + 1)).backward()
+                    if attempt == 0 and leaf % 2 == 1:
+                        raise ValueError("the user's own")
+        except ValueError:
+            model.zero_grad(set_to_none=True)
+    sums.finish(2.0)
+    return model.weight.grad
+
+
+def test_an_error_in_a_step_leaves_nothing_in_the_next(tmp_path):
+    for grad in run_ranks(goes_on, 2, tmp_path):
+        assert grad is not None and grad.tolist() == [[5.0, 5.0]]

@@ -1,0 +1,86 @@
+"""bf16: what is computed in it, what stays float32, and where it is refused."""
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from tests.compute.models import Convolutions
+from torch import nn
+
+from paceline.compute.precision import compared, in_bf16, lacks_bf16
+
+CPU = torch.device("cpu")
+
+
+def test_forward_computes_in_bf16_channels_last_and_gives_float32():
+    model, seen = Convolutions(), []
+    in_bf16(model, CPU)
+    model.body[3].register_forward_hook(lambda _module, inputs, output: seen.append((inputs[0], output)))
+    output = model(torch.randn(4, 1, 12, 12))
+    inputs, inner = seen[0]
+    assert inner.dtype == torch.bfloat16 and output.dtype == torch.float32
+    assert inputs.is_contiguous(memory_format=torch.channels_last) and not inputs.is_contiguous()
+
+
+def test_weights_gradients_and_their_layout_stay_as_they_are():
+    model = Convolutions()
+    in_bf16(model, CPU)
+    model(torch.randn(4, 1, 12, 12)).sum().backward()
+    for parameter in model.parameters():
+        assert parameter.dtype == parameter.grad.dtype == torch.float32
+        assert parameter.is_contiguous() and parameter.grad.is_contiguous()
+
+
+def test_its_gradients_are_those_of_fp32_up_to_the_roundings_of_bf16():
+    torch.manual_seed(0)
+    plain = Convolutions()
+    fast = Convolutions()
+    fast.load_state_dict(plain.state_dict())
+    in_bf16(fast, CPU)
+    x, y = torch.randn(16, 1, 12, 12), torch.randint(3, (16,))
+    for model in (plain, fast):
+        nn.functional.cross_entropy(model(x), y).backward()
+    differ = []
+    for a, b in zip(plain.parameters(), fast.parameters(), strict=True):
+        scale = float(a.grad.abs().max())
+        differ.append(float((a.grad - b.grad).abs().max()) / max(scale, 1e-3))
+    assert 1e-4 < max(differ) < 0.1  # fp32's roundings are below, wrong gradients above
+
+
+def test_nested_outputs_keep_their_kind():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(2, 2)
+
+        def forward(self, batch, *, extra):
+            return {"a": [self.linear(batch["x"])], "b": (extra, 3)}
+
+    model = Two()
+    in_bf16(model, CPU)
+    found = model({"x": torch.ones(1, 2)}, extra=torch.ones(1, dtype=torch.int64))
+    assert found["a"][0].dtype == torch.float32 and found["b"][1] == 3 and found["b"][0].dtype == torch.int64
+
+
+def test_the_shortest_time_of_each_counts_and_the_first_try_does_not():
+    turns = []
+
+    def step(name, seconds):
+        time.sleep(10 * seconds if name not in turns else seconds)  # the first is slow: kernels are chosen
+        turns.append(name)
+
+    found = compared({"slow": lambda: step("slow", 0.04), "fast": lambda: step("fast", 0.001)}, CPU)
+    assert 0.001 < found["fast"] < found["slow"] < 0.4
+    assert turns[:4] == ["slow", "fast"] * 2 and turns.count("slow") == turns.count("fast")
+
+
+@pytest.mark.slow
+def test_kernels_that_may_not_use_the_instructions_count_as_a_processor_without():
+    code = "import torch; from paceline.compute.precision import lacks_bf16; print(lacks_bf16(torch.device('cpu')))"
+    env = {**os.environ, "ATEN_CPU_CAPABILITY": "avx2"}
+    run = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    assert "no bf16 instructions" in run.stdout
+    assert isinstance(lacks_bf16(CPU), str)

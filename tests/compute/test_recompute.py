@@ -1,0 +1,85 @@
+"""Computing again keeps less and changes no bit."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from tests.compute.models import Model
+from torch import nn
+
+from paceline.compute.precision import in_bf16
+from paceline.compute.recompute import COPIED_BYTES, recompute
+from paceline.errors import UsageError
+
+CPU = torch.device("cpu")
+
+
+def trained(
+    rule: str | None, *, bf16: bool = False, steps: int = 3
+) -> tuple[dict[str, torch.Tensor], list[object], int]:
+    """The state after some steps, the next numbers of all streams, and the bytes kept for the last backward."""
+    torch.manual_seed(0), random.seed(0), np.random.seed(0)
+    model = Model()
+    if rule is not None:
+        recompute(model, rule)
+    if bf16:
+        in_bf16(model, CPU)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    kept: dict[int, int] = {}
+    for _ in range(steps):
+        x, y = torch.randn(64, 8), torch.randn(64, 2)
+        kept.clear()
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            loss = (model(x) - y).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.state_dict(), [torch.rand(1).item(), random.random(), np.random.rand()], sum(kept.values())
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("rule", ["blocks.*", "blocks.1,head", "*.inner"])
+def test_no_bit_changes_of_weights_buffers_and_random_streams(rule, bf16):
+    plain, streams, _ = trained(None, bf16=bf16)
+    again, streams_again, _ = trained(rule, bf16=bf16)
+    assert streams_again == streams
+    assert list(again) == list(plain)
+    for name, tensor in plain.items():
+        assert torch.equal(again[name], tensor), name
+
+
+def test_fewer_bytes_are_kept_for_backward():
+    _, _, plain = trained(None)
+    _, _, again = trained("blocks.*")
+    assert again < plain / 3  # a block keeps its input, an eighth of what is inside
+
+
+class Table(nn.Module):
+    """A large buffer, written in forward or not."""
+
+    def __init__(self, writes: bool) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.zeros(COPIED_BYTES // 4 + 1))
+        self.linear, self.writes = nn.Linear(2, 2), writes
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.writes:
+            self.table[0] += 1
+        return self.linear(x) + self.table[0]
+
+
+def test_a_large_buffer_that_forward_writes_is_refused_and_one_that_it_only_reads_is_not():
+    for writes in (False, True):
+        model = nn.Sequential(Table(writes))
+        assert recompute(model, "Table") == ["0"]
+        if writes:
+            with pytest.raises(UsageError, match=r"0 cannot be computed again .* changes the buffer table"):
+                model(torch.ones(1, 2))
+        else:
+            model(torch.ones(1, 2)).sum().backward()

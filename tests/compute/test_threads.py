@@ -1,0 +1,74 @@
+"""Threads: planned from what the ranks may run on, and told where their number is wrong."""
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.compute.threads import Seat, complaints, own_seat, share
+
+BOTH, FOUR, EIGHT = (0, 1), (0, 1, 2, 3), tuple(range(8))
+
+
+def seats(count, cores, threads=1, *, host="a", limit=None):
+    return [Seat(host, cores, limit or len(cores), threads)] * count
+
+
+@pytest.mark.parametrize(
+    ("there", "planned"),
+    [
+        (seats(2, EIGHT), 4),  # torchrun and our agent: all ranks of a host may run on all its cores
+        (seats(3, EIGHT), 2),
+        (seats(1, FOUR), 4),
+        (seats(4, BOTH), 1),
+        ([Seat("a", BOTH, 2), Seat("a", (2, 3), 2)], 2),  # srun and mpirun: each on its own
+        (seats(2, EIGHT) + seats(2, EIGHT, host="b"), 4),
+        (seats(2, EIGHT, limit=4), 2),  # a container's quota
+    ],
+)
+def test_cores_are_divided_among_those_who_share_them(there, planned):
+    assert share(there, 0) == planned
+
+
+@pytest.mark.parametrize(
+    ("there", "words"),
+    [
+        (seats(2, BOTH, 2), "a: 2 ranks x 2 threads on 2 cores: more threads than cores .* Use --threads-per-rank 1$"),
+        (seats(2, EIGHT, 8), "16|2 ranks x 8 threads on 8 cores: .* --threads-per-rank 4$"),
+        (seats(4, BOTH, 1), "a: 4 ranks x 1 thread on 2 cores: the ranks take turns. Faster: 2 processes$"),
+        (seats(4, BOTH, 2), "take turns. Faster: 2 processes and --threads-per-rank 1$"),
+        (seats(2, EIGHT, 1), "a: 2 ranks x 1 thread on 8 cores: 6 cores are idle. Use --threads-per-rank 4$"),
+        (seats(2, EIGHT, 4, limit=2), "on 2 cores: more threads"),
+        ([Seat("a", (0,), 1, 2), Seat("a", (1,), 1, 2)], "2 ranks x 2 threads on 2 cores: more threads"),
+        (seats(2, BOTH, 2) + seats(2, BOTH, 2, host="b") + seats(2, BOTH, 2, host="c"), "^a and 2 more hosts: "),
+    ],
+)
+def test_a_wrong_number_is_told_in_one_line_with_the_right_one(there, words):
+    (line,) = complaints(there)
+    assert re.search(words, line), line
+
+
+@pytest.mark.parametrize(
+    "there", [seats(2, BOTH), seats(1, BOTH), seats(2, FOUR, 1), seats(1, EIGHT, 8), seats(3, EIGHT, 2)]
+)
+def test_a_number_that_fits_is_not_spoken_of(there):
+    assert complaints(there) == []
+
+
+def test_a_gpu_rank_may_leave_cores_idle():
+    assert complaints(seats(1, EIGHT, 1), may_idle=True) == []
+    assert complaints(seats(2, BOTH, 2), may_idle=True) != []
+
+
+@given(st.lists(st.tuples(st.sampled_from("ab"), st.frozensets(st.integers(0, 7), min_size=1)), min_size=1, max_size=6))
+def test_what_is_planned_is_never_complained_of_as_too_many_threads(places):
+    there = [Seat(host, tuple(sorted(cores)), len(cores)) for host, cores in places]
+    planned = [Seat(s.host, s.cores, s.limit, share(there, rank)) for rank, s in enumerate(there)]
+    assert all(seat.threads >= 1 for seat in planned)
+    assert not any("make every rank slower" in line for line in complaints(planned))
+
+
+def test_this_processs_own_seat():
+    seat = own_seat(3)
+    assert seat.threads == 3 and 1 <= seat.limit <= len(seat.cores)

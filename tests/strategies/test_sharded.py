@@ -1,0 +1,339 @@
+"""What zero and fsdp promise beside the conformance suite: little memory, and the whole wherever it is asked for."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.run_ranks import run_ranks
+from tests.worlds import worlds
+from torch import Tensor, nn
+from torch.optim import LBFGS, SGD, AdamW
+
+from paceline import ArrayDataset, BatchPlan, Loading, World, evaluate, joined, load_steps, train_step
+from paceline.checkpoint.whole import sha256_of, whole
+from paceline.data.plan import ranks_share
+from paceline.errors import UsageError
+from paceline.strategies import STRATEGIES, Replica
+from paceline.strategies.fsdp import fsdp
+from paceline.train.weights import rescue_alone
+
+CPU = torch.device("cpu")
+FSDP = partial(fsdp, wrap=None)
+
+
+def world_of(rank: int, size: int) -> World:
+    return World(rank, size, rank, size, CPU, "gloo")
+
+
+class Blocks(nn.Module):
+    """Four equal blocks, and a scalar; in float64, as all here."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first = nn.Linear(4, width)
+        self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(4))
+        self.last = nn.Linear(width, 1)
+        self.scale = nn.Parameter(torch.tensor(2.0))
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x).tanh()
+        return self.last(x) * self.scale
+
+
+def data(samples: int = 22) -> ArrayDataset:
+    inputs = torch.randn(samples, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    return ArrayDataset(inputs, inputs.sum(1).sin())
+
+
+def squared(outputs: Tensor, targets: Tensor) -> Tensor:
+    return (outputs[:, 0] - targets).square()
+
+
+def made(name: str, model: nn.Module, world: World, virtual_ranks: int, **options: Any) -> Replica:
+    optimizer = partial(AdamW, lr=0.01, weight_decay=0.1)
+    return STRATEGIES[name](model, optimizer, world, virtual_ranks=virtual_ranks, **options)
+
+
+def train(replica: Replica, steps: int, *, max_norm: float | None = None, accumulation: int = 1) -> list[float | None]:
+    world, virtual_ranks = replica.world, replica.virtual_ranks
+    plan = BatchPlan(22, 10, virtual_ranks, accumulation)
+    share = ranks_share(virtual_ranks, world.rank, world.size)
+    batches = load_steps(data(), plan, share, Loading(CPU), start=0, stop=steps)
+    return [train_step(replica, step, squared, max_norm=max_norm).grad_norm for step in batches]
+
+
+# ---- bits --------------------------------------------------------------------------------------------------------
+
+
+def clipped(rank: int, size: int) -> dict[str, Any]:
+    """Norms and state of exact and zero with clipping, in single precision, where the order of additions shows."""
+    found: dict[str, Any] = {}
+    for name in ("exact", "zero"):
+        replica = made(name, Blocks(60).float(), world_of(rank, size), 6)
+        plan = BatchPlan(22, 10, 6)
+        share = ranks_share(6, rank, size)
+        single = ArrayDataset(data().inputs.float(), data().targets.float())
+        steps = load_steps(single, plan, share, Loading(CPU), start=0, stop=4)
+        norms = [train_step(replica, step, squared, max_norm=0.01).grad_norm for step in steps]
+        assert all(norm is not None and norm > 0.01 for norm in norms)  # something was clipped
+        gradients = whole(replica.gradients(), replica.world)
+        squares = sum(float(g.double().square().sum()) for g in gradients.values())
+        assert squares**0.5 == pytest.approx(0.01, rel=1e-3)
+        found[name] = (norms, sha256_of(gradients), sha256_of(whole(replica.state(), replica.world)))
+    return found
+
+
+# ---- memory ------------------------------------------------------------------------------------------------------
+
+
+def held_bytes(tensors: list[Tensor]) -> int:
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def parameters_now(model: nn.Module) -> int:
+    """Bytes of all parameters as they are at this moment: the gathered ones whole, of the others this rank's share."""
+    return held_bytes([p.to_local() if hasattr(p, "to_local") else p for p in model.parameters()])  # pyright: ignore
+
+
+@contextmanager
+def watched(replica: Replica, found: dict[str, int]) -> Generator[None]:
+    """The most that was held of each kind, at each module's forward and backward and each step of the optimizer."""
+
+    def look(*_: object) -> None:
+        found["parameters"] = max(found.get("parameters", 0), parameters_now(replica.model))
+
+    def look_in_backward(_: Tensor) -> None:
+        found["in backward"] = max(found.get("in backward", 0), parameters_now(replica.model))
+
+    def then(_module: nn.Module, _inputs: object, output: Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(look_in_backward)
+
+    def before(*_: object) -> None:
+        whole_ones = [p.grad for p in replica.model.parameters() if p.grad is not None]
+        local = [g.to_local() if hasattr(g, "to_local") else g for g in whole_ones]  # pyright: ignore
+        gradients = held_bytes([*local, *(h.tensor for h in replica.gradients())])
+        found["gradients"] = max(found.get("gradients", 0), gradients)
+
+    def after(*_: object) -> None:
+        state = [t for s in replica.optimizer.state.values() for t in s.values() if t.ndim]
+        found["state"] = held_bytes(state)
+
+    hooks = [m.register_forward_pre_hook(look) for m in replica.model.modules()]
+    hooks += [m.register_forward_hook(then) for m in replica.model.modules() if isinstance(m, nn.Linear)]
+    hooks.append(replica.optimizer.register_step_pre_hook(before))
+    hooks.append(replica.optimizer.register_step_post_hook(after))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def memory(rank: int, size: int) -> dict[str, dict[str, float]]:
+    """What each strategy holds, in units of the model's bytes."""
+    of_strategy: dict[str, dict[str, float]] = {}
+    for name in ("exact", "zero", "fsdp"):
+        model, found = Blocks(128), dict[str, int]()
+        total = sum(p.nbytes for p in model.parameters())
+        replica = made(name, model, world_of(rank, size), size)
+        train(replica, 1)  # what is made lazily is there
+        with watched(replica, found):
+            train(replica, 2)
+        of_strategy[name] = {kind: bytes / total for kind, bytes in found.items()}
+        of_strategy[name]["block"] = model_block(size) / total
+    return of_strategy
+
+
+def model_block(size: int) -> int:
+    """Bytes that the largest block has more when it is gathered."""
+    return (128 * 128 + 128) * 8 * (size - 1) // size
+
+
+# ---- fsdp --------------------------------------------------------------------------------------------------------
+
+
+class Choosing(nn.Module):
+    """Which of its layers a sample goes through depends on the sample; one is for nobody."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers = nn.ParameterList(torch.randn(4, 3, dtype=torch.float64) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = int(x[0, 0] > 0)  # of the first sample of a micro-batch
+        return (x @ self.layers[chosen] @ torch.ones(3, 1, dtype=torch.float64)) + x @ self.layers[2][:, :1]
+
+
+def who_uses_what(rank: int, size: int) -> None:
+    found: dict[str, dict[str, Tensor]] = {}
+    for name in ("exact", "fsdp"):
+        replica = made(name, Choosing(), world_of(rank, size), size)
+        train(replica, 3)
+        found[name] = dict(replica.weights())
+    start = Choosing().state_dict()
+    for name, tensor in found["exact"].items():
+        torch.testing.assert_close(found["fsdp"][name], tensor, rtol=1e-9, atol=1e-12)
+        assert torch.equal(tensor, start[name]) == (name == "layers.3")  # not even decayed
+
+
+def the_whole_on_request(rank: int, size: int, folder: str) -> None:
+    world = world_of(rank, size)
+    plain, model = Blocks(), Blocks()
+    replica = made("fsdp", model, world, size + 1)  # ranks go through different numbers of micro-batches
+    alone = made("exact", plain, world, size + 1)
+    for one in (replica, alone):
+        train(one, 4, accumulation=2)
+    weights = replica.weights()
+    assert [*weights] == [*plain.state_dict()]
+    for name, tensor in plain.state_dict().items():
+        assert type(weights[name]) is Tensor
+        torch.testing.assert_close(weights[name], tensor, rtol=1e-9, atol=1e-12)
+    assert sorted(h.name for h in alone.state()) == sorted(whole(replica.state(), world))
+    # 9 samples in batches of 2 are, for 3 virtual ranks, 2 + 2 + 2 batches: rank 0 has to wait for rank 1
+    metrics = {"one": lambda o, t: torch.ones(len(t))}
+    scores = [evaluate(one, data(9), squared, metrics, Loading(CPU), batch_size=2) for one in (replica, alone)]
+    assert scores[0] == pytest.approx(scores[1], rel=1e-12) and scores[0]["one"] == 1.0
+    x = data().inputs
+    with replica.gathered():
+        if rank == 0:  # alone
+            torch.testing.assert_close(replica.model(x), plain(x), rtol=1e-9, atol=1e-12)
+    assert parameters_now(model) < held_bytes([*plain.parameters()]) * 0.6  # and thrown away again
+    train(replica, 1)
+    before = sha256_of(whole(replica.state(), world))
+    assert "cut over all ranks, and none can save them alone" in rescue_alone(replica, Path(folder))
+    assert sha256_of(whole(replica.state(), world)) == before
+
+
+def tied(rank: int, size: int) -> None:
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 1)).double()
+        model[2].weight = model[0].weight
+        return model
+
+    plain, model = make(), make()
+    for name, one in (("exact", plain), ("fsdp", model)):
+        replica = made(name, one, world_of(rank, size), size)
+        train(replica, 3)
+    weights = replica.weights()  # pyright: ignore[reportPossiblyUnboundVariable]
+    assert torch.equal(weights["0.weight"], weights["2.weight"])
+    for name, tensor in plain.state_dict().items():
+        torch.testing.assert_close(weights[name], tensor, rtol=1e-9, atol=1e-12)
+
+
+class Odd(Blocks):
+    """One single element of its gradients is infinite: one rank alone sees it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.odd = nn.Parameter(torch.arange(200.0, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.odd.sqrt()[:1]
+
+
+def what_one_rank_sees_all_know(rank: int, size: int) -> None:
+    plan, share = BatchPlan(22, 10, size), ranks_share(size, rank, size)
+    for name in ("exact", "zero", "fsdp"):
+        replica = made(name, Odd(), world_of(rank, size), size)
+        before = sha256_of(whole(replica.state(), replica.world))
+        for max_norm in (None, 1.0):
+            (step,) = load_steps(data(), plan, share, Loading(CPU), start=0, stop=1)
+            found = train_step(replica, step, squared, max_norm=max_norm, may_leave_out=True).left_out
+            assert found is not None and found.words.startswith("the gradient of odd is not finite"), name
+            assert "their loss is finite" in found.words and len(found.samples) == 10, (name, found)
+            assert sha256_of(whole(replica.state(), replica.world)) == before
+
+
+def everything(rank: int, world_size: int, folder: str) -> dict[int, Any]:
+    found: dict[int, Any] = {}
+    for size in worlds(rank, (1, 2, 3), folder):
+        found[size] = {"clipped": clipped(rank, size)}
+        if size == 2:
+            found[size]["memory"] = memory(rank, size)
+            who_uses_what(rank, size)
+            the_whole_on_request(rank, size, folder)
+            tied(rank, size)
+            what_one_rank_sees_all_know(rank, size)
+    return found
+
+
+@pytest.fixture(scope="module")
+def of_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[int, Any]]:
+    folder = tmp_path_factory.mktemp("sharded")
+    return run_ranks(everything, 3, folder, str(folder / "worlds"), timeout=150)
+
+
+pytestmark = pytest.mark.timeout(160)
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_clipping_has_the_same_bits_at_every_world_size_sharded_or_not(of_ranks: list[dict[int, Any]]) -> None:
+    wanted = of_ranks[0][1]["clipped"]["exact"]
+    for found in of_ranks:
+        for size, of_size in found.items():
+            assert of_size["clipped"] == {"exact": wanted, "zero": wanted}, size
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_memory_is_what_arithmetic_says(of_ranks: list[dict[int, Any]]) -> None:
+    for found in of_ranks[:2]:
+        exact, zero, fully = (found[2]["memory"][name] for name in ("exact", "zero", "fsdp"))
+        block = exact["block"]
+        assert (exact["parameters"], exact["state"]) == pytest.approx((1.0, 2.0), rel=0.1)
+        assert zero["parameters"] <= 1.0 * 1.1 and zero["gradients"] <= 0.5 * 1.1 and zero["state"] <= 1.0 * 1.1
+        assert 0.5 + block <= fully["parameters"] <= (0.5 + block) * 1.1
+        assert 0.5 + block <= fully["in backward"] <= (0.5 + 2 * block) * 1.1  # the next one is on its way already
+        assert fully["gradients"] <= 0.5 * 1.1 and fully["state"] <= 1.0 * 1.1
+        assert fully["parameters"] < 0.9 < zero["parameters"]  # the ruler can tell them apart
+
+
+# ---- refused -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def world() -> Generator[World]:
+    """One for all tests here: gloo's listener, and what torch imports for its first optimizer, outlive a test."""
+    with joined(World.from_env({}, device="cpu")) as world:
+        SGD([torch.zeros(1, requires_grad=True)])
+        yield world
+
+
+@pytest.mark.parametrize("name", ["zero", "fsdp"])
+def test_an_optimizer_that_may_look_at_a_whole_parameter_is_refused(world: World, name: str) -> None:
+    with pytest.raises(UsageError, match=f"strategy '{name}' cuts parameters into pieces, and LBFGS may look"):
+        STRATEGIES[name](nn.Linear(2, 2), LBFGS, world)
+
+
+def test_a_rule_that_matches_nothing_is_refused_with_what_there_is(world: World) -> None:
+    with pytest.raises(UsageError, match=r"--fsdp-wrap layer\*: no module matches 'layer\*'\. There are: first \(Lin"):
+        fsdp(Blocks(), partial(SGD, lr=0.1), world, wrap="layer*")
+
+
+@pytest.mark.parametrize("change", [copy.deepcopy, lambda m: m.bfloat16()])
+def test_one_process_needs_no_others(world: World, change: Callable[[nn.Module], nn.Module]) -> None:
+    model = change(Blocks())
+    replica = fsdp(model, partial(SGD, lr=0.1), world, wrap="blocks.*")
+    before = {name: tensor.clone() for name, tensor in replica.weights().items()}
+    kind = next(iter(before.values())).dtype
+    dataset = ArrayDataset(data().inputs.to(kind), data().targets.to(kind))
+    (step,) = load_steps(dataset, BatchPlan(22, 10, 1), range(1), Loading(CPU), start=0, stop=1)
+    train_step(replica, step, squared, max_norm=1.0)
+    after = replica.weights()
+    assert all(after[name].dtype == kind for name in before)
+    assert any(not torch.equal(after[name], tensor) for name, tensor in before.items())

@@ -1,0 +1,71 @@
+"""How long a step spends in each phase: by a clock that is set by hand, and in a real step's record."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from paceline.launch.guard.evidence import Phase
+from paceline.observe.events import Step, read_events
+from paceline.train.phases import PhaseClock
+
+
+def test_phases_add_up_and_what_follows_a_take_counts_for_nobody() -> None:
+    now, told = [0.0], list[Phase]()
+    clock = PhaseClock(told.append, lambda: now[0])
+
+    def pass_(seconds: float) -> None:
+        now[0] += seconds
+
+    pass_(100)  # before the first phase
+    for phase, seconds in [
+        (Phase.DATA, 1),
+        (Phase.FORWARD, 2),
+        (Phase.BACKWARD, 3),
+        (Phase.FORWARD, 4),
+        (Phase.SYNC, 5),
+    ]:
+        clock(phase)
+        pass_(seconds)
+    assert clock.take() == {"data": 1, "forward": 6, "backward": 3, "sync": 5}
+    assert told == [Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.FORWARD, Phase.SYNC]
+    pass_(100)
+    assert clock.take() == {}
+    clock(Phase.DATA)
+    pass_(7)
+    assert clock.take() == {"data": 7}
+
+
+def test_an_event_of_an_older_paceline_is_read_without_phases(tmp_path: Path) -> None:
+    numbers = '"step":1,"epoch":0,"loss":1.0,"samples":8,"lr":0.1,"seconds":1.0,"data_seconds":0.1,"unix_time":1.0'
+    (tmp_path / "events-0.jsonl").write_text('{"kind":"step",' + numbers + "}\n")
+    [event] = read_events(tmp_path / "events-0.jsonl")
+    assert isinstance(event, Step)
+    assert event.phase_seconds == {}
+
+
+@pytest.mark.ranks
+def test_the_phases_of_every_step_of_a_training_are_its_seconds(tmp_path: Path) -> None:
+    task = Path(__file__).parents[1] / "bench" / "tasks_to_measure.py"
+    command = [
+        sys.executable,
+        "-m",
+        "paceline",
+        "train",
+        f"{task}:small",
+        "--steps",
+        "6",
+        "--run-dir",
+        str(tmp_path / "r"),
+    ]
+    subprocess.run(command, check=True, capture_output=True, timeout=50, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    steps = [event for event in read_events(tmp_path / "r" / "events-0.jsonl") if isinstance(event, Step)]
+    assert len(steps) == 6
+    for step in steps:
+        assert set(step.phase_seconds) == {"data", "forward", "backward", "sync", "optimizer"}
+        assert sum(step.phase_seconds.values()) == pytest.approx(step.seconds, rel=0.05, abs=2e-3)
+        assert step.phase_seconds["data"] == pytest.approx(step.data_seconds, rel=0.05, abs=2e-3)
