@@ -20,6 +20,8 @@ COMMANDS = {
     "hang": "who holds a run up, and where is every rank?",
     "cancel": "end a run, after it has saved its state",
     "verify": "prove that N processes compute what one computes",
+    "compare": "every strategy beside the others: speed, memory, bytes, bits; which one to use",
+    "scale": "how well does it scale, where is the time lost, and what would more ranks bring?",
     "checkpoint": "list a run's checkpoints, and check every byte of them",
     "faults": "let things go wrong on purpose, and see whether the right rank is named",
     "ledger": "prove that each sample was used once, over all attempts of a run",

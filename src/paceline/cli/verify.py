@@ -45,7 +45,7 @@ class VerifyConfig:
     bitwise: bool = False
     """do all world sizes compute the very same bits?"""
     strategies: str | None = None
-    """which, separated by commas (default: manual,bucketed,ddp,exact,zero, with --bitwise exact,zero)"""
+    """which, separated by commas (default: manual,bucketed,ddp,exact,zero,fsdp, with --bitwise exact,zero)"""
     optimizers: str = "sgd,adamw"
     """which, separated by commas"""
     steps: int = 4
@@ -56,6 +56,8 @@ class VerifyConfig:
     """as for train"""
     stem: Literal["imagenet", "small"] | None = None
     """as for train"""
+    checkpoint_activations: str | None = None
+    """as for train: the ranks compute these modules again in backward, the one process does not"""
     json: Path | None = None
     """also write the results to this file"""
 
@@ -64,7 +66,7 @@ def main(arguments: Sequence[str]) -> int:
     """Run `paceline verify ARGUMENTS`."""
     config = tyro.cli(VerifyConfig, prog="paceline verify", args=list(arguments), description=VerifyConfig.__doc__)
     ranks = _whole_numbers(config.ranks)
-    chosen = config.strategies or ("exact,zero" if config.bitwise else "manual,bucketed,ddp,exact,zero")
+    chosen = config.strategies or ("exact,zero" if config.bitwise else "manual,bucketed,ddp,exact,zero,fsdp")
     strategies = _names(chosen, STRATEGIES, "strategy")
     optimizers = _names(config.optimizers, OPTIMIZERS, "optimizer")
     if config.steps < 1:
@@ -83,6 +85,7 @@ def main(arguments: Sequence[str]) -> int:
         steps=config.steps,
         seed=config.seed,
         clip_norm=1.0,
+        checkpoint_activations=config.checkpoint_activations,
     )
     if config.bitwise:
         if {*strategies} - {*EXACT}:

@@ -1,0 +1,1 @@
+"""How fast is it, what does it need, and how well does it scale: measured, split into causes, predicted."""

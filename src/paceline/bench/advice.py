@@ -1,0 +1,103 @@
+"""Which strategy should this be trained with? Pure: one sentence, and the numbers that it rests on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from paceline.bench.compare_report import Row
+from paceline.bench.spec import Memory
+
+WORTH = 1.05  # times the speed of one process; less is not worth a second process
+EXACT_ENOUGH = 0.9  # of the fastest: so much speed the same bits are worth
+FULL = 0.9  # of the memory: more leaves nothing for what a longer run needs
+
+
+def advise(rows: Sequence[Row], alone: Row | None, promised: Sequence[str], room_bytes: int | None) -> str:
+    """One sentence.
+
+    Args:
+        rows: of several processes, all of one batch size, without the limit.
+        alone: the best of one process; None where it could not be measured (it does not fit, say).
+        promised: strategies that promise the same bits at every world size.
+        room_bytes: of memory for one rank; None where unknown.
+    """
+    if not rows:
+        if alone is None:
+            return "Nothing could be measured: see the reasons above."
+        return f"Train on one process: none of the strategies could be measured, it reached {_rate(alone)}."
+    whole = [row for row in rows if _fits(row, room_bytes)]
+    small = min(rows, key=_need)
+    if not whole:
+        return (
+            f"Use {small.strategy}: nothing fits into the {_size(room_bytes)} of a rank; it needs least, "
+            f"{_size(_need(small))}, at {_rate(small)}. More ranks, a smaller batch or --checkpoint-activations help."
+        )
+    best = max(whole, key=lambda row: row.rate.median)
+    replicated = [row for row in whole if not _is_sharded(row, rows)]
+    if not replicated:
+        return (
+            f"Use {best.strategy}: only strategies that share out the training's state fit into the "
+            f"{_size(room_bytes)} of a rank; it needs {_size(_need(best))}, at {_rate(best)}."
+        )
+    if alone is not None and best.rate.median < WORTH * alone.rate.median:
+        return (
+            f"Train on one process: it reaches {_rate(alone)} on {alone.threads} "
+            f"thread{'s' if alone.threads > 1 else ''}; the fastest of {best.world_size} processes, {best.strategy}, "
+            f"reaches {_rate(best)}."
+        )
+    exact = [row for row in whole if row.strategy in promised and row.rate.median >= EXACT_ENOUGH * best.rate.median]
+    if exact:
+        pick = max(exact, key=lambda row: (not _is_sharded(row, rows), row.rate.median))
+        speed = pick.rate.median / best.rate.median
+        told = "the fastest" if pick is best else f"{speed:.2f} times the fastest, {best.strategy} ({_rate(best)})"
+        return (
+            f"Use {pick.strategy}: it fits on one device ({_need_of(pick, room_bytes)}), has the same bits at every "
+            f"world size, and is {told}, at {_rate(pick)}{_over(pick, alone)}."
+        )
+    return (
+        f"Use {best.strategy}: it fits on one device ({_need_of(best, room_bytes)}) and is the fastest, at "
+        f"{_rate(best)}{_over(best, alone)}."
+    )
+
+
+def _need(row: Row) -> int:
+    """What a rank of it needs, in bytes; 0 where nobody knows."""
+    return needed(row.memory) if row.memory else 0
+
+
+def needed(memory: Memory) -> int:
+    """The most that a rank has held at a time: measured where it could be, else the sum of what is known."""
+    if memory.peak is not None:
+        return memory.peak
+    return memory.weights + memory.gradients + memory.optimizer + (memory.activations or 0) + (memory.exchange or 0)
+
+
+def _fits(row: Row, room_bytes: int | None) -> bool:
+    return room_bytes is None or _need(row) <= FULL * room_bytes
+
+
+def _is_sharded(row: Row, rows: Sequence[Row]) -> bool:
+    """Whether a rank of it holds clearly less of the state than that of the largest."""
+
+    def state(one: Row) -> int:
+        return one.memory.weights + one.memory.gradients + one.memory.optimizer if one.memory else 0
+
+    return state(row) < 0.9 * max(state(one) for one in rows)
+
+
+def _need_of(row: Row, room_bytes: int | None) -> str:
+    return _size(_need(row)) + (f" of {_size(room_bytes)}" if room_bytes else "")
+
+
+def _over(row: Row, alone: Row | None) -> str:
+    return "" if alone is None else f", {row.rate.median / alone.rate.median:.2f} times one process"
+
+
+def _rate(row: Row) -> str:
+    return f"{row.rate.median:,.0f} samples/s"
+
+
+def _size(size: int | None) -> str:
+    if size is None:
+        return "memory"
+    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.0f} MB"

@@ -1,0 +1,111 @@
+"""What do chunks say of strategies? A row for each: medians over rounds, ratios within rounds, whose bits it has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import median, quantiles
+
+import msgspec
+
+from paceline.bench.spec import Chunk, Memory
+
+REFERENCE = "reference"
+"""the candidate whose bits all others are compared with: `exact` on one process, with as many virtual ranks"""
+
+
+class Spread(msgspec.Struct, frozen=True):
+    """Of the values of all rounds."""
+
+    low: float  # the lower quartile
+    median: float
+    high: float
+
+
+class Row(msgspec.Struct, frozen=True):
+    """One strategy at one batch size."""
+
+    name: str
+    strategy: str
+    world_size: int
+    threads: int
+    batch_size: int
+    global_batch: int
+    rate: Spread  # samples a second
+    ratio: Spread  # to the base line of the same round
+    cpu_ms: float  # user and system, of a step, all ranks together
+    first_step_seconds: float
+    launch_seconds: float
+    sent_bytes: float | None
+    memory: Memory | None
+    bits: str
+
+
+def rows_of(rounds: Sequence[Sequence[Chunk]], base: str, promised: Sequence[str], steps: int) -> list[Row]:
+    """One row for each candidate that was measured, in the order of the first round.
+
+    Args:
+        rounds: what was measured.
+        base: the name of the candidate that the others are compared with.
+        promised: strategies that promise the same bits at every world size.
+        steps: of a chunk.
+    """
+    by_name: dict[str, list[Chunk]] = {}
+    for chunk in sorted((chunk for found in rounds for chunk in found), key=lambda chunk: chunk.batch_size):
+        by_name.setdefault(chunk.name, []).append(chunk)
+    bases = {number: chunk.rate for number, found in enumerate(rounds) for chunk in found if chunk.name == base}
+    rates = [
+        {chunk.name: chunk.rate / bases[number] for chunk in found}
+        for number, found in enumerate(rounds)
+        if number in bases
+    ]
+    reference = {
+        chunk.batch_size: chunk.digest for found in rounds for chunk in found if chunk.name.startswith(REFERENCE)
+    }
+    return [
+        _row(chunks, [each[name] for each in rates if name in each], promised, reference, steps)
+        for name, chunks in by_name.items()
+        if not name.startswith(REFERENCE)
+    ]
+
+
+def _row(
+    chunks: Sequence[Chunk], ratios: Sequence[float], promised: Sequence[str], reference: Mapping[int, str], steps: int
+) -> Row:
+    first = chunks[0]
+    return Row(
+        name=first.name,
+        strategy=first.strategy,
+        world_size=first.world_size,
+        threads=first.threads,
+        batch_size=first.batch_size,
+        global_batch=first.global_batch,
+        rate=spread([chunk.rate for chunk in chunks]),
+        ratio=spread(ratios or [0.0]),
+        cpu_ms=1000 * median(chunk.cpu_seconds / steps for chunk in chunks),
+        first_step_seconds=median(chunk.first_step_seconds for chunk in chunks),
+        launch_seconds=median(chunk.launch_seconds for chunk in chunks),
+        sent_bytes=next((chunk.sent_bytes for chunk in chunks if chunk.sent_bytes is not None), None),
+        memory=next((chunk.memory for chunk in chunks if chunk.memory is not None), None),
+        bits=bits_of(first, [chunk.digest for chunk in chunks], promised, reference.get(first.batch_size)),
+    )
+
+
+def bits_of(chunk: Chunk, digests: Sequence[str], promised: Sequence[str], reference: str | None) -> str:
+    """Whose bits these are: by promise, or only as it came out here."""
+    if chunk.world_size == 1:
+        return "-"
+    if chunk.strategy in promised:
+        broken = reference is not None and any(digest != reference for digest in digests)
+        return "BROKEN: not one process's" if broken else "every world size"
+    if reference is not None and all(digest == reference for digest in digests):
+        return "one process's, here"
+    repeated = len(digests) > 1 and len({*digests}) == 1
+    return "this world size, here" if repeated else "rounding differs"
+
+
+def spread(values: Sequence[float]) -> Spread:
+    """Quartiles; of one value, that value."""
+    if len(values) < 2:
+        return Spread(values[0], values[0], values[0])
+    low, middle, high = quantiles(values, n=4, method="inclusive")
+    return Spread(low, middle, high)

@@ -1,0 +1,79 @@
+"""What a set of processes is told to measure, and what it found: plain data between command and workers (no torch)."""
+
+from __future__ import annotations
+
+import msgspec
+
+CHUNKS, RUNNING = "chunks.jsonl", "running.json"
+LOOKED_AT = 3
+"""first steps in which memory and bytes are counted: the least warm-up"""
+NO_EXCHANGE = "no exchange"
+"""the limit: every rank trains alone on its share; the same computation without any communication of gradients"""
+
+
+class Candidate(msgspec.Struct, frozen=True):
+    """One way to train, to be measured for a chunk of steps. Its `name` is also that of a folder."""
+
+    name: str
+    strategy: str  # or NO_EXCHANGE
+    batch_size: int  # samples of each rank in a step
+    threads: int  # of each rank
+    virtual_ranks: int = 0  # 0: as many as ranks
+
+
+class Order(msgspec.Struct, frozen=True):
+    """What one set of processes does: all candidates, one after the other."""
+
+    candidates: list[Candidate]
+    warmup: int  # steps before the chunk, which are not counted
+    steps: int  # of the chunk
+    folder: str
+    started_unix: float  # when the command started the processes
+    memory: bool = False  # also look at memory, in the first steps
+
+
+class Memory(msgspec.Struct, frozen=True):
+    """Bytes on the rank that holds most of each; None where this machine does not tell."""
+
+    weights: int
+    gradients: int  # what the optimizer is given
+    optimizer: int
+    activations: int | None = None  # allocated in the forward of a micro-batch and still there when backward begins
+    exchange: int | None = None  # buckets, staging and what else is there while ranks exchange gradients
+    peak: int | None = None  # of all tensors together
+    rss_peak: int | None = None  # of the process, libraries included
+
+
+class Chunk(msgspec.Struct, frozen=True):
+    """What one candidate did in one round."""
+
+    name: str
+    strategy: str
+    world_size: int
+    batch_size: int
+    threads: int
+    global_batch: int
+    samples: int
+    seconds: float
+    cpu_seconds: float  # user and system, of all ranks
+    first_step_seconds: float  # the strategy applied to the model, and the first step
+    launch_seconds: float  # from the command to processes that are ready
+    digest: str  # of the parameters after the chunk
+    weight_bytes: int  # of all parameters that are trained: what ranks exchange
+    sent_bytes: float | None = None  # per step and rank
+    memory: Memory | None = None
+
+    @property
+    def rate(self) -> float:
+        """Samples a second, over all ranks."""
+        return self.samples / self.seconds
+
+
+class Failed(msgspec.Struct, frozen=True):
+    """A candidate that could not be measured."""
+
+    name: str
+    strategy: str
+    world_size: int
+    batch_size: int
+    reason: str

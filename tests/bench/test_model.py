@@ -1,0 +1,99 @@
+"""The model: fitted to runs that follow it, it gives them back, and predicts the ones it has not seen."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.bench.model import Machine, Model, Point, fit, hold_out
+from paceline.bench.network import Network
+from paceline.bench.shares import Parts
+
+MACHINE = Machine(cores=16, threads=1, weight_bytes=40_000_000)
+numbers = st.floats(1e-5, 1e-2)
+models = st.builds(
+    Model,
+    st.just(MACHINE),
+    fixed=numbers,
+    per_sample=st.floats(1e-5, 1e-3),
+    data_per_sample=st.floats(0, 1e-5),
+    contention=st.floats(0, 0.3),
+    latency=st.floats(0, 1e-3),
+    seconds_per_byte=st.floats(1e-11, 1e-9),
+    jitter=st.floats(0, 0.1),
+)
+
+
+def measured(model: Model, ranks: int, batch: int) -> Point:
+    """A point exactly as the model has it."""
+    crowd = model.machine.crowd(ranks)
+    compute, data = model.compute(ranks, batch) * crowd, model.data_per_sample * batch * crowd
+    waiting = model.jitter * math.sqrt(2 * math.log(ranks)) * (compute + data) if ranks > 1 else 0.0
+    exchange = model.exchange(ranks) * crowd if ranks > 1 else 0.0
+    return Point(ranks, batch, Parts(compute + data + waiting + exchange, data, compute, waiting, exchange))
+
+
+@given(models, st.sampled_from([MACHINE, Machine(2, 1, 40_000_000), Machine(4, 2, 1_000_000)]))
+def test_what_follows_the_model_is_predicted_where_it_was_not_measured(model: Model, machine: Machine) -> None:
+    model = Model(machine, *[getattr(model, name) for name in NAMES])
+    points = [measured(model, ranks, batch) for ranks in (1, 2, 4) for batch in (16, 64)]
+    found = fit(points, machine)
+    # 2 ranks on 2 cores see no contention beyond that of 2: what is not told apart needs no telling there
+    for ranks, batch in ((2, 16), (4, 128), (2, 256)):
+        assert found.step(ranks, batch) == pytest.approx(measured(model, ranks, batch).parts.step, rel=1e-6)
+
+
+NAMES = ("fixed", "per_sample", "data_per_sample", "contention", "latency", "seconds_per_byte", "jitter")
+
+
+@given(models)
+def test_the_numbers_are_found_again_where_the_points_tell_them_apart(model: Model) -> None:
+    points = [measured(model, ranks, batch) for ranks in (1, 2, 4, 8) for batch in (16, 64)]
+    found = fit(points, MACHINE)
+    for name in NAMES:
+        assert getattr(found, name) == pytest.approx(getattr(model, name), rel=1e-3, abs=1e-9), name
+    assert found.step(32, 16) == pytest.approx(_beyond(model, 32, 16), rel=1e-3)
+
+
+def _beyond(model: Model, ranks: int, batch: int) -> float:
+    return measured(model, ranks, batch).parts.step
+
+
+@given(models)
+def test_a_point_that_was_held_out_is_predicted_within_a_tenth(model: Model) -> None:
+    points = [measured(model, ranks, batch) for ranks in (1, 2, 4) for batch in (16, 64)]
+    held = hold_out(points, MACHINE)
+    assert {(h.point.ranks, h.point.batch) for h in held} == {(4, 16), (4, 64)}
+    # two ranks alone do not tell latency from rate: with messages of megabytes it is taken for rate
+    slack = 4 * model.latency / min(h.point.parts.step for h in held)
+    assert all(abs(h.error) < 1e-6 + slack for h in held)
+
+
+def test_with_two_numbers_of_ranks_nothing_can_be_held_out() -> None:
+    model = Model(MACHINE, 0.001, 1e-4, 0.0, 0.1, 0.0, 1e-10, 0.02)
+    assert hold_out([measured(model, 1, 64), measured(model, 2, 64)], MACHINE) == []
+
+
+@given(st.lists(st.tuples(st.sampled_from([1, 2, 3, 4]), st.sampled_from([8, 64]), st.floats(0, 1)), min_size=1))
+def test_no_measurement_however_odd_gives_a_number_below_nothing(drawn) -> None:
+    points = [Point(r, b, Parts(5 * s, s / 9, s, s / 5, s / 3)) for r, b, s in [(1, 64, 0.1), *drawn]]
+    for machine in (MACHINE, Machine(2, 2, 100), Machine(1, 1, 0)):
+        found = fit(points, machine)
+        assert all(getattr(found, name) >= 0 for name in NAMES)
+        assert found.step(8, 8) >= 0
+
+
+def test_more_machines_exchange_over_the_network_that_is_stated() -> None:
+    model = Model(MACHINE, 0.0, 1e-3, 0.0, 0.0, 0.0, 0.0, 0.0)
+    slow, fast = Network(125e6, 1e-4), Network(12.5e9, 1e-6)
+    at_slow, at_fast = (model.step_on_many(8, 64, 2, network) for network in (slow, fast))
+    assert at_slow - 0.064 == pytest.approx(2 * 7 / 8 * 40e6 / 125e6 + 14e-4)
+    assert at_fast - 0.064 == pytest.approx(2 * 7 / 8 * 40e6 / 12.5e9 + 14e-6)
+
+
+def test_more_threads_than_cores_take_turns() -> None:
+    model = Model(Machine(2, 1, 0), 0.0, 1e-3, 0.0, 0.0, 0.0, 0.0, 0.0)
+    assert [model.step(ranks, 10) for ranks in (1, 2, 4, 8)] == pytest.approx([0.01, 0.01, 0.02, 0.04])

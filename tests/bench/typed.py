@@ -1,0 +1,22 @@
+"""A command that measures, as it is typed; measuring takes its time on a machine that does something else, too."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def typed(folder: Path, *arguments: object, timeout: float = 170) -> subprocess.CompletedProcess[str]:
+    """`paceline ARGUMENTS` in this folder."""
+    command = [sys.executable, "-m", "paceline", *map(str, arguments)]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=timeout)
+
+
+def measured(folder: Path, *arguments: object, timeout: float = 170) -> tuple[dict[str, Any], str]:
+    """What `paceline ARGUMENTS` has written down, and printed; it must succeed."""
+    run = typed(folder, *arguments, "--device", "cpu", "--out", "found.json", timeout=timeout)
+    assert run.returncode == 0, run.stdout + run.stderr
+    return json.loads((folder / "found.json").read_text()), run.stdout

@@ -1,0 +1,70 @@
+"""`paceline compare` as it is typed: the table, what is written down, what fails and goes on, what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.bench.typed import measured
+
+from paceline.cli.compare import main
+from paceline.errors import UsageError
+
+TASKS = Path(__file__).parents[1] / "bench" / "tasks_to_measure.py"
+QUICK = ("--steps", 4, "--warmup", 3, "--nproc", 2, "--rounds", 1, "--batch-sizes", 16)
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@pytest.mark.timeout(180)  # 10 s on a quiet machine
+def test_a_strategy_that_fails_is_a_row_with_its_reason_and_the_others_are_measured(tmp_path: Path) -> None:
+    found, said = measured(tmp_path, "compare", f"{TASKS}:tied", "--strategies", "dp,zero,exact,ddp", *QUICK)
+    rows = {(row["strategy"], row["world_size"], row["global_batch"]): row for row in found["rows"]}
+    assert set(rows) == {("single", 1, 16), ("single", 1, 32), ("exact", 2, 32), ("ddp", 2, 32), ("no exchange", 2, 32)}
+    failures = {failure["strategy"]: failure["reason"] for failure in found["failures"]}
+    assert "lives in one process" in failures["dp"]
+    assert "shares its memory with another one" in failures["zero"]
+    for row in rows.values():
+        assert row["rate"]["low"] <= row["rate"]["median"] <= row["rate"]["high"]
+        assert row["rate"]["median"] > 0 and row["ratio"]["median"] > 0 and row["first_step_seconds"] > 0
+    assert rows["single", 1, 16]["ratio"]["median"] == 1
+    assert rows["exact", 2, 32]["bits"] == "every world size"  # compared with one process
+    weights = 4 * (256 * 256 + 256)
+    assert rows["exact", 2, 32]["memory"]["weights"] == pytest.approx(weights, rel=0.01)
+    assert rows["ddp", 2, 32]["sent_bytes"] == pytest.approx(weights, rel=0.01)
+    assert found["advice"] in said.replace("\n", " ")
+    assert "zero, batch 16 a rank: a parameter of shape (256,)" in said
+
+
+@pytest.mark.ranks
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+def test_what_has_failed_is_not_tried_again_and_bits_that_come_back_are_told(tmp_path: Path) -> None:
+    how = ("--steps", 4, "--warmup", 3, "--nproc", 2, "--rounds", 3, "--batch-sizes", 16)
+    found, said = measured(
+        tmp_path, "compare", f"{TASKS}:tied", "--strategies", "zero,ddp,exact", *how, timeout=500
+    )  # fmt: skip
+    assert [failure["strategy"] for failure in found["failures"]] == ["zero"]
+    assert said.count("zero, batch 16 a rank: ") == 1
+    bits = {row["strategy"]: row["bits"] for row in found["rows"] if row["world_size"] == 2}
+    assert bits["exact"] == "every world size"
+    assert bits["ddp"] in ("one process's, here", "this world size, here")
+
+
+def refused(*arguments: object) -> str:
+    with pytest.raises(UsageError) as caught:
+        main([str(argument) for argument in arguments])
+    return str(caught.value)
+
+
+def test_what_has_no_meaning_is_refused_before_anything_is_started(tmp_path: Path) -> None:
+    assert "unknown strategy 'dpp'. Did you mean 'dp'?" in refused("mnist-cnn", "--strategies", "exact,dpp")
+    assert "name at least one strategy: all, " in refused("mnist-cnn", "--strategies", ",")
+    assert "--batch-sizes must be whole numbers from 1 on" in refused("mnist-cnn", "--batch-sizes", "32,0")
+    assert "--batch-sizes must be whole numbers from 1 on" in refused("mnist-cnn", "--batch-sizes", "many")
+    assert "--warmup must be at least 3" in refused("mnist-cnn", "--warmup", 1)
+    assert "--rounds must be at least 1" in refused("mnist-cnn", "--rounds", 0)
+    assert "--nproc must be at least 1" in refused("mnist-cnn", "--nproc", 0)
+    assert "does not exist" in refused("mnist-cnn", "--out", tmp_path / "none" / "found.json")
+    assert "unknown task 'mnist'" in refused("mnist")
+    assert "cannot be read" in refused("mnist-cnn", "--config", tmp_path / "none.toml")

@@ -1,0 +1,118 @@
+"""`paceline scale` as it is typed: injected causes get the largest share, runs that are over can be asked, too."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.bench.typed import measured, typed
+
+from paceline.bench.scale_report import At
+from paceline.bench.shares import COMPUTE, REST, WAITING
+from paceline.cli.scale import main, points_to_measure
+from paceline.errors import UsageError
+from paceline.launch.cgroup import usable_cores
+
+TASKS = Path(__file__).parents[1] / "bench" / "tasks_to_measure.py"
+
+
+def check_shares(one: dict[str, Any]) -> None:
+    explained = sum(share["percent"] for share in one["shares"] if share["cause"] != REST)
+    assert explained == pytest.approx(100, abs=5), one["shares"]
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@pytest.mark.timeout(180)  # 9 s on a quiet machine
+def test_slow_data_on_one_rank_get_the_largest_share_with_its_name(tmp_path: Path) -> None:
+    how = ("--ranks", "1,2", "--mode", "weak", "--batch-size", 8, "--steps", 8, "--warmup", 3, "--rounds", 1)
+    found, said = measured(tmp_path, "scale", f"{TASKS}:slow_data", *how, "--network", "10Gbit,20us")
+    [one] = found["lost"]
+    assert one["shares"][0]["cause"] == WAITING
+    assert (one["slowest"], one["slow_phase"]) == (1, "data")
+    check_shares(one)
+    assert "to waiting for the slowest rank (rank 1, in its data)" in said
+    assert "EXTRAPOLATED, not measured" in said
+    assert "64 machines like this one" in said
+
+
+SOAK = ("--mode", "weak", "--steps", 30, "--rounds", 3)
+
+
+@pytest.mark.ranks
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("strategy", ["bucketed", "ddp", "exact", "zero"])
+def test_a_niced_rank_among_busy_ones_is_what_the_others_wait_for(tmp_path: Path, strategy: str) -> None:
+    """More ranks than cores, so that the niced one does not get one for itself."""
+    ranks = usable_cores() + 1
+    found, said = measured(tmp_path, "scale", f"{TASKS}:niced", "--ranks", f"1,{ranks}", "--batch-size", 1024, *SOAK,
+                           "--threads-per-rank", 1, "--strategy", strategy, timeout=500)  # fmt: skip
+    [one] = found["lost"]
+    assert one["shares"][0]["cause"] == WAITING, one
+    assert one["slowest"] == ranks - 1, one
+    check_shares(one)
+    assert f"{ranks} ranks x 1 thread = {ranks} threads" in said
+
+
+@pytest.mark.ranks
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+def test_too_many_threads_are_slower_compute_and_said_to_be_the_cause(tmp_path: Path) -> None:
+    cores = usable_cores()
+    found, said = measured(tmp_path, "scale", f"{TASKS}:large", "--ranks", f"1,{cores}", "--batch-size", 1024, *SOAK,
+                           "--threads-per-rank", cores, timeout=500)  # fmt: skip
+    [one] = found["lost"]
+    assert one["shares"][0]["cause"] == COMPUTE, one
+    check_shares(one)
+    assert f"{cores} ranks x {cores} threads = {cores * cores} threads on {cores} cores: they take turns" in said
+
+
+def test_every_point_of_weak_and_strong_scaling_has_its_counterpart_on_one_rank() -> None:
+    assert points_to_measure([1, 2, 4], 64, None) == [At(1, 64), At(2, 64), At(4, 64)]
+    both = points_to_measure([1, 2, 4], 64, 256)
+    assert both == [At(1, 64), At(1, 128), At(1, 256), At(2, 64), At(2, 128), At(4, 64)]
+
+
+def refused(*arguments: object) -> str:
+    with pytest.raises(UsageError) as caught:
+        main([str(argument) for argument in arguments])
+    return str(caught.value)
+
+
+def test_what_has_no_meaning_is_refused_before_anything_is_started(tmp_path: Path) -> None:
+    assert "Examples: 100Gbit,5us" in refused("mnist-cnn", "--network", "fast")
+    assert "--ranks must be whole numbers from 1 on" in refused("mnist-cnn", "--ranks", "1,two")
+    assert "nothing to compare one rank with" in refused("mnist-cnn", "--ranks", "1")
+    assert "--steps must be at least 5" in refused("mnist-cnn", "--steps", 1)
+    assert "--warmup must be at least 3" in refused("mnist-cnn", "--warmup", 0)
+    assert "unknown strategy for several processes 'single'" in refused("mnist-cnn", "--strategy", "single")
+    assert "Use --mode weak, or numbers such as 1,2,4" in refused("mnist-cnn", "--ranks", "1,7,11,13")
+    assert "does not exist" in refused("mnist-cnn", "--out", tmp_path / "none" / "found.json")
+    assert "unknown task 'mnist'" in refused("mnist")
+    assert "give a task to be measured, or with --runs" in refused()
+    assert "give a task to be measured, or with --runs" in refused("mnist-cnn", "--runs", tmp_path)
+    assert "there are no events of a run" in refused("--runs", tmp_path)
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@pytest.mark.timeout(120)  # 8 s on a quiet machine
+def test_runs_that_are_over_tell_how_they_scaled(tmp_path: Path) -> None:
+    for nproc in (1, 2):
+        where = ("--nproc", nproc, "--run-dir", tmp_path / str(nproc), "--device", "cpu", "--strategy", "exact")
+        run = typed(tmp_path, "train", f"{TASKS}:slow_data", "--steps", 9, "--batch-size", 8, *where, timeout=55)
+        assert run.returncode == 0, run.stderr
+    run = typed(tmp_path, "scale", "--runs", "1,2", "--out", "found.json")
+    assert run.returncode == 0, run.stdout + run.stderr
+    found = json.loads((tmp_path / "found.json").read_text())
+    [one] = found["lost"]
+    assert (one["mode"], one["at"]) == ("weak", {"ranks": 2, "batch": 8})
+    assert one["shares"][0]["cause"] == WAITING
+    assert (one["slowest"], one["slow_phase"]) == (1, "data")
+    check_shares(one)
+    run = typed(tmp_path, "scale", "--runs", "2")
+    assert run.returncode == 2
+    assert "--runs has runs of 2 ranks: scaling needs one of 1 rank" in run.stderr
