@@ -204,8 +204,8 @@ def test_a_port_that_is_lost_between_two_starts_is_no_wrong_use(launch) -> None:
         port = probe.getsockname()[1]
     one = launch(
         "store = int(os.environ['PACELINE_STORE_FD'])\n"
-        "nowhere = subprocess.DEVNULL\n"
-        "subprocess.Popen(['sleep', '2'], pass_fds=[store], stderr=nowhere, start_new_session=True)\n"  # not swept
+        "apart = {'stderr': subprocess.DEVNULL, 'env': {}, 'start_new_session': True}\n"  # not swept
+        "subprocess.Popen(['sleep', '2'], pass_fds=[store], **apart)\n"
         f"{KILL}",
         nproc=1,
         max_restarts=1,

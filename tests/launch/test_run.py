@@ -158,6 +158,7 @@ def test_what_a_worker_sees(launch) -> None:
     )
     assert one.finish() == 0, one.stderr
     zero, other = (json.loads((one.folder / f"env-{rank}.json").read_text()) for rank in (0, 1))
+    assert other.pop("PACELINE_AGENT_MARK").startswith(f"{one.agent_pid}-")
     assert other.pop("PACELINE_RECORD_FD").isdecimal() and other.pop("PACELINE_BOX_FD").isdecimal()
     assert other == {
         "RANK": "1",

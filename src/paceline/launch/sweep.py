@@ -39,9 +39,12 @@ def roster_path(attempt_dir: Path, node: int = 0) -> Path:
     return attempt_dir / f"agent-{node}.json"
 
 
-def mark_of(pid: int, started: int) -> str:
-    """What stands in the environment of all that an agent has started, as MARK: however far down, in any session."""
-    return f"{pid}-{started}"
+def mark_of(pid: int, started: int, generation: int | None = None) -> str:
+    """What stands as MARK in the environment of all that an agent has started: however far down, in any session.
+
+    Without a generation: how that of all of them begins.
+    """
+    return f"{pid}-{started}-" + ("" if generation is None else f"{generation}-")
 
 
 def sweep(workers: Sequence[Member], mark: str = "", *, seconds: float = SWEEP_SECONDS) -> list[int]:
@@ -81,17 +84,17 @@ def _living_members(workers: Sequence[Member], mark: str) -> list[Process]:
 
 def _carries(pid: int, mark: str) -> bool:
     try:
-        return f"{MARK}={mark}".encode() in (PROC / str(pid) / "environ").read_bytes().split(b"\0")
+        return f"\0{MARK}={mark}".encode() in b"\0" + (PROC / str(pid) / "environ").read_bytes()
     except OSError:  # another user's, or gone
         return False
 
 
-def sweep_recorded(attempt_dir: Path) -> None:
-    """Sweep what the agents of this host wrote down, if they got that far."""
+def sweep_recorded(attempt_dir: Path, agent_pid: int = 0) -> None:
+    """Sweep what the agents of this host wrote down, if they got that far; or this one alone."""
     for path in attempt_dir.glob("agent-*.json"):
         try:
             roster = msgspec.json.decode(path.read_bytes(), type=Roster)
         except (OSError, msgspec.MsgspecError):
             continue
-        if roster.host == os.uname().nodename:
+        if roster.host == os.uname().nodename and agent_pid in (0, roster.agent_pid):
             sweep(roster.workers, mark_of(roster.agent_pid, roster.agent_started))

@@ -129,7 +129,8 @@ class Generation:
     def sweep(self) -> Sequence[int]:
         """Kill all workers and what they have started; whom even that has not ended (yet)."""
         agent = read_process(os.getpid())
-        left = sweep([worker.member for worker in self.workers], mark_of(os.getpid(), agent.start) if agent else "")
+        mark = mark_of(os.getpid(), agent.start, self.number) if agent else ""  # the next one may be on its way
+        left = sweep([worker.member for worker in self.workers], mark)
         for worker in self.workers:
             with suppress(subprocess.TimeoutExpired):  # in an uninterruptible system call: not even SIGKILL ends it yet
                 worker.process.wait(1.0)

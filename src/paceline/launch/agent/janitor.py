@@ -25,6 +25,7 @@ def start_janitor(not_kept: Sequence[int] = (), temporary: str = "") -> int:
     removes the folder `temporary`.
     """
     asleep, awake = os.pipe()
+    agent_pid = os.getpid()
     if os.fork():
         os.close(asleep)
         return awake
@@ -42,7 +43,7 @@ def start_janitor(not_kept: Sequence[int] = (), temporary: str = "") -> int:
         while data := os.read(asleep, 4096):
             told += data
         for folder in {*told.split(b"\0")} - {b""}:
-            sweep_recorded(Path(os.fsdecode(folder)))
+            sweep_recorded(Path(os.fsdecode(folder)), agent_pid)
         if temporary:
             shutil.rmtree(temporary, ignore_errors=True)
     finally:

@@ -169,7 +169,7 @@ def start_workers(
             "PACELINE_BOX_FD": str(box),
         }
         if agent is not None:
-            env[MARK] = mark_of(agent.pid, agent.start)
+            env[MARK] = mark_of(agent.pid, agent.start, generation)
         if inherited.temporary:
             env["PACELINE_TEMPORARY"] = inherited.temporary
         if inherited.snapshots:
