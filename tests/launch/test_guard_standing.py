@@ -66,6 +66,15 @@ def test_before_the_first_collective_a_busy_rank_has_time_to_import() -> None:
     assert stands_still([rank(0, stacks=(meeting,), still_seconds=61.0), late[1]], minute, FIVE)
 
 
+def test_importing_a_part_of_torch_is_no_waiting_wherever_it_lies() -> None:
+    """DDP's first use imports torch.distributed.tensor, and the compiler with it, for seconds."""
+    files = ("torch/distributed/tensor/_ops/single_dim_strategy.py", "torch/distributed/tensor/__init__.py")
+    importing = Stack("main", (Frame(files[0], 526, "_schema_args_match"), Frame(files[1], 4, "<module>")))
+    waiting = Stack("main", (Frame("torch/distributed/c10d.py", 9, "all_reduce"), Frame("train.py", 3, "<module>")))
+    assert not stands_still([rank(n, stacks=(importing,), state="R", cpu_seconds=0.4) for n in (0, 1)], ALARM, FIVE)
+    assert stands_still([rank(0, stacks=(waiting,)), rank(1, state="S")], ALARM, FIVE)
+
+
 def pulse(phase: Phase, *, met: bool) -> Pulse:
     return Pulse(0, 3.0, phase, 0, False, met, tuple(0.0 for _ in Phase))
 

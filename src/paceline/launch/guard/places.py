@@ -64,6 +64,8 @@ def waits_for_ranks(evidence: Evidence) -> bool | None:
     stack = frames(evidence)
     if not stack:
         return None
+    if imports_torch(stack):
+        return False
     outside = (frame for frame in stack if not _PYTHON.search(frame.file) and not _GUARD.search(frame.file))
     innermost = next(outside, stack[0])
     if _LOADS.search(innermost.file):
@@ -71,6 +73,11 @@ def waits_for_ranks(evidence: Evidence) -> bool | None:
     if _WAITS.search(innermost.file):
         return True
     return None if _RUNS_C_CODE.search(innermost.file) else False
+
+
+def imports_torch(stack: Sequence[Frame]) -> bool:
+    """Whether it is within a module of torch's that is just being imported; DDP's first use imports for seconds."""
+    return any(frame.function == "<module>" and _TORCH.search(frame.file) for frame in stack)
 
 
 def stands_at(evidence: Evidence, op: Op) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from paceline.launch.guard.evidence import Evidence, Phase, Verdict, VerdictKind
 from paceline.launch.guard.pace import LEARNED, Alarm, RankPace, Stage, Windows
+from paceline.launch.guard.places import imports_torch
 from paceline.launch.guard.pulse import Pulse
 
 CLOCKS_SECONDS = 1.5  # what two looks at a rank may differ by where it has not moved
@@ -52,7 +53,8 @@ def waits(one: Evidence) -> bool:
     """Whether a rank waits for others, or for its data."""
     if one.phase in (Phase.SYNC, Phase.DATA) or any(not op.done for op in one.ops):
         return True
-    return any(frame.file.startswith(WAITING_PLACES) for stack in one.stacks[:1] for frame in stack.frames)
+    main = one.stacks[0].frames if one.stacks else ()
+    return not imports_torch(main) and any(frame.file.startswith(WAITING_PLACES) for frame in main)
 
 
 def to_free(verdict: Verdict, evidence: Sequence[Evidence]) -> tuple[int, ...]:
