@@ -18,6 +18,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -61,7 +62,7 @@ class Soak(msgspec.Struct):
 
 def machine() -> dict[str, str]:
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-    return {"cores": str(os.cpu_count()), "kernel": platform.release(), "python": platform.python_version(),
+    return {"cores": str(os.cpu_count()), "kernel": ".".join(platform.release().split(".")[:2]), "python": platform.python_version(),
             "torch": version("torch"), "commit": commit}  # fmt: skip
 
 
@@ -89,13 +90,21 @@ def soak(told: argparse.Namespace, run: Run, root: Path) -> Soak:
             print("out of time: type it again to go on", flush=True)
             break
         folder = root / name.replace(" ", "-")
-        result = done.runs[name] = run(fault, launcher, folder)
+        result = run(fault, launcher, folder)
+        done.runs[name] = msgspec.structs.replace(result, words=anonymous(result.words, root))
         done.load[name] = round(os.getloadavg()[0], 1)
         write(out, done)
         print(f"{name}: {sentence(result, fault)}", flush=True)
         if launcher == "torchrun" or (result.right_rank and result.right_end and result.right_line is not False):
             shutil.rmtree(folder)
     return done
+
+
+def anonymous(words: str, root: Path) -> str:
+    """Without what is this machine's own business."""
+    for own in (root, sysconfig.get_path("purelib"), sysconfig.get_path("stdlib"), sys.prefix, Path.cwd()):
+        words = words.replace(f"{own}/", "")
+    return words.replace(os.uname().nodename, "host")
 
 
 def write(out: Path, done: Soak) -> None:
