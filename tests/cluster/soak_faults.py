@@ -62,7 +62,8 @@ class Soak(msgspec.Struct):
 
 def machine() -> dict[str, str]:
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-    return {"cores": str(os.cpu_count()), "kernel": ".".join(platform.release().split(".")[:2]), "python": platform.python_version(),
+    kernel = ".".join(platform.release().split(".")[:2])
+    return {"cores": str(os.cpu_count()), "kernel": kernel, "python": platform.python_version(),
             "torch": version("torch"), "commit": commit}  # fmt: skip
 
 
