@@ -14,16 +14,16 @@ With several micro-batches for each rank the gradients are added up before they 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from paceline.scratch.reduce import divide, named
-from paceline.scratch.tree import Forest, added_each, tree_sum
+from paceline.scratch.reduce import divide
+from paceline.scratch.tree import AllToAll, Forest, LeafBuckets
 from paceline.scratch.zero import ALIGNED, Bucket, Shards, round_up
 
 MOST_ON_THEIR_WAY = 2  # buckets: one travels while the next one fills
@@ -39,38 +39,6 @@ class Scattering(Protocol):
 
 Scatter = Callable[[Forest, Sequence[Tensor], "dist.ProcessGroup | None", str], Scattering]
 """(forest, own subtrees' sums (n,) each, group, name): begins it. Any number may be begun before the first one ends."""
-
-
-class AllToAll:
-    """The transport that torch.distributed has everywhere: every rank gets all subtrees of its share, and adds."""
-
-    def __init__(
-        self, forest: Forest, own: Sequence[Tensor], group: dist.ProcessGroup | None = None, name: str = ""
-    ) -> None:
-        """n must be equal shares for all ranks."""
-        self._nodes, self._own = forest.nodes(), own[0]
-        world_size, counts = len(self._nodes), [len(nodes) for nodes in self._nodes]
-        self._share = len(own[0]) // world_size
-        self._work: dist.Work | None = None
-        if world_size > 1:
-            self._own = own[0] if len(own) == 1 else torch.stack([o.view(world_size, -1) for o in own], 1).flatten()
-            self._received = own[0].new_empty(sum(counts) * self._share)
-            self._work = dist.all_to_all_single(
-                self._received, named(self._own, name),
-                [count * self._share for count in counts], [counts[forest.rank] * self._share] * world_size,
-                group=group, async_op=True,
-            )  # fmt: skip
-
-    def end(self) -> Tensor:
-        """See Scattering."""
-        if self._work is None:
-            return self._own
-        self._work.wait()
-        order = [node for nodes in self._nodes for node in nodes]
-        parts = dict(zip(order, self._received.view(-1, self._share).unbind(), strict=True))
-        total = tree_sum(parts, Tensor.add_, self._nodes[-1][-1][1]).clone()
-        parts.clear()  # with the clone: else the subtrees of all ranks would stay, held by the sum and a cycle
-        return total
 
 
 class ScatterReducer:
@@ -94,34 +62,25 @@ class ScatterReducer:
         group: dist.ProcessGroup | None = None,
         scatter: Scatter = AllToAll,
     ) -> None:
-        self._shards, self._buckets, self._forest = shards, shards.buckets, forest
-        self._group, self._scatter = group, scatter
-        self._bucket_of = {p: index for index, bucket in enumerate(self._buckets) for p in bucket.parameters}
-        self._forget()
-        self._hooks = [p.register_post_accumulate_grad_hook(self._on_gradient) for p in self._bucket_of]
+        self._shards, self._forest, self._group, self._scatter = shards, forest, group, scatter
+        self._on_their_way: deque[Scattering] = deque()
+        self._arrived: list[Tensor] = []
+        self._leaves = LeafBuckets([bucket.parameters for bucket in shards.buckets], forest, self._start)
+        self.remove = self._leaves.remove
 
-    @contextmanager
-    def leaf(self, virtual_rank: int, *, is_last: bool, counted: bool = True) -> Generator[None]:
-        """Around one backward of a virtual rank; see `tree.TreeReducer.leaf`."""
-        if self._leaf is None and not self._started:
+    def leaf(self, virtual_rank: int, *, is_last: bool, counted: bool = True) -> AbstractContextManager[None]:
+        """Around one backward of a virtual rank; see `tree.LeafBuckets.leaf`."""
+        if self._leaves.untouched:
             for piece in self._shards.pieces.values():  # of the last step: its memory is needed now
                 piece.parameter.grad = None
-        if self._leaf not in (None, virtual_rank):
-            self._take_away()
-        self._leaf, self._leaving = virtual_rank, is_last and counted
-        yield
-        self._leaving = False
-        if not counted:
-            for parameter in self._bucket_of:
-                parameter.grad = None
-            self._leaf = None
+        return self._leaves.leaf(virtual_rank, is_last=is_last, counted=counted)
 
     @torch.no_grad()
     def finish(self, divisor: float | Tensor) -> None:
         """Return when every piece's .grad holds the sum over all virtual ranks, divided by `divisor`."""
         try:
             self._end_all()
-            for bucket, share in zip(self._buckets, self._arrived, strict=True):
+            for bucket, share in zip(self._shards.buckets, self._arrived, strict=True):
                 self._hand_out(bucket, share, divisor)
         finally:
             self._forget()
@@ -133,52 +92,15 @@ class ScatterReducer:
         finally:
             self._forget()
 
-    def remove(self) -> None:
-        """Take the hooks off the parameters: backward is again what it was."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
-
     def _forget(self) -> None:
-        self._leaf: int | None = None
-        self._leaving = False
-        self._missing = [set(bucket.parameters) for bucket in self._buckets]
-        self._sums = [self._forest.partial_sums(added_each) for _ in self._buckets]
-        self._started = 0
-        self._on_their_way: deque[Scattering] = deque()
-        self._arrived: list[Tensor] = []
+        self._leaves.forget()
+        self._on_their_way.clear()
+        self._arrived = []
 
-    def _on_gradient(self, parameter: Tensor) -> None:
-        assert isinstance(parameter, nn.Parameter)
-        bucket = self._bucket_of[parameter]
-        if not self._leaving and bucket >= self._started:
-            return
-        if parameter not in self._missing[bucket]:
-            raise RuntimeError("a second backward in the step's last micro-batch: its gradients would be lost")
-        self._missing[bucket].remove(parameter)
-        while self._started < len(self._buckets) and not self._missing[self._started]:
-            self._start_next()
-
-    @torch.no_grad()
-    def _take_away(self) -> None:
-        for index in range(self._started, len(self._buckets)):
-            self._add_leaf(index)
-
-    def _add_leaf(self, index: int) -> None:
-        parameters = self._buckets[index].parameters
-        if self._leaf is not None and any(p.grad is not None for p in parameters):
-            self._sums[index].add(self._leaf, [p.grad for p in parameters])  # not copied: they become the sum's own
-            for parameter in parameters:
-                parameter.grad = None
-
-    @torch.no_grad()
-    def _start_next(self) -> None:
-        index = self._started
-        self._started += 1
-        self._add_leaf(index)
-        bucket, world_size = self._buckets[index], self._shards.world_size
-        own = [_packed(bucket, sums, world_size) for sums in self._sums[index].finish()]
-        self._sums[index] = self._forest.partial_sums(added_each)  # the gradients are copied: let them go
+    def _start(self, index: int, sums: list[list[Tensor | None] | None]) -> None:
+        bucket, world_size = self._shards.buckets[index], self._shards.world_size
+        own = [_packed(bucket, each, world_size) for each in sums]
+        sums.clear()  # the gradients are copied: let them go before those of others come
         self._on_their_way.append(self._scatter(self._forest, own, self._group, f"bucket {index}"))
         while len(self._on_their_way) > MOST_ON_THEIR_WAY:
             self._end_first()
@@ -187,8 +109,7 @@ class ScatterReducer:
         self._arrived.append(self._on_their_way.popleft().end())
 
     def _end_all(self) -> None:
-        while self._started < len(self._buckets):
-            self._start_next()
+        self._leaves.send_rest()
         while self._on_their_way:
             self._end_first()
 

@@ -79,13 +79,15 @@ def subtrees(owned: Node, leaves: int) -> list[Node]:
 def tree_sum(parts: dict[Node, T], add: Callable[[T, T], T], leaves: int) -> T:
     """The root, from subtrees that together hold every leaf once: `add` is called in the tree's order."""
 
-    def value(node: Node) -> T:
-        if node in parts:
-            return parts[node]
-        cut = middle(node)
-        return add(value((node[0], cut)), value((cut, node[1])))
+    return _sum_of((0, leaves), parts, add)
 
-    return value((0, leaves))
+
+def _sum_of(node: Node, parts: dict[Node, T], add: Callable[[T, T], T]) -> T:
+    # no closure that calls itself: that is a cycle, which would hold all parts until the garbage collector comes
+    if node in parts:
+        return parts[node]
+    cut = middle(node)
+    return add(_sum_of((node[0], cut), parts, add), _sum_of((cut, node[1]), parts, add))
 
 
 class PartialSums(Generic[T]):
@@ -169,6 +171,40 @@ class Forest:
         return -(-size // unit) * unit
 
 
+class AllToAll:
+    """The first half of a sum over all leaves: every rank gets all subtrees of its share, and adds them up."""
+
+    def __init__(
+        self, forest: Forest, own: Sequence[Tensor], group: dist.ProcessGroup | None = None, name: str = ""
+    ) -> None:
+        """Begin it, with the sums of our own subtrees, each (n,), n equal shares for all ranks."""
+        self._nodes, self._own = forest.nodes(), own[0]
+        world_size, counts = len(self._nodes), [len(nodes) for nodes in self._nodes]
+        self._share = len(own[0]) // world_size
+        self._work: dist.Work | None = None
+        if world_size > 1:  # `_own` is kept: gloo reads it until the work is done
+            self._own = own[0] if len(own) == 1 else torch.stack([o.view(world_size, -1) for o in own], 1).flatten()
+            self._received = own[0].new_empty(sum(counts) * self._share)
+            self._work = dist.all_to_all_single(
+                self._received, named(self._own, name),
+                [count * self._share for count in counts], [counts[forest.rank] * self._share] * world_size,
+                group=group, async_op=True,
+            )  # fmt: skip
+
+    def sum(self) -> Tensor:
+        """(n / N,): wait, and add up our share of the sum; it lies in what was received, which lives as long."""
+        if self._work is None:
+            return self._own
+        self._work.wait()
+        order = [node for nodes in self._nodes for node in nodes]
+        parts = dict(zip(order, self._received.view(-1, self._share).unbind(), strict=True))
+        return tree_sum(parts, Tensor.add_, self._nodes[-1][-1][1])
+
+    def end(self) -> Tensor:
+        """The same in memory of its own, so that the subtrees of all ranks may go."""
+        return self.sum() if self._work is None else self.sum().clone()
+
+
 class Exchange:
     """One sum over all leaves, on its way: made on every rank with its own subtrees' sums, each (n,), n padded.
 
@@ -178,35 +214,20 @@ class Exchange:
     def __init__(
         self, forest: Forest, own: Sequence[Tensor], group: dist.ProcessGroup | None = None, name: str = ""
     ) -> None:
-        self._nodes, self._group, self._name = forest.nodes(), group, name
-        world_size, counts = len(self._nodes), [len(nodes) for nodes in self._nodes]
+        self._group, self._name, self._flat = group, name, own[0]
         self._work: dist.Work | None = None
-        self._flat, self._share = own[0], len(own[0]) // world_size
-        # A sum of two has only one order: then the usual all-reduce is the tree.
-        self._plain = counts == [1, 1]
-        if self._plain:
+        self._scatter: AllToAll | None = None
+        counts = [len(nodes) for nodes in forest.nodes()]
+        if counts == [1, 1]:  # a sum of two has only one order: then the usual all-reduce is the tree
             self._work = dist.all_reduce(named(self._flat, name), group=group, async_op=True)
-        elif world_size > 1:
-            sent = own[0] if len(own) == 1 else torch.stack([o.view(world_size, -1) for o in own], 1).flatten()
-            self._received = sent.new_empty(sum(counts) * self._share)
-            self._work = dist.all_to_all_single(
-                self._received, named(sent, name),
-                [count * self._share for count in counts], [counts[forest.rank] * self._share] * world_size,
-                group=group, async_op=True,
-            )  # fmt: skip
-            self._sent = sent  # gloo reads it until the work is done
+        elif len(counts) > 1:
+            self._scatter = AllToAll(forest, own, group, name)
 
     def gather(self) -> None:
         """Wait for the subtrees of our share, add them up, and start to bring the sums of all shares together."""
-        if self._work is None or self._plain:
-            return
-        self._work.wait()
-        pieces = self._received.view(-1, self._share).unbind()
-        order = [node for nodes in self._nodes for node in nodes]
-        leaves = self._nodes[-1][-1][1]
-        mine = tree_sum(dict(zip(order, pieces, strict=True)), Tensor.add_, leaves)
-        self._mine = mine  # the backend reads it until the work is done
-        self._work = gather_shares(self._flat, named(mine, self._name), self._group)
+        if self._scatter is not None:
+            self._mine = self._scatter.sum()  # kept: the backend reads it until the work is done
+            self._work = gather_shares(self._flat, named(self._mine, self._name), self._group)
 
     def end(self) -> Tensor:
         """(n,): the sum, on every rank."""
@@ -223,33 +244,29 @@ def gather_shares(flat: Tensor, mine: Tensor, group: dist.ProcessGroup | None) -
     return work
 
 
-class TreeReducer:
-    """Sums gradients over virtual ranks in the tree's order, while backward still runs.
-
-        reducer = TreeReducer(model, Forest([(0, 2), (2, 3)], rank))
-        for virtual_rank in my_virtual_ranks:
-            with reducer.leaf(virtual_rank, is_last=virtual_rank == my_virtual_ranks[-1]):
-                loss(...).backward()
-        reducer.finish(divisor)                  # .grad is the sum over all virtual ranks, divided
+class LeafBuckets:
+    """The gradients of virtual ranks, in buckets that leave in order, as they fill in this rank's last backward.
 
     autograd would add the virtual ranks up from left to right, so each one's gradients are taken away before the next.
-    Several backwards of one virtual rank add up as ever: they are always on one rank. None is treated as by
-    `reduce.all_reduce_gradients`. Every step ends with `finish`, or after an error with `reset`, on every rank.
+    Several backwards of one virtual rank add up as ever: they are always on one rank.
     """
 
     def __init__(
         self,
-        module: nn.Module,
+        buckets: Sequence[Sequence[nn.Parameter]],
         forest: Forest,
-        *,
-        bucket_bytes: int = 25 << 20,
-        group: dist.ProcessGroup | None = None,
+        send: Callable[[int, list[list[Tensor | None] | None]], None],
     ) -> None:
-        self._forest, self._group = forest, group
-        self._buckets = buckets_of([p for p in module.parameters() if p.requires_grad], bucket_bytes)
-        self._bucket_of = {p: index for index, bucket in enumerate(self._buckets) for p in bucket}
-        self._forget()
+        """Hook into the parameters. `send` is given each bucket's number and our subtrees' sums of it, in order."""
+        self._buckets, self._forest, self._send = buckets, forest, send
+        self._bucket_of = {p: index for index, bucket in enumerate(buckets) for p in bucket}
+        self.forget()
         self._hooks = [p.register_post_accumulate_grad_hook(self._on_gradient) for p in self._bucket_of]
+
+    @property
+    def untouched(self) -> bool:
+        """Whether nothing of a step is here yet."""
+        return self._leaf is None and self._sent == 0
 
     @contextmanager
     def leaf(self, virtual_rank: int, *, is_last: bool, counted: bool = True) -> Generator[None]:
@@ -270,11 +287,91 @@ class TreeReducer:
                 parameter.grad = None
             self._leaf = None
 
+    def send_rest(self) -> None:
+        """Let all buckets leave that have not: every rank sends every bucket, also one without a gradient."""
+        while self._sent < len(self._buckets):
+            self._send_next()
+
+    def forget(self) -> None:
+        """Begin anew, with the next step."""
+        self._leaf: int | None = None
+        self._leaving = False
+        self._sent = 0
+        self._missing = [set(bucket) for bucket in self._buckets]
+        self._sums = [self._forest.partial_sums(added_each) for _ in self._buckets]
+
+    def remove(self) -> None:
+        """Take the hooks off the parameters: backward is again what it was."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def _on_gradient(self, parameter: Tensor) -> None:
+        assert isinstance(parameter, nn.Parameter)
+        bucket = self._bucket_of[parameter]
+        if not self._leaving and bucket >= self._sent:
+            return
+        if parameter not in self._missing[bucket]:
+            raise RuntimeError("a second backward in the step's last micro-batch: its gradients would be lost")
+        self._missing[bucket].remove(parameter)
+        while self._sent < len(self._buckets) and not self._missing[self._sent]:
+            self._send_next()
+
+    @torch.no_grad()
+    def _take_away(self) -> None:
+        """The gradients of the virtual rank that has ended become a leaf of each bucket that is still here."""
+        for index in range(self._sent, len(self._buckets)):
+            self._add_leaf(index)
+
+    def _add_leaf(self, index: int) -> None:
+        parameters = self._buckets[index]
+        if self._leaf is not None and any(p.grad is not None for p in parameters):
+            self._sums[index].add(self._leaf, [p.grad for p in parameters])  # not copied: they become the sum's own
+            for parameter in parameters:
+                parameter.grad = None
+
+    @torch.no_grad()
+    def _send_next(self) -> None:
+        index = self._sent
+        self._sent += 1
+        self._add_leaf(index)
+        sums = self._sums[index].finish()
+        self._sums[index] = self._forest.partial_sums(added_each)  # whoever sends them copies them: let them go
+        self._send(index, sums)
+
+
+class TreeReducer:
+    """Sums gradients over virtual ranks in the tree's order, while backward still runs.
+
+        reducer = TreeReducer(model, Forest([(0, 2), (2, 3)], rank))
+        for virtual_rank in my_virtual_ranks:
+            with reducer.leaf(virtual_rank, is_last=virtual_rank == my_virtual_ranks[-1]):
+                loss(...).backward()
+        reducer.finish(divisor)                  # .grad is the sum over all virtual ranks, divided
+
+    None is treated as by `reduce.all_reduce_gradients`. Every step ends with `finish`, or after an error with `reset`,
+    on every rank.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        forest: Forest,
+        *,
+        bucket_bytes: int = 25 << 20,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self._forest, self._group = forest, group
+        self._buckets = buckets_of([p for p in module.parameters() if p.requires_grad], bucket_bytes)
+        self._exchanges: list[Exchange] = []
+        self._leaves = LeafBuckets(self._buckets, forest, self._start)
+        self.leaf, self.remove = self._leaves.leaf, self._leaves.remove
+
     @torch.no_grad()
     def finish(self, divisor: float | Tensor) -> None:
         """Return when every .grad holds the sum over all virtual ranks, divided by `divisor`."""
         try:
-            self._start_rest()
+            self._leaves.send_rest()
             for exchange in self._exchanges:
                 exchange.gather()
             for bucket, exchange in zip(self._buckets, self._exchanges, strict=True):
@@ -285,7 +382,7 @@ class TreeReducer:
     def reset(self) -> None:
         """Make the reducer usable again after an exception, as `GradientReducer.reset` does."""
         try:
-            self._start_rest()
+            self._leaves.send_rest()
             for exchange in self._exchanges:
                 exchange.gather()
             for exchange in self._exchanges:
@@ -293,54 +390,13 @@ class TreeReducer:
         finally:
             self._forget()
 
-    def remove(self) -> None:
-        """Take the hooks off the parameters: backward is again what it was."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
-
     def _forget(self) -> None:
-        self._leaf: int | None = None
-        self._leaving = False
-        self._missing = [set(bucket) for bucket in self._buckets]
-        self._sums = [self._forest.partial_sums(added_each) for _ in self._buckets]
-        self._exchanges: list[Exchange] = []
+        self._leaves.forget()
+        self._exchanges = []
 
-    def _on_gradient(self, parameter: Tensor) -> None:
-        assert isinstance(parameter, nn.Parameter)
-        bucket = self._bucket_of[parameter]
-        if not self._leaving and bucket >= len(self._exchanges):
-            return
-        if parameter not in self._missing[bucket]:
-            raise RuntimeError("a second backward in the step's last micro-batch: its gradients would be lost")
-        self._missing[bucket].remove(parameter)
-        while (started := len(self._exchanges)) < len(self._buckets) and not self._missing[started]:
-            self._start_next()
-
-    @torch.no_grad()
-    def _take_away(self) -> None:
-        """The gradients of the virtual rank that has ended become a leaf of each bucket that is still here."""
-        for index in range(len(self._exchanges), len(self._buckets)):
-            self._add_leaf(index)
-
-    def _add_leaf(self, index: int) -> None:
-        parameters = self._buckets[index]
-        if self._leaf is not None and any(p.grad is not None for p in parameters):
-            self._sums[index].add(self._leaf, [p.grad for p in parameters])  # not copied: they become the sum's own
-            for parameter in parameters:
-                parameter.grad = None
-
-    def _start_rest(self) -> None:
-        while len(self._exchanges) < len(self._buckets):
-            self._start_next()
-
-    @torch.no_grad()
-    def _start_next(self) -> None:
-        index = len(self._exchanges)
-        parameters = self._buckets[index]
-        self._add_leaf(index)
-        size = self._forest.padded(_packed_size(parameters))
-        own = [pack(parameters, sums, size) for sums in self._sums[index].finish()]
+    def _start(self, index: int, sums: list[list[Tensor | None] | None]) -> None:
+        size = self._forest.padded(_packed_size(self._buckets[index]))
+        own = [pack(self._buckets[index], each, size) for each in sums]
         self._exchanges.append(Exchange(self._forest, own, self._group, f"bucket {index}"))
 
 
