@@ -4,15 +4,17 @@
 PYTHON := python3
 VENV := .venv
 BIN := $(VENV)/bin
+PEERS := $(VENV)/installed-bench
 STAMP := $(VENV)/installed
 PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help run test check format soak-kills soak-mutations soak-verify soak-bits soak-fuzz soak-launch soak-faults soak-quiet \
-	soak-judge bench-guard bench-startup bench-exactness transcripts clean
+	soak-judge bench-guard bench-startup bench-exactness bench-peers bench-collectives bench-epoch bench-hosts bench-scale \
+	bench-summary transcripts clean
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 run: $(STAMP)  ## train the MNIST CNN on 2 processes
 	$(BIN)/paceline train mnist-cnn --nproc 2
@@ -79,6 +81,26 @@ bench-startup: $(STAMP)  ## measure the time from the command to the first step
 bench-exactness: $(STAMP)  ## what the same bits, snapshots and checkpoints cost
 	$(BIN)/python benchmarks/exactness.py --out benchmarks/results/exactness.json
 
+bench-peers: $(PEERS)  ## training speed and memory beside DDP, Accelerate, Fabric and Ignite (about 45 minutes, quiet)
+	$(BIN)/python benchmarks/peers.py --out benchmarks/results/peers.json
+	$(BIN)/python benchmarks/peers.py --nproc 4 --work W3 --modes default --peers --limits no-exchange \
+		--out benchmarks/results/peers-4.json
+
+bench-collectives: $(STAMP)  ## sums in shared memory beside gloo and memcpy
+	$(BIN)/python benchmarks/collectives.py --out benchmarks/results/collectives.json
+
+bench-epoch: $(STAMP)  ## one epoch of the MNIST CNN, from the command to the accuracy, beside the tutorial's script
+	$(BIN)/python benchmarks/epoch.py --out benchmarks/results/epoch.json
+
+bench-hosts: $(STAMP)  ## two hosts, network namespaces with a link of 1 Gbit/s between them (root)
+	$(BIN)/python benchmarks/two_hosts.py --rate 1gbit --out benchmarks/results/two-hosts.json
+
+bench-scale: $(STAMP)  ## does `paceline scale` name what was planted, and predict what was held out? (root)
+	$(BIN)/python benchmarks/scale_causes.py --out benchmarks/results/scale.json
+
+bench-summary: $(STAMP)  ## which goals do the committed results reach?
+	$(BIN)/python benchmarks/summary.py
+
 transcripts: $(STAMP)  ## type the commands of docs/launch on real hosts, and write down what comes out (root)
 	$(BIN)/python docs/launch/transcripts.py
 
@@ -93,4 +115,8 @@ $(STAMP): pyproject.toml constraints.txt
 		f"paceline needs Python 3.11 or newer, $(PYTHON) is {sys.version.split()[0]}. Try: make PYTHON=python3.12")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+$(PEERS): $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
 	@touch $@
