@@ -4,7 +4,9 @@
 
 `paceline train --on ssh` against torchrun with two nodes (DDP, as in benchmarks/peers.py and by its method), one rank
 on each host, of which both have the same two cores. Beside them stands what the cable alone needs for the gradients: no
-exchange between two ranks can be faster. Root only, and the programs of tests/cluster (.ci/install).
+exchange between two ranks can be faster; with `--per-host 2`, none between two hosts. After the race each contender
+takes some steps alone, and what leaves the hosts meanwhile is counted at their cables. Root only, and the programs of
+tests/cluster (.ci/install).
 """
 
 from __future__ import annotations
@@ -15,14 +17,14 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 from race.contenders import BASE, FLAGS, MODES, absent, contender, train
 from race.figures import Row, rows_of, table, write
 from race.heats import FIRST_STEPS, Pace, race
-from race.starter import HERE, Contender, Launch
+from race.starter import HERE, Contender, Lane, Launch, Popen
 from race.works import WORKS
 
 sys.path.insert(0, str(HERE.parents[1]))  # the hosts are those of the tests
@@ -30,6 +32,8 @@ from tests.cluster.lab import Lab
 from tests.cluster.ssh import SshHosts
 
 HOSTS = ("n1", "n2")
+COUNTER = "/sys/class/net/eth0/statistics/tx_bytes"
+COUNTED_STEPS = 10
 PORT = 29500  # of torchrun: the hosts are ours alone
 PROGRAMS = ("ip", "tc", "nsenter", "unshare", "setpriv", "setsid", "hostname", "ssh", "ssh-keygen", "/usr/sbin/sshd")
 BITS = {"mbit": 1e6, "gbit": 1e9}
@@ -64,6 +68,26 @@ def wire_ms(work: str, rate: str) -> float:
     return 1000 * 8 * WORKS[work].parameter_bytes() / bits_a_second
 
 
+def sent_mb(contenders: Sequence[Contender], lab: Lab, folder: Path, popen: Popen) -> dict[str, float]:
+    """Megabytes that leave a host in a step, by its cable's own count: the mean of both hosts."""
+
+    def sent_bytes() -> int:
+        return sum(int(lab.run(host, "cat", COUNTER).stdout) for host in HOSTS)
+
+    found: dict[str, float] = {}
+    for number, one in enumerate(contenders):
+        lane = Lane(one, folder / f"sent-{number}", popen)
+        try:
+            lane.ready()
+            lane.lap(FIRST_STEPS)
+            before = sent_bytes()
+            lane.lap(COUNTED_STEPS)
+            found[one.name] = round((sent_bytes() - before) / len(HOSTS) / COUNTED_STEPS / 1e6, 3)
+        finally:
+            lane.close()
+    return found
+
+
 def hindrance() -> str:
     """Why there can be no hosts here; empty if there can."""
     if os.geteuid() != 0:
@@ -88,12 +112,16 @@ def measure(work: str, rate: str, arguments: argparse.Namespace, pace: Pace) -> 
             contenders = [under_torchrun(work, arguments.per_host, lab)]
             contenders += [over_ssh(name, work, arguments.per_host, ssh) for name in modes]
             outcome = race(contenders, pace, popen)
+            ran = [one for one in contenders if one.name not in outcome.left_out]
+            sent = sent_mb(ran, lab, Path(folder), popen)
         finally:
             lab.close()
     about = {
         "steps_a_lap": outcome.steps,
         f"loss_after_{FIRST_STEPS}_steps": outcome.losses,
         "wire_ms": round(wire_ms(work, rate), 2),
+        "gradient_mb": round(WORKS[work].parameter_bytes() / 1e6, 3),
+        "sent_mb_by_a_host": sent,
         "faults": outcome.faults,
     }
     return rows_of(f"{work} {rate}", contenders, outcome), about
@@ -125,7 +153,9 @@ def main() -> int:
             rows += found
             if found:
                 print(table(found))
-            print(f"the cable alone: {wire_ms(work, rate):.1f} ms/step\n")
+            one = about["works"][f"{work} {rate}"]
+            print(f"the cable alone: {wire_ms(work, rate):.1f} ms/step, gradients {one['gradient_mb']} MB")
+            print(f"sent by a host, MB/step: {one['sent_mb_by_a_host']}\n")
             if arguments.out:
                 write(arguments.out, about, rows)
     faults = [fault for one in about["works"].values() for fault in one["faults"]]

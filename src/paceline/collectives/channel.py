@@ -45,18 +45,25 @@ class Channel:
     """One stream of ticks among all ranks that share memory. Every rank makes the same ones in the same order."""
 
     def __init__(
-        self, at: int, rank: int, counters: Sequence[memoryview], slots: Sequence[Sequence[memoryview]], look: Look
+        self,
+        at: int,
+        rank: int,
+        counters: Sequence[memoryview],
+        slots: Sequence[Sequence[memoryview]],
+        look: Look,
+        names: Sequence[int],
     ) -> None:
         """The channel whose counters stand at word `at`.
 
         Args:
             at: which word of each of `counters` is this channel's.
-            rank: whose memory is our own.
+            rank: whose memory is our own, among those who share memory.
             counters: of each rank.
             slots: (2, ranks): header and data of each.
             look: see `waiting`; it is given indices among the other ranks.
+            names: what each rank is called in the world.
         """
-        self._at, self._rank, self._mine = at, rank, counters[rank]
+        self._at, self._rank, self._mine, self._names = at, rank, counters[rank], names
         self._others = [counter for number, counter in enumerate(counters) if number != rank]
         self._headers = [[slot[:HEADER_BYTES] for slot in of_tick] for of_tick in slots]
         self._data = [[slot[HEADER_BYTES:] for slot in of_tick] for of_tick in slots]
@@ -108,7 +115,7 @@ class Channel:
             mine, self._announced = self._announced, b""
             texts = [bytes(header[:TEXT_BYTES]) for header in self._headers[self.tick & 1]]
             if any(text != mine for text in texts):
-                raise _mismatch(texts)
+                raise _mismatch(self._names, texts)
 
     def flags(self, count: int) -> list[int]:
         """The `count` bits that each rank has written in this tick."""
@@ -121,9 +128,10 @@ class Channel:
         return all(counter[self._at] >= tick for counter in self._others)
 
 
-def _mismatch(texts: Sequence[bytes]) -> TrainingError:
+def _mismatch(names: Sequence[int], texts: Sequence[bytes]) -> TrainingError:
     words = "; ".join(
-        f"rank {rank} called {text.rstrip(bytes(1)).decode(errors='replace')}" for rank, text in enumerate(texts)
+        f"rank {name} called {text.rstrip(bytes(1)).decode(errors='replace')}"
+        for name, text in zip(names, texts, strict=True)
     )
     return TrainingError(
         f"Detected mismatch between collectives in shared memory: {words}. All ranks must call the same ones in the "

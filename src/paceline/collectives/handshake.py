@@ -1,9 +1,9 @@
-"""Do all ranks really share one host's memory? Proven by memory, not believed from a number in the environment.
+"""Do ranks really share one host's memory? Proven by memory, not believed from a number in the environment.
 
-Each rank makes its memory and tells the others how to find it (process, descriptor, a random token); they open it
-through /proc, read the token there, and write their own token back into their place. Ranks of two hosts, of containers
-that do not see each other, or of other users fail somewhere on that way. After each part all ranks tell whether it went
-well, so that all of them use shared memory, or none.
+Each rank makes its memory and tells the others how to find it (process, descriptor, a random token); those of the same
+host open it through /proc, read the token there, and write their own token back into their place. Ranks of containers
+that do not see each other, or of other users, fail somewhere on that way. After each part all ranks tell whether it
+went well, so that all of them use shared memory, each with the ranks of its host, or none.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.collectives.gather import gather_over_torch
+from paceline.collectives.hosts import runs_of_hosts
 from paceline.collectives.shared import TOKEN_BYTES, Layout, Peer
 from paceline.launch.procfs import read_process
 
@@ -34,6 +35,15 @@ class Refusal(Exception):  # noqa: N818 - no error: the other way is as good
     """Why ranks do not share memory."""
 
 
+@dataclass(frozen=True)
+class Met:
+    """Who shares memory with this rank: the ranks of its host, in order."""
+
+    peers: list[Peer]
+    host: int  # of this rank, from 0
+    hosts: int
+
+
 @dataclass
 class _Mine:
     """What this rank brings along."""
@@ -45,12 +55,14 @@ class _Mine:
     peers: list[Peer] = field(default_factory=list[Peer])
 
 
-def meet_in_memory(rank: int, layout: Layout, *, wanted: bool = True) -> list[Peer]:
-    """The memories of all ranks, by rank (a collective over torch.distributed's default group).
+def meet_in_memory(rank: int, layout: Layout, *, wanted: bool = True) -> Met:
+    """The memories of all ranks of this host (a collective over torch.distributed's default group).
+
+    All hosts have equally many ranks, and more than one.
 
     Args:
         rank: of this process.
-        layout: of each memory, the same on every rank.
+        layout: of each memory, the same on every rank; its `ranks` are those of the world.
         wanted: whether this rank would like to; if one does not, nobody will.
 
     Raises:
@@ -59,12 +71,14 @@ def meet_in_memory(rank: int, layout: Layout, *, wanted: bool = True) -> list[Pe
     mine = _Mine(layout)
     try:
         offers = _agreed(layout.ranks, lambda: _offer(mine, rank, wanted=wanted))
-        _agreed(layout.ranks, lambda: _visit(mine, rank, offers))
-        _agreed(layout.ranks, lambda: _check_visits(mine, rank, offers))
+        runs = _runs([offer["host"] for offer in offers])
+        host = next(number for number, run in enumerate(runs) if rank in run)
+        _agreed(layout.ranks, lambda: _visit(mine, rank, runs[host], offers))
+        _agreed(layout.ranks, lambda: _check_visits(mine, rank, runs[host], offers))
     finally:
         if mine.descriptor >= 0:
             os.close(mine.descriptor)  # what is mapped stays
-    return mine.peers
+    return Met(mine.peers, host, len(runs))
 
 
 def host_key() -> str:
@@ -112,12 +126,22 @@ def _offer(mine: _Mine, rank: int, *, wanted: bool) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _visit(mine: _Mine, rank: int, offers: list[dict[str, Any]]) -> None:
-    hosts = {offer["host"] for offer in offers}
-    if len(hosts) > 1:
-        raise Refusal(f"the ranks are on {len(hosts)} hosts")
-    for number, offer in enumerate(offers):
-        memory = mine.memory
+def _runs(keys: list[str]) -> list[range]:
+    """The ranks of each host; all ranks know all keys, so that all refuse."""
+    runs, hosts = runs_of_hosts(keys), len(set(keys))
+    if hosts == len(keys):
+        raise Refusal(f"the ranks are on {hosts} hosts")
+    sizes = [len(run) for run in runs]
+    if not runs:
+        raise Refusal(f"the ranks are on {hosts} hosts, and those of one host have no consecutive numbers")
+    if len(set(sizes)) > 1:
+        raise Refusal(f"the {hosts} hosts have different numbers of ranks: {', '.join(map(str, sizes))}")
+    return runs
+
+
+def _visit(mine: _Mine, rank: int, run: range, offers: list[dict[str, Any]]) -> None:
+    for number in run:
+        memory, offer = mine.memory, offers[number]
         if number != rank:
             memory = _opened(offer, mine.layout)
             if bytes(memory[:TOKEN_BYTES]) != bytes.fromhex(offer["token"]):
@@ -126,9 +150,9 @@ def _visit(mine: _Mine, rank: int, offers: list[dict[str, Any]]) -> None:
         mine.peers.append(Peer(number, offer["pid"], offer["start"], memory))
 
 
-def _check_visits(mine: _Mine, rank: int, offers: list[dict[str, Any]]) -> None:
-    for number, offer in enumerate(offers):
-        if number != rank and bytes(mine.memory[_place(number)]) != bytes.fromhex(offer["token"]):
+def _check_visits(mine: _Mine, rank: int, run: range, offers: list[dict[str, Any]]) -> None:
+    for number in run:
+        if number != rank and bytes(mine.memory[_place(number)]) != bytes.fromhex(offers[number]["token"]):
             raise Refusal(f"rank {number} has found other memory")
 
 

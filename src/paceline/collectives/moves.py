@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from paceline.collectives.chunks import ALIGNED
-from paceline.collectives.shared import SharedMemory, called
+from paceline.collectives.shared import SharedMemory
 from paceline.collectives.tree import root_of, spare_count
 from paceline.scratch.tree import Forest
 
@@ -22,7 +22,7 @@ LENGTH_BYTES = 8
 
 def barrier(memory: SharedMemory) -> None:
     """Return when all ranks have come."""
-    with memory.operation(memory.words, called("barrier", "barrier")):
+    with memory.operation(memory.words, memory.called("barrier", "barrier")):
         _tick(memory)
 
 
@@ -33,7 +33,7 @@ def gather_words_in_memory(memory: SharedMemory, words: Any) -> list[Any]:
     channel, received = memory.words, [bytearray() for _ in range(memory.size)]
     room, at, longest = channel.data_bytes, 0, 1
     slots = channel.typed(torch.uint8)
-    with memory.operation(channel, called("all_gather", "words")):
+    with memory.operation(channel, memory.called("all_gather", "words")):
         while at < longest:
             slot = channel.write()
             mine = content[at : at + room]
@@ -55,7 +55,7 @@ def broadcast(memory: SharedMemory, tensors: Sequence[Tensor], src: int = 0, nam
     flat = [tensor.detach().view(-1).view(torch.uint8) for tensor in tensors if tensor.numel()]
     bulk, is_source = memory.bulk, memory.rank == src
     slots = bulk.typed(torch.uint8)
-    with memory.operation(bulk, called("broadcast", name, f"[{sum(map(len, flat))}]", "bytes")):
+    with memory.operation(bulk, memory.called("broadcast", name, f"[{sum(map(len, flat))}]", "bytes")):
         for part in _packed(flat, bulk.data_bytes):
             slot = bulk.write()
             at = 0
@@ -77,7 +77,7 @@ def all_gather(memory: SharedMemory, mine: Tensor, out: Tensor, name: str = "sha
     share, bulk = len(mine), memory.bulk
     slots, room = bulk.typed(mine.dtype), bulk.data_bytes // mine.element_size()
     parts = out.view(memory.size, share)
-    with memory.operation(bulk, called("all_gather", name, f"[{share}]", mine.dtype)):
+    with memory.operation(bulk, memory.called("all_gather", name, f"[{share}]", mine.dtype)):
         for start in range(0, share, room):
             stop = min(start + room, share)
             slot = bulk.write()
@@ -112,7 +112,7 @@ def reduce_scatter(
     slots = bulk.typed(out.dtype)
     room = bulk.data_bytes // out.element_size() // (lanes * memory.size) // ALIGNED * ALIGNED
     spare = [torch.empty_like(out[:room]) for _ in range(spare_count(sum(map(len, nodes))))]
-    with memory.operation(bulk, called("reduce_scatter", name, f"[{share * memory.size}]", out.dtype)):
+    with memory.operation(bulk, memory.called("reduce_scatter", name, f"[{share * memory.size}]", out.dtype)):
         for start in range(0, share, room):
             width = min(room, share - start)
             slot = bulk.write()

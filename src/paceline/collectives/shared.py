@@ -8,7 +8,7 @@ process that maps it. Its size is fixed; whatever is sent passes through it in p
     page-wise    counters, one cache line for each channel and one for `left`; written by this rank alone
     then         for each channel two slots: header (what it is, absent gradients) and data
 
-For other parts (all ranks of the default group call the same ones in the same order; tensors are on the CPU):
+For other parts (all ranks that share it call the same ones in the same order; tensors are on the CPU):
 
     memory = shared_memory()                          # None: not all ranks are on one host; then use torch.distributed
     reduce_scatter(memory, own, forest, out, divisor) # own: (n,) for each of my subtrees, or None; out: (n / W,), mine
@@ -35,7 +35,7 @@ from paceline.launch.guard.evidence import Op
 from paceline.launch.procfs import read_process
 from paceline.launch.worker.guard import Guard
 
-GROUP = "shared"  # what the hang guard calls the ranks that share memory
+GROUP = "shared"  # what the hang guard calls the ranks that share memory; `hosts` has other names for several hosts
 PAGE, LINE = 4096, 64
 TOKEN_BYTES = 16
 SMALL_BYTES = 64 << 10
@@ -77,7 +77,7 @@ class Layout:
 class Peer:
     """A rank that shares memory: its process, by number and start, and the memory that it has made."""
 
-    rank: int
+    rank: int  # of the world
     pid: int
     start: int  # see `procfs.Process`
     memory: memoryview
@@ -91,39 +91,48 @@ class Call:
     text: bytes
 
 
-def called(kind: str, name: str, shape: str = "", dtype: torch.dtype | str = "") -> Call:
-    """A collective in words; made once for what is called again and again."""
-    op = Op(GROUP, 0, kind, name, shape, str(dtype).removeprefix("torch."))
-    return Call(op, f"{kind} '{name}' {shape} {op.dtype}".rstrip().encode())
-
-
 class SharedMemory:
-    """The memories of all ranks of a group on one host, mapped into this process.
+    """The memories of all ranks of a group on one host, mapped into this process. `rank` and `size` are the group's.
 
     A rank waits for others no longer than `timeout_seconds`, and no longer than they can come: it raises at once when
     the hang guard frees it, and within a fraction of a second when a rank that it waits for has ended, or has raised
     out of such a wait itself. After that nothing can be sent any more.
     """
 
-    def __init__(self, peers: Sequence[Peer], rank: int, layout: Layout, timeout_seconds: float) -> None:
+    def __init__(
+        self,
+        peers: Sequence[Peer],
+        rank: int,
+        layout: Layout,
+        timeout_seconds: float,
+        *,
+        group: str = GROUP,
+        of_all: bool = True,
+    ) -> None:
+        """`rank` is our place among `peers`; `of_all` tells whether these are all ranks of the world."""
         self.rank, self.size, self.timeout_seconds = rank, len(peers), timeout_seconds
         self.running: Any = None  # a sum that was started, and not yet asked for: see `totals`
-        self._peers, self._pid = peers, os.getpid()
-        self._others = [peer for peer in peers if peer.rank != rank]
+        self._group, self._of_all, self._pid = group, of_all, os.getpid()
+        self._others = [(index, peer) for index, peer in enumerate(peers) if index != rank]
         at = layout.counters_at
         counters = [peer.memory[at : at + PAGE].cast("Q") for peer in peers]
         self._left = [counter[len(layout.channels) * LINE // 8 :] for counter in counters]
         self._looked_seconds = 0.0
-        self._ranks = tuple(range(self.size))
-        self._call = called("", "")
+        self._ranks = tuple(peer.rank for peer in peers)
+        self._call = self.called("", "")
         crowded = self.size > usable_cores()
         made: list[Channel] = []
         for number in range(len(layout.channels)):
             slots = [[peer.memory[slice(*layout.slot(number, slot))] for peer in peers] for slot in (0, 1)]
-            channel = Channel(number * LINE // 8, rank, counters, slots, self._look)
+            channel = Channel(number * LINE // 8, rank, counters, slots, self._look, self._ranks)
             channel.spins = 0 if crowded else SPINS
             made.append(channel)
         self.totals, self.words, self.bulk = made
+
+    def called(self, kind: str, name: str, shape: str = "", dtype: torch.dtype | str = "") -> Call:
+        """A collective in words; made once for what is called again and again."""
+        op = Op(self._group, 0, kind, name, shape, str(dtype).removeprefix("torch."))
+        return Call(op, f"{kind} '{name}' {shape} {op.dtype}".rstrip().encode())
 
     @contextmanager
     def operation(self, channel: Channel, call: Call) -> Generator[None]:
@@ -145,7 +154,7 @@ class SharedMemory:
             )
         self._call = call
         channel.announce(call.text)
-        return Guard.of_process().begin_own(self, self._ranks, call.op)
+        return Guard.of_process().begin_own(self, self._ranks, call.op, of_all=self._of_all)
 
     def leave(self) -> None:
         """Tell all ranks that this one will not come any more; may be called twice."""
@@ -159,10 +168,10 @@ class SharedMemory:
             raise RuntimeError(
                 f"{self._call.text.decode()}: connection closed by peer: freed from the wait for {names}"
             )
-        gone = [index for index in missing() if self._left[self._others[index].rank][0]]
+        gone = [index for index in missing() if self._left[self._others[index][0]][0]]
         words = "has left"
         if not gone and time.monotonic() - self._looked_seconds > LIFE_SECONDS:
-            gone = [index for index in missing() if not _lives(self._others[index])]
+            gone = [index for index in missing() if not _lives(self._others[index][1])]
             words, self._looked_seconds = "has ended", time.monotonic()
         # who came just before it went has come: what it stored before is seen before
         if gone and (gone := [index for index in missing() if index in gone]):
@@ -174,7 +183,7 @@ class SharedMemory:
             )
 
     def _names(self, indices: Sequence[int]) -> str:
-        peers = [self._others[index] for index in indices]
+        peers = [self._others[index][1] for index in indices]
         return ", ".join(f"rank {peer.rank} (pid {peer.pid})" for peer in peers)
 
 

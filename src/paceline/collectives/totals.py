@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.collectives.shared import SharedMemory, called
+from paceline.collectives.shared import SharedMemory
 from paceline.collectives.transport import shared_memory
 from paceline.launch.worker.guard import Guard
 from paceline.scratch.reduce import named
@@ -74,7 +74,7 @@ class StartedSum:
             memory.running.finish()
         memory.running = self
         channel = memory.totals
-        begun = memory.begin(channel, called("all_reduce", NAME, f"[{self._size}]", slots.dtype))
+        begun = memory.begin(channel, memory.called("all_reduce", NAME, f"[{self._size}]", slots.dtype))
         slot = channel.write()
         channel.typed(slots.dtype)[slot][memory.rank][: self._size] = slots
         self._tick = channel.publish()

@@ -1,4 +1,11 @@
-"""Through shared memory or torch.distributed? Decided once for each process group, by all its ranks together."""
+"""Through shared memory, or torch.distributed, or both? Decided once for each process group, by all its ranks together.
+
+What their gradients then travel over:
+
+    all ranks on one host                                  "shared"   memory
+    several hosts of equally many ranks, more than one     "hosts"    memory on each host, gloo between hosts
+    else                                                   "torch"    torch.distributed
+"""
 
 from __future__ import annotations
 
@@ -13,22 +20,31 @@ import torch.distributed as dist
 
 from paceline.collectives.gather import CPU
 from paceline.collectives.handshake import SWITCH, Refusal, meet_in_memory
-from paceline.collectives.shared import BULK_BYTES, Layout, SharedMemory
+from paceline.collectives.hosts import Hosts, connect, group_name
+from paceline.collectives.shared import BULK_BYTES, GROUP, Layout, SharedMemory
 from paceline.errors import ExitCode, ToldElsewhere, UsageError
 
 Asked = Literal["auto", "shared", "torch"]
+Way = Literal["shared", "hosts", "torch"]
 QUIET = ("switched off", "hosts")  # what nobody needs to be told
-_of_group: WeakKeyDictionary[dist.ProcessGroup, SharedMemory | None] = WeakKeyDictionary()
+_of_group: WeakKeyDictionary[dist.ProcessGroup, SharedMemory | Hosts | None] = WeakKeyDictionary()
 """What belongs to torch's default group, and ends with it; torch keeps that group in a global of its own."""
 
 
 def shared_memory(asked: Asked = "auto", *, bulk_bytes: int = BULK_BYTES) -> SharedMemory | None:
-    """The memory that all ranks of the default group share, None if they do not: then rank 0 says why, once.
+    """The memory that all ranks of the default group share, None if they do not; see `memory_or_hosts`."""
+    decided = memory_or_hosts(asked, bulk_bytes=bulk_bytes)
+    return decided if isinstance(decided, SharedMemory) else None
 
-    The first call is a collective; later ones give what it gave.
+
+def memory_or_hosts(asked: Asked = "auto", *, bulk_bytes: int = BULK_BYTES) -> SharedMemory | Hosts | None:
+    """What the ranks of the default group share: memory, or memory on each of several hosts, or nothing.
+
+    The first call is a collective; later ones give what it gave. Of what takes another way than memory alone, rank 0
+    says why, once.
 
     Args:
-        asked: "shared" fails where it is impossible, "torch" does not try.
+        asked: "shared" fails where nothing can be shared, "torch" does not try.
         bulk_bytes: how much each rank hands over at once.
 
     Raises:
@@ -43,12 +59,20 @@ def shared_memory(asked: Asked = "auto", *, bulk_bytes: int = BULK_BYTES) -> Sha
 
 
 def shared_memory_if_made() -> SharedMemory | None:
-    """The same without being a collective: None before somebody has asked for it."""
+    """`shared_memory` without being a collective: None before somebody has asked for it."""
     group = dist.group.WORLD
-    return None if group is None else _of_group.get(group)
+    decided = None if group is None else _of_group.get(group)
+    return decided if isinstance(decided, SharedMemory) else None
 
 
-def _made(group: dist.ProcessGroup, asked: Asked, bulk_bytes: int) -> SharedMemory | None:
+def way_taken() -> Way:
+    """Over what gradients travel, as decided so far."""
+    group = dist.group.WORLD
+    decided = None if group is None else _of_group.get(group)
+    return "torch" if decided is None else "hosts" if isinstance(decided, Hosts) else "shared"
+
+
+def _made(group: dist.ProcessGroup, asked: Asked, bulk_bytes: int) -> SharedMemory | Hosts | None:
     if dist.get_backend(group) != "gloo":
         why = f"the ranks' backend is {dist.get_backend(group)}"
         if asked == "shared":
@@ -56,17 +80,37 @@ def _made(group: dist.ProcessGroup, asked: Asked, bulk_bytes: int) -> SharedMemo
         return None
     layout = Layout(group.size(), bulk_bytes)
     try:
-        peers = meet_in_memory(group.rank(), layout, wanted=asked != "torch")
+        met = meet_in_memory(group.rank(), layout, wanted=asked != "torch")
     except Refusal as refusal:
         if asked == "shared":
             raise _impossible(group, str(refusal)) from None
-        if group.rank() == 0 and not str(refusal).endswith(QUIET):
-            print(f"paceline: ranks talk over gloo, not through shared memory: {refusal}", file=sys.stderr, flush=True)
+        if not str(refusal).endswith(QUIET):
+            _say(group, f"ranks talk over gloo, not through shared memory: {refusal}")
         return None
-    memory = SharedMemory(peers, group.rank(), layout, _timeout_seconds(group))
+    several, place = met.hosts > 1, [peer.rank for peer in met.peers].index(group.rank())
+    memory = SharedMemory(
+        met.peers,
+        place,
+        layout,
+        _timeout_seconds(group),
+        group=group_name(met.host) if several else GROUP,
+        of_all=not several,
+    )
     # When the group is taken down, or the process ends: who waits for this rank then knows.
     weakref.finalize(group, memory.leave)
-    return memory
+    if not several:
+        return memory
+    _say(
+        group,
+        f"gradients are added up in shared memory on each of {met.hosts} hosts ({memory.size} ranks each), and over "
+        "gloo between hosts",
+    )
+    return connect(memory, met.host, met.hosts)
+
+
+def _say(group: dist.ProcessGroup, words: str) -> None:
+    if group.rank() == 0:
+        print(f"paceline: {words}", file=sys.stderr, flush=True)
 
 
 def _impossible(group: dist.ProcessGroup, why: str) -> UsageError | ToldElsewhere:
@@ -75,7 +119,7 @@ def _impossible(group: dist.ProcessGroup, why: str) -> UsageError | ToldElsewher
     switch = f", {SWITCH}={os.environ[SWITCH]}" if SWITCH in os.environ else ""
     return UsageError(
         f"--collectives shared: the {group.size()} ranks cannot share memory: {why}{switch}. It takes CPU ranks of one "
-        "host and user. Choose from: auto, torch, shared"
+        "user, on one host or on several with equally many. Choose from: auto, torch, shared"
     )
 
 

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from paceline.checkpoint.state import Held, Source, take_over
 from paceline.collectives.gradients import SharedGradients
+from paceline.collectives.leaving import LeavingGradients
 from paceline.data.loader import MicroBatch
 from paceline.data.plan import Work, ranks_share
 from paceline.errors import UsageError
@@ -226,7 +227,7 @@ def forest(world: World, virtual_ranks: int | None) -> Forest:
 
 
 def leaf_of(
-    reducer: TreeReducer | ScatterReducer | SharedGradients,
+    reducer: TreeReducer | ScatterReducer | SharedGradients | LeavingGradients,
 ) -> Callable[[Work, bool], AbstractContextManager[None]]:
     """What `replica` takes as `backward`, for gradients that are added up in the tree."""
 

@@ -1,13 +1,15 @@
-"""Our own data parallelism: gradients travel in buckets while backward runs, or at once where memory is shared."""
+"""Our own data parallelism: gradients travel in buckets while backward runs, or at once where all share memory."""
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 from torch import nn
 
 from paceline.collectives.gradients import gradients_by_rank
+from paceline.collectives.leaving import LeavingGradients
 from paceline.collectives.replicate import broadcast_module
+from paceline.data.plan import Work
 from paceline.strategies.base import MakeOptimizer, Replica, replica
 from paceline.world import World
 
@@ -17,18 +19,24 @@ def bucketed(
 ) -> Replica:
     """Buckets in reverse order of the parameters, started by hooks during the last micro-batch's backward.
 
-    Ranks that share memory need none: they add up all gradients after backward, which is faster there.
+    Ranks that all share memory need none: they add up all gradients after backward, which is faster there.
 
     Raises:
         ValueError: if the ranks' models differ in names, shapes or types.
     """
     broadcast_module(model)
     reducer = gradients_by_rank(model)
+
+    def backward(_: Work, is_last: bool) -> AbstractContextManager[None]:
+        if isinstance(reducer, LeavingGradients):
+            return reducer.leaf(world.rank, is_last=is_last)
+        return nullcontext() if is_last else reducer.paused()
+
     return replica(
         model,
         make_optimizer(model.parameters()),
         world,
         virtual_ranks=virtual_ranks,
         sync_gradients=reducer.finish,
-        backward=lambda _, is_last: nullcontext() if is_last else reducer.paused(),
+        backward=backward,
     )
