@@ -5,6 +5,7 @@ one-rank               `paceline train` in one process with one thread: what sca
 vanilla                torchrun, DDP, DistributedSampler, DataLoader: the base of all ratios
 accelerate, fabric, ignite
 no-exchange            as many trainings by themselves as there are ranks, at the same time: the limit
+no-exchange-fast       the same with --precision bf16
 copying                as many copies of the gradients' bytes: the limit of an exchange
 """
 
@@ -22,7 +23,7 @@ from race.works import WORKS
 BASE = "vanilla"
 MODES = ("default", "exact", "fast")
 PEERS = {"accelerate": "accelerate", "fabric": "lightning_fabric", "ignite": "ignite"}  # and the package of each
-LIMITS = ("one-rank", "no-exchange", "copying")
+LIMITS = ("one-rank", "no-exchange", "no-exchange-fast", "copying")
 NAMES = (BASE, *MODES, *PEERS, *LIMITS)
 FOR_EVER = "1000000000"
 FLAGS = {"exact": ("--strategy", "exact"), "fast": ("--precision", "bf16")}
@@ -38,8 +39,9 @@ def contender(name: str, work: str, ranks: int, more: Sequence[str] = ()) -> Con
         return Contender(name, [Launch(command)], ranks, ranks * batch, exact=name != "fast")
     if name == "one-rank":
         return Contender(name, [alone(work, 0, more)], 1, batch, compared=False)
-    if name == "no-exchange":
-        return Contender(name, [alone(work, n, more) for n in range(ranks)], ranks, ranks * batch, compared=False)
+    if name.startswith("no-exchange"):
+        own = (*FLAGS.get(name.removeprefix("no-exchange-"), ()), *more)
+        return Contender(name, [alone(work, n, own) for n in range(ranks)], ranks, ranks * batch, compared=False)
     if name == "copying":
         launches = [
             Launch([sys.executable, str(HERE / "loops" / "copying.py"), work], {"RACE_RANK": str(n)})

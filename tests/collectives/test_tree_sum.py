@@ -10,10 +10,10 @@ from tests.collectives.memory_harness import in_threads
 
 from paceline.collectives import tree
 from paceline.collectives.moves import all_gather, barrier, broadcast, gather_words_in_memory, reduce_scatter
-from paceline.collectives.tree import TreeSum
+from paceline.collectives.tree import TreeSum, root_of, spare_count
 from paceline.errors import ExitCode, TrainingError
 from paceline.scratch.reduce import divide
-from paceline.scratch.tree import Forest, added, middle
+from paceline.scratch.tree import Forest, added, middle, tree_sum
 
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 BULK_BYTES = 16 << 10
@@ -62,6 +62,14 @@ def test_the_sum_has_the_bits_of_one_process_on_every_rank(data):
     absent |= {(n, 0) for n in range(leaves)} if data.draw(st.booleans()) else set()
     divisor = data.draw(st.sampled_from([None, 3.0, torch.tensor(70001.0, dtype=torch.float64)]))
     direct = data.draw(st.sampled_from([0, tree.DIRECT_BYTES]))
+    check_sums(world, leaves, sizes, dtypes, absent, divisor, direct)
+
+
+def test_a_chunk_of_one_type_does_not_write_over_the_sums_of_another():
+    check_sums(3, 8, [0, 4096, 65], [torch.float64, torch.float32, torch.float64], set(), None, 0)
+
+
+def check_sums(world, leaves, sizes, dtypes, absent, divisor, direct):
     wanted = [node_sum((0, leaves), i, n, d, absent) for i, (n, d) in enumerate(zip(sizes, dtypes, strict=True))]
     wanted = [w if w is None or divisor is None else divide(w, divisor) for w in wanted]
 
@@ -88,6 +96,34 @@ def test_the_sum_has_the_bits_of_one_process_on_every_rank(data):
     for found in everybody:
         for results in found:
             assert [*map(bits, results)] == [*map(bits, wanted)]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("bad", [None, float("nan"), float("inf"), 3e38])
+def test_what_is_known_to_be_finite_is_finite_and_known_by_all(world, bad):
+    sizes = [40_000, 100]
+
+    def act(memory):
+        total = TreeSum(memory, sizes, [torch.float32] * 2, forests(world, world)[memory.rank])
+        own = [torch.ones(size) for size in sizes]
+        if bad is not None and memory.rank == world - 1:
+            own[0][1:3] = bad  # the share of rank 0; two of them, so that the sum of 3e38 overflows, and no element
+        total.run([own])
+        return total.finite
+
+    assert in_threads(world, act) == [bad is None] * world
+
+
+@pytest.mark.parametrize(("leaves", "world"), [(v, w) for w in range(2, 17) for v in range(w, 41)])
+def test_no_more_sums_wait_than_there_is_room_for_and_all_the_room_is_used(leaves, world):
+    forest = forests(world, leaves)[0]
+    nodes = [node for of_rank in forest.nodes() for node in of_rank]
+    parts = {node: torch.randn(3) for node in nodes}
+    wanted = tree_sum({node: part.clone() for node, part in parts.items()}, torch.add, leaves)
+    spare = [torch.full((3,), torch.nan) for _ in range(spare_count(nodes, leaves))]
+    out = torch.empty(3)
+    root_of(parts, leaves, out, spare, None)
+    assert torch.equal(out, wanted) and not any(one.isnan().any() for one in spare)
 
 
 @settings(max_examples=30, deadline=None)

@@ -34,6 +34,11 @@ def test_an_error_of_the_source_comes_through():
     items = source()
     with pytest.raises(OSError, match="disk"):
         list(one_ahead(lambda: next(items), int))
+    items = source()
+    ahead = one_ahead(lambda: next(items), int)
+    assert next(ahead) == 1  # what was there before it is not lost
+    with pytest.raises(OSError, match="disk"):
+        next(ahead)
 
 
 def test_on_the_cpu_a_batch_is_made_when_it_is_asked_for():

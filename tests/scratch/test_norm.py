@@ -15,7 +15,7 @@ from tests.run_ranks import run_ranks
 from tests.worlds import worlds
 from torch import Tensor
 
-from paceline.scratch.norm import BLOCK, BlockTree, Place, Run, Share, SharedNorm, merged, square_sums
+from paceline.scratch.norm import BLOCK, BlockTree, Place, Run, Share, SharedNorm, even_shares, merged, square_sums
 
 CPU = torch.device("cpu")
 
@@ -110,6 +110,20 @@ def one_run_each(rank: int, world_size: int, values: list[Tensor | None]) -> flo
     shared = SharedNorm(SIZES, of_ranks, rank, CPU)
     own = {i: value[start:stop] for i, start, stop in of_ranks[rank] if (value := values[i]) is not None}
     return float(shared(own))
+
+
+@given(st.lists(st.integers(0, 5000), min_size=1, max_size=6), st.integers(1, 5))
+def test_even_shares_hold_each_element_once_and_as_many_blocks_each(sizes, holders):
+    seen = [torch.zeros(size, dtype=torch.int64) for size in sizes]
+    blocks = []
+    for shares in even_shares(sizes, holders):
+        blocks.append(0)
+        for index, start, stop in shares:
+            assert start % BLOCK == 0 and (stop % BLOCK == 0 or stop == sizes[index])
+            seen[index][start:stop] += 1
+            blocks[-1] += -(-(stop - start) // BLOCK)
+    assert all(bool((one == 1).all()) for one in seen)
+    assert max(blocks) - min(blocks) <= 1
 
 
 def everything(rank: int, world_size: int, folder: str) -> dict[int, list[Any]]:

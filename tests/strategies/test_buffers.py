@@ -73,6 +73,21 @@ def test_what_was_put_back_can_be_kept_again():
             assert values(buffers) == before
 
 
+def test_put_back_writes_into_the_buffers_own_memory_but_not_into_what_has_replaced_it():
+    model = Odd()
+    buffers = VirtualBuffers(model, WORLD, 1)
+    forward(buffers, model, 0, seed=0)
+    buffers.keep()
+    mean, last = model.norm.running_mean, model.last
+    forward(buffers, model, 0, seed=1)
+    replaced = model.last
+    wanted = replaced.clone()
+    assert model.norm.running_mean is mean and replaced is not last
+    buffers.put_back()
+    assert model.norm.running_mean is mean
+    assert torch.equal(replaced, wanted) and model.last is not replaced
+
+
 @pytest.mark.parametrize(
     "change", [lambda t: t.add_(1), lambda t: t.set_(torch.ones(6))], ids=["in place", "other memory"]
 )

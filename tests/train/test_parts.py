@@ -58,6 +58,13 @@ def test_losses_must_be_one_per_sample():
     assert losses.shape == weights.shape == (4, 3)
 
 
+def test_losses_in_half_precision_are_added_up_in_float32():
+    outputs, targets = torch.ones(257, dtype=torch.bfloat16), torch.zeros(257)
+    losses, weights = weighted_losses(lambda o, t: (o, torch.ones_like(o)), outputs, targets)
+    assert weights is not None
+    assert losses.sum() == weights.sum() == 257  # 256 in bfloat16
+
+
 def test_the_digest_sees_every_bit_name_shape_and_type():
     def model() -> nn.Module:
         torch.manual_seed(0)

@@ -20,6 +20,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from paceline.bench.spec import Memory
 from paceline.data.loader import MicroBatch
 from paceline.launch.guard.evidence import Phase
+from paceline.nested import tensors
 from paceline.strategies import Replica
 
 MARK = "paceline: "
@@ -58,7 +59,7 @@ class Inspection:
 
     def batch(self, microbatches: Sequence[MicroBatch]) -> None:
         """The data of the step, which are no part of what is looked for."""
-        self._batch = held_bytes(t for m in microbatches for part in (m.inputs, m.targets) for t in _tensors(part))
+        self._batch = held_bytes(t for m in microbatches for t in tensors((m.inputs, m.targets)))
 
     def close(self, profiler: profile) -> None:
         """Look no more; `found` is what was seen."""
@@ -151,11 +152,3 @@ def _timeline(profiler: profile, device: torch.device) -> list[int | str]:
         elif name.startswith(MARK):
             found.append((event.start_ns(), name.removeprefix(MARK)))
     return [what for _, what in sorted(found, key=lambda one: one[0])]
-
-
-def _tensors(batch: Any) -> list[Tensor]:
-    if isinstance(batch, Tensor):
-        return [batch]
-    if isinstance(batch, dict):
-        return _tensors([*batch.values()])
-    return [tensor for part in batch for tensor in _tensors(part)] if isinstance(batch, list | tuple) else []

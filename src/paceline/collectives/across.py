@@ -177,9 +177,8 @@ class HostsSum:
             if len(parts) == 1:
                 out.copy_(next(iter(parts.values())))
             else:
-                root_of(
-                    parts, subtree.leaves, out, self._lanes.spare(chunk.dtype, spare_count(len(parts)), width), None
-                )
+                spare = self._lanes.spare(chunk.dtype, spare_count(parts, subtree.leaves), width)
+                root_of(parts, subtree.leaves, out, spare, None)
         return width
 
     def _hand_out(self, bundle: Bundle, flat: Tensor, results: Results) -> None:

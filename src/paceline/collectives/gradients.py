@@ -8,7 +8,7 @@ torch.distributed. The bits of `gradients_by_leaf` are the same everywhere.
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
@@ -22,12 +22,14 @@ from paceline.collectives.leaving import LeavingGradients
 from paceline.collectives.shared import SharedMemory
 from paceline.collectives.transport import memory_or_hosts
 from paceline.collectives.tree import TreeSum
-from paceline.scratch.reduce import GradientReducer
+from paceline.scratch.reduce import GradientReducer, divide
 from paceline.scratch.tree import Forest, TreeReducer, added_each
 
 
 def gradients_by_leaf(module: nn.Module, forest: Forest) -> TreeReducer | SharedGradients | LeavingGradients:
     """What sums gradients over virtual ranks, the leaves of `forest`, in its order (a collective)."""
+    if len(forest.owned) == 1:
+        return SharedGradients(module, None, forest)
     match _shared_for(module):
         case None:
             return TreeReducer(module, forest)
@@ -64,13 +66,14 @@ class SharedGradients:
         sums.finish(divisor)
 
     or, where each rank is one leaf, of a GradientReducer. None is treated as by `reduce.all_reduce_gradients`.
+    One process that has all leaves needs no memory: what it has added up is the sum.
     """
 
-    def __init__(self, module: nn.Module, memory: SharedMemory, forest: Forest) -> None:
+    def __init__(self, module: nn.Module, memory: SharedMemory | None, forest: Forest) -> None:
         self._parameters = trained(module)
-        self._strides = agreed_strides(self._parameters, memory.size)
+        self._strides = agreed_strides(self._parameters, len(forest.owned))
         self._forest = forest
-        self._sum = TreeSum(memory, *kinds(self._parameters), forest)
+        self._sum = None if memory is None else TreeSum(memory, *kinds(self._parameters), forest)
         self._forget()
 
     @contextmanager
@@ -95,15 +98,21 @@ class SharedGradients:
         return nullcontext()
 
     @torch.no_grad()
-    def finish(self, divisor: float | Tensor) -> None:
-        """Return when every .grad holds the sum over all leaves, divided by `divisor` (a collective)."""
+    def finish(self, divisor: float | Tensor) -> bool:
+        """Return when every .grad holds the sum over all leaves, divided by `divisor` (a collective).
+
+        Returns:
+            Whether all of them are known to be finite, on all ranks alike.
+        """
         try:
             self._take_away()
             own = self._sums.finish()
             first = own[0] or [None] * len(self._parameters)
-            results = self._sum.run([None if grads is None else [flat(g) for g in grads] for grads in own], divisor)
+            flats = [None if grads is None else [flat(g) for g in grads] for grads in own]
+            results = _divided(flats[0] or first, divisor) if self._sum is None else self._sum.run(flats, divisor)
             for parameter, strides, grad, result in zip(self._parameters, self._strides, first, results, strict=True):
                 give(parameter, strides, grad, result)
+            return self._sum is not None and self._sum.finite
         finally:
             self._forget()
 
@@ -119,3 +128,10 @@ class SharedGradients:
             self._sums.add(leaf, [laid_out(p.grad, p, s) for p, s in zip(self._parameters, self._strides, strict=True)])
             for parameter in self._parameters:
                 parameter.grad = None
+
+
+def _divided(sums: Sequence[Tensor | None], divisor: float | Tensor) -> Sequence[Tensor | None]:
+    for total in sums:
+        if total is not None:
+            divide(total, divisor)
+    return sums

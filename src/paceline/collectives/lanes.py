@@ -78,16 +78,23 @@ class Lanes:
             for i, flat in enumerate(first)
         ]
 
-    def load(self, chunk: Chunk, own: Sequence[Flat | None], slot: int) -> None:
-        """Write the chunk of each of this rank's subtrees into its lane."""
+    def load(self, chunk: Chunk, own: Sequence[Flat | None], slot: int, *, for_others: bool = False) -> None:
+        """Write the chunk of each of this rank's subtrees into its lane.
+
+        With `for_others` without the share that this rank itself adds up, where it can read that where it is: in the
+        piece of a large tensor that is there.
+        """
         mine = self._memory.bulk.typed(chunk.dtype)[slot][self._memory.rank]
         room, only = self._rooms[chunk.dtype], chunk.only
+        start, stop = self.share(chunk, self._memory.rank) if for_others else (0, 0)
         for lane, flat in enumerate(own):
             place = mine[lane * room : lane * room + chunk.size]
             if flat is None or (only is not None and flat[only.tensor] is None):
                 place.zero_()
             elif only is not None and (tensor := flat[only.tensor]) is not None:
-                place.copy_(tensor[only.start : only.stop])
+                part = tensor[only.start : only.stop]
+                place[:start].copy_(part[:start])
+                place[stop:].copy_(part[stop:])
             else:
                 torch.cat(
                     [_or_zeros(flat[p.tensor], mine, n) for p, n in zip(chunk.pieces, chunk.lengths, strict=True)],

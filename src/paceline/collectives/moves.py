@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -111,7 +112,7 @@ def reduce_scatter(
     lanes = max(map(len, nodes))
     slots = bulk.typed(out.dtype)
     room = bulk.data_bytes // out.element_size() // (lanes * memory.size) // ALIGNED * ALIGNED
-    spare = [torch.empty_like(out[:room]) for _ in range(spare_count(sum(map(len, nodes))))]
+    spare = [torch.empty_like(out[:room]) for _ in range(spare_count([*chain(*nodes)], forest.leaves))]
     with memory.operation(bulk, memory.called("reduce_scatter", name, f"[{share * memory.size}]", out.dtype)):
         for start in range(0, share, room):
             width = min(room, share - start)

@@ -189,4 +189,12 @@ class SharedMemory:
 
 def _lives(peer: Peer) -> bool:
     process = read_process(peer.pid)
-    return process is not None and process.runs and process.start == peer.start
+    if process is not None:
+        return process.runs and process.start == peer.start
+    try:  # /proc needs a free descriptor, which this process may lack just now
+        os.kill(peer.pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return True

@@ -37,7 +37,7 @@ def start_totals(leaves: Tensor, votes: Sequence[float] = ()) -> Callable[[], To
     """
     # One slot for each virtual rank: adding zeros to it changes nothing, so everybody gets all leaves as they are.
     slots = torch.cat([leaves.flatten(), leaves.new_tensor(votes)])
-    finish = _started(slots)
+    finish = _started(slots, NAME)
 
     def wait() -> Totals:
         everything: list[float] = finish().tolist()
@@ -49,11 +49,16 @@ def start_totals(leaves: Tensor, votes: Sequence[float] = ()) -> Callable[[], To
     return wait
 
 
-def _started(slots: Tensor) -> Callable[[], Tensor]:
+def sum_over_ranks(numbers: Tensor, name: str) -> Tensor:
+    """(n,) float64, a few numbers: added up over ranks, the same on all of them (a collective)."""
+    return _started(numbers, name)()
+
+
+def _started(slots: Tensor, name: str) -> Callable[[], Tensor]:
     memory = shared_memory() if slots.device.type == "cpu" else None
     if memory is not None and slots.nbytes <= memory.totals.data_bytes:
-        return StartedSum(memory, slots).finish
-    work = dist.all_reduce(named(slots, NAME), async_op=True)
+        return StartedSum(memory, slots, name).finish
+    work = dist.all_reduce(named(slots, name), async_op=True)
 
     def finish() -> Tensor:
         if work is not None:  # None where this rank is no member of the group
@@ -66,18 +71,23 @@ def _started(slots: Tensor) -> Callable[[], Tensor]:
 class StartedSum:
     """A small sum over ranks that has begun, in shared memory; the hang guard asks it as it asks torch's `Work`."""
 
-    def __init__(self, memory: SharedMemory, slots: Tensor) -> None:
+    def __init__(self, memory: SharedMemory, slots: Tensor, name: str = NAME) -> None:
         """Begin with this rank's `slots`, float64."""
         self._memory, self._size, self._sum = memory, len(slots), slots
         self._is_over, self._error = False, ""
         if isinstance(memory.running, StartedSum):  # its slots of two ticks ago are written over now
             memory.running.finish()
-        memory.running = self
         channel = memory.totals
-        begun = memory.begin(channel, memory.called("all_reduce", NAME, f"[{self._size}]", slots.dtype))
-        slot = channel.write()
-        channel.typed(slots.dtype)[slot][memory.rank][: self._size] = slots
-        self._tick = channel.publish()
+        begun = memory.begin(channel, memory.called("all_reduce", name, f"[{self._size}]", slots.dtype))
+        try:
+            slot = channel.write()
+            channel.typed(slots.dtype)[slot][memory.rank][: self._size] = slots
+            self._tick = channel.publish()
+        except BaseException:
+            memory.leave()  # the others would wait for it
+            Guard.of_process().end_own(begun, failed=True)
+            raise
+        memory.running = self
         Guard.of_process().end_own(begun, self)
 
     def is_completed(self) -> bool:

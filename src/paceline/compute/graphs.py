@@ -12,9 +12,11 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from paceline.compute.rules import around_forward
 from paceline.errors import TrainingError, UsageError
+from paceline.nested import tensors
 
 MAX_GRAPHS = 8  # each holds memory for all activations of its shape
 TOLERANCE = 1e-3  # relative, between a recording and the model itself: convolutions may choose another algorithm
@@ -37,7 +39,8 @@ def graph_model(model: nn.Module, device: torch.device) -> None:
     graphs: dict[Any, Call] = {}
 
     def around(forward: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not (torch.is_grad_enabled() and model.training):
+        # within a dispatch mode somebody looks at each operation: the search for samples that are not finite does
+        if not (torch.is_grad_enabled() and model.training) or is_in_torch_dispatch_mode():
             return forward(*args, **kwargs)
         if kwargs or not all(isinstance(argument, Tensor) for argument in args):
             raise TrainingError("--cuda-graphs needs a model whose inputs are tensors: leave it out")
@@ -84,7 +87,7 @@ def _recorded(model: nn.Module, forward: Call, args: tuple[Tensor, ...]) -> Call
     def gradients(call: Call) -> list[Tensor]:
         as_before()
         outputs = call(*args)
-        total = sum(t.float().sum() for t in _tensors(outputs))
+        total = sum(t.float().sum() for t in tensors(outputs))
         assert isinstance(total, Tensor)
         parameters = [p for p in model.parameters() if p.requires_grad]
         found = cast("Sequence[Tensor | None]", torch.autograd.grad(total, parameters, allow_unused=True))
@@ -108,10 +111,3 @@ def _recorded(model: nn.Module, forward: Call, args: tuple[Tensor, ...]) -> Call
 
 def _close(a: Tensor, b: Tensor) -> bool:
     return float((a - b).abs().max()) <= TOLERANCE * max(float(b.abs().max()), 1e-6)
-
-
-def _tensors(outputs: Any) -> Sequence[Tensor]:
-    if isinstance(outputs, Tensor):
-        return [outputs]
-    parts = outputs.values() if isinstance(outputs, dict) else outputs if isinstance(outputs, (list, tuple)) else ()
-    return [tensor for part in parts for tensor in _tensors(part)]

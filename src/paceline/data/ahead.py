@@ -6,11 +6,12 @@ ends with a wait for the GPU, and a copy that began after it would be waited for
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+
+from paceline.nested import mapped, tensors
 
 Begun = TypeVar("Begun")
 
@@ -35,48 +36,35 @@ def on_its_way(batches: Iterator[Any], device: torch.device) -> Generator[Any]:
         batch, arrived = begun
         current = torch.cuda.current_stream(device)
         current.wait_event(arrived)
-        _keep_until_used(batch, current)
+        for tensor in tensors(batch):  # memory of the side stream must not be given to the next copy while it is read
+            tensor.record_stream(current)
         return batch
 
     yield from one_ahead(begin, end)
 
 
 def one_ahead(begin: Callable[[], Begun], end: Callable[[Begun], Any]) -> Generator[Any]:
-    """What `end` makes of each thing that `begin` gives, until it raises StopIteration; the next is begun before."""
+    """What `end` makes of each thing that `begin` gives, until it raises StopIteration; the next is begun before.
+
+    What else `begin` raises is raised when that thing is asked for, not with the one before it.
+    """
     try:
         begun = begin()
-        while True:
-            try:
-                following = begin()
-            except StopIteration:
-                break
-            yield end(begun)
-            begun = following
     except StopIteration:
         return
-    yield end(begun)
+    while True:
+        try:
+            following = begin()
+        except StopIteration:
+            yield end(begun)
+            return
+        except Exception:
+            yield end(begun)
+            raise
+        yield end(begun)
+        begun = following
 
 
 def moved(batch: Any, device: torch.device) -> Any:
-    """`batch` with all its tensors on `device`; a tuple without names becomes a list."""
-    if isinstance(batch, Tensor):
-        return batch.to(device, non_blocking=True)
-    if isinstance(batch, Mapping):
-        return {key: moved(value, device) for key, value in batch.items()}
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(moved(value, device) for value in batch))
-    if isinstance(batch, (list, tuple)):
-        return [moved(value, device) for value in batch]
-    return batch
-
-
-def _keep_until_used(batch: Any, stream: torch.cuda.Stream) -> None:
-    """Memory of the side stream must not be given to the next copy while the other stream still reads it."""
-    if isinstance(batch, Tensor):
-        batch.record_stream(stream)
-    elif isinstance(batch, Mapping):
-        for value in batch.values():
-            _keep_until_used(value, stream)
-    elif isinstance(batch, (list, tuple)):
-        for value in batch:
-            _keep_until_used(value, stream)
+    """`batch` with all its tensors on `device`."""
+    return mapped(batch, lambda tensor: tensor.to(device, non_blocking=True))

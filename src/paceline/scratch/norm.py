@@ -18,7 +18,7 @@ Run me: `python -m paceline.scratch.norm`.
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
 
@@ -33,6 +33,9 @@ CHUNK = 1 << 18  # elements squared at a time: their squares stay in a core's ca
 
 Place = tuple[int, int]
 """Where a sum stands in the tree: level (0: a block), and position in that level."""
+
+AddUp = Callable[[Tensor, str], Tensor]
+"""(numbers of this rank, a name for it): their sums over all ranks (a collective)."""
 
 Share = tuple[int, int, int]
 """(position of a parameter, start, stop): the elements [start, stop) of it, flattened."""
@@ -105,10 +108,10 @@ class SharedNorm:
         shares: Sequence[Sequence[Share]],
         rank: int,
         device: torch.device,
-        group: dist.ProcessGroup | None = None,
+        add_up: AddUp | None = None,
     ) -> None:
         """`sizes` of all parameters, in elements; `shares[rank]`, which together hold each element once."""
-        self._tree, self._device, self._group = BlockTree(sizes), device, group
+        self._tree, self._device, self._add_up = BlockTree(sizes), device, add_up or _added_up
         self._own = sorted(shares[rank])
         runs = [merged([self._tree.run(*share) for share in of_rank]) for of_rank in shares]
         self._runs = runs[rank]
@@ -140,8 +143,25 @@ class SharedNorm:
             slots[first : first + len(own)] = torch.stack(own)
         if len(self._places) > 1:
             # each slot is one rank's and zero elsewhere, so no order of additions shows
-            dist.all_reduce(named(slots, "norm of the gradients"), group=self._group)
+            slots = self._add_up(slots, "norm of the gradients")
         return self._tree.root(dict(zip(chain(*self._places), slots.tolist(), strict=True)))
+
+
+def _added_up(slots: Tensor, name: str) -> Tensor:
+    dist.all_reduce(named(slots, name))
+    return slots
+
+
+def even_shares(sizes: Sequence[int], holders: int) -> list[list[Share]]:
+    """Shares of as many blocks each, for holders of whole gradients that share the work only."""
+    tree = BlockTree(sizes)
+    shares: list[list[Share]] = []
+    for holder in range(holders):
+        first, stop = (tree.blocks * number // holders for number in (holder, holder + 1))
+        runs = [(i, size, tree.run(i, 0, size).first) for i, size in enumerate(sizes)]
+        cut = [(i, max(0, first - at) * BLOCK, min(size, (stop - at) * BLOCK)) for i, size, at in runs]
+        shares.append([(i, start, end) for i, start, end in cut if start < end])
+    return shares
 
 
 def total_norm(gradients: Sequence[Tensor]) -> Tensor:

@@ -48,8 +48,9 @@ class Replica:
     """how many the run is defined for"""
     microbatch: Callable[[MicroBatch, bool], AbstractContextManager[None]]
     """(micro-batch, is it the step's last here?): surrounds one forward and backward"""
-    sync_gradients: Callable[[Tensor], None]
-    """(total weight, a scalar): sums .grad over ranks and divides it: the gradient of the global batch's mean"""
+    sync_gradients: Callable[[Tensor], bool | None]
+    """(total weight, a scalar): sums .grad over ranks and divides it: the gradient of the global batch's mean. True:
+    it was found to be finite on the way, on all ranks alike"""
     clip_grad_norm: Callable[[float], Tensor]
     """(largest norm allowed): scales all gradients alike, unless the global norm before, which it returns, is not
     finite (a collective where gradients are sharded)"""
@@ -97,7 +98,7 @@ def replica(
     *,
     virtual_ranks: int | None = None,
     module: nn.Module | None = None,
-    sync_gradients: Callable[[Tensor], None] | None = None,
+    sync_gradients: Callable[[Tensor], bool | None] | None = None,
     backward: Callable[[Work, bool], AbstractContextManager[Any]] = lambda _work, _is_last: nullcontext(),
     gradients: Callable[[], list[Held]] | None = None,
     gradient_norm: Callable[[], Tensor] | None = None,
@@ -145,17 +146,17 @@ def replica(
         with random_stream(batch.random_seed, world.device), buffers.of(batch.work):
             yield
 
-    def sync_all_gradients(total_weight: Tensor) -> None:
+    def sync_all_gradients(total_weight: Tensor) -> bool | None:
         for name, parameter in frozen.items():
             if parameter.requires_grad:
                 raise UsageError(
                     f"parameter {name} was frozen when the strategy was applied and now requires a gradient, which "
                     "no other rank would see. Unfreeze first, then apply the strategy (again)."
                 )
-        if sync_gradients is None:
-            scale_gradients(parameters, 1 / total_weight)
-        else:
-            sync_gradients(total_weight)
+        if sync_gradients is not None:
+            return sync_gradients(total_weight)
+        scale_gradients(parameters, 1 / total_weight)
+        return None
 
     def own_gradients() -> list[Held]:
         return [Held(name, p.grad) for name, p in model.named_parameters() if p.grad is not None]

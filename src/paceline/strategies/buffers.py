@@ -37,12 +37,14 @@ class VirtualBuffers:
         self._initial = {name: buffer.clone() for name, buffer in self._in_module().items()}
         self._of: dict[int, Buffers] = {}
         self._kept: dict[int, Buffers] = {}
+        self._kept_from: dict[int, Buffers] = {}
         self._copied: dict[tuple[int, str], tuple[Tensor, int]] = {}  # large ones: of which tensor, and its version
 
     @torch.no_grad()
     def keep(self) -> None:
         """Remember all buffers as they are, for `put_back`."""
         self._kept = {virtual_rank: self._kept.get(virtual_rank, {}) for virtual_rank in self._of}
+        self._kept_from = {virtual_rank: dict(buffers) for virtual_rank, buffers in self._of.items()}
         copies: list[Tensor] = []
         originals: list[Tensor] = []
         for virtual_rank, buffers in self._of.items():
@@ -65,9 +67,17 @@ class VirtualBuffers:
         self._copied[virtual_rank, name] = (buffer, now)
         return copied is None or copied[0] is not buffer or copied[1] != now
 
+    @torch.no_grad()
     def put_back(self) -> None:
-        """All buffers are again what they were at the last `keep`."""
-        self._of = {v: {name: b.clone() for name, b in kept.items()} for v, kept in self._kept.items()}
+        """All buffers are again what they were at the last `keep`.
+
+        In the same memory, where the module has not replaced them: a CUDA graph knows nothing else.
+        """
+        now = self._of
+        self._of = {
+            v: {n: _put_into(b, self._kept_from[v][n], now.get(v, {}).get(n)) for n, b in kept.items()}
+            for v, kept in self._kept.items()
+        }
         self._put(next(iter(self._of.values()), {name: b.clone() for name, b in self._initial.items()}))
 
     @contextmanager
@@ -188,6 +198,12 @@ class VirtualBuffers:
                 f"buffer {new[0]} was None and was made in the first forward: it cannot be kept for each virtual rank. "
                 "Register it with its values, as zeros say."
             )
+
+
+def _put_into(values: Tensor, before: Tensor, now: Tensor | None) -> Tensor:
+    """A copy of `values`, in the memory of the buffer that they are from, if it is still the same buffer."""
+    same = now is before and before.shape == values.shape and before.dtype == values.dtype
+    return before.copy_(values) if same else values.clone()
 
 
 def _slots(model: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:

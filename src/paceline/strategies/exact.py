@@ -6,7 +6,8 @@ from torch import Tensor, nn
 
 from paceline.collectives.gradients import gradients_by_leaf
 from paceline.collectives.replicate import broadcast_module
-from paceline.scratch.norm import SharedNorm
+from paceline.collectives.totals import sum_over_ranks
+from paceline.scratch.norm import SharedNorm, even_shares
 from paceline.strategies.base import MakeOptimizer, Replica, forest, leaf_of, replica, trainable
 from paceline.strategies.refusals import refuse_synchronised
 from paceline.world import World
@@ -28,11 +29,14 @@ def exact(
     broadcast_module(model)
     reducer = gradients_by_leaf(model, forest(world, virtual_ranks))
     parameters = trainable(model)
+    # all hold all gradients, so each rank looks at a share of them only
     sizes = [parameter.numel() for parameter in parameters]
-    norm = SharedNorm(sizes, [[(i, 0, size) for i, size in enumerate(sizes)]], 0, world.device)
+    shares = even_shares(sizes, world.size)
+    norm = SharedNorm(sizes, shares, world.rank, world.device, sum_over_ranks)
 
     def gradient_norm() -> Tensor:
-        return norm({i: p.grad.reshape(-1) for i, p in enumerate(parameters) if p.grad is not None})
+        own = [(i, parameters[i].grad, start, stop) for i, start, stop in shares[world.rank]]
+        return norm({i: grad.reshape(-1)[start:stop] for i, grad, start, stop in own if grad is not None})
 
     return replica(
         model,

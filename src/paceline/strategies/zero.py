@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 from paceline.checkpoint.state import Held, Source
 from paceline.collectives.moves import all_gather, reduce_scatter
+from paceline.collectives.replicate import broadcast_module
+from paceline.collectives.totals import sum_over_ranks
 from paceline.collectives.transport import shared_memory
 from paceline.scratch.norm import SharedNorm
-from paceline.scratch.replicate import broadcast_module
 from paceline.scratch.scatter import AllToAll, Scatter, ScatterReducer
 from paceline.scratch.tree import Forest, gather_shares
 from paceline.scratch.zero import Gather, Shards
@@ -44,7 +45,9 @@ def zero(
     shards = Shards(model, world.rank, world.size, gather=gather)
     shards.shard(optimizer)
     reducer = ScatterReducer(shards, forest(world, virtual_ranks), scatter=scatter)
-    norm = SharedNorm([p.numel() for p in parameters], shards.shares(parameters), world.rank, world.device)
+    norm = SharedNorm(
+        [p.numel() for p in parameters], shards.shares(parameters), world.rank, world.device, sum_over_ranks
+    )
     pieces = {name: shards.pieces[p] for name, p in model.named_parameters() if p in shards.pieces}
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
 

@@ -13,13 +13,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from paceline.collectives import gather_words
+from paceline.collectives import gather_words, sum_over_ranks
 from paceline.data.loader import MicroBatch
-from paceline.scratch.reduce import named
+from paceline.nested import mapped
 from paceline.strategies.base import Replica, trainable
 
 MAX_NAMED = 8  # samples of a rank in a message
@@ -45,9 +44,8 @@ def gradients_are_finite(replica: Replica) -> bool:
     finite = are_finite([held.tensor for held in replica.gradients()])
     if not replica.sharded or replica.world.size == 1:
         return finite
-    bad = torch.tensor([0.0 if finite else 1.0], device=replica.world.device)
-    dist.all_reduce(named(bad, "gradients that are not finite"))
-    return float(bad) == 0
+    bad = torch.tensor([0.0 if finite else 1.0], dtype=torch.float64, device=replica.world.device)
+    return float(sum_over_ranks(bad, "gradients that are not finite")) == 0
 
 
 def are_finite(gradients: Sequence[Tensor]) -> bool:
@@ -182,15 +180,7 @@ class _Search:
 
 def _only(batch: Any, positions: list[int], size: int) -> Any:
     """The samples at `positions` of a batch of `size` samples."""
-    if isinstance(batch, Tensor):
-        return batch[positions] if batch.ndim and len(batch) == size else batch
-    if isinstance(batch, Mapping):
-        return {key: _only(value, positions, size) for key, value in batch.items()}
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(_only(value, positions, size) for value in batch))
-    if isinstance(batch, (list, tuple)):
-        return type(batch)(_only(value, positions, size) for value in batch)
-    return batch
+    return mapped(batch, lambda tensor: tensor[positions] if tensor.ndim and len(tensor) == size else tensor)
 
 
 def _samples(indices: Sequence[int]) -> str:

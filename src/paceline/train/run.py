@@ -17,7 +17,7 @@ import torch
 from paceline import __version__
 from paceline.checkpoint.store import Checkpoints
 from paceline.collectives import check_equal, gather_words, together, told_once
-from paceline.collectives.transport import shared_memory, shared_memory_if_made
+from paceline.collectives.transport import memory_or_hosts, way_taken
 from paceline.config import EXACT, TrainConfig, default_strategy, dump, load, repeatable, resolved
 from paceline.errors import ExitCode, PacelineError, UsageError
 from paceline.launch.guard.evidence import Phase
@@ -72,7 +72,7 @@ def train(config: TrainConfig, *, run_dir: Path | None = None) -> Ended:
     with joined(world, timeout_seconds=config.launch.timeout), _place(config, world, run_dir) as place:
         config = resolved(config, world.size)
         try:
-            shared_memory(config.launch.collectives)
+            memory_or_hosts(config.launch.collectives)
             check_equal("settings", settings(config), world)
             rehearsed = config.checkpoint.rehearse_preemption
             with deterministic() if config.strategy in EXACT else nullcontext():
@@ -221,7 +221,7 @@ def _environment(world: World) -> Mapping[str, Any]:
         "gpu": gpu,
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "backend": world.backend,
-        "collectives": "torch" if shared_memory_if_made() is None else "shared",
+        "collectives": way_taken(),
         "world_size": world.size,
         "threads_per_rank": torch.get_num_threads(),
         "bits_hold_for": holds_for(world.device),

@@ -22,6 +22,7 @@ from paceline.data.loader import MicroBatch
 from paceline.data.plan import Work
 from paceline.errors import ExitCode, TrainingError, UsageError
 from paceline.launch.guard.evidence import Phase
+from paceline.nested import tensors
 from paceline.strategies.base import Replica
 from paceline.tasks.task import Loss
 from paceline.train.lockstep import as_many_as_any
@@ -102,10 +103,10 @@ def train_step(
         if weight_total == 0:
             error = TrainingError(f"the loss weights of the global batch at {where} sum to 0: its mean is undefined")
             raise told_once(error, replica.world)
-        replica.sync_gradients(torch.tensor(weight_total, dtype=torch.float64, device=replica.world.device))
+        known = replica.sync_gradients(torch.tensor(weight_total, dtype=torch.float64, device=replica.world.device))
         finite = math.isfinite(loss_total)
         norm = float(replica.clip_grad_norm(max_norm)) if finite and max_norm is not None else None
-        if not (finite and ((norm is not None and math.isfinite(norm)) or gradients_are_finite(replica))):
+        if not (finite and ((norm is not None and math.isfinite(norm)) or known or gradients_are_finite(replica))):
             found = _not_finite(replica, seen, loss, loss_total, where, enter)
             if not may_leave_out:
                 raise told_once(_stopped(found), replica.world, by=found.told_by)
@@ -139,8 +140,9 @@ def _forward_backward(
             losses, weights = weighted_losses(loss, replica.module(microbatch.inputs), microbatch.targets)
             loss_sum = losses.sum() if weights is None else (losses * weights).sum()
             if microbatch.work.counted:
-                weight = losses.new_tensor(losses.numel()) if weights is None else weights.detach().sum()
-                _row(totals, microbatch.work)[:] += torch.stack([loss_sum.detach(), weight])
+                row = _row(totals, microbatch.work)
+                row[0] += loss_sum.detach()
+                row[1] += losses.numel() if weights is None else weights.detach().sum()
                 seen.append((microbatch, losses.detach()))
             if is_last:
                 said = [*votes(), *(order.votes() if order else ())]
@@ -162,6 +164,8 @@ def _row(totals: Tensor, work: Work) -> Tensor:
 def weighted_losses(loss: Loss, outputs: Any, targets: Any) -> tuple[Tensor, Tensor | None]:
     """Call `loss` and check what it gives: losses (B, ...) and weights of the same shape, or None for all ones.
 
+    In float32 at least: in bfloat16 the sum of 257 ones is 256.
+
     Raises:
         UsageError: if there is not one loss per sample, or losses and weights differ in shape.
     """
@@ -177,15 +181,16 @@ def weighted_losses(loss: Loss, outputs: Any, targets: Any) -> tuple[Tensor, Ten
         )
     if weights is not None and weights.shape != losses.shape:
         raise UsageError(f"losses have shape {tuple(losses.shape)}, but their weights {tuple(weights.shape)}")
-    return losses, weights
+    return _added_in(losses), None if weights is None else _added_in(weights)
+
+
+def _added_in(values: Tensor) -> Tensor:
+    return values.float() if values.dtype in (torch.float16, torch.bfloat16) else values
 
 
 def batch_size(batch: Any) -> int | None:
     """The length of the first tensor in `batch`; None if there is none."""
-    if isinstance(batch, Tensor):
-        return len(batch) if batch.ndim else None
-    parts = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, (list, tuple)) else ()
-    return next((size for part in parts if (size := batch_size(part)) is not None), None)
+    return next((len(tensor) for tensor in tensors(batch) if tensor.ndim), None)
 
 
 def _not_finite(

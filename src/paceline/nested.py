@@ -1,0 +1,51 @@
+"""The tensors in a batch or in what a model gives: in tuples, lists, mappings and dataclasses, however deep."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from typing import Any
+
+from torch import Tensor
+
+
+def tensors(value: Any) -> Iterator[Tensor]:
+    """All of them, in order."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for part in value.values():
+            yield from tensors(part)
+    elif isinstance(value, (list, tuple)):
+        for part in value:
+            yield from tensors(part)
+    elif _is_record(value):
+        for field in dataclasses.fields(value):
+            yield from tensors(getattr(value, field.name))
+
+
+def mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """`value` with `change(tensor)` for each tensor in it. Containers keep their types, and are not written into."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, MutableMapping):
+        found = copy.copy(value)  # of its own type, with whatever else it knows
+        for key in value:
+            found[key] = mapped(value[key], change)
+        return found
+    if isinstance(value, Mapping):
+        return {key: mapped(part, change) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        parts = [mapped(part, change) for part in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    if _is_record(value):
+        found = copy.copy(value)
+        for field in dataclasses.fields(value):  # past __post_init__ and frozen: it is the same record
+            object.__setattr__(found, field.name, mapped(getattr(value, field.name), change))
+        return found
+    return value
+
+
+def _is_record(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
