@@ -1,22 +1,24 @@
 """Which goals are reached? `python benchmarks/summary.py` reads benchmarks/results and prints a table (Markdown).
 
 A ratio counts by the lower quartile of its pairs, and with fewer than 5 quiet pairs it is not measured. What is not
-there yet says so. benchmarks/collectives.py and `paceline compare` judge their own goals.
+there yet says so. Which command writes which record stands in docs/benchmarks.md.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import quantiles
 
 from race.contenders import BASE
-from race.figures import Row, efficiency, lower_quartile, ratios, read
+from race.figures import FEWEST_PAIRS, Row, efficiency, lower_quartile, ratios, read
 
 RESULTS = Path(__file__).parent / "results"
+KIB, MIB = 1 << 10, 1 << 20
 Measured = Callable[[Path], "float | None"]
 """results folder -> the number; None: not measured. OSError: there is no such file."""
 
@@ -90,6 +92,34 @@ def recorded(file: str, *, upper: bool = False) -> Measured:
     return measured
 
 
+def summed(against: str, at_least: int, at_most: float = math.inf) -> Measured:
+    """Of sums over ranks of so many bytes, the size that does worst; `against` is the name of its ratios."""
+
+    def measured(results: Path) -> float | None:
+        lines = json.loads((results / "collectives.json").read_text())["lines"]
+        chosen = [line for line in lines if at_least <= line["bytes"] <= at_most]
+        enough = chosen and all(line["quiet"] >= FEWEST_PAIRS for line in chosen)
+        return min(line[against][0] for line in chosen) if enough else None
+
+    return measured
+
+
+def held(strategy: str, shared: Sequence[str]) -> Measured:
+    """Bytes that a rank holds between two steps, against what one process holds, `shared` of it cut over the ranks."""
+
+    def measured(results: Path) -> float | None:
+        rows = json.loads((results / "memory.json").read_text())["rows"]
+        own, alone = (next((r for r in rows if r["strategy"] == name), None) for name in (strategy, "single"))
+        if own is None or alone is None or own["memory"] is None or alone["memory"] is None:
+            return None
+        ranks = own["world_size"]
+        kinds = ("weights", "gradients", "optimizer")
+        arithmetic = sum(alone["memory"][kind] / (ranks if kind in shared else 1) for kind in kinds)
+        return sum(own["memory"][kind] for kind in kinds) / arithmetic
+
+    return measured
+
+
 def goals() -> list[Goal]:
     """Those of issue 6 that these benchmarks measure."""
     works = ("W1", "W2", "W3", "W3g")
@@ -108,6 +138,17 @@ def goals() -> list[Goal]:
     found += [Goal(f"{w}, peak memory of a rank / vanilla DDP's", 1.05, memory(w), at_most=True) for w in works]
     found.append(Goal("first step, seconds / torchrun's", 0.70, recorded("startup.json", upper=True), at_most=True))
     found.append(Goal("epoch of W1 to the accuracy line, tutorial's seconds / ours", 1.3, recorded("epoch.json")))
+    worst = "all-reduce, seconds of {} / ours, "
+    found += [
+        Goal(f"{worst.format('gloo')}{sizes}", number, summed("gloo / shared", *bounds))
+        for sizes, number, bounds in (
+            ("<= 64 KiB", 30.0, (0, 64 * KIB)), ("1-8 MiB", 10.0, (MIB, 8 * MIB)), (">= 25 MiB", 4.5, (25 * MIB,)),
+        )
+    ]  # fmt: skip
+    found.append(Goal(f"{worst.format('memcpy')}>= 25 MiB", 0.6, summed("memcpy / shared", 25 * MIB)))
+    for strategy, shared in (("zero", ("gradients", "optimizer")), ("fsdp", ("weights", "gradients", "optimizer"))):
+        what = f"`{strategy}`, bytes that a rank holds / their arithmetic"
+        found.append(Goal(what, 1.1, held(strategy, shared), at_most=True))
     for work, name, number in (("W1", "default", 5.0), ("W1", "cuda-graphs", 12.0), ("W2", "default", 4.0)):
         what = f"one GPU, {work} {name} / tutorial script with 8 loaders, fp32"
         found.append(Goal(what, number, speed("gpu.json", f"{work} fp32", name)))

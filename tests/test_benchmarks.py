@@ -209,6 +209,39 @@ def test_the_summary_tells_reached_missed_and_not_measured_apart(
     assert "| W3, 4 ranks on 2 cores / vanilla DDP | >= 1.5 | no record | - |" in lines
 
 
+def test_the_summary_judges_sums_by_their_worst_size_and_memory_by_its_arithmetic(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of_race(monkeypatch, "figures")
+    summary = importlib.import_module("summary")
+
+    def judged() -> str:
+        return summary.summary(summary.goals(), tmp_path)
+
+    assert "| all-reduce, seconds of memcpy / ours, >= 25 MiB | >= 0.6 | no record | - |" in judged()
+    assert "| `zero`, bytes that a rank holds / their arithmetic | <= 1.1 | no record | - |" in judged()
+    kib, mib, kinds = 1 << 10, 1 << 20, ("weights", "gradients", "optimizer")
+    sizes = ((4 * kib, 5, 80.0), (64 * kib, 6, 31.0), (mib, 4, 20.0), (8 * mib, 6, 12.0), (25 * mib, 6, 5.0),
+             (100 * mib, 6, 4.0))  # fmt: skip
+    lines = [
+        {"bytes": size, "quiet": quiet, "gloo / shared": [ratio, 99, 99], "memcpy / shared": [0.7, 9, 9]}
+        for size, quiet, ratio in sizes
+    ]
+    (tmp_path / "collectives.json").write_text(json.dumps({"lines": lines}))
+    rows = [
+        {"strategy": name, "world_size": ranks, "memory": dict(zip(kinds, memory, strict=True))}
+        for name, ranks, memory in (("single", 1, (10, 10, 20)), ("zero", 2, (10, 5, 10)), ("fsdp", 2, (8, 5, 10)))
+    ]
+    (tmp_path / "memory.json").write_text(json.dumps({"rows": rows}))
+    said = judged()
+    assert "| all-reduce, seconds of gloo / ours, <= 64 KiB | >= 30 | 31.000 | yes |" in said
+    assert "| all-reduce, seconds of gloo / ours, 1-8 MiB | >= 10 | not measured | - |" in said
+    assert "| all-reduce, seconds of gloo / ours, >= 25 MiB | >= 4.5 | 4.000 | NO |" in said
+    assert "| all-reduce, seconds of memcpy / ours, >= 25 MiB | >= 0.6 | 0.700 | yes |" in said
+    assert "| `zero`, bytes that a rank holds / their arithmetic | <= 1.1 | 1.000 | yes |" in said
+    assert "| `fsdp`, bytes that a rank holds / their arithmetic | <= 1.1 | 1.150 | NO |" in said
+
+
 def made_row(figures: Any, contender: str, ms: list[float | None], *, samples: int = 8, work: str = "W1") -> Any:
     return figures.Row(work, contender, 2, samples, ms, ms, ms, ms, 100.0, 0.0)
 

@@ -176,6 +176,8 @@ class LaunchConfig:
     """restart with fewer processes, down to this, when the same one fails again without any progress"""
     stop_grace: float = 30.0
     """seconds from being asked to stop to being killed: time to end the step and write a checkpoint"""
+    preload: Literal["auto", "off"] = "auto"
+    """auto: on CPUs, workers are forked from one process that has imported torch; off: each imports it for itself"""
 
 
 @dataclass(frozen=True)
@@ -307,12 +309,13 @@ def resolved(config: TrainConfig, world_size: int) -> TrainConfig:
     launch = config.launch
     if strategy in EXACT and launch.threads_per_rank is None:  # the one number that every world size can have
         launch = dataclasses.replace(launch, threads_per_rank=1)
-    return dataclasses.replace(config, task=_absolute(config.task), strategy=strategy, data=data, launch=launch)
+    task = config.task and absolute_task(config.task)
+    return dataclasses.replace(config, task=task, strategy=strategy, data=data, launch=launch)
 
 
-def _absolute(task: str | None) -> str | None:
-    """A task in a file with the file's absolute path."""
-    path, colon, name = (task or "").rpartition(":")
+def absolute_task(task: str) -> str:
+    """A task in a file with the file's absolute path: who loads it may have started in another folder."""
+    path, colon, name = task.rpartition(":")
     return f"{Path(path).resolve()}:{name}" if colon and path.endswith(".py") else task
 
 
@@ -402,11 +405,15 @@ def _check_compute(config: TrainConfig) -> None:
     contradictions = {
         f"--compile with --strategy {config.strategy}: which kernels a compiler makes may depend on what it has seen, "
         "and this strategy promises the same bits at every world size. Leave one out": compute.compile and exact,
+        f"--cuda-graphs with --strategy {config.strategy}: a recording equals the model up to rounding, and "
+        "this strategy promises the same bits at every world size. Leave one out": compute.cuda_graphs and exact,
         "--compile with --checkpoint-activations: a compiler decides by itself what is computed again. Leave one "
         "out": compute.compile and again,
         "--cuda-graphs with --compile: leave one out": compute.cuda_graphs and compute.compile,
         "--cuda-graphs with --checkpoint-activations: random streams cannot be put back in a recording. Leave one "
         "out": compute.cuda_graphs and again,
+        f"--cuda-graphs with --strategy {config.strategy}: a recording holds for weights that stay where they are. "
+        "Leave one out": compute.cuda_graphs and config.strategy in ("fsdp", "dp"),
         "--cuda-graphs with --device cpu: it records the work of a GPU. Leave one out": compute.cuda_graphs
         and config.launch.device == "cpu",
         "--checkpoint-activations needs names or classes of modules, e.g. blocks.*,Attention": again

@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.compute.threads import Seat, complaints, own_seat, share
@@ -41,6 +41,10 @@ def test_cores_are_divided_among_those_who_share_them(there, planned):
         (seats(2, EIGHT, 1), "a: 2 ranks x 1 thread on 8 cores: 6 cores are idle. Use --threads-per-rank 4$"),
         (seats(2, EIGHT, 4, limit=2), "on 2 cores: more threads"),
         ([Seat("a", (0,), 1, 2), Seat("a", (1,), 1, 2)], "2 ranks x 2 threads on 2 cores: more threads"),
+        (
+            [Seat("a", (2,), 1, 1), Seat("a", (2,), 1, 1), Seat("a", (0, 1), 2, 2)],
+            "a: 3 ranks x 2 threads on 3 cores: 2 of them are bound to 1 core and take turns. Bind them apart$",
+        ),
         (seats(2, BOTH, 2) + seats(2, BOTH, 2, host="b") + seats(2, BOTH, 2, host="c"), "^a and 2 more hosts: "),
     ],
 )
@@ -61,6 +65,7 @@ def test_a_gpu_rank_may_leave_cores_idle():
     assert complaints(seats(2, BOTH, 2), may_idle=True) != []
 
 
+@settings(max_examples=500)
 @given(st.lists(st.tuples(st.sampled_from("ab"), st.frozensets(st.integers(0, 7), min_size=1)), min_size=1, max_size=6))
 def test_what_is_planned_is_never_complained_of_as_too_many_threads(places):
     there = [Seat(host, tuple(sorted(cores)), len(cores)) for host, cores in places]

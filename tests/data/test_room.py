@@ -47,6 +47,13 @@ def test_where_nobody_can_say_what_is_free_nothing_is_refused(monkeypatch) -> No
     check_room(BATCH, 2, Room(largest_batch=64, num_workers=3, local_ranks=4))
 
 
+def test_where_there_is_none_at_all_loader_processes_are_refused(monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr(room, "SHARED_MEMORY", str(tmp_path / "none"))
+    check_room(BATCH, 2, Room(largest_batch=64, num_workers=0, local_ranks=4))
+    with pytest.raises(UsageError, match=r"there is no .*none, by which .* or take --num-workers 0"):
+        check_room(BATCH, 2, Room(largest_batch=64, num_workers=1, local_ranks=1))
+
+
 def test_too_few_open_files_are_refused(few_files, monkeypatch) -> None:
     has_free(monkeypatch, 1 << 40)
     check_room(BATCH, 2, Room(largest_batch=1, num_workers=1, local_ranks=1))  # 3 tensors x 3 batches + 64 others

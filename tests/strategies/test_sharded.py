@@ -18,6 +18,7 @@ from torch.optim import LBFGS, SGD, AdamW
 
 from paceline import ArrayDataset, BatchPlan, Loading, World, evaluate, joined, load_steps, train_step
 from paceline.checkpoint.whole import sha256_of, whole
+from paceline.compute.precision import in_bf16
 from paceline.data.plan import ranks_share
 from paceline.errors import UsageError
 from paceline.strategies import STRATEGIES, Replica
@@ -234,6 +235,78 @@ def tied(rank: int, size: int) -> None:
         torch.testing.assert_close(weights[name], tensor, rtol=1e-9, atol=1e-12)
 
 
+class Attending(nn.Module):
+    """Attention of a sequence to itself; not a block by itself, which fsdp would give three tensors instead of one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inner(x, x, x, need_weights=False)[0]
+
+
+class Mixed(nn.Module):
+    """What autocast rounds to bf16 beside what it does not: norms, a tied embedding, a matrix and a vector."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.embedding = nn.Embedding(9, 8)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 8), nn.LayerNorm(8))
+            for _ in range(2)
+        )
+        self.attention = Attending()
+        self.own = nn.ParameterDict({"matrix": torch.randn(8, 9) / 3, "vector": torch.randn(9) / 3})
+        self.out = nn.Linear(8, 9, bias=False)
+        self.out.weight = self.embedding.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embedding((x.abs() * 4).long() % 9)  # (n, 4) -> (n, 4, 8)
+        x = self.attention(x).flatten(0, 1)  # a batch of one sample has four values for batch norm
+        for block in self.blocks:
+            x = x + block(x)
+        x = x.view(-1, 4, 8).mean(1)
+        return (self.out(x) * (x @ self.own["matrix"] + self.own["vector"])).mean(1, keepdim=True)
+
+
+def rounded_on_the_way(rank: int, size: int) -> None:
+    """In bf16 fsdp has the bits of a strategy that rounds each weight where it is used, and holds float32 alone."""
+    digests: dict[str, str] = {}
+    types: dict[str, torch.dtype] = {}
+
+    def look(block: nn.Module, _: object) -> None:
+        types.update({name: p.dtype for name, p in block.named_parameters() if type(p) is nn.Parameter})
+
+    for name in ("bucketed", "fsdp"):
+        model = Mixed()
+        in_bf16(model, CPU)
+        replica = made(name, model, world_of(rank, size), size)
+        for block in (*model.blocks, model.attention):
+            block.register_forward_pre_hook(look)  # after fsdp's own, which gathers
+        train(replica, 4)
+        state = replica.state()
+        assert {held.tensor.dtype for held in state if held.tensor.is_floating_point()} == {torch.float32}
+        digests[name] = sha256_of(whole(state, replica.world))
+    assert digests["fsdp"] == digests["bucketed"]
+    norms = {"1.weight", "1.bias", "4.weight", "4.bias"}
+    assert {name for name, kind in types.items() if kind == torch.float32} == norms
+    assert {"0.weight", "3.bias", "inner.in_proj_weight", "inner.out_proj.weight"} <= {*types} - norms
+
+
+def bits_in_bf16(rank: int, size: int) -> dict[str, str]:
+    """The state of exact and zero, for a run of six virtual ranks."""
+    digests: dict[str, str] = {}
+    for name in ("exact", "zero"):
+        model = Mixed()
+        in_bf16(model, CPU)
+        replica = made(name, model, world_of(rank, size), 6)
+        train(replica, 3)
+        digests[name] = sha256_of(whole(replica.state(), replica.world))
+    return digests
+
+
 class Odd(Blocks):
     """One single element of its gradients is infinite: one rank alone sees it."""
 
@@ -261,13 +334,14 @@ def what_one_rank_sees_all_know(rank: int, size: int) -> None:
 def everything(rank: int, world_size: int, folder: str) -> dict[int, Any]:
     found: dict[int, Any] = {}
     for size in worlds(rank, (1, 2, 3), folder):
-        found[size] = {"clipped": clipped(rank, size)}
+        found[size] = {"clipped": clipped(rank, size), "bf16": bits_in_bf16(rank, size)}
         if size == 2:
             found[size]["memory"] = memory(rank, size)
             who_uses_what(rank, size)
             the_whole_on_request(rank, size, folder)
             tied(rank, size)
             what_one_rank_sees_all_know(rank, size)
+            rounded_on_the_way(rank, size)
     return found
 
 
@@ -287,6 +361,15 @@ def test_clipping_has_the_same_bits_at_every_world_size_sharded_or_not(of_ranks:
     for found in of_ranks:
         for size, of_size in found.items():
             assert of_size["clipped"] == {"exact": wanted, "zero": wanted}, size
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_in_bf16_too_the_bits_are_the_same_at_every_world_size(of_ranks: list[dict[int, Any]]) -> None:
+    wanted = of_ranks[0][1]["bf16"]["exact"]
+    for found in of_ranks:
+        for size, of_size in found.items():
+            assert of_size["bf16"] == {"exact": wanted, "zero": wanted}, size
 
 
 @pytest.mark.ranks

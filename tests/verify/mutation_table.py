@@ -9,36 +9,80 @@ import argparse
 import os
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from tests.run_ranks import run_ranks
-from tests.verify.mutations import CONTROL, MUTATIONS, Mutation
+from tests.verify.memory_mutations import BULK_BYTES, MEMORY_MUTATIONS, OTHER_ORDER
+from tests.verify.mutations import CONTROL, MUTATIONS, Mutation, planted
 
+from paceline.collectives import tree
 from paceline.collectives.handshake import SWITCH
-from paceline.verify.spec import Result, Spec
+from paceline.collectives.transport import shared_memory
+from paceline.verify.bitwise import measure
+from paceline.verify.spec import Case, Finding, Result, Spec
 from paceline.verify.worker import verify
 from paceline.world import World
 
 TASKS = Path(__file__).with_name("tasks_under_test.py")
 WORLD_SIZE = 3
 CLIP_NORM = 0.1  # below every gradient norm here, so that clipping does something
+IN_MEMORY = replace(CONTROL, name="memory-control", strategies=("bucketed", "exact", "zero"))
+CONTROLS = (CONTROL, IN_MEMORY)
+OVER_TORCH = [CONTROL, *MUTATIONS]
+THROUGH_MEMORY = [IN_MEMORY, *MEMORY_MUTATIONS, OTHER_ORDER]
 
 
 def findings(rank: int, world_size: int, names: Sequence[str]) -> dict[str, list[Result]]:
     """Each named mutation's results for the strategies and policies it affects (run by every rank)."""
-    os.environ[SWITCH] = "off"  # the bugs are planted into the reducers over torch.distributed
+    os.environ[SWITCH] = "off"  # these bugs are planted into the reducers over torch.distributed
     world = World(rank, world_size, rank, world_size, torch.device("cpu"), "gloo")
-    known = {m.name: m for m in [CONTROL, *MUTATIONS]}
+    return {m.name: _verified(m, world) for m in OVER_TORCH if m.name in names}
+
+
+def findings_in_memory(rank: int, world_size: int, names: Sequence[str]) -> dict[str, list[Result]]:
+    """The same for bugs in shared memory; the control, too, goes through it."""
+    world = World(rank, world_size, rank, world_size, torch.device("cpu"), "gloo")
+    assert shared_memory("shared", bulk_bytes=BULK_BYTES) is not None
+    with planted((tree, "DIRECT_BYTES", 0)):  # as gradients of any size that matters
+        return {
+            m.name: (_bits_of if m is OTHER_ORDER else _verified)(m, world) for m in THROUGH_MEMORY if m.name in names
+        }
+
+
+def all_findings(names: Collection[str], folder: Path, timeout: float) -> dict[str, list[Result]]:
+    """Of all these bugs, wherever they are planted."""
+    from tests.verify import mutation_table as in_module  # the ranks cannot import it from __main__
+
     found: dict[str, list[Result]] = {}
-    for mutation in (known[name] for name in names):
-        spec = Spec(f"{TASKS}:{mutation.task}", {}, list(mutation.strategies), ["sgd"], world_size, 2, 4, 0, CLIP_NORM,
-                    short_tail=True)  # fmt: skip
-        with mutation.plant():
-            results = verify(spec, world).results
-        found[mutation.name] = [r for r in results if r.case.batchnorm in mutation.policies]
+    for function, mutations in ((in_module.findings, OVER_TORCH), (in_module.findings_in_memory, THROUGH_MEMORY)):
+        if chosen := [m.name for m in mutations if m.name in names]:
+            found |= run_ranks(function, WORLD_SIZE, folder, chosen, timeout=timeout)[0]
     return found
+
+
+def _verified(mutation: Mutation, world: World) -> list[Result]:
+    with mutation.plant():
+        results = verify(_spec(mutation, world.size), world).results
+    return [r for r in results if r.case.batchnorm in mutation.policies]
+
+
+def _bits_of(mutation: Mutation, world: World) -> list[Result]:
+    """What `verify --bitwise` sees: whether the bits are those that other world sizes have."""
+    spec = _spec(mutation, world.size + 2)  # virtual ranks: with fewer, the tree is the order of ranks
+    right = measure(spec, world)
+    with mutation.plant():
+        planted_one = measure(spec, world)
+    (name,), case = mutation.strategies, Case(mutation.strategies[0], world.size, "none", "sgd")
+    differ = planted_one.bits != right.bits
+    return [Result(case, {}, [], 0.0, Finding(0, "bits", name, "other bits") if differ else None)]
+
+
+def _spec(mutation: Mutation, virtual_ranks: int) -> Spec:
+    return Spec(f"{TASKS}:{mutation.task}", {}, list(mutation.strategies), ["sgd"], virtual_ranks, 2, 4, 0, CLIP_NORM,
+                short_tail=True)  # fmt: skip
 
 
 def judge(mutation: Mutation, results: Sequence[Result]) -> str:
@@ -61,17 +105,15 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="also write the table to this Markdown file")
     parser.add_argument("--only", nargs="*", help="names of mutations")
     arguments = parser.parse_args()
-    chosen = [m for m in [CONTROL, *MUTATIONS] if not arguments.only or m.name in arguments.only]
+    chosen = [m for m in [*OVER_TORCH, *THROUGH_MEMORY] if not arguments.only or m.name in arguments.only]
     began = time.monotonic()
-    from tests.verify.mutation_table import findings as in_module  # the ranks cannot import it from __main__
-
     with tempfile.TemporaryDirectory() as folder:
-        found = run_ranks(in_module, WORLD_SIZE, Path(folder), [m.name for m in chosen], timeout=3000)[0]
+        found = all_findings([m.name for m in chosen], Path(folder), timeout=3000)
     lines = ["| planted bug | known from | right names | verify said | verdict |", "|---|---|---|---|---|"]
     named = 0
     for mutation in chosen:
         results = found[mutation.name]
-        if mutation is CONTROL:
+        if mutation in CONTROLS:
             verdict = "FALSE ALARM" if any(r.finding for r in results) else "no finding, right"
         else:
             verdict = judge(mutation, results)
@@ -79,15 +121,15 @@ def main() -> int:
         said = ", ".join(sorted({r.finding.cause for r in results if r.finding})) or "-"
         right = ", ".join(sorted(mutation.causes)) or "-"
         lines.append(f"| {mutation.name} | {mutation.source} | {right} | {said} | {verdict} |")
-    planted = len(chosen) - (CONTROL in chosen)
+    bugs = sum(mutation not in CONTROLS for mutation in chosen)
     lines.append(
-        f"\n{named} of {planted} bugs caught and named, in {time.monotonic() - began:.0f} s on {WORLD_SIZE} ranks."
+        f"\n{named} of {bugs} bugs caught and named, in {time.monotonic() - began:.0f} s on {WORLD_SIZE} ranks."
     )
     text = "\n".join(lines) + "\n"
     print(text)
     if arguments.out:
         arguments.out.write_text("# What verify says of planted bugs\n\nMade by `make soak-mutations`.\n\n" + text)
-    return named != planted
+    return named != bugs
 
 
 if __name__ == "__main__":

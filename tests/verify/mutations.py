@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from paceline.collectives import Totals
 from paceline.data import plan as plan_module
 from paceline.data.loader import MicroBatch
 from paceline.data.plan import BatchPlan, Work
@@ -230,7 +231,7 @@ def no_sync_on_the_wrong_microbatch() -> AbstractContextManager[None]:
 
 
 def one_gradient_forgotten() -> AbstractContextManager[None]:
-    right_reduce, right_buckets, right_ddp = reduce.all_reduce_gradients, reduce._buckets, DDP.DistributedDataParallel
+    right_reduce, right_buckets, right_ddp = reduce.all_reduce_gradients, reduce.buckets_of, DDP.DistributedDataParallel
 
     def all_but_last(parameters: Sequence[nn.Parameter], divisor: Tensor) -> None:
         right_reduce(parameters[:-1], divisor)
@@ -247,7 +248,7 @@ def one_gradient_forgotten() -> AbstractContextManager[None]:
 
     return planted(
         (MANUAL, "all_reduce_gradients", all_but_last),
-        (reduce, "_buckets", lambda parameters, size: right_buckets(parameters[:-1], size)),
+        (reduce, "buckets_of", lambda parameters, size: right_buckets(parameters[:-1], size)),
         *wrong_sync(finish_last, BUCKETED),
         (DDP, "DistributedDataParallel", ignoring_last),
     )
@@ -308,14 +309,14 @@ def divided_by_samples_not_weights() -> AbstractContextManager[None]:
 
 
 def mean_of_rank_means() -> AbstractContextManager[None]:
-    right_pack = reduce._pack
+    right_pack = reduce.pack
     seen: list[Work] = []  # of this rank in this step: buckets leave before the step synchronises
 
     def count() -> int:
         return max(1, samples_of(seen))
 
-    def pack(parameters: Sequence[nn.Parameter]) -> Tensor:
-        flat = right_pack(parameters)
+    def pack(parameters: Sequence[nn.Parameter], grads: Sequence[Tensor | None] | None) -> Tensor:
+        flat = right_pack(parameters, grads)
         flat[: -len(parameters)] /= count()  # after the gradients come the flags
         return flat
 
@@ -350,7 +351,7 @@ def mean_of_rank_means() -> AbstractContextManager[None]:
     return planted(
         *replicas(manual, MANUAL),
         *replicas(lambda right: change(right, before_sync=lambda: None), BUCKETED),
-        (reduce, "_pack", pack),
+        (reduce, "pack", pack),
         *replicas(ddp, DDP),
     )
 
@@ -451,8 +452,8 @@ def no_gradient_without_samples() -> AbstractContextManager[None]:
 
 
 def unpacked_in_another_order() -> AbstractContextManager[None]:
-    original = reduce._unpack
-    return planted((reduce, "_unpack", lambda flat, parameters: original(flat, parameters[::-1])))
+    original = reduce.unpack
+    return planted((reduce, "unpack", lambda flat, parameters: original(flat, parameters[::-1])))
 
 
 def order_differs_on_one_rank() -> AbstractContextManager[None]:
@@ -469,7 +470,7 @@ def order_differs_on_one_rank() -> AbstractContextManager[None]:
 
 
 def reduced_in_half_precision() -> AbstractContextManager[None]:
-    right_pack = reduce._pack
+    right_pack = reduce.pack
 
     def sync(right: Replica, works: list[Work], total_weight: Tensor) -> None:
         for grad in gradients_of(right):
@@ -482,7 +483,7 @@ def reduced_in_half_precision() -> AbstractContextManager[None]:
 
     return planted(
         *wrong_sync(sync, MANUAL),
-        (reduce, "_pack", lambda parameters: (flat := right_pack(parameters)).half().to(flat.dtype)),
+        (reduce, "pack", lambda parameters, grads: (flat := right_pack(parameters, grads)).half().to(flat.dtype)),
         *replicas(ddp, DDP),
     )
 
@@ -613,8 +614,17 @@ def state_lost_off_rank_0() -> AbstractContextManager[None]:
 
 def stepped_on_rank_0_only() -> AbstractContextManager[None]:
     def change(right: Replica) -> Replica:
+        original = right.optimizer.step
+
+        @torch.no_grad()
+        def step(*arguments: Any) -> None:
+            before = [p.clone() for p in trainable(right.model)]
+            original(*arguments)  # with its hooks, by which verify looks at gradients: a collective
+            for parameter, old in zip(trainable(right.model), before, strict=True):
+                parameter.copy_(old)
+
         if right.world.rank != 0:
-            right.optimizer.step = lambda *_: None
+            right.optimizer.step = step
         return right
 
     return planted(*replicas(change))
@@ -709,18 +719,19 @@ def weights_ignored() -> AbstractContextManager[None]:
 
 
 def own_loss_reported() -> AbstractContextManager[None]:
-    original = step_module.start_sum
+    original = step_module.start_totals
 
-    def start_sum(values: Tensor) -> Callable[[], Tensor]:
-        own, wait = values.clone(), original(values)
+    def start_totals(leaves: Tensor, votes: Sequence[float] = ()) -> Callable[[], Totals]:
+        own: list[float] = leaves.sum(0).tolist()  # (loss, weight)
+        wait = original(leaves, votes)
 
-        def finish() -> Tensor:
+        def finish() -> Totals:
             total = wait()
-            return own if own[1] > 0 else total  # a rank without samples has no loss of its own
+            return Totals(own, total.votes) if own[1] > 0 else total  # a rank without samples has no loss of its own
 
         return finish
 
-    return planted((step_module, "start_sum", start_sum))
+    return planted((step_module, "start_totals", start_totals))
 
 
 # ---- error -------------------------------------------------------------------------------------------------------

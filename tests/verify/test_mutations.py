@@ -7,7 +7,7 @@ import random
 
 import pytest
 from tests.run_ranks import run_ranks
-from tests.verify.mutation_table import WORLD_SIZE, findings, judge
+from tests.verify.mutation_table import IN_MEMORY, THROUGH_MEMORY, WORLD_SIZE, findings, findings_in_memory, judge
 from tests.verify.mutations import CONTROL, MUTATIONS
 
 from paceline.verify.spec import CAUSES
@@ -31,4 +31,16 @@ def test_planted_bugs_are_caught_and_named_and_nothing_else_is(tmp_path):
     assert [r.finding for r in found[CONTROL.name]] == [None] * len(found[CONTROL.name])
     assert found[CONTROL.name]
     wrong = {m.name: verdict for m in chosen if (verdict := judge(m, found[m.name])) != "named"}
+    assert not wrong
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+@pytest.mark.timeout(240)
+def test_bugs_planted_into_shared_memory_are_caught_and_named(tmp_path):
+    found = run_ranks(findings_in_memory, WORLD_SIZE, tmp_path, [m.name for m in THROUGH_MEMORY], timeout=220)[0]
+    assert [r.finding for r in found[IN_MEMORY.name]] == [None, None, None]
+    bugs = [m for m in THROUGH_MEMORY if m is not IN_MEMORY]
+    assert len(bugs) >= 8
+    wrong = {m.name: verdict for m in bugs if (verdict := judge(m, found[m.name])) != "named"}
     assert not wrong

@@ -23,7 +23,7 @@ from paceline.strategies import Replica
 from paceline.strategies.base import replica
 from paceline.tasks import load_task
 from paceline.tasks.task import Task
-from paceline.train.computing import settle
+from paceline.train.computing import check_precision, settle
 from paceline.train.fit import StepRecord, fit
 from paceline.train.keeping import Place
 from paceline.train.optimizer import optimizer_maker
@@ -44,7 +44,12 @@ class Ground:
 
 
 def lay(config: TrainConfig, world: World) -> Ground:
-    """Load what all candidates train on."""
+    """Load what all candidates train on.
+
+    Raises:
+        UsageError: for what would fail with each of them.
+    """
+    check_precision(config.compute.precision, world.device)
     task = load_task(str(config.task), task_options(config))
     return Ground(config, task, on_device(task.make_dataset("train"), world.device), world)
 

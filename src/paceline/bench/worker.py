@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import gc
 import os
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -29,9 +28,8 @@ from paceline.checkpoint.whole import sha256_of, whole
 from paceline.collectives import gather_words, together
 from paceline.collectives.transport import shared_memory
 from paceline.config import EXACT
-from paceline.launch.worker.attach import attach, leave
 from paceline.launch.worker.guard import Guard
-from paceline.launch.worker.tell import tell
+from paceline.launch.worker.tell import run_worker
 from paceline.train.determinism import deterministic
 from paceline.train.step import ignore
 from paceline.world import World, joined
@@ -140,9 +138,4 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    attach()
-    try:
-        code = main(sys.argv[1:])
-    except Exception as error:
-        code = tell(error)
-    leave(code)
+    run_worker(main)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Literal, get_args
+from typing import get_args
 
 import msgspec
 import psutil
@@ -18,9 +18,10 @@ from paceline.bench.compare_report import REFERENCE, Row, rows_of
 from paceline.bench.compare_table import print_compared
 from paceline.bench.rounds import Group, Measured, measure_rounds
 from paceline.bench.spec import LOOKED_AT, NO_EXCHANGE, Candidate, Failed
-from paceline.cli.measuring import cores_of, positive, settings_of, whole_numbers
+from paceline.cli.measuring import CliMeasuring, Measuring, check_out, positive, publish, settings_of, whole_numbers
 from paceline.config import DEFAULT_BATCH_SIZE, EXACT, StrategyName, dump
 from paceline.errors import ExitCode, UsageError, unknown
+from paceline.launch.cgroup import usable_cores
 from paceline.launch.gpus import count_gpus
 from paceline.launch.job import threads_per_rank
 
@@ -39,30 +40,7 @@ class CompareConfig:
     """worker processes (default: one per GPU, or per core)"""
     batch_sizes: str | None = None
     """samples of each rank in a step, separated by commas: all strategies at each of them (default 64)"""
-    steps: int = 30
-    """of each measurement"""
-    warmup: int = 5
-    """steps before it, which are not counted"""
-    rounds: int = 3
-    """how often everything is measured, in turn"""
-    threads_per_rank: int | None = None
-    """CPU threads of each rank (default: cores / ranks; exact and zero: 1, as train has it)"""
-    config: Path | None = None
-    """a config.toml with all other settings of the training"""
-    device: Literal["auto", "cpu", "cuda"] | None = None
-    """as for train, as all below"""
-    optimizer: Literal["adamw", "sgd"] | None = None
-    """which one"""
-    precision: Literal["fp32", "bf16", "auto"] | None = None
-    """of forward and backward"""
-    data_dir: Path | None = None
-    """folder of IDX files"""
-    stem: Literal["imagenet", "small"] | None = None
-    """ResNet18's first layers"""
-    out: Path | None = None
-    """write everything that was measured to this file, as JSON"""
-    json: bool = False
-    """print it as JSON instead of the table"""
+    how: CliMeasuring = field(default_factory=Measuring)
 
 
 class Compared(msgspec.Struct, frozen=True):
@@ -78,43 +56,33 @@ class Compared(msgspec.Struct, frozen=True):
 def main(arguments: Sequence[str]) -> int:
     """Run `paceline compare ARGUMENTS`."""
     config = tyro.cli(CompareConfig, prog="paceline compare", args=list(arguments), description=CompareConfig.__doc__)
-    positive(steps=config.steps, rounds=config.rounds, nproc=config.nproc, threads_per_rank=config.threads_per_rank)
-    if config.warmup < LOOKED_AT:
-        raise UsageError(f"--warmup must be at least {LOOKED_AT}, got {config.warmup}: memory is looked at in them")
-    if config.out and not config.out.absolute().parent.is_dir():
-        raise UsageError(f"--out {config.out}: the folder {config.out.absolute().parent} does not exist")
+    how = config.how
+    positive(steps=how.steps, rounds=how.rounds, nproc=config.nproc, threads_per_rank=how.threads_per_rank)
+    if how.warmup < LOOKED_AT:
+        raise UsageError(f"--warmup must be at least {LOOKED_AT}, got {how.warmup}: memory is looked at in them")
+    check_out(how)
     asked = _strategies(config.strategies)
     batches = whole_numbers("--batch-sizes", config.batch_sizes or str(DEFAULT_BATCH_SIZE))
-    settings = settings_of(config.task, config.config, {
-        "launch.device": config.device, "compute.precision": config.precision,
-        "optimizer.optimizer": config.optimizer, "data.data_dir": config.data_dir,
-        "model.stem": config.stem,
-    })  # fmt: skip
+    settings = settings_of(config.task, how)
     gpus = 0 if settings.launch.device == "cpu" else count_gpus()
-    cores = cores_of()
+    cores = usable_cores()
     nproc = config.nproc or gpus or cores
     if gpus and nproc > gpus:
         raise UsageError(f"--nproc {nproc} needs {nproc} GPUs, this machine has {gpus}. Use --device cpu, or fewer")
-    threads = config.threads_per_rank or settings.launch.threads_per_rank
+    threads = how.threads_per_rank or settings.launch.threads_per_rank
     usual = threads or threads_per_rank(cores, nproc)
     refused = [Failed(name, name, nproc, batches[0], why) for name in asked if (why := not_run(name, nproc))]
     run = [name for name in asked if name not in {failure.strategy for failure in refused}]
     groups = _groups(run, nproc, batches, usual, threads or 1)
     with tempfile.TemporaryDirectory(prefix="paceline-compare-", ignore_cleanup_errors=True) as folder:
         found = measure_rounds(
-            groups, dump(settings), Path(folder), rounds=config.rounds, warmup=config.warmup, steps=config.steps,
+            groups, dump(settings), Path(folder), rounds=how.rounds, warmup=how.warmup, steps=how.steps,
             memory=True,
         )  # fmt: skip
     if found.code != ExitCode.DONE:
         return found.code
     compared = _compared(config, found, refused, batches[0], room(gpus, nproc), cores, usual)
-    text = msgspec.json.format(msgspec.json.encode(compared), indent=2)
-    if config.out:
-        config.out.write_bytes(text + b"\n")
-    if config.json:
-        sys.stdout.write(text.decode() + "\n")
-    else:
-        print_compared(compared.rows, compared.failures, compared.advice, compared.notes)
+    publish(compared, how, partial(print_compared, compared.rows, compared.failures, compared.advice, compared.notes))
     measured = {row.strategy for row in compared.rows if row.world_size == nproc} & {*run}
     return ExitCode.DONE if measured or not run else ExitCode.FAILED
 
@@ -160,7 +128,7 @@ def _compared(
     config: CompareConfig, found: Measured, refused: Sequence[Failed], batch: int, room_bytes: int | None, cores: int,
     threads: int,
 ) -> Compared:  # fmt: skip
-    rows = rows_of(found.rounds, base_name(batch), EXACT, config.steps)
+    rows = rows_of(found.rounds, base_name(batch), EXACT, config.how.steps)
     chosen = [row for row in rows if row.batch_size == batch and row.strategy not in ("single", NO_EXCHANGE)]
     alone = [row for row in rows if row.strategy == "single" and f"b{batch}" == row.name.rpartition("-")[2]]
     best = max(alone, key=lambda row: row.rate.median, default=None)
@@ -169,11 +137,12 @@ def _compared(
         rows,
         [*refused, *found.failures],
         advise(chosen, best, EXACT, room_bytes),
-        _notes(rows, cores, threads),
+        notes_of(rows, cores, threads),
     )
 
 
-def _notes(rows: Sequence[Row], cores: int, threads: int) -> list[str]:
+def notes_of(rows: Sequence[Row], cores: int, threads: int) -> list[str]:
+    """What has to be said of the machine, and what is no part of the rows."""
     ranks = max((row.world_size for row in rows), default=1)
     notes = [
         f"processes were ready after {launch:.1f} s ({size} of them); first step: the strategy applied to the model, "
@@ -182,7 +151,8 @@ def _notes(rows: Sequence[Row], cores: int, threads: int) -> list[str]:
     ][-1:]
     if ranks * threads > cores:
         notes.append(
-            f"{ranks} ranks x {threads} threads = {ranks * threads} threads on {cores} cores: more than can run at once"
+            f"{ranks} ranks x {threads} thread{'s' if threads > 1 else ''} = {ranks * threads} threads on {cores} "
+            f"core{'s' if cores > 1 else ''}: more than can run at once"
         )
     return notes
 

@@ -6,25 +6,26 @@ import math
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Literal, get_args
 
-import msgspec
 import tyro
 
-from paceline.bench.from_runs import comparable, read_runs, weight_bytes
+from paceline.bench.from_runs import comparable, over_network, read_runs, weight_bytes
 from paceline.bench.model import Machine
 from paceline.bench.network import parse_network
 from paceline.bench.rounds import Group, Measured, folder_of, measure_rounds
-from paceline.bench.scale_report import At, Runs, Scaled, ahead_of, held_of, lost_of, parts_of
+from paceline.bench.scale_report import At, Runs, Scaled, ahead_of, held_of, lost_of, parts_of, usual
 from paceline.bench.scale_table import print_scaled
 from paceline.bench.spec import LOOKED_AT, NO_EXCHANGE, Candidate
 from paceline.bench.steps import Run, read_run
-from paceline.cli.measuring import cores_of, positive, settings_of, whole_numbers
+from paceline.cli.measuring import CliMeasuring, Measuring, check_out, positive, publish, settings_of, whole_numbers
 from paceline.config import DEFAULT_BATCH_SIZE, EXACT, StrategyName, dump
 from paceline.errors import ExitCode, UsageError, unknown
+from paceline.launch.cgroup import usable_cores
 from paceline.launch.gpus import count_gpus
 from paceline.launch.job import threads_per_rank
 
@@ -50,32 +51,9 @@ class ScaleConfig:
     """samples of each rank in a step (weak); strong: of each when the ranks are most"""
     network: str | None = None
     """extrapolate to more machines, over links such as 100Gbit,5us (rate,latency)"""
-    steps: int = 30
-    """of each measurement"""
-    warmup: int = 5
-    """steps before it, which are not counted"""
-    rounds: int = 3
-    """how often everything is measured, in turn"""
-    threads_per_rank: int | None = None
-    """CPU threads of each rank, the same on all numbers of ranks (default: cores / most ranks; exact and zero: 1)"""
-    config: Path | None = None
-    """a config.toml with all other settings of the training"""
-    device: Literal["auto", "cpu", "cuda"] | None = None
-    """as for train, as all below"""
-    optimizer: Literal["adamw", "sgd"] | None = None
-    """which one"""
     num_workers: int | None = None
     """loader processes per rank"""
-    precision: Literal["fp32", "bf16", "auto"] | None = None
-    """of forward and backward"""
-    data_dir: Path | None = None
-    """folder of IDX files"""
-    stem: Literal["imagenet", "small"] | None = None
-    """ResNet18's first layers"""
-    out: Path | None = None
-    """write everything that was found to this file, as JSON"""
-    json: bool = False
-    """print it as JSON instead of the tables"""
+    how: CliMeasuring = field(default_factory=Measuring)
 
 
 @dataclass(frozen=True)
@@ -95,7 +73,7 @@ class Found:
 def main(arguments: Sequence[str]) -> int:
     """Run `paceline scale ARGUMENTS`."""
     config = tyro.cli(ScaleConfig, prog="paceline scale", args=list(arguments), description=ScaleConfig.__doc__)
-    network = parse_network(config.network) if config.network else None
+    network = None if config.network is None else parse_network(config.network)
     check(config)
     found = _read(config, config.runs) if config.runs else _measure(config)
     if isinstance(found, int):
@@ -103,27 +81,23 @@ def main(arguments: Sequence[str]) -> int:
     parts = parts_of(found.runs, found.alone)
     weak, strong = found.batches
     lost = [one for mode, batch in (("weak", weak), ("strong", strong)) if batch
-            for one in lost_of(found.runs, parts, mode, batch)]  # fmt: skip
-    ahead = ahead_of(parts, found.machine, weak, strong, network)
+            for one in lost_of(found.runs, parts, found.machine, mode, batch)]  # fmt: skip
+    undisturbed = parts_of(usual(found.runs), usual(found.alone))
+    ahead = ahead_of(undisturbed, found.machine, weak, strong, network)
     told = [] if network else ["for more machines, state the network between them: --network 100Gbit,5us"]
-    scaled = Scaled(found.what, lost, held_of(parts, found.machine), ahead, [*found.notes, *told])
-    text = msgspec.json.format(msgspec.json.encode(scaled), indent=2)
-    if config.out:
-        config.out.write_bytes(text + b"\n")
-    if config.json:
-        sys.stdout.write(text.decode() + "\n")
-    else:
-        print_scaled(scaled)
+    scaled = Scaled(found.what, lost, held_of(undisturbed, found.machine), ahead, [*found.notes, *told])
+    publish(scaled, config.how, partial(print_scaled, scaled))
     return ExitCode.DONE
 
 
 def _read(config: ScaleConfig, folders: str) -> Found:
     """Runs that are there."""
     paths = [Path(word.strip()) for word in folders.split(",")]
-    runs = read_runs(paths, skip=config.warmup)
+    runs = read_runs(paths, skip=config.how.warmup)
     weak, strong = comparable(runs)
     size = weight_bytes(paths)
-    machine = Machine(sum(at.ranks for at in runs), 1, size)  # whose cores nobody knows: enough for all
+    # whose cores nobody knows: enough for all
+    machine = Machine(sum(at.ranks for at in runs), 1, size, over_network=over_network(runs))
     modes = (weak if config.mode != "strong" else None, strong if config.mode != "weak" else None)
     what = f"{len(paths)} runs, {size / 1e6:.1f} MB of weights; a backward by itself is estimated from that of one rank"
     return Found(what, runs, {}, machine, modes, [])
@@ -132,16 +106,12 @@ def _read(config: ScaleConfig, folders: str) -> Found:
 def _measure(config: ScaleConfig) -> Found | int:
     """Start everything that is asked for; the exit code of what failed."""
     ranks = sorted({1, *whole_numbers("--ranks", config.ranks)})
-    settings = settings_of(str(config.task), config.config, {
-        "launch.device": config.device, "compute.precision": config.precision,
-        "optimizer.optimizer": config.optimizer, "data.data_dir": config.data_dir,
-        "model.stem": config.stem, "data.num_workers": config.num_workers,
-    })  # fmt: skip
+    settings, how = settings_of(str(config.task), config.how, num_workers=config.num_workers), config.how
     gpus = 0 if settings.launch.device == "cpu" else count_gpus()
     if gpus and ranks[-1] > gpus:
         raise UsageError(f"--ranks {config.ranks} needs {ranks[-1]} GPUs, this machine has {gpus}. Use --device cpu")
-    cores = cores_of()
-    asked = config.threads_per_rank or settings.launch.threads_per_rank
+    cores = usable_cores()
+    asked = how.threads_per_rank or settings.launch.threads_per_rank
     threads = asked or (1 if config.strategy in EXACT else threads_per_rank(cores, min(cores, ranks[-1])))
     weak = config.batch_size if config.mode != "strong" else None
     strong = config.batch_size * math.lcm(*ranks) if config.mode != "weak" else None
@@ -149,7 +119,7 @@ def _measure(config: ScaleConfig) -> Found | int:
     groups = [_group(config, size, [at for at in points if at.ranks == size], threads) for size in ranks]
     with tempfile.TemporaryDirectory(prefix="paceline-scale-", ignore_cleanup_errors=True) as folder:
         found = measure_rounds(
-            groups, dump(settings), Path(folder), rounds=config.rounds, warmup=config.warmup, steps=config.steps,
+            groups, dump(settings), Path(folder), rounds=how.rounds, warmup=how.warmup, steps=how.steps,
             memory=False,
         )  # fmt: skip
         if found.code != ExitCode.DONE:
@@ -189,12 +159,12 @@ def check(config: ScaleConfig) -> None:
     """
     if (config.task is None) == (config.runs is None):
         raise UsageError("give a task to be measured, or with --runs the folders of runs that were, and not both")
-    ranks = sorted({1, *whole_numbers("--ranks", config.ranks)})
-    positive(rounds=config.rounds, batch_size=config.batch_size, threads_per_rank=config.threads_per_rank)
-    if config.steps < FEWEST_STEPS:
-        raise UsageError(f"--steps must be at least {FEWEST_STEPS}, got {config.steps}: fewer tell nothing")
-    if config.warmup < LOOKED_AT:
-        raise UsageError(f"--warmup must be at least {LOOKED_AT}, got {config.warmup}: the first steps are no others")
+    ranks, how = sorted({1, *whole_numbers("--ranks", config.ranks)}), config.how
+    positive(rounds=how.rounds, batch_size=config.batch_size, threads_per_rank=how.threads_per_rank)
+    if how.steps < FEWEST_STEPS:
+        raise UsageError(f"--steps must be at least {FEWEST_STEPS}, got {how.steps}: fewer tell nothing")
+    if how.warmup < LOOKED_AT:
+        raise UsageError(f"--warmup must be at least {LOOKED_AT}, got {how.warmup}: the first steps are no others")
     if ranks[-1] == 1:
         raise UsageError(f"--ranks {config.ranks} has nothing to compare one rank with: name a larger number, like 1,2")
     if config.strategy in ("single", "dp"):
@@ -205,8 +175,7 @@ def check(config: ScaleConfig) -> None:
             f"--ranks {config.ranks}: strong scaling needs a batch that all of them divide, and that would be "
             f"{math.lcm(*ranks)} x {config.batch_size} samples. Use --mode weak, or numbers such as 1,2,4"
         )
-    if config.out and not config.out.absolute().parent.is_dir():
-        raise UsageError(f"--out {config.out}: the folder {config.out.absolute().parent} does not exist")
+    check_out(how)
 
 
 def _group(config: ScaleConfig, size: int, points: Sequence[At], threads: int) -> Group:
@@ -222,9 +191,9 @@ def _name(strategy: str, at: At) -> str:
 
 def _runs(folder: Path, points: Sequence[At], config: ScaleConfig, strategy: str) -> Runs:
     def read(at: At, number: int) -> Run:
-        return read_run(folder_of(folder, number, at.ranks, _name(strategy, at)), skip=config.warmup)
+        return read_run(folder_of(folder, number, at.ranks, _name(strategy, at)), skip=config.how.warmup)
 
-    return {at: [read(at, number) for number in range(config.rounds)] for at in points}
+    return {at: [read(at, number) for number in range(config.how.rounds)] for at in points}
 
 
 def notes_of(ranks: Sequence[int], found: Measured, cores: int, threads: int) -> list[str]:

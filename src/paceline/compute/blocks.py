@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Generator, Mapping
+from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -19,13 +20,18 @@ from paceline.compute.rules import matching
 from paceline.errors import UsageError
 
 if TYPE_CHECKING:  # imported where it is used: it would cost every other strategy a second of start-up
-    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 
-def cut_into_blocks(model: nn.Module, rule: str | None, device: torch.device, *, flag: str) -> dict[str, FSDPModule]:
+def cut_into_blocks(
+    model: nn.Module, rule: str | None, device: torch.device, *, flag: str, rounded: AbstractSet[nn.Parameter]
+) -> dict[str, FSDPModule]:
     """Cut the model's parameters over all ranks, with torch's fully_shard (a collective).
 
-    Scalars and empty parameters stay whole.
+    Scalars and empty parameters stay whole. A block whose parameters are all `rounded` is gathered in bf16, and its
+    gradients, which backward then gives in bf16, are added up in float32. torch takes one type for a block, so what is
+    left beside rounded weights stays whole if it is a vector (batch norm's and its like: float32 is what their kernels
+    want), and else the block travels as it is.
 
     Returns:
         Its blocks by name, inner ones first, the model itself ("") last.
@@ -49,13 +55,37 @@ def cut_into_blocks(model: nn.Module, rule: str | None, device: torch.device, *,
     assert everybody is not None  # joined
     mesh = DeviceMesh.from_group(everybody, device.type)
     whole_ones = {p for p in model.parameters() if not (p.ndim and p.numel())}
+    if rounded:
+        whole_ones |= {p for p in model.parameters() if p.ndim == 1} - rounded
+    blocks = {name: block for name, block in blocks.items() if {*block.parameters()} - whole_ones}
+    policies = _policies({**blocks, "": model}, whole_ones, rounded)
     found: dict[str, FSDPModule] = {}
     for name, block in {**blocks, "": model}.items():
-        found[name] = cut = fully_shard(block, mesh=mesh, reshard_after_forward=True, ignored_params=whole_ones)
+        found[name] = cut = fully_shard(
+            block, mesh=mesh, reshard_after_forward=True, ignored_params=whole_ones, mp_policy=policies[name]
+        )
         cut.set_gradient_divide_factor(1.0)  # a sum: it is divided by the global weight
         cut.set_force_sum_reduction_for_comms(True)  # gloo has no other
         cut.set_reduce_scatter_unused_params(True)  # else ranks that use other parameters would mix them up
     return found
+
+
+def _policies(
+    blocks: Mapping[str, nn.Module], whole_ones: AbstractSet[nn.Parameter], rounded: AbstractSet[nn.Parameter]
+) -> dict[str, MixedPrecisionPolicy]:
+    """How each block travels; inner ones come first, and take their parameters away from the outer ones."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    # inputs stay as they are: autocast rounds them where it should, and a batch norm in front wants them in float32
+    bf16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+    as_it_is = MixedPrecisionPolicy()
+    policies: dict[str, MixedPrecisionPolicy] = {}
+    taken: set[nn.Parameter] = {*whole_ones}
+    for name, block in blocks.items():
+        own = {*block.parameters()} - taken
+        taken |= own
+        policies[name] = bf16 if own and own <= rounded else as_it_is
+    return policies
 
 
 @contextmanager

@@ -17,8 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.compute.rules import Around, around_forward
+from paceline.compute.rules import Around, around_forward, subclassed
+from paceline.nested import mapped
 
+ROUNDING = (
+    nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
+    nn.MultiheadAttention,
+)  # fmt: skip
+"""whose weights autocast rounds to bf16 wherever they use them, and nobody sees them otherwise"""
 PROBE_SECONDS = 0.3
 GAIN = 1.05  # by which bf16 must be faster to be worth its roundings
 
@@ -49,6 +55,21 @@ def in_bf16(model: nn.Module, device: torch.device) -> None:
     Call it before a strategy is applied, and after `recompute`. Loss and metrics are then computed in float32.
     """
     around_forward(model, bf16_of(model, device))
+    subclassed(model, computes_in_bf16=True)
+
+
+def rounded_by_autocast(model: nn.Module) -> set[nn.Parameter]:
+    """The float32 weights that `in_bf16` has rounded before each use, so that they may as well be sent rounded.
+
+    Those of torch's own linear layers, convolutions and attention; of a class with another forward nobody knows what it
+    does with them. Empty for a model that does not compute in bf16.
+    """
+    known: dict[nn.Parameter, bool] = {}
+    for module in model.modules() if getattr(model, "computes_in_bf16", False) else ():
+        rounds = isinstance(module, ROUNDING) and type(module).forward.__module__.startswith("torch.nn.")
+        for parameter in module.parameters(recurse=False):  # a tied one is the embedding's, too, which is not rounded
+            known[parameter] = rounds and parameter.dtype == torch.float32 and known.get(parameter, True)
+    return {parameter for parameter, rounds in known.items() if rounds}
 
 
 def bf16_of(model: nn.Module, device: torch.device) -> Around:
@@ -59,9 +80,9 @@ def bf16_of(model: nn.Module, device: torch.device) -> Around:
 
 def _forward(device_type: str, convolves: bool, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if convolves:
-        args, kwargs = _each(args, _channels_last), _each(kwargs, _channels_last)
+        args, kwargs = mapped((args, kwargs), _channels_last)
     with torch.autocast(device_type, torch.bfloat16):
-        return _each(forward(*args, **kwargs), _float32)
+        return mapped(forward(*args, **kwargs), _float32)
 
 
 def _channels_last(tensor: Tensor) -> Tensor:
@@ -77,18 +98,6 @@ def _channels_last(tensor: Tensor) -> Tensor:
 
 def _float32(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype == torch.bfloat16 else tensor
-
-
-def _each(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_each(one, change) for one in value))
-    if isinstance(value, (list, tuple)):
-        return type(value)(_each(one, change) for one in value)
-    if isinstance(value, dict):
-        return {key: _each(one, change) for key, one in value.items()}
-    return value
 
 
 def compared(steps: Mapping[str, Callable[[], object]], device: torch.device) -> dict[str, float]:

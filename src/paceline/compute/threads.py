@@ -66,10 +66,23 @@ def _complaint(seats: Sequence[Seat], may_idle: bool) -> str:
         if ranks > granted:
             rest = "" if threads == ranks else " and --threads-per-rank 1"
             return f"{have}: the ranks take turns. Faster: {_count(granted, 'process', 'processes')}{rest}"
+        if crowded := _crowded(seats):
+            ranks, cores = crowded
+            return f"{have}: {ranks} of them are bound to {_count(cores, 'core')} and take turns. Bind them apart"
         return f"{have}: more threads than cores make every rank slower. Use --threads-per-rank {each}"
     if 2 * threads < granted and not may_idle:
         return f"{have}: {granted - threads} cores are idle. Use --threads-per-rank {each}"
     return ""
+
+
+def _crowded(seats: Sequence[Seat]) -> tuple[int, int] | None:
+    """(ranks, cores): ranks that may run on these cores only, which are fewer than they are."""
+    for place in seats:
+        there = sum(set(seat.cores) <= set(place.cores) for seat in seats)
+        cores = min(len(place.cores), place.limit)
+        if there > cores:
+            return there, cores
+    return None
 
 
 def _hosts(hosts: Sequence[str]) -> str:

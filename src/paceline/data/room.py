@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import os
 import resource
-from collections.abc import Mapping, Sequence
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from paceline.errors import UsageError
+from paceline.nested import tensors
 
 AHEAD = 2  # batches that each process has ready: DataLoader's prefetch_factor
 OTHER_FILES = 64  # that a training holds besides
@@ -43,9 +43,14 @@ def check_room(batch: Any, samples: int, room: Room) -> None:
     num_workers, local_ranks = room.num_workers, room.local_ranks
     if not num_workers:
         return
-    tensors = _tensors(batch)
+    if sys.platform == "linux" and not Path(SHARED_MEMORY).is_dir():
+        raise UsageError(
+            f"there is no {SHARED_MEMORY}, by which loader processes hand over batches. Mount a tmpfs there, or take "
+            "--num-workers 0"
+        )
+    found = [*tensors(batch)]
     held = AHEAD * num_workers + 1
-    needed_bytes = sum(t.nbytes for t in tensors) * room.largest_batch // samples * held * local_ranks
+    needed_bytes = sum(t.nbytes for t in found) * room.largest_batch // samples * held * local_ranks
     free_bytes = _free_bytes()
     if free_bytes is not None and free_bytes < needed_bytes:
         raise UsageError(
@@ -54,23 +59,12 @@ def check_room(batch: Any, samples: int, room: Room) -> None:
             "(Docker: --shm-size=1g), delete what lies in it, or take fewer --num-workers or a smaller --batch-size"
         )
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    needed_files = len(tensors) * held + OTHER_FILES
+    needed_files = len(found) * held + OTHER_FILES
     if files != resource.RLIM_INFINITY and files < needed_files:
         raise UsageError(
             f"a process may open {files} files here (ulimit -n), and {num_workers} loader processes hand over up to "
             f"{needed_files} at a time. Raise the limit, or take fewer --num-workers"
         )
-
-
-def _tensors(batch: Any) -> list[Tensor]:
-    if isinstance(batch, Tensor):
-        return [batch]
-    parts: Sequence[Any] = ()
-    if isinstance(batch, Mapping):
-        parts = [*batch.values()]
-    elif isinstance(batch, (list, tuple)):
-        parts = batch
-    return [tensor for part in parts for tensor in _tensors(part)]
 
 
 def _free_bytes() -> int | None:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from paceline.checkpoint.state import Held
 from paceline.checkpoint.whole import whole
 from paceline.compute.blocks import cut_into_blocks, gathered
+from paceline.compute.precision import rounded_by_autocast
 from paceline.data.plan import Work
 from paceline.scratch.reduce import divide, named
 from paceline.scratch.replicate import broadcast_module
@@ -47,11 +48,14 @@ def fsdp(
     """Memory of each rank, for P parameters in N ranks and AdamW: 4P/N, and the block that is being computed.
 
     Equal to one process up to rounding. Gradients are cut after each micro-batch, also where several are added up.
-    Weights travel as they are: torch's own mixed precision would give batch norm bfloat16 weights, which autocast does
-    not expect (`compute.precision`).
+    After `in_bf16` (`compute.precision`) the blocks whose weights autocast would round before each use are gathered
+    rounded, as torch's MixedPrecisionPolicy does it: half the bytes, and the very numbers that autocast computes. Their
+    gradients are added up in float32, over micro-batches and ranks: bf16 has 8 bits, of which each sum would lose some.
+    What a rank holds, and what is saved, stays float32.
 
     Args:
-        model: on the world's device. Scalars and empty parameters stay whole on every rank.
+        model: on the world's device. Scalars and empty parameters stay whole on every rank; in bf16 the vectors too
+            that autocast does not round (batch norm's).
         make_optimizer: makes the optimizer from the parameters.
         world: this rank's place.
         virtual_ranks: see Strategy.
@@ -70,12 +74,12 @@ def fsdp(
     names = {parameter: name for name, parameter in model.named_parameters()}
     groups = [[names[p] for p in group["params"]] for group in optimizer.param_groups]
     shapes = {name: parameter.shape for parameter, name in names.items()}
-    blocks = cut_into_blocks(model, wrap, world.device, flag=FLAG)
+    blocks = cut_into_blocks(model, wrap, world.device, flag=FLAG, rounded=rounded_by_autocast(model))
     shares = _Shares(model, shapes, world)
     for group, members in zip(optimizer.param_groups, groups, strict=True):
         group["params"] = [p for name in members if (p := shares.trained(name)) is not None]
     optimizer.register_step_post_hook(shares.forget_gradients)
-    used = _Used(model, blocks, shares.scalars)
+    used = _Used(model, blocks, shares.uncut)
 
     def sync_gradients(total_weight: Tensor) -> None:
         used.agree(model, world)
@@ -85,25 +89,27 @@ def fsdp(
         model, optimizer, world, virtual_ranks=virtual_ranks, sync_gradients=sync_gradients, backward=used.watching,
         gradients=shares.gradients, gradient_norm=shares.gradient_norm, sharded=True, in_lockstep=True,
         gathered=lambda: gathered(blocks), weights=shares.weights, hold_parameters=shares.parameters,
-        hold=lambda: hold_pieces(shares.pieces, shapes, optimizer, shares.scalars),
-        load=lambda source: load_pieces(shares.pieces, shapes, optimizer, source, shares.scalars),
+        hold=lambda: hold_pieces(shares.pieces, shapes, optimizer, shares.uncut),
+        load=lambda source: load_pieces(shares.pieces, shapes, optimizer, source, shares.uncut),
     )  # fmt: skip
 
 
 class _Shares:
-    """What this rank holds of a model that is cut: `pieces` of its parameters, and its `scalars`, which are whole."""
+    """What this rank holds of a model that is cut: `pieces` of its parameters, and those that are `uncut`."""
 
     def __init__(self, model: nn.Module, shapes: Mapping[str, torch.Size], world: World) -> None:
+        from torch.distributed.tensor import DTensor
+
         self._model, self._shapes, self._world = model, shapes, world
         self.pieces: dict[str, Piece] = {}
-        self.scalars: dict[str, nn.Parameter] = {}
+        self.uncut: dict[str, nn.Parameter] = {}
         self._cut: dict[str, Any] = {}
         for name, parameter in model.named_parameters():
             shape = shapes[name]
-            if not (len(shape) and shape.numel()):
-                self.scalars[name] = parameter
+            if not isinstance(parameter, DTensor):
+                self.uncut[name] = parameter
                 continue
-            local: Tensor = parameter.to_local()  # pyright: ignore[reportAttributeAccessIssue, reportUnknownVariableType]
+            local: Tensor = parameter.to_local()
             first = min(world.rank * -(-shape[0] // world.size), shape[0]) * (shape.numel() // shape[0])
             if local.numel():
                 elements = nn.Parameter(local.detach().view(-1))
@@ -112,7 +118,7 @@ class _Shares:
 
     def trained(self, name: str) -> nn.Parameter | None:
         """What the optimizer updates of it here."""
-        return self.pieces[name].parameter if name in self.pieces else self.scalars.get(name)
+        return self.pieces[name].parameter if name in self.pieces else self.uncut.get(name)
 
     def take_gradients(self, total_weight: Tensor) -> None:
         """The sums that have arrived, divided, become the pieces' .grad."""
@@ -130,7 +136,7 @@ class _Shares:
 
     def gradients(self) -> list[Held]:
         """See Replica."""
-        held = [Held(name, p.grad) for name, p in self.scalars.items() if p.grad is not None]
+        held = [Held(name, p.grad) for name, p in self.uncut.items() if p.grad is not None]
         for name, piece in self.pieces.items():
             if piece.parameter.grad is not None:
                 held.append(Held(name, piece.parameter.grad, self._shapes[name], piece.start, replicated=False))
@@ -147,7 +153,7 @@ class _Shares:
 
     def parameters(self) -> list[Held]:
         """For a checkpoint."""
-        held = [Held(f"model/{name}", p.detach()) for name, p in self.scalars.items()]
+        held = [Held(f"model/{name}", p.detach()) for name, p in self.uncut.items()]
         for name, piece in self.pieces.items():
             values = piece.parameter.detach()
             held.append(Held(f"model/{name}", values, self._shapes[name], piece.start, replicated=False))
@@ -169,13 +175,13 @@ class _Used:
     A gathered parameter is another tensor than the cut one; it is first seen in the first forward.
     """
 
-    def __init__(self, model: nn.Module, blocks: Mapping[str, FSDPModule], scalars: Mapping[str, nn.Parameter]) -> None:
-        self._scalars = scalars
+    def __init__(self, model: nn.Module, blocks: Mapping[str, FSDPModule], uncut: Mapping[str, nn.Parameter]) -> None:
+        self._uncut = uncut
         self._names = [name for name, p in model.named_parameters() if p.requires_grad]
         self._used: set[str] = set()
         self._watched: set[str] = set()
         self._counted: bool | None = None
-        for name, parameter in scalars.items():
+        for name, parameter in uncut.items():
             self._watch(name, parameter)
         for name, block in blocks.items():
             hook = self._at_forward(f"{name}." if name else "")
@@ -191,16 +197,16 @@ class _Used:
             self._counted = None
 
     def agree(self, model: nn.Module, world: World) -> None:
-        """Add up the scalars' gradients, and let those that no rank has used be None (a collective)."""
-        scalars = {name: p for name, p in self._scalars.items() if p.requires_grad}
+        """Add up the uncut gradients, and let those that no rank has used be None (a collective)."""
+        uncut = {name: p for name, p in self._uncut.items() if p.requires_grad}
         flags = [float(name in self._used) for name in self._names]
-        values = [(torch.zeros_like(p) if p.grad is None else p.grad).double().view(-1) for p in scalars.values()]
+        values = [(torch.zeros_like(p) if p.grad is None else p.grad).double().view(-1) for p in uncut.values()]
         summed = torch.cat([torch.tensor(flags, dtype=torch.float64, device=world.device), *values])
         dist.all_reduce(named(summed, "who uses which parameter"))
         everywhere = dict(zip(self._names, summed.tolist(), strict=False))
-        sums = iter(summed[len(flags) :].split([p.numel() for p in scalars.values()]))
+        sums = iter(summed[len(flags) :].split([p.numel() for p in uncut.values()]))
         for name, parameter in model.named_parameters():
-            if name in scalars:
+            if name in uncut:
                 parameter.grad = next(sums).view(parameter.shape).to(parameter.dtype)
             if not everywhere.get(name):
                 parameter.grad = None

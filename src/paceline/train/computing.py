@@ -93,9 +93,8 @@ def settle(
     seconds: dict[str, float] = {}
     why = ""
     with together(world):
-        why = lacks_bf16(world.device) if wish.precision != "fp32" else ""
-        if why and wish.precision == "bf16":
-            raise UsageError(f"--precision bf16: {why}. Use --precision auto, or fp32")
+        check_precision(wish.precision, world.device)
+        why = lacks_bf16(world.device) if wish.precision == "auto" else ""
         if wish.checkpoint_activations:
             recompute(model, wish.checkpoint_activations)
         if wish.precision == "auto" and not why:
@@ -113,6 +112,16 @@ def settle(
             compile_model(model, world.device)
         allocator, notice = _memory(wish, model, world)
     return Settled(precision, allocator, notices + notice)
+
+
+def check_precision(asked: str, device: torch.device) -> None:
+    """Refuse what `device` cannot compute in.
+
+    Raises:
+        UsageError: says what is missing.
+    """
+    if asked == "bf16" and (why := lacks_bf16(device)):
+        raise UsageError(f"--precision bf16: {why}. Use --precision auto, or fp32")
 
 
 def _chosen(told: list[Any]) -> tuple[Precision, str]:

@@ -7,7 +7,6 @@ is no reference here: the world sizes are compared with each other.
 from __future__ import annotations
 
 import gc
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,7 @@ from paceline.collectives import gather_words, together
 from paceline.compute.recompute import recompute
 from paceline.data.loader import Loading, load_steps
 from paceline.data.plan import BatchPlan, ranks_share
-from paceline.launch.worker.attach import attach, leave
-from paceline.launch.worker.tell import tell
+from paceline.launch.worker.tell import run_worker
 from paceline.strategies import STRATEGIES
 from paceline.tasks import load_task
 from paceline.tasks.task import Task
@@ -87,9 +85,4 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    attach()
-    try:
-        code = main(sys.argv[1:])
-    except Exception as error:
-        code = tell(error)
-    leave(code)
+    run_worker(main)

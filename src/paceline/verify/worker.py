@@ -7,7 +7,6 @@ computes the reference, so nothing but the report leaves the workers.
 from __future__ import annotations
 
 import gc
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,7 @@ from paceline.collectives import gather_words, together
 from paceline.data.loader import MicroBatch
 from paceline.data.plan import BatchPlan
 from paceline.errors import ToldElsewhere, UsageError
-from paceline.launch.worker.attach import attach, leave
-from paceline.launch.worker.tell import tell
+from paceline.launch.worker.tell import run_worker
 from paceline.tasks import load_task
 from paceline.tasks.task import Task
 from paceline.train.step import train_step
@@ -163,9 +161,4 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    attach()
-    try:
-        code = main(sys.argv[1:])
-    except Exception as error:
-        code = tell(error)
-    leave(code)
+    run_worker(main)

@@ -1,15 +1,31 @@
-"""An error's last words: said once, by the right process, and turned into the exit code."""
+"""How a worker of ours ends: an error's last words, said once, by the right process, and turned into the exit code."""
 
 from __future__ import annotations
 
 import os
 import sys
 import traceback
+from collections.abc import Callable, Sequence
+from typing import NoReturn
 
 from paceline.errors import ExitCode, PacelineError, ToldElsewhere
-from paceline.launch.worker.attach import record_failure
+from paceline.launch.worker.attach import attach, leave, record_failure
 
 INTERRUPTED = 130  # 128 + SIGINT
+
+
+def run_worker(main: Callable[[Sequence[str]], int]) -> NoReturn:
+    """Be a worker whose whole life is `main`: under its agent from the start, and ended with its exit code.
+
+    Args:
+        main: takes the command line's arguments.
+    """
+    attach()
+    try:
+        code = main(sys.argv[1:])
+    except Exception as error:
+        code = tell(error)
+    leave(code)
 
 
 def tell(error: BaseException) -> int:

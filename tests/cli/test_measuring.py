@@ -1,0 +1,94 @@
+"""What `compare` and `scale` share: the training that flags describe, refusals before anything starts, the results."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+from tests.bench.typed import typed
+
+from paceline.bench.compare_report import rows_of
+from paceline.bench.rounds import Measured
+from paceline.bench.spec import Chunk
+from paceline.cli import compare, scale
+from paceline.cli.measuring import Measuring, check_out, publish, settings_of
+from paceline.config import TrainConfig, dump
+from paceline.errors import UsageError
+
+TASKS = Path(__file__).parents[1] / "bench" / "tasks_to_measure.py"
+
+
+def test_flags_win_over_the_file_and_a_task_is_found_from_any_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(TASKS.parent)
+    (tmp_path / "c.toml").write_text('task = "mnist-cnn"\nstrategy = "ddp"\n[optimizer]\noptimizer = "sgd"\nlr = 0.5\n')
+    found = settings_of(f"{TASKS.name}:tied", Measuring(config=tmp_path / "c.toml", optimizer="adamw"), num_workers=2)
+    assert (found.task, found.strategy) == (f"{TASKS}:tied", None)
+    assert (found.optimizer.optimizer, found.optimizer.lr, found.data.num_workers) == ("adamw", 0.5, 2)
+    plain = settings_of(f"{TASKS.name}:tied", Measuring())
+    assert dump(plain) == dump(TrainConfig(task=f"{TASKS}:tied"))
+
+
+@pytest.mark.parametrize("command", ["compare", "scale"])
+def test_both_have_the_same_flags_for_how_it_is_measured(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        {"compare": compare.main, "scale": scale.main}[command](["--help"])
+    said = capsys.readouterr().out
+    for name in Measuring.__dataclass_fields__:
+        assert f"--{name.replace('_', '-')} " in said or f"--{name}," in said, name
+    assert "--how" not in said and said.count("options") == 1  # in one box with the command's own
+
+
+@pytest.mark.parametrize(("out", "words"), [("none/x.json", "does not exist"), (".", "is a folder")])
+def test_where_results_cannot_be_written_is_told_before_they_are_measured(tmp_path: Path, out: str, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        check_out(Measuring(out=tmp_path / out))
+    check_out(Measuring(out=tmp_path / "x.json"))
+
+
+class Found(msgspec.Struct):
+    number: int
+
+
+def test_results_are_written_and_printed_as_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    publish(Found(7), Measuring(out=tmp_path / "x.json"), lambda: print("a table"))
+    assert capsys.readouterr().out == "a table\n"
+    assert json.loads((tmp_path / "x.json").read_text()) == {"number": 7}
+    publish(Found(8), Measuring(json=True), lambda: print("a table"))
+    assert json.loads(capsys.readouterr().out) == {"number": 8}
+
+
+def chunk(ranks: int) -> Chunk:
+    return Chunk(f"ddp-{ranks}", "ddp", ranks, 8, 1, 8 * ranks, 80, 1.0, 1.0, 0.1, 2.5, "", 100, None, None)
+
+
+def test_more_ranks_than_cores_are_said_and_not_refused() -> None:
+    found = Measured([[chunk(1), chunk(2), chunk(4)]])
+    crowded, launch = scale.notes_of([1, 2, 4], found, 2, 1)
+    assert crowded.startswith("4 ranks x 1 thread = 4 threads on 2 cores: they take turns")
+    assert launch.endswith("2.5 s for 1, 2.5 s for 2, 2.5 s for 4")
+    assert len(scale.notes_of([1, 2], found, 2, 1)) == 1
+    rows = rows_of(found.rounds, "ddp", (), steps=10)
+    assert len(compare.notes_of([row for row in rows if row.world_size < 4], 2, 1)) == 1
+    assert compare.notes_of(rows, 2, 1)[1] == "4 ranks x 1 thread = 4 threads on 2 cores: more than can run at once"
+
+
+def test_an_empty_network_is_refused_as_any_that_cannot_be_read() -> None:
+    with pytest.raises(UsageError, match=r"--network '': '' is no rate above 0.*Examples: 100Gbit,5us"):
+        scale.main(["mnist-cnn", "--network", ""])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_a_precision_that_the_processor_lacks_ends_a_comparison_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ATEN_CPU_CAPABILITY", "avx2")
+    how = ("--precision", "bf16", "--nproc", 2, "--rounds", 1, "--steps", 2, "--warmup", 3, "--device", "cpu")
+    run = typed(tmp_path, "compare", f"{TASKS}:tied", *how, timeout=100)
+    assert run.returncode == 2, run.stdout + run.stderr
+    assert run.stderr.count("--precision bf16: this processor has no bf16 instructions") == 1
+    assert "left out" not in run.stderr
