@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from paceline.errors import ExitCode, unknown
+from paceline.launch.forking import FD as PRELOAD
 from paceline.launch.orders import hold_standard_descriptors
 from paceline.launch.worker.foreign import understood
 
@@ -54,6 +55,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run `paceline ARGUMENTS` and return its exit code."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     hold_standard_descriptors()
+    if PRELOAD in os.environ:  # not a worker yet, but what this node's workers are forked from: they go on below
+        from paceline.launch.worker.imports import TRAINING
+        from paceline.launch.worker.preload import serve
+
+        serve(TRAINING)
     if "PACELINE_AGENT_PID" in os.environ:  # before anything slow: a worker must not outlive its agent
         from paceline.launch.worker.attach import attach
 

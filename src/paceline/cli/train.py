@@ -27,6 +27,7 @@ from paceline.launch.gpus import count_gpus
 from paceline.launch.guard.pace import Windows
 from paceline.launch.job import Job
 from paceline.launch.worker.foreign import check_shape, launched
+from paceline.launch.worker.imports import TRAINING, import_all
 from paceline.observe.folder import CHECKPOINTS, CONFIG, check_is_run, check_not_finished
 from paceline.tasks import check_task
 from paceline.train.definition import allowed_changes, check_same, settings
@@ -266,7 +267,8 @@ def start_here(config: TrainConfig) -> tuple[Path, int]:
                 f"--nproc {asked} within a launcher that started {local_size} processes on this node: "
                 "leave out --nproc, the launcher has decided"
             )
-    from paceline.train.run import train  # the first import of torch
+    import_all(TRAINING)  # the first import of torch
+    from paceline.train.run import train
 
     ended = train(config, run_dir=config.run.run_dir if prepared else None)
     return ended.folder, ended.code

@@ -13,6 +13,7 @@ from paceline import config as configuration
 from paceline.cli.elsewhere import prepared, show, start
 from paceline.config import ClusterConfig, TrainConfig, batch_shape, default_strategy
 from paceline.errors import ExitCode
+from paceline.launch.gpus import count_gpus
 from paceline.launch.job import Job
 from paceline.launch.local import local
 from paceline.launch.slurm.allocation import in_allocation
@@ -44,8 +45,8 @@ def launch(where: Job, config: TrainConfig) -> tuple[Path, int]:
         write_settings(attempt_dir, configuration.dump(config))
         if not (run_dir / CONFIG).exists():
             write_settings(run_dir, configuration.dump(configuration.repeatable(config)))
-        job = job_of(config, replace(where, nproc=nproc, run_dir=run_dir), attempt_dir)
-        code = run(local(replace(job, attempt_dir=attempt_dir)), attempt_dir, keep_open=[lock])
+        job = job_of(config, replace(where, nproc=nproc, run_dir=run_dir, attempt_dir=attempt_dir), attempt_dir)
+        code = run(local(job), attempt_dir, keep_open=[lock])
     finally:
         os.close(lock)
     if code == ExitCode.USAGE and attempt > 1:
@@ -109,7 +110,23 @@ def job_of(config: TrainConfig, where: Job, settings_dir: Path) -> Job:
         stop_grace_seconds=config.launch.stop_grace,
         stall_after=config.guard.stall_after,
         name=str(where.run_dir.name if where.run_dir else config.task),
+        preload=may_preload(config, where),
     )
+
+
+def may_preload(config: TrainConfig, where: Job) -> bool:
+    """Whether workers may be forked from a process that has imported torch: never beside CUDA, or into another Python.
+
+    One worker alone gains nothing by it but a faster restart. On another machine, or later, only where the CPU is asked
+    for: what `auto` will find there is not known here.
+    """
+    asked = config.launch.preload == "auto" and os.environ.get("PACELINE_PRELOAD", "auto") != "off"
+    ours = where.python == sys.executable and config.launch.backend in ("auto", "gloo")
+    pays = where.nproc > 1 or config.launch.max_restarts > 0
+    if not (asked and ours and pays) or config.launch.device == "cuda":
+        return False
+    here = where.attempt_dir is not None
+    return config.launch.device == "cpu" or (here and count_gpus() == 0)
 
 
 def write_failed_summary(run_dir: Path, config: TrainConfig, world_size: int, code: int) -> None:

@@ -92,6 +92,7 @@ class Job:
     ssh: tuple[str, ...] = ("ssh",)  # the user's ssh command
     slurm: Allocation = Allocation()
     torchrun: bool = True  # of print: torchrun's commands, or our agent's
+    preload: bool = False  # workers may be forked from one that has imported everything: our own command, no CUDA
 
 
 class NodePlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -131,6 +132,7 @@ class NodePlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     names: tuple[str, ...] = ()  # the nodes' names by number, for people; empty where nobody knows them yet
     group_rank: int = 0  # this node's place among those that take part; given, as the interface, when all have come
     interface: str = ""  # the network interface by which the other nodes are reached
+    preload: bool = False
     silence_seconds: float = 0.0  # the lifeline carries a sign of life at least so often; 0: none, only its end counts
 
 

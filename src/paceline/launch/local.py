@@ -31,6 +31,7 @@ def local(job: Job) -> Plan:
         plain_store=job.plain_store,
         detached=job.detached,
         show=job.show,
+        preload=job.preload,
     )
     # -P: without it python -m puts the working directory first on sys.path, and a user's random.py or select.py there
     # would take the place of the standard library's in the agent

@@ -40,6 +40,7 @@ def node_plan(job: Job, *, node: int, nproc: int, head: tuple[str, ...], silence
         plain_store=job.plain_store,
         detached=job.detached,
         show=job.show,
+        preload=job.preload,
         names=labels(job.hosts),
         silence_seconds=silence_seconds,
     )

@@ -29,7 +29,8 @@ from paceline.launch.agent.detach import detach
 from paceline.launch.agent.follower import Follower
 from paceline.launch.agent.head import Head
 from paceline.launch.agent.janitor import start_janitor
-from paceline.launch.agent.start import Inherited, make_snapshots
+from paceline.launch.agent.preload import start_preloader
+from paceline.launch.agent.start import Inherited, environment, make_snapshots
 from paceline.launch.doctor.facts import gather as gather_facts
 from paceline.launch.job import NodePlan, threads_per_rank, usable_cores
 from paceline.launch.orders import LIFELINE, STOP_SIGNALS, Orders, hold_standard_descriptors, signal_inbox
@@ -134,15 +135,23 @@ def run(plan: NodePlan, *, lifeline: bool) -> int:
     keep_open = tuple(int(text) for text in os.environ.get(KEEP_FDS, "").split(",") if text)
     with TemporaryDirectory(prefix="paceline-", ignore_cleanup_errors=True) as temporary:
         janitor = start_janitor(not_kept=keep_open, temporary=temporary)
-        plan, locks = take_run_dir(plan)
-        pairs = make_snapshots(plan.nproc) if plan.max_restarts and plan.nodes == 1 else ()
-        inherited = Inherited(pairs, (*keep_open, *locks), janitor, temporary)
-        return _serve(plan, inherited, settled, lifeline=lifeline)
+        # before all else that takes time: it imports while we look at folders and ports
+        preloader = start_preloader(plan.argv, environment(plan, 0, None)) if plan.preload else None
+        try:
+            plan, locks = take_run_dir(plan)
+            pairs = make_snapshots(plan.nproc) if plan.max_restarts and plan.nodes == 1 else ()
+            inherited = Inherited(pairs, (*keep_open, *locks), janitor, temporary, preloader)
+            return _serve(plan, inherited, settled, lifeline=lifeline)
+        finally:
+            if preloader is not None:
+                preloader.close()
 
 
 def _serve(plan: NodePlan, inherited: Inherited, settled: Callable[[], None], *, lifeline: bool) -> int:
     with signal_inbox((*STOP_SIGNALS, signal.SIGCHLD)) as inbox:
         orders = Orders(inbox, lifeline=lifeline and not plan.detached, silence_seconds=plan.silence_seconds)
+        if inherited.preloader is not None:
+            inherited.preloader.wait_ready(orders)
         if plan.node == 0:
             return Head(plan, orders, inherited, Crew(plan), settled).run()
         return Follower(plan, orders, inherited, settled).run()

@@ -7,13 +7,14 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.errors import UsageError
 from paceline.launch.agent.output import relay
+from paceline.launch.agent.preload import Forked, Preloader
 from paceline.launch.guard.box import make_box
 from paceline.launch.job import NodePlan
 from paceline.launch.procfs import port_holder, read_process
@@ -31,6 +32,7 @@ class Inherited:
     keep_open: tuple[int, ...] = ()  # e.g. a lock that is to last until the last worker is gone
     janitor: int = -1  # not inherited: where the janitor is told the attempt's folder
     temporary: str = ""  # a folder that goes with the agent, however it ends
+    preloader: Preloader | None = None  # not inherited: what workers are forked from
 
     @property
     def all(self) -> list[int]:
@@ -51,7 +53,7 @@ class Worker:
     """One worker, what it shares with its agent, and the relay of its error output if it has one."""
 
     member: Member
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | Forked
     log: Path
     log_start: int  # its first byte in the log; what stands before is an earlier generation's
     relays: Sequence[threading.Thread]
@@ -175,28 +177,43 @@ def start_workers(
         if inherited.snapshots:
             env["PACELINE_SNAPSHOT_FDS"] = ";".join(f"{one},{other}" for one, other in inherited.snapshots)
         stores = [store.fileno()] if "PACELINE_STORE_FD" in env and store is not None else []
+        pipes = [(*os.pipe(), screen) for screen in ((2,) if direct else (1, 2)) if shown]
+        writing = {screen: writer for _, writer, screen in pipes}
+        streams = {1: writing.get(1, 1 if direct else log), 2: writing.get(2, log)}
         try:
-            process = subprocess.Popen(
-                plan.argv,
-                env=env,
-                stdin=subprocess.DEVNULL,
-                stdout=None if direct else subprocess.PIPE if shown else log,
-                stderr=subprocess.PIPE if shown else log,
-                pass_fds=[record, box, *inherited.all, *stores],
-                start_new_session=True,
-            )
+            process = _start(plan, env, streams, [record, box, *inherited.all, *stores], inherited.preloader)
         except OSError:
-            for descriptor in (log, record, box):
+            for descriptor in (log, record, box, *(reader for reader, _, _ in pipes)):
                 os.close(descriptor)
             raise
+        finally:
+            for writer in writing.values():
+                os.close(writer)
         prefix = b"" if plan.show == "rank 0" else b"[rank %d] " % rank
-        relays = [
-            relay(pipe, os.dup(log), screen=screen, prefix=prefix)
-            for pipe, screen in ((process.stdout, 1), (process.stderr, 2))
-            if pipe is not None
-        ]
+        relays = [relay(os.fdopen(reader, "rb"), os.dup(log), screen=s, prefix=prefix) for reader, _, s in pipes]
         os.close(log)
         yield Worker(_member(rank, process.pid), process, path, log_start, relays, record, box)
+    if inherited.preloader is not None and not plan.max_restarts and plan.min_nodes == plan.nodes:
+        inherited.preloader.close()  # there will be no other start
+
+
+def _start(
+    plan: NodePlan, env: Mapping[str, str], streams: Mapping[int, int], kept: Sequence[int], preloader: Preloader | None
+) -> subprocess.Popen[bytes] | Forked:
+    """Fork it from what has imported everything already, or have it begin from nothing; what it sees is the same."""
+    if preloader is not None:
+        forked = preloader.fork(env, {**streams, **{descriptor: descriptor for descriptor in kept}})
+        if forked is not None:
+            return forked
+    return subprocess.Popen(
+        plan.argv,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        stdout=streams[1],
+        stderr=streams[2],
+        pass_fds=kept,
+        start_new_session=True,
+    )
 
 
 def _open_log(path: Path, generation: int) -> int:
