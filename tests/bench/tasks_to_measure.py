@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from paceline import ArrayDataset, Task
 
+SLOW_GROUP = "SLOW_CPU_GROUP"
+"""names the cgroup, with a quota of processor time, that the last rank of `limited` moves into"""
 RANK = int(os.environ.get("RANK", "0"))
 LAST = int(os.environ.get("WORLD_SIZE", "1")) - 1
 
@@ -65,8 +67,16 @@ def _niced() -> nn.Module:
     return _layers(512, 4)
 
 
+def _limited() -> nn.Module:
+    if RANK == LAST > 0:
+        Path(os.environ[SLOW_GROUP], "cgroup.procs").write_text(str(os.getpid()))
+    return _layers(512, 4)
+
+
 small = Task(lambda: _layers(64, 1), _data, _loss)
 large = Task(lambda: _layers(512, 4), _data, _loss)
 slow_data = Task(lambda: _layers(64, 1), lambda split: _Slow(4096 if split == "train" else 8), _loss)
 tied = Task(_Tied, _data, _loss)
 niced = Task(_niced, _data, _loss)
+limited = Task(_limited, _data, _loss)
+wide = Task(lambda: _layers(1536, 3), _data, _loss)  # 30 MB of gradients, little to compute for a few samples

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.bench.tasks_to_measure import SLOW_GROUP
 from tests.bench.typed import measured, typed
 
 from paceline.bench.scale_report import At
@@ -38,7 +41,7 @@ def test_slow_data_on_one_rank_get_the_largest_share_with_its_name(tmp_path: Pat
     assert "64 machines like this one" in said
 
 
-SOAK = ("--mode", "weak", "--steps", 30, "--rounds", 3)
+SOAK = ("--mode", "weak", "--steps", 20, "--rounds", 1)
 
 
 @pytest.mark.ranks
@@ -57,6 +60,36 @@ def test_a_niced_rank_among_busy_ones_is_what_the_others_wait_for(tmp_path: Path
     assert f"{ranks} ranks x 1 thread = {ranks} threads" in said
 
 
+@pytest.fixture
+def half_a_core(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A cgroup that has half a core's time, for who moves into it."""
+    folder = Path(f"/sys/fs/cgroup/cpu/paceline-test-{os.getpid()}")
+    if not folder.parent.is_dir():
+        pytest.skip("needs a cgroup (version 1) for processor time")
+    folder.mkdir()
+    (folder / "cpu.cfs_period_us").write_text("10000")
+    (folder / "cpu.cfs_quota_us").write_text("5000")
+    monkeypatch.setenv(SLOW_GROUP, str(folder))
+    yield
+    folder.rmdir()
+
+
+@pytest.mark.root
+@pytest.mark.ranks
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+@pytest.mark.usefixtures("half_a_core")
+@pytest.mark.parametrize("strategy", ["bucketed", "ddp"])
+def test_a_rank_with_half_a_core_is_what_the_others_wait_for(tmp_path: Path, strategy: str) -> None:
+    found, said = measured(tmp_path, "scale", f"{TASKS}:limited", "--ranks", "1,2", "--batch-size", 512, *SOAK,
+                           "--threads-per-rank", 1, "--strategy", strategy, timeout=500)  # fmt: skip
+    [one] = found["lost"]
+    assert one["shares"][0]["cause"] == WAITING, one
+    assert one["slowest"] == 1, one
+    check_shares(one)
+    assert "to waiting for the slowest rank (rank 1, in its " in said
+
+
 @pytest.mark.ranks
 @pytest.mark.soak
 @pytest.mark.timeout(600)
@@ -68,6 +101,21 @@ def test_too_many_threads_are_slower_compute_and_said_to_be_the_cause(tmp_path: 
     assert one["shares"][0]["cause"] == COMPUTE, one
     check_shares(one)
     assert f"{cores} ranks x {cores} threads = {cores * cores} threads on {cores} cores: they take turns" in said
+    assert f"to slower compute ({cores} threads for each core)" in said
+
+
+@pytest.mark.ranks
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("task", ["mnist-cnn", f"{TASKS}:wide"])
+def test_every_number_of_ranks_is_predicted_from_the_others(tmp_path: Path, task: str) -> None:
+    """Within a tenth on a quiet machine (benchmarks/scale_causes.py); here only what no neighbour explains."""
+    how = ("--ranks", "1,2,3,4", "--batch-size", 16, "--threads-per-rank", 1, "--optimizer", "sgd")
+    found, said = measured(tmp_path, "scale", task, *how, timeout=500)
+    assert {(one["at"]["ranks"]) for one in found["held"]} == {2, 3, 4}
+    assert len(found["held"]) == 6  # weak and strong
+    assert all(abs(one["error"]) < 0.3 for one in found["held"]), found["held"]
+    assert said.count("model, fitted without") == 6
 
 
 def test_every_point_of_weak_and_strong_scaling_has_its_counterpart_on_one_rank() -> None:

@@ -46,6 +46,11 @@ def comparable(runs: Runs) -> tuple[int | None, int | None]:
     return max(weak, default=None), max(strong, default=None)
 
 
+def over_network(runs: Runs) -> bool:
+    """Whether ranks of any of these runs were on several hosts."""
+    return any(len({*run.hosts.values()}) > 1 for found in runs.values() for run in found)
+
+
 def weight_bytes(folders: Sequence[Path]) -> int:
     """About what ranks exchange in a step: the size of the weights that were saved."""
     return max((path.stat().st_size for folder in folders if (path := folder / WEIGHTS).is_file()), default=0)

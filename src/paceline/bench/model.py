@@ -1,12 +1,18 @@
-"""How long would a step take on more ranks? Pure: a model with seven numbers, fitted to measured points.
+"""How long would a step take on more ranks? Pure: a model with eight numbers, fitted to measured points.
 
-    step(N, b) = compute + data + exchange + waiting, for N ranks with b samples each, times crowd
+    step(N, b) = crowd * (1 + wait) * (compute + data) + exchange, for N ranks with b samples each
 
-    compute    (fixed + per_sample * b) * (1 + contention * (ranks that compute at once - 1))
+    compute    (fixed + per_sample * b) * (1 + contention * (A - 1)), where A ranks compute at once
     data       data_per_sample * b
-    exchange   2 (N-1) * latency + 2 (N-1)/N * bytes * seconds_per_byte              a ring's messages and volume
-    waiting    jitter * sqrt(2 ln N) * (compute + data)                              the largest of N random deviations
-    crowd      ranks * threads / cores of a machine, where there are more threads than cores; else 1
+    wait       jitter * sqrt(2 ln A): the largest of A random deviations
+    exchange   2 (N-1) * latency + 2 (N-1)/N * bytes * seconds_per_byte: over a network, a ring's messages and volume
+               crowd * (2 (N-1) * latency + bytes * seconds_per_byte): in memory each rank reads and writes as much,
+               however many they are, and its core does it
+    crowd      threads per core, at least 1; or that rounded up, or something between (packing)
+
+Where ranks take turns, whoever waits leaves its core to who is late: deviations of more than A ranks do not add up. But
+3 ranks on 2 cores take the time of 1.5 ranks on each only if the system moves them within a step; else two of them
+share a core to its end, and all take the time of 2. Which of these happens depends on system and task.
 
 Each number is fitted to its own measured part (see `shares`), by least squares, none below 0. docs/scaling.md says what
 the model leaves out. Predictions on more machines take each of them to be as this one is.
@@ -16,11 +22,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from paceline.bench.least_squares import line, slope, two
 from paceline.bench.network import Network
 from paceline.bench.shares import Parts
 
+UNKNOWN_PACKING = 0.5  # the work of 3 ranks on 2 cores is then wrong by a sixth at most
 SMALL_BYTES = 65536  # where one point must tell latency and rate: below this it is latency
 
 
@@ -33,10 +41,16 @@ class Machine:
     """of each rank"""
     weight_bytes: int
     """what ranks exchange in a step"""
+    over_network: bool = False
+    """whether ranks exchange over a network, which is no core's work"""
 
     def crowd(self, ranks: int) -> float:
         """How many threads there are for each core, at least 1."""
         return max(1.0, ranks * self.threads / self.cores)
+
+    def uneven(self, ranks: int) -> float:
+        """How many threads more there are on some cores than on the mean of all, where they do not divide evenly."""
+        return math.ceil(self.crowd(ranks) - 1e-9) - self.crowd(ranks)
 
     def at_once(self, ranks: int) -> int:
         """How many ranks can compute at the same time."""
@@ -54,7 +68,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Model:
-    """The seven numbers; seconds."""
+    """The eight numbers; seconds."""
 
     machine: Machine
     fixed: float
@@ -66,6 +80,12 @@ class Model:
     seconds_per_byte: float
     jitter: float
     """relative"""
+    packing: float = UNKNOWN_PACKING
+    """0: ranks that do not divide evenly among the cores share them evenly all the same; 1: some cores have one more"""
+
+    def turns(self, ranks: int) -> float:
+        """How much longer work takes so many ranks on a machine, because they take turns."""
+        return self.machine.crowd(ranks) + self.packing * self.machine.uneven(ranks)
 
     def compute(self, ranks: int, batch: int) -> float:
         """Without crowd."""
@@ -73,23 +93,31 @@ class Model:
         return alone * (1 + self.contention * (self.machine.at_once(ranks) - 1))
 
     def exchange(self, ranks: int, network: Network | None = None) -> float:
-        """Without crowd; over `network` instead of what was measured."""
-        latency = self.latency if network is None else network.latency_seconds
-        per_byte = self.seconds_per_byte if network is None else 1 / network.bytes_per_second
+        """As it was measured, or over `network`."""
+        if network is not None:
+            return self._ring(ranks, network.latency_seconds, 1 / network.bytes_per_second)
+        if self.machine.over_network:
+            return self._ring(ranks, self.latency, self.seconds_per_byte)
+        in_memory = _messages(ranks) * self.latency + self.machine.weight_bytes * self.seconds_per_byte
+        return in_memory * self.turns(ranks) if ranks > 1 else 0.0
+
+    def _ring(self, ranks: int, latency: float, per_byte: float) -> float:
         return _messages(ranks) * latency + _volume(ranks) * self.machine.weight_bytes * per_byte
 
     def step(self, ranks: int, batch: int) -> float:
         """Seconds of a step on this machine."""
-        return self._step(ranks, batch, ranks, self.exchange(ranks)) * self.machine.crowd(ranks)
+        return self._step(ranks, batch, ranks, self.exchange(ranks))
 
     def step_on_many(self, ranks: int, batch: int, per_machine: int, network: Network) -> float:
         """Seconds of a step on machines like this one, each with so many ranks; ranks exchange over `network`."""
         exchange = self.exchange(ranks, network)
-        return self._step(ranks, batch, per_machine, exchange) * self.machine.crowd(per_machine)
+        return self._step(ranks, batch, per_machine, exchange)
 
     def _step(self, ranks: int, batch: int, per_machine: int, exchange: float) -> float:
         work = self.compute(per_machine, batch) + self.data_per_sample * batch
-        return work * (1 + self.jitter * _largest(ranks)) + exchange
+        at_once = ranks * self.machine.at_once(per_machine) // per_machine
+        work *= (1 + self.jitter * _largest(at_once)) * self.turns(per_machine)
+        return work + exchange
 
 
 @dataclass(frozen=True)
@@ -107,32 +135,78 @@ class HeldOut:
 
 def fit(points: Sequence[Point], machine: Machine) -> Model:
     """The model nearest to `points`, at least one of which is on one rank."""
-    one = [point for point in points if point.ranks == 1]
+    points = [_without_base(point, points, machine) for point in points]
     many = [point for point in points if point.ranks > 1]
-    fixed, per_sample = _line([(float(p.batch), p.parts.compute) for p in one])
-    crowds = {p.ranks: machine.crowd(p.ranks) for p in points}
-    data = [(float(p.batch), p.parts.data / crowds[p.ranks]) for p in points]
-    bare = [(p, (fixed + per_sample * p.batch) * crowds[p.ranks]) for p in many]
-    contention = [(machine.at_once(p.ranks) - 1.0, p.parts.compute / alone - 1) for p, alone in bare if alone > 0]
-    # what one rank already spends there is no exchange: the totals of a world of one
-    base = min((p.parts.exchange for p in one), default=0.0)
-    spent = [(p, max(0.0, p.parts.exchange - base) / crowds[p.ranks]) for p in many]
-    rows = [(_messages(p.ranks), _volume(p.ranks) * machine.weight_bytes, seconds) for p, seconds in spent]
-    latency, per_byte = _two(rows, first=machine.weight_bytes < SMALL_BYTES)
-    waits = [(_largest(p.ranks) * (p.parts.compute + p.parts.data), p.parts.waiting) for p in many]
-    return Model(
-        machine, fixed, per_sample, _slope(data), _slope(contention), latency, per_byte, _slope(waits)
-    )  # fmt: skip
+    fixed, per_sample = line([(float(p.batch), p.parts.compute) for p in points if p.ranks == 1])
+    data = slope([(float(p.batch), p.parts.data / machine.crowd(p.ranks)) for p in points])
+    # in a crowd ranks wait for each other's turns, which is no chance
+    calm = [point for point in many if machine.crowd(point.ranks) <= 1]
+    waits = [(_largest(p.ranks) * (p.parts.compute + p.parts.data), p.parts.waiting) for p in calm]
+    model = Model(machine, fixed, per_sample, data, 0.0, 0.0, 0.0, slope(waits))
+    uneven = [point for point in many if machine.uneven(point.ranks) > 0]
+    even = [point for point in many if point not in uneven]
+    model = replace(model, contention=_contention(model, even or uneven))
+    model = replace(model, packing=_packing(model, uneven)) if even and uneven else model
+    return _with_exchange(model, many)
+
+
+def _without_base(point: Point, points: Sequence[Point], machine: Machine) -> Point:
+    """What one rank alone spends on exchange is work of every rank: looking whether gradients are finite, say."""
+    base = min((p.parts.exchange for p in points if p.ranks == 1), default=0.0)
+    moved = min(point.parts.exchange, base * machine.crowd(point.ranks))
+    parts = replace(point.parts, compute=point.parts.compute + moved, exchange=max(0.0, point.parts.exchange - moved))
+    return replace(point, parts=parts)
+
+
+def _contention(model: Model, points: Sequence[Point]) -> float:
+    """By how much ranks slow each other down, beside taking turns."""
+    found: list[tuple[float, float]] = []
+    for p in points:
+        alone, at_once = model.fixed + model.per_sample * p.batch, model.machine.at_once(p.ranks)
+        work = _busy(p) / model.turns(p.ranks) / (1 + model.jitter * _largest(at_once))
+        found += [(alone * (at_once - 1), work - model.data_per_sample * p.batch - alone)]
+    return slope(found)
+
+
+def _packing(model: Model, points: Sequence[Point]) -> float:
+    """Where between the two ways to share cores unevenly the system is."""
+    found: list[tuple[float, float]] = []
+    for p in points:
+        work = model.compute(p.ranks, p.batch) + model.data_per_sample * p.batch
+        work *= 1 + model.jitter * _largest(model.machine.at_once(p.ranks))
+        found += [(work * model.machine.uneven(p.ranks), _busy(p) - work * model.machine.crowd(p.ranks))]
+    return min(1.0, slope(found))
+
+
+def _with_exchange(model: Model, points: Sequence[Point]) -> Model:
+    """With latency and rate."""
+    size, network = model.machine.weight_bytes, model.machine.over_network
+    rows = [
+        (_messages(p.ranks), (_volume(p.ranks) if network else 1.0) * size,
+         p.parts.exchange / (1.0 if network else model.turns(p.ranks)))
+        for p in points
+    ]  # fmt: skip
+    latency, per_byte = two(rows, first=size < SMALL_BYTES)
+    return replace(model, latency=latency, seconds_per_byte=per_byte)
+
+
+def _busy(point: Point) -> float:
+    """As long as the slowest rank of each step works."""
+    return point.parts.compute + point.parts.data + point.parts.waiting
 
 
 def hold_out(points: Sequence[Point], machine: Machine) -> list[HeldOut]:
-    """The points on most ranks, predicted from all others; empty where these are on fewer than two numbers of ranks."""
-    most = max(point.ranks for point in points)
-    rest = [point for point in points if point.ranks < most]
-    if len({point.ranks for point in rest}) < 2:
-        return []
-    model = fit(rest, machine)
-    return [HeldOut(p, model.step(p.ranks, p.batch)) for p in points if p.ranks == most]
+    """The points on each number of ranks above 1, predicted from those on all others.
+
+    Empty where these are on fewer than two numbers of ranks.
+    """
+    found: list[HeldOut] = []
+    for ranks in sorted({point.ranks for point in points} - {1}):
+        rest = [point for point in points if point.ranks != ranks]
+        if len({point.ranks for point in rest}) > 1:
+            model = fit(rest, machine)
+            found += [HeldOut(p, model.step(p.ranks, p.batch)) for p in points if p.ranks == ranks]
+    return found
 
 
 def _messages(ranks: int) -> float:
@@ -146,37 +220,3 @@ def _volume(ranks: int) -> float:
 def _largest(ranks: int) -> float:
     """By how many standard deviations the largest of so many normal numbers exceeds their mean, about."""
     return math.sqrt(2 * math.log(ranks)) if ranks > 1 else 0.0
-
-
-def _slope(points: Sequence[tuple[float, float]]) -> float:
-    """The line through the origin, not falling."""
-    square = sum(x * x for x, _ in points)
-    return max(0.0, sum(x * y for x, y in points) / square) if square > 0 else 0.0
-
-
-def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """(height at 0, slope), both at least 0; through the origin where all points are at one place."""
-    if len({x for x, _ in points}) < 2:
-        return 0.0, _slope(points)
-    mean_x, mean_y = (sum(values) / len(points) for values in zip(*points, strict=True))
-    slope = sum((x - mean_x) * (y - mean_y) for x, y in points) / sum((x - mean_x) ** 2 for x, _ in points)
-    if slope <= 0:
-        return mean_y, 0.0
-    height = mean_y - slope * mean_x
-    return (height, slope) if height >= 0 else (0.0, _slope(points))
-
-
-def _two(rows: Sequence[tuple[float, float, float]], *, first: bool) -> tuple[float, float]:
-    """(p, q), both at least 0, with p * a + q * b near y for each row (a, b, y).
-
-    Where they cannot be told apart, one of them is 0, and `first` says which is not.
-    """
-    aa, ab, bb = (sum(row[i] * row[j] for row in rows) for i, j in ((0, 0), (0, 1), (1, 1)))
-    ay, by = (sum(row[i] * row[2] for row in rows) for i in (0, 1))
-    determinant = aa * bb - ab * ab
-    if determinant > 1e-9 * aa * bb:
-        p, q = (ay * bb - by * ab) / determinant, (by * aa - ay * ab) / determinant
-        if p >= 0 and q >= 0:
-            return p, q
-        first = q < 0
-    return (max(0.0, ay / aa) if aa else 0.0, 0.0) if first else (0.0, max(0.0, by / bb) if bb else 0.0)

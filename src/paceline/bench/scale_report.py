@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from statistics import median
 
 import msgspec
@@ -18,7 +20,7 @@ from paceline.bench.shares import (
     lost_weak,
     take_apart,
 )
-from paceline.bench.steps import Run
+from paceline.bench.steps import Run, Spent
 
 
 class At(msgspec.Struct, frozen=True):
@@ -40,6 +42,7 @@ class Lost(msgspec.Struct, frozen=True):
     shares: list[Share]
     slowest: int | None
     slow_phase: str
+    crowd: float  # threads for each core, at least 1
 
 
 class Ahead(msgspec.Struct, frozen=True):
@@ -53,7 +56,7 @@ class Ahead(msgspec.Struct, frozen=True):
 
 
 class Held(msgspec.Struct, frozen=True):
-    """A measured step, predicted from those on fewer ranks."""
+    """A measured step, predicted from those on other numbers of ranks."""
 
     at: At
     measured_seconds: float
@@ -85,12 +88,25 @@ def parts_of(runs: Runs, alone: Mapping[At, Sequence[Run]]) -> dict[At, Parts]:
     return parts
 
 
-def lost_of(runs: Runs, parts: Mapping[At, Parts], mode: str, batch: int) -> list[Lost]:
+def usual(runs: Runs) -> dict[At, Sequence[Run]]:
+    """The quicker half of each point's steps, of all rounds together, as one run.
+
+    What the model is fitted to: what disturbs a step now and then is not the task's, and follows no law.
+    """
+    found: dict[At, Sequence[Run]] = {}
+    for at, rounds in runs.items():
+        steps = sorted((step for run in rounds for step in run.steps), key=_longest)
+        found[at] = [replace(rounds[0], steps=steps[: math.ceil(len(steps) / 2)])]
+    return found
+
+
+def lost_of(runs: Runs, parts: Mapping[At, Parts], machine: Machine, mode: str, batch: int) -> list[Lost]:
     """What each number of ranks above 1 loses.
 
     Args:
         runs: all that was measured.
         parts: of it.
+        machine: on which.
         mode: weak or strong.
         batch: of each rank (weak), or of all together (strong).
     """
@@ -107,7 +123,10 @@ def lost_of(runs: Runs, parts: Mapping[At, Parts], mode: str, batch: int) -> lis
         rate = _middle(runs[at]).samples / many.step
         lost = many.step - one.step / work
         found.append(
-            Lost(mode, at, rate, many.step, spread(ratios), lost, shares, many.slowest, many.slow_phase)
+            Lost(
+                mode, at, rate, many.step, spread(ratios), lost, shares, many.slowest, many.slow_phase,
+                machine.crowd(ranks),
+            )
         )  # fmt: skip
     return found
 
@@ -118,7 +137,7 @@ def points_of(parts: Mapping[At, Parts]) -> list[Point]:
 
 
 def held_of(parts: Mapping[At, Parts], machine: Machine) -> list[Held]:
-    """How well the model would have predicted the most ranks that were measured."""
+    """How well the model would have predicted each number of ranks that was measured, without it."""
     return [
         Held(At(h.point.ranks, h.point.batch), h.point.parts.step, h.predicted, h.error)
         for h in hold_out(points_of(parts), machine)
@@ -159,6 +178,10 @@ def _ahead(
     seconds = step(ranks, own)
     ideal = model.step(1, batch) / (1 if mode == "weak" else ranks)
     return Ahead(mode, At(ranks, own), where, seconds, ideal / seconds if seconds > 0 else 0.0)
+
+
+def _longest(step: Mapping[int, Spent]) -> float:
+    return max(spent.seconds for spent in step.values())
 
 
 def _middle(found: Sequence[Run]) -> Run:

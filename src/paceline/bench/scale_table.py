@@ -42,11 +42,18 @@ def sentence(lost: Lost) -> str:
     if gone < 100 * NOISE:
         return f"{ranks}: nothing to speak of is lost ({gone:.0f} %)"
     first = lost.shares[0]
-    who = ""
-    if first.cause == WAITING:
-        phase = f", in its {lost.slow_phase}" if lost.slow_phase else ""
-        who = f" (rank {lost.slowest}{phase})" if lost.slowest is not None else " (another one each time)"
-    return f"{ranks}: {gone:.0f} % is lost, most of it ({first.percent:.0f} %) to {first.cause}{who}"
+    return f"{ranks}: {gone:.0f} % is lost, most of it ({first.percent:.0f} %) to {first.cause}{_who(lost)}"
+
+
+def _who(lost: Lost) -> str:
+    """Who is to blame for the largest share, in brackets; empty where nobody knows."""
+    cause = lost.shares[0].cause
+    if cause == WAITING and lost.slowest is not None:
+        return f" (rank {lost.slowest}, in its {lost.slow_phase})"
+    turns = f"{lost.crowd:g} threads for each core" if lost.crowd > 1 else ""
+    if cause == WAITING:
+        return f" (another one each time{turns and '; ' + turns})"
+    return f" ({turns})" if cause == COMPUTE and turns else ""
 
 
 def held_words(held: Held) -> str:

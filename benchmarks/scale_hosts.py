@@ -1,0 +1,122 @@
+"""What does `paceline scale` say of runs over several hosts? Hosts are namespaces, joined by cables of a limited rate.
+
+All hosts have the same cores, those of this machine: more than there are cores take turns. Root only, and the programs
+of tests/cluster (.ci/install). Used by scale_causes.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from paceline.bench.from_runs import read_runs, weight_bytes
+from paceline.bench.model import Machine, fit
+from paceline.bench.network import parse_network
+from paceline.bench.scale_report import Held, held_of, parts_of, points_of, usual
+from paceline.launch.cgroup import usable_cores
+from race.quiet import wait_until_idle
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the hosts are those of the tests
+from tests.cluster.lab import Lab
+from tests.cluster.ssh import SshHosts
+
+RATE = "200mbit"
+NETWORK = parse_network(RATE)
+PACELINE = (sys.executable, "-m", "paceline")
+PROGRAMS = ("ip", "tc", "nsenter", "unshare", "setpriv", "setsid", "hostname", "ssh", "ssh-keygen", "/usr/sbin/sshd")
+WARM_UP = 5
+LIMIT_SECONDS = 300
+
+
+def hindrance() -> str:
+    """Why there can be no hosts here; empty if there can."""
+    if os.geteuid() != 0:
+        return "needs root: hosts are made of namespaces"
+    missing = [name for name in PROGRAMS if shutil.which(name) is None]
+    return f"needs {', '.join(missing)}: as root, .ci/install installs it" if missing else ""
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """n1, n2, ..., each with a cable of RATE, and where runs on them leave their folders."""
+
+    lab: Lab
+    ssh: SshHosts
+    folder: Path
+
+    def train(self, task: str, ranks: int, batch: int, steps: int, name: str) -> Path:
+        """One rank on each of so many hosts: the run's folder."""
+        wait_until_idle(20.0)
+        run_dir = self.folder / name
+        words = [*PACELINE, "train", task, "--steps", steps + WARM_UP, "--batch-size", batch, "--device", "cpu",
+                 "--threads-per-rank", 1, "--strategy", "bucketed", "--nproc", 1, "--run-dir", run_dir]  # fmt: skip
+        if ranks > 1:
+            names = ",".join(self.lab.hosts[:ranks])
+            words += ["--on", "ssh", "--hosts", names, "--ssh", self.ssh.command]
+        done = self.lab.run("n1", *words, cwd=self.folder, timeout=LIMIT_SECONDS)
+        if done.returncode:
+            raise RuntimeError(f"{ranks} hosts: {done.stderr}{done.stdout}")
+        return run_dir
+
+
+@contextmanager
+def hosts(count: int) -> Generator[Hosts]:
+    """So many fresh ones."""
+    with tempfile.TemporaryDirectory(prefix="hosts-") as folder:
+        lab = Lab(Path(folder), count)
+        try:
+            ssh = SshHosts.start(lab, Path(folder))
+            for host in lab.hosts:
+                lab.rate(host, RATE)
+            yield Hosts(lab, ssh, Path(folder))
+        finally:
+            lab.close()
+
+
+def shares_over_hosts(tasks: Path, times: int, steps: int) -> Iterator[dict[str, Any]]:
+    """What `paceline scale --runs` says of one rank and of two on two hosts, whose cable is what is slow."""
+    with hosts(2) as found:
+        for number in range(times):
+            runs = [found.train(f"{tasks}:large", n, 64, steps, f"{n}-{number}") for n in (1, 2)]
+            out = found.folder / "found.json"
+            words = ["scale", "--runs", ",".join(map(str, runs)), "--mode", "weak", "--out", str(out)]
+            said = subprocess.run([*PACELINE, *words], check=True, capture_output=True, text=True, timeout=60)
+            yield {**json.loads(out.read_text()), "said": said.stdout}
+
+
+def predicted_over_hosts(tasks: Path, ranks: Sequence[int], times: int, steps: int) -> dict[str, Any]:
+    """Each number of hosts, weak and strong, predicted from the others, and from one rank and the cables' rate."""
+    each, whole = 64, 768
+    with hosts(max(ranks)) as found:
+        runs = [
+            found.train(f"{tasks}:large", n, batch, steps, f"{n}-{batch}-{number}")
+            for number in range(times)
+            for n in ranks
+            for batch in ({each, whole // n} if n > 1 else {each, *(whole // m for m in ranks)})
+        ]
+        size, parts = weight_bytes(runs), parts_of(usual(read_runs(runs, skip=WARM_UP)), {})
+    machine = Machine(usable_cores(), 1, size, over_network=True)
+    alone = fit([point for point in points_of(parts) if point.ranks == 1], machine)
+    stated = [
+        Held(at, one.step, seconds := alone.step_on_many(at.ranks, at.batch, at.ranks, NETWORK), seconds / one.step - 1)
+        for at, one in parts.items()
+        if at.ranks > 1
+    ]
+
+    def rows(held: Sequence[Held]) -> list[dict[str, Any]]:
+        mode = {each: "weak"}
+        return [{**msgspec.to_builtins(one), "mode": mode.get(one.at.batch, "strong")} for one in held]
+
+    what = f"one rank a host, {size / 1e6:.1f} MB of weights, cables of {RATE}"
+    return {"what": what, "held_out": rows(held_of(parts, machine)), "from_one_rank_and_the_rate": rows(stated)}
