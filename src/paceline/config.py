@@ -163,7 +163,7 @@ class LaunchConfig:
     backend: Literal["auto", "nccl", "gloo", "mpi"] = "auto"
     """of torch.distributed; auto: nccl for GPUs, gloo for CPUs"""
     collectives: Literal["auto", "shared", "torch"] = "auto"
-    """sums over ranks; auto: through shared memory, where all ranks are on CPUs of one host, else torch.distributed"""
+    """sums over ranks; auto: in the memory that CPU ranks of a host share, else over torch.distributed"""
     threads_per_rank: int | None = None
     """CPU threads of each rank (default: OMP_NUM_THREADS if set, else cores / ranks)"""
     port: int = 0

@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple, NoReturn
 import tyro
 from rich.console import Console
 
+from paceline.config import absolute_task
 from paceline.errors import ExitCode, UsageError
 from paceline.launch.doctor.checks import judge
 from paceline.launch.doctor.report import as_json, print_report
@@ -81,7 +82,7 @@ def main(arguments: Sequence[str]) -> int:
         names=ways.names,
         run_dir=str((config.run_dir or Path("runs")).absolute()),
         data_dir=str(config.data_dir.absolute()) if config.data_dir else "",
-        task=_absolute(config.task),
+        task=absolute_task(config.task or ""),
         options=_task_options(config),
         batch_size=config.batch_size,
         threads=config.threads_per_rank or 0,
@@ -178,9 +179,3 @@ def _task_options(config: DoctorConfig) -> dict[str, str]:
         return {}
     options = {"data_dir": config.data_dir and str(config.data_dir.absolute()), "stem": config.stem}
     return {name: value for name, value in options.items() if value is not None}
-
-
-def _absolute(task: str | None) -> str:
-    """A task in a file with the file's absolute path: the hosts' programs start in other folders."""
-    path, colon, name = (task or "").rpartition(":")
-    return f"{Path(path).resolve()}:{name}" if colon and path.endswith(".py") else task or ""
