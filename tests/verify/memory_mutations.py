@@ -30,7 +30,7 @@ ZERO = import_module("paceline.strategies.zero")  # as an attribute it is the fu
 BULK_BYTES = 16 << 10
 ODD_RANK = 1  # the one that does something wrong, where only one does
 
-Load = Callable[[Lanes, Chunk, Sequence[Flat | None], int], None]
+Load = Callable[..., None]
 Take = Callable[[Lanes, Chunk, int, int, Results], None]
 
 
@@ -85,8 +85,8 @@ def share_of_the_step_before() -> AbstractContextManager[None]:
     original: Load = Lanes.load
     kept: WeakKeyDictionary[Lanes, dict[Chunk, Tensor]] = WeakKeyDictionary()
 
-    def load(self: Lanes, chunk: Chunk, own: Sequence[Flat | None], slot: int) -> None:
-        original(self, chunk, own, slot)
+    def load(self: Lanes, chunk: Chunk, own: Sequence[Flat | None], slot: int, **more: bool) -> None:
+        original(self, chunk, own, slot, **more)
         rank = self._memory.rank
         if rank == ODD_RANK:
             mine = self._memory.bulk.typed(chunk.dtype)[slot][rank][: self._rooms[chunk.dtype]]
@@ -109,10 +109,10 @@ def no_wait_before_reading() -> AbstractContextManager[None]:
         finally:
             del bulk.wait
 
-    def load(self: Lanes, *arguments: Any) -> None:
+    def load(self: Lanes, *arguments: Any, **more: bool) -> None:
         if self._memory.rank == ODD_RANK:
             time.sleep(0.01)  # a race that is always lost
-        right_load(self, *arguments)
+        right_load(self, *arguments, **more)
 
     return planted((TreeSum, "run", run), (Lanes, "load", load))
 
@@ -124,9 +124,9 @@ def absent_everywhere_becomes_zero() -> AbstractContextManager[None]:
 def absent_on_one_rank_is_what_lay_there() -> AbstractContextManager[None]:
     original: Load = Lanes.load
 
-    def load(self: Lanes, chunk: Chunk, own: Sequence[Flat | None], slot: int) -> None:
+    def load(self: Lanes, chunk: Chunk, own: Sequence[Flat | None], slot: int, **more: bool) -> None:
         if any(tensor is not None for flat in own for tensor in flat or ()):
-            original(self, chunk, own, slot)
+            original(self, chunk, own, slot, **more)
 
     return planted((Lanes, "load", load))
 
@@ -134,8 +134,8 @@ def absent_on_one_rank_is_what_lay_there() -> AbstractContextManager[None]:
 def totals_of_one_rank_missing() -> AbstractContextManager[None]:
     original = StartedSum.__init__
 
-    def init(self: StartedSum, memory: SharedMemory, slots: Tensor) -> None:
-        original(self, memory, torch.zeros_like(slots) if memory.rank == ODD_RANK else slots)
+    def init(self: StartedSum, memory: SharedMemory, slots: Tensor, name: str) -> None:
+        original(self, memory, torch.zeros_like(slots) if memory.rank == ODD_RANK else slots, name)
 
     return planted((StartedSum, "__init__", init))
 
