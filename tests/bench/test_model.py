@@ -81,7 +81,7 @@ def test_three_ranks_on_two_cores_tell_how_they_are_shared_and_four_need_not_kno
     assert fit(points, machine).packing == pytest.approx(packing, abs=1e-6)
     for held in hold_out(points, machine):
         # nobody can know it who has not seen 3; who has not seen 2 cannot tell chance from contention
-        slack = {2: 0.01, 3: 0.5 * 0.5 / 1.5, 4: 1e-6}[held.point.ranks]
+        slack = {2: 0.01, 3: 0.75 * 0.5 / 1.5, 4: 1e-6}[held.point.ranks]
         assert abs(held.error) <= slack + 1e-9
 
 

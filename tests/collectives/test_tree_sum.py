@@ -101,7 +101,7 @@ def check_sums(world, leaves, sizes, dtypes, absent, divisor, direct):
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("bad", [None, float("nan"), float("inf"), 3e38])
 def test_what_is_known_to_be_finite_is_finite_and_known_by_all(world, bad):
-    sizes = [40_000, 100]
+    sizes = [400_000, 100]
 
     def act(memory):
         total = TreeSum(memory, sizes, [torch.float32] * 2, forests(world, world)[memory.rank])

@@ -21,6 +21,7 @@ from paceline.scratch.tree import Forest, Node, middle, tree_sum
 
 WIDEST_BYTES = 8  # of an element
 DIRECT_BYTES = 128 << 10  # up to here another tick costs more than to add up everything everywhere
+DIRECT_FACTOR = 8  # so many times as much, where only two are added
 
 
 class TreeSum:
@@ -41,7 +42,8 @@ class TreeSum:
         self._spares = spare_count(self._nodes, self._leaves)
         lanes = max(map(len, nodes))
         total_bytes = sum(size * dtype.itemsize for size, dtype in zip(sizes, dtypes, strict=True))
-        self._shares = memory.size if total_bytes > DIRECT_BYTES else 0
+        direct_bytes = DIRECT_BYTES * (DIRECT_FACTOR if len(self._nodes) == 2 else 1)
+        self._shares = memory.size if total_bytes > direct_bytes else 0
         lane_bytes = self._lane_bytes(lanes)
         # at the same byte for all types: the tick that brings in a chunk of one hands out sums of another
         self._results_at = {dtype: lanes * lane_bytes // dtype.itemsize for dtype in dtypes}
