@@ -199,10 +199,11 @@ def test_the_summary_tells_reached_missed_and_not_measured_apart(
     rows += [made_row(figures, "vanilla", [10.0] * 6, work="W2"), made_row(figures, "default", [9.0] * 6, work="W2")]
     rows += [made_row(figures, "vanilla", [10.0] * 6, work="W3"), made_row(figures, "default", [None] * 6, work="W3")]
     rows.append(made_row(figures, "one-rank", [4.0] * 6, samples=4, work="W1"))
+    rows.append(made_row(figures, "no-exchange", [8.0] * 6, work="W2"))
     figures.write(tmp_path / "peers.json", {}, rows)
     lines = summary.summary(summary.goals(), tmp_path).splitlines()
     assert "| W1, default mode / vanilla DDP | >= 1.25 | 2.000 | yes |" in lines
-    assert "| W2, default mode / vanilla DDP | >= 1.35 | 1.111 | NO |" in lines
+    assert "| W2, default mode / vanilla DDP | >= 1.35 | 1.111 | NO; without any exchange 1.250 |" in lines
     assert "| W3, default mode / vanilla DDP | >= 2.1 | not measured | - |" in lines
     assert "| W1, peak memory of a rank / vanilla DDP's | <= 1.05 | 1.000 | yes |" in lines
     assert "| W1, weak scaling, 2 ranks / our own one | >= 0.94 | 0.800 | NO |" in lines
