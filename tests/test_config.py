@@ -40,14 +40,14 @@ configs = st.builds(
 def test_what_is_written_is_read_back(tmp_path_factory, config):
     path = tmp_path_factory.mktemp("config") / "config.toml"
     path.write_text(dump(config))
-    assert load(path) == config
+    assert load(path, ours=True) == config
     check_values(config)
 
 
 def read(tmp_path, text: str) -> TrainConfig:
     path = tmp_path / "run.toml"
     path.write_text(text)
-    return load(path)
+    return load(path, ours=True)
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_wrong_files_say_what_is_wrong(tmp_path, text, words):
 
 def test_a_missing_file():
     with pytest.raises(UsageError, match="No such file"):
-        load(Path("/nowhere/run.toml"))
+        load(Path("/nowhere/run.toml"), ours=True)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +17,8 @@ import msgspec
 import tomli_w
 import tyro
 
+from paceline.disk.owners import NotOurs
+from paceline.disk.reading import decode_toml
 from paceline.errors import UsageError, unknown
 
 StrategyName = Literal["single", "dp", "manual", "bucketed", "ddp", "exact", "zero", "fsdp"]
@@ -112,6 +113,8 @@ class RunConfig:
     """of everything random: weights, order of samples, dropout, augmentation"""
     run_dir: Path | None = None
     """folder for everything this run writes; must not hold a run (default runs/<task>-<time>)"""
+    trust: bool = False
+    """believe and use a run folder or --config file that others own or could have written"""
     log_interval: int = 50
     """steps between two progress lines"""
     record_samples: bool = False
@@ -325,22 +328,29 @@ def repeatable(config: TrainConfig) -> TrainConfig:
         config.checkpoint, resume="no", fresh=False, allow_change="", rehearse_preemption=None
     )
     # a run is never repeated into its own folder, nor on machines that nobody has asked for again
-    run = dataclasses.replace(config.run, run_dir=None)
+    run = dataclasses.replace(config.run, run_dir=None, trust=False)
     return dataclasses.replace(config, run=run, checkpoint=checkpoint, cluster=ClusterConfig())
 
 
-def load(path: Path) -> TrainConfig:
+def load(path: Path, *, ours: bool) -> TrainConfig:
     """Read a TOML file, e.g. the config.toml of an earlier run.
+
+    Args:
+        path: of the file, resolved as far as links are meant.
+        ours: refuse one that anybody else could have written, for it names code to be run.
 
     Raises:
         UsageError: if it cannot be read, is no TOML, or a key or value is not valid.
     """
     try:
-        table = tomllib.loads(path.read_text())
-    except OSError as error:
+        table = decode_toml(path, ours=ours)
+    except NotOurs as error:
+        words = "it names code and programs to run. Copy it, and read it; --trust of `paceline train` believes it"
+        raise UsageError(f"--config {path} {error.strerror}: {words}") from None
+    except FileNotFoundError as error:
         raise UsageError(f"--config {path} cannot be read: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"--config {path} is not valid TOML: {error}") from None
+    except OSError as error:
+        raise UsageError(f"--config {path} {error.strerror}") from None
     try:
         _refuse_unknown_keys(table, TrainConfig, "")
         return msgspec.convert(table, TrainConfig, dec_hook=_path)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 import sys
 import threading
 import time
@@ -18,7 +19,13 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 
 import msgspec
-from torch.distributed import DistError, PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import (
+    DistError,
+    FileStore,  # pyright: ignore[reportPrivateImportUsage]
+    PrefixStore,  # pyright: ignore[reportPrivateImportUsage]
+    Store,  # pyright: ignore[reportPrivateImportUsage]
+    TCPStore,  # pyright: ignore[reportPrivateImportUsage]
+)
 
 from paceline.errors import TrainingError, UsageError
 from paceline.launch.procfs import port_holder
@@ -69,7 +76,10 @@ class _Meeting:
 
 
 def meet(rank: int, size: int, env: Mapping[str, str], *, seconds: float = MEETING_SECONDS) -> Store:
-    """The store at MASTER_ADDR:MASTER_PORT, when all `size` ranks of this job, and nobody else, have come to it.
+    """The store of this job, when all its `size` ranks, and nobody else, have come to it.
+
+    It is the memory that our agent has given to the ranks of one host (no other user can reach it), else at
+    MASTER_ADDR:MASTER_PORT.
 
     After 10 s, and then every 30 s, stderr says who is missing or what is in the way.
 
@@ -126,8 +136,12 @@ def _come(meeting: _Meeting, env: Mapping[str, str]) -> None:
 
 def _open(meeting: _Meeting, env: Mapping[str, str]) -> Store | None:
     agent_hosts_store = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # started by torchrun
+    inherited = env.get("PACELINE_STORE_FD", "")
+    if inherited and stat.S_ISREG(os.fstat(int(inherited)).st_mode):
+        # opened anew at each call, so that its locks hold between processes; -1: it has no name to be removed
+        return FileStore(f"/proc/self/fd/{inherited}", -1)
     if meeting.rank == 0 and not agent_hosts_store:
-        return _host(meeting, env.get("PACELINE_STORE_FD", ""))
+        return _host(meeting, inherited)
     while not meeting.late():
         reason = why_unreachable(meeting.host, meeting.port)
         if not reason:

@@ -16,15 +16,21 @@ import msgspec
 from paceline.checkpoint.manifest import FORMAT, Manifest, Piece, ShardFile
 from paceline.checkpoint.store import Checkpoints, write_file
 
-SIZE = 3000  # bytes of one shard
+SIZE = 3000  # elements of one shard, a byte each
+HEADER = 128  # bytes before them, which say so
 
 
 def shard_name(rank: int, world: int) -> str:
     return f"shard-{rank}-of-{world}.safetensors"
 
 
+def header(size: int, **changes: Any) -> bytes:
+    entry = {"dtype": "U8", "shape": [size], "data_offsets": [0, size], **changes}
+    return (HEADER - 8).to_bytes(8, "little") + json.dumps({"w": entry}).encode().ljust(HEADER - 8)
+
+
 def shard_bytes(step: int, rank: int, size: int = SIZE) -> bytes:
-    return random.Random(f"{step} {rank}").randbytes(size)
+    return header(size) + random.Random(f"{step} {rank}").randbytes(size)
 
 
 def chunks(data: bytes) -> Iterator[bytes]:
@@ -38,13 +44,14 @@ def manifest_of(
     step: int, files: list[tuple[str, int, str]], attempt: int = 1, generation: int = 0, **more: Any
 ) -> Manifest:
     """Of one tensor of bytes that the ranks share."""
-    whole = sum(size for _, size, _ in files)
+    whole = sum(size - HEADER for _, size, _ in files)
     shards: list[ShardFile] = []
     start = 0
     for name, size, sha256 in files:
-        piece = Piece(key="w", name="model/w", dtype="U8", shape=(whole,), start=start, stop=start + size)
+        stop = start + size - HEADER
+        piece = Piece(key="w", name="model/w", dtype="U8", shape=(whole,), start=start, stop=stop)
         shards.append(ShardFile(name=name, bytes=size, sha256=sha256, pieces=(piece,)))
-        start += size
+        start = stop
     settings: dict[str, Any] = {
         "format": FORMAT,
         "step": step,
@@ -90,7 +97,9 @@ def newest(root: Path) -> tuple[int | None, list[str]]:
     path, manifest = found
     for rank, file in enumerate(manifest.files):
         data = (path / file.name).read_bytes()
-        assert data == shard_bytes(manifest.step, rank, len(data)), f"{path.name}/{file.name} is of another step"
+        assert data == shard_bytes(manifest.step, rank, len(data) - HEADER), (
+            f"{path.name}/{file.name} is of another step"
+        )
     return manifest.step, told
 
 

@@ -25,13 +25,13 @@ def run(tmp_path) -> Path:
 
 def spoil(run: Path, step: int, *, short: bool = False) -> None:
     path = run / "checkpoints" / f"step-{step:08d}" / shard_name(1, 2)
-    path.write_bytes(path.read_bytes()[: 2999 if short else 3000][:-1] + b"?" * (not short))
+    path.write_bytes(path.read_bytes()[: 3127 if short else 3128][:-1] + b"?" * (not short))
 
 
 @pytest.mark.parametrize("inner", ["", "checkpoints"])
 def test_list_shows_every_checkpoint_the_newest_last(run, capsys, inner):
     assert main(["list", str(run / inner)]) == 0
-    row = r"│ (\d) +│ \d{4}-\d\d-\d\d \d\d:\d\d:\d\d │ 6,000 bytes │ 2 +│ 2 +│ sizes are right"
+    row = r"│ (\d) +│ \d{4}-\d\d-\d\d \d\d:\d\d:\d\d │ 6,256 bytes │ 2 +│ 2 +│ sizes are right"
     rows = re.findall(row, capsys.readouterr().out)
     assert rows == ["1", "2", "3"]
 
@@ -42,7 +42,7 @@ def test_list_says_what_is_damaged_and_does_not_read_the_contents(run, capsys):
     assert main(["list", str(run)]) == 0
     shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
     assert shown.count("sizes are right") == 2
-    assert "damaged: shard-1-of-2.safetensors has 2,998 bytes instead of 3,000" in shown
+    assert "damaged: shard-1-of-2.safetensors has 3,126 bytes instead of 3,128" in shown
 
 
 def test_verify_says_that_all_are_whole(run, capsys):

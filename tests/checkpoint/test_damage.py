@@ -18,6 +18,7 @@ from tests.checkpoint.damage import kill_trial, trial
 
 from paceline.checkpoint.manifest import Damaged
 from paceline.checkpoint.store import Checkpoints
+from paceline.disk.owners import user_name
 
 NOBODY = 65534
 
@@ -80,12 +81,12 @@ def test_a_checkpoint_under_the_name_of_another_step_is_never_loaded(tmp_path):
 def test_ranks_share_the_hashing_and_each_compares_all_sizes(tmp_path):
     checkpoints = saved(tmp_path, 1)
     path = tmp_path / "step-00000001"
-    (path / shard_name(1, 2)).write_bytes(b"x" * 3000)
+    (path / shard_name(1, 2)).write_bytes(b"x" * 3128)
     checkpoints.check(path, files=[shard_name(0, 2)])
     with pytest.raises(Damaged, match="shard-1-of-2"):
         checkpoints.check(path, files=[shard_name(1, 2)])
-    (path / shard_name(1, 2)).write_bytes(b"x" * 2999)
-    with pytest.raises(Damaged, match=r"shard-1-of-2\.safetensors has 2,999 bytes instead of 3,000"):
+    (path / shard_name(1, 2)).write_bytes(b"x" * 3127)
+    with pytest.raises(Damaged, match=r"shard-1-of-2\.safetensors has 3,127 bytes instead of 3,128"):
         checkpoints.check(path, files=[shard_name(0, 2)])
     with pytest.raises(ValueError, match="no file"):
         checkpoints.check(path, files=["shard-7-of-8.safetensors"])
@@ -227,7 +228,7 @@ def test_what_everybody_can_write_is_refused(tmp_path, name):
     path.chmod(path.stat().st_mode | 0o002)
     step, told = newest(tmp_path)
     assert step == 1
-    assert f"{name or 'its folder'} can be written by everybody" in told[0]
+    assert f"{name or 'its folder'} is not to be trusted: {path} can be written by everybody" in told[0]
 
 
 @pytest.mark.root
@@ -238,16 +239,20 @@ def test_what_belongs_to_somebody_else_is_refused(name):
         saved(root, 1, 2)
         for path in (Path(folder), root, *root.rglob("*")):
             os.chown(path, NOBODY, NOBODY)
-        os.chown(root / "step-00000002" / name, 0, NOBODY)
-        (root / "step-00000002" / name).chmod(0o755)
-        assert newest(root) == (2, []), "root may read everybody's"
+        other = root / "step-00000002" / name
+        os.chown(other, 0, NOBODY)
+        other.chmod(0o755)
+        step, told = newest(root)
+        assert step is None, "root is not exempt"
+        assert f"belongs to user {user_name(NOBODY)}, and we are root" in told[0]
+        assert Checkpoints(root, trust=True).newest_valid(told.append), "but may trust"
         os.seteuid(NOBODY)
         try:
             step, told = newest(root)
         finally:
             os.seteuid(0)
     assert step == 1
-    assert f"{name or 'its folder'} belongs to user 0, and we are user {NOBODY}" in told[0]
+    assert f"{name or 'its folder'} is not to be trusted: {other} belongs to user root, and we are" in told[0]
 
 
 def test_a_manifest_too_large_to_be_true_is_not_read(tmp_path):

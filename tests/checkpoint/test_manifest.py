@@ -11,7 +11,7 @@ from tests.checkpoint.checkpoint_harness import manifest_of
 from paceline.checkpoint.manifest import Manifest, Piece, ShardFile, decode, encode
 from paceline.errors import TrainingError
 
-FILES = [("shard-0-of-2.safetensors", 5, "0" * 64), ("shard-1-of-2.safetensors", 5, "f" * 64)]
+FILES = [("shard-0-of-2.safetensors", 133, "0" * 64), ("shard-1-of-2.safetensors", 133, "f" * 64)]
 
 
 def of_pieces(*pieces: Piece) -> Manifest:

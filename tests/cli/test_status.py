@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -16,7 +17,8 @@ import msgspec
 import pytest
 
 from paceline.cli import cancel, logs, status
-from paceline.cli.finding import find_run, first_failure
+from paceline.cli import run_state as run_state_module
+from paceline.cli.finding import Means, find_run, first_failure
 from paceline.cli.run_state import RunState, run_state
 from paceline.errors import TrainingError, UsageError
 from paceline.launch.failure import Failure
@@ -175,12 +177,13 @@ def test_an_agent_counts_only_with_its_own_start_time_and_host(run: Path) -> Non
 def test_a_run_of_slurm_on_a_machine_without_slurm_is_unknown(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_submission(next_submit_dir(run), Submission(on="slurm", started_at=1.0, slurm_job="12"))
     monkeypatch.setenv("PATH", "/nowhere")
-    found = run_state(run)
+    found = run_state(run, Means(slurm=True))
     assert (found.state, found.slurm_job) == ("unknown", "12") and "no command scontrol" in found.words
+    assert "Slurm is not asked about job 12" in run_state(run).words
 
 
 def test_an_agent_on_another_host_is_asked_and_told_by_the_users_ssh(
-    run: Path, agent: subprocess.Popen[str], tmp_path: Path
+    run: Path, agent: subprocess.Popen[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, body in (
         ("uname", "echo n2"),
@@ -188,16 +191,37 @@ def test_an_agent_on_another_host_is_asked_and_told_by_the_users_ssh(
     ):
         (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
         (tmp_path / name).chmod(0o755)
-    (run / ".lock").unlink()  # another file system there: the lock says nothing
+    for module in (run_state_module, cancel):  # a file system that does not tell of locks on other hosts
+        monkeypatch.setattr(module, "is_locked", lambda _: False)
     write_roster(run, agent.pid, host="n2")
-    submission = Submission(on="ssh", started_at=1.0, hosts=("n2",), ssh=(str(tmp_path / "ssh"), "-F", "my config"))
+    words = (str(tmp_path / "ssh"), "-F", "my config")
+    submission = Submission(on="ssh", started_at=1.0, hosts=("n2",), ssh=words)
     write_submission(next_submit_dir(run), submission)
-    assert run_state(run).state == "running"
-    assert cancel.main([str(run)]) == 0
+    means, flag = Means(words), ["--ssh", shlex.join(words)]
+    assert run_state(run, means).state == "running"
+    found = run_state(run, Means(("/no/ssh",)))  # what stands written down is told, and not run
+    assert found.state == "unknown" and f"started with --ssh {shlex.join(words)!r}" in found.words
+    with pytest.raises(UsageError, match=r"does not hold .*lock: it is another process, and left alone"):
+        write_roster(run, os.getpid(), host="n2")
+        cancel.main([str(run), *flag])
+    write_roster(run, agent.pid, host="n2")
+    assert cancel.main([str(run), *flag]) == 0
     assert agent.wait(5) == 75
-    assert run_state(run).state == "lost"  # it has left no summary
+    assert run_state(run, means).state == "lost"  # it has left no summary
     (tmp_path / "ssh").write_text("#!/bin/sh\nexit 255\n")
-    assert run_state(run).state == "unknown"
+    assert run_state(run, means).state == "unknown"
+
+
+def test_a_process_that_does_not_hold_the_run_is_left_alone(run: Path, agent: subprocess.Popen[str]) -> None:
+    bystander = subprocess.Popen(["sleep", "60"])
+    try:
+        write_roster(run, bystander.pid)
+        with pytest.raises(UsageError, match=rf"pid {bystander.pid} on .* does not hold .*lock: it is another process"):
+            cancel.main([str(run)])
+        assert bystander.poll() is None
+    finally:
+        bystander.kill()
+        bystander.wait()
 
 
 # ---- what a person sees ----------------------------------------------------------------------------------------------

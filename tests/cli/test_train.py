@@ -96,7 +96,7 @@ def test_two_processes_leave_a_whole_run_folder(paceline, small_mnist, tmp_path)
     assert seen == Counter(range(600))  # each sample once, no more
     losses = [[e.loss for e in rank if isinstance(e, Step)] for rank in events]
     assert losses[0] == losses[1]  # the loss is global
-    assert load(run_dir / "config.toml").data.global_batch == 64
+    assert load(run_dir / "config.toml", ours=True).data.global_batch == 64
 
 
 def test_the_same_run_from_its_config_by_torchrun_and_again(paceline, small_mnist, tmp_path):

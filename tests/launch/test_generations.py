@@ -178,13 +178,20 @@ def test_restarts_use_up_no_descriptors_of_the_agent(launch) -> None:
     assert len(set(one.stdout.split())) == 1 and len(one.stdout.split()) == 4
 
 
+OWN_STORE = """import socket
+store = socket.socket()
+store.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+store.bind(('127.0.0.1', int(os.environ['MASTER_PORT'])))
+store.listen()
+"""
+
+
 def test_a_fixed_port_is_used_again(launch) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     one = launch(
-        "import socket\n"
-        "store = socket.socket(fileno=int(os.environ['PACELINE_STORE_FD']))\n"
+        f"{OWN_STORE}"
         "client = socket.create_connection(('127.0.0.1', int(os.environ['MASTER_PORT'])))\n"
         "there, _ = store.accept(); there.close(); client.close()\n"  # the port is left in TIME_WAIT
         "print(os.environ['MASTER_PORT'], flush=True)\n"
@@ -203,9 +210,9 @@ def test_a_port_that_is_lost_between_two_starts_is_no_wrong_use(launch) -> None:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     one = launch(
-        "store = int(os.environ['PACELINE_STORE_FD'])\n"
+        f"{OWN_STORE}"
         "apart = {'stderr': subprocess.DEVNULL, 'env': {}, 'start_new_session': True}\n"  # not swept
-        "subprocess.Popen(['sleep', '2'], pass_fds=[store], **apart)\n"
+        "subprocess.Popen(['sleep', '2'], pass_fds=[store.fileno()], **apart)\n"
         f"{KILL}",
         nproc=1,
         max_restarts=1,

@@ -145,9 +145,9 @@ def test_a_folder_that_exists_is_never_written_into(tmp_path: Path) -> None:
 
 
 def test_a_verdict_that_cannot_be_written_as_a_whole_is_not_there(tmp_path: Path) -> None:
-    twice = [STALLED[0], STALLED[0]]  # the second rank-0.txt cannot be made
-    with pytest.raises(FileExistsError):
-        write_verdict(tmp_path / "verdict-1", judge(twice), twice, waited_seconds=1.0)
+    strange = [STALLED[0], msgspec.structs.replace(STALLED[1], rank="/no/1")]  # its file cannot be made
+    with pytest.raises(FileNotFoundError):
+        write_verdict(tmp_path / "verdict-1", judge(STALLED), strange, waited_seconds=1.0)
     with pytest.raises(UsageError, match=r"verdict\.json cannot be read"):
         read_verdict(tmp_path / "verdict-1")
 
@@ -183,7 +183,7 @@ def test_a_verdict_behind_a_link_is_not_followed(tmp_path: Path) -> None:
 
 def test_a_pipe_in_its_place_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "verdict.json")
-    with pytest.raises(UsageError, match="is no file"):
+    with pytest.raises(UsageError, match="is not a plain file"):
         read_verdict(tmp_path)
 
 

@@ -44,10 +44,12 @@ def test_files_are_their_owners_and_never_half_there(tmp_path: Path) -> None:
 
 
 def test_a_link_is_not_written_through(tmp_path: Path) -> None:
-    (tmp_path / ".plan.json.partial").symlink_to(tmp_path / "victim")
+    (tmp_path / "plan.json").symlink_to(tmp_path / "victim")
+    write_files(tmp_path, {"plan.json": "secret"})
+    assert not (tmp_path / "victim").exists() and not (tmp_path / "plan.json").is_symlink()
+    (tmp_path / "closed").touch()
     with pytest.raises(TrainingError, match="cannot be written"):
-        write_files(tmp_path, {"plan.json": "secret"})
-    assert not (tmp_path / "victim").exists()
+        write_files(tmp_path / "closed", {"plan.json": "secret"})
 
 
 def test_the_newest_start_that_was_written_down_counts(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from paceline.disk import writing
 from paceline.errors import UsageError
 from paceline.observe.events import Evaluated, EventWriter, Samples, Started, Step, read_events
 from paceline.observe.folder import create_attempt_dir, create_run_dir
@@ -88,8 +89,9 @@ def test_files_of_an_older_paceline_are_read(tmp_path):
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-def test_a_full_disk_is_an_error():
-    with EventWriter(Path("/dev/full")) as writer, pytest.raises(OSError, match="No space left"):
+def test_a_full_disk_is_an_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(writing, "keep", lambda path, append: os.open("/dev/full", os.O_RDWR))
+    with EventWriter(tmp_path / "events-0.jsonl") as writer, pytest.raises(OSError, match="No space left"):
         writer.write(EVENTS[0])
 
 

@@ -48,7 +48,7 @@ def measure(order: Order, settings: str, nproc: int) -> Ended:
     (folder / CONFIG).write_text(settings)
     (folder / ORDER).write_bytes(msgspec.json.encode(order))
     job = Job(
-        argv=(sys.executable, "-m", WORKER, str(folder)),
+        argv=(sys.executable, "-P", "-m", WORKER, str(folder)),
         nproc=nproc,
         attempt_dir=attempt,
         run_id=secrets.token_hex(8),

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.errors import UsageError
-from paceline.observe.events import Event, Started, Step, read_events
+from paceline.observe.events import Event, Started, Step, event_files, read_events
 
 PHASES = ("data", "forward", "backward", "sync", "optimizer")
-_FILE = re.compile(r"events-(\d+)\.jsonl")
 
 
 @dataclass(frozen=True)
@@ -58,11 +56,11 @@ def read_run(folder: Path, *, skip: int) -> Run:
     Raises:
         UsageError: if there are no events, a rank's are missing, or too few or too old to be taken apart.
     """
-    files = {int(m[1]): path for path in folder.glob("events-*.jsonl") if (m := _FILE.fullmatch(path.name))}
+    folder = folder.resolve()
     started: dict[int, Started] = {}
     steps: dict[int, dict[int, Spent]] = {}
     samples: dict[int, int] = {}
-    for rank, path in sorted(files.items()):
+    for rank, path in event_files(folder).items():
         before: Event | None = None
         for event in read_events(path):
             if isinstance(event, Started):

@@ -127,7 +127,7 @@ def main(arguments: Sequence[str]) -> int:
     """Measure what the order in folder `arguments[0]` says."""
     folder = Path(arguments[0])
     order = msgspec.json.decode((folder / ORDER).read_bytes(), type=Order)
-    config = configuration.load(folder / CONFIG)
+    config = configuration.load(folder.resolve() / CONFIG, ours=True)
     world = World.from_env(device=config.launch.device, backend=config.launch.backend)
     with joined(world, timeout_seconds=config.launch.timeout):
         shared_memory(config.launch.collectives)

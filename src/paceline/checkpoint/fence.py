@@ -15,7 +15,7 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import NamedTuple
 
-from paceline.checkpoint.files import PRIVATE_FILE
+from paceline.disk import writing
 from paceline.errors import TrainingError
 
 LOCK_SECONDS = 30.0  # it is held for a few renames; longer means that its holder is frozen
@@ -43,7 +43,7 @@ def take(path: Path, claim: Claim) -> None:
         TrainingError: if a newer one is there, or another process does not let go of the fence.
         OSError: if it cannot be written, or the file system has no locks.
     """
-    with _locked(path, os.O_CREAT) as descriptor:
+    with _locked(path, make=True) as descriptor:
         newest = _read(descriptor)
         if newest is not None and claim < newest:
             raise TrainingError(f"{newest} of this run has taken over its checkpoints; {claim} may not write them")
@@ -69,9 +69,9 @@ def holding(path: Path, claim: Claim) -> Generator[None]:
 
 
 @contextlib.contextmanager
-def _locked(path: Path, more_flags: int = 0) -> Generator[int]:
+def _locked(path: Path, *, make: bool = False) -> Generator[int]:
     """The fence's descriptor, while no other process has it."""
-    descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | more_flags, PRIVATE_FILE)
+    descriptor = writing.keep(path, make=make)
     try:
         _lock(descriptor, path, time.monotonic() + LOCK_SECONDS)
         try:

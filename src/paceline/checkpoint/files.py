@@ -6,14 +6,14 @@ import contextlib
 import errno
 import hashlib
 import os
-import stat
 from collections.abc import Generator, Iterable, Iterator
 from pathlib import Path
 
-from paceline.checkpoint.manifest import Damaged
+from paceline.checkpoint.manifest import Damaged, ShardFile
+from paceline.checkpoint.shard_header import LENGTH_BYTES, MAX_HEADER_BYTES, check_header
+from paceline.disk import writing
+from paceline.disk.owners import NotOurs, Opened, opened
 
-PRIVATE_FOLDER = 0o700
-PRIVATE_FILE = 0o600
 READ_BYTES = 1 << 20
 
 
@@ -28,7 +28,7 @@ def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> tuple[int, s
     """
     digest = hashlib.sha256()
     size_bytes = 0
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, PRIVATE_FILE)
+    descriptor = writing.create(path)
     try:
         for chunk in chunks:
             view = memoryview(chunk)
@@ -67,51 +67,47 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def check_folder(folder: Path) -> None:
-    """Refuse a folder that is a link, or that somebody else may have filled.
+def check_folder(folder: Path, *, trust: bool) -> None:
+    """Refuse a folder that is a link, or (but with `trust`) that somebody else may have filled.
 
     Raises:
         Damaged: says which, and why.
     """
-    try:
-        found = folder.lstat()
-    except OSError as error:
-        raise Damaged(f"its folder {_why(error)}") from None
-    if stat.S_ISLNK(found.st_mode):
-        raise Damaged("its folder is a symbolic link, which is refused")
-    if not stat.S_ISDIR(found.st_mode):
-        raise Damaged("it is not a folder")
-    _check_owner("its folder", found)
+    with _opened(folder, "its folder", trust=trust, folder=True):
+        pass
 
 
-def read_whole(path: Path, limit_bytes: int) -> bytes:
+def read_whole(path: Path, limit_bytes: int, *, trust: bool) -> bytes:
     """The contents of a small file.
 
     Raises:
         Damaged: names the file.
     """
-    with _opened(path) as (descriptor, found):
-        if found.st_size > limit_bytes:
-            raise Damaged(f"{path.name} has {found.st_size:,} bytes; more than {limit_bytes:,} are not read")
-        return b"".join(_blocks(descriptor))
+    with _opened(path, path.name, trust=trust) as it:
+        if it.found.st_size > limit_bytes:
+            raise Damaged(f"{path.name} has {it.found.st_size:,} bytes; more than {limit_bytes:,} are not read")
+        return b"".join(_blocks(it.descriptor))
 
 
-def check_file(path: Path, size_bytes: int, sha256: str | None) -> None:
-    """Refuse a file that has another size or hash; without `sha256` its contents are not read.
+def check_file(path: Path, file: ShardFile, *, hashed: bool, trust: bool) -> None:
+    """Refuse a file that is not what the manifest says; unless it is to be `hashed`, only its size is compared.
 
     Raises:
         Damaged: names the file, with what was expected and what is there.
     """
-    with _opened(path) as (descriptor, found):
-        if found.st_size != size_bytes:
-            raise Damaged(f"{path.name} has {found.st_size:,} bytes instead of {size_bytes:,}")
-        if sha256 is None:
+    with _opened(path, path.name, trust=trust) as it:
+        if it.found.st_size != file.bytes:
+            raise Damaged(f"{path.name} has {it.found.st_size:,} bytes instead of {file.bytes:,}")
+        if not hashed:
             return
+        length = int.from_bytes(os.pread(it.descriptor, LENGTH_BYTES, 0), "little")
+        header = os.pread(it.descriptor, min(length, MAX_HEADER_BYTES), LENGTH_BYTES)
         digest = hashlib.sha256()
-        for block in _blocks(descriptor):
+        for block in _blocks(it.descriptor):
             digest.update(block)
-        if digest.hexdigest() != sha256:
-            raise Damaged(f"{path.name} has the sha256 {digest.hexdigest()} instead of {sha256}")
+        if digest.hexdigest() != file.sha256:
+            raise Damaged(f"{path.name} has the sha256 {digest.hexdigest()} instead of {file.sha256}")
+        check_header(path.name, length, header, file)
 
 
 def _blocks(descriptor: int) -> Iterator[bytes]:
@@ -120,34 +116,15 @@ def _blocks(descriptor: int) -> Iterator[bytes]:
 
 
 @contextlib.contextmanager
-def _opened(path: Path) -> Generator[tuple[int, os.stat_result]]:
-    """A plain file of ours, open for reading; what goes wrong with it while it is open is its damage as well."""
+def _opened(path: Path, name: str, *, trust: bool, folder: bool = False) -> Generator[Opened]:
+    """Open for reading; what goes wrong with it while it is open is its damage as well."""
     try:
-        # O_NONBLOCK: to open a pipe that somebody left under this name would wait for ever
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-        try:
-            found = os.fstat(descriptor)
-            if not stat.S_ISREG(found.st_mode):
-                raise Damaged(f"{path.name} is not a plain file")
-            _check_owner(path.name, found)
-            yield descriptor, found
-        finally:
-            os.close(descriptor)
+        with opened(path, folder=folder, ours=not trust) as it:
+            yield it
+    except NotOurs as error:
+        raise Damaged(f"{name} {error.strerror}") from None
+    except FileNotFoundError:
+        raise Damaged(f"{name} is missing") from None
     except OSError as error:
-        raise Damaged(f"{path.name} {_why(error)}") from None
-
-
-def _check_owner(name: str, found: os.stat_result) -> None:
-    us = os.geteuid()
-    if us not in (0, found.st_uid):
-        raise Damaged(
-            f"{name} belongs to user {found.st_uid}, and we are user {us}: it may hold anything. Copy it first"
-        )
-    if found.st_mode & stat.S_IWOTH:
-        mode = stat.S_IMODE(found.st_mode)
-        raise Damaged(f"{name} can be written by everybody (mode {mode:o}): it may hold anything. `chmod o-w` it first")
-
-
-def _why(error: OSError) -> str:
-    known = {errno.ENOENT: "is missing", errno.ELOOP: "is a symbolic link, which is refused"}
-    return known.get(error.errno or 0, f"cannot be read: {error.strerror}")
+        told = error.filename is not None and error.errno == errno.EPERM  # our own words
+        raise Damaged(f"{name} {error.strerror if told else f'cannot be read: {error.strerror}'}") from None

@@ -25,6 +25,7 @@ import msgspec
 from paceline.errors import PacelineError, TrainingError
 
 FORMAT = 1
+MOST_ELEMENTS = 2**62
 LONGEST_WORDS = 500  # of an error: names in a file come from whoever wrote it
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
@@ -52,7 +53,7 @@ class Piece(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """of the whole tensor, the same for every strategy: model/conv1.weight, optimizer/conv1.weight/exp_avg"""
     dtype: Word
     """safetensors' word: F32"""
-    shape: tuple[Count, ...]
+    shape: Annotated[tuple[Count, ...], msgspec.Meta(max_length=64)]
     """of the whole tensor; () for a scalar"""
     start: Count
     stop: Count
@@ -184,7 +185,9 @@ def _check_cover(manifest: Manifest) -> None:
             if piece.start > covered:
                 raise Damaged(f"{name!r} has no piece with the elements {covered} to {piece.start}")
             covered = piece.stop
-        elements = math.prod(first.shape)
+        elements = math.prod(first.shape)  # at most 64 factors
+        if elements > MOST_ELEMENTS:
+            raise Damaged(f"{name!r} is {_kind(first)}, larger than any memory")
         if covered != elements:
             raise Damaged(f"{name!r} is {_kind(first)} with {elements} elements, and the pieces hold {covered}")
 

@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from paceline.checkpoint.manifest import Damaged, Piece
+from paceline.checkpoint.shard_header import LENGTH_BYTES
 from paceline.checkpoint.state import Held
 from paceline.errors import UsageError
 
@@ -29,7 +30,6 @@ WORDS = {
 TYPES = {word: dtype for dtype, word in WORDS.items()}
 ALIGNED_BYTES = 64
 OURS = "paceline"  # the key of our metadata
-LENGTH_BYTES = 8  # of the number that begins a safetensors file: how long its header is
 
 
 def rank_part(held: Sequence[Held], rank: int, world_size: int) -> list[Held]:

@@ -13,9 +13,10 @@ from pathlib import Path
 import tyro
 
 from paceline.checkpoint.published import entries
-from paceline.cli.finding import agent_runs, find_run, head_roster, is_locked, signal_agent
+from paceline.cli.finding import Means, RunConfig, act, agent_runs, find_run, head_roster, is_locked, signal_agent
 from paceline.cli.run_state import RunState, judge, run_state
-from paceline.errors import ExitCode, TrainingError
+from paceline.disk.reading import read
+from paceline.errors import ExitCode, TrainingError, UsageError
 from paceline.launch.job import STOP_GRACE_SECONDS
 from paceline.launch.slurm import queue
 from paceline.launch.submission import Submission, last_submission
@@ -27,11 +28,9 @@ END_SECONDS = STOP_GRACE_SECONDS + 15.0
 
 
 @dataclass(frozen=True)
-class CancelConfig:
+class CancelConfig(RunConfig):
     """End a run: it saves its state first, and does not queue again."""
 
-    run: tyro.conf.Positional[str]
-    """the run's folder, or the beginning of its name under runs/"""
     now: bool = False
     """end it at once, without saving"""
 
@@ -40,17 +39,23 @@ def main(arguments: Sequence[str]) -> int:
     """Run `paceline cancel ARGUMENTS`."""
     config = tyro.cli(CancelConfig, prog="paceline cancel", args=list(arguments), description=CancelConfig.__doc__)
     run_dir = find_run(config.run)
-    found = run_state(run_dir)
+    means = act(run_dir, config)
+    found = run_state(run_dir, means)
     if found.state not in ("queued", "running"):
         words = f" ({found.words})" if found.words else ""
-        print(f"there is nothing to cancel: the run is {found.state}{words}", file=sys.stderr)
+        print(clean(f"there is nothing to cancel: the run is {found.state}{words}"), file=sys.stderr)
         return ExitCode.FAILED if found.state == "unknown" else ExitCode.DONE
     last = last_submission(run_dir)
-    if found.slurm_job and _job_lives(found):
+    if last is not None and found.slurm_job and _job_lives(found):
+        if not queue.writes_to(found.slurm_job, last[0]):
+            raise UsageError(
+                f"Slurm job {found.slurm_job} stands written down as this run's, but its output goes elsewhere than "
+                f"{last[0]}: it is another job, and left alone"
+            )
         queue.cancel(found.slurm_job, now=config.now)
     else:
-        _stop_agent(run_dir, last[1] if last is not None else None, now=config.now)
-    return _wait(run_dir)
+        _stop_agent(run_dir, last[1] if last is not None else None, means, now=config.now)
+    return _wait(run_dir, means)
 
 
 def _job_lives(found: RunState) -> bool:
@@ -58,32 +63,35 @@ def _job_lives(found: RunState) -> bool:
     return job is not None and job.lives
 
 
-def _stop_agent(run_dir: Path, submission: Submission | None, *, now: bool) -> None:
+def _stop_agent(run_dir: Path, submission: Submission | None, means: Means, *, now: bool) -> None:
     """Tell node 0's agent to end the run.
 
     Raises:
         TrainingError: if it cannot be told.
     """
     roster = head_roster(run_dir)
-    if roster is None or not agent_runs(roster, submission):
-        holder = (run_dir / LOCK).read_text(errors="replace").strip() if (run_dir / LOCK).is_file() else "nobody"
+    if roster is None or not agent_runs(roster, submission, means.ssh):
+        try:
+            holder = read(run_dir / LOCK, limit_bytes=1000).decode(errors="replace").strip()
+        except OSError:
+            holder = "nobody"
         who = (
             f"its agent is on {roster.host}, pid {roster.agent_pid}" if roster else f"it has no agent, {holder} has it"
         )
         raise TrainingError(f"the run cannot be told to stop from here: {who}. End it where it was started")
-    told = signal_agent(roster, submission, signal.SIGTERM)
+    told = signal_agent(run_dir, roster, submission, means.ssh, signal.SIGTERM)
     if now:  # a second signal ends the time to save
         time.sleep(queue.SECOND_SIGNAL_SECONDS)
-        told = signal_agent(roster, submission, signal.SIGTERM)
+        told = signal_agent(run_dir, roster, submission, means.ssh, signal.SIGTERM)
     if not told:
         raise TrainingError(f"{roster.host}, where the run's agent is, cannot be reached. Try again")
 
 
-def _wait(run_dir: Path) -> int:
+def _wait(run_dir: Path, means: Means) -> int:
     """Wait for the end and say what is left."""
     print("asked to stop; waiting for its end ...", file=sys.stderr, flush=True)
     deadline = time.monotonic() + END_SECONDS
-    while (end := judge(run_dir))[0] in ("queued", "running") or is_locked(run_dir):
+    while (end := judge(run_dir, means))[0] in ("queued", "running") or is_locked(run_dir):
         if time.monotonic() > deadline:
             print(f"it has not ended after {END_SECONDS:g} s: see paceline status {run_dir}", file=sys.stderr)
             return ExitCode.FAILED

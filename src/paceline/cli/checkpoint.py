@@ -15,6 +15,7 @@ from rich.text import Text
 
 from paceline.checkpoint.manifest import Damaged, Manifest
 from paceline.checkpoint.store import Checkpoints, Entry
+from paceline.disk.owners import note_strangers
 from paceline.errors import ExitCode, UsageError
 
 
@@ -33,30 +34,32 @@ def main(arguments: Sequence[str]) -> int:
     config = tyro.cli(
         CheckpointConfig, prog="paceline checkpoint", args=list(arguments), description=CheckpointConfig.__doc__
     )
-    checkpoints, entries = _find(config.run)
+    checkpoints, entries, ours = _find(config.run.resolve())
     console = Console(width=None if Console().is_terminal else 132, highlight=False)
     if config.action == "list":
         _list(console, checkpoints, entries)
         return ExitCode.DONE
-    return _verify(console, checkpoints, entries)
+    return _verify(console, checkpoints, entries, ours=ours)
 
 
-def _find(run: Path) -> tuple[Checkpoints, list[Entry]]:
-    """The checkpoints of a run, the newest last.
+def _find(run: Path) -> tuple[Checkpoints, list[Entry], bool]:
+    """The checkpoints of a run, the newest last, and whether it is the caller's.
 
     Raises:
         UsageError: if there are none.
     """
     if not run.is_dir():
         raise UsageError(f"there is no folder {run}")
-    checkpoints = Checkpoints(run / "checkpoints" if (run / "checkpoints").is_dir() else run)
+    root = run / "checkpoints" if (run / "checkpoints").is_dir() else run
+    shown = note_strangers(root)
+    checkpoints = Checkpoints(root, trust=shown)
     try:
         entries = checkpoints.entries()[::-1]
     except OSError as error:
         raise UsageError(f"{checkpoints.root} cannot be read: {error.strerror}") from None
     if not entries:
         raise UsageError(f"no checkpoints in {run}: was it run with --checkpoint-every?")
-    return checkpoints, entries
+    return checkpoints, entries, not shown
 
 
 def _list(console: Console, checkpoints: Checkpoints, entries: Sequence[Entry]) -> None:
@@ -73,7 +76,7 @@ def _list(console: Console, checkpoints: Checkpoints, entries: Sequence[Entry]) 
     console.print("`paceline checkpoint verify` reads the contents as well")
 
 
-def _verify(console: Console, checkpoints: Checkpoints, entries: Sequence[Entry]) -> int:
+def _verify(console: Console, checkpoints: Checkpoints, entries: Sequence[Entry], *, ours: bool) -> int:
     newest_whole: Path | None = None
     damaged = 0
     for _, path in entries:
@@ -84,7 +87,9 @@ def _verify(console: Console, checkpoints: Checkpoints, entries: Sequence[Entry]
         elif found:
             damaged += 1
             console.print(Text(f"{path.name}  damaged: {found}"), soft_wrap=True)
-    if newest_whole:
+    if newest_whole and not ours:
+        console.print("they are not yours, or others could have written them: none is resumed from without --trust")
+    elif newest_whole:
         console.print(f"a resumed run goes on from {newest_whole.name}")
     else:
         console.print("none of them can be resumed from")

@@ -166,7 +166,7 @@ def _in_allocation(config: DoctorConfig, arguments: Sequence[str]) -> NoReturn:
         options.append(f"--gpus-per-node={config.gpus_per_node}")
     if shutil.which("salloc") is None:
         raise UsageError("--on slurm: there is no salloc here. Log in to a machine of the cluster, or use --on ssh")
-    command = ["salloc", "--quiet", *options, sys.executable, "-m", "paceline", "doctor", *arguments]
+    command = ["salloc", "--quiet", *options, sys.executable, "-P", "-m", "paceline", "doctor", *arguments]
     print("waiting for Slurm to grant the nodes ...", file=sys.stderr, flush=True)
     try:
         os.execvp(command[0], command)  # not a child: signals are salloc's, and nothing is left when it is killed

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import secrets
-import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from paceline.cli.finding import command_words
 from paceline.config import ClusterConfig
 from paceline.errors import ExitCode, UsageError
 from paceline.launch.by_hand import by_hand, typed
@@ -95,7 +95,7 @@ def place(cluster: ClusterConfig, nproc: int | None) -> Job:
         modules=cluster.module,
         activate=cluster.activate or "",
         detached=cluster.detach,
-        ssh=_words("--ssh", cluster.ssh),
+        ssh=command_words("--ssh", cluster.ssh),
         slurm=Allocation(
             minutes=cluster.time,
             partition=cluster.partition or "",
@@ -121,16 +121,6 @@ def _nodes(asked: str | None, hosts: tuple[Host, ...]) -> tuple[int, int]:
     if hosts and numbers[1] != len(hosts):
         raise UsageError(f"--nodes {asked} with {len(hosts)} hosts: leave out --nodes, or give as many hosts")
     return numbers
-
-
-def _words(flag: str, text: str) -> tuple[str, ...]:
-    try:
-        words = tuple(shlex.split(text))
-    except ValueError as error:
-        raise UsageError(f"{flag} {text!r} is no command: {error}") from None
-    if not words:
-        raise UsageError(f"{flag} must be a command, e.g. {flag} ssh")
-    return words
 
 
 def workers(job: Job) -> int:

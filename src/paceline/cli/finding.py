@@ -1,4 +1,7 @@
-"""Which run is meant, who still works on it, and what did its last start leave? For status, logs and cancel."""
+"""Which run is meant, whose is it, who still works on it, and what did its last start leave?
+
+A run of another user is shown as data: no process is signalled, no host asked and nothing written for its sake.
+"""
 
 from __future__ import annotations
 
@@ -10,19 +13,46 @@ import signal
 import subprocess
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
+import tyro
 
+from paceline.disk.owners import check_ours, note_strangers, opened
+from paceline.disk.reading import decode, names
 from paceline.errors import UsageError, unknown
 from paceline.launch.failure import Failure
-from paceline.launch.procfs import read_process
-from paceline.launch.submission import Submission
+from paceline.launch.procfs import PROC, read_process
+from paceline.launch.submission import Submission, submit_number
 from paceline.launch.sweep import Roster, roster_path
 from paceline.observe.folder import CONFIG, LOCK, attempt_number
 
 RUNS = Path("runs")
 SSH_SECONDS = 20.0
+MAX_RECORDS = 1000  # of failed ranks that are looked at
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """What all commands take that look for a run."""
+
+    run: tyro.conf.Positional[str]
+    """the run's folder, or the beginning of its name under runs/"""
+    ssh: str = "ssh"
+    """the command by which the run's hosts are asked, as --ssh of `paceline train`; what the folder says is not run"""
+    trust: bool = False
+    """act on a folder that others own or could have written: all that lies there is believed"""
+
+
+@dataclass(frozen=True)
+class Means:
+    """What may be asked about a run beside its folder; of a run that is not the caller's, nothing."""
+
+    ssh: tuple[str, ...] = ()
+    slurm: bool = False
+
+
+NOTHING = Means()
 
 
 def find_run(asked: str) -> Path:
@@ -33,55 +63,91 @@ def find_run(asked: str) -> Path:
     """
     path = Path(asked)
     if not path.is_dir():
-        names = sorted(folder.name for folder in RUNS.glob("*") if folder.is_dir())
-        found = [name for name in names if name == asked] or [name for name in names if name.startswith(asked)]
+        runs = [name for name in names(RUNS.resolve()) if (RUNS / name).is_dir()]
+        found = [name for name in runs if name == asked] or [name for name in runs if name.startswith(asked)]
         if not asked or not found:
-            raise unknown("run", asked, names[-20:] or ["(no folder runs/ here: name the run's folder)"])
+            raise unknown("run", asked, runs[-20:] or ["(no folder runs/ here: name the run's folder)"])
         if len(found) > 1:
             raise UsageError(f"{asked!r} is the beginning of {len(found)} runs: {', '.join(found[-20:])}")
         path = RUNS / found[0]
-    if not (path / CONFIG).is_file() and not any(path.glob("attempt-*")) and not any(path.glob("submit-*")):
+    path = path.resolve()
+    there = names(path)
+    if CONFIG not in there and not any(attempt_number(Path(name)) or submit_number(Path(name)) for name in there):
         raise UsageError(f"{asked} holds no run: there is no {CONFIG} and no start of any")
-    return path.resolve()
+    return path
+
+
+def look(run_dir: Path, config: RunConfig) -> Means:
+    """What may be asked about a run. Of one that others could have written nothing is, and the caller is told so."""
+    if not config.trust and note_strangers(run_dir):
+        return Means()
+    return Means(command_words("--ssh", config.ssh), slurm=True)
+
+
+def act(run_dir: Path, config: RunConfig) -> Means:
+    """As `look`, but for a command that acts: it refuses.
+
+    Raises:
+        UsageError: says who else could have written the run.
+    """
+    if not config.trust:
+        check_ours(run_dir)
+    return Means(command_words("--ssh", config.ssh), slurm=True)
+
+
+def command_words(flag: str, text: str) -> tuple[str, ...]:
+    """The words of a command that a flag gives.
+
+    Raises:
+        UsageError: there are none, or a quote is left open.
+    """
+    try:
+        words = tuple(shlex.split(text))
+    except ValueError as error:
+        raise UsageError(f"{flag} {text!r} is no command: {error}") from None
+    if not words:
+        raise UsageError(f"{flag} must be a command, e.g. {flag} ssh")
+    return words
 
 
 def attempts(run_dir: Path) -> list[Path]:
     """The folders of a run's starts, the newest last."""
-    found = (path for path in run_dir.glob("attempt-*") if attempt_number(path) and path.is_dir())
-    return sorted(found, key=attempt_number)
+    found = (run_dir / name for name in names(run_dir) if attempt_number(Path(name)))
+    return sorted((path for path in found if path.is_dir() and not path.is_symlink()), key=attempt_number)
 
 
 def is_locked(run_dir: Path) -> bool:
     """Whether a process, here or on any machine that shares the folder, holds the run."""
     try:
-        descriptor = os.open(run_dir / LOCK, os.O_RDWR | os.O_NOFOLLOW)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: two who look do not see each other
+        with opened(run_dir / LOCK) as lock:
+            fcntl.flock(lock.descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: two who look do not see each other
     except BlockingIOError:
         return True
-    except OSError:  # a file system without locks
+    except OSError:  # there is none, or a file system without locks
         return False
-    finally:
-        os.close(descriptor)
     return False
 
 
 def head_roster(run_dir: Path) -> Roster | None:
     """What node 0's agent of the newest start wrote down about itself."""
     for attempt in attempts(run_dir)[-1:]:
-        with suppress(OSError, msgspec.MsgspecError):
-            return msgspec.json.decode(roster_path(attempt).read_bytes(), type=Roster)
+        with suppress(OSError):
+            return decode(roster_path(attempt), Roster)
     return None
 
 
-def agent_runs(roster: Roster, submission: Submission | None) -> bool | None:
-    """Whether this agent still runs, on its host; None: nobody can say."""
+def agent_runs(roster: Roster, submission: Submission | None, ssh: Sequence[str]) -> bool | None:
+    """Whether this agent still runs, on its host; None: nobody can say.
+
+    Args:
+        roster: what it wrote down.
+        submission: how the run was started, which says where its host is.
+        ssh: the caller's command to ask there with; empty: no other host is asked.
+    """
     if roster.host == os.uname().nodename:
         process = read_process(roster.agent_pid)
         return process is not None and process.runs and process.start == roster.agent_started
-    done = _on_head(submission, f"uname -n; cat /proc/{roster.agent_pid}/stat || true")
+    done = _on_head(submission, ssh, f"uname -n; cat /proc/{roster.agent_pid}/stat || true")
     host, _, stat = (done or "").partition("\n")
     if host.strip() != roster.host:
         return None
@@ -89,23 +155,65 @@ def agent_runs(roster: Roster, submission: Submission | None) -> bool | None:
     return len(fields) > 19 and fields[0] not in "ZX" and fields[19] == str(roster.agent_started)
 
 
-def signal_agent(roster: Roster, submission: Submission | None, number: signal.Signals) -> bool:
-    """Send a signal to an agent that `agent_runs`; whether that was possible."""
+def signal_agent(
+    run_dir: Path, roster: Roster, submission: Submission | None, ssh: Sequence[str], number: signal.Signals
+) -> bool:
+    """Send a signal to an agent that `agent_runs` and holds the run's lock; whether that was possible.
+
+    Raises:
+        UsageError: the process that stands written down does not hold this run: it is something else.
+    """
     if roster.host == os.uname().nodename:
         with suppress(ProcessLookupError):  # it has just ended: all is well
-            os.kill(roster.agent_pid, number)
+            handle = os.pidfd_open(roster.agent_pid)  # what is looked at next is what is signalled, whoever it is
+            try:
+                if not _holds(roster.agent_pid, run_dir):
+                    raise _not_its_agent(roster, run_dir)
+                signal.pidfd_send_signal(handle, number)
+            finally:
+                os.close(handle)
         return True
-    word = number.name.removeprefix("SIG")
-    return _on_head(submission, f"kill -{word} {roster.agent_pid} || true") is not None
+    word, lock = number.name.removeprefix("SIG"), shlex.quote(str(run_dir / LOCK))
+    done = _on_head(
+        submission,
+        ssh,
+        f'for file in /proc/{roster.agent_pid}/fd/*; do if [ "$file" -ef {lock} ]; then '
+        f"kill -{word} {roster.agent_pid}; echo told; exit 0; fi; done; test -d /proc/{roster.agent_pid} || echo told",
+    )
+    if done is not None and done.strip() != "told":
+        raise _not_its_agent(roster, run_dir)
+    return done is not None
 
 
-def _on_head(submission: Submission | None, command: str) -> str | None:
+def _not_its_agent(roster: Roster, run_dir: Path) -> UsageError:
+    return UsageError(
+        f"pid {roster.agent_pid} on {roster.host} stands written down as the run's agent, but does not hold "
+        f"{run_dir / LOCK}: it is another process, and left alone"
+    )
+
+
+def _holds(pid: int, run_dir: Path) -> bool:
+    """Whether a process has the lock of the run open, which only its own processes have."""
+    with opened(run_dir / LOCK) as lock:
+        wanted = (lock.found.st_dev, lock.found.st_ino)
+        try:
+            held = [*(PROC / str(pid) / "fd").iterdir()]
+        except OSError:  # another user's
+            return False
+        for link in held:
+            with suppress(OSError):
+                if ((it := link.stat()).st_dev, it.st_ino) == wanted:
+                    return True
+    return False
+
+
+def _on_head(submission: Submission | None, ssh: Sequence[str], command: str) -> str | None:
     """What a shell command prints on node 0's host; None if it cannot be reached."""
-    if submission is None or submission.on != "ssh" or not submission.hosts:
+    if not ssh or submission is None or submission.on != "ssh" or not submission.hosts:
         return None
     name, _, port = submission.hosts[0].partition(":")
     where = ("-p", port, "--", name) if port.isdecimal() else ("--", submission.hosts[0])
-    argv: Sequence[str] = (*submission.ssh, "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", *where)
+    argv: Sequence[str] = (*ssh, "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", *where)
     try:
         done = subprocess.run(
             (*argv, f"sh -c {shlex.quote(command)}"), stdin=subprocess.DEVNULL, capture_output=True, text=True,
@@ -119,12 +227,11 @@ def _on_head(submission: Submission | None, command: str) -> str | None:
 def first_failure(attempt: Path) -> str:
     """The first failure that a start's workers wrote down, of its last generation, in a line; empty: none did."""
     found: list[tuple[int, bool, float, Failure]] = []
-    for path in attempt.glob("error-*.json"):
-        match = re.fullmatch(r"error-[0-9]+(?:-generation-([0-9]+))?\.json", path.name)
-        with suppress(OSError, msgspec.MsgspecError):
-            failure = msgspec.json.decode(path.read_bytes(), type=Failure)
-            if match is not None:
-                found.append((-int(match[1] or 0), failure.victim, failure.monotonic_seconds, failure))
+    matches = (re.fullmatch(r"error-[0-9]{1,9}(?:-generation-([0-9]{1,9}))?\.json", name) for name in names(attempt))
+    for match in [match for match in matches if match][:MAX_RECORDS]:
+        with suppress(OSError):
+            failure = decode(attempt / match[0], Failure)
+            found.append((-int(match[1] or 0), failure.victim, failure.monotonic_seconds, failure))
     if not found:
         return ""
     first = min(found, key=lambda one: one[:3])[3]

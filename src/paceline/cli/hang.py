@@ -17,8 +17,10 @@ import msgspec
 import tyro
 from rich.console import Console
 
-from paceline.cli.finding import attempts, find_run
+from paceline.cli.finding import NOTHING, Means, RunConfig, attempts, find_run, look
 from paceline.cli.run_state import judge
+from paceline.disk import writing
+from paceline.disk.reading import names
 from paceline.errors import ExitCode, UsageError
 from paceline.launch.guard.story import VERDICT, Told, describe, page, read_verdict
 
@@ -29,11 +31,9 @@ SHOWN_OPS = 8
 
 
 @dataclass(frozen=True)
-class HangConfig:
+class HangConfig(RunConfig):
     """Show who holds a run up, and where every rank is. Who still runs is asked. Exit code 0 whatever is found."""
 
-    run: tyro.conf.Positional[str]
-    """the run's folder, or the beginning of its name under runs/"""
     json: bool = False
     """for programs"""
 
@@ -52,12 +52,8 @@ class Found(msgspec.Struct, frozen=True):
 def main(arguments: Sequence[str]) -> int:
     """Run `paceline hang ARGUMENTS`."""
     config = tyro.cli(HangConfig, prog="paceline hang", args=list(arguments), description=HangConfig.__doc__)
-    try:
-        found = find(find_run(config.run))
-    except PermissionError as error:
-        raise UsageError(
-            f"no permission: {error.filename}. Only the user who started a run can look into it"
-        ) from error
+    run_dir = find_run(config.run)
+    found = find(run_dir, look(run_dir, config))
     if config.json:
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(found), indent=2).decode() + "\n")
     else:
@@ -65,20 +61,22 @@ def main(arguments: Sequence[str]) -> int:
     return ExitCode.DONE
 
 
-def find(run_dir: Path) -> Found:
-    """The verdict on a run: of now, if it runs and its agent answers, else the newest that was written down.
+def find(run_dir: Path, means: Means = NOTHING) -> Found:
+    """The verdict on a run: of now, if it runs and its agent may be asked and answers, else the newest one noted.
 
     Raises:
         UsageError: if it has no start yet, or its newest verdict cannot be read.
     """
-    state, _ = judge(run_dir)
+    state, _ = judge(run_dir, means)
     if not attempts(run_dir):
         raise UsageError(f"{run_dir} has not been started yet: see paceline status {run_dir}")
-    told = ask(attempts(run_dir)[-1]) if state == "running" else None
+    may_ask = means != NOTHING  # what is not ours is not written into
+    told = ask(attempts(run_dir)[-1]) if state == "running" and may_ask else None
     if told is not None:
         return Found(str(run_dir), state, True, _live_words(told), "", told)
-    state, _ = judge(run_dir)  # it may have ended meanwhile
-    unheard = f"the run's agent has not answered within {ANSWER_SECONDS:g} s" if state == "running" else ""
+    state, _ = judge(run_dir, means)  # it may have ended meanwhile
+    unheard = f"the run's agent has not answered within {ANSWER_SECONDS:g} s" if may_ask else "its agent is not asked"
+    unheard = unheard if state == "running" else ""
     folder = newest_verdict(run_dir)
     if folder is None:
         words = f"no stall was noted, and {unheard}" if unheard else f"the run is {state}, and no stall was noted"
@@ -105,10 +103,10 @@ def _live_words(told: Told) -> str:
 def newest_verdict(run_dir: Path) -> Path | None:
     """The folder of the newest verdict of all starts of a run; one that could not be written is none."""
     for attempt in reversed(attempts(run_dir)):
-        named = {int(m[1]): path for path in attempt.iterdir() if (m := re.fullmatch(r"verdict-(\d{1,9})", path.name))}
-        for _, path in sorted(named.items(), reverse=True):
-            if os.path.lexists(path / VERDICT):
-                return path
+        matches = (re.fullmatch(r"verdict-([0-9]{1,9})", name) for name in names(attempt))
+        for _, name in sorted(((int(m[1]), m[0]) for m in matches if m), reverse=True):
+            if os.path.lexists(attempt / name / VERDICT):
+                return attempt / name
     return None
 
 
@@ -121,7 +119,7 @@ def ask(attempt: Path) -> Told | None:
     nonce = secrets.token_hex(8)
     question, answer = attempt / f"ask-{os.getpid()}-{nonce}", attempt / f"verdict-live-{nonce}"
     try:
-        os.close(os.open(question, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600))
+        os.close(writing.create(question))
     except OSError as error:
         raise UsageError(f"the run cannot be asked: {question}: {error.strerror}") from error
     deadline = time.monotonic() + ANSWER_SECONDS

@@ -14,7 +14,8 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from paceline.config import batch_shape, load
+from paceline.config import batch_shape, check_values, load
+from paceline.disk.owners import note_strangers
 from paceline.errors import ExitCode, UsageError
 
 if TYPE_CHECKING:
@@ -39,17 +40,20 @@ def main(arguments: Sequence[str]) -> int:
     config = tyro.cli(LedgerConfig, prog="paceline ledger", args=list(arguments), description=LedgerConfig.__doc__)
     if config.json and not config.json.absolute().parent.is_dir():
         raise UsageError(f"--json {config.json}: the folder {config.json.absolute().parent} does not exist")
-    settings = config.run / "config.toml"
+    run_dir = config.run.resolve()
+    settings = run_dir / "config.toml"
     if not settings.is_file():
         what = "holds no config.toml" if config.run.is_dir() else "is no folder"
         raise UsageError(f"{config.run} {what}: name a run folder, which `paceline train` makes and tells at its end")
-    trained = load(settings)
+    note_strangers(run_dir)
+    trained = load(settings, ours=False)  # numbers for a plan; nothing that it names is run
+    check_values(trained)
 
     from paceline.train.prepare import make_plan  # imports torch
     from paceline.verify.ledger import audit
 
     # The record is resolved: nothing in it is left to the world size.
-    found = audit(config.run, partial(make_plan, trained, batch_shape(trained.data, world_size=1)))
+    found = audit(run_dir, partial(make_plan, trained, batch_shape(trained.data, world_size=1)))
     if config.json:
         config.json.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=2))
     _print(found)

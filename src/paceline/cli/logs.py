@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -10,22 +11,21 @@ from pathlib import Path
 
 import tyro
 
-from paceline.cli.finding import attempts, find_run
+from paceline.cli.finding import Means, RunConfig, attempts, find_run, look
 from paceline.cli.run_state import judge
+from paceline.disk.reading import names
 from paceline.errors import ExitCode, UsageError
 from paceline.launch.submission import last_submission
-from paceline.launch.tail import Tail, last_lines
+from paceline.launch.tail import Tail, all_lines, last_lines
 
 POLL_SECONDS = 0.5
 LOOK_SECONDS = 5.0  # between two questions whether the run still runs
 
 
 @dataclass(frozen=True)
-class LogsConfig:
+class LogsConfig(RunConfig):
     """Show the output of a run's workers; of a job that waits or has failed early, what Slurm has of it."""
 
-    run: tyro.conf.Positional[str]
-    """the run's folder, or the beginning of its name under runs/"""
     rank: int = 0
     """whose"""
     attempt: int | None = None
@@ -40,6 +40,7 @@ def main(arguments: Sequence[str]) -> int:
     """Run `paceline logs ARGUMENTS`."""
     config = tyro.cli(LogsConfig, prog="paceline logs", args=list(arguments), description=LogsConfig.__doc__)
     run_dir = find_run(config.run)
+    means = look(run_dir, config)
     if config.lines < 0 or config.rank < 0:
         raise UsageError(f"--lines and --rank must be 0 or more, got {config.lines} and {config.rank}")
     if config.follow and config.attempt is not None:
@@ -49,12 +50,16 @@ def main(arguments: Sequence[str]) -> int:
         raise UsageError(_nothing(run_dir, config))
     end = 0
     if path is not None:
-        text, end = last_lines(path, config.lines or sys.maxsize)
-        sys.stdout.write(text)
+        if config.lines:
+            text, end = last_lines(path, config.lines)
+            sys.stdout.write(text)
+        else:
+            end = path.stat().st_size
+            sys.stdout.writelines(all_lines(path))
         sys.stdout.flush()
     if config.follow:
         try:
-            _follow(run_dir, config.rank, path, end)
+            _follow(run_dir, means, config.rank, path, end)
         except KeyboardInterrupt:
             print("no longer following; the run is left alone", file=sys.stderr)
     return ExitCode.DONE
@@ -78,20 +83,21 @@ def _nothing(run_dir: Path, config: LogsConfig) -> str:
     if not numbers:
         return f"{run_dir} has not been started yet: see paceline status {run_dir}"
     folder = run_dir / f"attempt-{config.attempt or numbers[-1]}"
-    ranks = sorted(int(path.stem[5:]) for path in folder.glob("rank-*.log") if path.stem[5:].isdecimal())
+    matches = (re.fullmatch(r"rank-([0-9]{1,9})\.log", name) for name in names(folder))
+    ranks = sorted(int(match[1]) for match in matches if match)
     return (
         f"there is no output of rank {config.rank} in {folder}. Choose from: {', '.join(map(str, ranks)) or '(none)'}"
     )
 
 
-def _follow(run_dir: Path, rank: int, path: Path | None, offset_bytes: int) -> None:
+def _follow(run_dir: Path, means: Means, rank: int, path: Path | None, offset_bytes: int) -> None:
     """Show what comes, until the run has ended."""
     tail = Tail(path, offset_bytes) if path is not None else None
     looked = 0.0
     while True:
         ended = False
         if time.monotonic() > looked + LOOK_SECONDS:
-            ended = judge(run_dir)[0] not in ("queued", "running")
+            ended = judge(run_dir, means)[0] not in ("queued", "running")
             looked = time.monotonic()
         newest = _log(run_dir, rank, None)
         if newest is not None and (tail is None or tail.path != newest):

@@ -60,7 +60,7 @@ def settings_of(task: str, how: Measuring, *, num_workers: int | None = None) ->
         "launch.device": how.device, "compute.precision": how.precision, "optimizer.optimizer": how.optimizer,
         "data.data_dir": how.data_dir, "model.stem": how.stem, "data.num_workers": num_workers,
     }  # fmt: skip
-    config = configuration.load(how.config) if how.config else TrainConfig()
+    config = configuration.load(how.config.resolve(), ours=True) if how.config else TrainConfig()
     for name, value in flags.items():
         section, _, key = name.partition(".")
         if value is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections import deque
 from contextlib import suppress
 from pathlib import Path
@@ -11,14 +12,14 @@ import msgspec
 
 from paceline import config as configuration
 from paceline.checkpoint.published import entries
-from paceline.cli.finding import agent_runs, attempts, first_failure, head_roster, is_locked
+from paceline.cli.finding import NOTHING, Means, agent_runs, attempts, first_failure, head_roster, is_locked
 from paceline.errors import ExitCode, PacelineError, UsageError
 from paceline.launch.ended import read_ended
 from paceline.launch.slurm import queue
 from paceline.launch.submission import Submission, last_submission
-from paceline.observe.events import Event, Started, Step, read_events
+from paceline.observe.events import Event, Started, Step, last_events
 from paceline.observe.folder import CHECKPOINTS, CONFIG
-from paceline.observe.summary import Summary, read_summary
+from paceline.observe.summary import read_summary
 
 WINDOW_STEPS = 50
 
@@ -41,13 +42,13 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     checkpoint_step: int | None = None
 
 
-def run_state(run_dir: Path) -> RunState:
+def run_state(run_dir: Path, means: Means = NOTHING) -> RunState:
     """The state of a run, now.
 
     Raises:
         PacelineError: if a part of it cannot be read.
     """
-    state, words, submission, job = _judge(run_dir)
+    state, words, submission, job = _judge(run_dir, means)
     started, steps = _progress(run_dir)
     saved = entries(run_dir / CHECKPOINTS)
     return RunState(
@@ -65,42 +66,46 @@ def run_state(run_dir: Path) -> RunState:
     )
 
 
-def _slurm_job(submission: Submission | None) -> tuple[queue.JobState | None, str]:
+def _slurm_job(submission: Submission | None, means: Means) -> tuple[queue.JobState | None, str]:
     """Slurm's word on a run's job, or why there is none."""
     if submission is None or not submission.slurm_job:
         return None, ""
+    if not means.slurm:
+        return None, f"Slurm is not asked about job {submission.slurm_job}"
     try:
         return queue.state(submission.slurm_job), ""
     except PacelineError as error:
         return None, str(error)
 
 
-def judge(run_dir: Path) -> tuple[State, str]:
+def judge(run_dir: Path, means: Means = NOTHING) -> tuple[State, str]:
     """Only whether it runs or how it has ended, with words: cheaper, for who waits.
 
     Raises:
         PacelineError: if a part of it cannot be read.
     """
-    return _judge(run_dir)[:2]
+    return _judge(run_dir, means)[:2]
 
 
-def _judge(run_dir: Path) -> tuple[State, str, Submission | None, queue.JobState | None]:
+def _judge(run_dir: Path, means: Means) -> tuple[State, str, Submission | None, queue.JobState | None]:
     last = last_submission(run_dir)
     submission = last[1] if last is not None else None
-    job, unheard = _slurm_job(submission)
-    return *_weigh(run_dir, submission, job, unheard), submission, job
+    job, unheard = _slurm_job(submission, means)
+    return *_weigh(run_dir, submission, job, unheard, means), submission, job
 
 
-def _weigh(run_dir: Path, submission: Submission | None, job: queue.JobState | None, unheard: str) -> tuple[State, str]:
+def _weigh(
+    run_dir: Path, submission: Submission | None, job: queue.JobState | None, unheard: str, means: Means
+) -> tuple[State, str]:
     if job is not None and job.lives:
         return ("queued" if job.state in ("PENDING", "REQUEUED", "REQUEUE_HOLD") else "running"), str(job)
     if is_locked(run_dir):
         return "running", ""
     roster = head_roster(run_dir)
-    alive = agent_runs(roster, submission) if roster is not None else False
+    alive = agent_runs(roster, submission, means.ssh) if roster is not None else False
     if alive:
         return "running", ""
-    summary = _summary(run_dir)
+    summary = read_summary(run_dir)
     failure = first_failure(attempts(run_dir)[-1]) if attempts(run_dir) else ""
     if summary is not None:
         return _of_code(summary.exit, failure or summary.failure or "")
@@ -114,7 +119,7 @@ def _weigh(run_dir: Path, submission: Submission | None, job: queue.JobState | N
     if unheard:
         return "unknown", unheard
     if alive is None and roster is not None:
-        return "unknown", f"{roster.host}, where its agent is, cannot be reached from here"
+        return "unknown", f"{roster.host}, where its agent is, {_unasked(submission, means)}"
     if roster is not None or attempts(run_dir):
         return "lost", "it has ended without a word: killed, or its machine was switched off"
     return "not started", ""
@@ -126,10 +131,13 @@ def _of_code(code: int, words: str) -> tuple[State, str]:
     return "failed", f"exit code {code}" + (f": {words}" if words else "")
 
 
-def _summary(run_dir: Path) -> Summary | None:
-    with suppress(OSError, msgspec.MsgspecError):
-        return read_summary(run_dir)
-    return None
+def _unasked(submission: Submission | None, means: Means) -> str:
+    if not means.ssh:
+        return "is not asked"
+    words = "cannot be reached from here"
+    if submission is not None and submission.ssh not in ((), means.ssh):
+        words += f". It was started with --ssh {shlex.join(submission.ssh)!r}: say it again, no folder's words are run"
+    return words
 
 
 def _hosts(submission: Submission | None, job: queue.JobState | None, run_dir: Path) -> tuple[str, ...]:
@@ -146,7 +154,7 @@ def _progress(run_dir: Path) -> tuple[Started | None, list[Step]]:
     started: Started | None = None
     steps: deque[Event] = deque(maxlen=WINDOW_STEPS + 1)
     with suppress(OSError):
-        for event in read_events(run_dir / "events-0.jsonl"):
+        for event in last_events(run_dir / "events-0.jsonl"):
             if isinstance(event, Started):
                 started = event
                 steps.clear()
@@ -163,7 +171,7 @@ def _rate(steps: list[Step]) -> float | None:
 
 def _total_steps(run_dir: Path, started: Started | None) -> int | None:
     try:
-        run = configuration.load(run_dir / CONFIG).run
+        run = configuration.load(run_dir / CONFIG, ours=False).run
     except UsageError:  # not there yet, or of another paceline
         return None
     return run.steps or (run.epochs * started.steps_per_epoch if started and started.steps_per_epoch else None)

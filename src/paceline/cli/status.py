@@ -11,19 +11,19 @@ from pathlib import Path
 import msgspec
 import tyro
 
-from paceline.cli.finding import find_run
+from paceline.cli.finding import RunConfig, find_run, look
 from paceline.cli.run_state import RunState, run_state
 from paceline.errors import ExitCode
 from paceline.launch.verdict import clean
 from paceline.observe.folder import CONFIG
 
+MAX_CHARS = 2000  # of a line: words in a folder may be as long as whoever wrote them liked
+
 
 @dataclass(frozen=True)
-class StatusConfig:
+class StatusConfig(RunConfig):
     """Show how a run is: waiting, running, at which step, ended how. Exit code 0 whatever its state is."""
 
-    run: tyro.conf.Positional[str]
-    """the run's folder, or the beginning of its name under runs/"""
     json: bool = False
     """for programs"""
 
@@ -31,11 +31,12 @@ class StatusConfig:
 def main(arguments: Sequence[str]) -> int:
     """Run `paceline status ARGUMENTS`."""
     config = tyro.cli(StatusConfig, prog="paceline status", args=list(arguments), description=StatusConfig.__doc__)
-    found = run_state(find_run(config.run))
+    run_dir = find_run(config.run)
+    found = run_state(run_dir, look(run_dir, config))
     if config.json:
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(found), indent=2).decode() + "\n")
     else:
-        sys.stdout.write(clean("".join(f"{name:10}{text}\n" for name, text in lines(found))))
+        sys.stdout.write("".join(f"{name:10}{clean(text)[:MAX_CHARS]}\n" for name, text in lines(found)))
     return ExitCode.DONE
 
 

@@ -101,8 +101,8 @@ def parse(arguments: Sequence[str]) -> TrainConfig:
     """
     rest, path = _take_config(list(arguments))
     resumed = None if path else _resumed_config(rest)
-    path = path or resumed
-    default = configuration.load(path) if path else TrainConfig()
+    path = path.resolve() if path else resumed
+    default = configuration.load(path, ours="--trust" not in rest) if path else TrainConfig()
     if resumed and default.strategy == "single":  # it goes on among several as the default for several
         default = replace(default, strategy=None)
     return tyro.cli(
@@ -134,8 +134,8 @@ def _resumed_config(arguments: Sequence[str]) -> Path | None:
     folder = _value_of("--run-dir", arguments)
     if folder is None or _value_of("--resume", arguments) != "auto":
         return None
-    path = Path(folder) / CONFIG
-    return path if path.is_file() else None
+    path = Path(folder).resolve() / CONFIG  # through no link in the folder itself
+    return path if os.path.lexists(path) else None
 
 
 def _value_of(flag: str, arguments: Sequence[str]) -> str | None:
@@ -232,8 +232,8 @@ def check_resumable(config: TrainConfig, nproc: int) -> None:
     """
     assert config.run.run_dir is not None
     run_dir = config.run.run_dir.resolve()
-    check_is_run(run_dir)
-    checkpoints = Checkpoints(run_dir / CHECKPOINTS)
+    check_is_run(run_dir, trust=config.run.trust)
+    checkpoints = Checkpoints(run_dir / CHECKPOINTS, trust=config.run.trust)
     if not checkpoints.entries():
         check_not_finished(run_dir)
     for _, path in checkpoints.entries():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -34,7 +35,7 @@ from paceline.observe.summary import Summary, read_summary, write_summary
 def launch(where: Job, config: TrainConfig) -> tuple[Path, int]:
     """Make the run folder and start `--nproc` workers under an agent; return the folder and the exit code."""
     nproc, task, c = int(config.launch.nproc or 1), str(config.task), config.checkpoint
-    run_dir = open_run_dir(config.run.run_dir, task, resume=c.resume == "auto")
+    run_dir = open_run_dir(config.run.run_dir, task, resume=c.resume == "auto", trust=config.run.trust)
     lock = lock_run_dir(run_dir)
     try:
         if c.fresh:
@@ -71,7 +72,7 @@ def show_plan(config: TrainConfig, where: Job) -> int:
 def launch_elsewhere(config: TrainConfig, where: Job, world_size: int) -> int:
     """Make the run folder and hand the job over; the exit code."""
     c, cluster, on = config.checkpoint, config.cluster, config.cluster.on
-    run_dir = open_run_dir(config.run.run_dir, str(config.task), resume=c.resume == "auto")
+    run_dir = open_run_dir(config.run.run_dir, str(config.task), resume=c.resume == "auto", trust=config.run.trust)
     lock = lock_run_dir(run_dir)  # from the start on node 0's agent holds it
     try:
         if c.fresh:
@@ -102,7 +103,8 @@ def job_of(config: TrainConfig, where: Job, settings_dir: Path) -> Job:
     threads = config.launch.threads_per_rank or (int(users_threads) if users_threads.isdecimal() else 0)
     return replace(
         where,
-        argv=(where.python, "-m", "paceline", "train", "--config", str(settings_dir / CONFIG)),
+        # -P: what lies in the working folder is not ours to import
+        argv=(where.python, "-P", "-m", "paceline", "train", "--config", str(settings_dir / CONFIG)),
         threads=threads,
         port=config.launch.port,
         max_restarts=config.launch.max_restarts,
@@ -143,8 +145,9 @@ def failed_summary(run_dir: Path, config: TrainConfig, nproc: int, code: int) ->
     if written is not None:
         return replace_fields(written, exit=code)
     events = run_dir / "events-0.jsonl"
-    logged = read_events(events) if events.is_file() else ()
-    steps = {event.step: event.samples for event in logged if isinstance(event, Step)}  # done again counts once
+    steps: dict[int, int] = {}
+    with suppress(OSError):
+        steps = {event.step: event.samples for event in read_events(events) if isinstance(event, Step)}
     shape = batch_shape(config.data, nproc)
     return Summary(
         task=str(config.task),

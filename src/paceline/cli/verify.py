@@ -123,7 +123,7 @@ def _run(spec: Spec, nproc: int, worker: str, kind: type[Found]) -> Found | int:
     (folder / "spec.json").write_bytes(msgspec.json.encode(spec))
     files = (str(folder / "spec.json"), str(folder / "report.json"))
     job = Job(
-        argv=(sys.executable, "-m", worker, *files),
+        argv=(sys.executable, "-P", "-m", worker, *files),
         nproc=nproc,
         attempt_dir=attempt,
         run_id=secrets.token_hex(8),

@@ -90,7 +90,7 @@ def _command(fault: Fault, launcher: Launcher, setup: Setup, stall_after: str, s
         where = ["--master-port", port] if setup.port else []
         return [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", nproc, *where, PROGRAM]
     train = ["train", f"{TASK}:task", "--steps", str(steps), "--batch-size", "16", *fault.options, *setup.words]
-    own = [sys.executable, "-m", "paceline"]
+    own = [sys.executable, "-P", "-m", "paceline"]
     more = ["--nproc", nproc, "--stall-after", stall_after, "--run-dir", run_dir(fault)]
     more += ["--port", port] if setup.port else []
     if fault.way is Way.TASK:

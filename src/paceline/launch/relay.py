@@ -15,6 +15,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from queue import SimpleQueue
 
+from paceline.launch.verdict import STEERS, LiveFilter
+
 FOLD_SECONDS = 0.3  # so long a line waits for the same one of other hosts
 HALF_LINE_SECONDS = 1.0  # so long the others wait for the end of a line of node 0
 MAX_LINE_BYTES = 8192  # a longer line appears in pieces
@@ -27,9 +29,9 @@ _NUMBERED = re.compile(r"(.*?)([0-9]+)")
 
 
 def say(text: str, end: str = "\n") -> None:
-    """Tell the user; never an error, for the terminal may be gone with the launcher."""
+    """Tell the user, in words that may hold others'; never an error: the terminal may be gone with the launcher."""
     with suppress(OSError):
-        data = f"{text}{end}".encode(errors="replace")
+        data = STEERS.sub(b"", f"{text}{end}".encode(errors="replace"))
         while data:
             data = data[os.write(2, data) :]
 
@@ -93,12 +95,13 @@ class Relay:
         self._names, self._screen = names, screen
         self._unfinished: dict[tuple[int, int], bytes] = {}  # (node, descriptor) -> the beginning of a line
         self._waiting: list[_Line] = []
+        self._node_0 = {1: LiveFilter(), 2: LiveFilter()}
         self._half_since: dict[int, float] = {}  # descriptor -> since when node 0's last line there has no end
 
     def put(self, node: int, descriptor: int, data: bytes) -> None:
         """What a node has written to its stdout (1) or stderr (2)."""
         if node == 0:
-            self._screen.put(descriptor, data)
+            self._screen.put(descriptor, self._node_0[descriptor].passed(data))
             self._half_since.pop(descriptor, None)
             if not data.endswith(b"\n"):
                 self._half_since[descriptor] = time.monotonic()
@@ -118,7 +121,7 @@ class Relay:
         for descriptor in self._half_since:
             self._screen.put(descriptor, b"\n")
         self._half_since.clear()
-        self._screen.put(2, f"{text}\n".encode(errors="replace"))
+        self._screen.put(2, STEERS.sub(b"", f"{text}\n".encode(errors="replace")))
 
     def flush(self) -> float:
         """Show what has waited long enough; the seconds until there is more to show."""

@@ -9,18 +9,19 @@ RUN/submit-1/     of each start on other machines, numbered from 1
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
+from paceline.disk import writing
+from paceline.disk.reading import decode, names
 from paceline.errors import TrainingError, UsageError
 
 SUBMITTED = "submitted.json"
-PRIVATE = 0o700
+MAX_LOOKED_AT = 1000
 
 
 class Submission(msgspec.Struct, frozen=True):
@@ -30,8 +31,8 @@ class Submission(msgspec.Struct, frozen=True):
     started_at: float
     nodes: int = 1
     hosts: tuple[str, ...] = ()
-    ssh: tuple[str, ...] = ()  # the user's ssh command
-    slurm_job: str = ""  # empty: not submitted, but run inside an allocation
+    ssh: tuple[str, ...] = ()  # the command that was used, for people; never run again
+    slurm_job: Annotated[str, msgspec.Meta(pattern=r"\A[0-9]{0,12}\Z")] = ""  # empty: run inside an allocation
     command: tuple[str, ...] = ()  # as it was typed
     cwd: str = ""
 
@@ -43,11 +44,11 @@ def next_submit_dir(run_dir: Path) -> Path:
         UsageError: if it cannot be made.
     """
     try:
-        run_dir.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
+        writing.make_folder(run_dir, exist_ok=True)
         while True:
-            number = 1 + max((submit_number(path) for path in run_dir.glob("submit-*")), default=0)
+            number = 1 + max((submit_number(Path(name)) for name in names(run_dir)), default=0)
             try:
-                (run_dir / f"submit-{number}").mkdir(mode=PRIVATE)
+                writing.make_folder(run_dir / f"submit-{number}")
             except FileExistsError:  # somebody was faster
                 continue
             return run_dir / f"submit-{number}"
@@ -57,7 +58,7 @@ def next_submit_dir(run_dir: Path) -> Path:
 
 def submit_number(folder: Path) -> int:
     """Which start a folder belongs to; 0 if its name does not say."""
-    match = re.fullmatch(r"submit-([0-9]+)", folder.name)
+    match = re.fullmatch(r"submit-([0-9]{1,9})", folder.name)
     return int(match[1]) if match else 0
 
 
@@ -69,21 +70,11 @@ def write_files(submit_dir: Path, files: Mapping[str, str]) -> None:
     """
     for name, text in files.items():
         try:
-            _write(submit_dir, name, text)
+            writing.replace(submit_dir / name, text.encode(), sync=True)
         except OSError as error:
             raise TrainingError(
                 f"{submit_dir / name} cannot be written: {error.strerror}. Make room, or name another folder: --run-dir"
             ) from None
-
-
-def _write(submit_dir: Path, name: str, text: str) -> None:
-    partial = submit_dir / f".{name}.partial"
-    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
-    with os.fdopen(descriptor, "w", encoding="utf-8", newline="") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(descriptor)  # other nodes read it
-    partial.replace(submit_dir / name)
 
 
 def write_submission(submit_dir: Path, submission: Submission) -> None:
@@ -97,9 +88,10 @@ def write_submission(submit_dir: Path, submission: Submission) -> None:
 
 def last_submission(run_dir: Path) -> tuple[Path, Submission] | None:
     """The newest start that was written down, and its folder; None for a run that was only ever started here."""
-    for folder in sorted(run_dir.glob("submit-*"), key=submit_number, reverse=True):
+    folders = [run_dir / name for name in names(run_dir) if submit_number(Path(name))]
+    for folder in sorted(folders, key=submit_number, reverse=True)[:MAX_LOOKED_AT]:
         try:
-            return folder, msgspec.json.decode((folder / SUBMITTED).read_bytes(), type=Submission)
-        except (OSError, msgspec.MsgspecError):  # it was refused before it started
+            return folder, decode(folder / SUBMITTED, Submission)
+        except OSError:  # it was refused before it started
             continue
     return None

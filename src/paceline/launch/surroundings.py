@@ -114,6 +114,12 @@ def parse_env(settings: Sequence[str], environ: Mapping[str, str]) -> dict[str, 
             raise UsageError(f"--env {name}: the launcher sets this variable for every rank{instead}")
         if not equals and name not in environ:
             raise UsageError(f"--env {name} passes this shell's value on, but {name} is not set here. Use {name}=VALUE")
+        if equals and (_SECRET.search(name) or _USERINFO.search(value)):
+            print(
+                f"paceline: --env {name}=...: every user of this machine can read a command line (ps). Set it in your "
+                f"shell and pass the name alone: --env {name}",
+                file=sys.stderr,
+            )
         value = value if equals else environ[name]
         if "\0" in value:
             raise UsageError(f"--env {name}: a value cannot hold a zero byte")

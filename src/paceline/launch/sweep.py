@@ -3,35 +3,42 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
+from paceline.disk.reading import decode, names
 from paceline.launch.procfs import PROC, Process, processes
 
 SWEEP_SECONDS = 2.0
 MARK = "PACELINE_AGENT_MARK"
 
 
+Pid = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
+Ticks = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+
+
 class Member(msgspec.Struct, frozen=True):
     """A worker, leader of a session of its own; `started` in clock ticks since boot, 0 where /proc is missing."""
 
     rank: int
-    pid: int
-    started: int
+    pid: Pid
+    started: Ticks
 
 
 class Roster(msgspec.Struct, frozen=True):
     """Whom an agent has started: the content of agent-<node>.json."""
 
     host: str
-    agent_pid: int
+    agent_pid: Pid
     workers: tuple[Member, ...]
-    agent_started: int = 0  # in clock ticks since the host's boot
+    agent_started: Ticks = 0  # since the host's boot
 
 
 def roster_path(attempt_dir: Path, node: int = 0) -> Path:
@@ -91,10 +98,16 @@ def _carries(pid: int, mark: str) -> bool:
 
 def sweep_recorded(attempt_dir: Path, agent_pid: int = 0) -> None:
     """Sweep what the agents of this host wrote down, if they got that far; or this one alone."""
-    for path in attempt_dir.glob("agent-*.json"):
+    try:
+        there = names(attempt_dir)
+    except OSError:
+        return
+    for name in there:
+        if not re.fullmatch(r"agent-[0-9]{1,9}\.json", name):
+            continue
         try:
-            roster = msgspec.json.decode(path.read_bytes(), type=Roster)
-        except (OSError, msgspec.MsgspecError):
+            roster = decode(attempt_dir / name, Roster, ours=True)  # what only our agents can have written
+        except OSError:
             continue
         if roster.host == os.uname().nodename and agent_pid in (0, roster.agent_pid):
             sweep(roster.workers, mark_of(roster.agent_pid, roster.agent_started))

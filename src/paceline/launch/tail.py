@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
+from paceline.disk.owners import opened
 from paceline.launch.verdict import clean
 
 MAX_BYTES = 1 << 20  # of one look
+MAX_LAST_BYTES = 16 << 20  # how far back the last lines are looked for
 MAX_LINE_BYTES = 1 << 16  # a longer line appears in pieces
 
 
@@ -17,6 +20,11 @@ class Tail:
     def __init__(self, path: Path, offset_bytes: int = 0) -> None:
         self.path = path
         self._offset, self._rest = offset_bytes, b""
+
+    @property
+    def offset_bytes(self) -> int:
+        """How far it was read."""
+        return self._offset
 
     def read(self, *, to_the_end: bool = False) -> str:
         """New text, up to the last whole line; `to_the_end`: all there is."""
@@ -30,9 +38,8 @@ class Tail:
 
     def _read(self) -> str:
         try:
-            with self.path.open("rb") as file:
-                file.seek(self._offset)
-                data = file.read(MAX_BYTES)
+            with opened(self.path) as it:
+                data = os.pread(it.descriptor, MAX_BYTES, self._offset)
         except OSError:  # not there yet
             return ""
         self._offset += len(data)
@@ -43,17 +50,33 @@ class Tail:
 
 
 def last_lines(path: Path, count: int) -> tuple[str, int]:
-    """The last `count` lines of a file, and how many bytes it had.
+    """The last `count` lines of a file, as far as they lie in its last 16 MiB, and how many bytes it had.
 
     Raises:
         OSError: if it cannot be read.
     """
-    with path.open("rb") as file:
-        end = file.seek(0, os.SEEK_END)
-        size = min(end, MAX_BYTES)
+    with opened(path) as it:
+        end = it.found.st_size
+        most, size = min(end, MAX_LAST_BYTES), min(end, MAX_BYTES)
         while True:  # from the end: a log may be larger than memory
-            file.seek(end - size)
-            lines = file.read(size).splitlines(keepends=True)
-            if size == end or len(lines) > count:
+            lines = os.pread(it.descriptor, size, end - size).splitlines(keepends=True)
+            if size == most or len(lines) > count:
                 return clean(b"".join(lines[max(0, len(lines) - count) :]).decode(errors="replace")), end
-            size = min(end, 2 * size)
+            size = min(most, 2 * size)
+
+
+def all_lines(path: Path) -> Iterator[str]:
+    """All of a file as it is now, in pieces.
+
+    Raises:
+        OSError: if it cannot be read.
+    """
+    tail = Tail(path)
+    with opened(path) as it:
+        end = it.found.st_size
+    while tail.offset_bytes < end:
+        before = tail.offset_bytes
+        yield tail.read(to_the_end=False)
+        if tail.offset_bytes == before:  # it was cut off meanwhile
+            return
+    yield tail.read(to_the_end=True)

@@ -15,6 +15,15 @@ MAX_LINES = 80  # of a traceback or message: a deep recursion must not push the 
 CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
+# of bytes, which may be UTF-8: all of C0 but tab, newline, return and colours; C1 stands behind \xc2 there
+STEERS = re.compile(
+    rb"\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b\[(?![0-9;:]*m)[0-?]*[ -/]*[@-~]|\x1b(?!\[[0-9;:]*m).?"
+    rb"|[\x00-\x08\x0b\x0c\x0e-\x1a\x1c-\x1f\x7f]|\xc2[\x80-\x9f]"
+)
+BEGUN = re.compile(rb"(?:\x1b(?:\[[0-?]*[ -/]*|\][^\x07\x1b]*\x1b?)?|\xc2)\Z")
+MAX_SEQUENCE_BYTES = 4096
+
+
 def tell(
     primary: Observation, observations: Sequence[Observation], *, oom_kills: int, attempt_dir: str, last: str = ""
 ) -> str:
@@ -96,3 +105,25 @@ def _clipped(lines: list[str], limit: int) -> list[str]:
 def clean(text: str) -> str:
     """`text` without what would steer a terminal."""
     return CONTROL.sub("", text.replace("\r\n", "\n").replace("\r", "\n"))
+
+
+class LiveFilter:
+    """What passes of a stream of bytes to a terminal: text, colours, and \\r, by which progress bars are drawn.
+
+    A sequence may be cut between two reads: what may still become one is held back until it is whole, or too long.
+    """
+
+    def __init__(self) -> None:
+        self._held = b""
+
+    def passed(self, data: bytes) -> bytes:
+        """What can be shown of the bytes so far."""
+        data = self._held + data
+        cut = BEGUN.search(data)
+        self._held = data[cut.start() :] if cut is not None and len(data) - cut.start() < MAX_SEQUENCE_BYTES else b""
+        return STEERS.sub(b"", data[: len(data) - len(self._held)])
+
+    def rest(self) -> bytes:
+        """What was held back, at the end of the stream."""
+        rest, self._held = STEERS.sub(b"", self._held), b""
+        return rest

@@ -7,12 +7,22 @@ run can be read by an older paceline.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
+from itertools import islice
 from pathlib import Path
 from types import TracebackType
-from typing import IO
+from typing import Annotated
 
 import msgspec
+
+from paceline.disk import writing
+from paceline.disk.reading import lines, names
+
+LAST_BYTES = 4 << 20  # of a file of events: what tells how a run is now
+_FILE = re.compile(r"events-([0-9]{1,9})\.jsonl")
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+Few = Annotated[int, msgspec.Meta(ge=0, le=1_000_000)]  # ranks
 
 
 class Event(msgspec.Struct, frozen=True, tag_field="kind"):
@@ -22,33 +32,33 @@ class Event(msgspec.Struct, frozen=True, tag_field="kind"):
 class Started(Event, frozen=True, tag="started"):
     """A rank begins an attempt, or a generation of it, with the state after `start_step` steps."""
 
-    attempt: int
-    rank: int
-    world_size: int
+    attempt: Count
+    rank: Few
+    world_size: Few
     host: str
     pid: int
     device: str
     unix_time: float
-    generation: int = 0
-    start_step: int = 0
-    num_samples: int = 0  # 0: written by an older paceline
-    steps_per_epoch: int = 0
+    generation: Count = 0
+    start_step: Count = 0
+    num_samples: Count = 0  # 0: written by an older paceline
+    steps_per_epoch: Count = 0
 
 
 class Step(Event, frozen=True, tag="step"):
     """An optimizer step, 1-based, over at `unix_time`. Loss and grad_norm are global; the seconds are this rank's."""
 
-    step: int
-    epoch: int
+    step: Count
+    epoch: Count
     loss: float
-    samples: int
+    samples: Count
     lr: float
     seconds: float
     data_seconds: float
     unix_time: float
     grad_norm: float | None = None
-    share: tuple[int, int] | None = None  # the virtual ranks [a, b) that this rank computed
-    consumed: int = 0  # samples this rank used; stand-ins are not counted
+    share: tuple[Few, Few] | None = None  # the virtual ranks [a, b) that this rank computed
+    consumed: Count = 0  # samples this rank used; stand-ins are not counted
     fingerprint: str = ""  # hex of data.consumed.fingerprint of their indices
     skipped: bool = False  # it did not change the parameters (see Skipped); a loss that is not finite stands as 0
     phase_seconds: dict[str, float] = {}  # data, forward, backward, sync, optimizer; empty: by an older paceline
@@ -65,17 +75,17 @@ class Skipped(Event, frozen=True, tag="skipped"):
 class RolledBack(Event, frozen=True, tag="rolled-back"):
     """The state is again that after step `to`; later steps of this start are taken once more."""
 
-    step: int  # the last one before that
-    to: int
+    step: Count  # the last one before that
+    to: Count
 
 
 class Samples(Event, frozen=True, tag="samples"):
     """Which samples a virtual rank's micro-batch held (written with --record-samples)."""
 
-    step: int
-    epoch: int
-    virtual_rank: int
-    part: int
+    step: Count
+    epoch: Count
+    virtual_rank: Few
+    part: Count
     indices: list[int]
 
 
@@ -114,7 +124,7 @@ class Notice(Event, frozen=True, tag="notice"):
 class Ended(Event, frozen=True, tag="ended"):
     """A rank ends in good order."""
 
-    step: int
+    step: Count
     unix_time: float
 
 
@@ -136,10 +146,11 @@ class EventWriter:
     """Appends records to one rank's file; each is whole on disk's side of the process before `write` returns."""
 
     def __init__(self, path: Path) -> None:
-        self._file: IO[bytes] = path.open("a+b", buffering=0)  # unbuffered: a killed rank's last record counts most
+        descriptor = writing.keep(path, append=True)
+        self._file = os.fdopen(descriptor, "ab", buffering=0)  # unbuffered: a killed rank's last record counts most
         self._encode = msgspec.json.Encoder().encode
-        end = self._file.tell()
-        if end and os.pread(self._file.fileno(), 1, end - 1) != b"\n":
+        end = os.fstat(descriptor).st_size
+        if end and os.pread(descriptor, 1, end - 1) != b"\n":
             self._file.write(b"\n")  # a line torn by a kill must not swallow the first record of its successor
 
     def write(self, event: Event) -> None:
@@ -171,13 +182,42 @@ class _Kind(msgspec.Struct):
     kind: str = ""
 
 
+def event_files(run_dir: Path) -> dict[int, Path]:
+    """The files of events in a run folder, by rank.
+
+    Raises:
+        OSError: the folder cannot be read.
+    """
+    matches = (_FILE.fullmatch(name) for name in names(run_dir))
+    return dict(sorted((int(match[1]), run_dir / match[0]) for match in matches if match))
+
+
 def read_events(path: Path) -> Iterator[Event]:
-    """The records of a file, in order; unknown kinds and a torn last line are skipped."""
+    """The records of a file, in order; unknown kinds and a torn last line are skipped.
+
+    Raises:
+        OSError: it is not there; as Unreadable, in words: it is no file of events.
+    """
+    return _decoded(lines(path))
+
+
+def last_events(path: Path) -> Iterator[Event]:
+    """The first record of a file, and the last ones, whatever its size.
+
+    Raises:
+        OSError: as `read_events`.
+    """
+    if path.lstat().st_size > LAST_BYTES:
+        yield from islice(read_events(path), 1)
+    yield from _decoded(lines(path, from_end_bytes=LAST_BYTES))
+
+
+def _decoded(found: Iterable[bytes]) -> Iterator[Event]:
     decoders = {name: msgspec.json.Decoder(kind) for name, kind in KINDS.items()}
-    for line in path.read_bytes().splitlines():
+    for line in found:
         try:
             kind = msgspec.json.decode(line, type=_Kind).kind
             if kind in decoders:
                 yield decoders[kind].decode(line)
-        except (msgspec.DecodeError, UnicodeDecodeError):
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             continue

@@ -22,9 +22,11 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from paceline.disk import writing
+from paceline.disk.owners import check_ours
+from paceline.disk.reading import links, names, read
 from paceline.errors import TrainingError, UsageError
 
-PRIVATE = 0o700  # data, paths and environment are nobody else's business
 CONFIG = "config.toml"
 SUMMARY = "summary.json"
 WEIGHTS = "model.safetensors"
@@ -33,29 +35,55 @@ LOCK = ".lock"
 LOCK_SECONDS = 10.0  # the workers of a launcher that was just killed need a moment to end
 
 
-def open_run_dir(asked: Path | None, task: str, *, resume: bool = False) -> Path:
+def open_run_dir(asked: Path | None, task: str, *, resume: bool = False, trust: bool = False) -> Path:
     """The absolute path of the folder to write into: a new run's, or with `resume` also that of a run that has ended.
 
+    Args:
+        asked: the folder; None: a new one under runs/.
+        task: what a new one is called after.
+        resume: whether it may hold a run.
+        trust: whether it may be one that others own or could have written.
+
     Raises:
-        UsageError: if it holds something that would be written over, no run, or cannot be written.
+        UsageError: if it holds something that would be written over, no run, or links; if others could have written
+            it, or it cannot be written.
     """
     if not resume:
-        return create_run_dir(asked, task)
-    if asked is None:
+        run_dir = create_run_dir(asked, task)
+    elif asked is None:
         raise UsageError("--resume auto needs --run-dir: the folder of the run to go on with")
-    run_dir = asked.resolve()
-    check_is_run(run_dir)
-    _make(run_dir, exist_ok=True)
+    else:
+        run_dir = asked.resolve()
+        check_is_run(run_dir, trust=trust)
+        _make(run_dir, exist_ok=True)
+    _check_private(run_dir, trust=trust)
     return run_dir
 
 
-def check_is_run(run_dir: Path) -> None:
+def _check_private(run_dir: Path, *, trust: bool) -> None:
+    """Refuse a folder in which we would write in a stranger's name, or through his links.
+
+    Raises:
+        UsageError: says whose it is, or which link is there.
+    """
+    if not trust:
+        check_ours(run_dir)
+    if found := links(run_dir):
+        raise UsageError(
+            f"{run_dir} holds a symbolic link, {found[0]}: what is written there could end anywhere. Remove it; to "
+            "have a run elsewhere, name that folder: --run-dir"
+        )
+
+
+def check_is_run(run_dir: Path, *, trust: bool = False) -> None:
     """Refuse to resume in a folder that holds something else than a run; a new or empty one will do.
 
     Raises:
-        UsageError: says what is missing.
+        UsageError: says what is missing, or that others could have written it.
     """
-    if run_dir.is_dir() and any(run_dir.iterdir()) and not (run_dir / CONFIG).is_file() and not _never_began(run_dir):
+    if run_dir.is_dir():
+        _check_private(run_dir, trust=trust)
+    if run_dir.is_dir() and names(run_dir) and not (run_dir / CONFIG).is_file() and not _never_began(run_dir):
         raise UsageError(
             f"{run_dir} holds no run: there is no {CONFIG}, but something else. Name the folder of a run, or a new "
             f"one; a run that has lost its {CONFIG} has a copy in each of its attempt folders."
@@ -90,7 +118,7 @@ def lock_run_dir(run_dir: Path, *, wait_seconds: float = LOCK_SECONDS) -> int:
     Raises:
         UsageError: if another run has it, naming that one.
     """
-    descriptor = os.open(run_dir / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    descriptor = writing.keep(run_dir / LOCK)
     deadline = time.monotonic() + wait_seconds
     while True:
         try:
@@ -146,17 +174,20 @@ def new_run_dir(task: str) -> Path:
 
 def _never_began(run_dir: Path) -> bool:
     """Whether all that is there was left by starts that failed before the first step, so that nothing can be lost."""
-    ours = (CONFIG, f"{CONFIG}.partial", "environment.json", SUMMARY, LOCK)
+    ours = (CONFIG, "environment.json", SUMMARY, LOCK)
     starts = ("attempt-", "submit-", "agent-")
     return all(
-        p.name in ours or p.name.startswith(starts) or (p.name == CHECKPOINTS and not any(p.glob("step-*")))
-        for p in run_dir.iterdir()
+        name in ours
+        or name.startswith(starts)
+        or name.endswith(".partial")
+        or (name == CHECKPOINTS and not any(n.startswith("step-") for n in names(run_dir / name)))
+        for name in names(run_dir)
     )
 
 
 def create_attempt_dir(run_dir: Path) -> tuple[int, Path]:
     """Make the folder of a run's next start, numbered from 1."""
-    numbers = [attempt_number(path) for path in run_dir.glob("attempt-*")]
+    numbers = [attempt_number(Path(name)) for name in names(run_dir)]
     number = 1 + max(*numbers, _fenced_attempt(run_dir), 0)
     attempt_dir = run_dir / f"attempt-{number}"
     _make(attempt_dir, exist_ok=False)
@@ -166,7 +197,7 @@ def create_attempt_dir(run_dir: Path) -> tuple[int, Path]:
 def _fenced_attempt(run_dir: Path) -> int:
     """The attempt that may publish checkpoints (checkpoint/fence.py): it was, though somebody deleted its folder."""
     try:
-        return int((run_dir / CHECKPOINTS / ".fence").read_text().split()[0])
+        return int(read(run_dir / CHECKPOINTS / ".fence", limit_bytes=100).split()[0])
     except (OSError, ValueError, IndexError):
         return 0
 
@@ -184,10 +215,8 @@ def write_settings(folder: Path, text: str) -> None:
     Raises:
         TrainingError: if the disk is full, say.
     """
-    partial = folder / f"{CONFIG}.partial"
     try:
-        partial.write_text(text)
-        partial.replace(folder / CONFIG)
+        writing.replace(folder / CONFIG, text.encode())
     except OSError as error:
         raise TrainingError(
             f"{folder / CONFIG} cannot be written: {error.strerror}. Make room, or name another folder: --run-dir"
@@ -196,15 +225,15 @@ def write_settings(folder: Path, text: str) -> None:
 
 def attempt_number(attempt_dir: Path) -> int:
     """Which start of the run a folder belongs to; 0 if its name does not say."""
-    match = re.fullmatch(r"attempt-(\d+)", attempt_dir.name)
+    match = re.fullmatch(r"attempt-([0-9]{1,9})", attempt_dir.name)
     return int(match[1]) if match else 0
 
 
 def _make(folder: Path, *, exist_ok: bool) -> None:
     try:
-        folder.mkdir(mode=PRIVATE, parents=True, exist_ok=exist_ok)
-        probe = folder / ".writable"
-        probe.touch()
+        writing.make_folder(folder, exist_ok=exist_ok)
+        probe = folder / f".writable-{os.getpid()}"
+        os.close(writing.create(probe))
         probe.unlink()
     except OSError as error:
         raise UsageError(

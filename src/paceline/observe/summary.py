@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+
+from paceline.disk import writing
+from paceline.disk.reading import decode
 
 
 class Summary(msgspec.Struct, frozen=True, omit_defaults=True):
     """Written once, at the end; a run that failed has what was known by then, and `exit` is not 0."""
 
     task: str
-    exit: int
+    exit: Annotated[int, msgspec.Meta(ge=-255, le=255)]
     strategy: str | None = None
     world_size: int | None = None
     virtual_ranks: int | None = None
@@ -42,12 +46,11 @@ class Summary(msgspec.Struct, frozen=True, omit_defaults=True):
 def write_summary(run_dir: Path, summary: Summary) -> None:
     """Write `run_dir`/summary.json whole, or not at all."""
     encoded = msgspec.json.format(msgspec.json.encode(msgspec.to_builtins(summary)), indent=2) + b"\n"
-    partial = run_dir / "summary.json.partial"
-    partial.write_bytes(encoded)
-    partial.replace(run_dir / "summary.json")
+    writing.replace(run_dir / "summary.json", encoded)
 
 
 def read_summary(run_dir: Path) -> Summary | None:
-    """The summary of a run; None if it has not written one."""
-    path = run_dir / "summary.json"
-    return msgspec.json.decode(path.read_bytes(), type=Summary) if path.is_file() else None
+    """The summary of a run; None if it has written none that can be read."""
+    with suppress(OSError):
+        return decode(run_dir / "summary.json", Summary)
+    return None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.machinery
+import itertools
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,6 +20,9 @@ from paceline.errors import UsageError, unknown
 
 if TYPE_CHECKING:
     from paceline.tasks.task import Task
+
+
+MOST_FILES = 1000  # of a folder that are looked at
 
 
 @dataclass(frozen=True)
@@ -53,7 +57,13 @@ def check_task(name: str | None, options: Mapping[str, Any]) -> None:
     if ":" not in name:
         near = unknown("task", name, TASKS)
         raise UsageError(f"{near}, or your own as module:name or file.py:name")
-    _locate(name)
+    folder = _locate(name)
+    if there := shadowed(folder):
+        print(
+            f"paceline: beside the task lies {', '.join(there)}: the installed module of that name is imported, not "
+            f"what lies in {folder}. Rename yours if you mean it",
+            file=sys.stderr,
+        )
 
 
 def load_task(name: str, options: Mapping[str, Any]) -> Task:
@@ -86,16 +96,26 @@ def load_task(name: str, options: Mapping[str, Any]) -> Task:
     return task
 
 
-def _locate(name: str) -> None:
+def _locate(name: str) -> Path:
+    """The folder that a user's task needs to be in the Python path.
+
+    Raises:
+        UsageError: there is no such task, or an installed module has its name.
+    """
     module_name, _, attribute = name.rpartition(":")
     if not attribute.isidentifier():
         raise UsageError(f"task {name!r}: {attribute!r} after the colon is no Python name. Write module:name")
     if module_name.endswith(".py"):
-        if not Path(module_name).is_file():
+        path = Path(module_name).resolve()
+        if not path.is_file():
             raise UsageError(f"task {name!r}: there is no file {Path(module_name).absolute()}")
-        return
+        if path.name in shadowed(path.parent):
+            raise UsageError(
+                f"task {name!r}: {path.stem} is an installed module, too, which comes first. Rename the file"
+            )
+        return path.parent
     # Without importing any of it (find_spec on a dotted name would import the parents).
-    search: list[str] | None = [str(Path.cwd()), *sys.path]
+    search: list[str] | None = [*sys.path, str(Path.cwd())]
     for depth, part in enumerate(module_name.split(".")):
         spec = importlib.machinery.PathFinder.find_spec(part, search)
         if spec is None:
@@ -105,18 +125,34 @@ def _locate(name: str) -> None:
                 "Start paceline in the folder that holds it, or name the file: path/to/file.py:name"
             )
         search = list(spec.submodule_search_locations or ())
+    return Path.cwd()
+
+
+def shadowed(folder: Path) -> list[str]:
+    """The modules in a folder that an installed one of the same name comes before; of very many files the first."""
+    others = [place for place in sys.path if place and Path(place).resolve() != folder]
+    found: list[str] = []
+    for path in sorted(itertools.islice(folder.iterdir(), MOST_FILES)):
+        if path.suffix != ".py" and not (path / "__init__.py").is_file():
+            continue
+        spec = importlib.machinery.PathFinder.find_spec(path.stem, others)
+        installed = path.stem in sys.stdlib_module_names or (spec is not None and spec.origin is not None)
+        if installed and not (spec is not None and spec.origin and folder in Path(spec.origin).resolve().parents):
+            found.append(path.name)
+    return found
 
 
 def _import(module_name: str) -> Any:
+    """Import it from its own folder, which comes after everything installed: whoever can write there replaces none."""
     if not module_name.endswith(".py"):
         if str(Path.cwd()) not in sys.path:
-            sys.path.insert(0, str(Path.cwd()))
+            sys.path.append(str(Path.cwd()))
         return importlib.import_module(module_name)
     path = Path(module_name).resolve()
     # Under its own name and beside its neighbours, as if it had been started as a script: loader workers and pickle
     # must be able to import it again.
     if str(path.parent) not in sys.path:
-        sys.path.insert(0, str(path.parent))
+        sys.path.append(str(path.parent))
     module = importlib.import_module(path.stem)
     if module.__file__ is None or Path(module.__file__).resolve() != path:
         raise UsageError(

@@ -19,6 +19,7 @@ from paceline.checkpoint.store import Checkpoints
 from paceline.collectives import check_equal, gather_words, together, told_once
 from paceline.collectives.transport import memory_or_hosts, way_taken
 from paceline.config import EXACT, TrainConfig, default_strategy, dump, load, repeatable, resolved
+from paceline.disk import writing
 from paceline.errors import ExitCode, PacelineError, UsageError
 from paceline.launch.guard.evidence import Phase
 from paceline.launch.worker.guard import Guard
@@ -122,7 +123,9 @@ def _place(config: TrainConfig, world: World, prepared: Path | None) -> Generato
         with together(world):
             if world.rank == 0:
                 resume = c.resume == "auto" or restarted
-                folder = prepared or open_run_dir(config.run.run_dir, str(config.task), resume=resume)
+                folder = prepared or open_run_dir(
+                    config.run.run_dir, str(config.task), resume=resume, trust=config.run.trust
+                )
                 if prepared is None:
                     lock = lock_run_dir(folder)
                     if c.fresh and not restarted:
@@ -148,7 +151,9 @@ def sticky(config: TrainConfig, place: Place) -> TrainConfig:
     goes_on = place.generation or config.checkpoint.resume == "auto"
     if config.compute.precision != "auto" or not goes_on or config.checkpoint.fresh or not path.is_file():
         return config
-    return replace(config, compute=replace(config.compute, precision=load(path).compute.precision))
+    return replace(
+        config, compute=replace(config.compute, precision=load(path, ours=not config.run.trust).compute.precision)
+    )
 
 
 def _write_down(config: TrainConfig, place: Place, parts: Parts) -> None:
@@ -157,7 +162,7 @@ def _write_down(config: TrainConfig, place: Place, parts: Parts) -> None:
     write_settings(place.folder, dump(repeatable(config)))
     write_settings(place.attempt_dir, dump(config))  # what restarted workers read: this very start
     environment = msgspec.json.encode(_environment(parts.replica.world))
-    (place.folder / "environment.json").write_bytes(msgspec.json.format(environment, indent=2))
+    writing.replace(place.folder / "environment.json", msgspec.json.format(environment, indent=2))
 
 
 def _facts(parts: Parts) -> dict[str, Any]:
@@ -174,7 +179,7 @@ def _origin(config: TrainConfig, place: Place, world: World) -> Origin | None:
     if config.checkpoint.resume != "auto" and not place.generation:
         return None
     origin = from_memory(world) if place.generation else None
-    checkpoints = Checkpoints(place.folder / CHECKPOINTS)
+    checkpoints = Checkpoints(place.folder / CHECKPOINTS, trust=config.run.trust)
     origin = from_disk(checkpoints, world, place.notices.append, after=origin) or origin
     if origin is not None:
         with together(world):

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from paceline.disk.writing import FILE
 from paceline.strategies.base import Replica
 
 
@@ -23,6 +24,7 @@ def save(weights: Mapping[str, Tensor], path: Path) -> None:
     try:
         tensors, ties = _unique(weights)
         save_file(tensors, str(partial), {"format": "pt", **ties})
+        partial.chmod(FILE)
     except Exception as error:  # safetensors has an exception of its own for input/output errors
         partial.unlink(missing_ok=True)
         raise OSError(f"{path} cannot be written: {error}") from error

@@ -21,6 +21,9 @@ from paceline.observe.events import Step
 from paceline.verify.sentences import left_out_note, sentences, steps_words
 from paceline.verify.starts import Log, Start, counting, left_out, read_starts
 
+MOST_STEPS = 10_000  # that nobody has logged
+MOST_SAMPLES = 10_000_000  # where few were used
+
 
 @dataclass(frozen=True)
 class Incarnation:
@@ -77,6 +80,7 @@ def audit(run_dir: Path, make_plan: Callable[[int], BatchPlan]) -> Audit:
     if not starts:
         raise UsageError(f"{run_dir} holds no events of a rank (events-<rank>.jsonl): nothing was trained there")
     ranges = counting(starts)
+    _check_plausible(starts, ranges)
     plan = make_plan(max(1, starts[0].first.num_samples))
     incarnations = [_incarnation(start, counts) for start, counts in zip(starts, ranges, strict=True)]
     result = Audit(plan.num_samples, plan.steps_per_epoch, plan.tail, incarnations)
@@ -104,6 +108,24 @@ def audit(run_dir: Path, make_plan: Callable[[int], BatchPlan]) -> Audit:
     result.notes.extend(left_out_note(result.left_out))
     result.notes.extend(_notes(starts[-1], ranges[-1], plan, result.epochs))
     return result
+
+
+def _check_plausible(starts: Sequence[Start], ranges: Sequence[range]) -> None:
+    """Refuse numbers that would take for ever to judge, and that no run has written.
+
+    Raises:
+        UsageError: says which.
+    """
+    logs = [log for start in starts for log in start.logs]
+    lines = [line for log in logs for found in log.steps.values() for line in found]
+    steps, samples = max(counts.stop for counts in ranges), starts[0].first.num_samples
+    if steps > MOST_STEPS + 10 * len(lines):
+        raise UsageError(f"the events speak of {steps:,} steps, of which {len(lines):,} are logged: no run wrote that")
+    used = sum(line.consumed for line in lines)
+    if samples > MOST_SAMPLES + 1000 * used:
+        raise UsageError(
+            f"the events speak of {samples:,} samples, of which {used:,} are logged as used: too few to judge"
+        )
 
 
 def _incarnation(start: Start, counts: range) -> Incarnation:
@@ -171,7 +193,7 @@ def _judge(step: int, start: Start, plan: BatchPlan) -> _Judged:
 def _faults(step: int, start: Start, logs: Sequence[Log], plan: BatchPlan) -> Iterator[str]:
     """Where the ranks' share of the step is not what the plan gives them."""
     ranks, size = [log.started.rank for log in logs], start.first.world_size
-    if ranks != list(range(size)):
+    if len(ranks) != size or ranks != list(range(size)):
         yield f"logged by ranks {', '.join(map(str, ranks))} of {size} only"
     shares = sorted(log.steps[step][0].share or (0, 0) for log in logs)
     if [a for a, _ in shares] + [plan.virtual_ranks] != [0] + [b for _, b in shares]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 
-from paceline.observe.events import Ended, RolledBack, Samples, Started, Step, read_events
+from paceline.observe.events import Ended, RolledBack, Samples, Started, Step, event_files, read_events
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Start:
 def read_starts(run_dir: Path) -> list[Start]:
     """All starts of the run, in their order; none if no rank ever began."""
     logs: list[Log] = []
-    for path in run_dir.glob("events-*.jsonl"):
+    for path in event_files(run_dir).values():
         log = None
         for event in read_events(path):
             if isinstance(event, Started):

@@ -23,6 +23,7 @@ from tempfile import TemporaryDirectory
 import msgspec
 from msgspec.structs import replace
 
+from paceline.disk.reading import read
 from paceline.errors import ExitCode, PacelineError, UsageError
 from paceline.launch.agent.crew import Crew
 from paceline.launch.agent.detach import detach
@@ -30,7 +31,7 @@ from paceline.launch.agent.follower import Follower
 from paceline.launch.agent.head import Head
 from paceline.launch.agent.janitor import start_janitor
 from paceline.launch.agent.preload import start_preloader
-from paceline.launch.agent.start import Inherited, environment, make_snapshots
+from paceline.launch.agent.start import Inherited, Store, environment, make_snapshots
 from paceline.launch.doctor.facts import gather as gather_facts
 from paceline.launch.job import NodePlan, threads_per_rank, usable_cores
 from paceline.launch.orders import LIFELINE, STOP_SIGNALS, Orders, hold_standard_descriptors, signal_inbox
@@ -48,12 +49,12 @@ def read_plan(options: argparse.Namespace) -> NodePlan | None:
         UsageError: when there is no plan to be had, or it leaves open what nothing says.
     """
     try:
-        line = _first_line() if options.plan is None else options.plan.read_bytes()
+        line = _first_line() if options.plan is None else _of_file(options.plan)
         if not line:
             return None
         plan = msgspec.json.decode(line, type=NodePlan)
     except OSError as error:
-        raise UsageError(f"the plan {options.plan} cannot be read on this node: {error.strerror}") from None
+        raise UsageError(f"the plan {options.plan} cannot be used on this node: {error.strerror}") from None
     except msgspec.MsgspecError as error:
         raise UsageError(
             f"the agent reads one JSON line, a NodePlan, from stdin or from --plan FILE: {error}. "
@@ -69,6 +70,11 @@ def read_plan(options: argparse.Namespace) -> NodePlan | None:
     if plan.nodes > 1 and plan.node > 0 and not plan.head:
         raise UsageError("which machine is node 0? --head NAME")
     return plan
+
+
+def _of_file(path: Path) -> bytes:
+    """What a plan says is run: nobody else may have written it."""
+    return read(path.parent.resolve() / path.name, limit_bytes=MAX_PLAN_BYTES, ours=True)
 
 
 def _first_line() -> bytes:
@@ -136,7 +142,7 @@ def run(plan: NodePlan, *, lifeline: bool) -> int:
     with TemporaryDirectory(prefix="paceline-", ignore_cleanup_errors=True) as temporary:
         janitor = start_janitor(not_kept=keep_open, temporary=temporary)
         # before all else that takes time: it imports while we look at folders and ports
-        preloader = start_preloader(plan.argv, environment(plan, 0, None)) if plan.preload else None
+        preloader = start_preloader(plan.argv, environment(plan, 0, Store(None))) if plan.preload else None
         try:
             plan, locks = take_run_dir(plan)
             pairs = make_snapshots(plan.nproc) if plan.max_restarts and plan.nodes == 1 else ()

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from paceline.disk import writing
+
 DETACHED = b'{"detached": true}\n'  # the agent's last word to its launcher
 
 
@@ -39,7 +41,7 @@ def detach(log: Path) -> Callable[[], None]:
             return
         sys.stdout.flush()
         sys.stderr.flush()
-        words = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        words = writing.keep(log, append=True)
         os.dup2(words, 1)
         os.dup2(words, 2)
         os.close(words)

@@ -10,6 +10,8 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
+from paceline.disk import writing
+from paceline.disk.reading import read
 from paceline.errors import ExitCode, UsageError
 from paceline.launch.agent.answering import Answering
 from paceline.launch.agent.channel import Link
@@ -18,6 +20,7 @@ from paceline.launch.agent.gather import interface_of, try_to_reach
 from paceline.launch.agent.head import REMOTE_GRACE_SECONDS
 from paceline.launch.agent.join import join
 from paceline.launch.agent.messages import (
+    PROOF,
     Alive,
     Ask,
     End,
@@ -43,7 +46,6 @@ from paceline.launch.supervise import say
 
 LOOK_SECONDS = 1.0
 HEAD_STOP_SECONDS = 20.0  # beyond the grace: the head that was told of an order must have ended the run by then
-PROOF = ".shared"
 
 
 class Follower:
@@ -136,10 +138,10 @@ class Follower:
 
     def _find_folder(self, attempt_dir: Path, proof: str) -> None:
         if not proof:  # any script's: its logs may lie on each host for themselves
-            attempt_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+            writing.make_folder(attempt_dir, exist_ok=True)
             return
         deadline = time.monotonic() + 5.0  # what a network file system may take to show a new file
-        while not (attempt_dir / PROOF).is_file() or (attempt_dir / PROOF).read_text() != proof:
+        while not _holds(attempt_dir, proof):
             if time.monotonic() > deadline:
                 raise UsageError(
                     f"the run folder {attempt_dir.parent} is not shared: what node 0 has written there is not seen "
@@ -205,3 +207,10 @@ class Follower:
             f"workers are stopped{resume if self.plan.run_dir and not self.plan.plain_store else ''}"
         )
         return 128 + self.orders.signals[0] if self.orders.signals else ExitCode.FAILED
+
+
+def _holds(attempt_dir: Path, proof: str) -> bool:
+    try:
+        return read(attempt_dir.resolve() / PROOF, limit_bytes=100, ours=True) == proof.encode()
+    except OSError:  # not there yet
+        return False

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Sequence
@@ -14,7 +13,8 @@ from pathlib import Path
 
 import msgspec
 
-from paceline.launch.agent.start import Inherited, Worker, start_workers
+from paceline.disk import writing
+from paceline.launch.agent.start import Inherited, Store, Worker, start_workers
 from paceline.launch.cgroup import oom_kills
 from paceline.launch.failure import GOOD_ENDS, Failure, Observation
 from paceline.launch.guard.box import read_step, release
@@ -41,8 +41,8 @@ class Generation:
         self._oom_kills_before = oom_kills()
         self._stillness = Stillness()
 
-    def start(self, store: socket.socket | None) -> None:
-        """Start the workers; rank 0's inherits the store's socket.
+    def start(self, store: Store) -> None:
+        """Start the workers, which inherit what they need to meet in the store.
 
         Raises:
             OSError: when the command or a log file cannot be opened.
@@ -55,10 +55,7 @@ class Generation:
         agent = read_process(os.getpid())
         members = tuple(w.member for w in self.workers)
         roster = Roster(os.uname().nodename, os.getpid(), members, agent.start if agent else 0)
-        path = roster_path(Path(self.plan.attempt_dir), self.plan.node)
-        temporary = path.with_suffix(".tmp")
-        temporary.write_bytes(msgspec.json.encode(roster))
-        temporary.replace(path)
+        writing.replace(roster_path(Path(self.plan.attempt_dir), self.plan.node), msgspec.json.encode(roster))
 
     def ask_to_stop(self) -> None:
         """SIGTERM to each running worker, also to one that is stopped.

@@ -7,16 +7,18 @@ import secrets
 import signal
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from msgspec.structs import replace
 
+from paceline.disk import writing
 from paceline.errors import ExitCode, UsageError
 from paceline.launch.agent.crew import BEAT_SECONDS, Crew
 from paceline.launch.agent.freeing import free
 from paceline.launch.agent.gather import gather
 from paceline.launch.agent.guarding import Guarding, Stall
-from paceline.launch.agent.messages import Start
+from paceline.launch.agent.messages import PROOF, Start
 from paceline.launch.agent.node import Node
 from paceline.launch.agent.restart import Failed, Restart, Stop, announced, decide, without_lost_nodes
 from paceline.launch.agent.start import Inherited
@@ -32,7 +34,7 @@ POLL_FAILING_SECONDS = 0.05
 START_SECONDS = 30.0  # for other nodes to start their processes
 SWEEP_MARGIN_SECONDS = 5.0  # for other nodes to kill what has not ended, and to say so
 REMOTE_GRACE_SECONDS = 6.0  # when an ssh launcher is gone: time to save, and still nothing left after 10 s
-SHOW_CURSOR = "\x1b[?25h"
+SHOW_CURSOR = b"\x1b[?25h"
 
 
 class Head:
@@ -137,7 +139,7 @@ class Head:
         if self.plan.nodes == 1 or not self.plan.run_dir or self.plan.plain_store:
             return ""
         proof = secrets.token_hex(8)
-        (Path(self.plan.attempt_dir) / ".shared").write_text(proof)
+        writing.replace(Path(self.plan.attempt_dir) / PROOF, proof.encode(), sync=True)
         return proof
 
     def _observe(self) -> list[Observation]:
@@ -293,7 +295,8 @@ class Head:
         while not self.crew.stopped() and time.monotonic() < deadline:
             self._wait(deadline - time.monotonic())
         if os.isatty(2):  # a progress bar that was killed had no chance to show the cursor again
-            say(SHOW_CURSOR, end="")
+            with suppress(OSError):
+                os.write(2, SHOW_CURSOR)
 
     def _hurry(self, grace_seconds: float) -> None:
         self.crew.stop(grace_seconds)

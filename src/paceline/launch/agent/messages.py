@@ -15,6 +15,8 @@ from paceline.launch.failure import Failure, Observation
 from paceline.launch.guard.evidence import Evidence
 from paceline.launch.guard.pulse import Pulse
 
+PROOF = ".shared"  # the file in the attempt's folder that all nodes must see
+
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
     """Node to head, first: who comes, with how many workers, and where others can try to reach it."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from paceline.launch.agent.generation import Generation
 from paceline.launch.agent.janitor import tell_janitor
-from paceline.launch.agent.start import Inherited, listening_socket
+from paceline.launch.agent.start import Inherited, Store
 from paceline.launch.failure import GOOD_ENDS, Observation
 from paceline.launch.guard.collect import Watched
 from paceline.launch.guard.pulse import Pulse
@@ -39,13 +39,12 @@ class Node:
             tell_janitor(self._inherited.janitor, plan.attempt_dir)
         self._generation = Generation(plan, number, self._inherited)
         self.stopping, self.left, self._deadline_seconds = False, (), math.inf
-        store = listening_socket(plan)
+        store = Store.make(plan)
         try:
             self._generation.start(store)
-            return store.getsockname()[1] if store is not None else plan.port
+            return store.port_number(plan)
         finally:
-            if store is not None:
-                store.close()  # rank 0 has its own; with ours open, connecting to a dead rank 0 would not be refused
+            store.close()
 
     @property
     def number(self) -> int:

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import IO
 
+from paceline.launch.verdict import STEERS, LiveFilter
+
 MAX_LINE_BYTES = 1 << 16  # a longer line appears in pieces
 LINE_END = re.compile(rb"(\r?\n|\r)")  # a progress bar ends its lines with \r
 LOCK = threading.Lock()  # two workers' lines must not mix
@@ -20,7 +22,8 @@ def relay(source: IO[bytes], log: int, *, screen: int, prefix: bytes = b"") -> t
     Args:
         source: the reading end of a worker's stdout or stderr.
         log: gets whole lines, for both may go into one.
-        screen: where people look; gets every byte as it comes, but with a prefix whole lines, too.
+        screen: where people look; gets every byte as it comes, but for what would steer a terminal, or, with a
+            prefix, whole lines.
         prefix: what each line on the screen begins with.
     """
     thread = threading.Thread(target=_relay, args=(source, log, screen, prefix), daemon=True)
@@ -29,16 +32,18 @@ def relay(source: IO[bytes], log: int, *, screen: int, prefix: bytes = b"") -> t
 
 
 def _relay(source: IO[bytes], log: int, screen: int, prefix: bytes) -> None:
-    rest = b""
+    rest, shown = b"", LiveFilter()
     with source:
         while data := os.read(source.fileno(), 65536):
             if not prefix:
-                _write(screen, data)
+                _write(screen, shown.passed(data))
             *lines, rest = LINE_END.split(rest + data)
             lines = [line + end for line, end in zip(lines[::2], lines[1::2], strict=True)]
             if len(rest) > MAX_LINE_BYTES:
                 lines, rest = [*lines, rest], b""
             _pass_on(lines, log, screen, prefix)
+    if not prefix:
+        _write(screen, shown.rest())
     if rest:
         _pass_on([rest], log, screen, prefix)
     os.close(log)
@@ -48,7 +53,8 @@ def _pass_on(lines: Sequence[bytes], log: int, screen: int, prefix: bytes) -> No
     if lines:
         _write(log, b"".join(lines))
     if lines and prefix:
-        _write(screen, b"".join(prefix + line.rstrip(b"\r\n") + b"\n" for line in lines))
+        whole = b"".join(prefix + line.rstrip(b"\r\n") + b"\n" for line in lines)
+        _write(screen, STEERS.sub(b"", whole))
 
 
 def _write(target: int, data: bytes) -> None:

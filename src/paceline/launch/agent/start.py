@@ -1,4 +1,4 @@
-"""Start one node's workers: the store's socket, their environment, where their output goes, what they inherit."""
+"""Start one node's workers: where they meet, their environment, where their output goes, what they inherit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
+from paceline.disk import writing
 from paceline.errors import UsageError
 from paceline.launch.agent.output import relay
 from paceline.launch.agent.preload import Forked, Preloader
@@ -82,22 +84,54 @@ class Worker:
             relay_.join(1.0)
 
 
-def listening_socket(plan: NodePlan) -> socket.socket | None:
-    """The store's socket, bound before any worker starts: a port that is found and closed again can be lost.
+@dataclass(frozen=True)
+class Store:
+    """Where the ranks of a generation meet.
 
-    With `plain_store` the workers' own code opens the port: it is only bound, not listened at, which keeps it from
-    everybody who asks for any free port, but not from rank 0, which asks for this one with SO_REUSEADDR as we do.
-
-    Raises:
-        UsageError: when the port is taken.
+    On one host in `memory`: a file without a name that they inherit, and that no other user can reach. On several at a
+    port, which rank 0 inherits bound and listening: one that is found and closed again can be lost. On one host the
+    port is for the workers' own code, if it opens one (any script that torchrun could start does): it is only bound,
+    which keeps it from everybody who asks for any free port, but not from whoever asks for this one with SO_REUSEADDR.
     """
+
+    port: socket.socket | None
+    memory: int = -1
+
+    @classmethod
+    def make(cls, plan: NodePlan) -> Self:
+        """Of the node that `plan` is for.
+
+        Raises:
+            UsageError: when the port is taken.
+        """
+        return cls(_bound(plan), os.memfd_create("paceline-store") if plan.nodes == 1 else -1)
+
+    def inherited(self, rank: int, *, plain: bool) -> list[int]:
+        """The descriptor by which this rank comes to the store; none where it is to connect."""
+        if self.memory >= 0:
+            return [self.memory]
+        return [self.port.fileno()] if rank == 0 and self.port is not None and not plain else []
+
+    def port_number(self, plan: NodePlan) -> int:
+        """What the ranks are told as MASTER_PORT."""
+        return self.port.getsockname()[1] if self.port is not None else plan.port
+
+    def close(self) -> None:
+        """Leave it to the ranks: with our socket open, connecting to a dead rank 0 would not be refused."""
+        if self.port is not None:
+            self.port.close()
+        if self.memory >= 0:
+            os.close(self.memory)
+
+
+def _bound(plan: NodePlan) -> socket.socket | None:
     if plan.node != 0:
         return None
     store = socket.socket(socket.AF_INET6 if ":" in plan.master_addr else socket.AF_INET)
     store.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # the last run's closing connections do no harm
     try:
         store.bind(("" if plan.plain_store else plan.master_addr, plan.port))
-        if not plan.plain_store:
+        if plan.nodes > 1 and not plan.plain_store:
             store.listen(1024)
     except OSError as error:
         store.close()
@@ -109,10 +143,9 @@ def listening_socket(plan: NodePlan) -> socket.socket | None:
     return store
 
 
-def environment(plan: NodePlan, local_rank: int, store: socket.socket | None) -> dict[str, str]:
+def environment(plan: NodePlan, local_rank: int, store: Store) -> dict[str, str]:
     """What a worker sees: torchrun's variables, the whole contract between launching and training, and ours."""
     rank = plan.first_rank + local_rank
-    port = store.getsockname()[1] if store is not None else plan.port
     env = {name: value for name, value in os.environ.items() if not name.startswith(OURS) or name in THE_USERS}
     env |= {
         "RANK": str(rank),
@@ -121,7 +154,7 @@ def environment(plan: NodePlan, local_rank: int, store: socket.socket | None) ->
         "LOCAL_WORLD_SIZE": str(plan.nproc),
         "GROUP_RANK": str(plan.group_rank),
         "MASTER_ADDR": plan.master_addr,
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": str(store.port_number(plan)),
         "OMP_NUM_THREADS": str(plan.threads),
         "PACELINE_AGENT_PID": str(os.getpid()),
         "PACELINE_RUN_ID": plan.run_id,
@@ -139,14 +172,12 @@ def environment(plan: NodePlan, local_rank: int, store: socket.socket | None) ->
         env.setdefault("NCCL_SOCKET_IFNAME", plan.interface)
     if plan.stall_after == "off":
         env["PACELINE_GUARD"] = "off"
-    if rank == 0 and store is not None and not plan.plain_store:
-        env["PACELINE_STORE_FD"] = str(store.fileno())
+    for descriptor in store.inherited(rank, plain=plan.plain_store):
+        env["PACELINE_STORE_FD"] = str(descriptor)
     return env
 
 
-def start_workers(
-    plan: NodePlan, store: socket.socket | None, generation: int, inherited: Inherited
-) -> Iterator[Worker]:
+def start_workers(plan: NodePlan, store: Store, generation: int, inherited: Inherited) -> Iterator[Worker]:
     """Start them one by one, rank 0 first. What it prints is also the agent's output (a terminal stays a terminal).
 
     Main thread only: the kernel takes a thread's end for the parent's (worker.die_with_parent).
@@ -176,7 +207,7 @@ def start_workers(
             env["PACELINE_TEMPORARY"] = inherited.temporary
         if inherited.snapshots:
             env["PACELINE_SNAPSHOT_FDS"] = ";".join(f"{one},{other}" for one, other in inherited.snapshots)
-        stores = [store.fileno()] if "PACELINE_STORE_FD" in env and store is not None else []
+        stores = store.inherited(rank, plain=plan.plain_store)
         pipes = [(*os.pipe(), screen) for screen in ((2,) if direct else (1, 2)) if shown]
         writing = {screen: writer for _, writer, screen in pipes}
         streams = {1: writing.get(1, 1 if direct else log), 2: writing.get(2, log)}
@@ -217,7 +248,7 @@ def _start(
 
 
 def _open_log(path: Path, generation: int) -> int:
-    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    log = writing.keep(path, append=True)
     if generation:
         with suppress(OSError):  # a full disk does not keep a run from going on
             os.write(log, f"---- generation {generation} ----\n".encode())

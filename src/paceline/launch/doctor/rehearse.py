@@ -60,7 +60,7 @@ def _start(request: Rehearse, local_rank: int, errors: int) -> subprocess.Popen[
     if request.interface:
         env |= {"GLOO_SOCKET_IFNAME": request.interface, "NCCL_SOCKET_IFNAME": request.interface}
     process = subprocess.Popen(
-        (sys.executable, "-m", WORKER),
+        (sys.executable, "-P", "-m", WORKER),
         env=env,
         cwd=request.cwd or None,
         stdin=subprocess.PIPE,

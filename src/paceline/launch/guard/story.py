@@ -7,8 +7,6 @@ runs/mnist-cnn-20260131-093000/attempt-1/verdict-1/
 
 from __future__ import annotations
 
-import os
-import stat
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -17,6 +15,8 @@ from typing import Literal
 
 import msgspec
 
+from paceline.disk import writing
+from paceline.disk.reading import read
 from paceline.errors import UsageError
 from paceline.launch.guard.evidence import Evidence, Op, Phase, Stack, Verdict, VerdictKind
 from paceline.launch.guard.pace import RankPace
@@ -26,7 +26,7 @@ from paceline.launch.verdict import clean
 VERSION = 1
 VERDICT = "verdict.json"
 MAX_LINES, MAX_COLUMNS = 15, 160
-MAX_BYTES = 256 << 20
+MAX_BYTES = 16 << 20
 MAX_PARTIES = 6
 MAX_NAMED = 3  # hosts and pids of more ranks are in the folder
 OWN_WORDS = (
@@ -140,18 +140,11 @@ def write_verdict(folder: Path, verdict: Verdict, evidence: Sequence[Evidence], 
     Raises:
         OSError: if it exists, or cannot be written.
     """
-    folder.mkdir(mode=0o700)
+    writing.make_folder(folder)
     for one in evidence:
-        _write(folder / f"rank-{one.rank}.txt", describe(one).encode())
+        writing.replace(folder / f"rank-{one.rank}.txt", describe(one).encode())
     content = Told("paceline-verdict", VERSION, verdict, waited_seconds, time.time(), tuple(evidence))
-    _write(folder / f"{VERDICT}.tmp", msgspec.json.encode(content))
-    (folder / f"{VERDICT}.tmp").rename(folder / VERDICT)
-
-
-def _write(path: Path, content: bytes) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(content)
+    writing.replace(folder / VERDICT, msgspec.json.encode(content))
 
 
 class _Head(msgspec.Struct):
@@ -167,11 +160,7 @@ def read_verdict(folder: Path) -> Told:
     """
     path = folder / VERDICT
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)  # a pipe would wait for its writer
-        with os.fdopen(descriptor, "rb") as file:
-            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise UsageError(f"{path} is no file")
-            content = file.read(MAX_BYTES + 1)
+        content = read(path, limit_bytes=MAX_BYTES)
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}") from error
     try:

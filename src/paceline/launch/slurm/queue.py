@@ -130,6 +130,15 @@ def state(job_id: str) -> JobState | None:
     return _remembered(job_id)
 
 
+def writes_to(job_id: str, folder: Path) -> bool:
+    """Whether the output of this job goes into `folder`: so it is told from a job of another run.
+
+    Raises:
+        PacelineError: if Slurm does not answer.
+    """
+    return f" StdOut={folder}/" in ask("scontrol", "show", "job", "-o", job_id).stdout
+
+
 def parse_job(text: str) -> JobState:
     """A job from what `scontrol show job -o` prints: the job's name stands first, and is ours, so nobody's text is
     taken for a field."""

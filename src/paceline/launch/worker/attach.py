@@ -20,6 +20,7 @@ from typing import NoReturn
 
 import msgspec
 
+from paceline.disk import writing
 from paceline.launch.failure import Failure, is_victim
 from paceline.launch.procfs import read_process
 from paceline.launch.worker.guard import Guard
@@ -114,7 +115,8 @@ def record_failure(error: BaseException, exit_code: int, *, traceback: bool, vic
     except OSError:  # no such descriptor: this is no worker, but a process that a worker has started
         return False
     with suppress(OSError):
-        _write(Path(folder) / error_file_name(int(rank), int(os.environ.get("PACELINE_GENERATION", "0"))), encoded)
+        generation = int(os.environ.get("PACELINE_GENERATION", "0"))
+        writing.replace(Path(folder) / error_file_name(int(rank), generation), encoded)
     return True
 
 
@@ -126,14 +128,3 @@ def error_file_name(rank: int, generation: int) -> str:
 def _clipped(text: str) -> str:
     # a lone surrogate (out of a file name that is no UTF-8) has no JSON; the end of a text says most
     return text.encode(errors="backslashreplace").decode()[-MAX_CHARS:]
-
-
-def _write(path: Path, content: bytes) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")  # a reader must never see half of it
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)

@@ -86,11 +86,10 @@ class Guard:
 
     def watch_torch(self) -> Self:
         """See torch.distributed's calls from now on, or as soon as it is imported. Never raises."""
-        if self.on:
-            try:
-                when_imported(MODULE, self._install)
-            except Exception as error:
-                self._complain(error)
+        try:
+            when_imported(MODULE, self._install)
+        except Exception as error:
+            self._complain(error)
         return self
 
     @contextmanager
@@ -152,7 +151,8 @@ class Guard:
     def _install(self, *, late: bool) -> None:
         module = sys.modules[MODULE]
         others = [sys.modules["torch.distributed"]] if late else []
-        self._ledger.install(module, *others, late=late)
+        if self.on:
+            self._ledger.install(module, *others, late=late)
         self._connections.install(module)
 
     def _in_child(self) -> None:

@@ -19,6 +19,8 @@ from functools import wraps
 from types import ModuleType
 from typing import Any
 
+from paceline.launch.worker import doors
+
 MAKES_GROUP = "_new_process_group_helper"  # what init_process_group, new_group and split_group all call
 
 
@@ -29,7 +31,7 @@ class Connections:
         self.inodes: set[str] = set()
 
     def install(self, distributed: ModuleType) -> None:
-        """Note from now on what a new process group opens."""
+        """Note from now on what a new process group opens, and shut its door behind it."""
         make: Callable[..., Any] | None = getattr(distributed, MAKES_GROUP, None)
         if make is None:  # a torch that has another name for it: nothing is known, nobody is freed
             return
@@ -38,9 +40,14 @@ class Connections:
         def made(*args: Any, **kwargs: Any) -> Any:
             before = open_sockets()
             try:
-                return make(*args, **kwargs)
+                group = make(*args, **kwargs)
             finally:
-                self.inodes |= open_sockets().keys() - before.keys()
+                new = {inode: number for inode, number in open_sockets().items() if inode not in before}
+                self.inodes |= new.keys()
+            if os.environ.get("TORCH_GLOO_LAZY_INIT", "").upper() in ("", "0", "OFF", "FALSE", "N", "NO"):
+                doors.shut(new.values())
+                doors.check_peers(new.values())
+            return group
 
         setattr(distributed, MAKES_GROUP, made)
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from paceline.errors import ExitCode, PacelineError, ToldElsewhere
+from paceline.launch.verdict import clean
 from paceline.launch.worker.attach import attach, leave, record_failure
 
 INTERRUPTED = 130  # 128 + SIGINT
@@ -46,7 +47,7 @@ def tell(error: BaseException) -> int:
     if found_alike and os.environ.get("RANK", "0") != "0":
         return code
     if in_words:
-        print(f"paceline: {error}", file=sys.stderr)
+        print(f"paceline: {clean(str(error))}", file=sys.stderr)
     else:
         traceback.print_exception(error)
     return code
