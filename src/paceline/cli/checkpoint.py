@@ -16,6 +16,7 @@ from rich.text import Text
 from paceline.checkpoint.manifest import Damaged, Manifest
 from paceline.checkpoint.store import Checkpoints, Entry
 from paceline.disk.owners import note_strangers
+from paceline.disk.reading import is_folder
 from paceline.errors import ExitCode, UsageError
 
 
@@ -48,9 +49,9 @@ def _find(run: Path) -> tuple[Checkpoints, list[Entry], bool]:
     Raises:
         UsageError: if there are none.
     """
-    if not run.is_dir():
+    if not is_folder(run):
         raise UsageError(f"there is no folder {run}")
-    root = run / "checkpoints" if (run / "checkpoints").is_dir() else run
+    root = run / "checkpoints" if is_folder(run / "checkpoints") else run
     shown = note_strangers(root)
     checkpoints = Checkpoints(root, trust=shown)
     try:

@@ -19,7 +19,7 @@ from pathlib import Path
 import tyro
 
 from paceline.disk.owners import check_ours, note_strangers, opened
-from paceline.disk.reading import decode, names
+from paceline.disk.reading import decode, is_folder, names
 from paceline.errors import UsageError, unknown
 from paceline.launch.failure import Failure
 from paceline.launch.procfs import PROC, read_process
@@ -62,8 +62,8 @@ def find_run(asked: str) -> Path:
         UsageError: if there is none, several, or the folder holds no run.
     """
     path = Path(asked)
-    if not path.is_dir():
-        runs = [name for name in names(RUNS.resolve()) if (RUNS / name).is_dir()]
+    if not is_folder(path):
+        runs = [name for name in names(RUNS.resolve()) if is_folder(RUNS / name)]
         found = [name for name in runs if name == asked] or [name for name in runs if name.startswith(asked)]
         if not asked or not found:
             raise unknown("run", asked, runs[-20:] or ["(no folder runs/ here: name the run's folder)"])
@@ -194,16 +194,16 @@ def _not_its_agent(roster: Roster, run_dir: Path) -> UsageError:
 
 def _holds(pid: int, run_dir: Path) -> bool:
     """Whether a process has the lock of the run open, which only its own processes have."""
-    with opened(run_dir / LOCK) as lock:
-        wanted = (lock.found.st_dev, lock.found.st_ino)
-        try:
-            held = [*(PROC / str(pid) / "fd").iterdir()]
-        except OSError:  # another user's
-            return False
-        for link in held:
-            with suppress(OSError):
-                if ((it := link.stat()).st_dev, it.st_ino) == wanted:
-                    return True
+    try:
+        with opened(run_dir / LOCK) as lock:
+            wanted = (lock.found.st_dev, lock.found.st_ino)
+        held = [*(PROC / str(pid) / "fd").iterdir()]
+    except OSError:  # there is none; or the process is another user's
+        return False
+    for link in held:
+        with suppress(OSError):
+            if ((it := link.stat()).st_dev, it.st_ino) == wanted:
+                return True
     return False
 
 

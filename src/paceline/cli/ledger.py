@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +17,7 @@ from rich.table import Table
 
 from paceline.config import batch_shape, check_values, load
 from paceline.disk.owners import note_strangers
+from paceline.disk.reading import is_folder
 from paceline.errors import ExitCode, UsageError
 
 if TYPE_CHECKING:
@@ -41,11 +43,12 @@ def main(arguments: Sequence[str]) -> int:
     if config.json and not config.json.absolute().parent.is_dir():
         raise UsageError(f"--json {config.json}: the folder {config.json.absolute().parent} does not exist")
     run_dir = config.run.resolve()
+    if is_folder(run_dir):
+        note_strangers(run_dir)
     settings = run_dir / "config.toml"
-    if not settings.is_file():
+    if not os.path.lexists(settings):
         what = "holds no config.toml" if config.run.is_dir() else "is no folder"
         raise UsageError(f"{config.run} {what}: name a run folder, which `paceline train` makes and tells at its end")
-    note_strangers(run_dir)
     trained = load(settings, ours=False)  # numbers for a plan; nothing that it names is run
     check_values(trained)
 

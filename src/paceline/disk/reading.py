@@ -6,7 +6,9 @@ what anybody else could have changed (owners.py).
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +16,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from paceline.disk.owners import Unreadable, opened
+from paceline.disk.owners import WORDS, Unreadable, opened
 
 MAX_RECORD_BYTES = 4 << 20  # of one JSON record: settings, verdicts, who was started
 MAX_TOML_BYTES = 1 << 16
@@ -97,6 +99,20 @@ def lines(path: Path, *, from_end_bytes: int | None = None) -> Iterator[bytes]:
                 raise Unreadable(path, f"has a line of more than {MAX_LINE_BYTES:,} bytes, which is not read")
         if rest_bytes and not torn:
             yield b"".join(rest)
+
+
+def is_folder(path: Path) -> bool:
+    """Whether there is a folder, also behind links.
+
+    Raises:
+        Unreadable: we may not know.
+    """
+    try:
+        return stat.S_ISDIR(path.stat().st_mode)
+    except PermissionError:
+        raise Unreadable(path, WORDS[errno.EACCES]) from None
+    except (OSError, ValueError):
+        return False
 
 
 def names(folder: Path) -> list[str]:

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from paceline.disk import writing
 from paceline.disk.owners import check_ours
-from paceline.disk.reading import links, names, read
+from paceline.disk.reading import is_folder, links, names, read
 from paceline.errors import TrainingError, UsageError
 
 CONFIG = "config.toml"
@@ -81,9 +81,9 @@ def check_is_run(run_dir: Path, *, trust: bool = False) -> None:
     Raises:
         UsageError: says what is missing, or that others could have written it.
     """
-    if run_dir.is_dir():
+    if is_folder(run_dir):
         _check_private(run_dir, trust=trust)
-    if run_dir.is_dir() and names(run_dir) and not (run_dir / CONFIG).is_file() and not _never_began(run_dir):
+    if is_folder(run_dir) and names(run_dir) and not (run_dir / CONFIG).is_file() and not _never_began(run_dir):
         raise UsageError(
             f"{run_dir} holds no run: there is no {CONFIG}, but something else. Name the folder of a run, or a new "
             f"one; a run that has lost its {CONFIG} has a copy in each of its attempt folders."
@@ -148,7 +148,7 @@ def create_run_dir(asked: Path | None, task: str) -> Path:
     """
     if asked is not None:
         run_dir = asked.resolve()
-        if run_dir.is_dir() and not _never_began(run_dir):
+        if is_folder(run_dir) and not _never_began(run_dir):
             there = (run_dir / CONFIG).is_file()
             raise UsageError(
                 f"--run-dir {asked} is not empty: a run is never written over. Name a new folder, or "

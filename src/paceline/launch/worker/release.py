@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from functools import wraps
@@ -45,7 +46,12 @@ class Connections:
                 new = {inode: number for inode, number in open_sockets().items() if inode not in before}
                 self.inodes |= new.keys()
             if os.environ.get("TORCH_GLOO_LAZY_INIT", "").upper() in ("", "0", "OFF", "FALSE", "N", "NO"):
-                doors.shut(new.values())
+                if not doors.shut(new.values()) and os.environ.get("RANK", "0") == "0":
+                    print(
+                        "paceline: this system cannot shut the ports by which ranks have met: other users of this "
+                        "machine can connect to them, which wastes memory and time, but not be taken for a rank",
+                        file=sys.stderr,
+                    )
                 doors.check_peers(new.values())
             return group
 

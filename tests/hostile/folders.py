@@ -1,0 +1,40 @@
+"""What a hostile neighbour prepares: run folders that name programs, processes and files of their finder."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+CONFIG = "[run]\nsteps = 4\nepochs = 1\n"
+
+
+def run_folder(folder: Path, *, config: str = CONFIG, **submission: Any) -> Path:
+    """A run as paceline leaves it, of an agent on another host; the submission says how that one is reached."""
+    (folder / "attempt-1").mkdir(parents=True)
+    (folder / "config.toml").write_text(config)
+    write_roster(folder, 4711, host="n7")
+    if submission:
+        (folder / "submit-1").mkdir()
+        text = json.dumps({"on": "ssh", "started_at": 1.0, "hosts": ["n7"], **submission})
+        (folder / "submit-1" / "submitted.json").write_text(text)
+    (folder / "attempt-1" / "rank-0.log").write_text("hello\n")
+    return folder
+
+
+def write_roster(folder: Path, pid: int, *, host: str = os.uname().nodename, started: int = 1) -> None:
+    """Write down process `pid` as the run's agent."""
+    roster = {"host": host, "agent_pid": pid, "workers": [], "agent_started": started}
+    (folder / "attempt-1" / "agent-0.json").write_text(json.dumps(roster))
+
+
+def canary(place: Path) -> tuple[Path, str]:
+    """A file that stays away unless somebody runs the shell command, which says who did."""
+    file = place / "canary"
+    return file, f"id -un >> {file}"
+
+
+def payload(file: Path) -> str:
+    """Python that leaves word when it is imported."""
+    return f"import getpass; open({str(file)!r}, 'a').write(getpass.getuser() + '\\n')\n"

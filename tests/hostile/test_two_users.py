@@ -1,0 +1,333 @@
+"""Nothing that a neighbour has prepared acts in its finder's name: docs/security.md by rows, with two real users."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from tests.hostile.folders import canary, payload, run_folder, write_roster
+from tests.hostile.users import User, Users
+
+from paceline.launch.procfs import read_process
+
+LOOKING = (["status"], ["status", "--json"], ["hang"], ["logs", "--follow"], ["checkpoint", "list"], ["ledger"])
+BELONGS = "belongs to user {}, and we are {}"
+
+
+def finder(users: Users, name: str) -> User:
+    return users.root if name == "root" else users.victim
+
+
+@pytest.fixture
+def shared(users: Users) -> Path:
+    """A folder like /tmp."""
+    return users.folder("shared", 0o1777, users.root)
+
+
+def prepared(users: Users, folder: Path, *, by: User) -> Path:
+    by.own(folder)
+    for path in (folder, *folder.rglob("*")):
+        if not path.is_symlink():
+            path.chmod(0o755 if path.is_dir() else 0o644)
+    return folder
+
+
+# ---- A1: a program that a folder names -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("who", ["victim", "root"])
+@pytest.mark.parametrize("command", [*LOOKING, ["cancel"]], ids=" ".join)
+def test_no_command_that_stands_in_a_folder_is_run(users: Users, shared: Path, who: str, command: list[str]) -> None:
+    me = finder(users, who)
+    file, words = canary(shared)
+    evil = prepared(users, run_folder(shared / "evil", ssh=["/bin/sh", "-c", words]), by=users.mallory)
+    done = me.paceline(*command, evil)
+    assert not file.exists(), f"run as {file.read_text()}"
+    assert BELONGS.format(users.mallory.name, me.name) in done.stderr
+    assert "Traceback" not in done.stderr
+    if command == ["cancel"]:
+        assert done.returncode == 2 and "--trust believes all that lies there" in done.stderr
+    elif command[0] in ("status", "logs"):
+        assert done.returncode == 0
+    assert sorted(path.name for path in evil.rglob("*")) == sorted(
+        ["attempt-1", "agent-0.json", "rank-0.log", "config.toml", "submit-1", "submitted.json"]
+    )
+
+
+@pytest.mark.parametrize("command", ["status", "cancel"])
+def test_nor_in_a_folder_that_was_unpacked_and_is_ours(users: Users, command: str) -> None:
+    """Whoever unpacks an archive owns what was written by others."""
+    file, words = canary(users.victim.home)
+    mine = prepared(users, run_folder(users.victim.home / "run", ssh=["/bin/sh", "-c", words]), by=users.victim)
+    done = users.victim.paceline(command, mine, "--ssh", "/bin/false")
+    assert not file.exists()
+    assert "n7, where its agent is, cannot be reached from here. It was started with --ssh" in done.stdout + done.stderr
+
+
+# ---- A2: code and programs that settings name ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("who", ["victim", "root"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["--resume", "auto", "--run-dir", "{evil}"],
+        ["mnist-cnn", "--nproc", "2", "--resume", "auto", "--run-dir", "{evil}"],
+        ["--config", "{evil}/config.toml"],
+    ],
+    ids=["resumed", "task named", "config"],
+)
+def test_no_code_that_settings_of_others_name_is_imported(
+    users: Users, shared: Path, who: str, command: list[str]
+) -> None:
+    me, file = finder(users, who), shared / "canary"
+    (shared / "payload.py").write_text(payload(file))
+    program = shared / "python"
+    program.write_text(f"#!/bin/sh\n{canary(shared)[1]}\n")
+    program.chmod(0o755)
+    settings = f'task = "{shared}/payload.py:task"\n[cluster]\npython = "{program}"\n'
+    evil = prepared(users, run_folder(shared / "evil", config=settings), by=users.mallory)
+    done = me.paceline("train", *(word.format(evil=evil) for word in command))
+    assert not file.exists(), f"run as {file.read_text()}"
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert BELONGS.format(users.mallory.name, me.name) in done.stderr
+    assert sorted(path.name for path in evil.iterdir()) == ["attempt-1", "config.toml"]
+
+
+def test_trust_is_the_word_by_which_all_of_it_is_believed(users: Users, shared: Path) -> None:
+    file = shared / "canary"
+    (shared / "payload.py").write_text(payload(file))
+    evil = prepared(users, run_folder(shared / "evil", config=f'task = "{shared}/payload.py:task"\n'), by=users.mallory)
+    done = users.root.paceline("train", "--resume", "auto", "--run-dir", evil, "--trust")
+    assert file.read_text() == "root\n", done.stderr
+
+
+@pytest.mark.parametrize(("mode", "words"), [(0o777, "everybody"), (0o770, "group users")])
+def test_a_folder_that_others_may_write_is_no_place_for_a_run(users: Users, mode: int, words: str) -> None:
+    out = users.folder("out", mode, users.victim)
+    os.chown(out, users.victim.uid, 100)
+    done = users.victim.paceline("train", "mnist-cnn", "--nproc", "1", "--steps", "1", "--run-dir", out)
+    assert done.returncode == 2 and f"{out} can be written by {words}" in done.stderr
+    assert not list(out.iterdir())
+    done = users.victim.paceline("train", "mnist-cnn", "--nproc", "1", "--steps", "1", "--run-dir", out / "inner")
+    assert done.returncode == 2 and f"{out} can be written by {words}" in done.stderr
+    assert not list((out / "inner").iterdir())
+
+
+def test_what_is_ours_inside_a_shared_folder_is_ours(users: Users) -> None:
+    """A group's folder, ours in it, a run in that: as clusters have it."""
+    group = users.folder("group", 0o2775, users.root)
+    os.chown(group, 0, 100)
+    mine = group / "mine"
+    mine.mkdir()
+    users.victim.own(mine)
+    words = ("train", "mnist-cnn", "--nproc", "1", "--steps", "1", "--run-dir")
+    done = users.victim.paceline(*words, mine / "run")
+    assert done.returncode == 0, done.stderr
+    straight = group / "run"  # which anybody of the group can exchange for another
+    straight.mkdir()
+    users.victim.own(straight)
+    done = users.victim.paceline(*words, straight)
+    assert done.returncode == 2 and f"{group} can be written by group users" in done.stderr
+
+
+# ---- A3: processes that a folder names -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("who", ["victim", "root"])
+def test_no_process_that_stands_in_a_folder_is_signalled(users: Users, shared: Path, who: str) -> None:
+    me = finder(users, who)
+    bystander = me.popen("sleep", "60")
+    try:
+        time.sleep(0.5)  # until it is sleep itself
+        found = read_process(bystander.pid)
+        assert found is not None
+        evil = run_folder(shared / "evil")
+        write_roster(evil, bystander.pid, started=found.start)
+        prepared(users, evil, by=users.mallory)
+        done = me.paceline("cancel", evil)
+        assert done.returncode == 2 and BELONGS.format(users.mallory.name, me.name) in done.stderr
+        me.own(evil)  # unpacked, say: it does not hold the run's lock
+        done = me.paceline("cancel", evil)
+        assert done.returncode == 2 and "does not hold" in done.stderr
+        assert bystander.poll() is None
+    finally:
+        os.killpg(bystander.pid, signal.SIGKILL)
+        bystander.communicate()
+
+
+# ---- A4: files that a folder's links lead to -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o755])
+@pytest.mark.parametrize("owner", ["mallory", "victim"])
+@pytest.mark.parametrize("name", ["config.toml.partial", "environment.json", ".lock", "attempt-1", "checkpoints"])
+def test_nothing_is_written_through_a_link(users: Users, mode: int, owner: str, name: str) -> None:
+    evil = users.folder("evil", mode, users.mallory if owner == "mallory" else users.victim)
+    precious = users.victim.home / "precious"
+    if name in ("attempt-1", "checkpoints"):
+        precious.mkdir()
+    else:
+        precious.write_text("thesis")
+    users.victim.own(precious)
+    (evil / name).symlink_to(precious)
+    done = users.victim.paceline("train", "mnist-cnn", "--nproc", "1", "--steps", "1", "--run-dir", evil)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert precious.read_text() == "thesis" if precious.is_file() else not list(precious.iterdir())
+    if (owner, mode) == ("victim", 0o755) and name != "checkpoints":
+        assert f"holds a symbolic link, {name}" in done.stderr
+
+
+# ---- B1: modules beside the user -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("task", ["mnist-cnn", "{home}/mine.py:task"])
+def test_no_module_of_the_working_folder_takes_an_installed_ones_place(users: Users, shared: Path, task: str) -> None:
+    file = shared / "canary"
+    for name in ("numpy", "paceline", "random", "safetensors", "torch", "sitecustomize", "msgspec"):
+        (shared / f"{name}.py").write_text(payload(file))
+    users.mallory.own(*shared.iterdir())
+    source = (Path(__file__).parents[2] / "examples" / "own_task.py").read_text()
+    (users.victim.home / "mine.py").write_text(source)
+    users.victim.own(users.victim.home / "mine.py")
+    run = users.victim.home / "run"
+    words = ("train", task.format(home=users.victim.home), "--nproc", "2", "--steps", "2", "--run-dir", run)
+    done = users.victim.paceline(*words, cwd=shared)
+    assert not file.exists(), f"imported as {file.read_text()}"
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_module_beside_the_task_that_is_not_imported_is_told(users: Users) -> None:
+    home, file = users.victim.home, users.victim.home / "canary"
+    (home / "mine.py").write_text((Path(__file__).parents[2] / "examples" / "own_task.py").read_text())
+    (home / "numpy.py").write_text(payload(file))
+    (home / "json.py").write_text((home / "mine.py").read_text())
+    users.victim.own(*home.iterdir())
+    done = users.victim.paceline("train", "mine.py:task", "--nproc", "1", "--steps", "1", "--run-dir", "run")
+    assert done.returncode == 0 and not file.exists()
+    assert "beside the task lies json.py, numpy.py: the installed module of that name is imported" in done.stderr
+    done = users.victim.paceline("train", "json.py:task", "--nproc", "1", "--steps", "1", "--run-dir", "other")
+    assert done.returncode == 2 and "json is an installed module, too, which comes first" in done.stderr
+
+
+# ---- B3: what cannot be read -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["pipe", "zeros", "huge", "deep", "dots", "folder"])
+@pytest.mark.parametrize(
+    "name", ["config.toml", "events-0.jsonl", "attempt-1/agent-0.json", "submit-1/submitted.json", "summary.json"]
+)
+def test_what_cannot_be_read_is_told_and_not_waited_for(users: Users, name: str, kind: str) -> None:
+    run = run_folder(users.victim.home / "run", ssh=["ssh"])
+    path = run / name
+    path.unlink(missing_ok=True)
+    match kind:
+        case "pipe":
+            os.mkfifo(path)
+        case "zeros":
+            path.symlink_to("/dev/zero")
+        case "huge":
+            path.touch()
+            os.truncate(path, 1 << 40)
+        case "deep":
+            path.write_text("x = " + "[" * 30_000 if name.endswith("toml") else "[" * 1_000_000)
+        case "dots":
+            path.write_text(".".join(["a"] * 30_000) + " = 1")
+        case _:
+            path.mkdir()
+    users.victim.own(run)
+    for command in (["status"], ["hang"], ["ledger"], ["cancel"]):
+        began = time.monotonic()
+        done = users.victim.paceline(*command, run, timeout=10)
+        assert time.monotonic() - began < 5, command
+        assert "Traceback" not in done.stderr, done.stderr
+        assert done.returncode in (0, 1, 2), done.stderr
+
+
+# ---- C ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("made", [False, True], ids=["new", "made before"])
+def test_all_that_a_run_leaves_is_its_owners_alone_whatever_the_umask(users: Users, made: bool) -> None:
+    words = ["train", "mnist-cnn", "--nproc", "2", "--steps", "4", "--checkpoint-every", "2"]
+    if made:
+        (users.victim.home / "run").mkdir(0o755)
+        users.victim.own(users.victim.home / "run")
+    done = users.victim.paceline(*words, *(["--run-dir", "run"] if made else []), umask=0)
+    assert done.returncode == 0, done.stderr
+    (run,) = [users.victim.home / "run"] if made else (users.victim.home / "runs").iterdir()
+    top = [] if made else [run.parent, run]
+    for path in (*top, *run.rglob("*")):
+        wanted = 0o700 if path.is_dir() else 0o600
+        assert path.stat().st_mode & 0o777 == wanted, path
+    assert len([*run.rglob("*")]) > 15
+
+
+def test_a_folder_that_cannot_be_entered_is_told(users: Users) -> None:
+    closed = users.folder("closed", 0o700, users.mallory)
+    for command in (["status"], ["logs"], ["hang"], ["cancel"], ["ledger"], ["checkpoint", "list"]):
+        done = users.victim.paceline(*command, closed)
+        assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+    done = users.victim.paceline("train", "mnist-cnn", "--nproc", "1", "--run-dir", closed / "run")
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+
+
+def test_live_output_does_not_steer_the_terminal_and_keeps_its_colours(users: Users) -> None:
+    (users.victim.home / "script.py").write_text(
+        "print('\\x1b]0;title\\x07\\x1b[31mred\\x1b[0m \\x1b[2Jgone \\x1b]52;c;AAAA\\x07ten\\r20%', flush=True)\n"
+    )
+    done = users.victim.paceline("launch", "--nproc", "1", "--", "script.py")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "[rank 0] \x1b[31mred\x1b[0m gone ten\n[rank 0] 20%\n"
+
+
+def test_an_error_does_not_steer_the_terminal(users: Users) -> None:
+    done = users.victim.paceline("train", "mnist-cnn", "--on", "ssh", "--hosts", "n1,\x1b[2Jn2", "--nproc", "1")
+    assert done.returncode == 2 and "\x1b" not in done.stderr
+
+
+def test_a_secret_on_the_command_line_is_told(users: Users) -> None:
+    words = ("train", "mnist-cnn", "--nproc", "1", "--dry-run")
+    done = users.victim.paceline(*words, "--env", "HF_TOKEN=abc")
+    assert done.returncode == 0 and "--env HF_TOKEN=...: every user of this machine can read" in done.stderr
+    assert "abc" not in done.stdout + done.stderr
+    done = users.victim.paceline(*words, "--env", "HF_TOKEN", env={"HF_TOKEN": "abc"})
+    assert done.returncode == 0 and "every user" not in done.stderr and "abc" not in done.stdout
+
+
+@pytest.mark.ranks
+def test_no_port_of_a_training_is_open_to_others(users: Users) -> None:
+    words = ("train", "mnist-cnn", "--nproc", "2", "--steps", "60", "--run-dir", "run", "--log-interval", "1")
+    process = users.victim.popen(sys.prefix + "/bin/paceline", *words)
+    try:
+        log = users.victim.home / "run" / "attempt-1" / "rank-0.log"
+        deadline = time.monotonic() + 40
+        while not (log.exists() and b"step 2/" in log.read_bytes()):
+            assert time.monotonic() < deadline and process.poll() is None
+            time.sleep(0.1)
+        ports = _listening(users.victim.uid)
+        assert ports, "gloo listens"
+        tried = users.mallory.run(
+            "python3", "-c",
+            "import socket, sys\n"
+            "for port in sys.argv[1:]:\n"
+            "    try: socket.create_connection(('127.0.0.1', int(port)), 1); print('open', port)\n"
+            "    except OSError as error: print('shut', port)\n", *ports,
+        )  # fmt: skip
+        assert "open" not in tried.stdout and tried.stdout.count("shut") == len(ports), tried.stdout + tried.stderr
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def _listening(uid: int) -> list[int]:
+    found: list[int] = []
+    for table in ("tcp", "tcp6"):
+        for fields in map(str.split, Path(f"/proc/net/{table}").read_text().splitlines()[1:]):
+            if fields[3] == "0A" and int(fields[7]) == uid:
+                found.append(int(fields[1].rpartition(":")[2], 16))
+    return found

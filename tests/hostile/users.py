@@ -1,0 +1,151 @@
+"""Two users of one machine, made by root: `victim`, who types commands, and `mallory`, who prepares what they find."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PACELINE = Path(sys.prefix) / "bin" / "paceline"
+
+# A user must be able to enter the folders of the interpreter and of this project, which may lie in root's own: in a
+# mount namespace these are shown alone, in an empty folder that everybody can enter. $1: the closed folder.
+SHOW = r"""
+set -eu
+closed=$1; shift
+stage=/mnt
+mount -t tmpfs -o mode=755 tmpfs "$stage"
+while [ "$1" != -- ]; do
+  mkdir -p "$stage/${1#"$closed"/}"; mount --bind "$1" "$stage/${1#"$closed"/}"; shift
+done
+shift
+mount --rbind "$stage" "$closed"
+exec "$@"
+"""
+
+
+@dataclass(frozen=True)
+class User:
+    """One of them, and a folder of his own."""
+
+    name: str
+    uid: int
+    gid: int
+    home: Path
+
+    def popen(
+        self, *argv: object, cwd: Path | None = None, env: Mapping[str, str] | None = None, umask: int = 0o022
+    ) -> subprocess.Popen[str]:
+        """Start a command as this user, in a session of its own, its output captured."""
+        kept = {
+            name: os.environ[name] for name in ("PATH", "LANG", "PACELINE_TEST_RUN", "PYTHONPATH") if name in os.environ
+        }
+        drop = ("setpriv", f"--reuid={self.uid}", f"--regid={self.gid}", "--clear-groups")
+        drop = (*drop, "--inh-caps=-all") if self.uid else drop
+        words = [*shown(), *(drop if self.uid else ()), *map(str, argv)]
+        return subprocess.Popen(
+            words,
+            cwd=cwd or self.home,
+            env={**kept, "HOME": str(self.home), "USER": self.name, "COLUMNS": "200", **(env or {})},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+            umask=umask,
+        )
+
+    def run(self, *argv: object, timeout: float = 50, **options: object) -> subprocess.CompletedProcess[str]:
+        """Run a command as this user to its end."""
+        with self.popen(*argv, **options) as process:  # pyright: ignore[reportArgumentType]
+            try:
+                out, err = process.communicate(timeout=timeout)
+            finally:
+                if process.poll() is None:
+                    os.killpg(process.pid, 9)
+        return subprocess.CompletedProcess(argv, process.returncode, out, err)
+
+    def paceline(self, *arguments: object, **options: object) -> subprocess.CompletedProcess[str]:
+        """Type `paceline ARGUMENTS`."""
+        return self.run(PACELINE, *arguments, **options)  # pyright: ignore[reportArgumentType]
+
+    def own(self, *paths: Path) -> None:
+        """Give him these, and all that lies in them."""
+        for path in paths:
+            for one in (path, *(path.rglob("*") if path.is_dir() and not path.is_symlink() else ())):
+                os.chown(one, self.uid, self.gid, follow_symlinks=False)
+
+
+def shown() -> list[str]:
+    """The beginning of a command that everybody can run, wherever the interpreter lies."""
+    needed = [Path(sys.base_prefix).resolve(), Path(sys.prefix), ROOT]
+    closed: dict[Path, list[Path]] = {}
+    for path in needed:
+        for folder in reversed(path.parents):
+            if not folder.stat().st_mode & 0o001:
+                closed.setdefault(folder, []).append(path)
+                break
+    words: list[str] = []
+    for folder, paths in closed.items():
+        words += ["unshare", "--mount", "--propagation", "private", "sh", "-c", SHOW, "sh"]
+        words += [str(folder), *map(str, paths), "--"]
+    return words
+
+
+@dataclass(frozen=True)
+class Users:
+    """Both, root, and a folder that all can enter and in which only root can write."""
+
+    victim: User
+    mallory: User
+    root: User
+    place: Path
+
+    def folder(self, name: str, mode: int, owner: User) -> Path:
+        """A new folder in `place`."""
+        made = self.place / name
+        made.mkdir()
+        os.chown(made, owner.uid, owner.gid)
+        made.chmod(mode)
+        return made
+
+
+@contextmanager
+def two_users(place: Path) -> Iterator[Users]:
+    """Make them, and remove them."""
+    place.chmod(0o755)
+    names = [f"pl{role}{os.getpid() % 1000000}" for role in ("victim", "mallory")]
+    made: list[User] = []
+    try:
+        for name in names:
+            _retried("useradd", "--no-create-home", "--user-group", "--shell", "/bin/sh", name)
+            ids = [int(_retried("id", flag, name)) for flag in ("-u", "-g")]
+            home = place / f"home-{name}"
+            home.mkdir(0o700)
+            os.chown(home, *ids)
+            made.append(User(name, *ids, home))
+        roots = place / "home-root"
+        roots.mkdir(0o700)
+        yield Users(*made, User("root", 0, 0, roots), place)
+    finally:
+        for name in names:
+            if shutil.which("userdel"):
+                subprocess.run(["userdel", name], capture_output=True, check=False)
+
+
+def _retried(*argv: str) -> str:
+    """Another test run may be making users at this very moment, and hold the lock."""
+    for _ in range(50):
+        done = subprocess.run(argv, capture_output=True, text=True, check=False)
+        if done.returncode == 0:
+            return done.stdout
+        time.sleep(0.1)
+    raise RuntimeError(f"{argv}: {done.stderr}")
