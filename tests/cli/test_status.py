@@ -171,7 +171,9 @@ def test_an_agent_counts_only_with_its_own_start_time_and_host(run: Path) -> Non
     found = run_state(run)
     assert (found.state, "n7" in found.words) == ("unknown", True)
     write_roster(run, os.getpid())
-    assert run_state(run).state == "running"
+    assert run_state(run).state == "lost"  # the right process, but it does not hold the run
+    with (run / ".lock").open("w"):  # a file system that does not tell of locks
+        assert run_state(run).state == "running"
 
 
 def test_a_run_of_slurm_on_a_machine_without_slurm_is_unknown(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,10 +214,15 @@ def test_an_agent_on_another_host_is_asked_and_told_by_the_users_ssh(
     assert run_state(run, means).state == "unknown"
 
 
-def test_a_process_that_does_not_hold_the_run_is_left_alone(run: Path, agent: subprocess.Popen[str]) -> None:
+def test_a_process_that_does_not_hold_the_run_is_left_alone(
+    run: Path, agent: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     bystander = subprocess.Popen(["sleep", "60"])
     try:
-        write_roster(run, bystander.pid)
+        write_roster(run, bystander.pid)  # and the run is locked: somebody works on it
+        with pytest.raises(TrainingError, match="cannot be told to stop from here"):
+            cancel.main([str(run)])
+        monkeypatch.setattr(cancel, "agent_runs", lambda *_: True)  # it ended just now, and its number was given away
         with pytest.raises(UsageError, match=rf"pid {bystander.pid} on .* does not hold .*lock: it is another process"):
             cancel.main([str(run)])
         assert bystander.poll() is None

@@ -15,6 +15,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PACELINE = Path(sys.prefix) / "bin" / "paceline"
 
+KEPT = ("PATH", "LANG", "PACELINE_TEST_RUN", "PYTHONPATH")
+
 # A user must be able to enter the folders of the interpreter and of this project, which may lie in root's own: in a
 # mount namespace these are shown alone, in an empty folder that everybody can enter. $1: the closed folder.
 SHOW = r"""
@@ -41,20 +43,21 @@ class User:
     home: Path
 
     def popen(
-        self, *argv: object, cwd: Path | None = None, env: Mapping[str, str] | None = None, umask: int = 0o022
+        self,
+        *argv: object,
+        cwd: Path | None = None,
+        env: Mapping[str, str] | None = None,
+        umask: int = 0o022,
+        stdin: bool = False,
     ) -> subprocess.Popen[str]:
         """Start a command as this user, in a session of its own, its output captured."""
-        kept = {
-            name: os.environ[name] for name in ("PATH", "LANG", "PACELINE_TEST_RUN", "PYTHONPATH") if name in os.environ
-        }
-        drop = ("setpriv", f"--reuid={self.uid}", f"--regid={self.gid}", "--clear-groups")
-        drop = (*drop, "--inh-caps=-all") if self.uid else drop
-        words = [*shown(), *(drop if self.uid else ()), *map(str, argv)]
+        kept = {name: os.environ[name] for name in KEPT if name in os.environ}
+        drop = ("setpriv", f"--reuid={self.uid}", f"--regid={self.gid}", "--clear-groups", "--inh-caps=-all")
         return subprocess.Popen(
-            words,
+            [*shown(), *(drop if self.uid else ()), *map(str, argv)],
             cwd=cwd or self.home,
             env={**kept, "HOME": str(self.home), "USER": self.name, "COLUMNS": "200", **(env or {})},
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE if stdin else subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import signal
 
+import pytest
+
 from paceline.launch.failure import Failure, Observation
-from paceline.launch.verdict import MAX_LINES, clean, tell
+from paceline.launch.verdict import MAX_LINES, LiveFilter, clean, tell
 
 
 def seen(rank: int, code: int | None, *, words: str = "", traceback: str = "", log: str = "", victim: bool = False):
@@ -58,3 +60,31 @@ def test_bounded_and_harmless() -> None:
     lines = told(seen(0, 1, words="x", traceback="\n".join(["frame"] * 5000))).splitlines()
     assert len(lines) <= MAX_LINES + 5
     assert clean("a\x1b[31mred\x1b[0m\x07\x9b2J\x1b]0;title\x07\tb\r\nc") == "ared2J]0;title\tb\nc"
+
+
+# ---- what is shown while it runs --------------------------------------------------------------------------------
+
+SHOWN = [
+    (b"plain\ttext\n", b"plain\ttext\n"),
+    (b"\x1b[1;31mred\x1b[0m 10%\r20%\r\n", b"\x1b[1;31mred\x1b[0m 10%\r20%\r\n"),
+    (b"\x1b[2Jgone\x1b[10;10Hmoved\x1b[?25lhidden", b"gonemovedhidden"),
+    (b"\x1b]0;title\x07a\x1b]52;c;AAAA\x1b\\b", b"ab"),
+    (b"\x1bcreset\x1b7\x1bMup\x07\x08\x0e\x7f", b"resetup"),
+    ("é \u2192 \u4e2d\u6587".encode(), "é \u2192 \u4e2d\u6587".encode()),
+    (b"\xc2\x9b2Jc1 \xc3\xa9", b"2Jc1 \xc3\xa9"),
+    (b"cut \x1b[3", b"cut "),
+]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
+@pytest.mark.parametrize(("said", "shown"), SHOWN, ids=str)
+def test_live_output_keeps_text_and_colours_however_it_is_cut(said: bytes, shown: bytes, size: int) -> None:
+    live = LiveFilter()
+    passed = b"".join(live.passed(said[start : start + size]) for start in range(0, len(said), size)) + live.rest()
+    assert passed == shown
+
+
+def test_a_sequence_without_an_end_holds_nothing_back_for_ever() -> None:
+    live = LiveFilter()
+    assert live.passed(b"\x1b]" + b"x" * 3000) == b""
+    assert b"still here" in live.passed(b"x" * 3000 + b"still here\n")

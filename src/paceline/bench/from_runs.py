@@ -7,6 +7,7 @@ from pathlib import Path
 
 from paceline.bench.scale_report import At, Runs
 from paceline.bench.steps import Run, read_run
+from paceline.disk.reading import is_file
 from paceline.errors import UsageError
 from paceline.observe.folder import WEIGHTS
 
@@ -53,4 +54,4 @@ def over_network(runs: Runs) -> bool:
 
 def weight_bytes(folders: Sequence[Path]) -> int:
     """About what ranks exchange in a step: the size of the weights that were saved."""
-    return max((path.stat().st_size for folder in folders if (path := folder / WEIGHTS).is_file()), default=0)
+    return max((path.stat().st_size for folder in folders if is_file(path := folder / WEIGHTS)), default=0)

@@ -187,7 +187,7 @@ def _check_cover(manifest: Manifest) -> None:
             covered = piece.stop
         elements = math.prod(first.shape)  # at most 64 factors
         if elements > MOST_ELEMENTS:
-            raise Damaged(f"{name!r} is {_kind(first)}, larger than any memory")
+            raise Damaged(f"{name!r} is larger than any memory: {_kind(first)}")
         if covered != elements:
             raise Damaged(f"{name!r} is {_kind(first)} with {elements} elements, and the pieces hold {covered}")
 

@@ -70,7 +70,7 @@ def _stop_agent(run_dir: Path, submission: Submission | None, means: Means, *, n
         TrainingError: if it cannot be told.
     """
     roster = head_roster(run_dir)
-    if roster is None or not agent_runs(roster, submission, means.ssh):
+    if roster is None or not agent_runs(run_dir, roster, submission, means.ssh):
         try:
             holder = read(run_dir / LOCK, limit_bytes=1000).decode(errors="replace").strip()
         except OSError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -102,7 +103,7 @@ def _judged(checkpoints: Checkpoints, path: Path, *, hashed: bool) -> Manifest |
     try:
         return checkpoints.check(path, files=None if hashed else ())
     except Damaged as error:
-        return str(error) if path.is_symlink() or path.exists() else ""
+        return str(error) if os.path.lexists(path) else ""
 
 
 def _when(path: Path) -> str:

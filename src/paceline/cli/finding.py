@@ -113,7 +113,7 @@ def command_words(flag: str, text: str) -> tuple[str, ...]:
 def attempts(run_dir: Path) -> list[Path]:
     """The folders of a run's starts, the newest last."""
     found = (run_dir / name for name in names(run_dir) if attempt_number(Path(name)))
-    return sorted((path for path in found if path.is_dir() and not path.is_symlink()), key=attempt_number)
+    return sorted((path for path in found if is_folder(path) and not path.is_symlink()), key=attempt_number)
 
 
 def is_locked(run_dir: Path) -> bool:
@@ -136,17 +136,19 @@ def head_roster(run_dir: Path) -> Roster | None:
     return None
 
 
-def agent_runs(roster: Roster, submission: Submission | None, ssh: Sequence[str]) -> bool | None:
+def agent_runs(run_dir: Path, roster: Roster, submission: Submission | None, ssh: Sequence[str]) -> bool | None:
     """Whether this agent still runs, on its host; None: nobody can say.
 
     Args:
+        run_dir: whose lock it holds as long as it runs.
         roster: what it wrote down.
         submission: how the run was started, which says where its host is.
         ssh: the caller's command to ask there with; empty: no other host is asked.
     """
     if roster.host == os.uname().nodename:
         process = read_process(roster.agent_pid)
-        return process is not None and process.runs and process.start == roster.agent_started
+        same = process is not None and process.runs and process.start == roster.agent_started
+        return same and _holds(roster.agent_pid, run_dir)
     done = _on_head(submission, ssh, f"uname -n; cat /proc/{roster.agent_pid}/stat || true")
     host, _, stat = (done or "").partition("\n")
     if host.strip() != roster.host:

@@ -47,7 +47,7 @@ def main(arguments: Sequence[str]) -> int:
         note_strangers(run_dir)
     settings = run_dir / "config.toml"
     if not os.path.lexists(settings):
-        what = "holds no config.toml" if config.run.is_dir() else "is no folder"
+        what = "holds no config.toml" if is_folder(run_dir) else "is no folder"
         raise UsageError(f"{config.run} {what}: name a run folder, which `paceline train` makes and tells at its end")
     trained = load(settings, ours=False)  # numbers for a plan; nothing that it names is run
     check_values(trained)

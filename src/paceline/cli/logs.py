@@ -13,10 +13,10 @@ import tyro
 
 from paceline.cli.finding import Means, RunConfig, attempts, find_run, look
 from paceline.cli.run_state import judge
-from paceline.disk.reading import names
+from paceline.disk.reading import is_file, names
 from paceline.errors import ExitCode, UsageError
 from paceline.launch.submission import last_submission
-from paceline.launch.tail import Tail, all_lines, last_lines
+from paceline.launch.tail import MAX_ALL_BYTES, Tail, all_lines, last_lines
 
 POLL_SECONDS = 0.5
 LOOK_SECONDS = 5.0  # between two questions whether the run still runs
@@ -55,6 +55,8 @@ def main(arguments: Sequence[str]) -> int:
             sys.stdout.write(text)
         else:
             end = path.stat().st_size
+            if end > MAX_ALL_BYTES:
+                print(f"of {end:,} bytes the last {MAX_ALL_BYTES:,}:", file=sys.stderr)
             sys.stdout.writelines(all_lines(path))
         sys.stdout.flush()
     if config.follow:
@@ -70,10 +72,10 @@ def _log(run_dir: Path, rank: int, attempt: int | None) -> Path | None:
     folders = attempts(run_dir)[-1:] if attempt is None else [run_dir / f"attempt-{attempt}"]
     for folder in folders:
         path = folder / f"rank-{rank}.log"
-        return path if path.is_file() else None
+        return path if is_file(path) else None
     last = last_submission(run_dir)
     output = last[0] / f"slurm-{last[1].slurm_job}.out" if last is not None and last[1].slurm_job else None
-    return output if output is not None and output.is_file() and rank == 0 and attempt is None else None
+    return output if output is not None and is_file(output) and rank == 0 and attempt is None else None
 
 
 def _nothing(run_dir: Path, config: LogsConfig) -> str:

@@ -102,7 +102,7 @@ def _weigh(
     if is_locked(run_dir):
         return "running", ""
     roster = head_roster(run_dir)
-    alive = agent_runs(roster, submission, means.ssh) if roster is not None else False
+    alive = agent_runs(run_dir, roster, submission, means.ssh) if roster is not None else False
     if alive:
         return "running", ""
     summary = read_summary(run_dir)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
@@ -62,7 +63,7 @@ def _hint(found: RunState) -> str:
         case "queued" | "running":
             return f"paceline logs {run} --follow, or paceline cancel {run}"
         case "saved" | "lost" | "failed" | "cancelled":
-            is_training = (Path(found.run_dir) / CONFIG).is_file()  # any other script must find its own state
+            is_training = os.path.lexists(Path(found.run_dir) / CONFIG)  # any other script must find its own state
             again = f"; to go on: paceline train --resume auto --run-dir {run}" if is_training else ""
             return f"paceline logs {run}{again}"
         case _:

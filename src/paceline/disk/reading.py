@@ -107,12 +107,25 @@ def is_folder(path: Path) -> bool:
     Raises:
         Unreadable: we may not know.
     """
+    return stat.S_ISDIR(_mode(path))
+
+
+def is_file(path: Path) -> bool:
+    """Whether there is a plain file, also behind links.
+
+    Raises:
+        Unreadable: we may not know.
+    """
+    return stat.S_ISREG(_mode(path))
+
+
+def _mode(path: Path) -> int:
     try:
-        return stat.S_ISDIR(path.stat().st_mode)
+        return path.stat().st_mode
     except PermissionError:
         raise Unreadable(path, WORDS[errno.EACCES]) from None
     except (OSError, ValueError):
-        return False
+        return 0
 
 
 def names(folder: Path) -> list[str]:

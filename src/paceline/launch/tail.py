@@ -10,7 +10,8 @@ from paceline.disk.owners import opened
 from paceline.launch.verdict import clean
 
 MAX_BYTES = 1 << 20  # of one look
-MAX_LAST_BYTES = 16 << 20  # how far back the last lines are looked for
+MAX_LAST_BYTES = 4 << 20  # how far back the last lines are looked for
+MAX_ALL_BYTES = 64 << 20  # what is shown of a log at most
 MAX_LINE_BYTES = 1 << 16  # a longer line appears in pieces
 
 
@@ -50,7 +51,7 @@ class Tail:
 
 
 def last_lines(path: Path, count: int) -> tuple[str, int]:
-    """The last `count` lines of a file, as far as they lie in its last 16 MiB, and how many bytes it had.
+    """The last `count` lines of a file, as far as they lie in its last 4 MiB, and how many bytes it had.
 
     Raises:
         OSError: if it cannot be read.
@@ -66,14 +67,14 @@ def last_lines(path: Path, count: int) -> tuple[str, int]:
 
 
 def all_lines(path: Path) -> Iterator[str]:
-    """All of a file as it is now, in pieces.
+    """All of a file as it is now, in pieces; of a very large one its last 64 MiB.
 
     Raises:
         OSError: if it cannot be read.
     """
-    tail = Tail(path)
     with opened(path) as it:
         end = it.found.st_size
+    tail = Tail(path, max(0, end - MAX_ALL_BYTES))
     while tail.offset_bytes < end:
         before = tail.offset_bytes
         yield tail.read(to_the_end=False)

@@ -12,7 +12,7 @@ TAIL_LINES = 15
 MAX_LINES = 80  # of a traceback or message: a deep recursion must not push the headline off the screen
 
 # C0 but tab and newline, and C1: what a worker wrote must not steer the terminal
-CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f-\x9f]+")
 
 
 # of bytes, which may be UTF-8: all of C0 but tab, newline, return and colours; C1 stands behind \xc2 there

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from paceline.disk import writing
 from paceline.disk.owners import check_ours
-from paceline.disk.reading import is_folder, links, names, read
+from paceline.disk.reading import is_file, is_folder, links, names, read
 from paceline.errors import TrainingError, UsageError
 
 CONFIG = "config.toml"
@@ -83,7 +83,7 @@ def check_is_run(run_dir: Path, *, trust: bool = False) -> None:
     """
     if is_folder(run_dir):
         _check_private(run_dir, trust=trust)
-    if is_folder(run_dir) and names(run_dir) and not (run_dir / CONFIG).is_file() and not _never_began(run_dir):
+    if is_folder(run_dir) and names(run_dir) and not is_file(run_dir / CONFIG) and not _never_began(run_dir):
         raise UsageError(
             f"{run_dir} holds no run: there is no {CONFIG}, but something else. Name the folder of a run, or a new "
             f"one; a run that has lost its {CONFIG} has a copy in each of its attempt folders."
@@ -93,10 +93,10 @@ def check_is_run(run_dir: Path, *, trust: bool = False) -> None:
 def move_aside(run_dir: Path) -> None:
     """Put what a run has saved where a new beginning does not write over it. Only with the folder's lock."""
     for name in (CHECKPOINTS, WEIGHTS):
-        if (run_dir / name).exists():
+        if os.path.lexists(run_dir / name):
             stem = name.partition(".")[0]
             aside = (run_dir / name.replace(stem, f"{stem}-before-fresh-{n}") for n in range(1, 10000))
-            (run_dir / name).rename(next(path for path in aside if not path.exists()))
+            (run_dir / name).rename(next(path for path in aside if not os.path.lexists(path)))
 
 
 def check_not_finished(run_dir: Path) -> None:
@@ -105,7 +105,7 @@ def check_not_finished(run_dir: Path) -> None:
     Raises:
         UsageError: says what to do.
     """
-    if (run_dir / WEIGHTS).exists():
+    if os.path.lexists(run_dir / WEIGHTS):
         raise UsageError(
             f"the run in {run_dir} has ended with its weights saved, and left no checkpoint to go on from: it would "
             "begin again at step 0. --fresh does that, and moves the weights aside."
@@ -149,7 +149,7 @@ def create_run_dir(asked: Path | None, task: str) -> Path:
     if asked is not None:
         run_dir = asked.resolve()
         if is_folder(run_dir) and not _never_began(run_dir):
-            there = (run_dir / CONFIG).is_file()
+            there = is_file(run_dir / CONFIG)
             raise UsageError(
                 f"--run-dir {asked} is not empty: a run is never written over. Name a new folder, or "
                 f"{'go on with the run in it: --resume auto' if there else 'remove this one'}."

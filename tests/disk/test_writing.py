@@ -1,0 +1,89 @@
+"""What is written is its owner's alone, whole, and goes through no link."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from paceline.disk import writing
+from paceline.disk.owners import Unreadable
+
+
+@pytest.fixture(params=[0o000, 0o022, 0o077, 0o777], ids=oct)
+def umask(request: pytest.FixtureRequest) -> Iterator[None]:
+    before = os.umask(request.param)
+    yield
+    os.umask(before)
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_modes_do_not_depend_on_the_umask(tmp_path: Path, umask: None) -> None:
+    writing.make_folder(tmp_path / "a" / "b")
+    os.close(writing.create(tmp_path / "a" / "new"))
+    os.close(writing.keep(tmp_path / "a" / "log", append=True))
+    writing.replace(tmp_path / "a" / "whole", b"x")
+    assert {mode(tmp_path / "a" / name) for name in ("new", "log", "whole")} == {0o600}
+    assert mode(tmp_path / "a") == mode(tmp_path / "a" / "b") == 0o700
+
+
+def test_a_file_that_was_open_to_others_is_closed_to_them(tmp_path: Path) -> None:
+    (tmp_path / "log").write_text("old\n")
+    (tmp_path / "log").chmod(0o666)
+    descriptor = writing.keep(tmp_path / "log", append=True)
+    os.write(descriptor, b"new\n")
+    os.close(descriptor)
+    assert (tmp_path / "log").read_text() == "old\nnew\n" and mode(tmp_path / "log") == 0o600
+
+
+def test_what_is_there_is_not_made_again(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "file").touch()
+    writing.make_folder(tmp_path / "a", exist_ok=True)
+    for path in ("a", "file"):
+        with pytest.raises(FileExistsError):
+            writing.make_folder(tmp_path / path)
+    with pytest.raises(FileExistsError):
+        writing.make_folder(tmp_path / "file", exist_ok=True)
+    with pytest.raises(FileExistsError):
+        writing.create(tmp_path / "file")
+    with pytest.raises(FileNotFoundError):
+        writing.keep(tmp_path / "none", make=False)
+
+
+def test_no_link_is_followed(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("thesis")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "to-file").symlink_to("precious")
+    (tmp_path / "to-folder").symlink_to("folder")
+    (tmp_path / "to-nothing").symlink_to("new")
+    for open_ in (writing.create, writing.keep):
+        for name in ("to-file", "to-nothing"):
+            with pytest.raises(OSError):
+                open_(tmp_path / name)
+    with pytest.raises(FileExistsError):
+        writing.make_folder(tmp_path / "to-folder", exist_ok=True)
+    writing.replace(tmp_path / "to-file", b"mine")  # the link itself is what is replaced
+    assert (tmp_path / "precious").read_text() == "thesis" and not (tmp_path / "to-file").is_symlink()
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.timeout(10)
+def test_a_pipe_is_no_log(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "log")
+    with pytest.raises(Unreadable, match="is not a plain file"):
+        writing.keep(tmp_path / "log", append=True)
+
+
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch) -> None:
+    writing.replace(tmp_path / "a", b"old")
+    monkeypatch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(28, "No space left")))
+    with pytest.raises(OSError, match="No space left"):
+        writing.replace(tmp_path / "a", b"new", sync=True)
+    assert (tmp_path / "a").read_bytes() == b"old" and [path.name for path in tmp_path.iterdir()] == ["a"]
