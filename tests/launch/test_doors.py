@@ -17,7 +17,8 @@ from paceline.launch.worker import doors
 NEIGHBOUR = """
 import os, socket, sys
 os.setgroups([]); os.setgid(65432); os.setuid(65432)
-one = socket.create_connection(('127.0.0.1', int(sys.argv[1])))
+one = socket.socket()
+one.connect(('127.0.0.1', int(sys.argv[1])))
 print('in', flush=True)
 sys.stdin.read()
 """

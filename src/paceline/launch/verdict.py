@@ -122,8 +122,3 @@ class LiveFilter:
         cut = BEGUN.search(data)
         self._held = data[cut.start() :] if cut is not None and len(data) - cut.start() < MAX_SEQUENCE_BYTES else b""
         return STEERS.sub(b"", data[: len(data) - len(self._held)])
-
-    def rest(self) -> bytes:
-        """What was held back, at the end of the stream."""
-        rest, self._held = STEERS.sub(b"", self._held), b""
-        return rest

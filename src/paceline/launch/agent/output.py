@@ -42,8 +42,6 @@ def _relay(source: IO[bytes], log: int, screen: int, prefix: bytes) -> None:
             if len(rest) > MAX_LINE_BYTES:
                 lines, rest = [*lines, rest], b""
             _pass_on(lines, log, screen, prefix)
-    if not prefix:
-        _write(screen, shown.rest())
     if rest:
         _pass_on([rest], log, screen, prefix)
     os.close(log)
