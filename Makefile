@@ -9,7 +9,7 @@ STAMP := $(VENV)/installed
 PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help run test check format soak-kills soak-mutations soak-verify soak-bits soak-fuzz soak-launch soak-faults soak-quiet \
+.PHONY: help run test check format lock soak-hostile soak-connections soak-kills soak-mutations soak-verify soak-bits soak-fuzz soak-launch soak-faults soak-quiet \
 	soak-judge bench-guard bench-startup bench-exactness bench-peers bench-collectives bench-epoch bench-hosts bench-scale \
 	bench-summary transcripts clean
 
@@ -32,6 +32,20 @@ check: $(STAMP)  ## lint, formatting, types, import rules, then the test-suite: 
 format: $(STAMP)  ## put the code into its standard form
 	$(BIN)/ruff format
 	$(BIN)/ruff check --fix-only
+
+lock: $(STAMP)  ## write requirements.lock: the hashes of all that is installed but torch
+	$(PYTHON) -m venv $(VENV)/lock
+	$(VENV)/lock/bin/python -m pip install --quiet --disable-pip-version-check pip-tools
+	.ci/lock $(VENV)/lock/bin/pip-compile
+
+soak-hostile: $(STAMP)  ## 10,000 hostile folders against every command that reads one (root; half an hour on 2 cores)
+	for part in 0 1; do \
+		PYTHONPATH=. $(BIN)/python tests/hostile/soak_hostile.py --count 10000 --part $$part 2 \
+			--out benchmarks/results/hostile-$$part.json & pids="$$pids $$!"; \
+	done; for pid in $$pids; do wait $$pid || failed=1; done; exit $${failed:-0}
+
+soak-connections: $(STAMP)  ## 1,000 connections of another user to every port of a training (root; quiet)
+	PYTHONPATH=. $(BIN)/python tests/hostile/soak_connections.py --out benchmarks/results/connections.json
 
 soak-kills: $(STAMP)  ## kill launchers at random moments; count what survives
 	$(BIN)/python tests/launch/soak_kills.py --kills 20 --after 1 9 --out benchmarks/results/kills.json -- \

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,14 +11,15 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed import HashStore, Store  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import HashStore, PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
 
-from paceline.errors import UsageError
+from paceline.errors import TrainingError, UsageError
 from paceline.launch.worker.foreign import ADDRESS, COUNTS, device_per_task, understood
 from paceline.launch.worker.guard import Guard
 from paceline.meeting import MEETING_SECONDS, meet
 
 DEFAULT_TIMEOUT_SECONDS = 600.0
+TRIES = 10  # to make a group without strangers in it
 
 
 @dataclass(frozen=True)
@@ -135,19 +137,54 @@ def joined(
     timeout = timedelta(seconds=timeout_seconds)
     if world.device.type == "cuda":
         torch.cuda.set_device(world.device)
-    dist.init_process_group(
-        world.backend,
-        store=None if world.backend == "mpi" else _store(world, timeout, meeting_seconds),
-        rank=-1 if world.backend == "mpi" else world.rank,
-        world_size=-1 if world.backend == "mpi" else world.size,
-        timeout=timeout,
-        device_id=world.device if world.backend == "nccl" else None,
-    )
+    if world.backend == "mpi":
+        dist.init_process_group(world.backend, timeout=timeout)
+    else:
+        _make_group(world, _store(world, timeout, meeting_seconds), timeout)
     try:
         yield world
     finally:
         # Also on an error: a peer that waits for this rank then fails at once ("connection closed") instead of hanging.
         dist.destroy_process_group()
+
+
+def _make_group(world: World, store: Store, timeout: timedelta) -> None:
+    """Make the default group; again, where another user of the machine was faster than a rank of ours.
+
+    Raises:
+        UsageError: he was, each time.
+    """
+    met: list[str] = []
+    for number in range(TRIES):
+        attempt = PrefixStore(f"group-{number}", store)
+        with Guard.of_process().connections.tolerating() as strangers:
+            dist.init_process_group(
+                world.backend,
+                store=attempt,
+                rank=world.rank,
+                world_size=world.size,
+                timeout=timeout,
+                device_id=world.device if world.backend == "nccl" else None,
+            )
+        if world.size == 1 or _all_among_themselves(world, attempt, timeout, strange=bool(strangers)):
+            return
+        met += strangers
+        dist.destroy_process_group()
+    raise UsageError(met[0] if met else "another user's process has connected to a port of another rank, each time")
+
+
+def _all_among_themselves(world: World, store: Store, timeout: timedelta, *, strange: bool) -> bool:
+    """Whether no rank has met a stranger; all of them get the same answer."""
+    deadline = time.monotonic() + timeout.total_seconds()
+    store.add("strange", int(strange))
+    store.add("judged", 1)
+    while store.add("judged", 0) < world.size:
+        if time.monotonic() > deadline:
+            raise TrainingError(
+                f"not all ranks have come out of making their group within {timeout.total_seconds():g} s"
+            )
+        time.sleep(0.001)
+    return store.add("strange", 0) == 0
 
 
 def _store(world: World, timeout: timedelta, meeting_seconds: float) -> Store:

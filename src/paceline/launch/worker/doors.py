@@ -15,7 +15,6 @@ from collections.abc import Collection, Iterator
 from contextlib import suppress
 
 from paceline.disk.owners import user_name
-from paceline.errors import UsageError
 from paceline.launch.procfs import PROC
 
 TCP_MD5SIG_EXT, WITH_PREFIX, KEY_BYTES = 32, 1, 80  # Linux: linux/tcp.h
@@ -56,12 +55,8 @@ def _filter(one: socket.socket) -> bool:
     return False
 
 
-def check_peers(descriptors: Collection[int]) -> None:
-    """Refuse connections over the loopback whose other end is another user's.
-
-    Raises:
-        UsageError: says whose.
-    """
+def strangers(descriptors: Collection[int]) -> str:
+    """Who is connected over the loopback and is another user, in words; empty: nobody."""
     ends: dict[tuple[str, str], None] = {}
     for one in _internet(descriptors):
         with suppress(OSError):  # it only listens
@@ -70,11 +65,12 @@ def check_peers(descriptors: Collection[int]) -> None:
                 ends[_written(its_address, its_port), _written(address, port)] = None
     users = _users() if ends else {}
     if strange := {users[end] for end in ends if end in users} - {os.geteuid()}:
-        raise UsageError(
+        return (
             f"a process of user {', '.join(map(user_name, sorted(strange)))} has connected to a port of this training "
             f"on {os.uname().nodename} while its ranks met, in place of one of them. Nothing was sent there. Start it "
             "again, and tell your administrator"
         )
+    return ""
 
 
 def _internet(descriptors: Collection[int]) -> Iterator[socket.socket]:

@@ -55,7 +55,7 @@ class Guard:
         self.box = box or Box(make_box(0))
         self._complained = False
         self._ledger = Ledger(self.box, self._complain)
-        self._connections = Connections()
+        self.connections = Connections()
         self._watcher: Watcher | None = None
         if not on:
             self.box.keep_for_steps()
@@ -79,7 +79,7 @@ class Guard:
             native = NativeStacks(self.box)
         except Exception as error:
             self._complain(error)
-        self._watcher = Watcher(self.box, self._ledger, self._connections, native, self._complain)
+        self._watcher = Watcher(self.box, self._ledger, self.connections, native, self._complain)
         self._watcher.start()
         atexit.register(self._watcher.stop)
         return self
@@ -153,7 +153,7 @@ class Guard:
         others = [sys.modules["torch.distributed"]] if late else []
         if self.on:
             self._ledger.install(module, *others, late=late)
-        self._connections.install(module)
+        self.connections.install(module)
 
     def _in_child(self) -> None:
         # a forked process loads data, or is the script's own business: it must not speak in the rank's name

@@ -14,12 +14,13 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from collections.abc import Callable, Collection
-from contextlib import suppress
+from collections.abc import Callable, Collection, Generator
+from contextlib import contextmanager, suppress
 from functools import wraps
 from types import ModuleType
 from typing import Any
 
+from paceline.errors import UsageError
 from paceline.launch.worker import doors
 
 MAKES_GROUP = "_new_process_group_helper"  # what init_process_group, new_group and split_group all call
@@ -30,6 +31,7 @@ class Connections:
 
     def __init__(self) -> None:
         self.inodes: set[str] = set()
+        self._tolerated: list[str] | None = None
 
     def install(self, distributed: ModuleType) -> None:
         """Note from now on what a new process group opens, and shut its door behind it."""
@@ -52,10 +54,25 @@ class Connections:
                         "machine can connect to them, which wastes memory and time, but not be taken for a rank",
                         file=sys.stderr,
                     )
-                doors.check_peers(new.values())
+                self._judge(doors.strangers(new.values()))
             return group
 
         setattr(distributed, MAKES_GROUP, made)
+
+    def _judge(self, strangers: str) -> None:
+        if strangers and self._tolerated is None:
+            raise UsageError(strangers)
+        if strangers and self._tolerated is not None:
+            self._tolerated.append(strangers)
+
+    @contextmanager
+    def tolerating(self) -> Generator[list[str]]:
+        """Inside, a group with a stranger in it is no error, but noted in the list: all ranks are to make it anew."""
+        self._tolerated = []
+        try:
+            yield self._tolerated
+        finally:
+            self._tolerated = None
 
     def note(self, inodes: Collection[str]) -> None:
         """Add what has been found otherwise."""

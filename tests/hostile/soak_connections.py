@@ -1,0 +1,134 @@
+"""A thousand hostile connections to every port of a training, by another user: `make soak-connections`.
+
+Trainings of one definition, in turn: left alone, and with a neighbour who watches for every port of theirs from the
+first moment and connects to each a thousand times, with nothing, with noise and with the small numbers by which gloo
+knows its peers. The digest must be the same, and the steps no slower than between two that are left alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from tests.hostile.users import PACELINE, User, two_users
+
+from paceline.observe.events import Step, read_events
+
+NEIGHBOUR = r"""
+import os, random, socket, sys, time
+uid, times = int(sys.argv[1]), int(sys.argv[2])
+tried, opened, held, ends = {}, {}, [], []
+random.seed(1)
+until = time.monotonic() + 600
+def ports():
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for fields in map(str.split, open("/proc/net/" + table).read().splitlines()[1:]):
+            if fields[3] == "0A" and int(fields[7]) == uid:
+                found.add(int(fields[1].rpartition(":")[2], 16))
+    return found
+print("ready", flush=True)
+while time.monotonic() < until and not os.path.exists(sys.argv[3]):
+    for port in ports():
+        if tried.get(port, 0) >= times:
+            continue
+        one = socket.socket()
+        one.setblocking(False)
+        one.connect_ex(("127.0.0.1", port))
+        tried[port] = tried.get(port, 0) + 1
+        held.append((one, port))
+    time.sleep(0.002)
+    for one, port in held:
+        try:
+            one.send(random.choice([random.randrange(64).to_bytes(8, "little"), os.urandom(64), b"x"]))
+            opened[port] = opened.get(port, 0) + 1
+        except OSError:
+            pass
+        if random.random() < 0.7:
+            one.close()
+    held = [(one, port) for one, port in held if one.fileno() >= 0][-200:]
+print(sum(tried.values()), len(tried), sum(opened.values()), flush=True)
+"""
+
+
+def train(victim: User, name: str, steps: int) -> tuple[int, str, float, str]:
+    """Exit code, digest, median seconds of a step after the first ones, and what was said."""
+    words = ("train", "mnist-cnn", "--nproc", "2", "--steps", steps, "--batch-size", "32", "--strategy", "exact")
+    done = victim.run(PACELINE, *words, "--run-dir", name, timeout=600)
+    run = victim.home / name
+    if done.returncode:
+        return done.returncode, "", 0.0, done.stderr
+    seconds = [event.seconds for event in read_events(run / "events-0.jsonl") if isinstance(event, Step)][10:]
+    digest = json.loads((run / "summary.json").read_text())["weights_sha256"]
+    return 0, digest, statistics.median(seconds), done.stderr
+
+
+def attacked(victim: User, mallory: User, name: str, steps: int, times: int) -> tuple[Any, list[int]]:
+    over = victim.home.parent / f"over-{name}"
+    neighbour = mallory.popen("python3", "-c", NEIGHBOUR, victim.uid, times, over)
+    assert neighbour.stdout is not None and neighbour.stdout.readline() == "ready\n"
+    try:
+        found = train(victim, name, steps)
+    finally:
+        over.touch()
+        counts = neighbour.communicate(timeout=30)[0]
+    return found, [int(word) for word in counts.split()]
+
+
+def main() -> int:
+    """1 if a digest differs, or an attacked run was slower than left ones are among themselves, by more than 2 %."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--times", type=int, default=1000)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="paceline-soak-") as folder, two_users(Path(folder)) as users:
+        victim, mallory = users.victim, users.mallory
+        alone: list[float] = []
+        beside: list[float] = []
+        digests: set[str] = set()
+        refused: list[str] = []
+        connections: list[list[int]] = []
+        train(victim, "warm", 20)
+        for number in range(options.rounds):
+            code, digest, seconds, said = train(victim, f"alone-{number}", options.steps)
+            assert code == 0, said
+            alone.append(seconds)
+            digests.add(digest)
+            (code, digest, seconds, said), counts = attacked(
+                victim, mallory, f"beside-{number}", options.steps, options.times
+            )
+            connections.append(counts)
+            if code:
+                refused.append(said)
+            else:
+                beside.append(seconds)
+                digests.add(digest)
+            print(f"round {number}: {alone[-1]:.4f} s, attacked {seconds:.4f} s, connections {counts}", flush=True)
+            time.sleep(1)
+    ratios = sorted(b / a for a, b in zip(alone, beside, strict=False))
+    result = {
+        "steps": options.steps,
+        "digests": sorted(digests),
+        "refused_at_the_start": refused,
+        "connections_ports_words": connections,
+        "seconds_alone": alone,
+        "seconds_beside": beside,
+        "ratio_median": statistics.median(ratios) if ratios else None,
+        "ratios": ratios,
+    }
+    print(json.dumps(result, indent=1))
+    if options.out:
+        options.out.write_text(json.dumps(result, indent=1) + "\n")
+    return 0 if len(digests) == 1 else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
