@@ -3,8 +3,8 @@
 import sys
 
 if __name__ == "__main__":
-    if not sys.flags.safe_path:  # -m puts the working folder first: what lies there takes no installed module's place
-        sys.path.append(sys.path.pop(0))
+    if not sys.flags.safe_path:  # -m puts the working folder first; nothing that lies there is ours to import
+        sys.path.pop(0)
     from paceline.cli import entry
 
     entry()

@@ -170,7 +170,7 @@ class LaunchConfig:
     threads_per_rank: int | None = None
     """CPU threads of each rank (default: OMP_NUM_THREADS if set, else cores / ranks)"""
     port: int = 0
-    """where the ranks meet; 0: a free one"""
+    """where the ranks of several nodes meet, and MASTER_PORT of all; 0: a free one"""
     timeout: float = 600.0
     """seconds after which a collective gives up"""
     max_restarts: int = 0
@@ -317,9 +317,15 @@ def resolved(config: TrainConfig, world_size: int) -> TrainConfig:
 
 
 def absolute_task(task: str) -> str:
-    """A task in a file with the file's absolute path: who loads it may have started in another folder."""
+    """A task with the absolute path of its file, or of the folder of its module: who loads it may stand elsewhere."""
     path, colon, name = task.rpartition(":")
-    return f"{Path(path).resolve()}:{name}" if colon and path.endswith(".py") else task
+    if not colon:  # one of paceline's own
+        return task
+    if path.endswith(".py"):
+        return f"{Path(path).resolve()}:{name}"
+    top = Path(path.partition(".")[0])
+    here = ":" not in path and (top.with_suffix(".py").is_file() or top.is_dir())
+    return f"{Path.cwd()}:{task}" if here else task
 
 
 def repeatable(config: TrainConfig) -> TrainConfig:

@@ -72,26 +72,30 @@ def test_everything_is_on_the_disk_before_it_is_published_and_so_is_the_name_bef
     def changes(path: object) -> None:
         unsynced.update((str(path), str(Path(str(path)).parent)))
 
-    def open_(path, flags, *more, **named):
-        if flags & os.O_CREAT and not Path(path).exists():
-            changes(path)
-        return real["open"](path, flags, *more, **named)
+    def whole(name: object, folder: int | None) -> Path:
+        return Path(str(name)) if folder is None else Path(opened_as(folder), str(name))
+
+    def open_(path, flags, *more, dir_fd=None):
+        if flags & os.O_CREAT and not whole(path, dir_fd).exists():
+            changes(whole(path, dir_fd))
+        return real["open"](path, flags, *more, dir_fd=dir_fd)
 
     def write(descriptor, data):
         unsynced.add(opened_as(descriptor))
         return real["write"](descriptor, data)
 
-    def mkdir(path, *more):
-        real["mkdir"](path, *more)
-        changes(path)
+    def mkdir(path, *more, dir_fd=None):
+        real["mkdir"](path, *more, dir_fd=dir_fd)
+        changes(whole(path, dir_fd))
 
     def fsync(descriptor):
         real["fsync"](descriptor)
         unsynced.discard(opened_as(descriptor))
 
-    def rename(old, new):
+    def rename(name, other, *, src_dir_fd=None, dst_dir_fd=None):
+        old, new = whole(name, src_dir_fd), whole(other, dst_dir_fd)
         at_rename.append({path for path in unsynced if path.startswith(str(old))})
-        real["rename"](old, new)
+        real["rename"](name, other, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd)
         changes(new)
         unsynced.discard(str(new))
 

@@ -188,7 +188,7 @@ def test_one_that_loses_bytes_later_stops_counting(tmp_path):
 def test_a_deletion_that_fails_is_told_and_is_no_failure(tmp_path, monkeypatch):
     checkpoints = saved(tmp_path, 1, 2)
 
-    def busy(path: Path) -> None:
+    def busy(path: Path, **_: object) -> None:
         raise OSError(16, "Device or resource busy", str(path))
 
     monkeypatch.setattr(shutil, "rmtree", busy)

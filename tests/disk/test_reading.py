@@ -11,7 +11,7 @@ import pytest
 
 from paceline.disk import reading
 from paceline.disk.owners import Unreadable
-from paceline.disk.reading import decode, decode_toml, is_file, is_folder, lines, links, names, read
+from paceline.disk.reading import decode, decode_toml, folders, is_file, is_folder, lines, links, names, read, strange
 
 
 class Record(msgspec.Struct):
@@ -46,7 +46,15 @@ def test_what_is_no_record_is_told_in_words(tmp_path: Path, data: bytes) -> None
 
 
 @pytest.mark.parametrize(
-    "text", ["a = " + "[" * 30_000, ".".join("a" * 30_000) + " = 1", "a = " + "{a=" * 20_000, "a", "\ud800"]
+    "text",
+    [
+        "a = " + "[" * 30_000,
+        ".".join("a" * 30_000) + " = 1",
+        "a = " + "{a=" * 20_000,
+        "a",
+        "\ud800",
+        "a = " + "9" * 5000,
+    ],
 )
 def test_settings_that_would_take_for_ever_are_refused_at_once(tmp_path: Path, text: str) -> None:
     """tomllib alone takes 18 s for the second."""
@@ -86,10 +94,23 @@ def test_a_folder_with_too_much_in_it_is_no_run(tmp_path: Path, monkeypatch) -> 
     for name in ("b", "a", "c"):
         (tmp_path / name).touch()
     (tmp_path / "d").symlink_to("a")
-    assert names(tmp_path) == ["a", "b", "c", "d"] and links(tmp_path) == ["d"]
+    (tmp_path / "e").mkdir()
+    assert names(tmp_path) == ["a", "b", "c", "d", "e"]
+    assert links(tmp_path) == ["d"] and folders(tmp_path) == ["e"] and strange(tmp_path) == []
+    (tmp_path / "e").chmod(0o777)
+    assert strange(tmp_path) == ["e"] and strange(tmp_path / "none") == links(tmp_path / "none") == []
     monkeypatch.setattr(reading, "MAX_ENTRIES", 3)
     with pytest.raises(Unreadable, match="holds more than 3 files: no run does"):
         names(tmp_path)
+
+
+def test_a_file_that_is_mostly_holes_is_no_log_of_events(tmp_path: Path) -> None:
+    with (tmp_path / "a").open("wb") as file:
+        for place in range(0, 30 << 30, 15 << 20):
+            file.seek(place)
+            file.write(b"\n")
+    with pytest.raises(Unreadable, match="mostly holes: no run wrote that"):
+        next(lines(tmp_path / "a"))
 
 
 def test_what_is_there_is_known_or_told(tmp_path: Path) -> None:

@@ -74,6 +74,44 @@ def test_no_link_is_followed(tmp_path: Path) -> None:
     assert not (tmp_path / "new").exists()
 
 
+def test_a_folder_that_was_exchanged_for_a_link_leads_nowhere(tmp_path: Path) -> None:
+    """As a neighbour can who may write above it, while a run goes on."""
+    for name in ("mine", "other"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "weights").write_text(name)
+    (tmp_path / "mine").rename(tmp_path / "away")
+    (tmp_path / "mine").symlink_to("other")
+    path = tmp_path / "mine" / "weights"
+    for write in (
+        lambda: writing.replace(path, b"new"),
+        lambda: writing.keep(path),
+        lambda: writing.create(tmp_path / "mine" / "new"),
+        lambda: writing.remove(path),
+        lambda: writing.rename(path, tmp_path / "mine" / "gone"),
+        lambda: writing.make_folder(tmp_path / "mine" / "folder"),
+    ):
+        with pytest.raises(Unreadable, match="symbolic link"):
+            write()
+    assert [(p.name, p.read_text()) for p in (tmp_path / "other").iterdir()] == [("weights", "other")]
+
+
+def test_a_file_with_a_second_name_is_not_written(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("thesis")
+    (tmp_path / "log").hardlink_to(tmp_path / "precious")
+    with pytest.raises(Unreadable, match="has another name somewhere"):
+        writing.keep(tmp_path / "log", append=True)
+
+
+def test_a_file_and_a_folder_are_removed_and_a_link_only_itself(tmp_path: Path) -> None:
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    (tmp_path / "a" / "link").symlink_to(tmp_path / "file")
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to("file")
+    writing.remove(tmp_path / "a")
+    writing.remove(tmp_path / "link")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
 @pytest.mark.timeout(10)
 def test_a_pipe_is_no_log(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "log")

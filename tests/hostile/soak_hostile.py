@@ -231,7 +231,7 @@ class Case:
     def other(self, value: Any) -> Any:
         """`value` with something in it exchanged."""
         numbers = [-1, 0, 1, 2**31, 2**62, 2**63, 10**30, 1e308, -1e308]
-        texts = ["", "\x1b[2J\x9b", "x" * 1_000_000, "../../etc", "\u202e", "\n" * 1000]
+        texts = ["", "[/bold]x", "\x1b[2J\x9b", "x" * 1_000_000, "../../etc", "\u202e", "\n" * 1000]
         strange: list[Any] = [*numbers, *texts, None, True, [], {}, [0] * 100_000, {"a": {}}, [2**63 - 1] * 300]
         if isinstance(value, dict) and value and self.random.random() < 0.9:
             key = self.random.choice([*value])

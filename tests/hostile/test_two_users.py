@@ -182,13 +182,58 @@ def test_nothing_is_written_through_a_link(users: Users, mode: int, owner: str, 
         assert f"holds a symbolic link, {name}" in done.stderr
 
 
+def test_what_others_have_put_into_a_folder_of_ours_is_no_part_of_a_run(users: Users) -> None:
+    """It was open to everybody once, and is not any more."""
+    for name in ("checkpoints", ".lock", "attempt-1", "checkpoints/.tmp-2-1-0"):
+        run = users.folder(f"run-{name.replace('/', '-')}", 0o755, users.victim)
+        (run / name).parent.mkdir(exist_ok=True)
+        users.victim.own(run)
+        (run / name).mkdir() if name != ".lock" else (run / name).touch()
+        users.mallory.own(run / name)
+        done = users.victim.paceline("train", "mnist-cnn", "--nproc", "1", "--steps", "1", "--run-dir", run)
+        assert done.returncode == 2 and f"{run / name} is another user's" in done.stderr, done.stderr
+
+
+def test_another_module_of_the_same_name_is_not_resumed(users: Users, shared: Path) -> None:
+    home, file = users.victim.home, shared / "canary"
+    (home / "minetask.py").write_text((Path(__file__).parents[2] / "examples" / "own_task.py").read_text())
+    users.victim.own(home / "minetask.py")
+    words = (
+        "train",
+        "minetask:task",
+        "--nproc",
+        "1",
+        "--steps",
+        "2",
+        "--checkpoint-every",
+        "1",
+        "--run-dir",
+        home / "run",
+    )
+    done = users.victim.paceline(*words)
+    assert done.returncode == 0, done.stderr
+    (shared / "minetask.py").write_text(payload(file))
+    users.mallory.own(shared / "minetask.py")
+    done = users.victim.paceline("train", "--resume", "auto", "--run-dir", home / "run", "--nproc", "1", cwd=shared)
+    assert not file.exists() and done.returncode == 0, done.stderr
+
+
+def test_a_link_among_ones_neighbours_runs_is_no_run(users: Users, shared: Path) -> None:
+    important = prepared(users, run_folder(users.victim.home / "important"), by=users.victim)
+    (shared / "runs").mkdir()
+    (shared / "runs" / "mnist-1").symlink_to(important)
+    users.mallory.own(shared / "runs")
+    done = users.victim.paceline("cancel", "mnist", cwd=shared)
+    assert done.returncode == 2 and "unknown run 'mnist'" in done.stderr
+
+
 # ---- B1: modules beside the user -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("task", ["mnist-cnn", "{home}/mine.py:task"])
 def test_no_module_of_the_working_folder_takes_an_installed_ones_place(users: Users, shared: Path, task: str) -> None:
     file = shared / "canary"
-    for name in ("numpy", "paceline", "random", "safetensors", "torch", "sitecustomize", "msgspec"):
+    for name in ("numpy", "paceline", "random", "safetensors", "torch", "sitecustomize", "msgspec", "triton"):
         (shared / f"{name}.py").write_text(payload(file))
     users.mallory.own(*shared.iterdir())
     source = (Path(__file__).parents[2] / "examples" / "own_task.py").read_text()

@@ -17,11 +17,13 @@ from paceline.launch.job import Host, Job, NodePlan, describe
 GOLDEN = """\
 # node 0: n1
 PACELINE_RUN_ID=5f OMP_NUM_THREADS=2 DATA='/my data' /env/bin/python -m torch.distributed.run --nnodes=2 --node-rank=0 \
---nproc-per-node=2 --master-addr=n1 --master-port=29500 -m paceline train --config /runs/a/submit-1/config.toml
+--nproc-per-node=2 --master-addr=n1 --master-port=29500 --no-python /env/bin/python -P -m paceline train --config \
+/runs/a/submit-1/config.toml
 
 # node 1: n2
 PACELINE_RUN_ID=5f OMP_NUM_THREADS=2 DATA='/my data' /env/bin/python -m torch.distributed.run --nnodes=2 --node-rank=1 \
---nproc-per-node=3 --master-addr=n1 --master-port=29500 -m paceline train --config /runs/a/submit-1/config.toml
+--nproc-per-node=3 --master-addr=n1 --master-port=29500 --no-python /env/bin/python -P -m paceline train --config \
+/runs/a/submit-1/config.toml
 
 # Type each line in the folder /work, on all nodes within 300 s.
 # Not printed, for it looks secret: set HF_TOKEN on each node before.
@@ -32,7 +34,7 @@ PACELINE_RUN_ID=5f OMP_NUM_THREADS=2 DATA='/my data' /env/bin/python -m torch.di
 
 def job(**settings: object) -> Job:
     told = {
-        "argv": ("/env/bin/python", "-m", "paceline", "train", "--config", "/runs/a/submit-1/config.toml"),
+        "argv": ("/env/bin/python", "-P", "-m", "paceline", "train", "--config", "/runs/a/submit-1/config.toml"),
         "nproc": 2,
         "run_id": "5f",
         "threads": 2,

@@ -27,11 +27,13 @@ def test_a_file_has_one_host_on_each_line(tmp_path: Path) -> None:
     assert parse_hosts(str(path)) == (Host("n1", None, 4), Host("n2", 2222), Host("me@n3", None, 1))
 
 
-def test_a_name_that_is_a_file_here_means_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_of_the_working_folder_does_not_take_a_hosts_place(tmp_path: Path, monkeypatch) -> None:
+    """Whoever can write there would choose where a run goes, and its secret with it."""
     monkeypatch.chdir(tmp_path)
     assert parse_hosts("machines") == (Host("machines"),)
     Path("machines").write_text("n1")
-    assert parse_hosts("machines") == (Host("n1"),)
+    assert parse_hosts("machines") == (Host("machines"),)
+    assert parse_hosts("./machines") == (Host("n1"),)
 
 
 def test_every_mistake_of_a_file_is_told_at_once_with_its_line(tmp_path: Path) -> None:

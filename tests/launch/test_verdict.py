@@ -73,6 +73,7 @@ SHOWN = [
     ("é \u2192 \u4e2d\u6587".encode(), "é \u2192 \u4e2d\u6587".encode()),
     (b"\xc2\x9b2Jc1 \xc3\xa9", b"2Jc1 \xc3\xa9"),
     (b"cut \x1b[3", b"cut "),
+    (b"\xc2\x00\x9b2J \xc2\x07\x9d0;t \xc2\x1b[2J\x9b5n", b"2J 0;t 5n"),  # what is taken out brings together
 ]
 
 

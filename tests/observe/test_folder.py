@@ -110,7 +110,7 @@ def test_who_waits_gets_the_lock_when_it_is_free(tmp_path):
 def test_a_lock_that_is_a_link_is_not_followed(tmp_path):
     (tmp_path / "else").write_text("precious")
     (tmp_path / ".lock").symlink_to("else")
-    with pytest.raises(OSError, match="symbolic links"):
+    with pytest.raises(UsageError, match=r"\.lock cannot be held: .*symbolic links"):
         lock_run_dir(tmp_path)
     assert (tmp_path / "else").read_text() == "precious"
 

@@ -493,3 +493,44 @@ def test_what_is_no_run_is_refused(tmp_path):
         main([str(tmp_path)])
     with pytest.raises(UsageError, match="does not exist"):
         main([str(tmp_path), "--json", str(tmp_path / "missing" / "audit.json")])
+
+
+# ---- numbers that no run has written -----------------------------------------------------------------------------
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize(
+    ("samples", "per_epoch", "size", "steps", "words"),
+    [
+        (3_000_000_000, 10, 1, [1], "speak of 3,000,000,000 samples"),
+        (10_000_000, 1, 1, [1, 9000], "9,002 epochs"),
+        (100, 10, 1, [2**60], "steps, of which 1 are logged"),
+        (100, 10, 1_000_000, [1], None),  # a world of a million ranks, of which one has logged
+    ],
+)
+def test_what_would_take_for_ever_to_judge_is_refused(tmp_path, samples, per_epoch, size, steps, words):
+    with EventWriter(tmp_path / "events-0.jsonl") as writer:
+        writer.write(Started(1, 0, size, "n1", 1, "cpu", 0.0, num_samples=samples, steps_per_epoch=per_epoch))
+        for step in steps:
+            writer.write(Step(step, 0, 1.0, 64, 0.1, 0.1, 0.0, 1.0, consumed=samples, share=(0, 1_000_000)))
+
+    def plan(number: int) -> BatchPlan:
+        return BatchPlan(number, global_batch=max(1, number // per_epoch), virtual_ranks=1_000_000)
+
+    if words is None:
+        assert audit(tmp_path, plan).findings
+        return
+    with pytest.raises(UsageError, match=words):
+        audit(tmp_path, plan)
+
+
+def test_a_hosts_name_does_not_steer_the_terminal(tmp_path, capsys):
+    (tmp_path / "config.toml").write_text(
+        dump(TrainConfig(task="mnist-cnn", data=DataConfig(global_batch=10, virtual_ranks=1)))
+    )
+    with EventWriter(tmp_path / "events-0.jsonl") as writer:
+        writer.write(Started(1, 0, 1, "\x1b[2J[/bold]n1", 1, "cpu", 0.0, num_samples=100, steps_per_epoch=10))
+        writer.write(Step(1, 0, 1.0, 10, 0.1, 0.1, 0.0, 1.0, consumed=10, share=(0, 1)))
+    main([str(tmp_path)])
+    shown = capsys.readouterr().out
+    assert "[/bold]n1" in shown and "\x1b" not in shown

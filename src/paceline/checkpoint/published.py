@@ -12,7 +12,7 @@ from paceline.checkpoint.manifest import Damaged, Manifest, decode
 from paceline.disk.reading import names
 
 MANIFEST = "manifest.json"
-MANIFEST_LIMIT_BYTES = 1 << 25  # about 200,000 pieces
+MANIFEST_LIMIT_BYTES = 1 << 24  # about 100,000 pieces
 
 _STEP = re.compile(r"step-([0-9]{8,15})")
 

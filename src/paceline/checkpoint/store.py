@@ -14,6 +14,7 @@ the new one. A crash leaves a .tmp or .trash folder, which the next claim remove
 from __future__ import annotations
 
 import itertools
+import os
 import re
 import shutil
 from collections.abc import Callable, Collection
@@ -23,7 +24,7 @@ from paceline.checkpoint.fence import Claim, Fenced, holding, take
 from paceline.checkpoint.files import sync_folder, write_file
 from paceline.checkpoint.manifest import Damaged, Manifest, decode, encode
 from paceline.checkpoint.published import MANIFEST, Entry, check, check_files, entries, folder_name
-from paceline.disk.writing import make_folder
+from paceline.disk import writing
 from paceline.errors import TrainingError, UsageError
 
 __all__ = ["Checkpoints", "Claim", "Damaged", "Entry", "Fenced", "write_file"]
@@ -51,6 +52,7 @@ class Checkpoints:
         self.root = root
         self._trust = trust
         self._claim: Claim | None = None
+        self._place: tuple[int, int] | None = None
         self._known_whole: dict[Path, bool] = {}
 
     # ---- writing -------------------------------------------------------------------------------------------------
@@ -63,13 +65,13 @@ class Checkpoints:
         """
         claim = Claim(attempt, generation)
         try:
-            make_folder(self.root, exist_ok=True)
+            writing.make_folder(self.root, exist_ok=True)
             take(self._fence, claim)
             sync_folder(self.root)
             sync_folder(self.root.parent)
         except OSError as error:
             raise TrainingError(f"checkpoints cannot be written to {self.root}: {error.strerror or error}") from None
-        self._claim = claim
+        self._claim, self._place = claim, self._found()
         for path in sorted(self.root.iterdir()):
             if path.name.startswith((".tmp-", ".trash-")) and not _is_newer(path.name, claim):
                 _remove(path, report)
@@ -90,8 +92,8 @@ class Checkpoints:
 
     def _made(self, tmp: Path) -> Path:
         if tmp.exists():  # a try of ours that failed: nobody else has this name
-            shutil.rmtree(tmp)
-        make_folder(tmp)
+            writing.remove(tmp)
+        writing.make_folder(tmp)
         return tmp
 
     def commit(self, tmp: Path, manifest: Manifest, keep: int, report: Report = _silent) -> Path:
@@ -131,7 +133,7 @@ class Checkpoints:
         with holding(self._fence, self._claimed()):
             if not whole:
                 dropped = self._to_trash(path) if there else None
-                tmp.rename(path)
+                writing.rename(tmp, path)
                 sync_folder(self.root)
                 self._known_whole[path] = True
         if whole:
@@ -178,7 +180,7 @@ class Checkpoints:
         names = itertools.chain([stem], (f"{stem}-{number}" for number in itertools.count(2)))
         trash = next(self.root / name for name in names if not (self.root / name).exists())
         self._known_whole.pop(path, None)
-        return path.rename(trash)
+        return writing.rename(path, trash)
 
     @property
     def _fence(self) -> Path:
@@ -187,7 +189,19 @@ class Checkpoints:
     def _claimed(self) -> Claim:
         if self._claim is None:
             raise RuntimeError("claim() comes before begin() and commit()")
+        if self._place is not None and self._found() != self._place:
+            raise TrainingError(
+                f"{self.root} is another folder than it was: somebody has exchanged it. Nothing is saved there"
+            )
         return self._claim
+
+    def _found(self) -> tuple[int, int] | None:
+        """Which folder it is, whatever its name."""
+        try:
+            found = self.root.lstat()
+        except OSError:
+            return None
+        return found.st_dev, found.st_ino
 
     # ---- reading -------------------------------------------------------------------------------------------------
 
@@ -245,9 +259,7 @@ def _is_newer(name: str, claim: Claim) -> bool:
 
 def _remove(path: Path, report: Report) -> None:
     try:
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
+        if os.path.lexists(path):
+            writing.remove(path)
     except OSError as error:
         report(f"{path} cannot be removed: {error.strerror}")

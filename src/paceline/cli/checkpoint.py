@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from paceline.checkpoint.store import Checkpoints, Entry
 from paceline.disk.owners import note_strangers
 from paceline.disk.reading import is_folder
 from paceline.errors import ExitCode, UsageError
+
+MOST = 50
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,9 @@ def _find(run: Path) -> tuple[Checkpoints, list[Entry], bool]:
         entries = checkpoints.entries()[::-1]
     except OSError as error:
         raise UsageError(f"{checkpoints.root} cannot be read: {error.strerror}") from None
+    if len(entries) > MOST:
+        print(f"of {len(entries):,} checkpoints only the newest {MOST} are looked at", file=sys.stderr)
+        entries = entries[-MOST:]
     if not entries:
         raise UsageError(f"no checkpoints in {run}: was it run with --checkpoint-every?")
     return checkpoints, entries, not shown

@@ -76,7 +76,7 @@ def main(arguments: Sequence[str]) -> int:
     groups = _groups(run, nproc, batches, usual, threads or 1)
     with tempfile.TemporaryDirectory(prefix="paceline-compare-", ignore_cleanup_errors=True) as folder:
         found = measure_rounds(
-            groups, dump(settings), Path(folder), rounds=how.rounds, warmup=how.warmup, steps=how.steps,
+            groups, dump(settings), Path(folder).resolve(), rounds=how.rounds, warmup=how.warmup, steps=how.steps,
             memory=True,
         )  # fmt: skip
     if found.code != ExitCode.DONE:

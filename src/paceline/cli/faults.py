@@ -98,7 +98,7 @@ def missing(fault: Fault) -> str:
 
 def _run(config: FaultsConfig, faults: Sequence[Fault]) -> list[Score]:
     scores: list[Score] = []
-    root = config.keep.absolute() if config.keep else Path(tempfile.mkdtemp(prefix="paceline-faults-"))
+    root = (config.keep or Path(tempfile.mkdtemp(prefix="paceline-faults-"))).resolve()
     launchers: tuple[Launcher, ...] = ("paceline", "torchrun") if config.against == "torchrun" else ("paceline",)
     for turn in range(config.repeat):
         for fault in faults:

@@ -19,7 +19,7 @@ from pathlib import Path
 import tyro
 
 from paceline.disk.owners import check_ours, note_strangers, opened
-from paceline.disk.reading import decode, is_folder, names
+from paceline.disk.reading import decode, folders, is_folder, names
 from paceline.errors import UsageError, unknown
 from paceline.launch.failure import Failure
 from paceline.launch.procfs import PROC, read_process
@@ -29,7 +29,7 @@ from paceline.observe.folder import CONFIG, LOCK, attempt_number
 
 RUNS = Path("runs")
 SSH_SECONDS = 20.0
-MAX_RECORDS = 1000  # of failed ranks that are looked at
+MAX_RECORDS, MAX_FAILURE_BYTES = 1000, 1 << 18  # of failed ranks that are looked at; of each
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def find_run(asked: str) -> Path:
     """
     path = Path(asked)
     if not is_folder(path):
-        runs = [name for name in names(RUNS.resolve()) if is_folder(RUNS / name)]
+        runs = folders(RUNS.resolve())  # through no link: whoever can write there could mean another run of ours
         found = [name for name in runs if name == asked] or [name for name in runs if name.startswith(asked)]
         if not asked or not found:
             raise unknown("run", asked, runs[-20:] or ["(no folder runs/ here: name the run's folder)"])
@@ -112,8 +112,8 @@ def command_words(flag: str, text: str) -> tuple[str, ...]:
 
 def attempts(run_dir: Path) -> list[Path]:
     """The folders of a run's starts, the newest last."""
-    found = (run_dir / name for name in names(run_dir) if attempt_number(Path(name)))
-    return sorted((path for path in found if is_folder(path) and not path.is_symlink()), key=attempt_number)
+    found = (run_dir / name for name in folders(run_dir) if attempt_number(Path(name)))
+    return sorted(found, key=attempt_number)
 
 
 def is_locked(run_dir: Path) -> bool:
@@ -228,14 +228,16 @@ def _on_head(submission: Submission | None, ssh: Sequence[str], command: str) ->
 
 def first_failure(attempt: Path) -> str:
     """The first failure that a start's workers wrote down, of its last generation, in a line; empty: none did."""
-    found: list[tuple[int, bool, float, Failure]] = []
+    first: tuple[tuple[int, bool, float], Failure] | None = None
     matches = (re.fullmatch(r"error-[0-9]{1,9}(?:-generation-([0-9]{1,9}))?\.json", name) for name in names(attempt))
     for match in [match for match in matches if match][:MAX_RECORDS]:
         with suppress(OSError):
-            failure = decode(attempt / match[0], Failure)
-            found.append((-int(match[1] or 0), failure.victim, failure.monotonic_seconds, failure))
-    if not found:
+            failure = decode(attempt / match[0], Failure, limit_bytes=MAX_FAILURE_BYTES)
+            order = (-int(match[1] or 0), failure.victim, failure.monotonic_seconds)
+            if first is None or order < first[0]:
+                first = order, failure
+    if first is None:
         return ""
-    first = min(found, key=lambda one: one[:3])[3]
-    message = (first.message.strip().splitlines() or [""])[0]
-    return f"rank {first.rank} ({first.host}): {first.type}: {message}"
+    failure = first[1]
+    message = (failure.message.strip().splitlines() or [""])[0]
+    return f"rank {failure.rank} ({failure.host}): {failure.type}: {message}"

@@ -22,12 +22,15 @@ from paceline.cli.run_state import judge
 from paceline.disk import writing
 from paceline.disk.reading import names
 from paceline.errors import ExitCode, UsageError
+from paceline.launch.guard.evidence import Evidence
 from paceline.launch.guard.story import VERDICT, Told, describe, page, read_verdict
+from paceline.launch.verdict import escaped
 
 ANSWER_SECONDS = 15.0  # the head looks every second, and gives every rank three seconds to answer
 POLL_SECONDS = 0.1
 MOVES_SECONDS = 2.0  # a run of which something has moved since then is not called hanging
 SHOWN_OPS = 8
+MOST_SHOWN, MOST_LINES, MOST_CHARS = 64, 200, 20_000  # ranks; of each
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,7 @@ def main(arguments: Sequence[str]) -> int:
     run_dir = find_run(config.run)
     found = find(run_dir, look(run_dir, config))
     if config.json:
-        sys.stdout.write(msgspec.json.format(msgspec.json.encode(found), indent=2).decode() + "\n")
+        sys.stdout.write(escaped(msgspec.json.format(msgspec.json.encode(found), indent=2).decode()) + "\n")
     else:
         _show(found)
     return ExitCode.DONE
@@ -135,13 +138,26 @@ def ask(attempt: Path) -> Told | None:
         shutil.rmtree(answer, ignore_errors=True)  # it was for us alone
 
 
+def shortened(one: Evidence) -> Evidence:
+    """Without more of its words than anybody reads."""
+    return msgspec.structs.replace(
+        one,
+        native=one.native[:MOST_CHARS],
+        words=one.words[-MOST_CHARS:],
+        stacks=tuple(msgspec.structs.replace(stack, frames=stack.frames[:MOST_LINES]) for stack in one.stacks[:1]),
+    )
+
+
 def _show(found: Found) -> None:
     console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
     console.print(found.words)
     if found.told is None:
         return
     told = found.told
-    evidence = sorted(told.evidence, key=lambda one: one.rank)
+    evidence = sorted(told.evidence, key=lambda one: (one.rank not in told.verdict.guilty, one.rank))[:MOST_SHOWN]
+    if len(evidence) < len(told.evidence):
+        console.print(f"(of {len(told.evidence)} ranks {MOST_SHOWN} are shown; all are in the folder)")
+    evidence.sort(key=lambda one: one.rank)
     if not found.live or told.waited_seconds >= MOVES_SECONDS:
         text = page(told.verdict, evidence, waited_seconds=told.waited_seconds, folder=found.verdict_dir, run="")
         headline, _, rest = text.partition("\n")
@@ -149,6 +165,7 @@ def _show(found: Found) -> None:
         if rest:
             console.print(rest)
     for one in evidence:
-        headline, _, rest = describe(one, most_ops=SHOWN_OPS, most_stacks=1).partition("\n")
+        text = describe(shortened(one), most_ops=SHOWN_OPS, most_stacks=1)
+        headline, _, rest = "\n".join(text.splitlines()[:MOST_LINES]).partition("\n")
         console.print(f"\n{headline}", style="bold red" if one.rank in told.verdict.guilty else "bold")
         console.print(rest.rstrip("\n"))

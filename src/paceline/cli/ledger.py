@@ -14,11 +14,13 @@ import msgspec
 import tyro
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from paceline.config import batch_shape, check_values, load
 from paceline.disk.owners import note_strangers
 from paceline.disk.reading import is_folder
 from paceline.errors import ExitCode, UsageError
+from paceline.launch.verdict import clean
 
 if TYPE_CHECKING:
     from paceline.verify.ledger import Audit
@@ -108,7 +110,7 @@ def _print(found: Audit) -> None:
     for start in found.incarnations:
         logged = f"{start.first_step} to {start.last_step}" if start.last_step else "none"
         cells = (start.attempt, start.generation, start.world_size, " ".join(start.hosts), start.start_step, logged)
-        table.add_row(*map(str, (*cells, start.counted, start.thrown_away)))
+        table.add_row(*(Text(clean(str(cell))) for cell in (*cells, start.counted, start.thrown_away)))
     console.print(table)
     table = Table("epoch", "steps", "samples used once", "never", "repeatedly")
     for told, group in groupby(found.epochs, lambda e: (e.steps, e.once, e.never, e.repeatedly)):
@@ -119,9 +121,9 @@ def _print(found: Audit) -> None:
     if found.epochs:
         console.print(table)
     for note in found.notes:
-        console.print(f"note: {note}", markup=False, soft_wrap=True)
+        console.print(clean(f"note: {note}"), markup=False, soft_wrap=True)
     for finding in found.findings[:MAX_SHOWN]:
-        console.print(finding, style="bold", markup=False, soft_wrap=True)
+        console.print(clean(finding), style="bold", markup=False, soft_wrap=True)
     if len(found.findings) > MAX_SHOWN:
         console.print(f"... and {len(found.findings) - MAX_SHOWN} more: --json FILE has them all")
     console.print(verdict(found), markup=False, soft_wrap=True)

@@ -119,7 +119,7 @@ def _measure(config: ScaleConfig) -> Found | int:
     groups = [_group(config, size, [at for at in points if at.ranks == size], threads) for size in ranks]
     with tempfile.TemporaryDirectory(prefix="paceline-scale-", ignore_cleanup_errors=True) as folder:
         found = measure_rounds(
-            groups, dump(settings), Path(folder), rounds=how.rounds, warmup=how.warmup, steps=how.steps,
+            groups, dump(settings), Path(folder).resolve(), rounds=how.rounds, warmup=how.warmup, steps=how.steps,
             memory=False,
         )  # fmt: skip
         if found.code != ExitCode.DONE:

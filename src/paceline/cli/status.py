@@ -15,7 +15,7 @@ import tyro
 from paceline.cli.finding import RunConfig, find_run, look
 from paceline.cli.run_state import RunState, run_state
 from paceline.errors import ExitCode
-from paceline.launch.verdict import clean
+from paceline.launch.verdict import clean, escaped
 from paceline.observe.folder import CONFIG
 
 MAX_CHARS = 2000  # of a line: words in a folder may be as long as whoever wrote them liked
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str]) -> int:
     run_dir = find_run(config.run)
     found = run_state(run_dir, look(run_dir, config))
     if config.json:
-        sys.stdout.write(msgspec.json.format(msgspec.json.encode(found), indent=2).decode() + "\n")
+        sys.stdout.write(escaped(msgspec.json.format(msgspec.json.encode(found), indent=2).decode()) + "\n")
     else:
         sys.stdout.write("".join(f"{name:10}{clean(text)[:MAX_CHARS]}\n" for name, text in lines(found)))
     return ExitCode.DONE

@@ -117,7 +117,7 @@ def _verify(
 
 def _run(spec: Spec, nproc: int, worker: str, kind: type[Found]) -> Found | int:
     """Verify one world size; the workers' exit code if they could not, whose logs then stay."""
-    folder = Path(tempfile.mkdtemp(prefix="paceline-verify-"))
+    folder = Path(tempfile.mkdtemp(prefix="paceline-verify-")).resolve()
     attempt = folder / "attempt"
     attempt.mkdir()
     (folder / "spec.json").write_bytes(msgspec.json.encode(spec))

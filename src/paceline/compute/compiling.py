@@ -12,12 +12,15 @@ import shutil
 import sys
 from collections.abc import Generator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from paceline.compute.rules import around_forward, subclassed
+from paceline.disk.owners import check_ours
+from paceline.disk.writing import make_folder
 from paceline.errors import TrainingError, UsageError
 
 MAX_WORDS_CHARS = 1500
@@ -35,6 +38,7 @@ def compile_model(model: nn.Module, device: torch.device) -> None:
     why = lacks_compiler(device)
     if why:
         raise UsageError(f"--compile: {why}")
+    _keep_results_private()
     # torch compiles no frame of its own, and the forward of nn.Sequential, say, is one: it needs one of ours around it
     around_forward(model, _through)
     kind: Any = type(model)
@@ -45,6 +49,23 @@ def compile_model(model: nn.Module, device: torch.device) -> None:
 
     subclassed(model, __call__=call)
     model.compile()
+
+
+def _keep_results_private() -> None:
+    """Have torch keep what it compiles, and unpickles again, in a folder of the user's own; its default is in /tmp.
+
+    Raises:
+        UsageError: others could have written there.
+    """
+    if "TORCHINDUCTOR_CACHE_DIR" in os.environ:
+        return
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").resolve() / "paceline" / "inductor"
+    try:
+        make_folder(folder, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--compile: {folder} cannot be made: {error.strerror}. Set TORCHINDUCTOR_CACHE_DIR") from None
+    check_ours(folder)
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
 
 
 def lacks_compiler(device: torch.device) -> str:

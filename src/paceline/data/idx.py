@@ -38,7 +38,9 @@ def find_idx(folder: Path, stem: str) -> Path:
         if (folder / name).is_file():
             return folder / name
     prefix = "test" + stem.removeprefix("t10k") if stem.startswith("t10k") else stem
-    found = sorted(p for p in folder.glob(f"*-{prefix}*") if p.name.removesuffix(".gz").endswith(f"-{prefix}"))
+    found = sorted(
+        p for p in folder.glob(f"*-{prefix}*") if p.name.removesuffix(".gz").endswith(f"-{prefix}") and p.is_file()
+    )
     if len(found) > 1:
         raise UsageError(f"{folder} holds several files for {stem}: {', '.join(p.name for p in found)}. Keep one.")
     if not found:

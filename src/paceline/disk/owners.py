@@ -73,7 +73,7 @@ def opened(path: Path, *, folder: bool = False, ours: bool = False) -> Generator
         FileNotFoundError: it is not there.
         Unreadable: in words: it is something else, not for us to read, or (NotOurs) not ours.
     """
-    descriptor, strangers = _descend(path.absolute(), folder=folder)
+    descriptor, strangers = descend(path.absolute(), folder=folder)
     try:
         found = os.fstat(descriptor)
         if not folder and not stat.S_ISREG(found.st_mode):
@@ -125,7 +125,7 @@ def user_name(uid: int) -> str:
         return str(uid)
 
 
-def _descend(path: Path, *, folder: bool) -> tuple[int, str]:
+def descend(path: Path, *, folder: bool) -> tuple[int, str]:
     """Open each part of the path in the one before it; a descriptor of the last, and who can exchange it."""
     strange = ""
     at, *parts = path.parts

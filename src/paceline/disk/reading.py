@@ -11,6 +11,7 @@ import os
 import stat
 import tomllib
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,8 +23,9 @@ MAX_RECORD_BYTES = 4 << 20  # of one JSON record: settings, verdicts, who was st
 MAX_TOML_BYTES = 1 << 16
 MAX_TOML_DOTS = 200  # in a line: tomllib takes 18 s for a key of 30,000 parts
 MAX_LINE_BYTES = 16 << 20  # with --record-samples a line holds the indices of a micro-batch
-MAX_ENTRIES = 100_000
+MAX_ENTRIES = 20_000
 BLOCK_BYTES = 1 << 20
+LARGE_BYTES, MOST_HOLLOW = 64 << 20, 100  # a file system may compress a file, but not text to a hundredth
 
 T = TypeVar("T")
 
@@ -71,7 +73,7 @@ def decode_toml(path: Path, *, ours: bool = False) -> dict[str, Any]:
         raise Unreadable(path, f"has a line with more than {MAX_TOML_DOTS} dots, which is not read")
     try:
         return tomllib.loads(data.decode())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # of TOML, of UTF-8, of a number of 5,000 digits
         raise Unreadable(path, f"is not valid TOML: {error}") from None
 
 
@@ -79,9 +81,11 @@ def lines(path: Path, *, from_end_bytes: int | None = None) -> Iterator[bytes]:
     """The lines of a file that may be long, each of bounded length; only those in its last `from_end_bytes`.
 
     Raises:
-        OSError: as `read`; Unreadable also at a line that is too long.
+        OSError: as `read`; Unreadable also at a line that is too long, or where most of the file was never written.
     """
     with opened(path) as it:
+        if it.found.st_size > LARGE_BYTES and it.found.st_blocks * 512 < it.found.st_size // MOST_HOLLOW:
+            raise Unreadable(path, f"has {it.found.st_size:,} bytes that are mostly holes: no run wrote that")
         skipped = 0 if from_end_bytes is None else max(0, it.found.st_size - from_end_bytes)
         os.lseek(it.descriptor, skipped, os.SEEK_SET)
         rest: list[bytes] = []
@@ -144,11 +148,40 @@ def names(folder: Path) -> list[str]:
     return sorted(found)
 
 
-def links(folder: Path) -> list[str]:
-    """The symbolic links in a folder.
+def strange(folder: Path) -> list[str]:
+    """What lies in a folder of ours and is another user's, or is a folder that others can write.
 
     Raises:
-        OSError: as `names`, and where it is not there.
+        OSError: as `names`.
     """
-    with opened(folder, folder=True) as it, os.scandir(it.descriptor) as entries:
+    found: list[str] = []
+    for name in names(folder):
+        with suppress(FileNotFoundError):
+            it = (folder / name).lstat()
+            open_to_others = stat.S_ISDIR(it.st_mode) and it.st_mode & 0o002
+            if it.st_uid != os.geteuid() or open_to_others:
+                found.append(name)
+    return found
+
+
+def links(folder: Path) -> list[str]:
+    """The symbolic links in a folder; nothing if it is not there.
+
+    Raises:
+        OSError: as `names`.
+    """
+    with suppress(FileNotFoundError), opened(folder, folder=True) as it, os.scandir(it.descriptor) as entries:
         return sorted(entry.name for entry, _ in zip(entries, range(MAX_ENTRIES), strict=False) if entry.is_symlink())
+    return []
+
+
+def folders(folder: Path) -> list[str]:
+    """The folders in a folder, links to some left out; nothing if it is not there.
+
+    Raises:
+        OSError: as `names`.
+    """
+    names(folder)  # not more than a run has
+    with suppress(FileNotFoundError), opened(folder, folder=True) as it, os.scandir(it.descriptor) as entries:
+        return sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
+    return []

@@ -4,14 +4,27 @@ from __future__ import annotations
 
 import os
 import secrets
+import shutil
 import stat
-from contextlib import suppress
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from paceline.disk.owners import Unreadable
+from paceline.disk.owners import Unreadable, descend
 
 FOLDER, FILE = 0o700, 0o600
 FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+@contextmanager
+def inside(path: Path) -> Generator[tuple[int, str]]:
+    """The folder that `path` is in, open and reached through no link, and the name in it: nobody leads us elsewhere."""
+    whole = path.absolute()
+    descriptor, _ = descend(whole.parent, folder=True)
+    try:
+        yield descriptor, whole.name
+    finally:
+        os.close(descriptor)
 
 
 def make_folder(folder: Path, *, exist_ok: bool = False) -> None:
@@ -27,14 +40,41 @@ def make_folder(folder: Path, *, exist_ok: bool = False) -> None:
 
 
 def _mkdir(folder: Path, *, exist_ok: bool) -> None:
-    try:
-        folder.mkdir(FOLDER)
-    except FileExistsError:
-        if not exist_ok or folder.is_symlink() or not folder.is_dir():
-            raise
-    else:
-        if folder.stat().st_mode & 0o777 != FOLDER:  # a umask that hides us from ourselves
-            folder.chmod(FOLDER)
+    with inside(folder) as (parent, name):
+        try:
+            os.mkdir(name, FOLDER, dir_fd=parent)
+        except FileExistsError:
+            if not exist_ok or not stat.S_ISDIR(os.stat(name, dir_fd=parent, follow_symlinks=False).st_mode):
+                raise
+        else:
+            if (
+                os.stat(name, dir_fd=parent, follow_symlinks=False).st_mode & 0o777 != FOLDER
+            ):  # a umask that hides us from ourselves
+                os.chmod(name, FOLDER, dir_fd=parent)
+
+
+def rename(source: Path, target: Path) -> Path:
+    """Give a file or folder another name; the new path.
+
+    Raises:
+        OSError: it cannot be done.
+    """
+    with inside(source) as (parent, name), inside(target) as (there, other):
+        os.rename(name, other, src_dir_fd=parent, dst_dir_fd=there)
+    return target
+
+
+def remove(path: Path) -> None:
+    """Remove a file, or a folder and all that is in it.
+
+    Raises:
+        OSError: it cannot be done.
+    """
+    with inside(path) as (parent, name):
+        if stat.S_ISDIR(os.stat(name, dir_fd=parent, follow_symlinks=False).st_mode):
+            shutil.rmtree(name, dir_fd=parent)
+        else:
+            os.unlink(name, dir_fd=parent)
 
 
 def create(path: Path, *, read: bool = False) -> int:
@@ -43,7 +83,9 @@ def create(path: Path, *, read: bool = False) -> int:
     Raises:
         OSError: it is there already, or cannot be made.
     """
-    return _private(os.open(path, (os.O_RDWR if read else os.O_WRONLY) | os.O_CREAT | os.O_EXCL | FLAGS, FILE), path)
+    flags = (os.O_RDWR if read else os.O_WRONLY) | os.O_CREAT | os.O_EXCL | FLAGS
+    with inside(path) as (parent, name):
+        return _private(os.open(name, flags, FILE, dir_fd=parent), path)
 
 
 def keep(path: Path, *, append: bool = False, make: bool = True) -> int:
@@ -53,7 +95,8 @@ def keep(path: Path, *, append: bool = False, make: bool = True) -> int:
         OSError: it is a link, no plain file, or cannot be opened.
     """
     flags = os.O_RDWR | os.O_NONBLOCK | (os.O_CREAT if make else 0) | (os.O_APPEND if append else 0) | FLAGS
-    return _private(os.open(path, flags, FILE), path)
+    with inside(path) as (parent, name):
+        return _private(os.open(name, flags, FILE, dir_fd=parent), path)
 
 
 def _private(descriptor: int, path: Path) -> int:
@@ -61,6 +104,8 @@ def _private(descriptor: int, path: Path) -> int:
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode):
             raise Unreadable(path, "is not a plain file")
+        if found.st_nlink > 1:
+            raise Unreadable(path, "has another name somewhere (a hard link): what is written here would be there, too")
         if stat.S_IMODE(found.st_mode) != FILE and found.st_uid == os.geteuid():
             os.fchmod(descriptor, FILE)
     except BaseException:
@@ -88,8 +133,8 @@ def replace(path: Path, data: bytes, *, sync: bool = False) -> None:
             file.flush()
             if sync:
                 os.fsync(descriptor)
-        partial.replace(path)
+        rename(partial, path)
     except BaseException:
         with suppress(OSError):
-            partial.unlink(missing_ok=True)
+            remove(partial)
         raise

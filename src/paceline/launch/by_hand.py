@@ -79,10 +79,8 @@ def _torchrun(job: Job, node: int, nproc: int) -> tuple[str, ...]:
 
 
 def _worker(job: Job) -> tuple[str, ...]:
-    """The worker's command as torchrun wants it: without a Python, which is its own, and without our bootstrap."""
-    if job.argv[0] != job.python:
-        return ("--no-python", *job.argv)
-    return job.argv[job.argv.index(MODULE) + 1 :] if MODULE in job.argv else job.argv[1:]
+    """The worker's command as torchrun wants it: a script's without a Python, which is its own, and our bootstrap."""
+    return job.argv[job.argv.index(MODULE) + 1 :] if MODULE in job.argv else ("--no-python", *job.argv)
 
 
 def _nodes(job: Job) -> list[tuple[str, int]]:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from paceline.disk.reading import read
 from paceline.errors import UsageError
 from paceline.launch.job import Host
 
@@ -21,13 +22,13 @@ _ADDRESS = re.compile(r"(?:(?P<user>[^@]*)@)?(?P<name>\[[^\[\]]*\]|[^:\[\]@]*)(?
 def parse_hosts(text: str) -> tuple[Host, ...]:
     """The hosts of `--hosts TEXT`, node 0 first; a name is user@name, name or an address, IPv6 in brackets.
 
-    A file is meant when there is one of that name, or TEXT has a `/` or ends in `.txt`.
+    A file is meant when TEXT has a `/` or ends in `.txt`: a file of the working folder must not take a host's place.
 
     Raises:
         UsageError: every mistake at once, each with its line.
     """
     path = Path(text)
-    is_file = "/" in text or text.endswith(".txt") or _exists(path)
+    is_file = "/" in text or text.endswith(".txt")
     entries = list(_file_entries(path) if is_file else _list_entries(text))
     hosts: list[Host] = []
     wrong: list[str] = []
@@ -65,13 +66,6 @@ def labels(hosts: tuple[Host, ...]) -> tuple[str, ...]:
     )
 
 
-def _exists(path: Path) -> bool:
-    try:
-        return path.is_file()
-    except (OSError, ValueError):  # a name that no file can have
-        return False
-
-
 def _list_entries(text: str) -> Iterator[tuple[str, list[str]]]:
     for index, item in enumerate(text.split(","), start=1):
         yield f"host {index}", item.split() or [""]
@@ -79,11 +73,7 @@ def _list_entries(text: str) -> Iterator[tuple[str, list[str]]]:
 
 def _file_entries(path: Path) -> Iterator[tuple[str, list[str]]]:
     try:
-        with path.open("rb") as file:
-            data = file.read(MAX_FILE_BYTES + 1)
-        if len(data) > MAX_FILE_BYTES:
-            raise UsageError(f"the hosts file {path} has more than {MAX_FILE_BYTES} bytes: is it the right file?")
-        lines = data.decode().splitlines()
+        lines = read(path.resolve(), limit_bytes=MAX_FILE_BYTES).decode().splitlines()
     except (OSError, ValueError) as error:
         reason = (error.strerror or str(error)) if isinstance(error, OSError) else "it is not a text file"
         raise UsageError(f"--hosts {path} means a file, and it cannot be read: {reason}") from error

@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from queue import SimpleQueue
 
-from paceline.launch.verdict import STEERS, LiveFilter
+from paceline.launch.verdict import LiveFilter, harmless
 
 FOLD_SECONDS = 0.3  # so long a line waits for the same one of other hosts
 HALF_LINE_SECONDS = 1.0  # so long the others wait for the end of a line of node 0
@@ -31,7 +31,7 @@ _NUMBERED = re.compile(r"(.*?)([0-9]+)")
 def say(text: str, end: str = "\n") -> None:
     """Tell the user, in words that may hold others'; never an error: the terminal may be gone with the launcher."""
     with suppress(OSError):
-        data = STEERS.sub(b"", f"{text}{end}".encode(errors="replace"))
+        data = harmless(f"{text}{end}".encode(errors="replace"))
         while data:
             data = data[os.write(2, data) :]
 
@@ -121,7 +121,7 @@ class Relay:
         for descriptor in self._half_since:
             self._screen.put(descriptor, b"\n")
         self._half_since.clear()
-        self._screen.put(2, STEERS.sub(b"", f"{text}\n".encode(errors="replace")))
+        self._screen.put(2, harmless(f"{text}\n".encode(errors="replace")))
 
     def flush(self) -> float:
         """Show what has waited long enough; the seconds until there is more to show."""

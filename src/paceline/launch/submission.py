@@ -21,7 +21,8 @@ from paceline.disk.reading import decode, names
 from paceline.errors import TrainingError, UsageError
 
 SUBMITTED = "submitted.json"
-MAX_LOOKED_AT = 1000
+MAX_LOOKED_AT, MAX_BYTES = 10, 1 << 18
+MOST_STARTS = 999_999
 
 
 class Submission(msgspec.Struct, frozen=True):
@@ -47,6 +48,10 @@ def next_submit_dir(run_dir: Path) -> Path:
         writing.make_folder(run_dir, exist_ok=True)
         while True:
             number = 1 + max((submit_number(Path(name)) for name in names(run_dir)), default=0)
+            if number > MOST_STARTS:
+                raise UsageError(
+                    f"{run_dir} speaks of {number - 1} starts, which no run has had: remove submit-{number - 1}"
+                )
             try:
                 writing.make_folder(run_dir / f"submit-{number}")
             except FileExistsError:  # somebody was faster
@@ -91,7 +96,7 @@ def last_submission(run_dir: Path) -> tuple[Path, Submission] | None:
     folders = [run_dir / name for name in names(run_dir) if submit_number(Path(name))]
     for folder in sorted(folders, key=submit_number, reverse=True)[:MAX_LOOKED_AT]:
         try:
-            return folder, decode(folder / SUBMITTED, Submission)
+            return folder, decode(folder / SUBMITTED, Submission, limit_bytes=MAX_BYTES)
         except OSError:  # it was refused before it started
             continue
     return None

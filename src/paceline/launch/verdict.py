@@ -11,8 +11,8 @@ from paceline.launch.failure import Kind, Observation
 TAIL_LINES = 15
 MAX_LINES = 80  # of a traceback or message: a deep recursion must not push the headline off the screen
 
-# C0 but tab and newline, and C1: what a worker wrote must not steer the terminal
-CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f-\x9f]+")
+# C0 but tab and newline, C1, marks of direction: what a worker wrote must not steer the terminal, or hide words
+CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]+")
 
 
 # of bytes, which may be UTF-8: all of C0 but tab, newline, return and colours; C1 stands behind \xc2 there
@@ -102,9 +102,21 @@ def _clipped(lines: list[str], limit: int) -> list[str]:
     return [*lines[: limit // 4], f"  ... {left_out} lines ...", *lines[limit // 4 + left_out :]]
 
 
+def escaped(json: str) -> str:
+    """JSON with what could steer a terminal written as JSON writes it."""
+    return re.sub("[\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]", lambda m: f"\\u{ord(m[0]):04x}", json)
+
+
 def clean(text: str) -> str:
     """`text` without what would steer a terminal."""
     return CONTROL.sub("", text.replace("\r\n", "\n").replace("\r", "\n"))
+
+
+def harmless(data: bytes) -> bytes:
+    """`data` without what would steer a terminal, but for colours and \\r; nor does what is left come to mean that."""
+    while (less := STEERS.sub(b"", data)) != data:
+        data = less
+    return data
 
 
 class LiveFilter:
@@ -121,4 +133,7 @@ class LiveFilter:
         data = self._held + data
         cut = BEGUN.search(data)
         self._held = data[cut.start() :] if cut is not None and len(data) - cut.start() < MAX_SEQUENCE_BYTES else b""
-        return STEERS.sub(b"", data[: len(data) - len(self._held)])
+        shown = harmless(data[: len(data) - len(self._held)])
+        if shown.endswith(b"\xc2"):  # what was taken out stood between it and what comes next
+            shown, self._held = shown[:-1], b"\xc2" + self._held
+        return shown

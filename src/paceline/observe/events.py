@@ -208,7 +208,7 @@ def last_events(path: Path) -> Iterator[Event]:
         OSError: as `read_events`.
     """
     if path.lstat().st_size > LAST_BYTES:
-        yield from islice(read_events(path), 1)
+        yield from _decoded(islice(lines(path), 1))
     yield from _decoded(lines(path, from_end_bytes=LAST_BYTES))
 
 

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from paceline.disk import writing
 from paceline.disk.owners import check_ours
-from paceline.disk.reading import is_file, is_folder, links, names, read
+from paceline.disk.reading import is_file, is_folder, links, names, read, strange
 from paceline.errors import TrainingError, UsageError
 
 CONFIG = "config.toml"
@@ -32,6 +32,7 @@ SUMMARY = "summary.json"
 WEIGHTS = "model.safetensors"
 CHECKPOINTS = "checkpoints"
 LOCK = ".lock"
+MOST_STARTS = 999_999  # numbers of attempts
 LOCK_SECONDS = 10.0  # the workers of a launcher that was just killed need a moment to end
 
 
@@ -68,11 +69,14 @@ def _check_private(run_dir: Path, *, trust: bool) -> None:
     """
     if not trust:
         check_ours(run_dir)
-    if found := links(run_dir):
-        raise UsageError(
-            f"{run_dir} holds a symbolic link, {found[0]}: what is written there could end anywhere. Remove it; to "
-            "have a run elsewhere, name that folder: --run-dir"
-        )
+    for folder in (run_dir, run_dir / CHECKPOINTS):
+        if found := links(folder):
+            raise UsageError(
+                f"{folder} holds a symbolic link, {found[0]}: what is written there could end anywhere. Remove it; to "
+                "have a run elsewhere, name that folder: --run-dir"
+            )
+        if not trust and (found := strange(folder)):
+            raise UsageError(f"{folder / found[0]} is another user's, or others can write it: remove it, or --trust it")
 
 
 def check_is_run(run_dir: Path, *, trust: bool = False) -> None:
@@ -96,7 +100,7 @@ def move_aside(run_dir: Path) -> None:
         if os.path.lexists(run_dir / name):
             stem = name.partition(".")[0]
             aside = (run_dir / name.replace(stem, f"{stem}-before-fresh-{n}") for n in range(1, 10000))
-            (run_dir / name).rename(next(path for path in aside if not os.path.lexists(path)))
+            writing.rename(run_dir / name, next(path for path in aside if not os.path.lexists(path)))
 
 
 def check_not_finished(run_dir: Path) -> None:
@@ -118,7 +122,10 @@ def lock_run_dir(run_dir: Path, *, wait_seconds: float = LOCK_SECONDS) -> int:
     Raises:
         UsageError: if another run has it, naming that one.
     """
-    descriptor = writing.keep(run_dir / LOCK)
+    try:
+        descriptor = writing.keep(run_dir / LOCK)
+    except OSError as error:
+        raise UsageError(f"{run_dir / LOCK} cannot be held: {error.strerror}") from None
     deadline = time.monotonic() + wait_seconds
     while True:
         try:
@@ -164,7 +171,7 @@ def create_run_dir(asked: Path | None, task: str) -> Path:
 def new_run_dir(task: str) -> Path:
     """What the folder of a run that nobody has named will be called; it is not made."""
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", task).strip("-.") or "run"
-    stem = Path("runs").absolute() / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    stem = Path("runs").resolve() / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     for attempt in range(1000):  # several runs may start within a second
         run_dir = stem if attempt == 0 else stem.with_name(f"{stem.name}-{attempt + 1}")
         if not run_dir.exists():
@@ -189,6 +196,8 @@ def create_attempt_dir(run_dir: Path) -> tuple[int, Path]:
     """Make the folder of a run's next start, numbered from 1."""
     numbers = [attempt_number(Path(name)) for name in names(run_dir)]
     number = 1 + max(*numbers, _fenced_attempt(run_dir), 0)
+    if number > MOST_STARTS:
+        raise UsageError(f"{run_dir} speaks of {number - 1} starts, which no run has had: remove attempt-{number - 1}")
     attempt_dir = run_dir / f"attempt-{number}"
     _make(attempt_dir, exist_ok=False)
     return number, attempt_dir
@@ -206,7 +215,7 @@ def shelve_summary(run_dir: Path, attempt: int) -> None:
     """Put the last start's summary into its folder: how it ended is not how this one does."""
     last = run_dir / f"attempt-{attempt - 1}"
     if last.is_dir() and (run_dir / SUMMARY).exists():
-        (run_dir / SUMMARY).rename(last / SUMMARY)
+        writing.rename(run_dir / SUMMARY, last / SUMMARY)
 
 
 def write_settings(folder: Path, text: str) -> None:

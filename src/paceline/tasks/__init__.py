@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.data.mnist import check_mnist
+from paceline.disk.owners import strangers
 from paceline.errors import UsageError, unknown
 
 if TYPE_CHECKING:
@@ -58,6 +59,11 @@ def check_task(name: str | None, options: Mapping[str, Any]) -> None:
         near = unknown("task", name, TASKS)
         raise UsageError(f"{near}, or your own as module:name or file.py:name")
     folder = _locate(name)
+    if whose := strangers(folder.resolve()):
+        print(
+            f"paceline: {whose}: what lies beside your task, and who can write there, is imported with it",
+            file=sys.stderr,
+        )
     if there := shadowed(folder):
         print(
             f"paceline: beside the task lies {', '.join(there)}: the installed module of that name is imported, not "
@@ -77,7 +83,7 @@ def load_task(name: str, options: Mapping[str, Any]) -> Task:
 
     reference = TASKS[name].reference if name in TASKS else name
     module_name, _, attribute = reference.rpartition(":")
-    module = _import(module_name)
+    module = importlib.import_module(module_name) if name in TASKS else _import(module_name)
     found = getattr(module, attribute, None)
     if found is None:
         raise unknown(f"task in {module_name}", attribute, [n for n in vars(module) if not n.startswith("_")])
@@ -114,18 +120,25 @@ def _locate(name: str) -> Path:
                 f"task {name!r}: {path.stem} is an installed module, too, which comes first. Rename the file"
             )
         return path.parent
+    folder, module_name = _apart(module_name)
     # Without importing any of it (find_spec on a dotted name would import the parents).
-    search: list[str] | None = [*sys.path, str(Path.cwd())]
+    search: list[str] | None = [*sys.path, str(folder)]
     for depth, part in enumerate(module_name.split(".")):
         spec = importlib.machinery.PathFinder.find_spec(part, search)
         if spec is None:
             missing = ".".join(module_name.split(".")[: depth + 1])
             raise UsageError(
-                f"task {name!r}: there is no module {missing!r}, neither in {Path.cwd()} nor in the Python path. "
+                f"task {name!r}: there is no module {missing!r}, neither in {folder} nor in the Python path. "
                 "Start paceline in the folder that holds it, or name the file: path/to/file.py:name"
             )
         search = list(spec.submodule_search_locations or ())
-    return Path.cwd()
+    return folder
+
+
+def _apart(module_name: str) -> tuple[Path, str]:
+    """The folder and the module of FOLDER:module, as a run writes down where it found one; else the working folder."""
+    folder, colon, module = module_name.rpartition(":")
+    return (Path(folder), module) if colon else (Path.cwd(), module_name)
 
 
 def shadowed(folder: Path) -> list[str]:
@@ -145,8 +158,9 @@ def shadowed(folder: Path) -> list[str]:
 def _import(module_name: str) -> Any:
     """Import it from its own folder, which comes after everything installed: whoever can write there replaces none."""
     if not module_name.endswith(".py"):
-        if str(Path.cwd()) not in sys.path:
-            sys.path.append(str(Path.cwd()))
+        folder, module_name = _apart(module_name)
+        if str(folder) not in sys.path:
+            sys.path.append(str(folder))
         return importlib.import_module(module_name)
     path = Path(module_name).resolve()
     # Under its own name and beside its neighbours, as if it had been started as a script: loader workers and pickle

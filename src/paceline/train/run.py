@@ -123,8 +123,11 @@ def _place(config: TrainConfig, world: World, prepared: Path | None) -> Generato
         with together(world):
             if world.rank == 0:
                 resume = c.resume == "auto" or restarted
-                folder = prepared or open_run_dir(
-                    config.run.run_dir, str(config.task), resume=resume, trust=config.run.trust
+                # resolved here: another host may come to the same folder by links
+                folder = (
+                    prepared.resolve()
+                    if prepared
+                    else open_run_dir(config.run.run_dir, str(config.task), resume=resume, trust=config.run.trust)
                 )
                 if prepared is None:
                     lock = lock_run_dir(folder)
@@ -136,10 +139,10 @@ def _place(config: TrainConfig, world: World, prepared: Path | None) -> Generato
                         )
                     attempt_dir = create_attempt_dir(folder)[1]
                 else:
-                    attempt_dir = Path(os.environ["PACELINE_ATTEMPT_DIR"])
+                    attempt_dir = Path(os.environ["PACELINE_ATTEMPT_DIR"]).resolve()
                 mine = {"folder": str(folder), "attempt": attempt_number(attempt_dir)}
         told: dict[str, Any] = gather_words(mine, world)[0]
-        yield Place(Path(told["folder"]), told["attempt"], generation, attempt_dir, notices=notices)
+        yield Place(Path(told["folder"]).resolve(), told["attempt"], generation, attempt_dir, notices=notices)
     finally:
         if lock is not None:
             os.close(lock)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from paceline.disk.writing import FILE
+from paceline.disk import writing
 from paceline.strategies.base import Replica
 
 
@@ -20,15 +22,17 @@ def save(weights: Mapping[str, Tensor], path: Path) -> None:
     Raises:
         OSError: if it cannot be written; an older file of that name is then still there.
     """
-    partial = path.with_name(f"{path.name}.partial")
-    try:
-        tensors, ties = _unique(weights)
-        save_file(tensors, str(partial), {"format": "pt", **ties})
-        partial.chmod(FILE)
-    except Exception as error:  # safetensors has an exception of its own for input/output errors
-        partial.unlink(missing_ok=True)
-        raise OSError(f"{path} cannot be written: {error}") from error
-    partial.replace(path)
+    partial = f"{path.name}.partial"
+    with writing.inside(path) as (folder, name):
+        try:
+            tensors, ties = _unique(weights)
+            save_file(tensors, f"/proc/self/fd/{folder}/{partial}", {"format": "pt", **ties})
+            os.chmod(partial, writing.FILE, dir_fd=folder)
+        except Exception as error:  # safetensors has an exception of its own for input/output errors
+            with suppress(FileNotFoundError):
+                os.unlink(partial, dir_fd=folder)
+            raise OSError(f"{path} cannot be written: {error}") from error
+        os.rename(partial, name, src_dir_fd=folder, dst_dir_fd=folder)
 
 
 def _unique(weights: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -61,7 +65,7 @@ def rescue_alone(replica: Replica, run_dir: Path) -> str:
 def rescue(weights: Mapping[str, Tensor], run_dir: Path) -> str:
     """Save the weights wherever there is room, and say where: a full disk must not cost the training."""
     for folder in (run_dir, Path.cwd(), Path(tempfile.gettempdir()), Path("/dev/shm"), Path.home()):
-        path = folder / f"{run_dir.name}-rescued.safetensors"
+        path = folder.resolve() / f"{run_dir.name}-rescued.safetensors"
         try:
             save(weights, path)
         except OSError:

@@ -22,7 +22,7 @@ from paceline.verify.sentences import left_out_note, sentences, steps_words
 from paceline.verify.starts import Log, Start, counting, left_out, read_starts
 
 MOST_STEPS = 10_000  # that nobody has logged
-MOST_SAMPLES = 10_000_000  # where few were used
+MOST_SAMPLES, SAMPLES_A_LINE = 10_000_000, 10_000  # whose order is computed; more where many steps are logged
 
 
 @dataclass(frozen=True)
@@ -121,10 +121,12 @@ def _check_plausible(starts: Sequence[Start], ranges: Sequence[range]) -> None:
     steps, samples = max(counts.stop for counts in ranges), starts[0].first.num_samples
     if steps > MOST_STEPS + 10 * len(lines):
         raise UsageError(f"the events speak of {steps:,} steps, of which {len(lines):,} are logged: no run wrote that")
-    used = sum(line.consumed for line in lines)
-    if samples > MOST_SAMPLES + 1000 * used:
+    epochs = 1 + steps // max(1, starts[0].first.steps_per_epoch)
+    most = MOST_SAMPLES + SAMPLES_A_LINE * len(lines)
+    if samples > most or epochs * samples > 10 * most:
         raise UsageError(
-            f"the events speak of {samples:,} samples, of which {used:,} are logged as used: too few to judge"
+            f"the events speak of {samples:,} samples and {epochs:,} epochs, and {len(lines):,} steps are logged: that "
+            "is too little to judge them by"
         )
 
 
@@ -217,7 +219,9 @@ def _rank_faults(step: int, log: Log, plan: BatchPlan) -> Iterator[str]:
     a, b = line.share or (0, 0)
     if not 0 <= a < b <= plan.virtual_ranks:
         return  # told with the shares of all ranks
-    expected = torch.cat([plan.indices(epoch, number, v) for v in range(a, b)])
+    whole = plan.global_indices(epoch, number)
+    share = range(a, min(b, max(a + 1, len(whole))))  # later virtual ranks have nothing of it
+    expected = torch.cat([whole[v :: plan.virtual_ranks] for v in share])
     if line.consumed != len(expected) or _fingerprint(line) != fingerprint(expected):
         yield f"used other samples than the plan's: {line.consumed} where there are {len(expected)}"
     if log.samples and sorted(log.samples.get(step, [])) != sorted(expected.tolist()):

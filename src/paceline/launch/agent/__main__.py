@@ -118,7 +118,7 @@ def take_run_dir(plan: NodePlan) -> tuple[NodePlan, tuple[int, ...]]:
     """
     if plan.node != 0 or plan.attempt_dir or not plan.run_dir:
         return plan, ()
-    run_dir = Path(plan.run_dir)
+    run_dir = Path(plan.run_dir).resolve()
     if not run_dir.is_dir():
         raise UsageError(
             f"the run folder {run_dir} is not there on node 0 ({os.uname().nodename}). It must be one that all nodes "

@@ -121,13 +121,13 @@ class Follower:
             first_rank=start.first_rank,
             world_size=start.world_size,
             port=start.master_port,
-            attempt_dir=start.attempt_dir,
+            attempt_dir=str(Path(start.attempt_dir).resolve()),
             group_rank=self.plan.node,
         )
         self._ended = False
         who = f"node {plan.node} ({os.uname().nodename})"
         try:
-            self._find_folder(Path(start.attempt_dir), start.proof)
+            self._find_folder(Path(start.attempt_dir).resolve(), start.proof)
             self.node.start(plan, start.generation)
             self._settled()
         except UsageError as error:
@@ -211,6 +211,6 @@ class Follower:
 
 def _holds(attempt_dir: Path, proof: str) -> bool:
     try:
-        return read(attempt_dir.resolve() / PROOF, limit_bytes=100, ours=True) == proof.encode()
+        return read(attempt_dir / PROOF, limit_bytes=100, ours=True) == proof.encode()
     except OSError:  # not there yet
         return False

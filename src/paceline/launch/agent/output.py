@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import IO
 
-from paceline.launch.verdict import STEERS, LiveFilter
+from paceline.launch.verdict import LiveFilter, harmless
 
 MAX_LINE_BYTES = 1 << 16  # a longer line appears in pieces
 LINE_END = re.compile(rb"(\r?\n|\r)")  # a progress bar ends its lines with \r
@@ -52,7 +52,7 @@ def _pass_on(lines: Sequence[bytes], log: int, screen: int, prefix: bytes) -> No
         _write(log, b"".join(lines))
     if lines and prefix:
         whole = b"".join(prefix + line.rstrip(b"\r\n") + b"\n" for line in lines)
-        _write(screen, STEERS.sub(b"", whole))
+        _write(screen, harmless(whole))
 
 
 def _write(target: int, data: bytes) -> None:

@@ -136,7 +136,8 @@ def writes_to(job_id: str, folder: Path) -> bool:
     Raises:
         PacelineError: if Slurm does not answer.
     """
-    return f" StdOut={folder}/" in ask("scontrol", "show", "job", "-o", job_id).stdout
+    shown = ask("scontrol", "show", "job", "-o", job_id).stdout
+    return any(f" StdOut={path}/" in shown for path in (str(folder), str(folder).replace("%", "%%")))
 
 
 def parse_job(text: str) -> JobState:

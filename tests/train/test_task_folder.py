@@ -1,0 +1,41 @@
+"""A built-in task needs no folder of anybody's; one's own comes after what is installed."""
+
+import subprocess
+import sys
+
+LOOK = """
+import os, sys
+from paceline.config import absolute_task
+from paceline.tasks import load_task
+task = load_task(absolute_task(sys.argv[1]), {})
+print(sys.path.index(os.getcwd()) if os.getcwd() in sys.path else "not there", len(sys.path))
+"""
+
+
+def look(task, folder) -> list[str]:
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", LOOK, task], cwd=folder, capture_output=True, text=True, timeout=50
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+def test_the_working_folder_is_in_the_path_for_a_module_in_it_only(tmp_path):
+    (tmp_path / "mine.py").write_text("from paceline.tasks.mnist import cnn as task\n")
+    assert look("mnist-cnn", tmp_path)[:2] == ["not", "there"]
+    for task in ("mine:task", "mine.py:task"):
+        place, count = map(int, look(task, tmp_path))
+        assert place == count - 1, "after everything installed"
+
+
+def test_a_module_is_written_down_with_the_folder_that_it_was_found_in(tmp_path, monkeypatch):
+    from paceline.config import absolute_task
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "pkg").mkdir()
+    (tmp_path / "pkg" / "tasks.py").write_text("from paceline.tasks.mnist import cnn as task\n")
+    assert absolute_task("pkg.tasks:task") == f"{tmp_path}:pkg.tasks:task"
+    assert absolute_task(f"{tmp_path}:pkg.tasks:task") == f"{tmp_path}:pkg.tasks:task"  # again
+    assert absolute_task("paceline.tasks.mnist:cnn") == "paceline.tasks.mnist:cnn"  # installed
+    assert absolute_task("mnist-cnn") == "mnist-cnn"
+    assert absolute_task("pkg/tasks.py:task") == f"{tmp_path}/pkg/tasks.py:task"
