@@ -38,7 +38,7 @@ def settings(config: TrainConfig) -> dict[str, Any]:
     """The part of the definition that stands in the (resolved) settings."""
     o = config.optimizer
     found: dict[str, Any] = {
-        "task": str(config.task),
+        "task": ":".join(str(config.task).split(":")[-2:]),  # in whatever folder a module was found
         "stem": config.model.stem,
         "batchnorm": config.model.batchnorm,
         "virtual_ranks": config.data.virtual_ranks,

@@ -1,0 +1,51 @@
+"""Whoever reads or writes a run goes through paceline.disk: what is added later is as careful as what is there."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[2] / "src" / "paceline"
+COMMANDS = ("finding", "run_state", "status", "logs", "hang", "cancel", "ledger", "checkpoint", "train", "train_start",
+            "launch", "elsewhere")  # fmt: skip
+OF_RUNS = (
+    *(f"cli/{name}.py" for name in COMMANDS), "observe/*.py", "checkpoint/*.py", "train/*.py", "config.py",
+    *(f"launch/{name}.py" for name in ("ended", "submission", "sweep", "tail", "hosts", "guard/story")),
+    "launch/worker/attach.py", "launch/agent/*.py", "verify/starts.py", "verify/ledger.py", "bench/steps.py",
+    "bench/from_runs.py",
+)  # fmt: skip
+PAST_THE_DOOR = {
+    "read_text", "read_bytes", "write_text", "write_bytes", "touch", "mkdir", "glob", "rglob", "iterdir", "symlink_to",
+    "hardlink_to", "open", "rmtree", "rename",
+}  # fmt: skip
+ALLOWED = {
+    ("cli/finding.py", "iterdir"): "/proc",
+    ("cli/ledger.py", "write_bytes"): "--json, a file that the user names",
+    ("cli/hang.py", "rmtree"): "the answer that was made for us, in a run that is ours",
+    ("checkpoint/files.py", "open"): "a folder, to be synced",
+    ("checkpoint/store.py", "iterdir"): "what older generations of the same run have left",
+    ("launch/sweep.py", "read_bytes"): "/proc",
+    ("launch/agent/janitor.py", "open"): "/dev/null",
+    ("launch/agent/janitor.py", "rmtree"): "the agent's temporary folder",
+    ("launch/agent/detach.py", "open"): "/dev/null",
+    ("launch/agent/start.py", "open"): "the log of a worker of ours",
+    ("launch/agent/guarding.py", "rmtree"): "a verdict that could not be written whole",
+    ("train/weights.py", "rename"): "in a folder that disk.writing has opened",
+    ("train/determinism.py", "read_text"): "/proc",
+}
+
+
+def calls(path: Path) -> set[str]:
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Call):
+            name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            of_writing = isinstance(node.func, ast.Attribute) and getattr(node.func.value, "id", "") == "writing"
+            found |= {name} - ({name} if of_writing else set())
+    return found & PAST_THE_DOOR
+
+
+@pytest.mark.parametrize("path", sorted({p for glob in OF_RUNS for p in SOURCE.glob(glob)}), ids=lambda p: p.stem)
+def test_a_module_that_knows_runs_opens_nothing_by_itself(path: Path) -> None:
+    name = str(path.relative_to(SOURCE))
+    assert calls(path) == {call for module, call in ALLOWED if module == name}

@@ -1,0 +1,41 @@
+"""A seeded sample of what `make soak-hostile` and `make soak-connections` try by the thousand."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.hostile import soak_connections, soak_hostile
+from tests.hostile.users import Users
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_no_hostile_folder_of_a_sample_does_anything(tmp_path: Path) -> None:
+    wrong: list[Any] = []
+    tried: list[int] = []
+    with tempfile.TemporaryDirectory(prefix="paceline-soak-") as folder:  # pytest's own are closed to others
+
+        def told(number: int, result: dict[str, Any]) -> None:
+            tried.extend(result["codes"])
+            wrong.extend((number, result["done"], words) for words in result["wrong"])
+
+        soak_hostile.soak(range(40_000, 40_040), 1, Path(folder), told)
+    assert not wrong
+    assert len(tried) >= 40 * soak_hostile.TRIED and {0, 2} <= {*tried}
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+@pytest.mark.timeout(120)
+def test_a_neighbour_at_every_port_from_the_first_moment_changes_no_bit(users: Users) -> None:
+    code, digest, _, said = soak_connections.train(users.victim, "alone", 12)
+    assert code == 0, said
+    (code, attacked, _, said), counts = soak_connections.attacked(users.victim, users.mallory, "beside", 12, 1000)
+    assert counts[0] > 100 and counts[1] >= 2, counts
+    if code:  # he was faster each time, and is named
+        assert code == 2 and f"a process of user {users.mallory.name} has connected" in said
+    else:
+        assert attacked == digest
