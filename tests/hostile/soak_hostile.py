@@ -35,8 +35,8 @@ from paceline.launch.guard.judge import judge
 from paceline.launch.guard.story import write_verdict
 
 MAX_SECONDS, MAX_BYTES = 2.0, 200 << 20
-CASES_A_SAVE = 100
-TRIED = 6  # commands on each folder, of all
+CASES_A_SAVE = 200
+TRIED = 3  # commands on each folder, of all
 TASK = (ROOT / "examples" / "own_task.py").read_text()
 # (words, whether torch must be imported for them): {run} is the folder, {home} the finder's
 COMMANDS: tuple[tuple[tuple[str, ...], bool], ...] = (

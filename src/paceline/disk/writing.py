@@ -47,10 +47,7 @@ def _mkdir(folder: Path, *, exist_ok: bool) -> None:
             if not exist_ok or not stat.S_ISDIR(os.stat(name, dir_fd=parent, follow_symlinks=False).st_mode):
                 raise
         else:
-            if (
-                os.stat(name, dir_fd=parent, follow_symlinks=False).st_mode & 0o777 != FOLDER
-            ):  # a umask that hides us from ourselves
-                os.chmod(name, FOLDER, dir_fd=parent)
+            os.chmod(name, FOLDER, dir_fd=parent)  # a umask may hide it from ourselves
 
 
 def rename(source: Path, target: Path) -> Path:
@@ -77,13 +74,13 @@ def remove(path: Path) -> None:
             os.unlink(name, dir_fd=parent)
 
 
-def create(path: Path, *, read: bool = False) -> int:
+def create(path: Path) -> int:
     """A descriptor of a new file.
 
     Raises:
         OSError: it is there already, or cannot be made.
     """
-    flags = (os.O_RDWR if read else os.O_WRONLY) | os.O_CREAT | os.O_EXCL | FLAGS
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | FLAGS
     with inside(path) as (parent, name):
         return _private(os.open(name, flags, FILE, dir_fd=parent), path)
 
