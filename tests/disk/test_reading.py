@@ -11,7 +11,19 @@ import pytest
 
 from paceline.disk import reading
 from paceline.disk.owners import Unreadable
-from paceline.disk.reading import decode, decode_toml, folders, is_file, is_folder, lines, links, names, read, strange
+from paceline.disk.reading import (
+    decode,
+    decode_toml,
+    folders,
+    is_file,
+    is_folder,
+    lines,
+    links,
+    names,
+    read,
+    resolved,
+    strange,
+)
 
 
 class Record(msgspec.Struct):
@@ -111,6 +123,13 @@ def test_a_file_that_is_mostly_holes_is_no_log_of_events(tmp_path: Path) -> None
             file.write(b"\n")
     with pytest.raises(Unreadable, match="mostly holes: no run wrote that"):
         next(lines(tmp_path / "a"))
+
+
+def test_links_in_a_circle_lead_nowhere(tmp_path: Path) -> None:
+    (tmp_path / "a").symlink_to("a")
+    assert resolved(tmp_path / "a") == tmp_path / "a"  # Path.resolve raises RuntimeError
+    with pytest.raises(Unreadable, match="symbolic link"):
+        read(resolved(tmp_path / "a"))
 
 
 def test_what_is_there_is_known_or_told(tmp_path: Path) -> None:

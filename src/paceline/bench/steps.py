@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from paceline.disk.reading import resolved
 from paceline.errors import UsageError
 from paceline.observe.events import Event, Started, Step, event_files, read_events
 
@@ -56,7 +57,7 @@ def read_run(folder: Path, *, skip: int) -> Run:
     Raises:
         UsageError: if there are no events, a rank's are missing, or too few or too old to be taken apart.
     """
-    folder = folder.resolve()
+    folder = resolved(folder)
     started: dict[int, Started] = {}
     steps: dict[int, dict[int, Spent]] = {}
     samples: dict[int, int] = {}

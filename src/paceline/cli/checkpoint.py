@@ -18,7 +18,7 @@ from rich.text import Text
 from paceline.checkpoint.manifest import Damaged, Manifest
 from paceline.checkpoint.store import Checkpoints, Entry
 from paceline.disk.owners import note_strangers
-from paceline.disk.reading import is_folder
+from paceline.disk.reading import is_folder, resolved
 from paceline.errors import ExitCode, UsageError
 
 MOST = 50
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str]) -> int:
     config = tyro.cli(
         CheckpointConfig, prog="paceline checkpoint", args=list(arguments), description=CheckpointConfig.__doc__
     )
-    checkpoints, entries, ours = _find(config.run.resolve())
+    checkpoints, entries, ours = _find(resolved(config.run))
     console = Console(width=None if Console().is_terminal else 132, highlight=False)
     if config.action == "list":
         _list(console, checkpoints, entries)

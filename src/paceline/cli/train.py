@@ -21,6 +21,7 @@ from paceline.checkpoint.store import Checkpoints, Damaged
 from paceline.cli.elsewhere import place, workers
 from paceline.cli.train_start import launch, launch_elsewhere, show_plan
 from paceline.config import EXACT, CliTrainConfig, ClusterConfig, TrainConfig, batch_shape, check_values
+from paceline.disk.reading import resolved
 from paceline.errors import ExitCode, UsageError
 from paceline.launch.cgroup import usable_cores
 from paceline.launch.gpus import count_gpus
@@ -101,7 +102,7 @@ def parse(arguments: Sequence[str]) -> TrainConfig:
     """
     rest, path = _take_config(list(arguments))
     resumed = None if path else _resumed_config(rest)
-    path = path.resolve() if path else resumed
+    path = resolved(path) if path else resumed
     default = configuration.load(path, ours="--trust" not in rest) if path else TrainConfig()
     if resumed and default.strategy == "single":  # it goes on among several as the default for several
         default = replace(default, strategy=None)
@@ -134,7 +135,7 @@ def _resumed_config(arguments: Sequence[str]) -> Path | None:
     folder = _value_of("--run-dir", arguments)
     if folder is None or _value_of("--resume", arguments) != "auto":
         return None
-    path = Path(folder).resolve() / CONFIG  # through no link in the folder itself
+    path = resolved(Path(folder)) / CONFIG  # through no link in the folder itself
     return path if os.path.lexists(path) else None
 
 
@@ -231,7 +232,7 @@ def check_resumable(config: TrainConfig, nproc: int) -> None:
         UsageError: naming each difference.
     """
     assert config.run.run_dir is not None
-    run_dir = config.run.run_dir.resolve()
+    run_dir = resolved(config.run.run_dir)
     check_is_run(run_dir, trust=config.run.trust)
     checkpoints = Checkpoints(run_dir / CHECKPOINTS, trust=config.run.trust)
     if not checkpoints.entries():

@@ -105,6 +105,11 @@ def lines(path: Path, *, from_end_bytes: int | None = None) -> Iterator[bytes]:
             yield b"".join(rest)
 
 
+def resolved(path: Path) -> Path:
+    """The path that is meant, without links; of links in a circle, the path itself, which nobody can open."""
+    return Path(os.path.realpath(path))
+
+
 def is_folder(path: Path) -> bool:
     """Whether there is a folder, also behind links.
 

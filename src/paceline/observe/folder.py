@@ -24,7 +24,7 @@ from pathlib import Path
 
 from paceline.disk import writing
 from paceline.disk.owners import check_ours
-from paceline.disk.reading import is_file, is_folder, links, names, read, strange
+from paceline.disk.reading import is_file, is_folder, links, names, read, resolved, strange
 from paceline.errors import TrainingError, UsageError
 
 CONFIG = "config.toml"
@@ -54,7 +54,7 @@ def open_run_dir(asked: Path | None, task: str, *, resume: bool = False, trust: 
     elif asked is None:
         raise UsageError("--resume auto needs --run-dir: the folder of the run to go on with")
     else:
-        run_dir = asked.resolve()
+        run_dir = resolved(asked)
         check_is_run(run_dir, trust=trust)
         _make(run_dir, exist_ok=True)
     _check_private(run_dir, trust=trust)
@@ -154,7 +154,7 @@ def create_run_dir(asked: Path | None, task: str) -> Path:
         UsageError: if it holds something already, or cannot be written.
     """
     if asked is not None:
-        run_dir = asked.resolve()
+        run_dir = resolved(asked)
         if is_folder(run_dir) and not _never_began(run_dir):
             there = is_file(run_dir / CONFIG)
             raise UsageError(
