@@ -296,9 +296,7 @@ class Typist:
         return json.loads(self.process.stdout.readline())
 
     def end(self) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        self.process.wait(30)
+        self.process.communicate(timeout=30)
 
 
 def soak(numbers: Iterable[int], seed: int, place: Path, told: Callable[[int, dict[str, Any]], None]) -> None:
