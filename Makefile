@@ -38,7 +38,7 @@ lock: $(STAMP)  ## write requirements.lock: the hashes of all that is installed 
 	$(VENV)/lock/bin/python -m pip install --quiet --disable-pip-version-check pip-tools
 	.ci/lock $(VENV)/lock/bin/pip-compile
 
-soak-hostile: $(STAMP)  ## 10,000 hostile folders against every command that reads one (root; half an hour on 2 cores)
+soak-hostile: $(STAMP)  ## 10,000 hostile folders against every command that reads one (root; 40 minutes on 2 cores)
 	for part in 0 1; do \
 		PYTHONPATH=. $(BIN)/python tests/hostile/soak_hostile.py --count 10000 --part $$part 2 \
 			--out benchmarks/results/hostile-$$part.json & pids="$$pids $$!"; \

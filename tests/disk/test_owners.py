@@ -66,6 +66,15 @@ def test_what_belongs_to_others_is_theirs_and_roots_folders_count_for_nothing(pl
     assert f"{run.parent} belongs to user {OTHER}" in strangers(run)
 
 
+def test_what_others_could_write_in_a_folder_of_ours_makes_it_theirs(place: Path) -> None:
+    run = run_in(place, 0o755)
+    (run / "attempt-1").mkdir()
+    check_ours(run)
+    (run / "attempt-1").chmod(0o777)
+    with pytest.raises(UsageError, match="attempt-1 can be written by everybody"):
+        check_ours(run)
+
+
 @pytest.mark.root
 def test_the_group_of_ones_own_name_is_no_other_and_an_access_list_says_more(place: Path) -> None:
     run = run_in(place, 0o770)

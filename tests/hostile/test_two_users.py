@@ -175,6 +175,7 @@ def test_nothing_is_written_through_a_link(users: Users, mode: int, owner: str, 
         precious.write_text("thesis")
     users.victim.own(precious)
     (evil / name).symlink_to(precious)
+    (users.mallory if owner == "mallory" else users.victim).own(evil / name)
     done = users.victim.paceline("train", "mnist-cnn", "--nproc", "1", "--steps", "1", "--run-dir", evil)
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert precious.read_text() == "thesis" if precious.is_file() else not list(precious.iterdir())
@@ -191,7 +192,23 @@ def test_what_others_have_put_into_a_folder_of_ours_is_no_part_of_a_run(users: U
         (run / name).mkdir() if name != ".lock" else (run / name).touch()
         users.mallory.own(run / name)
         done = users.victim.paceline("train", "mnist-cnn", "--nproc", "1", "--steps", "1", "--run-dir", run)
-        assert done.returncode == 2 and f"{run / name} is another user's" in done.stderr, done.stderr
+        assert done.returncode == 2 and f"{run / name} belongs to user {users.mallory.name}" in done.stderr, done.stderr
+
+
+def test_nor_is_a_host_asked_that_others_have_named_in_it(users: Users, shared: Path) -> None:
+    file, words = canary(shared)
+    program = shared / "my-ssh"
+    program.write_text(f"#!/bin/sh\n{words}\n")
+    program.chmod(0o755)
+    run = prepared(users, run_folder(users.victim.home / "run", ssh=["ssh"]), by=users.victim)
+    for command, asked in (("status", True), ("cancel", True)):
+        users.victim.paceline(command, run, "--ssh", program)
+        assert file.exists() == asked, command  # all is his own: his ssh asks
+        file.unlink()
+    users.mallory.own(run / "submit-1")  # who could write there once
+    for command in ("status", "cancel"):
+        done = users.victim.paceline(command, run, "--ssh", program)
+        assert not file.exists() and f"{run / 'submit-1'} belongs to user {users.mallory.name}" in done.stderr
 
 
 def test_another_module_of_the_same_name_is_not_resumed(users: Users, shared: Path) -> None:

@@ -36,6 +36,8 @@ class ScriptConfig:
     """whose output appears here; every rank's is in its log"""
     run_dir: Path | None = None
     """folder for logs (default runs/<script>-<time>)"""
+    trust: bool = False
+    """use a folder that others own or could have written"""
     threads_per_rank: int | None = None
     """OMP_NUM_THREADS of each rank (default: yours if set, else cores / ranks)"""
     port: int = 0
@@ -82,7 +84,7 @@ def main(arguments: Sequence[str]) -> int:
         run_dir = options.script.run_dir or new_run_dir(job.name)
         job = replace(job, run_dir=run_dir.absolute(), submit_dir=run_dir.absolute() / "submit-1")
         return show(cluster, job)
-    run_dir = open_run_dir(options.script.run_dir, job.name)
+    run_dir = open_run_dir(options.script.run_dir, job.name, trust=options.script.trust)
     here = cluster.on == "local" and not cluster.detach
     code = _here(job, run_dir) if here else _elsewhere(cluster, replace(job, run_dir=run_dir), run_dir)
     if code != ExitCode.DONE or not here:

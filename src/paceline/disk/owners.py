@@ -97,12 +97,12 @@ def strangers(folder: Path) -> str:
 
 
 def check_ours(folder: Path) -> None:
-    """Refuse to act on what lies in a folder that anybody else could have written.
+    """Refuse to act on what lies in a folder that anybody else could have written, or has.
 
     Raises:
         UsageError: says who, and what to do.
     """
-    if whose := strangers(folder):
+    if whose := strangers(folder) or left_there(folder):
         raise UsageError(
             f"{whose}: whoever can write there would decide what is done in your name. Type it as the run's own user, "
             "or take another folder; --trust believes all that lies there"
@@ -111,10 +111,28 @@ def check_ours(folder: Path) -> None:
 
 def note_strangers(folder: Path) -> bool:
     """Say, if anybody else could have written what lies in a folder, that it is only looked at; whether that is so."""
-    if whose := strangers(folder):
+    if whose := strangers(folder) or left_there(folder):
         words = whose.encode("unicode_escape", errors="replace").decode() if not whose.isprintable() else whose
         print(f"paceline: {words}: it is shown as data, and nothing in it is acted on", file=sys.stderr)
     return bool(whose)
+
+
+def left_there(folder: Path) -> str:
+    """What lies in a folder and is another user's, or is a folder that others can write, in words; empty: nothing.
+
+    A folder of ours may have been open to others once.
+
+    Raises:
+        OSError: there is no such folder.
+    """
+    with opened(folder, folder=True) as it, os.scandir(it.descriptor) as entries:
+        for entry in entries:
+            found = entry.stat(follow_symlinks=False)
+            if found.st_uid != os.geteuid():
+                return f"{folder / entry.name} belongs to {_whose(found.st_uid)}"
+            if stat.S_ISDIR(found.st_mode) and found.st_mode & stat.S_IWOTH:
+                return f"{folder / entry.name} can be written by everybody (`chmod go-w` ends that)"
+    return ""
 
 
 def user_name(uid: int) -> str:

@@ -153,22 +153,6 @@ def names(folder: Path) -> list[str]:
     return sorted(found)
 
 
-def strange(folder: Path) -> list[str]:
-    """What lies in a folder of ours and is another user's, or is a folder that others can write.
-
-    Raises:
-        OSError: as `names`.
-    """
-    found: list[str] = []
-    for name in names(folder):
-        with suppress(FileNotFoundError):
-            it = (folder / name).lstat()
-            open_to_others = stat.S_ISDIR(it.st_mode) and it.st_mode & 0o002
-            if it.st_uid != os.geteuid() or open_to_others:
-                found.append(name)
-    return found
-
-
 def links(folder: Path) -> list[str]:
     """The symbolic links in a folder; nothing if it is not there.
 

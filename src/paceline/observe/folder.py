@@ -24,7 +24,7 @@ from pathlib import Path
 
 from paceline.disk import writing
 from paceline.disk.owners import check_ours
-from paceline.disk.reading import is_file, is_folder, links, names, read, resolved, strange
+from paceline.disk.reading import is_file, is_folder, links, names, read, resolved
 from paceline.errors import TrainingError, UsageError
 
 CONFIG = "config.toml"
@@ -75,8 +75,8 @@ def _check_private(run_dir: Path, *, trust: bool) -> None:
                 f"{folder} holds a symbolic link, {found[0]}: what is written there could end anywhere. Remove it; to "
                 "have a run elsewhere, name that folder: --run-dir"
             )
-        if not trust and (found := strange(folder)):
-            raise UsageError(f"{folder / found[0]} is another user's, or others can write it: remove it, or --trust it")
+    if not trust and is_folder(run_dir / CHECKPOINTS):
+        check_ours(run_dir / CHECKPOINTS)
 
 
 def check_is_run(run_dir: Path, *, trust: bool = False) -> None:
