@@ -80,6 +80,7 @@ def _namespaces_of_hosts(folder: Path) -> set[Path]:
 
 
 def test_a_cluster_that_cannot_be_is_skipped_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
     with pytest.raises(pytest.skip.Exception, match=r"needs no-such-program: as root, \.ci/install installs it"):
         need("sh", "no-such-program")
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
@@ -98,6 +99,7 @@ def test_after(lab):
 """
 
 
+@pytest.mark.root
 def test_a_test_that_leaves_a_process_on_a_host_fails_and_the_next_does_not_suffer(pytester: pytest.Pytester) -> None:
     pytester.makeconftest("pytest_plugins = ['tests.cluster.conftest']")
     pytester.makeini("[pytest]\nmarkers = cluster\n")
