@@ -18,6 +18,7 @@ import os
 import shutil
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -125,6 +126,9 @@ def _leaked_processes(before: Snapshot) -> list[int]:
     exec, by this process's group that its new parent is not in.
     """
     pids = [int(name) for name in os.listdir(PROC) if name.isdigit() and name not in before.pids]  # noqa: PTH208
+    warm = sys.modules.get("tests.warm")  # what it forks from serves later tests, too
+    if warm is not None and warm.pid() in pids:
+        pids.remove(warm.pid())
     return [pid for pid in pids if _is_ours(pid) and not _command(pid).endswith(THREADS_OF_PYTHON)]
 
 
@@ -226,6 +230,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
+    if (warm := sys.modules.get("tests.warm")) is not None:
+        warm.close()
     os.close(config.stash[_stderr])
 
 
