@@ -21,9 +21,9 @@ from paceline.launch.failure import Observation
 from paceline.launch.guard.evidence import VerdictKind
 from paceline.launch.guard.story import Told, read_verdict
 from paceline.launch.job import NodePlan
-from paceline.launch.worker.bootstrap import worker_command
 
 WINDOW_SECONDS = 3
+PRELOADED = Path(__file__).with_name("preloaded.py")
 HEAD = """
 import os, signal, sys, time
 from pathlib import Path
@@ -32,6 +32,7 @@ torch.set_num_threads(1)
 folder, generation = Path(os.environ["PACELINE_ATTEMPT_DIR"]), int(os.environ["PACELINE_GENERATION"])
 dist.init_process_group("gloo")
 rank, batch = dist.get_rank(), torch.ones(8)
+(folder / f"ready-{rank}").touch()
 """
 LOOP = """
 for step in range(STEPS):
@@ -52,8 +53,9 @@ def run(launch: Run, tmp_path: Path) -> Run:
         script = tmp_path / "job.py"
         body = body or LOOP.replace("STEPS", str(steps)).replace("FAULT", fault)
         script.write_text(f"import os, time\n{before}{HEAD}{body}")
-        argv = list(worker_command([str(script)], sys.executable))
-        return launch("", argv=argv, plain_store=True, **{"stall_after": str(WINDOW_SECONDS), **settings})
+        argv = [sys.executable, "-P", str(PRELOADED), str(script)]
+        settings = {"stall_after": str(WINDOW_SECONDS), "preload": True, **settings}
+        return launch("", argv=argv, plain_store=True, **settings)
 
     return begin
 
@@ -255,8 +257,7 @@ def test_without_a_guard_nobody_is_ended(run: Run) -> None:
 
 def test_who_asks_while_it_runs_is_shown_what_every_rank_does(run: Run) -> None:
     one = run(steps=10_000, fault="pass")
-    wait_until(lambda: len([*one.folder.glob("rank-*.log")]) == 3, "they have started")
-    time.sleep(6)
+    one.wait_ready(3)
     (one.folder / "ask-1-away").symlink_to("/etc/passwd")
     (one.folder / "ask-123-n0nce").touch(mode=0o600)
     wait_until((one.folder / "verdict-live-n0nce" / "verdict.json").exists, "an answer")
@@ -264,7 +265,7 @@ def test_who_asks_while_it_runs_is_shown_what_every_rank_does(run: Run) -> None:
     assert [(rank.rank, rank.code) for rank in told.evidence] == [(0, None), (1, None), (2, None)]
     assert all(rank.stacks or rank.native for rank in told.evidence)
     assert not (one.folder / "ask-123-n0nce").exists()
-    time.sleep(3)  # time to answer the link, too, which is nobody's question
+    time.sleep(1.5)  # time to answer the link, too, which is nobody's question
     assert not (one.folder / "verdict-live-away").exists()
     assert one.process.poll() is None, "it goes on"
     one.process.send_signal(signal.SIGTERM)
@@ -273,7 +274,7 @@ def test_who_asks_while_it_runs_is_shown_what_every_rank_does(run: Run) -> None:
 
 def test_a_worker_that_fills_its_box_with_rubbish_harms_nobody(launch: Run) -> None:
     rubbish = """
-memory, end = int(os.environ["PACELINE_BOX_FD"]), time.monotonic() + 5
+memory, end = int(os.environ["PACELINE_BOX_FD"]), time.monotonic() + 2.5
 while time.monotonic() < end:
     os.pwrite(memory, os.urandom(1 << 20), 0)
     os.ftruncate(memory, 100 if time.monotonic_ns() % 3 else 1 << 21)
