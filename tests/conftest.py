@@ -127,9 +127,8 @@ def _leaked_processes(before: Snapshot) -> list[int]:
     """
     pids = [int(name) for name in os.listdir(PROC) if name.isdigit() and name not in before.pids]  # noqa: PTH208
     warm = sys.modules.get("tests.warm")  # what it forks from serves later tests, too
-    if warm is not None and warm.pid() in pids:
-        pids.remove(warm.pid())
-    return [pid for pid in pids if _is_ours(pid) and not _command(pid).endswith(THREADS_OF_PYTHON)]
+    kept = warm.pids() if warm else ()
+    return [p for p in pids if p not in kept and _is_ours(p) and not _command(p).endswith(THREADS_OF_PYTHON)]
 
 
 def _is_ours(pid: int) -> bool:

@@ -71,6 +71,7 @@ def _start(folder: Path, rank: int, world_size: int) -> warm.Warm:
             world_size,
             stdout=output,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
+            rank=rank,
         )
 
 
