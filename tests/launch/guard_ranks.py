@@ -1,8 +1,12 @@
-"""Ranks as an agent starts them, each with a box, running a script of a test; the test plays the agent."""
+"""Ranks as an agent starts them, each with a box, running a script of a test; the test plays the agent.
+
+They are forked from a process with torch, as the product's workers are, or `started`: each imports torch for itself.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -12,14 +16,19 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
+from tests import warm
 
 from paceline.launch.agent.generation import read_record
 from paceline.launch.failure import Failure
 from paceline.launch.guard import box
 from paceline.launch.guard.evidence import Answer, Op
+from paceline.launch.worker import bootstrap
+from paceline.launch.worker.preload import _watch_torch
 
+OUTERMOST = re.compile(r"<frozen runpy>|warm\.py\", line [0-9]+ in <module>")
 HEAD = """
 import os, sys, time
 from pathlib import Path
@@ -66,7 +75,7 @@ class Rank:
         assert box.takes_signal(self.process.pid)
         box.forget_native(self.box)
         os.kill(self.process.pid, box.SIGNAL)
-        wait(lambda: "<frozen runpy>" in box.read_native(self.box), "no stacks")
+        wait(lambda: OUTERMOST.search(box.read_native(self.box)), "no stacks")
         return box.read_native(self.box)
 
     def failure(self) -> Failure | None:
@@ -88,19 +97,19 @@ def wait(until: Callable[[], object], words: str, seconds: float = 30.0) -> None
 
 
 @contextmanager
-def ranks(script: str, world_size: int, folder: Path, **env: str) -> Generator[list[Rank]]:
+def ranks(script: str, world_size: int, folder: Path, *, started: bool = False, **env: str) -> Generator[list[Rank]]:
     """Run `script` (HEAD comes before it) as ranks; they are killed at the end."""
     (folder / "script.py").write_text(HEAD + script)
     with socket.socket() as port:
         port.bind(("127.0.0.1", 0))
         number = port.getsockname()[1]
-    started: list[Rank] = []
+    running: list[Rank] = []
     try:
         for rank in range(world_size):
-            started.append(_start(folder, rank, world_size, number, env))
-        yield started
+            running.append(_start(folder, rank, world_size, number, env, started))
+        yield running
     finally:
-        for one in started:
+        for one in running:
             one.process.send_signal(signal.SIGCONT)
             one.process.kill()
             one.process.wait()
@@ -108,7 +117,7 @@ def ranks(script: str, world_size: int, folder: Path, **env: str) -> Generator[l
             os.close(one.record)
 
 
-def _start(folder: Path, rank: int, world_size: int, port: int, env: dict[str, str]) -> Rank:
+def _start(folder: Path, rank: int, world_size: int, port: int, env: dict[str, str], started: bool) -> Rank:
     memory, record = box.make_box(rank), os.memfd_create("record")
     settings = {
         "RANK": str(rank),
@@ -126,15 +135,25 @@ def _start(folder: Path, rank: int, world_size: int, port: int, env: dict[str, s
         "PACELINE_RECORD_FD": str(record),
     }
     with (folder / f"output-{rank}").open("wb") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "paceline.launch.worker.bootstrap", str(folder / "script.py")],
-            env={**os.environ, **settings, **env},
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            pass_fds=[memory, record],
-        )
+        more: dict[str, Any] = {
+            "env": {**os.environ, **settings, **env},
+            "stdin": subprocess.DEVNULL,
+            "stdout": output,
+            "stderr": subprocess.STDOUT,
+            "pass_fds": [memory, record],
+        }
+        script = str(folder / "script.py")
+        if started:
+            process = subprocess.Popen([sys.executable, "-P", "-m", bootstrap.MODULE, script], **more)
+        else:
+            process = warm.call(f"{__name__}:worker", script, rank=rank, **more)
     return Rank(process, memory, record, folder, rank)
+
+
+def worker(script: str) -> None:
+    """What a forked rank does: as a preloader's fork, then as its command."""
+    _watch_torch()
+    bootstrap.main([script])
 
 
 def calls(ops: tuple[Op, ...] | list[Op]) -> list[str]:
