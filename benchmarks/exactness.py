@@ -31,11 +31,11 @@ import torch.distributed as dist
 from torch import nn
 
 from paceline.checkpoint.snapshot import Keeper
-from paceline.checkpoint.store import Checkpoints, Claim
 from paceline.collectives import gather_words
 from paceline.data.loader import Loading, load_steps
 from paceline.data.plan import BatchPlan, ranks_share
-from paceline.launch.worker.attach import die_with_parent
+from paceline.host.procfs import die_with_parent
+from paceline.store.store import Checkpoints, Claim
 from paceline.strategies import STRATEGIES, MakeOptimizer, Replica
 from paceline.strategies.base import replica
 from paceline.tasks.mnist import cnn, cross_entropy, dataset, resnet18
@@ -48,7 +48,7 @@ from paceline.train.resume import Content
 from paceline.train.saving import Saver
 from paceline.train.schedule import Schedule
 from paceline.train.watch import check_replicas
-from paceline.world import World, joined
+from paceline.worker.world import World, joined
 
 LIMIT_SECONDS = 1800  # for one model: far more than a busy machine needs, but not for ever
 COLLECTIVE_SECONDS = 300.0

@@ -74,8 +74,8 @@ if TYPE_CHECKING:
     from paceline.train.optimizer import optimizer_maker as optimizer_maker
     from paceline.train.schedule import Schedule as Schedule
     from paceline.train.step import train_step as train_step
-    from paceline.world import World as World
-    from paceline.world import joined as joined
+    from paceline.worker.world import World as World
+    from paceline.worker.world import joined as joined
 
 
 def __getattr__(name: str) -> Any:

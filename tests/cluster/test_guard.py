@@ -11,9 +11,9 @@ from tests.cluster.lab import Lab
 from tests.cluster.ssh import SshHosts
 from tests.cluster.training import PACELINE, words
 
+from paceline.contract.evidence import VerdictKind
 from paceline.errors import ExitCode
-from paceline.launch.guard.evidence import VerdictKind
-from paceline.launch.guard.story import Told, read_verdict
+from paceline.guard.story import Told, read_verdict
 
 SCRIPT = """
 import os, time

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from paceline.collectives.shared import Layout, Peer, SharedMemory
-from paceline.launch.procfs import read_process
+from paceline.host.procfs import read_process
 
 
 def in_threads(size: int, act: Callable[[SharedMemory], Any], *, bulk_bytes: int = 16 << 10) -> list[Any]:

@@ -20,7 +20,6 @@ from tests.collectives.odd_model import Odd, by_leaf, grads
 from tests.run_ranks import run_ranks
 from torch import nn
 
-from paceline.bench.traffic import Traffic
 from paceline.collectives import across, gather_words, leaving, start_totals
 from paceline.collectives.gradients import gradients_by_leaf, gradients_by_rank
 from paceline.collectives.handshake import HOST_KEY, SWITCH, Refusal, meet_in_memory
@@ -30,11 +29,12 @@ from paceline.collectives.replicate import broadcast_module
 from paceline.collectives.shared import Layout
 from paceline.collectives.transport import memory_or_hosts, shared_memory, shared_memory_if_made, way_taken
 from paceline.data.plan import ranks_share
-from paceline.launch.worker.guard import Guard
+from paceline.proofs.traffic import Traffic
+from paceline.proofs.verify_worker import verify
 from paceline.scratch.tree import Forest, TreeReducer, added_each, tree_sum
 from paceline.verify.spec import Spec
-from paceline.verify.worker import verify
-from paceline.world import World
+from paceline.worker.guard import Guard
+from paceline.worker.world import World
 
 ranks = pytest.mark.ranks
 TASKS = Path(__file__).parents[1] / "verify" / "tasks_under_test.py"

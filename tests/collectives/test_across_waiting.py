@@ -7,16 +7,16 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.launch.guard_ranks import HEAD, TORCH, ranks, wait
 from tests.launch.launch_harness import kill_all, start, survivors
+from tests.worker.guard_ranks import HEAD, TORCH, ranks, wait
 
+from paceline.contract import box
+from paceline.contract.evidence import Evidence, VerdictKind
 from paceline.errors import ExitCode
-from paceline.launch.guard import box
-from paceline.launch.guard.evidence import Evidence, VerdictKind
-from paceline.launch.guard.judge import judge
-from paceline.launch.guard.standing import to_free, waits
-from paceline.launch.guard.story import read_verdict
-from paceline.launch.worker.bootstrap import worker_command
+from paceline.guard.judge import judge
+from paceline.guard.standing import to_free, waits
+from paceline.guard.story import read_verdict
+from paceline.worker.bootstrap import worker_command
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]  # soak: what `test_a_run_on_two_hosts...` sees from outside
 

@@ -22,7 +22,7 @@ from paceline.collectives.handshake import HOST_KEY, SWITCH, Refusal, meet_in_me
 from paceline.collectives.shared import Layout
 from paceline.collectives.transport import shared_memory, shared_memory_if_made
 from paceline.errors import ToldElsewhere, UsageError
-from paceline.world import World
+from paceline.worker.world import World
 
 pytestmark = pytest.mark.ranks
 

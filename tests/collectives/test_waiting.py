@@ -7,19 +7,19 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.launch.guard_ranks import TORCH, ranks, wait
+from tests.worker.guard_ranks import TORCH, ranks, wait
 
-from paceline.launch.guard import box
-from paceline.launch.guard.evidence import Evidence, VerdictKind
-from paceline.launch.guard.judge import judge
-from paceline.launch.guard.standing import to_free, waits
+from paceline.contract import box
+from paceline.contract.evidence import Evidence, VerdictKind
+from paceline.guard.judge import judge
+from paceline.guard.standing import to_free, waits
 
 pytestmark = pytest.mark.ranks
 
 WAITS = f"""{TORCH}
 from paceline.collectives.moves import barrier
 from paceline.collectives.transport import shared_memory
-from paceline.launch.worker.guard import Guard
+from paceline.worker.guard import Guard
 memory = shared_memory()
 barrier(memory)
 ready()

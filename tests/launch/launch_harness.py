@@ -35,7 +35,7 @@ sys.exit(run(local(job), folder, keep_open=keep_open))
 PRELUDE = """
 import ctypes, os, re, signal, subprocess, sys, time
 from pathlib import Path
-from paceline.launch.worker.attach import attach, record_failure
+from paceline.worker.attach import attach, record_failure
 attach()
 rank, generation = int(os.environ["RANK"]), int(os.environ["PACELINE_GENERATION"])
 folder = Path(os.environ["PACELINE_ATTEMPT_DIR"])

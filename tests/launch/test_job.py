@@ -8,13 +8,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from paceline.launch.cgroup import oom_kills
-from paceline.launch.job import Job, NodePlan, describe, threads_per_rank, usable_cores
+from paceline.contract.node_plan import NodePlan
+from paceline.host.cgroup import oom_kills, threads_per_rank, usable_cores
+from paceline.launch.job import Job, describe
 from paceline.launch.local import local
 
 GOLDEN = """\
 # agent 0
-/usr/bin/python3 -P -m paceline.launch.agent <<'PLAN'
+/usr/bin/python3 -P -m paceline.agent <<'PLAN'
 {
   "argv": [
     "python",

@@ -19,7 +19,7 @@ from tests.small_mnist import small_mnist as small_mnist
 
 from paceline.cli.train_start import may_preload
 from paceline.config import LaunchConfig, TrainConfig
-from paceline.launch.forking import at_import
+from paceline.contract.forking import at_import
 from paceline.launch.job import Job
 
 BECOMES = """
@@ -27,7 +27,7 @@ import os, sys
 {before}
 if "PACELINE_PRELOAD_FD" in os.environ:
     {first}
-    from paceline.launch.worker.preload import serve
+    from paceline.worker.preload import serve
     serve({modules!r})
 forked = b"PACELINE_PRELOAD_FD=" in open("/proc/self/environ", "rb").read()
 """
@@ -267,7 +267,7 @@ def test_the_guard_sees_collectives_through_whatever_an_import_has_kept(preloade
         "dist.init_process_group('gloo')\n"
         "dist.P2POp(dist.isend, __import__('torch').ones(1), 1 - rank)\n"
         "keeper.all_reduce(__import__('torch').ones(1))\n"
-        "from paceline.launch.worker.guard import Guard\n"
+        "from paceline.worker.guard import Guard\n"
         "Guard.of_process().take_order()\n"
         "assert [op.kind for op in Guard.of_process().taken()] == ['all_reduce']\n"
         "dist.destroy_process_group()",

@@ -16,8 +16,9 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from paceline.contract.node_plan import NodePlan
 from paceline.errors import UsageError
-from paceline.launch.job import Allocation, Job, NodePlan
+from paceline.launch.job import Allocation, Job
 from paceline.launch.slurm.allocation import Held, check_allocation, in_allocation
 from paceline.launch.slurm.partitions import Nodes, misfit, parse_sinfo
 from paceline.launch.slurm.plan import slurm
@@ -142,7 +143,7 @@ def test_no_text_of_a_user_becomes_a_line_or_a_command(
         assert (done.returncode, done.stdout, done.stderr) == (0, "activated: \n", "")
         plan = ["--plan", f"{folder}/{run}/plan.json"]
         heads = ["--head", "n1", "--head", "10.0.0.1", "--head", "10.0.0.2"]
-        assert called["srun"][-12:] == [python, "-P", "-m", "paceline.launch.agent", *plan, *heads]
+        assert called["srun"][-12:] == [python, "-P", "-m", "paceline.agent", *plan, *heads]
         assert called["module"] == ["load", module]
         assert not list(folder.rglob("PWNED*"))
 

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from paceline.data.plan import Work
 from paceline.strategies import buffers as module
 from paceline.strategies.buffers import VirtualBuffers
-from paceline.world import World
+from paceline.worker.world import World
 
 WORLD = World(0, 1, 0, 1, torch.device("cpu"), "gloo")
 

@@ -9,11 +9,11 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from tests.run_ranks import run_ranks
 
+from paceline.contract.evidence import Op
 from paceline.errors import PacelineError
-from paceline.launch.guard.evidence import Op
-from paceline.launch.worker.guard import Guard
 from paceline.train.order import Difference, Order, compare
-from paceline.world import World
+from paceline.worker.guard import Guard
+from paceline.worker.world import World
 
 NOTHING = frozenset[str]()
 

@@ -8,17 +8,17 @@ import pytest
 import torch
 from tests.run_ranks import run_ranks
 
-from paceline.checkpoint.manifest import FORMAT, Manifest, ShardFile
 from paceline.checkpoint.shard import Shards, fill, layout, rank_part
 from paceline.checkpoint.snapshot import FDS, Keeper, inherited
 from paceline.checkpoint.state import Held
-from paceline.checkpoint.store import Checkpoints, write_file
 from paceline.config import CheckpointConfig, TrainConfig
 from paceline.errors import PacelineError
+from paceline.store.manifest import FORMAT, Manifest, ShardFile
+from paceline.store.store import Checkpoints, write_file
 from paceline.train.keeping import Place
 from paceline.train.resume import Content, Origin, from_disk, from_memory
 from paceline.train.run import _origin
-from paceline.world import World
+from paceline.worker.world import World
 
 CONTENT: dict[str, Any] = {"samples_seen": 7, "metrics": {"loss": 0.25}, "definition": {"seed": 0}}
 

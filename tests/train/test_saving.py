@@ -17,11 +17,11 @@ from tests.run_ranks import run_ranks
 
 from paceline.checkpoint.shard import Shards
 from paceline.checkpoint.state import Held
-from paceline.checkpoint.store import Checkpoints, Claim
 from paceline.observe.events import Checkpointed, Step, read_events
+from paceline.store.store import Checkpoints, Claim
 from paceline.train.resume import Content
 from paceline.train.saving import Saver
-from paceline.world import World
+from paceline.worker.world import World
 
 SIZE = 20_000
 CONTENT = Content(samples_seen=5, metrics={"loss": 0.5}, definition={"seed": 0})

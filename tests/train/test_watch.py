@@ -17,7 +17,7 @@ from paceline.observe.events import Step, read_events
 from paceline.scratch.batchnorm import convert
 from paceline.strategies import STRATEGIES
 from paceline.train.watch import check_replicas, fingerprint
-from paceline.world import World
+from paceline.worker.world import World
 
 TYPES = [
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,

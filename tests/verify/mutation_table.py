@@ -21,10 +21,10 @@ from tests.verify.mutations import CONTROL, MUTATIONS, Mutation, planted
 from paceline.collectives import tree
 from paceline.collectives.handshake import SWITCH
 from paceline.collectives.transport import shared_memory
-from paceline.verify.bitwise import measure
+from paceline.proofs.bitwise import measure
+from paceline.proofs.verify_worker import verify
 from paceline.verify.spec import Case, Finding, Result, Spec
-from paceline.verify.worker import verify
-from paceline.world import World
+from paceline.worker.world import World
 
 TASKS = Path(__file__).with_name("tasks_under_test.py")
 WORLD_SIZE = 3

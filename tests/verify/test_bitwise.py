@@ -10,11 +10,11 @@ from torch import nn
 
 from paceline import ArrayDataset, Task
 from paceline.collectives.gradients import SharedGradients
+from paceline.proofs.bitwise import measure
 from paceline.scratch import tree
-from paceline.verify.bitwise import measure
 from paceline.verify.report import print_bits
 from paceline.verify.spec import BitsReport, Spec
-from paceline.world import World
+from paceline.worker.world import World
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(90)]
 

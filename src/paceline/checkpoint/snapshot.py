@@ -18,9 +18,9 @@ import msgspec
 import torch
 from torch import Tensor
 
-from paceline.checkpoint.manifest import Piece
 from paceline.checkpoint.shard import LENGTH_BYTES, Shards, fill, layout, rank_part, read_meta
 from paceline.checkpoint.state import Held
+from paceline.store.manifest import Piece
 
 FDS = "PACELINE_SNAPSHOT_FDS"
 Pair = tuple[int, int]

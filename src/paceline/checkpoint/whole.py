@@ -11,7 +11,7 @@ from torch import Tensor
 
 from paceline.checkpoint.state import Held
 from paceline.collectives import gather_words
-from paceline.world import World
+from paceline.worker.world import World
 
 
 def whole(held: Sequence[Held], world: World) -> dict[str, Tensor]:

@@ -21,9 +21,8 @@ from paceline.bench.spec import LOOKED_AT, NO_EXCHANGE, Candidate, Failed
 from paceline.cli.measuring import CliMeasuring, Measuring, check_out, positive, publish, settings_of, whole_numbers
 from paceline.config import DEFAULT_BATCH_SIZE, EXACT, StrategyName, dump
 from paceline.errors import ExitCode, UsageError, unknown
-from paceline.launch.cgroup import usable_cores
-from paceline.launch.gpus import count_gpus
-from paceline.launch.job import threads_per_rank
+from paceline.host.cgroup import threads_per_rank, usable_cores
+from paceline.host.gpus import count_gpus
 
 CHOICES = get_args(StrategyName)
 

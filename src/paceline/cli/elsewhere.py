@@ -13,6 +13,7 @@ from pathlib import Path
 from paceline.cli.finding import command_words
 from paceline.config import ClusterConfig
 from paceline.errors import ExitCode, UsageError
+from paceline.host.surroundings import parse_env
 from paceline.launch.by_hand import by_hand, typed
 from paceline.launch.hosts import parse_hosts
 from paceline.launch.job import SECRET_NAME, Allocation, Host, Job, Plan, describe
@@ -25,8 +26,8 @@ from paceline.launch.slurm.script import SCRIPT
 from paceline.launch.ssh.plan import ssh
 from paceline.launch.ssh.sync import rsync_commands, sync
 from paceline.launch.submission import Submission, next_submit_dir, write_files, write_submission
-from paceline.launch.supervise import run, say
-from paceline.launch.surroundings import parse_env
+from paceline.launch.supervise import run
+from paceline.observe.terminal import say
 
 LAUNCHERS: dict[str, Callable[[Job], Plan]] = {"local": local, "ssh": ssh, "slurm": slurm, "print": by_hand}
 MEANING = {  # the settings that only some launchers have a use for

@@ -21,7 +21,7 @@ from paceline.faults.catalogue import FAULTS, chosen
 from paceline.faults.fault import Fault, Needs
 from paceline.faults.run import Launcher, Score, run_fault
 from paceline.faults.table import markdown, print_table, ranks
-from paceline.launch.guard.pace import Windows
+from paceline.guard.pace import Windows
 
 ROOT_PROGRAMS = ("unshare", "mount")
 

@@ -12,16 +12,18 @@ import tyro
 
 from paceline.cli.elsewhere import place, prepared, show, start
 from paceline.config import ClusterConfig
+from paceline.contract.birth import BOOTSTRAP
 from paceline.errors import ExitCode, UsageError
-from paceline.launch.cgroup import usable_cores
-from paceline.launch.gpus import count_gpus
-from paceline.launch.guard.pace import Windows
+from paceline.guard.pace import Windows
+from paceline.host.cgroup import usable_cores
+from paceline.host.gpus import count_gpus
 from paceline.launch.job import Job
 from paceline.launch.local import local
-from paceline.launch.supervise import run, say
-from paceline.launch.worker.bootstrap import MODULE, worker_command
-from paceline.launch.worker.foreign import launched
+from paceline.launch.supervise import run
 from paceline.observe.folder import create_attempt_dir, lock_run_dir, new_run_dir, open_run_dir
+from paceline.observe.terminal import say
+from paceline.worker.bootstrap import worker_command
+from paceline.worker.foreign import launched
 
 SEPARATOR = "--"
 
@@ -77,7 +79,7 @@ def main(arguments: Sequence[str]) -> int:
     check(options.script)
     check_no_rank(os.environ)
     job = job_of(options, words)
-    if MODULE not in job.argv and not Windows.parse(options.script.stall_after).off:
+    if BOOTSTRAP not in job.argv and not Windows.parse(options.script.stall_after).off:
         say(f"{words[0]} runs as it is: the hang guard does not see into it. To be watched, name the .py file itself")
     cluster = options.cluster
     if cluster.dry_run:

@@ -25,9 +25,8 @@ from paceline.bench.steps import Run, read_run
 from paceline.cli.measuring import CliMeasuring, Measuring, check_out, positive, publish, settings_of, whole_numbers
 from paceline.config import DEFAULT_BATCH_SIZE, EXACT, StrategyName, dump
 from paceline.errors import ExitCode, UsageError, unknown
-from paceline.launch.cgroup import usable_cores
-from paceline.launch.gpus import count_gpus
-from paceline.launch.job import threads_per_rank
+from paceline.host.cgroup import threads_per_rank, usable_cores
+from paceline.host.gpus import count_gpus
 
 FEWEST_STEPS = 5
 LARGEST_SHARE = 16  # times --batch-size, which one process must hold for strong scaling

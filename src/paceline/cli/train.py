@@ -17,21 +17,21 @@ from typing import get_args
 import tyro
 
 from paceline import config as configuration
-from paceline.checkpoint.store import Checkpoints, Damaged
 from paceline.cli.elsewhere import place, workers
 from paceline.cli.train_start import launch, launch_elsewhere, show_plan
 from paceline.config import EXACT, CliTrainConfig, ClusterConfig, TrainConfig, batch_shape, check_values
+from paceline.definition import allowed_changes, check_same, settings
 from paceline.disk.reading import resolved
 from paceline.errors import ExitCode, UsageError
-from paceline.launch.cgroup import usable_cores
-from paceline.launch.gpus import count_gpus
-from paceline.launch.guard.pace import Windows
+from paceline.guard.pace import Windows
+from paceline.host.cgroup import usable_cores
+from paceline.host.gpus import count_gpus
 from paceline.launch.job import Job
-from paceline.launch.worker.foreign import check_shape, launched
-from paceline.launch.worker.imports import TRAINING, import_all
 from paceline.observe.folder import CHECKPOINTS, CONFIG, check_is_run, check_not_finished
+from paceline.store.store import Checkpoints, Damaged
 from paceline.tasks import check_task
-from paceline.train.definition import allowed_changes, check_same, settings
+from paceline.worker.foreign import check_shape, launched
+from paceline.worker.imports import TRAINING, import_all
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -14,11 +14,11 @@ from paceline import config as configuration
 from paceline.cli.elsewhere import prepared, show, start
 from paceline.config import ClusterConfig, TrainConfig, batch_shape, default_strategy
 from paceline.errors import ExitCode
-from paceline.launch.gpus import count_gpus
+from paceline.host.gpus import count_gpus
 from paceline.launch.job import Job
 from paceline.launch.local import local
 from paceline.launch.slurm.allocation import in_allocation
-from paceline.launch.supervise import run, say
+from paceline.launch.supervise import run
 from paceline.observe.events import Step, read_events
 from paceline.observe.folder import (
     CONFIG,
@@ -30,6 +30,7 @@ from paceline.observe.folder import (
     write_settings,
 )
 from paceline.observe.summary import Summary, read_summary, write_summary
+from paceline.observe.terminal import say
 
 
 def launch(where: Job, config: TrainConfig) -> tuple[Path, int]:

@@ -16,16 +16,16 @@ import tyro
 
 from paceline.config import EXACT, StrategyName
 from paceline.errors import ExitCode, UsageError, unknown
-from paceline.launch.cgroup import usable_cores
-from paceline.launch.job import Job, threads_per_rank
+from paceline.host.cgroup import threads_per_rank, usable_cores
+from paceline.launch.job import Job
 from paceline.launch.local import local
 from paceline.launch.supervise import run
 from paceline.tasks import check_task
 from paceline.verify.report import print_bits, print_report
 from paceline.verify.spec import BitsReport, Report, Spec
 
-WORKER = "paceline.verify.worker"
-BITWISE_WORKER = "paceline.verify.bitwise"
+WORKER = "paceline.proofs.verify_worker"
+BITWISE_WORKER = "paceline.proofs.bitwise"
 Found = TypeVar("Found", Report, BitsReport)
 STRATEGIES = get_args(StrategyName)
 OPTIMIZERS = ("sgd", "adamw")

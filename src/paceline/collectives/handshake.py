@@ -23,7 +23,7 @@ from typing import Any
 from paceline.collectives.gather import gather_over_torch
 from paceline.collectives.hosts import runs_of_hosts
 from paceline.collectives.shared import TOKEN_BYTES, Layout, Peer
-from paceline.launch.procfs import read_process
+from paceline.host.procfs import read_process
 
 MACHINES = ("x86_64", "AMD64", "i686")  # whose memory order makes it right: see `channel`
 HOST_KEY = "PACELINE_HOST_KEY"  # another name for this host, so that tests may have several

@@ -30,10 +30,10 @@ import torch
 
 from paceline.collectives.channel import HEADER_BYTES, Channel
 from paceline.collectives.waiting import SPINS
-from paceline.launch.cgroup import usable_cores
-from paceline.launch.guard.evidence import Op
-from paceline.launch.procfs import read_process
-from paceline.launch.worker.guard import Guard
+from paceline.contract.evidence import Op
+from paceline.host.cgroup import usable_cores
+from paceline.host.procfs import read_process
+from paceline.worker.guard import Guard
 
 GROUP = "shared"  # what the hang guard calls the ranks that share memory; `hosts` has other names for several hosts
 PAGE, LINE = 4096, 64

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from paceline.collectives.shared import SharedMemory
 from paceline.collectives.transport import shared_memory
-from paceline.launch.worker.guard import Guard
 from paceline.scratch.reduce import named
 from paceline.scratch.tree import tree_sum
+from paceline.worker.guard import Guard
 
 NAME = "totals of the step"
 

@@ -18,7 +18,7 @@ from paceline.collectives.gather import gather_over_torch
 from paceline.collectives.moves import gather_words_in_memory
 from paceline.collectives.transport import shared_memory_if_made
 from paceline.errors import ExitCode, PacelineError, ToldElsewhere, UsageError
-from paceline.world import World
+from paceline.worker.world import World
 
 
 def new_group() -> dist.ProcessGroup:

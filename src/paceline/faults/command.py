@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.launch.procfs import PROC, read_process
+from paceline.host.procfs import PROC, read_process
 
 MARK = "PACELINE_FAULTS_MARK"  # inherited by whatever is started: neither a new parent nor a new session hides it
 SETTLE_SECONDS = 2.0  # what is just ending is not left behind

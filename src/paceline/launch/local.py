@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from paceline.launch.job import Command, Job, NodePlan, Plan
+from paceline.contract.node_plan import NodePlan
+from paceline.launch.job import Command, Job, Plan
 
 
 def local(job: Job) -> Plan:
@@ -35,4 +36,4 @@ def local(job: Job) -> Plan:
     )
     # -P: without it python -m puts the working directory first on sys.path, and a user's random.py or select.py there
     # would take the place of the standard library's in the agent
-    return Plan(agents=(Command("agent 0", (job.python, "-P", "-m", "paceline.launch.agent")),), nodes=(node,))
+    return Plan(agents=(Command("agent 0", (job.python, "-P", "-m", "paceline.agent")),), nodes=(node,))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 
+from paceline.contract.node_plan import NodePlan
 from paceline.launch.hosts import labels
-from paceline.launch.job import Job, NodePlan
+from paceline.launch.job import Job
 
 FIRST_PORT, PORTS = 20000, 10000  # below the ports that kernels give to outgoing connections (Linux: from 32768)
 NUM_PORTS = 8

@@ -23,16 +23,15 @@ from typing import NamedTuple
 
 import msgspec
 
+from paceline.contract.failure import GOOD_ENDS
+from paceline.contract.node_plan import NodePlan
+from paceline.contract.orders import KEEP_FDS, LIFELINE_GRACE_SECONDS, STOP_SIGNALS, read_inbox, signal_inbox
 from paceline.errors import ExitCode
-from paceline.launch.failure import GOOD_ENDS
-from paceline.launch.job import GRACE_SECONDS, Command, NodePlan, Plan
-from paceline.launch.orders import STOP_SIGNALS, read_inbox, signal_inbox
-from paceline.launch.relay import say as say  # the agent's too
+from paceline.host.sweep import roster_path, sweep_recorded
+from paceline.launch.job import Command, Plan
 from paceline.launch.ssh.remote import Check, run_remote
-from paceline.launch.sweep import roster_path, sweep_recorded
+from paceline.observe.terminal import say as say
 
-KEEP_FDS = "PACELINE_KEEP_FDS"  # tells an agent which descriptors its workers shall inherit, e.g. "9,12"
-LIFELINE_GRACE_SECONDS = min(2.0, GRACE_SECONDS)  # when the launcher is gone: nobody waits for a result any more
 SAME_REQUEST_SECONDS = 0.1  # timeout(1), for one, sends every signal twice: to its child and to the child's group
 AGENT_MARGIN_SECONDS = 1.2  # an agent that was told to stop needs that much more than its workers' grace
 

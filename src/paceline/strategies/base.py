@@ -29,7 +29,7 @@ from paceline.seeding import random_stream
 from paceline.strategies.buffers import VirtualBuffers
 from paceline.strategies.held import hold_optimizer, load_optimizer
 from paceline.strategies.refusals import refuse_foreign
-from paceline.world import World
+from paceline.worker.world import World
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 

@@ -11,7 +11,7 @@ from paceline.collectives.leaving import LeavingGradients
 from paceline.collectives.replicate import broadcast_module
 from paceline.data.plan import Work
 from paceline.strategies.base import MakeOptimizer, Replica, replica
-from paceline.world import World
+from paceline.worker.world import World
 
 
 def bucketed(

@@ -18,7 +18,7 @@ from paceline.data.plan import Work, ranks_share
 from paceline.errors import TrainingError
 from paceline.scratch.batchnorm import SyncBatchNorm
 from paceline.scratch.tree import Exchange, Forest, added
-from paceline.world import World
+from paceline.worker.world import World
 
 Buffers = dict[str, Tensor]
 ALWAYS_COPIED_BYTES = 1 << 20

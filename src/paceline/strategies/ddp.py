@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from paceline.scratch.replicate import broadcast_module
 from paceline.strategies.base import MakeOptimizer, Replica, replica, scale_gradients, trainable
-from paceline.world import World
+from paceline.worker.world import World
 
 
 def ddp(

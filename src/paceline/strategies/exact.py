@@ -10,7 +10,7 @@ from paceline.collectives.totals import sum_over_ranks
 from paceline.scratch.norm import SharedNorm, even_shares
 from paceline.strategies.base import MakeOptimizer, Replica, forest, leaf_of, replica, trainable
 from paceline.strategies.refusals import refuse_synchronised
-from paceline.world import World
+from paceline.worker.world import World
 
 
 def exact(

@@ -28,7 +28,7 @@ from paceline.scratch.zero import Piece
 from paceline.strategies.base import MakeOptimizer, Replica, replica
 from paceline.strategies.held import hold_pieces, load_pieces
 from paceline.strategies.refusals import refuse_foreign, refuse_whole
-from paceline.world import World
+from paceline.worker.world import World
 
 if TYPE_CHECKING:  # imported where it is used: it would cost every other strategy a second of start-up
     from torch.distributed.fsdp import FSDPModule

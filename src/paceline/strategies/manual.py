@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from paceline.scratch.reduce import all_reduce_gradients
 from paceline.scratch.replicate import broadcast_module
 from paceline.strategies.base import MakeOptimizer, Replica, replica, trainable
-from paceline.world import World
+from paceline.worker.world import World
 
 
 def manual(

@@ -7,7 +7,7 @@ from torch.optim import Optimizer
 
 from paceline.errors import UsageError
 from paceline.scratch.batchnorm import SyncBatchNorm
-from paceline.world import World
+from paceline.worker.world import World
 
 # Each updates an element by that element's own gradient and history alone.
 ELEMENT_WISE = (

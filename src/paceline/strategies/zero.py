@@ -20,7 +20,7 @@ from paceline.scratch.zero import Gather, Shards
 from paceline.strategies.base import MakeOptimizer, Replica, forest, leaf_of, replica, trainable
 from paceline.strategies.held import hold_pieces, load_pieces
 from paceline.strategies.refusals import refuse_foreign, refuse_synchronised, refuse_whole
-from paceline.world import World
+from paceline.worker.world import World
 
 
 def zero(

@@ -10,7 +10,7 @@ from pathlib import Path
 import paceline
 from paceline.collectives import gather_words, told_once
 from paceline.errors import UsageError
-from paceline.world import World
+from paceline.worker.world import World
 
 SHOWN = 5
 

@@ -22,12 +22,12 @@ from paceline.compute.recompute import recompute
 from paceline.compute.threads import Seat, complaints, own_seat, share
 from paceline.data.loader import Loading, fetch
 from paceline.errors import UsageError
-from paceline.launch.cgroup import free_memory
+from paceline.host.cgroup import free_memory
 from paceline.seeding import preserved_streams
 from paceline.tasks.task import Task
 from paceline.train.evaluate import evaluating
 from paceline.train.step import weighted_losses
-from paceline.world import World
+from paceline.worker.world import World
 
 if TYPE_CHECKING:
     from paceline.config import ComputeConfig

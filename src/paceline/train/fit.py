@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from paceline.contract.evidence import Phase
 from paceline.data.loader import MicroBatch
-from paceline.launch.guard.evidence import Phase
 from paceline.strategies.base import Replica
 from paceline.tasks.task import Loss
 from paceline.train.order import Order

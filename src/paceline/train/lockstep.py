@@ -15,7 +15,7 @@ from torch import Tensor
 from paceline.data.loader import MicroBatch
 from paceline.data.plan import ranks_share
 from paceline.scratch.reduce import named
-from paceline.world import World
+from paceline.worker.world import World
 
 Part = tuple[int | None, Tensor]
 """A virtual rank, None for a stand-in, and the samples that it evaluates."""

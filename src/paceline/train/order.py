@@ -22,9 +22,9 @@ from itertools import pairwise
 import msgspec
 
 from paceline.collectives import gather_words, told_once
+from paceline.contract.evidence import Op
 from paceline.errors import ExitCode, TrainingError
-from paceline.launch.guard.evidence import Op
-from paceline.world import World
+from paceline.worker.world import World
 
 ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})  # code asks `rank == root` around these
 HASH_BYTES = 6  # a float64 holds it exactly
@@ -48,7 +48,7 @@ class Order:
         taken: Callable[[], list[Op]],
         notice: Callable[[str], None],
     ) -> None:
-        """`take` and `taken` are those of the guard, see `launch.worker.guard`."""
+        """`take` and `taken` are those of the guard, see `worker.guard`."""
         self._world, self._take, self._taken, self._notice = world, take, taken, notice
         self._local: frozenset[str] = frozenset()
         self._known: frozenset[str] = frozenset()  # lines by which all ranks have come

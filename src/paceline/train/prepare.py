@@ -31,7 +31,7 @@ from paceline.train.evaluate import evaluating
 from paceline.train.optimizer import optimizer_maker
 from paceline.train.schedule import Schedule, scaled_lr
 from paceline.train.step import weighted_losses
-from paceline.world import World
+from paceline.worker.world import World
 
 
 @dataclass(frozen=True)

@@ -15,14 +15,13 @@ import msgspec
 import torch
 
 from paceline import __version__
-from paceline.checkpoint.store import Checkpoints
 from paceline.collectives import check_equal, gather_words, together, told_once
 from paceline.collectives.transport import memory_or_hosts, way_taken
 from paceline.config import EXACT, TrainConfig, default_strategy, dump, load, repeatable, resolved
+from paceline.contract.evidence import Phase
+from paceline.definition import BITS_ONLY, allowed_changes, check_same, settings
 from paceline.disk import writing
 from paceline.errors import ExitCode, PacelineError, UsageError
-from paceline.launch.guard.evidence import Phase
-from paceline.launch.worker.guard import Guard
 from paceline.observe.folder import (
     CHECKPOINTS,
     CONFIG,
@@ -36,15 +35,16 @@ from paceline.observe.folder import (
     write_settings,
 )
 from paceline.observe.summary import Summary, write_summary
+from paceline.store.store import Checkpoints
 from paceline.tasks.code import check_code
 from paceline.train.computing import take_threads
-from paceline.train.definition import BITS_ONLY, allowed_changes, check_same, settings
 from paceline.train.determinism import deterministic, holds_for
 from paceline.train.keeping import Place
 from paceline.train.prepare import Parts, prepare
 from paceline.train.resume import Origin, from_disk, from_memory
 from paceline.train.training import Training
-from paceline.world import World, joined
+from paceline.worker.guard import Guard
+from paceline.worker.world import World, joined
 
 
 @dataclass(frozen=True)

@@ -17,14 +17,14 @@ import msgspec
 import torch
 from torch import Tensor
 
-from paceline.checkpoint.manifest import FORMAT, Manifest, ShardFile
 from paceline.checkpoint.shard import Layout, fill, layout, rank_part
 from paceline.checkpoint.state import Held
-from paceline.checkpoint.store import Checkpoints, Claim, write_file
 from paceline.collectives import gather_words
 from paceline.errors import PacelineError
+from paceline.store.manifest import FORMAT, Manifest, ShardFile
+from paceline.store.store import Checkpoints, Claim, write_file
 from paceline.train.resume import Content
-from paceline.world import World
+from paceline.worker.world import World
 
 Say = Callable[[str], None]
 

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from paceline.collectives import Totals, start_totals, told_once
+from paceline.contract.evidence import Phase
 from paceline.data.loader import MicroBatch
 from paceline.data.plan import Work
 from paceline.errors import ExitCode, TrainingError, UsageError
-from paceline.launch.guard.evidence import Phase
 from paceline.nested import tensors
 from paceline.strategies.base import Replica
 from paceline.tasks.task import Loss

@@ -14,10 +14,9 @@ from msgspec.structs import replace as replace_fields
 
 from paceline.checkpoint.whole import sha256_of
 from paceline.collectives import check_equal, told_once
+from paceline.contract.evidence import Phase
 from paceline.data.loader import load_steps, naming_lost_processes
 from paceline.errors import ExitCode, PacelineError, TrainingError
-from paceline.launch.guard.evidence import Phase
-from paceline.launch.worker.guard import Guard
 from paceline.observe import events
 from paceline.observe.progress import Display
 from paceline.observe.summary import Summary, write_summary
@@ -34,6 +33,7 @@ from paceline.train.records import write_started, write_step
 from paceline.train.resume import Content, Origin
 from paceline.train.weights import rescue, rescue_alone, save
 from paceline.train.wording import closing_lines, opening_lines, scores_line, stopped_line, summary_of
+from paceline.worker.guard import Guard
 
 
 class Training:

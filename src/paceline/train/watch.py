@@ -17,7 +17,7 @@ from torch import Tensor
 from paceline.checkpoint.state import Held
 from paceline.collectives import told_once
 from paceline.errors import ExitCode, TrainingError
-from paceline.world import World
+from paceline.worker.world import World
 
 MAX_NAMED = 3
 

@@ -1,0 +1,260 @@
+"""Start one node's workers: where they meet, their environment, where their output goes, what they inherit."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from paceline.agent.output import relay
+from paceline.agent.preload import Forked, Preloader
+from paceline.contract.box import make_box
+from paceline.contract.node_plan import NodePlan
+from paceline.disk import writing
+from paceline.errors import UsageError
+from paceline.host.procfs import port_holder, read_process
+from paceline.host.sweep import MARK, Member, mark_of
+
+OURS = "PACELINE_"
+THE_USERS = ("PACELINE_SHARED_MEMORY",)  # named as ours, and yet a wish of whoever starts a run
+
+
+@dataclass(frozen=True)
+class Inherited:
+    """Descriptors that last as long as the agent; workers of every generation inherit them, under the same number."""
+
+    snapshots: tuple[tuple[int, int], ...] = ()  # two memory files for each local rank: what is in them is theirs
+    keep_open: tuple[int, ...] = ()  # e.g. a lock that is to last until the last worker is gone
+    janitor: int = -1  # not inherited: where the janitor is told the attempt's folder
+    temporary: str = ""  # a folder that goes with the agent, however it ends
+    preloader: Preloader | None = None  # not inherited: what workers are forked from
+
+    @property
+    def all(self) -> list[int]:
+        """Every one of them."""
+        return [*(descriptor for pair in self.snapshots for descriptor in pair), *self.keep_open]
+
+
+def make_snapshots(nproc: int) -> tuple[tuple[int, int], ...]:
+    """Two empty memory files for each rank of the first generation: one can be written while the other is whole."""
+    return tuple(
+        (os.memfd_create(f"paceline-snapshot-{rank}-0"), os.memfd_create(f"paceline-snapshot-{rank}-1"))
+        for rank in range(nproc)
+    )
+
+
+@dataclass(frozen=True)
+class Worker:
+    """One worker, what it shares with its agent, and the relay of its error output if it has one."""
+
+    member: Member
+    process: subprocess.Popen[bytes] | Forked
+    log: Path
+    log_start: int  # its first byte in the log; what stands before is an earlier generation's
+    relays: Sequence[threading.Thread]
+    record: int
+    box: int
+
+    @property
+    def rank(self) -> int:
+        """Its place among all ranks of all nodes."""
+        return self.member.rank
+
+    def log_tail(self, size_bytes: int, *, wait_seconds: float) -> str:
+        """The end of its log; waits so long for its last words, which may still be in the pipe."""
+        for relay_ in self.relays:
+            relay_.join(wait_seconds)
+        try:
+            with self.log.open("rb") as file:
+                file.seek(max(self.log_start, os.fstat(file.fileno()).st_size - size_bytes))
+                return file.read().decode(errors="replace")
+        except OSError:
+            return ""
+
+    def finish(self) -> None:
+        """Wait until its last words are on the screen; they come before the verdict."""
+        for relay_ in self.relays:
+            relay_.join(1.0)
+
+
+@dataclass(frozen=True)
+class Store:
+    """Where the ranks of a generation meet.
+
+    On one host in `memory`: a file without a name that they inherit, and that no other user can reach. On several at a
+    port, which rank 0 inherits bound and listening: one that is found and closed again can be lost. On one host the
+    port is for the workers' own code, if it opens one (any script that torchrun could start does): it is only bound,
+    which keeps it from everybody who asks for any free port, but not from whoever asks for this one with SO_REUSEADDR.
+    """
+
+    port: socket.socket | None
+    memory: int = -1
+
+    @classmethod
+    def make(cls, plan: NodePlan) -> Self:
+        """Of the node that `plan` is for.
+
+        Raises:
+            UsageError: when the port is taken.
+        """
+        return cls(_bound(plan), os.memfd_create("paceline-store") if plan.nodes == 1 else -1)
+
+    def inherited(self, rank: int, *, plain: bool) -> list[int]:
+        """The descriptor by which this rank comes to the store; none where it is to connect."""
+        if self.memory >= 0:
+            return [self.memory]
+        return [self.port.fileno()] if rank == 0 and self.port is not None and not plain else []
+
+    def port_number(self, plan: NodePlan) -> int:
+        """What the ranks are told as MASTER_PORT."""
+        return self.port.getsockname()[1] if self.port is not None else plan.port
+
+    def close(self) -> None:
+        """Leave it to the ranks: with our socket open, connecting to a dead rank 0 would not be refused."""
+        if self.port is not None:
+            self.port.close()
+        if self.memory >= 0:
+            os.close(self.memory)
+
+
+def _bound(plan: NodePlan) -> socket.socket | None:
+    if plan.node != 0:
+        return None
+    store = socket.socket(socket.AF_INET6 if ":" in plan.master_addr else socket.AF_INET)
+    store.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # the last run's closing connections do no harm
+    try:
+        store.bind(("" if plan.plain_store else plan.master_addr, plan.port))
+        if plan.nodes > 1 and not plan.plain_store:
+            store.listen(1024)
+    except OSError as error:
+        store.close()
+        holder = port_holder(plan.port)
+        by = f" by {holder}" if holder else ""
+        raise UsageError(
+            f"port {plan.port} on {plan.master_addr} is taken{by}: {error.strerror}. Ask for another, or for none."
+        ) from error
+    return store
+
+
+def environment(plan: NodePlan, local_rank: int, store: Store) -> dict[str, str]:
+    """What a worker sees: torchrun's variables, the whole contract between launching and training, and ours."""
+    rank = plan.first_rank + local_rank
+    env = {name: value for name, value in os.environ.items() if not name.startswith(OURS) or name in THE_USERS}
+    env |= {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(plan.world_size),
+        "LOCAL_RANK": str(local_rank),
+        "LOCAL_WORLD_SIZE": str(plan.nproc),
+        "GROUP_RANK": str(plan.group_rank),
+        "MASTER_ADDR": plan.master_addr,
+        "MASTER_PORT": str(store.port_number(plan)),
+        "OMP_NUM_THREADS": str(plan.threads),
+        "PACELINE_AGENT_PID": str(os.getpid()),
+        "PACELINE_RUN_ID": plan.run_id,
+        "PACELINE_ATTEMPT_DIR": plan.attempt_dir,
+    }
+    # a killed worker takes unwritten lines with it, a crashed one its Python stack; a user's own setting stays
+    env.setdefault("PYTHONUNBUFFERED", "1")
+    env.setdefault("PYTHONFAULTHANDLER", "1")
+    env.setdefault("TORCH_FR_BUFFER_SIZE", "256")  # collectives that torch remembers: dumping its 2000 takes 20 ms
+    if plan.master_addr == "127.0.0.1" and sys.platform == "linux":
+        # One host: gradients stay on the loopback, and a host whose own name does not resolve does no harm.
+        env.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if plan.interface:  # left alone, gloo takes the one that the host's own name resolves to: often the loopback
+        env.setdefault("GLOO_SOCKET_IFNAME", plan.interface)
+        env.setdefault("NCCL_SOCKET_IFNAME", plan.interface)
+    if plan.stall_after == "off":
+        env["PACELINE_GUARD"] = "off"
+    for descriptor in store.inherited(rank, plain=plan.plain_store):
+        env["PACELINE_STORE_FD"] = str(descriptor)
+    return env
+
+
+def start_workers(plan: NodePlan, store: Store, generation: int, inherited: Inherited) -> Iterator[Worker]:
+    """Start them one by one, rank 0 first. What it prints is also the agent's output (a terminal stays a terminal).
+
+    Main thread only: the kernel takes a thread's end for the parent's (worker.die_with_parent).
+
+    Raises:
+        OSError: when the command or a log file cannot be opened.
+    """
+    agent = read_process(os.getpid())
+    for local_rank in range(plan.nproc):
+        rank = plan.first_rank + local_rank
+        path = Path(plan.attempt_dir) / f"rank-{rank}.log"
+        log = _open_log(path, generation)
+        log_start = os.fstat(log).st_size
+        # Memory, not a file: a worker that fails because the disk is full must still be able to say so.
+        record = os.memfd_create(f"paceline-record-{rank}")
+        box = make_box(rank)
+        shown = rank == 0 or plan.show == "all"
+        direct = rank == 0 and os.isatty(1)  # what draws on a terminal must see one
+        env = environment(plan, local_rank, store) | {
+            "PACELINE_GENERATION": str(generation),
+            "PACELINE_RECORD_FD": str(record),
+            "PACELINE_BOX_FD": str(box),
+        }
+        if agent is not None:
+            env[MARK] = mark_of(agent.pid, agent.start, generation)
+        if inherited.temporary:
+            env["PACELINE_TEMPORARY"] = inherited.temporary
+        if inherited.snapshots:
+            env["PACELINE_SNAPSHOT_FDS"] = ";".join(f"{one},{other}" for one, other in inherited.snapshots)
+        stores = store.inherited(rank, plain=plan.plain_store)
+        pipes = [(*os.pipe(), screen) for screen in ((2,) if direct else (1, 2)) if shown]
+        writing = {screen: writer for _, writer, screen in pipes}
+        streams = {1: writing.get(1, 1 if direct else log), 2: writing.get(2, log)}
+        try:
+            process = _start(plan, env, streams, [record, box, *inherited.all, *stores], inherited.preloader)
+        except OSError:
+            for descriptor in (log, record, box, *(reader for reader, _, _ in pipes)):
+                os.close(descriptor)
+            raise
+        finally:
+            for writer in writing.values():
+                os.close(writer)
+        prefix = b"" if plan.show == "rank 0" else b"[rank %d] " % rank
+        relays = [relay(os.fdopen(reader, "rb"), os.dup(log), screen=s, prefix=prefix) for reader, _, s in pipes]
+        os.close(log)
+        yield Worker(_member(rank, process.pid), process, path, log_start, relays, record, box)
+    if inherited.preloader is not None and not plan.max_restarts and plan.min_nodes == plan.nodes:
+        inherited.preloader.close()  # there will be no other start
+
+
+def _start(
+    plan: NodePlan, env: Mapping[str, str], streams: Mapping[int, int], kept: Sequence[int], preloader: Preloader | None
+) -> subprocess.Popen[bytes] | Forked:
+    """Fork it from what has imported everything already, or have it begin from nothing; what it sees is the same."""
+    if preloader is not None:
+        forked = preloader.fork(env, {**streams, **{descriptor: descriptor for descriptor in kept}})
+        if forked is not None:
+            return forked
+    return subprocess.Popen(
+        plan.argv,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        stdout=streams[1],
+        stderr=streams[2],
+        pass_fds=kept,
+        start_new_session=True,
+    )
+
+
+def _open_log(path: Path, generation: int) -> int:
+    log = writing.keep(path, append=True)
+    if generation:
+        with suppress(OSError):  # a full disk does not keep a run from going on
+            os.write(log, f"---- generation {generation} ----\n".encode())
+    return log
+
+
+def _member(rank: int, pid: int) -> Member:
+    seen = read_process(pid)
+    return Member(rank, pid, seen.start if seen else 0)
