@@ -66,8 +66,8 @@ def test_a_rank_that_fails_twice_alike_is_left_out(launch) -> None:
     one = launch(
         f"if rank == 2: {KILL}\n"
         "if os.environ['WORLD_SIZE'] == '3': forever()\n"
-        "names = ('LOCAL_WORLD_SIZE', 'OMP_NUM_THREADS', 'PACELINE_GENERATION')\n"
-        "print(*(os.environ[name] for name in names), len(os.environ['PACELINE_SNAPSHOT_FDS'].split(';')))",
+        "names = ('LOCAL_WORLD_SIZE', 'OMP_NUM_THREADS')\n"
+        "print(*(os.environ[name] for name in names), generation, len(birth.snapshots))",
         nproc=3,
         min_nproc=2,
         max_restarts=2,
@@ -80,7 +80,7 @@ def test_a_rank_that_fails_twice_alike_is_left_out(launch) -> None:
 def test_the_same_failure_at_the_same_step_twice_ends_the_run(launch) -> None:
     one = launch(
         "from paceline.contract.box import Box\n"
-        "box = Box.from_env()\n"
+        "box = Box.inherited(birth.box)\n"
         "box.set_step(7 + rank)\n"
         f"ready(); {KILL} if rank == 0 else forever()",
         nproc=1,
@@ -96,7 +96,7 @@ def test_failures_at_later_steps_are_forgiven_until_the_restarts_are_used_up(lau
     """The step is the largest of all ranks: rank 0's alone would say that nothing moves."""
     one = launch(
         "from paceline.contract.box import Box\n"
-        "Box.from_env().set_step(generation * rank)\nready()\n"
+        "Box.inherited(birth.box).set_step(generation * rank)\nready()\n"
         "while not (folder / 'ready-1').exists(): time.sleep(0.01)\n"
         f"{KILL} if rank == 0 else forever()",
         nproc=2,
@@ -142,7 +142,7 @@ def test_the_last_words_of_an_earlier_generation_explain_nothing(launch) -> None
 
 def test_snapshots_outlive_the_workers_also_when_there_are_fewer(launch) -> None:
     one = launch(
-        "slots = [[int(fd) for fd in pair.split(',')] for pair in os.environ['PACELINE_SNAPSHOT_FDS'].split(';')]\n"
+        "slots = birth.snapshots\n"
         "assert [len(pair) for pair in slots] == [2, 2, 2]\n"
         "if generation == 0:\n"
         "    for turn in (0, 1): os.write(slots[rank][turn], f'rank {rank} turn {turn}'.encode())\n"
@@ -160,14 +160,14 @@ def test_snapshots_outlive_the_workers_also_when_there_are_fewer(launch) -> None
 
 
 def test_without_restarts_nobody_pays_for_snapshots(launch) -> None:
-    one = launch("print('PACELINE_SNAPSHOT_FDS' in os.environ)", nproc=1)
+    one = launch("print(bool(birth.snapshots))", nproc=1)
     assert one.finish() == 0 and one.stdout == "False\n"
 
 
 def test_restarts_use_up_no_descriptors_of_the_agent(launch) -> None:
     one = launch(
         "from paceline.contract.box import Box\n"
-        "Box.from_env().set_step(generation)\n"
+        "Box.inherited(birth.box).set_step(generation)\n"
         "time.sleep(0.1)\n"  # until the agent has closed the store
         "print(len(os.listdir(f'/proc/{os.getppid()}/fd')), flush=True)\n"
         f"if generation < 3: {KILL}",

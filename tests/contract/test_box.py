@@ -26,7 +26,7 @@ def descriptor() -> Iterator[int]:
 
 def test_the_agent_reads_what_the_worker_has_written_last(descriptor: int) -> None:
     assert read_step(descriptor) == 0
-    box = Box.from_env({"PACELINE_BOX_FD": str(descriptor)})
+    box = Box.inherited(descriptor)
     assert box is not None
     for step in (1, 2**40 + 3, 7):
         box.set_step(step)
@@ -37,8 +37,7 @@ def test_the_agent_reads_what_the_worker_has_written_last(descriptor: int) -> No
 
 
 def test_a_second_look_finds_the_same_box(descriptor: int) -> None:
-    env = {"PACELINE_BOX_FD": str(descriptor)}
-    one, other = Box.from_env(env), Box.from_env(env)
+    one, other = Box.inherited(descriptor), Box.inherited(descriptor)
     assert one is not None and other is not None
     one.set_step(5)
     one.close()
@@ -48,19 +47,17 @@ def test_a_second_look_finds_the_same_box(descriptor: int) -> None:
     assert read_step(descriptor) == 6
 
 
-def test_without_an_agent_there_is_no_box(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("PACELINE_BOX_FD", raising=False)
-    assert Box.from_env() is None
-    assert Box.from_env({"PACELINE_BOX_FD": ""}) is None
-    assert Box.from_env({"PACELINE_BOX_FD": "99999"}) is None
+def test_a_number_of_no_open_file_is_no_box() -> None:
+    assert Box.inherited(-1) is None
+    assert Box.inherited(99999) is None
 
 
 def test_a_number_that_is_another_file_by_now_is_no_box(tmp_path: Path) -> None:
-    """A program that a worker starts inherits the variable, but not the descriptor."""
+    """A program that a worker starts may know the number, but not the descriptor."""
     path = tmp_path / "precious"
     path.write_bytes(b"x" * BOX_BYTES)
     with path.open("r+b") as file:
-        assert Box.from_env({"PACELINE_BOX_FD": str(file.fileno())}) is None
+        assert Box.inherited(file.fileno()) is None
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

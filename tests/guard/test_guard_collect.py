@@ -91,7 +91,7 @@ def test_of_one_that_has_ended_only_the_box_is_left(tmp_path: Path) -> None:
     script = (
         "from paceline.contract.box import Box\n"
         "from paceline.contract.evidence import Op\n"
-        "Box.from_env().begin(Op('0', 9, 'all_reduce', shape='[8]'))\n"
+        "Box.inherited(birth.box).begin(Op('0', 9, 'all_reduce', shape='[8]'))\n"
         "os.kill(os.getpid(), 9)\n"
     )
     with ranks(script, 1, tmp_path) as (one,):
@@ -114,7 +114,7 @@ def test_processes_that_load_data_are_looked_at_and_strangers_with_their_number_
     script = (
         "import signal, subprocess\n"
         "from paceline.contract.box import SLOT, SLOTS_AT, Box\n"
-        "memory = int(os.environ['PACELINE_BOX_FD'])\n"
+        "memory = WorkerBirth.here().box\n"
         "os.setsid()\n"
         "child = subprocess.Popen(['sleep', '600'])\n"
         "child.send_signal(signal.SIGSTOP)\n"

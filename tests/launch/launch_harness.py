@@ -35,10 +35,11 @@ sys.exit(run(local(job), folder, keep_open=keep_open))
 PRELUDE = """
 import ctypes, os, re, signal, subprocess, sys, time
 from pathlib import Path
+from paceline.contract.birth import WorkerBirth
 from paceline.worker.attach import attach, record_failure
 attach()
-rank, generation = int(os.environ["RANK"]), int(os.environ["PACELINE_GENERATION"])
-folder = Path(os.environ["PACELINE_ATTEMPT_DIR"])
+birth = WorkerBirth.here()
+rank, generation, folder = int(os.environ["RANK"]), birth.generation, Path(birth.attempt_dir)
 
 class DistNetworkError(RuntimeError): ...
 

@@ -146,17 +146,16 @@ def test_what_a_worker_sees(launch) -> None:
         "env['parent'] = os.getppid()\n"
         "links = [os.readlink(p) for p in Path('/proc/self/fd').iterdir() if os.path.islink(p)]\n"
         "env['sockets'] = sum(link.startswith('socket:') for link in links)\n"
-        "env['store'] = os.readlink('/proc/self/fd/' + env.pop('PACELINE_STORE_FD'))\n"
+        "env['store'] = os.readlink(f'/proc/self/fd/{birth.store}')\n"
         "env['stdin'] = os.readlink('/proc/self/fd/0')\n"
         "env['session'] = os.getsid(0) == os.getpid()\n"
         "(folder / f'env-{rank}.json').write_text(json.dumps(env))",
         nproc=2,
-        env={"PACELINE_STORE_FD": "99", "PACELINE_LEFT_OVER": "of an outer run", "RANK": "7"},
+        env={"PACELINE_BIRTH": "99", "PACELINE_LEFT_OVER": "of an outer run", "RANK": "7"},
     )
     assert one.finish() == 0, one.stderr
     zero, other = (json.loads((one.folder / f"env-{rank}.json").read_text()) for rank in (0, 1))
     assert other.pop("PACELINE_AGENT_MARK").startswith(f"{one.agent_pid}-")
-    assert other.pop("PACELINE_RECORD_FD").isdecimal() and other.pop("PACELINE_BOX_FD").isdecimal()
     assert other == {
         "RANK": "1",
         "WORLD_SIZE": "2",
@@ -167,8 +166,6 @@ def test_what_a_worker_sees(launch) -> None:
         "MASTER_PORT": zero["MASTER_PORT"],
         "OMP_NUM_THREADS": "1",
         "PACELINE_RUN_ID": "test",
-        "PACELINE_GENERATION": "0",
-        "PACELINE_ATTEMPT_DIR": str(one.folder),
         "GLOO_SOCKET_IFNAME": "lo",
         "parent": one.agent_pid,
         "sockets": 0,

@@ -17,13 +17,16 @@ import msgspec
 
 from paceline.agent.generation import read_record
 from paceline.contract import box
+from paceline.contract.birth import WorkerBirth
 from paceline.contract.evidence import Answer, Op
 from paceline.contract.failure import Failure
 
 HEAD = """
 import os, sys, time
 from pathlib import Path
-rank, folder = int(os.environ["RANK"]), Path(os.environ["PACELINE_ATTEMPT_DIR"])
+from paceline.contract.birth import WorkerBirth
+birth = WorkerBirth.here()
+rank, folder = int(os.environ["RANK"]), Path(birth.attempt_dir)
 def ready(): (folder / f"ready-{rank}").touch()
 """
 TORCH = """
@@ -88,7 +91,7 @@ def wait(until: Callable[[], object], words: str, seconds: float = 30.0) -> None
 
 
 @contextmanager
-def ranks(script: str, world_size: int, folder: Path, **env: str) -> Generator[list[Rank]]:
+def ranks(script: str, world_size: int, folder: Path, guarded: bool = True, **env: str) -> Generator[list[Rank]]:
     """Run `script` (HEAD comes before it) as ranks; they are killed at the end."""
     (folder / "script.py").write_text(HEAD + script)
     with socket.socket() as port:
@@ -97,7 +100,7 @@ def ranks(script: str, world_size: int, folder: Path, **env: str) -> Generator[l
     started: list[Rank] = []
     try:
         for rank in range(world_size):
-            started.append(_start(folder, rank, world_size, number, env))
+            started.append(_start(folder, rank, world_size, number, env, guarded=guarded))
         yield started
     finally:
         for one in started:
@@ -108,8 +111,9 @@ def ranks(script: str, world_size: int, folder: Path, **env: str) -> Generator[l
             os.close(one.record)
 
 
-def _start(folder: Path, rank: int, world_size: int, port: int, env: dict[str, str]) -> Rank:
+def _start(folder: Path, rank: int, world_size: int, port: int, env: dict[str, str], *, guarded: bool) -> Rank:
     memory, record = box.make_box(rank), os.memfd_create("record")
+    birth = WorkerBirth(os.getpid(), str(folder), record=record, box=memory, guarded=guarded)
     settings = {
         "RANK": str(rank),
         "WORLD_SIZE": str(world_size),
@@ -120,10 +124,7 @@ def _start(folder: Path, rank: int, world_size: int, port: int, env: dict[str, s
         "GLOO_SOCKET_IFNAME": "lo",
         "OMP_NUM_THREADS": "1",
         "TORCH_FR_BUFFER_SIZE": "256",
-        "PACELINE_AGENT_PID": str(os.getpid()),
-        "PACELINE_ATTEMPT_DIR": str(folder),
-        "PACELINE_BOX_FD": str(memory),
-        "PACELINE_RECORD_FD": str(record),
+        **birth.variable(),
     }
     with (folder / f"output-{rank}").open("wb") as output:
         process = subprocess.Popen(

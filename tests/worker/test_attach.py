@@ -6,29 +6,43 @@ import os
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from paceline.agent.generation import read_record
+from paceline.contract.birth import WorkerBirth
 from paceline.contract.failure import Failure
 from paceline.worker.attach import attach, record_failure
 
+Born = Callable[..., WorkerBirth]
+
 
 @pytest.fixture
-def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+def memory() -> Iterator[int]:
     """What the agent gives each worker to write its record into."""
     descriptor = os.memfd_create("record")
-    monkeypatch.setenv("PACELINE_RECORD_FD", str(descriptor))
     yield descriptor
     os.close(descriptor)
 
 
 @pytest.fixture
-def attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory: int) -> Path:
-    monkeypatch.setenv("PACELINE_ATTEMPT_DIR", str(tmp_path))
+def born(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory: int) -> Born:
+    """Makes this process a worker, with another birth at each call."""
+
+    def be(**told: object) -> WorkerBirth:
+        birth = WorkerBirth(**{"agent_pid": os.getpid(), "attempt_dir": str(tmp_path), "record": memory} | told)  # type: ignore[arg-type]
+        monkeypatch.setattr(WorkerBirth, "_here", birth)
+        return birth
+
+    return be
+
+
+@pytest.fixture
+def attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, born: Born) -> Path:
+    born()
     monkeypatch.setenv("RANK", "3")
     return tmp_path / "error-3.json"
 
@@ -53,11 +67,9 @@ def test_record(attempt: Path) -> None:
     assert [p.name for p in attempt.parent.iterdir()] == ["error-3.json"]
 
 
-def test_the_agent_reads_it_from_memory_also_when_the_disk_is_full(
-    attempt: Path, memory: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_agent_reads_it_from_memory_also_when_the_disk_is_full(attempt: Path, memory: int, born: Born) -> None:
     assert read_record(memory) is None
-    monkeypatch.setenv("PACELINE_ATTEMPT_DIR", str(attempt.parent / "cannot" / "be" / "written"))
+    born(attempt_dir=str(attempt.parent / "cannot" / "be" / "written"))
     assert record_failure(caught(), 1, traceback=True)
     failure = read_record(memory)
     assert failure is not None and failure.type == "ValueError" and not attempt.exists()
@@ -75,15 +87,14 @@ def test_the_first_record_stays(attempt: Path) -> None:
 
 
 def test_without_an_agent_nothing_is_written(attempt: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("PACELINE_ATTEMPT_DIR")
+    monkeypatch.setattr(WorkerBirth, "_here", None)
     assert not record_failure(caught(), 1, traceback=True)
     assert not attempt.exists()
-    monkeypatch.delenv("PACELINE_AGENT_PID", raising=False)
     attach()
 
 
-def test_a_record_that_cannot_be_written_hides_nothing(attempt: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PACELINE_RECORD_FD", "99999")  # in a process that a worker started: inherited, but closed
+def test_a_record_that_cannot_be_written_hides_nothing(attempt: Path, born: Born) -> None:
+    born(record=99999)  # closed by the script, say
     assert not record_failure(caught(), 1, traceback=True)
 
 

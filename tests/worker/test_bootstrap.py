@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from paceline.agent.generation import read_record
-from paceline.contract.birth import BOOTSTRAP
+from paceline.contract.birth import BOOTSTRAP, WorkerBirth
 from paceline.errors import UsageError
 from paceline.worker.bootstrap import worker_command
 
@@ -141,7 +141,7 @@ def test_spawned_loader_workers_find_the_scripts_dataset(tmp_path: Path) -> None
 
 
 def as_worker(script: Path, attempt: Path, record: int) -> tuple[int, str]:
-    told = {"PACELINE_ATTEMPT_DIR": str(attempt), "PACELINE_RECORD_FD": str(record), "RANK": "0"}
+    told = {**WorkerBirth(os.getpid(), str(attempt), record=record).variable(), "RANK": "0"}
     done = subprocess.run(
         worker_command([str(script)]), env={**BUFFERED, **told}, pass_fds=[record], capture_output=True, text=True,
         timeout=30,
@@ -158,7 +158,8 @@ def record():
 
 LATE = """
 import atexit, os
-atexit.register(lambda: print("recorded before:", os.fstat(int(os.environ["PACELINE_RECORD_FD"])).st_size > 0))
+from paceline.contract.birth import WorkerBirth
+atexit.register(lambda: print("recorded before:", os.fstat(WorkerBirth.here().record).st_size > 0))
 """
 
 
@@ -191,7 +192,8 @@ def test_a_forked_childs_failure_is_not_the_ranks(tmp_path: Path, record: int) -
 
 AGENT = """
 import os, subprocess, sys, time
-worker = subprocess.Popen(sys.argv[1:], env={**os.environ, "PACELINE_AGENT_PID": str(os.getpid())})
+from paceline.contract.birth import WorkerBirth
+worker = subprocess.Popen(sys.argv[1:], env={**os.environ, **WorkerBirth(os.getpid()).variable()})
 print(worker.pid, flush=True)
 time.sleep(60)
 """
@@ -199,7 +201,7 @@ time.sleep(60)
 
 def test_a_script_dies_with_its_agent(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
-    script.write_text("import os, time; assert 'PACELINE_AGENT_PID' not in os.environ\nprint('runs', flush=True)\n"
+    script.write_text("import os, time; assert 'PACELINE_BIRTH' not in os.environ\nprint('runs', flush=True)\n"
                       "time.sleep(60)")  # fmt: skip
     command: Sequence[str] = [sys.executable, "-c", AGENT, *worker_command([str(script)])]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as agent:

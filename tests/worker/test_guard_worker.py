@@ -280,7 +280,7 @@ def test_off_leaves_the_count_of_steps_only(tmp_path: Path) -> None:
         "print(dist.all_reduce.__code__.co_filename, guard.take_order(), guard.taken(), flush=True)\n"
         "ready(); time.sleep(1000)\n"
     )
-    with ranks(script, 1, tmp_path, PACELINE_GUARD="off") as (one,):
+    with ranks(script, 1, tmp_path, guarded=False) as (one,):
         one.wait_ready()
         assert one.ask(seconds=0.6) is None
         assert box.look(one.box) == box.Seen(

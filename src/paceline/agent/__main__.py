@@ -31,7 +31,7 @@ from paceline.agent.janitor import start_janitor
 from paceline.agent.preload import start_preloader
 from paceline.agent.start import Inherited, Store, environment, make_snapshots
 from paceline.contract.node_plan import NodePlan
-from paceline.contract.orders import KEEP_FDS, LIFELINE, STOP_SIGNALS, Orders, hold_standard_descriptors, signal_inbox
+from paceline.contract.orders import LIFELINE, STOP_SIGNALS, Orders, hold_standard_descriptors, signal_inbox
 from paceline.disk.reading import read
 from paceline.errors import ExitCode, PacelineError, UsageError
 from paceline.host.cgroup import threads_per_rank, usable_cores
@@ -139,15 +139,14 @@ def run(plan: NodePlan, *, lifeline: bool) -> int:
     """
     settled = detach(Path(plan.run_dir) / f"agent-{plan.node}.log") if plan.detached else lambda: None
     plan = prepare(plan)
-    keep_open = tuple(int(text) for text in os.environ.get(KEEP_FDS, "").split(",") if text)
     with TemporaryDirectory(prefix="paceline-", ignore_cleanup_errors=True) as temporary:
-        janitor = start_janitor(not_kept=keep_open, temporary=temporary)
+        janitor = start_janitor(not_kept=plan.keep_open, temporary=temporary)
         # before all else that takes time: it imports while we look at folders and ports
         preloader = start_preloader(plan.argv, environment(plan, 0, Store(None))) if plan.preload else None
         try:
             plan, locks = take_run_dir(plan)
             pairs = make_snapshots(plan.nproc) if plan.max_restarts and plan.nodes == 1 else ()
-            inherited = Inherited(pairs, (*keep_open, *locks), janitor, temporary, preloader)
+            inherited = Inherited(pairs, (*plan.keep_open, *locks), janitor, temporary, preloader)
             return _serve(plan, inherited, settled, lifeline=lifeline)
         finally:
             if preloader is not None:

@@ -20,10 +20,12 @@ from contextlib import suppress
 
 import msgspec
 
-from paceline.contract.forking import FD, MAX_ORDER_BYTES, READY, Order, as_bytes, at_import
+from paceline.contract.birth import WorkerBirth
+from paceline.contract.forking import MAX_ORDER_BYTES, READY, Order, as_bytes, at_import
 from paceline.contract.orders import Orders
+from paceline.contract.variables import AGENT_MARK
 from paceline.host.procfs import read_process
-from paceline.host.sweep import MARK, mark_of
+from paceline.host.sweep import mark_of
 from paceline.observe.terminal import say
 
 PR_SET_CHILD_SUBREAPER = 36
@@ -158,10 +160,9 @@ def start_preloader(argv: Sequence[str], env: Mapping[str, str]) -> Preloader | 
     # What the imports print goes into memory: each worker prints it again, as one that has imported for itself would.
     said = os.memfd_create("paceline-preload-stdout"), os.memfd_create("paceline-preload-stderr")
     own = {
-        FD: str(its.fileno()),
-        "PACELINE_AGENT_PID": str(os.getpid()),
+        **WorkerBirth(agent_pid=os.getpid(), preload=its.fileno()).variable(),
         # as long as a worker's, which takes its place
-        MARK: mark_of(agent.pid, agent.start) + "preloader-",
+        AGENT_MARK: mark_of(agent.pid, agent.start) + "preloader-",
     }
     try:
         process = subprocess.Popen(

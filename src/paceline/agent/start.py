@@ -15,15 +15,17 @@ from typing import Self
 
 from paceline.agent.output import relay
 from paceline.agent.preload import Forked, Preloader
+from paceline.contract.birth import WorkerBirth
 from paceline.contract.box import make_box
 from paceline.contract.node_plan import NodePlan
+from paceline.contract.variables import AGENT_MARK, RUN_ID, SHARED_MEMORY
 from paceline.disk import writing
 from paceline.errors import UsageError
 from paceline.host.procfs import port_holder, read_process
-from paceline.host.sweep import MARK, Member, mark_of
+from paceline.host.sweep import Member, mark_of
 
 OURS = "PACELINE_"
-THE_USERS = ("PACELINE_SHARED_MEMORY",)  # named as ours, and yet a wish of whoever starts a run
+THE_USERS = (SHARED_MEMORY,)  # named as ours, and yet a wish of whoever starts a run
 
 
 @dataclass(frozen=True)
@@ -106,11 +108,11 @@ class Store:
         """
         return cls(_bound(plan), os.memfd_create("paceline-store") if plan.nodes == 1 else -1)
 
-    def inherited(self, rank: int, *, plain: bool) -> list[int]:
-        """The descriptor by which this rank comes to the store; none where it is to connect."""
+    def inherited(self, rank: int, *, plain: bool) -> int:
+        """The descriptor by which this rank comes to the store; -1 where it is to connect."""
         if self.memory >= 0:
-            return [self.memory]
-        return [self.port.fileno()] if rank == 0 and self.port is not None and not plain else []
+            return self.memory
+        return self.port.fileno() if rank == 0 and self.port is not None and not plain else -1
 
     def port_number(self, plan: NodePlan) -> int:
         """What the ranks are told as MASTER_PORT."""
@@ -156,9 +158,7 @@ def environment(plan: NodePlan, local_rank: int, store: Store) -> dict[str, str]
         "MASTER_ADDR": plan.master_addr,
         "MASTER_PORT": str(store.port_number(plan)),
         "OMP_NUM_THREADS": str(plan.threads),
-        "PACELINE_AGENT_PID": str(os.getpid()),
-        "PACELINE_RUN_ID": plan.run_id,
-        "PACELINE_ATTEMPT_DIR": plan.attempt_dir,
+        RUN_ID: plan.run_id,
     }
     # a killed worker takes unwritten lines with it, a crashed one its Python stack; a user's own setting stays
     env.setdefault("PYTHONUNBUFFERED", "1")
@@ -170,10 +170,6 @@ def environment(plan: NodePlan, local_rank: int, store: Store) -> dict[str, str]
     if plan.interface:  # left alone, gloo takes the one that the host's own name resolves to: often the loopback
         env.setdefault("GLOO_SOCKET_IFNAME", plan.interface)
         env.setdefault("NCCL_SOCKET_IFNAME", plan.interface)
-    if plan.stall_after == "off":
-        env["PACELINE_GUARD"] = "off"
-    for descriptor in store.inherited(rank, plain=plan.plain_store):
-        env["PACELINE_STORE_FD"] = str(descriptor)
     return env
 
 
@@ -196,23 +192,27 @@ def start_workers(plan: NodePlan, store: Store, generation: int, inherited: Inhe
         box = make_box(rank)
         shown = rank == 0 or plan.show == "all"
         direct = rank == 0 and os.isatty(1)  # what draws on a terminal must see one
-        env = environment(plan, local_rank, store) | {
-            "PACELINE_GENERATION": str(generation),
-            "PACELINE_RECORD_FD": str(record),
-            "PACELINE_BOX_FD": str(box),
-        }
+        meet = store.inherited(rank, plain=plan.plain_store)
+        birth = WorkerBirth(
+            agent_pid=os.getpid(),
+            attempt_dir=plan.attempt_dir,
+            generation=generation,
+            record=record,
+            box=box,
+            store=meet,
+            snapshots=inherited.snapshots,
+            temporary=inherited.temporary,
+            guarded=plan.stall_after != "off",
+        )
+        env = environment(plan, local_rank, store) | birth.variable()
         if agent is not None:
-            env[MARK] = mark_of(agent.pid, agent.start, generation)
-        if inherited.temporary:
-            env["PACELINE_TEMPORARY"] = inherited.temporary
-        if inherited.snapshots:
-            env["PACELINE_SNAPSHOT_FDS"] = ";".join(f"{one},{other}" for one, other in inherited.snapshots)
-        stores = store.inherited(rank, plain=plan.plain_store)
+            env[AGENT_MARK] = mark_of(agent.pid, agent.start, generation)
         pipes = [(*os.pipe(), screen) for screen in ((2,) if direct else (1, 2)) if shown]
         writing = {screen: writer for _, writer, screen in pipes}
         streams = {1: writing.get(1, 1 if direct else log), 2: writing.get(2, log)}
+        kept = [number for number in (record, box, meet, *inherited.all) if number >= 0]
         try:
-            process = _start(plan, env, streams, [record, box, *inherited.all, *stores], inherited.preloader)
+            process = _start(plan, env, streams, kept, inherited.preloader)
         except OSError:
             for descriptor in (log, record, box, *(reader for reader, _, _ in pipes)):
                 os.close(descriptor)

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from paceline.contract.forking import FD as PRELOAD
+from paceline.contract.birth import WorkerBirth
 from paceline.contract.orders import hold_standard_descriptors
 from paceline.errors import ExitCode, unknown
 from paceline.worker.foreign import understood
@@ -55,12 +55,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run `paceline ARGUMENTS` and return its exit code."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     hold_standard_descriptors()
-    if PRELOAD in os.environ:  # not a worker yet, but what this node's workers are forked from: they go on below
+    birth = WorkerBirth.here()
+    if birth is not None and birth.preload >= 0:  # what this node's workers are forked from: they go on below
         from paceline.worker.imports import TRAINING
         from paceline.worker.preload import serve
 
-        serve(TRAINING)
-    if "PACELINE_AGENT_PID" in os.environ:  # before anything slow: a worker must not outlive its agent
+        serve(birth, TRAINING)
+    if birth is not None:  # before anything slow: a worker must not outlive its agent
         from paceline.worker.attach import attach
 
         attach()

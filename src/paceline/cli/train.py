@@ -20,6 +20,7 @@ from paceline import config as configuration
 from paceline.cli.elsewhere import place, workers
 from paceline.cli.train_start import launch, launch_elsewhere, show_plan
 from paceline.config import EXACT, CliTrainConfig, ClusterConfig, TrainConfig, batch_shape, check_values
+from paceline.contract.birth import WorkerBirth
 from paceline.definition import allowed_changes, check_same, settings
 from paceline.disk.reading import resolved
 from paceline.errors import ExitCode, UsageError
@@ -182,7 +183,7 @@ def check_guard(config: TrainConfig) -> None:
         UsageError: says what --stall-after takes, or needs.
     """
     windows = Windows.parse(config.guard.stall_after)
-    agent = config.launch.nproc is not None or config.cluster.on != "local" or "PACELINE_ATTEMPT_DIR" in os.environ
+    agent = config.launch.nproc is not None or config.cluster.on != "local" or WorkerBirth.here() is not None
     if windows.seconds is not None and not agent:
         raise UsageError(
             f"--stall-after {config.guard.stall_after} needs --nproc (1 will do): whether a process stands still, only "
@@ -252,7 +253,7 @@ def start_here(config: TrainConfig) -> tuple[Path, int]:
     check_values(config)
     check_guard(config)
     env = os.environ
-    asked, prepared = config.launch.nproc, "PACELINE_ATTEMPT_DIR" in env
+    asked, prepared = config.launch.nproc, WorkerBirth.here() is not None
     if not prepared:  # our own agents need no checks, and after a restart there may be fewer of us
         if config.cluster.on != "local" or config.cluster.dry_run:
             raise UsageError(

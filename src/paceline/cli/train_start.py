@@ -13,6 +13,7 @@ from msgspec.structs import replace as replace_fields
 from paceline import config as configuration
 from paceline.cli.elsewhere import prepared, show, start
 from paceline.config import ClusterConfig, TrainConfig, batch_shape, default_strategy
+from paceline.contract.variables import PRELOAD
 from paceline.errors import ExitCode
 from paceline.host.gpus import count_gpus
 from paceline.launch.job import Job
@@ -123,7 +124,7 @@ def may_preload(config: TrainConfig, where: Job) -> bool:
     One worker alone gains nothing by it but a faster restart. On another machine, or later, only where the CPU is asked
     for: what `auto` will find there is not known here.
     """
-    asked = config.launch.preload == "auto" and os.environ.get("PACELINE_PRELOAD", "auto") != "off"
+    asked = config.launch.preload == "auto" and os.environ.get(PRELOAD, "auto") != "off"
     ours = where.python == sys.executable and config.launch.backend in ("auto", "gloo")
     pays = where.nproc > 1 or config.launch.max_restarts > 0
     if not (asked and ours and pays) or config.launch.device == "cuda":

@@ -1,6 +1,6 @@
 """What does a worker do just now? Memory that it writes and its agent reads, also after the worker's death.
 
-The agent makes one memory file per rank and generation; the worker inherits it (PACELINE_BOX_FD) and maps it. Writing
+The agent makes one memory file per rank and generation; the worker inherits it and maps it. Writing
 is a store to memory, so a step may do it many times; what a killed process has written stays. Nobody ever locks: a
 reader may see a record half written, and knows it by the number that stands at both of its ends. Whatever stands in a
 box was written by a worker, perhaps a broken one: readers take nothing in it for granted.
@@ -23,7 +23,7 @@ import os
 import signal
 import struct
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -79,12 +79,9 @@ class Box:
         self._numbers = itertools.count(self.get("ops") + 1)  # threads may write at once: next() is one step for Python
 
     @classmethod
-    def from_env(cls, env: Mapping[str, str] = os.environ) -> Self | None:
-        """The box that this worker's agent has made; None in a process that no agent of ours started."""
-        text = env.get("PACELINE_BOX_FD", "")
-        if not text.isdecimal() or not _is_box(int(text)):
-            return None
-        return cls(int(text))
+    def inherited(cls, descriptor: int) -> Self | None:
+        """The box that this worker's agent has made; None where the descriptor is not, or no longer, a box."""
+        return cls(descriptor) if _is_box(descriptor) else None
 
     def put(self, name: str, value: int) -> None:
         """Set one counter, at least 0."""

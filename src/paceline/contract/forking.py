@@ -16,7 +16,6 @@ from collections.abc import Mapping
 
 import msgspec
 
-FD = "PACELINE_PRELOAD_FD"  # tells a worker's command that it is to be the preloader, and where the agent listens
 READY = b"ready"
 MAX_ORDER_BYTES = 1 << 20
 MAX_DESCRIPTORS = 253  # that the kernel sends at once

@@ -50,4 +50,5 @@ class NodePlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     group_rank: int = 0  # this node's place among those that take part; given, as the interface, when all have come
     interface: str = ""  # the network interface by which the other nodes are reached
     preload: bool = False
+    keep_open: tuple[int, ...] = ()  # descriptors that every worker inherits, as its agent has: a lock, say
     silence_seconds: float = 0.0  # the lifeline carries a sign of life at least so often; 0: none, only its end counts

@@ -15,7 +15,6 @@ from paceline.contract.node_plan import GRACE_SECONDS
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 LIFELINE = 0  # stdin: held open by the launcher, who writes after the plan signs of life and orders, a line each
-KEEP_FDS = "PACELINE_KEEP_FDS"  # tells an agent which descriptors its workers shall inherit, e.g. "9,12"
 LIFELINE_GRACE_SECONDS = min(2.0, GRACE_SECONDS)  # when the launcher is gone: nobody waits for a result any more
 STOP_ORDERS = {f"stop {number.name}".encode(): number for number in STOP_SIGNALS}  # no signal crosses a network
 

@@ -14,6 +14,7 @@ from typing import IO
 
 import msgspec
 
+from paceline.contract.birth import WorkerBirth
 from paceline.doctor.messages import Rehearse, Rehearsed
 
 WORKER = "paceline.proofs.rehearsal"
@@ -55,7 +56,7 @@ def _start(request: Rehearse, local_rank: int, errors: int) -> subprocess.Popen[
         "MASTER_ADDR": request.address,
         "MASTER_PORT": str(request.port),
         "OMP_NUM_THREADS": str(request.threads),
-        "PACELINE_AGENT_PID": str(os.getpid()),  # it dies with us
+        **WorkerBirth(agent_pid=os.getpid()).variable(),  # it dies with us
     }
     if request.interface:
         env |= {"GLOO_SOCKET_IFNAME": request.interface, "NCCL_SOCKET_IFNAME": request.interface}

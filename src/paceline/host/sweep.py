@@ -13,11 +13,11 @@ from typing import Annotated
 
 import msgspec
 
+from paceline.contract.variables import AGENT_MARK
 from paceline.disk.reading import decode, names
 from paceline.host.procfs import PROC, Process, processes
 
 SWEEP_SECONDS = 2.0
-MARK = "PACELINE_AGENT_MARK"
 
 
 Pid = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
@@ -47,7 +47,7 @@ def roster_path(attempt_dir: Path, node: int = 0) -> Path:
 
 
 def mark_of(pid: int, started: int, generation: int | None = None) -> str:
-    """What stands as MARK in the environment of all that an agent has started: however far down, in any session.
+    """What stands as AGENT_MARK in the environment of all that an agent has started: however far down, in any session.
 
     Without a generation: how that of all of them begins.
     """
@@ -91,7 +91,7 @@ def _living_members(workers: Sequence[Member], mark: str) -> list[Process]:
 
 def _carries(pid: int, mark: str) -> bool:
     try:
-        return f"\0{MARK}={mark}".encode() in b"\0" + (PROC / str(pid) / "environ").read_bytes()
+        return f"\0{AGENT_MARK}={mark}".encode() in b"\0" + (PROC / str(pid) / "environ").read_bytes()
     except OSError:  # another user's, or gone
         return False
 

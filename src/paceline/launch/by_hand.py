@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import msgspec
 
 from paceline.contract.birth import BOOTSTRAP
+from paceline.contract.variables import RUN_ID
 from paceline.errors import UsageError
 from paceline.launch.hosts import labels, plain_name
 from paceline.launch.job import SECRET_NAME, Command, Job, Plan
@@ -38,7 +39,7 @@ def by_hand(job: Job) -> Plan:
             "is replaced or left out. Use --agent paceline, or one number"
         )
     shown = {name: value for name, value in job.env.items() if not SECRET_NAME.search(name)}
-    env = {"PACELINE_RUN_ID": job.run_id, "OMP_NUM_THREADS": str(job.threads or 1), **shown}
+    env = {RUN_ID: job.run_id, "OMP_NUM_THREADS": str(job.threads or 1), **shown}
     commands = tuple(Command(name, _torchrun(job, node, nproc), env) for node, (name, nproc) in enumerate(_nodes(job)))
     return Plan(by_hand=commands, notes=tuple(_notes(job)))
 

@@ -22,10 +22,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
+from msgspec.structs import replace
 
 from paceline.contract.failure import GOOD_ENDS
 from paceline.contract.node_plan import NodePlan
-from paceline.contract.orders import KEEP_FDS, LIFELINE_GRACE_SECONDS, STOP_SIGNALS, read_inbox, signal_inbox
+from paceline.contract.orders import LIFELINE_GRACE_SECONDS, STOP_SIGNALS, read_inbox, signal_inbox
 from paceline.errors import ExitCode
 from paceline.host.sweep import roster_path, sweep_recorded
 from paceline.launch.job import Command, Plan
@@ -83,7 +84,7 @@ def _start(agent: Command, node: NodePlan, keep_open: Sequence[int]) -> RunningA
     try:
         process = subprocess.Popen(
             agent.argv,
-            env={**os.environ, **agent.env, KEEP_FDS: ",".join(map(str, keep_open))},  # always: not an outer run's
+            env={**os.environ, **agent.env},
             stdin=subprocess.PIPE,
             pass_fds=keep_open,
             start_new_session=True,
@@ -92,7 +93,7 @@ def _start(agent: Command, node: NodePlan, keep_open: Sequence[int]) -> RunningA
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     assert process.stdin is not None
     with suppress(BrokenPipeError):  # it ended at once; its exit code says so
-        process.stdin.write(msgspec.json.encode(node) + b"\n")
+        process.stdin.write(msgspec.json.encode(replace(node, keep_open=tuple(keep_open))) + b"\n")
         process.stdin.flush()  # and stays open: the lifeline
     return RunningAgent(agent.name, process)
 

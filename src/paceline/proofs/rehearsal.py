@@ -19,9 +19,9 @@ from functools import partial
 from statistics import median
 from typing import Any
 
-if "PACELINE_AGENT_PID" in os.environ:  # before anything slow
-    from paceline.worker.attach import attach
+from paceline.worker.attach import attach, leave
 
+if __name__ == "__main__":  # before anything slow
     attach()
 
 import msgspec
@@ -31,7 +31,6 @@ from torch import Tensor
 
 from paceline.doctor.messages import Rehearse, Rehearsed
 from paceline.tasks import load_task
-from paceline.worker.attach import leave
 from paceline.worker.world import World, joined
 
 WARM_UP, STEPS, REDUCTIONS = 1, 3, 5

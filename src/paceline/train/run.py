@@ -18,6 +18,7 @@ from paceline import __version__
 from paceline.collectives import check_equal, gather_words, together, told_once
 from paceline.collectives.transport import memory_or_hosts, way_taken
 from paceline.config import EXACT, TrainConfig, default_strategy, dump, load, repeatable, resolved
+from paceline.contract.birth import WorkerBirth, restarts
 from paceline.contract.evidence import Phase
 from paceline.definition import BITS_ONLY, allowed_changes, check_same, settings
 from paceline.disk import writing
@@ -114,7 +115,7 @@ def train(config: TrainConfig, *, run_dir: Path | None = None) -> Ended:
 def _place(config: TrainConfig, world: World, prepared: Path | None) -> Generator[Place]:
     """The run folder, taken for us, and which attempt and generation of the run this is; the same on all ranks."""
     c, lock = config.checkpoint, None
-    generation = int(os.environ.get("PACELINE_GENERATION", os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")))
+    generation, birth = restarts(), WorkerBirth.here()
     restarted = generation > 0 and config.run.run_dir is not None  # by torchrun, or our agent
     notices: list[str] = []
     mine: dict[str, Any] = {"folder": "", "attempt": 0}
@@ -139,7 +140,8 @@ def _place(config: TrainConfig, world: World, prepared: Path | None) -> Generato
                         )
                     attempt_dir = create_attempt_dir(folder)[1]
                 else:
-                    attempt_dir = Path(os.environ["PACELINE_ATTEMPT_DIR"]).resolve()
+                    assert birth is not None  # our agent has prepared the folder
+                    attempt_dir = Path(birth.attempt_dir).resolve()
                 mine = {"folder": str(folder), "attempt": attempt_number(attempt_dir)}
         told: dict[str, Any] = gather_words(mine, world)[0]
         yield Place(Path(told["folder"]).resolve(), told["attempt"], generation, attempt_dir, notices=notices)

@@ -18,6 +18,7 @@ from typing import NoReturn
 
 import msgspec
 
+from paceline.contract.birth import WorkerBirth
 from paceline.contract.failure import Failure, is_victim
 from paceline.disk import writing
 from paceline.host.procfs import die_with_parent, read_process
@@ -27,23 +28,19 @@ MAX_CHARS = 60_000  # a record is read by people
 
 
 def attach() -> None:
-    """Tie this process's life to its agent's, and begin to show what it does; the first thing a worker does.
-
-    PACELINE_AGENT_PID is taken out of the environment: the worker's children are not the agent's children.
-    """
-    text = os.environ.pop("PACELINE_AGENT_PID", None)
-    if text is None:
+    """Tie this process's life to its agent's, and begin to show what it does; the first thing a worker does."""
+    birth = WorkerBirth.here()
+    if birth is None:
         return
-    if folder := os.environ.pop("PACELINE_TEMPORARY", ""):
+    if birth.temporary:
         # for the sockets of multiprocessing, which a killed process leaves behind: the agent removes them
-        vars(current_process())["_config"]["tempdir"] = folder
+        vars(current_process())["_config"]["tempdir"] = birth.temporary
     Guard.of_process().start().watch_torch()
-    agent_pid = int(text)
-    if os.getppid() != agent_pid:
-        agent = read_process(agent_pid)
+    if os.getppid() != birth.agent_pid:
+        agent = read_process(birth.agent_pid)
         if agent is not None and agent.runs:
             return  # a wrapper (a shell, numactl) stands between us: left are the agent's and the janitor's sweeps
-    die_with_parent(agent_pid)
+    die_with_parent(birth.agent_pid)
 
 
 def leave(code: int) -> NoReturn:
@@ -77,8 +74,8 @@ def record_failure(error: BaseException, exit_code: int, *, traceback: bool, vic
     Returns:
         Whether the agent will tell this failure, so that the worker need not print it. False without an agent.
     """
-    folder, rank, record = (os.environ.get(name, "") for name in ("PACELINE_ATTEMPT_DIR", "RANK", "PACELINE_RECORD_FD"))
-    if not folder or not rank.isdecimal() or not record.isdecimal():
+    birth, rank = WorkerBirth.here(), os.environ.get("RANK", "")
+    if birth is None or birth.record < 0 or not rank.isdecimal():
         return False
     failure = Failure(
         rank=int(rank),
@@ -93,14 +90,13 @@ def record_failure(error: BaseException, exit_code: int, *, traceback: bool, vic
     )
     encoded = msgspec.json.encode(failure)
     try:
-        if os.fstat(int(record)).st_size:  # what fails after the first failure is teardown
+        if os.fstat(birth.record).st_size:  # what fails after the first failure is teardown
             return True
-        os.pwrite(int(record), encoded, 0)
+        os.pwrite(birth.record, encoded, 0)
     except OSError:  # no such descriptor: this is no worker, but a process that a worker has started
         return False
     with suppress(OSError):
-        generation = int(os.environ.get("PACELINE_GENERATION", "0"))
-        writing.replace(Path(folder) / error_file_name(int(rank), generation), encoded)
+        writing.replace(Path(birth.attempt_dir) / error_file_name(int(rank), birth.generation), encoded)
     return True
 
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import NoReturn
 
-from paceline.contract.birth import BOOTSTRAP
+from paceline.contract.birth import BOOTSTRAP, restarts
 from paceline.errors import ExitCode, UsageError
 from paceline.worker.attach import attach, error_file_name, leave, record_failure
 from paceline.worker.guard import Guard
@@ -166,7 +166,7 @@ def _told_failure(error: BaseException, *, is_worker: bool) -> int:
         freed = bool(Guard.of_process().released())  # out of a collective in which others have left it alone
         recorded = record_failure(error, ExitCode.FAILED, traceback=True, victim=freed or None)
         if freed and recorded and sys.excepthook.__module__ in ("sys", "torch.distributed.distributed_c10d"):
-            file = error_file_name(int(os.environ["RANK"]), int(os.environ.get("PACELINE_GENERATION", "0")))
+            file = error_file_name(int(os.environ["RANK"]), restarts())
             print(f"paceline: freed by the hang guard, and ended: {type(error).__name__}, see {file}", file=sys.stderr)
             return ExitCode.FAILED
     try:

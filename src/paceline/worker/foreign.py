@@ -12,6 +12,7 @@ import re
 import zlib
 from collections.abc import Mapping
 
+from paceline.contract.variables import RUN_ID
 from paceline.errors import UsageError
 from paceline.worker.nodelist import expand_nodes, tasks_of_node
 
@@ -60,7 +61,7 @@ def understood(env: Mapping[str, str]) -> dict[str, str]:
 
 def job_token(env: Mapping[str, str]) -> str:
     """What all ranks of one job have in common and other jobs have not; empty where nobody has made such a thing."""
-    for name in ("PACELINE_RUN_ID", "TORCHELASTIC_RUN_ID"):
+    for name in (RUN_ID, "TORCHELASTIC_RUN_ID"):
         if env.get(name):
             return env[name]
     if "OMPI_COMM_WORLD_RANK" in env:
@@ -76,7 +77,7 @@ def device_per_task(env: Mapping[str, str]) -> bool:
 
     Then every task calls its GPU cuda:0. An agent (torchrun, ours) in such a task would share it among its workers.
     """
-    agent = any(name in env for name in ("TORCHELASTIC_RUN_ID", "PACELINE_RUN_ID"))
+    agent = any(name in env for name in ("TORCHELASTIC_RUN_ID", RUN_ID))
     visible = env.get("CUDA_VISIBLE_DEVICES", "")
     return not agent and _in_step(env) and visible != "" and "," not in visible
 
@@ -99,7 +100,7 @@ def check_shape(env: Mapping[str, str], nodes: int, nproc: int) -> None:
 
 def _check_not_exported(env: Mapping[str, str]) -> None:
     """Refuse what a batch script has exported once for all tasks: RANK=$SLURM_PROCID is 0 there."""
-    agent = any(name in env for name in ("TORCHELASTIC_RUN_ID", "PACELINE_RUN_ID"))
+    agent = any(name in env for name in ("TORCHELASTIC_RUN_ID", RUN_ID))
     if agent or not _in_step(env) or env["WORLD_SIZE"] != env.get("SLURM_NTASKS") or env["WORLD_SIZE"] == "1":
         return
     if env["RANK"] != env.get("SLURM_PROCID"):

@@ -6,7 +6,7 @@
     guard.stall_error(error)                     # whether `error` is the guard's doing, and then why
 
 There is one for each process, made at the first call: a process has one agent, one box, one torch whose functions can
-be wrapped once, one handler for a signal. `PACELINE_GUARD=off` leaves nothing of it but the count of steps.
+be wrapped once, one handler for a signal. `--stall-after off` leaves nothing of it but the count of steps.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ import atexit
 import os
 import sys
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from contextlib import contextmanager
 from typing import ClassVar, Self
 
 import msgspec
 
+from paceline.contract.birth import WorkerBirth
 from paceline.contract.box import Box, make_box
 from paceline.contract.evidence import Op, Phase
 from paceline.contract.failure import is_victim
@@ -62,10 +63,12 @@ class Guard:
             self._ledger.active = False
 
     @classmethod
-    def of_process(cls, env: Mapping[str, str] = os.environ) -> Guard:
+    def of_process(cls) -> Guard:
         """This process's guard, the same at every call."""
         if Guard._of_process is None:
-            Guard._of_process = guard = cls(Box.from_env(env), on=env.get("PACELINE_GUARD") != "off")
+            birth = WorkerBirth.here()
+            box = None if birth is None else Box.inherited(birth.box)
+            Guard._of_process = guard = cls(box, on=birth is None or birth.guarded)
             os.register_at_fork(after_in_child=guard._in_child)
         return Guard._of_process
 

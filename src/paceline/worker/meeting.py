@@ -27,6 +27,7 @@ from torch.distributed import (
     TCPStore,  # pyright: ignore[reportPrivateImportUsage]
 )
 
+from paceline.contract.birth import WorkerBirth, restarts
 from paceline.errors import TrainingError, UsageError
 from paceline.host.procfs import port_holder
 from paceline.host.reach import why_unreachable
@@ -94,7 +95,7 @@ def meet(rank: int, size: int, env: Mapping[str, str], *, seconds: float = MEETI
     """
     if not re.fullmatch("[0-9]{1,5}", env["MASTER_PORT"]):
         raise UsageError(f"MASTER_PORT must be 1..65535, got {env['MASTER_PORT']!r}")
-    generation = env.get("PACELINE_GENERATION", env.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    generation = str(restarts(env))
     start = time.monotonic()
     meeting = _Meeting(
         rank, size, env["MASTER_ADDR"], int(env["MASTER_PORT"]), generation, job_token(env), start + seconds
@@ -136,8 +137,9 @@ def _come(meeting: _Meeting, env: Mapping[str, str]) -> None:
 
 def _open(meeting: _Meeting, env: Mapping[str, str]) -> Store | None:
     agent_hosts_store = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # started by torchrun
-    inherited = env.get("PACELINE_STORE_FD", "")
-    if inherited and stat.S_ISREG(os.fstat(int(inherited)).st_mode):
+    birth = WorkerBirth.here()
+    inherited = -1 if birth is None else birth.store
+    if inherited >= 0 and stat.S_ISREG(os.fstat(inherited).st_mode):
         # opened anew at each call, so that its locks hold between processes; -1: it has no name to be removed
         return FileStore(f"/proc/self/fd/{inherited}", -1)
     if meeting.rank == 0 and not agent_hosts_store:
@@ -158,10 +160,10 @@ def _open(meeting: _Meeting, env: Mapping[str, str]) -> Store | None:
     return None
 
 
-def _host(meeting: _Meeting, inherited: str) -> Store:
+def _host(meeting: _Meeting, inherited: int) -> Store:
     try:
         # where the agent has bound the port already, nobody can take it meanwhile
-        return _tcp_store(meeting, is_master=True, listen_fd=int(inherited) if inherited else None)
+        return _tcp_store(meeting, is_master=True, listen_fd=inherited if inherited >= 0 else None)
     except DistError as error:
         if "failed to listen" not in str(error):
             raise

@@ -22,9 +22,10 @@ from typing import Any
 
 import msgspec
 
-from paceline.contract.forking import FD, MAX_DESCRIPTORS, MAX_ORDER_BYTES, READY, Order
+from paceline.contract.birth import WorkerBirth
+from paceline.contract.forking import MAX_DESCRIPTORS, MAX_ORDER_BYTES, READY, Order
+from paceline.contract.variables import AGENT_MARK
 from paceline.host.procfs import die_with_parent
-from paceline.host.sweep import MARK
 from paceline.worker.calls import KINDS
 from paceline.worker.guard import Guard
 from paceline.worker.imports import import_all
@@ -36,14 +37,14 @@ MAX_SAID_BYTES = 1 << 20
 SETTLE_SECONDS = 0.5  # a thread that has ended is listed a moment longer
 
 
-def serve(modules: Sequence[str]) -> None:
+def serve(birth: WorkerBirth, modules: Sequence[str]) -> None:
     """Import `modules`, and fork a worker at each order. Returns in the workers only, each as if it had just started.
 
     Ends with its agent, or when the agent no longer listens.
     """
-    channel = socket.socket(fileno=int(os.environ.pop(FD)))
+    channel = socket.socket(fileno=birth.preload)
     channel.set_inheritable(False)
-    die_with_parent(int(os.environ.pop("PACELINE_AGENT_PID")))
+    die_with_parent(birth.agent_pid)
     comm = COMM.read_text().strip()
     COMM.write_text(NAME)
     try:
@@ -160,7 +161,7 @@ def become(order: Order, received: Sequence[int]) -> None:
     if os.isatty(1) and hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
     env = dict(order.env)
-    _show_mark(env.get(MARK.encode(), b""))
+    _show_mark(env.get(AGENT_MARK.encode(), b""))
     os.environb.clear()
     os.environb.update(env)
     signal.pthread_sigmask(signal.SIG_SETMASK, order.blocked_signals)
@@ -188,7 +189,7 @@ def _show_mark(mark: bytes) -> None:
     """
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     start, end = int(fields[47]), int(fields[48])  # of the environment, see proc_pid_stat(5)
-    name = b"\0" + MARK.encode() + b"="
+    name = b"\0" + AGENT_MARK.encode() + b"="
     shown = b"\0" + ctypes.string_at(start, end - start) if 0 < start < end else b""
     at = shown.find(name)
     length = len(shown[at + len(name) :].partition(b"\0")[0]) if at >= 0 else 0
