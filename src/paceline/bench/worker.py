@@ -27,7 +27,7 @@ from paceline.bench.traffic import Traffic
 from paceline.checkpoint.whole import sha256_of, whole
 from paceline.collectives import gather_words, together
 from paceline.collectives.transport import shared_memory
-from paceline.config import EXACT
+from paceline.ladder import EXACT
 from paceline.launch.worker.guard import Guard
 from paceline.launch.worker.tell import run_worker
 from paceline.train.determinism import deterministic

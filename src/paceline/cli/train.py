@@ -12,7 +12,6 @@ from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
-from typing import get_args
 
 import tyro
 
@@ -20,9 +19,10 @@ from paceline import config as configuration
 from paceline.checkpoint.store import Checkpoints, Damaged
 from paceline.cli.elsewhere import place, workers
 from paceline.cli.train_start import launch, launch_elsewhere, show_plan
-from paceline.config import EXACT, CliTrainConfig, ClusterConfig, TrainConfig, batch_shape, check_values
+from paceline.config import CliTrainConfig, ClusterConfig, TrainConfig, batch_shape, check_values
 from paceline.disk.reading import resolved
 from paceline.errors import ExitCode, UsageError
+from paceline.ladder import DEFAULT_ALONE, EXACT, FOR_SEVERAL, LADDER
 from paceline.launch.cgroup import usable_cores
 from paceline.launch.gpus import count_gpus
 from paceline.launch.guard.pace import Windows
@@ -104,7 +104,7 @@ def parse(arguments: Sequence[str]) -> TrainConfig:
     resumed = None if path else _resumed_config(rest)
     path = resolved(path) if path else resumed
     default = configuration.load(path, ours="--trust" not in rest) if path else TrainConfig()
-    if resumed and default.strategy == "single":  # it goes on among several as the default for several
+    if resumed and default.strategy == DEFAULT_ALONE:  # it goes on among several as the default for several
         default = replace(default, strategy=None)
     return tyro.cli(
         CliTrainConfig,
@@ -162,11 +162,10 @@ def check(config: TrainConfig, nproc: int) -> None:
             f"--strategy {config.strategy} gives the same bits at every world size; --batchnorm sync adds up its "
             "statistics over processes and cannot. Use --batchnorm local (statistics of each virtual rank)"
         )
-    if config.strategy in ("single", "dp") and nproc > 1:
-        others = [s for s in get_args(configuration.StrategyName) if s not in ("single", "dp")]
+    if config.strategy and LADDER[config.strategy].one_process and nproc > 1:
         raise UsageError(
             f"strategy {config.strategy!r} lives in one process, --nproc asks for {nproc}. "
-            f"For several processes use {', '.join(others)}."
+            f"For several processes use {', '.join(FOR_SEVERAL)}."
         )
     if nproc > shape.virtual_ranks:
         raise UsageError(

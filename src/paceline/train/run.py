@@ -18,9 +18,10 @@ from paceline import __version__
 from paceline.checkpoint.store import Checkpoints
 from paceline.collectives import check_equal, gather_words, together, told_once
 from paceline.collectives.transport import memory_or_hosts, way_taken
-from paceline.config import EXACT, TrainConfig, default_strategy, dump, load, repeatable, resolved
+from paceline.config import TrainConfig, default_strategy, dump, load, repeatable, resolved
 from paceline.disk import writing
 from paceline.errors import ExitCode, PacelineError, UsageError
+from paceline.ladder import EXACT
 from paceline.launch.guard.evidence import Phase
 from paceline.launch.worker.guard import Guard
 from paceline.observe.folder import (
