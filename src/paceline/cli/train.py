@@ -14,6 +14,7 @@ from itertools import zip_longest
 from pathlib import Path
 
 import tyro
+from msgspec.structs import replace as replace_fields
 
 from paceline import config as configuration
 from paceline.checkpoint.store import Checkpoints, Damaged
@@ -37,10 +38,12 @@ from paceline.train.definition import allowed_changes, check_same, settings
 def main(arguments: Sequence[str]) -> int:
     """Run `paceline train ARGUMENTS`."""
     config = parse(arguments)
-    if launched(os.environ):
-        return start_here(config)[1]
     check_values(config)
-    job = place(config.cluster, _number(config.launch.nproc))
+    if launched(os.environ):
+        check_guard(config)
+        return start_here(config)[1]
+    where = place(config.cluster, _number(config.launch.nproc))
+    job = replace_fields(where, stall_after=check_guard(config))
     if config.cluster.on != "local":
         return _elsewhere(config, job)
     gpus = count_gpus() if config.launch.device != "cpu" else 0
@@ -53,7 +56,7 @@ def main(arguments: Sequence[str]) -> int:
     if config.cluster.dry_run:
         return show_plan(config, job)
     if config.cluster.detach:
-        return _elsewhere(config, replace(job, nproc=nproc or 1))
+        return _elsewhere(config, replace_fields(job, nproc=nproc or 1))
     start = start_here if nproc is None else partial(launch, job)
     run_dir, code = start(config)
     if code != ExitCode.SAVED or config.checkpoint.rehearse_preemption is None:
@@ -78,7 +81,7 @@ def _elsewhere(config: TrainConfig, job: Job) -> int:
         raise UsageError("--min-nproc has a meaning on one machine only. Whole machines: --nodes MIN:MAX")
     config = replace(config, launch=replace(config.launch, nproc=job.nproc))
     if on == "slurm" and config.launch.device == "cuda" and config.cluster.gpus_per_node is None:
-        job = replace(job, slurm=replace(job.slurm, gpus_per_node=job.nproc))
+        job = replace_fields(job, slurm=replace(job.slurm, gpus_per_node=job.nproc))
     virtual_ranks = config.data.virtual_ranks
     if virtual_ranks is not None and size > virtual_ranks:
         raise UsageError(
@@ -154,7 +157,6 @@ def check(config: TrainConfig, nproc: int) -> None:
         UsageError: naming the setting, what is true, and what to do.
     """
     shape = batch_shape(config.data, nproc)
-    check_guard(config)
     check_task(config.task, configuration.task_options(config))
     check_checkpoints(config, nproc)
     if config.strategy in EXACT and config.model.batchnorm == "sync":
@@ -174,8 +176,8 @@ def check(config: TrainConfig, nproc: int) -> None:
         )
 
 
-def check_guard(config: TrainConfig) -> None:
-    """Refuse a window without a meaning, or where there is no agent to look.
+def check_guard(config: TrainConfig) -> Windows:
+    """What --stall-after means; refuses a window without a meaning, or where there is no agent to look.
 
     Raises:
         UsageError: says what --stall-after takes, or needs.
@@ -187,6 +189,7 @@ def check_guard(config: TrainConfig) -> None:
             f"--stall-after {config.guard.stall_after} needs --nproc (1 will do): whether a process stands still, only "
             "the agent that has started it can see. Under torchrun or bare srun there is none; use `paceline launch`"
         )
+    return windows
 
 
 def check_gpus(config: TrainConfig, nproc: int, gpus: int) -> None:
@@ -248,8 +251,6 @@ def check_resumable(config: TrainConfig, nproc: int) -> None:
 
 def start_here(config: TrainConfig) -> tuple[Path, int]:
     """Be a rank: of the world that a launcher made, or of a world of one. Returns the run folder and the exit code."""
-    check_values(config)
-    check_guard(config)
     env = os.environ
     asked, prepared = config.launch.nproc, "PACELINE_ATTEMPT_DIR" in env
     if not prepared:  # our own agents need no checks, and after a restart there may be fewer of us

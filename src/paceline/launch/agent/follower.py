@@ -39,7 +39,6 @@ from paceline.launch.agent.messages import (
 from paceline.launch.agent.node import Node
 from paceline.launch.agent.start import Inherited
 from paceline.launch.doctor.facts import gather as gather_facts
-from paceline.launch.guard.pace import Windows
 from paceline.launch.job import NodePlan
 from paceline.launch.orders import Orders
 from paceline.launch.supervise import say
@@ -54,7 +53,7 @@ class Follower:
     def __init__(self, plan: NodePlan, orders: Orders, inherited: Inherited, settled: Callable[[], None]) -> None:
         self.plan, self.orders = plan, orders
         self.node = Node(plan, inherited)
-        self._answering = Answering(self.node, Windows.parse(plan.stall_after), look_seconds=LOOK_SECONDS)
+        self._answering = Answering(self.node, plan.stall_after, look_seconds=LOOK_SECONDS)
         self._settled = settled  # called when the workers are started
         self._code: int | None = None
         self._told = 0

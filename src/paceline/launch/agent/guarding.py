@@ -29,7 +29,7 @@ from paceline.launch.guard import story
 from paceline.launch.guard.collect import ANSWER_SECONDS
 from paceline.launch.guard.evidence import Evidence, Verdict, VerdictKind
 from paceline.launch.guard.judge import judge
-from paceline.launch.guard.pace import Alarm, Pace, RankPace, Windows
+from paceline.launch.guard.pace import Alarm, Pace, RankPace
 from paceline.launch.guard.pulse import Pulse, sample_seconds
 from paceline.launch.guard.slow import Slowness
 from paceline.launch.guard.standing import paces, stands_still, to_free, waits
@@ -103,7 +103,7 @@ class Guarding:
         interrupted: Callable[[], bool],
     ) -> None:
         self._plan, self._node, self._crew, self._observe = plan, node, crew, observe
-        self._windows = Windows.parse(plan.stall_after)
+        self._windows = plan.stall_after
         self._asking = Asking(node, crew, wait, interrupted)
         self._interrupted = interrupted
         self._pace = Pace(self._windows)

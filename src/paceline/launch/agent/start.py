@@ -170,7 +170,7 @@ def environment(plan: NodePlan, local_rank: int, store: Store) -> dict[str, str]
     if plan.interface:  # left alone, gloo takes the one that the host's own name resolves to: often the loopback
         env.setdefault("GLOO_SOCKET_IFNAME", plan.interface)
         env.setdefault("NCCL_SOCKET_IFNAME", plan.interface)
-    if plan.stall_after == "off":
+    if plan.stall_after.off:
         env["PACELINE_GUARD"] = "off"
     for descriptor in store.inherited(rank, plain=plan.plain_store):
         env["PACELINE_STORE_FD"] = str(descriptor)

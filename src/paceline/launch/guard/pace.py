@@ -22,7 +22,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Literal, Self
+from typing import Literal
+
+import msgspec
 
 from paceline.errors import UsageError
 from paceline.launch.guard.evidence import Phase
@@ -54,15 +56,14 @@ LEARNED = {  # floor and cap in seconds
 OF_STEPS = (Stage.STEP, Stage.DATA, Stage.WARM_UP)  # learn together: a phase that was short may be long the next time
 
 
-@dataclass(frozen=True)
-class Windows:
+class Windows(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """What the user has said about windows: `seconds` is None where the run shall tell by itself."""
 
     seconds: float | None = None
     off: bool = False
 
     @classmethod
-    def parse(cls, text: str) -> Self:
+    def parse(cls, text: str) -> Windows:
         """What `--stall-after TEXT` means: auto, off, or seconds such as 30, 7.5 or 30s.
 
         Raises:
@@ -70,7 +71,7 @@ class Windows:
         """
         word = text.strip().lower()
         if word in ("auto", "off"):
-            return cls(off=word == "off")
+            return cls(off=True) if word == "off" else AUTO
         match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?s?", word)
         if match is None or not 0 < float(match[1]) <= MAX_SECONDS:
             raise UsageError(
@@ -87,6 +88,9 @@ class Windows:
             return max(EXPLICIT_FLOOR_SECONDS, EXPLICIT_FACTOR * self.seconds) if stage is Stage.LONG else self.seconds
         floor, cap = LEARNED[stage]
         return min(max(GAP_FACTOR * largest_gap_seconds, floor), cap)
+
+
+AUTO = Windows()  # one object, which a plan leaves out as its default
 
 
 @dataclass(frozen=True)
