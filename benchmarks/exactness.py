@@ -47,6 +47,7 @@ from paceline.train.prepare import make_model
 from paceline.train.resume import Content
 from paceline.train.saving import Saver
 from paceline.train.schedule import Schedule
+from paceline.train.votes import Votes
 from paceline.train.watch import check_replicas
 from paceline.worker.world import World, joined
 
@@ -148,7 +149,7 @@ def variants(run: Run) -> dict[str, Variant]:
     return made
 
 
-def training(run: Run, own: Replica, votes: Callable[[], Sequence[float]] = tuple) -> Generator[StepRecord]:
+def training(run: Run, own: Replica, votes: Callable[[], Votes] | None = None) -> Generator[StepRecord]:
     """Steps without end."""
     share = ranks_share(run.plan.virtual_ranks, run.world.rank, run.world.size)
     steps = load_steps(run.data, run.plan, share, Loading(run.world.device), start=0, stop=sys.maxsize)
@@ -230,7 +231,7 @@ def disk_costs(run: Run, variant: Variant, rounds: int, steps: int, folder: Path
     slower: list[float] = []
     for number in range(rounds + 1):
         plain = block(voting, steps)
-        during, votes = list[float](), list[float]()
+        during, votes = list[float](), Votes()
         with variant.kernels():
             saver.begin(variant.replica.state(), number, Content(0, {}, {}))
             while sum(votes) < world.size:  # until all ranks have written

@@ -126,7 +126,7 @@ def test_a_terminal_stays_a_terminal_for_rank_0(tmp_path: Path) -> None:
         "import sys; from pathlib import Path; from paceline.launch.job import Job\n"
         "from paceline.launch.local import local; from paceline.launch.supervise import run\n"
         f"folder = Path({str(tmp_path)!r})\n"
-        f"sys.exit(run(local(Job((sys.executable, {str(script)!r}), 2, 'x', 1, folder)), folder))"
+        f"sys.exit(run(local(Job((sys.executable, {str(script)!r}), 2, 'x', 1, attempt_dir=folder)), folder))"
     )
     try:
         done = subprocess.run([sys.executable, "-c", code], stdin=side, stdout=side, timeout=30, check=False)

@@ -7,8 +7,8 @@ import time
 from paceline.agent.channel import Link
 from paceline.agent.messages import Ask, Pulses, Release, Shown
 from paceline.agent.node import Node
+from paceline.contract.windows import Windows
 from paceline.guard.collect import ADVANCE_SECONDS, Collection
-from paceline.guard.pace import Windows
 from paceline.guard.pulse import sample_seconds
 from paceline.observe.terminal import say
 

@@ -40,7 +40,6 @@ from paceline.contract.orders import Orders
 from paceline.disk import writing
 from paceline.disk.reading import read
 from paceline.errors import ExitCode, UsageError
-from paceline.guard.pace import Windows
 from paceline.host.facts import gather as gather_facts
 from paceline.observe.terminal import say
 
@@ -54,7 +53,7 @@ class Follower:
     def __init__(self, plan: NodePlan, orders: Orders, inherited: Inherited, settled: Callable[[], None]) -> None:
         self.plan, self.orders = plan, orders
         self.node = Node(plan, inherited)
-        self._answering = Answering(self.node, Windows.parse(plan.stall_after), look_seconds=LOOK_SECONDS)
+        self._answering = Answering(self.node, plan.stall_after, look_seconds=LOOK_SECONDS)
         self._settled = settled  # called when the workers are started
         self._code: int | None = None
         self._told = 0

@@ -30,7 +30,7 @@ from paceline.guard import story
 from paceline.guard.collect import ANSWER_SECONDS
 from paceline.guard.deaths import Kind, Observation
 from paceline.guard.judge import judge
-from paceline.guard.pace import Alarm, Pace, RankPace, Windows
+from paceline.guard.pace import Alarm, Pace, RankPace
 from paceline.guard.pulse import Pulse, sample_seconds
 from paceline.guard.slow import Slowness
 from paceline.guard.standing import paces, stands_still, to_free, waits
@@ -103,7 +103,7 @@ class Guarding:
         interrupted: Callable[[], bool],
     ) -> None:
         self._plan, self._node, self._crew, self._observe = plan, node, crew, observe
-        self._windows = Windows.parse(plan.stall_after)
+        self._windows = plan.stall_after
         self._asking = Asking(node, crew, wait, interrupted)
         self._interrupted = interrupted
         self._pace = Pace(self._windows)

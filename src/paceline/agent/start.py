@@ -202,7 +202,7 @@ def start_workers(plan: NodePlan, store: Store, generation: int, inherited: Inhe
             store=meet,
             snapshots=inherited.snapshots,
             temporary=inherited.temporary,
-            guarded=plan.stall_after != "off",
+            guarded=not plan.stall_after.off,
         )
         env = environment(plan, local_rank, store) | birth.variable()
         if agent is not None:

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 from paceline.contract.evidence import Evidence, Phase, Verdict, VerdictKind
 from paceline.contract.places import imports_torch
-from paceline.guard.pace import LEARNED, Alarm, RankPace, Stage, Windows
+from paceline.contract.windows import LEARNED, Stage, Windows
+from paceline.guard.pace import Alarm, RankPace
 from paceline.guard.pulse import Pulse
 
 CLOCKS_SECONDS = 1.5  # what two looks at a rank may differ by where it has not moved

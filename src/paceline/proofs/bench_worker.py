@@ -24,7 +24,7 @@ from paceline.bench.spec import CHUNKS, LOOKED_AT, RUNNING, Candidate, Chunk, Me
 from paceline.checkpoint.whole import sha256_of, whole
 from paceline.collectives import gather_words, together
 from paceline.collectives.transport import shared_memory
-from paceline.config import EXACT
+from paceline.ladder import EXACT
 from paceline.proofs.measured import Ground, Training, lay
 from paceline.proofs.memory import inspected
 from paceline.proofs.traffic import Traffic

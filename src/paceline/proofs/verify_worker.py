@@ -20,6 +20,7 @@ from paceline.collectives import gather_words, together
 from paceline.data.loader import MicroBatch
 from paceline.data.plan import BatchPlan
 from paceline.errors import ToldElsewhere, UsageError
+from paceline.ladder import LADDER
 from paceline.proofs.causes import Ranks, explain
 from paceline.proofs.reference import Observed, Reference
 from paceline.proofs.setup import build, has_batch_norm, has_dropout, task_options, uneven_data, without_dropout
@@ -139,11 +140,12 @@ def _not_started_from(candidate: Candidate, start: Mapping[str, Tensor], world: 
 
 
 def _not_run(strategy: str, policy: Policy, world: World) -> str | None:
-    if strategy in ("exact", "zero") and policy == "sync":
+    rung = LADDER[strategy]
+    if rung.exact and policy == "sync":
         return "has local batch norm only"
-    if strategy in ("single", "dp") and world.size > 1:
+    if rung.one_process and world.size > 1:
         return "lives in one process"
-    if strategy == "dp" and torch.cuda.device_count() < 2:
+    if rung.several_gpus and torch.cuda.device_count() < 2:
         return "needs two GPUs: on one device it only calls the module"
     return None
 

@@ -17,12 +17,13 @@ import torch
 from paceline import __version__
 from paceline.collectives import check_equal, gather_words, together, told_once
 from paceline.collectives.transport import memory_or_hosts, way_taken
-from paceline.config import EXACT, TrainConfig, default_strategy, dump, load, repeatable, resolved
+from paceline.config import TrainConfig, default_strategy, dump, load, repeatable, resolved
 from paceline.contract.birth import WorkerBirth, restarts
 from paceline.contract.evidence import Phase
 from paceline.definition import BITS_ONLY, allowed_changes, check_same, settings
 from paceline.disk import writing
 from paceline.errors import ExitCode, PacelineError, UsageError
+from paceline.ladder import EXACT
 from paceline.observe.folder import (
     CHECKPOINTS,
     CONFIG,
