@@ -60,6 +60,7 @@ class Follower:
         self._told = 0
         self._said_gone = False
         self._patience_seconds = float("inf")
+        self._number = -1  # the generation's, also of one that could not be started
         self._ended = True  # the generation, if there was any
         self._news: Sequence[object] = []
         self._sent_seconds = 0.0
@@ -90,8 +91,9 @@ class Follower:
                 for message in link.receive():
                     self._do(message, link)
                 self._pass_on(link)
-                if self.node.stopping and self.node.number >= 0 and not self.node.seconds_left:
-                    self._end_generation()
+                if self.node.stopping and not self._ended and not self.node.seconds_left:
+                    self._ended = True
+                    self.node.sweep()
                 self._report(link)
                 self._answering.work(link)
                 if why := self._head_lost(link):
@@ -124,7 +126,7 @@ class Follower:
             attempt_dir=str(Path(start.attempt_dir).resolve()),
             group_rank=self.plan.node,
         )
-        self._ended = False
+        self._number, self._ended = start.generation, False
         who = f"node {plan.node} ({os.uname().nodename})"
         try:
             self._find_folder(Path(start.attempt_dir).resolve(), start.proof)
@@ -162,20 +164,15 @@ class Follower:
             grace = REMOTE_GRACE_SECONDS if self.orders.launcher_gone else self.plan.stop_grace_seconds
             self._patience_seconds = time.monotonic() + grace + HEAD_STOP_SECONDS
 
-    def _end_generation(self) -> None:
-        if not self._ended:
-            self._ended = True
-            self.node.sweep()
-
     def _report(self, link: Link) -> None:
         now = time.monotonic()
-        observations = self.node.observe()
+        observations = self.node.observe() if self.node.number == self._number else []  # it could not be started
         report = Report(
-            generation=self.node.number,
+            generation=self._number,
             workers=seen(observations, now),
             step=self.node.step_reached(),
             oom_kills=self.node.oom_kills(),
-            stopped=self._ended and (self.node.stopping or self.node.number < 0),
+            stopped=self._ended,
             left=tuple(self.node.left),
         )
         news = [(report.generation, report.stopped), *((o.code, o.record is None) for o in observations)]

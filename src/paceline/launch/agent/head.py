@@ -73,6 +73,8 @@ class Head:
             if self._ordered:
                 return self._obey()
             self._start(nproc)
+            if self._ordered:  # it may have come while another node was still starting
+                return self._obey()
             end = self._watch()
             if isinstance(end, int):
                 return end
