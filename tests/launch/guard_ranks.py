@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from paceline.launch.agent.generation import read_record
+from paceline.launch.agent.workers import read_record
 from paceline.launch.failure import Failure
 from paceline.launch.guard import box
 from paceline.launch.guard.evidence import Answer, Op

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from paceline.launch.agent.generation import read_record
+from paceline.launch.agent.workers import read_record
 from paceline.launch.failure import Failure
 from paceline.launch.worker.attach import attach, record_failure
 

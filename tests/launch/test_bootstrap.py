@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import UsageError
-from paceline.launch.agent.generation import read_record
+from paceline.launch.agent.workers import read_record
 from paceline.launch.worker.bootstrap import MODULE, worker_command
 
 BUFFERED = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}

@@ -190,13 +190,13 @@ def test_a_stop_while_another_node_is_still_starting_ends_all_in_good_order(node
     slow = f"""
 import runpy, sys, time
 from paceline.errors import UsageError
-from paceline.launch.agent.node import Node
-at_once = Node.start
+from paceline.launch.agent.workers import Workers
+at_once = Workers.start
 def late(*arguments):
     time.sleep(2)
     {then}
     return at_once(*arguments)
-Node.start = late
+Workers.start = late
 del sys.argv[1:5]  # python -P -m paceline.launch.agent
 runpy.run_module("paceline.launch.agent", run_name="__main__")
 """

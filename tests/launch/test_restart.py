@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.launch.agent.restart import Failed, Restart, Stop, decide
+from paceline.launch.agent.restart import Failed, NoRestart, Restart, decide
 from paceline.launch.failure import Kind
 from paceline.launch.guard.evidence import Op, Verdict, VerdictKind
 
@@ -72,7 +72,7 @@ def test_decision(name: str) -> None:
     if isinstance(expected, int):
         assert decision == Restart(expected)
     else:
-        assert isinstance(decision, Stop) and expected in decision.sentence
+        assert isinstance(decision, NoRestart) and expected in decision.sentence
         assert bool(decision.sentence) == (max_restarts > 0)
 
 
@@ -96,7 +96,7 @@ def test_never_more_restarts_and_never_fewer_ranks_than_asked(
     for failed in coming:
         history.append(of(failed, ranks))
         decision = decide(history, nproc=nproc, min_nproc=min_nproc, max_restarts=max_restarts)
-        if isinstance(decision, Stop):
+        if isinstance(decision, NoRestart):
             break
         restarts += 1
         assert decision.nproc in (ranks, ranks - 1)

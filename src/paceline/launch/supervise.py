@@ -33,6 +33,7 @@ from paceline.launch.sweep import roster_path, sweep_recorded
 
 KEEP_FDS = "PACELINE_KEEP_FDS"  # tells an agent which descriptors its workers shall inherit, e.g. "9,12"
 LIFELINE_GRACE_SECONDS = min(2.0, GRACE_SECONDS)  # when the launcher is gone: nobody waits for a result any more
+REMOTE_GRACE_SECONDS = 6.0  # when one at the other end of ssh is gone: time to save, and nothing left after 10 s
 SAME_REQUEST_SECONDS = 0.1  # timeout(1), for one, sends every signal twice: to its child and to the child's group
 AGENT_MARGIN_SECONDS = 1.2  # an agent that was told to stop needs that much more than its workers' grace
 

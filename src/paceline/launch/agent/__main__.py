@@ -25,13 +25,13 @@ from msgspec.structs import replace
 
 from paceline.disk.reading import read
 from paceline.errors import ExitCode, PacelineError, UsageError
-from paceline.launch.agent.crew import Crew
 from paceline.launch.agent.detach import detach
 from paceline.launch.agent.follower import Follower
 from paceline.launch.agent.head import Head
 from paceline.launch.agent.janitor import start_janitor
 from paceline.launch.agent.preload import start_preloader
-from paceline.launch.agent.start import Inherited, Store, environment, make_snapshots
+from paceline.launch.agent.start import Inherited, environment, make_snapshots
+from paceline.launch.agent.store import Store
 from paceline.launch.doctor.facts import gather as gather_facts
 from paceline.launch.job import NodePlan, threads_per_rank, usable_cores
 from paceline.launch.orders import LIFELINE, STOP_SIGNALS, Orders, hold_standard_descriptors, signal_inbox
@@ -159,7 +159,7 @@ def _serve(plan: NodePlan, inherited: Inherited, settled: Callable[[], None], *,
         if inherited.preloader is not None:
             inherited.preloader.wait_ready(orders)
         if plan.node == 0:
-            return Head(plan, orders, inherited, Crew(plan), settled).run()
+            return Head(plan, orders, inherited, settled).run()
         return Follower(plan, orders, inherited, settled).run()
 
 

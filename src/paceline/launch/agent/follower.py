@@ -1,4 +1,4 @@
-"""The agent of every node but the first: it does what the head says; alone, it ends what it has started."""
+"""The agent of every node but the first: it does what the head says; without the head it ends what it has started."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from paceline.disk.reading import read
 from paceline.errors import ExitCode, UsageError
 from paceline.launch.agent.answering import Answering
 from paceline.launch.agent.channel import Link
-from paceline.launch.agent.crew import BEAT_SECONDS, SILENCE_SECONDS
 from paceline.launch.agent.gather import interface_of, try_to_reach
-from paceline.launch.agent.head import REMOTE_GRACE_SECONDS
 from paceline.launch.agent.join import join
 from paceline.launch.agent.messages import (
+    BEAT_SECONDS,
     PROOF,
+    SILENCE_SECONDS,
     Alive,
     Ask,
     End,
@@ -36,13 +36,13 @@ from paceline.launch.agent.messages import (
     Told,
     seen,
 )
-from paceline.launch.agent.node import Node
 from paceline.launch.agent.start import Inherited
+from paceline.launch.agent.workers import Workers
 from paceline.launch.doctor.facts import gather as gather_facts
 from paceline.launch.guard.pace import Windows
 from paceline.launch.job import NodePlan
 from paceline.launch.orders import Orders
-from paceline.launch.supervise import say
+from paceline.launch.supervise import REMOTE_GRACE_SECONDS, say
 
 LOOK_SECONDS = 1.0
 HEAD_STOP_SECONDS = 20.0  # beyond the grace: the head that was told of an order must have ended the run by then
@@ -53,15 +53,15 @@ class Follower:
 
     def __init__(self, plan: NodePlan, orders: Orders, inherited: Inherited, settled: Callable[[], None]) -> None:
         self.plan, self.orders = plan, orders
-        self.node = Node(plan, inherited)
-        self._answering = Answering(self.node, Windows.parse(plan.stall_after), look_seconds=LOOK_SECONDS)
+        self._inherited = inherited
+        self._answering = Answering(Windows.parse(plan.stall_after), look_seconds=LOOK_SECONDS)
         self._settled = settled  # called when the workers are started
         self._code: int | None = None
         self._told = 0
         self._said_gone = False
         self._patience_seconds = float("inf")
         self._number = -1  # the generation's, also of one that could not be started
-        self._ended = True  # the generation, if there was any
+        self._workers: Workers | None = None  # this generation's, where they could be started
         self._news: Sequence[object] = []
         self._sent_seconds = 0.0
 
@@ -71,13 +71,14 @@ class Follower:
         Raises:
             NotTogether: when the head cannot be found.
         """
-        link = join(self.plan, self.orders.wait, lambda: self.orders.given)
+        link = join(self.plan, self.orders)
         if link is None:
             return ExitCode.FAILED if self.orders.launcher_gone else 128 + self.orders.signals[0]
         try:
             return self._follow(link)
         finally:
-            self.node.sweep()
+            if self._workers is not None:
+                self._workers.sweep()
             link.end("the run is over")
 
     def _follow(self, link: Link) -> int:
@@ -91,11 +92,11 @@ class Follower:
                 for message in link.receive():
                     self._do(message, link)
                 self._pass_on(link)
-                if self.node.stopping and not self._ended and not self.node.seconds_left:
-                    self._ended = True
-                    self.node.sweep()
+                if workers := self._workers:
+                    if workers.stopping and not workers.swept and not workers.seconds_left:
+                        workers.sweep()
+                    self._answering.work(link, workers)
                 self._report(link)
-                self._answering.work(link)
                 if why := self._head_lost(link):
                     return self._alone(why)
         return self._code
@@ -107,9 +108,11 @@ class Follower:
             case Start():
                 link.send(self._start(message))
             case Ask() | Release():
-                self._answering.hear(message)
+                if self._workers is not None:
+                    self._answering.hear(message, self._workers)
             case Stop(grace_seconds):
-                self.node.stop(grace_seconds)
+                if self._workers is not None:
+                    self._workers.stop(grace_seconds)
             case End(code):
                 self._code = code
             case Alive():
@@ -126,16 +129,19 @@ class Follower:
             attempt_dir=str(Path(start.attempt_dir).resolve()),
             group_rank=self.plan.node,
         )
-        self._number, self._ended = start.generation, False
+        self._number = start.generation
+        if self._workers is not None:
+            self._workers.close()
+            self._workers = None
         who = f"node {plan.node} ({os.uname().nodename})"
         try:
             self._find_folder(Path(start.attempt_dir).resolve(), start.proof)
-            self.node.start(plan, start.generation)
+            self._workers = Workers.start(plan, start.generation, self._inherited)
             self._settled()
         except UsageError as error:
-            return Started(start.generation, f"{who}: {error}", ExitCode.USAGE)
+            return Started(start.generation, f"{who}: {error}")
         except OSError as error:
-            return Started(start.generation, f"{who}: the workers cannot be started: {error}", ExitCode.USAGE)
+            return Started(start.generation, f"{who}: the workers cannot be started: {error}")
         return Started(start.generation)
 
     def _find_folder(self, attempt_dir: Path, proof: str) -> None:
@@ -166,14 +172,15 @@ class Follower:
 
     def _report(self, link: Link) -> None:
         now = time.monotonic()
-        observations = self.node.observe() if self.node.number == self._number else []  # it could not be started
+        workers = self._workers
+        observations = workers.observe() if workers else []
         report = Report(
             generation=self._number,
             workers=seen(observations, now),
-            step=self.node.step_reached(),
-            oom_kills=self.node.oom_kills(),
-            stopped=self._ended,
-            left=tuple(self.node.left),
+            step=workers.step_reached() if workers else 0,
+            oom_kills=workers.oom_kills() if workers else 0,
+            stopped=workers is None or workers.swept,
+            left=tuple(workers.left) if workers else (),
         )
         news = [(report.generation, report.stopped), *((o.code, o.record is None) for o in observations)]
         if news != self._news or now > self._sent_seconds + BEAT_SECONDS:
@@ -194,10 +201,11 @@ class Follower:
         return ""
 
     def _alone(self, why: str) -> int:
-        self.node.stop(self.plan.grace_seconds)
-        while left := self.node.seconds_left:
-            self.orders.wait(left)
-        self.node.sweep()
+        if workers := self._workers:
+            workers.stop(self.plan.grace_seconds)
+            while left := workers.seconds_left:
+                self.orders.wait(left)
+            workers.sweep()
         resume = f". Go on with it: paceline train --resume auto --run-dir {self.plan.run_dir}"
         say(
             f"node {self.plan.node} ({os.uname().nodename}) has lost node 0 ({self.plan.head[0]}): {why}; its own "

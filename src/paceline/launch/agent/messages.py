@@ -15,6 +15,8 @@ from paceline.launch.failure import Failure, Observation
 from paceline.launch.guard.evidence import Evidence
 from paceline.launch.guard.pulse import Pulse
 
+BEAT_SECONDS = 2.0  # between two signs of life, in both directions
+SILENCE_SECONDS = 15.0  # then the other side is lost: a few lost packets are not, TCP sends them again well within it
 PROOF = ".shared"  # the file in the attempt's folder that all nodes must see
 
 
@@ -61,11 +63,10 @@ class Start(msgspec.Struct, frozen=True, tag=True):
 
 
 class Started(msgspec.Struct, frozen=True, tag=True):
-    """Node to head: they run; or why they cannot, and the exit code for that."""
+    """Node to head: they run; or why they cannot."""
 
     generation: int
     refusal: str = ""
-    exit_code: int = 0
 
 
 class Seen(msgspec.Struct, frozen=True):

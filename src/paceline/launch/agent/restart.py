@@ -1,4 +1,4 @@
-"""Is another start worth it? Pure: from the failures so far to a restart, perhaps with fewer ranks, or to the end.
+"""Whether another start is worth it. Pure: from the failures so far to a restart, perhaps with fewer ranks, or none.
 
 What comes from outside (a killed process, memory that ran out, a network that broke) is worth another try. What the
 program does by itself it would do again, and the try would only hide the error and burn hours.
@@ -77,13 +77,13 @@ class Restart:
 
 
 @dataclass(frozen=True)
-class Stop:
+class NoRestart:
     """The end, and the sentence that says why; empty where nobody has asked for restarts."""
 
     sentence: str
 
 
-def decide(history: Sequence[Failed], *, nproc: int, min_nproc: int, max_restarts: int) -> Restart | Stop:
+def decide(history: Sequence[Failed], *, nproc: int, min_nproc: int, max_restarts: int) -> Restart | NoRestart:
     """What to do after the last failure of `history`, which holds one failure per generation, the oldest first.
 
     Args:
@@ -97,26 +97,28 @@ def decide(history: Sequence[Failed], *, nproc: int, min_nproc: int, max_restart
     """
     last = history[-1]
     if max_restarts == 0:
-        return Stop("")
+        return NoRestart("")
     if reason := _not_worth_it(last):
-        return Stop(f"not restarted: {reason}")
+        return NoRestart(f"not restarted: {reason}")
     fewer = _is_repeated(history)
     if fewer and last.nproc - 1 < max(1, min_nproc or nproc):
         who = f"rank {last.rank}, " if last.rank >= 0 else ""
         after = f", after step {last.step}" if last.step else ""
-        return Stop(f"not restarted: the same failure at the same step twice: {who}exit code {last.exit_code}{after}")
+        return NoRestart(
+            f"not restarted: the same failure at the same step twice: {who}exit code {last.exit_code}{after}"
+        )
     if len(history) > max_restarts:
-        return Stop(f"not restarted: {max_restarts} of {max_restarts} restarts are used up")
+        return NoRestart(f"not restarted: {max_restarts} of {max_restarts} restarts are used up")
     return Restart(last.nproc - 1 if fewer else last.nproc)
 
 
-def without_lost_nodes(here: int, *, nodes: int, min_nodes: int, nproc: int) -> Restart | Stop:
+def without_lost_nodes(here: int, *, nodes: int, min_nodes: int, nproc: int) -> Restart | NoRestart:
     """What to do when nodes are lost and `here` of `nodes` are left: a lost node costs none of the restarts."""
     if here >= min_nodes and min_nodes < nodes:
         return Restart(nproc)
     asked = f"--nodes {nodes}" if min_nodes >= nodes else f"--nodes {min_nodes}:{nodes}"
     advice = " (over ssh, --nodes MIN:MAX goes on with fewer)" if min_nodes >= nodes else ""
-    return Stop(
+    return NoRestart(
         f"not restarted: {here} of {nodes} nodes {'is' if here == 1 else 'are'} left, {asked} asks for more{advice}"
     )
 
