@@ -14,20 +14,19 @@ from paceline.launch.agent.channel import Link
 from paceline.launch.agent.door import Door
 from paceline.launch.agent.messages import (
     BEAT_SECONDS,
-    SILENCE_SECONDS,
     Alive,
     Ask,
-    End,
     Hello,
     Message,
+    NodeReport,
+    Ordered,
     Pulses,
     Reached,
-    Report,
+    RunOver,
     Shown,
-    Start,
-    Started,
-    Told,
-    observed,
+    StartOrder,
+    StartReply,
+    turned,
 )
 from paceline.launch.failure import Observation
 from paceline.launch.guard.evidence import Evidence
@@ -38,21 +37,21 @@ from paceline.launch.orders import STOP_SIGNALS, Orders
 FAREWELL_SECONDS = 3.0
 
 
-class Member:
+class RemoteNode:
     """One other node."""
 
     def __init__(self, hello: Hello, link: Link) -> None:
         self.hello, self.link = hello, link
         self.clock_ahead_seconds = hello.facts.wall_seconds - time.time()  # less the milliseconds of the way here
         self.ranks = range(0)  # in this generation
-        self.report = Report(-1)
+        self.report = NodeReport(-1)
         self.pulses: tuple[Pulse, ...] = ()
         self.asked = 0  # the number of the last question
         self.shown: list[Evidence] | None = None  # its answer, once it is whole
         self._arrived: list[Evidence] = []
         self._observations: dict[int, Observation] = {}  # by rank
         self.reached: Reached | None = None
-        self.started: Started | None = None
+        self.started: StartReply | None = None
         self.lost = ""  # why it no longer takes part; empty while it does
 
     @property
@@ -60,10 +59,10 @@ class Member:
         """For people."""
         return f"node {self.hello.node} ({self.hello.facts.host})"
 
-    def start(self, start: Start) -> None:
+    def start(self, start: StartOrder) -> None:
         """Have it start its part of a generation."""
         self.ranks = range(start.first_rank, start.first_rank + self.hello.nproc)
-        self.report, self.pulses, self._observations, self.started = Report(start.generation), (), {}, None
+        self.report, self.pulses, self._observations, self.started = NodeReport(start.generation), (), {}, None
         self.link.send(start)
 
     def observe(self) -> list[Observation]:
@@ -85,18 +84,19 @@ class Member:
     def hear(self, message: Message) -> None:
         """Take in what it says."""
         match message:
-            case Report() if message.generation < self.report.generation:
+            case NodeReport() if message.generation < self.report.generation:
                 pass  # it was on its way when the next generation was started
-            case Report():
+            case NodeReport():
                 self.report = message
                 if message.workers:
-                    self._observations = {o.rank: o for o in observed(message.workers, time.monotonic())}
+                    now = time.monotonic()
+                    self._observations = {o.rank: turned(o, now) for o in message.workers}
             case Pulses():
                 if message.generation == self.report.generation:
                     self.pulses = message.pulses
             case Shown():
                 self._hear_answer(message)
-            case Started():
+            case StartReply():
                 self.started = message
             case Reached():
                 self.reached = message
@@ -114,7 +114,7 @@ class Crew:
     """All nodes but the head's own, and all orders, whichever agent was given them."""
 
     def __init__(self, plan: NodePlan, orders: Orders) -> None:
-        self.members: dict[int, Member] = {}
+        self.members: dict[int, RemoteNode] = {}
         self.wrong: list[str] = []  # who had the secret, and could not be taken all the same
         self._plan, self._orders = plan, orders
         self._door = Door(plan.head_ports, bytes.fromhex(plan.secret)) if plan.nodes > 1 else None
@@ -127,7 +127,7 @@ class Crew:
         return self._door.port if self._door else 0
 
     @property
-    def here(self) -> list[Member]:
+    def here(self) -> list[RemoteNode]:
         """Those that take part, by number."""
         return [member for _, member in sorted(self.members.items()) if not member.lost]
 
@@ -157,12 +157,7 @@ class Crew:
             self._welcome(link, messages)
         for member in self.here:
             self._hear(member, member.link.receive())
-            silent = time.monotonic() - member.link.heard_seconds
-            if member.link.ended:
-                member.lost = member.link.ended
-            elif silent > SILENCE_SECONDS:
-                member.lost = f"it has not been heard of for {silent:.0f} s: powered off, or cut off from the network?"
-                member.link.end(member.lost)
+            member.lost = member.link.ended
         if time.monotonic() > self._beat_seconds + BEAT_SECONDS:
             self._beat_seconds = time.monotonic()
             self.send(Alive())
@@ -179,14 +174,14 @@ class Crew:
             there = self.members[hello.node].hello.facts
             self.wrong.append(f"{who} came, but that number has {there.host}, pid {there.pid}, already")
         else:
-            member = self.members[hello.node] = Member(hello, link)
+            member = self.members[hello.node] = RemoteNode(hello, link)
             return self._hear(member, messages[1:])
-        link.send(End(2))
+        link.send(RunOver(2))
         return link.end("not taken")
 
-    def _hear(self, member: Member, messages: Sequence[Message]) -> None:
+    def _hear(self, member: RemoteNode, messages: Sequence[Message]) -> None:
         for message in messages:
-            if isinstance(message, Told):
+            if isinstance(message, Ordered):
                 self._told.setdefault(member.hello.node, []).append(message.signal)
             else:
                 member.hear(message)
@@ -202,7 +197,7 @@ class Crew:
 
     def end(self, code: int) -> None:
         """Tell all that the run is over, and wait a little until they are gone: they are to be gone before us."""
-        self.send(End(code))
+        self.send(RunOver(code))
         deadline = time.monotonic() + FAREWELL_SECONDS
         while (links := [m.link for m in self.here if not m.link.ended]) and time.monotonic() < deadline:
             select.select(links, [], [], max(0.0, deadline - time.monotonic()))

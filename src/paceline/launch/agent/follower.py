@@ -20,21 +20,20 @@ from paceline.launch.agent.join import join
 from paceline.launch.agent.messages import (
     BEAT_SECONDS,
     PROOF,
-    SILENCE_SECONDS,
     Alive,
     Ask,
-    End,
     Hello,
     Message,
+    NodeReport,
+    Ordered,
     Reach,
     Reached,
     Release,
-    Report,
-    Start,
-    Started,
+    RunOver,
+    StartOrder,
+    StartReply,
     Stop,
-    Told,
-    seen,
+    turned,
 )
 from paceline.launch.agent.start import Inherited
 from paceline.launch.agent.workers import Workers
@@ -97,7 +96,7 @@ class Follower:
                         workers.sweep()
                     self._answering.work(link, workers)
                 self._report(link)
-                if why := self._head_lost(link):
+                if self._code is None and (why := self._head_lost(link)):
                     return self._alone(why)
         return self._code
 
@@ -105,7 +104,7 @@ class Follower:
         match message:
             case Reach(peers):
                 link.send(Reached(tuple(try_to_reach(os.uname().nodename, peers))))
-            case Start():
+            case StartOrder():
                 link.send(self._start(message))
             case Ask() | Release():
                 if self._workers is not None:
@@ -113,14 +112,14 @@ class Follower:
             case Stop(grace_seconds):
                 if self._workers is not None:
                     self._workers.stop(grace_seconds)
-            case End(code):
+            case RunOver(code):
                 self._code = code
             case Alive():
                 pass
             case _:
                 link.end("it sent what only a node sends")
 
-    def _start(self, start: Start) -> Started:
+    def _start(self, start: StartOrder) -> StartReply:
         plan = replace(
             self.plan,
             first_rank=start.first_rank,
@@ -139,10 +138,10 @@ class Follower:
             self._workers = Workers.start(plan, start.generation, self._inherited)
             self._settled()
         except UsageError as error:
-            return Started(start.generation, f"{who}: {error}")
+            return StartReply(start.generation, f"{who}: {error}")
         except OSError as error:
-            return Started(start.generation, f"{who}: the workers cannot be started: {error}")
-        return Started(start.generation)
+            return StartReply(start.generation, f"{who}: the workers cannot be started: {error}")
+        return StartReply(start.generation)
 
     def _find_folder(self, attempt_dir: Path, proof: str) -> None:
         if not proof:  # any script's: its logs may lie on each host for themselves
@@ -162,40 +161,29 @@ class Follower:
         fresh = self.orders.signals[self._told :]
         self._told += len(fresh)
         for number in fresh:
-            link.send(Told(int(number)))
+            link.send(Ordered(int(number)))
         if self.orders.launcher_gone and not self._said_gone:
             self._said_gone = True
-            link.send(Told(0))
+            link.send(Ordered(0))
         if self.orders.given and self._patience_seconds == float("inf"):
             grace = REMOTE_GRACE_SECONDS if self.orders.launcher_gone else self.plan.stop_grace_seconds
             self._patience_seconds = time.monotonic() + grace + HEAD_STOP_SECONDS
 
     def _report(self, link: Link) -> None:
         now = time.monotonic()
-        workers = self._workers
-        observations = workers.observe() if workers else []
-        report = Report(
-            generation=self._number,
-            workers=seen(observations, now),
-            step=workers.step_reached() if workers else 0,
-            oom_kills=workers.oom_kills() if workers else 0,
-            stopped=workers is None or workers.swept,
-            left=tuple(workers.left) if workers else (),
-        )
-        news = [(report.generation, report.stopped), *((o.code, o.record is None) for o in observations)]
+        report = NodeReport(self._number, stopped=True)
+        if of := self._workers:
+            workers = tuple(turned(o, now) for o in of.observe())
+            report = NodeReport(of.number, workers, of.step_reached(), of.oom_kills(), of.swept, tuple(of.left))
+        news = [(report.generation, report.stopped), *((o.code, o.record is None) for o in report.workers)]
         if news != self._news or now > self._sent_seconds + BEAT_SECONDS:
             self._news, self._sent_seconds = news, now
             link.send(report)
 
     def _head_lost(self, link: Link) -> str:
         """Why this node is on its own now; empty while it is not."""
-        if self._code is not None:
-            return ""
-        silent = time.monotonic() - link.heard_seconds
         if link.ended:
             return link.ended
-        if silent > SILENCE_SECONDS:
-            return f"it has not been heard of for {silent:.0f} s: powered off, or cut off from the network?"
         if time.monotonic() > self._patience_seconds:
             return "it did not end the run as it was told to"
         return ""

@@ -11,8 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from msgspec.structs import replace
 
 from paceline.errors import ExitCode, PacelineError, UsageError
-from paceline.launch.agent.crew import Crew, Member
-from paceline.launch.agent.messages import Peer, Reach
+from paceline.launch.agent.crew import Crew, RemoteNode
+from paceline.launch.agent.messages import PeerAddress, Reach
 from paceline.launch.doctor.compare import compare
 from paceline.launch.doctor.facts import Facts
 from paceline.launch.doctor.facts import gather as gather_facts
@@ -98,9 +98,9 @@ def unreachable(crew: Crew, seconds: float, interrupted: Callable[[], bool]) -> 
     members, host = crew.here, os.uname().nodename
     if not members:
         return []
-    peers = [Peer(m.hello.node, m.hello.facts.host, m.link.peer_address, m.hello.probe_port) for m in members]
+    peers = [PeerAddress(m.hello.node, m.hello.facts.host, m.link.peer_address, m.hello.probe_port) for m in members]
     with socket.create_server(("", 0)) as probe:
-        own = Peer(0, host, members[0].link.own_address, probe.getsockname()[1])
+        own = PeerAddress(0, host, members[0].link.own_address, probe.getsockname()[1])
         for member in members:
             member.reached = None
             member.link.send(Reach(tuple(peer for peer in (own, *peers) if peer.node != member.hello.node)))
@@ -111,7 +111,7 @@ def unreachable(crew: Crew, seconds: float, interrupted: Callable[[], bool]) -> 
     return [*apart, *(words for m in members if m.reached is not None for words in m.reached.unreachable)]
 
 
-def try_to_reach(host: str, peers: Sequence[Peer]) -> list[str]:
+def try_to_reach(host: str, peers: Sequence[PeerAddress]) -> list[str]:
     """Which of these cannot be reached from here, and why."""
     with ThreadPoolExecutor(MAX_PROBES) as pool:  # all together in the time of one: others wait for this agent's word
         reasons = pool.map(why_unreachable, [peer.address for peer in peers], [peer.port for peer in peers])
@@ -123,7 +123,7 @@ def interface_of(facts: Facts, address: str) -> str:
     return next((a.interface for a in facts.addresses if a.address == address), "")
 
 
-def _refuse_differences(plan: NodePlan, own: Facts, members: Sequence[Member]) -> None:
+def _refuse_differences(plan: NodePlan, own: Facts, members: Sequence[RemoteNode]) -> None:
     names = [f"node 0 ({own.host})", *(m.name for m in members)]
     workers = [plan.nproc, *(m.hello.nproc for m in members)]
     findings = compare([own, *(m.hello.facts for m in members)], names=names, workers=workers, threads=plan.threads)

@@ -14,8 +14,8 @@ from msgspec.structs import replace
 
 from paceline.disk import writing
 from paceline.errors import UsageError
-from paceline.launch.agent.crew import Crew, Member
-from paceline.launch.agent.messages import BEAT_SECONDS, PROOF, Ask, Release, Start, Stop
+from paceline.launch.agent.crew import Crew, RemoteNode
+from paceline.launch.agent.messages import BEAT_SECONDS, PROOF, Ask, Release, StartOrder, Stop
 from paceline.launch.agent.start import Inherited
 from paceline.launch.agent.workers import Workers, words_of
 from paceline.launch.failure import Observation, verdict_due_seconds
@@ -45,7 +45,7 @@ class Generation:
 
     def __init__(self, plan: NodePlan, own: Workers, crew: Crew) -> None:
         self.plan, self.own, self.crew = plan, own, crew
-        self.members: Sequence[Member] = crew.here  # later perhaps lost
+        self.members: Sequence[RemoteNode] = crew.here  # later perhaps lost
         self._question = 0
 
     @classmethod
@@ -62,7 +62,7 @@ class Generation:
         own = Workers.start(plan, number, inherited)
         first_rank = plan.nproc
         for member in members:
-            member.start(Start(number, first_rank, plan.world_size, own.port, plan.attempt_dir, proof))
+            member.start(StartOrder(number, first_rank, plan.world_size, own.port, plan.attempt_dir, proof))
             first_rank += member.hello.nproc
         return cls(plan, own, crew)
 

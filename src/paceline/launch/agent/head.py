@@ -14,7 +14,7 @@ from paceline.launch.agent.crew import Crew
 from paceline.launch.agent.gather import gather_nodes
 from paceline.launch.agent.generation import Generation
 from paceline.launch.agent.guarding import Guarding, Stall
-from paceline.launch.agent.restart import Failed, NoRestart, Restart, announced, decide, without_lost_nodes
+from paceline.launch.agent.restart import FailedGeneration, NoRestart, Restart, announced, decide, without_lost_nodes
 from paceline.launch.agent.start import Inherited
 from paceline.launch.ended import write_ended
 from paceline.launch.failure import GOOD_ENDS, Kind, Observation, choose, verdict_due_seconds
@@ -34,7 +34,7 @@ class Head:
         self._inherited = inherited
         self._settled = settled  # called when all nodes have started their workers
         self._number = 0  # of the generation
-        self._failures: list[Failed] = []
+        self._failures: list[FailedGeneration] = []
 
     def run(self) -> int:
         """Start the workers, again after a failure where that may help, and wait for their end; the exit code."""
@@ -131,7 +131,9 @@ class Head:
         )
         return ExitCode.FAILED
 
-    def _judge(self, generation: Generation, guarding: Guarding, observations: Sequence[Observation]) -> Failed:
+    def _judge(
+        self, generation: Generation, guarding: Guarding, observations: Sequence[Observation]
+    ) -> FailedGeneration:
         """End the generation and tell the verdict."""
         primary = choose(observations)
         assert primary is not None
@@ -144,16 +146,16 @@ class Head:
             primary, observations, oom_kills=generation.oom_kills(), attempt_dir=self.plan.attempt_dir, last=last
         )
         say(words)
-        return Failed.of(primary, observations, step=generation.step_reached(), nproc=generation.plan.nproc)
+        return FailedGeneration.of(primary, observations, step=generation.step_reached(), nproc=generation.plan.nproc)
 
-    def _end_stalled(self, generation: Generation, stall: Stall) -> Failed:
+    def _end_stalled(self, generation: Generation, stall: Stall) -> FailedGeneration:
         """Tell the verdict, free those who only wait, and end the generation."""
         say(stall.page)
         generation.free(stall.freed, stall.word)
         generation.stop(self.plan.grace_seconds)
         return _stalled(generation, stall)
 
-    def _again(self, generation: Generation, failed: Failed) -> Restart | int:
+    def _again(self, generation: Generation, failed: FailedGeneration) -> Restart | int:
         """The restart to make, told; or the exit code, and it is told why there is none."""
         plan, here = self.plan, 1 + len(self.crew.here)
         if failed.kind is Kind.LOST or here < 1 + len(
@@ -195,8 +197,10 @@ def _launcher_gone() -> ExitCode:
     return ExitCode.FAILED
 
 
-def _stalled(generation: Generation, stall: Stall) -> Failed:
-    return Failed.stalled(stall.verdict, stall.exit_code, step=generation.step_reached(), nproc=generation.plan.nproc)
+def _stalled(generation: Generation, stall: Stall) -> FailedGeneration:
+    return FailedGeneration.stalled(
+        stall.verdict, stall.exit_code, step=generation.step_reached(), nproc=generation.plan.nproc
+    )
 
 
 def good_code(observations: Sequence[Observation]) -> ExitCode:

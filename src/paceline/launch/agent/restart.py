@@ -17,7 +17,7 @@ from paceline.launch.guard.story import same_verdict
 
 
 @dataclass(frozen=True)
-class Failed:
+class FailedGeneration:
     """How one generation failed: its first failure, and how far it had come."""
 
     kind: Kind
@@ -62,7 +62,7 @@ class Failed:
         """What makes two failures the same one."""
         return self.kind, self.rank, self.exit_code
 
-    def is_like(self, other: Failed) -> bool:
+    def is_like(self, other: FailedGeneration) -> bool:
         """Whether the other one was the same failure."""
         if self.verdict is not None and other.verdict is not None:
             return same_verdict(self.verdict, other.verdict)
@@ -83,7 +83,9 @@ class NoRestart:
     sentence: str
 
 
-def decide(history: Sequence[Failed], *, nproc: int, min_nproc: int, max_restarts: int) -> Restart | NoRestart:
+def decide(
+    history: Sequence[FailedGeneration], *, nproc: int, min_nproc: int, max_restarts: int
+) -> Restart | NoRestart:
     """What to do after the last failure of `history`, which holds one failure per generation, the oldest first.
 
     Args:
@@ -123,7 +125,7 @@ def without_lost_nodes(here: int, *, nodes: int, min_nodes: int, nproc: int) -> 
     )
 
 
-def _is_repeated(history: Sequence[Failed]) -> bool:
+def _is_repeated(history: Sequence[FailedGeneration]) -> bool:
     if len(history) < 2:
         return False
     before, last = history[-2:]
@@ -131,7 +133,7 @@ def _is_repeated(history: Sequence[Failed]) -> bool:
     return before.nproc == last.nproc and last.is_like(before) and last.progress <= before.progress
 
 
-def _not_worth_it(last: Failed) -> str:
+def _not_worth_it(last: FailedGeneration) -> str:
     """Why a restart would only meet the same again; empty where it may help."""
     if ExitCode.SAVED in last.ended_well:
         return "a rank had saved its state and stopped, so the run was to end"

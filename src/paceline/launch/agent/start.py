@@ -82,7 +82,7 @@ class Worker:
             relay_.join(1.0)
 
 
-def environment(plan: NodePlan, local_rank: int, store: Store) -> dict[str, str]:
+def worker_environment(plan: NodePlan, local_rank: int, store: Store) -> dict[str, str]:
     """What a worker sees: torchrun's variables, the whole contract between launching and training, and ours."""
     rank = plan.first_rank + local_rank
     env = {name: value for name, value in os.environ.items() if not name.startswith(OURS) or name in THE_USERS}
@@ -135,7 +135,7 @@ def start_workers(plan: NodePlan, store: Store, generation: int, inherited: Inhe
         box = make_box(rank)
         shown = rank == 0 or plan.show == "all"
         direct = rank == 0 and os.isatty(1)  # what draws on a terminal must see one
-        env = environment(plan, local_rank, store) | {
+        env = worker_environment(plan, local_rank, store) | {
             "PACELINE_GENERATION": str(generation),
             "PACELINE_RECORD_FD": str(record),
             "PACELINE_BOX_FD": str(box),
