@@ -13,11 +13,12 @@ import pytest
 from tests.launch.launch_harness import Launch, survivors, wait_until
 
 from paceline.agent.crew import Crew
+from paceline.agent.generation import Generation
 from paceline.agent.guarding import Guarding
-from paceline.agent.node import Node
-from paceline.agent.start import Inherited
+from paceline.agent.workers import Workers
 from paceline.contract.evidence import VerdictKind
 from paceline.contract.node_plan import NodePlan
+from paceline.contract.orders import Orders, signal_inbox
 from paceline.errors import ExitCode
 from paceline.guard.deaths import Observation
 from paceline.guard.story import Told, read_verdict
@@ -289,22 +290,26 @@ os._exit(0)
     assert "failed" not in one.stderr
 
 
-def test_what_goes_wrong_in_the_guard_is_said_once_and_the_run_goes_on(tmp_path: Path, capfd) -> None:
-    plan = NodePlan(("true",), nproc=1, world_size=1, attempt_dir=str(tmp_path))
-    seen: list[int] = []
+class Broken(Generation):
+    """Without any worker; it can be observed once."""
 
-    def observe() -> list[Observation]:
-        seen.append(1)
-        if len(seen) > 1:
+    observed = 0
+
+    def observe(self) -> list[Observation]:
+        self.observed += 1
+        if self.observed > 1:
             raise ValueError("a bug of ours")
         return []
 
-    node = Node(plan, Inherited())
-    guarding = Guarding(plan, node, Crew(plan), wait=time.sleep, observe=observe, interrupted=lambda: False)
-    (tmp_path / "ask-1-x").touch()
-    assert guarding.look() is None
-    assert capfd.readouterr().err == "warning: the hang guard has failed, and is off: ValueError: a bug of ours\n"
-    (tmp_path / "ask-1-y").touch()
-    time.sleep(1.1)
-    assert guarding.look() is None and capfd.readouterr().err == ""
-    assert guarding.explain(Observation(0, "here", 1, 1, 0.0)) == (None, "")
+
+def test_what_goes_wrong_in_the_guard_is_said_once_and_the_run_goes_on(tmp_path: Path, capfd) -> None:
+    plan = NodePlan(("true",), nproc=1, world_size=1, attempt_dir=str(tmp_path))
+    with signal_inbox(()) as inbox:
+        guarding = Guarding(Broken(plan, Workers(plan, 0, 0), Crew(plan, Orders(inbox, lifeline=False))))
+        (tmp_path / "ask-1-x").touch()
+        assert guarding.look() is None
+        assert capfd.readouterr().err == "warning: the hang guard has failed, and is off: ValueError: a bug of ours\n"
+        (tmp_path / "ask-1-y").touch()
+        time.sleep(1.1)
+        assert guarding.look() is None and capfd.readouterr().err == ""
+        assert guarding.explain(Observation(0, "here", 1, 1, 0.0)) == (None, "")
