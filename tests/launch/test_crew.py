@@ -7,12 +7,12 @@ import socket
 import time
 from threading import Thread
 
-from paceline.launch.agent.channel import Link, introduce
-from paceline.launch.agent.crew import Crew
-from paceline.launch.agent.messages import Hello, Ordered
-from paceline.launch.doctor.facts import gather
-from paceline.launch.job import NodePlan
-from paceline.launch.orders import Orders, signal_inbox
+from paceline.agent.channel import Link, introduce
+from paceline.agent.crew import Crew
+from paceline.agent.messages import Hello, Ordered
+from paceline.contract.node_plan import NodePlan
+from paceline.contract.orders import Orders, signal_inbox
+from paceline.host.facts import gather
 
 SECRET = "5e" * 32
 
