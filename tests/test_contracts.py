@@ -15,6 +15,7 @@ PLANTED = {
     "Strategies do not know each other": ("strategies/manual.py", "import paceline.strategies.single"),
     "Launchers do not know each other": ("launch/ssh/plan.py", "import paceline.launch.local"),
     "The textbook needs torch and nothing else": ("scratch/reduce.py", "import paceline.errors"),
+    "What trains does not lean on the textbook": ("strategies/exact.py", "import paceline.scratch.tree"),
     "What must start at once imports no torch": ("launch/job.py", "def f():\n    import torch"),
     "No part takes the whole configuration": ("strategies/ddp.py", "import paceline.config"),
 }

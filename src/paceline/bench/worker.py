@@ -25,11 +25,11 @@ from paceline.bench.sets import CONFIG, ORDER
 from paceline.bench.spec import CHUNKS, LOOKED_AT, RUNNING, Candidate, Chunk, Memory, Order
 from paceline.bench.traffic import Traffic
 from paceline.checkpoint.whole import sha256_of, whole
-from paceline.collectives import gather_words, together
-from paceline.collectives.transport import shared_memory
 from paceline.config import EXACT
 from paceline.launch.worker.guard import Guard
 from paceline.launch.worker.tell import run_worker
+from paceline.sums import gather_words, together
+from paceline.sums.transport import shared_memory
 from paceline.train.determinism import deterministic
 from paceline.train.step import ignore
 from paceline.world import World, joined

@@ -10,14 +10,15 @@ from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.checkpoint.state import Held, Source, needed
 from paceline.data.plan import Work, ranks_share
 from paceline.errors import TrainingError
-from paceline.scratch.batchnorm import SyncBatchNorm
-from paceline.scratch.tree import Exchange, Forest, added
+from paceline.sums.batchnorm import SyncBatchNorm
+from paceline.sums.exchange import Exchange
+from paceline.sums.replicate import broadcast
+from paceline.sums.tree import Forest, added
 from paceline.world import World
 
 Buffers = dict[str, Tensor]
@@ -154,12 +155,10 @@ class VirtualBuffers:
         mean: Buffers = {}
         for (name, initial), piece in zip(floating.items(), pieces, strict=True):
             mean[name] = (piece / count).reshape(initial.shape).to(initial.dtype) if count else initial.clone()
-        for name in self._initial.keys() - floating.keys():
-            own = self._of[min(self._of)] if self._of else self._initial
-            lowest = own[name].clone().contiguous()
-            dist.broadcast(lowest, src=0)  # rank 0 owns virtual rank 0, which has a share of every global batch
-            mean[name] = lowest
-        return mean
+        own = self._of[min(self._of)] if self._of else self._initial
+        lowest = {name: own[name].clone() for name in self._initial if name not in floating}
+        broadcast([*lowest.values()])  # from rank 0: it owns virtual rank 0, which has a share of every global batch
+        return mean | lowest
 
     def _tree_sum(self, names: Iterable[str]) -> Tensor:
         """(n + 1,) float64: the sum of all these buffers over virtual ranks, and how many of them there are."""

@@ -22,12 +22,13 @@ from paceline.checkpoint.whole import whole
 from paceline.compute.blocks import cut_into_blocks, gathered
 from paceline.compute.precision import rounded_by_autocast
 from paceline.data.plan import Work
-from paceline.scratch.reduce import divide, named
-from paceline.scratch.replicate import broadcast_module
-from paceline.scratch.zero import Piece
 from paceline.strategies.base import MakeOptimizer, Replica, replica
 from paceline.strategies.held import hold_pieces, load_pieces
 from paceline.strategies.refusals import refuse_foreign, refuse_whole
+from paceline.sums.buckets import divide
+from paceline.sums.gather import named
+from paceline.sums.replicate import broadcast_module
+from paceline.sums.shards import Piece
 from paceline.world import World
 
 if TYPE_CHECKING:  # imported where it is used: it would cost every other strategy a second of start-up

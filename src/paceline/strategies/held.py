@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from paceline.checkpoint.state import Held, Source
 from paceline.errors import UsageError
-from paceline.scratch.zero import Piece
+from paceline.sums.shards import Piece
 
 ITEM = ".item"  # ends the name of a plain number
 

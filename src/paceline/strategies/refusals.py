@@ -6,7 +6,7 @@ from torch import nn, optim
 from torch.optim import Optimizer
 
 from paceline.errors import UsageError
-from paceline.scratch.batchnorm import SyncBatchNorm
+from paceline.sums.batchnorm import SyncBatchNorm
 from paceline.world import World
 
 # Each updates an element by that element's own gradient and history alone.

@@ -14,12 +14,12 @@ import msgspec
 from paceline.checkpoint.snapshot import Keeper, inherited
 from paceline.checkpoint.state import Held
 from paceline.checkpoint.store import Checkpoints, Claim
-from paceline.collectives import gather_words, together
 from paceline.errors import PacelineError
 from paceline.launch.guard.evidence import Phase
 from paceline.observe import events
 from paceline.observe.folder import CHECKPOINTS
 from paceline.strategies.base import Replica
+from paceline.sums import gather_words, together
 from paceline.train.emergency import is_writer, save_alone
 from paceline.train.resume import Content, Origin, from_disk, from_memory
 from paceline.train.saving import Saver

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from paceline.data.loader import MicroBatch
 from paceline.data.plan import ranks_share
-from paceline.scratch.reduce import named
+from paceline.sums import named
 from paceline.world import World
 
 Part = tuple[int | None, Tensor]

@@ -12,8 +12,8 @@ import msgspec
 from paceline.checkpoint.shard import Shards
 from paceline.checkpoint.snapshot import inherited, newest
 from paceline.checkpoint.store import Checkpoints, Damaged
-from paceline.collectives import gather_words, told_once
 from paceline.errors import UsageError
+from paceline.sums import gather_words, told_once
 from paceline.world import World
 
 Report = Callable[[str], None]

@@ -16,8 +16,6 @@ import torch
 
 from paceline import __version__
 from paceline.checkpoint.store import Checkpoints
-from paceline.collectives import check_equal, gather_words, together, told_once
-from paceline.collectives.transport import memory_or_hosts, way_taken
 from paceline.config import EXACT, TrainConfig, default_strategy, dump, load, repeatable, resolved
 from paceline.disk import writing
 from paceline.errors import ExitCode, PacelineError, UsageError
@@ -36,6 +34,8 @@ from paceline.observe.folder import (
     write_settings,
 )
 from paceline.observe.summary import Summary, write_summary
+from paceline.sums import check_equal, gather_words, together, told_once
+from paceline.sums.transport import memory_or_hosts, way_taken
 from paceline.tasks.code import check_code
 from paceline.train.computing import take_threads
 from paceline.train.definition import BITS_ONLY, allowed_changes, check_same, settings

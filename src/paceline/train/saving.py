@@ -21,8 +21,8 @@ from paceline.checkpoint.manifest import FORMAT, Manifest, ShardFile
 from paceline.checkpoint.shard import Layout, fill, layout, rank_part
 from paceline.checkpoint.state import Held
 from paceline.checkpoint.store import Checkpoints, Claim, write_file
-from paceline.collectives import gather_words
 from paceline.errors import PacelineError
+from paceline.sums import gather_words
 from paceline.train.resume import Content
 from paceline.world import World
 

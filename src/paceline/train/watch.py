@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.checkpoint.state import Held
-from paceline.collectives import told_once
 from paceline.errors import ExitCode, TrainingError
+from paceline.sums import told_once
 from paceline.world import World
 
 MAX_NAMED = 3

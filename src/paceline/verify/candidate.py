@@ -15,12 +15,12 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.utils.data import Dataset
 
 from paceline.checkpoint.whole import whole
-from paceline.collectives import gather_words, new_group
 from paceline.compute.recompute import recompute
 from paceline.data.loader import Loading, MicroBatch, load_steps
 from paceline.data.plan import BatchPlan, ranks_share
-from paceline.scratch.batchnorm import convert
 from paceline.strategies import STRATEGIES, Replica
+from paceline.sums import gather_words, new_group
+from paceline.sums.batchnorm import convert
 from paceline.tasks.task import Task
 from paceline.train.step import StepResult
 from paceline.verify.causes import Ranks

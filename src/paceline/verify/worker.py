@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from paceline.collectives import gather_words, together
 from paceline.data.loader import MicroBatch
 from paceline.data.plan import BatchPlan
 from paceline.errors import ToldElsewhere, UsageError
 from paceline.launch.worker.tell import run_worker
+from paceline.sums import gather_words, together
 from paceline.tasks import load_task
 from paceline.tasks.task import Task
 from paceline.train.step import train_step

@@ -18,7 +18,7 @@ from paceline.launch.guard.evidence import Frame
 MAX_DEPTH = 24  # frames to look at from inside; a backward of ours is under a dozen deep
 SITE_CHARS = 72
 _OURS = str(Path(__file__).resolve().parents[2])  # .../paceline
-_PLUMBING = (_OURS + "/launch/worker/", _OURS + "/collectives/")
+_PLUMBING = (_OURS + "/launch/worker/", _OURS + "/sums/")
 _STDLIB = sysconfig.get_path("stdlib")
 
 
