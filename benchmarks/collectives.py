@@ -26,7 +26,7 @@ import torch.distributed as dist
 from paceline.sums.memory_sum import TreeSum
 from paceline.sums.moves import barrier, gather_words_in_memory
 from paceline.sums.shared import BULK_BYTES, SharedMemory
-from paceline.sums.transport import shared_memory
+from paceline.sums.sharing import shared_memory
 from paceline.sums.tree import Forest
 from race.quiet import FOREIGN_SHARE, foreign_share, look, wait_until_idle
 

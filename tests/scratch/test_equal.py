@@ -27,7 +27,7 @@ from paceline.sums.norm import SharedNorm
 from paceline.sums.reducer import sum_to_shares
 from paceline.sums.replicate import broadcast_module
 from paceline.sums.shards import Shards
-from paceline.sums.transport import memory_or_hosts
+from paceline.sums.sharing import memory_or_hosts
 from paceline.sums.tree import Forest, subtrees
 
 SIZES = (2, 3)

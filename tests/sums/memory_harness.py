@@ -9,15 +9,17 @@ from collections.abc import Callable
 from typing import Any
 
 from paceline.launch.procfs import read_process
-from paceline.sums.shared import Layout, Peer, SharedMemory
+from paceline.sums.shared import MemoryLayout, MemoryPeer, SharedMemory
 
 
 def in_threads(size: int, act: Callable[[SharedMemory], Any], *, bulk_bytes: int = 16 << 10) -> list[Any]:
     """Call `act` for each of `size` ranks at once; the results by rank. The first error is raised."""
-    layout = Layout(size, bulk_bytes)
+    layout = MemoryLayout(size, bulk_bytes)
     mine = read_process(os.getpid())
     assert mine is not None
-    peers = [Peer(rank, mine.pid, mine.start, memoryview(mmap.mmap(-1, layout.total_bytes))) for rank in range(size)]
+    peers = [
+        MemoryPeer(rank, mine.pid, mine.start, memoryview(mmap.mmap(-1, layout.total_bytes))) for rank in range(size)
+    ]
     results: list[Any] = [None] * size
     errors: list[BaseException] = []
 

@@ -20,8 +20,8 @@ from tests.run_ranks import run_ranks
 from paceline.errors import ToldElsewhere, UsageError
 from paceline.sums import gather_words, handshake, start_totals
 from paceline.sums.handshake import HOST_KEY, SWITCH, Refusal, meet_in_memory
-from paceline.sums.shared import Layout
-from paceline.sums.transport import shared_memory, shared_memory_if_made
+from paceline.sums.shared import MemoryLayout
+from paceline.sums.sharing import shared_memory, shared_memory_if_made
 from paceline.world import World
 
 pytestmark = pytest.mark.ranks
@@ -85,12 +85,12 @@ def refused(rank: int, world_size: int) -> list[str]:
     for name in STAGES:
         with stage(name) if rank == 1 else contextlib.nullcontext():
             try:
-                meet_in_memory(rank, Layout(world_size))
+                meet_in_memory(rank, MemoryLayout(world_size))
                 found.append("")
             except Refusal as refusal:
                 found.append(str(refusal))
     assert open_files() == before, "descriptors are left open"
-    assert len(meet_in_memory(rank, Layout(world_size)).peers) == world_size
+    assert len(meet_in_memory(rank, MemoryLayout(world_size)).peers) == world_size
     assert open_files() == before
     assert not [line for line in Path("/proc/self/maps").read_text().splitlines() if "paceline-shared" in line]
     return found

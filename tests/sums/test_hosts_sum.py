@@ -29,8 +29,8 @@ from paceline.sums.handshake import HOST_KEY, SWITCH, Refusal, meet_in_memory
 from paceline.sums.hosts import Hosts, runs_of_hosts
 from paceline.sums.reducer import Reducer, sum_by_leaf, sum_by_rank
 from paceline.sums.replicate import broadcast_module
-from paceline.sums.shared import Layout
-from paceline.sums.transport import memory_or_hosts, shared_memory, shared_memory_if_made, way_taken
+from paceline.sums.shared import MemoryLayout
+from paceline.sums.sharing import memory_or_hosts, shared_memory, shared_memory_if_made, way_taken
 from paceline.sums.transports import OverHosts
 from paceline.sums.tree import Forest, added_each, tree_sum
 from paceline.verify.spec import Spec
@@ -168,7 +168,7 @@ def meets(rank: int, world_size: int) -> list[str]:
             if broken and rank == 3:
                 patch.setattr(os, "memfd_create", refuse)
             try:
-                met = meet_in_memory(rank, Layout(world_size))
+                met = meet_in_memory(rank, MemoryLayout(world_size))
             except Refusal as refusal:
                 found.append(str(refusal))
             else:

@@ -25,7 +25,7 @@ os.environ["PACELINE_HOST_KEY"] = str(rank // 2)
 from paceline.sums.buckets import buckets_of, trainable
 from paceline.sums.hosts_sum import by_leaf
 from paceline.sums.reducer import Reducer
-from paceline.sums.transport import memory_or_hosts
+from paceline.sums.sharing import memory_or_hosts
 from paceline.sums.transports import OverHosts
 from paceline.sums.tree import Forest
 model = torch.nn.Sequential(torch.nn.Linear(300, 300), torch.nn.Linear(300, 300))

@@ -15,7 +15,17 @@ from tests.run_ranks import run_ranks
 from tests.worlds import worlds
 from torch import Tensor
 
-from paceline.sums.norm import BLOCK, BlockTree, Place, Run, Share, SharedNorm, even_shares, merged, square_sums
+from paceline.sums.norm import (
+    BLOCK,
+    BlockRun,
+    BlockTree,
+    OwnShare,
+    SharedNorm,
+    TreePlace,
+    even_shares,
+    joined_runs,
+    square_sums,
+)
 
 CPU = torch.device("cpu")
 
@@ -34,9 +44,9 @@ def test_the_root_is_the_same_however_the_blocks_are_held(blocks: int, cuts: lis
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(blocks, generator=generator, dtype=torch.float64).exp2() ** 9  # the order shows
     tree = BlockTree([blocks * BLOCK])
-    handed_on: dict[Place, float] = {}
+    handed_on: dict[TreePlace, float] = {}
     for first, stop in pairwise(sorted({0, blocks, *(cut for cut in cuts if cut < blocks)})):
-        run = Run(first, stop)
+        run = BlockRun(first, stop)
         places, sums = tree.places(run), tree.sums(run, values[first:stop])
         assert len(places) == len(sums) <= 2 * math.ceil(math.log2(blocks) + 1)
         assert not handed_on.keys() & {*places}
@@ -67,8 +77,8 @@ def test_a_share_that_begins_within_a_block_is_refused() -> None:
 
 
 def test_neighbouring_runs_become_one() -> None:
-    runs = [Run(4, 6), Run(0, 2), Run(2, 4), Run(9, 10), Run(7, 7)]
-    assert merged(runs) == [Run(0, 6), Run(9, 10)]
+    runs = [BlockRun(4, 6), BlockRun(0, 2), BlockRun(2, 4), BlockRun(9, 10), BlockRun(7, 7)]
+    assert joined_runs(runs) == [BlockRun(0, 6), BlockRun(9, 10)]
 
 
 SIZES = (1, 700, 64, 5000, 37, 2222, 900)
@@ -101,7 +111,7 @@ def of_world(rank: int, world_size: int) -> list[Any]:
 
 def one_run_each(rank: int, world_size: int, values: list[Tensor | None]) -> float:
     """Each rank holds one run of each parameter, uneven, some none at all."""
-    of_ranks: list[list[Share]] = [[] for _ in range(world_size)]
+    of_ranks: list[list[OwnShare]] = [[] for _ in range(world_size)]
     for index, size in enumerate(SIZES):
         cuts = [min(size, size * r // world_size // BLOCK * BLOCK) for r in range(world_size)] + [size]
         for holder, (start, stop) in enumerate(pairwise(cuts)):

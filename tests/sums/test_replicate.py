@@ -10,7 +10,7 @@ import torch
 from tests.run_ranks import run_ranks
 from torch import Tensor, nn
 
-from paceline.sums.replicate import broadcast_module, check_same
+from paceline.sums.replicate import broadcast_module, check_same_model
 
 
 class Odd(nn.Module):
@@ -102,11 +102,11 @@ def test_broadcast_and_comparison_on_three_ranks(tmp_path: Path) -> None:
 )
 def test_the_odd_rank_comes_first(of_rank: list[list[str]], told: str) -> None:
     with pytest.raises(ValueError, match="models differ") as caught:
-        check_same(of_rank)
+        check_same_model(of_rank)
     assert told in str(caught.value)
 
 
 @pytest.mark.parametrize("of_rank", [[[]], [["a"]], [["a", "b"]] * 3])
 def test_equal_models_pass(of_rank: list[list[str]]) -> None:
-    check: Callable[[list[list[str]]], None] = check_same
+    check: Callable[[list[list[str]]], None] = check_same_model
     check(of_rank)

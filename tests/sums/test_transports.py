@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from paceline.data.plan import ranks_share
 from paceline.sums.reducer import sum_by_leaf, sum_by_rank
 from paceline.sums.replicate import broadcast_module
-from paceline.sums.transport import shared_memory
+from paceline.sums.sharing import shared_memory
 from paceline.sums.transports import InMemory
 from paceline.sums.tree import Forest
 

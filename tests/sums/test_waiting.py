@@ -18,7 +18,7 @@ pytestmark = pytest.mark.ranks
 
 WAITS = f"""{TORCH}
 from paceline.sums.moves import barrier
-from paceline.sums.transport import shared_memory
+from paceline.sums.sharing import shared_memory
 from paceline.launch.worker.guard import Guard
 memory = shared_memory()
 barrier(memory)
@@ -59,7 +59,7 @@ def test_a_killed_rank_is_noticed_and_named_by_all(tmp_path: Path) -> None:
 
 LEFT = f"""{TORCH}
 from paceline.sums.moves import barrier
-from paceline.sums.transport import shared_memory
+from paceline.sums.sharing import shared_memory
 memory = shared_memory()
 barrier(memory)
 barrier(memory)
@@ -133,7 +133,7 @@ def test_a_stopped_rank_is_found_by_the_judge_and_the_waiting_one_is_freed(tmp_p
 
 BUSY = f"""{TORCH}
 from paceline.sums import start_totals
-from paceline.sums.transport import shared_memory
+from paceline.sums.sharing import shared_memory
 shared_memory()
 finish = start_totals(torch.ones(2, 2, dtype=torch.float64))
 while not (folder / "go").exists():

@@ -20,7 +20,7 @@ from tests.verify.mutations import CONTROL, MUTATIONS, Mutation, planted
 
 from paceline.sums import memory_sum
 from paceline.sums.handshake import SWITCH
-from paceline.sums.transport import shared_memory
+from paceline.sums.sharing import shared_memory
 from paceline.verify.bitwise import measure
 from paceline.verify.spec import Case, Finding, Result, Spec
 from paceline.verify.worker import verify

@@ -29,7 +29,7 @@ from paceline.config import EXACT
 from paceline.launch.worker.guard import Guard
 from paceline.launch.worker.tell import run_worker
 from paceline.sums import gather_words, together
-from paceline.sums.transport import shared_memory
+from paceline.sums.sharing import shared_memory
 from paceline.train.determinism import deterministic
 from paceline.train.step import ignore
 from paceline.world import World, joined

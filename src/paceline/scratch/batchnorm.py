@@ -96,7 +96,7 @@ class _Normalised(torch.autograd.Function):
 
 
 def _main() -> None:
-    from paceline.scratch._demo import joined_world, of_all_ranks, say
+    from paceline.scratch._demo import joined_world, of_all_ranks, say_once
 
     with joined_world() as (rank, world_size):
         shares = [[1.0, 2.0, 3.0], [6.0], [], [8.0, 10.0]]  # per rank, uneven on purpose; one even has none
@@ -107,11 +107,11 @@ def _main() -> None:
         padded[: len(output)] = output.flatten()
         everything = [value for each in range(world_size) for value in shares[each % len(shares)]]
         reference = nn.BatchNorm1d(1)(torch.tensor(everything).reshape(-1, 1)).flatten().tolist()
-        say(f"union of all ranks: {everything}")
-        say(f"mean {float(layer.mean):g}, unbiased variance {float(layer.variance):g} on every rank")
+        say_once(f"union of all ranks: {everything}")
+        say_once(f"mean {float(layer.mean):g}, unbiased variance {float(layer.variance):g} on every rank")
         for each, row in enumerate(of_all_ranks(padded)):
-            say(f"  rank {each}: {shares[each % len(shares)]} -> {[round(x, 3) for x in row if x == x]}")
-        say(f"one process normalises the union to {[round(x, 3) for x in reference]}")
+            say_once(f"  rank {each}: {shares[each % len(shares)]} -> {[round(x, 3) for x in row if x == x]}")
+        say_once(f"one process normalises the union to {[round(x, 3) for x in reference]}")
 
 
 if __name__ == "__main__":

@@ -113,11 +113,11 @@ def _divided(total: Tensor, divisor: float | Tensor) -> Tensor:
 
 
 def _main() -> None:
-    from paceline.scratch._demo import joined_world, of_all_ranks, say
+    from paceline.scratch._demo import joined_world, of_all_ranks, say_once
 
     def show(what: str, mine: Tensor | None) -> None:
         assert mine is not None
-        say(f"{what:<32}" + "   ".join(f"rank {rank}: {values}" for rank, values in enumerate(of_all_ranks(mine))))
+        say_once(f"{what:<32}" + "   ".join(f"rank {rank}: {values}" for rank, values in enumerate(of_all_ranks(mine))))
 
     with joined_world() as (rank, world_size):
         data = torch.tensor([1.0, 2.0, 3.0]) + rank

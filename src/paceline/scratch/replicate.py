@@ -30,10 +30,10 @@ def copy_from_rank(module: nn.Module, src: int = 0) -> None:
 
 
 def _main() -> None:
-    from paceline.scratch._demo import joined_world, of_all_ranks, say
+    from paceline.scratch._demo import joined_world, of_all_ranks, say_once
 
     def show(what: str, mine: Tensor) -> None:
-        say(f"{what:<18}" + "   ".join(f"rank {rank}: {values}" for rank, values in enumerate(of_all_ranks(mine))))
+        say_once(f"{what:<18}" + "   ".join(f"rank {rank}: {values}" for rank, values in enumerate(of_all_ranks(mine))))
 
     with joined_world() as (rank, world_size):
         model = nn.Linear(3, 1, bias=False)

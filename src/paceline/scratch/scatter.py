@@ -27,14 +27,14 @@ def sum_of_share(flat: Tensor) -> Tensor:
 
 
 def _main() -> None:
-    from paceline.scratch._demo import joined_world, of_all_ranks, say
+    from paceline.scratch._demo import joined_world, of_all_ranks, say_once
 
     with joined_world() as (rank, world_size):
         gradients = torch.arange(2.0 * world_size) + 10 * rank
         for each, values in enumerate(of_all_ranks(gradients)):
-            say(f"rank {each} has        {values}")
+            say_once(f"rank {each} has        {values}")
         for each, values in enumerate(of_all_ranks(sum_of_share(gradients))):
-            say(f"rank {each} keeps      {values}, the sum of share {each}")
+            say_once(f"rank {each} keeps      {values}, the sum of share {each}")
 
 
 if __name__ == "__main__":

@@ -65,16 +65,16 @@ def sum_over_leaves(mine: Mapping[Leaves, Tensor], owned: Sequence[Leaves]) -> T
 
 
 def _main() -> None:
-    from paceline.scratch._demo import joined_world, say
+    from paceline.scratch._demo import joined_world, say_once
 
     values = [1e8, 1.0, -1e8, 1.0, 0.5, 0.25]  # sums of them depend on the order
     with joined_world() as (rank, world_size):
         owned = [*pairwise(each * len(values) // world_size for each in range(world_size + 1))]
         mine = {(leaf, leaf + 1): torch.tensor([values[leaf]]) for leaf in range(*owned[rank])}
         total = sum_over_leaves(mine, owned)
-        say(f"{world_size} ranks own the subtrees {[complete_subtrees(run, (0, len(values))) for run in owned]}")
-        say(f"in the tree's order:    {total.item()!r}, whatever the number of ranks")
-        say(f"from left to right:     {torch.tensor(values).cumsum(0)[-1].item()!r}")
+        say_once(f"{world_size} ranks own the subtrees {[complete_subtrees(run, (0, len(values))) for run in owned]}")
+        say_once(f"in the tree's order:    {total.item()!r}, whatever the number of ranks")
+        say_once(f"from left to right:     {torch.tensor(values).cumsum(0)[-1].item()!r}")
 
 
 if __name__ == "__main__":

@@ -60,7 +60,7 @@ def _padded_like(values: Tensor, longer: Tensor) -> Tensor:
 
 
 def _main() -> None:
-    from paceline.scratch._demo import joined_world, of_all_ranks, say
+    from paceline.scratch._demo import joined_world, of_all_ranks, say_once
 
     with joined_world() as (_, world_size):
         torch.manual_seed(0)
@@ -69,10 +69,10 @@ def _main() -> None:
         model(torch.ones(4, 100)).sum().backward()
         sharded.step(4 * world_size)
         state = sum(t.numel() for state in sharded.optimizer.state.values() for t in state.values())
-        say(f"{sum(p.numel() for p in model.parameters())} parameters; numbers that each rank keeps:")
+        say_once(f"{sum(p.numel() for p in model.parameters())} parameters; numbers that each rank keeps:")
         for what, count in (("gradients", sharded.share.numel()), ("optimizer", state)):
             everybody = of_all_ranks(torch.tensor([count]))
-            say(f"{what}   " + "   ".join(f"rank {r}: {n:.0f}" for r, [n] in enumerate(everybody)))
+            say_once(f"{what}   " + "   ".join(f"rank {r}: {n:.0f}" for r, [n] in enumerate(everybody)))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from paceline.checkpoint.state import Held, Source, take_over
 from paceline.data.loader import MicroBatch
-from paceline.data.plan import Work, ranks_share
+from paceline.data.plan import Work
 from paceline.errors import UsageError
 from paceline.seeding import random_stream
 from paceline.strategies.buffers import VirtualBuffers
@@ -27,7 +27,6 @@ from paceline.sums.batchnorm import SyncBatchNorm
 from paceline.sums.buckets import trainable
 from paceline.sums.norm import scale_to_norm, total_norm
 from paceline.sums.reducer import Reducer
-from paceline.sums.tree import Forest
 from paceline.world import World
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
@@ -227,19 +226,9 @@ def scale_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:
             parameter.grad.mul_(factor)
 
 
-def forest(world: World, virtual_ranks: int | None) -> Forest:
-    """Which leaves of the tree over all virtual ranks belong to which rank."""
-    shares = [ranks_share(virtual_ranks or world.size, rank, world.size) for rank in range(world.size)]
-    return Forest([(share.start, share.stop) for share in shares], world.rank)
-
-
 def leaf_of(reducer: Reducer) -> Callable[[Work, bool], AbstractContextManager[None]]:
     """What `replica` takes as `backward`, for gradients that are added up in the tree."""
-
-    def leaf(work: Work, is_last: bool) -> AbstractContextManager[None]:
-        return reducer.leaf(work.virtual_rank, is_last=is_last, counted=work.counted)
-
-    return leaf
+    return lambda work, is_last: reducer.leaf(work.virtual_rank, is_last=is_last, counted=work.counted)
 
 
 @contextmanager

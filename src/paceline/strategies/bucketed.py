@@ -7,7 +7,8 @@ from contextlib import AbstractContextManager
 from torch import nn
 
 from paceline.data.plan import Work
-from paceline.strategies.base import MakeOptimizer, Replica, forest, replica
+from paceline.strategies.base import MakeOptimizer, Replica, replica
+from paceline.strategies.buffers import forest_of
 from paceline.sums.reducer import sum_by_rank
 from paceline.sums.replicate import broadcast_module
 from paceline.world import World
@@ -24,7 +25,7 @@ def bucketed(
         ValueError: if the ranks' models differ in names, shapes or types.
     """
     broadcast_module(model)
-    reducer = sum_by_rank(model, forest(world, None))
+    reducer = sum_by_rank(model, forest_of(world, world.size))
 
     def backward(_: Work, is_last: bool) -> AbstractContextManager[None]:
         return reducer.leaf(world.rank, is_last=is_last)  # a stand-in's zeros count: a rank without samples has zeros

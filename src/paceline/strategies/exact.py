@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from paceline.strategies.base import MakeOptimizer, Replica, forest, leaf_of, replica
+from paceline.strategies.base import MakeOptimizer, Replica, leaf_of, replica
+from paceline.strategies.buffers import forest_of
 from paceline.strategies.refusals import refuse_synchronised
 from paceline.sums.buckets import trainable
 from paceline.sums.norm import SharedNorm, even_shares
@@ -27,7 +28,7 @@ def exact(
     """
     refuse_synchronised(model, "exact")
     broadcast_module(model)
-    reducer = sum_by_leaf(model, forest(world, virtual_ranks))
+    reducer = sum_by_leaf(model, forest_of(world, virtual_ranks or world.size))
     parameters = trainable(model)
     # all hold all gradients, so each rank looks at a share of them only
     sizes = [parameter.numel() for parameter in parameters]

@@ -5,7 +5,8 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from paceline.checkpoint.state import Held, Source
-from paceline.strategies.base import MakeOptimizer, Replica, forest, leaf_of, replica
+from paceline.strategies.base import MakeOptimizer, Replica, leaf_of, replica
+from paceline.strategies.buffers import forest_of
 from paceline.strategies.held import hold_pieces, load_pieces
 from paceline.strategies.refusals import refuse_foreign, refuse_synchronised, refuse_whole
 from paceline.sums.buckets import trainable
@@ -13,7 +14,7 @@ from paceline.sums.norm import SharedNorm
 from paceline.sums.reducer import sum_to_shares
 from paceline.sums.replicate import broadcast_module
 from paceline.sums.shards import Shards
-from paceline.sums.transport import shared_memory
+from paceline.sums.sharing import shared_memory
 from paceline.sums.transports import addable_in_memory
 from paceline.world import World
 
@@ -39,7 +40,7 @@ def zero(
     memory = shared_memory() if addable_in_memory(parameters) else None
     shards = Shards(model, world.rank, world.size, memory=memory)
     shards.shard(optimizer)
-    reducer = sum_to_shares(shards, forest(world, virtual_ranks))
+    reducer = sum_to_shares(shards, forest_of(world, virtual_ranks or world.size))
     norm = SharedNorm([p.numel() for p in parameters], shards.shares(parameters), world.rank, world.device)
     pieces = {name: shards.pieces[p] for name, p in model.named_parameters() if p in shards.pieces}
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}

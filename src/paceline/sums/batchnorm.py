@@ -1,18 +1,7 @@
 """Normalise by the statistics of the whole global batch, though each rank holds only its share of it.
 
-Plain BatchNorm on N ranks normalises each share by itself: another function than one process computes, and running
-statistics that differ from rank to rank. Here every rank learns the mean and variance of the union.
-
-Example, one channel, 2 ranks that hold 3 and 1 values:
-
-    rank 0: 1 2 3    count 3, mean 2, M2 = (1-2)^2 + (2-2)^2 + (3-2)^2 = 2
-    rank 1: 6        count 1, mean 6, M2 = 0
-    union:  1 2 3 6  count 4, mean 3, M2 = 2 + 0 + (6 - 2)^2 * 3 * 1 / 4 = 14, variance 14 / 4 = 3.5
-
-Not (mean of the means) = 4, and not E[x^2] - E[x]^2, which loses all digits where the mean is large.
-
-torch's own SyncBatchNorm refuses CPU tensors; this one runs wherever its process group does. `scratch.batchnorm` is
-the same on one page, to be run.
+Every rank learns the mean and variance of the union. torch's own SyncBatchNorm refuses CPU tensors; this one runs
+wherever its process group does. `scratch.batchnorm` says why, with an example, and is the same on one page.
 """
 
 from __future__ import annotations
@@ -108,11 +97,11 @@ class SyncBatchNorm(_BatchNorm):
         if not dist.is_initialized():
             return own
         packed = torch.cat([own.size.reshape(1), own.mean, own.m2])  # (1 + 2C,)
-        gathered = [torch.empty_like(packed) for _ in range(dist.get_world_size(self.group))]
-        dist.all_gather(gathered, packed, group=self.group)
+        gather_over_ranks = [torch.empty_like(packed) for _ in range(dist.get_world_size(self.group))]
+        dist.all_gather(gather_over_ranks, packed, group=self.group)
         zeros = torch.zeros_like(own.mean)
         union = Moments(torch.zeros_like(own.size), zeros, zeros)
-        for each in gathered:
+        for each in gather_over_ranks:
             mean, m2 = each[1:].split(self.num_features)
             union = combined(union, Moments(each[0], mean, m2))
         return union

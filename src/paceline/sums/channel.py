@@ -34,9 +34,9 @@ from torch import Tensor
 from paceline.errors import ExitCode, TrainingError
 from paceline.sums.waiting import Look, wait_for
 
-TEXT_BYTES = 256
+_TEXT_BYTES = 256
 HEADER_BYTES = 4096
-MAX_FLAGS = (HEADER_BYTES - TEXT_BYTES) * 8
+MAX_FLAGS = (HEADER_BYTES - _TEXT_BYTES) * 8
 Slots = list[list[Tensor]]
 """[slot 0 or 1][rank]: (n,), the same memory"""
 
@@ -82,20 +82,20 @@ class Channel:
 
     def announce(self, text: bytes) -> None:
         """What begins with the next tick: the same words on all ranks, or `wait` raises."""
-        self._announced = text[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0")
+        self._announced = text[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")
 
     def write(self) -> int:
         """Begin a tick: which slot, 0 or 1, may be written now."""
         wait_for(self._others, self._at, self.tick, self._look, spins=self.spins)  # nobody reads it any more
         slot = (self.tick + 1) & 1
         if self._announced:
-            self._headers[slot][self._rank][:TEXT_BYTES] = self._announced
+            self._headers[slot][self._rank][:_TEXT_BYTES] = self._announced
         return slot
 
     def set_flags(self, slot: int, flags: int, count: int) -> None:
         """Write `count` bits, at most MAX_FLAGS, beside the data of the slot."""
         size = (count + 7) // 8
-        self._headers[slot][self._rank][TEXT_BYTES : TEXT_BYTES + size] = flags.to_bytes(size, "little")
+        self._headers[slot][self._rank][_TEXT_BYTES : _TEXT_BYTES + size] = flags.to_bytes(size, "little")
 
     def publish(self) -> int:
         """Hand the slot over; the number of this tick."""
@@ -113,7 +113,7 @@ class Channel:
         wait_for(self._others, self._at, self.tick, self._look, spins=self.spins)
         if self._announced:
             mine, self._announced = self._announced, b""
-            texts = [bytes(header[:TEXT_BYTES]) for header in self._headers[self.tick & 1]]
+            texts = [bytes(header[:_TEXT_BYTES]) for header in self._headers[self.tick & 1]]
             if any(text != mine for text in texts):
                 raise _mismatch(self._names, texts)
 
@@ -121,7 +121,7 @@ class Channel:
         """The `count` bits that each rank has written in this tick."""
         size = (count + 7) // 8
         slots = self._headers[self.tick & 1]
-        return [int.from_bytes(slot[TEXT_BYTES : TEXT_BYTES + size], "little") for slot in slots]
+        return [int.from_bytes(slot[_TEXT_BYTES : _TEXT_BYTES + size], "little") for slot in slots]
 
     def arrived(self, tick: int) -> bool:
         """Whether all ranks have published this tick."""

@@ -18,7 +18,7 @@ SMALL_SHARE = 4  # a tensor of less than a fourth of the room travels with other
 
 
 @dataclass(frozen=True)
-class Piece:
+class Segment:
     """Elements [start, stop) of tensor number `tensor`."""
 
     tensor: int
@@ -31,10 +31,10 @@ class Chunk:
     """What passes at once: one piece of a large tensor, or several whole small ones."""
 
     dtype: torch.dtype
-    pieces: tuple[Piece, ...]
+    pieces: tuple[Segment, ...]
 
     @property
-    def only(self) -> Piece | None:
+    def only(self) -> Segment | None:
         """The piece of a large tensor that is a chunk of its own."""
         return self.pieces[0] if len(self.pieces) == 1 else None
 
@@ -59,17 +59,17 @@ def cut(sizes: Sequence[int], dtypes: Sequence[torch.dtype], rooms: Mapping[torc
     """
     chunks: list[Chunk] = []
     for dtype in dict.fromkeys(dtypes):
-        room, together, used = rooms[dtype], list[Piece](), 0
+        room, together, used = rooms[dtype], list[Segment](), 0
         for number, size in enumerate(sizes):
             if dtypes[number] != dtype or size == 0:
                 continue
             if size * SMALL_SHARE >= room:
-                chunks += [Chunk(dtype, (Piece(number, *part),)) for part in _parts(size, room)]
+                chunks += [Chunk(dtype, (Segment(number, *part),)) for part in _parts(size, room)]
                 continue
             if used + size > room:
                 chunks.append(Chunk(dtype, tuple(together)))
                 together, used = [], 0
-            together.append(Piece(number, 0, size))
+            together.append(Segment(number, 0, size))
             used += size
         if together:
             chunks.append(Chunk(dtype, tuple(together)))

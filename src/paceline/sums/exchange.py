@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.sums.gather import named
+from paceline.sums.gather import labelled
 from paceline.sums.tree import Forest, tree_sum
 
 
@@ -31,7 +31,7 @@ class AllToAll:
             self._own = own[0] if len(own) == 1 else torch.stack([o.view(world_size, -1) for o in own], 1).flatten()
             self._received = own[0].new_empty(sum(counts) * self._share)
             self._work = dist.all_to_all_single(
-                self._received, named(self._own, name),
+                self._received, labelled(self._own, name),
                 [count * self._share for count in counts], [counts[forest.rank] * self._share] * world_size,
                 group=group, async_op=True,
             )  # fmt: skip
@@ -71,7 +71,7 @@ class Exchange:
         self._scatter: AllToAll | None = None
         counts = [len(nodes) for nodes in forest.nodes()]
         if counts == [1, 1] or not in_order:  # a sum of two has one order only: then the usual all-reduce is the tree
-            self._work = dist.all_reduce(named(self._flat, name), group=group, async_op=True)
+            self._work = dist.all_reduce(labelled(self._flat, name), group=group, async_op=True)
         elif len(counts) > 1:
             self._scatter = AllToAll(forest, own, group, name)
 
@@ -79,7 +79,7 @@ class Exchange:
         """Wait for the subtrees of our share, add them up, and start to bring the sums of all shares together."""
         if self._scatter is not None:
             self._mine = self._scatter.sum()  # kept: the backend reads it until the work is done
-            self._work = gather_shares(self._flat, named(self._mine, self._name), self._group)
+            self._work = gather_shares(self._flat, labelled(self._mine, self._name), self._group)
 
     def end(self) -> Tensor:
         """(n,): the sum, on every rank."""

@@ -23,7 +23,7 @@ from typing import Any
 from paceline.launch.procfs import read_process
 from paceline.sums.gather import gather_over_torch
 from paceline.sums.hosts import runs_of_hosts
-from paceline.sums.shared import TOKEN_BYTES, Layout, Peer
+from paceline.sums.shared import TOKEN_BYTES, MemoryLayout, MemoryPeer
 
 MACHINES = ("x86_64", "AMD64", "i686")  # whose memory order makes it right: see `channel`
 HOST_KEY = "PACELINE_HOST_KEY"  # another name for this host, so that tests may have several
@@ -39,7 +39,7 @@ class Refusal(Exception):  # noqa: N818 - no error: the other way is as good
 class Met:
     """Who shares memory with this rank: the ranks of its host, in order."""
 
-    peers: list[Peer]
+    peers: list[MemoryPeer]
     host: int  # of this rank, from 0
     hosts: int
 
@@ -48,14 +48,14 @@ class Met:
 class _Mine:
     """What this rank brings along."""
 
-    layout: Layout
+    layout: MemoryLayout
     token: bytes = field(default_factory=lambda: secrets.token_bytes(TOKEN_BYTES))
     descriptor: int = -1
     memory: memoryview = field(default_factory=lambda: memoryview(b""))
-    peers: list[Peer] = field(default_factory=list[Peer])
+    peers: list[MemoryPeer] = field(default_factory=list[MemoryPeer])
 
 
-def meet_in_memory(rank: int, layout: Layout, *, wanted: bool = True) -> Met:
+def meet_in_memory(rank: int, layout: MemoryLayout, *, wanted: bool = True) -> Met:
     """The memories of all ranks of this host (a collective over torch.distributed's default group).
 
     All hosts have equally many ranks, and more than one.
@@ -147,7 +147,7 @@ def _visit(mine: _Mine, rank: int, run: range, offers: list[dict[str, Any]]) -> 
             if bytes(memory[:TOKEN_BYTES]) != bytes.fromhex(offer["token"]):
                 raise Refusal(f"what rank {number} has made is not what is found there")
             memory[_place(rank)] = mine.token
-        mine.peers.append(Peer(number, offer["pid"], offer["start"], memory))
+        mine.peers.append(MemoryPeer(number, offer["pid"], offer["start"], memory))
 
 
 def _check_visits(mine: _Mine, rank: int, run: range, offers: list[dict[str, Any]]) -> None:
@@ -160,7 +160,7 @@ def _place(rank: int) -> slice:
     return slice(TOKEN_BYTES * (1 + rank), TOKEN_BYTES * (2 + rank))
 
 
-def _opened(offer: dict[str, Any], layout: Layout) -> memoryview:
+def _opened(offer: dict[str, Any], layout: MemoryLayout) -> memoryview:
     descriptor = os.open(f"/proc/{offer['pid']}/fd/{offer['descriptor']}", os.O_RDWR | os.O_CLOEXEC)
     try:
         if os.fstat(descriptor).st_size != layout.total_bytes:
@@ -171,5 +171,5 @@ def _opened(offer: dict[str, Any], layout: Layout) -> memoryview:
             os.close(descriptor)
 
 
-def _mapped(descriptor: int, layout: Layout) -> memoryview:
+def _mapped(descriptor: int, layout: MemoryLayout) -> memoryview:
     return memoryview(mmap.mmap(descriptor, layout.total_bytes))

@@ -71,7 +71,7 @@ def group_name(host: int) -> str:
     return f"{GROUP} on host {host}"
 
 
-def connect(memory: SharedMemory, host: int, hosts: int) -> Hosts:
+def connect_hosts(memory: SharedMemory, host: int, hosts: int) -> Hosts:
     """Make the process groups between hosts (a collective of all ranks)."""
     made: list[object] = []
     for place in range(memory.size):  # every rank must make all groups, in one order

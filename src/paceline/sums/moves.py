@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paceline.sums.chunks import Chunk, cut
 from paceline.sums.memory_sum import root_of, spare_count
 from paceline.sums.shared import SharedMemory
 from paceline.sums.tree import ALIGNED, Forest
 
-LENGTH_BYTES = 8
+_LENGTH_BYTES = 8
 
 
 def barrier(memory: SharedMemory) -> None:
@@ -29,7 +30,7 @@ def barrier(memory: SharedMemory) -> None:
 def gather_words_in_memory(memory: SharedMemory, words: Any) -> list[Any]:
     """The `words` (anything JSON can hold) of all ranks, by rank."""
     payload = json.dumps(words).encode()
-    content = torch.frombuffer(bytearray(len(payload).to_bytes(LENGTH_BYTES, "little") + payload), dtype=torch.uint8)
+    content = torch.frombuffer(bytearray(len(payload).to_bytes(_LENGTH_BYTES, "little") + payload), dtype=torch.uint8)
     channel, received = memory.words, [bytearray() for _ in range(memory.size)]
     room, at, longest = channel.data_bytes, 0, 1
     slots = channel.typed(torch.uint8)
@@ -47,26 +48,28 @@ def gather_words_in_memory(memory: SharedMemory, words: Any) -> list[Any]:
                 part = slots[slot][rank][: max(0, min(room, length - at))]
                 received[rank] += part.numpy().tobytes()
             at += room
-    return [json.loads(bytes(content[LENGTH_BYTES:])) for content in received]
+    return [json.loads(bytes(content[_LENGTH_BYTES:])) for content in received]
 
 
 def broadcast_in_memory(memory: SharedMemory, tensors: Sequence[Tensor], src: int = 0, name: str = "broadcast") -> None:
     """Give all ranks the contents of rank `src`'s tensors, in place; contiguous, of any type, the same on all ranks."""
-    flat = [tensor.detach().view(-1).view(torch.uint8) for tensor in tensors if tensor.numel()]
-    bulk, is_source = memory.bulk, memory.rank == src
+    flat = [tensor.detach().view(-1).view(torch.uint8) for tensor in tensors]
+    sizes, bulk, is_source = [len(one) for one in flat], memory.bulk, memory.rank == src
     slots = bulk.typed(torch.uint8)
-    with memory.operation(bulk, memory.called("broadcast", name, f"[{sum(map(len, flat))}]", "bytes")):
-        for part in _packed(flat, bulk.data_bytes):
+    chunks = cut(sizes, [torch.uint8] * len(flat), {torch.uint8: bulk.data_bytes // ALIGNED * ALIGNED})
+    with memory.operation(bulk, memory.called("broadcast", name, f"[{sum(sizes)}]", "bytes")):
+        for chunk in chunks or [Chunk(torch.uint8, ())]:  # one tick at least, in which calls are compared
             slot = bulk.write()
-            at = 0
-            for piece in part if is_source else ():
-                slots[slot][src][at : at + len(piece)] = piece
-                at += len(piece)
+            places = slots[slot][src][: chunk.size].split(chunk.lengths)
+            pieces = [flat[piece.tensor][piece.start : piece.stop] for piece in chunk.pieces]
+            if is_source:
+                for place, piece in zip(places, pieces, strict=True):
+                    place.copy_(piece)
             bulk.publish()
             bulk.wait()
-            for piece in () if is_source else part:
-                piece.copy_(slots[slot][src][at : at + len(piece)])
-                at += len(piece)
+            if not is_source:
+                for place, piece in zip(places, pieces, strict=True):
+                    piece.copy_(place)
 
 
 def all_gather(memory: SharedMemory, mine: Tensor, out: Tensor, name: str = "shares") -> None:
@@ -141,19 +144,4 @@ def _tick(memory: SharedMemory) -> None:
 
 
 def _length(data: Tensor) -> int:
-    return LENGTH_BYTES + int.from_bytes(data[:LENGTH_BYTES].numpy().tobytes(), "little")
-
-
-def _packed(flat: Sequence[Tensor], room: int) -> list[list[Tensor]]:
-    """The tensors, cut where they must be, in parts of at most `room` elements; at least one part."""
-    parts: list[list[Tensor]] = [[]]
-    left = room
-    for tensor in flat:
-        for start in range(0, len(tensor), room):
-            piece = tensor[start : start + room]
-            if len(piece) > left:
-                parts.append([])
-                left = room
-            parts[-1].append(piece)
-            left -= len(piece)
-    return parts
+    return _LENGTH_BYTES + int.from_bytes(data[:_LENGTH_BYTES].numpy().tobytes(), "little")

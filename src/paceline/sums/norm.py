@@ -30,15 +30,15 @@ from paceline.sums.totals import sum_over_ranks
 BLOCK = 64  # elements
 CHUNK = 1 << 18  # elements squared at a time: their squares stay in a core's cache
 
-Place = tuple[int, int]
+TreePlace = tuple[int, int]
 """Where a sum stands in the tree: level (0: a block), and position in that level."""
 
-Share = tuple[int, int, int]
+OwnShare = tuple[int, int, int]
 """(position of a parameter, start, stop): the elements [start, stop) of it, flattened."""
 
 
 @dataclass(frozen=True)
-class Run:
+class BlockRun:
     """Neighbouring blocks, [first, stop), of one holder."""
 
     first: int
@@ -55,21 +55,21 @@ class BlockTree:
             self._firsts.append(self.blocks)
             self.blocks += -(-size // BLOCK)
 
-    def run(self, parameter: int, start: int, stop: int) -> Run:
+    def run(self, parameter: int, start: int, stop: int) -> BlockRun:
         """The blocks of the elements [start, stop) of a parameter, which is given by its position."""
         if start % BLOCK:
             raise ValueError(f"a share begins at element {start}, within a block of {BLOCK}")
         first = self._firsts[parameter]
-        return Run(first + start // BLOCK, first + -(-stop // BLOCK))
+        return BlockRun(first + start // BLOCK, first + -(-stop // BLOCK))
 
-    def places(self, run: Run) -> list[Place]:
+    def places(self, run: BlockRun) -> list[TreePlace]:
         """Which sums the holder of a run hands on."""
-        found: list[Place] = []
+        found: list[TreePlace] = []
         for level, first, stop, left, right in _levels(run, self.blocks):
             found += [(level, first)] * left + [(level, stop - 1)] * right
         return found
 
-    def sums(self, run: Run, of_blocks: Tensor) -> list[Tensor]:
+    def sums(self, run: BlockRun, of_blocks: Tensor) -> list[Tensor]:
         """Those sums, in the order of `places`, from those of the run's blocks, (stop - first,)."""
         found: list[Tensor] = []
         for _, _, _, left, right in _levels(run, self.blocks):
@@ -80,7 +80,7 @@ class BlockTree:
             of_blocks = _pairs(of_blocks[int(left) : len(of_blocks) - int(right)])
         return found
 
-    def root(self, sums: Mapping[Place, float]) -> float:
+    def root(self, sums: Mapping[TreePlace, float]) -> float:
         """The sum of everything, from what all holders hand on."""
         counts = [self.blocks]
         while counts[-1] > 1:
@@ -99,12 +99,12 @@ class SharedNorm:
     """The norm of gradients of which each rank holds shares: one small message, and the same bits on any number."""
 
     def __init__(
-        self, sizes: Sequence[int], shares: Sequence[Sequence[Share]], rank: int, device: torch.device
+        self, sizes: Sequence[int], shares: Sequence[Sequence[OwnShare]], rank: int, device: torch.device
     ) -> None:
         """`sizes` of all parameters, in elements; `shares[rank]`, which together hold each element once."""
         self._tree, self._device = BlockTree(sizes), device
         self._own = sorted(shares[rank])
-        runs = [merged([self._tree.run(*share) for share in of_rank]) for of_rank in shares]
+        runs = [joined_runs([self._tree.run(*share) for share in of_rank]) for of_rank in shares]
         self._runs = runs[rank]
         self._places = [[place for run in of_rank for place in self._tree.places(run)] for of_rank in runs]
         self._rank = rank
@@ -138,10 +138,10 @@ class SharedNorm:
         return self._tree.root(dict(zip(chain(*self._places), slots.tolist(), strict=True)))
 
 
-def even_shares(sizes: Sequence[int], holders: int) -> list[list[Share]]:
+def even_shares(sizes: Sequence[int], holders: int) -> list[list[OwnShare]]:
     """Shares of as many blocks each, for holders of whole gradients that share the work only."""
     tree = BlockTree(sizes)
-    shares: list[list[Share]] = []
+    shares: list[list[OwnShare]] = []
     for holder in range(holders):
         first, stop = (tree.blocks * number // holders for number in (holder, holder + 1))
         runs = [(i, size, tree.run(i, 0, size).first) for i, size in enumerate(sizes)]
@@ -165,12 +165,12 @@ def scale_to_norm(gradients: Sequence[Tensor], norm: Tensor, max_norm: float) ->
             gradient.mul_(factor)
 
 
-def merged(runs: Sequence[Run]) -> list[Run]:
+def joined_runs(runs: Sequence[BlockRun]) -> list[BlockRun]:
     """The same blocks in as few runs as possible."""
-    found: list[Run] = []
+    found: list[BlockRun] = []
     for run in sorted(runs, key=lambda r: r.first):
         if found and found[-1].stop == run.first:
-            found[-1] = Run(found[-1].first, run.stop)
+            found[-1] = BlockRun(found[-1].first, run.stop)
         elif run.stop > run.first:
             found.append(run)
     return found
@@ -198,7 +198,7 @@ def square_sums(values: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return found
 
 
-def _levels(run: Run, blocks: int) -> Generator[tuple[int, int, int, bool, bool]]:
+def _levels(run: BlockRun, blocks: int) -> Generator[tuple[int, int, int, bool, bool]]:
     """From the blocks up: (level, first, stop, is the first one handed on?, is the last one?)."""
     first, stop, level = run.first, run.stop, 0
     while first < stop:

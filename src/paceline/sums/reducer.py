@@ -21,7 +21,7 @@ from paceline.sums.hosts_sum import by_leaf, by_rank
 from paceline.sums.lanes import MAX_TENSORS
 from paceline.sums.shards import Shards
 from paceline.sums.shares import Shares
-from paceline.sums.transport import memory_or_hosts
+from paceline.sums.sharing import memory_or_hosts
 from paceline.sums.transports import InMemory, OverHosts, OverTorch, addable_in_memory, leaving_bytes
 from paceline.sums.tree import Forest, Grads, added_each
 

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.sums.moves import broadcast_in_memory
-from paceline.sums.transport import shared_memory
-from paceline.sums.words import gathered
+from paceline.sums.sharing import shared_memory
+from paceline.sums.words import gather_over_ranks
 
 MAX_NAMED_RANKS = 8  # in an error message
 
@@ -38,7 +38,8 @@ def broadcast_module(module: nn.Module, src: int = 0) -> None:
     device = next((t.device for t in tensors.values()), _default_device())
     if device.type == "cpu":
         shared_memory()  # the first call is a collective: made by all ranks, however their models differ
-    check_same(gathered([_described(name, t) for name, t in tensors.items()], dist.get_world_size(), device))
+    mine = [_described(name, tensor) for name, tensor in tensors.items()]
+    check_same_model(gather_over_ranks(mine, dist.get_world_size(), device))
     broadcast([*tensors.values()], src, "model")
 
 
@@ -50,6 +51,8 @@ def broadcast(tensors: Sequence[Tensor], src: int = 0, name: str = "broadcast") 
     """
     on_cpu = all(tensor.device.type == "cpu" for tensor in tensors)
     copies = {tensor: tensor.detach().contiguous() for tensor in tensors if tensor.numel()}
+    if not copies:
+        return
     if (memory := shared_memory() if on_cpu else None) is not None:
         broadcast_in_memory(memory, [*copies.values()], src, name)
     for tensor, copy in copies.items():
@@ -59,7 +62,7 @@ def broadcast(tensors: Sequence[Tensor], src: int = 0, name: str = "broadcast") 
             tensor.copy_(copy)
 
 
-def check_same(of_rank: Sequence[Sequence[str]]) -> None:
+def check_same_model(of_rank: Sequence[Sequence[str]]) -> None:
     """Compare all ranks' entries. Every rank sees them all, so every rank raises the same error, or none.
 
     Raises:

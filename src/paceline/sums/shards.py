@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 
 from paceline.sums.buckets import BUCKET_BYTES, buckets_of, trainable
 from paceline.sums.exchange import gather_shares
-from paceline.sums.gather import named
+from paceline.sums.gather import labelled
 from paceline.sums.moves import all_gather
 from paceline.sums.shared import SharedMemory
 from paceline.sums.tree import ALIGNED, round_up
@@ -131,7 +131,7 @@ class Shards:
                 all_gather(self.memory, share, bucket.weights, "weights")
             return
         works = [
-            gather_shares(bucket.weights, named(share, f"weights of bucket {index}"), None)
+            gather_shares(bucket.weights, labelled(share, f"weights of bucket {index}"), None)
             for index, (bucket, share) in enumerate(zip(self.buckets, own, strict=True))
         ]
         for work in works:

@@ -38,13 +38,13 @@ from paceline.sums.waiting import SPINS
 GROUP = "shared"  # what the hang guard calls the ranks that share memory; `hosts` has other names for several hosts
 PAGE, LINE = 4096, 64
 TOKEN_BYTES = 16
-SMALL_BYTES = 64 << 10
+_SMALL_BYTES = 64 << 10
 BULK_BYTES = 2 << 20  # of 1, 2, 4 and 8 MiB the fastest here: two slots of two ranks stay in a core's cache
 LIFE_SECONDS = 0.1  # between two looks whether a process that is waited for is still there
 
 
 @dataclass(frozen=True)
-class Layout:
+class MemoryLayout:
     """Where everything lies in the memory of each of `ranks` ranks, in bytes."""
 
     ranks: int
@@ -53,7 +53,7 @@ class Layout:
     @property
     def channels(self) -> tuple[int, ...]:
         """The data bytes of each channel's slot: totals, words, bulk."""
-        return SMALL_BYTES, SMALL_BYTES, self.bulk_bytes
+        return _SMALL_BYTES, _SMALL_BYTES, self.bulk_bytes
 
     @property
     def counters_at(self) -> int:
@@ -74,7 +74,7 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Peer:
+class MemoryPeer:
     """A rank that shares memory: its process, by number and start, and the memory that it has made."""
 
     rank: int  # of the world
@@ -84,7 +84,7 @@ class Peer:
 
 
 @dataclass(frozen=True)
-class Call:
+class MemoryCall:
     """One collective, as the hang guard and the other ranks shall know it."""
 
     op: Op
@@ -101,9 +101,9 @@ class SharedMemory:
 
     def __init__(
         self,
-        peers: Sequence[Peer],
+        peers: Sequence[MemoryPeer],
         rank: int,
-        layout: Layout,
+        layout: MemoryLayout,
         timeout_seconds: float,
         *,
         group: str = GROUP,
@@ -129,13 +129,13 @@ class SharedMemory:
             made.append(channel)
         self.totals, self.words, self.bulk = made
 
-    def called(self, kind: str, name: str, shape: str = "", dtype: torch.dtype | str = "") -> Call:
+    def called(self, kind: str, name: str, shape: str = "", dtype: torch.dtype | str = "") -> MemoryCall:
         """A collective in words; made once for what is called again and again."""
         op = Op(self._group, 0, kind, name, shape, str(dtype).removeprefix("torch."))
-        return Call(op, f"{kind} '{name}' {shape} {op.dtype}".rstrip().encode())
+        return MemoryCall(op, f"{kind} '{name}' {shape} {op.dtype}".rstrip().encode())
 
     @contextmanager
-    def operation(self, channel: Channel, call: Call) -> Generator[None]:
+    def operation(self, channel: Channel, call: MemoryCall) -> Generator[None]:
         """Around the ticks of one collective: the hang guard sees it, and all ranks must have begun the same one."""
         begun = self.begin(channel, call)
         try:
@@ -146,7 +146,7 @@ class SharedMemory:
             raise
         Guard.of_process().end_own(begun)
 
-    def begin(self, channel: Channel, call: Call) -> Any:
+    def begin(self, channel: Channel, call: MemoryCall) -> Any:
         """What `operation` does first; for what ends elsewhere."""
         if self._left[self.rank][0]:
             raise RuntimeError(
@@ -187,7 +187,7 @@ class SharedMemory:
         return ", ".join(f"rank {peer.rank} (pid {peer.pid})" for peer in peers)
 
 
-def _lives(peer: Peer) -> bool:
+def _lives(peer: MemoryPeer) -> bool:
     process = read_process(peer.pid)
     if process is not None:
         return process.runs and process.start == peer.start

@@ -11,12 +11,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.launch.worker.guard import Guard
-from paceline.sums.gather import named
+from paceline.sums.gather import labelled
 from paceline.sums.shared import SharedMemory
-from paceline.sums.transport import shared_memory
+from paceline.sums.sharing import shared_memory
 from paceline.sums.tree import tree_sum
 
-NAME = "totals of the step"
+_NAME = "totals of the step"
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ def start_totals(leaves: Tensor, votes: Sequence[float] = ()) -> Callable[[], To
     """
     # One slot for each virtual rank: adding zeros to it changes nothing, so everybody gets all leaves as they are.
     slots = torch.cat([leaves.flatten(), leaves.new_tensor(votes)])
-    finish = _started(slots, NAME)
+    finish = _started(slots, _NAME)
 
     def wait() -> Totals:
         everything: list[float] = finish().tolist()
@@ -58,7 +58,7 @@ def _started(slots: Tensor, name: str) -> Callable[[], Tensor]:
     memory = shared_memory() if slots.device.type == "cpu" else None
     if memory is not None and slots.nbytes <= memory.totals.data_bytes:
         return StartedSum(memory, slots, name).finish
-    work = dist.all_reduce(named(slots, name), async_op=True)
+    work = dist.all_reduce(labelled(slots, name), async_op=True)
 
     def finish() -> Tensor:
         if work is not None:  # None where this rank is no member of the group
@@ -71,7 +71,7 @@ def _started(slots: Tensor, name: str) -> Callable[[], Tensor]:
 class StartedSum:
     """A small sum over ranks that has begun, in shared memory; the hang guard asks it as it asks torch's `Work`."""
 
-    def __init__(self, memory: SharedMemory, slots: Tensor, name: str = NAME) -> None:
+    def __init__(self, memory: SharedMemory, slots: Tensor, name: str = _NAME) -> None:
         """Begin with this rank's `slots`, float64."""
         self._memory, self._size, self._sum = memory, len(slots), slots
         self._is_over, self._error = False, ""

@@ -30,7 +30,7 @@ Node = tuple[int, int]
 Grads = list[Tensor | None]
 """Of each parameter of a bucket; None where it is not used: all zeros."""
 
-T = TypeVar("T")
+_T = TypeVar("T")
 ALIGNED = 64  # elements: shares and pieces begin at a cache line, for every type, and so where a vector does
 
 
@@ -69,13 +69,13 @@ def subtrees(owned: Node, leaves: int) -> list[Node]:
     return within((0, leaves))
 
 
-def tree_sum(parts: dict[Node, T], add: Callable[[T, T], T], leaves: int) -> T:
+def tree_sum(parts: dict[Node, _T], add: Callable[[_T, _T], _T], leaves: int) -> _T:
     """The root, from subtrees that together hold every leaf once: `add` is called in the tree's order."""
 
     return _sum_of((0, leaves), parts, add)
 
 
-def _sum_of(node: Node, parts: dict[Node, T], add: Callable[[T, T], T]) -> T:
+def _sum_of(node: Node, parts: dict[Node, _T], add: Callable[[_T, _T], _T]) -> _T:
     # no closure that calls itself: that is a cycle, which would hold all parts until the garbage collector comes
     if node in parts:
         return parts[node]
@@ -83,20 +83,20 @@ def _sum_of(node: Node, parts: dict[Node, T], add: Callable[[T, T], T]) -> T:
     return add(_sum_of((node[0], cut), parts, add), _sum_of((cut, node[1]), parts, add))
 
 
-class PartialSums(Generic[T]):
+class PartialSums(Generic[_T]):
     """Adds up leaves as they come, from left to right, and never keeps more sums than the tree needs.
 
     As a binary counter carries, two neighbours become one as soon as they are a subtree: 7 leaves that belong together
     are kept as sums of 4, 2 and 1. A leaf that is None, or never comes, is all zeros.
     """
 
-    def __init__(self, owned: Node, leaves: int, add: Callable[[T | None, T | None], T | None]) -> None:
+    def __init__(self, owned: Node, leaves: int, add: Callable[[_T | None, _T | None], _T | None]) -> None:
         """`add` adds two neighbours, and may change them; see `added`."""
         self.owned, self._leaves, self._added = owned, leaves, add
         self._next = owned[0]
-        self._sums: list[tuple[Node, T | None]] = []
+        self._sums: list[tuple[Node, _T | None]] = []
 
-    def add(self, leaf: int, value: T | None) -> None:
+    def add(self, leaf: int, value: _T | None) -> None:
         """Add `value`, which becomes ours, as `leaf`; leaves that were left out are zeros."""
         if not self._next <= leaf < self.owned[1]:
             raise ValueError(f"leaf {leaf} is not one of {self._next}..{self.owned[1] - 1}, those still to come")
@@ -104,13 +104,13 @@ class PartialSums(Generic[T]):
             self._push(self._next, None)
         self._push(leaf, value)
 
-    def finish(self) -> list[T | None]:
+    def finish(self) -> list[_T | None]:
         """The sums of our `subtrees`, in order."""
         while self._next < self.owned[1]:
             self._push(self._next, None)
         return [value for _, value in self._sums]
 
-    def _push(self, leaf: int, value: T | None) -> None:
+    def _push(self, leaf: int, value: _T | None) -> None:
         self._next = leaf + 1
         node = (leaf, leaf + 1)
         while self._sums and is_node((self._sums[-1][0][0], node[1]), self._leaves):
@@ -154,7 +154,7 @@ class Forest:
         """The subtrees of each rank."""
         return [subtrees(owned, self.leaves) for owned in self.owned]
 
-    def partial_sums(self, add: Callable[[T | None, T | None], T | None]) -> PartialSums[T]:
+    def partial_sums(self, add: Callable[[_T | None, _T | None], _T | None]) -> PartialSums[_T]:
         """An empty counter for this rank's leaves."""
         return PartialSums(self.owned[self.rank], self.leaves, add)
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from paceline.errors import ExitCode, PacelineError, ToldElsewhere, UsageError
 from paceline.sums.gather import gather_over_torch
 from paceline.sums.moves import gather_words_in_memory
-from paceline.sums.transport import shared_memory_if_made
+from paceline.sums.sharing import shared_memory_if_made
 from paceline.world import World
 
 
@@ -31,10 +31,10 @@ def new_group() -> dist.ProcessGroup:
 
 def gather_words(words: Any, world: World) -> list[Any]:
     """Every rank's `words` (anything JSON can hold), by rank, on every rank."""
-    return gathered(words, world.size, world.device)
+    return gather_over_ranks(words, world.size, world.device)
 
 
-def gathered(words: Any, size: int, device: torch.device) -> list[Any]:
+def gather_over_ranks(words: Any, size: int, device: torch.device) -> list[Any]:
     """`gather_words`, for whoever has no `World`: of the default group's `size` ranks, over its `device`."""
     memory = shared_memory_if_made()
     if memory is not None and memory.size == size:

@@ -35,7 +35,7 @@ from paceline.observe.folder import (
 )
 from paceline.observe.summary import Summary, write_summary
 from paceline.sums import check_equal, gather_words, together, told_once
-from paceline.sums.transport import memory_or_hosts, way_taken
+from paceline.sums.sharing import memory_or_hosts, way_taken
 from paceline.tasks.code import check_code
 from paceline.train.computing import take_threads
 from paceline.train.definition import BITS_ONLY, allowed_changes, check_same, settings

@@ -21,12 +21,12 @@ import torch.distributed as dist
 from paceline.errors import ExitCode, ToldElsewhere, UsageError
 from paceline.sums.gather import CPU
 from paceline.sums.handshake import SWITCH, Refusal, meet_in_memory
-from paceline.sums.hosts import Hosts, connect, group_name
-from paceline.sums.shared import BULK_BYTES, GROUP, Layout, SharedMemory
+from paceline.sums.hosts import Hosts, connect_hosts, group_name
+from paceline.sums.shared import BULK_BYTES, GROUP, MemoryLayout, SharedMemory
 
 Asked = Literal["auto", "shared", "torch"]
-Way = Literal["shared", "hosts", "torch"]
-QUIET = ("switched off", "hosts")  # what nobody needs to be told
+WayTaken = Literal["shared", "hosts", "torch"]
+_QUIET = ("switched off", "hosts")  # what nobody needs to be told
 _of_group: WeakKeyDictionary[dist.ProcessGroup, SharedMemory | Hosts | None] = WeakKeyDictionary()
 """What belongs to torch's default group, and ends with it; torch keeps that group in a global of its own."""
 
@@ -65,7 +65,7 @@ def shared_memory_if_made() -> SharedMemory | None:
     return decided if isinstance(decided, SharedMemory) else None
 
 
-def way_taken() -> Way:
+def way_taken() -> WayTaken:
     """Over what gradients travel, as decided so far."""
     group = dist.group.WORLD
     decided = None if group is None else _of_group.get(group)
@@ -78,13 +78,13 @@ def _made(group: dist.ProcessGroup, asked: Asked, bulk_bytes: int) -> SharedMemo
         if asked == "shared":
             raise _impossible(group, why)
         return None
-    layout = Layout(group.size(), bulk_bytes)
+    layout = MemoryLayout(group.size(), bulk_bytes)
     try:
         met = meet_in_memory(group.rank(), layout, wanted=asked != "torch")
     except Refusal as refusal:
         if asked == "shared":
             raise _impossible(group, str(refusal)) from None
-        if not str(refusal).endswith(QUIET):
+        if not str(refusal).endswith(_QUIET):
             _say(group, f"ranks talk over gloo, not through shared memory: {refusal}")
         return None
     several, place = met.hosts > 1, [peer.rank for peer in met.peers].index(group.rank())
@@ -105,7 +105,7 @@ def _made(group: dist.ProcessGroup, asked: Asked, bulk_bytes: int) -> SharedMemo
         f"gradients are added up in shared memory on each of {met.hosts} hosts ({memory.size} ranks each), and over "
         "gloo between hosts",
     )
-    return connect(memory, met.host, met.hosts)
+    return connect_hosts(memory, met.host, met.hosts)
 
 
 def _say(group: dist.ProcessGroup, words: str) -> None:
