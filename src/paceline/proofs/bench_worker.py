@@ -22,12 +22,12 @@ from paceline import config as configuration
 from paceline.bench.sets import CONFIG, ORDER
 from paceline.bench.spec import CHUNKS, LOOKED_AT, RUNNING, Candidate, Chunk, Memory, Order
 from paceline.checkpoint.whole import sha256_of, whole
-from paceline.collectives import gather_words, together
-from paceline.collectives.transport import shared_memory
 from paceline.ladder import EXACT
 from paceline.proofs.measured import Ground, Training, lay
 from paceline.proofs.memory import inspected
 from paceline.proofs.traffic import Traffic
+from paceline.sums import gather_words, together
+from paceline.sums.sharing import shared_memory
 from paceline.train.determinism import deterministic
 from paceline.train.step import ignore
 from paceline.worker.guard import Guard

@@ -16,13 +16,13 @@ import torch
 from torch.utils.data import Dataset
 
 from paceline.checkpoint.whole import sha256_of, whole
-from paceline.collectives import gather_words, together
 from paceline.compute.recompute import recompute
 from paceline.data.loader import Loading, load_steps
 from paceline.data.plan import BatchPlan, ranks_share
 from paceline.proofs.setup import has_batch_norm, task_options, uneven_data
 from paceline.proofs.verified import OPTIMIZERS, parameters_of
 from paceline.strategies import STRATEGIES
+from paceline.sums import gather_words, together
 from paceline.tasks import load_task
 from paceline.tasks.task import Task
 from paceline.train.determinism import DEFAULT_THREADS, deterministic, holds_for

@@ -15,7 +15,6 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.utils.data import Dataset
 
 from paceline.checkpoint.whole import whole
-from paceline.collectives import gather_words, new_group
 from paceline.compute.recompute import recompute
 from paceline.data.loader import Loading, MicroBatch, load_steps
 from paceline.data.plan import BatchPlan, ranks_share
@@ -23,8 +22,9 @@ from paceline.proofs.causes import Ranks
 from paceline.proofs.compared import Comparison
 from paceline.proofs.reference import Observed, stream_fingerprint
 from paceline.proofs.setup import build, without_dropout
-from paceline.scratch.batchnorm import convert
 from paceline.strategies import STRATEGIES, Replica
+from paceline.sums import gather_words, new_group
+from paceline.sums.batchnorm import convert
 from paceline.tasks.task import Task
 from paceline.train.step import StepResult
 from paceline.verify.spec import Case, Finding, Policy, Spec

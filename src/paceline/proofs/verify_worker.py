@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from paceline.collectives import gather_words, together
 from paceline.data.loader import MicroBatch
 from paceline.data.plan import BatchPlan
 from paceline.errors import ToldElsewhere, UsageError
@@ -33,6 +32,7 @@ from paceline.proofs.verified import (
     observe,
     parameters_of,
 )
+from paceline.sums import gather_words, together
 from paceline.tasks import load_task
 from paceline.tasks.task import Task
 from paceline.train.step import train_step

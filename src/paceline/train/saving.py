@@ -19,10 +19,10 @@ from torch import Tensor
 
 from paceline.checkpoint.shard import Layout, fill, layout, rank_part
 from paceline.checkpoint.state import Held
-from paceline.collectives import gather_words
 from paceline.errors import PacelineError
 from paceline.store.manifest import FORMAT, Manifest, ShardFile
 from paceline.store.store import Checkpoints, Claim, write_file
+from paceline.sums import gather_words
 from paceline.train.resume import Content
 from paceline.train.votes import Votes
 from paceline.worker.world import World
