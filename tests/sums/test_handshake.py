@@ -17,9 +17,10 @@ import torch
 import torch.distributed as dist
 from tests.run_ranks import run_ranks
 
+from paceline.contract.variables import SHARED_MEMORY
 from paceline.errors import ToldElsewhere, UsageError
 from paceline.sums import gather_words, handshake, start_totals
-from paceline.sums.handshake import HOST_KEY, SWITCH, Refusal, meet_in_memory
+from paceline.sums.handshake import Refusal, meet_in_memory
 from paceline.sums.shared import MemoryLayout
 from paceline.sums.sharing import shared_memory, shared_memory_if_made
 from paceline.worker.world import World
@@ -49,13 +50,13 @@ def stage(name: str):
     with pytest.MonkeyPatch.context() as patch:
         match name:
             case "switched off":
-                patch.setenv(SWITCH, "off")
+                patch.setenv(SHARED_MEMORY, "off")
             case "memfd refused":
                 patch.setattr(os, "memfd_create", no_memory)
             case "no room":
                 patch.setattr(os, "posix_fallocate", no_memory)
             case "another host":
-                patch.setenv(HOST_KEY, "elsewhere")
+                patch.setattr(handshake, "host_key", lambda: "elsewhere")
             case "proc closed":
                 patch.setattr(handshake, "_opened", no_memory)
             case "other memory":
@@ -177,7 +178,7 @@ def test_the_command_takes_what_is_asked_for_and_gives_the_same_weights(tmp_path
         folder = tmp_path / f"{asked}-{switch}"
         command = [sys.executable, "-m", "paceline", "train", f"{tmp_path / 'mine.py'}:task", "--nproc", "2", "--steps",
                    "2", "--strategy", "exact", "--collectives", asked, "--run-dir", str(folder)]  # fmt: skip
-        env = {**os.environ, SWITCH: switch}
+        env = {**os.environ, SHARED_MEMORY: switch}
         ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=50)
         if (asked, switch) == ("shared", "off"):
             assert ended.returncode == 2

@@ -1,6 +1,6 @@
 """Ranks of several hosts add up in memory first, and come to the very bits of one process.
 
-Hosts are made by PACELINE_HOST_KEY: what it says differs, and is not looked for in memory.
+One host is made several by what each rank says of its own (`handshake.host_key`).
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from tests.run_ranks import run_ranks
 from tests.sums.odd_model import Odd, by_leaf, grads, over_torch
 from torch import nn
 
+from paceline.contract.variables import SHARED_MEMORY
 from paceline.data.plan import ranks_share
 from paceline.proofs.traffic import Traffic
 from paceline.proofs.verify_worker import verify
-from paceline.sums import gather_words, hosts_sum, start_totals, transports
+from paceline.sums import gather_words, handshake, hosts_sum, start_totals, transports
 from paceline.sums.buckets import buckets_of, trainable
-from paceline.sums.handshake import HOST_KEY, SWITCH, Refusal, meet_in_memory
+from paceline.sums.handshake import Refusal, meet_in_memory
 from paceline.sums.hosts import Hosts, runs_of_hosts
 from paceline.sums.reducer import Reducer, sum_by_leaf, sum_by_rank
 from paceline.sums.replicate import broadcast_module
@@ -84,7 +85,7 @@ def put_on(host: object, rank: int, world_size: int, folder: Path) -> None:
     """The world begins anew, with this rank on `host`."""
     dist.barrier()  # some may still be connecting
     dist.destroy_process_group()
-    os.environ[HOST_KEY] = str(host)
+    handshake.host_key = lambda: str(host)
     name = f"file://{folder}/meeting-{len(list(folder.glob(f'been-{rank}-*')))}"
     (folder / f"been-{rank}-{name.rpartition('-')[2]}").touch()
     dist.init_process_group("gloo", init_method=name, rank=rank, world_size=world_size)
@@ -163,7 +164,7 @@ def meets(rank: int, world_size: int) -> list[str]:
     """What becomes of four ranks at these places; and of the first one where a rank of the second host fails."""
     found: list[str] = []
     for hosts, broken in [*((hosts, False) for hosts in PLACES), ("aabb", True)]:
-        os.environ[HOST_KEY] = hosts[rank]
+        handshake.host_key = lambda here=hosts[rank]: here
         with pytest.MonkeyPatch.context() as patch:
             if broken and rank == 3:
                 patch.setattr(os, "memfd_create", refuse)
@@ -217,7 +218,7 @@ def sends(rank: int, world_size: int, folder: Path) -> list[object]:
     assert said(shared_memory) == "" and way_taken() == "torch"
     put_on(rank // 2, rank, world_size, folder)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(SWITCH, "off" if rank == 2 else "auto")
+        patch.setenv(SHARED_MEMORY, "off" if rank == 2 else "auto")
         assert memory_or_hosts() is None and way_taken() == "torch"
     put_on(rank // 3, rank, world_size, folder)
     return [words, *sent, said(shared_memory)]

@@ -21,7 +21,8 @@ from paceline.worker.bootstrap import worker_command
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]  # soak: what `test_a_run_on_two_hosts...` sees from outside
 
 HANGS = f"""{TORCH}
-os.environ["PACELINE_HOST_KEY"] = str(rank // 2)
+from paceline.sums import handshake
+handshake.host_key = lambda: str(rank // 2)
 from paceline.sums.buckets import buckets_of, trainable
 from paceline.sums.hosts_sum import by_leaf
 from paceline.sums.reducer import Reducer
@@ -42,7 +43,8 @@ for number in range(100):
     sums.finish(4.0)
 """
 STEPS = f"""{TORCH}
-os.environ["PACELINE_HOST_KEY"] = str(rank // 2)
+from paceline.sums import handshake
+handshake.host_key = lambda: str(rank // 2)
 from paceline.sums.reducer import sum_by_leaf
 from paceline.sums.tree import Forest
 model = torch.nn.Linear(300, 300)

@@ -18,10 +18,10 @@ from tests.run_ranks import run_ranks
 from tests.verify.memory_mutations import BULK_BYTES, MEMORY_MUTATIONS, OTHER_ORDER
 from tests.verify.mutations import CONTROL, MUTATIONS, Mutation, planted
 
+from paceline.contract.variables import SHARED_MEMORY
 from paceline.proofs.bitwise import measure
 from paceline.proofs.verify_worker import verify
 from paceline.sums import memory_sum
-from paceline.sums.handshake import SWITCH
 from paceline.sums.sharing import shared_memory
 from paceline.verify.spec import Case, Finding, Result, Spec
 from paceline.worker.world import World
@@ -37,7 +37,7 @@ THROUGH_MEMORY = [IN_MEMORY, *MEMORY_MUTATIONS, OTHER_ORDER]
 
 def findings(rank: int, world_size: int, names: Sequence[str]) -> dict[str, list[Result]]:
     """Each named mutation's results for the strategies and policies it affects (run by every rank)."""
-    os.environ[SWITCH] = "off"  # these bugs are planted into the reducers over torch.distributed
+    os.environ[SHARED_MEMORY] = "off"  # these bugs are planted into the reducers over torch.distributed
     world = World(rank, world_size, rank, world_size, torch.device("cpu"), "gloo")
     return {m.name: _verified(m, world) for m in OVER_TORCH if m.name in names}
 

@@ -20,14 +20,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from paceline.contract.variables import SHARED_MEMORY
 from paceline.host.procfs import read_process
 from paceline.sums.gather import gather_over_torch
 from paceline.sums.hosts import runs_of_hosts
 from paceline.sums.shared import TOKEN_BYTES, MemoryLayout, MemoryPeer
 
 MACHINES = ("x86_64", "AMD64", "i686")  # whose memory order makes it right: see `channel`
-HOST_KEY = "PACELINE_HOST_KEY"  # another name for this host, so that tests may have several
-SWITCH = "PACELINE_SHARED_MEMORY"
 ADD_SEALS, NO_SHRINKING = 1033, 0x2  # Linux's F_ADD_SEALS, F_SEAL_SHRINK: a file cut short would kill who maps it
 
 
@@ -84,7 +83,7 @@ def meet_in_memory(rank: int, layout: MemoryLayout, *, wanted: bool = True) -> M
 def host_key() -> str:
     """What differs between two hosts, and between containers that do not see each other's processes."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot} {os.stat('/proc/self/ns/pid').st_ino} {os.environ.get(HOST_KEY, '')}"  # noqa: PTH116
+    return f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"  # noqa: PTH116
 
 
 def _agreed(size: int, part: Callable[[], Any]) -> list[Any]:
@@ -108,7 +107,7 @@ def _agreed(size: int, part: Callable[[], Any]) -> list[Any]:
 
 
 def _offer(mine: _Mine, rank: int, *, wanted: bool) -> dict[str, Any]:
-    if not wanted or os.environ.get(SWITCH, "auto") == "off":
+    if not wanted or os.environ.get(SHARED_MEMORY, "auto") == "off":
         raise Refusal("switched off")
     if sys.platform != "linux" or platform.machine() not in MACHINES:
         raise Refusal(f"{platform.system()} on {platform.machine()} does not keep stores to memory in order")

@@ -18,9 +18,10 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
+from paceline.contract.variables import SHARED_MEMORY
 from paceline.errors import ExitCode, ToldElsewhere, UsageError
 from paceline.sums.gather import CPU
-from paceline.sums.handshake import SWITCH, Refusal, meet_in_memory
+from paceline.sums.handshake import Refusal, meet_in_memory
 from paceline.sums.hosts import Hosts, connect_hosts, group_name
 from paceline.sums.shared import BULK_BYTES, GROUP, MemoryLayout, SharedMemory
 
@@ -116,7 +117,7 @@ def _say(group: dist.ProcessGroup, words: str) -> None:
 def _impossible(group: dist.ProcessGroup, why: str) -> UsageError | ToldElsewhere:
     if group.rank() != 0:
         return ToldElsewhere("rank 0 tells why memory cannot be shared", ExitCode.USAGE)
-    switch = f", {SWITCH}={os.environ[SWITCH]}" if SWITCH in os.environ else ""
+    switch = f", {SHARED_MEMORY}={os.environ[SHARED_MEMORY]}" if SHARED_MEMORY in os.environ else ""
     return UsageError(
         f"--collectives shared: the {group.size()} ranks cannot share memory: {why}{switch}. It takes CPU ranks of one "
         "user, on one host or on several with equally many. Choose from: auto, torch, shared"
