@@ -84,7 +84,7 @@ soak-quiet: $(STAMP)  ## an hour of what only looks like a hang; see that the gu
 	$(BIN)/python tests/launch/soak_quiet.py --minutes 60 --out benchmarks/results/quiet.json
 
 soak-judge: $(STAMP)  ## the judge on 20,000 generated standstills
-	PYTHONPATH=. $(BIN)/python tests/launch/soak_judge.py --count 20000 --out benchmarks/results/judge.json
+	PYTHONPATH=. $(BIN)/python tests/guard/soak_judge.py --count 20000 --out benchmarks/results/judge.json
 
 bench-guard: $(STAMP)  ## what the hang guard costs
 	$(BIN)/python benchmarks/guard.py --out benchmarks/results/guard.json

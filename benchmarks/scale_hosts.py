@@ -24,7 +24,7 @@ from paceline.bench.from_runs import read_runs, weight_bytes
 from paceline.bench.model import Machine, fit
 from paceline.bench.network import parse_network
 from paceline.bench.scale_report import Held, held_of, parts_of, points_of, usual
-from paceline.launch.cgroup import usable_cores
+from paceline.host.cgroup import usable_cores
 from race.quiet import wait_until_idle
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the hosts are those of the tests

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from paceline.cli import COMMANDS
+from paceline.contract import variables
 from paceline.errors import ExitCode
 
 ROOT = Path(__file__).parents[1]
@@ -113,3 +114,11 @@ def test_every_symptom_is_what_the_program_says():
 def test_the_table_of_exit_codes_is_the_programs():
     rows = re.findall(r"^\| (\d+) \|", (ROOT / "docs" / "exit-codes.md").read_text(), re.MULTILINE)
     assert [int(row) for row in rows] == [code.value for code in ExitCode]
+
+
+def test_the_page_of_variables_is_the_table_and_the_table_has_them_all() -> None:
+    assert (ROOT / "docs" / "environment.md").read_text() == variables.as_page()
+    ours = {
+        name for path in (ROOT / "src").rglob("*.py") for name in re.findall(r'"(PACELINE_[A-Z_]+)"', path.read_text())
+    }
+    assert ours == {variable.name for variable in (*variables.SWITCHES, *variables.OURS) if "PACELINE" in variable.name}

@@ -5,10 +5,10 @@
     warm.call("tests.run_ranks:rank_of", folder, rank)        # a Popen that calls a function
 
 Each is as fresh as a new interpreter with the modules of TORCH, or of LIGHT, imported: that is how the product forks
-its workers, too (launch/worker/preload.py). Its state is the state of that moment, whatever other processes did since.
-It gets its own environment, working folder and streams, and is a child of whoever asked for it. The processes that they
-are forked from start when they are first needed, do nothing but fork, and end with the test run. There are two with
-torch, so that not all ranks have the same seed of hashes.
+its workers, too (worker/preload.py). Its state is the state of that moment, whatever other processes did since. It gets
+its own environment, working folder and streams, and is a child of whoever asked for it. The processes that they are
+forked from start when they are first needed, do nothing but fork, and end with the test run. There are two with torch,
+so that not all ranks have the same seed of hashes.
 
 Not for what looks at how Python itself starts (`sys.flags`, `sys.orig_argv`), at when a module is imported, at what is
 read from the environment at that time, or is found by its environment in /proc.
@@ -43,7 +43,7 @@ ENVIRONMENT = dict(os.environ)  # before a test changes it
 
 LIGHT = (
     *("paceline.cli.train", "paceline.cli.launch", "paceline.cli.elsewhere", "typeguard", "pytest"),
-    *("paceline.launch.local", "paceline.launch.agent.head", "paceline.launch.agent.follower"),
+    *("paceline.launch.local", "paceline.agent.head", "paceline.agent.follower"),
 )
 TORCH = (*LIGHT, "torch.distributed", "torch._dynamo", "safetensors.torch", "paceline.train.run", "hypothesis")
 SOURCES = (LIGHT, TORCH, TORCH)  # torch's optimizers import torch._dynamo, which takes as long as torch itself

@@ -25,8 +25,8 @@ __version__ = "0.1.0"
 
 # Looked up when first used: `import paceline` alone must not import torch, or `paceline --help` would take seconds.
 _PARTS = {
-    "World": "world",
-    "joined": "world",
+    "World": "worker.world",
+    "joined": "worker.world",
     "BatchPlan": "data.plan",
     "ranks_share": "data.plan",
     "ArrayDataset": "data.arrays",
@@ -74,8 +74,8 @@ if TYPE_CHECKING:
     from paceline.train.optimizer import optimizer_maker as optimizer_maker
     from paceline.train.schedule import Schedule as Schedule
     from paceline.train.step import train_step as train_step
-    from paceline.world import World as World
-    from paceline.world import joined as joined
+    from paceline.worker.world import World as World
+    from paceline.worker.world import joined as joined
 
 
 def __getattr__(name: str) -> Any:

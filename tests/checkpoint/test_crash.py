@@ -14,7 +14,7 @@ import pytest
 from tests import warm
 from tests.checkpoint.checkpoint_harness import leftovers, newest, save, saved
 
-from paceline.checkpoint.store import Checkpoints
+from paceline.store.store import Checkpoints
 
 SCRIPT = Path(__file__).with_name("crash_points.py")
 

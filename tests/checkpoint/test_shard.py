@@ -21,10 +21,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from paceline.checkpoint import shard
-from paceline.checkpoint.manifest import Damaged, Piece
 from paceline.checkpoint.shard import WORDS, Shards, fill, layout, rank_part, read_meta
 from paceline.checkpoint.state import Held
 from paceline.errors import UsageError
+from paceline.store.manifest import Damaged, Piece
 
 META = {"step": 7, "words": "Grüße"}
 

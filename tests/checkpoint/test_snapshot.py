@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from paceline.checkpoint.shard import Shards
-from paceline.checkpoint.snapshot import FDS, Keeper, Pair, inherited, newest
+from paceline.checkpoint.snapshot import Keeper, Pair, inherited, newest
 from paceline.checkpoint.state import Held
+from paceline.contract.birth import WorkerBirth
 
 MakeFiles = Callable[[int], list[Pair]]
 
@@ -29,7 +30,7 @@ def make_files(monkeypatch: pytest.MonkeyPatch) -> Generator[MakeFiles]:
     def make(ranks: int) -> list[Pair]:
         pairs = [(os.memfd_create("first"), os.memfd_create("second")) for _ in range(ranks)]
         made.extend(fd for pair in pairs for fd in pair)
-        monkeypatch.setenv(FDS, ";".join(f"{first},{second}" for first, second in pairs))
+        monkeypatch.setattr(WorkerBirth, "_here", WorkerBirth(os.getpid(), snapshots=tuple(pairs)))
         assert inherited() == pairs
         return pairs
 
@@ -74,8 +75,7 @@ def found(step: int, world_size: int, *, size: int = 50) -> set[int]:
     return files
 
 
-def test_without_an_agent_there_are_no_files_and_no_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(FDS, raising=False)
+def test_without_an_agent_there_are_no_files_and_no_snapshot() -> None:
     assert inherited() == [] and newest(inherited()) is None
 
 
@@ -135,6 +135,7 @@ WRITER = """
 import sys, torch
 from paceline.checkpoint.snapshot import Keeper
 from paceline.checkpoint.state import Held
+from paceline.contract.birth import WorkerBirth
 first, second, step = map(int, sys.argv[1:])
 keeper = Keeper((first, second), 0, 1, 0, spared=None)
 while True:
@@ -249,6 +250,7 @@ def test_without_memory_for_it_the_snapshot_before_stays(make_files: MakeFiles) 
 import sys, torch, resource
 from paceline.checkpoint.snapshot import Keeper
 from paceline.checkpoint.state import Held
+from paceline.contract.birth import WorkerBirth
 first, second = map(int, sys.argv[1:])
 keeper = Keeper((first, second), 0, 1, 1, spared=first)
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))

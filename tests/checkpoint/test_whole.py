@@ -14,7 +14,7 @@ from torch import Tensor
 from paceline.checkpoint.shard import WORDS
 from paceline.checkpoint.state import Held
 from paceline.checkpoint.whole import sha256_of, whole
-from paceline.world import World
+from paceline.worker.world import World
 
 
 def tensors() -> dict[str, Tensor]:

@@ -13,9 +13,9 @@ import msgspec
 import pytest
 
 from paceline.cli import hang, main
-from paceline.launch.guard.evidence import Evidence, Frame, Op, Stack
-from paceline.launch.guard.judge import judge
-from paceline.launch.guard.story import write_verdict
+from paceline.contract.evidence import Evidence, Frame, Op, Stack
+from paceline.guard.judge import judge
+from paceline.guard.story import write_verdict
 from paceline.observe.folder import create_attempt_dir
 
 OP = Op("0", 7, "all_reduce", "bucket 0", "[4]", "float32", "train.py:97 in step")
@@ -52,9 +52,9 @@ AGENT = """
 import fcntl, json, os, re, shutil, sys, time
 from pathlib import Path
 import msgspec
-from paceline.launch.guard.evidence import Evidence
-from paceline.launch.guard.judge import judge
-from paceline.launch.guard.story import write_verdict
+from paceline.contract.evidence import Evidence
+from paceline.guard.judge import judge
+from paceline.guard.story import write_verdict
 lock = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT)
 fcntl.flock(lock, fcntl.LOCK_EX)
 attempt, answers = Path(sys.argv[2]), sys.argv[3] == "answers"

@@ -16,7 +16,7 @@ from paceline.bench.scale_report import At
 from paceline.bench.shares import COMPUTE, REST, WAITING
 from paceline.cli.scale import main, points_to_measure
 from paceline.errors import UsageError
-from paceline.launch.cgroup import usable_cores
+from paceline.host.cgroup import usable_cores
 
 TASKS = Path(__file__).parents[1] / "bench" / "tasks_to_measure.py"
 

@@ -20,11 +20,11 @@ from paceline.cli import cancel, logs, status
 from paceline.cli import run_state as run_state_module
 from paceline.cli.finding import Means, find_run, first_failure
 from paceline.cli.run_state import RunState, run_state
+from paceline.contract.failure import Failure
 from paceline.errors import TrainingError, UsageError
-from paceline.launch.failure import Failure
-from paceline.launch.procfs import read_process
+from paceline.host.procfs import read_process
+from paceline.host.sweep import Roster
 from paceline.launch.submission import Submission, next_submit_dir, write_submission
-from paceline.launch.sweep import Roster
 from paceline.observe.events import EventWriter, Started, Step
 from paceline.observe.folder import create_attempt_dir
 from paceline.observe.summary import Summary, write_summary

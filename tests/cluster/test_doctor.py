@@ -15,7 +15,7 @@ from tests.cluster.lab import Lab
 from tests.cluster.slurm import Slurm
 from tests.cluster.ssh import SshHosts
 
-from paceline.data.mnist import PACKAGED
+from paceline.datasets.mnist import PACKAGED
 
 DOCTOR = (sys.executable, "-m", "paceline", "doctor")
 Doctor = Callable[..., "Report"]

@@ -13,14 +13,14 @@ from tests.cluster.lab import Lab
 from tests.cluster.slurm import Slurm
 from tests.cluster.ssh import SshHosts
 
-from paceline.launch.worker.foreign import device_per_task, understood
+from paceline.worker.foreign import device_per_task, understood
 
 MEETS = """
 import os, sys
 os.environ["GLOO_SOCKET_IFNAME"] = "eth0" if os.uname().nodename in ("n1", "n2", "n3", "n4") else "lo"
-from paceline.launch.worker.tell import tell
-from paceline.launch.worker.attach import leave
-from paceline.world import World, joined
+from paceline.worker.tell import tell
+from paceline.worker.attach import leave
+from paceline.worker.world import World, joined
 try:
     world = World.from_env(device="cpu")
     with joined(world, timeout_seconds=40, meeting_seconds=40):

@@ -11,17 +11,18 @@ from tests.cluster.lab import Lab
 from tests.cluster.ssh import SshHosts
 from tests.cluster.training import PACELINE, words
 
+from paceline.contract.evidence import VerdictKind
 from paceline.errors import ExitCode
-from paceline.launch.guard.evidence import VerdictKind
-from paceline.launch.guard.story import Told, read_verdict
+from paceline.guard.story import Told, read_verdict
 
 SCRIPT = """
 import os, time
 from pathlib import Path
 import torch, torch.distributed as dist
+from paceline.contract.birth import WorkerBirth
 torch.set_num_threads(1)
 dist.init_process_group("gloo")
-rank, folder = dist.get_rank(), Path(os.environ["PACELINE_ATTEMPT_DIR"])
+rank, folder = dist.get_rank(), Path(WorkerBirth.here().attempt_dir)
 for step in range(2000):
     if step == 20:
         (folder / f"running-{rank}").touch()

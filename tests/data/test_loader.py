@@ -14,13 +14,13 @@ import pytest
 import torch
 from torch.utils.data import Dataset, TensorDataset
 
+from paceline.contract.box import Box, look, make_box, read_loaders
+from paceline.contract.failure import LOADER_KILLED
 from paceline.data.arrays import ArrayDataset
 from paceline.data.loader import SLOTS_OF_A_LOADER, Loading, load_steps, naming_lost_processes
 from paceline.data.plan import BatchPlan, ranks_share
 from paceline.data.seeded import SeededSamples
 from paceline.errors import UsageError
-from paceline.launch.failure import LOADER_KILLED
-from paceline.launch.guard.box import Box, look, make_box, read_loaders
 
 CPU = torch.device("cpu")
 PLAN = BatchPlan(23, 8, virtual_ranks=2, accumulation=2, seed=3)

@@ -9,9 +9,9 @@ SOURCE = Path(__file__).parents[2] / "src" / "paceline"
 COMMANDS = ("finding", "run_state", "status", "logs", "hang", "cancel", "ledger", "checkpoint", "train", "train_start",
             "launch", "elsewhere")  # fmt: skip
 OF_RUNS = (
-    *(f"cli/{name}.py" for name in COMMANDS), "observe/*.py", "checkpoint/*.py", "train/*.py", "config.py",
-    *(f"launch/{name}.py" for name in ("ended", "submission", "sweep", "tail", "hosts", "guard/story")),
-    "launch/worker/attach.py", "launch/agent/*.py", "verify/starts.py", "verify/ledger.py", "bench/steps.py",
+    *(f"cli/{name}.py" for name in COMMANDS), "observe/*.py", "checkpoint/*.py", "store/*.py", "train/*.py",
+    "config.py", *(f"launch/{name}.py" for name in ("submission", "tail", "hosts")), "host/sweep.py",
+    "guard/story.py", "worker/attach.py", "agent/*.py", "proofs/starts.py", "proofs/ledger.py", "bench/steps.py",
     "bench/from_runs.py",
 )  # fmt: skip
 PAST_THE_DOOR = {
@@ -22,14 +22,14 @@ ALLOWED = {
     ("cli/finding.py", "iterdir"): "/proc",
     ("cli/ledger.py", "write_bytes"): "--json, a file that the user names",
     ("cli/hang.py", "rmtree"): "the answer that was made for us, in a run that is ours",
-    ("checkpoint/files.py", "open"): "a folder, to be synced",
-    ("checkpoint/store.py", "iterdir"): "what older generations of the same run have left",
-    ("launch/sweep.py", "read_bytes"): "/proc",
-    ("launch/agent/janitor.py", "open"): "/dev/null",
-    ("launch/agent/janitor.py", "rmtree"): "the agent's temporary folder",
-    ("launch/agent/detach.py", "open"): "/dev/null",
-    ("launch/agent/start.py", "open"): "the log of a worker of ours",
-    ("launch/agent/guarding.py", "rmtree"): "a verdict that could not be written whole",
+    ("store/files.py", "open"): "a folder, to be synced",
+    ("store/store.py", "iterdir"): "what older generations of the same run have left",
+    ("host/sweep.py", "read_bytes"): "/proc",
+    ("agent/janitor.py", "open"): "/dev/null",
+    ("agent/janitor.py", "rmtree"): "the agent's temporary folder",
+    ("agent/__main__.py", "open"): "/dev/null",
+    ("agent/start.py", "open"): "the log of a worker of ours",
+    ("agent/guarding.py", "rmtree"): "a verdict that could not be written whole",
     ("train/weights.py", "rename"): "in a folder that disk.writing has opened",
     ("train/determinism.py", "read_text"): "/proc",
 }

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from paceline.contract.evidence import VerdictKind
 from paceline.errors import UsageError
 from paceline.faults.catalogue import FAULTS, chosen
 from paceline.faults.fault import End, Fault, Needs, Way
 from paceline.faults.run import MARKER, USERS, marked_lines
-from paceline.launch.guard.evidence import VerdictKind
 
 ALL = list(FAULTS.values())
 SOURCES = {path.name: path.read_text() for path in USERS.glob("*.py")}

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from paceline.contract.evidence import Verdict, VerdictKind
 from paceline.faults.fault import End
 from paceline.faults.reading import Said, numbers, said_by_paceline, said_by_torchrun
-from paceline.launch.guard.evidence import Verdict, VerdictKind
 
 STALL = """STALL after 5.6 s (world 3). GUILTY: rank 1 (vm, pid 5959)
   rank 1 did not enter all_reduce #15 [6922] float32; it is in sleeps at strikes.py:171, state S

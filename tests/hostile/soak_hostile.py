@@ -26,13 +26,13 @@ from typing import Any
 
 import msgspec
 from tests.checkpoint.checkpoint_harness import sealed
+from tests.guard.test_guard_story import STALLED
 from tests.hostile.folders import write_roster
 from tests.hostile.users import ROOT, User, Users, two_users
-from tests.launch.test_guard_story import STALLED
 
-from paceline.launch.failure import Failure
-from paceline.launch.guard.judge import judge
-from paceline.launch.guard.story import write_verdict
+from paceline.contract.failure import Failure
+from paceline.guard.judge import judge
+from paceline.guard.story import write_verdict
 
 MAX_SECONDS, MAX_BYTES = 2.0, 200 << 20
 CASES_A_SAVE = 200
@@ -310,7 +310,7 @@ def soak(numbers: Iterable[int], seed: int, place: Path, told: Callable[[int, di
         victim.own(precious)
         plain, heavy = (
             Typist(victim),
-            Typist(victim, "paceline.cli.ledger", "paceline.train.prepare", "paceline.verify.ledger"),
+            Typist(victim, "paceline.cli.ledger", "paceline.train.prepare", "paceline.proofs.ledger"),
         )
         bystander = victim.popen("sleep", "100000")
         time.sleep(0.3)

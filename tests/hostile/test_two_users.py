@@ -12,7 +12,7 @@ import pytest
 from tests.hostile.folders import canary, payload, run_folder, write_roster
 from tests.hostile.users import User, Users
 
-from paceline.launch.procfs import read_process
+from paceline.host.procfs import read_process
 
 LOOKING = (["status"], ["status", "--json"], ["hang"], ["logs", "--follow"], ["checkpoint", "list"], ["ledger"])
 BELONGS = "belongs to user {}, and we are {}"

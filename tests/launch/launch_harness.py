@@ -22,11 +22,13 @@ HARD_LIMIT_SECONDS = 30.0
 LAUNCHER = """
 import fcntl, json, os, sys
 from pathlib import Path
+from paceline.contract.windows import Windows
 from paceline.launch.job import Job
 from paceline.launch.local import local
 from paceline.launch.supervise import run
 settings = json.loads(sys.argv[1])
 folder, lock = Path(settings.pop("attempt_dir")), settings.pop("lock", None)
+settings["stall_after"] = Windows.parse(settings.get("stall_after", "auto"))
 job = Job(tuple(settings.pop("argv")), attempt_dir=folder, run_id="test", threads=1, **settings)
 keep_open = []
 if lock:
@@ -38,10 +40,11 @@ sys.exit(run(local(job), folder, keep_open=keep_open))
 PRELUDE = """
 import ctypes, os, re, signal, subprocess, sys, time
 from pathlib import Path
-from paceline.launch.worker.attach import attach, record_failure
+from paceline.contract.birth import WorkerBirth
+from paceline.worker.attach import attach, record_failure
 attach()
-rank, generation = int(os.environ["RANK"]), int(os.environ["PACELINE_GENERATION"])
-folder = Path(os.environ["PACELINE_ATTEMPT_DIR"])
+birth = WorkerBirth.here()
+rank, generation, folder = int(os.environ["RANK"]), birth.generation, Path(birth.attempt_dir)
 
 class DistNetworkError(RuntimeError): ...
 

@@ -9,27 +9,28 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from tests.launch.launch_harness import PRELUDE, Launch, wait_until
 from tests.small_mnist import small_mnist as small_mnist
 
 from paceline.cli.train_start import may_preload
 from paceline.config import LaunchConfig, TrainConfig
-from paceline.launch.forking import at_import
+from paceline.contract.forking import at_import
 from paceline.launch.job import Job
 
 BECOMES = """
 import os, sys
 {before}
-if "PACELINE_PRELOAD_FD" in os.environ:
+from paceline.contract.birth import WorkerBirth
+if (birth := WorkerBirth.here()).preload >= 0:
     {first}
-    from paceline.launch.worker.preload import serve
-    serve({modules!r})
-forked = b"PACELINE_PRELOAD_FD=" in open("/proc/self/environ", "rb").read()
+    from paceline.worker.preload import serve
+    serve(birth, {modules!r})
+forked = b'"preload":' in open("/proc/self/environ", "rb").read()
 """
 TELLS_FORKED = "(folder / f'forked-{generation}-{rank}').write_text(str(forked))\n"
 
@@ -163,7 +164,8 @@ def test_a_terminal_stays_a_terminal_for_a_forked_rank_0(tmp_path: Path) -> None
         "import sys; from pathlib import Path; from paceline.launch.job import Job\n"
         "from paceline.launch.local import local; from paceline.launch.supervise import run\n"
         f"folder = Path({str(tmp_path)!r})\n"
-        f"sys.exit(run(local(Job((sys.executable, {str(script)!r}), 2, 'x', 1, folder, preload=True)), folder))"
+        f"job = Job((sys.executable, {str(script)!r}), 2, 'x', 1, attempt_dir=folder, preload=True)\n"
+        "sys.exit(run(local(job), folder))"
     )
     try:
         done = subprocess.run([sys.executable, "-c", code], stdin=side, stdout=side, timeout=30, check=False)
@@ -267,7 +269,7 @@ def test_the_guard_sees_collectives_through_whatever_an_import_has_kept(preloade
         "dist.init_process_group('gloo')\n"
         "dist.P2POp(dist.isend, __import__('torch').ones(1), 1 - rank)\n"
         "keeper.all_reduce(__import__('torch').ones(1))\n"
-        "from paceline.launch.worker.guard import Guard\n"
+        "from paceline.worker.guard import Guard\n"
         "Guard.of_process().take_order()\n"
         "assert [op.kind for op in Guard.of_process().taken()] == ['all_reduce']\n"
         "dist.destroy_process_group()",
@@ -282,11 +284,12 @@ def test_the_guard_sees_collectives_through_whatever_an_import_has_kept(preloade
 TASK = """
 from pathlib import Path
 import os
+from paceline.contract.birth import WorkerBirth
 from paceline.tasks.mnist import cnn as built_in
 
 def cnn(data_dir):
-    forked = b"PACELINE_PRELOAD_FD=" in Path("/proc/self/environ").read_bytes()
-    (Path(os.environ["PACELINE_ATTEMPT_DIR"]) / f"forked-{os.environ['RANK']}").write_text(str(forked))
+    forked = b'"preload":' in Path("/proc/self/environ").read_bytes()
+    (Path(WorkerBirth.here().attempt_dir) / f"forked-{os.environ['RANK']}").write_text(str(forked))
     return built_in(data_dir=data_dir)
 """
 
@@ -313,8 +316,8 @@ def test_a_training_has_the_same_bits_whether_its_workers_are_forked_or_not(tmp_
 
 
 def test_what_imports_may_read_must_be_alike_and_nothing_else() -> None:
-    env = {"OMP_NUM_THREADS": "1", "RANK": "0", "MASTER_PORT": "1", "PACELINE_BOX_FD": "5", "GLOO_SOCKET_IFNAME": "lo"}
-    assert at_import(env) == at_import({**env, "RANK": "1", "MASTER_PORT": "2", "PACELINE_BOX_FD": "6"})
+    env = {"OMP_NUM_THREADS": "1", "RANK": "0", "MASTER_PORT": "1", "PACELINE_BIRTH": "5", "GLOO_SOCKET_IFNAME": "lo"}
+    assert at_import(env) == at_import({**env, "RANK": "1", "MASTER_PORT": "2", "PACELINE_BIRTH": "6"})
     for name in ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "LD_LIBRARY_PATH", "PYTHONPATH", "TORCH_LOGS"):
         assert at_import(env) != at_import({**env, name: "8"})
 

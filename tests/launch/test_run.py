@@ -126,7 +126,7 @@ def test_a_terminal_stays_a_terminal_for_rank_0(tmp_path: Path) -> None:
         "import sys; from pathlib import Path; from paceline.launch.job import Job\n"
         "from paceline.launch.local import local; from paceline.launch.supervise import run\n"
         f"folder = Path({str(tmp_path)!r})\n"
-        f"sys.exit(run(local(Job((sys.executable, {str(script)!r}), 2, 'x', 1, folder)), folder))"
+        f"sys.exit(run(local(Job((sys.executable, {str(script)!r}), 2, 'x', 1, attempt_dir=folder)), folder))"
     )
     try:
         done = subprocess.run([sys.executable, "-c", code], stdin=side, stdout=side, timeout=30, check=False)
@@ -138,6 +138,11 @@ def test_a_terminal_stays_a_terminal_for_rank_0(tmp_path: Path) -> None:
     assert (tmp_path / "rank-1.log").read_text() == "1 False\n"
 
 
+def test_without_a_guard_the_worker_does_not_watch_either(launch) -> None:
+    one = launch("print(birth.guarded)", nproc=1, stall_after=" Off ")
+    assert one.finish() == 0 and one.stdout == "False\n"
+
+
 def test_what_a_worker_sees(launch) -> None:
     one = launch(
         "import json\n"
@@ -146,17 +151,16 @@ def test_what_a_worker_sees(launch) -> None:
         "env['parent'] = os.getppid()\n"
         "links = [os.readlink(p) for p in Path('/proc/self/fd').iterdir() if os.path.islink(p)]\n"
         "env['sockets'] = sum(link.startswith('socket:') for link in links)\n"
-        "env['store'] = os.readlink('/proc/self/fd/' + env.pop('PACELINE_STORE_FD'))\n"
+        "env['store'] = os.readlink(f'/proc/self/fd/{birth.store}')\n"
         "env['stdin'] = os.readlink('/proc/self/fd/0')\n"
         "env['session'] = os.getsid(0) == os.getpid()\n"
         "(folder / f'env-{rank}.json').write_text(json.dumps(env))",
         nproc=2,
-        env={"PACELINE_STORE_FD": "99", "PACELINE_LEFT_OVER": "of an outer run", "RANK": "7"},
+        env={"PACELINE_BIRTH": "99", "PACELINE_LEFT_OVER": "of an outer run", "RANK": "7"},
     )
     assert one.finish() == 0, one.stderr
     zero, other = (json.loads((one.folder / f"env-{rank}.json").read_text()) for rank in (0, 1))
     assert other.pop("PACELINE_AGENT_MARK").startswith(f"{one.agent_pid}-")
-    assert other.pop("PACELINE_RECORD_FD").isdecimal() and other.pop("PACELINE_BOX_FD").isdecimal()
     assert other == {
         "RANK": "1",
         "WORLD_SIZE": "2",
@@ -167,8 +171,6 @@ def test_what_a_worker_sees(launch) -> None:
         "MASTER_PORT": zero["MASTER_PORT"],
         "OMP_NUM_THREADS": "1",
         "PACELINE_RUN_ID": "test",
-        "PACELINE_GENERATION": "0",
-        "PACELINE_ATTEMPT_DIR": str(one.folder),
         "GLOO_SOCKET_IFNAME": "lo",
         "parent": one.agent_pid,
         "sockets": 0,

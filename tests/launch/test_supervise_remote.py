@@ -68,7 +68,7 @@ def announcement(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What an agent says of its host."""
     path = tmp_path_factory.mktemp("facts") / "announcement"
     code = (
-        "import sys, msgspec; from paceline.launch.doctor.facts import gather\n"
+        "import sys, msgspec; from paceline.host.facts import gather\n"
         "sys.stdout.buffer.write(msgspec.json.encode(gather()))"
     )
     path.write_bytes(subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=30, check=True).stdout)

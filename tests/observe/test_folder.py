@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from paceline.checkpoint.store import Checkpoints
 from paceline.errors import UsageError
 from paceline.observe.folder import (
     attempt_number,
@@ -21,6 +20,7 @@ from paceline.observe.folder import (
     open_run_dir,
     shelve_summary,
 )
+from paceline.store.store import Checkpoints
 
 
 def test_starts_are_numbered_from_1_and_past_10(tmp_path):

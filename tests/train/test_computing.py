@@ -14,7 +14,7 @@ from paceline.config import ComputeConfig, LaunchConfig, TrainConfig, check_valu
 from paceline.errors import UsageError
 from paceline.train.computing import _chosen, take_threads
 from paceline.train.costs import WARM_UP_STEPS, Waiting
-from paceline.world import World
+from paceline.worker.world import World
 
 CPU = torch.device("cpu")
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from paceline.config import TrainConfig, resolved
+from paceline.definition import BITS_ONLY, CHANGEABLE, FIXED, allowed_changes, check_same, settings
 from paceline.errors import UsageError
-from paceline.train.definition import BITS_ONLY, CHANGEABLE, FIXED, allowed_changes, check_same, settings
 
 SAVED = {name: f"old-{name}" for name in (*FIXED, *CHANGEABLE)} | {"strategy": "exact"}
 WHERE = "run/checkpoints/step-00000007"

@@ -11,10 +11,10 @@ from torch import nn
 
 from paceline import World, joined
 from paceline.checkpoint.shard import Shards
-from paceline.checkpoint.store import Checkpoints, Claim, Fenced
 from paceline.data.loader import MicroBatch
 from paceline.data.plan import Work
 from paceline.errors import TrainingError
+from paceline.store.store import Checkpoints, Claim, Fenced
 from paceline.strategies import STRATEGIES, Replica
 from paceline.train.emergency import is_writer, save_alone
 from paceline.train.resume import Content

@@ -9,11 +9,11 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from tests.run_ranks import run_ranks
 
+from paceline.contract.evidence import Op
 from paceline.errors import PacelineError
-from paceline.launch.guard.evidence import Op
-from paceline.launch.worker.guard import Guard
 from paceline.train.order import Difference, Order, compare
-from paceline.world import World
+from paceline.worker.guard import Guard
+from paceline.worker.world import World
 
 NOTHING = frozenset[str]()
 
@@ -134,7 +134,7 @@ def compared(rank: int, size: int) -> dict[str, Any]:
     def step(*calls: Any) -> str:
         for call in calls:
             call()
-        slots = torch.tensor(order.votes(), dtype=torch.float64)
+        slots = torch.tensor(order.hashes(), dtype=torch.float64)
         dist.all_reduce(slots)
         try:
             order.check(slots.tolist(), "step 7")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tests import warm
 
-from paceline.launch.guard.evidence import Phase
+from paceline.contract.evidence import Phase
 from paceline.observe.events import Step, read_events
 from paceline.train.phases import PhaseClock
 

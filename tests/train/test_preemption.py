@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from paceline.checkpoint.store import Checkpoints
 from paceline.observe.events import Checkpointed, Started, Step, read_events
 from paceline.observe.summary import read_summary
+from paceline.store.store import Checkpoints
 from paceline.train.preemption import SIGNALS, noticing
 
 PATIENCE_SECONDS = 50.0

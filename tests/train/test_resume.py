@@ -8,17 +8,18 @@ import pytest
 import torch
 from tests.run_ranks import run_ranks
 
-from paceline.checkpoint.manifest import FORMAT, Manifest, ShardFile
 from paceline.checkpoint.shard import Shards, fill, layout, rank_part
-from paceline.checkpoint.snapshot import FDS, Keeper, inherited
+from paceline.checkpoint.snapshot import Keeper, inherited
 from paceline.checkpoint.state import Held
-from paceline.checkpoint.store import Checkpoints, write_file
 from paceline.config import CheckpointConfig, TrainConfig
+from paceline.contract.birth import WorkerBirth
 from paceline.errors import PacelineError
+from paceline.store.manifest import FORMAT, Manifest, ShardFile
+from paceline.store.store import Checkpoints, write_file
 from paceline.train.keeping import Place
 from paceline.train.resume import Content, Origin, from_disk, from_memory
 from paceline.train.run import _origin
-from paceline.world import World
+from paceline.worker.world import World
 
 CONTENT: dict[str, Any] = {"samples_seen": 7, "metrics": {"loss": 0.25}, "definition": {"seed": 0}}
 
@@ -105,7 +106,7 @@ def remembered(rank: int, size: int, root: Path) -> dict[str, Any]:
         names = [root / f"memory-{local_rank}-{turn}" for turn in range(2)]
         first, second = (os.open(name, os.O_RDWR | os.O_CREAT, 0o600) for name in names)
         pairs.append((first, second))
-    os.environ[FDS] = ";".join(f"{first},{second}" for first, second in pairs)
+    WorkerBirth._here = WorkerBirth(os.getpid(), snapshots=tuple(pairs))
     found: dict[str, Any] = {"nothing": told_by(from_memory(world))}
     keeper = Keeper(inherited()[rank], rank, size, 0, spared=None)
     for step in (5, 6):
@@ -119,7 +120,7 @@ def remembered(rank: int, size: int, root: Path) -> dict[str, Any]:
     first_start = Place(root / "older", attempt=1, generation=0, attempt_dir=None, definition={"seed": 0})
     found["no restart"] = told_by(_origin(config, first_start, world))
     if rank == size - 1:  # is another process's file after all
-        del os.environ[FDS]
+        WorkerBirth._here = None
     found["not the same for all"] = told_by(from_memory(world)) if size > 1 else None
     return found
 

@@ -9,12 +9,12 @@ from tests.run_ranks import run_ranks
 from torch import nn
 
 from paceline import ArrayDataset, Task
-from paceline.collectives.gradients import SharedGradients
-from paceline.scratch import tree
-from paceline.verify.bitwise import measure
+from paceline.proofs.bitwise import measure
+from paceline.sums import tree
+from paceline.sums.reducer import Reducer
 from paceline.verify.report import print_bits
 from paceline.verify.spec import BitsReport, Spec
-from paceline.world import World
+from paceline.worker.world import World
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(90)]
 
@@ -71,13 +71,13 @@ def measured(rank: int, size: int) -> list[bytes]:
     found.append(measure(SPEC, world))
     tree.middle = balanced
     if rank == 1:
-        whole = SharedGradients.finish
+        whole = Reducer.finish
 
-        def finish(self: SharedGradients, total_weight: torch.Tensor) -> None:
+        def finish(self: Reducer, total_weight: torch.Tensor) -> None:
             whole(self, total_weight)
-            self._parameters[0].grad.view(-1)[0] += 1e-3
+            self._buckets[0][0].grad.view(-1)[0] += 1e-3
 
-        SharedGradients.finish = finish
+        Reducer.finish = finish
     found.append(measure(SPEC, world))
     return [msgspec.json.encode(report) for report in found]
 

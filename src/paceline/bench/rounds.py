@@ -15,8 +15,8 @@ from pathlib import Path
 
 from paceline.bench.sets import failed, measure
 from paceline.bench.spec import Candidate, Chunk, Failed, Order
+from paceline.contract.orders import STOP_SIGNALS
 from paceline.errors import ExitCode
-from paceline.launch.orders import STOP_SIGNALS
 
 
 @dataclass(frozen=True)

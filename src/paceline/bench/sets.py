@@ -11,13 +11,13 @@ from pathlib import Path
 import msgspec
 
 from paceline.bench.spec import CHUNKS, RUNNING, Candidate, Chunk, Failed, Order
+from paceline.contract.failure import Failure
 from paceline.errors import ExitCode
-from paceline.launch.failure import Failure
 from paceline.launch.job import Job
 from paceline.launch.local import local
 from paceline.launch.supervise import run
 
-WORKER = "paceline.bench.worker"
+WORKER = "paceline.proofs.bench_worker"
 ORDER, CONFIG = "order.json", "config.toml"
 QUIET = {"KINETO_LOG_LEVEL": "99"}  # the profiler's own words, several lines for each start of it
 LAST_CHARS = 300

@@ -18,10 +18,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from paceline.checkpoint.manifest import Damaged, Piece
-from paceline.checkpoint.shard_header import LENGTH_BYTES
 from paceline.checkpoint.state import Held
 from paceline.errors import UsageError
+from paceline.store.manifest import Damaged, Piece
+from paceline.store.shard_header import LENGTH_BYTES
 
 WORDS = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",

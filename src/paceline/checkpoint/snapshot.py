@@ -18,11 +18,11 @@ import msgspec
 import torch
 from torch import Tensor
 
-from paceline.checkpoint.manifest import Piece
 from paceline.checkpoint.shard import LENGTH_BYTES, Shards, fill, layout, rank_part, read_meta
 from paceline.checkpoint.state import Held
+from paceline.contract.birth import WorkerBirth
+from paceline.store.manifest import Piece
 
-FDS = "PACELINE_SNAPSHOT_FDS"
 Pair = tuple[int, int]
 
 
@@ -47,8 +47,8 @@ class Snapshot:
 
 def inherited() -> list[Pair]:
     """The memory files of this node's ranks, by local rank; none without an agent that restarts."""
-    pairs = [pair.split(",") for pair in os.environ.get(FDS, "").split(";") if pair]
-    return [(int(first), int(second)) for first, second in pairs]
+    birth = WorkerBirth.here()
+    return [] if birth is None else [*birth.snapshots]
 
 
 class Keeper:

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.checkpoint.state import Held
-from paceline.collectives import gather_words
-from paceline.world import World
+from paceline.sums import gather_words
+from paceline.worker.world import World
 
 
 def whole(held: Sequence[Held], world: World) -> dict[str, Tensor]:

@@ -7,10 +7,10 @@ import os
 import sys
 from collections.abc import Sequence
 
+from paceline.contract.birth import WorkerBirth
+from paceline.contract.orders import hold_standard_descriptors
 from paceline.errors import ExitCode, unknown
-from paceline.launch.forking import FD as PRELOAD
-from paceline.launch.orders import hold_standard_descriptors
-from paceline.launch.worker.foreign import understood
+from paceline.worker.foreign import understood
 
 COMMANDS = {
     "train": "train a model on one process or on many",
@@ -45,7 +45,7 @@ def entry() -> None:
     """The program `paceline`: `main`, and then the end of the process."""
     code = main()
     if "torch" in sys.modules:
-        from paceline.launch.worker.attach import leave
+        from paceline.worker.attach import leave
 
         leave(code)
     sys.exit(code)
@@ -55,13 +55,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run `paceline ARGUMENTS` and return its exit code."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     hold_standard_descriptors()
-    if PRELOAD in os.environ:  # not a worker yet, but what this node's workers are forked from: they go on below
-        from paceline.launch.worker.imports import TRAINING
-        from paceline.launch.worker.preload import serve
+    birth = WorkerBirth.here()
+    if birth is not None and birth.preload >= 0:  # what this node's workers are forked from: they go on below
+        from paceline.worker.imports import TRAINING
+        from paceline.worker.preload import serve
 
-        serve(TRAINING)
-    if "PACELINE_AGENT_PID" in os.environ:  # before anything slow: a worker must not outlive its agent
-        from paceline.launch.worker.attach import attach
+        serve(birth, TRAINING)
+    if birth is not None:  # before anything slow: a worker must not outlive its agent
+        from paceline.worker.attach import attach
 
         attach()
     if not arguments or arguments[0] in ("-h", "--help"):
@@ -79,6 +80,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise unknown("command", arguments[0], COMMANDS)
         return importlib.import_module(f"paceline.cli.{arguments[0]}").main(arguments[1:])
     except (Exception, KeyboardInterrupt) as error:
-        from paceline.launch.worker.tell import tell
+        from paceline.worker.tell import tell
 
         return tell(error)

@@ -12,16 +12,16 @@ from pathlib import Path
 
 import tyro
 
-from paceline.checkpoint.published import entries
 from paceline.cli.finding import Means, RunConfig, act, agent_runs, find_run, head_roster, is_locked, signal_agent
 from paceline.cli.run_state import RunState, judge, run_state
+from paceline.contract.node_plan import STOP_GRACE_SECONDS
 from paceline.disk.reading import read
 from paceline.errors import ExitCode, TrainingError, UsageError
-from paceline.launch.job import STOP_GRACE_SECONDS
 from paceline.launch.slurm import queue
 from paceline.launch.submission import Submission, last_submission
-from paceline.launch.verdict import clean
 from paceline.observe.folder import CHECKPOINTS, LOCK
+from paceline.observe.terminal import clean
+from paceline.store.published import entries
 
 POLL_SECONDS = 0.5
 END_SECONDS = STOP_GRACE_SECONDS + 15.0

@@ -15,11 +15,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from paceline.checkpoint.manifest import Damaged, Manifest
-from paceline.checkpoint.store import Checkpoints, Entry
 from paceline.disk.owners import note_strangers
 from paceline.disk.reading import is_folder, resolved
 from paceline.errors import ExitCode, UsageError
+from paceline.store.manifest import Damaged, Manifest
+from paceline.store.store import Checkpoints, Entry
 
 MOST = 50
 

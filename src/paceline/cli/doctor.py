@@ -15,16 +15,16 @@ import tyro
 from rich.console import Console
 
 from paceline.config import absolute_task
+from paceline.doctor.checks import judge
+from paceline.doctor.report import as_json, print_report
+from paceline.doctor.session import sessions
+from paceline.doctor.survey import Wanted, survey
+from paceline.doctor.ways import by_ssh, here, in_slurm
 from paceline.errors import ExitCode, UsageError
-from paceline.launch.doctor.checks import judge
-from paceline.launch.doctor.report import as_json, print_report
-from paceline.launch.doctor.session import sessions
-from paceline.launch.doctor.survey import Wanted, survey
-from paceline.launch.doctor.ways import by_ssh, here, in_slurm
 from paceline.launch.hosts import labels, parse_hosts, plain_name
 from paceline.launch.job import Command
-from paceline.launch.worker.nodelist import expand_nodes
 from paceline.tasks import check_task
+from paceline.worker.nodelist import expand_nodes
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,14 @@ import secrets
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from paceline.cli.finding import command_words
 from paceline.config import ClusterConfig
 from paceline.errors import ExitCode, UsageError
+from paceline.host.surroundings import parse_env
 from paceline.launch.by_hand import by_hand, typed
 from paceline.launch.hosts import parse_hosts
 from paceline.launch.job import SECRET_NAME, Allocation, Host, Job, Plan, describe
@@ -25,8 +27,8 @@ from paceline.launch.slurm.script import SCRIPT
 from paceline.launch.ssh.plan import ssh
 from paceline.launch.ssh.sync import rsync_commands, sync
 from paceline.launch.submission import Submission, next_submit_dir, write_files, write_submission
-from paceline.launch.supervise import run, say
-from paceline.launch.surroundings import parse_env
+from paceline.launch.supervise import run
+from paceline.observe.terminal import say
 
 LAUNCHERS: dict[str, Callable[[Job], Plan]] = {"local": local, "ssh": ssh, "slurm": slurm, "print": by_hand}
 MEANING = {  # the settings that only some launchers have a use for
@@ -87,7 +89,7 @@ def place(cluster: ClusterConfig, nproc: int | None) -> Job:
         nodes=most,
         min_nodes=least,
         hosts=hosts,
-        secret=secrets.token_hex(32),
+        secret="" if cluster.on == "local" else secrets.token_hex(32),  # one agent talks to no other
         join_seconds=cluster.join_timeout,
         cwd=str(Path.cwd()),
         python=cluster.python or sys.executable,

@@ -18,13 +18,13 @@ from pathlib import Path
 
 import tyro
 
+from paceline.contract.failure import Failure
 from paceline.disk.owners import check_ours, note_strangers, opened
 from paceline.disk.reading import decode, folders, is_folder, names, resolved
 from paceline.errors import UsageError, unknown
-from paceline.launch.failure import Failure
-from paceline.launch.procfs import PROC, read_process
+from paceline.host.procfs import PROC, read_process
+from paceline.host.sweep import Roster, roster_path
 from paceline.launch.submission import Submission, submit_number
-from paceline.launch.sweep import Roster, roster_path
 from paceline.observe.folder import CONFIG, LOCK, attempt_number
 
 RUNS = Path("runs")
@@ -153,7 +153,7 @@ def agent_runs(run_dir: Path, roster: Roster, submission: Submission | None, ssh
     host, _, stat = (done or "").partition("\n")
     if host.strip() != roster.host:
         return None
-    fields = stat.rpartition(")")[2].split()  # as launch/procfs.py reads them
+    fields = stat.rpartition(")")[2].split()  # as host/procfs.py reads them
     return len(fields) > 19 and fields[0] not in "ZX" and fields[19] == str(roster.agent_started)
 
 

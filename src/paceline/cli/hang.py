@@ -19,12 +19,12 @@ from rich.console import Console
 
 from paceline.cli.finding import NOTHING, Means, RunConfig, attempts, find_run, look
 from paceline.cli.run_state import judge
+from paceline.contract.evidence import Evidence
 from paceline.disk import writing
 from paceline.disk.reading import names
 from paceline.errors import ExitCode, UsageError
-from paceline.launch.guard.evidence import Evidence
-from paceline.launch.guard.story import VERDICT, Told, describe, page, read_verdict
-from paceline.launch.verdict import escaped
+from paceline.guard.story import VERDICT, Told, describe, page, read_verdict
+from paceline.observe.terminal import escaped
 
 ANSWER_SECONDS = 15.0  # the head looks every second, and gives every rank three seconds to answer
 POLL_SECONDS = 0.1

@@ -20,10 +20,10 @@ from paceline.config import batch_shape, check_values, load
 from paceline.disk.owners import note_strangers
 from paceline.disk.reading import is_folder, resolved
 from paceline.errors import ExitCode, UsageError
-from paceline.launch.verdict import clean
+from paceline.observe.terminal import clean
 
 if TYPE_CHECKING:
-    from paceline.verify.ledger import Audit
+    from paceline.proofs.ledger import Audit
 
 WIDTH = 132  # where there is no terminal
 MAX_SHOWN = 20  # findings
@@ -54,8 +54,8 @@ def main(arguments: Sequence[str]) -> int:
     trained = load(settings, ours=False)  # numbers for a plan; nothing that it names is run
     check_values(trained)
 
+    from paceline.proofs.ledger import audit
     from paceline.train.prepare import make_plan  # imports torch
-    from paceline.verify.ledger import audit
 
     # The record is resolved: nothing in it is left to the world size.
     found = audit(run_dir, partial(make_plan, trained, batch_shape(trained.data, world_size=1)))

@@ -15,8 +15,8 @@ import tyro
 from paceline.cli.finding import RunConfig, find_run, look
 from paceline.cli.run_state import RunState, run_state
 from paceline.errors import ExitCode
-from paceline.launch.verdict import clean, escaped
 from paceline.observe.folder import CONFIG
+from paceline.observe.terminal import clean, escaped
 
 MAX_CHARS = 2000  # of a line: words in a folder may be as long as whoever wrote them liked
 

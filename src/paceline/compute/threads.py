@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from paceline.launch.cgroup import usable_cores
+from paceline.host.cgroup import usable_cores
 
 
 class Seat(msgspec.Struct, frozen=True):

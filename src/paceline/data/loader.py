@@ -21,15 +21,15 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from paceline.contract.box import Box, read_loaders
+from paceline.contract.orders import STOP_SIGNALS
 from paceline.data.ahead import on_its_way
 from paceline.data.arrays import batch_gatherer
 from paceline.data.draws import SampleDraws
 from paceline.data.plan import BatchPlan, Work, rank_work
 from paceline.data.seeded import SLOTS_OF_A_LOADER, Collate, SeededBatches, SeededSamples, asks_for_batches
 from paceline.errors import TrainingError, UsageError
-from paceline.launch.guard.box import Box, read_loaders
-from paceline.launch.orders import STOP_SIGNALS
-from paceline.launch.worker.attach import die_with_parent
+from paceline.host.procfs import die_with_parent
 from paceline.seeding import preserved_streams
 
 GONE = re.compile(r"DataLoader worker \(pid(?:\(s\))? ([0-9]+).*")  # torch's words for a process that was killed

@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.launch.procfs import PROC, read_process
+from paceline.contract.variables import FAULTS_MARK
+from paceline.host.procfs import PROC, read_process
 
-MARK = "PACELINE_FAULTS_MARK"  # inherited by whatever is started: neither a new parent nor a new session hides it
 SETTLE_SECONDS = 2.0  # what is just ending is not left behind
 SHM = Path("/dev/shm")
 
@@ -56,7 +56,7 @@ def run_command(
     process = popen(
         argv,
         cwd=folder,
-        env={**os.environ, **env, MARK: mark, "TMPDIR": str(temporary)},
+        env={**os.environ, **env, FAULTS_MARK: mark, "TMPDIR": str(temporary)},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -117,7 +117,7 @@ def _left(mark: str) -> tuple[str, ...]:
 def _carriers(mark: str) -> dict[int, str]:
     """The living processes with this mark in their environment: pid -> command line."""
     found: dict[int, str] = {}
-    wanted = f"{MARK}={mark}".encode()
+    wanted = f"{FAULTS_MARK}={mark}".encode()
     for name in os.listdir(PROC):  # noqa: PTH208
         with contextlib.suppress(OSError):
             if name.isdigit() and wanted in (PROC / name / "environ").read_bytes().split(b"\0"):

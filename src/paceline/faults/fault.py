@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from paceline.launch.guard.evidence import VerdictKind
+from paceline.contract.evidence import VerdictKind
 
 
 class Way(StrEnum):

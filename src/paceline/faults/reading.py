@@ -6,9 +6,9 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from paceline.contract.evidence import Verdict
 from paceline.errors import ExitCode
 from paceline.faults.fault import End
-from paceline.launch.guard.evidence import Verdict
 
 Lines = Sequence[tuple[float, str]]
 

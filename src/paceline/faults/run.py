@@ -11,13 +11,13 @@ from typing import Literal
 
 import msgspec
 
+from paceline.contract.evidence import Verdict
 from paceline.errors import UsageError
 from paceline.faults.command import Ran, run_command
 from paceline.faults.fault import End, Fault, Way
 from paceline.faults.reading import Said, said_by_paceline, said_by_torchrun
 from paceline.faults.setups import Setup, prepared
-from paceline.launch.guard.evidence import Verdict
-from paceline.launch.guard.story import read_verdict
+from paceline.guard.story import read_verdict
 
 Launcher = Literal["paceline", "torchrun"]
 

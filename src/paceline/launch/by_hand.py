@@ -7,11 +7,12 @@ from collections.abc import Iterator
 
 import msgspec
 
+from paceline.contract.birth import BOOTSTRAP
+from paceline.contract.variables import RUN_ID
 from paceline.errors import UsageError
 from paceline.launch.hosts import labels, plain_name
 from paceline.launch.job import SECRET_NAME, Command, Job, Plan
 from paceline.launch.node_plans import head_ports, node_plan
-from paceline.launch.worker.bootstrap import MODULE
 
 PLAN_FILE = "plan.json"
 NODE0 = "NODE0"  # stands for a name that nobody has told us
@@ -38,7 +39,7 @@ def by_hand(job: Job) -> Plan:
             "is replaced or left out. Use --agent paceline, or one number"
         )
     shown = {name: value for name, value in job.env.items() if not SECRET_NAME.search(name)}
-    env = {"PACELINE_RUN_ID": job.run_id, "OMP_NUM_THREADS": str(job.threads or 1), **shown}
+    env = {RUN_ID: job.run_id, "OMP_NUM_THREADS": str(job.threads or 1), **shown}
     commands = tuple(Command(name, _torchrun(job, node, nproc), env) for node, (name, nproc) in enumerate(_nodes(job)))
     return Plan(by_hand=commands, notes=tuple(_notes(job)))
 
@@ -58,7 +59,7 @@ def _agents(job: Job) -> Plan:
     if len({nproc for _, nproc in _nodes(job)}) > 1:
         raise UsageError("slots=N that differ between hosts need a file of plans each: use --on ssh, or torchrun's")
     plan = msgspec.structs.replace(plan, nproc=_nodes(job)[0][1])
-    agent = (job.python, "-P", "-m", "paceline.launch.agent", "--plan", f"{job.submit_dir}/{PLAN_FILE}")
+    agent = (job.python, "-P", "-m", "paceline.agent", "--plan", f"{job.submit_dir}/{PLAN_FILE}")
     commands = tuple(
         Command(name, (*agent, "--node", str(node), "--head", head)) for node, (name, _) in enumerate(_nodes(job))
     )
@@ -80,7 +81,7 @@ def _torchrun(job: Job, node: int, nproc: int) -> tuple[str, ...]:
 
 def _worker(job: Job) -> tuple[str, ...]:
     """The worker's command as torchrun wants it: a script's without a Python, which is its own, and our bootstrap."""
-    return job.argv[job.argv.index(MODULE) + 1 :] if MODULE in job.argv else ("--no-python", *job.argv)
+    return job.argv[job.argv.index(BOOTSTRAP) + 1 :] if BOOTSTRAP in job.argv else ("--no-python", *job.argv)
 
 
 def _nodes(job: Job) -> list[tuple[str, int]]:

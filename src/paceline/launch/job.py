@@ -8,15 +8,11 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
 import msgspec
 
-from paceline.launch.cgroup import usable_cores as usable_cores  # threads_per_rank's first argument
-
-GRACE_SECONDS = 3.0  # with the sweep after it still inside the 5 s in which nothing may be left
-JOIN_SECONDS = 300.0  # how long the agents of several nodes wait for each other
-STOP_GRACE_SECONDS = 30.0  # a step to its end and a checkpoint; also what schedulers leave between SIGTERM and SIGKILL
+from paceline.contract.node_plan import NodePlan, Shared
 
 SECRET_NAME = re.compile("KEY|TOKEN|SECRET|PASS|CREDENTIAL|COOKIE", re.IGNORECASE)  # of environment variables, say
 _JSON_VALUE = re.compile(rf'("[^"\s]*(?:{SECRET_NAME.pattern})[^"\s]*":\s*)"(?:[^"\\]|\\.)+"', re.IGNORECASE)
@@ -53,87 +49,31 @@ class Allocation:
     options: tuple[str, ...] = ()  # any other option of sbatch, key=value
 
 
-@dataclass(frozen=True)
-class Job:
-    """What to run, on how many nodes: `argv` is the command of one worker, the same for every rank.
+class Job(Shared, frozen=True):
+    """What to run, on how many nodes, and how they are reached.
 
     `attempt_dir` is an existing folder of this attempt alone (logs, failure records); on several nodes node 0's agent
-    makes it, inside `run_dir`. `threads` is every rank's OMP_NUM_THREADS; 0: the node's cores shared among its workers.
-    `port` is where the ranks of one node, or the agents of several, meet; 0 for any free one.
+    makes it, inside `run_dir`. `port` is where the ranks of one node, or the agents of several, meet; 0 for any free
+    one.
     """
 
-    argv: tuple[str, ...]
-    nproc: int  # on each node
-    run_id: str
-    threads: int
     attempt_dir: Path | None = None
     port: int = 0
-    grace_seconds: float = GRACE_SECONDS  # between asking a worker to stop and killing it, when the run has failed
-    stop_grace_seconds: float = STOP_GRACE_SECONDS  # the same when the run is told to stop: time to save
-    max_restarts: int = 0
-    min_nproc: int = 0  # restart with fewer ranks, but never fewer than these; 0: as many as nproc
-    stall_after: str = "auto"  # --stall-after, see guard/pace.py
     name: str = "run"  # for people: Slurm's job name
-    nodes: int = 1
-    min_nodes: int = 1  # fewer than `nodes`: the run goes on when nodes are lost, with at least these
     hosts: tuple[Host, ...] = ()  # of ssh, node 0 first; of print, where known
     run_dir: Path | None = None  # on several nodes: node 0's agent takes it and makes the attempt
     submit_dir: Path | None = None  # in it: what was started (plan.json, job.sbatch, config.toml), private
-    secret: str = ""  # 64 hex digits: by it the agents of one job know each other
-    join_seconds: float = JOIN_SECONDS
-    cwd: str = ""  # the working folder on every node; empty: the agent's own
     python: str = sys.executable  # on every node
-    env: Mapping[str, str] = field(default_factory=dict[str, str])
-    modules: tuple[str, ...] = ()
-    activate: str = ""  # a script to be sourced, or conda:NAME
-    plain_store: bool = False  # the workers open the store's port themselves: any script that torchrun could start
-    detached: bool = False
-    show: Literal["rank 0", "all"] = "rank 0"  # whose output appears on the screen
     ssh: tuple[str, ...] = ("ssh",)  # the user's ssh command
     slurm: Allocation = Allocation()
     torchrun: bool = True  # of print: torchrun's commands, or our agent's
-    preload: bool = False  # workers may be forked from one that has imported everything: our own command, no CUDA
 
 
-class NodePlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What one agent is told: one line of JSON on its stdin, or a private file; never its argv, so that no list of
-    processes shows it. Every field means what it means in `Job`.
-    """
-
-    argv: tuple[str, ...]
-    nproc: int
-    first_rank: int = 0  # of several nodes: given by node 0's agent when all have come, as are the next two
-    world_size: int = 0
-    master_addr: str = "127.0.0.1"
-    node: int = 0  # -1: the environment (SLURM_NODEID) or the command line says
-    port: int = 0
-    threads: int = 1
-    run_id: str = ""
-    attempt_dir: str = ""
-    grace_seconds: float = GRACE_SECONDS
-    stop_grace_seconds: float = STOP_GRACE_SECONDS
-    max_restarts: int = 0
-    min_nproc: int = 0
-    stall_after: str = "auto"
-    nodes: int = 1
-    min_nodes: int = 1
-    head: tuple[str, ...] = ()  # names or addresses of node 0, the best first
-    head_ports: tuple[int, ...] = ()  # node 0's agent listens on the first of these that is free
-    secret: str = ""
-    join_seconds: float = JOIN_SECONDS
-    run_dir: str = ""
-    cwd: str = ""
-    env: dict[str, str] = {}
-    modules: tuple[str, ...] = ()
-    activate: str = ""
-    plain_store: bool = False
-    detached: bool = False
-    show: Literal["rank 0", "all"] = "rank 0"
-    names: tuple[str, ...] = ()  # the nodes' names by number, for people; empty where nobody knows them yet
-    group_rank: int = 0  # this node's place among those that take part; given, as the interface, when all have come
-    interface: str = ""  # the network interface by which the other nodes are reached
-    preload: bool = False
-    silence_seconds: float = 0.0  # the lifeline carries a sign of life at least so often; 0: none, only its end counts
+def for_node(job: Job, nproc: int) -> dict[str, Any]:
+    """The fields of `job`'s NodePlan for a node with `nproc` workers: all but those that say which node it is."""
+    same: dict[str, Any] = {name: getattr(job, name) for name in Shared.__struct_fields__}
+    folders = {"attempt_dir": str(job.attempt_dir or ""), "run_dir": str(job.run_dir or "")}
+    return same | folders | {"nproc": nproc}
 
 
 @dataclass(frozen=True)
@@ -175,8 +115,3 @@ def _typed(command: Command) -> str:
 def _masked(text: str) -> str:
     """Without the values, in JSON or in a shell's `NAME=value`, whose names look secret."""
     return _SHELL_VALUE.sub(r"\1…", _JSON_VALUE.sub(r'\1"…"', text))
-
-
-def threads_per_rank(cores: int, nproc: int) -> int:
-    """Equal shares of the cores, at least one thread: more threads than cores make every rank slower."""
-    return max(1, cores // nproc)

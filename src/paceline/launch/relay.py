@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from queue import SimpleQueue
 
-from paceline.launch.verdict import LiveFilter, harmless
+from paceline.observe.terminal import LiveFilter, harmless
 
 FOLD_SECONDS = 0.3  # so long a line waits for the same one of other hosts
 HALF_LINE_SECONDS = 1.0  # so long the others wait for the end of a line of node 0
@@ -26,14 +26,6 @@ MAX_UNWRITTEN_BYTES = 1 << 20
 _COLOURS = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
 _CONTROLS = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 _NUMBERED = re.compile(r"(.*?)([0-9]+)")
-
-
-def say(text: str, end: str = "\n") -> None:
-    """Tell the user, in words that may hold others'; never an error: the terminal may be gone with the launcher."""
-    with suppress(OSError):
-        data = harmless(f"{text}{end}".encode(errors="replace"))
-        while data:
-            data = data[os.write(2, data) :]
 
 
 class Screen:

@@ -22,17 +22,17 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
+from msgspec.structs import replace
 
+from paceline.contract.failure import GOOD_ENDS
+from paceline.contract.node_plan import NodePlan
+from paceline.contract.orders import LIFELINE_GRACE_SECONDS, STOP_SIGNALS, read_inbox, signal_inbox
 from paceline.errors import ExitCode
-from paceline.launch.failure import GOOD_ENDS
-from paceline.launch.job import GRACE_SECONDS, Command, NodePlan, Plan
-from paceline.launch.orders import STOP_SIGNALS, read_inbox, signal_inbox
-from paceline.launch.relay import say as say  # the agent's too
+from paceline.host.sweep import roster_path, sweep_recorded
+from paceline.launch.job import Command, Plan
 from paceline.launch.ssh.remote import Check, run_remote
-from paceline.launch.sweep import roster_path, sweep_recorded
+from paceline.observe.terminal import say as say
 
-KEEP_FDS = "PACELINE_KEEP_FDS"  # tells an agent which descriptors its workers shall inherit, e.g. "9,12"
-LIFELINE_GRACE_SECONDS = min(2.0, GRACE_SECONDS)  # when the launcher is gone: nobody waits for a result any more
 SAME_REQUEST_SECONDS = 0.1  # timeout(1), for one, sends every signal twice: to its child and to the child's group
 AGENT_MARGIN_SECONDS = 1.2  # an agent that was told to stop needs that much more than its workers' grace
 
@@ -84,7 +84,7 @@ def _start(agent: Command, node: NodePlan, keep_open: Sequence[int]) -> RunningA
     try:
         process = subprocess.Popen(
             agent.argv,
-            env={**os.environ, **agent.env, KEEP_FDS: ",".join(map(str, keep_open))},  # always: not an outer run's
+            env={**os.environ, **agent.env},
             stdin=subprocess.PIPE,
             pass_fds=keep_open,
             start_new_session=True,
@@ -93,7 +93,7 @@ def _start(agent: Command, node: NodePlan, keep_open: Sequence[int]) -> RunningA
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     assert process.stdin is not None
     with suppress(BrokenPipeError):  # it ended at once; its exit code says so
-        process.stdin.write(msgspec.json.encode(node) + b"\n")
+        process.stdin.write(msgspec.json.encode(replace(node, keep_open=tuple(keep_open))) + b"\n")
         process.stdin.flush()  # and stays open: the lifeline
     return RunningAgent(agent.name, process)
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from paceline.disk.owners import opened
-from paceline.launch.verdict import clean
+from paceline.observe.terminal import clean
 
 MAX_BYTES = 1 << 20  # of one look
 MAX_LAST_BYTES = 4 << 20  # how far back the last lines are looked for

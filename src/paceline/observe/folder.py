@@ -4,7 +4,7 @@ runs/mnist-cnn-20260131-093000/
     config.toml         every setting, resolved: `paceline train --config` repeats the run
     environment.json    versions, host, device, threads
     events-<rank>.jsonl what happened, step by step
-    checkpoints/        step-<steps done>/ each, see checkpoint/store.py
+    checkpoints/        step-<steps done>/ each, see store/store.py
     model.safetensors   the weights
     summary.json        how it ended
     .lock               held by the processes of the run that is active here
@@ -204,7 +204,7 @@ def create_attempt_dir(run_dir: Path) -> tuple[int, Path]:
 
 
 def _fenced_attempt(run_dir: Path) -> int:
-    """The attempt that may publish checkpoints (checkpoint/fence.py): it was, though somebody deleted its folder."""
+    """The attempt that may publish checkpoints (store/fence.py): it was, though somebody deleted its folder."""
     try:
         return int(read(run_dir / CHECKPOINTS / ".fence", limit_bytes=100).split()[0])
     except (OSError, ValueError, IndexError):

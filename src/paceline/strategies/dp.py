@@ -6,7 +6,7 @@ from torch import nn
 
 from paceline.strategies.base import MakeOptimizer, Replica, replica
 from paceline.strategies.refusals import only_alone
-from paceline.world import World
+from paceline.worker.world import World
 
 
 def dp(

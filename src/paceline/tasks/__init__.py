@@ -15,7 +15,7 @@ from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.data.mnist import check_mnist
+from paceline.datasets.mnist import check_mnist
 from paceline.disk.owners import strangers
 from paceline.errors import UsageError, unknown
 

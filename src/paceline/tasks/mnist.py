@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline.data.arrays import ArrayDataset
-from paceline.data.mnist import Split, read_labels, read_mnist
+from paceline.datasets.mnist import Split, read_labels, read_mnist
 from paceline.models.cnn import CNN
 from paceline.models.resnet import ResNet18
 from paceline.tasks.task import Task

@@ -7,13 +7,13 @@ from typing import Any
 import msgspec
 import torch
 
-from paceline.collectives import gather_words
 from paceline.compute.allocator import peak_memory
 from paceline.data.arrays import batch_gatherer
 from paceline.data.seeded import asks_for_batches
-from paceline.launch.cgroup import usable_cores
+from paceline.host.cgroup import usable_cores
+from paceline.sums import gather_words
 from paceline.train.prepare import Parts
-from paceline.world import World
+from paceline.worker.world import World
 
 WARM_UP_STEPS = 5  # the first batches wait for loader processes to start
 WORTH_TELLING = 0.1

@@ -13,10 +13,10 @@ from pathlib import Path
 import msgspec
 import torch
 
-from paceline.checkpoint.manifest import ShardFile
 from paceline.checkpoint.shard import fill, layout
-from paceline.checkpoint.store import Checkpoints, Claim, write_file
 from paceline.errors import TrainingError
+from paceline.store.manifest import ShardFile
+from paceline.store.store import Checkpoints, Claim, write_file
 from paceline.strategies.base import Replica
 from paceline.train.resume import Content
 from paceline.train.saving import manifest_of

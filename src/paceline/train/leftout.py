@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import Literal
 
-from paceline.collectives import told_once
 from paceline.errors import ExitCode, TrainingError
+from paceline.sums import told_once
 from paceline.train.nonfinite import NotFinite
-from paceline.world import World
+from paceline.worker.world import World
 
 Policy = Literal["stop", "skip", "rollback"]
 MOST, OF_STEPS = 10, 200  # one bad sample may come once in an epoch; more is a training that has broken down

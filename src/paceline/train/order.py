@@ -21,10 +21,10 @@ from itertools import pairwise
 
 import msgspec
 
-from paceline.collectives import gather_words, told_once
+from paceline.contract.evidence import Op
 from paceline.errors import ExitCode, TrainingError
-from paceline.launch.guard.evidence import Op
-from paceline.world import World
+from paceline.sums import gather_words, told_once
+from paceline.worker.world import World
 
 ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})  # code asks `rank == root` around these
 HASH_BYTES = 6  # a float64 holds it exactly
@@ -48,7 +48,7 @@ class Order:
         taken: Callable[[], list[Op]],
         notice: Callable[[str], None],
     ) -> None:
-        """`take` and `taken` are those of the guard, see `launch.worker.guard`."""
+        """`take` and `taken` are those of the guard, see `worker.guard`."""
         self._world, self._take, self._taken, self._notice = world, take, taken, notice
         self._local: frozenset[str] = frozenset()
         self._known: frozenset[str] = frozenset()  # lines by which all ranks have come
@@ -57,7 +57,7 @@ class Order:
             False  # from the first time on that the guard's hash, which knows every line, was too strict
         )
 
-    def votes(self) -> list[float]:
+    def hashes(self) -> list[float]:
         """One number for each rank, to be added up: this rank's hash of all it has called since the last time."""
         if self._world.size == 1:
             return []
@@ -67,10 +67,10 @@ class Order:
         return slots
 
     def check(self, hashes: Sequence[float], where: str) -> None:
-        """Compare all ranks' `votes` of this step (a collective where they differ).
+        """Compare all ranks' `hashes` of this step (a collective where they differ).
 
         Args:
-            hashes: the summed votes.
+            hashes: added up over ranks.
             where: the step, in words.
 
         Raises:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from paceline.launch.guard.evidence import Phase
+from paceline.contract.evidence import Phase
 
 
 class PhaseClock:

@@ -11,10 +11,10 @@ import msgspec
 
 from paceline.checkpoint.shard import Shards
 from paceline.checkpoint.snapshot import inherited, newest
-from paceline.checkpoint.store import Checkpoints, Damaged
-from paceline.collectives import gather_words, told_once
 from paceline.errors import UsageError
-from paceline.world import World
+from paceline.store.store import Checkpoints, Damaged
+from paceline.sums import gather_words, told_once
+from paceline.worker.world import World
 
 Report = Callable[[str], None]
 

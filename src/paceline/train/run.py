@@ -15,14 +15,13 @@ import msgspec
 import torch
 
 from paceline import __version__
-from paceline.checkpoint.store import Checkpoints
-from paceline.collectives import check_equal, gather_words, together, told_once
-from paceline.collectives.transport import memory_or_hosts, way_taken
-from paceline.config import EXACT, TrainConfig, default_strategy, dump, load, repeatable, resolved
+from paceline.config import TrainConfig, default_strategy, dump, load, repeatable, resolved
+from paceline.contract.birth import WorkerBirth, restarts
+from paceline.contract.evidence import Phase
+from paceline.definition import BITS_ONLY, allowed_changes, check_same, settings
 from paceline.disk import writing
 from paceline.errors import ExitCode, PacelineError, UsageError
-from paceline.launch.guard.evidence import Phase
-from paceline.launch.worker.guard import Guard
+from paceline.ladder import EXACT
 from paceline.observe.folder import (
     CHECKPOINTS,
     CONFIG,
@@ -36,15 +35,18 @@ from paceline.observe.folder import (
     write_settings,
 )
 from paceline.observe.summary import Summary, write_summary
+from paceline.store.store import Checkpoints
+from paceline.sums import check_equal, gather_words, together, told_once
+from paceline.sums.sharing import memory_or_hosts, way_taken
 from paceline.tasks.code import check_code
 from paceline.train.computing import take_threads
-from paceline.train.definition import BITS_ONLY, allowed_changes, check_same, settings
 from paceline.train.determinism import deterministic, holds_for
 from paceline.train.keeping import Place
 from paceline.train.prepare import Parts, prepare
 from paceline.train.resume import Origin, from_disk, from_memory
 from paceline.train.training import Training
-from paceline.world import World, joined
+from paceline.worker.guard import Guard
+from paceline.worker.world import World, joined
 
 
 @dataclass(frozen=True)
@@ -114,7 +116,7 @@ def train(config: TrainConfig, *, run_dir: Path | None = None) -> Ended:
 def _place(config: TrainConfig, world: World, prepared: Path | None) -> Generator[Place]:
     """The run folder, taken for us, and which attempt and generation of the run this is; the same on all ranks."""
     c, lock = config.checkpoint, None
-    generation = int(os.environ.get("PACELINE_GENERATION", os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")))
+    generation, birth = restarts(), WorkerBirth.here()
     restarted = generation > 0 and config.run.run_dir is not None  # by torchrun, or our agent
     notices: list[str] = []
     mine: dict[str, Any] = {"folder": "", "attempt": 0}
@@ -139,7 +141,8 @@ def _place(config: TrainConfig, world: World, prepared: Path | None) -> Generato
                         )
                     attempt_dir = create_attempt_dir(folder)[1]
                 else:
-                    attempt_dir = Path(os.environ["PACELINE_ATTEMPT_DIR"]).resolve()
+                    assert birth is not None  # our agent has prepared the folder
+                    attempt_dir = Path(birth.attempt_dir).resolve()
                 mine = {"folder": str(folder), "attempt": attempt_number(attempt_dir)}
         told: dict[str, Any] = gather_words(mine, world)[0]
         yield Place(Path(told["folder"]).resolve(), told["attempt"], generation, attempt_dir, notices=notices)

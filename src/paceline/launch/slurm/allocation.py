@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from paceline.contract.orders import STOP_SIGNALS, read_inbox, signal_inbox
 from paceline.errors import UsageError
+from paceline.host.procfs import PR_SET_PDEATHSIG
 from paceline.launch.job import Job
-from paceline.launch.orders import STOP_SIGNALS, read_inbox, signal_inbox
-from paceline.launch.worker.attach import PR_SET_PDEATHSIG
 
 POLL_SECONDS = 1.0  # the end of the script wakes us earlier
 INTERACTIVE_STEP = "4294967290"  # the shell that salloc starts on a node, at some sites: not a step of srun

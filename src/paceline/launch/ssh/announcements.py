@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from paceline.errors import UsageError
-from paceline.launch.relay import cleaned, say
+from paceline.launch.relay import cleaned
 from paceline.launch.ssh.refusal import why_no_agent
 from paceline.launch.ssh.sessions import Session, Sessions
+from paceline.observe.terminal import say
 
 if TYPE_CHECKING:
-    from paceline.launch.doctor.facts import Facts
+    from paceline.host.facts import Facts
 
 FIRST_WORD_SECONDS = 12.0  # ssh itself gives up after 10 s where nothing answers, and says why
 NEXT_WORD_SECONDS = 30.0
@@ -73,7 +74,7 @@ def meet(every: Sessions, *, seconds: float) -> list[Facts]:
 
 def _listen(session: Session, heard: dict[int, bytes], facts: dict[int, Facts], wrong: dict[int, str]) -> None:
     """Look for the announcement in what a host has written, which may begin with a login profile's words."""
-    from paceline.launch.doctor.facts import Facts  # only here: agents import this file too, and would wait for psutil
+    from paceline.host.facts import Facts  # only here: agents import this file too, and would wait for psutil
 
     *lines, _ = heard[session.node].split(b"\n")
     for number, line in enumerate(lines):

@@ -59,7 +59,7 @@ def ssh(job: Job) -> Plan:
 def agent_command(python: str) -> str:
     """The line for the remote shell, whatever shell that is: words in single quotes mean themselves in all of them."""
     # exec: no shell stays between the session and the agent. -P: see local.py
-    return "exec " + shlex.join([python, "-P", "-m", "paceline.launch.agent", "--announce"])
+    return "exec " + shlex.join([python, "-P", "-m", "paceline.agent", "--announce"])
 
 
 def client(command: Sequence[str], host: Host) -> tuple[str, ...]:

@@ -17,17 +17,19 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from paceline.contract.failure import GOOD_ENDS
+from paceline.contract.node_plan import GRACE_SECONDS
+from paceline.contract.orders import STOP_SIGNALS, signal_inbox
 from paceline.errors import ExitCode
-from paceline.launch.failure import GOOD_ENDS
-from paceline.launch.job import GRACE_SECONDS, Plan
-from paceline.launch.orders import STOP_SIGNALS, signal_inbox
-from paceline.launch.relay import Relay, Screen, say
+from paceline.launch.job import Plan
+from paceline.launch.relay import Relay, Screen
 from paceline.launch.ssh.announcements import Stopped, meet
 from paceline.launch.ssh.refusal import SSH_FAILED, why_lost
 from paceline.launch.ssh.sessions import Piece, Session, Sessions, sessions
+from paceline.observe.terminal import say
 
 if TYPE_CHECKING:
-    from paceline.launch.doctor.facts import Facts
+    from paceline.host.facts import Facts
 
 HEAD_SECONDS = 5.0  # beyond the grace: node 0's agent, which knows more, ends a broken run by itself and says why
 LAST_SECONDS = 5.0  # the other agents end at the same time as node 0's

@@ -13,9 +13,9 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
+from paceline.contract.orders import read_inbox
 from paceline.errors import UsageError
 from paceline.launch.job import Command
-from paceline.launch.orders import read_inbox
 
 BREATH_SECONDS = 2.0  # between signs of life; the agents allow NodePlan.silence_seconds
 KEPT_WORDS_BYTES = 8192  # of each session's stderr: why it failed stands at its end

@@ -1,0 +1,209 @@
+"""The other nodes as the head sees them: who has come, how their workers are, and who is no longer heard of.
+
+The head waits in here, and nowhere else: until the time is over, or an order, another node or the end of a child comes.
+"""
+
+from __future__ import annotations
+
+import math
+import select
+import time
+from collections.abc import Sequence
+
+from paceline.agent.channel import Link
+from paceline.agent.door import Door
+from paceline.agent.messages import (
+    BEAT_SECONDS,
+    Alive,
+    Ask,
+    Hello,
+    Message,
+    NodeReport,
+    Ordered,
+    Pulses,
+    Reached,
+    RunOver,
+    Shown,
+    StartOrder,
+    StartReply,
+    turned,
+)
+from paceline.contract.evidence import Evidence
+from paceline.contract.node_plan import NodePlan
+from paceline.contract.orders import STOP_SIGNALS, Orders
+from paceline.guard.deaths import Observation
+from paceline.guard.pulse import Pulse
+
+FAREWELL_SECONDS = 3.0
+
+
+class RemoteNode:
+    """One other node."""
+
+    def __init__(self, hello: Hello, link: Link) -> None:
+        self.hello, self.link = hello, link
+        self.clock_ahead_seconds = hello.facts.wall_seconds - time.time()  # less the milliseconds of the way here
+        self.ranks = range(0)  # in this generation
+        self.report = NodeReport(-1)
+        self.pulses: tuple[Pulse, ...] = ()
+        self.asked = 0  # the number of the last question
+        self.shown: list[Evidence] | None = None  # its answer, once it is whole
+        self._arrived: list[Evidence] = []
+        self._observations: dict[int, Observation] = {}  # by rank
+        self.reached: Reached | None = None
+        self.started: StartReply | None = None
+        self.lost = ""  # why it no longer takes part; empty while it does
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return f"node {self.hello.node} ({self.hello.facts.host})"
+
+    def start(self, start: StartOrder) -> None:
+        """Have it start its part of a generation."""
+        self.ranks = range(start.first_rank, start.first_rank + self.hello.nproc)
+        self.report, self.pulses, self._observations, self.started = NodeReport(start.generation), (), {}, None
+        self.link.send(start)
+
+    def observe(self) -> list[Observation]:
+        """What is known of its workers in this generation, also if it is lost."""
+        return [self._observation(rank) for rank in self.ranks]
+
+    def _observation(self, rank: int) -> Observation:
+        o = self._observations.get(rank, Observation(rank, self.hello.facts.host, 0, None, math.inf))
+        if not self.lost or o.code is not None:
+            return o
+        words = f"{self.name} is lost: {self.lost}"
+        return Observation(rank, o.host, o.pid, None, self.link.heard_seconds, lost=words)
+
+    def ask(self, question: Ask) -> None:
+        """Have it find out what exactly its workers do."""
+        self.asked, self.shown, self._arrived = question.question, None, []
+        self.link.send(question)
+
+    def hear(self, message: Message) -> None:
+        """Take in what it says."""
+        match message:
+            case NodeReport() if message.generation < self.report.generation:
+                pass  # it was on its way when the next generation was started
+            case NodeReport():
+                self.report = message
+                if message.workers:
+                    now = time.monotonic()
+                    self._observations = {o.rank: turned(o, now) for o in message.workers}
+            case Pulses():
+                if message.generation == self.report.generation:
+                    self.pulses = message.pulses
+            case Shown():
+                self._hear_answer(message)
+            case StartReply():
+                self.started = message
+            case Reached():
+                self.reached = message
+            case _:
+                self.link.end("it sent what only a head sends")
+
+    def _hear_answer(self, answer: Shown) -> None:
+        if answer.question == self.asked and answer.evidence is None:
+            self.shown = self._arrived
+        elif answer.question == self.asked and answer.evidence and len(self._arrived) < self.hello.nproc:
+            self._arrived.append(answer.evidence)
+
+
+class Crew:
+    """All nodes but the head's own, and all orders, whichever agent was given them."""
+
+    def __init__(self, plan: NodePlan, orders: Orders) -> None:
+        self.members: dict[int, RemoteNode] = {}
+        self.wrong: list[str] = []  # who had the secret, and could not be taken all the same
+        self._plan, self._orders = plan, orders
+        self._door = Door(plan.head_ports, bytes.fromhex(plan.secret)) if plan.nodes > 1 else None
+        self._told: dict[int, list[int]] = {}  # node -> orders it was given: signals, 0 for a launcher that is gone
+        self._beat_seconds = 0.0
+
+    @property
+    def port(self) -> int:
+        """Where the other agents come; 0 for one node."""
+        return self._door.port if self._door else 0
+
+    @property
+    def here(self) -> list[RemoteNode]:
+        """Those that take part, by number."""
+        return [member for _, member in sorted(self.members.items()) if not member.lost]
+
+    @property
+    def launcher_gone(self) -> bool:
+        """Whether any agent has lost its launcher."""
+        return self._orders.launcher_gone or any(0 in told for told in self._told.values())
+
+    @property
+    def signals(self) -> Sequence[int]:
+        """The stop signals so far. An order to one agent is one to all; the same order reaches many, and is one."""
+        others = ([n for n in told if n in STOP_SIGNALS] for told in self._told.values())
+        return max([self._orders.signals, *others], key=len)
+
+    @property
+    def ordered(self) -> bool:
+        """Whether there is any order: to stop, all of them."""
+        return self.launcher_gone or bool(self.signals)
+
+    def wait(self, seconds: float) -> None:
+        """Return after `seconds`, or earlier when something happens; what other nodes have sent is taken in by then."""
+        if self._door is None:
+            return self._orders.wait(seconds)
+        links = [m.link for m in self.here if not m.link.ended]
+        self._orders.wait(min(seconds, BEAT_SECONDS), [*self._door.sockets(), *links])
+        for link, messages in self._door.arrived():
+            self._welcome(link, messages)
+        for member in self.here:
+            self._hear(member, member.link.receive())
+            member.lost = member.link.ended
+        if time.monotonic() > self._beat_seconds + BEAT_SECONDS:
+            self._beat_seconds = time.monotonic()
+            self.send(Alive())
+        return None
+
+    def _welcome(self, link: Link, messages: Sequence[Message]) -> None:
+        hello = messages[0]
+        if not isinstance(hello, Hello):
+            return link.end("it did not say who it is")
+        who = f"node {hello.node} ({hello.facts.host}, pid {hello.facts.pid})"
+        if not 0 < hello.node < self._plan.nodes or hello.nodes != self._plan.nodes:
+            self.wrong.append(f"{who} came as one of {hello.nodes} nodes, this run has {self._plan.nodes}")
+        elif hello.node in self.members:
+            there = self.members[hello.node].hello.facts
+            self.wrong.append(f"{who} came, but that number has {there.host}, pid {there.pid}, already")
+        else:
+            member = self.members[hello.node] = RemoteNode(hello, link)
+            return self._hear(member, messages[1:])
+        link.send(RunOver(2))
+        return link.end("not taken")
+
+    def _hear(self, member: RemoteNode, messages: Sequence[Message]) -> None:
+        for message in messages:
+            if isinstance(message, Ordered):
+                self._told.setdefault(member.hello.node, []).append(message.signal)
+            else:
+                member.hear(message)
+
+    def send(self, message: Message) -> None:
+        """Tell all that take part."""
+        for member in self.here:
+            member.link.send(message)
+
+    def stopped(self) -> bool:
+        """Whether nothing runs any more on any node that is not lost."""
+        return all(member.report.stopped for member in self.here)
+
+    def end(self, code: int) -> None:
+        """Tell all that the run is over, and wait a little until they are gone: they must be gone before us."""
+        self.send(RunOver(code))
+        deadline = time.monotonic() + FAREWELL_SECONDS
+        while (links := [m.link for m in self.here if not m.link.ended]) and time.monotonic() < deadline:
+            select.select(links, [], [], max(0.0, deadline - time.monotonic()))
+            for link in links:
+                link.receive()
+        for member in self.members.values():
+            member.link.end("the run is over")
+        if self._door is not None:
+            self._door.close()

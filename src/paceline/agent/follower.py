@@ -1,0 +1,208 @@
+"""The agent of every node but the first: it does what the head says; without the head it ends what it has started."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from paceline.agent.answering import Answering
+from paceline.agent.channel import Link
+from paceline.agent.gather import interface_of, try_to_reach
+from paceline.agent.join import join
+from paceline.agent.messages import (
+    BEAT_SECONDS,
+    PROOF,
+    Alive,
+    Ask,
+    Hello,
+    Message,
+    NodeReport,
+    Ordered,
+    Reach,
+    Reached,
+    Release,
+    RunOver,
+    StartOrder,
+    StartReply,
+    Stop,
+    turned,
+)
+from paceline.agent.start import Inherited
+from paceline.agent.workers import Workers
+from paceline.contract.node_plan import NodePlan
+from paceline.contract.orders import REMOTE_GRACE_SECONDS, Orders
+from paceline.disk import writing
+from paceline.disk.reading import read
+from paceline.errors import ExitCode, UsageError
+from paceline.host.facts import gather as gather_facts
+from paceline.observe.terminal import say
+
+LOOK_SECONDS = 1.0
+HEAD_STOP_SECONDS = 20.0  # beyond the grace: the head that knows of an order must have ended the run by then
+
+
+class Follower:
+    """One node of a run whose head is elsewhere."""
+
+    def __init__(self, plan: NodePlan, orders: Orders, inherited: Inherited, settled: Callable[[], None]) -> None:
+        self.plan, self.orders = plan, orders
+        self._inherited = inherited
+        self._answering = Answering(plan.stall_after, look_seconds=LOOK_SECONDS)
+        self._settled = settled  # called when the workers are started
+        self._code: int | None = None
+        self._told = 0
+        self._said_gone = False
+        self._patience_seconds = float("inf")
+        self._number = -1  # the generation's, also of one that could not be started
+        self._workers: Workers | None = None  # this generation's, where they could be started
+        self._news: Sequence[object] = []
+        self._sent_seconds = 0.0
+
+    def run(self) -> int:
+        """Take part to the end; the exit code, which is the head's.
+
+        Raises:
+            NotTogether: when the head cannot be found.
+        """
+        link = join(self.plan, self.orders)
+        if link is None:
+            return ExitCode.FAILED if self.orders.launcher_gone else 128 + self.orders.signals[0]
+        try:
+            return self._follow(link)
+        finally:
+            if self._workers is not None:
+                self._workers.sweep()
+            link.end("the run is over")
+
+    def _follow(self, link: Link) -> int:
+        facts = gather_facts()
+        plan = self.plan
+        self.plan = replace(plan, master_addr=link.peer_address, interface=interface_of(facts, link.own_address))
+        with socket.create_server(("", 0)) as probe:  # open until the run ends: others may try it late
+            link.send(Hello(plan.node, plan.nodes, plan.nproc, probe.getsockname()[1], facts))
+            while self._code is None:
+                self.orders.wait(self._answering.wait_seconds, [link])
+                for message in link.receive():
+                    self._do(message, link)
+                self._pass_on(link)
+                if workers := self._workers:
+                    if workers.stopping and not workers.swept and not workers.seconds_left:
+                        workers.sweep()
+                    self._answering.work(link, workers)
+                self._report(link)
+                if self._code is None and (why := self._head_lost(link)):
+                    return self._alone(why)
+        return self._code
+
+    def _do(self, message: Message, link: Link) -> None:
+        match message:
+            case Reach(peers):
+                link.send(Reached(tuple(try_to_reach(os.uname().nodename, peers))))
+            case StartOrder():
+                link.send(self._start(message))
+            case Ask() | Release():
+                if self._workers is not None:
+                    self._answering.hear(message, self._workers)
+            case Stop(grace_seconds):
+                if self._workers is not None:
+                    self._workers.stop(grace_seconds)
+            case RunOver(code):
+                self._code = code
+            case Alive():
+                pass
+            case _:
+                link.end("it sent what only a node sends")
+
+    def _start(self, start: StartOrder) -> StartReply:
+        plan = replace(
+            self.plan,
+            first_rank=start.first_rank,
+            world_size=start.world_size,
+            port=start.master_port,
+            attempt_dir=str(Path(start.attempt_dir).resolve()),
+            group_rank=self.plan.node,
+        )
+        self._number = start.generation
+        if self._workers is not None:
+            self._workers.close()
+            self._workers = None
+        who = f"node {plan.node} ({os.uname().nodename})"
+        try:
+            self._find_folder(Path(start.attempt_dir).resolve(), start.proof)
+            self._workers = Workers.start(plan, start.generation, self._inherited)
+            self._settled()
+        except UsageError as error:
+            return StartReply(start.generation, f"{who}: {error}")
+        except OSError as error:
+            return StartReply(start.generation, f"{who}: the workers cannot be started: {error}")
+        return StartReply(start.generation)
+
+    def _find_folder(self, attempt_dir: Path, proof: str) -> None:
+        if not proof:  # any script's: its logs may lie on each host for themselves
+            writing.make_folder(attempt_dir, exist_ok=True)
+            return
+        deadline = time.monotonic() + 5.0  # what a network file system may take to show a new file
+        while not _holds(attempt_dir, proof):
+            if time.monotonic() > deadline:
+                raise UsageError(
+                    f"the run folder {attempt_dir.parent} is not shared: what node 0 has written there is not seen "
+                    "here. Checkpoints need one that all nodes see at the same path: --run-dir"
+                )
+            time.sleep(0.1)
+
+    def _pass_on(self, link: Link) -> None:
+        """Orders from outside are the head's to carry out; should it not, this node ends by itself."""
+        fresh = self.orders.signals[self._told :]
+        self._told += len(fresh)
+        for number in fresh:
+            link.send(Ordered(int(number)))
+        if self.orders.launcher_gone and not self._said_gone:
+            self._said_gone = True
+            link.send(Ordered(0))
+        if self.orders.given and self._patience_seconds == float("inf"):
+            grace = REMOTE_GRACE_SECONDS if self.orders.launcher_gone else self.plan.stop_grace_seconds
+            self._patience_seconds = time.monotonic() + grace + HEAD_STOP_SECONDS
+
+    def _report(self, link: Link) -> None:
+        now = time.monotonic()
+        report = NodeReport(self._number, stopped=True)
+        if own := self._workers:
+            workers = tuple(turned(o, now) for o in own.observe())
+            report = NodeReport(own.number, workers, own.step_reached(), own.oom_kills(), own.swept, tuple(own.left))
+        news = [(report.generation, report.stopped), *((o.code, o.record is None) for o in report.workers)]
+        if news != self._news or now > self._sent_seconds + BEAT_SECONDS:
+            self._news, self._sent_seconds = news, now
+            link.send(report)
+
+    def _head_lost(self, link: Link) -> str:
+        """Why this node is on its own now; empty while it is not."""
+        if link.ended:
+            return link.ended
+        if time.monotonic() > self._patience_seconds:
+            return "it did not end the run as it was told to"
+        return ""
+
+    def _alone(self, why: str) -> int:
+        if workers := self._workers:
+            workers.stop(self.plan.grace_seconds)
+            while left := workers.seconds_left:
+                self.orders.wait(left)
+            workers.sweep()
+        resume = f". Go on with it: paceline train --resume auto --run-dir {self.plan.run_dir}"
+        say(
+            f"node {self.plan.node} ({os.uname().nodename}) has lost node 0 ({self.plan.head[0]}): {why}; its own "
+            f"workers are stopped{resume if self.plan.run_dir and not self.plan.plain_store else ''}"
+        )
+        return 128 + self.orders.signals[0] if self.orders.signals else ExitCode.FAILED
+
+
+def _holds(attempt_dir: Path, proof: str) -> bool:
+    try:
+        return read(attempt_dir / PROOF, limit_bytes=100, ours=True) == proof.encode()
+    except OSError:  # not there yet
+        return False

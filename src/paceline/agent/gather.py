@@ -1,0 +1,141 @@
+"""All nodes of a run come together: the head waits for them, and starts only when each can reach each."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from msgspec.structs import replace
+
+from paceline.agent.crew import Crew, RemoteNode
+from paceline.agent.messages import PeerAddress, Reach
+from paceline.contract.node_plan import NodePlan
+from paceline.errors import ExitCode, PacelineError, UsageError
+from paceline.host.compare import compare
+from paceline.host.facts import Facts
+from paceline.host.facts import gather as gather_facts
+from paceline.host.reach import why_unreachable
+from paceline.observe.terminal import say
+
+FIRST_WORD_SECONDS = 10.0
+NEXT_WORD_SECONDS = 30.0
+REACH_SECONDS = 30.0
+CLOCK_SECONDS = 2.0
+MAX_PROBES = 64
+WAIT_SECONDS = 0.1
+
+
+class NotTogether(PacelineError):  # noqa: N818 - what is true, as ToldElsewhere
+    """The nodes of a run have not come together in the time they were given."""
+
+    exit_code = ExitCode.FAILED
+
+
+def gather_nodes(plan: NodePlan, crew: Crew) -> NodePlan:
+    """Wait until all nodes are here and can reach each other; node 0's plan with what only now is known.
+
+    It returns at once when there is an order to stop.
+
+    Raises:
+        NotTogether: when some have not come in time; says which.
+        UsageError: when a node may not take part, or cannot: it is another paceline, or a firewall keeps it apart.
+    """
+    if plan.nodes == 1:
+        return plan
+    say(f"node 0 ({os.uname().nodename}) waits for {plan.nodes - 1} more at port {crew.port}")
+    _wait_for_all(plan, crew)
+    if crew.ordered:
+        return plan
+    members, facts = crew.here, gather_facts()
+    _refuse_differences(plan, facts, members)
+    apart = unreachable(crew, REACH_SECONDS, lambda: crew.ordered)
+    if apart:
+        raise UsageError(
+            "not every node can reach every other one, on a port chosen freely as gloo and NCCL do:\n  "
+            + "\n  ".join(apart)
+            + "\nOpen all ports between these nodes. `paceline doctor` checks it again."
+        )
+    say(f"all {plan.nodes} nodes are here: {', '.join([facts.host, *(m.hello.facts.host for m in members)])}")
+    own = members[0].link.own_address
+    return replace(plan, master_addr=own, interface=interface_of(facts, own))
+
+
+def _wait_for_all(plan: NodePlan, crew: Crew) -> None:
+    begun = time.monotonic()
+    next_word, end = begun + FIRST_WORD_SECONDS, begun + plan.join_seconds
+    while len(crew.members) < plan.nodes - 1 and not crew.ordered:
+        crew.wait(max(0.05, min(next_word, end) - time.monotonic()))
+        if crew.wrong:
+            raise UsageError("; ".join(crew.wrong))
+        if lost := [m for m in crew.members.values() if m.lost]:
+            raise NotTogether(f"{lost[0].name} came, and is lost again: {lost[0].lost}")
+        now = time.monotonic()
+        missing = ", ".join(name_of(plan, node) for node in range(1, plan.nodes) if node not in crew.members)
+        words = f"{1 + len(crew.members)} of {plan.nodes} nodes are here; missing: {missing}"
+        if missing and now >= end:
+            raise NotTogether(
+                f"{words}. Given up after {now - begun:.0f} s (--join-timeout). Each missing node says on its own "
+                "output why it cannot come, if it was started at all"
+            )
+        if missing and now >= next_word:
+            next_word += NEXT_WORD_SECONDS
+            say(f"{words} (after {now - begun:.0f} s)")
+
+
+def name_of(plan: NodePlan, node: int) -> str:
+    """A node that has not said its name yet."""
+    return f"node {node} ({plan.names[node]})" if node < len(plan.names) else f"node {node}"
+
+
+def unreachable(crew: Crew, seconds: float, interrupted: Callable[[], bool]) -> list[str]:
+    """Which nodes cannot reach which others, and why, as far as they answer within `seconds`; tried now.
+
+    Every node connects to every other, on ports chosen freely.
+    """
+    members, host = crew.here, os.uname().nodename
+    if not members:
+        return []
+    peers = [PeerAddress(m.hello.node, m.hello.facts.host, m.link.peer_address, m.hello.probe_port) for m in members]
+    with socket.create_server(("", 0)) as probe:
+        own = PeerAddress(0, host, members[0].link.own_address, probe.getsockname()[1])
+        for member in members:
+            member.reached = None
+            member.link.send(Reach(tuple(peer for peer in (own, *peers) if peer.node != member.hello.node)))
+        apart = try_to_reach(host, peers)
+        deadline = time.monotonic() + seconds
+        while any(m.reached is None for m in crew.here) and time.monotonic() < deadline and not interrupted():
+            crew.wait(WAIT_SECONDS)
+    return [*apart, *(words for m in members if m.reached is not None for words in m.reached.unreachable)]
+
+
+def try_to_reach(host: str, peers: Sequence[PeerAddress]) -> list[str]:
+    """Which of these cannot be reached from here, and why."""
+    with ThreadPoolExecutor(MAX_PROBES) as pool:  # all together in the time of one: others wait for this agent's word
+        reasons = pool.map(why_unreachable, [peer.address for peer in peers], [peer.port for peer in peers])
+        return [f"{host} cannot reach {peer.host}: {why}" for peer, why in zip(peers, reasons, strict=True) if why]
+
+
+def interface_of(facts: Facts, address: str) -> str:
+    """The network interface that has this address; empty if none has (then gloo and NCCL choose)."""
+    return next((a.interface for a in facts.addresses if a.address == address), "")
+
+
+def _refuse_differences(plan: NodePlan, own: Facts, members: Sequence[RemoteNode]) -> None:
+    names = [f"node 0 ({own.host})", *(m.name for m in members)]
+    workers = [plan.nproc, *(m.hello.nproc for m in members)]
+    findings = compare([own, *(m.hello.facts for m in members)], names=names, workers=workers, threads=plan.threads)
+    told = [f"{finding.host}: {finding.what}. {finding.remedy}" for finding in findings]
+    errors = [words for words, finding in zip(told, findings, strict=True) if finding.severity == "error"]
+    if errors:
+        raise UsageError("these nodes are not fit to train together:\n  " + "\n  ".join(errors))
+    for member in members:
+        if abs(member.clock_ahead_seconds) > CLOCK_SECONDS:
+            told.append(
+                f"{member.name}: its clock is {member.clock_ahead_seconds:+.1f} s off node 0's: times in logs cannot "
+                "be compared (the run itself compares no clocks). Synchronise them: NTP, chrony"
+            )
+    for words in told:
+        say(f"warning: {words}")

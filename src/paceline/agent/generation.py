@@ -1,0 +1,203 @@
+"""One generation on all nodes, as the head has it: started, observed, asked, freed, stopped."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Self
+
+from msgspec.structs import replace
+
+from paceline.agent.crew import Crew, RemoteNode
+from paceline.agent.messages import BEAT_SECONDS, PROOF, Ask, Release, StartOrder, Stop
+from paceline.agent.start import Inherited
+from paceline.agent.workers import Workers, words_of
+from paceline.contract.evidence import Evidence
+from paceline.contract.node_plan import NodePlan
+from paceline.contract.orders import LIFELINE_GRACE_SECONDS
+from paceline.disk import writing
+from paceline.errors import UsageError
+from paceline.guard.collect import ADVANCE_SECONDS, NATIVE_SECONDS, Collection
+from paceline.guard.deaths import Observation, verdict_due_seconds
+from paceline.guard.pulse import Pulse
+
+START_SECONDS = 30.0  # for other nodes to start their processes
+START_LOOK_SECONDS = 1.0
+TRAVEL_SECONDS = 3.0  # for the answers of other nodes, beyond the time that they need
+REACTION_SECONDS = 5.0  # a freed rank that has not moved by then is stuck elsewhere
+FREED_LOOK_SECONDS = 0.1
+SWEEP_MARGIN_SECONDS = 5.0  # for other nodes to kill what has not ended, and to say so
+SHOW_CURSOR = b"\x1b[?25h"
+
+
+class Generation:
+    """All workers of one start. Use it in a `with`: after it nothing of the generation runs any more.
+
+    Args:
+        plan: the head's, with the ranks of this generation.
+        own: the workers of the head's own node, started.
+        crew: the other nodes; those that are here have been asked to start theirs.
+    """
+
+    def __init__(self, plan: NodePlan, own: Workers, crew: Crew) -> None:
+        self.plan, self.own, self.crew = plan, own, crew
+        self.members: Sequence[RemoteNode] = crew.here  # later perhaps lost
+        self._question = 0
+
+    @classmethod
+    def start(cls, plan: NodePlan, number: int, crew: Crew, inherited: Inherited) -> Self:
+        """Start it on all nodes that are here. `plan` is the head's, with the ranks on its own node.
+
+        Raises:
+            UsageError: when this node's workers cannot be started; then none are.
+            OSError: the same.
+        """
+        members = crew.here
+        plan = replace(plan, world_size=plan.nproc + sum(member.hello.nproc for member in members))
+        proof = _proof(plan)
+        own = Workers.start(plan, number, inherited)
+        first_rank = plan.nproc
+        for member in members:
+            member.start(StartOrder(number, first_rank, plan.world_size, own.port, plan.attempt_dir, proof))
+            first_rank += member.hello.nproc
+        return cls(plan, own, crew)
+
+    def wait_started(self) -> bool:
+        """Wait until all other nodes have started their workers; False when an order comes first.
+
+        Raises:
+            UsageError: when one cannot, or does not within START_SECONDS.
+        """
+        deadline = time.monotonic() + START_SECONDS
+        while waiting := [member for member in self.crew.here if member.started is None]:
+            if time.monotonic() > deadline:
+                raise UsageError(f"{waiting[0].name} has not started its workers within {START_SECONDS:g} s")
+            self.crew.wait(START_LOOK_SECONDS)
+            if self.crew.ordered:
+                return False
+        refused = [m.started.refusal for m in self.crew.here if m.started is not None and m.started.refusal]
+        if refused:
+            raise UsageError("\n".join(refused))
+        return True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if not self.own.swept:
+            self.stop(0.0)
+        self.own.close()
+
+    # ---- what is known ----
+
+    def observe(self) -> list[Observation]:
+        """What is known of all workers now, those of a lost node included."""
+        return [*self.own.observe(), *(o for member in self.members for o in member.observe())]
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether there is something more urgent than a question: an order to stop, a failure."""
+        return self.crew.ordered or verdict_due_seconds(self.observe()) is not None
+
+    def pulses(self) -> list[Pulse]:
+        """How the workers that run get on."""
+        return [*self.own.pulses(), *(pulse for member in self.crew.here for pulse in member.pulses)]
+
+    def step_reached(self) -> int:
+        """Steps done by the rank that has come furthest."""
+        return max(self.own.step_reached(), *(member.report.step for member in self.crew.here), 0)
+
+    def oom_kills(self) -> int:
+        """How many processes the kernels have killed for memory."""
+        return self.own.oom_kills() + sum(member.report.oom_kills for member in self.crew.here)
+
+    def left(self) -> list[int]:
+        """The pids that not even SIGKILL has ended."""
+        return [*self.own.left, *(pid for member in self.crew.here for pid in member.report.left)]
+
+    def ask(self, patience_seconds: float, *, to_its_end: bool = False) -> list[Evidence]:
+        """What exactly each rank does, by rank. Anything urgent ends the question.
+
+        Args:
+            patience_seconds: how long a worker may take to answer.
+            to_its_end: whether nothing is more urgent.
+        """
+        self._question += 1
+        collection = Collection(self.own.watched(), self._question, patience_seconds=patience_seconds)
+        for member in self.crew.here:
+            member.ask(Ask(self._question, patience_seconds))
+        deadline = time.monotonic() + patience_seconds + NATIVE_SECONDS + TRAVEL_SECONDS
+        while not collection.advance() or any(m.shown is None for m in self.crew.here):
+            self.crew.wait(ADVANCE_SECONDS / 2)
+            if time.monotonic() > deadline or (self.interrupted and not to_its_end):
+                break
+        found = {one.rank: one for one in collection.evidence(self.own.watched())}
+        found |= {one.rank: one for member in self.crew.here for one in member.shown or ()}
+        return [found.get(o.rank) or _from_afar(o) for o in sorted(self.observe(), key=lambda o: o.rank)]
+
+    # ---- its end ----
+
+    def free(self, ranks: Sequence[int], word: str) -> None:
+        """Give each of these ranks, which only wait, an exception out of its collective, and time to save what it has.
+
+        Returns when they have ended, have shown that they never will, or have had the whole grace.
+        """
+        self.own.release(ranks, word.encode())
+        self.crew.send(Release(tuple(ranks), word))
+        began = time.monotonic()
+        while (waited_seconds := time.monotonic() - began) < self.plan.stop_grace_seconds and not self.crew.ordered:
+            running = {o.rank for o in self.observe() if o.code is None and not o.lost} & {*ranks}
+            moves = any(p.rank in running and p.still_seconds < waited_seconds for p in self.pulses())
+            if not running or (waited_seconds > REACTION_SECONDS and not moves):
+                return
+            self.crew.wait(FREED_LOOK_SECONDS)
+
+    def stop(self, grace_seconds: float, *, signals_heard: int = 0) -> None:
+        """End all workers and all they have started, on all nodes.
+
+        They are asked, and given `grace_seconds`; less once one of them has ended badly, for then there is nothing
+        left to save together, or the launcher is gone. A stop signal beyond the first `signals_heard` ends the grace.
+        """
+        self._ask_to_stop(grace_seconds)
+        deadline, gone = time.monotonic() + grace_seconds, self.crew.launcher_gone
+        while (self.own.seconds_left or not self.crew.stopped()) and len(self.crew.signals) <= signals_heard:
+            now = time.monotonic()
+            if now >= deadline:
+                break
+            if any(o.ended_badly for o in self.observe()):
+                deadline = min(deadline, now + self.plan.grace_seconds)
+                self._ask_to_stop(deadline - now)
+            if self.crew.launcher_gone and not gone:
+                gone, deadline = True, min(deadline, now + LIFELINE_GRACE_SECONDS)
+                self._ask_to_stop(deadline - now)
+            self.crew.wait(min(deadline - now, self.own.seconds_left or BEAT_SECONDS))
+        self.crew.send(Stop(0.0))
+        self.own.sweep()
+        deadline = time.monotonic() + SWEEP_MARGIN_SECONDS
+        while not self.crew.stopped() and time.monotonic() < deadline:
+            self.crew.wait(deadline - time.monotonic())
+        if os.isatty(2):  # a progress bar that was killed had no chance to show the cursor again
+            with suppress(OSError):
+                os.write(2, SHOW_CURSOR)
+
+    def _ask_to_stop(self, grace_seconds: float) -> None:
+        self.crew.send(Stop(grace_seconds))
+        self.own.stop(grace_seconds)
+
+
+def _proof(plan: NodePlan) -> str:
+    """What all nodes must find in the attempt's folder, if they are to work in one and the same."""
+    if plan.nodes == 1 or not plan.run_dir or plan.plain_store:
+        return ""
+    proof = secrets.token_hex(8)
+    writing.replace(Path(plan.attempt_dir) / PROOF, proof.encode(), sync=True)
+    return proof
+
+
+def _from_afar(o: Observation) -> Evidence:
+    """A rank of whom its agent has said nothing more."""
+    return Evidence(o.rank, o.host, o.pid, code=o.code, lost=bool(o.lost), words=words_of(o)[-8000:])

@@ -1,0 +1,157 @@
+"""What the agents of one job say to each other; see channel.py for how, head.py and follower.py for when.
+
+Times are ages in seconds, never clock readings: no two hosts' clocks can be compared.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import msgspec
+
+from paceline.contract.evidence import Evidence
+from paceline.guard.deaths import Observation
+from paceline.guard.pulse import Pulse
+from paceline.host.facts import Facts
+
+BEAT_SECONDS = 2.0  # between two signs of life, in both directions
+SILENCE_SECONDS = 15.0  # then the other side is lost: a few lost packets are not, TCP sends them again well within it
+PROOF = ".shared"  # the file in the attempt's folder that all nodes must see
+
+
+class Hello(msgspec.Struct, frozen=True, tag=True):
+    """Node to head, first: who comes, with how many workers, and where others can try to reach it."""
+
+    node: int
+    nodes: int
+    nproc: int
+    probe_port: int
+    facts: Facts
+
+
+class PeerAddress(msgspec.Struct, frozen=True):
+    """Where a node can be tried to be reached: a socket that listens and says nothing."""
+
+    node: int
+    host: str
+    address: str
+    port: int
+
+
+class Reach(msgspec.Struct, frozen=True, tag=True):
+    """Head to node: try to connect to all of these."""
+
+    peers: tuple[PeerAddress, ...]
+
+
+class Reached(msgspec.Struct, frozen=True, tag=True):
+    """Node to head: whom it cannot reach, and why, in words."""
+
+    unreachable: tuple[str, ...]
+
+
+class StartOrder(msgspec.Struct, frozen=True, tag=True):
+    """Head to node: start these workers."""
+
+    generation: int
+    first_rank: int
+    world_size: int
+    master_port: int
+    attempt_dir: str
+    proof: str  # what the attempt folder's file `.shared` holds, where all nodes must see one folder; else empty
+
+
+class StartReply(msgspec.Struct, frozen=True, tag=True):
+    """Node to head: they run; or why they cannot."""
+
+    generation: int
+    refusal: str = ""
+
+
+class NodeReport(msgspec.Struct, frozen=True, tag=True):
+    """Node to head, every two seconds and whenever something has changed: how the workers are. A sign of life, too."""
+
+    generation: int
+    workers: tuple[Observation, ...] = ()  # with ages in the place of times
+    step: int = 0
+    oom_kills: int = 0
+    stopped: bool = False  # the generation is ended, and nothing of it runs any more
+    left: tuple[int, ...] = ()  # but for these pids, which not even SIGKILL has ended
+
+
+class Pulses(msgspec.Struct, frozen=True, tag=True):
+    """Node to head, every second: how each of its workers that run gets on. Not sent while the guard is off."""
+
+    generation: int
+    pulses: tuple[Pulse, ...]
+
+
+class Ask(msgspec.Struct, frozen=True, tag=True):
+    """Head to node: what exactly does each of your workers do? Wait for their answers no longer than this."""
+
+    question: int
+    patience_seconds: float
+
+
+class Shown(msgspec.Struct, frozen=True, tag=True):
+    """Node to head: one worker, exactly, or the end of the answer. One by one, for each can be large."""
+
+    question: int
+    evidence: Evidence | None
+
+
+class Release(msgspec.Struct, frozen=True, tag=True):
+    """Head to node: have these ranks leave the collective in which they wait, with this word (see guarding.py)."""
+
+    ranks: tuple[int, ...]
+    word: str
+
+
+class Ordered(msgspec.Struct, frozen=True, tag=True):
+    """Node to head: it was ordered from outside to stop: by this signal, or 0: its launcher is gone."""
+
+    signal: int
+
+
+class Stop(msgspec.Struct, frozen=True, tag=True):
+    """Head to node: end the generation; the workers are asked, and given so much time. A later one can shorten it."""
+
+    grace_seconds: float
+
+
+class Alive(msgspec.Struct, frozen=True, tag=True):
+    """Head to node, every two seconds."""
+
+
+class RunOver(msgspec.Struct, frozen=True, tag=True):
+    """Head to node: the run is over; exit with this code."""
+
+    code: int
+
+
+Message = (
+    Hello
+    | Reach
+    | Reached
+    | StartOrder
+    | StartReply
+    | NodeReport
+    | Pulses
+    | Ask
+    | Shown
+    | Release
+    | Ordered
+    | Stop
+    | Alive
+    | RunOver
+)
+
+
+def turned(o: Observation, now_seconds: float) -> Observation:
+    """An observation with ages in the place of times, to be sent; or, of one that has come, the times again.
+
+    They are late by the time of travel, which is milliseconds.
+    """
+    record = o.record and msgspec.structs.replace(o.record, monotonic_seconds=now_seconds - o.record.monotonic_seconds)
+    seen_seconds = 0.0 if o.code is None else now_seconds - o.seen_seconds  # meaningless while it runs
+    return dataclasses.replace(o, seen_seconds=seen_seconds, record=record)

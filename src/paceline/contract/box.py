@@ -1,0 +1,324 @@
+"""What does a worker do just now? Memory that it writes and its agent reads, also after the worker's death.
+
+The agent makes one memory file per rank and generation; the worker inherits it and maps it. Writing
+is a store to memory, so a step may do it many times; what a killed process has written stays. Nobody ever locks: a
+reader may see a record half written, and knows it by the number that stands at both of its ends. Whatever stands in a
+box was written by a worker, perhaps a broken one: readers take nothing in it for granted.
+
+    offset      what                 by whom
+         0      counters             worker: steps done, phase, changes, heartbeat, ... (`_AT`); agent: asked, released
+       256      phase times          worker: nanoseconds spent in each phase so far
+       512      loader slots         loader processes: pid, item
+      4096      ring                 worker: its last 256 collectives
+     65536      word to the worker   agent: why it is released, JSON
+    131072      answer               worker: its stacks and collectives, JSON
+   1 MiB        native stacks        faulthandler, on SIGNAL: text, appended
+"""
+
+from __future__ import annotations
+
+import itertools
+import mmap
+import os
+import signal
+import struct
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from paceline.contract.evidence import LoaderWorker, Op, Phase
+
+NAME = "paceline-box-"
+SIGNAL = signal.SIGRTMAX - 3  # asks faulthandler for stacks; SIGUSR1 and SIGUSR2 are the users' own
+# Native alignment: one store of 8 bytes. With "=" or "<" Python would write byte after byte, and a reader see half.
+WORD = struct.Struct("@Q")
+_NAMES = (
+    "step",  # steps done
+    "phase",
+    "phase_since_ns",  # CLOCK_MONOTONIC, as all times here
+    "changes",  # raised by whatever is progress: steps, phases, items of an evaluation
+    "ops",  # records written into the ring so far
+    "enqueued",  # collectives of all groups so far, as torch counts them
+    "beat_ns",  # when the watcher last woke
+    "ready",  # 1: a watcher answers; 2: SIGNAL is safe to send
+    "answered",  # the number of the last question answered
+    "answer_bytes",
+    "asked",  # by the agent: the number of the last question
+    "released",  # by the agent: 1: leave your collective, the word to the worker says why
+    "word_bytes",
+    "loading",  # 1: the main thread waits for a batch of its loader processes
+    "waiting",  # 1: when the watcher last woke, a collective or a message was on its way
+)
+_AT = {name: index * WORD.size for index, name in enumerate(_NAMES)}
+_OPS_AT = _AT["ops"]
+WATCHED, SIGNAL_SAFE = 1, 2
+PHASES_AT = 256
+SLOTS_AT, SLOTS, SLOT = 512, 32, struct.Struct("@QQQQ")  # pid, epoch, item, busy
+RING_AT, RECORDS, RECORD = 4096, 256, struct.Struct("@QIIIiQ200sQ")
+TEXT_BYTES = 200
+WORD_AT, WORD_MAX = 65536, 65536
+ANSWER_AT, ANSWER_MAX = 131072, (1 << 20) - 131072
+BOX_BYTES = 1 << 20  # what nobody touches takes no memory
+NATIVE_MAX = 1 << 18
+SEPARATOR = "\x1f"
+IN_FLIGHT, DONE = 0, 1
+NO_PEER = -1
+
+
+class Box:
+    """The worker's side; also that of the processes that it forks to load data."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+        self._memory = mmap.mmap(descriptor, BOX_BYTES)  # shared; holds a descriptor of its own
+        self._steps = self._loaders = self._memory
+        self._phase, self._since_ns = Phase.USER, time.monotonic_ns()
+        self._spent_ns = [0] * len(Phase)
+        self._numbers = itertools.count(self.get("ops") + 1)  # threads may write at once: next() is one step for Python
+
+    @classmethod
+    def inherited(cls, descriptor: int) -> Self | None:
+        """The box that this worker's agent has made; None where the descriptor is not, or no longer, a box."""
+        return cls(descriptor) if _is_box(descriptor) else None
+
+    def put(self, name: str, value: int) -> None:
+        """Set one counter, at least 0."""
+        WORD.pack_into(self._memory, _AT[name], value)
+
+    def get(self, name: str) -> int:
+        """One counter; the agent sets some."""
+        return WORD.unpack_from(self._memory, _AT[name])[0]
+
+    def tick(self) -> None:
+        """Say that something has moved."""
+        self.put("changes", self.get("changes") + 1)
+
+    def set_step(self, done: int) -> None:
+        """Say how many steps are done, at least 0."""
+        WORD.pack_into(self._steps, _AT["step"], done)
+        self.tick()
+
+    def enter(self, phase: Phase) -> Phase:
+        """Say what begins now; returns what was going on until now."""
+        before, now = self._phase, time.monotonic_ns()
+        self._spent_ns[before] += now - self._since_ns
+        WORD.pack_into(self._memory, PHASES_AT + before * WORD.size, self._spent_ns[before])
+        self._phase, self._since_ns = phase, now
+        self.put("phase_since_ns", now)
+        self.put("phase", phase)
+        self.tick()
+        return before
+
+    def begin(self, op: Op) -> int:
+        """Write down that `op` begins; the number of its record, for `end`."""
+        return self.begin_text(op.seq, NO_PEER if op.peer is None else op.peer, ring_text(op))
+
+    def begin_text(self, seq: int, peer: int, text: bytes) -> int:
+        """`begin` for whoever keeps the `ring_text` of an operation that comes again and again."""
+        number = next(self._numbers)
+        at = RING_AT + (number - 1) % RECORDS * RECORD.size
+        RECORD.pack_into(
+            self._memory, at, number, seq & 0xFFFFFFFF, IN_FLIGHT, len(text), peer, time.monotonic_ns(), text, number
+        )
+        WORD.pack_into(self._memory, _OPS_AT, number)
+        return number
+
+    def end(self, number: int) -> None:
+        """Write down that the operation with this record is over for this rank."""
+        at = RING_AT + (number - 1) % RECORDS * RECORD.size
+        if WORD.unpack_from(self._memory, at)[0] == number:  # else its record has been taken by a later one
+            struct.pack_into("@I", self._memory, at + 12, DONE)
+
+    def set_loader(self, worker: int, *, epoch: int, item: int, busy: bool) -> None:
+        """Say, in loader process number `worker`, which item it begins (or has ended)."""
+        if 0 <= worker < SLOTS:
+            SLOT.pack_into(self._loaders, SLOTS_AT + worker * SLOT.size, os.getpid(), epoch, item, busy)
+
+    def answer(self, question: int, text: bytes) -> None:
+        """Answer the agent's question of this number; a text that has no room is left out whole."""
+        text = text if len(text) <= ANSWER_MAX else b""
+        self._memory[ANSWER_AT : ANSWER_AT + len(text)] = text
+        self.put("answer_bytes", len(text))
+        self.put("answered", question)
+
+    def word(self) -> bytes:
+        """What the agent has to say to this worker; empty while it has not said anything."""
+        return self._memory[WORD_AT : WORD_AT + min(self.get("word_bytes"), WORD_MAX)]
+
+    def ring(self) -> list[tuple[int, Op]]:
+        """What this process has written into the ring: when each began, by CLOCK_MONOTONIC, and what."""
+        return records(self._memory[RING_AT : RING_AT + RECORDS * RECORD.size])
+
+    def keep_for_steps(self) -> None:
+        """The guard is off: from now on only steps and the items of loader processes are seen."""
+        self._memory = mmap.mmap(-1, BOX_BYTES)
+
+    def keep_for_loaders(self) -> None:
+        """In a process that this one has forked: it may say what it loads, and nothing in its parent's name."""
+        self._memory = self._steps = mmap.mmap(-1, BOX_BYTES)
+
+    def close(self) -> None:
+        """Give the mapping back; what was written stays for the agent."""
+        self._memory.close()
+
+
+def ring_text(op: Op) -> bytes:
+    """The words of an operation as they stand in the ring; long ones are cut, each for itself."""
+    cut = (op.group[:24], op.kind, op.shape[:48], op.dtype[:24], op.name[:40], op.site[:72])
+    return SEPARATOR.join(word.replace(SEPARATOR, " ") for word in cut).encode(errors="replace")[:TEXT_BYTES]
+
+
+def _is_box(descriptor: int) -> bool:
+    # a program that a worker starts sees the variable too, but not the file: its number may be any other file's
+    try:
+        return str(Path(f"/proc/self/fd/{descriptor}").readlink()).startswith(f"/memfd:{NAME}")
+    except OSError:
+        return False
+
+
+def make_box(rank: int) -> int:
+    """The agent's side: a descriptor of an empty box, not yet inherited by anybody."""
+    descriptor = os.memfd_create(f"{NAME}{rank}")
+    os.ftruncate(descriptor, BOX_BYTES)
+    return descriptor
+
+
+@dataclass(frozen=True)
+class Seen:
+    """The counters of a box at one moment. `moved` changes whenever the worker has made any progress."""
+
+    step: int
+    phase: Phase
+    ready: int
+    answered: int
+    beat_ns: int
+    ops: int
+    moved: tuple[int, ...]
+    phase_seconds: tuple[float, ...]  # spent in each phase, up to its last change
+    waiting: bool  # for other ranks, in a collective or message, when its watcher last woke
+
+
+def look(descriptor: int) -> Seen:
+    """Read a box's counters. Never fails for what a worker has written there."""
+    data = os.pread(descriptor, SLOTS_AT, 0).ljust(SLOTS_AT, b"\0")
+    value = {name: WORD.unpack_from(data, at)[0] for name, at in _AT.items()}
+    phase = Phase(value["phase"]) if value["phase"] in {*Phase} else Phase.USER
+    spent = tuple(WORD.unpack_from(data, PHASES_AT + p * WORD.size)[0] / 1e9 for p in Phase)
+    moved = tuple(value[name] for name in ("step", "phase", "changes", "ops", "enqueued"))
+    return Seen(
+        value["step"],
+        phase,
+        value["ready"],
+        value["answered"],
+        value["beat_ns"],
+        value["ops"],
+        moved,
+        spent,
+        bool(value["waiting"]),
+    )
+
+
+def read_step(descriptor: int) -> int:
+    """How many steps the box's worker has done, 0 before it has said so."""
+    return _word_of(descriptor, "step")
+
+
+def _word_of(descriptor: int, name: str) -> int:
+    return WORD.unpack(os.pread(descriptor, WORD.size, _AT[name]).ljust(WORD.size, b"\0"))[0]
+
+
+def ask(descriptor: int, question: int) -> None:
+    """Ask the worker for its stacks and collectives; its watcher answers within a fraction of a second, if it can."""
+    os.pwrite(descriptor, WORD.pack(question), _AT["asked"])
+
+
+def release(descriptor: int, why: bytes) -> None:
+    """Have the worker leave the collective that it is in, with `why` (JSON) as the reason."""
+    why = why[:WORD_MAX]
+    os.pwrite(descriptor, why, WORD_AT)
+    os.pwrite(descriptor, WORD.pack(len(why)), _AT["word_bytes"])
+    os.pwrite(descriptor, WORD.pack(1), _AT["released"])
+
+
+def read_answer(descriptor: int) -> bytes:
+    """The worker's last answer, as it wrote it."""
+    return os.pread(descriptor, min(_word_of(descriptor, "answer_bytes"), ANSWER_MAX), ANSWER_AT)
+
+
+def has_box(pid: int) -> bool:
+    """Whether the process still has its box; not so when it has become another program (`os.execv`)."""
+    try:
+        if f"/memfd:{NAME}" in Path(f"/proc/{pid}/maps").read_text():
+            return True
+        links = (os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir())  # noqa: PTH115 - no file behind it
+        return any(link.startswith(f"/memfd:{NAME}") for link in links)
+    except OSError:
+        return True  # it is just ending, or closes files: nobody can say
+
+
+def takes_signal(pid: int) -> bool:
+    """Whether the process catches SIGNAL at this moment: to one that has become another program it would be the end."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+        caught = next(line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:"))
+        return bool(int(caught, 16) >> (SIGNAL - 1) & 1)
+    except (OSError, StopIteration, ValueError, IndexError):
+        return False
+
+
+def forget_native(descriptor: int) -> None:
+    """Throw away what faulthandler has written so far, before SIGNAL is sent anew."""
+    os.ftruncate(descriptor, BOX_BYTES)
+
+
+def read_native(descriptor: int) -> str:
+    """What faulthandler has written on SIGNAL so far; of much, the end, where the main thread stands."""
+    size = os.fstat(descriptor).st_size
+    start = max(BOX_BYTES, size - NATIVE_MAX)
+    return os.pread(descriptor, NATIVE_MAX, start).decode(errors="replace") if size > start else ""
+
+
+def read_ring(descriptor: int) -> list[Op]:
+    """The worker's last collectives, the oldest first, as far as they are whole."""
+    return [op for _, op in of_this_life(records(os.pread(descriptor, RECORDS * RECORD.size, RING_AT)))]
+
+
+def records(data: bytes) -> list[tuple[int, Op]]:
+    """What stands in a ring, the oldest first: when each operation began, in ns, and what it is."""
+    found: list[tuple[int, int, Op]] = []
+    for at in range(0, len(data) - RECORD.size + 1, RECORD.size):
+        first, seq, state, length, peer, began_ns, raw, last = RECORD.unpack_from(data, at)
+        if first == 0 or first != last or length > len(raw):
+            continue
+        words = raw[:length].decode(errors="replace").split(SEPARATOR)  # a long one has lost its end
+        group, kind, shape, dtype, name, site = [*words, *[""] * 6][:6]
+        done = state == DONE
+        op = Op(group, seq, kind, name, shape, dtype, site, None if peer < 0 else peer, done)
+        found.append((first, began_ns, op))
+    return [(began_ns, op) for _, began_ns, op in sorted(found, key=lambda record: record[0])]
+
+
+def of_this_life(operations: Iterable[tuple[int, Op]]) -> list[tuple[int, Op]]:
+    """Without what an earlier group of the same name has called: numbers that begin anew make the old ones void."""
+    kept: list[tuple[int, Op]] = []
+    last: dict[str, int] = {}
+    for at, op in operations:
+        if not op.is_message and op.seq < last.get(op.group, 0):
+            kept = [one for one in kept if one[1].group != op.group]
+        if not op.is_message:
+            last[op.group] = op.seq
+        kept.append((at, op))
+    return kept
+
+
+def read_loaders(descriptor: int) -> list[LoaderWorker]:
+    """The processes that load data for this worker, as far as they have said what they do."""
+    data = os.pread(descriptor, SLOTS * SLOT.size, SLOTS_AT)
+    slots = [SLOT.unpack_from(data, at) for at in range(0, len(data) - SLOT.size + 1, SLOT.size)]
+    return [
+        LoaderWorker(number, pid, item, epoch, busy=bool(busy))
+        for number, (pid, epoch, item, busy) in enumerate(slots)
+        if pid
+    ]

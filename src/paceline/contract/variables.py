@@ -1,0 +1,110 @@
+"""The environment variables of a run, in one table: docs/environment.md is made of it, and a test compares them.
+
+    python -m paceline.contract.variables > docs/environment.md
+
+Not in it: what srun and mpirun tell their tasks (`worker.foreign` turns that into torchrun's words), and what libraries
+read by themselves.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from paceline.contract.birth import BIRTH
+
+RUN_ID = "PACELINE_RUN_ID"
+SHARED_MEMORY = "PACELINE_SHARED_MEMORY"
+PRELOAD = "PACELINE_PRELOAD"
+AGENT_MARK = "PACELINE_AGENT_MARK"
+FAULTS_MARK = "PACELINE_FAULTS_MARK"
+
+
+class Variable(NamedTuple):
+    """One variable: its name, who sets it, what it says."""
+
+    name: str
+    setter: str
+    meaning: str
+
+
+SWITCHES = (
+    Variable(SHARED_MEMORY, "you", "`off`: ranks of one host exchange over gloo instead of shared memory"),
+    Variable(PRELOAD, "you", "`off`: each worker imports torch for itself, as with `--preload off`"),
+    Variable(
+        "OMP_NUM_THREADS",
+        "you, or the agent",
+        "threads of each rank; by default its share of the node's cores",
+    ),
+    Variable("CUDA_VISIBLE_DEVICES", "you", "the GPUs that may be used, counted by `--nproc auto`"),
+    Variable("GLOO_SOCKET_IFNAME", "you, or the agent", "the network interface of gloo; on one host the loopback"),
+    Variable("NCCL_SOCKET_IFNAME", "you, or the agent", "the network interface of NCCL"),
+    Variable("PYTHONUNBUFFERED", "you, or the agent", "1: a killed worker takes no unwritten lines with it"),
+    Variable("PYTHONFAULTHANDLER", "you, or the agent", "1: a crashed worker shows its Python stack"),
+    Variable("TORCH_FR_BUFFER_SIZE", "you, or the agent", "256: how many collectives torch's flight recorder keeps"),
+    Variable(
+        "TORCHINDUCTOR_CACHE_DIR",
+        "you, or a rank",
+        "where `--compile` keeps what it has compiled",
+    ),
+    Variable(
+        "CUBLAS_WORKSPACE_CONFIG",
+        "you, or a rank",
+        "CUDA needs it to give the same bits twice",
+    ),
+)
+TORCHRUN = (
+    Variable("RANK", "the launcher", "this process's place among all, from 0"),
+    Variable("WORLD_SIZE", "the launcher", "how many ranks there are"),
+    Variable("LOCAL_RANK", "the launcher", "its place among those of its node"),
+    Variable("LOCAL_WORLD_SIZE", "the launcher", "how many ranks its node has"),
+    Variable("GROUP_RANK", "the launcher", "its node's place among the nodes"),
+    Variable("MASTER_ADDR", "the launcher", "the host of rank 0"),
+    Variable("MASTER_PORT", "the launcher", "the port at which ranks meet there"),
+    Variable("TORCHELASTIC_RUN_ID", "torchrun", "tells jobs apart"),
+    Variable("TORCHELASTIC_RESTART_COUNT", "torchrun", "how often the run was restarted"),
+    Variable("TORCHELASTIC_USE_AGENT_STORE", "torchrun", "whether its agent holds the store"),
+)
+OURS = (
+    Variable(RUN_ID, "the agent, or the commands of `--on print`", "tells jobs apart: ranks of two runs never meet"),
+    Variable(BIRTH, "the agent", "all else that it tells a worker, as JSON (`contract/birth.py`), which takes it out"),
+    Variable(AGENT_MARK, "the agent", "inherited by whatever a worker starts, so that the agent can find and end it"),
+    Variable(FAULTS_MARK, "`paceline faults`", "the same, for what a planted fault starts"),
+)
+PAGE = """# Environment variables
+
+Made from the table in `src/paceline/contract/variables.py`, by
+`python -m paceline.contract.variables > docs/environment.md`.
+
+## Switches
+
+Yours are kept; the agent sets what you have not set.
+
+{switches}
+
+## Who a process is: torchrun's variables
+
+Set by our agent and by torchrun; what srun and mpirun say instead is understood, too. A partly set environment is an
+error, never a world of one.
+
+{torchrun}
+
+## Between an agent and its workers
+
+Set by paceline. Those of an outer run do not reach an inner one, but for the switches above.
+
+{ours}
+"""
+
+
+def as_page() -> str:
+    """The page for people."""
+    return PAGE.format(switches=_rows(SWITCHES), torchrun=_rows(TORCHRUN), ours=_rows(OURS))
+
+
+def _rows(variables: tuple[Variable, ...]) -> str:
+    lines = [f"| {one.name} | {one.setter} | {one.meaning} |" for one in variables]
+    return "\n".join(["| name | set by | says |", "|---|---|---|", *lines])
+
+
+if __name__ == "__main__":
+    print(as_page(), end="")

@@ -1,0 +1,1 @@
+"""Files of data sets, read without torch: IDX and MNIST."""

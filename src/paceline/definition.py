@@ -1,0 +1,127 @@
+"""What makes two runs the same run? The settings and facts that a checkpoint is compared in before it is resumed.
+
+No torch here: settings that differ are told before any process starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from paceline.config import TrainConfig
+from paceline.errors import UsageError, unknown
+from paceline.ladder import EXACT
+
+FIXED = {
+    "virtual_ranks": "buffers, random streams and shares belong to virtual ranks",
+    "global_batch": "the position in an epoch is counted in global batches",
+    "tail": "it decides which samples an epoch has",
+    "seed": "it decides the order of samples and all random streams",
+    "batchnorm": "its statistics are of another kind",
+    "optimizer": "it keeps another state",
+    "stem": "it is another model",
+    "data": "the samples used so far would not be those left out from now on",
+}
+"""what may never change on the way, and why"""
+
+BITS_ONLY = ("threads_per_rank", "hardware")  # compared only where bits were promised
+CHANGEABLE = (
+    "task", "accumulation", "lr", "weight_decay", "momentum", "clip_norm", "schedule", "warmup_steps", "lr_scaling",
+    "lr_base_batch", "epochs", "steps", "precision", *BITS_ONLY,
+)  # fmt: skip
+"""what may change if `--allow-change` names it; everything else (world size, strategy, ...) may change freely"""
+
+ADDED = {"precision": "fp32"}
+"""what did not stand in the definitions of older checkpoints, and what it was then"""
+
+
+def settings(config: TrainConfig) -> dict[str, Any]:
+    """The part of the definition that stands in the (resolved) settings."""
+    o = config.optimizer
+    found: dict[str, Any] = {
+        "task": ":".join(str(config.task).split(":")[-2:]),  # in whatever folder a module was found
+        "stem": config.model.stem,
+        "batchnorm": config.model.batchnorm,
+        "virtual_ranks": config.data.virtual_ranks,
+        "global_batch": config.data.global_batch,
+        "accumulation": config.data.accumulation,
+        "tail": config.data.tail,
+        "seed": config.run.seed,
+        "epochs": config.run.epochs if config.run.steps is None else None,
+        "steps": config.run.steps,
+        "optimizer": o.optimizer,
+        "lr": o.lr,
+        "weight_decay": o.weight_decay,
+        "momentum": o.momentum if o.optimizer == "sgd" else None,
+        "clip_norm": o.clip_norm,
+        "schedule": o.schedule,
+        "warmup_steps": o.warmup_steps,
+        "lr_scaling": o.lr_scaling,
+        "lr_base_batch": o.lr_base_batch if o.lr_scaling != "none" else None,
+        "strategy": config.strategy,
+        "threads_per_rank": config.launch.threads_per_rank if config.strategy in EXACT else None,
+        "precision": config.compute.precision,
+    }
+    if config.compute.precision == "auto":  # what it comes to is not known yet
+        del found["precision"]
+    return found
+
+
+def allowed_changes(text: str) -> list[str]:
+    """The names in `--allow-change`.
+
+    Raises:
+        UsageError: for a name that does not exist, or that nothing can allow.
+    """
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    for name in names:
+        if name in FIXED:
+            raise UsageError(f"--allow-change {name}: {name} can never change on the way, since {FIXED[name]}")
+        if name not in CHANGEABLE:
+            raise unknown("setting to change", name, CHANGEABLE)
+    return names
+
+
+def check_same(saved: Mapping[str, Any], now: Mapping[str, Any], allowed: Collection[str], where: str) -> list[str]:
+    """Refuse to resume another run than the one that was saved.
+
+    Args:
+        saved: the checkpoint's definition.
+        now: as much as is known of the present one.
+        allowed: names that may differ.
+        where: the checkpoint, for the error.
+
+    Returns:
+        The differences that were allowed, in words.
+
+    Raises:
+        UsageError: naming each difference, both values, and what to do.
+    """
+    saved = ADDED | dict(saved)
+    bits = saved.get("strategy") in EXACT and now.get("strategy") in EXACT
+    compared = [*FIXED, *CHANGEABLE] if bits else [name for name in (*FIXED, *CHANGEABLE) if name not in BITS_ONLY]
+    differ = [name for name in compared if name in now and name in saved and now[name] != saved[name]]
+    told = {
+        name: f"{name}: {_words(saved[name], now[name])} in the checkpoint, {_words(now[name], saved[name])} now"
+        for name in differ
+    }
+    refused = [name for name in differ if name not in allowed]
+    if refused:
+        may = [name for name in refused if name in CHANGEABLE]
+        wanted = ",".join([*allowed, *may])
+        advice = f" What is meant can be allowed: --allow-change {wanted}" if may else ""
+        never = "".join(
+            f" {name} can never change on the way, since {FIXED[name]}." for name in refused if name in FIXED
+        )
+        raise UsageError(
+            f"{where} is of another run. " + "; ".join(told[name] for name in refused) + f".{never}{advice}"
+        )
+    return list(told.values())
+
+
+def _words(value: Any, other: Any) -> str:
+    if isinstance(value, dict) and isinstance(other, dict):  # of two tables, what differs
+        table: dict[str, Any] = value
+        value = {key: table[key] for key in sorted(table) if key not in other or table[key] != other[key]}
+    text = "not set" if value is None else str(value)
+    return text if len(text) <= 200 else f"{text[:200]}..."

@@ -1,0 +1,72 @@
+"""Say what was found: a line for each check, then how to mend what is wrong; or the same as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from rich.text import Text
+
+from paceline.doctor.judged import Check, counted, duration, rate
+from paceline.doctor.messages import Measured
+from paceline.doctor.survey import Survey, usable_addresses
+
+STYLES = {"ok": "green", "warning": "yellow", "error": "bold red", "-": "dim"}
+
+
+def print_report(console: Console, survey: Survey, checks: Sequence[Check]) -> None:
+    """For people."""
+    for check in checks:
+        verdict = check.verdict
+        line = Text.assemble(
+            (f"{verdict:8}", STYLES[verdict]), f"{check.name:12}", "" if check.findings else check.summary
+        )
+        for number, finding in enumerate(check.findings):
+            if number:
+                line.append(f"\n{'':20}")
+            line.append(f"{finding.host}: {clean(finding.what)}\n{'':20}-> {clean(finding.remedy)}")
+        console.print(line, soft_wrap=True)
+    if len(survey.links) > 2:
+        console.print(_table(survey), soft_wrap=True)
+    counts = [sum(f.severity == kind for check in checks for f in check.findings) for kind in ("error", "warning")]
+    console.print(f"{counted(counts[0], 'error')}, {counted(counts[1], 'warning')}, {survey.seconds:.1f} s")
+
+
+def as_json(survey: Survey, checks: Sequence[Check]) -> bytes:
+    """For programs: the checks with their verdicts and findings, and the measured numbers behind them."""
+    chosen = usable_addresses(survey.facts, survey.reach)
+    found: dict[str, Any] = {
+        "errors": sum(finding.severity == "error" for check in checks for finding in check.findings),
+        "checks": [{"verdict": check.verdict, **msgspec.to_builtins(check)} for check in checks],
+        "interfaces": chosen,
+        "seconds": survey.seconds,
+        "clock_offset_seconds": survey.clock_offsets,
+        "reach": [{"from": a, "to": b, "addresses": found} for (a, b), found in survey.reach.items()],
+        "links": [{"from": a, "to": b, **msgspec.to_builtins(one)} for (a, b), one in survey.links.items()],
+        "rehearsal": survey.rehearsed,
+        "facts": survey.facts,
+    }
+    return msgspec.json.format(msgspec.json.encode(found), indent=2)
+
+
+def clean(text: str) -> str:
+    """Without control characters: what a host says must not steer the terminal."""
+    return "".join(letter if letter.isprintable() else " " for letter in text)
+
+
+def _table(survey: Survey) -> str:
+    hosts = [host for host in survey.wanted.hosts if host in survey.facts]
+    rows = [["from \\ to", *hosts]]
+    for source in hosts:
+        rows.append([source, *(_cell(survey.links.get((source, target))) for target in hosts)])
+    wide = 2 + max(len(cell) for row in rows for cell in row)
+    lines = ["".join(cell.ljust(wide) for cell in row).rstrip() for row in rows]
+    return "\n".join(lines)
+
+
+def _cell(link: Measured | None) -> str:
+    if link is None or link.reason != "ok":
+        return "-"
+    return f"{rate(link.bytes_per_second)} {duration(link.round_trip_seconds)}"

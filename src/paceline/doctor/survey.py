@@ -1,0 +1,205 @@
+"""Ask the hosts everything that the checks need: who reaches whom, what they have, how fast they are together."""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from paceline.doctor import messages as m
+from paceline.doctor.links import Pair, measure_links
+from paceline.doctor.session import Session, ask
+from paceline.host.facts import Address, Facts
+
+FIRST_SECONDS = 20.0  # to log in and start Python, perhaps from a slow file system
+SECONDS = 10.0
+CONNECT_SECONDS = 1.3  # a lost SYN is sent again after 1 s
+REHEARSAL_SECONDS = 120.0
+CLOCK_ROUNDS = 8
+MAX_ADDRESSES = 16  # of one host
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What the hosts are meant for."""
+
+    hosts: tuple[str, ...]
+    workers: tuple[int, ...]  # on each
+    run_dir: str
+    names: Mapping[str, str] = field(default_factory=dict[str, str])  # what hosts call it, where that is another name
+    data_dir: str = ""  # empty: the packaged data
+    task: str = ""
+    options: Mapping[str, str] = field(default_factory=dict[str, str])
+    batch_size: int = 64  # samples of a rank in a step
+    threads: int = 0  # of each worker; 0: the cores are shared
+    cwd: str = ""
+    quick: bool = False
+
+
+@dataclass(frozen=True)
+class Survey:
+    """All answers; a host that is in `lost` is in nothing else that it was asked after."""
+
+    wanted: Wanted
+    lost: Mapping[str, str]
+    facts: Mapping[str, Facts]
+    clock_offsets: Mapping[str, float]  # seconds that a host's clock is before this machine's
+    resolved: Mapping[str, Mapping[str, tuple[str, ...]]]  # host -> name -> addresses
+    reach: Mapping[Pair, Mapping[str, m.Reason]]  # -> address -> how it ended
+    links: Mapping[Pair, m.Measured]
+    written: m.Done | None  # the probe file, by the first host
+    seen: Mapping[str, m.Done]  # the probe file, by every host
+    disks: Mapping[str, m.Disk]
+    files: Mapping[str, m.Files]
+    rehearsed: m.Rehearsed | None
+    seconds: float
+
+
+def survey(wanted: Wanted, sessions: Sequence[Session]) -> Survey:
+    """Ask everything. Never waits longer than the sum of the limits above; who does not answer is `lost`."""
+    start = time.monotonic()
+    facts = ask(sessions, dict.fromkeys(wanted.hosts, m.AskFacts()), Facts, FIRST_SECONDS)
+    names = [name for name in wanted.hosts if name in facts]
+    tokens = {name: secrets.token_hex(16) for name in names}
+    ports = ask(sessions, {name: m.Listen(tokens[name]) for name in names}, m.Listening, SECONDS)
+    resolved = ask(sessions, dict.fromkeys(names, m.Resolve(_names(wanted, facts))), m.Resolved, SECONDS + len(facts))
+    reach = _reach(sessions, facts, {name: (ports[name].port, tokens[name]) for name in ports})
+    written, seen = _share(sessions, names, wanted.run_dir)
+    disks = ask(sessions, dict.fromkeys(names, m.AskDisk(wanted.run_dir)), m.Disk, SECONDS)
+    offsets = _clocks(sessions, names)
+    files: Mapping[str, m.Files] = {}
+    links: Mapping[Pair, m.Measured] = {}
+    rehearsed: m.Rehearsed | None = None
+    if not wanted.quick:
+        files = ask(sessions, dict.fromkeys(names, m.Fingerprint(wanted.data_dir)), m.Files, 3 * SECONDS)
+        best = {pair: address for pair, found in reach.items() if (address := _first_ok(found))}
+        doors = {(a, b): m.Target(address, ports[b].port, tokens[b]) for (a, b), address in best.items()}
+        links = measure_links(sessions, names, doors)
+        if len(names) == len(wanted.hosts) and len(best) == len(names) * (len(names) - 1):
+            rehearsed = _rehearse(sessions, wanted, facts, usable_addresses(facts, reach))
+    return Survey(
+        wanted=wanted,
+        lost={session.name: session.lost for session in sessions if session.lost},
+        facts=facts,
+        clock_offsets=offsets,
+        resolved={name: answer.names for name, answer in resolved.items()},
+        reach=reach,
+        links=links,
+        written=written,
+        seen=seen,
+        disks=disks,
+        files=files,
+        rehearsed=rehearsed,
+        seconds=time.monotonic() - start,
+    )
+
+
+def usable_addresses(facts: Mapping[str, Facts], reach: Mapping[Pair, Mapping[str, m.Reason]]) -> dict[str, Address]:
+    """For each host the first of its addresses that all others reach, by which the ranks should meet.
+
+    Preferred: what the host's own name means, for that is what programs that ask for nothing else will take.
+    """
+    chosen: dict[str, Address] = {}
+    for name, one in facts.items():
+        sources = [found for (_, target), found in reach.items() if target == name]
+        usable = [a for a in one.addresses if all(found.get(a.address) == "ok" for found in sources)]
+        if usable:
+            chosen[name] = min(usable, key=lambda address: address.address not in one.own_addresses)
+    return chosen
+
+
+def _names(wanted: Wanted, facts: Mapping[str, Facts]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(wanted.names.get(name, name) for name in facts))
+
+
+def _first_ok(found: Mapping[str, m.Reason]) -> str:
+    return next((address for address, reason in found.items() if reason == "ok"), "")
+
+
+def _reach(
+    sessions: Sequence[Session], facts: Mapping[str, Facts], doors: Mapping[str, tuple[int, str]]
+) -> dict[Pair, dict[str, m.Reason]]:
+    """Every host tries every address of every other one, all at once."""
+    tries = {
+        source: [
+            (target, address.address)
+            for target in doors
+            if target != source
+            for address in facts[target].addresses[:MAX_ADDRESSES]
+        ]
+        for source in doors
+    }
+    requests = {
+        source: m.Connect(tuple(m.Target(address, *doors[target]) for target, address in every), CONNECT_SECONDS)
+        for source, every in tries.items()
+        if every
+    }
+    answers = ask(sessions, requests, m.Connected, SECONDS + CONNECT_SECONDS * len(facts))
+    reach: dict[Pair, dict[str, m.Reason]] = {
+        (source, target): {} for source in answers for target in doors if target != source
+    }
+    for source, answer in answers.items():
+        for (target, address), reason in zip(tries[source], answer.reasons, strict=True):
+            reach[source, target][address] = reason
+    return reach
+
+
+def _share(sessions: Sequence[Session], names: Sequence[str], folder: str) -> tuple[m.Done | None, dict[str, m.Done]]:
+    """The first host writes a file; can all see it?"""
+    if not names:
+        return None, {}
+    token = secrets.token_hex(16)
+    written = ask(sessions, {names[0]: m.WriteProbe(folder, token)}, m.Done, SECONDS).get(names[0])
+    if written is None or not written.ok:
+        return written, {}
+    seen = ask(sessions, dict.fromkeys(names, m.ReadProbe(folder, token)), m.Done, SECONDS)
+    ask(sessions, {names[0]: m.RemoveProbe(folder, token)}, m.Done, SECONDS)
+    return written, seen
+
+
+def _clocks(sessions: Sequence[Session], names: Sequence[str]) -> dict[str, float]:
+    """Each clock against ours, as NTP does it: of several questions the one that was answered fastest."""
+    best: dict[str, tuple[float, float]] = {}
+    for session in (session for session in sessions if session.name in names):
+        for _ in range(CLOCK_ROUNDS):
+            asked, start = time.time(), time.monotonic()
+            answer = ask([session], {session.name: m.AskTime()}, m.Time, SECONDS).get(session.name)
+            took = time.monotonic() - start
+            if answer and (session.name not in best or took < best[session.name][0]):
+                best[session.name] = (took, answer.wall_seconds - (asked + took / 2))
+    return {name: offset for name, (_, offset) in best.items()}
+
+
+def _rehearse(
+    sessions: Sequence[Session], wanted: Wanted, facts: Mapping[str, Facts], addresses: Mapping[str, Address]
+) -> m.Rehearsed:
+    """The ranks of the run itself, started by the hosts' programs, train a few steps and add up their gradients."""
+    head = wanted.hosts[0]
+    several = len(wanted.hosts) > 1
+    port = ask(sessions, {head: m.FreePort()}, m.Listening, SECONDS).get(head)
+    if port is None or (several and len(addresses) < len(facts)):
+        return m.Rehearsed(why="there is no address that all hosts reach")
+    first_ranks = [0, *itertools.accumulate(wanted.workers)]
+    requests = {
+        name: m.Rehearse(
+            first_rank=first,
+            workers=workers,
+            world_size=sum(wanted.workers),
+            address=addresses[head].address if several else "127.0.0.1",
+            port=port.port,
+            interface=addresses[name].interface if several else "",
+            threads=wanted.threads or max(1, facts[name].cores // workers),
+            task=wanted.task,
+            options=dict(wanted.options),
+            batch_size=wanted.batch_size,
+            cwd=wanted.cwd,
+            seconds=REHEARSAL_SECONDS,
+        )
+        for name, workers, first in zip(wanted.hosts, wanted.workers, first_ranks, strict=False)
+    }
+    answers = ask(sessions, requests, m.Rehearsed, REHEARSAL_SECONDS + SECONDS)
+    failed = [f"{name}: {answer.why}" for name, answer in answers.items() if answer.why]
+    failed += [f"{session.name}: {session.lost}" for session in sessions if session.lost]
+    return m.Rehearsed(why="; ".join(failed)) if failed else answers[head]

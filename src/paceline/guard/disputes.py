@@ -1,0 +1,109 @@
+"""Ranks stand against each other: which of them is wrong?
+
+They have entered different things under the same number, or wait for each other, or some have ended for whom others
+wait. One wrong rank is in every such dispute (see circles.py). Where several are wrong, what the most do is right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+
+from paceline.contract.evidence import Op, Phase, Verdict, VerdictKind
+from paceline.guard import sentences
+from paceline.guard.circles import a_circle, in_every_circle, knotted
+from paceline.guard.ends import End
+from paceline.guard.odds import Odds, majority, split
+from paceline.guard.waits import Rank, stream
+
+Ranks = Mapping[int, Rank]
+Graph = Mapping[int, set[int]]
+
+
+def dispute(ranks: Ranks, odds: Sequence[Odds]) -> Verdict | None:
+    """The verdict on ranks of which one must be wrong; None where there are no such."""
+    graph = _graph(ranks, odds)
+    if not a_circle(graph):
+        return None
+    early = [n for n, one in ranks.items() if _left_amid_steps(one) and graph[n]]
+    suspects = early or in_every_circle(graph)
+    parties = _parties(ranks, odds, suspects, graph)
+    if early or len(suspects) == 1:
+        guilty = suspects
+    elif suspects or (right := majority(parties)) is None:
+        guilty = []
+    else:
+        guilty = sorted(n for party in parties if party is not right for n in party)
+    tie = [] if guilty else [sorted(party) for party in parties]
+    return _told(ranks, odds, guilty, tie, graph)
+
+
+def _graph(ranks: Ranks, odds: Sequence[Odds]) -> Graph:
+    graph = {n: set(one.waits_for) for n, one in ranks.items()}
+    for each in odds:
+        for party in each.parties:
+            against = {n for other in each.parties if other is not party for n in other}
+            for n in party:
+                graph[n] |= against
+    for n, one in ranks.items():
+        for other in one.waits_for:
+            if other in ranks and ranks[other].end is End.LEFT:
+                graph[other].add(n)  # who keeps to the program has nobody wait for it at its end
+    return graph
+
+
+def _left_amid_steps(one: Rank) -> bool:
+    """Whether it ended though a training that says its phases does not end there."""
+    return one.end is End.LEFT and one.evidence.phase not in (Phase.USER, Phase.CLOSE)
+
+
+def _parties(
+    ranks: Ranks, odds: Sequence[Odds], suspects: Sequence[int], graph: Graph
+) -> Sequence[Mapping[int, object]]:
+    if not suspects and odds:
+        return odds[0].parties
+    members = suspects or sorted(knotted(graph))
+    return split({n: _position(ranks[n], n, members) for n in members}, lambda position: position)
+
+
+def _position(one: Rank, number: int, members: Sequence[int]) -> Hashable:
+    if one.end is End.LEFT:
+        return "ended"
+    op = sentences.held_in(one, members) or (one.pending[-1] if one.pending else None)
+    return None if op is None else (stream(op, number), op.seq, op.kind, op.name, op.shape, op.dtype)
+
+
+def _told(
+    ranks: Ranks, odds: Sequence[Odds], guilty: Sequence[int], tie: Sequence[Sequence[int]], graph: Graph
+) -> Verdict:
+    involved = [*guilty, *(n for party in tie for n in party)]
+    for each in odds:
+        count = sum(any(n in party for n in involved) for party in each.parties)
+        if count >= (1 if guilty else 2):
+            op = each.op_against(guilty)
+            at = next((party[n].site for n in guilty for party in each.parties if n in party), "")
+            lines = sentences.at_odds(each, guilty)
+            return sentences.conclude(VerdictKind.MISMATCH, ranks, lines, guilty=guilty, tie=tie, op=op, at=at)
+    left = [n for n in involved if ranks[n].end is End.LEFT]
+    if left:
+        op, lines = sentences.awaited(ranks, left), sentences.waited_for(ranks, left)
+        return sentences.conclude(VerdictKind.LEFT, ranks, lines, guilty=guilty, tie=tie, op=op)
+    ended = [n for n in graph if ranks[n].end is End.LEFT and any(n in ranks[one].waits_for for one in guilty)]
+    if ended:
+        op, lines = sentences.awaited(ranks, ended), sentences.called_more(ranks, guilty, ended)
+        return sentences.conclude(VerdictKind.MISMATCH, ranks, lines, guilty=guilty, op=op)
+    groups = [list(party) for party in tie] or [list(guilty), *_rivals(ranks, guilty, graph)]
+    ops = {n: op for group in groups for n in group if (op := _held(ranks[n], groups)) is not None}
+    op = ops.get(groups[-1][0])
+    lines = sentences.in_circle(ranks, groups, ops)
+    return sentences.conclude(VerdictKind.DEADLOCK, ranks, lines, guilty=guilty, tie=tie, op=op)
+
+
+def _rivals(ranks: Ranks, guilty: Sequence[int], graph: Graph) -> list[list[int]]:
+    """Those who wait for a guilty rank that waits for them, else all of a circle, by what they wait in."""
+    mutual = [n for n in graph if n not in guilty and any(n in graph[one] and one in graph[n] for one in guilty)]
+    rivals = mutual or [n for n in a_circle(graph) if n not in guilty]
+    return [sorted(party) for party in split({n: _position(ranks[n], n, guilty) for n in rivals}, lambda at: at)]
+
+
+def _held(one: Rank, groups: Sequence[Sequence[int]]) -> Op | None:
+    return sentences.held_in(one, [n for group in groups for n in group])

@@ -1,0 +1,134 @@
+"""Who is to blame? Pure: from what is known of each rank to one verdict.
+
+The surest explanation counts, in this order:
+
+    died by itself                       a signal, an exception; who only lost others has not
+    stand against each other             MISMATCH, LEFT, DEADLOCK: one of them is wrong (see disputes.py)
+    are waited for, and wait for nobody  STOPPED, UNINTERRUPTIBLE, LOADER, BEHIND, NOT_MET, by how they stand
+    all are in, and nothing comes out    NETWORK
+    nobody waits for anybody             who stands elsewhere than the majority
+
+Where nobody can say who is wrong, the parties are named and nobody is blamed: of two ranks that disagree either may be
+right. No clocks are compared; what came first is told by the numbers of collectives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from paceline.contract.evidence import Evidence, Verdict, VerdictKind
+from paceline.contract.places import place, site
+from paceline.guard import sentences
+from paceline.guard.disputes import dispute
+from paceline.guard.ends import End, parameters
+from paceline.guard.odds import Odds, find, majority, split
+from paceline.guard.sentences import conclude
+from paceline.guard.waits import Rank, reached, read, stands_outside, without_loose_ends
+
+Ranks = Mapping[int, Rank]
+
+
+def judge(evidence: Sequence[Evidence]) -> Verdict:
+    """The verdict on ranks that stand still, or of which some have failed. Any evidence gives one."""
+    ranks = read(evidence)
+    odds = find(ranks)
+    tied_up = without_loose_ends(ranks)
+    return (
+        _died(ranks, odds)
+        or dispute(tied_up, odds)
+        or _waited_for(ranks, tied_up)
+        or dispute(ranks, odds)
+        or _inside(ranks)
+        or _elsewhere(ranks)
+    )
+
+
+def _died(ranks: Ranks, odds: Sequence[Odds]) -> Verdict | None:
+    died = [n for n, one in ranks.items() if one.end is End.DIED]
+    broken = [n for n, one in ranks.items() if one.end is End.BROKEN]
+    counts = parameters([ranks[n].evidence for n in died])
+    if 1 < len(counts) == len(died):  # each rank accuses another
+        parties = split(counts, lambda count: count)
+        right = majority(parties)
+        wrong = [n for n in died if right is not None and n not in right]
+        lines = [sentences.model(party) for party in (parties if right is None else reversed(parties))]
+        tie = [] if right is not None else [list(party) for party in parties]
+        return conclude(VerdictKind.MISMATCH, ranks, lines, guilty=wrong, tie=tie)
+    if died:
+        return conclude(VerdictKind.DIED, ranks, sentences.died(ranks, died), guilty=died)
+    if not broken or odds:  # who was broken off by its transport may be the innocent one
+        return None
+    accused = [n for n in broken if not ranks[n].evidence.words]  # no word of anybody else
+    return conclude(VerdictKind.DIED, ranks, sentences.broken(ranks, broken), guilty=accused)
+
+
+def _waited_for(ranks: Ranks, tied_up: Ranks) -> Verdict | None:
+    """Ranks that are waited for, and wait for nobody."""
+    waiting = [n for n, one in tied_up.items() if one.waits_for]
+    heads = sorted(reached(waiting, {n: one.waits_for for n, one in tied_up.items()}))
+    guilty = [n for n in heads if _is_free(ranks[n])] or [n for n, one in ranks.items() if one.frozen]
+    if not guilty:
+        return None
+    kinds = {n: _kind(ranks[n]) for n in guilty}
+    kind = min(kinds.values())
+    if kind is VerdictKind.BEHIND and not any(one.evidence.ops for one in ranks.values()):
+        kind = VerdictKind.NOT_MET
+    guilty.sort(key=lambda n: (kinds[n], n))
+    op = sentences.awaited(ranks, guilty)
+    return conclude(kind, ranks, sentences.waited_for(ranks, guilty), guilty=guilty, op=op)
+
+
+def _is_free(one: Rank) -> bool:
+    """Whether it waits for no rank. Who has answered, and has something in flight, may be in `work.wait()`."""
+    if one.frozen:
+        return True
+    if one.waits_for or one.end is not End.RUNS:
+        return False
+    return not one.pending or (not one.evidence.answered and stands_outside(one))
+
+
+def _kind(one: Rank) -> VerdictKind:
+    if one.frozen:
+        return VerdictKind.STOPPED
+    if one.evidence.state == "D":
+        return VerdictKind.UNINTERRUPTIBLE
+    return VerdictKind.LOADER if sentences.hanging_loaders(one.evidence) else VerdictKind.BEHIND
+
+
+def _inside(ranks: Ranks) -> Verdict | None:
+    """All have come, and it does not end."""
+    inside = {n: one.pending[0] for n, one in ranks.items() if one.stands_inside}
+    if not any(ranks[n].end is End.RUNS for n in inside):  # of the dead it is not known who was missing
+        return None
+    op = next(iter(split(inside, lambda op: (op.group, op.seq))[0].values()))
+    in_kernel = [n for n in inside if ranks[n].evidence.state == "D"]
+    silent = [n for n in inside if not ranks[n].evidence.answered and ranks[n].end is End.RUNS]
+    others = [one for n, one in ranks.items() if n not in silent and one.end is End.RUNS]
+    if in_kernel:
+        kind, guilty = VerdictKind.UNINTERRUPTIBLE, in_kernel
+    elif silent and len(silent) < len(inside) and all(one.evidence.answered for one in others):
+        kind, guilty = VerdictKind.STOPPED, silent  # a frozen container, for one, shows no state of its own
+    else:
+        return conclude(VerdictKind.NETWORK, ranks, sentences.inside(ranks, inside), op=op)
+    return conclude(kind, ranks, sentences.inside_but(ranks, guilty, op), guilty=guilty, op=op)
+
+
+def _elsewhere(ranks: Ranks) -> Verdict:
+    """Nobody waits for anybody, as far as is known."""
+    running = {n: one for n, one in ranks.items() if one.end is End.RUNS}
+    kinds = {n: _kind(one) for n, one in running.items()}
+    surely = [n for n, kind in kinds.items() if kind is not VerdictKind.BEHIND]
+    lines = sentences.everybody(ranks)
+    if surely:
+        return conclude(min(kinds[n] for n in surely), ranks, sentences.waited_for(ranks, surely), guilty=surely)
+    met = any(one.evidence.ops for one in ranks.values())
+    kind = VerdictKind.BEHIND if met else VerdictKind.NOT_MET
+    if len(ranks) == len(running) == 1:
+        return conclude(VerdictKind.BEHIND, ranks, lines, guilty=list(running))
+    sites = {n: site(place(one.evidence)) for n, one in running.items()}
+    parties = split({n: where for n, where in sites.items() if where}, lambda where: where)
+    right = majority(parties)
+    if right is None or len(right) == len(running):
+        return conclude(VerdictKind.UNKNOWN, ranks, lines)
+    wrong = [n for n in running if n not in right]
+    return conclude(kind, ranks, lines, guilty=wrong)

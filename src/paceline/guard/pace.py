@@ -1,0 +1,134 @@
+"""When does a run stand still? Pure: from how long each rank has not moved to a warning, and then an alarm.
+
+Nobody in the world has moved for a *window*, and at least one rank waits for something: that is a stall. How long the
+window is depends on what the ranks do, and on the run itself:
+
+    phase                                     --stall-after auto                              --stall-after S
+    steps (forward ... optimizer)             5 x the longest gap so far, 10 s to 300 s       S
+    data                                      the same, 30 s to 300 s                         S
+    init, first steps, evaluate, checkpoint   5 x the longest gap so far, 300 s to 1800 s     4 x S, at least 60 s
+    scripts, which say nothing of themselves  5 x the longest gap so far, 300 s to 1800 s     S
+
+A gap is a time in which nobody moved and after which somebody did: what has once gone well is no stall the next time.
+If the ranks are in several phases, the one with the largest window counts. Data has a higher floor than the other parts
+of a step, for nothing of it repeats exactly: a new epoch starts new loader processes, a file server has its moments.
+First steps are those that compile and warm up: one where the user has given a number, else five.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from paceline.contract.evidence import Phase
+from paceline.contract.windows import (
+    JUMP_SECONDS,
+    OF_STEPS,
+    WARM_UP_STEPS,
+    Stage,
+    Windows,
+)
+
+
+@dataclass(frozen=True)
+class RankPace:
+    """How one rank gets on, at one moment. Ranks that have ended are left out."""
+
+    rank: int
+    still_seconds: float  # since anything of it has moved
+    phase: Phase
+    step: int  # steps done, also those of earlier starts
+    waiting: bool  # its last collective is in flight
+    stepped: bool | None = None  # its optimizer has stepped in this start; None: nobody knows
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """Nobody has moved for half of the window (warn), or for all of it (stall)."""
+
+    kind: Literal["warn", "stall"]
+    still_seconds: float
+    window_seconds: float
+
+
+class Pace:
+    """A run's own pace, learned while it runs. One generation's: a restarted run has another."""
+
+    def __init__(self, windows: Windows) -> None:
+        self.windows = windows
+        self.notice = ""  # something that the user should be told once; whoever has told it empties it
+        self._largest_gap_seconds = dict.fromkeys(Stage, 0.0)
+        self._seen_seconds: float | None = None
+        self._began_seconds = -math.inf  # ages reach back to this moment only
+        self._moved_seconds: float | None = None  # when somebody moved last
+        self._stage = Stage.LONG
+        self._first_step: int | None = None
+        self._warned = False  # of this standstill
+        self._next_stall_seconds = 0.0
+        self._noticed = False
+
+    def see(self, now_seconds: float, ranks: Sequence[RankPace]) -> Alarm | None:
+        """Look at all ranks that run; at least once a second, `now_seconds` on one monotonic clock.
+
+        Returns:
+            A warning, once in a standstill; an alarm, again after each further window; mostly None.
+        """
+        if self._seen_seconds is not None and now_seconds - self._seen_seconds > JUMP_SECONDS:
+            self._began_seconds, self._moved_seconds = now_seconds, None
+        self._seen_seconds = now_seconds
+        if not ranks:
+            self._moved_seconds = None
+            return None
+        moved_seconds = max(self._began_seconds, now_seconds - min(rank.still_seconds for rank in ranks))
+        if self._moved_seconds is None or moved_seconds > self._moved_seconds + 1e-3:  # ages are sums of floats
+            self._learn(moved_seconds)
+        self._stage = max(self._stage_of(rank) for rank in ranks)
+        window_seconds = self.windows.of(self._stage, self._largest_gap_seconds[self._stage])
+        return self._alarm(now_seconds - moved_seconds, window_seconds) if _anybody_waits(ranks) else None
+
+    def _learn(self, moved_seconds: float) -> None:
+        if self._moved_seconds is not None:
+            self._take(moved_seconds - self._moved_seconds)
+        self._moved_seconds = moved_seconds
+        self._warned, self._next_stall_seconds = False, 0.0
+
+    def _take(self, gap_seconds: float) -> None:
+        for stage in OF_STEPS if self._stage in OF_STEPS else (self._stage,):
+            self._largest_gap_seconds[stage] = max(self._largest_gap_seconds[stage], gap_seconds)
+        asked = self.windows.seconds
+        if asked is not None and gap_seconds > asked and self._stage is not Stage.LONG and not self._noticed:
+            self._noticed = True
+            self.notice = (
+                f"nothing moved for {gap_seconds:.1f} s, and then it went on: --stall-after {asked:g} is shorter than "
+                f"a healthy step of this run. Choose more than {math.ceil(gap_seconds)}, or auto"
+            )
+
+    def _alarm(self, still_seconds: float, window_seconds: float) -> Alarm | None:
+        if still_seconds >= max(window_seconds, self._next_stall_seconds):
+            self._warned = True  # too late for it
+            self._next_stall_seconds = still_seconds + window_seconds
+            return Alarm("stall", still_seconds, window_seconds)
+        # what has gone well before is not worth a line each time
+        if still_seconds >= max(window_seconds / 2, self._largest_gap_seconds[self._stage]) and not self._warned:
+            self._warned = True
+            return Alarm("warn", still_seconds, window_seconds)
+        return None
+
+    def _stage_of(self, rank: RankPace) -> Stage:
+        if rank.phase is Phase.USER:
+            return Stage.USER
+        if rank.phase is Phase.INIT or rank.stepped is False or self._first_step is None:
+            self._first_step = rank.step  # not before it is known: a resumed run begins anywhere
+        if rank.phase in (Phase.INIT, Phase.EVALUATE, Phase.CHECKPOINT, Phase.CLOSE) or rank.stepped is False:
+            return Stage.LONG
+        if self.windows.seconds is None and rank.step < self._first_step + WARM_UP_STEPS:
+            return Stage.WARM_UP
+        if rank.stepped is None and rank.step == self._first_step:
+            return Stage.LONG
+        return Stage.DATA if rank.phase is Phase.DATA else Stage.STEP
+
+
+def _anybody_waits(ranks: Sequence[RankPace]) -> bool:
+    return any(rank.waiting or rank.phase in (Phase.DATA, Phase.SYNC) for rank in ranks)

@@ -1,0 +1,252 @@
+"""What did each party do? The judge's findings as verdicts and sentences, the guilty first."""
+
+from __future__ import annotations
+
+import signal
+from collections import Counter
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+
+from paceline.contract.evidence import Evidence, LoaderWorker, Op, Phase, Verdict, VerdictKind
+from paceline.contract.places import place, site, stands_at
+from paceline.guard.ends import ODDS, End
+from paceline.guard.odds import Odds
+from paceline.guard.waits import FROZEN, Rank, stream
+from paceline.guard.wording import GONE, called_from, loader_words, named, told, verb, where
+
+MAX_EACH = 5  # sentences about one party
+MAX_WORDS = 100
+Ranks = Mapping[int, Rank]
+
+
+def conclude(
+    kind: VerdictKind,
+    ranks: Ranks,
+    lines: Sequence[str],
+    *,
+    guilty: Sequence[int] = (),
+    tie: Sequence[Sequence[int]] = (),
+    op: Op | None = None,
+    at: str = "",
+) -> Verdict:
+    """A verdict with all that goes with it; `at` is where the first guilty rank was, if not where it stands."""
+    step = max((one.evidence.step for one in ranks.values()), default=0)
+    first = ranks[guilty[0]].evidence if guilty else None
+    stands = "" if first is None else at or site(place(first)) or (first.ops[-1].site if first.ops else "")
+    parties = tuple(sorted(tuple(sorted(party)) for party in tie))
+    return Verdict(kind, tuple(guilty), parties, tuple(lines), op, stands, step)
+
+
+def hanging_loaders(one: Evidence) -> list[LoaderWorker]:
+    """The processes for which this rank waits for its next batch, as far as they are to blame."""
+    if one.phase not in (Phase.DATA, Phase.USER):
+        return []
+    stopped = [loader for loader in one.loaders if loader.state in (*GONE, *FROZEN, "D")]
+    return stopped or [loader for loader in one.loaders if loader.busy]
+
+
+def waited_for(ranks: Ranks, guilty: Sequence[int]) -> list[str]:
+    """Ranks for which others wait, and what these wait in."""
+    op = awaited(ranks, guilty)
+    lines = [
+        _not_entered(ranks, group, op) for group in _alike(guilty, lambda n: (_where(ranks[n]), awaited(ranks, [n])))
+    ]
+    loaders = [f"its {loader_words(loader)}" for n in guilty for loader in _loaders(ranks[n])[:2]]
+    return [*_limited(lines), *_limited(loaders), *_waiting(ranks, op, without=guilty)]
+
+
+def _loaders(one: Rank) -> list[LoaderWorker]:
+    return hanging_loaders(one.evidence) if one.end is End.RUNS and not one.frozen else []
+
+
+def _not_entered(ranks: Ranks, group: Sequence[int], op: Op | None) -> str:
+    one = ranks[group[0]]
+    missed = awaited(ranks, group[:1])
+    same = missed is not None and any(stream(o, group[0]) == stream(missed, group[0]) for o in one.pending)
+    if one.frozen and same:
+        begins = f"{named(group)} {verb(group, 'is', 'are')} in {told(missed or op or one.pending[0])}"
+    elif missed is not None and missed.is_message:
+        half = "send to" if "recv" in missed.kind else "receive from"
+        begins = f"{named(group)} did not {half} rank {_waiter(ranks, group[0], missed)} what it waits for"
+    elif missed is not None:
+        begins = f"{named(group)} did not enter {told(missed)}"
+    else:
+        begins = f"{named(group)} {verb(group, 'has', 'have')} not come to where others wait"
+    return f"{begins}; {verb(group, 'it', 'they')} {_where(one, many=len(group) > 1)}"
+
+
+def _waiter(ranks: Ranks, guilty: int, missed: Op) -> int:
+    return next(n for n, one in ranks.items() if one.waits_for.get(guilty) == missed)
+
+
+def _where(one: Rank, *, many: bool = False) -> str:
+    if one.end is End.LEFT:
+        steps = f" at step {one.evidence.step}" if one.evidence.step else ""
+        return f"ended{steps} with code {one.evidence.code}"
+    return f"{'are' if many else 'is'} {where(one.evidence)}"
+
+
+def _waiting(ranks: Ranks, op: Op | None, *, without: Collection[int]) -> list[str]:
+    waiting = {n: one for n, one in ranks.items() if n not in without and (one.pending or one.waits_for)}
+    lines: list[str] = []
+    for group in sorted(_alike(waiting, lambda n: _position(ranks[n], n)), key=lambda group: (-len(group), group)):
+        one = ranks[group[0]]
+        held = _held(one)
+        if held is None:
+            lines.append(
+                f"{named(group)} {verb(group, 'waits', 'wait')} at {site(place(one.evidence)) or 'a place unknown'}"
+            )
+            continue
+        same = op is not None and (stream(op, -1), op.seq) == (stream(held, -1), held.seq)
+        what = "it" if same else told(held)
+        lines.append(f"{named(group)} {verb(group, 'waits', 'wait')} in {what}{called_from(_usual(ranks, group))}")
+    return _limited(lines)
+
+
+def _position(one: Rank, number: int) -> Hashable:
+    held = _held(one)
+    return site(place(one.evidence)) if held is None else (stream(held, number), held.seq)
+
+
+def _held(one: Rank) -> Op | None:
+    if not one.waits_for:
+        return one.pending[-1] if one.pending else None
+    return held_in(one, one.waits_for)
+
+
+def _usual(ranks: Ranks, group: Sequence[int]) -> Op:
+    """The operation of `group` with the call site that most of its ranks have."""
+    ops = [op for n in group if (op := _held(ranks[n])) is not None]
+    usual = Counter(op.site for op in ops).most_common(1)[0][0]
+    return next(op for op in ops if op.site == usual)
+
+
+def held_in(one: Rank, others: Collection[int]) -> Op | None:
+    """The operation in which a rank waits for some of `others`: the one on its stack, else the first that it began."""
+    ops = [op for op in one.pending if any(one.waits_for.get(other) == op for other in others)]
+    return next((op for op in ops if stands_at(one.evidence, op)), ops[0] if ops else None)
+
+
+def awaited(ranks: Ranks, guilty: Collection[int]) -> Op | None:
+    """The operation that most wait in for `guilty`."""
+    ops = [op for one in ranks.values() for n, op in one.waits_for.items() if n in guilty and op is not None]
+    counts = Counter((op.group, op.seq, op.kind, op.peer) for op in ops)
+    if not counts:
+        return None
+    most = counts.most_common(1)[0][0]
+    return next(op for op in ops if (op.group, op.seq, op.kind, op.peer) == most)
+
+
+def called_more(ranks: Ranks, waiting: Sequence[int], left: Sequence[int]) -> list[str]:
+    """A few that wait for the many who are done."""
+    op = awaited(ranks, left)
+    what = "for others" if op is None else f"in {told(op)}{called_from(op)}"
+    return [f"{named(waiting)} {verb(waiting, 'waits', 'wait')} {what}", f"{named(left)} ended without it, with code 0"]
+
+
+def at_odds(odds: Odds, guilty: Collection[int]) -> list[str]:
+    """Parties that have entered different things."""
+    ordered = sorted(odds.parties, key=lambda party: (not any(n in party for n in guilty), len(party), min(party)))
+    return _limited([f"{named(party)} called {told(op := next(iter(party.values())))}{_at(op)}" for party in ordered])
+
+
+def _at(op: Op) -> str:
+    return f" at {op.site}" if op.site else ""
+
+
+def in_circle(ranks: Ranks, parties: Sequence[Sequence[int]], ops: Mapping[int, Op]) -> list[str]:
+    """Parties of which each waits for another."""
+    members = {n for party in parties for n in party}
+    lines: list[str] = []
+    for party in parties:
+        op = ops.get(party[0])
+        others = {o for n in party for o in ranks[n].waits_for if o in members - set(party)}
+        if op is None or not others:
+            lines.append(f"{named(party)} {verb(party, 'is', 'are')} {where(ranks[party[0]].evidence)}")
+            continue
+        over = "" if op.is_message else f" of group {op.group}"
+        what = f"{told(op)}{over}{called_from(op)}"
+        lines.append(f"{named(party)} {verb(party, 'waits', 'wait')} for {named(others)} in {what}")
+    return _limited(lines)
+
+
+def inside(ranks: Ranks, held: Mapping[int, Op]) -> list[str]:
+    """Ranks that are in an operation for which nobody is missing."""
+    op = next(iter(held.values()))
+    out = [n for n in ranks if n not in held]
+    lines = [f"{named(held)} {verb(held, 'is', 'are')} in {told(op)}{called_from(op)}, and nobody is missing in it"]
+    if out:
+        lines.append(f"{named(out)} {verb(out, 'is', 'are')} through")
+    hosts: dict[str, list[int]] = {}
+    for n in held:
+        hosts.setdefault(ranks[n].evidence.host, []).append(n)
+    if len({one.evidence.host for one in ranks.values()}) > 1:
+        between = "; ".join(f"{host}: {named(numbers)}" for host, numbers in sorted(hosts.items())[:8])
+        lines.append(f"something between these hosts does not pass it on: {between}")
+    return lines
+
+
+def inside_but(ranks: Ranks, guilty: Sequence[int], op: Op) -> list[str]:
+    """Ranks that are in an operation with all others, but can do nothing there."""
+    lines = [f"{named([n])} is in {told(op)}, as all are; it is {where(ranks[n].evidence)}" for n in guilty]
+    return [*_limited(lines), *_waiting(ranks, op, without=guilty)]
+
+
+def died(ranks: Ranks, guilty: Sequence[int]) -> list[str]:
+    """Ranks that ended by themselves."""
+    return _limited([f"rank {n} {_ended(ranks[n].evidence)}{_last(ranks[n].evidence)}" for n in guilty])
+
+
+def broken(ranks: Ranks, guilty: Sequence[int]) -> list[str]:
+    """Ranks whose transport ended them."""
+    lines = died(ranks, guilty)
+    if any(ODDS.search(ranks[n].evidence.words) for n in guilty):
+        lines.append("what it and another rank have entered does not fit together; which one is wrong is not known")
+    return lines
+
+
+def model(party: Mapping[int, int]) -> str:
+    """What torch said of the models of ranks."""
+    return f"{named(party)}: {verb(party, 'its model has', 'their models have')} {min(party.values())} parameters"
+
+
+def _ended(one: Evidence) -> str:
+    if one.lost:
+        return f"was lost with its node, {one.host}"
+    last = next((line.strip() for line in reversed(one.words.splitlines()) if line.strip()), "")
+    said = f": {last[:MAX_WORDS]}" if last else ""
+    if one.code is None:
+        return f"is about to end{said}"
+    if one.code >= 0:
+        return f"ended with exit code {one.code}{said}"
+    try:
+        return f"was killed by {signal.Signals(-one.code).name}"
+    except ValueError:  # a real-time signal
+        return f"was killed by signal {-one.code}"
+
+
+def _last(one: Evidence) -> str:
+    return f"; last it called {told(one.ops[-1])}{_at(one.ops[-1])}" if one.ops else ""
+
+
+def everybody(ranks: Ranks) -> list[str]:
+    """Where all ranks are, the rarest places first."""
+    groups = sorted(_alike(ranks, lambda n: _where(ranks[n])), key=lambda group: (len(group), group))
+    lines = [f"{named(group)} {_state(ranks[group[0]], many=len(group) > 1)}" for group in groups]
+    return _limited(lines, 10)
+
+
+def _state(one: Rank, *, many: bool) -> str:
+    if one.end in (End.RUNS, End.LEFT):
+        return _where(one, many=many)
+    return _ended(one.evidence)
+
+
+def _alike(numbers: Iterable[int], key: Callable[[int], Hashable]) -> list[list[int]]:
+    groups: dict[Hashable, list[int]] = {}
+    for n in numbers:
+        groups.setdefault(key(n), []).append(n)
+    return list(groups.values())
+
+
+def _limited(lines: list[str], most: int = MAX_EACH) -> list[str]:
+    return lines if len(lines) <= most else [*lines[: most - 1], f"... and {len(lines) - most + 1} more of this kind"]

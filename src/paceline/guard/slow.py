@@ -1,0 +1,117 @@
+"""Is one rank slower than the others, or what is between them? Pure: from the time that each spends in each phase.
+
+In lockstep everybody is as slow as the slowest, so step times say nothing. What a rank does for itself (data, forward,
+backward, optimizer) is set against that of the others; what is left is waiting. Where nobody works long and everybody
+waits, also the one who comes last, the waiting is the network's.
+
+Example: 3 ranks, of which one needs 0.5 s to load a batch: own times 0.1, 0.6, 0.1 s, waiting 0.5, 0, 0.5 s a step.
+With DDP the waiting stands in the others' backward pass instead, 0.6, 0.1, 0.6 s; so phases that never wait (data,
+forward, optimizer) are also compared alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import median
+
+from paceline.contract.evidence import Phase
+from paceline.guard.pulse import Pulse
+
+FIRST_STEPS = 5  # of a start: compiling, filling caches
+MIN_STEPS, MIN_SECONDS = 15, 2.0  # of what is judged
+SLOW_FACTOR = 1.3
+CHANGE_FACTOR = 1.5  # said again only where it has become so much worse
+LEAST_SECONDS = 0.02  # a step: less is the noise of a machine that does something else, too
+LEAST_SYNC_SECONDS = 0.05  # a step: where all is faster than that, the network does what it can
+
+OWN = (Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
+NEVER_WAITING = (Phase.DATA, Phase.FORWARD, Phase.OPTIMIZER)
+
+Spent = Mapping[int, tuple[float, ...]]  # rank -> seconds in each phase, per step
+
+
+class Slowness:
+    """What has been said of one generation so far, and since when it is measured."""
+
+    def __init__(self, hosts: Mapping[int, str]) -> None:
+        self._hosts = hosts
+        self._first: dict[int, int] = {}
+        self._base: dict[int, Pulse] = {}
+        self._said: dict[str, float] = {}
+
+    def see(self, pulses: Sequence[Pulse]) -> str:
+        """A sentence that is new, or empty. To be called with all ranks that run, again and again."""
+        if len(pulses) < 2 or any(pulse.phase is Phase.USER for pulse in pulses):
+            return ""
+        for pulse in pulses:
+            first = self._first.setdefault(pulse.rank, pulse.step)
+            if pulse.step >= first + FIRST_STEPS:
+                self._base.setdefault(pulse.rank, pulse)
+        if any(not self._ripe(pulse) for pulse in pulses):
+            return ""
+        spent = {pulse.rank: _per_step(self._base[pulse.rank], pulse) for pulse in pulses}
+        self._base = {pulse.rank: pulse for pulse in pulses}
+        return self._new(*(slow_rank(spent, self._hosts) or slow_network(spent) or ("", "", 0.0)))
+
+    def _ripe(self, pulse: Pulse) -> bool:
+        base = self._base.get(pulse.rank)
+        if base is None or pulse.step < base.step + MIN_STEPS:
+            return False
+        return sum(pulse.phase_seconds) - sum(base.phase_seconds) >= MIN_SECONDS
+
+    def _new(self, what: str, words: str, measure: float) -> str:
+        if measure <= self._said.get(what, 0.0) * CHANGE_FACTOR:
+            return ""
+        self._said[what] = measure
+        return words
+
+
+def _per_step(base: Pulse, now: Pulse) -> tuple[float, ...]:
+    steps = now.step - base.step
+    return tuple((b - a) / steps for a, b in zip(base.phase_seconds, now.phase_seconds, strict=True))
+
+
+def slow_rank(spent: Spent, hosts: Mapping[int, str]) -> tuple[str, str, float] | None:
+    """Which rank is slower than the others: what it is about, the sentence, how many seconds a step.
+
+    Args:
+        spent: of at least two ranks.
+        hosts: where each rank is.
+    """
+    own = {rank: sum(seconds[phase] for phase in OWN) for rank, seconds in spent.items()}
+    alone = {rank: sum(seconds[phase] for phase in NEVER_WAITING) for rank, seconds in spent.items()}
+    for work in (own, alone):
+        rank = max(work, key=lambda r: work[r])
+        usual, excess = _others(work, rank), work[rank] - _others(work, rank)
+        if excess >= max(LEAST_SECONDS, (SLOW_FACTOR - 1) * _others(own, rank)):
+            break
+    else:
+        return None
+    each = [{r: seconds[phase] for r, seconds in spent.items()} for phase in Phase]
+    phase = max(NEVER_WAITING if work is alone else OWN, key=lambda p: each[p][rank] - _others(each[p], rank))
+    words = (
+        f"rank {rank} ({hosts.get(rank, '?')}) is slow: {_seconds(work[rank])} of its own work a step, "
+        f"{'the other' if len(spent) == 2 else 'the others'} {_seconds(usual)}; most of it in {phase.word}"
+    )
+    return f"rank {rank}", words, excess
+
+
+def slow_network(spent: Spent) -> tuple[str, str, float] | None:
+    """Whether all ranks wait most of the time, also the one that waits least: the same three things."""
+    own = {rank: sum(seconds[phase] for phase in OWN) for rank, seconds in spent.items()}
+    sync_seconds = min(seconds[Phase.SYNC] for seconds in spent.values())
+    if sync_seconds < LEAST_SYNC_SECONDS or sync_seconds <= max(own.values()):
+        return None
+    words = (
+        f"slow network or collective: every rank waits at least {_seconds(sync_seconds)} a step for the others, and "
+        f"works {_seconds(median(own.values()))}"
+    )
+    return "network", words, sync_seconds
+
+
+def _others(of: Mapping[int, float], rank: int) -> float:
+    return median(value for other, value in of.items() if other != rank)
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.2f} s" if value >= 0.1 else f"{value * 1000:.0f} ms"

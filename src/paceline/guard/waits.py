@@ -1,0 +1,172 @@
+"""Who waits for whom? The graph that the judge reads.
+
+A rank waits in a collective for those members of its group that have not called as many of the group's collectives; in
+a message for its peer, until that has called the other half. What a rank has called is known from its last operations.
+
+    group of 0, 1, 2      rank 0: #5 in flight     rank 1: #4 done     rank 2: #5 in flight
+    edges                 0 -> 1                   none                2 -> 1            so all wait for rank 1
+
+A rank may have called several without waiting (#5 to #8, the buckets of a backward): what others have not called yet
+of these is what it waits for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from paceline.contract.evidence import Evidence, Op, Phase
+from paceline.contract.places import stands_at, waits_for_ranks
+from paceline.guard.ends import End, end_of
+
+Stream = tuple[str, tuple[int, int] | None]  # what is numbered together: a group's collectives, messages from -> to
+Edges = Mapping[int, Mapping[int, Op | None]]
+FROZEN = ("T", "t")
+OF_ALL = "0"  # what torch calls the group of all ranks
+ANYBODY = -1  # of whom a message is taken
+
+
+@dataclass(frozen=True)
+class Rank:
+    """One rank, and for whom it waits."""
+
+    evidence: Evidence
+    end: End
+    pending: tuple[Op, ...] = ()  # what it has called and may wait for
+    waits_for: Mapping[int, Op | None] = field(default_factory=dict[int, "Op | None"])
+    """rank -> the operation that it has not called; None where only the stack tells that something is waited for"""
+
+    @property
+    def frozen(self) -> bool:
+        """Whether a signal or debugger has stopped it."""
+        return self.end is End.RUNS and self.evidence.state in FROZEN
+
+    @property
+    def stands_inside(self) -> bool:
+        """Whether it is in an operation for which nobody is missing."""
+        return bool(self.pending) and not self.waits_for and not self.frozen
+
+
+def stream(op: Op, rank: int) -> Stream:
+    """What `op`, called by `rank`, is numbered with."""
+    if not op.is_message:
+        return op.group, None
+    peer = ANYBODY if op.peer is None else op.peer
+    return op.group, ((peer, rank) if "recv" in op.kind else (rank, peer))
+
+
+def members(evidence: Sequence[Evidence]) -> dict[str, frozenset[int]]:
+    """The ranks of each group; of one that nobody knows any more (all who did are dead) those who have used it."""
+    found: dict[str, frozenset[int]] = {}
+    for one in evidence:
+        for op in one.ops:
+            found[op.group] = found.get(op.group, frozenset()) | {one.rank}
+    world = frozenset(one.rank for one in evidence)
+    found[OF_ALL] = world
+    for one in evidence:
+        for group, ranks in one.groups.items():
+            if one.rank in ranks:
+                found[group] = frozenset(ranks) & world
+    return found
+
+
+def read(evidence: Sequence[Evidence]) -> dict[int, Rank]:
+    """All ranks, with the edges between them."""
+    groups, world = members(evidence), {one.rank for one in evidence}
+    called: dict[tuple[int, Stream], int] = {}
+    for one in evidence:
+        for op in one.ops:
+            key = one.rank, stream(op, one.rank)
+            called[key] = max(called.get(key, 0), op.seq)
+    ranks: dict[int, Rank] = {}
+    for one in evidence:
+        end = end_of(one)
+        pending = () if end in (End.LEFT, End.DIED) else _pending(one, end)
+        edges: dict[int, Op | None] = {}
+        for op in reversed(pending):  # of several the earliest counts
+            edges |= dict.fromkeys(_missing(op, one.rank, groups, called) & world, op)
+        ranks[one.rank] = Rank(one, end, pending, edges)
+    return _with_frozen(_with_unknown(ranks))
+
+
+def _pending(one: Evidence, end: End) -> tuple[Op, ...]:
+    """What is in flight; of a rank that did not answer only if nothing called later over the same stream is done."""
+    over: set[Stream] = set()
+    found: list[Op] = []
+    for op in reversed(one.ops):
+        if op.done:
+            over.add(stream(op, one.rank))
+        elif one.answered or stream(op, one.rank) not in over:
+            found.append(op)
+    if end is not End.RUNS and not found:  # a collective that was broken up may look as if it were done
+        found = list(one.ops[-1:])
+    return tuple(reversed(found))
+
+
+def _missing(
+    op: Op, rank: int, groups: Mapping[str, frozenset[int]], called: Mapping[tuple[int, Stream], int]
+) -> set[int]:
+    key = stream(op, rank)
+    others = groups[op.group] - {rank} if op.peer is None or not op.is_message else {op.peer}
+    return {other for other in others if called.get((other, key), 0) < op.seq}
+
+
+def _with_unknown(ranks: Mapping[int, Rank]) -> dict[int, Rank]:
+    """Add the edges of ranks that wait, by their stack, though nothing of theirs is in flight: for who does not wait.
+
+    Where no operation is known at all, that is all there is: ranks that have not come to init_process_group, say.
+    """
+    unknown = {n for n, one in ranks.items() if not one.pending and not one.frozen and _waits_in_stack(one)}
+    free = {n for n, one in ranks.items() if not one.pending and n not in unknown and one.end is not End.VICTIM}
+    return {n: replace(one, waits_for=dict.fromkeys(free - {n})) if n in unknown else one for n, one in ranks.items()}
+
+
+def _waits_in_stack(one: Rank) -> bool:
+    if one.end is not End.RUNS:
+        return False
+    waits = waits_for_ranks(one.evidence)
+    return bool(waits) or (waits is None and one.evidence.phase is Phase.SYNC)
+
+
+def _with_frozen(ranks: dict[int, Rank]) -> dict[int, Rank]:
+    """Add edges to frozen ranks from those that are in the same operation: it takes part no more."""
+    for number, frozen in ranks.items():
+        if not frozen.frozen:
+            continue
+        its = {(stream(op, number), op.seq) for op in frozen.pending}
+        for other, one in ranks.items():
+            shared = [op for op in one.pending if (stream(op, other), op.seq) in its]
+            if other != number and not one.frozen and shared:
+                ranks[other] = replace(one, waits_for={**one.waits_for, number: shared[0]})
+    return ranks
+
+
+def without_loose_ends(ranks: Mapping[int, Rank]) -> dict[int, Rank]:
+    """The same without the messages that ranks have begun, and left alone while they are in code of their own."""
+    return {n: _tied_up(one) if stands_outside(one) else one for n, one in ranks.items()}
+
+
+def _tied_up(one: Rank) -> Rank:
+    loose = [op for op in one.pending if op.is_message]
+    return replace(
+        one,
+        pending=tuple(op for op in one.pending if op not in loose),
+        waits_for={other: op for other, op in one.waits_for.items() if op not in loose},
+    )
+
+
+def stands_outside(one: Rank) -> bool:
+    """Whether it surely is in code of its own, whatever it has begun; `work.wait()` looks like that, too."""
+    outside = waits_for_ranks(one.evidence) is False
+    return outside and not any(stands_at(one.evidence, op) for op in one.pending)
+
+
+def reached(start: Iterable[int], edges: Mapping[int, Iterable[int]]) -> set[int]:
+    """All to whom edges lead, and those from whom they start."""
+    found, todo = set(start), list(start)
+    while todo:
+        for other in edges.get(todo.pop(), ()):
+            if other not in found:
+                found.add(other)
+                todo.append(other)
+    return found

@@ -1,0 +1,1 @@
+"""What a machine is: processes, control groups, GPUs, addresses, versions. No torch."""

@@ -1,0 +1,101 @@
+"""What the kernel lets this process have, and what it took: cores, memory, and processes killed for it."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+ROOT = Path("/sys/fs/cgroup")
+OWN = Path("/proc/self/cgroup")
+MEMORY = Path("/proc/meminfo")
+
+
+def usable_cores(root: Path = ROOT, own: Path = OWN, env: Mapping[str, str] = os.environ) -> int:
+    """Cores this process may use, at least 1: those it may run on, or fewer where a container's quota or Slurm says so.
+
+    os.cpu_count() counts the machine's: in a container with 2 of 64 cores it would start 32 times too many threads.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+    # A quota of any ancestor holds too, so the smallest one counts.
+    quotas = [quota for folder in _folders("cpu", root, own) if (quota := _quota(folder)) is not None]
+    # A cluster whose Slurm does not bind tasks to cores grants them all the same. Of a task of several: its own.
+    task = "SLURM_CPUS_PER_TASK" if env.get("SLURM_STEP_NUM_TASKS", "1") != "1" else "SLURM_CPUS_ON_NODE"
+    granted = env.get(task, "")
+    slurm = [float(granted)] if granted.isdecimal() else []
+    return max(1, int(min([float(cores), *quotas, *slurm])))
+
+
+def free_memory(root: Path = ROOT, own: Path = OWN, memory: Path = MEMORY) -> int | None:
+    """Bytes that this process may still take before the kernel kills for memory; None where it does not say.
+
+    What the machine has available, or less where a container's limit says so; pages of files, which the kernel gives
+    back when asked, count as free.
+    """
+    found = re.search(r"^MemAvailable:\s*([0-9]+) kB", _read(memory), re.MULTILINE)
+    free = [int(found[1]) << 10] if found else []
+    for folder in _folders("memory", root, own):
+        for limit, used, files in (
+            ("memory.max", "memory.current", "inactive_file"),  # version 2
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        ):
+            numbers = [_read(folder / name).strip() for name in (limit, used)]
+            if all(number.isdecimal() for number in numbers):
+                held = re.search(rf"^{files} ([0-9]+)$", _read(folder / "memory.stat"), re.MULTILINE)
+                free.append(int(numbers[0]) - int(numbers[1]) + (int(held[1]) if held else 0))
+    return max(0, min(free)) if free else None
+
+
+def oom_kills(root: Path = ROOT, own: Path = OWN) -> int | None:
+    """How many processes of this cgroup the kernel has killed for memory so far; None where it does not say."""
+    for folder in _folders("memory", root, own):
+        for name in ("memory.events", "memory.oom_control"):  # version 2, version 1
+            for line in _read(folder / name).splitlines():
+                if line.startswith("oom_kill "):
+                    return int(line.split()[1])
+    return None
+
+
+def _quota(folder: Path) -> float | None:
+    """The folder's CPU quota in cores."""
+    words = _read(folder / "cpu.max").split()  # version 2: "max 100000" or "150000 100000" (microseconds)
+    if not words:
+        words = [_read(folder / "cpu.cfs_quota_us").strip(), _read(folder / "cpu.cfs_period_us").strip()]
+    if len(words) != 2 or not words[0].isdigit() or not words[1].isdigit():  # "max", -1 or no such file: no quota
+        return None
+    return int(words[0]) / int(words[1])
+
+
+def _folders(controller: str, root: Path, own: Path) -> list[Path]:
+    """The folders of this process's cgroup and its ancestors that can be seen from here, innermost first.
+
+    In a container the path may be the host's, which is not mounted here: the ancestors end at the mount itself.
+    """
+    folders: list[Path] = []
+    for line in _read(own).splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            mounts = [root / "unified", root]
+        elif controller in controllers.split(","):
+            mounts = [root / controller, root / controllers]
+        else:
+            continue
+        inside = Path(path.lstrip("/"))
+        for mount in mounts:
+            if mount.is_dir():
+                folders += [mount / part for part in (inside, *inside.parents) if (mount / part).is_dir()]
+                break
+    return folders
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
+def threads_per_rank(cores: int, nproc: int) -> int:
+    """Equal shares of the cores, at least one thread: more threads than cores make every rank slower."""
+    return max(1, cores // nproc)

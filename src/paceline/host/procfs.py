@@ -1,0 +1,91 @@
+"""Who runs on this machine, read from /proc: process states, sessions, and who holds a port."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+PROC = Path("/proc")
+PR_SET_PDEATHSIG = 1
+LISTENING = "0A"  # the kernel's number for TCP_LISTEN in /proc/net/tcp
+
+
+@dataclass(frozen=True)
+class Process:
+    """One line of /proc/PID/stat. `start` is in clock ticks since boot: with the pid it names one process for ever."""
+
+    pid: int
+    state: str  # R S D T Z ...
+    parent: int
+    session: int
+    start: int
+    cpu_seconds: float = 0.0  # used so far, by all its threads
+
+    @property
+    def runs(self) -> bool:
+        """Whether it still exists as more than an entry that nobody has waited for."""
+        return self.state not in "ZX"
+
+
+def read_process(pid: int) -> Process | None:
+    """The process now, or None when there is none (or no /proc, as on macOS)."""
+    try:
+        text = (PROC / str(pid) / "stat").read_text(errors="replace")
+    except OSError:
+        return None
+    # The command's name stands in parentheses and may hold spaces and parentheses: split after the last one.
+    fields = text.rpartition(")")[2].split()
+    cpu_seconds = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return Process(pid, fields[0], int(fields[1]), int(fields[3]), int(fields[19]), cpu_seconds)
+
+
+def processes() -> Iterator[Process]:
+    """Every process of this machine that we can see."""
+    for folder in PROC.iterdir() if PROC.is_dir() else ():
+        if folder.name.isdecimal() and (process := read_process(int(folder.name))) is not None:
+            yield process
+
+
+def port_holder(port: int) -> str | None:
+    """`pid 4711 (python server.py)` for the process that listens on the port; None where /proc does not show it."""
+    wanted = {f"socket:[{inode}]" for inode in _listening_inodes(port)}
+    for process in processes() if wanted else ():
+        folder = PROC / str(process.pid)
+        try:
+            links = [str(link.readlink()) for link in (folder / "fd").iterdir()]
+            words = (folder / "cmdline").read_bytes().decode(errors="replace").split("\0")
+        except OSError:  # another user's, or just ended
+            continue
+        if wanted.intersection(links):
+            # Two words say which program it is; further ones may hold passwords.
+            return f"pid {process.pid} ({' '.join(words[:2]).strip()[:80]})"
+    return None
+
+
+def _listening_inodes(port: int) -> Iterator[str]:
+    for table in ("tcp", "tcp6"):
+        try:
+            lines = (PROC / "net" / table).read_text().splitlines()[1:]
+        except OSError:
+            continue
+        for fields in map(str.split, lines):
+            if fields[3] == LISTENING and int(fields[1].rpartition(":")[2], 16) == port:
+                yield fields[9]
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Have the kernel kill this process as soon as its parent is gone; end at once if it is gone already.
+
+    Not inherited by children: every DataLoader worker calls it too, in its `worker_init_fn`. The kernel means the
+    *thread* that forked, so fork from threads that live as long as the process. Without prctl (not Linux) only the
+    check is left.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent_pid:  # it died before prctl: the signal will never come
+        os._exit(128 + signal.SIGKILL)

@@ -1,0 +1,113 @@
+"""Who was started, and how is it ended for good? The roster of an agent's workers, and SIGKILL to all they started."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+
+from paceline.contract.variables import AGENT_MARK
+from paceline.disk.reading import decode, names
+from paceline.host.procfs import PROC, Process, processes
+
+SWEEP_SECONDS = 2.0
+
+
+Pid = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
+Ticks = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+
+
+class Member(msgspec.Struct, frozen=True):
+    """A worker, leader of a session of its own; `started` in clock ticks since boot, 0 where /proc is missing."""
+
+    rank: int
+    pid: Pid
+    started: Ticks
+
+
+class Roster(msgspec.Struct, frozen=True):
+    """Whom an agent has started: the content of agent-<node>.json."""
+
+    host: str
+    agent_pid: Pid
+    workers: tuple[Member, ...]
+    agent_started: Ticks = 0  # since the host's boot
+
+
+def roster_path(attempt_dir: Path, node: int = 0) -> Path:
+    """Where a node's agent writes its roster."""
+    return attempt_dir / f"agent-{node}.json"
+
+
+def mark_of(pid: int, started: int, generation: int | None = None) -> str:
+    """What stands as AGENT_MARK in the environment of all that an agent has started: however far down, in any session.
+
+    Without a generation: how that of all of them begins.
+    """
+    return f"{pid}-{started}-" + ("" if generation is None else f"{generation}-")
+
+
+def sweep(workers: Sequence[Member], mark: str = "", *, seconds: float = SWEEP_SECONDS) -> list[int]:
+    """SIGKILL to every process in these workers' sessions, until none is left or `seconds` are over.
+
+    By session, since neither death signals nor groups reach what a user's code had started; and by the agent's `mark`,
+    which also those carry who have gone into sessions of their own.
+
+    Returns:
+        The pids of those that are left, which only the kernel can keep alive. Without /proc nobody can say.
+    """
+    if not PROC.is_dir():
+        for worker in workers:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(worker.pid, signal.SIGKILL)
+        return []
+    deadline = time.monotonic() + seconds
+    while (living := _living_members(workers, mark)) and time.monotonic() < deadline:
+        for process in living:
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(process.pid, signal.SIGKILL)
+        time.sleep(0.02)  # again: a process can fork between the look and the blow
+    return [process.pid for process in living]
+
+
+def _living_members(workers: Sequence[Member], mark: str) -> list[Process]:
+    started = {worker.pid: worker.started for worker in workers}
+    everybody = [*processes()]
+    members = [process for process in everybody if process.session in started]
+    # the kernel gives a session's number out again only when its last process is gone: a leader that started at
+    # another time is a stranger's, and so is its session
+    strangers = {p.pid for p in members if p.pid == p.session and p.start != started[p.pid]}
+    living = [p for p in members if p.runs and p.session not in strangers and p.start >= started[p.session]]
+    others = (p for p in everybody if p.runs and p.session not in started)
+    return [*living, *(p for p in others if mark and _carries(p.pid, mark))]
+
+
+def _carries(pid: int, mark: str) -> bool:
+    try:
+        return f"\0{AGENT_MARK}={mark}".encode() in b"\0" + (PROC / str(pid) / "environ").read_bytes()
+    except OSError:  # another user's, or gone
+        return False
+
+
+def sweep_recorded(attempt_dir: Path, agent_pid: int = 0) -> None:
+    """Sweep what the agents of this host wrote down, if they got that far; or this one alone."""
+    try:
+        there = names(attempt_dir)
+    except OSError:
+        return
+    for name in there:
+        if not re.fullmatch(r"agent-[0-9]{1,9}\.json", name):
+            continue
+        try:
+            roster = decode(attempt_dir / name, Roster, ours=True)  # what only our agents can have written
+        except OSError:
+            continue
+        if roster.host == os.uname().nodename and agent_pid in (0, roster.agent_pid):
+            sweep(roster.workers, mark_of(roster.agent_pid, roster.agent_started))

@@ -1,0 +1,1 @@
+"""What runs inside ranks to verify, measure or rehearse a training; and the ledger of samples."""

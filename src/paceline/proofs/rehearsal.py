@@ -1,0 +1,111 @@
+"""How long does a step of this task take here, and how long the sum of its gradients over all ranks? For doctor.
+
+`python -m paceline.proofs.rehearsal`, one process for each rank, started by doctor/rehearse.py with torchrun's
+variables; the request stands on stdin as JSON, and rank 0 writes what it found to stdout.
+
+A step is what a rank computes by itself, forward, backward and optimizer step, on one micro-batch of real samples:
+the median of STEPS after WARM_UP, while all other ranks do the same, since they share its machine when they train.
+The sum is one gloo all-reduce of a vector as long as the gradients, the median of REDUCTIONS. In training a part of it
+hides behind the backward pass, so its share of a step is an upper bound.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from statistics import median
+from typing import Any
+
+from paceline.worker.attach import attach, leave
+
+if __name__ == "__main__":  # before anything slow
+    attach()
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from paceline.doctor.messages import Rehearse, Rehearsed
+from paceline.tasks import load_task
+from paceline.worker.world import World, joined
+
+WARM_UP, STEPS, REDUCTIONS = 1, 3, 5
+TRIAL_ELEMENTS = 1 << 18
+LONGEST_SECONDS = 0.5  # that one all-reduce shall take
+PLAIN_BYTES = 25 << 20  # without a task: torch's usual bucket
+
+
+def rehearse(request: Rehearse) -> Rehearsed:
+    """Take part as the rank that the environment says, and measure; rank 0's numbers are told."""
+    torch.set_num_threads(max(1, request.threads))
+    world = World.from_env(device="cpu", backend="gloo")
+    parameters, step = _prepare(request) if request.task else (PLAIN_BYTES // 4, None)
+    with joined(world, timeout_seconds=request.seconds):
+        dist.barrier()  # nobody has the machine for himself while others still import
+        step_seconds = _median(step, WARM_UP, STEPS) if step else 0.0
+        reduce_seconds = _reduce_seconds(torch.zeros(parameters))
+    gradient_bytes = 4 * parameters
+    return Rehearsed(parameters, gradient_bytes, step_seconds, reduce_seconds, gradient_bytes / reduce_seconds)
+
+
+def _prepare(request: Rehearse) -> tuple[int, Callable[[], None]]:
+    """The number of trainable parameters, and a function that computes one step."""
+    task = load_task(request.task, request.options)
+    model = task.make_model()
+    dataset = task.make_dataset("train")
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    samples = [dataset[i % len(dataset)] for i in range(request.batch_size)]  # pyright: ignore[reportArgumentType]
+    collate = task.collate or torch.utils.data.default_collate
+    inputs, targets = collate(samples)
+    optimizer = torch.optim.SGD(parameters, lr=1e-6)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        found: Any = task.loss(model(inputs), targets)
+        losses = found[0] if isinstance(found, tuple) else found
+        losses.mean().backward()
+        optimizer.step()
+
+    return sum(p.numel() for p in parameters), step
+
+
+def _reduce_seconds(gradients: Tensor) -> float:
+    """What one all-reduce takes; of a long vector on a slow network a part is measured, for it takes its share."""
+    _add_up(gradients[:TRIAL_ELEMENTS])  # connections are made
+    trial = gradients[:TRIAL_ELEMENTS]
+    seconds = torch.tensor([_median(partial(_add_up, trial), 0, 1)])
+    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)  # all must measure the same part
+    predicted_seconds = float(seconds) * len(gradients) / len(trial)
+    length = int(len(gradients) * min(1.0, LONGEST_SECONDS / predicted_seconds))
+    part = gradients[: max(length, len(trial))]
+    return _median(partial(_add_up, part), WARM_UP, REDUCTIONS) * len(gradients) / len(part)
+
+
+def _add_up(gradients: Tensor) -> None:
+    dist.all_reduce(gradients)
+
+
+def _median(action: Callable[[], Any], warm_up: int, times: int) -> float:
+    seconds: list[float] = []
+    for _ in range(warm_up + times):
+        start = time.perf_counter()
+        action()
+        seconds.append(time.perf_counter() - start)
+    return median(seconds[warm_up:])
+
+
+def main() -> int:
+    """Read the request, take part, write the result."""
+    request = msgspec.json.decode(sys.stdin.buffer.read(), type=Rehearse)
+    answer = os.dup(1)
+    os.dup2(2, 1)  # a task may print
+    os.write(answer, msgspec.json.encode(rehearse(request)))
+    return 0
+
+
+if __name__ == "__main__":
+    leave(main())

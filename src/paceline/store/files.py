@@ -1,0 +1,130 @@
+"""How is one file of a checkpoint written so that nothing is lost, and read so that nothing is taken on trust?"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import os
+from collections.abc import Generator, Iterable, Iterator
+from pathlib import Path
+
+from paceline.disk import writing
+from paceline.disk.owners import NotOurs, Opened, opened
+from paceline.store.manifest import Damaged, ShardFile
+from paceline.store.shard_header import LENGTH_BYTES, MAX_HEADER_BYTES, check_header
+
+READ_BYTES = 1 << 20
+
+
+def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> tuple[int, str]:
+    """Write a new file, of which nothing is missing when this returns, even after a power cut.
+
+    Returns:
+        Its size in bytes, and its sha256 (hashed on the way: what was meant, not what the disk made of it).
+
+    Raises:
+        OSError: if anything fails (the disk is full; the file exists). A part of the file may then be there.
+    """
+    digest = hashlib.sha256()
+    size_bytes = 0
+    descriptor = writing.create(path)
+    try:
+        for chunk in chunks:
+            view = memoryview(chunk)
+            if not view.nbytes:  # an empty view cannot be cast
+                continue
+            view = view.cast("B")
+            digest.update(view)
+            size_bytes += view.nbytes
+            _write_all(descriptor, view)
+        os.fsync(descriptor)
+    except BaseException:
+        with contextlib.suppress(OSError):  # the first error is the one to tell
+            os.close(descriptor)
+        raise
+    os.close(descriptor)  # a network file system may say only now that the disk is full
+    return size_bytes, digest.hexdigest()
+
+
+def _write_all(descriptor: int, view: memoryview) -> None:
+    while view.nbytes:
+        written = os.write(descriptor, view)
+        if written == 0:
+            raise OSError(errno.EIO, "the system writes nothing, and gives no reason")
+        view = view[written:]
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in `folder` outlive a power cut; syncing a file does not do that."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # a file system that has no such thing
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def check_folder(folder: Path, *, trust: bool) -> None:
+    """Refuse a folder that is a link, or (but with `trust`) that somebody else may have filled.
+
+    Raises:
+        Damaged: says which, and why.
+    """
+    with _opened(folder, "its folder", trust=trust, folder=True):
+        pass
+
+
+def read_whole(path: Path, limit_bytes: int, *, trust: bool) -> bytes:
+    """The contents of a small file.
+
+    Raises:
+        Damaged: names the file.
+    """
+    with _opened(path, path.name, trust=trust) as it:
+        if it.found.st_size > limit_bytes:
+            raise Damaged(f"{path.name} has {it.found.st_size:,} bytes; more than {limit_bytes:,} are not read")
+        return b"".join(_blocks(it.descriptor))
+
+
+def check_file(path: Path, file: ShardFile, *, hashed: bool, trust: bool) -> None:
+    """Refuse a file that is not what the manifest says; unless it is to be `hashed`, only its size is compared.
+
+    Raises:
+        Damaged: names the file, with what was expected and what is there.
+    """
+    with _opened(path, path.name, trust=trust) as it:
+        if it.found.st_size != file.bytes:
+            raise Damaged(f"{path.name} has {it.found.st_size:,} bytes instead of {file.bytes:,}")
+        if not hashed:
+            return
+        length = int.from_bytes(os.pread(it.descriptor, LENGTH_BYTES, 0), "little")
+        header = os.pread(it.descriptor, min(length, MAX_HEADER_BYTES), LENGTH_BYTES)
+        digest = hashlib.sha256()
+        for block in _blocks(it.descriptor):
+            digest.update(block)
+        if digest.hexdigest() != file.sha256:
+            raise Damaged(f"{path.name} has the sha256 {digest.hexdigest()} instead of {file.sha256}")
+        check_header(path.name, length, header, file)
+
+
+def _blocks(descriptor: int) -> Iterator[bytes]:
+    while block := os.read(descriptor, READ_BYTES):
+        yield block
+
+
+@contextlib.contextmanager
+def _opened(path: Path, name: str, *, trust: bool, folder: bool = False) -> Generator[Opened]:
+    """Open for reading; what goes wrong with it while it is open is its damage as well."""
+    try:
+        with opened(path, folder=folder, ours=not trust) as it:
+            yield it
+    except NotOurs as error:
+        raise Damaged(f"{name} {error.strerror}") from None
+    except FileNotFoundError:
+        raise Damaged(f"{name} is missing") from None
+    except OSError as error:
+        told = error.filename is not None and error.errno == errno.EPERM  # our own words
+        raise Damaged(f"{name} {error.strerror if told else f'cannot be read: {error.strerror}'}") from None

@@ -1,0 +1,110 @@
+"""The worker's side of the contract with its agent: die when it dies, and say why you fail before you tidy up.
+
+Both do nothing in a process that no agent of ours started (torchrun, srun, a world of one).
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import threading
+import time
+from contextlib import suppress
+from multiprocessing import current_process
+from pathlib import Path
+from traceback import format_exception
+from typing import NoReturn
+
+import msgspec
+
+from paceline.contract.birth import WorkerBirth
+from paceline.contract.failure import Failure, is_victim
+from paceline.disk import writing
+from paceline.host.procfs import die_with_parent, read_process
+from paceline.worker.guard import Guard
+
+MAX_CHARS = 60_000  # a record is read by people
+
+
+def attach() -> None:
+    """Tie this process's life to its agent's, and begin to show what it does; the first thing a worker does."""
+    birth = WorkerBirth.here()
+    if birth is None:
+        return
+    if birth.temporary:
+        # for the sockets of multiprocessing, which a killed process leaves behind: the agent removes them
+        vars(current_process())["_config"]["tempdir"] = birth.temporary
+    Guard.of_process().start().watch_torch()
+    if os.getppid() != birth.agent_pid:
+        agent = read_process(birth.agent_pid)
+        if agent is not None and agent.runs:
+            return  # a wrapper (a shell, numactl) stands between us: left are the agent's and the janitor's sweeps
+    die_with_parent(birth.agent_pid)
+
+
+def leave(code: int) -> NoReturn:
+    """End this process after its work is done and its process group is down, with exit code `code`.
+
+    Threads are waited for, exit handlers run and output is flushed, as always; only C++'s static destructors are not:
+    torch's may meet a gloo thread that still runs, and abort a process that had trained to the end (measured: 2 of 12
+    finished runs on 3 ranks of a busy machine ended with SIGABRT, after their weights were written).
+    """
+    # as the interpreter's own end does: waits for threads that are no daemons, after telling idle pools to finish
+    threading._shutdown()  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+    atexit._run_exitfuncs()  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue, reportUnknownMemberType]
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # closed, or a reader that is gone
+            stream.flush()
+    os._exit(code)
+
+
+def record_failure(error: BaseException, exit_code: int, *, traceback: bool, victim: bool | None = None) -> bool:
+    """Write down why this rank fails, at the moment `error` is caught, before any teardown; the first record stays.
+
+    Into memory that the agent reads, and (for people, if the disk allows) into error-<rank>.json
+    (after a restart error-<rank>-generation-<generation>.json).
+
+    Args:
+        error: what ends this worker.
+        exit_code: what it will exit with, 1..255.
+        traceback: whether its traceback helps; not for errors that are told in words.
+        victim: whether this rank only suffers from another's failure; by default judged by `error`.
+
+    Returns:
+        Whether the agent will tell this failure, so that the worker need not print it. False without an agent.
+    """
+    birth, rank = WorkerBirth.here(), os.environ.get("RANK", "")
+    if birth is None or birth.record < 0 or not rank.isdecimal():
+        return False
+    failure = Failure(
+        rank=int(rank),
+        host=os.uname().nodename,
+        pid=os.getpid(),
+        exit_code=int(exit_code),
+        type=type(error).__name__,
+        message=_clipped(str(error)),
+        traceback=_clipped("".join(format_exception(error))) if traceback else "",
+        victim=is_victim(error) if victim is None else victim,
+        monotonic_seconds=time.monotonic(),
+    )
+    encoded = msgspec.json.encode(failure)
+    try:
+        if os.fstat(birth.record).st_size:  # what fails after the first failure is teardown
+            return True
+        os.pwrite(birth.record, encoded, 0)
+    except OSError:  # no such descriptor: this is no worker, but a process that a worker has started
+        return False
+    with suppress(OSError):
+        writing.replace(Path(birth.attempt_dir) / error_file_name(int(rank), birth.generation), encoded)
+    return True
+
+
+def error_file_name(rank: int, generation: int) -> str:
+    """Where a rank's record stands for people: why the first start failed must outlast the restarts."""
+    return f"error-{rank}.json" if generation == 0 else f"error-{rank}-generation-{generation}.json"
+
+
+def _clipped(text: str) -> str:
+    # a lone surrogate (out of a file name that is no UTF-8) has no JSON; the end of a text says most
+    return text.encode(errors="backslashreplace").decode()[-MAX_CHARS:]

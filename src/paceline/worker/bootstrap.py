@@ -1,0 +1,196 @@
+"""`python -m paceline.worker.bootstrap SCRIPT ARGS` (or `-m MODULE ARGS`): any script as a worker of our agent.
+
+The script runs as if Python itself had started it, in a `__main__` of its own, so that what re-imports or pickles by
+that name (loader workers under spawn, multiprocessing) finds the script and not this file. What is added: the process
+dies with its agent, and an uncaught exception is written down for the agent before anything is torn down.
+"""
+
+from __future__ import annotations
+
+import atexit
+import builtins
+import difflib
+import io
+import os
+import re
+import runpy
+import shutil
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from types import ModuleType
+from typing import NoReturn
+
+from paceline.contract.birth import BOOTSTRAP, restarts
+from paceline.errors import ExitCode, UsageError
+from paceline.worker.attach import attach, error_file_name, leave, record_failure
+from paceline.worker.guard import Guard
+
+
+def worker_command(script_and_args: Sequence[str], python: str = sys.executable) -> tuple[str, ...]:
+    """The command of one worker that runs `SCRIPT.py ARGS`, `-m MODULE ARGS`, or any other program.
+
+    A .py file or a module runs through this bootstrap. Any other program runs as it is: its failures are told by exit
+    code and last lines only, and if the agent is killed with SIGKILL it is ended by the sweep, not by the kernel.
+
+    Raises:
+        UsageError: when there is nothing to run, or what is named does not exist.
+    """
+    if not script_and_args:
+        raise UsageError("nothing to run. After -- give a script with its arguments: SCRIPT.py ARGS, or -m MODULE ARGS")
+    script, arguments = script_and_args[0], tuple(script_and_args[1:])
+    if arguments and _is_this_python(script, python) and (arguments[0].endswith(".py") or arguments[0] == "-m"):
+        script, arguments = arguments[0], arguments[1:]  # out of habit: `-- python train.py`
+    through = (python, "-P", "-m", BOOTSTRAP)  # -P: what lies in the working folder is not ours to import
+    if script == "-m":
+        if not arguments or arguments[0].startswith("-"):
+            raise UsageError("-m needs the name of a module, e.g. -- -m my_package.train --epochs 5")
+        return (*through, "-m", *arguments)
+    if script.endswith(".py"):
+        _check_file(script)
+        return (*through, script, *arguments)
+    if "/" in script:
+        _check_file(script)
+        if not os.access(script, os.X_OK):
+            raise UsageError(f"{script} is not executable. Make it so (chmod +x), or name a script that ends in .py")
+    elif shutil.which(script) is None:
+        hint = _near(Path(script))
+        raise UsageError(f"there is no program {script!r} in PATH. To run a script of this folder name it .py.{hint}")
+    return (script, *arguments)
+
+
+def _is_this_python(script: str, python: str) -> bool:
+    """Whether `script` is the very interpreter that workers have anyway, in the same environment."""
+    if re.fullmatch(r"python[0-9.]*", Path(script).name) is None:
+        return False
+    found = shutil.which(script)
+    return found is not None and Path(found).parent == Path(python).parent and _target(found) == _target(python)
+
+
+def _target(path: str) -> Path:
+    return Path(path).resolve()
+
+
+def _check_file(script: str) -> None:
+    path = Path(script)
+    if path.is_dir():
+        raise UsageError(f"{script} is a folder. Name the script in it, or run it as a module: -m {path.name}")
+    if not path.exists():
+        raise UsageError(f"there is no script {script} (looked in {Path.cwd()}).{_near(path)}")
+
+
+def _near(path: Path) -> str:
+    try:
+        there = sorted(
+            str(path.with_name(p.name)) for p in path.absolute().parent.iterdir() if p.suffix == ".py" and p.is_file()
+        )
+    except OSError:
+        return ""
+    near = difflib.get_close_matches(str(path), there, n=3)
+    if near:
+        return f" Did you mean {' or '.join(near)}?"
+    return f" Scripts there: {', '.join(there[:12])}" if there else ""
+
+
+def main(arguments: Sequence[str]) -> NoReturn:
+    """Run `arguments`, a script or -m and a module, and end this process as Python would."""
+    attach()
+    pid = os.getpid()
+    if not arguments or arguments == ["-m"]:
+        print(f"usage: python -m {BOOTSTRAP} SCRIPT ARGS | -m MODULE ARGS", file=sys.stderr)
+        sys.exit(ExitCode.USAGE)
+    try:
+        _run(arguments)
+    except SystemExit as end:
+        code = _told_code(end, is_worker=os.getpid() == pid)
+    except BaseException as error:
+        code = _told_failure(error, is_worker=os.getpid() == pid)
+    else:
+        code = 0
+    _end(code)
+
+
+def _run(arguments: Sequence[str]) -> None:
+    """Run the script or module in a fresh `__main__`, as CPython's own start does."""
+    script = ModuleType("__main__")
+    script.__dict__.update(__builtins__=builtins, __annotations__={})
+    sys.modules["__main__"] = sys.modules["__mp_main__"] = script  # the second as multiprocessing sets it when imported
+    is_module = arguments[0] == "-m"
+    if not os.environ.get("PYTHONSAFEPATH"):  # the user's own wish; our -P was not his
+        sys.path.insert(0, str(Path.cwd()) if is_module else str(Path(arguments[0]).resolve().parent))
+    if is_module:
+        sys.argv = ["-m", *arguments[2:]]
+        # what `python -m` itself calls: it finds the package's __main__, and sets __spec__, __file__ and sys.argv[0]
+        runpy._run_module_as_main(arguments[1])  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+        return
+    sys.argv = list(arguments)
+    path = str(Path(arguments[0]).absolute())
+    try:
+        with io.open_code(path) as file:
+            source = file.read()
+    except OSError as error:
+        print(f"{sys.executable}: can't open file {path!r}: [Errno {error.errno}] {error.strerror}", file=sys.stderr)
+        sys.exit(ExitCode.USAGE)
+    script.__dict__.update(__file__=path, __cached__=None, __loader__=SourceFileLoader("__main__", path))
+    # dont_inherit: or the script would be compiled under this file's own __future__ imports
+    exec(compile(source, path, "exec", dont_inherit=True), script.__dict__)
+
+
+def _told_code(end: SystemExit, *, is_worker: bool) -> int:
+    """The exit code of sys.exit(...), as Python understands it."""
+    if end.code is None:
+        return 0
+    if isinstance(end.code, int):
+        return end.code & 0xFF
+    if is_worker:
+        record_failure(end, ExitCode.FAILED, traceback=False)
+    print(end.code, file=sys.stderr)
+    return ExitCode.FAILED
+
+
+def _told_failure(error: BaseException, *, is_worker: bool) -> int:
+    """Write an uncaught error down, print it as Python does, and return the exit code; -2 for Ctrl-C.
+
+    A child that the script has forked is not the rank: its error is the script's business.
+    """
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+        trace = trace.tb_next
+    error = error.with_traceback(trace)
+    interrupted = isinstance(error, KeyboardInterrupt)
+    if is_worker and not interrupted:  # whoever stops a run knows that he did
+        freed = bool(Guard.of_process().released())  # out of a collective in which others have left it alone
+        recorded = record_failure(error, ExitCode.FAILED, traceback=True, victim=freed or None)
+        if freed and recorded and sys.excepthook.__module__ in ("sys", "torch.distributed.distributed_c10d"):
+            file = error_file_name(int(os.environ["RANK"]), restarts())
+            print(f"paceline: freed by the hang guard, and ended: {type(error).__name__}, see {file}", file=sys.stderr)
+            return ExitCode.FAILED
+    try:
+        sys.excepthook(type(error), error, trace)
+    except BaseException as hook_error:  # a broken hook of the script must hide neither
+        sys.__excepthook__(type(hook_error), hook_error, hook_error.__traceback__)
+        sys.__excepthook__(type(error), error, trace)
+    return -signal.SIGINT if interrupted else ExitCode.FAILED
+
+
+def _end(code: int) -> NoReturn:
+    """End this process: threads, exit handlers and output as always, torch's static destructors left out."""
+    if code >= 0 and "torch" not in sys.modules:
+        sys.exit(code)
+    # As the interpreter's own end does, before exit handlers: also tells idle thread pools to finish.
+    threading._shutdown()  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+    if code < 0:  # a shell stops its loop only if Ctrl-C has *killed* what it ran
+        atexit._run_exitfuncs()  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue, reportUnknownMemberType]
+        signal.signal(-code, signal.SIG_DFL)
+        with suppress(OSError, ValueError):
+            sys.stdout.flush()
+        os.kill(os.getpid(), -code)
+    leave(code)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,284 @@
+"""Which collectives has this process called, from which line? Thin wrappers around torch.distributed's functions.
+
+Each call leaves a record in the box's ring, which outlives the process, and goes into a hash by which ranks compare the
+order of what they have called (`take_order`). What a wrapper does besides never raises, changes no argument and no
+result, and costs a few microseconds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import weakref
+import zlib
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from functools import wraps
+from inspect import signature
+from threading import get_ident
+from types import CodeType, FrameType, ModuleType
+from typing import Any
+
+import msgspec.structs
+
+from paceline.contract.box import NO_PEER, Box, ring_text
+from paceline.contract.evidence import Op
+from paceline.worker.calls import KINDS, SAME, Begun, Group, Kind, Known
+from paceline.worker.sites import frame_of, site_frame, words
+
+MODULE = "torch.distributed.distributed_c10d"
+MAX_TAKEN, MAX_CACHED = 256, 4096
+NAME = "collective"  # what a caller may set in a tensor's __dict__: "bucket 3"
+
+
+class Ledger:
+    """What this process has called. One for a process: a torch of its own has only one set of functions to wrap."""
+
+    def __init__(self, box: Box, complain: Callable[[BaseException], None]) -> None:
+        """`complain` is told of an error of the ledger's own; the call that it was about has been made all the same."""
+        self.active = True
+        self.groups: dict[int, Group] = {}
+        self._gone: list[Group] = []  # taken down since the last `take_order`
+        self._box, self._complain = box, complain
+        self._torch: Any = None
+        self._inside: set[int] = set()  # threads in a wrapped call: what it calls in turn is part of it
+        self._own = 0  # operations that are none of torch's, and on their way
+        self._known: dict[tuple[object, ...], Known] = {}
+        self._current: deque[tuple[Known, int]] = deque(maxlen=MAX_TAKEN)
+        self._taken: list[tuple[Known, int]] = []
+
+    @property
+    def waiting(self) -> bool:
+        """Whether a call, or a work that somebody still holds, is on its way."""
+        return bool(self._inside) or self._own > 0 or any(group.pending for group in [*self.groups.values()])
+
+    def install(self, distributed: ModuleType, *others: ModuleType, late: bool = False) -> None:
+        """Put the wrappers into torch's module, and into those that have imported its functions already.
+
+        `late`: programs may have, too. torch tells isend and irecv in P2POp by their identity, so these stay.
+        """
+        if self._torch is not None:
+            return
+        self._torch = distributed
+        for name, kind in KINDS.items():
+            call = getattr(distributed, name, None)
+            if call is None or (late and name in ("isend", "irecv")):  # None: another version of torch
+                continue
+            wrapper = self._wrapped(call, SAME.get(name, name), kind)
+            for module in (distributed, *others):
+                if getattr(module, name, None) is call:
+                    setattr(module, name, wrapper)
+
+    def take_order(self) -> int:
+        """A hash, 0 <= n < 2**52, of what has been called over all ranks since the last take; see `Guard`."""
+        groups = [*self._gone, *self.groups.values()]
+        parts = sorted((group.name, group.checksum, group.count) for group in groups if group.count)
+        for group in groups:
+            group.checksum = group.count = 0
+        self._gone.clear()
+        self._taken = [*self._current]
+        self._current.clear()
+        digest = hashlib.blake2b(repr(parts).encode(), digest_size=7).digest()
+        return int.from_bytes(digest, "little") >> 4
+
+    def taken(self) -> list[Op]:
+        """What the last `take_order` covered: the last 256 at most."""
+        return [msgspec.structs.replace(known.op, seq=seq, done=True) for known, seq in self._taken]
+
+    def begin_own(self, owner: object, ranks: tuple[int, ...], op: Op, *, of_all: bool = True) -> Begun | None:
+        """Note that an operation begins that is none of torch's, for `end_own`; None where nothing is noted.
+
+        Args:
+            owner: what its ranks have in common, as a process group is; numbers count up as long as it lives.
+            ranks: of the world.
+            op: without its number and line, which are found here.
+            of_all: whether these are all ranks of the world.
+        """
+        if not self.active:
+            return None
+        group = self.groups.get(id(owner))
+        if group is None or group.still_there() is not owner:
+            if group is not None:
+                self._gone.append(group)
+            group = self.groups[id(owner)] = Group(op.group, of_all, ranks, True, weakref.ref(owner))
+        frame = site_frame(sys._getframe(1))  # pyright: ignore[reportPrivateUsage]
+        known = self._known_at(frame, (op,), lambda site: msgspec.structs.replace(op, site=site))
+        group.calls += 1
+        self._own += 1
+        return self._note(known, group, group.calls, NO_PEER if op.peer is None else op.peer)
+
+    def end_own(self, begun: Begun, work: Any = None, *, failed: bool = False) -> None:
+        """Note that it is over; or, if a `work` is given, that it will be when `work.is_completed()`."""
+        self._own -= 1
+        self._end(begun, work, failed=failed)
+
+    def end_completed(self) -> None:
+        """Look which asynchronous calls are over."""
+        for group in [*self.groups.values()]:
+            group.sweep(self._box)
+
+    def group_of(self, backend: Any) -> Group | None:
+        """What is known of a process group; None if this rank is no member."""
+        found = self.groups.get(id(backend))
+        if found is not None and found.still_there() is backend:
+            return found
+        world = self._torch._world
+        if backend not in world.pg_names:
+            return None
+        for key, group in [*self.groups.items()]:
+            if group.still_there() is None:  # its calls still count: ranks do not forget a group at one moment
+                self._gone.append(self.groups.pop(key))
+        members = tuple(sorted(world.pg_group_ranks[backend]))
+        of_all = len(members) == world.default_pg.size()
+        # asking NCCL while a CUDA graph is captured would spoil the graph
+        polled = "nccl" not in str(world.pg_backend_config[backend])
+        found = self.groups[id(backend)] = Group(world.pg_names[backend], of_all, members, polled, weakref.ref(backend))
+        return found
+
+    def _wrapped(self, call: Callable[..., Any], name: str, kind: Kind) -> Callable[..., Any]:
+        places = {parameter: at for at, parameter in enumerate(signature(call).parameters)}
+        tensor_at, group_at, tensor_name = places.get(kind.tensor, 99), places["group"], kind.tensor
+        peers = [(places[peer], peer) for peer in kind.peer or () if peer in places]
+        inside = self._inside
+
+        @wraps(call)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            thread = get_ident()
+            if thread in inside or not self.active:
+                return call(*args, **kwargs)
+            begun, trouble = None, None
+            try:
+                group = args[group_at] if len(args) > group_at else kwargs.get("group")
+                passed = args[tensor_at] if len(args) > tensor_at else kwargs.get(tensor_name)
+                asked = peers and [args[at] if len(args) > at else kwargs.get(peer) for at, peer in peers]
+                begun = self._begin(name, kind, passed, group, asked)
+            except Exception as error:
+                trouble = error
+            if begun is None:
+                result = call(*args, **kwargs)  # if it raises, too, the trouble was the caller's arguments
+                if trouble is not None:
+                    self._complain(trouble)
+                return result
+            inside.add(thread)
+            try:
+                result = call(*args, **kwargs)
+            except BaseException:
+                self._end(begun, None, failed=True)
+                raise
+            finally:
+                inside.discard(thread)
+            self._end(begun, result)
+            return result
+
+        made: Any = wrapper
+        made._torchdynamo_disable = True  # compiled code calls it, as it calls torch's own, untraced
+        _leave_untraced(made.__code__)
+        return wrapper
+
+    def _begin(self, name: str, kind: Kind, passed: Any, group: Any, asked: list[Any]) -> Begun | None:
+        backend = self._torch._world.default_pg if group is None else group
+        found = None if backend is None else self.group_of(backend)
+        if found is None:
+            return None  # torch's own error, or nothing, will follow
+        known = self._recall(name, kind, passed, found.name)
+        before = _number(backend, found)
+        peer = _peer(asked, found, kind) if asked else NO_PEER
+        if kind.message:
+            seq = found.messages[name, peer] = found.messages.get((name, peer), 0) + 1
+        else:
+            seq = before + 1 - found.ahead
+            found.calls += 1
+        if not kind.single:
+            found.spans.append((before, float("inf"), found.ahead))  # until it is known how far the number rises
+        begun = self._note(known, found, seq, peer, message=kind.message)
+        return begun._replace(backend=backend, before=before, single=kind.single and not kind.message)
+
+    def _note(self, known: Known, group: Group, seq: int, peer: int, *, message: bool = False) -> Begun:
+        """Write down that a call begins: into the ring, and into what ranks compare."""
+        if group.pending:
+            group.sweep(self._box)
+        if group.of_all and not message:
+            group.checksum = zlib.crc32(known.text, group.checksum)
+            group.count += 1
+            self._current.append((known, seq))
+        return Begun(self._box.begin_text(seq, peer, known.text), group, None, 0, True, 0 if message else 1)
+
+    def _recall(self, name: str, kind: Kind, passed: Any, group: str) -> Known:
+        frame = site_frame(sys._getframe(3))  # pyright: ignore[reportPrivateUsage]
+        shape = dtype = None
+        label, several = "", isinstance(passed, list | tuple)
+        if passed is not None and not (several and not passed):
+            first = passed[0] if several else passed
+            dtype, label = first.dtype, first.__dict__.get(NAME, "")
+            if kind.shape:
+                shape = tuple([tensor.shape for tensor in passed]) if several else first.shape
+
+        def made(site: str) -> Op:
+            shapes = () if shape is None else shape if several else (shape,)
+            shown = " ".join(str([*one]) for one in shapes)
+            return Op(group, 0, name, str(label), shown, str(dtype).removeprefix("torch.") if dtype else "", site)
+
+        return self._known_at(frame, (name, shape, dtype, label, group), made)
+
+    def _known_at(self, frame: FrameType | None, asked: tuple[object, ...], made: Callable[[str], Op]) -> Known:
+        """The call of this kind from this line, which is described once."""
+        code = sys._getframe().f_code if frame is None else frame.f_code  # pyright: ignore[reportPrivateUsage]
+        key = (id(code), -1 if frame is None else frame.f_lasti, *asked)
+        known = self._known.get(key)
+        if known is not None and known.code is code:
+            return known
+        op = made("" if frame is None else words(frame_of(frame)))
+        known = Known(code, op, ring_text(op))
+        if len(self._known) >= MAX_CACHED:  # shapes that never come again
+            self._known.clear()
+        self._known[key] = known
+        return known
+
+    def _end(self, begun: Begun, result: Any, *, failed: bool = False) -> None:
+        try:
+            group = begun.group
+            if not begun.single:
+                self._count(begun)
+            if failed:
+                return  # its record stays: begun, and never over
+            if group.polled and hasattr(result, "is_completed"):
+                group.pending.append((begun.record, weakref.ref(result)))
+            else:
+                self._box.end(begun.record)
+        except Exception as error:
+            self._complain(error)
+
+    def _count(self, begun: Begun) -> None:
+        """Note by how much torch's number has risen more than ours."""
+        group, after = begun.group, _number(begun.backend, begun.group)
+        group.ahead += after - begun.before - begun.counts
+        if begun.counts:
+            group.spans.pop()  # the open one
+        if after > begun.before:
+            group.spans.append((begun.before, after, group.ahead))
+
+
+def _leave_untraced(code: CodeType) -> None:
+    """Have torch.compile run frames of this code, and what they call, as they are; without importing its compiler."""
+    frames: Any = sys.modules.get("torch._C._dynamo.eval_frame")
+    with suppress(AttributeError, TypeError):  # a torch with other names: then it is traced, in vain but rightly
+        action = frames._FrameAction.SKIP
+        frames.set_code_exec_strategy(code, frames._FrameExecStrategy(action, action))
+
+
+def _number(backend: Any, group: Group) -> int:
+    """How many collectives torch has counted on this group."""
+    try:
+        return backend._get_sequence_number_for_group()
+    except RuntimeError:  # MPI, and groups of two backends
+        return group.calls
+
+
+def _peer(asked: list[Any], group: Group, kind: Kind) -> int:
+    of_world, of_group = [*asked, None][:2]
+    if of_world is not None:
+        return of_world
+    if of_group is not None:
+        return group.members[of_group]
+    return NO_PEER if kind.message else 0  # from anybody; torch's default for a root

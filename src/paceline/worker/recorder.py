@@ -1,0 +1,158 @@
+"""What has torch itself recorded? Its flight recorder's entries, put together with the ledger's into one list.
+
+DDP's buckets are called from C++, where no wrapper sees them: only the flight recorder has them. It does not have
+messages to a peer, nor names; those are the ledger's. A torch without a flight recorder leaves what the ledger has.
+"""
+
+from __future__ import annotations
+
+import pickle
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from types import ModuleType
+from typing import Any
+
+from msgspec.structs import replace
+
+from paceline.contract.box import of_this_life
+from paceline.contract.evidence import Frame, Op, Stack
+from paceline.contract.places import shown_of
+from paceline.worker.calls import KINDS, SAME, Group
+from paceline.worker.ledger import MODULE
+from paceline.worker.sites import frame_of, words
+
+MAX_OPS, MAX_FRAMES, MAX_THREADS = 64, 48, 24
+Dated = tuple[int, Op]
+"""When it began, in ns of CLOCK_MONOTONIC, and what."""
+
+
+def distributed() -> ModuleType | None:
+    """Torch's module of collectives, once it is imported as a whole."""
+    module = sys.modules.get(MODULE)
+    return None if module is None or getattr(module.__spec__, "_initializing", False) else module
+
+
+def merged(ring: Sequence[Dated], groups: Mapping[str, Group], stack: Stack | None = None) -> list[Op]:
+    """The last 64 operations of this process, the oldest first.
+
+    Args:
+        ring: what the ledger has written, the oldest first.
+        groups: by torch's name of the group, as far as the ledger has met it.
+        stack: the main thread's: where it stands in torch, that is the line of what torch itself has called and is on
+            its way. The flight recorder knows the lines, too, but its first answer with them takes seconds of a core,
+            in which this process answers nothing and looks as if it held the interpreter's lock.
+    """
+    line = _line_in_torch(stack)
+    everything: list[Dated] = []
+    called: dict[tuple[str, int], Dated] = {}
+    for at, op in of_this_life(ring):
+        if not op.is_message:
+            called[op.group, op.seq] = (at, op)
+        else:
+            everything.append((at, op))
+    for at, op in of_this_life(_recorded(groups)):
+        ours = called.get((op.group, op.seq))
+        # torch knows best what is over, also of what nobody has waited for
+        known = replace(op, site="" if op.done else line) if ours is None else replace(ours[1], done=op.done)
+        called[op.group, op.seq] = (at if ours is None else ours[0], known)
+    everything += called.values()
+    return [op for _, op in sorted(everything, key=lambda dated: dated[0])][-MAX_OPS:]
+
+
+def _line_in_torch(stack: Stack | None) -> str:
+    frames = stack.frames if stack is not None else ()
+    inside = bool(frames) and frames[0].file.startswith("torch/")
+    shown = shown_of(frames) if inside else None
+    return words(shown) if shown is not None else ""
+
+
+def members() -> dict[str, tuple[int, ...]]:
+    """The ranks of the world in each process group of this process."""
+    module = distributed()
+    if module is None:
+        return {}
+    world: Any = module._world
+    return {name: tuple(sorted(world.pg_group_ranks[group])) for group, name in [*world.pg_names.items()]}
+
+
+def numbers() -> dict[str, int]:
+    """How many collectives this process has called over each group, as torch counts; nothing where it does not."""
+    module = distributed()
+    if module is None:
+        return {}
+    found: dict[str, int] = {}
+    for group, name in [*module._world.pg_names.items()]:
+        with suppress(RuntimeError):  # MPI does not count
+            found[name] = group._get_sequence_number_for_group()
+    return found
+
+
+def in_flight() -> bool:
+    """Whether torch itself has something on its way, by the flight recorder."""
+    status = _dump(collectives=False).get("pg_status", {})
+    return any(s["last_enqueued_collective"] > s["last_completed_collective"] for s in status.values())
+
+
+def stacks(main: int) -> tuple[Stack, ...]:
+    """Where all threads of this process are, the main thread (by its identity) first."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    running = sys._current_frames()  # pyright: ignore[reportPrivateUsage]
+    order = sorted((ident for ident in running if ident != threading.get_ident()), key=lambda ident: ident != main)
+    found: list[Stack] = []
+    for ident in order[:MAX_THREADS]:
+        frames: list[Frame] = []
+        frame = running[ident]
+        while frame is not None and len(frames) < MAX_FRAMES:
+            frames.append(frame_of(frame))
+            frame = frame.f_back
+        found.append(Stack("main" if ident == main else str(names.get(ident, ident))[:64], tuple(frames)))
+    return tuple(found)
+
+
+def _dump(*, collectives: bool) -> dict[str, Any]:
+    module = distributed()
+    binding = sys.modules.get("torch._C._distributed_c10d")
+    dump = getattr(binding, "_dump_fr_trace", None) or getattr(binding, "_dump_nccl_trace", None)
+    if module is None or dump is None:
+        return {}
+    # Pickle, but of this process's own making: it comes out of its memory, from nobody else.
+    return pickle.loads(dump(collectives, False, False))  # without stacks: see `merged`
+
+
+def _recorded(groups: Mapping[str, Group]) -> list[Dated]:
+    to_monotonic = time.monotonic_ns() - time.time_ns()
+    newest = numbers()
+    found: list[Dated] = []
+    for entry in _dump(collectives=True).get("entries", ()):
+        group, gloo = entry["process_group"][0], entry["profiling_name"].startswith("gloo:")
+        # gloo counts messages among its operations, but does not record them; NCCL counts them apart
+        number = entry["op_id"] if gloo else entry["collective_seq_id"]
+        own = groups[group].own(number) if gloo and group in groups else number
+        earlier_life = number > newest.get(group, number)
+        if not (entry["is_p2p"] or own is None or earlier_life):
+            found.append((entry["time_created_ns"] + to_monotonic, _op(entry, group, own)))
+    return found
+
+
+def _op(entry: Mapping[str, Any], group: str, number: int) -> Op:
+    kind = entry["profiling_name"].rpartition(":")[2]
+    side = "output" if kind in ("scatter", "reduce_scatter") else "input"  # the one that all ranks pass alike
+    known = KINDS.get(SAME.get(kind, kind))
+    shapes = entry[f"{side}_sizes"] if known is None or known.shape else ()
+    types: list[str] = entry[f"{side}_dtypes"]
+    return Op(
+        group, number, kind,
+        shape=" ".join(str(shape) for shape in shapes), dtype=_TYPES.get(types[0], types[0].lower()) if types else "",
+        done=entry["retired"],
+    )  # fmt: skip
+
+
+_TYPES = {
+    "Float": "float32", "Double": "float64", "Half": "float16", "BFloat16": "bfloat16", "Byte": "uint8",
+    "Char": "int8", "Short": "int16", "Int": "int32", "Long": "int64", "Bool": "bool",
+    "ComplexFloat": "complex64", "ComplexDouble": "complex128",
+}  # fmt: skip
+"""What C++ calls torch's types."""

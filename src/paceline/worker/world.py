@@ -1,0 +1,195 @@
+"""Who am I among whom: read once from the environment that the launcher made, and never changed."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore, PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
+
+from paceline.errors import TrainingError, UsageError
+from paceline.worker.foreign import ADDRESS, COUNTS, device_per_task, understood
+from paceline.worker.guard import Guard
+from paceline.worker.meeting import MEETING_SECONDS, meet
+
+DEFAULT_TIMEOUT_SECONDS = 600.0
+TRIES = 10  # to make a group without strangers in it
+
+
+@dataclass(frozen=True)
+class World:
+    """This process's place: `rank` of `size` in the world, `local_rank` of `local_size` on its node."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    device: torch.device
+    backend: str
+
+    @classmethod
+    def from_env(
+        cls,
+        env: Mapping[str, str] | None = None,
+        *,
+        device: str = "auto",
+        backend: str = "auto",
+    ) -> World:
+        """The world that torchrun's variables describe, or srun's or mpirun's; a world of one where none is set.
+
+        Args:
+            env: the environment, by default this process's.
+            device: "auto" (a GPU if there is one), "cpu" or "cuda"; the GPU is the one of `local_rank`.
+            backend: "auto" (nccl for GPUs, gloo for CPUs), "nccl", "gloo" or "mpi".
+
+        Raises:
+            UsageError: when only some of the variables are set (a forgotten one must not become a silent world of
+                one), when they contradict each other, or when device or backend are not to be had.
+        """
+        env = os.environ if env is None else env
+        rank, size, local_rank, local_size = _counts({**env, **understood(env)})
+        # local: the global rank is no device index on the second node
+        index, workers = (0, 1) if device_per_task(env) else (local_rank, local_size)
+        chosen = _device(device, index, workers)
+        return cls(rank, size, local_rank, local_size, chosen, _backend(backend, chosen))
+
+
+def _counts(env: Mapping[str, str]) -> tuple[int, int, int, int]:
+    names = [*COUNTS, *ADDRESS]
+    present = [name for name in COUNTS if name in env]
+    if not present:
+        return 0, 1, 0, 1
+    missing = [name for name in names if name not in env]
+    if missing:
+        raise UsageError(
+            f"the environment sets {', '.join(present)} but not {', '.join(missing)}. A launcher (paceline --nproc, "
+            f"torchrun) sets all of {', '.join(names)}; for a single process unset them all."
+        )
+    values: list[int] = []
+    for name in COUNTS:
+        try:
+            values.append(int(env[name]))
+        except ValueError:
+            raise UsageError(f"{name} must be a whole number, got {env[name]!r}") from None
+    rank, size, local_rank, local_size = values
+    if not (0 <= rank < size and 0 <= local_rank < local_size <= size):
+        raise UsageError(
+            f"the environment contradicts itself: RANK={rank} of WORLD_SIZE={size}, "
+            f"LOCAL_RANK={local_rank} of LOCAL_WORLD_SIZE={local_size}"
+        )
+    return rank, size, local_rank, local_size
+
+
+def _device(asked: str, index: int, workers: int) -> torch.device:
+    gpus = torch.cuda.device_count()
+    if asked == "cpu" or (asked == "auto" and gpus == 0):
+        return torch.device("cpu")
+    if asked not in ("auto", "cuda"):
+        raise UsageError(f"unknown device {asked!r}. Choose from: auto, cpu, cuda")
+    if workers > gpus:
+        raise UsageError(
+            f"{workers} processes on this node need {workers} GPUs, torch sees {gpus}. "
+            f"Start at most {gpus} processes per node, or use --device cpu."
+        )
+    return torch.device("cuda", index)
+
+
+def _backend(asked: str, device: torch.device) -> str:
+    chosen = {"cuda": "nccl", "cpu": "gloo"}[device.type] if asked == "auto" else asked
+    available = {
+        "nccl": dist.is_nccl_available(),
+        "gloo": dist.is_gloo_available(),
+        "mpi": dist.is_mpi_available(),
+    }
+    if chosen not in available:
+        raise UsageError(f"unknown backend {chosen!r}. Choose from: auto, {', '.join(available)}")
+    if not available[chosen]:
+        usable = ", ".join(name for name, there in available.items() if there)
+        raise UsageError(f"this torch ({torch.__version__}) was built without {chosen}. Available here: {usable}")
+    if chosen == "nccl" and device.type == "cpu":
+        raise UsageError("backend nccl moves GPU memory only; for device cpu use gloo (or auto)")
+    return chosen
+
+
+@contextmanager
+def joined(
+    world: World,
+    *,
+    timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+    meeting_seconds: float = MEETING_SECONDS,
+) -> Generator[World]:
+    """Inside, torch.distributed's default process group is up; it is torn down also on an error.
+
+    Every collective gives up after `timeout_seconds`, and the wait for the other ranks to start after
+    `meeting_seconds`. A world of one gets a group too, so that code between the braces need not ask; it opens no port.
+
+    Raises:
+        UsageError: another job answers where the ranks meet, or two processes claim one rank.
+        TrainingError: not all ranks have come; says which.
+    """
+    Guard.of_process().watch_torch()  # before the group: its connections are the guard's to cut
+    timeout = timedelta(seconds=timeout_seconds)
+    if world.device.type == "cuda":
+        torch.cuda.set_device(world.device)
+    if world.backend == "mpi":
+        dist.init_process_group(world.backend, timeout=timeout)
+    else:
+        _make_group(world, _store(world, timeout, meeting_seconds), timeout)
+    try:
+        yield world
+    finally:
+        # Also on an error: a peer that waits for this rank then fails at once ("connection closed") instead of hanging.
+        dist.destroy_process_group()
+
+
+def _make_group(world: World, store: Store, timeout: timedelta) -> None:
+    """Make the default group; again, where another user of the machine was faster than a rank of ours.
+
+    Raises:
+        UsageError: he was, each time.
+    """
+    met: list[str] = []
+    for number in range(TRIES):
+        attempt = PrefixStore(f"group-{number}", store)
+        with Guard.of_process().connections.tolerating() as strangers:
+            dist.init_process_group(
+                world.backend,
+                store=attempt,
+                rank=world.rank,
+                world_size=world.size,
+                timeout=timeout,
+                device_id=world.device if world.backend == "nccl" else None,
+            )
+        if world.size == 1 or _all_among_themselves(world, attempt, timeout, strange=bool(strangers)):
+            return
+        met += strangers
+        dist.destroy_process_group()
+    raise UsageError(met[0] if met else "another user's process has connected to a port of another rank, each time")
+
+
+def _all_among_themselves(world: World, store: Store, timeout: timedelta, *, strange: bool) -> bool:
+    """Whether no rank has met a stranger; all of them get the same answer."""
+    deadline = time.monotonic() + timeout.total_seconds()
+    store.add("strange", int(strange))
+    store.add("judged", 1)
+    while store.add("judged", 0) < world.size:
+        if time.monotonic() > deadline:
+            raise TrainingError(
+                f"not all ranks have come out of making their group within {timeout.total_seconds():g} s"
+            )
+        time.sleep(0.001)
+    return store.add("strange", 0) == 0
+
+
+def _store(world: World, timeout: timedelta, meeting_seconds: float) -> Store:
+    if world.size == 1:
+        return HashStore()
+    store = meet(world.rank, world.size, {**os.environ, **understood(os.environ)}, seconds=meeting_seconds)
+    store.set_timeout(timeout)
+    return store

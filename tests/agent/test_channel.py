@@ -1,0 +1,194 @@
+"""The agents' channel believes nobody who does not hold the job's secret, and nothing that was said before."""
+
+from __future__ import annotations
+
+import select
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing
+
+import pytest
+
+from paceline.agent import channel
+from paceline.agent.channel import LENGTH, MAC_BYTES, MAGIC, MAX_MESSAGE_BYTES, Knock, Link, Stranger, introduce
+from paceline.agent.messages import Alive, Message, Ordered, RunOver, Stop
+
+SECRET = b"s" * 32
+
+
+def met(head_secret: bytes = SECRET, node_secret: bytes = SECRET) -> tuple[Link | None, Link | Stranger]:
+    """Both ends after a meeting: the head's (None: a stranger) and the node's."""
+    with socket.create_server(("127.0.0.1", 0)) as door:
+        near = socket.create_connection(door.getsockname())
+        knock = Knock(door.accept()[0], head_secret)
+    found: list[Link | Stranger] = []
+    node = threading.Thread(target=lambda: found.append(introduce(near, node_secret)))
+    node.start()
+    link = None
+    while not knock.closed and (link := knock.answer()) is None:
+        time.sleep(0.001)
+    node.join()
+    return link, found[0]
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Link, Link]]:
+    head, node = met()
+    assert isinstance(head, Link) and isinstance(node, Link)
+    with closing(socket.socket()):
+        yield head, node
+    head.end("test")
+    node.end("test")
+
+
+def heard(link: Link, count: int = 1, seconds: float = 2.0) -> list[Message]:
+    found: list[Message] = []
+    deadline = time.monotonic() + seconds
+    while len(found) < count and not link.ended and time.monotonic() < deadline:
+        select.select([link], [], [], 0.1)
+        found += link.receive()
+    return found
+
+
+def recorded(link: Link, message: Message) -> bytes:
+    """The bytes that `link` would send."""
+    sent: list[bytes] = []
+    original = link._socket
+
+    class Tap:
+        def send(self, data: memoryview) -> int:
+            sent.append(bytes(data))
+            return len(data)
+
+    link._socket = Tap()  # type: ignore[assignment]
+    link.send(message)
+    link._socket = original
+    return b"".join(sent)
+
+
+def test_messages_arrive_in_order_in_both_directions(pair: tuple[Link, Link]) -> None:
+    head, node = pair
+    for code in range(300):
+        head.send(RunOver(code))
+    node.send(Ordered(15))
+    assert heard(node, 300) == [RunOver(code) for code in range(300)]
+    assert heard(head) == [Ordered(15)]
+
+
+def test_a_long_message_arrives_whole(pair: tuple[Link, Link]) -> None:
+    from paceline.agent.messages import StartReply
+
+    head, node = pair
+    words = "x" * (MAX_MESSAGE_BYTES // 2)
+    sender = threading.Thread(target=node.send, args=(StartReply(1, words),))
+    sender.start()
+    assert heard(head, seconds=10.0) == [StartReply(1, words)]
+    sender.join()
+
+
+@pytest.mark.parametrize(("head", "node"), [(SECRET, b"t" * 32), (b"", SECRET)])
+def test_a_wrong_secret_opens_no_door_on_either_side(head: bytes, node: bytes) -> None:
+    link, answer = met(head, node)
+    assert link is None
+    assert isinstance(answer, Stranger) and "does not know this job's secret" in answer.words
+
+
+def test_a_false_head_is_not_believed() -> None:
+    """It greets as an agent does, but cannot prove that it knows the secret."""
+    with socket.create_server(("127.0.0.1", 0)) as door:
+        near = socket.create_connection(door.getsockname())
+        far = door.accept()[0]
+    with closing(far):
+        far.sendall(MAGIC + bytes(32) + bytes(MAC_BYTES))
+        answer = introduce(near, SECRET)
+    assert isinstance(answer, Stranger)
+
+
+def test_a_program_of_another_kind_is_told_apart() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as door:
+        near = socket.create_connection(door.getsockname())
+        far = door.accept()[0]
+    with closing(far):
+        far.sendall(b"HTTP/1.1 400 Bad Request\r\nServer: something\r\nConnection: close\r\n\r\n")
+        answer = introduce(near, SECRET)
+    assert isinstance(answer, Stranger) and "another program" in answer.words
+
+
+def test_a_stranger_who_says_nothing_is_shown_the_door(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channel, "MEET_SECONDS", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as door, closing(socket.create_connection(door.getsockname())):
+        knock = Knock(door.accept()[0], SECRET)
+        assert knock.answer() is None and not knock.closed
+        time.sleep(0.3)
+        assert knock.answer() is None and knock.closed
+
+
+@pytest.mark.parametrize("place", ["length", "mac", "payload"])
+def test_a_changed_byte_ends_the_connection_and_nothing_of_it_is_believed(pair: tuple[Link, Link], place: str) -> None:
+    head, node = pair
+    frame = bytearray(recorded(head, Stop(3.0)))
+    frame[{"length": 3, "mac": LENGTH.size, "payload": -2}[place]] ^= 1
+    head._socket.send(bytes(frame) + bytes(8))
+    assert heard(node, seconds=0.5) == []
+    assert "not signed" in node.ended
+
+
+def test_a_repeated_message_is_not_believed(pair: tuple[Link, Link]) -> None:
+    head, node = pair
+    frame = recorded(head, Ordered(15))
+    head._socket.send(frame + frame)
+    assert heard(node, 2) == [Ordered(15)]
+    assert "not signed" in node.ended
+
+
+def test_messages_in_another_order_are_not_believed(pair: tuple[Link, Link]) -> None:
+    head, node = pair
+    first, second = recorded(head, Alive()), recorded(head, RunOver(0))
+    head._socket.send(second + first)
+    assert heard(node) == []
+    assert node.ended
+
+
+def test_a_message_thrown_back_at_its_sender_is_not_believed(pair: tuple[Link, Link]) -> None:
+    head, node = pair
+    frame = recorded(head, RunOver(0))
+    node._socket.send(frame)
+    assert heard(head) == []
+    assert "not signed" in head.ended
+
+
+def test_a_message_of_another_connection_is_not_believed(pair: tuple[Link, Link]) -> None:
+    other_head, other_node = met()
+    assert isinstance(other_head, Link) and isinstance(other_node, Link)
+    head, node = pair
+    head._socket.send(recorded(other_head, RunOver(0)))
+    assert heard(node) == []
+    assert node.ended
+    other_head.end("test")
+    other_node.end("test")
+
+
+def test_a_length_beyond_the_bound_is_refused_before_it_is_read(pair: tuple[Link, Link]) -> None:
+    head, node = pair
+    head._socket.send(LENGTH.pack(MAX_MESSAGE_BYTES + 1) + bytes(MAC_BYTES))
+    assert heard(node) == []
+    assert "too long" in node.ended
+
+
+def test_what_a_holder_of_the_secret_cannot_mean_is_refused_in_words(pair: tuple[Link, Link]) -> None:
+    head, node = pair
+    payload = b'{"type": "Unheard"}'
+    mac = head._mac(b"head", 0, payload)
+    head._socket.send(LENGTH.pack(len(payload)) + mac + payload)
+    assert heard(node) == []
+    assert "another version" in node.ended
+
+
+def test_the_end_of_the_other_side_is_seen(pair: tuple[Link, Link]) -> None:
+    head, node = pair
+    head.end("over")
+    heard(node)
+    assert node.ended == "it closed the connection"
+    node.send(Alive())  # no error: whoever looks at `ended` knows

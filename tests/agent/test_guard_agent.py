@@ -1,0 +1,315 @@
+"""A run that stands still is ended, and the guilty rank is named. Real agents, real gloo ranks, real faults."""
+
+from __future__ import annotations
+
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tests.launch.launch_harness import Launch, survivors, wait_until
+
+from paceline.agent.crew import Crew
+from paceline.agent.generation import Generation
+from paceline.agent.guarding import Guarding
+from paceline.agent.workers import Workers
+from paceline.contract.evidence import VerdictKind
+from paceline.contract.node_plan import NodePlan
+from paceline.contract.orders import Orders, signal_inbox
+from paceline.errors import ExitCode
+from paceline.guard.deaths import Observation
+from paceline.guard.story import Told, read_verdict
+
+WINDOW_SECONDS = 3
+PRELOADED = Path(__file__).with_name("preloaded.py")
+HEAD = """
+import os, signal, sys, time
+from pathlib import Path
+import torch, torch.distributed as dist
+torch.set_num_threads(1)
+from paceline.contract.birth import WorkerBirth
+birth = WorkerBirth.here()
+folder, generation = Path(birth.attempt_dir), birth.generation
+dist.init_process_group("gloo")
+rank, batch = dist.get_rank(), torch.ones(8)
+(folder / f"ready-{rank}").touch()
+"""
+LOOP = """
+for step in range(STEPS):
+    if step == 5 and rank == 1:
+        FAULT  # the fault
+    dist.all_reduce(batch)
+    time.sleep(0.02)
+"""
+
+Run = Callable[..., Launch]
+
+
+@pytest.fixture
+def run(launch: Run, tmp_path: Path) -> Run:
+    """Starts three ranks, of which rank 1 does `fault` before its sixth collective; or all do `body`."""
+
+    def begin(fault: str = "", *, body: str = "", before: str = "", steps: int = 400, **settings: object) -> Launch:
+        script = tmp_path / "job.py"
+        body = body or LOOP.replace("STEPS", str(steps)).replace("FAULT", fault)
+        script.write_text(f"import os, time\n{before}{HEAD}{body}")
+        argv = [sys.executable, "-P", str(PRELOADED), str(script)]
+        settings = {"stall_after": str(WINDOW_SECONDS), "preload": True, **settings}
+        return launch("", argv=argv, plain_store=True, **settings)
+
+    return begin
+
+
+def line_of_fault(folder: Path) -> int:
+    lines = (folder.parent / "job.py").read_text().splitlines()
+    return next(number for number, line in enumerate(lines, 1) if "# the fault" in line)
+
+
+def verdict(one: Launch, number: int = 1) -> Told:
+    return read_verdict(one.folder / f"verdict-{number}")
+
+
+def page(one: Launch) -> list[str]:
+    """The headline and what stands below it."""
+    lines = one.stderr.splitlines()
+    first = next((n for n, line in enumerate(lines) if "GUILTY" in line or "DISAGREE" in line), None)
+    assert first is not None, one.stderr
+    return lines[first : first + 15]
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind", "words"),
+    [
+        ("time.sleep(600)", VerdictKind.BEHIND, "state S"),
+        pytest.param(
+            "os.kill(os.getpid(), signal.SIGSTOP)", VerdictKind.STOPPED, "stopped by a signal", marks=pytest.mark.slow
+        ),
+        ("import re; re.match(r'(a+)+$', 'a' * 60 + 'b')", VerdictKind.BEHIND, "does not answer"),
+    ],
+    ids=["sleeps", "frozen", "holds the lock"],
+)
+def test_who_does_not_come_is_named_with_its_line_and_all_is_ended(
+    run: Run, fault: str, kind: VerdictKind, words: str
+) -> None:
+    one = run(fault)
+    assert one.finish() == ExitCode.STALLED
+    told, lines = verdict(one), page(one)
+    assert (told.verdict.kind, told.verdict.guilty) == (kind, (1,))
+    assert re.fullmatch(r"STALL after \d+\.\d s \(world 3\)\. GUILTY: rank 1 \(\S+, pid \d+\)", lines[0])
+    assert (words in lines[1] and f"job.py:{line_of_fault(one.folder)}" in lines[1]) or kind is VerdictKind.STOPPED
+    assert "ranks 0, 2 wait in it" in one.stderr
+    assert WINDOW_SECONDS <= told.waited_seconds < WINDOW_SECONDS + 6
+    assert not survivors(one.mark)
+    assert one.stderr.count("GUILTY") == 1
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("dist.barrier()", "rank 1 called barrier #6"),
+        pytest.param("batch = torch.ones(7)", "rank 1 called all_reduce #6 [7] float32", marks=pytest.mark.slow),
+        ("dist.all_reduce(torch.ones(3))", "rank 1 called all_reduce #6 [3] float32"),
+    ],
+    ids=["another kind", "another shape", "one too many"],
+)
+def test_who_calls_something_else_is_named_also_where_gloo_ends_an_innocent_rank(
+    run: Run, fault: str, words: str
+) -> None:
+    one = run(fault)
+    assert one.finish() == ExitCode.MISMATCH
+    assert verdict(one).verdict.guilty == (1,)
+    assert words in one.stderr
+    assert "ranks 0, 2 called all_reduce #6 [8] float32" in one.stderr
+
+
+@pytest.mark.slow
+def test_two_ranks_that_disagree_are_both_named_and_nobody_is_accused(run: Run) -> None:
+    one = run("dist.barrier()", nproc=2)
+    assert one.finish() == ExitCode.MISMATCH
+    assert "RANKS DISAGREE" in one.stderr and "GUILTY" not in one.stderr
+    assert verdict(one).verdict.tie == ((0,), (1,))
+
+
+def test_the_freed_ranks_have_time_to_save_and_the_guilty_one_has_none(run: Run) -> None:
+    one = run(
+        body="""
+signal.signal(signal.SIGTERM, lambda *_: (folder / f"asked-{rank}").touch())
+try:
+    if rank == 1:
+        while True: time.sleep(1)
+    dist.all_reduce(batch)
+except RuntimeError:
+    time.sleep(2)
+    (folder / f"saved-{rank}").touch()
+    raise
+""",
+        grace_seconds=0.5,
+    )
+    assert one.finish() == ExitCode.STALLED
+    assert {path.name for path in one.folder.glob("saved-*")} == {"saved-0", "saved-2"}
+    assert {path.name for path in one.folder.glob("asked-*")} == {"asked-1"}
+    assert "Traceback" not in one.stderr, "what happened to the innocent stands in files"
+
+
+@pytest.mark.slow
+def test_a_freed_rank_that_goes_nowhere_is_not_waited_for_to_the_end_of_the_grace(run: Run) -> None:
+    one = run(
+        body="""
+try:
+    if rank == 1: time.sleep(600)
+    dist.all_reduce(batch)
+except RuntimeError:
+    time.sleep(600)
+""",
+        stop_grace_seconds=600.0,
+    )
+    assert one.finish() == ExitCode.STALLED
+
+
+@pytest.mark.slow
+def test_a_rank_that_leaves_is_told_although_the_others_hang(run: Run) -> None:
+    """Its connections stay open in a process that it has left behind: the others notice nothing."""
+    one = run("if os.fork(): os._exit(0)\n        time.sleep(600)", stall_after="60")
+    began = time.monotonic()
+    assert one.finish() == ExitCode.FAILED
+    assert time.monotonic() - began < 25
+    assert verdict(one).verdict.kind is VerdictKind.LEFT
+    assert verdict(one).verdict.guilty == (1,)
+
+
+def test_a_killed_rank_is_told_as_before_within_two_seconds_and_with_its_last_collective(run: Run) -> None:
+    one = run("(folder / 'killed').touch(); os.kill(os.getpid(), signal.SIGKILL)")
+    wait_until((one.folder / "killed").exists, "rank 1 is killed")
+    began = time.monotonic()
+    assert one.finish() == 137
+    assert time.monotonic() - began < 2 + 1  # with the launcher's own end
+    assert one.verdict[0].startswith("rank 1 (")
+    assert "its last collective: all_reduce #5 [8] float32, called from job.py:" in one.stderr
+    assert not list(one.folder.glob("verdict-*"))
+
+
+def test_a_stall_is_worth_a_restart(run: Run) -> None:
+    one = run("time.sleep(600) if generation == 0 else None", max_restarts=3, steps=30)
+    assert one.finish() == ExitCode.DONE
+    assert "restart 1 of 3" in one.stderr
+
+
+@pytest.mark.slow
+def test_the_same_stall_at_the_same_step_twice_is_the_end(run: Run) -> None:
+    one = run("time.sleep(600)", max_restarts=3, stall_after="2")
+    assert one.finish() == ExitCode.STALLED
+    assert "restart 1 of 3" in one.stderr and "the same failure at the same step twice" in one.stderr
+    assert verdict(one, 2).verdict.guilty == (1,)
+
+
+@pytest.mark.slow
+def test_ranks_that_disagree_are_not_started_again(run: Run) -> None:
+    one = run("dist.barrier()", max_restarts=3)
+    assert one.finish() == ExitCode.MISMATCH
+    assert "not restarted: that ranks call different collectives is an error of the program" in one.stderr
+
+
+def test_a_pause_shorter_than_the_window_is_warned_of_and_nothing_more(run: Run) -> None:
+    one = run("time.sleep(2.4)", steps=20)
+    assert one.finish() == ExitCode.DONE
+    assert "the others wait for rank 1" in one.stderr and "GUILTY" not in one.stderr
+
+
+@pytest.mark.slow
+def test_ranks_that_are_busy_by_themselves_for_long_are_left_alone(run: Run) -> None:
+    one = run(body="dist.all_reduce(batch)\ntime.sleep(2.5 * 3)\ndist.all_reduce(batch)")
+    assert one.finish() == ExitCode.DONE, one.stderr
+    assert "GUILTY" not in one.stderr and "wait" not in one.stderr
+
+
+@pytest.mark.slow
+def test_importing_for_long_is_no_stall(run: Run) -> None:
+    """Ranks that have not met: the one that is late computes, as an import does."""
+    slow = "end = time.monotonic() + 8\nwhile os.environ['RANK'] == '1' and time.monotonic() < end: pass\n"
+    one = run(body="dist.all_reduce(batch)", before=slow)
+    assert one.finish() == ExitCode.DONE, one.stderr
+    assert one.stderr == ""
+
+
+@pytest.mark.slow
+def test_a_rank_that_never_comes_to_the_meeting_is_named(run: Run) -> None:
+    one = run(body="dist.all_reduce(batch)", before="if os.environ['RANK'] == '1': time.sleep(600)\n")
+    assert one.finish() == ExitCode.STALLED
+    assert verdict(one).verdict.guilty == (1,), one.stderr
+    assert "job.py:2" in one.stderr
+
+
+@pytest.mark.slow
+def test_a_rank_that_has_become_another_program_is_said_to_be_unseen_and_nobody_is_blamed(run: Run) -> None:
+    again = "os.execv(sys.executable, [sys.executable, '-c', 'import time; time.sleep(9)'])"
+    one = run(again)
+    assert one.finish() != ExitCode.STALLED
+    assert "warning: the hang guard is off: rank 1 has become another program (exec)" in one.stderr
+    assert "GUILTY" not in one.stderr
+
+
+@pytest.mark.slow
+def test_without_a_guard_nobody_is_ended(run: Run) -> None:
+    one = run("time.sleep(6)", stall_after="off", steps=10)
+    assert one.finish() == ExitCode.DONE
+    assert one.stderr == ""
+
+
+def test_who_asks_while_it_runs_is_shown_what_every_rank_does(run: Run) -> None:
+    one = run(steps=10_000, fault="pass")
+    one.wait_ready(3)
+    (one.folder / "ask-1-away").symlink_to("/etc/passwd")
+    (one.folder / "ask-123-n0nce").touch(mode=0o600)
+    wait_until((one.folder / "verdict-live-n0nce" / "verdict.json").exists, "an answer")
+    told = read_verdict(one.folder / "verdict-live-n0nce")
+    assert [(rank.rank, rank.code) for rank in told.evidence] == [(0, None), (1, None), (2, None)]
+    assert all(rank.stacks or rank.native for rank in told.evidence)
+    assert not (one.folder / "ask-123-n0nce").exists()
+    time.sleep(1.5)  # time to answer the link, too, which is nobody's question
+    assert not (one.folder / "verdict-live-away").exists()
+    assert one.process.poll() is None, "it goes on"
+    one.process.send_signal(signal.SIGTERM)
+    assert one.finish() == 128 + signal.SIGTERM
+
+
+def test_a_worker_that_fills_its_box_with_rubbish_harms_nobody(launch: Run) -> None:
+    rubbish = """
+import json
+memory, end = json.loads(os.environ["PACELINE_BIRTH"])["box"], time.monotonic() + 2.5
+while time.monotonic() < end:
+    os.pwrite(memory, os.urandom(1 << 20), 0)
+    os.ftruncate(memory, 100 if time.monotonic_ns() % 3 else 1 << 21)
+os._exit(0)
+"""
+    # no bootstrap: what the worker does to its own watcher by that is not the question here
+    one = launch("", argv=[sys.executable, "-c", "import os, time" + rubbish], nproc=2, stall_after="1")
+    assert one.finish() == ExitCode.DONE, one.stderr
+    assert "failed" not in one.stderr
+
+
+class Broken(Generation):
+    """Without any worker; it can be observed once."""
+
+    observed = 0
+
+    def observe(self) -> list[Observation]:
+        self.observed += 1
+        if self.observed > 1:
+            raise ValueError("a bug of ours")
+        return []
+
+
+def test_what_goes_wrong_in_the_guard_is_said_once_and_the_run_goes_on(tmp_path: Path, capfd) -> None:
+    plan = NodePlan(("true",), nproc=1, world_size=1, attempt_dir=str(tmp_path))
+    with signal_inbox(()) as inbox:
+        guarding = Guarding(Broken(plan, Workers(plan, 0, 0), Crew(plan, Orders(inbox, lifeline=False))))
+        (tmp_path / "ask-1-x").touch()
+        assert guarding.look() is None
+        assert capfd.readouterr().err == "warning: the hang guard has failed, and is off: ValueError: a bug of ours\n"
+        (tmp_path / "ask-1-y").touch()
+        time.sleep(1.1)
+        assert guarding.look() is None and capfd.readouterr().err == ""
+        assert guarding.explain(Observation(0, "here", 1, 1, 0.0)) == (None, "")

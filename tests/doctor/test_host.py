@@ -1,0 +1,90 @@
+"""The program on a host answers what it is asked, refuses everything else, and ends with its stdin."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.datasets.mnist import PACKAGED, SHA256
+
+HOST = [sys.executable, "-P", "-m", "paceline.doctor.host"]
+TOKEN = "ab" * 16
+
+
+def ask(*requests: dict[str, Any] | bytes) -> list[Any]:
+    lines = b"".join(one if isinstance(one, bytes) else json.dumps(one).encode() + b"\n" for one in requests)
+    done = subprocess.run(HOST, input=lines, capture_output=True, timeout=30)
+    assert (done.returncode, done.stderr) == (0, b"")
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"\n",
+        b"null\n",
+        b"not json\n",
+        b'{"type": "Run", "argv": ["id"]}\n',
+        b'{"type": "AskTime", "extra": 1}\n',
+        b'{"type": "Listen", "token": 7}\n',
+        b'{"type": "AskTime"}',  # cut off
+        b"\xff\xfe\n",
+    ],
+)
+def test_what_is_no_request_is_refused_and_the_next_one_answered(line: bytes) -> None:
+    answers = ask(line, *([] if not line.endswith(b"\n") else [{"type": "AskTime"}]))
+    assert "refused" in answers[0]
+    assert all("wall_seconds" in answer for answer in answers[1:])
+
+
+def test_a_line_without_an_end_is_refused_before_it_fills_the_memory() -> None:
+    answers = ask(b"x" * (3 << 20) + b"\n")
+    assert len(answers) == 3  # piece by piece
+    assert "more than 1048576 bytes" in answers[0]["refused"]
+
+
+@pytest.mark.parametrize("token", ["../../../tmp/x", "a/b", "", "A" * 32, "ab" * 16 + "\n"])
+def test_a_probe_file_is_named_by_hex_digits_only(tmp_path: Path, token: str) -> None:
+    for kind in ("WriteProbe", "ReadProbe", "RemoveProbe"):
+        (answer,) = ask({"type": kind, "folder": str(tmp_path), "token": token})
+        assert "32 hex digits" in answer["refused"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_probe_is_written_seen_and_removed(tmp_path: Path) -> None:
+    where = {"folder": str(tmp_path / "not" / "there" / "yet"), "token": TOKEN}
+    kinds = ("ReadProbe", "WriteProbe", "ReadProbe", "WriteProbe", "RemoveProbe", "ReadProbe")
+    answers = ask(*({"type": kind, **where} for kind in kinds))
+    assert [answer["ok"] for answer in answers] == [False, True, True, False, True, False]  # never written over
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_fingerprint_is_of_every_byte(tmp_path: Path) -> None:
+    (tmp_path / "train-images-idx3-ubyte").write_bytes(b"abc")
+    (tmp_path / "notes.txt").write_bytes(b"no data")
+    own, packaged, missing = ask(
+        *({"type": "Fingerprint", "folder": folder} for folder in (str(tmp_path), "", str(tmp_path / "none")))
+    )
+    expected = {"name": "train-images-idx3-ubyte", "size": 3, "sha256": hashlib.sha256(b"abc").hexdigest()}
+    assert own["files"] == [expected]
+    assert {file["name"]: file["sha256"] for file in packaged["files"]} == SHA256, PACKAGED
+    assert "No such file" in missing["why"]
+
+
+def test_room_is_that_of_the_parent_that_is_there(tmp_path: Path) -> None:
+    (answer,) = ask({"type": "AskDisk", "folder": str(tmp_path / "a" / "b")})
+    status = os.statvfs(tmp_path)
+    assert answer["path"] == str(tmp_path)
+    assert answer["total"] == status.f_blocks * status.f_frsize
+
+
+def test_facts_are_answered_without_torch() -> None:
+    (answer,) = ask({"type": "AskFacts"})
+    assert answer["host"] == os.uname().nodename

@@ -1,0 +1,92 @@
+"""How an attempt to connect ends is told rightly, and the listener is for those who know the token."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+
+from paceline.doctor.messages import Target
+from paceline.doctor.network import KNOCK_SECONDS, MAX_VISITORS, connect, measure
+
+TOKEN = secrets.token_hex(16)
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    """Where a host's program listens, in its own process."""
+    with subprocess.Popen(
+        [sys.executable, "-P", "-m", "paceline.doctor.host"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as host:
+        assert host.stdin and host.stdout
+        host.stdin.write(json.dumps({"type": "Listen", "token": TOKEN}).encode() + b"\n")
+        host.stdin.flush()
+        yield json.loads(host.stdout.readline())["port"]
+        host.stdin.close()
+        assert host.wait(5) == 0
+
+
+def test_who_knows_the_token_gets_through_and_is_measured(port: int) -> None:
+    target = Target("127.0.0.1", port, TOKEN)
+    assert connect((target, Target("::1", port, TOKEN)), 2.0).reasons == ("ok", "ok")
+    found = measure(target, 0.1)
+    assert found.reason == "ok"
+    assert 0 < found.round_trip_seconds < 0.1
+    assert found.bytes_per_second > 1e6
+
+
+def test_who_does_not_know_the_token_gets_no_byte(port: int) -> None:
+    with socket.create_connection(("127.0.0.1", port), timeout=5) as stranger:
+        stranger.sendall(b"0" * len(TOKEN))
+        assert stranger.recv(1) == b""
+
+
+def test_who_answers_with_another_token_is_a_stranger() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        thread = threading.Thread(target=_answer_wrongly, args=(server,))
+        thread.start()
+        assert connect((Target("127.0.0.1", server.getsockname()[1], TOKEN),), 2.0).reasons == ("stranger",)
+        thread.join()
+
+
+def _answer_wrongly(server: socket.socket) -> None:
+    with server.accept()[0] as connection:
+        connection.recv(len(TOKEN), socket.MSG_WAITALL)
+        connection.sendall(b"0" * len(TOKEN))
+
+
+def test_a_closed_port_is_refused_and_an_unknown_name_unknown() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        closed = server.getsockname()[1]
+    targets = (Target("127.0.0.1", closed, TOKEN), Target("nonsense.invalid", 1, TOKEN))
+    assert connect(targets, 2.0).reasons == ("refused", "name unknown")
+
+
+def test_a_server_that_is_silent_is_given_up_in_time() -> None:
+    with socket.create_server(("127.0.0.1", 0), backlog=1) as server:
+        start = time.monotonic()
+        assert connect((Target("127.0.0.1", server.getsockname()[1], TOKEN),), 0.3).reasons == ("filtered",)
+        assert time.monotonic() - start < 2.0
+
+
+def test_strangers_do_not_use_up_the_places(port: int) -> None:
+    for _ in range(MAX_VISITORS + 10):
+        with socket.create_connection(("127.0.0.1", port), timeout=5) as stranger:
+            stranger.sendall(b"GET / HTTP/1.0\r\n\r\n" + b"x" * 32)
+    assert connect((Target("127.0.0.1", port, TOKEN),), 5.0).reasons == ("ok",)
+
+
+@pytest.mark.slow
+def test_silent_strangers_are_sent_away(port: int) -> None:
+    with ExitStack() as stack:
+        for _ in range(MAX_VISITORS):
+            stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=5))
+        assert connect((Target("127.0.0.1", port, TOKEN),), KNOCK_SECONDS + 5).reasons == ("ok",)

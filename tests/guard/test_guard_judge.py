@@ -1,0 +1,383 @@
+"""The judge's rules one by one, each on the smallest evidence that tells it from its neighbours."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from paceline.contract.evidence import Evidence, Frame, LoaderWorker, Op, Phase, Stack, Verdict, VerdictKind
+from paceline.guard.judge import judge
+
+WORLD = {"0": (0, 1, 2)}
+INSIDE = (Frame("torch/distributed/distributed_c10d.py", 3000, "all_reduce"), Frame("train.py", 97, "step"))
+OUTSIDE = (Frame("python3.11/gzip.py", 5, "read"), Frame("train.py", 88, "load_batch"), Frame("train.py", 60, "main"))
+LOST_PEER = "RuntimeError: [../third_party/gloo] Connection closed by peer [127.0.0.1]:4711"
+GLOO_ABORT = "terminate called after throwing an instance of 'gloo::EnforceNotMet'"
+
+
+def op(seq: int, kind: str = "all_reduce", *, done: bool = False, **changes: Any) -> Op:
+    usual = {"name": "", "shape": "[1732]", "dtype": "float32", "site": "train.py:97 in step", "group": "0"}
+    return Op(seq=seq, kind=kind, done=done, **(usual | changes))
+
+
+def rank(number: int, *ops: Op, stack: tuple[Frame, ...] = INSIDE, **changes: Any) -> Evidence:
+    runs = changes.get("code") is None
+    seen: dict[str, Any] = {"state": "S", "answered": True, "groups": WORLD, "stacks": (Stack("main", stack),)}
+    return Evidence(number, f"n{number}", 4700 + number, **({"step": 7, "ops": ops} | (seen if runs else {}) | changes))
+
+
+BEFORE, WAITS = op(8, done=True), op(9)
+
+
+def blame(*evidence: Evidence) -> tuple[VerdictKind, tuple[int, ...]]:
+    verdict = judge(evidence)
+    assert not verdict.tie
+    return verdict.kind, verdict.guilty
+
+
+def test_who_has_not_entered_the_collective_in_which_others_wait_is_behind() -> None:
+    verdict = judge([rank(0, BEFORE, WAITS), rank(1, BEFORE, stack=OUTSIDE), rank(2, BEFORE, WAITS)])
+    assert verdict == Verdict(
+        VerdictKind.BEHIND, (1,), (),
+        (
+            "rank 1 did not enter all_reduce #9 [1732] float32; it is in load_batch at train.py:88, state S",
+            "ranks 0, 2 wait in it, called from train.py:97 in step",
+        ),
+        WAITS, "train.py:88 in load_batch", 7,
+    )  # fmt: skip
+
+
+def test_of_several_buckets_on_their_way_the_first_that_a_rank_has_not_called_counts() -> None:
+    buckets = [op(n, name=f"bucket {n}") for n in (5, 6, 7, 8)]
+    got = [op(n, name=f"bucket {n}", done=True) for n in (5, 6)]
+    verdict = judge([rank(0, *got, *buckets[2:]), rank(1, *got, stack=OUTSIDE), rank(2, *got, *buckets[2:])])
+    assert (verdict.kind, verdict.guilty) == (VerdictKind.BEHIND, (1,))
+    assert verdict.op is not None and verdict.op.name == "bucket 7"
+
+
+def test_two_ranks_that_both_hang_are_both_named() -> None:
+    assert blame(rank(0, WAITS), rank(1, BEFORE, stack=OUTSIDE), rank(2, BEFORE, stack=OUTSIDE)) == (
+        VerdictKind.BEHIND,
+        (1, 2),
+    )
+
+
+def test_who_waits_for_the_hanging_rank_in_another_group_is_no_culprit() -> None:
+    pair = op(3, group="1")
+    groups = WORLD | {"1": (0, 1)}
+    waits_in_pair = rank(0, BEFORE, pair, groups=groups)
+    assert blame(waits_in_pair, rank(1, BEFORE, stack=OUTSIDE, groups=groups), rank(2, WAITS))[1] == (1,)
+
+
+def test_a_rank_stopped_before_the_collective_is_the_culprit() -> None:
+    stopped = rank(1, BEFORE, state="T", answered=False, stacks=())
+    assert blame(rank(0, BEFORE, WAITS), stopped, rank(2, BEFORE, WAITS)) == (VerdictKind.STOPPED, (1,))
+
+
+def test_a_rank_stopped_inside_the_collective_is_the_culprit_too() -> None:
+    stopped = rank(1, BEFORE, WAITS, state="T", answered=False, stacks=())
+    verdict = judge([rank(0, BEFORE, WAITS), stopped, rank(2, BEFORE, WAITS)])
+    assert (verdict.kind, verdict.guilty, verdict.op) == (VerdictKind.STOPPED, (1,), WAITS)
+    assert verdict.sentences == (
+        "rank 1 is in all_reduce #9 [1732] float32; it is state T (stopped by a signal)",
+        "ranks 0, 2 wait in it, called from train.py:97 in step",
+    )
+
+
+def test_a_rank_stopped_while_it_waits_for_one_that_hangs_is_named_with_it() -> None:
+    stopped = rank(0, WAITS, state="T", answered=False, stacks=())
+    assert blame(stopped, rank(1, BEFORE, stack=OUTSIDE), rank(2, WAITS)) == (VerdictKind.STOPPED, (0, 1))
+
+
+def test_a_rank_in_the_kernel_is_uninterruptible() -> None:
+    assert blame(rank(0, WAITS), rank(1, BEFORE, stack=OUTSIDE, state="D"), rank(2, WAITS)) == (
+        VerdictKind.UNINTERRUPTIBLE,
+        (1,),
+    )
+
+
+@pytest.mark.parametrize(
+    ("loaders", "kind", "words"),
+    [
+        (
+            [(0, "S", False), (1, "S", True)],
+            VerdictKind.LOADER,
+            "1 (pid 91) works on sample 41 of epoch 2",
+        ),
+        (
+            [(0, "T", True), (1, "S", True)],
+            VerdictKind.LOADER,
+            "0 (pid 90) works on sample 40 of epoch 2",
+        ),
+        ([(0, "", True)], VerdictKind.LOADER, "0 (pid 90) is gone; it was at sample 40 of epoch 2"),
+        ([(0, "S", False)], VerdictKind.BEHIND, ""),
+        ([], VerdictKind.BEHIND, ""),
+    ],
+    ids=["busy", "stopped before busy", "gone", "idle", "none"],
+)
+def test_a_rank_that_waits_for_a_loader_process_is_told_with_process_and_item(
+    loaders: list[tuple[int, str, bool]], kind: VerdictKind, words: str
+) -> None:
+    workers = tuple(LoaderWorker(n, 90 + n, 40 + n, 2, state, busy) for n, state, busy in loaders)
+    verdict = judge([rank(0, WAITS), rank(1, BEFORE, stack=OUTSIDE, phase=Phase.DATA, loaders=workers), rank(2, WAITS)])
+    assert (verdict.kind, verdict.guilty) == (kind, (1,))
+    told = [sentence for sentence in verdict.sentences if "loader process" in sentence]
+    assert [sentence.removeprefix("its loader process ").split(", state")[0] for sentence in told] == (
+        [words] if words else []
+    )
+
+
+def test_busy_loaders_of_a_rank_that_waits_for_others_are_no_matter() -> None:
+    busy = (LoaderWorker(0, 90, 40, 2, "S"),)
+    assert blame(rank(0, WAITS, loaders=busy, phase=Phase.SYNC), rank(1, BEFORE, stack=OUTSIDE), rank(2, WAITS)) == (
+        VerdictKind.BEHIND,
+        (1,),
+    )
+
+
+def test_the_phase_of_a_rank_that_evaluates_alone_is_told() -> None:
+    verdict = judge([rank(0, BEFORE, stack=OUTSIDE, phase=Phase.EVALUATE), rank(1, WAITS), rank(2, WAITS)])
+    assert verdict.guilty == (0,)
+    assert "phase evaluate" in verdict.sentences[0]
+
+
+def test_another_collective_under_the_same_number_is_a_mismatch_of_the_minority() -> None:
+    other = op(9, "broadcast", site="train.py:12 in odd")
+    verdict = judge([rank(0, WAITS), rank(1, other), rank(2, WAITS)])
+    assert (verdict.kind, verdict.guilty, verdict.site) == (VerdictKind.MISMATCH, (1,), "train.py:12 in odd")
+    assert verdict.sentences == (
+        "rank 1 called broadcast #9 [1732] float32 at train.py:12 in odd",
+        "ranks 0, 2 called all_reduce #9 [1732] float32 at train.py:97 in step",
+    )
+
+
+@pytest.mark.parametrize("change", [{"shape": "[5]"}, {"dtype": "float64"}, {"kind": "barrier"}, {"name": "bucket 1"}])
+def test_gloo_aborts_the_innocent_but_the_minority_is_named(change: dict[str, str]) -> None:
+    named = op(9, name="bucket 0")
+    odd = op(9, **({"kind": "all_reduce", "name": "bucket 0"} | change))  # type: ignore[arg-type]
+    aborted = rank(0, named, code=-6, words=GLOO_ABORT)
+    assert blame(aborted, rank(1, odd), rank(2, named, code=1, words=LOST_PEER)) == (VerdictKind.MISMATCH, (1,))
+
+
+def test_an_abort_of_gloos_with_nothing_else_known_accuses_nobody() -> None:
+    assert blame(rank(0, WAITS, code=-6, words=GLOO_ABORT), rank(1, WAITS), rank(2, WAITS)) == (VerdictKind.DIED, ())
+
+
+def test_ranks_at_odds_are_told_while_others_still_compute() -> None:
+    groups = {"0": (0, 1, 2, 3)}
+    entered = [rank(n, op(9, "broadcast") if n == 1 else WAITS, groups=groups) for n in range(3)]
+    computes = rank(3, BEFORE, stack=OUTSIDE, state="R", groups=groups)
+    assert blame(*entered, computes) == (VerdictKind.MISMATCH, (1,))
+
+
+def test_a_rank_that_takes_itself_for_the_source_is_a_mismatch_whoever_is_done() -> None:
+    to_all, own = op(9, "broadcast", peer=0), op(9, "broadcast", peer=1, done=True)
+    verdict = judge([rank(0, replace(to_all, done=True), op(10)), rank(1, own, op(10)), rank(2, to_all)])
+    assert (verdict.kind, verdict.guilty) == (VerdictKind.MISMATCH, (1,))
+    assert verdict.sentences[0] == ("rank 1 called broadcast from rank 1 #9 [1732] float32 at train.py:97 in step")
+
+
+def test_two_ranks_at_odds_are_a_tie() -> None:
+    verdict = judge([rank(0, WAITS, groups={"0": (0, 1)}), rank(1, op(9, "broadcast"), groups={"0": (0, 1)})])
+    assert (verdict.kind, verdict.guilty, verdict.tie) == (VerdictKind.MISMATCH, (), ((0,), (1,)))
+
+
+def test_other_lines_alone_are_no_mismatch() -> None:
+    elsewhere = op(9, site="train.py:12 in root_only")
+    assert blame(rank(0, elsewhere), rank(1, BEFORE, stack=OUTSIDE), rank(2, WAITS)) == (VerdictKind.BEHIND, (1,))
+
+
+@pytest.mark.parametrize("kind", ["all_gather", "all_to_all_single", "gather", "scatter"])
+def test_shapes_that_ranks_may_choose_are_no_mismatch(kind: str) -> None:
+    behind = rank(2, BEFORE, stack=OUTSIDE)
+    assert blame(rank(0, op(9, kind, shape="[3]")), rank(1, op(9, kind, shape="[4]")), behind)[1] == (2,)
+
+
+def test_a_name_that_one_rank_does_not_know_is_no_mismatch() -> None:
+    behind = rank(2, BEFORE, stack=OUTSIDE)
+    assert blame(rank(0, op(9, name="bucket 3")), rank(1, WAITS), behind) == (VerdictKind.BEHIND, (2,))
+
+
+def test_what_all_have_got_done_is_no_mismatch() -> None:
+    done = [op(5, "broadcast", done=True), op(5, done=True), op(5, done=True)]
+    assert blame(rank(0, done[0], WAITS), rank(1, done[1], stack=OUTSIDE), rank(2, done[2], WAITS))[1] == (1,)
+
+
+def test_fewer_batches_and_then_a_barrier_is_a_mismatch() -> None:
+    assert blame(rank(0, WAITS), rank(1, op(9, "barrier", shape="", dtype="")), rank(2, WAITS)) == (
+        VerdictKind.MISMATCH,
+        (1,),
+    )
+
+
+def test_who_ends_with_code_0_while_the_others_wait_has_left() -> None:
+    left = rank(1, BEFORE, code=0, step=3)
+    verdict = judge([rank(0, BEFORE, WAITS), left, rank(2, BEFORE, WAITS, code=1, words=LOST_PEER)])
+    assert (verdict.kind, verdict.guilty) == (VerdictKind.LEFT, (1,))
+    assert "ended at step 3 with code 0" in verdict.sentences[0]
+
+
+def test_one_that_calls_more_than_all_who_have_ended_is_the_culprit_itself() -> None:
+    assert blame(rank(0, BEFORE, code=0), rank(1, BEFORE, WAITS), rank(2, BEFORE, code=0)) == (
+        VerdictKind.MISMATCH,
+        (1,),
+    )
+
+
+@pytest.mark.parametrize(
+    ("phase", "guilty"), [(Phase.USER, ()), (Phase.CLOSE, ()), (Phase.FORWARD, (1,))], ids=["script", "closed", "amid"]
+)
+def test_of_two_ranks_the_one_that_ended_is_blamed_only_if_it_was_amid_its_steps(
+    phase: Phase, guilty: tuple[int, ...]
+) -> None:
+    groups = {"0": (0, 1)}
+    verdict = judge([rank(0, BEFORE, WAITS, groups=groups), rank(1, BEFORE, code=0, phase=phase)])
+    assert (verdict.kind, verdict.guilty) == (VerdictKind.LEFT, guilty)
+    assert bool(verdict.tie) is not bool(guilty)
+
+
+def test_two_that_ended_amid_their_steps_are_both_blamed_though_as_many_wait() -> None:
+    left = [rank(n, BEFORE, code=0, phase=Phase.FORWARD) for n in (2, 3)]
+    groups = {"0": (0, 1, 2, 3)}
+    verdict = judge([rank(0, BEFORE, WAITS, groups=groups), rank(1, BEFORE, WAITS, groups=groups), *left])
+    assert (verdict.kind, verdict.guilty, verdict.tie) == (VerdictKind.LEFT, (2, 3), ())
+
+
+def test_groups_entered_in_another_order_are_a_deadlock_of_the_minority() -> None:
+    groups = WORLD | {"1": (0, 1, 2)}
+    first = [rank(n, op(4, group="1"), groups=groups) for n in (0, 2)]
+    verdict = judge([first[0], rank(1, WAITS, groups=groups), first[1]])
+    assert (verdict.kind, verdict.guilty) == (VerdictKind.DEADLOCK, (1,))
+    assert verdict.sentences == (
+        "rank 1 waits for ranks 0, 2 in all_reduce #9 [1732] float32 of group 0, called from train.py:97 in step",
+        "ranks 0, 2 wait for rank 1 in all_reduce #4 [1732] float32 of group 1, called from train.py:97 in step",
+    )
+
+
+def test_a_receive_that_nobody_sends_is_a_tie_of_the_two_who_should_agree() -> None:
+    receives = op(1, "recv", peer=0)
+    verdict = judge([rank(0, WAITS), rank(1, receives), rank(2, WAITS)])
+    assert (verdict.kind, verdict.tie) == (VerdictKind.DEADLOCK, ((0,), (1,)))
+
+
+def test_a_rank_with_a_message_on_its_way_may_be_in_work_wait_and_is_tied_not_blamed() -> None:
+    loose = op(1, "send", peer=0, site="train.py:50 in step")
+    verdict = judge([rank(0, WAITS), rank(1, BEFORE, loose, stack=OUTSIDE), rank(2, WAITS)])
+    assert (verdict.guilty, verdict.tie) == ((), ((0,), (1,)))
+
+
+def test_messages_are_matched_by_direction() -> None:
+    there = [op(n, "send", peer=1, done=True) for n in (1, 2)]
+    got_there = [op(n, "recv", peer=0, done=True) for n in (1, 2)]
+    back, got_back = op(1, "send", peer=0, done=True), op(1, "recv", peer=1, done=True)
+    waits = op(2, "recv", peer=1)
+    behind = rank(1, *got_there, back, stack=OUTSIDE)
+    verdict = judge([rank(0, *there, got_back, waits), behind, rank(2, BEFORE)])
+    assert (verdict.kind, verdict.guilty, verdict.op) == (VerdictKind.BEHIND, (1,), waits)
+    assert verdict.sentences[0].startswith("rank 1 did not send to rank 0 what it waits for; it is in load_batch")
+
+
+def test_all_in_the_same_collective_and_nothing_comes_out_is_the_network_between_hosts() -> None:
+    verdict = judge([rank(n, BEFORE, WAITS) for n in range(3)])
+    assert (verdict.kind, verdict.guilty, verdict.tie) == (VerdictKind.NETWORK, (), ())
+    assert "n0: rank 0; n1: rank 1; n2: rank 2" in verdict.sentences[-1]
+
+
+def test_all_in_the_same_collective_but_one_that_answers_no_question_is_that_one() -> None:
+    mute = rank(1, BEFORE, WAITS, answered=False, stacks=())
+    assert blame(rank(0, BEFORE, WAITS), mute, rank(2, BEFORE, WAITS)) == (VerdictKind.STOPPED, (1,))
+
+
+def test_a_rank_that_holds_the_interpreter_is_told_with_the_line_from_outside() -> None:
+    native = (
+        'Thread 0x00007f1 (most recent call first):\n  File "/home/me/beside.py", line 5 in wait\n\n'
+        'Thread 0x00007f0 (most recent call first):\n  File "/usr/lib/python3.11/re/__init__.py", line 9 in match\n'
+        '  File "/home/me/train.py", line 41 in parse\n'
+    )
+    held = rank(1, BEFORE, answered=False, stacks=(), native=native, state="R", cpu_seconds=1.0)
+    verdict = judge([rank(0, WAITS), held, rank(2, WAITS)])
+    assert (verdict.kind, verdict.guilty, verdict.site) == (VerdictKind.BEHIND, (1,), "train.py:41 in parse")
+    assert "does not answer: holds the interpreter lock" in verdict.sentences[0]
+
+
+def test_a_flag_left_over_does_not_excuse_a_rank_that_could_not_answer() -> None:
+    stale = op(8)  # nobody was there any more to write down that it is done
+    held = rank(1, stale, answered=False, stacks=(), native='  File "train.py", line 41 in parse\n', state="R")
+    assert blame(rank(0, BEFORE, WAITS), held, rank(2, BEFORE, WAITS)) == (VerdictKind.BEHIND, (1,))
+
+
+def test_what_a_rank_called_later_and_got_done_makes_an_old_flag_void() -> None:
+    held = rank(1, op(7), op(8, done=True), answered=False, stacks=(), state="S")
+    assert blame(rank(0, BEFORE, WAITS), held, rank(2, BEFORE, WAITS)) == (VerdictKind.BEHIND, (1,))
+
+
+def test_who_was_killed_from_outside_is_no_victim_whatever_its_log_says() -> None:
+    killed = rank(1, BEFORE, code=-9, words=LOST_PEER)
+    assert blame(rank(0, BEFORE, WAITS), killed, rank(2, BEFORE, WAITS)) == (VerdictKind.DIED, (1,))
+
+
+def test_who_died_by_itself_is_named_before_those_who_lost_it() -> None:
+    victims = [rank(n, BEFORE, WAITS, code=1, words=LOST_PEER) for n in (0, 2)]
+    verdict = judge([victims[0], rank(1, BEFORE, code=-9), victims[1]])
+    assert (verdict.kind, verdict.guilty) == (VerdictKind.DIED, (1,))
+    assert "killed by SIGKILL; last it called all_reduce #8" in verdict.sentences[0]
+
+
+def test_victims_alone_point_at_the_rank_that_still_hangs() -> None:
+    victims = [rank(n, BEFORE, WAITS, code=1, words="Timed out waiting 10000ms for recv") for n in (0, 2)]
+    assert blame(victims[0], rank(1, BEFORE, stack=OUTSIDE), victims[1]) == (VerdictKind.BEHIND, (1,))
+
+
+def test_a_lost_node_is_named_with_its_host() -> None:
+    verdict = judge([rank(0, WAITS), rank(1, lost=True), rank(2, WAITS)])
+    assert (verdict.kind, verdict.guilty) == (VerdictKind.DIED, (1,))
+    assert verdict.sentences[0].startswith("rank 1 was lost with its node, n1")
+
+
+def test_models_of_other_sizes_are_a_mismatch_of_the_minority() -> None:
+    words = (
+        "RuntimeError: DDP expects same model across all ranks, but Rank {} has {} params, while rank {} has {} params"
+    )
+    assert blame(*(
+        rank(n, code=1, words=words.format(n, own, other, 4)) for n, own, other in ((0, 4, 1), (1, 6, 0), (2, 4, 1))
+    )) == (VerdictKind.MISMATCH, (1,))  # fmt: skip
+
+
+MEETING = (Frame("torch/distributed/rendezvous.py", 200, "_env_rendezvous_handler"), Frame("train.py", 27, "main"))
+LATE = (Frame("train.py", 26, "main"),)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_before_the_first_collective_who_stands_elsewhere_than_those_who_wait_has_not_met(size: int) -> None:
+    ranks = [rank(n, stack=LATE if n == 1 else MEETING, groups={}, step=0) for n in range(size)]
+    verdict = judge(ranks)
+    assert (verdict.kind, verdict.guilty, verdict.site) == (VerdictKind.NOT_MET, (1,), "train.py:26 in main")
+
+
+def test_without_a_word_of_waiting_the_minority_by_place_has_not_met() -> None:
+    ranks = [rank(n, stack=LATE if n == 1 else OUTSIDE, groups={}) for n in range(3)]
+    assert blame(*ranks) == (VerdictKind.NOT_MET, (1,))
+
+
+def test_everybody_at_another_place_and_nothing_called_is_unknown_with_all_places() -> None:
+    ranks = [rank(n, stack=(Frame("train.py", 10 + n, "main"),), groups={}) for n in range(3)]
+    verdict = judge(ranks)
+    assert (verdict.kind, verdict.guilty, verdict.tie) == (VerdictKind.UNKNOWN, (), ())
+    assert [f"train.py:{10 + n}" in verdict.sentences[n] for n in range(3)] == [True] * 3
+
+
+def test_a_world_of_one_is_to_blame_for_its_own_hang() -> None:
+    loader = (LoaderWorker(0, 90, 40, 2, "S"),)
+    alone = rank(0, stack=OUTSIDE, phase=Phase.DATA, loaders=loader, groups={})
+    assert blame(alone) == (VerdictKind.LOADER, (0,))
+    assert blame(rank(0, stack=OUTSIDE, groups={}))[1] == (0,)
+
+
+def test_a_thousand_ranks_are_judged_within_seconds() -> None:
+    world = {"0": tuple(range(1000))}
+    ranks = [rank(n, BEFORE, *([] if n == 77 else [WAITS]), groups=world) for n in range(1000)]
+    ranks[77] = rank(77, BEFORE, op(1, group="7"), groups=world | {"7": tuple(range(1000))})
+    verdict = judge(ranks)
+    assert (verdict.kind, verdict.guilty) == (VerdictKind.DEADLOCK, (77,))

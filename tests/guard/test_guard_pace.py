@@ -1,0 +1,223 @@
+"""When is a run said to stand still? The clock is a number here: `Pace` never looks at one itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.contract.evidence import Phase
+from paceline.contract.windows import Windows
+from paceline.errors import UsageError
+from paceline.guard.pace import Alarm, Pace, RankPace
+
+
+def ranks(
+    still_seconds: float, *, step: int = 50, phases: Iterable[Phase] = (Phase.SYNC, Phase.FORWARD), waiting: bool = True
+) -> list[RankPace]:
+    """The last of `phases` is that of the rank for which the others wait."""
+    phases = list(phases)
+    return [
+        RankPace(n, still_seconds, phase, step, waiting and n < len(phases) - 1, stepped=step > 0)
+        for n, phase in enumerate(phases)
+    ]
+
+
+class Clock:
+    """Calls a pace every half second, as an agent does."""
+
+    def __init__(self, text: str = "auto") -> None:
+        self.pace, self.now = Pace(Windows.parse(text)), 0.0
+
+    def steps(self, count: int, gap_seconds: float, **settings: object) -> None:
+        """Make so many healthy steps, each of which takes so long."""
+        for step in range(count):
+            assert self.stand(gap_seconds, step=step, warned=True, **settings) is None
+
+    def stand(self, seconds: float, *, warned: bool = False, **settings: object) -> tuple[Alarm, float] | None:
+        """Stand still; the first alarm, and after how long. `warned`: warnings are no matter."""
+        began = self.now
+        while self.now < began + seconds:
+            alarm = self.pace.see(self.now, ranks(self.now - began, **settings))  # type: ignore[arg-type]
+            if alarm is not None and not (warned and alarm.kind == "warn"):
+                return alarm, self.now - began
+            self.now += 0.5
+        return None
+
+
+def first_stall(clock: Clock, **settings: object) -> float:
+    """After how many seconds a run that does not move any more is said to stand still."""
+    found = clock.stand(10000.0, warned=True, **settings)
+    assert found is not None
+    return found[1]
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds", "off"),
+    [("auto", None, False), ("off", None, True), ("30", 30.0, False), ("7.5", 7.5, False), ("30s", 30.0, False),
+     (" 5 ", 5.0, False), ("AUTO", None, False)],
+)  # fmt: skip
+def test_what_a_user_may_say(text: str, seconds: float | None, off: bool) -> None:
+    assert Windows.parse(text) == Windows(seconds, off)
+
+
+@pytest.mark.parametrize("text", ["0", "-3", "abc", "nan", "inf", "", "1e9", "5m", "0.0", "99999999", "٣", "5 5"])
+def test_what_a_user_may_not_say_is_answered_with_the_choices(text: str) -> None:
+    with pytest.raises(UsageError, match=r"auto, off, or a number of seconds above 0 .*got") as caught:
+        Windows.parse(text)
+    assert repr(text) in str(caught.value)
+
+
+def test_after_the_first_steps_the_window_is_five_times_the_longest_gap() -> None:
+    clock = Clock()
+    clock.steps(20, 4.0)
+    assert first_stall(clock, step=20) == pytest.approx(20.0, abs=1.0)
+
+
+def test_a_fast_run_has_a_window_of_ten_seconds_and_a_slow_one_of_300() -> None:
+    fast, slow = Clock(), Clock()
+    fast.steps(20, 0.5)
+    assert first_stall(fast, step=20) == pytest.approx(10.0, abs=1.0)
+    slow.steps(12, 90.0)
+    assert first_stall(slow, step=20) == pytest.approx(300.0, abs=1.0)
+
+
+def test_a_warning_comes_once_at_half_of_the_window_and_the_alarm_again_after_each_further_one() -> None:
+    clock = Clock("8")
+    clock.steps(3, 1.0)
+    alarms: list[tuple[str, float]] = []
+    began = clock.now
+    while clock.now < began + 25:
+        if alarm := clock.pace.see(clock.now, ranks(clock.now - began)):
+            alarms.append((alarm.kind, clock.now - began))
+        clock.now += 0.5
+    assert alarms == [("warn", 4.0), ("stall", 8.0), ("stall", 16.0), ("stall", 24.0)]
+
+
+def test_every_standstill_is_warned_of_by_itself() -> None:
+    clock = Clock("8")
+    clock.steps(3, 1.0)
+    for _ in range(2):
+        found = clock.stand(6.0)
+        assert found is not None and found[0].kind == "warn"
+        clock.now += 0.5
+
+
+@pytest.mark.parametrize("phase", [Phase.INIT, Phase.EVALUATE, Phase.CHECKPOINT, Phase.CLOSE])
+def test_long_phases_have_long_windows(phase: Phase) -> None:
+    for text, seconds in (("auto", 300.0), ("5", 60.0), ("30", 120.0)):
+        clock = Clock(text)
+        clock.steps(20, 0.5)
+        assert first_stall(clock, phases=(Phase.SYNC, phase)) == pytest.approx(seconds, abs=1.0)
+
+
+def test_a_long_phase_that_has_once_taken_longer_gets_five_times_that() -> None:
+    clock = Clock()
+    clock.steps(20, 0.5)
+    assert clock.stand(100.0, phases=(Phase.SYNC, Phase.EVALUATE)) is None
+    clock.steps(2, 0.5)
+    assert first_stall(clock, phases=(Phase.SYNC, Phase.EVALUATE)) == pytest.approx(500.0, abs=2.0)
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("auto", 300.0), ("5", 60.0)])
+def test_the_first_step_may_compile(text: str, seconds: float) -> None:
+    clock = Clock(text)
+    assert first_stall(clock, step=0) == pytest.approx(seconds, abs=1.0)
+
+
+def test_the_first_step_of_a_resumed_run_may_compile_too() -> None:
+    pace = Pace(Windows.parse("5"))
+    for second in range(50):
+        waits = RankPace(0, float(second), Phase.SYNC, 1000, waiting=True, stepped=False)
+        compiles = RankPace(1, float(second), Phase.BACKWARD, 1000, waiting=False, stepped=False)
+        assert pace.see(float(second), [waits, compiles]) in (None, Alarm("warn", 30.0, 60.0))
+
+
+def test_a_hang_at_the_first_step_that_anybody_sees_has_the_short_window_if_a_step_is_done() -> None:
+    # steps of 20 ms: when the agent first looks, three are over, and the fourth hangs
+    assert first_stall(Clock("5"), step=3) == pytest.approx(5.0, abs=1.0)
+
+
+def test_a_script_that_says_nothing_of_itself_has_five_minutes_or_what_the_user_says() -> None:
+    phases = (Phase.USER, Phase.USER)
+    assert first_stall(Clock(), phases=phases, step=0) == pytest.approx(300.0, abs=1.0)
+    assert first_stall(Clock("5"), phases=phases, step=0) == pytest.approx(5.0, abs=1.0)
+
+
+def test_a_script_in_which_nobody_waits_is_left_alone() -> None:
+    assert Clock("5").stand(500.0, phases=(Phase.USER, Phase.USER), waiting=False) is None
+
+
+def test_ranks_that_all_compute_are_left_alone_but_not_those_that_wait_for_data() -> None:
+    clock = Clock("5")
+    clock.steps(5, 1.0)
+    assert clock.stand(100.0, phases=(Phase.FORWARD, Phase.FORWARD), waiting=False) is None
+    clock.steps(5, 1.0)
+    assert first_stall(clock, phases=(Phase.DATA,), waiting=False) == pytest.approx(5.0, abs=1.0)
+
+
+def test_data_has_a_higher_floor_than_the_other_parts_of_a_step() -> None:
+    clock = Clock()
+    clock.steps(20, 0.5)
+    assert first_stall(clock, phases=(Phase.SYNC, Phase.DATA)) == pytest.approx(30.0, abs=1.0)
+
+
+def test_one_rank_that_moves_is_enough() -> None:
+    pace = Pace(Windows.parse("5"))
+    for second in range(100):
+        moving = [
+            RankPace(0, float(second), Phase.SYNC, 9, True, True),
+            RankPace(1, 0.2, Phase.FORWARD, 9, False, True),
+        ]
+        assert pace.see(float(second), moving) is None
+
+
+def test_off_says_nothing() -> None:
+    assert Clock("off").stand(100000.0 / 50) is None
+
+
+def test_who_was_suspended_begins_to_count_anew() -> None:
+    clock = Clock("8")
+    clock.steps(3, 1.0)
+    assert clock.stand(3.0) is None
+    suspended_seconds = 3600.0
+    clock.now += suspended_seconds
+    began = clock.now
+    while clock.now < began + 3.5:  # ages that count the sleep, too
+        assert clock.pace.see(clock.now, ranks(clock.now - began + suspended_seconds)) is None
+        clock.now += 0.5
+
+
+def test_a_number_shorter_than_a_healthy_step_is_said_once() -> None:
+    clock = Clock("5")
+    clock.steps(5, 1.0)
+    assert clock.pace.notice == ""
+    for _ in range(2):
+        assert clock.stand(7.0, phases=(Phase.FORWARD, Phase.FORWARD), waiting=False) is None
+    clock.steps(1, 1.0)
+    assert "--stall-after 5 is shorter than a healthy step" in clock.pace.notice
+    clock.pace.notice = ""
+    assert clock.stand(7.0, phases=(Phase.FORWARD, Phase.FORWARD), waiting=False) is None
+    clock.steps(1, 1.0)
+    assert clock.pace.notice == ""
+
+
+@settings(max_examples=100, derandomize=True, deadline=None)
+@given(st.lists(st.floats(0.5, 40.0), min_size=8, max_size=40))
+def test_no_alarm_while_no_gap_is_five_times_as_long_as_those_before(gaps: list[float]) -> None:
+    clock = Clock()
+    largest = 0.0
+    for step, gap in enumerate(gaps):
+        if step >= 5 and gap >= 5 * max(largest - 0.5, 2.0):  # what is seen of a gap is rounded down
+            continue
+        assert clock.stand(gap, step=step, warned=True) is None
+        largest = max(largest, gap if step else 0.0)
+
+
+@pytest.mark.parametrize("gap_seconds", [20.0, 59.0])
+def test_a_run_of_slow_steps_is_not_taken_for_a_fast_one_when_its_first_steps_are_over(gap_seconds: float) -> None:
+    clock = Clock()
+    clock.steps(12, gap_seconds, phases=(Phase.FORWARD, Phase.SYNC))
+    assert first_stall(clock, step=12, phases=(Phase.SYNC, Phase.DATA)) == pytest.approx(5 * gap_seconds, abs=3.0)

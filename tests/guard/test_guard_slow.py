@@ -1,0 +1,98 @@
+"""Who slows a run down: from made-up times of phases to one sentence, or none."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from paceline.contract.evidence import Phase
+from paceline.guard.pulse import Pulse
+from paceline.guard.slow import Slowness, slow_network, slow_rank
+
+HOSTS = {0: "n1", 1: "n2", 2: "n3", 3: "n4"}
+
+
+def times(**seconds: float) -> tuple[float, ...]:
+    return tuple(seconds.get(phase.word, 0.0) for phase in Phase)
+
+
+HEALTHY = times(data=0.01, forward=0.04, backward=0.05, optimizer=0.01, sync=0.01)
+
+
+class Ranks:
+    """Ranks that take steps, each of them as long as is said."""
+
+    def __init__(self, ranks: int, step: int = 0) -> None:
+        self.step, self.spent = step, {rank: times() for rank in range(ranks)}
+
+    def said(self, slowness: Slowness, per_step: Sequence[tuple[float, ...]], steps: int = 100) -> list[str]:
+        """What is said while all take so many steps."""
+        words: list[str] = []
+        for _ in range(steps):
+            self.step += 1
+            for rank, more in enumerate(per_step):
+                self.spent[rank] = tuple(a + b for a, b in zip(self.spent[rank], more, strict=True))
+            words.append(slowness.see(self.pulses()))
+        return [sentence for sentence in words if sentence]
+
+    def pulses(self, phase: Phase = Phase.SYNC) -> list[Pulse]:
+        return [Pulse(rank, 0.0, phase, self.step, False, True, spent) for rank, spent in self.spent.items()]
+
+
+def test_a_rank_whose_data_comes_late_is_named_with_host_and_phase() -> None:
+    waiting = times(data=0.01, forward=0.04, backward=0.05, optimizer=0.01, sync=0.51)
+    late = times(data=0.52, forward=0.04, backward=0.05, optimizer=0.01)
+    found = slow_rank({0: waiting, 1: late, 2: waiting}, HOSTS)
+    assert found is not None
+    assert found[1] == "rank 1 (n2) is slow: 0.62 s of its own work a step, the others 0.11 s; most of it in data"
+
+
+def test_a_late_rank_is_named_where_the_others_wait_within_their_backward_pass() -> None:
+    """DDP waits for its buckets there: all ranks seem to work equally long."""
+    waiting = times(data=0.01, forward=0.04, backward=0.56, optimizer=0.01)
+    late = times(data=0.52, forward=0.04, backward=0.05, optimizer=0.01)
+    for spent in ({0: waiting, 1: late}, {0: waiting, 1: late, 2: waiting}):
+        found = slow_rank(spent, HOSTS)
+        assert found is not None
+        assert found[1].startswith("rank 1 (n2) is slow: 0.57 s") and found[1].endswith("most of it in data")
+
+
+def test_equal_ranks_and_differences_of_milliseconds_are_not_told() -> None:
+    a_little = times(data=0.02, forward=0.04, backward=0.06, optimizer=0.01)  # 1.18 times the others
+    fast, noisy = times(forward=0.001, backward=0.001), times(forward=0.004, backward=0.004)  # 4 times, of nothing
+    assert slow_rank({0: HEALTHY, 1: HEALTHY, 2: HEALTHY}, HOSTS) is None
+    assert slow_rank({0: HEALTHY, 1: a_little, 2: HEALTHY}, HOSTS) is None
+    assert slow_rank({0: fast, 1: noisy, 2: fast}, HOSTS) is None
+
+
+def test_where_everybody_waits_it_is_the_network() -> None:
+    waits = times(forward=0.05, backward=0.05, sync=0.4)
+    found = slow_network({0: waits, 1: times(forward=0.05, backward=0.05, sync=0.3)})
+    assert found is not None and "at least 0.30 s a step" in found[1]
+    assert slow_network({0: waits, 1: times(forward=0.05, backward=0.05, sync=0.05)}) is None, "one does not wait"
+    assert slow_network({0: times(sync=0.02), 1: times(sync=0.02)}) is None, "20 ms a step is no slow network"
+
+
+def test_it_is_said_once_and_again_only_when_it_has_become_half_as_bad_again() -> None:
+    slow = times(data=0.3, forward=0.04, backward=0.05, optimizer=0.01)
+    ranks, slowness = Ranks(2), Slowness(HOSTS)
+    assert len(ranks.said(slowness, [HEALTHY, slow])) == 1
+    assert not ranks.said(slowness, [HEALTHY, tuple(1.2 * seconds for seconds in slow)])
+    assert len(ranks.said(slowness, [HEALTHY, tuple(2.0 * seconds for seconds in slow)])) == 1
+
+
+def test_the_first_steps_of_a_start_do_not_count() -> None:
+    ranks, slowness = Ranks(2, step=1000), Slowness(HOSTS)
+    slowness.see(ranks.pulses(Phase.INIT))
+    assert not ranks.said(slowness, [HEALTHY, times(data=30.0)], steps=5)  # compiles
+    assert not ranks.said(slowness, [HEALTHY, HEALTHY])
+
+
+def test_scripts_which_say_no_phases_are_not_judged() -> None:
+    ranks, slowness = Ranks(2), Slowness(HOSTS)
+    for _ in range(100):
+        ranks.said(Slowness(HOSTS), [HEALTHY, times(data=1.0)], steps=1)
+        assert slowness.see(ranks.pulses(Phase.USER)) == ""
+
+
+def test_one_rank_alone_is_never_slow() -> None:
+    assert not Ranks(1).said(Slowness(HOSTS), [times(data=1.0)])

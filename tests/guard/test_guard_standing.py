@@ -1,0 +1,100 @@
+"""Before anybody is accused: does the run really stand still?"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from paceline.contract.evidence import Evidence, Frame, Op, Phase, Stack, Verdict, VerdictKind
+from paceline.contract.windows import Windows
+from paceline.guard.pace import Alarm
+from paceline.guard.pulse import Pulse
+from paceline.guard.standing import paces, stands_still, to_free
+
+ALARM = Alarm("stall", 5.0, 5.0)
+FIVE = Windows.parse("5")
+WAITS = Op("0", 3, "all_reduce", shape="[8]")
+DONE = Op("0", 2, "all_reduce", shape="[8]", done=True)
+
+
+def rank(number: int, *ops: Op, still_seconds: float = 5.2, **known: Any) -> Evidence:
+    return Evidence(number, "n1", 100 + number, still_seconds=still_seconds, ops=ops, answered=True, **known)
+
+
+def test_who_waits_in_a_collective_makes_a_standstill() -> None:
+    assert stands_still([rank(0, DONE, WAITS), rank(1, DONE)], ALARM, FIVE)
+
+
+def test_ranks_that_are_busy_by_themselves_do_not_stand_still() -> None:
+    """A script that computes for an hour between two collectives."""
+    assert not stands_still([rank(0, DONE), rank(1, DONE)], ALARM, FIVE)
+
+
+def test_a_script_may_compute_for_half_an_hour_while_others_wait_unless_the_user_has_said_how_long() -> None:
+    alarm, auto = Alarm("stall", 300.0, 300.0), Windows.parse("auto")
+    waits = rank(0, DONE, WAITS, still_seconds=301.0)
+    busy = rank(1, DONE, still_seconds=301.0, cpu_seconds=0.98)
+    assert not stands_still([waits, busy], alarm, auto)
+    assert stands_still([waits, busy], Alarm("stall", 1800.0, 1800.0), auto) is False, "it has moved since"
+    assert stands_still([waits, rank(1, DONE, still_seconds=301.0)], alarm, auto), "it only sleeps"
+    assert stands_still([waits, busy], alarm, FIVE)
+
+
+def test_who_has_moved_since_the_alarm_does_not_stand_still() -> None:
+    assert not stands_still([rank(0, DONE, WAITS), rank(1, DONE, still_seconds=0.4)], ALARM, FIVE)
+
+
+def test_a_rank_that_has_ended_is_not_asked_whether_it_moves() -> None:
+    assert stands_still([rank(0, DONE, WAITS), rank(1, DONE, still_seconds=0.0, code=0)], ALARM, FIVE)
+
+
+def test_a_hanging_loader_of_one_rank_alone_is_a_standstill() -> None:
+    assert stands_still([rank(0, phase=Phase.DATA)], ALARM, FIVE)
+    assert not stands_still([rank(0, phase=Phase.FORWARD)], ALARM, FIVE)
+
+
+def test_before_the_first_collective_a_busy_rank_has_time_to_import() -> None:
+    """Its slow disk or busy machine is no fault; a sleeping one is."""
+    meeting = Stack("main", (Frame("torch/distributed/rendezvous.py", 9, "_create_c10d_store"),))
+    early = rank(0, stacks=(meeting,), state="S")
+    assert stands_still([early, rank(1, state="S")], ALARM, FIVE)
+    assert not stands_still([early, rank(1, state="R", cpu_seconds=0.9)], ALARM, FIVE)
+    assert not stands_still([early, rank(1, state="D")], ALARM, FIVE)
+    verifies = rank(0, WAITS)  # the first of all is in DDP's constructor already
+    assert not stands_still([verifies, rank(1, state="R", cpu_seconds=0.9)], ALARM, FIVE)
+    assert stands_still([verifies, rank(1, DONE, state="R", cpu_seconds=0.9)], ALARM, FIVE), "it has met the others"
+    minute = Alarm("stall", 60.0, 60.0)
+    late = [early, rank(1, state="R", cpu_seconds=0.9, still_seconds=61.0)]
+    assert stands_still([rank(0, stacks=(meeting,), still_seconds=61.0), late[1]], minute, FIVE)
+
+
+def test_importing_a_part_of_torch_is_no_waiting_wherever_it_lies() -> None:
+    """DDP's first use imports torch.distributed.tensor, and the compiler with it, for seconds."""
+    files = ("torch/distributed/tensor/_ops/single_dim_strategy.py", "torch/distributed/tensor/__init__.py")
+    importing = Stack("main", (Frame(files[0], 526, "_schema_args_match"), Frame(files[1], 4, "<module>")))
+    waiting = Stack("main", (Frame("torch/distributed/c10d.py", 9, "all_reduce"), Frame("train.py", 3, "<module>")))
+    assert not stands_still([rank(n, stacks=(importing,), state="R", cpu_seconds=0.4) for n in (0, 1)], ALARM, FIVE)
+    assert stands_still([rank(0, stacks=(waiting,)), rank(1, state="S")], ALARM, FIVE)
+
+
+def pulse(phase: Phase, *, met: bool) -> Pulse:
+    return Pulse(0, 3.0, phase, 0, False, met, tuple(0.0 for _ in Phase))
+
+
+def test_scripts_may_wait_where_nothing_shows_it_but_a_script_alone_for_whom() -> None:
+    ranks = [pulse(Phase.USER, met=True), pulse(Phase.INIT, met=False), pulse(Phase.EVALUATE, met=True)]
+    assert [pace.waiting for pace in paces(ranks, 3)] == [True, True, False]
+    assert not any(pace.waiting for pace in paces(ranks[:1], 1))
+
+
+def test_a_script_begins_until_its_first_collective() -> None:
+    """Importing torch may take as long as it likes to: windows of the user's are for steps."""
+    met, not_met = pulse(Phase.USER, met=True), pulse(Phase.USER, met=False)
+    assert {pace.phase for pace in paces([not_met, not_met], 2)} == {Phase.INIT}
+    assert {pace.phase for pace in paces([met, not_met], 2)} == {Phase.USER}
+
+
+def test_only_the_innocent_are_freed_unless_the_guilty_wait_too() -> None:
+    ranks = [rank(0, WAITS), rank(1), rank(2, WAITS), rank(3, code=-9)]
+    assert to_free(Verdict(VerdictKind.BEHIND, guilty=(1,)), ranks) == (0, 2)
+    assert to_free(Verdict(VerdictKind.MISMATCH, guilty=(1,)), ranks) == (0, 1, 2)
+    assert to_free(Verdict(VerdictKind.NETWORK), ranks) == (0, 1, 2)

@@ -1,0 +1,207 @@
+"""What a user reads of a stall: the page, the warning, the folder."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from paceline.contract.evidence import Evidence, Frame, LoaderWorker, Op, Phase, Stack, Verdict, VerdictKind
+from paceline.errors import UsageError
+from paceline.guard.judge import judge
+from paceline.guard.pace import RankPace
+from paceline.guard.story import (
+    MAX_COLUMNS,
+    MAX_LINES,
+    describe,
+    page,
+    read_verdict,
+    same_verdict,
+    warning,
+    write_verdict,
+)
+from paceline.guard.wording import named, numbers
+
+OP = Op("0", 9876, "all_reduce", "bucket 3", "[1732]", "float32", "train.py:97 in step")
+ESCAPES = "\x1b[2Jpwned\x1b]0;title\x07\r\n\x9b31m\u202e"
+
+
+def rank(number: int, *, stuck: bool = False, **changes: Any) -> Evidence:
+    stack = (Frame("train.py", 88, "load_batch"),) if stuck else (Frame("torch/distributed/x.py", 1, "all_reduce"),)
+    usual: dict[str, Any] = {
+        "host": f"node{number}", "state": "S", "answered": True, "step": 1234, "ops": () if stuck else (OP,),
+        "groups": {"0": (0, 1, 2, 3)}, "stacks": (Stack("main", stack),), "still_seconds": 12.4,
+    }  # fmt: skip
+    return Evidence(rank=number, pid=4709 + number, **(usual | changes))
+
+
+STALLED = [rank(0), rank(1), rank(2, stuck=True), rank(3)]
+
+
+def told(verdict: Verdict, evidence: list[Evidence] = STALLED, folder: str = "runs/a/attempt-1/verdict-1") -> list[str]:
+    lines = page(verdict, evidence, waited_seconds=12.4, folder=folder, run="runs/a").split("\n")
+    assert len(lines) <= MAX_LINES
+    return lines
+
+
+def test_the_page_of_a_stall_reads_as_the_documentation_promises() -> None:
+    assert told(judge(STALLED)) == [
+        "STALL after 12.4 s at step 1234 (world 4). GUILTY: rank 2 (node2, pid 4711)",
+        "  rank 2 did not enter all_reduce #9876 'bucket 3' [1732] float32;"
+        " it is in load_batch at train.py:88, state S",
+        "  ranks 0, 1, 3 wait in it, called from train.py:97 in step"
+        "          all stacks: runs/a/attempt-1/verdict-1/    details: paceline hang runs/a",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("verdict", "headline"),
+    [
+        (Verdict(VerdictKind.BEHIND, (0, 2)), "STALL when. GUILTY: ranks 0, 2 (node0, node2, pids 4709, 4711)"),
+        (Verdict(VerdictKind.MISMATCH, (1,)), "MISMATCH when. GUILTY: rank 1 (node1, pid 4710)"),
+        (Verdict(VerdictKind.DEADLOCK, (1,)), "DEADLOCK when. GUILTY: rank 1 (node1, pid 4710)"),
+        (Verdict(VerdictKind.LEFT, (1,)), "LEFT when. GUILTY: rank 1 (node1, pid 4710)"),
+        (Verdict(VerdictKind.NETWORK), "NETWORK when. Nobody can be blamed"),
+        (Verdict(VerdictKind.UNKNOWN), "STALL when. Nobody can be blamed"),
+        (
+            Verdict(VerdictKind.LEFT, (), ((0,), (1, 2))),
+            "RANKS DISAGREE: rank 0 against ranks 1, 2 when; one of them is wrong",
+        ),
+        (Verdict(VerdictKind.BEHIND, (0, 1, 2, 3)), "STALL when. GUILTY: ranks 0-3 (node0, node1, node2, ...)"),
+        (Verdict(VerdictKind.BEHIND, (9,)), "STALL when. GUILTY: rank 9"),
+    ],
+    ids=["two", "mismatch", "deadlock", "left", "network", "unknown", "tie", "many", "nobody knows it"],
+)  # fmt: skip
+def test_the_first_line_names_the_guilty_or_says_that_nobody_is_blamed(verdict: Verdict, headline: str) -> None:
+    assert told(verdict)[0] == headline.replace("when", "after 12.4 s (world 4)")
+
+
+def test_a_long_page_is_cut_and_says_so_but_the_way_to_the_rest_stays() -> None:
+    verdict = Verdict(VerdictKind.BEHIND, (2,), sentences=tuple(f"sentence {n} " + "x" * 500 for n in range(40)))
+    lines = told(verdict, folder="/" + "long/" * 60)
+    assert len(lines) == MAX_LINES
+    assert lines[-2] == f"  ... {1 + 40 * 2 - 13} more lines: verdict.json"  # 40 sentences of two lines each
+    assert lines[-1].startswith("  all stacks: /long/") and lines[-1].endswith("details: paceline hang runs/a")
+    assert all(len(line) <= MAX_COLUMNS for line in lines[:-1])
+
+
+@pytest.mark.parametrize("count", range(11, 17))
+@pytest.mark.parametrize("folder", ["f", "/" + "long/" * 60], ids=["beside", "below"])
+def test_no_page_is_longer_than_15_lines(count: int, folder: str) -> None:
+    lines = told(Verdict(VerdictKind.BEHIND, (2,), sentences=("x",) * count), folder=folder)
+    assert len(lines) <= MAX_LINES and "paceline hang" in lines[-1]
+
+
+def test_what_a_rank_has_written_does_not_steer_the_terminal() -> None:
+    hostile = rank(2, stuck=True, host=ESCAPES, stacks=(Stack("main", (Frame(ESCAPES, 88, ESCAPES),)),), words="")
+    hostile = msgspec.structs.replace(hostile, ops=(Op(ESCAPES, 1, ESCAPES, ESCAPES, ESCAPES, ESCAPES, ESCAPES),))
+    evidence = [rank(0), hostile]
+    text = "\n".join(told(judge(evidence), evidence, ESCAPES)) + describe(hostile)
+    assert all(char.isprintable() or char == "\n" for char in text)
+    assert "pwned" in text
+
+
+def test_ranks_are_listed_in_runs() -> None:
+    assert numbers([7, 0, 1, 3, 4, 5, 6, 9, 9]) == "0, 1, 3-7, 9"
+    assert (named([2]), named({3, 2})) == ("rank 2", "ranks 2, 3")
+
+
+def test_a_warning_names_those_for_whom_the_others_wait() -> None:
+    ranks = [RankPace(n, 6.2, Phase.DATA if n == 2 else Phase.SYNC, 1234, waiting=n != 2) for n in range(4)]
+    assert warning(ranks, still_seconds=6.2, window_seconds=12.4) == (
+        "nothing has moved for 6.2 s at step 1234, the others wait for rank 2, in data; a stall after 12.4 s"
+    )
+
+
+def test_a_warning_where_all_wait_accuses_nobody() -> None:
+    ranks = [RankPace(n, 6.2, Phase.SYNC, 0, waiting=True) for n in range(4)]
+    assert warning(ranks, still_seconds=6.2, window_seconds=12.4) == (
+        "nothing has moved for 6.2 s, in sync; a stall after 12.4 s"
+    )
+
+
+def test_what_was_written_is_read_again_and_is_for_its_owner_alone(tmp_path: Path) -> None:
+    verdict, folder = judge(STALLED), tmp_path / "verdict-1"
+    write_verdict(folder, verdict, STALLED, waited_seconds=12.4)
+    found = read_verdict(folder)
+    assert (found.verdict, list(found.evidence), found.waited_seconds) == (verdict, STALLED, 12.4)
+    assert sorted(path.name for path in folder.iterdir()) == [*(f"rank-{n}.txt" for n in range(4)), "verdict.json"]
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == {0o600}
+    text = (folder / "rank-2.txt").read_text()
+    assert text.startswith("rank 2 (node2, pid 4711), 1234 steps done\nit has not moved for 12.4 s: in load_batch")
+
+
+def test_a_folder_that_exists_is_never_written_into(tmp_path: Path) -> None:
+    (tmp_path / "victim").mkdir()
+    (tmp_path / "verdict-1").symlink_to(tmp_path / "victim")
+    with pytest.raises(FileExistsError):
+        write_verdict(tmp_path / "verdict-1", judge(STALLED), STALLED, waited_seconds=1.0)
+    assert not list((tmp_path / "victim").iterdir())
+
+
+def test_a_verdict_that_cannot_be_written_as_a_whole_is_not_there(tmp_path: Path) -> None:
+    strange = [STALLED[0], msgspec.structs.replace(STALLED[1], rank="/no/1")]  # its file cannot be made
+    with pytest.raises(FileNotFoundError):
+        write_verdict(tmp_path / "verdict-1", judge(STALLED), strange, waited_seconds=1.0)
+    with pytest.raises(UsageError, match=r"verdict\.json cannot be read"):
+        read_verdict(tmp_path / "verdict-1")
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b'{"format": "paceline-verdict", "version": 2}', "version 2; this paceline reads version 1"),
+        (b'{"format": "somebody else\'s", "version": 1}', "no verdict of paceline's"),
+        (b'{"format": "paceline-verdict", "version": 1, "verdict": 3}', "no verdict of paceline's, or damaged"),
+        (b'{"format": "paceline-ver', "no verdict of paceline's, or damaged"),
+        (b"[" * 100_000, "no verdict of paceline's, or damaged"),
+        (b"", "no verdict of paceline's, or damaged"),
+    ],
+    ids=["newer", "foreign", "wrong type", "torn", "deep", "empty"],
+)
+def test_a_file_of_another_version_or_of_somebody_else_is_refused_in_words(
+    tmp_path: Path, content: bytes, words: str
+) -> None:
+    (tmp_path / "verdict.json").write_bytes(content)
+    with pytest.raises(UsageError) as caught:
+        read_verdict(tmp_path)
+    assert words in str(caught.value)
+
+
+def test_a_verdict_behind_a_link_is_not_followed(tmp_path: Path) -> None:
+    write_verdict(tmp_path / "real", judge(STALLED), STALLED, waited_seconds=1.0)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "verdict.json").symlink_to(tmp_path / "real" / "verdict.json")
+    with pytest.raises(UsageError, match="cannot be read"):
+        read_verdict(tmp_path / "other")
+
+
+def test_a_pipe_in_its_place_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "verdict.json")
+    with pytest.raises(UsageError, match="is not a plain file"):
+        read_verdict(tmp_path)
+
+
+def test_the_same_stall_at_the_same_step_is_the_same_verdict_whatever_its_number() -> None:
+    verdict = judge(STALLED)
+    again = msgspec.structs.replace(verdict, op=msgspec.structs.replace(OP, seq=12), sentences=("other words",))
+    assert same_verdict(verdict, again)
+    for other in ({"step": 1235}, {"guilty": (1,)}, {"site": "train.py:5 in f"}, {"kind": VerdictKind.STOPPED}):
+        assert not same_verdict(verdict, msgspec.structs.replace(verdict, **other))
+    assert not same_verdict(verdict, msgspec.structs.replace(verdict, op=msgspec.structs.replace(OP, name="bucket 4")))
+
+
+def test_all_that_is_known_of_a_rank_stands_in_its_description() -> None:
+    loader = LoaderWorker(1, 4801, 412, 3, "T")
+    one = rank(2, loaders=(loader,), native="Thread 0x1:\n  File x", phase=Phase.DATA)
+    text = describe(one)
+    for words in ("in flight  group 0  all_reduce #9876 'bucket 3'", "thread main", "torch/distributed/x.py:1",
+                  "works on sample 412 of epoch 3, state T", "by faulthandler", "phase data"):  # fmt: skip
+        assert words in text
+    assert "exit code 3" in describe(rank(0, code=3)) and "signal 9" in describe(rank(0, code=-9))
+    assert describe(rank(0, lost=True)).split("\n")[1] == "lost with its node"

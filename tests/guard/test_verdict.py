@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from paceline.contract.failure import Failure
+from paceline.guard.deaths import Observation
+from paceline.guard.verdict import MAX_LINES, tell
+from paceline.observe.terminal import LiveFilter, clean
+
+
+def seen(rank: int, code: int | None, *, words: str = "", traceback: str = "", log: str = "", victim: bool = False):
+    record = Failure(rank, "node7", 40 + rank, 1, "ValueError", words, traceback, victim, 1.0) if words else None
+    return Observation(rank, "node7", 40 + rank, code, 1.0, record, log)
+
+
+def told(primary: Observation, *others: Observation, oom_kills: int = 0) -> str:
+    return tell(primary, [primary, *others], oom_kills=oom_kills, attempt_dir="/runs/a/attempt-0")
+
+
+def test_traceback() -> None:
+    text = told(seen(1, 1, words="bad", traceback="Traceback ...\nValueError: bad\n"), seen(0, None))
+    assert text == (
+        "rank 1 (node7, pid 41) failed: exit code 1\n"
+        "Traceback ...\n"
+        "ValueError: bad\n"
+        "output of the ranks: /runs/a/attempt-0/rank-<rank>.log"
+    )
+
+
+def test_words_without_traceback_on_every_rank_are_told_once() -> None:
+    text = told(*(seen(rank, 2, words="unknown task 'x'") for rank in range(4)))
+    assert text.startswith("all 4 ranks (node7) failed: exit code 1\n")
+    assert text.count("unknown task") == 1
+
+
+def test_some_ranks_alike() -> None:
+    text = told(seen(1, 1, words="bad"), seen(2, 1, words="bad"), seen(0, None))
+    assert text.startswith("ranks 1, 2 (node7) failed")
+
+
+def test_sigkill_with_and_without_a_counted_kill() -> None:
+    killed = seen(1, -signal.SIGKILL)
+    assert "killed by SIGKILL (the kernel's OOM killer: cgroup counted 1 kill)" in told(killed, oom_kills=1)
+    assert "if nobody sent it, the kernel's OOM killer may have: see dmesg" in told(killed)
+    assert "OOM" not in told(seen(1, -signal.SIGSEGV), oom_kills=1)
+
+
+def test_last_lines_of_the_log() -> None:
+    text = told(seen(1, 3, log="".join(f"line {n}\n" for n in range(40))))
+    assert text.splitlines()[1:4] == ["its last lines:", "  line 25", "  line 26"]
+    assert text.endswith("  line 39")
+
+
+def test_victim_and_early_end() -> None:
+    text = told(seen(0, 1, words="Connection closed by peer", victim=True), seen(1, 0), seen(2, None))
+    assert text.splitlines()[0].startswith("rank 1 (") and "had already ended, with code 0" in text.splitlines()[0]
+
+
+def test_bounded_and_harmless() -> None:
+    lines = told(seen(0, 1, words="x", traceback="\n".join(["frame"] * 5000))).splitlines()
+    assert len(lines) <= MAX_LINES + 5
+    assert clean("a\x1b[31mred\x1b[0m\x07\x9b2J\x1b]0;title\x07\tb\r\nc") == "ared2J]0;title\tb\nc"
+
+
+# ---- what is shown while it runs --------------------------------------------------------------------------------
+
+SHOWN = [
+    (b"plain\ttext\n", b"plain\ttext\n"),
+    (b"\x1b[1;31mred\x1b[0m 10%\r20%\r\n", b"\x1b[1;31mred\x1b[0m 10%\r20%\r\n"),
+    (b"\x1b[2Jgone\x1b[10;10Hmoved\x1b[?25lhidden", b"gonemovedhidden"),
+    (b"\x1b]0;title\x07a\x1b]52;c;AAAA\x1b\\b", b"ab"),
+    (b"\x1bcreset\x1b7\x1bMup\x07\x08\x0e\x7f", b"resetup"),
+    ("é \u2192 \u4e2d\u6587".encode(), "é \u2192 \u4e2d\u6587".encode()),
+    (b"\xc2\x9b2Jc1 \xc3\xa9", b"2Jc1 \xc3\xa9"),
+    (b"cut \x1b[3", b"cut "),
+    (b"\xc2\x00\x9b2J \xc2\x07\x9d0;t \xc2\x1b[2J\x9b5n", b"2J 0;t 5n"),  # what is taken out brings together
+]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
+@pytest.mark.parametrize(("said", "shown"), SHOWN, ids=str)
+def test_live_output_keeps_text_and_colours_however_it_is_cut(said: bytes, shown: bytes, size: int) -> None:
+    live = LiveFilter()
+    passed = b"".join(live.passed(said[start : start + size]) for start in range(0, len(said), size))
+    assert passed == shown
+
+
+def test_a_sequence_without_an_end_holds_nothing_back_for_ever() -> None:
+    live = LiveFilter()
+    assert live.passed(b"\x1b]" + b"x" * 3000) == b""
+    assert b"still here" in live.passed(b"x" * 3000 + b"still here\n")

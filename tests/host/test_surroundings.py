@@ -1,0 +1,205 @@
+"""What bash makes of modules, activate scripts and conda, with real shells and what they really source."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.errors import UsageError
+from paceline.host import surroundings
+from paceline.host.surroundings import environment_after, masked, parse_env
+
+BASE = {"PATH": "/usr/bin:/bin", "HOME": "/nonexistent", "PWD": "/somewhere", "KEPT": "line one\nline two"}
+
+MODULE = """
+module() {
+  echo "loading $2"; echo "loading $2" >&2
+  case $2 in
+    gcc/*) export CC=gcc-${2#gcc/} LOADED="${LOADED:+$LOADED:}$2";;
+    cuda) export CUDA_HOME=/opt/cuda LOADED="${LOADED:+$LOADED:}$2";;
+    ancient) echo "ModuleCmd_Load.c(213):ERROR:105: Unable to locate a modulefile for 'ancient'" >&2;;
+    *) echo "Lmod has detected the following error: unknown: $2" >&2; return 1;;
+  esac
+}
+"""
+
+
+@pytest.fixture
+def with_modules(tmp_path: Path) -> dict[str, str]:
+    init = tmp_path / "modules.sh"
+    init.write_text(MODULE)
+    return {**BASE, "BASH_ENV": str(init)}
+
+
+def script(folder: Path, text: str, name: str = "activate.sh") -> str:
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return str(path)
+
+
+def test_modules_are_loaded_in_order_and_their_words_do_no_harm(with_modules: dict[str, str]) -> None:
+    after = environment_after(["gcc/12", "cuda"], "", {}, with_modules)
+    assert after == {**with_modules, "CC": "gcc-12", "CUDA_HOME": "/opt/cuda", "LOADED": "gcc/12:cuda"}
+
+
+def test_a_module_that_is_not_there_is_named_with_the_systems_words(with_modules: dict[str, str]) -> None:
+    with pytest.raises(UsageError, match=r"--module nope: cannot be loaded on (?s:.*)unknown: nope"):
+        environment_after(["cuda", "nope"], "", {}, with_modules)
+
+
+def test_an_old_module_system_that_fails_with_status_0_is_not_believed(with_modules: dict[str, str]) -> None:
+    with pytest.raises(UsageError, match="--module ancient: cannot be loaded"):
+        environment_after(["ancient"], "", {}, with_modules)
+
+
+def test_no_module_command_is_said() -> None:
+    with pytest.raises(UsageError, match=r"no `module` command on"):
+        environment_after(["cuda"], "", {}, BASE)
+
+
+def test_the_module_systems_own_init_is_found(tmp_path: Path) -> None:
+    script(tmp_path, MODULE, "init/bash")
+    after = environment_after(["cuda"], "", {}, {**BASE, "MODULESHOME": str(tmp_path)})
+    assert after["CUDA_HOME"] == "/opt/cuda"
+
+
+def test_an_activate_script_may_read_unset_variables_talk_and_fail_in_its_last_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = 'echo noise; export SEEN="[$NEVER_SET]" ODD=$\'a\\nb=c\'; answer=7; cd /; [ -z "$SEEN" ]'
+    after = environment_after([], script(tmp_path, text), {}, BASE)
+    assert after == {**BASE, "SEEN": "[]", "ODD": "a\nb=c"}
+    assert "has ended with status 1, the run goes on: noise" in capsys.readouterr().err
+
+
+def test_a_script_that_ends_the_shell_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"ended bash on .* with exit code 3\nlicence expired"):
+        environment_after([], script(tmp_path, "echo licence expired; exit 3"), {}, BASE)
+
+
+def test_a_real_venv_is_activated(tmp_path: Path) -> None:
+    venv = tmp_path / "a venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True, timeout=50)
+    after = environment_after([], str(venv / "bin" / "activate"), {}, BASE)
+    assert after["VIRTUAL_ENV"] == str(venv) and after["PATH"] == f"{venv}/bin:/usr/bin:/bin"
+
+
+CONDA = """
+conda() {
+  [ "$2" = good ] || { echo "EnvironmentNameNotFound: $2" >&2; return 1; }
+  export CONDA_PREFIX="$CONDA_ROOT_SEEN/envs/$2$CONDA_NEVER_SET"
+}
+export CONDA_ROOT_SEEN=ok
+"""
+
+
+@pytest.fixture
+def with_conda(tmp_path: Path) -> dict[str, str]:
+    script(tmp_path, CONDA, "conda root/etc/profile.d/conda.sh")
+    program = Path(script(tmp_path, "#!/bin/sh\n", "conda root/bin/conda"))
+    program.chmod(0o755)
+    return {**BASE, "PATH": f"{program.parent}:/usr/bin:/bin"}
+
+
+def test_conda_is_sourced_where_its_program_lies(with_conda: dict[str, str]) -> None:
+    assert environment_after([], "conda:good", {}, with_conda)["CONDA_PREFIX"] == "ok/envs/good"
+    by_variable = {**BASE, "CONDA_EXE": with_conda["PATH"].partition(":")[0] + "/conda"}
+    assert environment_after([], "conda:good", {}, by_variable)["CONDA_PREFIX"] == "ok/envs/good"
+
+
+def test_an_unknown_conda_environment_and_a_missing_conda_are_named(with_conda: dict[str, str]) -> None:
+    with pytest.raises(UsageError, match=r"--activate conda:bad: conda cannot activate it on (?s:.*)NameNotFound: bad"):
+        environment_after([], "conda:bad", {}, with_conda)
+    with pytest.raises(UsageError, match="no conda found on"):
+        environment_after([], "conda:good", {}, BASE)
+
+
+def test_env_is_seen_by_the_scripts_and_wins_over_them(tmp_path: Path) -> None:
+    path = script(tmp_path, 'export SAW="$MINE" MINE=theirs')
+    after = environment_after([], path, {"MINE": "mine"}, BASE)
+    assert (after["SAW"], after["MINE"]) == ("mine", "mine")
+    assert environment_after([], "", {"MINE": "mine"}, BASE) == {**BASE, "MINE": "mine"}
+
+
+def test_what_a_script_leaves_in_the_background_is_not_waited_for(tmp_path: Path) -> None:
+    path = script(tmp_path, f"sleep 30 & export LEFT=$!; echo $! > {tmp_path}/pid")
+    start = time.monotonic()
+    left = int(environment_after([], path, {}, BASE)["LEFT"])
+    os.kill(left, 9)
+    assert time.monotonic() - start < 10
+
+
+def test_a_script_that_does_not_end_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(surroundings, "BASH_SECONDS", 0.5)
+    with pytest.raises(UsageError, match=r"had not ended after 0\.5 s"):
+        environment_after([], script(tmp_path, "sleep 30"), {}, BASE)
+
+
+HOSTILE = ["$(touch HIT)", "`touch HIT`", "x; touch HIT", "-x", "", "a b", "x\ntouch HIT", "'$(touch HIT)'", "\0"]
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_no_name_is_run_as_a_command(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, with_modules: dict[str, str], with_conda: dict[str, str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for modules, activate in (([name], ""), ([], f"conda:{name}"), ([], name or "missing")):
+        with pytest.raises(UsageError):
+            environment_after(modules, activate, {}, {**with_modules, **with_conda})
+    assert not (tmp_path / "HIT").exists()
+
+
+def test_a_script_in_a_folder_with_a_hostile_name_is_sourced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = script(tmp_path, "export FOUND=1", "$(touch HIT) ';x/-e")
+    assert environment_after([], path, {}, BASE)["FOUND"] == "1" and not (tmp_path / "HIT").exists()
+    script(tmp_path, "export FOUND=here", "ls")  # a bare name is a file of this folder, nothing in PATH
+    assert environment_after([], "ls", {}, BASE)["FOUND"] == "here"
+
+
+def test_env_settings() -> None:
+    environ = {"HF_HOME": "/data", "EMPTY": ""}
+    assert parse_env(["A=1", "B=x=y", "HF_HOME", "EMPTY", "A=2", "C="], environ) == {
+        "A": "2", "B": "x=y", "HF_HOME": "/data", "EMPTY": "", "C": "",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("1A=2", "no name of a variable"),
+        ("=2", "no name of a variable"),
+        ("A B=2", "no name of a variable"),
+        ("A\n=2", "no name of a variable"),
+        ("NOT_SET", "NOT_SET is not set here. Use NOT_SET=VALUE"),
+        ("RANK=1", "the launcher sets this"),
+        ("PACELINE_RUN_ID=x", "the launcher sets this"),
+        ("OMP_NUM_THREADS=4", "Use --threads-per-rank"),
+        ("A=\0", "zero byte"),
+    ],
+)
+def test_env_settings_that_cannot_be(setting: str, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        parse_env([setting], {})
+
+
+@given(
+    st.dictionaries(
+        st.from_regex(r"[A-Z]{0,3}(KEY|token|Secret|PASS|CREDENTIAL|Cookie)[A-Z]{0,3}"), st.text(min_size=4)
+    )
+)
+def test_secrets_are_never_shown(env: dict[str, str]) -> None:
+    assert set(masked(env).values()) <= {"…"} and masked(env).keys() == env.keys()
+
+
+def test_only_secrets_are_hidden() -> None:
+    shown = masked({"PROXY": "http://me:pw@proxy:8080/x@y", "PATH": "/bin", "MAIL": "me@there"})
+    assert shown == {"PROXY": "http://…@proxy:8080/x@y", "PATH": "/bin", "MAIL": "me@there"}
