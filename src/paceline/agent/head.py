@@ -27,7 +27,7 @@ from paceline.disk import writing
 from paceline.errors import ExitCode, UsageError
 from paceline.guard.deaths import Kind, Observation, choose, verdict_due_seconds
 from paceline.guard.verdict import tell
-from paceline.observe.ended import write_ended
+from paceline.observe.summary import write_ended
 from paceline.observe.terminal import say
 
 POLL_SECONDS = 1.0  # between looks for failure records while all goes well: exits wake the agent by themselves
