@@ -13,7 +13,7 @@ For other parts (all ranks that share it call the same ones in the same order; t
     memory = shared_memory()                          # None: not all ranks are on one host; then use torch.distributed
     reduce_scatter(memory, own, forest, out, divisor) # own: (n,) for each of my subtrees, or None; out: (n / W,), mine
     all_gather(memory, mine, out)                     # mine: (n / W,), out: (n,)
-    broadcast(memory, tensors, src=0); barrier(memory)
+    broadcast_in_memory(memory, tensors, src=0); barrier(memory)
     TreeSum(memory, sizes, dtypes, forest).run(nodes, divisor)   # the sum of lists of tensors, in place
 """
 

@@ -30,7 +30,7 @@ Node = tuple[int, int]
 Grads = list[Tensor | None]
 """Of each parameter of a bucket; None where it is not used: all zeros."""
 
-_T = TypeVar("T")
+_T = TypeVar("_T")
 ALIGNED = 64  # elements: shares and pieces begin at a cache line, for every type, and so where a vector does
 
 
