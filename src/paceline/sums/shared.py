@@ -1,4 +1,4 @@
-"""What do the ranks of one host share? Memory that each of them has made, and all of them have mapped.
+"""What the ranks of one host share: memory that each of them has made, and all of them have mapped.
 
 A rank's memory is a file without a name: it needs no /dev/shm (64 MB in many containers), and is gone with the last
 process that maps it. Its size is fixed; whatever is sent passes through it in pieces (see `channel`).
@@ -32,8 +32,7 @@ from paceline.launch.cgroup import usable_cores
 from paceline.launch.guard.evidence import Op
 from paceline.launch.procfs import read_process
 from paceline.launch.worker.guard import Guard
-from paceline.sums.channel import HEADER_BYTES, Channel
-from paceline.sums.waiting import SPINS
+from paceline.sums.channel import HEADER_BYTES, SPINS, Channel
 
 GROUP = "shared"  # what the hang guard calls the ranks that share memory; `hosts` has other names for several hosts
 PAGE, LINE = 4096, 64
