@@ -203,8 +203,9 @@ def sends(rank: int, world_size: int, folder: Path) -> list[object]:
     assert gather_words(rank, world) == [0, 1, 2, 3]
     forest = Forest([(n, n + 1) for n in range(4)], rank)
     sent: list[float | None] = []
-    for make in (lambda: sum_by_leaf(model, forest), lambda: sum_by_rank(model, forest)):
-        sums = make()
+    for make in (sum_by_leaf, sum_by_rank):
+        model = nn.Linear(999, 1000)
+        sums = make(model, forest)
         assert isinstance(sums._transport, OverHosts)
         model.zero_grad(set_to_none=True)
         counted = Traffic(Guard.of_process().box)
@@ -213,7 +214,6 @@ def sends(rank: int, world_size: int, folder: Path) -> list[object]:
         sums.finish(2.0)
         sent.append(counted.sent(2))  # between two hosts
         assert model.weight.grad is not None and torch.equal(model.weight.grad, torch.full((1000, 999), 5.0))
-        sums.remove()
     put_on(rank, rank, world_size, folder)
     assert said(shared_memory) == "" and way_taken() == "torch"
     put_on(rank // 2, rank, world_size, folder)
