@@ -29,8 +29,8 @@ from paceline.collectives.replicate import broadcast_module
 from paceline.collectives.shared import Layout
 from paceline.collectives.transport import memory_or_hosts, shared_memory, shared_memory_if_made, way_taken
 from paceline.data.plan import ranks_share
-from paceline.proofs.traffic import Traffic
-from paceline.proofs.verify_worker import verify
+from paceline.proofs.bench.traffic import Traffic
+from paceline.proofs.verify.worker import verify
 from paceline.scratch.tree import Forest, TreeReducer, added_each, tree_sum
 from paceline.verify.spec import Spec
 from paceline.worker.guard import Guard

@@ -1,6 +1,6 @@
 """A rank of a measurement: trains each candidate for a chunk of steps, and writes down how long it took.
 
-`python -m paceline.proofs.bench_worker FOLDER`, started by `paceline compare` and `paceline scale` with torchrun's
+`python -m paceline.proofs.bench.worker FOLDER`, started by `paceline compare` and `paceline scale` with torchrun's
 variables. The folder holds order.json and config.toml; rank 0 adds a line to chunks.jsonl for each candidate, and every
 rank writes its steps as a training does, into FOLDER/<candidate>/events-<rank>.jsonl.
 """
@@ -25,9 +25,9 @@ from paceline.checkpoint.whole import sha256_of, whole
 from paceline.collectives import gather_words, together
 from paceline.collectives.transport import shared_memory
 from paceline.config import EXACT
-from paceline.proofs.measured import Ground, Training, lay
-from paceline.proofs.memory import inspected
-from paceline.proofs.traffic import Traffic
+from paceline.proofs.bench.memory import inspected
+from paceline.proofs.bench.traffic import Traffic
+from paceline.proofs.bench.training import Ground, Training, lay
 from paceline.train.determinism import deterministic
 from paceline.train.step import ignore
 from paceline.worker.guard import Guard
