@@ -11,7 +11,7 @@ COMMANDS = ("finding", "run_state", "status", "logs", "hang", "cancel", "ledger"
 OF_RUNS = (
     *(f"cli/{name}.py" for name in COMMANDS), "observe/*.py", "checkpoint/*.py", "store/*.py", "train/*.py",
     "config.py", *(f"launch/{name}.py" for name in ("submission", "tail", "hosts")), "host/sweep.py",
-    "guard/story.py", "worker/attach.py", "agent/*.py", "proofs/starts.py", "proofs/ledger.py", "bench/steps.py",
+    "guard/story.py", "worker/attach.py", "agent/*.py", "proofs/ledger/*.py", "bench/steps.py",
     "bench/from_runs.py",
 )  # fmt: skip
 PAST_THE_DOOR = {

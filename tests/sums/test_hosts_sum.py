@@ -22,8 +22,8 @@ from torch import nn
 
 from paceline.contract.variables import SHARED_MEMORY
 from paceline.data.plan import ranks_share
-from paceline.proofs.traffic import Traffic
-from paceline.proofs.verify_worker import verify
+from paceline.proofs.bench.traffic import Traffic
+from paceline.proofs.verify.worker import verify
 from paceline.sums import gather_words, handshake, hosts_sum, start_totals, transports
 from paceline.sums.buckets import buckets_of, trainable
 from paceline.sums.handshake import Refusal, meet_in_memory

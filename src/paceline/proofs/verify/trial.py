@@ -1,145 +1,117 @@
-"""A strategy under verification, with a look at everything it does in a step."""
+"""A strategy under verification, with a look at everything that it does in a step."""
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import SGD, AdamW, Optimizer
-from torch.utils.data import Dataset
 
 from paceline.checkpoint.whole import whole
-from paceline.compute.recompute import recompute
-from paceline.data.loader import Loading, MicroBatch, load_steps
-from paceline.data.plan import BatchPlan, ranks_share
-from paceline.proofs.causes import Ranks
-from paceline.proofs.compared import Comparison
-from paceline.proofs.reference import Observed, stream_fingerprint
-from paceline.proofs.setup import build, without_dropout
-from paceline.strategies import STRATEGIES, Replica
-from paceline.sums import gather_words, new_group
-from paceline.sums.batchnorm import convert
-from paceline.tasks.task import Task
+from paceline.data.loader import MicroBatch
+from paceline.proofs.verify.causes import RankDifferences
+from paceline.proofs.verify.comparison import Comparison
+from paceline.proofs.verify.reference import Observed, Reference, stream_fingerprint
+from paceline.proofs.verify.setup import Setting, apply_strategy, build, without_dropout
+from paceline.strategies import Replica
+from paceline.sums import gather_words
 from paceline.train.step import StepResult
-from paceline.verify.spec import Case, Finding, Policy, Spec
+from paceline.verify.spec import Case, Diagnosis
 from paceline.worker.world import World
 
-MakeOptimizer = Callable[[Any], Optimizer]
-LR = 1e-3
 PARAMETER = "model/"  # begins the name of one in a state
-OPTIMIZERS: dict[str, MakeOptimizer] = {
-    # fused, as in training: these look at memory, not at strides
-    "sgd": partial(SGD, lr=LR, momentum=0.9, weight_decay=1e-2, fused=True),
-    "adamw": partial(AdamW, lr=LR, weight_decay=1e-2, fused=True),
-}
 
 
 @dataclass
-class Candidate:
+class Trial:
     """A strategy under verification: its replica, its batches, and what was seen of its last step."""
 
     case: Case
     replica: Replica
     batches: Iterator[list[MicroBatch]]
     comparison: Comparison
+    start_differs: str | None = None
+    """a parameter that differs between ranks, or from one process, before the first step"""
     streams: dict[str, str] = field(default_factory=dict[str, str])
     gradients: dict[str, Tensor | None] = field(default_factory=dict[str, "Tensor | None"])
     """after synchronisation, before clipping; on rank 0 only, which compares"""
     gradient_fingerprints: dict[str, int] = field(default_factory=dict[str, int])
     stepped: dict[str, Tensor | None] = field(default_factory=dict[str, "Tensor | None"])
     """what the optimizer was given"""
-    finding: Finding | None = None
+    finding: Diagnosis | None = None
 
 
-def make_candidate(
-    case: Case,
-    spec: Spec,
-    task: Task,
-    dataset: Dataset[Any],
-    plan: BatchPlan,
-    policy: Policy,
-    optimizer: str,
-    world: World,
-) -> Candidate:
+def make_trial(case: Case, setting: Setting) -> Trial:
     """Build the model, apply the strategy and prepare its batches (a collective)."""
-    # Another seed on every rank: only a broadcast from rank 0 makes them start alike.
-    model = without_dropout(build(task, spec.seed + world.rank), policy)
-    if spec.checkpoint_activations:
-        recompute(model, spec.checkpoint_activations)
-    if policy == "sync":
-        model = convert(model, new_group())
-    replica = STRATEGIES[case.strategy](model, OPTIMIZERS[optimizer], world, virtual_ranks=spec.virtual_ranks)
-    replica.model.train()
-    share = ranks_share(spec.virtual_ranks, world.rank, world.size)
-    batches = load_steps(
-        dataset, plan, share, Loading(world.device, 0, task.collate), start=0, stop=spec.steps, merged=policy == "sync"
-    )
-    candidate = Candidate(case, replica, batches, Comparison(adaptive=optimizer == "adamw"))
-    candidate.replica = _observed(candidate)
-    return candidate
+    model = without_dropout(build(setting.task, setting.spec.seed + setting.world.rank), setting.policy)
+    replica, batches = apply_strategy(setting, case.strategy, case.optimizer, model)
+    trial = Trial(case, replica, batches, Comparison(adaptive=case.optimizer == "adamw"))
+    trial.replica = _observed(trial)
+    return trial
 
 
-def _observed(candidate: Candidate) -> Replica:
-    """The candidate's replica, with a look at each random stream and at the gradients before they are clipped."""
-    inner = candidate.replica
+def _observed(trial: Trial) -> Replica:
+    """The trial's replica, with a look at each random stream and at the gradients before they are clipped."""
+    inner = trial.replica
 
     @contextmanager
     def microbatch(batch: MicroBatch, is_last: bool) -> Generator[None]:
         with ExitStack() as stack:
             stack.enter_context(inner.microbatch(batch, is_last))
             # Under "sync" a rank forwards all its virtual ranks at once, and no random number is drawn.
-            if batch.work.counted and candidate.case.batchnorm != "sync":
-                candidate.streams[f"{batch.work.virtual_rank}.{batch.work.part}"] = stream_fingerprint()
+            if batch.work.counted and trial.case.batchnorm != "sync":
+                trial.streams[f"{batch.work.virtual_rank}.{batch.work.part}"] = stream_fingerprint()
             yield
 
     def sync_gradients(total_weight: Tensor) -> None:
         inner.sync_gradients(total_weight)
-        gradients = gradients_of(inner)
-        candidate.gradient_fingerprints = fingerprints({n: g for n, g in gradients.items() if g is not None})
+        gradients = _gradients_of(inner)
+        trial.gradient_fingerprints = _fingerprints({n: g for n, g in gradients.items() if g is not None})
         if inner.world.rank == 0:
-            candidate.gradients = {n: None if g is None else g.clone() for n, g in gradients.items()}
+            trial.gradients = {n: None if g is None else g.clone() for n, g in gradients.items()}
 
     def before_step(*_: object) -> None:
-        candidate.stepped = gradients_of(inner)
+        trial.stepped = _gradients_of(inner)
 
     inner.optimizer.register_step_pre_hook(before_step)
     return replace(inner, microbatch=microbatch, sync_gradients=sync_gradients)
 
 
-def observe(
-    candidate: Candidate,
-    result: StepResult,
-    microbatches: Sequence[MicroBatch],
-    world: World,
-    start_differs: str | None,
-) -> tuple[Observed, Ranks]:
-    """What the candidate's last step looked like, over all ranks (a collective)."""
-    replica = candidate.replica
+def compare_starts(trial: Trial, reference: Reference | None) -> None:
+    """Compare the parameters before the first step, over ranks and on rank 0 with one process (a collective)."""
+    world, mine = trial.replica.world, parameters_of(trial.replica)
+    trial.start_differs = _first_difference(_fingerprints(mine), world)
+    if trial.start_differs is None:
+        want = dict(reference.model.named_parameters()) if reference else {}
+        off = [name for name, parameter in mine.items() if name in want and not torch.equal(parameter, want[name])]
+        trial.start_differs = next(iter(gather_words(off[:1], world)[0]), None)
+
+
+def observe(trial: Trial, result: StepResult, microbatches: Sequence[MicroBatch]) -> tuple[Observed, RankDifferences]:
+    """What the trial's last step looked like, over all ranks (a collective)."""
+    replica, world = trial.replica, trial.replica.world
     mine = [i for b in microbatches if b.work.counted for i in b.work.indices.tolist()]
     samples = [i for part in gather_words(mine, world) for i in part]
-    streams = {k: v for part in gather_words(candidate.streams, world) for k, v in part.items()}
-    candidate.streams.clear()
+    streams = {k: v for part in gather_words(trial.streams, world) for k, v in part.items()}
+    trial.streams.clear()
     with replica.merged_buffers():
         buffers = {n: b.detach() for n, b in replica.model.named_buffers()}
     got = Observed(
         samples=sorted(samples),
         streams=streams,
         scalars={"loss": result.loss, "weight": result.weight, "gradient norm": result.grad_norm or 0.0},
-        gradients=candidate.gradients,
-        stepped=candidate.stepped,
+        gradients=trial.gradients,
+        stepped=trial.stepped,
         parameters=parameters_of(replica),
         buffers=buffers,
         state=_optimizer_state(replica),
     )
-    gradients_differ = first_difference(candidate.gradient_fingerprints, world)
-    after_differs = first_difference(fingerprints({**got.parameters, **buffers}), world)
-    return got, Ranks(start_differs, gradients_differ, after_differs)
+    gradients_differ = _first_difference(trial.gradient_fingerprints, world)
+    after_differs = _first_difference(_fingerprints({**got.parameters, **buffers}), world)
+    return got, RankDifferences(trial.start_differs, gradients_differ, after_differs)
 
 
 def _optimizer_state(replica: Replica) -> dict[str, Tensor]:
@@ -153,14 +125,14 @@ def _optimizer_state(replica: Replica) -> dict[str, Tensor]:
     return state
 
 
-def first_difference(mine: Mapping[str, int], world: World) -> str | None:
+def _first_difference(mine: Mapping[str, int], world: World) -> str | None:
     """The first tensor whose fingerprint differs between ranks (a collective)."""
     everybody = gather_words(dict(mine), world)
     names = dict.fromkeys(name for each in everybody for name in each)
     return next((name for name in names if len({each.get(name) for each in everybody}) > 1), None)
 
 
-def fingerprints(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+def _fingerprints(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     """A checksum of all bits of each tensor."""
     flat = {name: tensor.detach().cpu().contiguous().reshape(-1) for name, tensor in tensors.items()}
     return {n: zlib.crc32(f.view(torch.uint8).numpy()) for n, f in flat.items()}  # pyright: ignore[reportArgumentType]
@@ -172,7 +144,7 @@ def parameters_of(replica: Replica) -> dict[str, Tensor]:
     return {name.removeprefix(PARAMETER): tensor for name, tensor in whole(held, replica.world).items()}
 
 
-def gradients_of(replica: Replica) -> dict[str, Tensor | None]:
+def _gradients_of(replica: Replica) -> dict[str, Tensor | None]:
     """The step's gradients, whole, by name (a collective)."""
     found = whole(replica.gradients(), replica.world)
     return {name: found.get(name) for name, p in replica.model.named_parameters() if p.requires_grad}

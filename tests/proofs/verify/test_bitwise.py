@@ -9,7 +9,7 @@ from tests.run_ranks import run_ranks
 from torch import nn
 
 from paceline import ArrayDataset, Task
-from paceline.proofs.bitwise import measure
+from paceline.proofs.verify.bitwise import collect_bits
 from paceline.sums import tree
 from paceline.sums.reducer import Reducer
 from paceline.verify.report import print_bits
@@ -66,9 +66,9 @@ def test_strategies_that_promise_no_bits_are_refused(paceline):
 def measured(rank: int, size: int) -> list[bytes]:
     """The report as it should be, with another order of additions, and with a rank that goes its own way."""
     world = World(rank, size, rank, size, torch.device("cpu"), "gloo")
-    found = [measure(SPEC, world)]
+    found = [collect_bits(SPEC, world)]
     balanced, tree.middle = tree.middle, lambda node: node[0] + 1  # as if that depended on the world size
-    found.append(measure(SPEC, world))
+    found.append(collect_bits(SPEC, world))
     tree.middle = balanced
     if rank == 1:
         whole = Reducer.finish
@@ -78,7 +78,7 @@ def measured(rank: int, size: int) -> list[bytes]:
             self._buckets[0][0].grad.view(-1)[0] += 1e-3
 
         Reducer.finish = finish
-    found.append(measure(SPEC, world))
+    found.append(collect_bits(SPEC, world))
     return [msgspec.json.encode(report) for report in found]
 
 

@@ -6,9 +6,16 @@ All of them: `make soak-mutations`.
 import random
 
 import pytest
+from tests.proofs.verify.mutation_table import (
+    IN_MEMORY,
+    THROUGH_MEMORY,
+    WORLD_SIZE,
+    findings,
+    findings_in_memory,
+    judge,
+)
+from tests.proofs.verify.mutations import CONTROL, MUTATIONS
 from tests.run_ranks import run_ranks
-from tests.verify.mutation_table import IN_MEMORY, THROUGH_MEMORY, WORLD_SIZE, findings, findings_in_memory, judge
-from tests.verify.mutations import CONTROL, MUTATIONS
 
 from paceline.verify.spec import CAUSES
 

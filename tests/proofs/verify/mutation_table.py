@@ -1,4 +1,4 @@
-"""Plant every bug of mutations.py and see what verify says: `python tests/verify/mutation_table.py [--out FILE.md]`.
+"""Plant every bug of mutations.py and see what verify says: `python FOLDER/mutation_table.py [--out FILE.md]`.
 
 Three ranks, so that shares are uneven and the last global batch does not reach all of them.
 """
@@ -14,16 +14,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from tests.proofs.verify.memory_mutations import BULK_BYTES, MEMORY_MUTATIONS, OTHER_ORDER
+from tests.proofs.verify.mutations import CONTROL, MUTATIONS, Mutation, planted
 from tests.run_ranks import run_ranks
-from tests.verify.memory_mutations import BULK_BYTES, MEMORY_MUTATIONS, OTHER_ORDER
-from tests.verify.mutations import CONTROL, MUTATIONS, Mutation, planted
 
 from paceline.contract.variables import SHARED_MEMORY
-from paceline.proofs.bitwise import measure
-from paceline.proofs.verify_worker import verify
+from paceline.proofs.verify.bitwise import collect_bits
+from paceline.proofs.verify.worker import verify
 from paceline.sums import memory_sum
 from paceline.sums.sharing import shared_memory
-from paceline.verify.spec import Case, Finding, Result, Spec
+from paceline.verify.spec import Case, Diagnosis, Result, Spec
 from paceline.worker.world import World
 
 TASKS = Path(__file__).with_name("tasks_under_test.py")
@@ -54,7 +54,7 @@ def findings_in_memory(rank: int, world_size: int, names: Sequence[str]) -> dict
 
 def all_findings(names: Collection[str], folder: Path, timeout: float) -> dict[str, list[Result]]:
     """Of all these bugs, wherever they are planted."""
-    from tests.verify import mutation_table as in_module  # the ranks cannot import it from __main__
+    from tests.proofs.verify import mutation_table as in_module  # the ranks cannot import it from __main__
 
     found: dict[str, list[Result]] = {}
     for function, mutations in ((in_module.findings, OVER_TORCH), (in_module.findings_in_memory, THROUGH_MEMORY)):
@@ -72,12 +72,12 @@ def _verified(mutation: Mutation, world: World) -> list[Result]:
 def _bits_of(mutation: Mutation, world: World) -> list[Result]:
     """What `verify --bitwise` sees: whether the bits are those that other world sizes have."""
     spec = _spec(mutation, world.size + 2)  # virtual ranks: with fewer, the tree is the order of ranks
-    right = measure(spec, world)
+    right = collect_bits(spec, world)
     with mutation.plant():
-        planted_one = measure(spec, world)
+        planted_one = collect_bits(spec, world)
     (name,), case = mutation.strategies, Case(mutation.strategies[0], world.size, "none", "sgd")
     differ = planted_one.bits != right.bits
-    return [Result(case, {}, [], 0.0, Finding(0, "bits", name, "other bits") if differ else None)]
+    return [Result(case, {}, [], 0.0, Diagnosis(0, "bits", name, "other bits") if differ else None)]
 
 
 def _spec(mutation: Mutation, virtual_ranks: int) -> Spec:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from paceline.proofs.reference import Observed
+from paceline.proofs.verify.reference import Observed
 from paceline.verify.spec import ADAPTIVE_TOLERANCE, KINDS, TOLERANCE
 
 CLIPPED = "clipped gradient"  # counted among the gradients
@@ -19,7 +19,7 @@ ROUND_OFF = 1e-11  # a gradient below this share of the largest is what rounding
 
 
 @dataclass
-class Difference:
+class TensorDifference:
     """A tensor that is not what it should be."""
 
     kind: str
@@ -36,9 +36,9 @@ class Comparison:
     round_off: set[str] = field(default_factory=set[str])
     round_off_error: float = 0.0
 
-    def add(self, got: Observed, want: Observed) -> list[Difference]:
+    def add(self, got: Observed, want: Observed) -> list[TensorDifference]:
         """Compare one step."""
-        found: list[Difference] = []
+        found: list[TensorDifference] = []
         for name, value in want.scalars.items():
             self._note(found, "loss", name, abs(got.scalars[name] - value) / max(abs(value), 1e-300), TOLERANCE)
         scale = _largest(want.gradients)
@@ -55,7 +55,7 @@ class Comparison:
 
     def _kind(
         self,
-        found: list[Difference],
+        found: list[TensorDifference],
         kind: str,
         got: Mapping[str, Tensor | None],
         want: Mapping[str, Tensor | None],
@@ -73,16 +73,16 @@ class Comparison:
             if self.adaptive and kind == "parameter" and name in self.round_off:
                 self.round_off_error = max(self.round_off_error, absolute)
                 if not absolute <= ADAPTIVE_TOLERANCE:
-                    found.append(Difference(kind, name, absolute))
+                    found.append(TensorDifference(kind, name, absolute))
                 continue
             self._note(found, kind, name, absolute / scale, tolerance)
 
-    def _note(self, found: list[Difference], kind: str, name: str, error: float, tolerance: float) -> None:
+    def _note(self, found: list[TensorDifference], kind: str, name: str, error: float, tolerance: float) -> None:
         error = error if error == error else float("inf")  # NaN is no agreement
         shown = "gradient" if kind == CLIPPED else kind
         self.errors[shown] = max(self.errors[shown], error)
         if not error <= tolerance:
-            found.append(Difference(kind, name, error))
+            found.append(TensorDifference(kind, name, error))
 
 
 def _size(tensor: Tensor) -> float:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.run_ranks import run_ranks
 from torch import nn
 
-from paceline.proofs.memory import held_bytes, levels
+from paceline.proofs.bench.memory import held_bytes, levels
 
 WIDTH, DEPTH, BATCH = 512, 4, 64
 
@@ -54,7 +54,7 @@ def looked_at(rank: int, world_size: int, folder: str) -> dict[str, dict[str, ob
 
     from paceline.bench.spec import CHUNKS, NO_EXCHANGE, Candidate, Chunk, Order
     from paceline.config import TrainConfig
-    from paceline.proofs.bench_worker import Ground, measure
+    from paceline.proofs.bench.worker import Ground, measure
     from paceline.worker.world import World
 
     names = [NO_EXCHANGE, "manual", "bucketed", "ddp", "exact", "zero"]

@@ -13,17 +13,18 @@ from dataclasses import dataclass
 
 import torch
 
-from paceline.proofs.compared import CLIPPED, Difference
-from paceline.proofs.reference import Observed, Reference, at_probes
-from paceline.proofs.setup import has_batch_norm
-from paceline.verify.spec import Finding
+from paceline.proofs.verify.comparison import CLIPPED, TensorDifference
+from paceline.proofs.verify.reference import Observed, Reference, at_probes
+from paceline.proofs.verify.setup import has_batch_norm
 
 NORM = "gradient norm"
 SAME = 1e-6  # two factors found by least squares are one
+Explanation = tuple[str, str, str]
+"""(a key of verify.spec.CAUSES, the tensor that shows it, details)"""
 
 
 @dataclass(frozen=True)
-class Ranks:
+class RankDifferences:
     """What only a look at all ranks shows, before and after the step."""
 
     start_differs: str | None
@@ -35,54 +36,48 @@ class Ranks:
 
 
 def explain(
-    number: int, got: Observed, want: Observed, found: Sequence[Difference], ranks: Ranks, reference: Reference
-) -> Finding:
-    """The finding for the first step that is not as it should be."""
-
-    def finding(cause: str, tensor: str, detail: str) -> Finding:
-        return Finding(number, cause, tensor, detail)
-
+    got: Observed, want: Observed, found: Sequence[TensorDifference], ranks: RankDifferences, reference: Reference
+) -> Explanation:
+    """What made the first step that is not as it should be."""
     kinds = {d.kind: d for d in reversed(found)}
     loss, clipped = kinds.get("loss"), kinds.get(CLIPPED)
     if got.samples != want.samples:
-        return finding("samples", "samples", _sample_difference(got.samples, want.samples))
+        return "samples", "samples", _sample_difference(got.samples, want.samples)
     if ranks.start_differs:
-        return finding("start", ranks.start_differs, "differs before the step; was the model broadcast?")
+        return "start", ranks.start_differs, "differs before the step; was the model broadcast?"
     if got.streams != want.streams:
-        return finding("random", "random stream", _stream_difference(got, want))
+        return "random", "random stream", _stream_difference(got, want)
     if loss and loss.tensor != NORM:  # samples, weights and random numbers are right, yet the loss is another
-        return _explain_loss(number, got, want, loss, reference)
+        return _explain_loss(got, want, loss, reference)
     if ranks.gradients_differ:
-        return finding("sync", ranks.gradients_differ, "its gradient differs between ranks after synchronisation")
+        return "sync", ranks.gradients_differ, "its gradient differs between ranks after synchronisation"
     if "gradient" in kinds:
-        return _explain_gradient(number, got, want, kinds["gradient"], reference)
+        return _explain_gradient(got, want, kinds["gradient"], reference)
     if loss:
-        return finding("clipping", NORM, _off(got.scalars, want.scalars, NORM))
+        return "clipping", NORM, _off(got.scalars, want.scalars, NORM)
     if clipped:
-        return finding("clipping", clipped.tensor, "its gradient was right, but not what clipping made of it")
+        return "clipping", clipped.tensor, "its gradient was right, but not what clipping made of it"
     for kind in ("optimizer state", "parameter"):
         if kind in kinds:
-            return finding("optimizer", kinds[kind].tensor, f"off by {kinds[kind].error:.1e} after right gradients")
+            return "optimizer", kinds[kind].tensor, f"off by {kinds[kind].error:.1e} after right gradients"
     if "buffer" in kinds:
-        return finding("buffers", kinds["buffer"].tensor, f"off by {kinds['buffer'].error:.1e}")
+        return "buffers", kinds["buffer"].tensor, f"off by {kinds['buffer'].error:.1e}"
     where = str(ranks.after_differs)
     cause = "optimizer" if where in want.parameters else "buffers"  # gradients were equal on all ranks
-    return finding(cause, where, "differs between ranks after the step")
+    return cause, where, "differs between ranks after the step"
 
 
-def _explain_loss(number: int, got: Observed, want: Observed, loss: Difference, reference: Reference) -> Finding:
+def _explain_loss(got: Observed, want: Observed, loss: TensorDifference, reference: Reference) -> Explanation:
     ratio = got.scalars[loss.tensor] / want.scalars[loss.tensor]
     batch_norm = loss.tensor == "loss" and has_batch_norm(reference.model) and not _is_factor(ratio)
-    return Finding(
-        number, "buffers" if batch_norm else "loss", loss.tensor, _off(got.scalars, want.scalars, loss.tensor)
-    )
+    return "buffers" if batch_norm else "loss", loss.tensor, _off(got.scalars, want.scalars, loss.tensor)
 
 
-def _explain_gradient(number: int, got: Observed, want: Observed, first: Difference, ref: Reference) -> Finding:
+def _explain_gradient(got: Observed, want: Observed, first: TensorDifference, ref: Reference) -> Explanation:
     absent = [n for n, g in want.gradients.items() if (g is None) != (got.gradients.get(n) is None)]
     if absent:
         there = "None" if want.gradients[absent[0]] is None else "a tensor"
-        return Finding(number, "none", absent[0], f"one process has {there} here")
+        return "none", absent[0], f"one process has {there} here"
     keys = list(ref.parts)
     basis = torch.stack([ref.parts[k] for k in keys], 1)  # (probes, parts)
     values = at_probes(got.gradients, {n: g for n, g in want.gradients.items() if g is not None})
@@ -91,20 +86,16 @@ def _explain_gradient(number: int, got: Observed, want: Observed, first: Differe
     wanted = at_probes(want.gradients, {n: g for n, g in want.gradients.items() if g is not None})
     factor = float(values @ wanted / (wanted @ wanted))
     if float((values - factor * wanted).abs().max()) <= 1e-9 * scale:
-        return Finding(number, "mean", first.tensor, f"every gradient is {_ratio(factor)} what it should be")
+        return "mean", first.tensor, f"every gradient is {_ratio(factor)} what it should be"
     mixture = torch.linalg.lstsq(basis, values.unsqueeze(1), driver="gelsd").solution[:, 0] * total  # all 1 if right
     residual = float((basis @ (mixture / total) - values).abs().max()) / scale
     if residual > 1e-7:
         wrong = sum(1 for n, g in want.gradients.items() if g is not None and _differs(got.gradients[n], g))
-        return Finding(
-            number,
-            "gradient",
-            first.tensor,
-            f"{wrong} of {len(want.gradients)} gradients differ, up to {first.error:.1e}",
-        )
+        detail = f"{wrong} of {len(want.gradients)} gradients differ, up to {first.error:.1e}"
+        return "gradient", first.tensor, detail
     told = ", ".join(f"{k}: {_ratio(float(m))}" for k, m in zip(keys, mixture, strict=True))
     cause = _cause_of_mixture(dict(zip(keys, mixture.tolist(), strict=True)), want, ref)
-    return Finding(number, cause, first.tensor, f"parts by virtual rank.micro-batch enter {told}")
+    return cause, first.tensor, f"parts by virtual rank.micro-batch enter {told}"
 
 
 def _cause_of_mixture(mixture: dict[str, float], want: Observed, ref: Reference) -> str:

@@ -1,7 +1,7 @@
-"""Was each sample of each epoch used exactly once in the updates that count? Judged from what the ranks wrote down.
+"""Proves from what the ranks wrote down that each sample of each epoch was used exactly once.
 
-Each step that counts is compared with the plan, rank by rank. Each complete epoch is then judged again without the
-plan: what the ranks say they used must add up to all samples there are, each once.
+Each step that counts is compared with the plan, rank by rank (see steps). Each complete epoch is then judged again
+without the plan: what the ranks say they used must add up to all samples there are, each once.
 """
 
 from __future__ import annotations
@@ -12,17 +12,16 @@ from itertools import groupby
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from paceline.data.consumed import add, fingerprint
 from paceline.data.plan import BatchPlan, Tail
 from paceline.errors import UsageError
-from paceline.observe.events import Step
-from paceline.proofs.sentences import left_out_note, sentences, steps_words
-from paceline.proofs.starts import Log, Start, counting, left_out, read_starts
+from paceline.proofs.ledger.starts import RunStart, counting, left_out, read_starts
+from paceline.proofs.ledger.steps import JudgedStep, judge_step, sentences, steps_words
 
 MOST_STEPS = 10_000  # that nobody has logged
 MOST_SAMPLES, SAMPLES_A_LINE = 10_000_000, 10_000  # whose order is computed; more where many steps are logged
+MAX_NAMED = 10  # steps in a note
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,7 @@ class Epoch:
 
 @dataclass(frozen=True)
 class Audit:
-    """What is known about a run's use of samples. It is clean if there are no findings."""
+    """How a run used its samples. It is clean if there are no findings."""
 
     num_samples: int
     steps_per_epoch: int
@@ -67,7 +66,7 @@ class Audit:
 
 
 def audit(run_dir: Path, make_plan: Callable[[int], BatchPlan]) -> Audit:
-    """Judge the run in `run_dir`, which has ended, was killed, or still goes on. Reads its events and nothing else.
+    """Judge the run in `run_dir`, which may have ended, been killed, or still go on. Reads its events and nothing else.
 
     Args:
         run_dir: the run folder.
@@ -94,7 +93,7 @@ def audit(run_dir: Path, make_plan: Callable[[int], BatchPlan]) -> Audit:
     faults = [fault for start in starts for fault in _out_of_place(start)]
     begin = min(start.first.start_step for start in starts)
     faults += [(step, "missing: every attempt began after it") for step in range(1, begin + 1)]
-    judged = (_judge(step, start, plan) for start, counts in zip(starts, ranges, strict=True) for step in counts)
+    judged = (judge_step(step, start, plan) for start, counts in zip(starts, ranges, strict=True) for step in counts)
     for epoch, group in groupby(judged, lambda one: (one.step - 1) // plan.steps_per_epoch):
         steps = list(group)
         faults += [(one.step, text) for one in steps for text in one.faults]
@@ -105,13 +104,13 @@ def audit(run_dir: Path, make_plan: Callable[[int], BatchPlan]) -> Audit:
     if not result.epochs:
         result.findings.append("no step counts: there is nothing to prove")
     result.left_out.extend(left_out(starts, ranges))
-    result.notes.extend(left_out_note(result.left_out))
+    result.notes.extend(_left_out_note(result.left_out))
     result.notes.extend(_notes(starts[-1], ranges[-1], plan, result.epochs))
     return result
 
 
-def _check_plausible(starts: Sequence[Start], ranges: Sequence[range]) -> None:
-    """Refuse numbers that would take for ever to judge, and that no run has written.
+def _check_plausible(starts: Sequence[RunStart], ranges: Sequence[range]) -> None:
+    """Refuse numbers that would take forever to judge, and that no run has written.
 
     Raises:
         UsageError: says which.
@@ -130,7 +129,7 @@ def _check_plausible(starts: Sequence[Start], ranges: Sequence[range]) -> None:
         )
 
 
-def _incarnation(start: Start, counts: range) -> Incarnation:
+def _incarnation(start: RunStart, counts: range) -> Incarnation:
     first, steps = start.first, start.steps()
     return Incarnation(
         first.attempt,
@@ -145,8 +144,8 @@ def _incarnation(start: Start, counts: range) -> Incarnation:
     )
 
 
-def _disagreements(start: Start, plan: BatchPlan) -> Iterator[str]:
-    """What the ranks of one incarnation must have in common, with each other and with the plan."""
+def _disagreements(start: RunStart, plan: BatchPlan) -> Iterator[str]:
+    """Where the ranks of one start contradict each other, or the plan."""
     ranks = [log.started.rank for log in start.logs]
     for rank in sorted({rank for rank in ranks if ranks.count(rank) > 1}):
         yield f"{start.name}: rank {rank} began twice"
@@ -159,83 +158,14 @@ def _disagreements(start: Start, plan: BatchPlan) -> Iterator[str]:
             yield f"{start.name}: {name} is {told[0]}, but by config.toml and the first attempt's data it is {planned}"
 
 
-def _out_of_place(start: Start) -> Iterator[tuple[int, str]]:
+def _out_of_place(start: RunStart) -> Iterator[tuple[int, str]]:
     begin = start.first.start_step
     for step in start.steps():
         if step <= begin:
             yield step, f"{start.name} logged it, although it began after step {begin}"
 
 
-@dataclass(frozen=True)
-class _Judged:
-    """One step that counts."""
-
-    step: int
-    faults: list[str]
-    indices: Tensor | None  # what was used, where that is known
-    consumed: int
-    fingerprint: int
-
-
-def _judge(step: int, start: Start, plan: BatchPlan) -> _Judged:
-    logs = [log for log in start.logs if step in log.steps]
-    lines = [line for log in logs for line in log.steps[step]]
-    planned = plan.global_indices(*divmod(step - 1, plan.steps_per_epoch))
-    consumed = sum(line.consumed for line in lines)
-    faults = list(_faults(step, start, logs, plan)) if logs else [f"missing: {start.name} did not log it"]
-    if logs and consumed != len(planned):
-        faults.append(f"{consumed} samples were used instead of {len(planned)}")
-    if logs and all(log.samples for log in logs):
-        indices = torch.tensor([i for log in logs for i in log.samples.get(step, [])], dtype=torch.int64)
-    else:
-        indices = None if faults else planned
-    return _Judged(step, faults, indices, consumed, add(*map(_fingerprint, lines)))
-
-
-def _faults(step: int, start: Start, logs: Sequence[Log], plan: BatchPlan) -> Iterator[str]:
-    """Where the ranks' share of the step is not what the plan gives them."""
-    ranks, size = [log.started.rank for log in logs], start.first.world_size
-    if len(ranks) != size or ranks != list(range(size)):
-        yield f"logged by ranks {', '.join(map(str, ranks))} of {size} only"
-    shares = sorted(log.steps[step][0].share or (0, 0) for log in logs)
-    if [a for a, _ in shares] + [plan.virtual_ranks] != [0] + [b for _, b in shares]:
-        told = ", ".join(f"[{a}, {b})" for a, b in shares)
-        yield f"its ranks computed the virtual ranks {told}, which do not make up [0, {plan.virtual_ranks})"
-    left_out = [rank for rank, log in zip(ranks, logs, strict=True) if log.steps[step][0].skipped]
-    if 0 < len(left_out) < len(ranks):
-        yield f"left out by ranks {', '.join(map(str, left_out))} only: the others have changed their parameters"
-    for log in logs:
-        for text in _rank_faults(step, log, plan):
-            yield f"rank {log.started.rank} {text}"
-
-
-def _rank_faults(step: int, log: Log, plan: BatchPlan) -> Iterator[str]:
-    epoch, number = divmod(step - 1, plan.steps_per_epoch)
-    line, count = log.steps[step][0], len(log.steps[step])
-    if count > 1:
-        yield f"logged it {count} times"
-    if line.epoch != epoch:
-        yield f"took it for a step of epoch {line.epoch} instead of {epoch}"
-    a, b = line.share or (0, 0)
-    if not 0 <= a < b <= plan.virtual_ranks:
-        return  # told with the shares of all ranks
-    whole = plan.global_indices(epoch, number)
-    share = range(a, min(b, max(a + 1, len(whole))))  # later virtual ranks have nothing of it
-    expected = torch.cat([whole[v :: plan.virtual_ranks] for v in share])
-    if line.consumed != len(expected) or _fingerprint(line) != fingerprint(expected):
-        yield f"used other samples than the plan's: {line.consumed} where there are {len(expected)}"
-    if log.samples and sorted(log.samples.get(step, [])) != sorted(expected.tolist()):
-        yield "recorded other samples than the plan's"
-
-
-def _fingerprint(line: Step) -> int:
-    try:
-        return int(line.fingerprint, 16)
-    except ValueError:
-        return -1  # of no samples at all
-
-
-def _epoch(epoch: int, steps: Sequence[_Judged], num_samples: int) -> Epoch:
+def _epoch(epoch: int, steps: Sequence[JudgedStep], num_samples: int) -> Epoch:
     known = [one.indices for one in steps if one.indices is not None]
     if len(known) < len(steps):
         return Epoch(epoch, len(steps), None, None, None)
@@ -244,8 +174,8 @@ def _epoch(epoch: int, steps: Sequence[_Judged], num_samples: int) -> Epoch:
     return Epoch(epoch, len(steps), once, num_samples - len(values), len(values) - once)
 
 
-def _against_all_samples(epoch: int, steps: Sequence[_Judged], num_samples: int) -> Iterator[str]:
-    """The check that does not know the plan: used is used, whoever was to use it when."""
+def _against_all_samples(epoch: int, steps: Sequence[JudgedStep], num_samples: int) -> Iterator[str]:
+    """The check that does not use the plan: whoever used a sample, and whenever."""
     consumed = sum(one.consumed for one in steps)
     if consumed != num_samples:
         yield f"epoch {epoch}: {consumed:,} samples were used instead of {num_samples:,}"
@@ -253,7 +183,7 @@ def _against_all_samples(epoch: int, steps: Sequence[_Judged], num_samples: int)
         yield f"epoch {epoch}: {consumed:,} samples were used, but not each of the {num_samples:,} once"
 
 
-def _notes(last: Start, counts: range, plan: BatchPlan, epochs: Sequence[Epoch]) -> Iterator[str]:
+def _notes(last: RunStart, counts: range, plan: BatchPlan, epochs: Sequence[Epoch]) -> Iterator[str]:
     if epochs and epochs[-1].steps < plan.steps_per_epoch:
         yield f"epoch {epochs[-1].epoch} is unfinished: {epochs[-1].steps} of {plan.steps_per_epoch} steps"
     if plan.tail != "keep":
@@ -263,3 +193,14 @@ def _notes(last: Start, counts: range, plan: BatchPlan, epochs: Sequence[Epoch])
         steps = steps_words(counts.stop, max(log.reached for log in ahead))
         ranks = ", ".join(str(log.started.rank) for log in ahead)
         yield f"the last {steps}: logged by ranks {ranks} of {last.first.world_size} only: the run ended there"
+
+
+def _left_out_note(steps: Sequence[int]) -> Iterator[str]:
+    """Names the steps that count, but have changed nothing; nothing if there are none."""
+    if steps:
+        shown = ", ".join(map(str, steps[:MAX_NAMED])) + (", ..." if len(steps) > MAX_NAMED else "")
+        words = "step was" if len(steps) == 1 else "steps were"
+        yield (
+            f"{len(steps)} {words} left out ({shown}): something in it was not finite, so its samples have not changed "
+            "the parameters (--not-finite)"
+        )

@@ -1,7 +1,7 @@
-"""How often was a run started, what did each rank write down each time, and which steps count?
+"""The starts of a run: what each rank wrote down in each of them, and which steps count.
 
 A run may be killed, resumed (a new attempt) and restarted (a new generation), each time on another number of ranks.
-Each start begins after the step that its checkpoint had; steps of earlier ones beyond it are thrown away:
+Each start begins after the step of its checkpoint; later steps of earlier starts are thrown away:
 
     attempt 1, 2 ranks: begins after step 0, logs steps 1 to 9: 1 to 6 count, 7 to 9 are thrown away
     attempt 2, 3 ranks: begins after step 6, logs steps 7 to 20: all count
@@ -28,7 +28,7 @@ class Log:
     undone: list[int] = field(default_factory=list[int])  # steps that were taken back
 
     def roll_back(self, to: int) -> None:
-        """Later steps were taken back; what follows takes them once more."""
+        """Forget the steps after `to`, which were taken back: they are taken once more."""
         for step in [step for step in self.steps if step > to]:
             del self.steps[step]
             self.samples.pop(step, None)
@@ -46,14 +46,14 @@ class Log:
 
 
 @dataclass(frozen=True)
-class Start:
+class RunStart:
     """All ranks' logs of one (attempt, generation), in the order of ranks; at least one."""
 
     logs: list[Log]
 
     @property
     def first(self) -> Started:
-        """What the first rank that is there says of this start; the others should agree."""
+        """How the lowest rank describes this start; the others should agree."""
         return self.logs[0].started
 
     @property
@@ -67,7 +67,7 @@ class Start:
         return sorted({step for log in self.logs for step in log.steps})
 
 
-def read_starts(run_dir: Path) -> list[Start]:
+def read_starts(run_dir: Path) -> list[RunStart]:
     """All starts of the run, in their order; none if no rank ever began."""
     logs: list[Log] = []
     for path in event_files(run_dir).values():
@@ -76,7 +76,7 @@ def read_starts(run_dir: Path) -> list[Start]:
             if isinstance(event, Started):
                 logs.append(log := Log(event))
             elif log is None:
-                continue  # without a beginning it belongs nowhere, and so is missing where it counts
+                continue  # belongs to no start, and so is missing where it counts
             elif isinstance(event, Step):
                 log.steps.setdefault(event.step, []).append(event)
             elif isinstance(event, RolledBack):
@@ -86,15 +86,15 @@ def read_starts(run_dir: Path) -> list[Start]:
             elif isinstance(event, Ended):
                 log.ended.append(event.step)
     logs.sort(key=lambda log: (_order(log), log.started.rank))
-    return [Start(list(group)) for _, group in groupby(logs, _order)]
+    return [RunStart(list(group)) for _, group in groupby(logs, _order)]
 
 
 def _order(log: Log) -> tuple[int, int]:
     return log.started.attempt, log.started.generation
 
 
-def counting(starts: Sequence[Start]) -> list[range]:
-    """Of each start the steps that count: those after which no later one began anew. Together they have no gap.
+def counting(starts: Sequence[RunStart]) -> list[range]:
+    """Of each start the steps that count: those that no later start repeats. Together they have no gap.
 
     The last start counts as far as all its ranks have come: nothing can have been saved of a step that a rank did not
     live to write down.
@@ -108,7 +108,7 @@ def counting(starts: Sequence[Start]) -> list[range]:
     return ranges[::-1]
 
 
-def left_out(starts: Sequence[Start], ranges: Sequence[range]) -> list[int]:
+def left_out(starts: Sequence[RunStart], ranges: Sequence[range]) -> list[int]:
     """The steps that count, and have changed nothing."""
     return sorted(
         {

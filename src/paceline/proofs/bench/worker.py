@@ -1,6 +1,6 @@
 """A rank of a measurement: trains each candidate for a chunk of steps, and writes down how long it took.
 
-`python -m paceline.proofs.bench_worker FOLDER`, started by `paceline compare` and `paceline scale` with torchrun's
+`python -m paceline.proofs.bench.worker FOLDER`, started by `paceline compare` and `paceline scale` with torchrun's
 variables. The folder holds order.json and config.toml; rank 0 adds a line to chunks.jsonl for each candidate, and every
 rank writes its steps as a training does, into FOLDER/<candidate>/events-<rank>.jsonl.
 """
@@ -23,9 +23,9 @@ from paceline.bench.sets import CONFIG, ORDER
 from paceline.bench.spec import CHUNKS, LOOKED_AT, RUNNING, Candidate, Chunk, Memory, Order
 from paceline.checkpoint.whole import sha256_of, whole
 from paceline.ladder import EXACT
-from paceline.proofs.measured import Ground, Training, lay
-from paceline.proofs.memory import inspected
-from paceline.proofs.traffic import Traffic
+from paceline.proofs.bench.memory import inspected
+from paceline.proofs.bench.traffic import Traffic
+from paceline.proofs.bench.training import Ground, Training, lay
 from paceline.sums import gather_words, together
 from paceline.sums.sharing import shared_memory
 from paceline.train.determinism import deterministic

@@ -13,7 +13,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from tests.verify.mutations import Mutation, planted
+from tests.proofs.verify.mutations import Mutation, planted
 from torch import Tensor
 
 from paceline.sums import memory_sum, shards

@@ -18,7 +18,7 @@ from paceline.data.consumed import fingerprint
 from paceline.data.plan import BatchPlan, ranks_share
 from paceline.errors import UsageError
 from paceline.observe.events import Ended, Event, EventWriter, RolledBack, Samples, Started, Step
-from paceline.proofs.ledger import Audit, audit
+from paceline.proofs.ledger.audit import Audit, audit
 
 Place = tuple[int, int, int]
 """(which start, step, rank)"""
