@@ -15,6 +15,7 @@ import msgspec
 from tests.launch.launch_harness import PRELUDE
 
 from paceline.contract.node_plan import NodePlan
+from paceline.contract.windows import Windows
 
 
 class Nodes:
@@ -40,6 +41,7 @@ class Nodes:
             "run_dir": str(self.run_dir),
             "join_seconds": 20.0,
             **settings,
+            "stall_after": Windows.parse(settings.get("stall_after", "auto")),
         }
         self.plan_file = folder / "plan.json"
         self.plan_file.write_bytes(msgspec.json.encode(NodePlan(**plan)))

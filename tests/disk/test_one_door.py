@@ -11,7 +11,7 @@ COMMANDS = ("finding", "run_state", "status", "logs", "hang", "cancel", "ledger"
 OF_RUNS = (
     *(f"cli/{name}.py" for name in COMMANDS), "observe/*.py", "checkpoint/*.py", "store/*.py", "train/*.py",
     "config.py", *(f"launch/{name}.py" for name in ("submission", "tail", "hosts")), "host/sweep.py",
-    "guard/story.py", "worker/attach.py", "agent/*.py", "proofs/starts.py", "proofs/ledger.py", "bench/steps.py",
+    "guard/story.py", "worker/attach.py", "agent/*.py", "proofs/ledger/*.py", "bench/steps.py",
     "bench/from_runs.py",
 )  # fmt: skip
 PAST_THE_DOOR = {
@@ -27,10 +27,9 @@ ALLOWED = {
     ("host/sweep.py", "read_bytes"): "/proc",
     ("agent/janitor.py", "open"): "/dev/null",
     ("agent/janitor.py", "rmtree"): "the agent's temporary folder",
-    ("agent/detach.py", "open"): "/dev/null",
+    ("agent/__main__.py", "open"): "/dev/null",
     ("agent/start.py", "open"): "the log of a worker of ours",
     ("agent/guarding.py", "rmtree"): "a verdict that could not be written whole",
-    ("train/weights.py", "rename"): "in a folder that disk.writing has opened",
     ("train/determinism.py", "read_text"): "/proc",
 }
 

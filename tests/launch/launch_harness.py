@@ -19,11 +19,13 @@ HARD_LIMIT_SECONDS = 30.0
 LAUNCHER = """
 import fcntl, json, os, sys
 from pathlib import Path
+from paceline.contract.windows import Windows
 from paceline.launch.job import Job
 from paceline.launch.local import local
 from paceline.launch.supervise import run
 settings = json.loads(sys.argv[1])
 folder, lock = Path(settings.pop("attempt_dir")), settings.pop("lock", None)
+settings["stall_after"] = Windows.parse(settings.get("stall_after", "auto"))
 job = Job(tuple(settings.pop("argv")), attempt_dir=folder, run_id="test", threads=1, **settings)
 keep_open = []
 if lock:

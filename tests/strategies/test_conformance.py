@@ -9,7 +9,7 @@ import pytest
 import torch
 from tests.run_ranks import run_ranks
 
-from paceline.proofs.verify_worker import verify
+from paceline.proofs.verify.worker import verify
 from paceline.strategies import STRATEGIES
 from paceline.verify.spec import Spec
 from paceline.worker.world import World

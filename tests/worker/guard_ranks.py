@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from paceline.agent.generation import read_record
+from paceline.agent.workers import read_record
 from paceline.contract import box
 from paceline.contract.birth import WorkerBirth
 from paceline.contract.evidence import Answer, Op

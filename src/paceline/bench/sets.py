@@ -17,7 +17,7 @@ from paceline.launch.job import Job
 from paceline.launch.local import local
 from paceline.launch.supervise import run
 
-WORKER = "paceline.proofs.bench_worker"
+WORKER = "paceline.proofs.bench.worker"
 ORDER, CONFIG = "order.json", "config.toml"
 QUIET = {"KINETO_LOG_LEVEL": "99"}  # the profiler's own words, several lines for each start of it
 LAST_CHARS = 300

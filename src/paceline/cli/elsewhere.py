@@ -7,8 +7,9 @@ import secrets
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from paceline.cli.finding import command_words
 from paceline.config import ClusterConfig
@@ -88,7 +89,7 @@ def place(cluster: ClusterConfig, nproc: int | None) -> Job:
         nodes=most,
         min_nodes=least,
         hosts=hosts,
-        secret=secrets.token_hex(32),
+        secret="" if cluster.on == "local" else secrets.token_hex(32),  # one agent talks to no other
         join_seconds=cluster.join_timeout,
         cwd=str(Path.cwd()),
         python=cluster.python or sys.executable,

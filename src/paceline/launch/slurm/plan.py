@@ -7,7 +7,6 @@ run goes on; `bash` it inside an allocation (salloc) and the run uses that.
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -29,7 +28,7 @@ def slurm(job: Job) -> Plan:
     """
     check(job)
     # the script loads and activates before it starts the agents; which node an agent is on, Slurm tells it
-    node = node_plan(replace(job, modules=(), activate=""), node=-1, nproc=job.nproc, head=())
+    node = node_plan(msgspec.structs.replace(job, modules=(), activate=""), node=-1, nproc=job.nproc, head=())
     plan = msgspec.json.format(msgspec.json.encode(node), indent=2).decode() + "\n"
     command = Command("sbatch", ("sbatch", "--parsable", f"{job.submit_dir}/{SCRIPT}"))
     return Plan(submit=command, files={SCRIPT: batch_script(job), PLAN: plan})
