@@ -1,11 +1,13 @@
-"""Everything that is written into a run: its owner's alone whatever the umask, made anew, and never through a link."""
+"""One door for everything that is written into a run: private whatever the umask, new, and never through a link."""
 
 from __future__ import annotations
 
+import fcntl
 import os
 import secrets
 import shutil
 import stat
+import time
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -14,6 +16,7 @@ from paceline.disk.owners import Unreadable, descend
 
 FOLDER, FILE = 0o700, 0o600
 FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC
+POLL_SECONDS = 0.02
 NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | FLAGS
 
 
@@ -94,6 +97,18 @@ def keep(path: Path, *, append: bool = False, make: bool = True) -> int:
     flags = os.O_RDWR | os.O_NONBLOCK | (os.O_CREAT if make else 0) | (os.O_APPEND if append else 0) | FLAGS
     with inside(path) as (parent, name):
         return _private(os.open(name, flags, FILE, dir_fd=parent), path)
+
+
+def lock(descriptor: int, seconds: float) -> bool:
+    """Take a file's lock; False where another process still holds it after `seconds`."""
+    deadline = time.monotonic() + seconds
+    while True:
+        with suppress(BlockingIOError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(POLL_SECONDS)
 
 
 def _private(descriptor: int, path: Path) -> int:
