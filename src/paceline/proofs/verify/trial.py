@@ -90,9 +90,7 @@ def compare_starts(trial: Trial, reference: Reference | None) -> None:
         trial.start_differs = next(iter(gather_words(off[:1], world)[0]), None)
 
 
-def observe(
-    trial: Trial, result: StepResult, microbatches: Sequence[MicroBatch]
-) -> tuple[Observed, RankDifferences]:
+def observe(trial: Trial, result: StepResult, microbatches: Sequence[MicroBatch]) -> tuple[Observed, RankDifferences]:
     """What the trial's last step looked like, over all ranks (a collective)."""
     replica, world = trial.replica, trial.replica.world
     mine = [i for b in microbatches if b.work.counted for i in b.work.indices.tolist()]
