@@ -1,7 +1,7 @@
-"""What does a rank hold in memory, and for what? Tensors are counted, and the first steps' allocations seen.
+"""Counts what a rank holds in memory, and for what, and watches the allocations of the first steps.
 
 Weights, gradients and optimizer state are counted where they lie, each piece of memory once. What else there is at
-which moment, also in C++ (DDP's buckets), torch's profiler tells: it reports each allocation and each release.
+any moment, also in C++ (DDP's buckets), comes from torch's profiler, which reports each allocation and release.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Inspection:
 
         def before(*_: object) -> None:
             if self._open:
-                own = [*replica.model.parameters(), *trained(replica)]
+                own = [*replica.model.parameters(), *_trained(replica)]
                 held = [held.tensor for held in replica.gradients()]
                 self._gradients = held_bytes([*held, *(p.grad for p in own)])
                 self._weights = held_bytes([*replica.model.parameters(), *replica.model.buffers()])
@@ -117,13 +117,13 @@ def held_bytes(tensors: Iterable[Any]) -> int:
     return sum(found.values())
 
 
-def trained(replica: Replica) -> list[Tensor]:
+def _trained(replica: Replica) -> list[Tensor]:
     """What the optimizer updates: the parameters, or a rank's pieces of them."""
     return [parameter for group in replica.optimizer.param_groups for parameter in group["params"]]
 
 
 def tidy() -> None:
-    """Give what is free back to the system, and let the process's peak begin anew (both Linux with glibc)."""
+    """Give what is free back to the system, and reset the process's peak (both Linux with glibc)."""
     gc.collect()
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
@@ -132,7 +132,7 @@ def tidy() -> None:
 
 
 def rss_peak() -> int | None:
-    """The most memory that this process has held since `tidy`, in bytes; None where the system does not tell."""
+    """The most memory that this process has held since `tidy`, in bytes; None where the system does not say."""
     try:
         status = Path("/proc/self/status").read_text()
     except OSError:
