@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.disk.reading import resolved
+from paceline.disk.reading import real_path
 from paceline.errors import UsageError
 from paceline.observe.events import Event, Started, Step, event_files, read_events
 
@@ -57,7 +57,7 @@ def read_run(folder: Path, *, skip: int) -> Run:
     Raises:
         UsageError: if there are no events, a rank's are missing, or too few or too old to be taken apart.
     """
-    folder = resolved(folder)
+    folder = real_path(folder)
     started: dict[int, Started] = {}
     steps: dict[int, dict[int, Spent]] = {}
     samples: dict[int, int] = {}
