@@ -8,10 +8,10 @@ from collections.abc import Iterator
 import msgspec
 
 from paceline.contract.birth import BOOTSTRAP
-from paceline.contract.variables import RUN_ID
+from paceline.contract.variables import RUN_ID, SECRET_NAME
 from paceline.errors import UsageError
 from paceline.launch.hosts import labels, plain_name
-from paceline.launch.job import SECRET_NAME, Command, Job, Plan
+from paceline.launch.job import Command, Job, Plan
 from paceline.launch.node_plans import head_ports, node_plan
 
 PLAN_FILE = "plan.json"
