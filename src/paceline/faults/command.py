@@ -1,4 +1,4 @@
-"""A command in a session and folder of its own: what it prints and when, how it ends, and what it leaves behind."""
+"""Runs a command in a session and folder of its own: what it prints and when, how it ends, what it leaves behind."""
 
 from __future__ import annotations
 

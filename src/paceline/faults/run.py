@@ -1,4 +1,4 @@
-"""Let a fault strike in a run of paceline or of torchrun, and score what is said of it."""
+"""Lets a fault strike in a run of paceline or torchrun, and scores what is said of it."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import msgspec
 from paceline.contract.evidence import Verdict
 from paceline.errors import UsageError
 from paceline.faults.command import Ran, run_command
-from paceline.faults.fault import End, Fault, Way
+from paceline.faults.fault import Fate, Fault, Way
 from paceline.faults.reading import Said, said_by_paceline, said_by_torchrun
-from paceline.faults.setups import Setup, prepared
+from paceline.faults.setups import Setup, surroundings
 from paceline.guard.story import read_verdict
 
 Launcher = Literal["paceline", "torchrun"]
@@ -39,7 +39,7 @@ class Score(msgspec.Struct, frozen=True):
     right_line: bool | None  # None: there is none to be named
     right_end: bool
     right_code: bool | None  # None: not known what it should be
-    end: End
+    end: Fate
     named: tuple[int, ...]
     tie: bool
     code: int | None  # None: it hung, and was ended
@@ -56,8 +56,8 @@ def run_fault(fault: Fault, launcher: Launcher, folder: Path, *, stall_after: st
     for file in USERS.glob("*.py"):
         shutil.copy(file, folder)
     first = _command(fault, launcher, Setup(), stall_after, steps=STEPS // 2)
-    env = environment(fault, launcher, folder)
-    with prepared(fault.setup, folder, tuple(first), env) as setup:
+    env = fault_environment(fault, launcher, folder)
+    with surroundings(fault.setup, folder, tuple(first), env) as setup:
         argv = [*setup.before, *_command(fault, launcher, setup, stall_after)]
         if setup.strikes or fault.way is Way.EACH or fault.name == "nothing":
             struck_now(folder)
@@ -70,8 +70,8 @@ def struck_now(folder: Path) -> None:
     (folder / "struck-outside").write_text(str(time.monotonic()))
 
 
-def environment(fault: Fault, launcher: Launcher, folder: Path) -> dict[str, str]:
-    """What the programs in `user` are told by."""
+def fault_environment(fault: Fault, launcher: Launcher, folder: Path) -> dict[str, str]:
+    """The variables that the programs in `user` read."""
     return {
         "FAULT": fault.name,
         "FAULT_RANKS": ",".join(map(str, fault.ranks)),
