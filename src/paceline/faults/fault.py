@@ -72,7 +72,7 @@ class Fault:
     needs: Needs = Needs.NOTHING
     lucky: bool = False  # luck decides who is to blame
     tie: bool = False  # two ranks disagree: both must be named, and neither blamed
-    line: bool = True  # the culprit's source line can be told
+    line: bool = True  # the culprit's source line can be named
     words: str = ""  # a pattern that the text must hold, where no rank is the answer
     setup: str = ""  # what setups.py does first
     options: tuple[str, ...] = ()  # further ones of paceline

@@ -121,7 +121,7 @@ def _accused(words: str) -> tuple[int, ...]:
 
 
 def _class(kind: str) -> Fate:
-    """The judge's word on the page; STALL holds several classes, which verdict.json tells apart."""
+    """The judge's word on the page; STALL holds several classes, which only the written verdict tells apart."""
     return Fate.BEHIND if kind == "STALL" else Fate(kind.lower())
 
 

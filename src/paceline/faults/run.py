@@ -25,7 +25,7 @@ USERS = Path(__file__).with_name("user")  # program.py, strikes.py, task.py
 PROGRAM, TASK = "program.py", "task.py"
 STEPS = 40
 GROUP_TIMEOUT_SECONDS = 10  # torchrun's only defence; 30 minutes by default
-LIMIT_SECONDS = 120.0  # nothing that is to be told takes so long
+LIMIT_SECONDS = 120.0  # nothing that is to be reported takes so long
 WORDS_CHARS = 2000
 MARKER = re.compile(r"# FAULT: (?P<names>.*)")
 
@@ -95,7 +95,7 @@ def _command(fault: Fault, launcher: Launcher, setup: Setup, stall_after: str, s
     more += ["--port", port] if setup.port else []
     if fault.way is Way.TASK:
         return [*own, *train, *more]
-    if fault.way is Way.EACH:  # each rank is told another learning rate
+    if fault.way is Way.EACH:  # each rank is given another learning rate
         rate = f"0.0$((1 + (RANK == {fault.ranks[0]})))"
         each = " ".join([*own, *train, "--run-dir", "each", "--lr", rate])
         return [*own, "launch", *more, "--", "sh", "-c", f"exec {each}"]
@@ -146,7 +146,7 @@ def _right_rank(fault: Fault, said: Said, ran: Ran) -> bool:
 
 
 def _right_line(fault: Fault, folder: Path, words: str) -> bool:
-    """Whether the words name a line that the fault's marker stands at."""
+    """Whether the words name a line with the fault's marker."""
     for file in USERS.glob("*.py"):
         for number in marked_lines(file, fault.name):
             if re.search(rf"{re.escape(file.name)}(?::|\", line ){number}\b", words):
