@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from hypothesis import given, settings
+from hypothesis import strategies as st
 from tests.run_ranks import run_ranks
 from tests.sums.odd_model import over_torch
 from tests.sums.test_reducer import DIVISORS, Mixed, assert_sums, used_on, values_of
@@ -15,11 +16,12 @@ from tests.sums.test_tree import bits, cuts
 from tests.worlds import worlds
 from torch import nn
 
-from paceline.data.plan import ranks_share
+from paceline.data.plan import BatchPlan, ranks_share
 from paceline.scratch import norm, tree
 from paceline.scratch.batchnorm import GlobalBatchNorm
 from paceline.scratch.reduce import OverlappingReducer, all_reduce_gradients
 from paceline.scratch.replicate import copy_from_rank
+from paceline.scratch.sampler import dealt
 from paceline.scratch.scatter import sum_of_share
 from paceline.scratch.zero import ShardedOptimizer
 from paceline.sums.batchnorm import SyncBatchNorm
@@ -31,6 +33,16 @@ from paceline.sums.sharing import memory_or_hosts
 from paceline.sums.tree import Forest, subtrees
 
 SIZES = (2, 3)
+
+
+@settings(deadline=None)
+@given(st.integers(1, 60), st.integers(1, 6), st.integers(1, 5))
+def test_samples_are_dealt_as_the_products(samples, ranks, batch):
+    plan = BatchPlan(samples, ranks * batch, ranks, shuffle=False)
+    for rank, share in enumerate(dealt(samples, ranks)):
+        steps = [plan.indices(0, step, rank).tolist() for step in range(plan.steps_per_epoch)]
+        assert share == [index for step in steps for index in step]
+        assert [*map(len, steps[:-1])] == [batch] * (len(steps) - 1)
 
 
 @settings(deadline=None)

@@ -9,12 +9,12 @@ import pytest
 import torch
 from tests.run_ranks import run_ranks
 
-from paceline.proofs.verify_worker import verify
+from paceline.proofs.verify.worker import verify
 from paceline.strategies import STRATEGIES
 from paceline.verify.spec import Spec
 from paceline.worker.world import World
 
-TASKS = Path(__file__).parents[1] / "verify" / "tasks_under_test.py"
+TASKS = Path(__file__).parents[1] / "proofs" / "verify" / "tasks_under_test.py"
 # DDP refuses a model with unused parameters unless told; that is its own, loud, limit.
 REFUSES_UNUSED = {"ddp"}
 

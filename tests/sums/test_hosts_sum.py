@@ -22,8 +22,8 @@ from torch import nn
 
 from paceline.contract.variables import SHARED_MEMORY
 from paceline.data.plan import ranks_share
-from paceline.proofs.traffic import Traffic
-from paceline.proofs.verify_worker import verify
+from paceline.proofs.bench.traffic import Traffic
+from paceline.proofs.verify.worker import verify
 from paceline.sums import gather_words, handshake, hosts_sum, start_totals, transports
 from paceline.sums.buckets import buckets_of, trainable
 from paceline.sums.handshake import Refusal, meet_in_memory
@@ -39,7 +39,7 @@ from paceline.worker.guard import Guard
 from paceline.worker.world import World
 
 ranks = pytest.mark.ranks
-TASKS = Path(__file__).parents[1] / "verify" / "tasks_under_test.py"
+TASKS = Path(__file__).parents[1] / "proofs" / "verify" / "tasks_under_test.py"
 
 
 def plus(left: str, right: str) -> str:
@@ -203,8 +203,9 @@ def sends(rank: int, world_size: int, folder: Path) -> list[object]:
     assert gather_words(rank, world) == [0, 1, 2, 3]
     forest = Forest([(n, n + 1) for n in range(4)], rank)
     sent: list[float | None] = []
-    for make in (lambda: sum_by_leaf(model, forest), lambda: sum_by_rank(model, forest)):
-        sums = make()
+    for make in (sum_by_leaf, sum_by_rank):
+        model = nn.Linear(999, 1000)
+        sums = make(model, forest)
         assert isinstance(sums._transport, OverHosts)
         model.zero_grad(set_to_none=True)
         counted = Traffic(Guard.of_process().box)
@@ -213,7 +214,6 @@ def sends(rank: int, world_size: int, folder: Path) -> list[object]:
         sums.finish(2.0)
         sent.append(counted.sent(2))  # between two hosts
         assert model.weight.grad is not None and torch.equal(model.weight.grad, torch.full((1000, 999), 5.0))
-        sums.remove()
     put_on(rank, rank, world_size, folder)
     assert said(shared_memory) == "" and way_taken() == "torch"
     put_on(rank // 2, rank, world_size, folder)

@@ -174,9 +174,9 @@ def names(rank: int, world_size: int) -> dict[str, list[str]]:
     with reducer.leaf(rank, is_last=True):
         model(torch.ones(1, 4)).sum().backward()
     reducer.finish(2.0)
-    reducer.remove()
     found["reducer"] = taken()
     owned = [(0, 3), (3, 4)]
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
     tree = over_torch(model, Forest(owned, rank))
     for leaf in range(*owned[rank]):
         with tree.leaf(leaf, is_last=leaf in (2, 3)):

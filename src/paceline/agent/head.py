@@ -28,7 +28,7 @@ from paceline.contract.orders import LIFELINE_GRACE_SECONDS, REMOTE_GRACE_SECOND
 from paceline.errors import ExitCode, UsageError
 from paceline.guard.deaths import Kind, Observation, choose, verdict_due_seconds
 from paceline.guard.verdict import tell
-from paceline.observe.ended import write_ended
+from paceline.observe.summary import write_ended
 from paceline.observe.terminal import say
 
 POLL_FAILING_SECONDS = 0.05  # between looks for failure records; while all goes well, as often as the guard looks

@@ -1,4 +1,4 @@
-"""How are many tensors of all sizes cut into pieces that pass through memory of a fixed size, with few calls for each?
+"""Many tensors of all sizes are cut into pieces that pass through memory of a fixed size, with few calls for each.
 
 A large tensor is cut into equal pieces, each a chunk of its own, which is summed right where it lies. Small ones travel
 together, as many as there is room for.

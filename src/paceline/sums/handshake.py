@@ -1,4 +1,4 @@
-"""Do ranks really share one host's memory? Proven by memory, not believed from a number in the environment.
+"""Which ranks share one host's memory: proven by memory, not believed from a number in the environment.
 
 Each rank makes its memory and tells the others how to find it (process, descriptor, a random token); those of the same
 host open it through /proc, read the token there, and write their own token back into their place. Ranks of containers

@@ -1,4 +1,4 @@
-"""Where ranks are on several hosts: who shares memory with whom, and over which connections do hosts exchange?
+"""Where ranks are on several hosts: who shares memory with whom, and over which connections hosts exchange.
 
     2 hosts of 3 ranks      share memory: 0 1 2 | 3 4 5      exchange over gloo: 0 3 | 1 4 | 2 5
 

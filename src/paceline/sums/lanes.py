@@ -1,4 +1,4 @@
-"""How do lists of tensors get into the memory of ranks that share it, and the sums out of it, chunk by chunk?
+"""Lists of tensors go into the memory of ranks that share it, and their sums out of it, chunk by chunk.
 
 Each rank has one list of tensors or more to add, as many as it owns subtrees. In its slot these lie side by side, each
 in a lane of its own:

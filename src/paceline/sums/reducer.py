@@ -81,7 +81,8 @@ class Reducer:
         self._buckets, self._forest, self._transport, self._at_start = buckets, forest, transport, at_start
         self._bucket_of = {p: index for index, bucket in enumerate(buckets) for p in bucket}
         self._forget()
-        self._hooks = [p.register_post_accumulate_grad_hook(self._on_gradient) for p in self._bucket_of if early]
+        for parameter in self._bucket_of if early else ():
+            parameter.register_post_accumulate_grad_hook(self._on_gradient)
 
     @contextmanager
     def leaf(self, virtual_rank: int, *, is_last: bool, counted: bool = True) -> Generator[None]:
@@ -129,12 +130,6 @@ class Reducer:
         theirs, and messages of the next step must not meet those of this one.
         """
         self._end(None)
-
-    def remove(self) -> None:
-        """Take the hooks off the parameters: backward is again what it was."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
 
     def _end(self, divisor: float | Tensor | None) -> bool:
         try:

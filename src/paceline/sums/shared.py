@@ -1,4 +1,4 @@
-"""What do the ranks of one host share? Memory that each of them has made, and all of them have mapped.
+"""What the ranks of one host share: memory that each of them has made, and all of them have mapped.
 
 A rank's memory is a file without a name: it needs no /dev/shm (64 MB in many containers), and is gone with the last
 process that maps it. Its size is fixed; whatever is sent passes through it in pieces (see `channel`).
@@ -13,7 +13,7 @@ For other parts (all ranks that share it call the same ones in the same order; t
     memory = shared_memory()                          # None: not all ranks are on one host; then use torch.distributed
     reduce_scatter(memory, own, forest, out, divisor) # own: (n,) for each of my subtrees, or None; out: (n / W,), mine
     all_gather(memory, mine, out)                     # mine: (n / W,), out: (n,)
-    broadcast(memory, tensors, src=0); barrier(memory)
+    broadcast_in_memory(memory, tensors, src=0); barrier(memory)
     TreeSum(memory, sizes, dtypes, forest).run(nodes, divisor)   # the sum of lists of tensors, in place
 """
 
@@ -31,8 +31,7 @@ import torch
 from paceline.contract.evidence import Op
 from paceline.host.cgroup import usable_cores
 from paceline.host.procfs import read_process
-from paceline.sums.channel import HEADER_BYTES, Channel
-from paceline.sums.waiting import SPINS
+from paceline.sums.channel import HEADER_BYTES, SPINS, Channel
 from paceline.worker.guard import Guard
 
 GROUP = "shared"  # what the hang guard calls the ranks that share memory; `hosts` has other names for several hosts

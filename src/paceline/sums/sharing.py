@@ -1,4 +1,4 @@
-"""Through shared memory, or torch.distributed, or both? Decided once for each process group, by all its ranks together.
+"""What ranks share: memory, memory on each host, or nothing. All ranks of a process group decide it once, together.
 
 What their gradients then travel over:
 
