@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
+from tests import warm
 
 NAMES = ("sampler", "replicate", "reduce", "batchnorm", "tree", "norm", "scatter", "zero")
-ALONE = f"from paceline.scratch import {', '.join(NAMES)}\n" + "\n".join(
-    f"print('#'); {name}._main()" for name in NAMES
+ALONE = "\n".join(
+    ["import warnings; warnings.simplefilter('error')", f"from paceline.scratch import {', '.join(NAMES)}"]
+    + [f"print('#'); {name}._main()" for name in NAMES]
 )
 TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m")
 
 
 def printed(*arguments: str) -> str:
-    done = subprocess.run(
-        [sys.executable, *arguments], capture_output=True, text=True, timeout=50, check=False, stdin=subprocess.DEVNULL
-    )
+    done = warm.run(arguments)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 @pytest.mark.ranks
 def test_in_a_world_of_one() -> None:
-    output = printed("-W", "error", "-c", ALONE)  # all in one process: importing torch is what takes time
+    output = printed("-c", ALONE)  # all in one process
     lines = (
         "  rank 3: [9, 0, 1]", "after scatter     rank 0: [0.0, 1.0]", "world size       rank 0: [1.0, 2.0, 3.0]",
         "mean 2, unbiased variance 1", "in the tree's order:    0.75", "3 holders of 1, 10, 5 blocks find",

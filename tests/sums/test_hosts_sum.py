@@ -39,7 +39,7 @@ from paceline.worker.guard import Guard
 from paceline.worker.world import World
 
 ranks = pytest.mark.ranks
-TASKS = Path(__file__).parents[1] / "verify" / "tasks_under_test.py"
+TASKS = Path(__file__).parents[1] / "proofs" / "verify" / "tasks_under_test.py"
 
 
 def plus(left: str, right: str) -> str:

@@ -52,19 +52,19 @@ def looked_at(rank: int, world_size: int, folder: str) -> dict[str, dict[str, ob
     """What `compare`'s worker measures of an MLP, by strategy."""
     import msgspec
 
-    from paceline.bench.spec import CHUNKS, NO_EXCHANGE, Candidate, Chunk, Order
+    from paceline.bench.spec import CHUNKS, NO_EXCHANGE, Candidate, Measurement, MeasureOrder
     from paceline.config import TrainConfig
-    from paceline.proofs.bench.worker import Ground, measure
+    from paceline.proofs.bench.training import Ground
+    from paceline.proofs.bench.worker import measure_candidates
     from paceline.worker.world import World
 
     names = [NO_EXCHANGE, "manual", "bucketed", "ddp", "exact", "zero"]
-    order = Order([Candidate(name, name, BATCH, 1) for name in names], 3, 2, folder, 0.0, memory=True)
+    order = MeasureOrder([Candidate(name, name, BATCH, 1) for name in names], 3, 2, folder, 0.0, memory=True)
     world = World(rank, world_size, rank, world_size, torch.device("cpu"), "gloo")
-    measure(order, Ground(TrainConfig(task="none"), task(), task().make_dataset("train"), world))
+    measure_candidates(order, Ground(TrainConfig(task="none"), task(), task().make_dataset("train"), world))
     lines = Path(folder, CHUNKS).read_bytes().splitlines() if rank == 0 else []
-    return {
-        chunk.strategy: msgspec.to_builtins(chunk) for chunk in (msgspec.json.decode(one, type=Chunk) for one in lines)
-    }
+    found = [msgspec.json.decode(one, type=Measurement) for one in lines]
+    return {one.strategy: msgspec.to_builtins(one) for one in found}
 
 
 def task():

@@ -1,7 +1,7 @@
-"""What does a rank hold in memory, and for what? Tensors are counted, and the first steps' allocations seen.
+"""Counts what a rank holds in memory, and for what, and watches the allocations of the first steps.
 
 Weights, gradients and optimizer state are counted where they lie, each piece of memory once. What else there is at
-which moment, also in C++ (DDP's buckets), torch's profiler tells: it reports each allocation and each release.
+any moment, also in C++ (DDP's buckets), comes from torch's profiler, which reports each allocation and release.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from paceline.bench.spec import Memory
+from paceline.compute.allocator import peak_memory
 from paceline.contract.evidence import Phase
 from paceline.data.loader import MicroBatch
 from paceline.nested import tensors
@@ -39,7 +40,7 @@ class Inspection:
 
         def before(*_: object) -> None:
             if self._open:
-                own = [*replica.model.parameters(), *trained(replica)]
+                own = [*replica.model.parameters(), *_trained(replica)]
                 held = [held.tensor for held in replica.gradients()]
                 self._gradients = held_bytes([*held, *(p.grad for p in own)])
                 self._weights = held_bytes([*replica.model.parameters(), *replica.model.buffers()])
@@ -67,7 +68,7 @@ class Inspection:
         known = self._weights + self._gradients + self._optimizer + self._batch
         events = _timeline(profiler, self._device)
         seen = levels(events, known) if any(isinstance(what, int) for what in events) else (None, None, None)
-        self.found = Memory(self._weights, self._gradients, self._optimizer, *seen, rss_peak())
+        self.found = Memory(self._weights, self._gradients, self._optimizer, *seen, peak_memory() or None)
 
 
 @contextmanager
@@ -117,28 +118,18 @@ def held_bytes(tensors: Iterable[Any]) -> int:
     return sum(found.values())
 
 
-def trained(replica: Replica) -> list[Tensor]:
+def _trained(replica: Replica) -> list[Tensor]:
     """What the optimizer updates: the parameters, or a rank's pieces of them."""
     return [parameter for group in replica.optimizer.param_groups for parameter in group["params"]]
 
 
 def tidy() -> None:
-    """Give what is free back to the system, and let the process's peak begin anew (both Linux with glibc)."""
+    """Give what is free back to the system, and reset the process's peak (both Linux with glibc)."""
     gc.collect()
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
-
-
-def rss_peak() -> int | None:
-    """The most memory that this process has held since `tidy`, in bytes; None where the system does not tell."""
-    try:
-        status = Path("/proc/self/status").read_text()
-    except OSError:
-        return None
-    line = next((line for line in status.splitlines() if line.startswith("VmHWM:")), None)
-    return int(line.split()[1]) * 1024 if line else None
 
 
 def _timeline(profiler: profile, device: torch.device) -> list[int | str]:

@@ -1,7 +1,7 @@
-"""How many bytes does a rank send in a step? Counted at the collectives that were called, by what torch has recorded.
+"""Counts the bytes that a rank sends in a step, from the collectives that were called.
 
 torch's flight recorder has every collective of a process group with its shapes, also those that C++ calls (DDP, FSDP);
-what goes through shared memory stands in the guard's ring. The volume is that of a ring, which no algorithm undercuts
+what goes through shared memory is in the guard's ring. The volume is that of a ring, which no algorithm undercuts
 where all ranks must get all of n ranks' sums: 2 (n-1)/n of an all-reduce's bytes, (n-1) times what each puts into an
 all-gather, (n-1)/n of what each puts into a reduce-scatter or an all-to-all.
 """
@@ -29,7 +29,7 @@ _SHAPE = re.compile(r"\[([0-9, ]*)\]")
 
 
 class Traffic:
-    """Counts from when it is made; `sent` tells, and counts anew."""
+    """Counts from when it is made, and again from each call of `sent`."""
 
     def __init__(self, box: Box) -> None:
         self._box = box

@@ -1,4 +1,4 @@
-"""A candidate on this rank: a whole training of it, taken some steps at a time."""
+"""A candidate on this rank: a whole training, taken some steps at a time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from paceline.data.loader import Loading, MicroBatch, load_steps
 from paceline.data.plan import BatchPlan, ranks_share
 from paceline.errors import UsageError
 from paceline.ladder import options_of_others
-from paceline.observe import events
+from paceline.observe.events import EventWriter
 from paceline.strategies import Replica
 from paceline.strategies.base import replica
 from paceline.tasks import load_task
@@ -44,7 +44,7 @@ class Ground:
     world: World
 
 
-def lay(config: TrainConfig, world: World) -> Ground:
+def load_ground(config: TrainConfig, world: World) -> Ground:
     """Load what all candidates train on.
 
     Raises:
@@ -55,7 +55,7 @@ def lay(config: TrainConfig, world: World) -> Ground:
     return Ground(config, task, on_device(task.make_dataset("train"), world.device), world)
 
 
-class Training:
+class CandidateTraining:
     """A candidate's training; nothing of it is left when it is closed."""
 
     def __init__(
@@ -74,18 +74,15 @@ class Training:
         model = make_model(ground.task, config.run.seed, ground.world)
         make = _without_exchange if candidate.strategy == NO_EXCHANGE else make_replica
         loading = Loading(ground.world.device, config.data.num_workers, ground.task.collate)
-        settled = settle(
-            config.compute, model, ground.task, ground.dataset, loading, candidate.batch_size, ground.world
-        )  # fmt: skip
+        batch = candidate.batch_size
+        settled = settle(config.compute, model, ground.task, ground.dataset, loading, batch, ground.world)
         schedule = Schedule(config.optimizer.lr, steps)
         self.parts = Parts(
             config, ground.task, ground.dataset, ground.dataset, make(config, model, ground.world, shape.virtual_ranks),
             plan, share, schedule, loading, steps, {}, settled,
         )  # fmt: skip
         folder.mkdir(parents=True, exist_ok=True)
-        self._writer = self._open.enter_context(
-            events.EventWriter(folder / f"events-{ground.world.rank}.jsonl")
-        )  # fmt: skip
+        self._writer = self._open.enter_context(EventWriter(folder / f"events-{ground.world.rank}.jsonl"))
         write_started(self._writer.write, self.parts, Place(folder, 1, 0, None), 0)
         batches = load_steps(ground.dataset, plan, share, loading, start=0, stop=steps)
         self._open.enter_context(closing(batches))

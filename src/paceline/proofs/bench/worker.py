@@ -1,8 +1,8 @@
-"""A rank of a measurement: trains each candidate for a chunk of steps, and writes down how long it took.
+"""A rank of `paceline compare` or `paceline scale`: trains each candidate for a chunk of steps, and times it.
 
-`python -m paceline.proofs.bench.worker FOLDER`, started by `paceline compare` and `paceline scale` with torchrun's
-variables. The folder holds order.json and config.toml; rank 0 adds a line to chunks.jsonl for each candidate, and every
-rank writes its steps as a training does, into FOLDER/<candidate>/events-<rank>.jsonl.
+`python -m paceline.proofs.bench.worker FOLDER`, started with torchrun's variables. The folder holds order.json and
+config.toml; rank 0 adds a line to chunks.jsonl for each candidate, and every rank writes its steps as a training does,
+into FOLDER/<candidate>/events-<rank>.jsonl.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -19,13 +19,22 @@ import msgspec
 import torch
 
 from paceline import config as configuration
-from paceline.bench.sets import CONFIG, ORDER
-from paceline.bench.spec import CHUNKS, LOOKED_AT, RUNNING, Candidate, Chunk, Memory, Order
+from paceline.bench.spec import (
+    CHUNKS,
+    CONFIG,
+    LOOKED_AT,
+    ORDER,
+    RUNNING,
+    Candidate,
+    Measurement,
+    MeasureOrder,
+    Memory,
+)  # fmt: skip
 from paceline.checkpoint.whole import sha256_of, whole
 from paceline.ladder import EXACT
 from paceline.proofs.bench.memory import inspected
 from paceline.proofs.bench.traffic import Traffic
-from paceline.proofs.bench.training import Ground, Training, lay
+from paceline.proofs.bench.training import CandidateTraining, Ground, load_ground
 from paceline.sums import gather_words, together
 from paceline.sums.sharing import shared_memory
 from paceline.train.determinism import deterministic
@@ -35,7 +44,7 @@ from paceline.worker.tell import run_worker
 from paceline.worker.world import World, joined
 
 
-def measure(order: Order, ground: Ground) -> None:
+def measure_candidates(order: MeasureOrder, ground: Ground) -> None:
     """Measure all candidates (a collective); rank 0 writes down what they did."""
     folder, world = Path(order.folder), ground.world
     _import_lazily(world)
@@ -45,27 +54,27 @@ def measure(order: Order, ground: Ground) -> None:
             (folder / RUNNING).write_bytes(msgspec.json.encode(candidate))
         torch.set_num_threads(candidate.threads)
         with deterministic() if candidate.strategy in EXACT else nullcontext():
-            chunk = _chunk(order, ground, candidate, launched)
+            measured = _measure(order, ground, candidate, launched)
         if world.rank == 0:
             with (folder / CHUNKS).open("ab") as file:
-                file.write(msgspec.json.encode(chunk) + b"\n")
+                file.write(msgspec.json.encode(measured) + b"\n")
         gc.collect()  # models hang in cycles of hooks and closures
 
 
-def _chunk(order: Order, ground: Ground, candidate: Candidate, launched: float) -> Chunk:
+def _measure(order: MeasureOrder, ground: Ground, candidate: Candidate, launched: float) -> Measurement:
     """One candidate: applied to a new model, its first steps, its warm-up, its chunk."""
     world, box = ground.world, Guard.of_process().box
     folder, last = Path(order.folder) / candidate.name, order.warmup + order.steps
     with inspected(world.device) if order.memory else nullcontext() as inspection:
         gather_words(0, world)
         began = time.perf_counter()
-        training = Training(ground, candidate, folder, last, inspection.enter if inspection else ignore)
+        training = CandidateTraining(ground, candidate, folder, last, inspection.enter if inspection else ignore)
         replica = training.parts.replica
         if inspection:
             inspection.watch(replica)
         training.take(1)
         first = time.perf_counter() - began
-        training.take(1)  # DDP builds its buckets anew in the second step, and is what it will be in the third
+        training.take(1)  # DDP rebuilds its buckets in the second step, and is what it will be in the third
         traffic = Traffic(box)
         microbatches = training.take_one()
         sent = traffic.sent(world.size)
@@ -83,7 +92,11 @@ def _chunk(order: Order, ground: Ground, candidate: Candidate, launched: float) 
         weights = [held for held in replica.state() if held.name.startswith("model/")]
         digest = sha256_of(whole(weights, world))
     everybody = gather_words(mine, world)
-    return Chunk(
+    memory = None
+    if inspection:  # of each number the largest of all ranks
+        names = Memory.__struct_fields__
+        memory = Memory(**{name: _most(each["memory"][name] for each in everybody) for name in names})
+    return Measurement(
         name=candidate.name,
         strategy=candidate.strategy,
         world_size=world.size,
@@ -97,8 +110,8 @@ def _chunk(order: Order, ground: Ground, candidate: Candidate, launched: float) 
         launch_seconds=launched,
         digest=digest,
         weight_bytes=sum(p.numel() * p.element_size() for p in replica.model.parameters() if p.requires_grad),
-        sent_bytes=_most([each["sent"] for each in everybody]),
-        memory=_largest([each["memory"] for each in everybody]),
+        sent_bytes=_most(each["sent"] for each in everybody),
+        memory=memory,
     )
 
 
@@ -110,30 +123,21 @@ def _import_lazily(world: World) -> None:
     gather_words(0, world)
 
 
-def _largest(memories: Sequence[dict[str, int | None] | None]) -> Memory | None:
-    """Of each number the largest of all ranks."""
-    told = [memory for memory in memories if memory is not None]
-    if not told:
-        return None
-    return msgspec.convert({name: _most([memory[name] for memory in told]) for name in told[0]}, Memory)
-
-
-def _most(values: Sequence[Any]) -> Any:
-    known = [value for value in values if value is not None]
-    return max(known) if known else None
+def _most(values: Iterable[Any]) -> Any:
+    return max((value for value in values if value is not None), default=None)
 
 
 def main(arguments: Sequence[str]) -> int:
     """Measure what the order in folder `arguments[0]` says."""
     folder = Path(arguments[0])
-    order = msgspec.json.decode((folder / ORDER).read_bytes(), type=Order)
+    order = msgspec.json.decode((folder / ORDER).read_bytes(), type=MeasureOrder)
     config = configuration.load(folder.resolve() / CONFIG, ours=True)
     world = World.from_env(device=config.launch.device, backend=config.launch.backend)
     with joined(world, timeout_seconds=config.launch.timeout):
         shared_memory(config.launch.collectives)
         with together(world):
-            ground = lay(config, world)
-        measure(order, ground)
+            ground = load_ground(config, world)
+        measure_candidates(order, ground)
     return 0
 
 

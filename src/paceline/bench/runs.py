@@ -1,4 +1,4 @@
-"""What did the ranks do in each step? Reads a run's events: seconds by phase, for every step and rank."""
+"""Reads what the ranks of a run did in each step: seconds by phase, for every step and rank, from the run's events."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.disk.reading import real_path
+import msgspec
+
+from paceline.disk.reading import is_file, real_path
 from paceline.errors import UsageError
 from paceline.observe.events import Event, Started, Step, event_files, read_events
+from paceline.observe.folder import WEIGHTS
 
 PHASES = ("data", "forward", "backward", "sync", "optimizer")
 
@@ -46,9 +49,19 @@ class Run:
     @property
     def step_seconds(self) -> float:
         """The mean over steps and ranks."""
-        return sum(spent.seconds for step in self.steps for spent in step.values()) / (
-            len(self.steps) * self.world_size
-        )
+        total = sum(spent.seconds for step in self.steps for spent in step.values())
+        return total / (len(self.steps) * self.world_size)
+
+
+class At(msgspec.Struct, frozen=True, order=True):
+    """So many ranks with so many samples each in a step."""
+
+    ranks: int
+    batch: int
+
+
+Runs = Mapping[At, Sequence[Run]]
+"""by round; of all points the same rounds"""
 
 
 def read_run(folder: Path, *, skip: int) -> Run:
@@ -81,7 +94,7 @@ def read_run(folder: Path, *, skip: int) -> Run:
     if len(common) < 2:
         raise UsageError(f"{folder}: fewer than {skip + 2} steps; the first {skip} are warm-up. Train longer")
     if not all(steps[rank][number].forward for rank in ranks for number in common):
-        raise UsageError(f"{folder} was written by an older paceline: its steps do not tell their phases. Train anew")
+        raise UsageError(f"{folder} was written by an older paceline, whose steps have no phases. Train again")
     return Run(
         steps=[{rank: steps[rank][number] for rank in ranks} for number in common],
         samples=sum(samples[number] for number in common) / len(common),
@@ -92,7 +105,7 @@ def read_run(folder: Path, *, skip: int) -> Run:
 def _spent(step: Step, before: Event | None) -> Spent:
     """From the end of one synchronisation to that of the next, for there all ranks meet.
 
-    So the optimizer is that of the step before: who is late in it keeps the others waiting in this step. Only where
+    So the optimizer is that of the step before: a rank late in it keeps the others waiting in this step. Only where
     `before`, the event before, is a step, what lies between belongs to training.
     """
     phases = {name: step.phase_seconds.get(name, 0.0) for name in PHASES}
@@ -102,3 +115,47 @@ def _spent(step: Step, before: Event | None) -> Spent:
     earlier = before.phase_seconds.get("optimizer", 0.0)
     seconds = step.seconds + between + earlier - phases["optimizer"]
     return Spent(**{**phases, "optimizer": earlier}, seconds=seconds, between=between)
+
+
+def read_runs(folders: Sequence[Path], *, skip: int) -> Runs:
+    """The runs in these folders, by ranks and samples of each; several of one kind are its rounds.
+
+    Raises:
+        UsageError: if none of them is of one rank, or none of several, or a folder cannot be read.
+    """
+    found: dict[At, list[Run]] = {}
+    for folder in folders:
+        run = read_run(folder, skip=skip)
+        found.setdefault(At(run.world_size, round(run.samples / run.world_size)), []).append(run)
+    sizes = sorted({at.ranks for at in found})
+    if len(sizes) < 2 or sizes[0] != 1:
+        raise UsageError(
+            f"--runs has runs of {', '.join(map(str, sizes))} rank{'s' if sizes[-1] > 1 else ''}: scaling needs one of "
+            "1 rank, and others of more, on the same task"
+        )
+    rounds = min(len(runs) for runs in found.values())
+    return {at: runs[:rounds] for at, runs in found.items()}
+
+
+def comparable(runs: Runs) -> tuple[int | None, int | None]:
+    """(samples of each rank, of all together) for which one rank can be compared with others; None where it cannot."""
+    alone, others = [at.batch for at in runs if at.ranks == 1], [at for at in runs if at.ranks > 1]
+    weak = [batch for batch in alone if any(at.batch == batch for at in others)]
+    strong = [batch for batch in alone if any(at.ranks * at.batch == batch for at in others)]
+    if not weak and not strong:
+        told = ", ".join(f"{at.ranks} x {at.batch}" for at in sorted(runs))
+        raise UsageError(
+            f"--runs: none of these runs (ranks x samples of each in a step: {told}) can be compared with that of one "
+            "rank: it needs as many samples in a step as each of the others' ranks, or as all of them together"
+        )
+    return max(weak, default=None), max(strong, default=None)
+
+
+def over_network(runs: Runs) -> bool:
+    """Whether ranks of any of these runs were on several hosts."""
+    return any(len({*run.hosts.values()}) > 1 for found in runs.values() for run in found)
+
+
+def weight_bytes(folders: Sequence[Path]) -> int:
+    """About what ranks exchange in a step: the size of the weights that were saved."""
+    return max((path.stat().st_size for folder in folders if is_file(path := folder / WEIGHTS)), default=0)

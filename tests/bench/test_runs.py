@@ -1,16 +1,19 @@
-"""A run's events become seconds by step and rank; a folder that cannot tell says why."""
+"""A run's events become seconds by step and rank; a folder that cannot tell says why; which runs can be compared."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tests.bench.made_up import Rank, lockstep
 
-from paceline.bench.steps import read_run
+from paceline.bench.runs import At, comparable, over_network, read_run
 from paceline.errors import UsageError
 from paceline.observe.events import Evaluated, Event, EventWriter, Started, Step
 
 PHASES = {"data": 0.01, "forward": 0.02, "backward": 0.03, "sync": 0.04, "optimizer": 0.05}
+ONE, TWO = lockstep([Rank()]), lockstep([Rank()] * 2)
 
 
 def started(rank: int, world_size: int = 2) -> Started:
@@ -70,3 +73,16 @@ def test_what_cannot_be_taken_apart_says_why(tmp_path: Path) -> None:
         read_run(tmp_path, skip=0)
     with pytest.raises(UsageError, match="fewer than 6 steps"):
         read_run(tmp_path, skip=4)
+
+
+def test_runs_met_over_a_network_if_any_of_them_was_on_several_hosts() -> None:
+    apart = replace(TWO, hosts={0: "n1", 1: "n2"})
+    assert not over_network({At(1, 64): [ONE], At(2, 64): [TWO]})
+    assert over_network({At(1, 64): [ONE], At(2, 64): [TWO, apart]})
+
+
+def test_only_runs_on_as_many_samples_can_be_compared() -> None:
+    assert comparable({At(1, 64): [ONE], At(2, 64): [TWO]}) == (64, None)
+    assert comparable({At(1, 64): [ONE], At(2, 32): [TWO]}) == (None, 64)
+    with pytest.raises(UsageError, match="1 x 64, 2 x 48"):
+        comparable({At(1, 64): [ONE], At(2, 48): [TWO]})
