@@ -31,13 +31,13 @@ import torch.distributed as dist
 from torch import nn
 
 from paceline.checkpoint.snapshot import Keeper
-from paceline.collectives import gather_words
 from paceline.data.loader import Loading, load_steps
 from paceline.data.plan import BatchPlan, ranks_share
 from paceline.host.procfs import die_with_parent
 from paceline.store.store import Checkpoints, Claim
 from paceline.strategies import STRATEGIES, MakeOptimizer, Replica
 from paceline.strategies.base import replica
+from paceline.sums import gather_words
 from paceline.tasks.mnist import cnn, cross_entropy, dataset, resnet18
 from paceline.tasks.task import Task
 from paceline.train.determinism import deterministic, holds_for
@@ -47,6 +47,7 @@ from paceline.train.prepare import make_model
 from paceline.train.resume import Content
 from paceline.train.saving import Saver
 from paceline.train.schedule import Schedule
+from paceline.train.votes import Votes
 from paceline.train.watch import check_replicas
 from paceline.worker.world import World, joined
 
@@ -148,7 +149,7 @@ def variants(run: Run) -> dict[str, Variant]:
     return made
 
 
-def training(run: Run, own: Replica, votes: Callable[[], Sequence[float]] = tuple) -> Generator[StepRecord]:
+def training(run: Run, own: Replica, votes: Callable[[], Votes] | None = None) -> Generator[StepRecord]:
     """Steps without end."""
     share = ranks_share(run.plan.virtual_ranks, run.world.rank, run.world.size)
     steps = load_steps(run.data, run.plan, share, Loading(run.world.device), start=0, stop=sys.maxsize)
@@ -230,7 +231,7 @@ def disk_costs(run: Run, variant: Variant, rounds: int, steps: int, folder: Path
     slower: list[float] = []
     for number in range(rounds + 1):
         plain = block(voting, steps)
-        during, votes = list[float](), list[float]()
+        during, votes = list[float](), Votes()
         with variant.kernels():
             saver.begin(variant.replica.state(), number, Content(0, {}, {}))
             while sum(votes) < world.size:  # until all ranks have written

@@ -18,6 +18,7 @@ import os
 import shutil
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -125,7 +126,9 @@ def _leaked_processes(before: Snapshot) -> list[int]:
     exec, by this process's group that its new parent is not in.
     """
     pids = [int(name) for name in os.listdir(PROC) if name.isdigit() and name not in before.pids]  # noqa: PTH208
-    return [pid for pid in pids if _is_ours(pid) and not _command(pid).endswith(THREADS_OF_PYTHON)]
+    warm = sys.modules.get("tests.warm")  # what it forks from serves later tests, too
+    kept = warm.pids() if warm else ()
+    return [p for p in pids if p not in kept and _is_ours(p) and not _command(p).endswith(THREADS_OF_PYTHON)]
 
 
 def _is_ours(pid: int) -> bool:
@@ -226,6 +229,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
+    if (warm := sys.modules.get("tests.warm")) is not None:
+        warm.close()
     os.close(config.stash[_stderr])
 
 

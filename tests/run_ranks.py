@@ -5,8 +5,8 @@
     def test_averages(tmp_path):
         assert run_ranks(averages, 2, tmp_path, 3.0) == [3.5, 3.5]
 
-Fresh processes through `subprocess`, not `multiprocessing`: its spawn leaves a resource tracker process behind, and
-tensors in its arguments would be shared memory. Each start costs 1-2 s (importing torch), so check much in one start.
+Fresh processes through tests/warm.py, not `multiprocessing`: its spawn leaves a resource tracker process behind, and
+tensors in its arguments would be shared memory.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from tests import warm
 
 POLL_SECONDS = 0.02
 LAST_LINES = 40  # of a failed rank's output, in the error
@@ -48,7 +50,7 @@ def run_ranks(
     folder = tmp_path / f"ranks-{len(list(tmp_path.glob('ranks-*')))}"
     folder.mkdir()
     # The module by name, not the function: a test file is imported in the child as pytest imported it here.
-    call = (sys.path, function.__module__, function.__qualname__)
+    call = (function.__module__, function.__qualname__)
     (folder / "call.pickle").write_bytes(pickle.dumps(call) + pickle.dumps(args))
     processes = [_start(folder, rank, world_size) for rank in range(world_size)]
     try:
@@ -61,18 +63,21 @@ def run_ranks(
     return [pickle.loads((folder / f"result-{rank}").read_bytes()) for rank in range(world_size)]
 
 
-def _start(folder: Path, rank: int, world_size: int) -> subprocess.Popen[bytes]:
+def _start(folder: Path, rank: int, world_size: int) -> warm.Popen:
     with (folder / f"output-{rank}").open("wb") as output:
-        return subprocess.Popen(
-            [sys.executable, __file__, str(folder), str(rank), str(world_size)],
-            stdin=subprocess.DEVNULL,
+        return warm.call(
+            "tests.run_ranks:rank_of",
+            str(folder),
+            rank,
+            world_size,
+            rank=rank,
             stdout=output,
             stderr=subprocess.STDOUT,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
 
 
-def _wait(processes: Sequence[subprocess.Popen[bytes]], folder: Path, deadline: float) -> None:
+def _wait(processes: Sequence[warm.Popen], folder: Path, deadline: float) -> None:
     while any(process.poll() is None for process in processes):
         # A rank writes its error before its connections close: of several, the first is the cause, not its victims.
         if any(process.poll() for process in processes):
@@ -97,19 +102,21 @@ def _tail(path: Path) -> str:
     return "\n".join(path.read_text(errors="replace").splitlines()[-LAST_LINES:])
 
 
-def _child(folder: Path, rank: int, world_size: int) -> None:
-    with (folder / "call.pickle").open("rb") as file:
-        sys.path[:], module, name = pickle.load(file)
-        args = pickle.load(file)  # after sys.path is set: it may hold types of the test module
+def rank_of(folder_name: str, rank: int, world_size: int) -> None:
+    """What a rank's process does."""
     import importlib
     from datetime import timedelta
 
     import torch
     import torch.distributed as dist
 
+    folder = Path(folder_name)
     torch.set_num_threads(1)
     try:
-        function = getattr(importlib.import_module(module), name)
+        with (folder / "call.pickle").open("rb") as file:
+            module, name = pickle.load(file)
+            function = getattr(importlib.import_module(module), name)
+            args = pickle.load(file)
         store = dist.FileStore(str(folder / "store"), world_size)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=30))
         try:
@@ -121,10 +128,6 @@ def _child(folder: Path, rank: int, world_size: int) -> None:
             with suppress(Exception):  # never hides the function's own error
                 dist.destroy_process_group()
         _write(folder / f"result-{rank}", pickle.dumps(result))
-        # Without C++'s static destructors: a gloo thread that still runs there aborts a process that has done its work.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(0)
     except BaseException:
         if not (folder / f"error-{rank}").exists():
             _write(folder / f"error-{rank}", traceback.format_exc().encode())
@@ -135,7 +138,3 @@ def _write(path: Path, content: bytes) -> None:
     whole = path.with_suffix(".part")
     whole.write_bytes(content)
     whole.rename(path)  # a reader sees all of it or nothing
-
-
-if __name__ == "__main__":
-    _child(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_type_hints
+from typing import Annotated, Any, Literal, get_type_hints
 
 import msgspec
 import tomli_w
@@ -20,10 +20,8 @@ import tyro
 from paceline.disk.owners import NotOurs
 from paceline.disk.reading import decode_toml
 from paceline.errors import UsageError, unknown
+from paceline.ladder import DEFAULT, DEFAULT_ALONE, EXACT, LADDER, StrategyName
 
-StrategyName = Literal["single", "dp", "manual", "bucketed", "ddp", "exact", "zero", "fsdp"]
-EXACT: tuple[StrategyName, ...] = ("exact", "zero")
-"""the strategies that promise the same bits at every world size"""
 DEFAULT_BATCH_SIZE = 64
 LONGEST_TIMEOUT = 1e9  # seconds, 30 years
 
@@ -254,8 +252,8 @@ CliTrainConfig = Annotated[TrainConfig, tyro.conf.OmitArgPrefixes]
 
 
 def default_strategy(config: TrainConfig, world_size: int) -> StrategyName:
-    """The strategy asked for, or the default: bucketed among several ranks, single alone."""
-    return config.strategy or ("bucketed" if world_size > 1 else "single")
+    """The strategy asked for, or the default."""
+    return config.strategy or (DEFAULT if world_size > 1 else DEFAULT_ALONE)
 
 
 def task_options(config: TrainConfig) -> dict[str, Any]:
@@ -418,6 +416,8 @@ _NOT_NEGATIVE = (
 def _check_compute(config: TrainConfig) -> None:
     compute, exact = config.compute, config.strategy in EXACT
     again = compute.checkpoint_activations is not None
+    rung = LADDER.get(config.strategy or "")
+    moves = rung is not None and (rung.sharded or rung.several_gpus)  # weights are brought together, or copied
     contradictions = {
         f"--compile with --strategy {config.strategy}: which kernels a compiler makes may depend on what it has seen, "
         "and this strategy promises the same bits at every world size. Leave one out": compute.compile and exact,
@@ -429,7 +429,7 @@ def _check_compute(config: TrainConfig) -> None:
         "--cuda-graphs with --checkpoint-activations: random streams cannot be put back in a recording. Leave one "
         "out": compute.cuda_graphs and again,
         f"--cuda-graphs with --strategy {config.strategy}: a recording holds for weights that stay where they are. "
-        "Leave one out": compute.cuda_graphs and config.strategy in ("fsdp", "dp"),
+        "Leave one out": compute.cuda_graphs and moves,
         "--cuda-graphs with --device cpu: it records the work of a GPU. Leave one out": compute.cuda_graphs
         and config.launch.device == "cpu",
         "--checkpoint-activations needs names or classes of modules, e.g. blocks.*,Attention": again
@@ -464,5 +464,5 @@ def check_values(config: TrainConfig) -> None:
         raise UsageError(f"--timeout must be at most {LONGEST_TIMEOUT:.0e} seconds, got {config.launch.timeout}")
     if config.launch.port > 65535:
         raise UsageError(f"--port must be at most 65535, got {config.launch.port}")
-    if config.strategy is not None and config.strategy not in get_args(StrategyName):
-        raise unknown("strategy", config.strategy, get_args(StrategyName))
+    if config.strategy is not None and config.strategy not in LADDER:
+        raise unknown("strategy", config.strategy, LADDER)

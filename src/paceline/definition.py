@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from paceline.config import EXACT, TrainConfig
+from paceline.config import TrainConfig
 from paceline.errors import UsageError, unknown
+from paceline.ladder import EXACT
 
 FIXED = {
     "virtual_ranks": "buffers, random streams and shares belong to virtual ranks",

@@ -13,7 +13,7 @@ import pytest
 
 from paceline.agent import channel
 from paceline.agent.channel import LENGTH, MAC_BYTES, MAGIC, MAX_MESSAGE_BYTES, Knock, Link, Stranger, introduce
-from paceline.agent.messages import Alive, End, Message, Stop, Told
+from paceline.agent.messages import Alive, Message, Ordered, RunOver, Stop
 
 SECRET = b"s" * 32
 
@@ -71,20 +71,20 @@ def recorded(link: Link, message: Message) -> bytes:
 def test_messages_arrive_in_order_in_both_directions(pair: tuple[Link, Link]) -> None:
     head, node = pair
     for code in range(300):
-        head.send(End(code))
-    node.send(Told(15))
-    assert heard(node, 300) == [End(code) for code in range(300)]
-    assert heard(head) == [Told(15)]
+        head.send(RunOver(code))
+    node.send(Ordered(15))
+    assert heard(node, 300) == [RunOver(code) for code in range(300)]
+    assert heard(head) == [Ordered(15)]
 
 
 def test_a_long_message_arrives_whole(pair: tuple[Link, Link]) -> None:
-    from paceline.agent.messages import Started
+    from paceline.agent.messages import StartReply
 
     head, node = pair
     words = "x" * (MAX_MESSAGE_BYTES // 2)
-    sender = threading.Thread(target=node.send, args=(Started(1, words),))
+    sender = threading.Thread(target=node.send, args=(StartReply(1, words),))
     sender.start()
-    assert heard(head, seconds=10.0) == [Started(1, words)]
+    assert heard(head, seconds=10.0) == [StartReply(1, words)]
     sender.join()
 
 
@@ -137,15 +137,15 @@ def test_a_changed_byte_ends_the_connection_and_nothing_of_it_is_believed(pair: 
 
 def test_a_repeated_message_is_not_believed(pair: tuple[Link, Link]) -> None:
     head, node = pair
-    frame = recorded(head, Told(15))
+    frame = recorded(head, Ordered(15))
     head._socket.send(frame + frame)
-    assert heard(node, 2) == [Told(15)]
+    assert heard(node, 2) == [Ordered(15)]
     assert "not signed" in node.ended
 
 
 def test_messages_in_another_order_are_not_believed(pair: tuple[Link, Link]) -> None:
     head, node = pair
-    first, second = recorded(head, Alive()), recorded(head, End(0))
+    first, second = recorded(head, Alive()), recorded(head, RunOver(0))
     head._socket.send(second + first)
     assert heard(node) == []
     assert node.ended
@@ -153,7 +153,7 @@ def test_messages_in_another_order_are_not_believed(pair: tuple[Link, Link]) -> 
 
 def test_a_message_thrown_back_at_its_sender_is_not_believed(pair: tuple[Link, Link]) -> None:
     head, node = pair
-    frame = recorded(head, End(0))
+    frame = recorded(head, RunOver(0))
     node._socket.send(frame)
     assert heard(head) == []
     assert "not signed" in head.ended
@@ -163,7 +163,7 @@ def test_a_message_of_another_connection_is_not_believed(pair: tuple[Link, Link]
     other_head, other_node = met()
     assert isinstance(other_head, Link) and isinstance(other_node, Link)
     head, node = pair
-    head._socket.send(recorded(other_head, End(0)))
+    head._socket.send(recorded(other_head, RunOver(0)))
     assert heard(node) == []
     assert node.ended
     other_head.end("test")

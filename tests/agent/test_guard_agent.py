@@ -13,17 +13,18 @@ import pytest
 from tests.launch.launch_harness import Launch, survivors, wait_until
 
 from paceline.agent.crew import Crew
+from paceline.agent.generation import Generation
 from paceline.agent.guarding import Guarding
-from paceline.agent.node import Node
-from paceline.agent.start import Inherited
+from paceline.agent.workers import Workers
 from paceline.contract.evidence import VerdictKind
 from paceline.contract.node_plan import NodePlan
+from paceline.contract.orders import Orders, signal_inbox
 from paceline.errors import ExitCode
 from paceline.guard.deaths import Observation
 from paceline.guard.story import Told, read_verdict
-from paceline.worker.bootstrap import worker_command
 
 WINDOW_SECONDS = 3
+PRELOADED = Path(__file__).with_name("preloaded.py")
 HEAD = """
 import os, signal, sys, time
 from pathlib import Path
@@ -34,6 +35,7 @@ birth = WorkerBirth.here()
 folder, generation = Path(birth.attempt_dir), birth.generation
 dist.init_process_group("gloo")
 rank, batch = dist.get_rank(), torch.ones(8)
+(folder / f"ready-{rank}").touch()
 """
 LOOP = """
 for step in range(STEPS):
@@ -54,8 +56,9 @@ def run(launch: Run, tmp_path: Path) -> Run:
         script = tmp_path / "job.py"
         body = body or LOOP.replace("STEPS", str(steps)).replace("FAULT", fault)
         script.write_text(f"import os, time\n{before}{HEAD}{body}")
-        argv = list(worker_command([str(script)], sys.executable))
-        return launch("", argv=argv, plain_store=True, **{"stall_after": str(WINDOW_SECONDS), **settings})
+        argv = [sys.executable, "-P", str(PRELOADED), str(script)]
+        settings = {"stall_after": str(WINDOW_SECONDS), "preload": True, **settings}
+        return launch("", argv=argv, plain_store=True, **settings)
 
     return begin
 
@@ -257,8 +260,7 @@ def test_without_a_guard_nobody_is_ended(run: Run) -> None:
 
 def test_who_asks_while_it_runs_is_shown_what_every_rank_does(run: Run) -> None:
     one = run(steps=10_000, fault="pass")
-    wait_until(lambda: len([*one.folder.glob("rank-*.log")]) == 3, "they have started")
-    time.sleep(6)
+    one.wait_ready(3)
     (one.folder / "ask-1-away").symlink_to("/etc/passwd")
     (one.folder / "ask-123-n0nce").touch(mode=0o600)
     wait_until((one.folder / "verdict-live-n0nce" / "verdict.json").exists, "an answer")
@@ -266,7 +268,7 @@ def test_who_asks_while_it_runs_is_shown_what_every_rank_does(run: Run) -> None:
     assert [(rank.rank, rank.code) for rank in told.evidence] == [(0, None), (1, None), (2, None)]
     assert all(rank.stacks or rank.native for rank in told.evidence)
     assert not (one.folder / "ask-123-n0nce").exists()
-    time.sleep(3)  # time to answer the link, too, which is nobody's question
+    time.sleep(1.5)  # time to answer the link, too, which is nobody's question
     assert not (one.folder / "verdict-live-away").exists()
     assert one.process.poll() is None, "it goes on"
     one.process.send_signal(signal.SIGTERM)
@@ -276,7 +278,7 @@ def test_who_asks_while_it_runs_is_shown_what_every_rank_does(run: Run) -> None:
 def test_a_worker_that_fills_its_box_with_rubbish_harms_nobody(launch: Run) -> None:
     rubbish = """
 import json
-memory, end = json.loads(os.environ["PACELINE_BIRTH"])["box"], time.monotonic() + 5
+memory, end = json.loads(os.environ["PACELINE_BIRTH"])["box"], time.monotonic() + 2.5
 while time.monotonic() < end:
     os.pwrite(memory, os.urandom(1 << 20), 0)
     os.ftruncate(memory, 100 if time.monotonic_ns() % 3 else 1 << 21)
@@ -288,22 +290,26 @@ os._exit(0)
     assert "failed" not in one.stderr
 
 
-def test_what_goes_wrong_in_the_guard_is_said_once_and_the_run_goes_on(tmp_path: Path, capfd) -> None:
-    plan = NodePlan(("true",), nproc=1, world_size=1, attempt_dir=str(tmp_path))
-    seen: list[int] = []
+class Broken(Generation):
+    """Without any worker; it can be observed once."""
 
-    def observe() -> list[Observation]:
-        seen.append(1)
-        if len(seen) > 1:
+    observed = 0
+
+    def observe(self) -> list[Observation]:
+        self.observed += 1
+        if self.observed > 1:
             raise ValueError("a bug of ours")
         return []
 
-    node = Node(plan, Inherited())
-    guarding = Guarding(plan, node, Crew(plan), wait=time.sleep, observe=observe, interrupted=lambda: False)
-    (tmp_path / "ask-1-x").touch()
-    assert guarding.look() is None
-    assert capfd.readouterr().err == "warning: the hang guard has failed, and is off: ValueError: a bug of ours\n"
-    (tmp_path / "ask-1-y").touch()
-    time.sleep(1.1)
-    assert guarding.look() is None and capfd.readouterr().err == ""
-    assert guarding.explain(Observation(0, "here", 1, 1, 0.0)) == (None, "")
+
+def test_what_goes_wrong_in_the_guard_is_said_once_and_the_run_goes_on(tmp_path: Path, capfd) -> None:
+    plan = NodePlan(("true",), nproc=1, world_size=1, attempt_dir=str(tmp_path))
+    with signal_inbox(()) as inbox:
+        guarding = Guarding(Broken(plan, Workers(plan, 0, 0), Crew(plan, Orders(inbox, lifeline=False))))
+        (tmp_path / "ask-1-x").touch()
+        assert guarding.look() is None
+        assert capfd.readouterr().err == "warning: the hang guard has failed, and is off: ValueError: a bug of ours\n"
+        (tmp_path / "ask-1-y").touch()
+        time.sleep(1.1)
+        assert guarding.look() is None and capfd.readouterr().err == ""
+        assert guarding.explain(Observation(0, "here", 1, 1, 0.0)) == (None, "")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -182,6 +183,33 @@ def test_a_killed_worker_is_restarted_on_all_nodes_together(nodes) -> None:
     assert run.codes() == [0, 0]
     assert len(list((run.run_dir / "attempt-1").glob("generation-1-*"))) == 4
     assert "rank 3 (" in run.said(0) and "restart 1 of 1: 4 ranks" in run.said(0)
+
+
+@pytest.mark.parametrize("then", ["pass", "raise UsageError('no such folder here')"], ids=["starts", "cannot"])
+def test_a_stop_while_another_node_is_still_starting_ends_all_in_good_order(nodes, then: str) -> None:
+    slow = f"""
+import runpy, sys, time
+from paceline.errors import UsageError
+from paceline.agent.workers import Workers
+at_once = Workers.start
+def late(*arguments):
+    time.sleep(2)
+    {then}
+    return at_once(*arguments)
+Workers.start = late
+del sys.argv[1:5]  # python -P -m paceline.agent
+runpy.run_module("paceline.agent", run_name="__main__")
+"""
+    run = nodes("forever()")
+    run.start(1, through=(sys.executable, "-c", slow))
+    run.start(0)
+    run.wait_for("ready-0")
+    begun = time.monotonic()
+    run.agents[0].send_signal(signal.SIGTERM)
+    assert run.codes() == [143, 143], run.said(0) + run.said(1)
+    assert time.monotonic() - begun < 8.0  # not the 30 s of the grace
+    assert run.said(0).splitlines()[-1] == "stopped by SIGTERM" and run.said(1) == ""
+    assert not survivors(run)
 
 
 @pytest.mark.soak

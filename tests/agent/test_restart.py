@@ -8,27 +8,27 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.agent.restart import Failed, Restart, Stop, decide
+from paceline.agent.restart import FailedGeneration, NoRestart, Restart, decide
 from paceline.contract.evidence import Op, Verdict, VerdictKind
 from paceline.guard.deaths import Kind
 
-KILLED = Failed(Kind.SIGNAL, rank=1, exit_code=137, exception="", step=40, nproc=4)
-RAISED = Failed(Kind.EXCEPTION, rank=1, exit_code=1, exception="ValueError", step=40, nproc=4)
-ENDED = Failed(Kind.EXIT, rank=1, exit_code=3, exception="", step=40, nproc=4)
-LOST = Failed(Kind.VICTIM, rank=0, exit_code=1, exception="DistNetworkError", step=40, nproc=4)
+KILLED = FailedGeneration(Kind.SIGNAL, rank=1, exit_code=137, exception="", step=40, nproc=4)
+RAISED = FailedGeneration(Kind.EXCEPTION, rank=1, exit_code=1, exception="ValueError", step=40, nproc=4)
+ENDED = FailedGeneration(Kind.EXIT, rank=1, exit_code=3, exception="", step=40, nproc=4)
+LOST = FailedGeneration(Kind.VICTIM, rank=0, exit_code=1, exception="DistNetworkError", step=40, nproc=4)
 
 
-def stalled(seq: int, guilty: tuple[int, ...] = (1,)) -> Failed:
+def stalled(seq: int, guilty: tuple[int, ...] = (1,)) -> FailedGeneration:
     """In a script, whose steps nobody counts."""
     verdict = Verdict(VerdictKind.BEHIND, guilty, op=Op("0", seq, "all_reduce"))
-    return Failed.stalled(verdict, 3, step=0, nproc=4)
+    return FailedGeneration.stalled(verdict, 3, step=0, nproc=4)
 
 
-def later(failed: Failed, steps: int = 1) -> Failed:
+def later(failed: FailedGeneration, steps: int = 1) -> FailedGeneration:
     return replace(failed, step=failed.step + steps)
 
 
-def of(failed: Failed, nproc: int) -> Failed:
+def of(failed: FailedGeneration, nproc: int) -> FailedGeneration:
     return replace(failed, nproc=nproc)
 
 
@@ -72,12 +72,12 @@ def test_decision(name: str) -> None:
     if isinstance(expected, int):
         assert decision == Restart(expected)
     else:
-        assert isinstance(decision, Stop) and expected in decision.sentence
+        assert isinstance(decision, NoRestart) and expected in decision.sentence
         assert bool(decision.sentence) == (max_restarts > 0)
 
 
 failures = st.builds(
-    Failed,
+    FailedGeneration,
     kind=st.sampled_from([Kind.SIGNAL, Kind.SIGNAL, Kind.SIGNAL, Kind.VICTIM]),
     rank=st.integers(0, 1),
     exit_code=st.sampled_from([137, 139]),
@@ -89,14 +89,14 @@ failures = st.builds(
 
 @given(st.lists(failures, min_size=30, max_size=30), st.integers(1, 5), st.integers(0, 6), st.integers(0, 8))
 def test_never_more_restarts_and_never_fewer_ranks_than_asked(
-    coming: list[Failed], nproc: int, min_nproc: int, max_restarts: int
+    coming: list[FailedGeneration], nproc: int, min_nproc: int, max_restarts: int
 ) -> None:
-    history: list[Failed] = []
+    history: list[FailedGeneration] = []
     ranks, restarts = nproc, 0
     for failed in coming:
         history.append(of(failed, ranks))
         decision = decide(history, nproc=nproc, min_nproc=min_nproc, max_restarts=max_restarts)
-        if isinstance(decision, Stop):
+        if isinstance(decision, NoRestart):
             break
         restarts += 1
         assert decision.nproc in (ranks, ranks - 1)

@@ -41,7 +41,7 @@ def test_the_window_reaches_every_agent(paceline, tmp_path, arguments: str) -> N
     (tmp_path / "script.py").write_text("")
     ended = paceline(*arguments.split())
     assert ended.returncode == 0, ended.stderr
-    assert '"stall_after": "30s"' in ended.stdout
+    assert '"stall_after": {"seconds": 30.0}' in " ".join(ended.stdout.split()).replace("{ ", "{").replace(" }", "}")
 
 
 def test_a_launcher_that_is_not_ours_cannot_look_and_says_so(paceline) -> None:

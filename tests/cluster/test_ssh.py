@@ -63,7 +63,7 @@ def launch(lab: Lab, ssh_hosts: SshHosts, tmp_path: Path) -> Callable[..., subpr
     """Starts a launcher on n1."""
 
     def begin(hosts: str, worker: str, **settings: object) -> subprocess.Popen[str]:
-        (tmp_path / "run").mkdir()
+        (tmp_path / "run").mkdir(exist_ok=True)
         script = tmp_path / "worker.py"
         script.write_text(WORKER + worker)
         nodes = len(hosts.split(","))
@@ -128,6 +128,18 @@ def test_a_stop_signal_lets_every_host_save(lab: Lab, launch, tmp_path: Path, nu
     run.send_signal(number)
     _, err = run.communicate(timeout=50)
     assert run.returncode == 75, err
+    nothing_left(lab, 3)
+
+
+def test_ctrl_c_while_a_host_is_still_starting_ends_all_in_good_order(lab: Lab, launch, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    lab.hide("n2", tmp_path / "run")  # its agent looks for the attempt's folder for 5 s
+    run = launch("n1,n2", "forever()")
+    wait_ready(tmp_path, 2)
+    run.send_signal(signal.SIGINT)
+    _, err = run.communicate(timeout=50)
+    assert run.returncode == 128 + signal.SIGINT, err
+    assert err.splitlines()[-1] == "stopped by SIGINT" and "Traceback" not in err
     nothing_left(lab, 3)
 
 

@@ -26,10 +26,9 @@ ALLOWED = {
     ("host/sweep.py", "read_bytes"): "/proc",
     ("agent/janitor.py", "open"): "/dev/null",
     ("agent/janitor.py", "rmtree"): "the agent's temporary folder",
-    ("agent/detach.py", "open"): "/dev/null",
+    ("agent/__main__.py", "open"): "/dev/null",
     ("agent/start.py", "open"): "the log of a worker of ours",
     ("agent/guarding.py", "rmtree"): "a verdict that could not be written whole",
-    ("train/weights.py", "rename"): "in a folder that disk.writing has opened",
     ("train/determinism.py", "read_text"): "/proc",
 }
 

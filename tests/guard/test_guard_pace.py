@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.contract.evidence import Phase
+from paceline.contract.windows import Windows
 from paceline.errors import UsageError
-from paceline.guard.pace import Alarm, Pace, RankPace, Windows
+from paceline.guard.pace import Alarm, Pace, RankPace
 
 
 def ranks(

@@ -9,7 +9,7 @@ import pytest
 
 from paceline.contract.box import BOX_BYTES, Box, make_box
 from paceline.contract.evidence import Phase
-from paceline.guard.pace import Windows
+from paceline.contract.windows import Windows
 from paceline.guard.pulse import Stillness, sample_seconds
 
 

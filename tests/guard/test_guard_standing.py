@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from paceline.contract.evidence import Evidence, Frame, Op, Phase, Stack, Verdict, VerdictKind
-from paceline.guard.pace import Alarm, Windows
+from paceline.contract.windows import Windows
+from paceline.guard.pace import Alarm
 from paceline.guard.pulse import Pulse
 from paceline.guard.standing import paces, stands_still, to_free
 

@@ -8,10 +8,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from paceline.contract.node_plan import NodePlan
+from paceline.contract.node_plan import NodePlan, Shared
+from paceline.contract.windows import Windows
 from paceline.host.cgroup import oom_kills, threads_per_rank, usable_cores
 from paceline.launch.job import Job, describe
 from paceline.launch.local import local
+from paceline.launch.node_plans import node_plan
 
 GOLDEN = """\
 # agent 0
@@ -25,11 +27,11 @@ GOLDEN = """\
     "it's"
   ],
   "nproc": 2,
+  "run_id": "5f",
+  "threads": 4,
   "world_size": 2,
   "master_addr": "127.0.0.1",
   "port": 29500,
-  "threads": 4,
-  "run_id": "5f",
   "attempt_dir": "/runs/a/attempt-0"
 }
 PLAN
@@ -52,9 +54,19 @@ def test_local_plan() -> None:
 
 
 def test_what_is_asked_of_a_job_reaches_the_agent() -> None:
-    job = Job(("x",), 2, "5f", 1, grace_seconds=1, stop_grace_seconds=2, max_restarts=3, min_nproc=4)
-    (node,) = local(job).nodes
-    assert (node.grace_seconds, node.stop_grace_seconds, node.max_restarts, node.min_nproc) == (1, 2, 3, 4)
+    told = {
+        "grace_seconds": 1.0, "stop_grace_seconds": 2.0, "max_restarts": 3, "min_nproc": 4, "join_seconds": 5.0,
+        "stall_after": Windows.parse("6"), "nodes": 7, "min_nodes": 6, "secret": "5ec4", "cwd": "/here",
+        "env": {"A": "B"}, "modules": ("m",), "activate": "conda:ml", "plain_store": True, "detached": True,
+        "show": "all", "preload": True,
+    }  # fmt: skip
+    assert {"argv", "nproc", "run_id", "threads", *told} == {*Shared.__struct_fields__}
+    job = Job(("x",), 2, "5f", 1, **told)
+    for node in (*local(job).nodes, node_plan(job, node=1, nproc=2, head=())):
+        assert {name: getattr(node, name) for name in Shared.__struct_fields__} == {
+            "argv": ("x",), "nproc": 2, "run_id": "5f", "threads": 1, **told,
+        }  # fmt: skip
+        assert msgspec.json.decode(msgspec.json.encode(node), type=NodePlan) == node
 
 
 @pytest.mark.parametrize(("cores", "nproc", "threads"), [(8, 2, 4), (2, 4, 1), (7, 2, 3)])

@@ -9,11 +9,11 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from tests.launch.launch_harness import PRELUDE, Launch, wait_until
 from tests.small_mnist import small_mnist as small_mnist
 
@@ -164,7 +164,8 @@ def test_a_terminal_stays_a_terminal_for_a_forked_rank_0(tmp_path: Path) -> None
         "import sys; from pathlib import Path; from paceline.launch.job import Job\n"
         "from paceline.launch.local import local; from paceline.launch.supervise import run\n"
         f"folder = Path({str(tmp_path)!r})\n"
-        f"sys.exit(run(local(Job((sys.executable, {str(script)!r}), 2, 'x', 1, folder, preload=True)), folder))"
+        f"job = Job((sys.executable, {str(script)!r}), 2, 'x', 1, attempt_dir=folder, preload=True)\n"
+        "sys.exit(run(local(job), folder))"
     )
     try:
         done = subprocess.run([sys.executable, "-c", code], stdin=side, stdout=side, timeout=30, check=False)

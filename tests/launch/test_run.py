@@ -126,7 +126,7 @@ def test_a_terminal_stays_a_terminal_for_rank_0(tmp_path: Path) -> None:
         "import sys; from pathlib import Path; from paceline.launch.job import Job\n"
         "from paceline.launch.local import local; from paceline.launch.supervise import run\n"
         f"folder = Path({str(tmp_path)!r})\n"
-        f"sys.exit(run(local(Job((sys.executable, {str(script)!r}), 2, 'x', 1, folder)), folder))"
+        f"sys.exit(run(local(Job((sys.executable, {str(script)!r}), 2, 'x', 1, attempt_dir=folder)), folder))"
     )
     try:
         done = subprocess.run([sys.executable, "-c", code], stdin=side, stdout=side, timeout=30, check=False)
@@ -136,6 +136,11 @@ def test_a_terminal_stays_a_terminal_for_rank_0(tmp_path: Path) -> None:
         os.close(main)
         os.close(side)
     assert (tmp_path / "rank-1.log").read_text() == "1 False\n"
+
+
+def test_without_a_guard_the_worker_does_not_watch_either(launch) -> None:
+    one = launch("print(birth.guarded)", nproc=1, stall_after=" Off ")
+    assert one.finish() == 0 and one.stdout == "False\n"
 
 
 def test_what_a_worker_sees(launch) -> None:

@@ -15,11 +15,12 @@ import msgspec
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace as replace_fields
 
 from paceline.contract.node_plan import NodePlan
 from paceline.errors import UsageError
 from paceline.launch.job import Allocation, Job
-from paceline.launch.slurm.allocation import Held, check_allocation, in_allocation
+from paceline.launch.slurm.allocation import Granted, check_allocation, in_allocation
 from paceline.launch.slurm.partitions import Nodes, misfit, parse_sinfo
 from paceline.launch.slurm.plan import slurm
 from paceline.launch.slurm.queue import JobState, parse_job, submit_environment
@@ -69,7 +70,7 @@ def test_the_plan_is_complete_and_keeps_secrets_out_of_the_script() -> None:
 @pytest.mark.parametrize("activate", ["", "env.sh", "conda:ml"])
 @pytest.mark.parametrize("save_seconds", [0, 120])
 def test_shellcheck_finds_nothing(tmp_path: Path, activate: str, save_seconds: int) -> None:
-    job = replace(JOB, activate=activate, slurm=replace(JOB.slurm, save_seconds=save_seconds))
+    job = replace_fields(JOB, activate=activate, slurm=replace(JOB.slurm, save_seconds=save_seconds))
     (tmp_path / "job.sbatch").write_text(batch_script(job))
     # 1090, 1091: it cannot look into other people's files
     argv = ("shellcheck", "-s", "bash", "-e", "SC1090,SC1091", "job.sbatch")
@@ -78,7 +79,7 @@ def test_shellcheck_finds_nothing(tmp_path: Path, activate: str, save_seconds: i
 
 
 def test_without_a_warning_only_preemption_queues_it_again() -> None:
-    text = batch_script(replace(JOB, slurm=replace(JOB.slurm, save_seconds=0)))
+    text = batch_script(replace_fields(JOB, slurm=replace(JOB.slurm, save_seconds=0)))
     assert "--signal" not in text and "preempted" in text
 
 
@@ -126,13 +127,13 @@ def test_no_text_of_a_user_becomes_a_line_or_a_command(
         (folder / cwd / activate).write_text('echo "activated: $NOT_SET"; [ -n "$NOT_SET" ]')
         python = f"/opt/{python}/python3"
         asked = replace(JOB.slurm, partition=partition, options=(f"comment={comment}",))
-        job = replace(
+        job = replace_fields(
             JOB, name=name, python=python, cwd=str(folder / cwd), submit_dir=folder / run, modules=(module,),
             activate=activate, slurm=asked,
         )  # fmt: skip
         slurm(job)  # is not refused
         text = batch_script(job)
-        harmless = batch_script(replace(JOB, activate="x", slurm=replace(asked, options=("comment=x",))))
+        harmless = batch_script(replace_fields(JOB, activate="x", slurm=replace(asked, options=("comment=x",))))
         assert len(text.split("\n")) == len(harmless.split("\n"))
         options = [shlex.split(line[8:], comments=True) for line in text.split("\n") if line.startswith("#SBATCH ")]
         assert all(len(words) == 1 for words in options)
@@ -153,19 +154,23 @@ def test_no_text_of_a_user_becomes_a_line_or_a_command(
 def test_what_would_end_a_line_is_refused(field: str, bad: str) -> None:
     asked = {"partition": replace(JOB.slurm, partition=bad), "options": replace(JOB.slurm, options=(f"comment={bad}",))}
     values = {"modules": (bad,), "submit_dir": Path(bad)}
-    job = replace(JOB, slurm=asked[field]) if field in asked else replace(JOB, **{field: values.get(field, bad)})
+    job = (
+        replace_fields(JOB, slurm=asked[field])
+        if field in asked
+        else replace_fields(JOB, **{field: values.get(field, bad)})
+    )
     with pytest.raises(UsageError, match="control characters"):
         slurm(job)
 
 
 def test_a_module_or_activation_that_fails_ends_the_script(tmp_path: Path) -> None:
-    done, called = run_script(replace(JOB, cwd=str(tmp_path), modules=(), activate="missing.sh"), tmp_path)
+    done, called = run_script(replace_fields(JOB, cwd=str(tmp_path), modules=(), activate="missing.sh"), tmp_path)
     assert done.returncode == 2 and "there is no such file" in done.stderr and "srun" not in called
     shutil.rmtree(tmp_path / "stubs")
     stubs = tmp_path / "failing"
     stubs.mkdir()
     stub(stubs, "module", "echo no such module >&2; exit 1")
-    (tmp_path / "job.sbatch").write_text(batch_script(replace(JOB, cwd=str(tmp_path), activate="")))
+    (tmp_path / "job.sbatch").write_text(batch_script(replace_fields(JOB, cwd=str(tmp_path), activate="")))
     env = {"PATH": f"{stubs}:{os.environ['PATH']}"}
     done = subprocess.run(["bash", "job.sbatch"], cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (2, "no such module\n")
@@ -177,7 +182,7 @@ def test_conda_is_found_where_it_is_only_a_function_of_interactive_shells(tmp_pa
     (base / "bin").mkdir()
     stub(base / "bin", "conda", f"echo {shlex.quote(str(base))}")
     (base / "etc/profile.d/conda.sh").write_text(': "$NOT_SET"; conda() { echo "$*" > activated; }')
-    text = batch_script(replace(JOB, cwd=str(tmp_path), modules=())).replace("srun ", "true ")
+    text = batch_script(replace_fields(JOB, cwd=str(tmp_path), modules=())).replace("srun ", "true ")
     env = {"PATH": os.environ["PATH"], "CONDA_EXE": str(base / "bin/conda"), "SLURM_JOB_NODELIST": "n1"}
     text = text.replace('scontrol show hostnames "$SLURM_JOB_NODELIST"', "echo n1")
     done = subprocess.run(["bash", "-c", text], cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
@@ -215,12 +220,12 @@ def test_conda_is_found_where_it_is_only_a_function_of_interactive_shells(tmp_pa
 )
 def test_an_option_that_paceline_sets_is_refused_with_what_to_say_instead(option: str, instead: str) -> None:
     with pytest.raises(UsageError, match=instead):
-        slurm(replace(JOB, slurm=replace(JOB.slurm, options=(option,))))
+        slurm(replace_fields(JOB, slurm=replace(JOB.slurm, options=(option,))))
 
 
 @pytest.mark.parametrize("option", ["mem=16G", "account=x", "gres=lustre:1", "exclusive", "qos=gpu", "constraint=a&b"])
 def test_any_other_option_of_sbatch_stands_in_the_script(option: str) -> None:
-    text = slurm(replace(JOB, slurm=replace(JOB.slurm, options=(option,)))).files["job.sbatch"]
+    text = slurm(replace_fields(JOB, slurm=replace(JOB.slurm, options=(option,)))).files["job.sbatch"]
     assert [f"--{option}"] in [shlex.split(line[8:]) for line in text.splitlines() if line.startswith("#SBATCH")]
 
 
@@ -238,7 +243,7 @@ def test_any_other_option_of_sbatch_stands_in_the_script(option: str) -> None:
 )
 def test_a_contradiction_is_refused_before_it_queues(change: dict[str, object], words: str) -> None:
     with pytest.raises(UsageError, match=words):
-        slurm(replace(JOB, **change))  # type: ignore[arg-type]
+        slurm(replace_fields(JOB, **change))  # type: ignore[arg-type]
 
 
 CLUSTER = """\
@@ -275,7 +280,7 @@ def test_sinfo_is_understood() -> None:
 def test_what_would_queue_for_ever_is_told(
     partition: str, nodes: int, nproc: int, asked: Allocation, words: str
 ) -> None:
-    job = replace(JOB, nodes=nodes, nproc=nproc, slurm=asked)
+    job = replace_fields(JOB, nodes=nodes, nproc=nproc, slurm=asked)
     found = misfit(partition, [one for one in parse_sinfo(CLUSTER) if one.partition == partition], job)
     assert words in found and bool(words) == bool(found)
 
@@ -291,15 +296,15 @@ SALLOC = {
 @pytest.mark.parametrize(
     ("changes", "held"),
     [
-        ({}, Held("12", 2, 4, 2, "gpu")),
-        ({"SLURM_JOB_CPUS_PER_NODE": "16(x2)"}, Held("12", 2, 16, 2, "gpu")),
-        ({"SLURM_GPUS_PER_NODE": "a100:3"}, Held("12", 2, 4, 3, "gpu")),
+        ({}, Granted("12", 2, 4, 2, "gpu")),
+        ({"SLURM_JOB_CPUS_PER_NODE": "16(x2)"}, Granted("12", 2, 16, 2, "gpu")),
+        ({"SLURM_GPUS_PER_NODE": "a100:3"}, Granted("12", 2, 4, 3, "gpu")),
         ({"SLURM_STEP_ID": "0"}, None),  # a task of srun
-        ({"SLURM_STEP_ID": "4294967290"}, Held("12", 2, 4, 2, "gpu")),  # salloc's shell on a node
+        ({"SLURM_STEP_ID": "4294967290"}, Granted("12", 2, 4, 2, "gpu")),  # salloc's shell on a node
         ({"SLURM_JOB_ID": ""}, None),
     ],
 )
-def test_an_allocation_is_known_by_its_variables(changes: dict[str, str], held: Held | None) -> None:
+def test_an_allocation_is_known_by_its_variables(changes: dict[str, str], held: Granted | None) -> None:
     assert in_allocation({**SALLOC, **changes}) == held
 
 
@@ -317,10 +322,10 @@ def test_an_allocation_is_known_by_its_variables(changes: dict[str, str], held: 
 def test_a_job_of_another_shape_than_the_allocation_is_refused(
     change: dict[str, int], asked: Allocation, words: str
 ) -> None:
-    held = Held("12", 2, 4, 2, "gpu")
-    check_allocation(held, replace(JOB, slurm=Allocation(gpus_per_node=2, partition="gpu")))
+    held = Granted("12", 2, 4, 2, "gpu")
+    check_allocation(held, replace_fields(JOB, slurm=Allocation(gpus_per_node=2, partition="gpu")))
     with pytest.raises(UsageError, match=words):
-        check_allocation(held, replace(JOB, **{"slurm": asked, **change}))  # type: ignore[arg-type]
+        check_allocation(held, replace_fields(JOB, **{"slurm": asked, **change}))  # type: ignore[arg-type]
 
 
 # ---- Slurm's words ---------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from torch.optim import SGD
 from paceline import BatchPlan, Loading, World, evaluate, fit, joined, load_steps, train_step
 from paceline.data.arrays import ArrayDataset
 from paceline.errors import TrainingError, UsageError
+from paceline.ladder import FOR_SEVERAL, LADDER
 from paceline.strategies import STRATEGIES
 from paceline.train.schedule import Schedule
 
@@ -47,6 +48,7 @@ def test_the_step_is_the_gradient_of_the_global_mean(world, name):
     wanted = torch.autograd.grad(mean, list(plain.parameters()))
     result = train_step(replica, step, loss)
     assert result.loss == pytest.approx(float(mean.detach()), rel=1e-6)
+    assert replica.sharded == LADDER[name].sharded
     weights = replica.weights()
     for (n, p), g in zip(plain.named_parameters(), wanted, strict=True):
         torch.testing.assert_close(weights[n], p.detach() - 0.1 * g)
@@ -135,5 +137,5 @@ def test_fit_follows_the_schedule_and_numbers_steps_over_the_run(world):
 @pytest.mark.parametrize("name", ["single", "dp"])
 def test_strategies_of_one_process_refuse_several(name):
     world = World(0, 2, 0, 2, CPU, "gloo")
-    with pytest.raises(UsageError, match="manual, bucketed or ddp"):
+    with pytest.raises(UsageError, match=", ".join(FOR_SEVERAL)):
         STRATEGIES[name](nn.Linear(1, 1), sgd, world)

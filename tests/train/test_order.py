@@ -134,7 +134,7 @@ def compared(rank: int, size: int) -> dict[str, Any]:
     def step(*calls: Any) -> str:
         for call in calls:
             call()
-        slots = torch.tensor(order.votes(), dtype=torch.float64)
+        slots = torch.tensor(order.hashes(), dtype=torch.float64)
         dist.all_reduce(slots)
         try:
             order.check(slots.tolist(), "step 7")

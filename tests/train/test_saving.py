@@ -21,6 +21,7 @@ from paceline.observe.events import Checkpointed, Step, read_events
 from paceline.store.store import Checkpoints, Claim
 from paceline.train.resume import Content
 from paceline.train.saving import Saver
+from paceline.train.votes import Votes
 from paceline.worker.world import World
 
 SIZE = 20_000
@@ -41,13 +42,13 @@ class Rank:
         shared, own = self.state[: SIZE // 2], self.state[SIZE // 2 :]
         return [Held("model/w", shared), Held(f"buffers/{self.world.rank}/b", own, replicated=False)]
 
-    def step(self, number: int) -> list[float]:
+    def step(self, number: int) -> Votes:
         """Change the state, and agree on the votes as a training step's totals do."""
         self.state[: SIZE // 2] = number
         self.state[SIZE // 2 :] = number + self.world.rank / 10
         votes = torch.tensor(self.saver.votes())
         torch.distributed.all_reduce(votes)
-        return votes.tolist()
+        return Votes(*votes.tolist())
 
     def begin(self, step: int) -> None:
         self.saver.begin(self.held(), step, CONTENT)
@@ -90,7 +91,7 @@ def published(root: Path) -> dict[int, dict[str, float]]:
 def protocol(rank: int, size: int, root: Path) -> Any:
     """Save step 1; go on, with votes, until it is published; save 20 and 21 without a step in between."""
     this = rank_of(world_of(rank, size), root)
-    assert this.saver.votes() == [0.0, 0.0]
+    assert this.saver.votes() == Votes()
     this.step(1)
     this.begin(1)
     number, on_its_way = 1, True
@@ -100,8 +101,8 @@ def protocol(rank: int, size: int, root: Path) -> Any:
         votes = this.step(number)
         this.saver.agreed(votes)
         on_its_way = this.saver._writing is not None
-        assert on_its_way == (votes != [float(size), 0.0])  # on all ranks at the same step
-    assert this.saver.votes() == [0.0, 0.0]
+        assert on_its_way == (votes != Votes(written=float(size)))  # on all ranks at the same step
+    assert this.saver.votes() == Votes()
     for step in (20, 21):  # what is on its way is ended first
         this.step(step)
         this.begin(step)
@@ -174,11 +175,11 @@ def test_a_rank_that_cannot_write_is_named_and_the_next_checkpoint_succeeds(two_
     root = root / "failing"
     for step, reason in ((1, "the disk is broken"), (3, "File too large")):
         votes, [(failed_step, failure)], failed = told[step]
-        assert votes == [1.0, 1.0]
+        assert votes == Votes(written=1.0, failed=1.0)
         assert failed_step == step and failure == failed
         assert failure.startswith("rank 1: OSError: ") and reason in failure
     for step in (2, 4):
-        assert told[step] == ([2.0, 0.0], [(step, "")], "")
+        assert told[step] == (Votes(written=2.0), [(step, "")], "")
     assert [found[1:] for found in silent.values()] == [([], "")] * 4  # rank 0 tells
     assert list(published(root)) == [4, 2]
     Checkpoints(root).claim(2, 0)  # the next start removes what was never published

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from paceline.agent.generation import read_record
+from paceline.agent.workers import read_record
 from paceline.contract.birth import WorkerBirth
 from paceline.contract.failure import Failure
 from paceline.worker.attach import attach, record_failure

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.agent.generation import read_record
+from paceline.agent.workers import read_record
 from paceline.contract.birth import BOOTSTRAP, WorkerBirth
 from paceline.errors import UsageError
 from paceline.worker.bootstrap import worker_command

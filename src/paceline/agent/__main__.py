@@ -1,6 +1,6 @@
 """`python -m paceline.agent`: the parent of one node's workers, and the one that sees how they end.
 
-It is told what to do by one JSON line (a NodePlan), on stdin or in a file. On stdin, the launcher keeps the line open:
+It reads what to do from one JSON line (a NodePlan), on stdin or in a file. On stdin, the launcher keeps the line open:
 its end, or a long silence where signs of life were promised, means that the launcher is gone. Node 0's agent is the
 head of all. Whatever happens, an agent leaves no process behind.
 
@@ -17,21 +17,22 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import msgspec
 from msgspec.structs import replace
 
-from paceline.agent.crew import Crew
-from paceline.agent.detach import detach
 from paceline.agent.follower import Follower
 from paceline.agent.head import Head
 from paceline.agent.janitor import start_janitor
 from paceline.agent.preload import start_preloader
-from paceline.agent.start import Inherited, Store, environment, make_snapshots
+from paceline.agent.start import Inherited, make_snapshots, worker_environment
+from paceline.agent.store import Store
 from paceline.contract.node_plan import NodePlan
 from paceline.contract.orders import LIFELINE, STOP_SIGNALS, Orders, hold_standard_descriptors, signal_inbox
+from paceline.disk import writing
 from paceline.disk.reading import read
 from paceline.errors import ExitCode, PacelineError, UsageError
 from paceline.host.cgroup import threads_per_rank, usable_cores
@@ -89,7 +90,46 @@ def _first_line() -> bytes:
     return line
 
 
-def prepare(plan: NodePlan) -> NodePlan:
+def detach(log: Path) -> Callable[[], None]:
+    """Go on in a child of our own session; return what it has to call once its workers are started.
+
+    Until then its output still reaches the launcher, and its end is ours, with its exit code. From then on they go to
+    `log`, and this process says so and ends. Call it before there are threads or children.
+    """
+    ready, begun = os.pipe()
+    child = os.fork()
+    if child:
+        os.close(begun)
+        if os.read(ready, 1):
+            with suppress(OSError):
+                os.write(1, b'{"detached": true}\n')  # the last word to the launcher, see ssh/remote.py
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
+    os.close(ready)
+    os.setsid()
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+
+    def settled() -> None:
+        nonlocal begun
+        if begun < 0:
+            return
+        sys.stdout.flush()
+        sys.stderr.flush()
+        words = writing.keep(log, append=True)
+        os.dup2(words, 1)
+        os.dup2(words, 2)
+        os.close(words)
+        os.write(begun, b"+")
+        os.close(begun)
+        begun = -1
+
+    return settled
+
+
+def enter(plan: NodePlan) -> NodePlan:
     """Go where the workers are to run, and make the environment that they get ours.
 
     Raises:
@@ -130,19 +170,19 @@ def take_run_dir(plan: NodePlan) -> tuple[NodePlan, tuple[int, ...]]:
     return replace(plan, attempt_dir=str(create_attempt_dir(run_dir)[1])), (lock,)
 
 
-def run(plan: NodePlan, *, lifeline: bool) -> int:
+def run_agent(plan: NodePlan, *, lifeline: bool) -> int:
     """Be the agent that `plan` makes of us; the exit code.
 
     Raises:
-        PacelineError: in words: what kept the run from beginning or going on.
+        PacelineError: says what kept the run from starting or going on.
         OSError: the workers cannot be started.
     """
     settled = detach(Path(plan.run_dir) / f"agent-{plan.node}.log") if plan.detached else lambda: None
-    plan = prepare(plan)
+    plan = enter(plan)
     with TemporaryDirectory(prefix="paceline-", ignore_cleanup_errors=True) as temporary:
         janitor = start_janitor(not_kept=plan.keep_open, temporary=temporary)
         # before all else that takes time: it imports while we look at folders and ports
-        preloader = start_preloader(plan.argv, environment(plan, 0, Store(None))) if plan.preload else None
+        preloader = start_preloader(plan.argv, worker_environment(plan, 0, Store(None))) if plan.preload else None
         try:
             plan, locks = take_run_dir(plan)
             pairs = make_snapshots(plan.nproc) if plan.max_restarts and plan.nodes == 1 else ()
@@ -159,7 +199,7 @@ def _serve(plan: NodePlan, inherited: Inherited, settled: Callable[[], None], *,
         if inherited.preloader is not None:
             inherited.preloader.wait_ready(orders)
         if plan.node == 0:
-            return Head(plan, orders, inherited, Crew(plan), settled).run()
+            return Head(plan, orders, inherited, settled).run()
         return Follower(plan, orders, inherited, settled).run()
 
 
@@ -178,7 +218,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         plan = read_plan(options)
         if plan is not None:
-            code = run(plan, lifeline=options.plan is None)
+            code = run_agent(plan, lifeline=options.plan is None)
     except PacelineError as error:
         say(str(error))
         code = error.exit_code

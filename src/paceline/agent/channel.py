@@ -1,4 +1,4 @@
-"""How do the agents of one job talk? Short JSON messages over TCP, sent and believed only by holders of its secret.
+"""The agents of one job talk in short JSON messages over TCP, sent and believed only by holders of its secret.
 
     meeting    head -> node   MAGIC, nonce
                node -> head   nonce, HMAC(secret, "node" + both nonces)
@@ -22,13 +22,13 @@ from dataclasses import dataclass
 
 import msgspec
 
-from paceline.agent.messages import Message
+from paceline.agent.messages import SILENCE_SECONDS, Message
 
 MAGIC = b"paceline agent 1"
 NONCE_BYTES = 32
 MAC_BYTES = 32
 MAX_MESSAGE_BYTES = 4 << 20  # a node of 64 ranks that all end with a long traceback
-MEET_SECONDS = 5.0  # for the whole meeting; a stranger who says nothing holds no place for longer
+MEET_SECONDS = 5.0  # for the whole meeting; a silent stranger holds no place for longer
 SEND_SECONDS = 5.0  # a peer whose buffers stay full for so long reads no more
 LENGTH = struct.Struct("!I")
 NUMBER = struct.Struct("!Q")
@@ -72,7 +72,7 @@ class Link:
                 self.end(f"the connection broke: {error.strerror}")
 
     def receive(self) -> list[Message]:
-        """All messages that have come, without waiting."""
+        """All messages that have come, without waiting. A long silence ends the link."""
         while not self.ended:
             try:
                 data = self._socket.recv(1 << 16)
@@ -86,6 +86,9 @@ class Link:
                 break
             self._buffer += data
             self.heard_seconds = time.monotonic()
+        silent = time.monotonic() - self.heard_seconds
+        if silent > SILENCE_SECONDS:
+            self.end(f"it has not been heard of for {silent:.0f} s: powered off, or cut off from the network?")
         return list(self._messages())
 
     def _messages(self) -> Sequence[Message]:
@@ -217,5 +220,5 @@ def _proof(secret: bytes, word: bytes, nonces: bytes) -> bytes:
 
 
 def plain(address: str) -> str:
-    """An address without IPv6's dress for IPv4."""
+    """An address without IPv6's prefix for IPv4."""
     return address.removeprefix("::ffff:") if "." in address else address

@@ -1,4 +1,4 @@
-"""The agent of every node but the first: it does what the head says; alone, it ends what it has started."""
+"""The agent of every node but the first: it does what the head says; without the head it ends what it has started."""
 
 from __future__ import annotations
 
@@ -12,40 +12,38 @@ from msgspec.structs import replace
 
 from paceline.agent.answering import Answering
 from paceline.agent.channel import Link
-from paceline.agent.crew import BEAT_SECONDS, SILENCE_SECONDS
 from paceline.agent.gather import interface_of, try_to_reach
-from paceline.agent.head import REMOTE_GRACE_SECONDS
 from paceline.agent.join import join
 from paceline.agent.messages import (
+    BEAT_SECONDS,
     PROOF,
     Alive,
     Ask,
-    End,
     Hello,
     Message,
+    NodeReport,
+    Ordered,
     Reach,
     Reached,
     Release,
-    Report,
-    Start,
-    Started,
+    RunOver,
+    StartOrder,
+    StartReply,
     Stop,
-    Told,
-    seen,
+    turned,
 )
-from paceline.agent.node import Node
 from paceline.agent.start import Inherited
+from paceline.agent.workers import Workers
 from paceline.contract.node_plan import NodePlan
-from paceline.contract.orders import Orders
+from paceline.contract.orders import REMOTE_GRACE_SECONDS, Orders
 from paceline.disk import writing
 from paceline.disk.reading import read
 from paceline.errors import ExitCode, UsageError
-from paceline.guard.pace import Windows
 from paceline.host.facts import gather as gather_facts
 from paceline.observe.terminal import say
 
 LOOK_SECONDS = 1.0
-HEAD_STOP_SECONDS = 20.0  # beyond the grace: the head that was told of an order must have ended the run by then
+HEAD_STOP_SECONDS = 20.0  # beyond the grace: the head that knows of an order must have ended the run by then
 
 
 class Follower:
@@ -53,14 +51,15 @@ class Follower:
 
     def __init__(self, plan: NodePlan, orders: Orders, inherited: Inherited, settled: Callable[[], None]) -> None:
         self.plan, self.orders = plan, orders
-        self.node = Node(plan, inherited)
-        self._answering = Answering(self.node, Windows.parse(plan.stall_after), look_seconds=LOOK_SECONDS)
+        self._inherited = inherited
+        self._answering = Answering(plan.stall_after, look_seconds=LOOK_SECONDS)
         self._settled = settled  # called when the workers are started
         self._code: int | None = None
         self._told = 0
         self._said_gone = False
         self._patience_seconds = float("inf")
-        self._ended = True  # the generation, if there was any
+        self._number = -1  # the generation's, also of one that could not be started
+        self._workers: Workers | None = None  # this generation's, where they could be started
         self._news: Sequence[object] = []
         self._sent_seconds = 0.0
 
@@ -70,13 +69,14 @@ class Follower:
         Raises:
             NotTogether: when the head cannot be found.
         """
-        link = join(self.plan, self.orders.wait, lambda: self.orders.given)
+        link = join(self.plan, self.orders)
         if link is None:
             return ExitCode.FAILED if self.orders.launcher_gone else 128 + self.orders.signals[0]
         try:
             return self._follow(link)
         finally:
-            self.node.sweep()
+            if self._workers is not None:
+                self._workers.sweep()
             link.end("the run is over")
 
     def _follow(self, link: Link) -> int:
@@ -90,11 +90,12 @@ class Follower:
                 for message in link.receive():
                     self._do(message, link)
                 self._pass_on(link)
-                if self.node.stopping and self.node.number >= 0 and not self.node.seconds_left:
-                    self._end_generation()
+                if workers := self._workers:
+                    if workers.stopping and not workers.swept and not workers.seconds_left:
+                        workers.sweep()
+                    self._answering.work(link, workers)
                 self._report(link)
-                self._answering.work(link)
-                if why := self._head_lost(link):
+                if self._code is None and (why := self._head_lost(link)):
                     return self._alone(why)
         return self._code
 
@@ -102,20 +103,22 @@ class Follower:
         match message:
             case Reach(peers):
                 link.send(Reached(tuple(try_to_reach(os.uname().nodename, peers))))
-            case Start():
+            case StartOrder():
                 link.send(self._start(message))
             case Ask() | Release():
-                self._answering.hear(message)
+                if self._workers is not None:
+                    self._answering.hear(message, self._workers)
             case Stop(grace_seconds):
-                self.node.stop(grace_seconds)
-            case End(code):
+                if self._workers is not None:
+                    self._workers.stop(grace_seconds)
+            case RunOver(code):
                 self._code = code
             case Alive():
                 pass
             case _:
                 link.end("it sent what only a node sends")
 
-    def _start(self, start: Start) -> Started:
+    def _start(self, start: StartOrder) -> StartReply:
         plan = replace(
             self.plan,
             first_rank=start.first_rank,
@@ -124,17 +127,20 @@ class Follower:
             attempt_dir=str(Path(start.attempt_dir).resolve()),
             group_rank=self.plan.node,
         )
-        self._ended = False
+        self._number = start.generation
+        if self._workers is not None:
+            self._workers.close()
+            self._workers = None
         who = f"node {plan.node} ({os.uname().nodename})"
         try:
             self._find_folder(Path(start.attempt_dir).resolve(), start.proof)
-            self.node.start(plan, start.generation)
+            self._workers = Workers.start(plan, start.generation, self._inherited)
             self._settled()
         except UsageError as error:
-            return Started(start.generation, f"{who}: {error}", ExitCode.USAGE)
+            return StartReply(start.generation, f"{who}: {error}")
         except OSError as error:
-            return Started(start.generation, f"{who}: the workers cannot be started: {error}", ExitCode.USAGE)
-        return Started(start.generation)
+            return StartReply(start.generation, f"{who}: the workers cannot be started: {error}")
+        return StartReply(start.generation)
 
     def _find_folder(self, attempt_dir: Path, proof: str) -> None:
         if not proof:  # any script's: its logs may lie on each host for themselves
@@ -154,53 +160,39 @@ class Follower:
         fresh = self.orders.signals[self._told :]
         self._told += len(fresh)
         for number in fresh:
-            link.send(Told(int(number)))
+            link.send(Ordered(int(number)))
         if self.orders.launcher_gone and not self._said_gone:
             self._said_gone = True
-            link.send(Told(0))
+            link.send(Ordered(0))
         if self.orders.given and self._patience_seconds == float("inf"):
             grace = REMOTE_GRACE_SECONDS if self.orders.launcher_gone else self.plan.stop_grace_seconds
             self._patience_seconds = time.monotonic() + grace + HEAD_STOP_SECONDS
 
-    def _end_generation(self) -> None:
-        if not self._ended:
-            self._ended = True
-            self.node.sweep()
-
     def _report(self, link: Link) -> None:
         now = time.monotonic()
-        observations = self.node.observe()
-        report = Report(
-            generation=self.node.number,
-            workers=seen(observations, now),
-            step=self.node.step_reached(),
-            oom_kills=self.node.oom_kills(),
-            stopped=self._ended and (self.node.stopping or self.node.number < 0),
-            left=tuple(self.node.left),
-        )
-        news = [(report.generation, report.stopped), *((o.code, o.record is None) for o in observations)]
+        report = NodeReport(self._number, stopped=True)
+        if own := self._workers:
+            workers = tuple(turned(o, now) for o in own.observe())
+            report = NodeReport(own.number, workers, own.step_reached(), own.oom_kills(), own.swept, tuple(own.left))
+        news = [(report.generation, report.stopped), *((o.code, o.record is None) for o in report.workers)]
         if news != self._news or now > self._sent_seconds + BEAT_SECONDS:
             self._news, self._sent_seconds = news, now
             link.send(report)
 
     def _head_lost(self, link: Link) -> str:
         """Why this node is on its own now; empty while it is not."""
-        if self._code is not None:
-            return ""
-        silent = time.monotonic() - link.heard_seconds
         if link.ended:
             return link.ended
-        if silent > SILENCE_SECONDS:
-            return f"it has not been heard of for {silent:.0f} s: powered off, or cut off from the network?"
         if time.monotonic() > self._patience_seconds:
             return "it did not end the run as it was told to"
         return ""
 
     def _alone(self, why: str) -> int:
-        self.node.stop(self.plan.grace_seconds)
-        while left := self.node.seconds_left:
-            self.orders.wait(left)
-        self.node.sweep()
+        if workers := self._workers:
+            workers.stop(self.plan.grace_seconds)
+            while left := workers.seconds_left:
+                self.orders.wait(left)
+            workers.sweep()
         resume = f". Go on with it: paceline train --resume auto --run-dir {self.plan.run_dir}"
         say(
             f"node {self.plan.node} ({os.uname().nodename}) has lost node 0 ({self.plan.head[0]}): {why}; its own "

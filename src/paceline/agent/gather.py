@@ -1,4 +1,4 @@
-"""All nodes of a run come together: the head waits for them, aloud, and begins only when each can reach each."""
+"""All nodes of a run come together: the head waits for them, and starts only when each can reach each."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 from msgspec.structs import replace
 
-from paceline.agent.crew import Crew, Member
-from paceline.agent.messages import Peer
+from paceline.agent.crew import Crew, RemoteNode
+from paceline.agent.messages import PeerAddress, Reach
 from paceline.contract.node_plan import NodePlan
 from paceline.errors import ExitCode, PacelineError, UsageError
-from paceline.host.compare import compare
+from paceline.host.compare import compare_hosts
 from paceline.host.facts import Facts
 from paceline.host.facts import gather as gather_facts
 from paceline.host.reach import why_unreachable
@@ -25,8 +25,7 @@ NEXT_WORD_SECONDS = 30.0
 REACH_SECONDS = 30.0
 CLOCK_SECONDS = 2.0
 MAX_PROBES = 64
-
-Wait = Callable[[float], None]
+WAIT_SECONDS = 0.1
 
 
 class NotTogether(PacelineError):  # noqa: N818 - what is true, as ToldElsewhere
@@ -35,14 +34,10 @@ class NotTogether(PacelineError):  # noqa: N818 - what is true, as ToldElsewhere
     exit_code = ExitCode.FAILED
 
 
-def gather(plan: NodePlan, crew: Crew, wait: Wait, ordered: Callable[[], bool]) -> NodePlan:
-    """Wait until all nodes are here and can reach each other; the plan with what only now is known.
+def gather_nodes(plan: NodePlan, crew: Crew) -> NodePlan:
+    """Wait until all nodes are here and can reach each other; node 0's plan with what only now is known.
 
-    Args:
-        plan: of node 0.
-        crew: the others, as they come.
-        wait: waits so many seconds, or less when something happens, and lets the crew do its work.
-        ordered: whether there is an order to stop; then this returns at once.
+    It returns at once when there is an order to stop.
 
     Raises:
         NotTogether: when some have not come in time; says which.
@@ -51,23 +46,12 @@ def gather(plan: NodePlan, crew: Crew, wait: Wait, ordered: Callable[[], bool]) 
     if plan.nodes == 1:
         return plan
     say(f"node 0 ({os.uname().nodename}) waits for {plan.nodes - 1} more at port {crew.port}")
-    _wait_for_all(plan, crew, wait, ordered)
-    if ordered():
+    _wait_for_all(plan, crew)
+    if crew.ordered:
         return plan
     members, facts = crew.here, gather_facts()
     _refuse_differences(plan, facts, members)
-    with socket.create_server(("", 0)) as probe:
-        own = members[0].link.own_address
-        peers = [
-            Peer(0, facts.host, own, probe.getsockname()[1]),
-            *(Peer(m.hello.node, m.hello.facts.host, m.link.peer_address, m.hello.probe_port) for m in members),
-        ]
-        crew.reach(peers)
-        mine = try_to_reach(facts.host, peers[1:])
-        deadline = time.monotonic() + REACH_SECONDS
-        while any(m.reached is None for m in crew.here) and time.monotonic() < deadline and not ordered():
-            wait(1.0)
-    apart = [*mine, *(words for m in members if m.reached is not None for words in m.reached.unreachable)]
+    apart = unreachable(crew, REACH_SECONDS, lambda: crew.ordered)
     if apart:
         raise UsageError(
             "not every node can reach every other one, on a port chosen freely as gloo and NCCL do:\n  "
@@ -75,14 +59,15 @@ def gather(plan: NodePlan, crew: Crew, wait: Wait, ordered: Callable[[], bool]) 
             + "\nOpen all ports between these nodes. `paceline doctor` checks it again."
         )
     say(f"all {plan.nodes} nodes are here: {', '.join([facts.host, *(m.hello.facts.host for m in members)])}")
+    own = members[0].link.own_address
     return replace(plan, master_addr=own, interface=interface_of(facts, own))
 
 
-def _wait_for_all(plan: NodePlan, crew: Crew, wait: Wait, ordered: Callable[[], bool]) -> None:
+def _wait_for_all(plan: NodePlan, crew: Crew) -> None:
     begun = time.monotonic()
     next_word, end = begun + FIRST_WORD_SECONDS, begun + plan.join_seconds
-    while len(crew.members) < plan.nodes - 1 and not ordered():
-        wait(max(0.05, min(next_word, end) - time.monotonic()))
+    while len(crew.members) < plan.nodes - 1 and not crew.ordered:
+        crew.wait(max(0.05, min(next_word, end) - time.monotonic()))
         if crew.wrong:
             raise UsageError("; ".join(crew.wrong))
         if lost := [m for m in crew.members.values() if m.lost]:
@@ -105,7 +90,28 @@ def name_of(plan: NodePlan, node: int) -> str:
     return f"node {node} ({plan.names[node]})" if node < len(plan.names) else f"node {node}"
 
 
-def try_to_reach(host: str, peers: Sequence[Peer]) -> list[str]:
+def unreachable(crew: Crew, seconds: float, interrupted: Callable[[], bool]) -> list[str]:
+    """Which nodes cannot reach which others, and why, as far as they answer within `seconds`; tried now.
+
+    Every node connects to every other, on ports chosen freely.
+    """
+    members, host = crew.here, os.uname().nodename
+    if not members:
+        return []
+    peers = [PeerAddress(m.hello.node, m.hello.facts.host, m.link.peer_address, m.hello.probe_port) for m in members]
+    with socket.create_server(("", 0)) as probe:
+        own = PeerAddress(0, host, members[0].link.own_address, probe.getsockname()[1])
+        for member in members:
+            member.reached = None
+            member.link.send(Reach(tuple(peer for peer in (own, *peers) if peer.node != member.hello.node)))
+        apart = try_to_reach(host, peers)
+        deadline = time.monotonic() + seconds
+        while any(m.reached is None for m in crew.here) and time.monotonic() < deadline and not interrupted():
+            crew.wait(WAIT_SECONDS)
+    return [*apart, *(words for m in members if m.reached is not None for words in m.reached.unreachable)]
+
+
+def try_to_reach(host: str, peers: Sequence[PeerAddress]) -> list[str]:
     """Which of these cannot be reached from here, and why."""
     with ThreadPoolExecutor(MAX_PROBES) as pool:  # all together in the time of one: others wait for this agent's word
         reasons = pool.map(why_unreachable, [peer.address for peer in peers], [peer.port for peer in peers])
@@ -117,10 +123,11 @@ def interface_of(facts: Facts, address: str) -> str:
     return next((a.interface for a in facts.addresses if a.address == address), "")
 
 
-def _refuse_differences(plan: NodePlan, own: Facts, members: Sequence[Member]) -> None:
-    names = [f"node 0 ({own.host})", *(m.name for m in members)]
-    workers = [plan.nproc, *(m.hello.nproc for m in members)]
-    findings = compare([own, *(m.hello.facts for m in members)], names=names, workers=workers, threads=plan.threads)
+def _refuse_differences(plan: NodePlan, own: Facts, members: Sequence[RemoteNode]) -> None:
+    head = f"node 0 ({own.host})"
+    hosts = {head: own, **{m.name: m.hello.facts for m in members}}
+    workers = {head: plan.nproc, **{m.name: m.hello.nproc for m in members}}
+    findings = compare_hosts(hosts, workers, plan.threads)
     told = [f"{finding.host}: {finding.what}. {finding.remedy}" for finding in findings]
     errors = [words for words, finding in zip(told, findings, strict=True) if finding.severity == "error"]
     if errors:

@@ -1,156 +1,203 @@
-"""The workers of one node from one start to their end: how they run, how they failed, how far they came."""
+"""One generation on all nodes, as the head has it: started, observed, asked, freed, stopped."""
 
 from __future__ import annotations
 
-import math
 import os
-import signal
-import subprocess
+import secrets
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Self
 
-import msgspec
+from msgspec.structs import replace
 
-from paceline.agent.start import Inherited, Store, Worker, start_workers
-from paceline.contract.box import read_step, release
-from paceline.contract.failure import GOOD_ENDS, Failure
+from paceline.agent.crew import Crew, RemoteNode
+from paceline.agent.messages import BEAT_SECONDS, PROOF, Ask, Release, StartOrder, Stop
+from paceline.agent.start import Inherited
+from paceline.agent.workers import Workers, words_of
+from paceline.contract.evidence import Evidence
 from paceline.contract.node_plan import NodePlan
+from paceline.contract.orders import LIFELINE_GRACE_SECONDS
 from paceline.disk import writing
-from paceline.guard.collect import Watched
-from paceline.guard.deaths import Observation
-from paceline.guard.pulse import Pulse, Stillness
-from paceline.host.cgroup import oom_kills
-from paceline.host.procfs import read_process
-from paceline.host.sweep import Roster, mark_of, roster_path, sweep
+from paceline.errors import UsageError
+from paceline.guard.collect import ADVANCE_SECONDS, NATIVE_SECONDS, Collection
+from paceline.guard.deaths import Observation, verdict_due_seconds
+from paceline.guard.pulse import Pulse
 
-MAX_RECORD_BYTES = 1 << 20
-LOG_TAIL_BYTES = 8192
-LAST_WORDS_SECONDS = 0.2
+START_SECONDS = 30.0  # for other nodes to start their processes
+START_LOOK_SECONDS = 1.0
+TRAVEL_SECONDS = 3.0  # for the answers of other nodes, beyond the time that they need
+REACTION_SECONDS = 5.0  # a freed rank that has not moved by then is stuck elsewhere
+FREED_LOOK_SECONDS = 0.1
+SWEEP_MARGIN_SECONDS = 5.0  # for other nodes to kill what has not ended, and to say so
+SHOW_CURSOR = b"\x1b[?25h"
 
 
 class Generation:
-    """All workers of one start. `plan` is the agent's, with the ranks that this generation has."""
+    """All workers of one start. Use it in a `with`: after it nothing of the generation runs any more.
 
-    def __init__(self, plan: NodePlan, number: int, inherited: Inherited) -> None:
-        self.plan, self.number = plan, number
-        self.workers: list[Worker] = []
-        self._inherited = inherited
-        self._ended: dict[int, tuple[int, float]] = {}  # rank -> exit code, when seen
-        self._drained: set[int] = set()  # ranks whose last words have been waited for
-        self._oom_kills_before = oom_kills()
-        self._stillness = Stillness()
+    Args:
+        plan: the head's, with the ranks of this generation.
+        own: the workers of the head's own node, started.
+        crew: the other nodes; those that are here have been asked to start theirs.
+    """
 
-    def start(self, store: Store) -> None:
-        """Start the workers, which inherit what they need to meet in the store.
+    def __init__(self, plan: NodePlan, own: Workers, crew: Crew) -> None:
+        self.plan, self.own, self.crew = plan, own, crew
+        self.members: Sequence[RemoteNode] = crew.here  # later perhaps lost
+        self._question = 0
+
+    @classmethod
+    def start(cls, plan: NodePlan, number: int, crew: Crew, inherited: Inherited) -> Self:
+        """Start it on all nodes that are here. `plan` is the head's, with the ranks on its own node.
 
         Raises:
-            OSError: when the command or a log file cannot be opened.
+            UsageError: when this node's workers cannot be started; then none are.
+            OSError: the same.
         """
-        for worker in start_workers(self.plan, store, self.number, self._inherited):
-            self.workers.append(worker)
-            self._write_roster()  # after each: whoever sweeps must know all that run
+        members = crew.here
+        plan = replace(plan, world_size=plan.nproc + sum(member.hello.nproc for member in members))
+        proof = _proof(plan)
+        own = Workers.start(plan, number, inherited)
+        first_rank = plan.nproc
+        for member in members:
+            member.start(StartOrder(number, first_rank, plan.world_size, own.port, plan.attempt_dir, proof))
+            first_rank += member.hello.nproc
+        return cls(plan, own, crew)
 
-    def _write_roster(self) -> None:
-        agent = read_process(os.getpid())
-        members = tuple(w.member for w in self.workers)
-        roster = Roster(os.uname().nodename, os.getpid(), members, agent.start if agent else 0)
-        writing.replace(roster_path(Path(self.plan.attempt_dir), self.plan.node), msgspec.json.encode(roster))
+    def wait_started(self) -> bool:
+        """Wait until all other nodes have started their workers; False when an order comes first.
 
-    def ask_to_stop(self) -> None:
-        """SIGTERM to each running worker, also to one that is stopped.
-
-        Not to its group or session: a trainer's DataLoader workers must not die under it while it stops in good order.
+        Raises:
+            UsageError: when one cannot, or does not within START_SECONDS.
         """
-        for worker in self.workers:
-            worker.process.send_signal(signal.SIGTERM)  # nothing happens to one that has ended
-            worker.process.send_signal(signal.SIGCONT)  # after it: a stopped one wakes up with the request pending
+        deadline = time.monotonic() + START_SECONDS
+        while waiting := [member for member in self.crew.here if member.started is None]:
+            if time.monotonic() > deadline:
+                raise UsageError(f"{waiting[0].name} has not started its workers within {START_SECONDS:g} s")
+            self.crew.wait(START_LOOK_SECONDS)
+            if self.crew.ordered:
+                return False
+        refused = [m.started.refusal for m in self.crew.here if m.started is not None and m.started.refusal]
+        if refused:
+            raise UsageError("\n".join(refused))
+        return True
 
-    def codes(self) -> list[int | None]:
-        """The exit codes by local rank; None while one runs, -n if signal n killed it."""
-        return [worker.process.poll() for worker in self.workers]
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if not self.own.swept:
+            self.stop(0.0)
+        self.own.close()
+
+    # ---- what is known ----
 
     def observe(self) -> list[Observation]:
-        """What can be known of each worker now."""
-        for worker, code in zip(self.workers, self.codes(), strict=True):
-            if code is not None:
-                self._ended.setdefault(worker.rank, (code, time.monotonic()))
-        return [self._observation(worker) for worker in self.workers]
+        """What is known of all workers now, those of a lost node included."""
+        return [*self.own.observe(), *(o for member in self.members for o in member.observe())]
 
-    def _observation(self, worker: Worker) -> Observation:
-        code, seen_seconds = self._ended.get(worker.rank, (None, math.inf))
-        record = None if code in GOOD_ENDS else read_record(worker.record)
-        log_tail = ""
-        if code and record is None:  # once is enough: what it has started may keep the pipe open
-            wait_seconds = 0.0 if worker.rank in self._drained else LAST_WORDS_SECONDS
-            self._drained.add(worker.rank)
-            log_tail = worker.log_tail(LOG_TAIL_BYTES, wait_seconds=wait_seconds)
-        return Observation(
-            rank=worker.rank,
-            host=os.uname().nodename,
-            pid=worker.process.pid,
-            code=code,
-            seen_seconds=seen_seconds,
-            record=record,
-            log_tail=log_tail,
-        )
-
-    def step_reached(self) -> int:
-        """Steps done by the rank that has come furthest; of the dead too."""
-        return max(read_step(worker.box) for worker in self.workers)
+    @property
+    def interrupted(self) -> bool:
+        """Whether there is something more urgent than a question: an order to stop, a failure."""
+        return self.crew.ordered or verdict_due_seconds(self.observe()) is not None
 
     def pulses(self) -> list[Pulse]:
-        """How those that run get on. To be called every second; its clock is this call's."""
-        running = {worker.rank: worker.box for worker in self.workers if worker.process.poll() is None}
-        return self._stillness.see(running, time.monotonic())
+        """How the workers that run get on."""
+        return [*self.own.pulses(), *(pulse for member in self.crew.here for pulse in member.pulses)]
 
-    def watched(self) -> list[Watched]:
-        """All workers, as far as they are known without asking them."""
-        still = {pulse.rank: pulse.still_seconds for pulse in self.pulses()}
-        return [
-            Watched(o.rank, o.host, self.plan.node, o.pid, w.box, o.code, still.get(o.rank, 0.0), words_of(o))
-            for w, o in zip(self.workers, self.observe(), strict=True)
-        ]
-
-    def release(self, ranks: Sequence[int], word: bytes) -> None:
-        """Have those of `ranks` that are ours leave the collective in which they wait."""
-        for worker in self.workers:
-            if worker.rank in ranks:
-                release(worker.box, word)
+    def step_reached(self) -> int:
+        """Steps done by the rank that has come furthest."""
+        return max(self.own.step_reached(), *(member.report.step for member in self.crew.here), 0)
 
     def oom_kills(self) -> int:
-        """How many processes the kernel has killed for memory since this generation's start."""
-        before, now = self._oom_kills_before, oom_kills()
-        return 0 if before is None or now is None else now - before
+        """How many processes the kernels have killed for memory."""
+        return self.own.oom_kills() + sum(member.report.oom_kills for member in self.crew.here)
 
-    def sweep(self) -> Sequence[int]:
-        """Kill all workers and what they have started; whom even that has not ended (yet)."""
-        agent = read_process(os.getpid())
-        mark = mark_of(os.getpid(), agent.start, self.number) if agent else ""  # the next one may be on its way
-        left = sweep([worker.member for worker in self.workers], mark)
-        for worker in self.workers:
-            with suppress(subprocess.TimeoutExpired):  # in an uninterruptible system call: not even SIGKILL ends it yet
-                worker.process.wait(1.0)
-            worker.finish()
-        return left
+    def left(self) -> list[int]:
+        """The pids that not even SIGKILL has ended."""
+        return [*self.own.left, *(pid for member in self.crew.here for pid in member.report.left)]
 
-    def close(self) -> None:
-        """Forget the records and boxes of workers that are gone; the last thing to do with a generation."""
-        for worker in self.workers:
-            os.close(worker.record)
-            os.close(worker.box)
+    def ask(self, patience_seconds: float, *, to_its_end: bool = False) -> list[Evidence]:
+        """What exactly each rank does, by rank. Anything urgent ends the question.
+
+        Args:
+            patience_seconds: how long a worker may take to answer.
+            to_its_end: whether nothing is more urgent.
+        """
+        self._question += 1
+        collection = Collection(self.own.watched(), self._question, patience_seconds=patience_seconds)
+        for member in self.crew.here:
+            member.ask(Ask(self._question, patience_seconds))
+        deadline = time.monotonic() + patience_seconds + NATIVE_SECONDS + TRAVEL_SECONDS
+        while not collection.advance() or any(m.shown is None for m in self.crew.here):
+            self.crew.wait(ADVANCE_SECONDS / 2)
+            if time.monotonic() > deadline or (self.interrupted and not to_its_end):
+                break
+        found = {one.rank: one for one in collection.evidence(self.own.watched())}
+        found |= {one.rank: one for member in self.crew.here for one in member.shown or ()}
+        return [found.get(o.rank) or _from_afar(o) for o in sorted(self.observe(), key=lambda o: o.rank)]
+
+    # ---- its end ----
+
+    def free(self, ranks: Sequence[int], word: str) -> None:
+        """Give each of these ranks, which only wait, an exception out of its collective, and time to save what it has.
+
+        Returns when they have ended, have shown that they never will, or have had the whole grace.
+        """
+        self.own.release(ranks, word.encode())
+        self.crew.send(Release(tuple(ranks), word))
+        began = time.monotonic()
+        while (waited_seconds := time.monotonic() - began) < self.plan.stop_grace_seconds and not self.crew.ordered:
+            running = {o.rank for o in self.observe() if o.code is None and not o.lost} & {*ranks}
+            moves = any(p.rank in running and p.still_seconds < waited_seconds for p in self.pulses())
+            if not running or (waited_seconds > REACTION_SECONDS and not moves):
+                return
+            self.crew.wait(FREED_LOOK_SECONDS)
+
+    def stop(self, grace_seconds: float, *, signals_heard: int = 0) -> None:
+        """End all workers and all they have started, on all nodes.
+
+        They are asked, and given `grace_seconds`; less once one of them has ended badly, for then there is nothing
+        left to save together, or the launcher is gone. A stop signal beyond the first `signals_heard` ends the grace.
+        """
+        self._ask_to_stop(grace_seconds)
+        deadline, gone = time.monotonic() + grace_seconds, self.crew.launcher_gone
+        while (self.own.seconds_left or not self.crew.stopped()) and len(self.crew.signals) <= signals_heard:
+            now = time.monotonic()
+            if now >= deadline:
+                break
+            if any(o.ended_badly for o in self.observe()):
+                deadline = min(deadline, now + self.plan.grace_seconds)
+                self._ask_to_stop(deadline - now)
+            if self.crew.launcher_gone and not gone:
+                gone, deadline = True, min(deadline, now + LIFELINE_GRACE_SECONDS)
+                self._ask_to_stop(deadline - now)
+            self.crew.wait(min(deadline - now, self.own.seconds_left or BEAT_SECONDS))
+        self.crew.send(Stop(0.0))
+        self.own.sweep()
+        deadline = time.monotonic() + SWEEP_MARGIN_SECONDS
+        while not self.crew.stopped() and time.monotonic() < deadline:
+            self.crew.wait(deadline - time.monotonic())
+        if os.isatty(2):  # a progress bar that was killed had no chance to show the cursor again
+            with suppress(OSError):
+                os.write(2, SHOW_CURSOR)
+
+    def _ask_to_stop(self, grace_seconds: float) -> None:
+        self.crew.send(Stop(grace_seconds))
+        self.own.stop(grace_seconds)
 
 
-def words_of(observation: Observation) -> str:
-    """What a worker has said at its end: its exception, or the end of its log."""
-    record = observation.record
-    return f"{record.type}: {record.message}" if record is not None else observation.log_tail
+def _proof(plan: NodePlan) -> str:
+    """What all nodes must find in the attempt's folder, if they are to work in one and the same."""
+    if plan.nodes == 1 or not plan.run_dir or plan.plain_store:
+        return ""
+    proof = secrets.token_hex(8)
+    writing.replace(Path(plan.attempt_dir) / PROOF, proof.encode(), sync=True)
+    return proof
 
 
-def read_record(descriptor: int) -> Failure | None:
-    """The failure that a worker has written down, if it has."""
-    try:
-        return msgspec.json.decode(os.pread(descriptor, MAX_RECORD_BYTES, 0), type=Failure)
-    except (OSError, msgspec.MsgspecError):  # not, or not yet wholly
-        return None
+def _from_afar(o: Observation) -> Evidence:
+    """A rank of whom its agent has said nothing more."""
+    return Evidence(o.rank, o.host, o.pid, code=o.code, lost=bool(o.lost), words=words_of(o)[-8000:])

@@ -1,7 +1,7 @@
-"""The head's part of the hang guard: does the run stand still, who is to blame, what is written down and said?
+"""The head's part of the hang guard: it finds a standstill and who is to blame, and writes that down.
 
-It decides; what becomes of the run is the head's business. And it is never the cause of anything: what goes wrong in
-here is said once, and the run goes on without a guard.
+What becomes of the run is the head's business. The guard is never the cause of anything: what goes wrong in here is
+reported once, and the run goes on without a guard.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import shutil
 import signal
 import stat
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,17 +20,15 @@ from pathlib import Path
 import msgspec
 from msgspec.structs import replace
 
-from paceline.agent.asking import Asking
-from paceline.agent.crew import Crew
-from paceline.agent.node import Node
+from paceline.agent.gather import unreachable
+from paceline.agent.generation import Generation
 from paceline.contract.evidence import Evidence, Verdict, VerdictKind
-from paceline.contract.node_plan import NodePlan
 from paceline.errors import ExitCode
 from paceline.guard import story
 from paceline.guard.collect import ANSWER_SECONDS
 from paceline.guard.deaths import Kind, Observation
 from paceline.guard.judge import judge
-from paceline.guard.pace import Alarm, Pace, RankPace, Windows
+from paceline.guard.pace import Alarm, Pace, RankPace
 from paceline.guard.pulse import Pulse, sample_seconds
 from paceline.guard.slow import Slowness
 from paceline.guard.standing import paces, stands_still, to_free, waits
@@ -40,6 +38,7 @@ from paceline.observe.terminal import say
 HURRIED_SECONDS = 0.3  # for an answer while the run is dying
 WARNING_SECONDS = 0.5  # for an answer that only decides about a warning
 LEFT_SECONDS = 5.0  # all that run wait, and a rank has left: nothing is learned by waiting longer
+REACH_SECONDS = 6.0
 ASK_SECONDS = 1.0
 MAX_ASKS = 8  # `paceline hang`, in as many terminals
 ASK = re.compile(r"ask-[0-9]{1,10}-([0-9A-Za-z_-]{1,64})")
@@ -75,39 +74,19 @@ class Stall:
 
     @property
     def word(self) -> str:
-        """What the freed ranks are told, as JSON."""
+        """What the freed ranks learn, as JSON."""
         word = {"kind": self.verdict.kind.name, "page": self.page, "exit_code": int(self.exit_code)}
         return msgspec.json.encode(word | {"guilty": self.verdict.guilty}).decode()
 
 
 class Guarding:
-    """Of one generation, whose workers run on the head's `node` and on those of its `crew`.
+    """The guard of one generation."""
 
-    Args:
-        plan: the agent's, with the ranks of this generation.
-        node: the head's own.
-        crew: the others.
-        wait: waits so many seconds, or less when something happens, and lets the crew do its work.
-        observe: what is known of all workers, now.
-        interrupted: whether there is something more urgent than a question: an order to stop, a failure.
-    """
-
-    def __init__(
-        self,
-        plan: NodePlan,
-        node: Node,
-        crew: Crew,
-        *,
-        wait: Callable[[float], None],
-        observe: Callable[[], Sequence[Observation]],
-        interrupted: Callable[[], bool],
-    ) -> None:
-        self._plan, self._node, self._crew, self._observe = plan, node, crew, observe
-        self._windows = Windows.parse(plan.stall_after)
-        self._asking = Asking(node, crew, wait, interrupted)
-        self._interrupted = interrupted
+    def __init__(self, generation: Generation) -> None:
+        self._generation, self._plan = generation, generation.plan
+        self._windows = self._plan.stall_after
         self._pace = Pace(self._windows)
-        self._slowness = Slowness({o.rank: o.host for o in observe()})
+        self._slowness = Slowness({o.rank: o.host for o in generation.observe()})
         self._looked_seconds = self._asked_seconds = self._early_seconds = 0.0
         self._off = self._windows.off
 
@@ -143,7 +122,7 @@ class Guarding:
         say(f"warning: the hang guard {why}")
 
     def _look(self) -> Stall | None:
-        pulses = [*self._node.pulses(), *(pulse for member in self._crew.here for pulse in member.pulses)]
+        pulses = self._generation.pulses()
         alarm = self._pace.see(time.monotonic(), paces(pulses, self._plan.world_size))
         for words in (self._pace.notice, self._slowness.see(pulses)):
             if words:
@@ -154,10 +133,10 @@ class Guarding:
         if alarm is None:
             return None
         warned_only = alarm.kind == "warn"
-        evidence = self._asking.ask(self._observe, WARNING_SECONDS if warned_only else ANSWER_SECONDS)
+        evidence = self._generation.ask(WARNING_SECONDS if warned_only else ANSWER_SECONDS)
         if blind := [one.rank for one in evidence if not one.watched]:
             raise UnseenError(f"{named(blind)} {verb(blind, 'has', 'have')} become another program (exec)")
-        if self._interrupted() or not stands_still(evidence, alarm, self._windows):
+        if self._generation.interrupted or not stands_still(evidence, alarm, self._windows):
             return None
         if not warned_only:
             return self._stall(evidence, alarm)
@@ -166,7 +145,7 @@ class Guarding:
         return None
 
     def _early_alarm(self, pulses: Sequence[Pulse]) -> Alarm | None:
-        """An alarm before the window is over, where looking closer can tell all that waiting could.
+        """An alarm before the window is over, where looking closer shows all that waiting could.
 
         A rank has ended with code 0 and all others wait; or, in a window of the user's, ranks have not met.
         """
@@ -176,7 +155,7 @@ class Guarding:
         asked_seconds, met = self._windows.seconds, any(pulse.met for pulse in pulses)
         apart = self._plan.world_size > 1 and not met and asked_seconds is not None and still_seconds >= asked_seconds
         left = still_seconds >= LEFT_SECONDS and all(pulse.waiting for pulse in pulses)
-        if not apart and not (left and any(o.code == ExitCode.DONE for o in self._observe())):
+        if not apart and not (left and any(o.code == ExitCode.DONE for o in self._generation.observe())):
             return None
         self._early_seconds = now + still_seconds  # less and less often, where it is nothing
         return Alarm("stall", still_seconds, 0.0)
@@ -186,9 +165,9 @@ class Guarding:
         if not alarm.window_seconds and verdict.kind not in EARLY:
             return None
         if verdict.kind is VerdictKind.NETWORK:
-            apart = self._asking.unreachable()
+            apart = unreachable(self._generation.crew, REACH_SECONDS, lambda: self._generation.interrupted)
             verdict = replace(verdict, sentences=(*verdict.sentences, *apart[:8]))
-            if self._interrupted():
+            if self._generation.interrupted:
                 return None
         return self._written(verdict, evidence, max(one.still_seconds for one in evidence))
 
@@ -204,7 +183,7 @@ class Guarding:
         return Stall(verdict, page, to_free(verdict, evidence))
 
     def _explain(self, primary: Observation) -> tuple[Stall | None, str]:
-        evidence = self._asking.ask(self._observe, HURRIED_SECONDS, to_its_end=True)
+        evidence = self._generation.ask(HURRIED_SECONDS, to_its_end=True)
         ops = next((one.ops for one in evidence if one.rank == primary.rank), ())
         last = f"its last collective: {told(ops[-1])}{called_from(ops[-1])}" if ops else ""
         aborted = primary.kind is Kind.SIGNAL and primary.code == -signal.SIGABRT
@@ -223,7 +202,7 @@ class Guarding:
         self._asked_seconds = time.monotonic()
         folder = Path(self._plan.attempt_dir)
         for nonce in _take_asks(folder)[:MAX_ASKS]:
-            evidence = self._asking.ask(self._observe, ANSWER_SECONDS)
+            evidence = self._generation.ask(ANSWER_SECONDS)
             waited_seconds = min((one.still_seconds for one in evidence if one.code is None), default=0.0)
             with suppress(OSError):
                 place = folder / f"verdict-live-{nonce}"

@@ -1,4 +1,4 @@
-"""How does a node's agent find the head? It tries every address and port where the head may be, and says why not."""
+"""A node's agent finds the head: it tries every address and port where the head may be, and says why that fails."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import os
 import select
 import socket
 import time
-from collections.abc import Callable
 from contextlib import suppress
 
 from paceline.agent.channel import Link, introduce
 from paceline.agent.gather import FIRST_WORD_SECONDS, NEXT_WORD_SECONDS, NotTogether
 from paceline.contract.node_plan import NodePlan
+from paceline.contract.orders import Orders
 from paceline.host.reach import candidates, why_unreachable
 from paceline.observe.terminal import say
 
@@ -20,7 +20,7 @@ CONNECT_SECONDS = 2.0
 PAUSE_SECONDS = 0.5
 
 
-def join(plan: NodePlan, wait: Callable[[float], None], ordered: Callable[[], bool]) -> Link | None:
+def join(plan: NodePlan, orders: Orders) -> Link | None:
     """Connect to the head; None when ordered to stop while it is not to be found.
 
     Raises:
@@ -29,7 +29,7 @@ def join(plan: NodePlan, wait: Callable[[float], None], ordered: Callable[[], bo
     begun = time.monotonic()
     next_word = begun + FIRST_WORD_SECONDS
     strangers: dict[int, str] = {}  # by port, of all rounds: the head may be gone when the time is over
-    while not ordered():
+    while not orders.given:
         link = _try_all(plan, strangers)
         if link is not None:
             return link
@@ -40,7 +40,7 @@ def join(plan: NodePlan, wait: Callable[[float], None], ordered: Callable[[], bo
                 raise NotTogether(f"{words}. Given up after {waited:.0f} s (--join-timeout)")
             next_word += NEXT_WORD_SECONDS
             say(f"{words} (after {waited:.0f} s)")
-        wait(PAUSE_SECONDS)
+        orders.wait(PAUSE_SECONDS)
     return None
 
 

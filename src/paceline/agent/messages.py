@@ -1,21 +1,21 @@
-"""What the agents of one job tell each other; see channel.py for how, head.py and follower.py for when.
+"""What the agents of one job say to each other; see channel.py for how, head.py and follower.py for when.
 
 Times are ages in seconds, never clock readings: no two hosts' clocks can be compared.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+import dataclasses
 
 import msgspec
 
 from paceline.contract.evidence import Evidence
-from paceline.contract.failure import Failure
 from paceline.guard.deaths import Observation
 from paceline.guard.pulse import Pulse
 from paceline.host.facts import Facts
 
+BEAT_SECONDS = 2.0  # between two signs of life, in both directions
+SILENCE_SECONDS = 15.0  # then the other side is lost: a few lost packets are not, TCP sends them again well within it
 PROOF = ".shared"  # the file in the attempt's folder that all nodes must see
 
 
@@ -29,7 +29,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     facts: Facts
 
 
-class Peer(msgspec.Struct, frozen=True):
+class PeerAddress(msgspec.Struct, frozen=True):
     """Where a node can be tried to be reached: a socket that listens and says nothing."""
 
     node: int
@@ -41,7 +41,7 @@ class Peer(msgspec.Struct, frozen=True):
 class Reach(msgspec.Struct, frozen=True, tag=True):
     """Head to node: try to connect to all of these."""
 
-    peers: tuple[Peer, ...]
+    peers: tuple[PeerAddress, ...]
 
 
 class Reached(msgspec.Struct, frozen=True, tag=True):
@@ -50,7 +50,7 @@ class Reached(msgspec.Struct, frozen=True, tag=True):
     unreachable: tuple[str, ...]
 
 
-class Start(msgspec.Struct, frozen=True, tag=True):
+class StartOrder(msgspec.Struct, frozen=True, tag=True):
     """Head to node: start these workers."""
 
     generation: int
@@ -61,32 +61,18 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     proof: str  # what the attempt folder's file `.shared` holds, where all nodes must see one folder; else empty
 
 
-class Started(msgspec.Struct, frozen=True, tag=True):
-    """Node to head: they run; or why they cannot, and the exit code for that."""
+class StartReply(msgspec.Struct, frozen=True, tag=True):
+    """Node to head: they run; or why they cannot."""
 
     generation: int
     refusal: str = ""
-    exit_code: int = 0
 
 
-class Seen(msgspec.Struct, frozen=True):
-    """One worker, as its agent sees it: an `Observation` with ages in the place of times."""
-
-    rank: int
-    host: str
-    pid: int
-    code: int | None
-    age_seconds: float
-    record: Failure | None
-    record_age_seconds: float
-    log_tail: str
-
-
-class Report(msgspec.Struct, frozen=True, tag=True):
+class NodeReport(msgspec.Struct, frozen=True, tag=True):
     """Node to head, every two seconds and whenever something has changed: how the workers are. A sign of life, too."""
 
     generation: int
-    workers: tuple[Seen, ...] = ()
+    workers: tuple[Observation, ...] = ()  # with ages in the place of times
     step: int = 0
     oom_kills: int = 0
     stopped: bool = False  # the generation is ended, and nothing of it runs any more
@@ -121,7 +107,7 @@ class Release(msgspec.Struct, frozen=True, tag=True):
     word: str
 
 
-class Told(msgspec.Struct, frozen=True, tag=True):
+class Ordered(msgspec.Struct, frozen=True, tag=True):
     """Node to head: it was ordered from outside to stop: by this signal, or 0: its launcher is gone."""
 
     signal: int
@@ -137,45 +123,35 @@ class Alive(msgspec.Struct, frozen=True, tag=True):
     """Head to node, every two seconds."""
 
 
-class End(msgspec.Struct, frozen=True, tag=True):
+class RunOver(msgspec.Struct, frozen=True, tag=True):
     """Head to node: the run is over; exit with this code."""
 
     code: int
 
 
 Message = (
-    Hello | Reach | Reached | Start | Started | Report | Pulses | Ask | Shown | Release | Told | Stop | Alive | End
+    Hello
+    | Reach
+    | Reached
+    | StartOrder
+    | StartReply
+    | NodeReport
+    | Pulses
+    | Ask
+    | Shown
+    | Release
+    | Ordered
+    | Stop
+    | Alive
+    | RunOver
 )
 
 
-def seen(observations: Sequence[Observation], now_seconds: float) -> tuple[Seen, ...]:
-    """Observations as they travel."""
-    return tuple(
-        Seen(
-            rank=o.rank,
-            host=o.host,
-            pid=o.pid,
-            code=o.code,
-            age_seconds=0.0 if o.code is None else now_seconds - o.seen_seconds,
-            record=o.record,
-            record_age_seconds=now_seconds - o.record.monotonic_seconds if o.record else 0.0,
-            log_tail=o.log_tail,
-        )
-        for o in observations
-    )
+def turned(o: Observation, now_seconds: float) -> Observation:
+    """An observation with ages in the place of times, to be sent; or, of one that has come, the times again.
 
-
-def observed(workers: Sequence[Seen], now_seconds: float) -> list[Observation]:
-    """Observations as they arrive, in this host's time: late by the time of travel, which is milliseconds."""
-    return [
-        Observation(
-            rank=w.rank,
-            host=w.host,
-            pid=w.pid,
-            code=w.code,
-            seen_seconds=math.inf if w.code is None else now_seconds - w.age_seconds,
-            record=w.record and msgspec.structs.replace(w.record, monotonic_seconds=now_seconds - w.record_age_seconds),
-            log_tail=w.log_tail,
-        )
-        for w in workers
-    ]
+    They are late by the time of travel, which is milliseconds.
+    """
+    record = o.record and msgspec.structs.replace(o.record, monotonic_seconds=now_seconds - o.record.monotonic_seconds)
+    seen_seconds = 0.0 if o.code is None else now_seconds - o.seen_seconds  # meaningless while it runs
+    return dataclasses.replace(o, seen_seconds=seen_seconds, record=record)

@@ -1,4 +1,4 @@
-"""Is another start worth it? Pure: from the failures so far to a restart, perhaps with fewer ranks, or to the end.
+"""Whether another start is worth it. Pure: from the failures so far to a restart, perhaps with fewer ranks, or none.
 
 What comes from outside (a killed process, memory that ran out, a network that broke) is worth another try. What the
 program does by itself it would do again, and the try would only hide the error and burn hours.
@@ -18,7 +18,7 @@ from paceline.guard.story import same_verdict
 
 
 @dataclass(frozen=True)
-class Failed:
+class FailedGeneration:
     """How one generation failed: its first failure, and how far it had come."""
 
     kind: Kind
@@ -63,7 +63,7 @@ class Failed:
         """What makes two failures the same one."""
         return self.kind, self.rank, self.exit_code
 
-    def is_like(self, other: Failed) -> bool:
+    def is_like(self, other: FailedGeneration) -> bool:
         """Whether the other one was the same failure."""
         if self.verdict is not None and other.verdict is not None:
             return same_verdict(self.verdict, other.verdict)
@@ -78,13 +78,15 @@ class Restart:
 
 
 @dataclass(frozen=True)
-class Stop:
+class NoRestart:
     """The end, and the sentence that says why; empty where nobody has asked for restarts."""
 
     sentence: str
 
 
-def decide(history: Sequence[Failed], *, nproc: int, min_nproc: int, max_restarts: int) -> Restart | Stop:
+def decide(
+    history: Sequence[FailedGeneration], *, nproc: int, min_nproc: int, max_restarts: int
+) -> Restart | NoRestart:
     """What to do after the last failure of `history`, which holds one failure per generation, the oldest first.
 
     Args:
@@ -98,31 +100,33 @@ def decide(history: Sequence[Failed], *, nproc: int, min_nproc: int, max_restart
     """
     last = history[-1]
     if max_restarts == 0:
-        return Stop("")
+        return NoRestart("")
     if reason := _not_worth_it(last):
-        return Stop(f"not restarted: {reason}")
+        return NoRestart(f"not restarted: {reason}")
     fewer = _is_repeated(history)
     if fewer and last.nproc - 1 < max(1, min_nproc or nproc):
         who = f"rank {last.rank}, " if last.rank >= 0 else ""
         after = f", after step {last.step}" if last.step else ""
-        return Stop(f"not restarted: the same failure at the same step twice: {who}exit code {last.exit_code}{after}")
+        return NoRestart(
+            f"not restarted: the same failure at the same step twice: {who}exit code {last.exit_code}{after}"
+        )
     if len(history) > max_restarts:
-        return Stop(f"not restarted: {max_restarts} of {max_restarts} restarts are used up")
+        return NoRestart(f"not restarted: {max_restarts} of {max_restarts} restarts are used up")
     return Restart(last.nproc - 1 if fewer else last.nproc)
 
 
-def without_lost_nodes(here: int, *, nodes: int, min_nodes: int, nproc: int) -> Restart | Stop:
+def without_lost_nodes(here: int, *, nodes: int, min_nodes: int, nproc: int) -> Restart | NoRestart:
     """What to do when nodes are lost and `here` of `nodes` are left: a lost node costs none of the restarts."""
     if here >= min_nodes and min_nodes < nodes:
         return Restart(nproc)
     asked = f"--nodes {nodes}" if min_nodes >= nodes else f"--nodes {min_nodes}:{nodes}"
     advice = " (over ssh, --nodes MIN:MAX goes on with fewer)" if min_nodes >= nodes else ""
-    return Stop(
+    return NoRestart(
         f"not restarted: {here} of {nodes} nodes {'is' if here == 1 else 'are'} left, {asked} asks for more{advice}"
     )
 
 
-def _is_repeated(history: Sequence[Failed]) -> bool:
+def _is_repeated(history: Sequence[FailedGeneration]) -> bool:
     if len(history) < 2:
         return False
     before, last = history[-2:]
@@ -130,7 +134,7 @@ def _is_repeated(history: Sequence[Failed]) -> bool:
     return before.nproc == last.nproc and last.is_like(before) and last.progress <= before.progress
 
 
-def _not_worth_it(last: Failed) -> str:
+def _not_worth_it(last: FailedGeneration) -> str:
     """Why a restart would only meet the same again; empty where it may help."""
     if ExitCode.SAVED in last.ended_well:
         return "a rank had saved its state and stopped, so the run was to end"
@@ -153,7 +157,7 @@ def announced(*, number: int, total: int, nodes: int, lost_nodes: int, used: str
     """What is said before it.
 
     Args:
-        number: of the generation that begins.
+        number: of the generation that starts now.
         total: its ranks on all `nodes`.
         nodes: those that take part.
         lost_nodes: those that do no more.

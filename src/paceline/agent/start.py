@@ -1,9 +1,8 @@
-"""Start one node's workers: where they meet, their environment, where their output goes, what they inherit."""
+"""Start one node's workers: their environment, where their output goes, what they inherit."""
 
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -11,17 +10,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
 
 from paceline.agent.output import relay
 from paceline.agent.preload import Forked, Preloader
+from paceline.agent.store import Store
 from paceline.contract.birth import WorkerBirth
 from paceline.contract.box import make_box
 from paceline.contract.node_plan import NodePlan
 from paceline.contract.variables import AGENT_MARK, RUN_ID, SHARED_MEMORY
 from paceline.disk import writing
-from paceline.errors import UsageError
-from paceline.host.procfs import port_holder, read_process
+from paceline.host.procfs import read_process
 from paceline.host.sweep import Member, mark_of
 
 OURS = "PACELINE_"
@@ -34,7 +32,7 @@ class Inherited:
 
     snapshots: tuple[tuple[int, int], ...] = ()  # two memory files for each local rank: what is in them is theirs
     keep_open: tuple[int, ...] = ()  # e.g. a lock that is to last until the last worker is gone
-    janitor: int = -1  # not inherited: where the janitor is told the attempt's folder
+    janitor: int = -1  # not inherited: where the janitor learns the attempt's folder
     temporary: str = ""  # a folder that goes with the agent, however it ends
     preloader: Preloader | None = None  # not inherited: what workers are forked from
 
@@ -59,7 +57,7 @@ class Worker:
     member: Member
     process: subprocess.Popen[bytes] | Forked
     log: Path
-    log_start: int  # its first byte in the log; what stands before is an earlier generation's
+    log_start: int  # its first byte in the log; what is before it is an earlier generation's
     relays: Sequence[threading.Thread]
     record: int
     box: int
@@ -86,66 +84,7 @@ class Worker:
             relay_.join(1.0)
 
 
-@dataclass(frozen=True)
-class Store:
-    """Where the ranks of a generation meet.
-
-    On one host in `memory`: a file without a name that they inherit, and that no other user can reach. On several at a
-    port, which rank 0 inherits bound and listening: one that is found and closed again can be lost. On one host the
-    port is for the workers' own code, if it opens one (any script that torchrun could start does): it is only bound,
-    which keeps it from everybody who asks for any free port, but not from whoever asks for this one with SO_REUSEADDR.
-    """
-
-    port: socket.socket | None
-    memory: int = -1
-
-    @classmethod
-    def make(cls, plan: NodePlan) -> Self:
-        """Of the node that `plan` is for.
-
-        Raises:
-            UsageError: when the port is taken.
-        """
-        return cls(_bound(plan), os.memfd_create("paceline-store") if plan.nodes == 1 else -1)
-
-    def inherited(self, rank: int, *, plain: bool) -> int:
-        """The descriptor by which this rank comes to the store; -1 where it is to connect."""
-        if self.memory >= 0:
-            return self.memory
-        return self.port.fileno() if rank == 0 and self.port is not None and not plain else -1
-
-    def port_number(self, plan: NodePlan) -> int:
-        """What the ranks are told as MASTER_PORT."""
-        return self.port.getsockname()[1] if self.port is not None else plan.port
-
-    def close(self) -> None:
-        """Leave it to the ranks: with our socket open, connecting to a dead rank 0 would not be refused."""
-        if self.port is not None:
-            self.port.close()
-        if self.memory >= 0:
-            os.close(self.memory)
-
-
-def _bound(plan: NodePlan) -> socket.socket | None:
-    if plan.node != 0:
-        return None
-    store = socket.socket(socket.AF_INET6 if ":" in plan.master_addr else socket.AF_INET)
-    store.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # the last run's closing connections do no harm
-    try:
-        store.bind(("" if plan.plain_store else plan.master_addr, plan.port))
-        if plan.nodes > 1 and not plan.plain_store:
-            store.listen(1024)
-    except OSError as error:
-        store.close()
-        holder = port_holder(plan.port)
-        by = f" by {holder}" if holder else ""
-        raise UsageError(
-            f"port {plan.port} on {plan.master_addr} is taken{by}: {error.strerror}. Ask for another, or for none."
-        ) from error
-    return store
-
-
-def environment(plan: NodePlan, local_rank: int, store: Store) -> dict[str, str]:
+def worker_environment(plan: NodePlan, local_rank: int, store: Store) -> dict[str, str]:
     """What a worker sees: torchrun's variables, the whole contract between launching and training, and ours."""
     rank = plan.first_rank + local_rank
     env = {name: value for name, value in os.environ.items() if not name.startswith(OURS) or name in THE_USERS}
@@ -202,9 +141,9 @@ def start_workers(plan: NodePlan, store: Store, generation: int, inherited: Inhe
             store=meet,
             snapshots=inherited.snapshots,
             temporary=inherited.temporary,
-            guarded=plan.stall_after != "off",
+            guarded=not plan.stall_after.off,
         )
-        env = environment(plan, local_rank, store) | birth.variable()
+        env = worker_environment(plan, local_rank, store) | birth.variable()
         if agent is not None:
             env[AGENT_MARK] = mark_of(agent.pid, agent.start, generation)
         pipes = [(*os.pipe(), screen) for screen in ((2,) if direct else (1, 2)) if shown]

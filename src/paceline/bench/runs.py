@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from paceline.disk.reading import is_file, resolved
+from paceline.disk.reading import is_file, real_path
 from paceline.errors import UsageError
 from paceline.observe.events import Event, Started, Step, event_files, read_events
 from paceline.observe.folder import WEIGHTS
@@ -70,7 +70,7 @@ def read_run(folder: Path, *, skip: int) -> Run:
     Raises:
         UsageError: if there are no events, a rank's are missing, or too few or too old to be taken apart.
     """
-    folder = resolved(folder)
+    folder = real_path(folder)
     started: dict[int, Started] = {}
     steps: dict[int, dict[int, Spent]] = {}
     samples: dict[int, int] = {}

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import get_args
 
 import msgspec
 import psutil
@@ -19,12 +18,11 @@ from paceline.bench.compare_table import print_compared
 from paceline.bench.rounds import MeasuredRounds, ProcessSet, measure_rounds
 from paceline.bench.spec import LOOKED_AT, NO_EXCHANGE, Candidate, NotMeasured
 from paceline.cli.measuring import CliMeasuring, Measuring, check_out, positive, publish, settings_of, whole_numbers
-from paceline.config import DEFAULT_BATCH_SIZE, EXACT, StrategyName, dump
+from paceline.config import DEFAULT_BATCH_SIZE, dump
 from paceline.errors import ExitCode, UsageError, unknown
 from paceline.host.cgroup import threads_per_rank, usable_cores
 from paceline.host.gpus import count_gpus
-
-CHOICES = get_args(StrategyName)
+from paceline.ladder import DEFAULT_ALONE, EXACT, LADDER
 
 
 @dataclass(frozen=True)
@@ -88,11 +86,11 @@ def main(arguments: Sequence[str]) -> int:
 
 def not_run(strategy: str, nproc: int) -> str:
     """Why a strategy has no line of its own; empty if it has."""
-    if strategy == "single":
+    rung = LADDER[strategy]
+    if not rung.one_process or strategy == DEFAULT_ALONE:
         return ""
-    if strategy == "dp":
-        return f"lives in one process, there are {nproc}: `paceline train --strategy dp` on a machine with several GPUs"
-    return ""
+    where = " on a machine with several GPUs" if rung.several_gpus else ""
+    return f"lives in one process, there are {nproc}: `paceline train --strategy {strategy}`{where}"
 
 
 def room(gpus: int, nproc: int) -> int | None:
@@ -109,12 +107,12 @@ def _sets(run: Sequence[str], nproc: int, batches: Sequence[int], threads: int, 
     """One process as the base line, with a rank's cores and with all; and the strategies, with their limit."""
     one, many = list[Candidate](), list[Candidate]()
     for batch in batches:
-        one.append(Candidate(base_name(batch), "single", batch, threads))
+        one.append(Candidate(base_name(batch), DEFAULT_ALONE, batch, threads))
         if nproc > 1:
-            one.append(Candidate(f"single-all-b{batch}", "single", batch * nproc, threads * nproc))
+            one.append(Candidate(f"single-all-b{batch}", DEFAULT_ALONE, batch * nproc, threads * nproc))
         if {*run} & {*EXACT}:
-            one.append(Candidate(f"{REFERENCE}-b{batch}", "exact", batch, exact_threads, nproc))
-        for name in (name for name in run if name != "single"):
+            one.append(Candidate(f"{REFERENCE}-b{batch}", EXACT[0], batch, exact_threads, nproc))
+        for name in (name for name in run if name != DEFAULT_ALONE):
             many.append(Candidate(f"{name}-b{batch}", name, batch, exact_threads if name in EXACT else threads))
         if nproc > 1:
             many.append(Candidate(f"limit-b{batch}", NO_EXCHANGE, batch, threads))
@@ -128,8 +126,8 @@ def _compared(
     cores: int, threads: int,
 ) -> Compared:  # fmt: skip
     rows = compared_rows(found.rounds, base_name(batch), EXACT, config.how.steps)
-    chosen = [row for row in rows if row.batch_size == batch and row.strategy not in ("single", NO_EXCHANGE)]
-    alone = [row for row in rows if row.strategy == "single" and f"b{batch}" == row.name.rpartition("-")[2]]
+    chosen = [row for row in rows if row.batch_size == batch and row.strategy not in (DEFAULT_ALONE, NO_EXCHANGE)]
+    alone = [row for row in rows if row.strategy == DEFAULT_ALONE and f"b{batch}" == row.name.rpartition("-")[2]]
     best = max(alone, key=lambda row: row.rate.median, default=None)
     return Compared(
         config.task,
@@ -159,10 +157,10 @@ def notes_of(rows: Sequence[Row], cores: int, threads: int) -> list[str]:
 def _strategies(text: str) -> list[str]:
     names = [word.strip() for word in text.split(",") if word.strip()]
     if names == ["all"]:
-        return [name for name in CHOICES if name != "single"]
+        return [name for name in LADDER if name != DEFAULT_ALONE]
     for name in names:
-        if name not in CHOICES:
-            raise unknown("strategy", name, ["all", *CHOICES])
+        if name not in LADDER:
+            raise unknown("strategy", name, ["all", *LADDER])
     if not names:
-        raise UsageError(f"name at least one strategy: all, {', '.join(CHOICES)}")
+        raise UsageError(f"name at least one strategy: all, {', '.join(LADDER)}")
     return list(dict.fromkeys(names))

@@ -7,16 +7,18 @@ import secrets
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from paceline.cli.finding import command_words
 from paceline.config import ClusterConfig
+from paceline.contract.variables import SECRET_NAME
 from paceline.errors import ExitCode, UsageError
 from paceline.host.surroundings import parse_env
 from paceline.launch.by_hand import by_hand, typed
 from paceline.launch.hosts import parse_hosts
-from paceline.launch.job import SECRET_NAME, Allocation, Host, Job, Plan, describe
+from paceline.launch.job import Allocation, Host, Job, Plan, describe
 from paceline.launch.local import local
 from paceline.launch.slurm.allocation import check_allocation, in_allocation, run_here
 from paceline.launch.slurm.partitions import check_fits
@@ -88,7 +90,7 @@ def place(cluster: ClusterConfig, nproc: int | None) -> Job:
         nodes=most,
         min_nodes=least,
         hosts=hosts,
-        secret=secrets.token_hex(32),
+        secret="" if cluster.on == "local" else secrets.token_hex(32),  # one agent talks to no other
         join_seconds=cluster.join_timeout,
         cwd=str(Path.cwd()),
         python=cluster.python or sys.executable,

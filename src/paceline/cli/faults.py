@@ -16,12 +16,12 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
+from paceline.contract.windows import Windows
 from paceline.errors import ExitCode, UsageError
 from paceline.faults.catalogue import FAULTS, chosen
 from paceline.faults.fault import Fault, Needs
 from paceline.faults.run import Launcher, Score, run_fault
 from paceline.faults.table import markdown, print_table, ranks
-from paceline.guard.pace import Windows
 
 ROOT_PROGRAMS = ("unshare", "mount")
 

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
+from msgspec.structs import replace
 
 from paceline.cli.elsewhere import place, prepared, show, start
 from paceline.config import ClusterConfig
 from paceline.contract.birth import BOOTSTRAP
+from paceline.contract.windows import Windows
 from paceline.errors import ExitCode, UsageError
-from paceline.guard.pace import Windows
 from paceline.host.cgroup import usable_cores
 from paceline.host.gpus import count_gpus
 from paceline.launch.job import Job
@@ -79,7 +80,7 @@ def main(arguments: Sequence[str]) -> int:
     check(options.script)
     check_no_rank(os.environ)
     job = job_of(options, words)
-    if BOOTSTRAP not in job.argv and not Windows.parse(options.script.stall_after).off:
+    if BOOTSTRAP not in job.argv and not job.stall_after.off:
         say(f"{words[0]} runs as it is: the hang guard does not see into it. To be watched, name the .py file itself")
     cluster = options.cluster
     if cluster.dry_run:
@@ -117,7 +118,6 @@ def check(script: ScriptConfig) -> None:
     }
     if said := [words for words, is_wrong in wrong.items() if is_wrong]:
         raise UsageError("; ".join(said))
-    Windows.parse(script.stall_after)
 
 
 def check_no_rank(env: Mapping[str, str]) -> None:
@@ -155,7 +155,7 @@ def job_of(options: LaunchScript, words: Sequence[str]) -> Job:
         port=script.port,
         max_restarts=script.max_restarts,
         stop_grace_seconds=script.stop_grace,
-        stall_after=script.stall_after,
+        stall_after=Windows.parse(script.stall_after),
         name=Path(words[1] if words[0] == "-m" and len(words) > 1 else words[0]).stem,
         plain_store=True,
         show=script.show,

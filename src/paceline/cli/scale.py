@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Literal, get_args
+from typing import Literal
 
 import tyro
 
@@ -23,10 +23,11 @@ from paceline.bench.scale_report import Scaled, ahead_of, lost_of, parts_of, usu
 from paceline.bench.scale_table import print_scaled
 from paceline.bench.spec import LOOKED_AT, NO_EXCHANGE, Candidate
 from paceline.cli.measuring import CliMeasuring, Measuring, check_out, positive, publish, settings_of, whole_numbers
-from paceline.config import DEFAULT_BATCH_SIZE, EXACT, StrategyName, dump
+from paceline.config import DEFAULT_BATCH_SIZE, dump
 from paceline.errors import ExitCode, UsageError, unknown
 from paceline.host.cgroup import threads_per_rank, usable_cores
 from paceline.host.gpus import count_gpus
+from paceline.ladder import DEFAULT, EXACT, FOR_SEVERAL, LADDER, StrategyName
 
 FEWEST_STEPS = 5
 LARGEST_SHARE = 16  # times --batch-size, which one process must hold for strong scaling
@@ -42,7 +43,7 @@ class ScaleConfig:
     """instead of a task: folders of runs on 1 and more ranks (any machines), separated by commas"""
     ranks: str = "1,2,4"
     """numbers of processes, separated by commas; 1 is always measured, too"""
-    strategy: StrategyName = "bucketed"
+    strategy: StrategyName = DEFAULT
     """as for train"""
     mode: Literal["weak", "strong", "both"] = "both"
     """as many samples for each rank, or for all of them together"""
@@ -166,9 +167,8 @@ def check(config: ScaleConfig) -> None:
         raise UsageError(f"--warmup must be at least {LOOKED_AT}, got {how.warmup}: the first steps are no others")
     if ranks[-1] == 1:
         raise UsageError(f"--ranks {config.ranks} has nothing to compare one rank with: name a larger number, like 1,2")
-    if config.strategy in ("single", "dp"):
-        choices = [name for name in get_args(StrategyName) if name not in ("single", "dp")]
-        raise unknown("strategy for several processes", config.strategy, choices)
+    if LADDER[config.strategy].one_process:
+        raise unknown("strategy for several processes", config.strategy, FOR_SEVERAL)
     if config.mode != "weak" and math.lcm(*ranks) > LARGEST_SHARE * ranks[-1]:
         raise UsageError(
             f"--ranks {config.ranks}: strong scaling needs a batch that all of them divide, and that would be "

@@ -12,21 +12,22 @@ from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
-from typing import get_args
 
 import tyro
+from msgspec.structs import replace as replace_fields
 
 from paceline import config as configuration
 from paceline.cli.elsewhere import place, workers
 from paceline.cli.train_start import launch, launch_elsewhere, show_plan
-from paceline.config import EXACT, CliTrainConfig, ClusterConfig, TrainConfig, batch_shape, check_values
+from paceline.config import CliTrainConfig, ClusterConfig, TrainConfig, batch_shape, check_values
 from paceline.contract.birth import WorkerBirth
+from paceline.contract.windows import Windows
 from paceline.definition import allowed_changes, check_same, settings
-from paceline.disk.reading import resolved
+from paceline.disk.reading import real_path
 from paceline.errors import ExitCode, UsageError
-from paceline.guard.pace import Windows
 from paceline.host.cgroup import usable_cores
 from paceline.host.gpus import count_gpus
+from paceline.ladder import DEFAULT_ALONE, EXACT, FOR_SEVERAL, LADDER
 from paceline.launch.job import Job
 from paceline.observe.folder import CHECKPOINTS, CONFIG, check_is_run, check_not_finished
 from paceline.store.store import Checkpoints, Damaged
@@ -38,10 +39,12 @@ from paceline.worker.imports import TRAINING, import_all
 def main(arguments: Sequence[str]) -> int:
     """Run `paceline train ARGUMENTS`."""
     config = parse(arguments)
-    if launched(os.environ):
-        return start_here(config)[1]
     check_values(config)
-    job = place(config.cluster, _number(config.launch.nproc))
+    if launched(os.environ):
+        check_guard(config)
+        return start_here(config)[1]
+    where = place(config.cluster, _number(config.launch.nproc))
+    job = replace_fields(where, stall_after=check_guard(config))
     if config.cluster.on != "local":
         return _elsewhere(config, job)
     gpus = count_gpus() if config.launch.device != "cpu" else 0
@@ -54,7 +57,7 @@ def main(arguments: Sequence[str]) -> int:
     if config.cluster.dry_run:
         return show_plan(config, job)
     if config.cluster.detach:
-        return _elsewhere(config, replace(job, nproc=nproc or 1))
+        return _elsewhere(config, replace_fields(job, nproc=nproc or 1))
     start = start_here if nproc is None else partial(launch, job)
     run_dir, code = start(config)
     if code != ExitCode.SAVED or config.checkpoint.rehearse_preemption is None:
@@ -79,7 +82,7 @@ def _elsewhere(config: TrainConfig, job: Job) -> int:
         raise UsageError("--min-nproc has a meaning on one machine only. Whole machines: --nodes MIN:MAX")
     config = replace(config, launch=replace(config.launch, nproc=job.nproc))
     if on == "slurm" and config.launch.device == "cuda" and config.cluster.gpus_per_node is None:
-        job = replace(job, slurm=replace(job.slurm, gpus_per_node=job.nproc))
+        job = replace_fields(job, slurm=replace(job.slurm, gpus_per_node=job.nproc))
     virtual_ranks = config.data.virtual_ranks
     if virtual_ranks is not None and size > virtual_ranks:
         raise UsageError(
@@ -103,9 +106,9 @@ def parse(arguments: Sequence[str]) -> TrainConfig:
     """
     rest, path = _take_config(list(arguments))
     resumed = None if path else _resumed_config(rest)
-    path = resolved(path) if path else resumed
+    path = real_path(path) if path else resumed
     default = configuration.load(path, ours="--trust" not in rest) if path else TrainConfig()
-    if resumed and default.strategy == "single":  # it goes on among several as the default for several
+    if resumed and default.strategy == DEFAULT_ALONE:  # it goes on among several as the default for several
         default = replace(default, strategy=None)
     return tyro.cli(
         CliTrainConfig,
@@ -136,7 +139,7 @@ def _resumed_config(arguments: Sequence[str]) -> Path | None:
     folder = _value_of("--run-dir", arguments)
     if folder is None or _value_of("--resume", arguments) != "auto":
         return None
-    path = resolved(Path(folder)) / CONFIG  # through no link in the folder itself
+    path = real_path(Path(folder)) / CONFIG  # through no link in the folder itself
     return path if os.path.lexists(path) else None
 
 
@@ -155,7 +158,6 @@ def check(config: TrainConfig, nproc: int) -> None:
         UsageError: naming the setting, what is true, and what to do.
     """
     shape = batch_shape(config.data, nproc)
-    check_guard(config)
     check_task(config.task, configuration.task_options(config))
     check_checkpoints(config, nproc)
     if config.strategy in EXACT and config.model.batchnorm == "sync":
@@ -163,11 +165,10 @@ def check(config: TrainConfig, nproc: int) -> None:
             f"--strategy {config.strategy} gives the same bits at every world size; --batchnorm sync adds up its "
             "statistics over processes and cannot. Use --batchnorm local (statistics of each virtual rank)"
         )
-    if config.strategy in ("single", "dp") and nproc > 1:
-        others = [s for s in get_args(configuration.StrategyName) if s not in ("single", "dp")]
+    if config.strategy and LADDER[config.strategy].one_process and nproc > 1:
         raise UsageError(
             f"strategy {config.strategy!r} lives in one process, --nproc asks for {nproc}. "
-            f"For several processes use {', '.join(others)}."
+            f"For several processes use {', '.join(FOR_SEVERAL)}."
         )
     if nproc > shape.virtual_ranks:
         raise UsageError(
@@ -176,8 +177,8 @@ def check(config: TrainConfig, nproc: int) -> None:
         )
 
 
-def check_guard(config: TrainConfig) -> None:
-    """Refuse a window without a meaning, or where there is no agent to look.
+def check_guard(config: TrainConfig) -> Windows:
+    """What --stall-after means; refuses a window without a meaning, or where there is no agent to look.
 
     Raises:
         UsageError: says what --stall-after takes, or needs.
@@ -189,6 +190,7 @@ def check_guard(config: TrainConfig) -> None:
             f"--stall-after {config.guard.stall_after} needs --nproc (1 will do): whether a process stands still, only "
             "the agent that has started it can see. Under torchrun or bare srun there is none; use `paceline launch`"
         )
+    return windows
 
 
 def check_gpus(config: TrainConfig, nproc: int, gpus: int) -> None:
@@ -233,7 +235,7 @@ def check_resumable(config: TrainConfig, nproc: int) -> None:
         UsageError: naming each difference.
     """
     assert config.run.run_dir is not None
-    run_dir = resolved(config.run.run_dir)
+    run_dir = real_path(config.run.run_dir)
     check_is_run(run_dir, trust=config.run.trust)
     checkpoints = Checkpoints(run_dir / CHECKPOINTS, trust=config.run.trust)
     if not checkpoints.entries():
@@ -250,8 +252,6 @@ def check_resumable(config: TrainConfig, nproc: int) -> None:
 
 def start_here(config: TrainConfig) -> tuple[Path, int]:
     """Be a rank: of the world that a launcher made, or of a world of one. Returns the run folder and the exit code."""
-    check_values(config)
-    check_guard(config)
     env = os.environ
     asked, prepared = config.launch.nproc, WorkerBirth.here() is not None
     if not prepared:  # our own agents need no checks, and after a restart there may be fewer of us

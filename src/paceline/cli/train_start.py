@@ -48,7 +48,7 @@ def launch(where: Job, config: TrainConfig) -> tuple[Path, int]:
         write_settings(attempt_dir, configuration.dump(config))
         if not (run_dir / CONFIG).exists():
             write_settings(run_dir, configuration.dump(configuration.repeatable(config)))
-        job = job_of(config, replace(where, nproc=nproc, run_dir=run_dir, attempt_dir=attempt_dir), attempt_dir)
+        job = job_of(config, replace_fields(where, nproc=nproc, run_dir=run_dir, attempt_dir=attempt_dir), attempt_dir)
         code = run(local(job), attempt_dir, keep_open=[lock])
     finally:
         os.close(lock)
@@ -65,9 +65,9 @@ def show_plan(config: TrainConfig, where: Job) -> int:
     asked = config.run.run_dir
     run_dir = asked.absolute() if asked is not None else new_run_dir(str(config.task))
     nproc = where.nproc if config.cluster.on != "local" else int(config.launch.nproc or 1)
-    job = replace(where, nproc=nproc, run_dir=run_dir, submit_dir=run_dir / "submit-1")
+    job = replace_fields(where, nproc=nproc, run_dir=run_dir, submit_dir=run_dir / "submit-1")
     if config.cluster.on == "local":
-        job = replace(job, attempt_dir=run_dir / "attempt-1")
+        job = replace_fields(job, attempt_dir=run_dir / "attempt-1")
     return show(config.cluster, job_of(config, job, job.attempt_dir or run_dir / "submit-1"))
 
 
@@ -85,7 +85,7 @@ def launch_elsewhere(config: TrainConfig, where: Job, world_size: int) -> int:
         shape = None if any(host.slots for host in where.hosts) else cluster.nodes  # what ranks compare theirs with
         config = replace(config, cluster=ClusterConfig(nodes=shape))
         config = configuration.resolved(config, world_size)
-        job, submit_dir = prepared(replace(where, run_dir=run_dir), configuration.dump(config))
+        job, submit_dir = prepared(replace_fields(where, run_dir=run_dir), configuration.dump(config))
         if not (run_dir / CONFIG).exists():
             write_settings(run_dir, configuration.dump(configuration.repeatable(config)))
     finally:
@@ -103,7 +103,7 @@ def job_of(config: TrainConfig, where: Job, settings_dir: Path) -> Job:
     """The workers of a training: each runs this very command, with the settings that a folder of the run holds."""
     users_threads = os.environ.get("OMP_NUM_THREADS", "")
     threads = config.launch.threads_per_rank or (int(users_threads) if users_threads.isdecimal() else 0)
-    return replace(
+    return replace_fields(
         where,
         # -P: what lies in the working folder is not ours to import
         argv=(where.python, "-P", "-m", "paceline", "train", "--config", str(settings_dir / CONFIG)),
@@ -112,7 +112,6 @@ def job_of(config: TrainConfig, where: Job, settings_dir: Path) -> Job:
         max_restarts=config.launch.max_restarts,
         min_nproc=config.launch.min_nproc or 0,
         stop_grace_seconds=config.launch.stop_grace,
-        stall_after=config.guard.stall_after,
         name=str(where.run_dir.name if where.run_dir else config.task),
         preload=may_preload(config, where),
     )

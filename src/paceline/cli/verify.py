@@ -9,14 +9,14 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeVar, get_args
+from typing import Annotated, Literal, TypeVar
 
 import msgspec
 import tyro
 
-from paceline.config import EXACT, StrategyName
 from paceline.errors import ExitCode, UsageError, unknown
 from paceline.host.cgroup import threads_per_rank, usable_cores
+from paceline.ladder import EXACT, FOR_SEVERAL, LADDER
 from paceline.launch.job import Job
 from paceline.launch.local import local
 from paceline.launch.supervise import run
@@ -27,7 +27,6 @@ from paceline.verify.spec import BitsReport, Spec, VerifyReport
 WORKER = "paceline.proofs.verify.worker"
 BITWISE_WORKER = "paceline.proofs.verify.bitwise"
 Found = TypeVar("Found", VerifyReport, BitsReport)
-STRATEGIES = get_args(StrategyName)
 OPTIMIZERS = ("sgd", "adamw")
 
 
@@ -44,8 +43,12 @@ class VerifyConfig:
     """world sizes, separated by commas; the run is defined for as many virtual ranks as the largest"""
     bitwise: bool = False
     """do all world sizes compute the very same bits?"""
-    strategies: str | None = None
-    """which, separated by commas (default: manual,bucketed,ddp,exact,zero,fsdp, with --bitwise exact,zero)"""
+    strategies: Annotated[
+        str | None,
+        tyro.conf.arg(
+            help=f"which, separated by commas (default: {','.join(FOR_SEVERAL)}, with --bitwise {','.join(EXACT)})"
+        ),
+    ] = None
     optimizers: str = "sgd,adamw"
     """which, separated by commas"""
     steps: int = 4
@@ -66,8 +69,8 @@ def main(arguments: Sequence[str]) -> int:
     """Run `paceline verify ARGUMENTS`."""
     config = tyro.cli(VerifyConfig, prog="paceline verify", args=list(arguments), description=VerifyConfig.__doc__)
     ranks = _whole_numbers(config.ranks)
-    chosen = config.strategies or ("exact,zero" if config.bitwise else "manual,bucketed,ddp,exact,zero,fsdp")
-    strategies = _names(chosen, STRATEGIES, "strategy")
+    chosen = config.strategies or ",".join(EXACT if config.bitwise else FOR_SEVERAL)
+    strategies = _names(chosen, tuple(LADDER), "strategy")
     optimizers = _names(config.optimizers, OPTIMIZERS, "optimizer")
     if config.steps < 1:
         raise UsageError(f"--steps must be at least 1, got {config.steps}")

@@ -16,6 +16,7 @@ from paceline.contract.node_plan import GRACE_SECONDS
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 LIFELINE = 0  # stdin: held open by the launcher, who writes after the plan signs of life and orders, a line each
 LIFELINE_GRACE_SECONDS = min(2.0, GRACE_SECONDS)  # when the launcher is gone: nobody waits for a result any more
+REMOTE_GRACE_SECONDS = 6.0  # when one at the other end of ssh is gone: time to save, and nothing left after 10 s
 STOP_ORDERS = {f"stop {number.name}".encode(): number for number in STOP_SIGNALS}  # no signal crosses a network
 
 

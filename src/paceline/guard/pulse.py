@@ -9,7 +9,8 @@ import msgspec
 
 from paceline.contract.box import look
 from paceline.contract.evidence import Phase
-from paceline.guard.pace import RankPace, Windows
+from paceline.contract.windows import Windows
+from paceline.guard.pace import RankPace
 
 SAMPLE_SECONDS, SHORT_SAMPLE_SECONDS = 1.0, 0.25
 SHORT_WINDOW_SECONDS = 10.0

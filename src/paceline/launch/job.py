@@ -8,13 +8,13 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
 import msgspec
 
-from paceline.contract.node_plan import GRACE_SECONDS, JOIN_SECONDS, RANK_0, STOP_GRACE_SECONDS, NodePlan
+from paceline.contract.node_plan import NodePlan, Shared
+from paceline.contract.variables import SECRET_NAME
 
-SECRET_NAME = re.compile("KEY|TOKEN|SECRET|PASS|CREDENTIAL|COOKIE", re.IGNORECASE)  # of environment variables, say
 _JSON_VALUE = re.compile(rf'("[^"\s]*(?:{SECRET_NAME.pattern})[^"\s]*":\s*)"(?:[^"\\]|\\.)+"', re.IGNORECASE)
 _SHELL_VALUE = re.compile(rf"(?m)^(\s*(?:export\s+)?\w*(?:{SECRET_NAME.pattern})\w*=)\S.*$", re.IGNORECASE)
 
@@ -49,46 +49,31 @@ class Allocation:
     options: tuple[str, ...] = ()  # any other option of sbatch, key=value
 
 
-@dataclass(frozen=True)
-class Job:
-    """What to run, on how many nodes: `argv` is the command of one worker, the same for every rank.
+class Job(Shared, frozen=True):
+    """What to run, on how many nodes, and how they are reached.
 
     `attempt_dir` is an existing folder of this attempt alone (logs, failure records); on several nodes node 0's agent
-    makes it, inside `run_dir`. `threads` is every rank's OMP_NUM_THREADS; 0: the node's cores shared among its workers.
-    `port` is where the ranks of one node, or the agents of several, meet; 0 for any free one.
+    makes it, inside `run_dir`. `port` is where the ranks of one node, or the agents of several, meet; 0 for any free
+    one.
     """
 
-    argv: tuple[str, ...]
-    nproc: int  # on each node
-    run_id: str
-    threads: int
     attempt_dir: Path | None = None
     port: int = 0
-    grace_seconds: float = GRACE_SECONDS  # between asking a worker to stop and killing it, when the run has failed
-    stop_grace_seconds: float = STOP_GRACE_SECONDS  # the same when the run is told to stop: time to save
-    max_restarts: int = 0
-    min_nproc: int = 0  # restart with fewer ranks, but never fewer than these; 0: as many as nproc
-    stall_after: str = "auto"  # --stall-after, see guard/pace.py
     name: str = "run"  # for people: Slurm's job name
-    nodes: int = 1
-    min_nodes: int = 1  # fewer than `nodes`: the run goes on when nodes are lost, with at least these
     hosts: tuple[Host, ...] = ()  # of ssh, node 0 first; of print, where known
     run_dir: Path | None = None  # on several nodes: node 0's agent takes it and makes the attempt
     submit_dir: Path | None = None  # in it: what was started (plan.json, job.sbatch, config.toml), private
-    secret: str = ""  # 64 hex digits: by it the agents of one job know each other
-    join_seconds: float = JOIN_SECONDS
-    cwd: str = ""  # the working folder on every node; empty: the agent's own
     python: str = sys.executable  # on every node
-    env: Mapping[str, str] = field(default_factory=dict[str, str])
-    modules: tuple[str, ...] = ()
-    activate: str = ""  # a script to be sourced, or conda:NAME
-    plain_store: bool = False  # the workers open the store's port themselves: any script that torchrun could start
-    detached: bool = False
-    show: Literal["rank 0", "all"] = RANK_0  # whose output appears on the screen
     ssh: tuple[str, ...] = ("ssh",)  # the user's ssh command
     slurm: Allocation = Allocation()
     torchrun: bool = True  # of print: torchrun's commands, or our agent's
-    preload: bool = False  # workers may be forked from one that has imported everything: our own command, no CUDA
+
+
+def for_node(job: Job, nproc: int) -> dict[str, Any]:
+    """The fields of `job`'s NodePlan for a node with `nproc` workers: all but those that say which node it is."""
+    same: dict[str, Any] = {name: getattr(job, name) for name in Shared.__struct_fields__}
+    folders = {"attempt_dir": str(job.attempt_dir or ""), "run_dir": str(job.run_dir or "")}
+    return same | folders | {"nproc": nproc}
 
 
 @dataclass(frozen=True)

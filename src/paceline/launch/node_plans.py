@@ -1,4 +1,4 @@
-"""What is each node told, when the launcher knows the nodes one by one? For hosts reached by ssh or by hand."""
+"""The plan of each node, for hosts reached by ssh, by hand or through Slurm."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import hashlib
 
 from paceline.contract.node_plan import NodePlan
 from paceline.launch.hosts import labels
-from paceline.launch.job import Job
+from paceline.launch.job import Job, for_node
 
 FIRST_PORT, PORTS = 20000, 10000  # below the ports that kernels give to outgoing connections (Linux: from 32768)
 NUM_PORTS = 8
@@ -15,33 +15,11 @@ NUM_PORTS = 8
 def node_plan(job: Job, *, node: int, nproc: int, head: tuple[str, ...], silence_seconds: float = 0.0) -> NodePlan:
     """The plan for one node; `node` is -1 where its agent is told elsewhere."""
     return NodePlan(
-        argv=job.argv,
-        nproc=nproc,
+        **for_node(job, nproc),
         node=node,
         port=job.port if job.nodes == 1 else 0,  # of several nodes the head listens at it, and the ranks cannot as well
-        threads=job.threads,
-        run_id=job.run_id,
-        attempt_dir=str(job.attempt_dir or ""),
-        grace_seconds=job.grace_seconds,
-        stop_grace_seconds=job.stop_grace_seconds,
-        max_restarts=job.max_restarts,
-        min_nproc=job.min_nproc,
-        stall_after=job.stall_after,
-        nodes=job.nodes,
-        min_nodes=job.min_nodes,
         head=head,
         head_ports=head_ports(job),
-        secret=job.secret,
-        join_seconds=job.join_seconds,
-        run_dir=str(job.run_dir or ""),
-        cwd=job.cwd,
-        env=dict(job.env),
-        modules=job.modules,
-        activate=job.activate,
-        plain_store=job.plain_store,
-        detached=job.detached,
-        show=job.show,
-        preload=job.preload,
         names=labels(job.hosts),
         silence_seconds=silence_seconds,
     )

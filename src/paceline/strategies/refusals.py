@@ -6,7 +6,8 @@ from torch import nn, optim
 from torch.optim import Optimizer
 
 from paceline.errors import UsageError
-from paceline.scratch.batchnorm import SyncBatchNorm
+from paceline.ladder import FOR_SEVERAL
+from paceline.sums.batchnorm import SyncBatchNorm
 from paceline.worker.world import World
 
 # Each updates an element by that element's own gradient and history alone.
@@ -25,7 +26,7 @@ def only_alone(name: str, world: World) -> None:
     if world.size > 1:
         raise UsageError(
             f"strategy {name!r} lives in one process, there are {world.size}. "
-            "For several processes use manual, bucketed or ddp."
+            f"For several processes use {', '.join(FOR_SEVERAL)}."
         )
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from paceline.errors import PacelineError, TrainingError
+from paceline.ladder import DEFAULT
 
 DEFAULT_THREADS = 1  # the largest number that every world size can have
 
@@ -52,7 +53,7 @@ def explained(kind: type[PacelineError]) -> Generator[None]:
             raise
         raise kind(
             f"{match[1]} has no deterministic kernel on this device, so the run cannot promise bits. Replace the "
-            "operation in the model or the loss, or train with another strategy (--strategy bucketed: equal to one "
+            f"operation in the model or the loss, or train with another strategy (--strategy {DEFAULT}: equal to one "
             "process up to rounding)."
         ) from error
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass, field
 
 from paceline.contract.evidence import Phase
@@ -14,6 +14,7 @@ from paceline.train.order import Order
 from paceline.train.phases import PhaseClock
 from paceline.train.schedule import Schedule
 from paceline.train.step import StepResult, ignore, train_step
+from paceline.train.votes import Votes
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ def fit(
     *,
     start: int = 0,
     max_norm: float | None = None,
-    votes: Callable[[], Sequence[float]] = tuple,
+    votes: Callable[[], Votes] | None = None,
     enter: Callable[[Phase], object] = ignore,
     order: Order | None = None,
     may_leave_out: bool = False,

@@ -13,16 +13,17 @@ import msgspec
 
 from paceline.checkpoint.snapshot import Keeper, inherited
 from paceline.checkpoint.state import Held
-from paceline.collectives import gather_words, together
 from paceline.contract.evidence import Phase
 from paceline.errors import PacelineError
 from paceline.observe import events
 from paceline.observe.folder import CHECKPOINTS
 from paceline.store.store import Checkpoints, Claim
 from paceline.strategies.base import Replica
+from paceline.sums import gather_words, together
 from paceline.train.emergency import is_writer, save_alone
 from paceline.train.resume import Content, Origin, from_disk, from_memory
 from paceline.train.saving import Saver
+from paceline.train.votes import Votes
 from paceline.train.watch import check_replicas
 
 
@@ -87,12 +88,12 @@ class Keeping:
         self.failed = ""
         """why the last checkpoint could not be written; empty if it could. The same on all ranks, after `end`"""
 
-    def votes(self) -> list[float]:
+    def votes(self) -> Votes:
         """For the totals of the next step."""
         return self._saver.votes()
 
-    def between(self, step: int, votes: Sequence[float], content: Content, *, save: bool) -> float:
-        """Do what is due after `step` (a collective); `votes` are the last step's.
+    def between(self, step: int, votes: Votes, content: Content, *, save: bool) -> float:
+        """Do what is due after `step` (a collective); `votes` are the last step's, added up.
 
         Returns:
             The seconds that training stood still.

@@ -21,9 +21,9 @@ from itertools import pairwise
 
 import msgspec
 
-from paceline.collectives import gather_words, told_once
 from paceline.contract.evidence import Op
 from paceline.errors import ExitCode, TrainingError
+from paceline.sums import gather_words, told_once
 from paceline.worker.world import World
 
 ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})  # code asks `rank == root` around these
@@ -57,7 +57,7 @@ class Order:
             False  # from the first time on that the guard's hash, which knows every line, was too strict
         )
 
-    def votes(self) -> list[float]:
+    def hashes(self) -> list[float]:
         """One number for each rank, to be added up: this rank's hash of all it has called since the last time."""
         if self._world.size == 1:
             return []
@@ -67,10 +67,10 @@ class Order:
         return slots
 
     def check(self, hashes: Sequence[float], where: str) -> None:
-        """Compare all ranks' `votes` of this step (a collective where they differ).
+        """Compare all ranks' `hashes` of this step (a collective where they differ).
 
         Args:
-            hashes: the summed votes.
+            hashes: added up over ranks.
             where: the step, in words.
 
         Raises:

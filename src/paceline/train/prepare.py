@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from paceline.collectives import check_equal, new_group, together, told_once
 from paceline.config import BatchShape, TrainConfig, batch_shape, default_strategy, task_options
 from paceline.data.arrays import batch_gatherer, on_device
 from paceline.data.fingerprint import fingerprint
@@ -19,10 +18,11 @@ from paceline.data.loader import Loading, fetch
 from paceline.data.plan import BatchPlan, ranks_share
 from paceline.data.room import Room, check_room
 from paceline.errors import UsageError
-from paceline.scratch.batchnorm import convert
+from paceline.ladder import LADDER, options_of_others
 from paceline.seeding import derive, preserved_streams, random_stream
 from paceline.strategies import STRATEGIES, Replica
-from paceline.strategies.fsdp import fsdp
+from paceline.sums import check_equal, new_group, together, told_once
+from paceline.sums.batchnorm import convert
 from paceline.tasks import load_task
 from paceline.tasks.task import Task
 from paceline.train.computing import Settled, settle
@@ -129,12 +129,12 @@ def make_replica(config: TrainConfig, model: nn.Module, world: World, virtual_ra
             # between depends on what each rank's backward finishes first.
             model = convert(model, new_group())
         name = default_strategy(config, world.size)
-        strategy = STRATEGIES[name]
-        if name == "fsdp":
-            strategy = partial(fsdp, wrap=config.model.fsdp_wrap)
-        elif config.model.fsdp_wrap is not None:
-            raise told_once(UsageError(f"--fsdp-wrap is for strategy fsdp only, this is {name}"), world)
-        return strategy(model, maker, world, virtual_ranks=virtual_ranks)
+        for setting, owner in options_of_others(name).items():
+            if getattr(config.model, setting) is not None:
+                flag = setting.replace("_", "-")
+                raise told_once(UsageError(f"--{flag} is for strategy {owner} only, this is {name}"), world)
+        own = {keyword: getattr(config.model, setting) for setting, keyword in LADDER[name].options.items()}
+        return partial(STRATEGIES[name], **own)(model, maker, world, virtual_ranks=virtual_ranks)
     except (TypeError, ValueError) as error:  # a layer that cannot be synchronised; models that differ: on all ranks
         raise told_once(UsageError(str(error)), world) from None
 

@@ -19,11 +19,13 @@ from torch import Tensor
 
 from paceline.checkpoint.shard import Layout, fill, layout, rank_part
 from paceline.checkpoint.state import Held
-from paceline.collectives import gather_words
 from paceline.errors import PacelineError
+from paceline.store.files import room_for
 from paceline.store.manifest import FORMAT, Manifest, ShardFile
 from paceline.store.store import Checkpoints, Claim, write_file
+from paceline.sums import gather_words
 from paceline.train.resume import Content
+from paceline.train.votes import Votes
 from paceline.worker.world import World
 
 Say = Callable[[str], None]
@@ -99,10 +101,10 @@ class Saver:
         self.failed = ""
         """why the last checkpoint could not be written; empty if it could (rank 0 knows)"""
 
-    def votes(self) -> list[float]:
-        """What this rank has to say of the checkpoint on its way: written, failed."""
+    def votes(self) -> Votes:
+        """What this rank has to say of the checkpoint on its way."""
         writing = self._writing
-        return [float(bool(writing and writing.shard)), float(bool(writing and writing.failure))]
+        return Votes(written=float(bool(writing and writing.shard)), failed=float(bool(writing and writing.failure)))
 
     def begin(self, held: Sequence[Held], step: int, content: Content) -> None:
         """Copy the state after `step` and start to write it (a collective)."""
@@ -125,10 +127,9 @@ class Saver:
         self._writing = writing
         writing.thread.start()
 
-    def agreed(self, votes: Sequence[float]) -> None:
+    def agreed(self, votes: Votes) -> None:
         """Go on with the checkpoint on its way, as far as the summed `votes` of all ranks allow (a collective)."""
-        written, failed = votes
-        if self._writing is not None and written + failed == self._world.size:
+        if self._writing is not None and votes.written + votes.failed == self._world.size:
             self._publish()
 
     def settle(self) -> None:
@@ -157,7 +158,7 @@ class Saver:
             self._publishing.join()
             self._publishing = None
         try:
-            failure = self._checkpoints.room_for(size_bytes)
+            failure = room_for(self._checkpoints.root, size_bytes)
             return {"failure": failure or "", "folder": "" if failure else str(self._checkpoints.begin(step))}
         except (OSError, PacelineError) as error:
             return {"failure": str(error), "folder": ""}

@@ -17,17 +17,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.collectives import Totals, start_totals, told_once
 from paceline.contract.evidence import Phase
 from paceline.data.loader import MicroBatch
 from paceline.data.plan import Work
 from paceline.errors import ExitCode, TrainingError, UsageError
 from paceline.nested import tensors
 from paceline.strategies.base import Replica
+from paceline.sums import Totals, start_totals, told_once
 from paceline.tasks.task import Loss
 from paceline.train.lockstep import as_many_as_any
 from paceline.train.nonfinite import NotFinite, gradients_are_finite, gradients_not_finite, losses_not_finite
 from paceline.train.order import Order
+from paceline.train.votes import Votes
 
 Seen = list[tuple[MicroBatch, Tensor]]
 """What this rank has computed: micro-batches and their losses."""
@@ -40,8 +41,8 @@ class StepResult:
     loss_sum: float
     weight: float
     grad_norm: float | None
-    votes: list[float] = field(default_factory=list[float])
-    """the sums over ranks of what each rank had to say"""
+    votes: Votes = field(default_factory=Votes)
+    """added up over ranks"""
     left_out: NotFinite | None = None
     """why the parameters were not changed, if they were not"""
 
@@ -61,7 +62,7 @@ def train_step(
     loss: Loss,
     *,
     max_norm: float | None = None,
-    votes: Callable[[], Sequence[float]] = tuple,
+    votes: Callable[[], Votes] | None = None,
     enter: Callable[[Phase], object] = ignore,
     order: Order | None = None,
     may_leave_out: bool = False,
@@ -73,8 +74,8 @@ def train_step(
         microbatches: at least one, as the loader gives them.
         loss: one value per sample, or (values, weights).
         max_norm: clip the global gradient norm to this.
-        votes: asked once in the step for numbers to be added up over ranks (equally many on each), which costs no
-            message of its own: for what ranks have to agree on between two steps.
+        votes: asked once in the step, on all ranks or on none, for what they have to agree on between two steps; costs
+            no message of its own.
         enter: told what begins.
         order: compares which collectives the ranks have called.
         may_leave_out: where the loss or a gradient is not finite, leave parameters and buffers as they are, on all
@@ -95,10 +96,10 @@ def train_step(
         finish_totals, seen = _forward_backward(replica, microbatches, loss, votes, enter, order)
         enter(Phase.SYNC)
         summed = finish_totals()
-        own = summed.votes
+        voted = 0 if votes is None else len(Votes._fields)
+        agreed = Votes(*summed.votes[:voted])
         if order is not None:
-            own = own[: -replica.world.size] if replica.world.size > 1 else own
-            order.check(summed.votes[len(own) :], where)
+            order.check(summed.votes[voted:], where)
         loss_total, weight_total = summed.sums
         if weight_total == 0:
             error = TrainingError(f"the loss weights of the global batch at {where} sum to 0: its mean is undefined")
@@ -111,20 +112,20 @@ def train_step(
             if not may_leave_out:
                 raise told_once(_stopped(found), replica.world, by=found.told_by)
             replica.put_back_buffers()
-            return StepResult(loss_total, weight_total, None, own, found)
+            return StepResult(loss_total, weight_total, None, agreed, found)
     except BaseException:
         replica.put_back_buffers()
         raise
     enter(Phase.OPTIMIZER)
     replica.optimizer.step()
-    return StepResult(loss_total, weight_total, norm, own)
+    return StepResult(loss_total, weight_total, norm, agreed)
 
 
 def _forward_backward(
     replica: Replica,
     microbatches: Sequence[MicroBatch],
     loss: Loss,
-    votes: Callable[[], Sequence[float]],
+    votes: Callable[[], Votes] | None,
     enter: Callable[[Phase], object],
     order: Order | None,
 ) -> tuple[Callable[[], Totals], Seen]:
@@ -145,7 +146,7 @@ def _forward_backward(
                 row[1] += losses.numel() if weights is None else weights.detach().sum()
                 seen.append((microbatch, losses.detach()))
             if is_last:
-                said = [*votes(), *(order.votes() if order else ())]
+                said = [*(votes() if votes else ()), *(order.hashes() if order else ())]
                 finish_totals = start_totals(totals, said)  # travels during backward
             enter(Phase.BACKWARD)
             loss_sum.backward()

@@ -13,14 +13,13 @@ from dataclasses import replace
 from msgspec.structs import replace as replace_fields
 
 from paceline.checkpoint.whole import sha256_of
-from paceline.collectives import check_equal, told_once
 from paceline.contract.evidence import Phase
 from paceline.data.loader import load_steps, naming_lost_processes
 from paceline.errors import ExitCode, PacelineError, TrainingError
 from paceline.observe import events
-from paceline.observe.progress import Display
+from paceline.observe.progress import Display, Throughput
 from paceline.observe.summary import Summary, write_summary
-from paceline.observe.throughput import Throughput
+from paceline.sums import check_equal, told_once
 from paceline.train.costs import Costs, Waiting, all_costs, data_lines
 from paceline.train.evaluate import evaluate
 from paceline.train.fit import StepRecord, fit
@@ -31,6 +30,7 @@ from paceline.train.preemption import StopRequest, noticing
 from paceline.train.prepare import Parts
 from paceline.train.records import write_started, write_step
 from paceline.train.resume import Content, Origin
+from paceline.train.votes import Votes
 from paceline.train.weights import rescue, rescue_alone, save
 from paceline.train.wording import closing_lines, opening_lines, scores_line, stopped_line, summary_of
 from paceline.worker.guard import Guard
@@ -124,7 +124,7 @@ class Training:
             for record in records:
                 self._note(record)
                 found = record.result.left_out
-                if found is not None and self._left_out.goes_back(self._step, found) and not record.result.votes[0]:
+                if found is not None and self._left_out.goes_back(self._step, found) and not record.result.votes.stop:
                     if (back := self._keeping.newest()) is not None:
                         return back
                     self._say(f"step {self._step} is left out: nothing is kept yet to go back to")
@@ -135,19 +135,18 @@ class Training:
             batches.close()
         return False
 
-    def _votes(self) -> list[float]:
-        return [float(self._request.by is not None), *self._keeping.votes()]
+    def _votes(self) -> Votes:
+        return self._keeping.votes()._replace(stop=float(self._request.by is not None))
 
     def _between(self, record: StepRecord) -> bool:
         """What is due between this step and the next; returns whether all ranks stop here."""
         config, is_last = self._config.checkpoint, self._step == self._parts.total_steps
-        asked, *votes = record.result.votes
-        stopping = asked > 0 and not is_last
+        stopping = record.result.votes.stop > 0 and not is_last
         if is_last or (self._step % self._parts.plan.steps_per_epoch == 0 and not stopping):
             self._evaluate()
         content = self._content()
         save = stopping or (is_last and config.checkpoint_every is not None)
-        self._throughput.pause(self._keeping.between(self._step, votes, content, save=save))
+        self._throughput.pause(self._keeping.between(self._step, record.result.votes, content, save=save))
         if self._step == config.rehearse_preemption and self._world.rank == self._world.size - 1:
             os.kill(os.getpid(), signal.SIGTERM)  # one rank is enough: all agree
         return stopping

@@ -1,4 +1,4 @@
-"""Bugs that `paceline verify` must find and name, planted into sums through shared memory (`paceline.collectives`).
+"""Bugs that `paceline verify` must find and name, planted into sums through shared memory (`paceline.sums`).
 
 As in mutations.py: each changes the result and nothing else, and no rank leaves out a tick that another one makes. They
 are run with little memory, so that even small models pass through it in many chunks, by shares.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from importlib import import_module
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -17,16 +16,15 @@ import torch
 from tests.proofs.verify.mutations import Mutation, planted
 from torch import Tensor
 
-from paceline.collectives import tree
-from paceline.collectives.chunks import Chunk
-from paceline.collectives.lanes import Flat, Lanes, Results
-from paceline.collectives.shared import SharedMemory
-from paceline.collectives.totals import StartedSum
-from paceline.collectives.tree import TreeSum
-from paceline.scratch.reduce import divide
-from paceline.scratch.tree import Node
+from paceline.sums import memory_sum, shards
+from paceline.sums.buckets import divide
+from paceline.sums.chunks import Chunk
+from paceline.sums.lanes import Flat, Lanes, Results
+from paceline.sums.memory_sum import TreeSum
+from paceline.sums.shared import SharedMemory
+from paceline.sums.totals import StartedSum
+from paceline.sums.tree import Node
 
-ZERO = import_module("paceline.strategies.zero")  # as an attribute it is the function of that name
 BULK_BYTES = 16 << 10
 ODD_RANK = 1  # the one that does something wrong, where only one does
 
@@ -44,7 +42,7 @@ def added_in_the_order_of_ranks() -> AbstractContextManager[None]:
             total += other
         out.copy_(total if divisor is None else divide(total, divisor))
 
-    return planted((tree, "root_of", root_of))
+    return planted((memory_sum, "root_of", root_of))
 
 
 def last_chunk_left_out() -> AbstractContextManager[None]:
@@ -141,7 +139,7 @@ def totals_of_one_rank_missing() -> AbstractContextManager[None]:
 
 
 def weights_of_one_rank_late() -> AbstractContextManager[None]:
-    original = ZERO.all_gather
+    original = shards.all_gather
     kept: dict[int, Tensor] = {}
 
     def all_gather(memory: SharedMemory, mine: Tensor, out: Tensor, name: str) -> None:
@@ -150,7 +148,7 @@ def weights_of_one_rank_late() -> AbstractContextManager[None]:
         kept[out.data_ptr()] = now
         original(memory, late if memory.rank == ODD_RANK else mine, out, name)
 
-    return planted((ZERO, "all_gather", all_gather))
+    return planted((shards, "all_gather", all_gather))
 
 
 def _bug(

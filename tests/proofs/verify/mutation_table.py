@@ -18,11 +18,11 @@ from tests.proofs.verify.memory_mutations import BULK_BYTES, MEMORY_MUTATIONS, O
 from tests.proofs.verify.mutations import CONTROL, MUTATIONS, Mutation, planted
 from tests.run_ranks import run_ranks
 
-from paceline.collectives import tree
-from paceline.collectives.handshake import SWITCH
-from paceline.collectives.transport import shared_memory
+from paceline.contract.variables import SHARED_MEMORY
 from paceline.proofs.verify.bitwise import collect_bits
 from paceline.proofs.verify.worker import verify
+from paceline.sums import memory_sum
+from paceline.sums.sharing import shared_memory
 from paceline.verify.spec import Case, Diagnosis, Result, Spec
 from paceline.worker.world import World
 
@@ -37,7 +37,7 @@ THROUGH_MEMORY = [IN_MEMORY, *MEMORY_MUTATIONS, OTHER_ORDER]
 
 def findings(rank: int, world_size: int, names: Sequence[str]) -> dict[str, list[Result]]:
     """Each named mutation's results for the strategies and policies it affects (run by every rank)."""
-    os.environ[SWITCH] = "off"  # these bugs are planted into the reducers over torch.distributed
+    os.environ[SHARED_MEMORY] = "off"  # these bugs are planted into the reducers over torch.distributed
     world = World(rank, world_size, rank, world_size, torch.device("cpu"), "gloo")
     return {m.name: _verified(m, world) for m in OVER_TORCH if m.name in names}
 
@@ -46,7 +46,7 @@ def findings_in_memory(rank: int, world_size: int, names: Sequence[str]) -> dict
     """The same for bugs in shared memory; the control, too, goes through it."""
     world = World(rank, world_size, rank, world_size, torch.device("cpu"), "gloo")
     assert shared_memory("shared", bulk_bytes=BULK_BYTES) is not None
-    with planted((tree, "DIRECT_BYTES", 0)):  # as gradients of any size that matters
+    with planted((memory_sum, "DIRECT_BYTES", 0)):  # as gradients of any size that matters
         return {
             m.name: (_bits_of if m is OTHER_ORDER else _verified)(m, world) for m in THROUGH_MEMORY if m.name in names
         }

@@ -25,16 +25,17 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from paceline.collectives import Totals
 from paceline.data import plan as plan_module
 from paceline.data.loader import MicroBatch
 from paceline.data.plan import BatchPlan, Work
-from paceline.scratch import batchnorm, reduce
-from paceline.scratch.batchnorm import Moments, SyncBatchNorm
-from paceline.scratch.reduce import GradientReducer
+from paceline.scratch.reduce import all_reduce_gradients
 from paceline.strategies import base
-from paceline.strategies.base import Replica, scale_gradients, trainable
+from paceline.strategies.base import Replica, scale_gradients
 from paceline.strategies.buffers import VirtualBuffers
+from paceline.sums import Totals, batchnorm, reducer, transports
+from paceline.sums.batchnorm import Moments, SyncBatchNorm
+from paceline.sums.buckets import trainable
+from paceline.sums.reducer import Reducer
 from paceline.train import step as step_module
 
 # `paceline.strategies.manual` as an attribute is the function of that name; the module is found by import_module.
@@ -215,13 +216,13 @@ def never_reduced() -> AbstractContextManager[None]:
     def local(parameters: Iterable[nn.Parameter], divisor: Tensor) -> None:
         scale_gradients(parameters, dist.get_world_size() / divisor)
 
-    def finish(self: GradientReducer, divisor: Tensor) -> None:
+    def finish(self: Reducer, divisor: Tensor) -> None:
         local(self._bucket_of, divisor)
 
     return planted(
         (MANUAL, "all_reduce_gradients", local),
-        (GradientReducer, "_on_gradient", lambda self, parameter: None),
-        (GradientReducer, "finish", finish),
+        (Reducer, "_on_gradient", lambda self, parameter: None),
+        (Reducer, "finish", finish),
         *wrong_sync_points(lambda number, is_last: False, DDP),  # no_sync around every micro-batch, the last one too
     )
 
@@ -231,7 +232,7 @@ def no_sync_on_the_wrong_microbatch() -> AbstractContextManager[None]:
 
 
 def one_gradient_forgotten() -> AbstractContextManager[None]:
-    right_reduce, right_buckets, right_ddp = reduce.all_reduce_gradients, reduce.buckets_of, DDP.DistributedDataParallel
+    right_reduce, right_buckets, right_ddp = all_reduce_gradients, reducer.buckets_of, DDP.DistributedDataParallel
 
     def all_but_last(parameters: Sequence[nn.Parameter], divisor: Tensor) -> None:
         right_reduce(parameters[:-1], divisor)
@@ -248,7 +249,7 @@ def one_gradient_forgotten() -> AbstractContextManager[None]:
 
     return planted(
         (MANUAL, "all_reduce_gradients", all_but_last),
-        (reduce, "buckets_of", lambda parameters, size: right_buckets(parameters[:-1], size)),
+        (reducer, "buckets_of", lambda parameters, size: right_buckets(parameters[:-1], size)),
         *wrong_sync(finish_last, BUCKETED),
         (DDP, "DistributedDataParallel", ignoring_last),
     )
@@ -309,14 +310,14 @@ def divided_by_samples_not_weights() -> AbstractContextManager[None]:
 
 
 def mean_of_rank_means() -> AbstractContextManager[None]:
-    right_pack = reduce.pack
+    right_pack = transports.pack
     seen: list[Work] = []  # of this rank in this step: buckets leave before the step synchronises
 
     def count() -> int:
         return max(1, samples_of(seen))
 
-    def pack(parameters: Sequence[nn.Parameter], grads: Sequence[Tensor | None] | None) -> Tensor:
-        flat = right_pack(parameters, grads)
+    def pack(parameters: Sequence[nn.Parameter], grads: Sequence[Tensor | None] | None, padded: int) -> Tensor:
+        flat = right_pack(parameters, grads, padded)
         flat[: -len(parameters)] /= count()  # after the gradients come the flags
         return flat
 
@@ -351,7 +352,7 @@ def mean_of_rank_means() -> AbstractContextManager[None]:
     return planted(
         *replicas(manual, MANUAL),
         *replicas(lambda right: change(right, before_sync=lambda: None), BUCKETED),
-        (reduce, "pack", pack),
+        (transports, "pack", pack),
         *replicas(ddp, DDP),
     )
 
@@ -394,7 +395,7 @@ def reduced_after_each_microbatch() -> AbstractContextManager[None]:
             with right.microbatch(batch, is_last):
                 yield
             if not is_last:
-                reduce.all_reduce_gradients(trainable(right.model), 1.0)
+                all_reduce_gradients(trainable(right.model), 1.0)
 
         return replace(right, microbatch=microbatch)
 
@@ -452,8 +453,8 @@ def no_gradient_without_samples() -> AbstractContextManager[None]:
 
 
 def unpacked_in_another_order() -> AbstractContextManager[None]:
-    original = reduce.unpack
-    return planted((reduce, "unpack", lambda flat, parameters: original(flat, parameters[::-1])))
+    original = transports.unpack
+    return planted((transports, "unpack", lambda flat, parameters, used: original(flat, parameters[::-1], used[::-1])))
 
 
 def order_differs_on_one_rank() -> AbstractContextManager[None]:
@@ -470,7 +471,7 @@ def order_differs_on_one_rank() -> AbstractContextManager[None]:
 
 
 def reduced_in_half_precision() -> AbstractContextManager[None]:
-    right_pack = reduce.pack
+    right_pack = transports.pack
 
     def sync(right: Replica, works: list[Work], total_weight: Tensor) -> None:
         for grad in gradients_of(right):
@@ -483,7 +484,7 @@ def reduced_in_half_precision() -> AbstractContextManager[None]:
 
     return planted(
         *wrong_sync(sync, MANUAL),
-        (reduce, "pack", lambda parameters, grads: (flat := right_pack(parameters, grads)).half().to(flat.dtype)),
+        (transports, "pack", lambda *arguments: (flat := right_pack(*arguments)).half().to(flat.dtype)),
         *replicas(ddp, DDP),
     )
 
@@ -747,7 +748,8 @@ def loss_averages() -> AbstractContextManager[None]:
 
 
 def pause_forgotten() -> AbstractContextManager[None]:
-    return planted((GradientReducer, "paused", lambda self: nullcontext()))
+    original = Reducer.leaf
+    return planted((Reducer, "leaf", lambda self, virtual_rank, **_: original(self, virtual_rank, is_last=True)))
 
 
 # ---- the list ----------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from paceline.data.arrays import on_device
 from paceline.data.loader import Loading, MicroBatch, load_steps
 from paceline.data.plan import BatchPlan, ranks_share
 from paceline.errors import UsageError
+from paceline.ladder import options_of_others
 from paceline.observe.events import EventWriter
 from paceline.strategies import Replica
 from paceline.strategies.base import replica
@@ -119,9 +120,8 @@ def _configured(config: TrainConfig, candidate: Candidate) -> TrainConfig:
     )  # fmt: skip
     if candidate.strategy == NO_EXCHANGE:
         return replace(config, data=data)
-    wrap = config.model.fsdp_wrap if candidate.strategy == "fsdp" else None
-    model = replace(config.model, fsdp_wrap=wrap)
-    return replace(config, data=data, model=model, strategy=candidate.strategy)  # pyright: ignore[reportArgumentType]
+    model = replace(config.model, **dict.fromkeys(options_of_others(candidate.strategy)))
+    return replace(config, data=data, model=model, strategy=candidate.strategy)
 
 
 def _plan(config: TrainConfig, ground: Ground) -> BatchPlan:

@@ -31,12 +31,12 @@ from paceline.bench.spec import (
     Memory,
 )  # fmt: skip
 from paceline.checkpoint.whole import sha256_of, whole
-from paceline.collectives import gather_words, together
-from paceline.collectives.transport import shared_memory
-from paceline.config import EXACT
+from paceline.ladder import EXACT
 from paceline.proofs.bench.memory import inspected
 from paceline.proofs.bench.traffic import Traffic
 from paceline.proofs.bench.training import CandidateTraining, Ground, load_ground
+from paceline.sums import gather_words, together
+from paceline.sums.sharing import shared_memory
 from paceline.train.determinism import deterministic
 from paceline.train.step import ignore
 from paceline.worker.guard import Guard

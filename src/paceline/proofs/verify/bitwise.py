@@ -12,9 +12,9 @@ from collections.abc import Sequence
 import msgspec
 
 from paceline.checkpoint.whole import sha256_of, whole
-from paceline.collectives import gather_words, together
 from paceline.proofs.verify.setup import Setting, apply_strategy, has_batch_norm, make_setting, task_of, write_report
 from paceline.proofs.verify.trial import parameters_of
+from paceline.sums import gather_words, together
 from paceline.train.determinism import deterministic, holds_for
 from paceline.train.prepare import make_model
 from paceline.train.step import train_step

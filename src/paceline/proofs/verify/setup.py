@@ -16,16 +16,16 @@ from torch.nn.modules.dropout import _DropoutNd  # pyright: ignore[reportPrivate
 from torch.optim import SGD, AdamW, Optimizer
 from torch.utils.data import Dataset, Subset
 
-from paceline.collectives import new_group, together
 from paceline.compute.recompute import recompute
 from paceline.data.arrays import ArrayDataset
 from paceline.data.loader import Loading, MicroBatch, load_steps
 from paceline.data.plan import BatchPlan, ranks_share
 from paceline.errors import UsageError
 from paceline.nested import mapped
-from paceline.scratch.batchnorm import convert
 from paceline.seeding import derive
 from paceline.strategies import STRATEGIES, Replica
+from paceline.sums import new_group, together
+from paceline.sums.batchnorm import convert
 from paceline.tasks import load_task
 from paceline.tasks.task import Task
 from paceline.train.determinism import DEFAULT_THREADS

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from paceline.checkpoint.whole import whole
-from paceline.collectives import gather_words
 from paceline.data.loader import MicroBatch
 from paceline.proofs.verify.causes import RankDifferences
 from paceline.proofs.verify.comparison import Comparison
 from paceline.proofs.verify.reference import Observed, Reference, stream_fingerprint
 from paceline.proofs.verify.setup import Setting, apply_strategy, build, without_dropout
 from paceline.strategies import Replica
+from paceline.sums import gather_words
 from paceline.train.step import StepResult
 from paceline.verify.spec import Case, Diagnosis
 from paceline.worker.world import World

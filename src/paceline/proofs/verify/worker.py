@@ -12,9 +12,9 @@ from collections.abc import Sequence
 import msgspec
 import torch
 
-from paceline.collectives import gather_words, together
 from paceline.data.loader import MicroBatch
 from paceline.errors import ToldElsewhere, UsageError
+from paceline.ladder import LADDER
 from paceline.proofs.verify.causes import RankDifferences, explain
 from paceline.proofs.verify.reference import Observed, Reference
 from paceline.proofs.verify.setup import (
@@ -29,6 +29,7 @@ from paceline.proofs.verify.setup import (
     write_report,
 )
 from paceline.proofs.verify.trial import Trial, compare_starts, make_trial, observe
+from paceline.sums import gather_words, together
 from paceline.train.step import train_step
 from paceline.verify.spec import Case, Diagnosis, Policy, Result, Spec, VerifyReport
 from paceline.worker.tell import run_worker
@@ -115,11 +116,12 @@ def _step(trial: Trial, number: int, setting: Setting, want: Observed | None, re
 
 
 def _not_run(strategy: str, policy: Policy, world: World) -> str | None:
-    if strategy in ("exact", "zero") and policy == "sync":
+    rung = LADDER[strategy]
+    if rung.exact and policy == "sync":
         return "has local batch norm only"
-    if strategy in ("single", "dp") and world.size > 1:
+    if rung.one_process and world.size > 1:
         return "lives in one process"
-    if strategy == "dp" and torch.cuda.device_count() < 2:
+    if rung.several_gpus and torch.cuda.device_count() < 2:
         return "needs two GPUs: on one device it only calls the module"
     return None
 

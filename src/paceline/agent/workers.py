@@ -1,0 +1,199 @@
+"""The workers of one node in one generation: started, observed, asked to stop, swept away."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Self
+
+import msgspec
+
+from paceline.agent.janitor import tell_janitor
+from paceline.agent.start import Inherited, Worker, start_workers
+from paceline.agent.store import Store
+from paceline.contract.box import read_step, release
+from paceline.contract.failure import GOOD_ENDS, Failure
+from paceline.contract.node_plan import NodePlan
+from paceline.disk import writing
+from paceline.guard.collect import Watched
+from paceline.guard.deaths import Observation
+from paceline.guard.pulse import Pulse, Stillness
+from paceline.host.cgroup import oom_kills
+from paceline.host.procfs import read_process
+from paceline.host.sweep import Roster, mark_of, roster_path, sweep
+
+MAX_RECORD_BYTES = 1 << 20
+LOG_TAIL_BYTES = 8192
+LAST_WORDS_SECONDS = 0.2
+
+
+class Workers:
+    """What an agent does with its own workers: one object per generation. It never waits for them: its owner does.
+
+    `plan` is the agent's, with the ranks that this generation has; `port` is the store's.
+    """
+
+    def __init__(self, plan: NodePlan, number: int, port: int) -> None:
+        self.plan, self.number, self.port = plan, number, port
+        self.left: Sequence[int] = ()  # what not even SIGKILL has ended
+        self.stopping = self.swept = False
+        self._workers: list[Worker] = []
+        self._deadline_seconds = math.inf
+        self._ended: dict[int, tuple[int, float]] = {}  # rank -> exit code, when seen
+        self._drained: set[int] = set()  # ranks whose last words have been waited for
+        self._oom_kills_before = oom_kills()
+        self._stillness = Stillness()
+
+    @classmethod
+    def start(cls, plan: NodePlan, number: int, inherited: Inherited) -> Self:
+        """Start all workers of generation `number`, which inherit what they need to meet in the store, or none.
+
+        Raises:
+            UsageError: when the port is taken.
+            OSError: when the command or a log file cannot be opened.
+        """
+        if inherited.janitor >= 0:
+            tell_janitor(inherited.janitor, plan.attempt_dir)
+        store = Store.make(plan)
+        workers = cls(plan, number, store.port_number(plan))
+        try:
+            for worker in start_workers(plan, store, number, inherited):
+                workers._workers.append(worker)
+                workers._write_roster()  # after each: whoever sweeps must know all that run
+        except BaseException:
+            workers.sweep()
+            workers.close()
+            raise
+        finally:
+            store.close()
+        return workers
+
+    def _write_roster(self) -> None:
+        agent = read_process(os.getpid())
+        members = tuple(w.member for w in self._workers)
+        roster = Roster(os.uname().nodename, os.getpid(), members, agent.start if agent else 0)
+        writing.replace(roster_path(Path(self.plan.attempt_dir), self.plan.node), msgspec.json.encode(roster))
+
+    def stop(self, grace_seconds: float) -> None:
+        """Ask the workers to end within this time; said again, it can only become less.
+
+        Without any grace they are not asked: for then they would begin to save, and be killed in the middle of it.
+        """
+        if not self.stopping and grace_seconds:
+            self._ask_to_stop()
+        self.stopping = True
+        self._deadline_seconds = min(self._deadline_seconds, time.monotonic() + grace_seconds)
+
+    def _ask_to_stop(self) -> None:
+        """SIGTERM to each running worker, also to one that is stopped.
+
+        Not to its group or session: a trainer's DataLoader workers must not die under it while it stops in good order.
+        """
+        for worker in self._workers:
+            worker.process.send_signal(signal.SIGTERM)  # nothing happens to one that has ended
+            worker.process.send_signal(signal.SIGCONT)  # after it: a stopped one wakes up with the request pending
+
+    @property
+    def seconds_left(self) -> float:
+        """Until whoever still runs is to be killed; 0 when nobody does, or the time is over."""
+        codes = self._codes()
+        if None not in codes:
+            return 0.0
+        if not {*codes} <= {None, *GOOD_ENDS}:  # there is nothing left to save together
+            self.stop(self.plan.grace_seconds)
+        return max(0.0, self._deadline_seconds - time.monotonic())
+
+    def _codes(self) -> list[int | None]:
+        """By local rank; None while one runs, -n if signal n killed it."""
+        return [worker.process.poll() for worker in self._workers]
+
+    def observe(self) -> list[Observation]:
+        """What can be known of each worker now."""
+        for worker, code in zip(self._workers, self._codes(), strict=True):
+            if code is not None:
+                self._ended.setdefault(worker.rank, (code, time.monotonic()))
+        return [self._observation(worker) for worker in self._workers]
+
+    def _observation(self, worker: Worker) -> Observation:
+        code, seen_seconds = self._ended.get(worker.rank, (None, math.inf))
+        record = None if code in GOOD_ENDS else read_record(worker.record)
+        log_tail = ""
+        if code and record is None:  # once is enough: what it has started may keep the pipe open
+            wait_seconds = 0.0 if worker.rank in self._drained else LAST_WORDS_SECONDS
+            self._drained.add(worker.rank)
+            log_tail = worker.log_tail(LOG_TAIL_BYTES, wait_seconds=wait_seconds)
+        return Observation(
+            rank=worker.rank,
+            host=os.uname().nodename,
+            pid=worker.process.pid,
+            code=code,
+            seen_seconds=seen_seconds,
+            record=record,
+            log_tail=log_tail,
+        )
+
+    def step_reached(self) -> int:
+        """Steps done by the rank that has come furthest; of the dead too."""
+        return max(read_step(worker.box) for worker in self._workers)
+
+    def pulses(self) -> list[Pulse]:
+        """How those that run get on. To be called every second; its clock is this call's."""
+        running = {worker.rank: worker.box for worker in self._workers if worker.process.poll() is None}
+        return self._stillness.see(running, time.monotonic())
+
+    def watched(self) -> list[Watched]:
+        """All workers, as far as they are known without asking them."""
+        still = {pulse.rank: pulse.still_seconds for pulse in self.pulses()}
+        return [
+            Watched(o.rank, o.host, self.plan.node, o.pid, w.box, o.code, still.get(o.rank, 0.0), words_of(o))
+            for w, o in zip(self._workers, self.observe(), strict=True)
+        ]
+
+    def release(self, ranks: Sequence[int], word: bytes) -> None:
+        """Have those of `ranks` that are ours leave the collective in which they wait, with this word."""
+        for worker in self._workers:
+            if worker.rank in ranks:
+                release(worker.box, word)
+
+    def oom_kills(self) -> int:
+        """How many processes the kernel has killed for memory since this generation's start."""
+        before, now = self._oom_kills_before, oom_kills()
+        return 0 if before is None or now is None else now - before
+
+    def sweep(self) -> None:
+        """End all workers and all they have started, at once."""
+        self.stopping = True
+        agent = read_process(os.getpid())
+        mark = mark_of(os.getpid(), agent.start, self.number) if agent else ""  # the next one may be on its way
+        self.left = sweep([worker.member for worker in self._workers], mark)
+        for worker in self._workers:
+            with suppress(subprocess.TimeoutExpired):  # in an uninterruptible system call: not even SIGKILL ends it yet
+                worker.process.wait(1.0)
+            worker.finish()
+        self.swept = True
+
+    def close(self) -> None:
+        """Forget the records and boxes of workers that are gone; the last call of all."""
+        for worker in self._workers:
+            os.close(worker.record)
+            os.close(worker.box)
+
+
+def words_of(observation: Observation) -> str:
+    """What a worker has said at its end: its exception, or the end of its log."""
+    record = observation.record
+    return f"{record.type}: {record.message}" if record is not None else observation.log_tail
+
+
+def read_record(descriptor: int) -> Failure | None:
+    """The failure that a worker has written down, if it has."""
+    try:
+        return msgspec.json.decode(os.pread(descriptor, MAX_RECORD_BYTES, 0), type=Failure)
+    except (OSError, msgspec.MsgspecError):  # not, or not yet wholly
+        return None

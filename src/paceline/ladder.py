@@ -1,0 +1,57 @@
+"""The ladder: every strategy by its name, and what must be known of it before torch is imported.
+
+The strategy NAME is the function NAME in paceline/strategies/NAME.py, which `paceline.strategies` finds by this table.
+The table lies outside that room because the settings (`config`), far below it, take their choices from here, and
+because any import from that room imports torch, for which no `--help` can wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+
+@dataclass(frozen=True)
+class Rung:
+    """What the rest of the house may ask about a strategy; the defaults are those of most."""
+
+    exact: bool = False
+    """promises the same bits at every world size"""
+    one_process: bool = False
+    """cannot train in a world of several ranks"""
+    several_gpus: bool = False
+    """cuts a batch over the GPUs of its process; with fewer than two it only calls the model"""
+    sharded: bool = False
+    """each rank holds a share only of something that the model's plain training holds whole"""
+    options: Mapping[str, str] = field(default_factory=dict[str, str])
+    """its own: the setting in `[model]`, None where not set, and the keyword of its function"""
+
+
+LADDER: Mapping[str, Rung] = {
+    "single": Rung(one_process=True),
+    "dp": Rung(one_process=True, several_gpus=True),
+    "manual": Rung(),
+    "bucketed": Rung(),
+    "ddp": Rung(),
+    "exact": Rung(exact=True),
+    "zero": Rung(exact=True, sharded=True),
+    "fsdp": Rung(sharded=True, options={"fsdp_wrap": "wrap"}),
+}
+
+DEFAULT = "bucketed"
+DEFAULT_ALONE = "single"
+"""in a world of one rank; also what all others are compared with"""
+EXACT = tuple(name for name, rung in LADDER.items() if rung.exact)
+FOR_SEVERAL = tuple(name for name, rung in LADDER.items() if not rung.one_process)
+
+if TYPE_CHECKING:
+    StrategyName = str  # a type checker cannot know what is in a table
+else:
+    StrategyName = Literal[tuple(LADDER)]
+
+
+def options_of_others(strategy: str) -> dict[str, str]:
+    """The settings that `strategy` does not take, each with the strategy that does."""
+    own = LADDER[strategy].options
+    return {setting: name for name, rung in LADDER.items() for setting in rung.options if setting not in own}

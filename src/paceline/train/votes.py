@@ -1,0 +1,16 @@
+"""What ranks agree on between two steps: named numbers that travel in a step's totals."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Votes(NamedTuple):
+    """Of one rank 1 or 0 for each; added up, how many ranks say it. Its order is that of the slots in the totals."""
+
+    stop: float = 0.0
+    """was asked to end the run"""
+    written: float = 0.0
+    """has its file of the checkpoint that is on its way on disk"""
+    failed: float = 0.0
+    """could not write it"""

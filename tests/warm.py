@@ -1,0 +1,278 @@
+"""Processes that need not import anything: forked from one that has, in a hundredth of a second instead of two.
+
+    warm.Popen(["-m", "paceline", "train", "--help"])         # subprocess.Popen([sys.executable, "-m", ...])
+    warm.run(["-c", code], torch=False, cwd=folder)           # subprocess.run(..., capture_output=True, text=True)
+    warm.call("tests.run_ranks:rank_of", folder, rank)        # a Popen that calls a function
+
+Each is as fresh as a new interpreter with the modules of TORCH, or of LIGHT, imported: that is how the product forks
+its workers, too (worker/preload.py). Its state is the state of that moment, whatever other processes did since. It gets
+its own environment, working folder and streams, and is a child of whoever asked for it. The processes that they are
+forked from start when they are first needed, do nothing but fork, and end with the test run. There are two with torch,
+so that not all ranks have the same seed of hashes.
+
+Not for what looks at how Python itself starts (`sys.flags`, `sys.orig_argv`), at when a module is imported, at what is
+read from the environment at that time, or is found by its environment in /proc.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import gc
+import importlib
+import io
+import os
+import pickle
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NoReturn
+
+PR_SET_CHILD_SUBREAPER = 36
+MAX_ORDER_BYTES = 1 << 17  # less than what a socket takes by default
+START_SECONDS = 60.0
+ROOT = Path(__file__).parents[1]
+ENVIRONMENT = dict(os.environ)  # before a test changes it
+
+LIGHT = (
+    *("paceline.cli.train", "paceline.cli.launch", "paceline.cli.elsewhere", "typeguard", "pytest"),
+    *("paceline.launch.local", "paceline.agent.head", "paceline.agent.follower"),
+)
+TORCH = (*LIGHT, "torch.distributed", "torch._dynamo", "safetensors.torch", "paceline.train.run", "hypothesis")
+SOURCES = (LIGHT, TORCH, TORCH)  # torch's optimizers import torch._dynamo, which takes as long as torch itself
+
+
+class _Source:
+    """A process that is forked from, and the socket to it."""
+
+    def __init__(self, number: int) -> None:
+        self.channel, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.channel.settimeout(START_SECONDS)
+        with its:
+            self.process = subprocess.Popen(
+                [sys.executable, __file__, str(number), str(its.fileno())],
+                env=ENVIRONMENT,
+                cwd=ROOT,
+                stdin=subprocess.DEVNULL,
+                pass_fds=[its.fileno()],
+            )
+
+    def fork(self, order: bytes, files: Sequence[int]) -> int:
+        """The pid of a new process, our child."""
+        libc = ctypes.CDLL(None, use_errno=True)
+        # Only now is the child of a descendant that ends ours: what tests leave behind goes to init, as ever.
+        libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
+        try:
+            socket.send_fds(self.channel, [order], files)
+            answer = self.channel.recv(MAX_ORDER_BYTES).decode()
+        finally:
+            libc.prctl(PR_SET_CHILD_SUBREAPER, 0)
+        if not answer.isdecimal():
+            raise RuntimeError(f"no process is forked: {answer or 'what forks has ended'}")
+        return int(answer)
+
+    def close(self) -> None:
+        self.channel.close()
+        self.process.kill()
+        self.process.wait()
+
+
+_sources: dict[int, _Source] = {}  # one set for the whole test run: that is its point
+
+
+def pids() -> set[int]:
+    """The processes that are forked from: no leak of the test that happened to need them first."""
+    return {source.process.pid for source in _sources.values()}
+
+
+def close() -> None:
+    """End them, at the end of the test run."""
+    while _sources:
+        _sources.popitem()[1].close()
+
+
+class Popen(subprocess.Popen[Any]):
+    """`subprocess.Popen` for arguments of Python: -m MODULE, -c CODE or a script, and what follows.
+
+    Args:
+        arguments: without the interpreter.
+        torch: whether it has torch imported.
+        rank: ranks with an even and an odd one have different seeds of hashes.
+        function: "module:name", called with `arguments` instead; whatever can be pickled, without a test module's type.
+        settings: of `subprocess.Popen`. Without `stdin` it is empty.
+    """
+
+    def __init__(
+        self, arguments: Sequence[Any], *, torch: bool = True, rank: int = 0, function: str = "", **settings: Any
+    ) -> None:
+        self._source = 1 + rank % 2 if torch else 0
+        self._call = function, [*arguments] if function else [str(argument) for argument in arguments]
+        super().__init__([str(argument) for argument in arguments], **{"stdin": subprocess.DEVNULL, **settings})
+
+    def _execute_child(  # instead of fork and exec
+        self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags, shell,
+        p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, restore_signals, gid, gids, uid, umask,
+        start_new_session, *_more,
+    ) -> None:  # fmt: skip
+        assert preexec_fn is None and executable is None and not shell
+        env = dict(os.environ if env is None else env)
+        read = {name for name in env.keys() | ENVIRONMENT.keys() if name.startswith("PYTHON")}
+        if strange := sorted(name for name in read if env.get(name) != ENVIRONMENT.get(name)):
+            raise ValueError(f"only a new interpreter reads {', '.join(strange)}")
+        streams = [end if end >= 0 else number for number, end in enumerate((p2cread, c2pwrite, errwrite))]
+        numbers = (0, 1, 2, *pass_fds)
+        order = pickle.dumps((*self._call, env, str(cwd or Path.cwd()), sys.path, numbers, start_new_session))
+        if self._source not in _sources:
+            _sources[self._source] = _Source(self._source)
+        self.pid = _sources[self._source].fork(order, [*streams, *pass_fds])
+        self._child_created = True
+        self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
+
+
+def call(function: str, *arguments: Any, **settings: Any) -> Popen:
+    """Call a function in a process of its own; its end is the process's, as if it had been a script."""
+    return Popen(arguments, function=function, **settings)
+
+
+def run(arguments: Sequence[object], *, timeout: float = 55.0, **settings: Any) -> subprocess.CompletedProcess[str]:
+    """What `python ARGUMENTS` has printed until it and all that has its streams has ended.
+
+    Raises:
+        subprocess.TimeoutExpired: after that many seconds; it is then killed.
+    """
+    settings = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, **settings}
+    with Popen(arguments, **settings) as process:
+        try:
+            out, err = process.communicate(timeout=timeout)
+        except BaseException:  # pytest's own time limit, too
+            process.kill()
+            raise
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+# ---- in the forked process ---------------------------------------------------------------------------------------
+
+
+def interpret(arguments: Sequence[str]) -> None:
+    """What `python ARGUMENTS` does once the interpreter is there."""
+    if arguments[0] == "-P":
+        first, arguments = [], arguments[1:]
+    elif arguments[0] == "-m":
+        first = [str(Path.cwd())]
+    else:
+        first = [""] if arguments[0] == "-c" else [str(Path(arguments[0]).resolve().parent)]
+    sys.path[:0] = first
+    main = sys.modules["__main__"] = ModuleType("__main__")
+    if arguments[0] == "-m":
+        sys.argv[:] = arguments[1:]
+        runpy._run_module_as_main(arguments[1])
+        return
+    if arguments[0] == "-c":
+        sys.argv[:] = ["-c", *arguments[2:]]
+        exec(compile(arguments[1], "<string>", "exec", dont_inherit=True), main.__dict__)
+        return
+    sys.argv[:] = arguments
+    main.__file__ = arguments[0]
+    with io.open_code(arguments[0]) as file:
+        exec(compile(file.read(), arguments[0], "exec", dont_inherit=True), main.__dict__)
+
+
+def _become(order: bytes, files: Sequence[int], go: int) -> NoReturn:
+    """Be what `order` says; never returns."""
+    code = 1
+    try:
+        os.read(go, 1)  # until the process between us and our parent has ended
+        os.close(go)
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs tests in the background ignores them
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        code = _call(order, files)
+    except BaseException:
+        traceback.print_exc()
+    with contextlib.suppress(Exception):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    # Without C++'s static destructors: a gloo thread that still runs there aborts a process that has done its work.
+    os._exit(code)
+
+
+def _call(order: bytes, files: Sequence[int]) -> int:
+    function, args, env, cwd, path, numbers, new_session = pickle.loads(order)
+    if new_session:
+        os.setsid()
+    above = max(*files, *numbers) + 1
+    for file, number in [(_moved(file, above), number) for file, number in zip(files, numbers, strict=True)]:
+        os.dup2(file, number)
+        os.close(file)
+    os.environ.clear()
+    os.environ.update(env)
+    os.chdir(cwd)
+    if "torch" in sys.modules:  # as at their import; Python's own random does it by itself
+        sys.modules["numpy"].random.seed()
+        sys.modules["torch"].default_generator.seed()
+    try:
+        if not function:
+            interpret(args)
+        else:
+            sys.path[:] = path
+            module, _, name = function.partition(":")
+            getattr(importlib.import_module(module), name)(*args)
+    except SystemExit as end:
+        if end.code is None or isinstance(end.code, int):
+            return (end.code or 0) & 0xFF
+        print(end.code, file=sys.stderr)
+        return 1
+    return 0
+
+
+def _moved(file: int, above: int) -> int:
+    """The same open file under a number out of the way."""
+    moved = fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, above)
+    os.close(file)
+    return moved
+
+
+# ---- in the process that is forked from --------------------------------------------------------------------------
+
+
+def _serve(number: int, channel: socket.socket) -> None:
+    channel.set_inheritable(False)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the test run's
+    sys.path.pop(0)  # this folder
+    gc.disable()  # a third less: it would look at each of a million new objects again and again
+    for name in SOURCES[number]:
+        importlib.import_module(name)
+    gc.freeze()
+    gc.enable()
+    while True:
+        order, files, _, _ = socket.recv_fds(channel, MAX_ORDER_BYTES, 32)
+        if not order:  # the test run has ended
+            return
+        go, gone = os.pipe()
+        reader, writer = os.pipe()
+        middle = os.fork()
+        if middle == 0:
+            child = os.fork()
+            if child == 0:
+                for end in (reader, writer, gone):
+                    os.close(end)
+                channel.close()
+                _become(order, files, go)
+            os.write(writer, str(child).encode())
+            os._exit(0)
+        os.close(writer)
+        pid = os.read(reader, 32)
+        os.waitpid(middle, 0)  # now its child is the test run's
+        for end in (reader, gone, go, *files):
+            os.close(end)
+        channel.send(pid or b"fork failed")
+
+
+if __name__ == "__main__":
+    _serve(int(sys.argv[1]), socket.socket(fileno=int(sys.argv[2])))
