@@ -178,15 +178,13 @@ def sleeps(state: State) -> None:
 
 def reads_for_ever(state: State) -> None:
     """A server that does not answer."""
-    reading, _ = os.pipe()
-    os.read(reading, 1)  # FAULT: reads-for-ever
+    os.read(os.pipe()[0], 1)  # FAULT: reads-for-ever
 
 
 def spins(state: State) -> None:
     """An endless loop."""
-    number = 1
-    while number:  # FAULT: spins
-        number += 1  # FAULT: spins
+    while True:  # FAULT: spins
+        pass  # FAULT: spins
 
 
 def holds_the_gil(state: State) -> None:
