@@ -16,8 +16,8 @@ from paceline.data.plan import Work
 from paceline.errors import TrainingError
 from paceline.store.store import Checkpoints, Claim, Fenced
 from paceline.strategies import STRATEGIES, Replica
-from paceline.train.emergency import is_writer, save_alone
 from paceline.train.resume import Content
+from paceline.train.saving import is_writer, save_alone
 
 CONTENT = Content(24, {"loss": 0.5}, {"seed": 0}, 3)
 
