@@ -293,7 +293,7 @@ def batch_shape(data: DataConfig, world_size: int) -> BatchShape:
     return BatchShape(virtual_ranks, accumulation, data.global_batch)
 
 
-def resolved(config: TrainConfig, world_size: int) -> TrainConfig:
+def with_defaults(config: TrainConfig, world_size: int) -> TrainConfig:
     """`config` with every default that depends on the world size filled in, so that the record repeats the run."""
     shape = dataclasses.asdict(batch_shape(config.data, world_size))
     data = dataclasses.replace(config.data, **shape, batch_size=None)
@@ -330,11 +330,9 @@ def repeatable(config: TrainConfig) -> TrainConfig:
 
 
 def load(path: Path, *, ours: bool) -> TrainConfig:
-    """Read a TOML file, e.g. the config.toml of an earlier run.
+    """Read a TOML file, e.g. the config.toml of an earlier run; `path` has no links left that may be followed.
 
-    Args:
-        path: of the file; links are already resolved where they may be followed.
-        ours: refuse a file that others could have written, as it names code to be run.
+    With `ours`, a file that others could have written is refused, as it names code to be run.
 
     Raises:
         UsageError: if it cannot be read, is no TOML, or a key or value is not valid.

@@ -83,13 +83,9 @@ def allowed_changes(text: str) -> list[str]:
 
 
 def check_same(saved: Mapping[str, Any], now: Mapping[str, Any], allowed: Collection[str], where: str) -> list[str]:
-    """Refuse to resume another run than the one that was saved; return the allowed differences, in words.
+    """Compare the definition `saved` in the checkpoint `where` with as much as is known `now`.
 
-    Args:
-        saved: the checkpoint's definition.
-        now: as much as is known of the present one.
-        allowed: names that may differ.
-        where: the checkpoint, for the error.
+    Only names in `allowed` may differ. Returns these differences, in words.
 
     Raises:
         UsageError: naming each difference, both values, and what to do.

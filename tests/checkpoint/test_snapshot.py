@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.checkpoint.shard import Shards
+from paceline.checkpoint.shard import ShardFiles
 from paceline.checkpoint.snapshot import Pair, SnapshotWriter, inherited, newest
 from paceline.checkpoint.state import Held
 from paceline.contract.birth import WorkerBirth
@@ -237,7 +237,7 @@ def test_what_was_taken_over_stays_readable_when_its_file_is_written_again(make_
     group = writers(make_files(1))
     keep(group, 1)
     there = newest(inherited())
-    assert there is not None and isinstance(there.source, Shards)
+    assert there is not None and isinstance(there.source, ShardFiles)
     value = there.source.tensor("model/weight")
     keep(group, 2)
     keep(group, 3)

@@ -28,7 +28,7 @@ class Answering:
         return ADVANCE_SECONDS if self._collection else self._sample_seconds
 
     def hear(self, message: Ask | Release, workers: Workers) -> None:
-        """Begin what the head asks for."""
+        """Start what the head asks for."""
         try:
             match message:
                 case Ask(question, patience_seconds):

@@ -43,7 +43,7 @@ from paceline.host.facts import gather as gather_facts
 from paceline.observe.terminal import say
 
 LOOK_SECONDS = 1.0
-HEAD_STOP_SECONDS = 20.0  # beyond the grace: the head that was told of an order must have ended the run by then
+HEAD_STOP_SECONDS = 20.0  # beyond the grace: the head that knows of an order must have ended the run by then
 
 
 class Follower:
@@ -171,9 +171,9 @@ class Follower:
     def _report(self, link: Link) -> None:
         now = time.monotonic()
         report = NodeReport(self._number, stopped=True)
-        if of := self._workers:
-            workers = tuple(turned(o, now) for o in of.observe())
-            report = NodeReport(of.number, workers, of.step_reached(), of.oom_kills(), of.swept, tuple(of.left))
+        if own := self._workers:
+            workers = tuple(turned(o, now) for o in own.observe())
+            report = NodeReport(own.number, workers, own.step_reached(), own.oom_kills(), own.swept, tuple(own.left))
         news = [(report.generation, report.stopped), *((o.code, o.record is None) for o in report.workers)]
         if news != self._news or now > self._sent_seconds + BEAT_SECONDS:
             self._news, self._sent_seconds = news, now

@@ -1,4 +1,4 @@
-"""Node 0's agent, of one node or of many: it gives ranks, names the first failure, decides on restarts, and ends it."""
+"""The agent of node 0: it starts each generation, names the first failure, decides on restarts, and ends the run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from paceline.contract.orders import LIFELINE_GRACE_SECONDS, REMOTE_GRACE_SECOND
 from paceline.errors import ExitCode, UsageError
 from paceline.guard.deaths import Kind, Observation, choose, verdict_due_seconds
 from paceline.guard.verdict import tell
-from paceline.observe.ended import write_ended
+from paceline.observe.summary import write_ended
 from paceline.observe.terminal import say
 
 POLL_FAILING_SECONDS = 0.05  # between looks for failure records; while all goes well, as often as the guard looks
@@ -73,7 +73,7 @@ class Head:
         return _launcher_gone() if self.crew.launcher_gone else self._stopped_by_signal([])
 
     def _run_one(self, generation: Generation) -> Restart | int:
-        """Wait for a generation's end: the restart to make, or the exit code; either is told."""
+        """Wait for a generation's end: the restart to make, or the exit code; either is reported."""
         if not generation.wait_started():
             return self._obey(generation)
         self._settled()
@@ -122,13 +122,13 @@ class Head:
             return ExitCode.FAILED
         number = signal.Signals(self.crew.signals[0])
         primary = choose(observations)
-        if primary is not None and primary.kind is Kind.EXCEPTION:  # it could not do what it was asked to: save, say
+        if primary is not None and primary.kind is Kind.EXCEPTION:  # it could not save, for example
             say(tell(primary, observations, oom_kills=0, attempt_dir=self.plan.attempt_dir))
         say(f"stopped by {number.name}")
         return 128 + number
 
     def _end_late(self, generation: Generation, observations: Sequence[Observation]) -> int:
-        """End who still runs long after another has saved and stopped; rank 0's word counts, for it saves for all."""
+        """End ranks that still run long after another has saved and stopped; rank 0 decides, for it saves for all."""
         late = ", ".join(str(o.rank) for o in observations if o.code is None)
         generation.stop(self.plan.grace_seconds)
         if generation.own.observe()[0].code == ExitCode.SAVED:
@@ -142,7 +142,7 @@ class Head:
     def _judge(
         self, generation: Generation, guarding: Guarding, observations: Sequence[Observation]
     ) -> FailedGeneration:
-        """End the generation and tell the verdict."""
+        """End the generation and report the verdict."""
         primary = choose(observations)
         assert primary is not None
         stall, last = guarding.explain(primary)
@@ -157,14 +157,14 @@ class Head:
         return FailedGeneration.of(primary, observations, step=generation.step_reached(), nproc=generation.plan.nproc)
 
     def _end_stalled(self, generation: Generation, stall: Stall) -> FailedGeneration:
-        """Tell the verdict, free those who only wait, and end the generation."""
+        """Report the verdict, free the ranks that only wait, and end the generation."""
         say(stall.page)
         generation.free(stall.freed, stall.word)
         generation.stop(self.plan.grace_seconds)
         return _stalled(generation, stall)
 
     def _again(self, generation: Generation, failed: FailedGeneration) -> Restart | int:
-        """The restart to make, told; or the exit code, and it is told why there is none."""
+        """The restart to make, or the exit code; what is done and why is reported."""
         plan, here = self.plan, 1 + len(self.crew.here)
         if failed.kind is Kind.LOST or here < 1 + len(
             generation.members

@@ -129,7 +129,7 @@ def read_meta(path: Path | str) -> tuple[Any, tuple[Piece, ...]] | None:
         return None
 
 
-class Shards:
+class ShardFiles:
     """A whole state, read from several such files: a `checkpoint.state.Source`."""
 
     def __init__(self, files: Iterable[tuple[Path | str, Sequence[Piece]]]) -> None:

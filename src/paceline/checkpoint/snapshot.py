@@ -18,7 +18,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from paceline.checkpoint.shard import LENGTH_BYTES, Shards, fill, layout, rank_part, read_meta
+from paceline.checkpoint.shard import LENGTH_BYTES, ShardFiles, fill, layout, rank_part, read_meta
 from paceline.checkpoint.state import Held
 from paceline.contract.birth import WorkerBirth
 from paceline.store.manifest import Piece
@@ -42,7 +42,7 @@ class Snapshot:
 
     step: int
     content: dict[str, Any]
-    source: Shards
+    source: ShardFiles
     files: frozenset[int]
     """the memory files that it lies in"""
 
@@ -105,7 +105,7 @@ def newest(pairs: Sequence[Pair]) -> Snapshot | None:
         return None
     ranks = found[max(whole, key=lambda key: (key[0], key[1]))]
     mark = ranks[0][1]
-    source = Shards([(_path(descriptor), pieces) for descriptor, _, pieces in ranks.values()])
+    source = ShardFiles([(_path(descriptor), pieces) for descriptor, _, pieces in ranks.values()])
     return Snapshot(mark.step, mark.content, source, frozenset(descriptor for descriptor, _, _ in ranks.values()))
 
 

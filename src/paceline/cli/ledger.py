@@ -23,7 +23,7 @@ from paceline.errors import ExitCode, UsageError
 from paceline.observe.terminal import clean
 
 if TYPE_CHECKING:
-    from paceline.proofs.ledger import Audit
+    from paceline.proofs.ledger.audit import Audit
 
 WIDTH = 132  # where there is no terminal
 MAX_SHOWN = 20  # findings
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str]) -> int:
     trained = load(settings, ours=False)  # numbers for a plan; nothing that it names is run
     check_values(trained)
 
-    from paceline.proofs.ledger import audit
+    from paceline.proofs.ledger.audit import audit
     from paceline.train.prepare import make_plan  # imports torch
 
     # The record is resolved: nothing in it is left to the world size.

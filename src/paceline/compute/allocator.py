@@ -31,10 +31,8 @@ def room_needed(state_bytes: int) -> int:
 def keep_memory(*, free_bytes: int | None, state_bytes: int, env: Mapping[str, str] = os.environ) -> str:
     """Tune glibc's malloc for a training on the CPU, for this whole process and for good; return why not, or "".
 
-    Args:
-        free_bytes: what this rank may still take; None: not known.
-        state_bytes: what its weights, gradients and optimizer state will take.
-        env: may hold the user's own settings of the allocator.
+    `free_bytes` is what this rank may still take (None: not known), `state_bytes` what its weights, gradients and
+    optimizer state will take; `env` may hold the user's own settings of the allocator.
     """
     own = next((name for name in env if name.startswith("MALLOC_") or name == "GLIBC_TUNABLES"), None)
     if own is not None:

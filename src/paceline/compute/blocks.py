@@ -51,9 +51,9 @@ def cut_into_blocks(
     check_types(model, blocks)
     for parameter in model.parameters():
         parameter.data = parameter.data.contiguous()  # only such can be cut; each value keeps its place
-    everybody = dist.group.WORLD
-    assert everybody is not None  # joined
-    mesh = DeviceMesh.from_group(everybody, device.type)
+    group = dist.group.WORLD
+    assert group is not None  # joined
+    mesh = DeviceMesh.from_group(group, device.type)
     whole_ones = {p for p in model.parameters() if not (p.ndim and p.numel())}
     if rounded:
         whole_ones |= {p for p in model.parameters() if p.ndim == 1} - rounded
@@ -108,12 +108,7 @@ def gathered(blocks: Mapping[str, FSDPModule]) -> Generator[None]:
 
 
 def blocks_of(model: nn.Module, rule: str | None, *, flag: str) -> dict[str, nn.Module]:
-    """The blocks inside `model` by name, inner ones first.
-
-    Args:
-        model: plain.
-        rule: names or classes, see `rules.matching`; None for the default.
-        flag: where the rule comes from, for errors.
+    """The blocks inside the plain `model` by name, inner ones first; `rule` and `flag` as in `rules.matching`.
 
     Raises:
         UsageError: if `rule` matches nothing, or a block of it holds a parameter that is also used outside.
@@ -153,16 +148,13 @@ def check_types(model: nn.Module, blocks: dict[str, nn.Module]) -> None:
 
 
 def _by_default(model: nn.Module) -> Generator[tuple[str, nn.Module]]:
+    # A module without a forward, e.g. a list, is no block: its owner uses what is in it.
     for name, module in model.named_modules():
         parent = model.get_submodule(name.rpartition(".")[0]) if name else None
-        if (parent is model or isinstance(parent, nn.ModuleList)) and not _without_forward(module):
+        if (parent is model or isinstance(parent, nn.ModuleList)) and type(module).forward is not nn.Module.forward:
             yield name, module
         elif parent is not None and isinstance(parent, nn.ModuleDict) and name.count(".") == 1:
             yield name, module  # a direct child that only holds others
-
-
-def _without_forward(module: nn.Module) -> bool:
-    return type(module).forward is nn.Module.forward  # a list: its owner uses what is in it
 
 
 def _has_parameters(module: nn.Module) -> bool:

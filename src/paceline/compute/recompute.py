@@ -27,14 +27,8 @@ Buffers = list[tuple[nn.Module, str, Tensor]]
 def recompute(model: nn.Module, rule: str) -> list[str]:
     """Let the modules that `rule` names keep only their inputs, and backward compute the rest again.
 
-    Call it before a strategy is applied. Names and state stay as they are, and so do the bits of every result.
-
-    Args:
-        model: changed in place.
-        rule: names or classes, see `rules.matching`.
-
-    Returns:
-        The names of these modules.
+    Call it before a strategy is applied; it changes the model in place and returns the names of these modules (see
+    `rules.matching`). Names and state stay as they are, and so do the bits of every result.
 
     Raises:
         UsageError: a pattern matches nothing.

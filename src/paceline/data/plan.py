@@ -112,7 +112,7 @@ class Work:
     counted: bool = True
 
     def random_seed(self, seed: int) -> int:
-        """Where this forward's random stream (dropout) starts: the same, whoever computes it."""
+        """The seed of this forward's random stream (dropout): the same on whichever rank."""
         return derive(seed, "forward", self.epoch, self.step, self.virtual_rank, self.part)
 
 

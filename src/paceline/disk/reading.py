@@ -10,7 +10,7 @@ import errno
 import os
 import stat
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -143,34 +143,25 @@ def names(folder: Path) -> list[str]:
     Raises:
         Unreadable: it is no folder, or holds too much.
     """
-    try:
-        with opened(folder, folder=True) as it, os.scandir(it.descriptor) as entries:
-            found = [entry.name for entry, _ in zip(entries, range(MAX_ENTRIES + 1), strict=False)]
-    except FileNotFoundError:
-        return []
-    if len(found) > MAX_ENTRIES:
-        raise Unreadable(folder, f"holds more than {MAX_ENTRIES:,} files: no run does")
-    return sorted(found)
+    return _listed(folder, lambda _: True)
 
 
 def links(folder: Path) -> list[str]:
-    """The symbolic links in a folder; nothing if it is not there.
-
-    Raises:
-        OSError: as `names`.
-    """
-    with suppress(FileNotFoundError), opened(folder, folder=True) as it, os.scandir(it.descriptor) as entries:
-        return sorted(entry.name for entry, _ in zip(entries, range(MAX_ENTRIES), strict=False) if entry.is_symlink())
-    return []
+    """The symbolic links in a folder; otherwise as `names`."""
+    return _listed(folder, os.DirEntry.is_symlink)
 
 
 def folders(folder: Path) -> list[str]:
-    """The folders in a folder, links to some left out; nothing if it is not there.
+    """The folders in a folder, without links to folders; otherwise as `names`."""
+    return _listed(folder, lambda entry: entry.is_dir(follow_symlinks=False))
 
-    Raises:
-        OSError: as `names`.
-    """
-    names(folder)  # not more than a run has
+
+def _listed(folder: Path, wanted: Callable[[os.DirEntry[str]], bool]) -> list[str]:
+    found: list[str] = []
     with suppress(FileNotFoundError), opened(folder, folder=True) as it, os.scandir(it.descriptor) as entries:
-        return sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
-    return []
+        for number, entry in enumerate(entries):
+            if number == MAX_ENTRIES:
+                raise Unreadable(folder, f"holds more than {MAX_ENTRIES:,} files: no run does")
+            if wanted(entry):
+                found.append(entry.name)
+    return sorted(found)

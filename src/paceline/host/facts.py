@@ -1,4 +1,4 @@
-"""What is this machine, and what does it give a run? Facts only, gathered in a tenth of a second: `compare` judges.
+"""The facts of this machine: what it is, and what it gives a run. Gathered in a tenth of a second; `compare` judges.
 
 An agent announces them before it is sent its plan, and doctor asks every host for them.
 """
@@ -102,7 +102,7 @@ def gather() -> Facts:
 
 
 def source_digest(root: Path) -> str:
-    """One short name for all Python files under `root`: two machines that run other code have other ones."""
+    """A digest of all Python files under `root`: machines with different code have different ones."""
     sha = hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
         try:
@@ -123,7 +123,7 @@ def resolve(name: str, seconds: float = RESOLVE_SECONDS) -> tuple[str, ...]:
             answers = socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)
         except (OSError, UnicodeError):  # UnicodeError: a label that is too long
             return
-        # an IPv4 address that the resolver gives as IPv6 is told as what it is
+        # the resolver may write an IPv4 address as an IPv6 one
         found.extend(str(one[4][0]).removeprefix("::ffff:") for one in answers)
 
     # the resolver takes no time limit of its own, and a daemon thread keeps nobody from ending

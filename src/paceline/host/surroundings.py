@@ -1,4 +1,4 @@
-"""What is a worker's environment after `module load`, an activate script and `--env`? bash says, once for each node.
+"""A worker's environment after `module load`, an activate script and `--env`, as bash says it, once for each node.
 
 The user's own lines run as in his shell: without `set -u` (activate scripts read unset variables) and without `set -e`.
 Names and paths are arguments of the bash script, never part of its text.
@@ -125,11 +125,6 @@ def parse_env(settings: Sequence[str], environ: Mapping[str, str]) -> dict[str, 
             raise UsageError(f"--env {name}: a value cannot hold a zero byte")
         found[name] = value
     return found
-
-
-def masked(env: Mapping[str, str]) -> dict[str, str]:
-    """`env` for people and files: what looks like a secret by its name is not shown, nor the user in a URL."""
-    return {name: "…" if _SECRET.search(name) else _USERINFO.sub("…", value) for name, value in env.items()}
 
 
 def _checked(modules: Sequence[str], activate: str) -> tuple[str, str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from types import TracebackType
@@ -128,18 +129,7 @@ class Ended(Event, frozen=True, tag="ended"):
     unix_time: float
 
 
-KINDS: dict[str, type[Event]] = {
-    "started": Started,
-    "step": Step,
-    "skipped": Skipped,
-    "rolled-back": RolledBack,
-    "samples": Samples,
-    "evaluated": Evaluated,
-    "checkpointed": Checkpointed,
-    "snapshotted": Snapshotted,
-    "notice": Notice,
-    "ended": Ended,
-}
+_Known = Started | Step | Skipped | RolledBack | Samples | Evaluated | Checkpointed | Snapshotted | Notice | Ended
 
 
 class EventWriter:
@@ -178,10 +168,6 @@ class EventWriter:
         self._file.close()
 
 
-class _Kind(msgspec.Struct):
-    kind: str = ""
-
-
 def event_files(run_dir: Path) -> dict[int, Path]:
     """The files of events in a run folder, by rank.
 
@@ -213,11 +199,7 @@ def last_events(path: Path) -> Iterator[Event]:
 
 
 def _decoded(found: Iterable[bytes]) -> Iterator[Event]:
-    decoders = {name: msgspec.json.Decoder(kind) for name, kind in KINDS.items()}
+    decode = msgspec.json.Decoder(_Known).decode
     for line in found:
-        try:
-            kind = msgspec.json.decode(line, type=_Kind).kind
-            if kind in decoders:
-                yield decoders[kind].decode(line)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            continue
+        with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            yield decode(line)

@@ -1,4 +1,4 @@
-"""How is one file of a checkpoint written so that nothing is lost, and read so that nothing is taken on trust?"""
+"""Files of a checkpoint: written so that nothing is lost, read so that nothing is taken on trust."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import errno
 import hashlib
 import os
+import shutil
 from collections.abc import Generator, Iterable, Iterator
 from pathlib import Path
 
@@ -40,7 +41,7 @@ def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> tuple[int, s
             _write_all(descriptor, view)
         os.fsync(descriptor)
     except BaseException:
-        with contextlib.suppress(OSError):  # the first error is the one to tell
+        with contextlib.suppress(OSError):  # the first error is the one to report
             os.close(descriptor)
         raise
     os.close(descriptor)  # a network file system may say only now that the disk is full
@@ -65,6 +66,15 @@ def sync_folder(folder: Path) -> None:
             raise
     finally:
         os.close(descriptor)
+
+
+def room_for(root: Path, size_bytes: int) -> str | None:
+    """None if the file system of `root`, a folder there or yet to be made, has `size_bytes` free; else a sentence."""
+    folder = next(path for path in (root, *root.absolute().parents) if path.is_dir())
+    free_bytes = shutil.disk_usage(folder).free
+    if free_bytes >= size_bytes:
+        return None
+    return f"a checkpoint needs {size_bytes:,} bytes, and the file system of {root} has {free_bytes:,} free"
 
 
 def check_folder(folder: Path, *, trust: bool) -> None:

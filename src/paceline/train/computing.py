@@ -12,7 +12,6 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from paceline.collectives import gather_words, together
 from paceline.compute.allocator import keep_memory
 from paceline.compute.compiling import compile_model
 from paceline.compute.graphs import graph_model
@@ -23,6 +22,7 @@ from paceline.data.loader import Loading, fetch
 from paceline.errors import UsageError
 from paceline.host.cgroup import free_memory
 from paceline.seeding import preserved_streams
+from paceline.sums import gather_words, together
 from paceline.tasks.task import Task
 from paceline.train.evaluate import evaluating
 from paceline.train.step import weighted_losses
@@ -75,16 +75,9 @@ def settle(
     samples: int,
     world: World,
 ) -> Settled:
-    """Settle what `wish` leaves open, and set up `model` for it (a collective).
+    """Settle what `wish` leaves open, and set up `model` for it, in place (a collective). No strategy is applied yet.
 
-    Args:
-        wish: what is asked for.
-        model: changed in place; no strategy has been applied yet.
-        task: its loss is used in a probe step.
-        dataset: the training data.
-        loading: how they are fetched.
-        samples: of the largest micro-batch.
-        world: this rank's place.
+    A probe step, where one is needed, computes the task's loss on the largest micro-batch, `samples` samples.
 
     Raises:
         UsageError: what is asked for is not possible here; raised on one rank, ToldElsewhere on the others.

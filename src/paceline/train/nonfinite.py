@@ -16,11 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from paceline.collectives import gather_words, sum_over_ranks, told_once
 from paceline.data.loader import MicroBatch
 from paceline.errors import ExitCode, TrainingError, first_few
 from paceline.nested import mapped
-from paceline.strategies.base import Replica, trainable
+from paceline.strategies.base import Replica
+from paceline.sums import gather_words, sum_over_ranks, told_once
+from paceline.sums.buckets import trainable
 from paceline.worker.world import World
 
 MAX_NAMED = 8  # samples of a rank in a message
@@ -88,14 +89,10 @@ def gradients_not_finite(
     where: str,
     progress: Callable[[], object],
 ) -> NotFinite:
-    """Find whose samples made the gradients so (a collective). The buffers must be those before the step, and change.
+    """Find whose samples made the gradients so (a collective).
 
-    Args:
-        replica: of the step; its reduced gradients are there.
-        microbatches: of this rank.
-        forward: one forward of the plain model.
-        where: the step, in words.
-        progress: called before each pass; the search may be long.
+    The replica still has its reduced gradients. Its buffers must be those before the step, and change. `forward` is one
+    of the plain model; `progress` is called before each pass, as the search may be long.
     """
     bad = [held.name for held in replica.gradients() if not bool(held.tensor.isfinite().all())]
     mine: dict[str, Any] = {"names": bad, "samples": [], "why": ""}

@@ -21,9 +21,9 @@ from itertools import pairwise
 
 import msgspec
 
-from paceline.collectives import gather_words, told_once
 from paceline.contract.evidence import Op
 from paceline.errors import ExitCode, TrainingError
+from paceline.sums import gather_words, told_once
 from paceline.worker.world import World
 
 ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})  # code asks `rank == root` around these
@@ -66,11 +66,7 @@ class CallOrder:
         return slots
 
     def check(self, hashes: Sequence[float], where: str) -> None:
-        """Compare all ranks' `hashes` of this step (a collective where they differ).
-
-        Args:
-            hashes: added up over ranks.
-            where: the step, in words.
+        """Compare all ranks' `hashes` of the step `where`, added up over ranks (a collective where they differ).
 
         Raises:
             TrainingError: with MISMATCH, told by a rank in the minority; ToldElsewhere on the others.
@@ -100,12 +96,10 @@ class CallOrder:
 def compare_orders(
     histories: Sequence[Sequence[Op]], local: frozenset[str], known: frozenset[str] = frozenset()
 ) -> Mismatch | frozenset[str]:
-    """The mismatch between the ranks; if there is none, all lines that belong to single ranks, `local` included.
+    """The mismatch between the ranks' calls (the oldest first), or all lines that belong to single ranks.
 
-    Args:
-        histories: of each rank, what it has called, the oldest first.
-        local: lines that are left out already.
-        known: lines from which all ranks have called in earlier steps.
+    `local` are the lines of single ranks that are left out already, `known` those from which all ranks have called in
+    earlier steps.
     """
     counts = [Counter(op.site for op in history) for history in histories]
     sites = {site for count in counts for site in count}

@@ -16,7 +16,6 @@ from torch import nn
 from torch.utils.data import Dataset
 
 import paceline
-from paceline.collectives import check_equal, gather_words, new_group, together, told_once
 from paceline.config import BatchShape, TrainConfig, batch_shape, default_strategy, task_options
 from paceline.data.arrays import batch_gatherer, on_device
 from paceline.data.fingerprint import data_fingerprint
@@ -25,9 +24,10 @@ from paceline.data.plan import BatchPlan, ranks_share
 from paceline.data.room import Room, check_room
 from paceline.errors import UsageError, first_few
 from paceline.ladder import LADDER, options_of_others
-from paceline.scratch.batchnorm import convert
 from paceline.seeding import derive, preserved_streams, random_stream
 from paceline.strategies import STRATEGIES, Replica
+from paceline.sums import check_equal, gather_words, new_group, together, told_once
+from paceline.sums.batchnorm import convert
 from paceline.tasks import load_task
 from paceline.tasks.task import Task
 from paceline.train.computing import Settled, settle
@@ -172,11 +172,11 @@ def check_code(world: World) -> None:
     Raises:
         UsageError: on one rank, naming the modules that differ, and the ranks; ToldElsewhere on the others.
     """
-    everybody: list[dict[str, str]] = gather_words(_own_code(), world)
+    by_rank: list[dict[str, str]] = gather_words(_own_code(), world)
     differing: list[str] = []
-    for name in sorted({name for rank in everybody for name in rank}):
+    for name in sorted({name for rank in by_rank for name in rank}):
         ranks: dict[str, list[int]] = {}
-        for rank, modules in enumerate(everybody):
+        for rank, modules in enumerate(by_rank):
             if name in modules:
                 ranks.setdefault(modules[name], []).append(rank)
         if len(ranks) > 1:

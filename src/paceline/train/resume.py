@@ -9,11 +9,11 @@ from typing import Any
 
 import msgspec
 
-from paceline.checkpoint.shard import Shards
+from paceline.checkpoint.shard import ShardFiles
 from paceline.checkpoint.snapshot import inherited, newest
-from paceline.collectives import gather_words, told_once
 from paceline.errors import UsageError
 from paceline.store.store import Checkpoints, Damaged
+from paceline.sums import gather_words, told_once
 from paceline.worker.world import World
 
 Report = Callable[[str], None]
@@ -35,7 +35,7 @@ class Origin:
 
     step: int
     content: Content
-    source: Shards
+    source: ShardFiles
     where: str
     """in words"""
     files: frozenset[int] = field(default_factory=frozenset[int])
@@ -55,11 +55,8 @@ def from_memory(world: World) -> Origin | None:
 def from_disk(checkpoints: Checkpoints, world: World, report: Report, *, after: Origin | None = None) -> Origin | None:
     """The newest checkpoint of which every byte is right (a collective); the ranks share the hashing.
 
-    Args:
-        checkpoints: of the run.
-        world: this rank's place.
-        report: called on rank 0 with each newer one that is not whole, and why.
-        after: the state at hand: only a later step is of interest.
+    Only one after the state at hand, `after`, is of interest. `report` is called on rank 0 with each newer one that is
+    not whole, and why.
 
     Raises:
         UsageError: on rank 0, if there are checkpoints, but none is whole; ToldElsewhere on the others.
@@ -73,7 +70,7 @@ def from_disk(checkpoints: Checkpoints, world: World, report: Report, *, after: 
             manifest = checkpoints.check(path, files=())
             evaluated = int(manifest.scalars.get("evaluated", 0))
             content = Content(manifest.samples_seen, manifest.metrics, manifest.definition, evaluated)
-            source = Shards([(path / file.name, file.pieces) for file in manifest.files])
+            source = ShardFiles([(path / file.name, file.pieces) for file in manifest.files])
             return Origin(manifest.step, content, source, str(path))
         complaints.append(f"{path.name} cannot be used: {complaint}")
         if world.rank == 0:

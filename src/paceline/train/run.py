@@ -15,9 +15,7 @@ import msgspec
 import torch
 
 from paceline import __version__
-from paceline.collectives import check_equal, gather_words, together, told_once
-from paceline.collectives.transport import memory_or_hosts, way_taken
-from paceline.config import TrainConfig, dump, load, repeatable, resolved
+from paceline.config import TrainConfig, dump, load, repeatable, with_defaults
 from paceline.contract.birth import WorkerBirth, restarts
 from paceline.contract.evidence import Phase
 from paceline.definition import BITS_ONLY, allowed_changes, check_same, settings
@@ -27,6 +25,8 @@ from paceline.ladder import EXACT
 from paceline.observe import folder as run_folder
 from paceline.observe.summary import Summary, write_summary
 from paceline.store.store import Checkpoints
+from paceline.sums import check_equal, gather_words, together, told_once
+from paceline.sums.sharing import memory_or_hosts, way_taken
 from paceline.train.computing import take_threads
 from paceline.train.determinism import deterministic, holds_for
 from paceline.train.keeping import Place
@@ -61,7 +61,7 @@ def train(config: TrainConfig, *, run_dir: Path | None = None) -> Outcome:
     guard.box.enter(Phase.INIT)
     world = World.from_env(device=config.launch.device, backend=config.launch.backend)
     with joined(world, timeout_seconds=config.launch.timeout), _place(config, world, run_dir) as place:
-        config = resolved(config, world.size)
+        config = with_defaults(config, world.size)
         try:
             memory_or_hosts(config.launch.collectives)
             check_equal("settings", settings(config), world)

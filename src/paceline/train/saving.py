@@ -23,12 +23,13 @@ from torch import Tensor
 
 from paceline.checkpoint.shard import ShardLayout, fill, layout, rank_part
 from paceline.checkpoint.state import Held
-from paceline.collectives import gather_words
 from paceline.errors import PacelineError, TrainingError
 from paceline.observe.events import Checkpointed
+from paceline.store.files import room_for
 from paceline.store.manifest import FORMAT, Manifest, Piece, ShardFile
 from paceline.store.store import Checkpoints, Claim, write_file
 from paceline.strategies.base import Replica
+from paceline.sums import gather_words
 from paceline.train.resume import Content
 from paceline.train.votes import Votes
 from paceline.worker.world import World
@@ -187,7 +188,7 @@ class Saver:
 
     def _prepare(self, step: int, size_bytes: int) -> dict[str, str]:
         try:
-            failure = self._checkpoints.room_for(size_bytes)
+            failure = room_for(self._checkpoints.root, size_bytes)
             return {"failure": failure or "", "folder": "" if failure else str(self._checkpoints.begin(step))}
         except (OSError, PacelineError) as error:
             return {"failure": str(error), "folder": ""}
@@ -216,7 +217,7 @@ class Saver:
         if self._world.rank != 0:
             return
         if failure:
-            self._note(self._ended(writing, failure, 0))
+            self._end(writing, failure, 0)
             return
         files = tuple(msgspec.convert(shard, ShardFile) for _, shard in told)
         manifest = _manifest(writing.step, writing.content, self._claim, self._virtual_ranks, files)
@@ -229,11 +230,11 @@ class Saver:
             self._checkpoints.commit(writing.folder, manifest, self._keep, self._say)
         except Exception as error:  # a full disk, a newer generation: training goes on, and says so
             failure = f"{type(error).__name__}: {error}"
-        self._note(self._ended(writing, failure, sum(file.bytes for file in manifest.files)))
+        self._end(writing, failure, sum(file.bytes for file in manifest.files))
 
-    def _ended(self, writing: _Writing, failure: str, size_bytes: int) -> Checkpointed:
+    def _end(self, writing: _Writing, failure: str, size_bytes: int) -> None:
         seconds = time.perf_counter() - writing.began
-        return Checkpointed(writing.step, failure, writing.stall_seconds, seconds, size_bytes)
+        self._note(Checkpointed(writing.step, failure, writing.stall_seconds, seconds, size_bytes))
 
     def _note(self, done: Checkpointed) -> None:
         self.failed = done.failure
