@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from paceline.disk.reading import is_file, resolved
+from paceline.disk.reading import is_file, real_path
 from paceline.errors import UsageError
 from paceline.observe.events import Event, Started, Step, event_files, read_events
 from paceline.observe.folder import WEIGHTS
@@ -70,7 +70,7 @@ def read_run(folder: Path, *, skip: int) -> Run:
     Raises:
         UsageError: if there are no events, a rank's are missing, or too few or too old to be taken apart.
     """
-    folder = resolved(folder)
+    folder = real_path(folder)
     started: dict[int, Started] = {}
     steps: dict[int, dict[int, Spent]] = {}
     samples: dict[int, int] = {}
@@ -94,7 +94,7 @@ def read_run(folder: Path, *, skip: int) -> Run:
     if len(common) < 2:
         raise UsageError(f"{folder}: fewer than {skip + 2} steps; the first {skip} are warm-up. Train longer")
     if not all(steps[rank][number].forward for rank in ranks for number in common):
-        raise UsageError(f"{folder} was written by an older paceline: its steps do not tell their phases. Train again")
+        raise UsageError(f"{folder} was written by an older paceline, whose steps have no phases. Train again")
     return Run(
         steps=[{rank: steps[rank][number] for rank in ranks} for number in common],
         samples=sum(samples[number] for number in common) / len(common),

@@ -1,4 +1,4 @@
-"""`paceline doctor`: is this machine, or this set of machines, fit to train on; what is wrong, and how is it mended?"""
+"""`paceline doctor`: says whether a machine, or a set of them, is fit to train on, and how to fix what is wrong."""
 
 from __future__ import annotations
 
@@ -15,11 +15,9 @@ import tyro
 from rich.console import Console
 
 from paceline.config import absolute_task
-from paceline.doctor.checks import judge
-from paceline.doctor.report import as_json, print_report
-from paceline.doctor.session import sessions
+from paceline.doctor.report import as_json, print_checks, run_checks
+from paceline.doctor.session import by_ssh, here, host_programs, in_slurm
 from paceline.doctor.survey import Wanted, survey
-from paceline.doctor.ways import by_ssh, here, in_slurm
 from paceline.errors import ExitCode, UsageError
 from paceline.launch.hosts import labels, parse_hosts, plain_name
 from paceline.launch.job import Command
@@ -89,13 +87,13 @@ def main(arguments: Sequence[str]) -> int:
         cwd=str(Path.cwd()),
         quick=config.quick,
     )
-    with sessions(ways.commands) as opened:
+    with host_programs(ways.commands) as opened:
         found = survey(wanted, opened)
-    checks = judge(found)
+    checks = run_checks(found)
     if config.json:
         print(as_json(found, checks).decode())
     else:
-        print_report(Console(highlight=False), found, checks)
+        print_checks(Console(highlight=False), found, checks)
     return ExitCode.FAILED if any(check.verdict == "error" for check in checks) else ExitCode.DONE
 
 

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from paceline.config import batch_shape, check_values, load
 from paceline.disk.owners import note_strangers
-from paceline.disk.reading import is_folder, resolved
+from paceline.disk.reading import is_folder, real_path
 from paceline.errors import ExitCode, UsageError
 from paceline.observe.terminal import clean
 
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str]) -> int:
     config = tyro.cli(LedgerConfig, prog="paceline ledger", args=list(arguments), description=LedgerConfig.__doc__)
     if config.json and not config.json.absolute().parent.is_dir():
         raise UsageError(f"--json {config.json}: the folder {config.json.absolute().parent} does not exist")
-    run_dir = resolved(config.run)
+    run_dir = real_path(config.run)
     if is_folder(run_dir):
         note_strangers(run_dir)
     settings = run_dir / "config.toml"

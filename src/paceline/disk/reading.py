@@ -77,7 +77,7 @@ def decode_toml(path: Path, *, ours: bool = False) -> dict[str, Any]:
         raise Unreadable(path, f"is not valid TOML: {error}") from None
 
 
-def lines(path: Path, *, from_end_bytes: int | None = None) -> Iterator[bytes]:
+def read_lines(path: Path, *, from_end_bytes: int | None = None) -> Iterator[bytes]:
     """The lines of a file that may be long, each of bounded length; only those in its last `from_end_bytes`.
 
     Raises:
@@ -105,7 +105,7 @@ def lines(path: Path, *, from_end_bytes: int | None = None) -> Iterator[bytes]:
             yield b"".join(rest)
 
 
-def resolved(path: Path) -> Path:
+def real_path(path: Path) -> Path:
     """The path that is meant, without links; of links in a circle, the path itself, which nobody can open."""
     return Path(os.path.realpath(path))
 
@@ -146,7 +146,7 @@ def names(folder: Path) -> list[str]:
     return _listed(folder, lambda _: True)
 
 
-def links(folder: Path) -> list[str]:
+def symlinks(folder: Path) -> list[str]:
     """The symbolic links in a folder; otherwise as `names`."""
     return _listed(folder, os.DirEntry.is_symlink)
 

@@ -21,7 +21,7 @@ NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | FLAGS
 
 
 @contextmanager
-def inside(path: Path) -> Generator[tuple[int, str]]:
+def _inside(path: Path) -> Generator[tuple[int, str]]:
     """The folder that `path` is in, open and reached through no link, and the name in it: nobody leads us elsewhere."""
     whole = path.absolute()
     descriptor, _ = descend(whole.parent, folder=True)
@@ -44,7 +44,7 @@ def make_folder(folder: Path, *, exist_ok: bool = False) -> None:
 
 
 def _mkdir(folder: Path, *, exist_ok: bool) -> None:
-    with inside(folder) as (parent, name):
+    with _inside(folder) as (parent, name):
         try:
             os.mkdir(name, FOLDER, dir_fd=parent)
         except FileExistsError:
@@ -60,7 +60,7 @@ def rename(source: Path, target: Path) -> Path:
     Raises:
         OSError: it cannot be done.
     """
-    with inside(source) as (parent, name), inside(target) as (there, other):
+    with _inside(source) as (parent, name), _inside(target) as (there, other):
         os.rename(name, other, src_dir_fd=parent, dst_dir_fd=there)
     return target
 
@@ -71,7 +71,7 @@ def remove(path: Path) -> None:
     Raises:
         OSError: it cannot be done.
     """
-    with inside(path) as (parent, name):
+    with _inside(path) as (parent, name):
         if stat.S_ISDIR(os.stat(name, dir_fd=parent, follow_symlinks=False).st_mode):
             shutil.rmtree(name, dir_fd=parent)
         else:
@@ -84,7 +84,7 @@ def create(path: Path) -> int:
     Raises:
         OSError: it is there already, or cannot be made.
     """
-    with inside(path) as (parent, name):
+    with _inside(path) as (parent, name):
         return _private(os.open(name, NEW, FILE, dir_fd=parent), path)
 
 
@@ -95,7 +95,7 @@ def keep(path: Path, *, append: bool = False, make: bool = True) -> int:
         OSError: it is a link, no plain file, or cannot be opened.
     """
     flags = os.O_RDWR | os.O_NONBLOCK | (os.O_CREAT if make else 0) | (os.O_APPEND if append else 0) | FLAGS
-    with inside(path) as (parent, name):
+    with _inside(path) as (parent, name):
         return _private(os.open(name, flags, FILE, dir_fd=parent), path)
 
 
@@ -152,7 +152,7 @@ def replacing(path: Path) -> Generator[tuple[int, str]]:
     Raises:
         OSError: the disk is full, say; the older file is then still there.
     """
-    with inside(path) as (folder, name):
+    with _inside(path) as (folder, name):
         partial = f".{name}.{secrets.token_hex(4)}.partial"
         try:
             yield folder, partial

@@ -22,6 +22,7 @@ import msgspec
 
 from paceline.host.cgroup import usable_cores
 from paceline.host.gpus import Gpu, gpus_here
+from paceline.host.reach import candidates
 
 PACKAGES = ("paceline", "torch", "numpy", "msgspec", "safetensors", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
 UNLIMITED = -1
@@ -119,18 +120,13 @@ def resolve(name: str, seconds: float = RESOLVE_SECONDS) -> tuple[str, ...]:
     found: list[str] = []
 
     def look() -> None:
-        try:
-            answers = socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)
-        except (OSError, UnicodeError):  # UnicodeError: a label that is too long
-            return
-        # the resolver may write an IPv4 address as an IPv6 one
-        found.extend(str(one[4][0]).removeprefix("::ffff:") for one in answers)
+        found.extend(address for _, address in candidates([name]))
 
     # the resolver takes no time limit of its own, and a daemon thread keeps nobody from ending
     thread = threading.Thread(target=look, daemon=True)
     thread.start()
     thread.join(seconds)
-    return tuple(dict.fromkeys(found))
+    return tuple(found)
 
 
 def _versions() -> Iterator[tuple[str, str]]:

@@ -18,7 +18,7 @@ from typing import Annotated
 import msgspec
 
 from paceline.disk import writing
-from paceline.disk.reading import lines, names
+from paceline.disk.reading import names, read_lines
 
 LAST_BYTES = 4 << 20  # of a file of events: what tells how a run is now
 _FILE = re.compile(r"events-([0-9]{1,9})\.jsonl")
@@ -184,7 +184,7 @@ def read_events(path: Path) -> Iterator[Event]:
     Raises:
         OSError: it is not there; as Unreadable, in words: it is no file of events.
     """
-    return _decoded(lines(path))
+    return _decoded(read_lines(path))
 
 
 def last_events(path: Path) -> Iterator[Event]:
@@ -194,8 +194,8 @@ def last_events(path: Path) -> Iterator[Event]:
         OSError: as `read_events`.
     """
     if path.lstat().st_size > LAST_BYTES:
-        yield from _decoded(islice(lines(path), 1))
-    yield from _decoded(lines(path, from_end_bytes=LAST_BYTES))
+        yield from _decoded(islice(read_lines(path), 1))
+    yield from _decoded(read_lines(path, from_end_bytes=LAST_BYTES))
 
 
 def _decoded(found: Iterable[bytes]) -> Iterator[Event]:

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from paceline.disk import writing
 from paceline.disk.owners import check_ours
-from paceline.disk.reading import is_file, is_folder, links, names, read, resolved
+from paceline.disk.reading import is_file, is_folder, names, read, real_path, symlinks
 from paceline.errors import TrainingError, UsageError
 
 CONFIG = "config.toml"
@@ -53,7 +53,7 @@ def open_run_dir(asked: Path | None, task: str, *, resume: bool = False, trust: 
     elif asked is None:
         raise UsageError("--resume auto needs --run-dir: the folder of the run to go on with")
     else:
-        run_dir = resolved(asked)
+        run_dir = real_path(asked)
         check_is_run(run_dir, trust=trust)
         _make(run_dir, exist_ok=True)
     _check_private(run_dir, trust=trust)
@@ -69,7 +69,7 @@ def _check_private(run_dir: Path, *, trust: bool) -> None:
     if not trust:
         check_ours(run_dir)
     for folder in (run_dir, run_dir / CHECKPOINTS):
-        if found := links(folder):
+        if found := symlinks(folder):
             raise UsageError(
                 f"{folder} holds a symbolic link, {found[0]}: what is written there could end anywhere. Remove it; to "
                 "have a run elsewhere, name that folder: --run-dir"
@@ -145,7 +145,7 @@ def create_run_dir(asked: Path | None, task: str) -> Path:
         UsageError: if it holds something already, or cannot be written.
     """
     if asked is not None:
-        run_dir = resolved(asked)
+        run_dir = real_path(asked)
         if is_folder(run_dir) and not _never_began(run_dir):
             there = is_file(run_dir / CONFIG)
             raise UsageError(

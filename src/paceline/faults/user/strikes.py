@@ -1,8 +1,8 @@
-"""What goes wrong, and when? One function a fault; for program.py and task.py, beside which this file is copied.
+"""One function for each fault; for program.py and task.py, beside which this file is copied.
 
-A plain user's file: torch and nothing of paceline. A comment `FAULT: name` marks the line that is to be blamed.
+A plain user's file: torch and nothing of paceline. A comment `FAULT: name` marks the line that is to blame.
 The variables FAULT, FAULT_RANKS, FAULT_STEP and FAULT_FOLDER say which fault, of whom, when, and where the moment is
-written down: the seconds of CLOCK_MONOTONIC stand in FAULT_FOLDER/struck-<rank>.
+written down: the seconds of CLOCK_MONOTONIC, in FAULT_FOLDER/struck-<rank>.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-FOR_EVER_SECONDS = 3600.0
+FEATURES, CLASSES, BATCH = 32, 10, 16
+FOR_EVER_SECONDS, LATE_SECONDS = 3600.0, 8.0
 CLONE_VFORK = 0x4000
 
 
@@ -73,6 +74,13 @@ class State:
     def now(self) -> bool:
         """Whether the fault strikes this rank in this step."""
         return self.plan.hits(self.plan.name) and self.step == self.plan.step
+
+
+def sample(plan: Plan, index: int) -> tuple[Tensor, Tensor]:
+    """A vector and its class, the same in every process, unless this rank's data differ."""
+    seed = index + (1_000_000 if plan.hits("data-differs") else 0)
+    values = torch.randn(FEATURES, generator=torch.Generator().manual_seed(seed))
+    return values, torch.tensor(index % CLASSES)
 
 
 # ---- a rank ends -------------------------------------------------------------------------------------------------
