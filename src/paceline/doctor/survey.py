@@ -122,15 +122,8 @@ def _reach(
     programs: Sequence[HostProgram], facts: Mapping[str, Facts], doors: Mapping[str, tuple[int, str]]
 ) -> dict[Pair, dict[str, m.Reason]]:
     """Every host tries every address of every other one, all at once."""
-    tries = {
-        source: [
-            (target, address.address)
-            for target in doors
-            if target != source
-            for address in facts[target].addresses[:MAX_ADDRESSES]
-        ]
-        for source in doors
-    }
+    addresses = [(name, address.address) for name in doors for address in facts[name].addresses[:MAX_ADDRESSES]]
+    tries = {source: [one for one in addresses if one[0] != source] for source in doors}
     requests = {
         source: m.Connect(tuple(m.Target(address, *doors[target]) for target, address in every), CONNECT_SECONDS)
         for source, every in tries.items()

@@ -7,6 +7,9 @@ from enum import StrEnum
 
 from paceline.contract.evidence import VerdictKind
 
+# stated here, not taken from ExitCode: this is the truth that paceline is compared with
+DONE, FAILED, USAGE, STALLED, MISMATCH, NOT_FINITE, DIVERGED = range(7)
+
 
 class Way(StrEnum):
     """How the faulty program is started with paceline. Beside it torchrun always runs program.py."""
@@ -57,6 +60,13 @@ class Fate(StrEnum):
         return cls(kind.name.lower())
 
 
+CODES = {
+    Fate.DIED: FAILED, Fate.STOPPED: STALLED, Fate.UNINTERRUPTIBLE: STALLED, Fate.LOADER: STALLED, Fate.BEHIND: STALLED,
+    Fate.NOT_MET: STALLED, Fate.MISMATCH: MISMATCH, Fate.NOT_FINITE: NOT_FINITE, Fate.DIVERGED: DIVERGED,
+    Fate.SLOW: DONE, Fate.QUIET: DONE, Fate.LOST: FAILED, Fate.REFUSED: USAGE,
+}  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Fault:
     """One thing that goes wrong, with the truth about it."""
@@ -64,7 +74,7 @@ class Fault:
     name: str
     does: str  # one sentence, without a subject: the guilty rank is
     ends: tuple[Fate, ...]  # right classes, the best first
-    codes: tuple[int, ...]  # right exit codes of paceline
+    exits: tuple[int, ...] = ()  # right exit codes of paceline, where it is not the usual one of the first class
     guilty: tuple[int, ...] = (1,)  # empty: nobody is
     step: int = 6
     world: int = 3
@@ -79,6 +89,11 @@ class Fault:
     beside: bool = True  # torchrun can have it too
     fast: bool = False  # nobody has to wait for a window: killed or raised
     late: bool = False  # thought out after the judge was finished
+
+    @property
+    def codes(self) -> tuple[int, ...]:
+        """The right exit codes of paceline."""
+        return self.exits or (CODES[self.ends[0]],)
 
     @property
     def ranks(self) -> tuple[int, ...]:
