@@ -1,4 +1,4 @@
-"""The pure chooser: one row of FAULTS.md's table a.1 after the other, and its laws."""
+"""Which rank failed first, and when that is judged: one row of FAULTS.md's table a.1 after the other, and its laws."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline.contract.evidence import Sample
 from paceline.contract.failure import LOADER_KILLED, Failure, is_victim
 from paceline.errors import ExitCode, ToldElsewhere
 from paceline.guard.deaths import (
     CLEANUP_SECONDS,
     SETTLE_SECONDS,
     VICTIM_SECONDS,
-    Kind,
-    Observation,
-    choose,
-    verdict_due_seconds,
+    End,
+    due_seconds,
+    end_of,
+    first_failure,
 )
 
 GLOO = "[rank0]: RuntimeError: [../gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:5120\n"
@@ -27,13 +28,11 @@ def record(rank: int, at: float, *, victim: bool = False, code: int = 1) -> Fail
     return Failure(rank, "host", 100 + rank, code, "ValueError", "bad sample", "", victim, at)
 
 
-def ended(
-    rank: int, code: int | None, at: float = 10.0, *, failure: Failure | None = None, log: str = ""
-) -> Observation:
-    return Observation(rank, "host", 100 + rank, code, at, failure, log)
+def ended(rank: int, code: int | None, at: float = 10.0, *, failure: Failure | None = None, log: str = "") -> Sample:
+    return Sample(rank, "host", 100 + rank, code=code, ended_seconds=at, failure=failure, words=log)
 
 
-def victim(rank: int, at: float) -> Observation:
+def victim(rank: int, at: float) -> Sample:
     return ended(rank, 1, at, failure=record(rank, at, victim=True))
 
 
@@ -55,18 +54,18 @@ ROWS = {
 
 @pytest.mark.parametrize("name", ROWS)
 def test_guilty_rank_is_named(name: str) -> None:
-    primary = choose(ROWS[name])
+    primary = first_failure(ROWS[name])
     assert primary is not None and primary.rank == 1
 
 
 def test_early_end_leaves_the_first_victim() -> None:
-    primary = choose([victim(2, 1.2), ended(1, 0, 1.0), victim(0, 1.1)])
-    assert primary is not None and primary.rank == 0 and primary.kind is Kind.VICTIM
+    primary = first_failure([victim(2, 1.2), ended(1, 0, 1.0), victim(0, 1.1)])
+    assert primary is not None and primary.rank == 0 and end_of(primary) is End.VICTIM
 
 
 def test_nobody_failed() -> None:
     running = [ended(0, 0), ended(1, None)]
-    assert choose(running) is None and verdict_due_seconds(running) is None
+    assert first_failure(running) is None and due_seconds(running) is None
 
 
 def test_exit_codes() -> None:
@@ -77,18 +76,18 @@ def test_exit_codes() -> None:
 
 def test_a_victim_is_waited_on_and_a_culprit_only_settles() -> None:
     running = ended(2, None)
-    assert verdict_due_seconds([victim(0, 10.0), running]) == 10.0 + VICTIM_SECONDS
+    assert due_seconds([victim(0, 10.0), running]) == 10.0 + VICTIM_SECONDS
     culprit = ended(1, None, failure=record(1, 9.0))
-    assert verdict_due_seconds([victim(0, 10.0), culprit, running]) == 10.0 + SETTLE_SECONDS
-    assert verdict_due_seconds([ended(1, 3, 12.0), victim(0, 10.0), running]) == 12.0 + SETTLE_SECONDS
+    assert due_seconds([victim(0, 10.0), culprit, running]) == 10.0 + SETTLE_SECONDS
+    assert due_seconds([ended(1, 3, 12.0), victim(0, 10.0), running]) == 12.0 + SETTLE_SECONDS
 
 
 def test_no_waiting_when_nobody_runs_any_more() -> None:
-    assert verdict_due_seconds([victim(0, 10.0), ended(1, 0, 1.0)]) == 10.0
+    assert due_seconds([victim(0, 10.0), ended(1, 0, 1.0)]) == 10.0
 
 
 def test_a_clean_up_that_never_ends_is_given_up() -> None:
-    assert verdict_due_seconds([ended(0, None, failure=record(0, 5.0)), ended(1, None)]) == 5.0 + CLEANUP_SECONDS
+    assert due_seconds([ended(0, None, failure=record(0, 5.0)), ended(1, None)]) == 5.0 + CLEANUP_SECONDS
 
 
 class DistNetworkError(RuntimeError):
@@ -129,8 +128,8 @@ times = st.floats(0, 100)
 
 
 @st.composite
-def worlds(draw: st.DrawFn) -> list[Observation]:
-    def one(rank: int) -> Observation:
+def worlds(draw: st.DrawFn) -> list[Sample]:
+    def one(rank: int) -> Sample:
         code = draw(st.sampled_from([None, 0, 1, 3, -6, -9, -11]))
         failure = draw(st.none() | st.builds(record, st.just(rank), times, victim=st.booleans()))
         if code == 0:
@@ -141,31 +140,31 @@ def worlds(draw: st.DrawFn) -> list[Observation]:
 
 
 @given(worlds(), st.randoms(use_true_random=False))
-def test_the_choice_is_the_best_kind_then_the_oldest_in_any_order(world: list[Observation], random) -> None:
-    primary = choose(world)
-    failed = [o for o in world if o.failed]
+def test_the_choice_is_the_best_kind_then_the_oldest_in_any_order(world: list[Sample], random) -> None:
+    primary = first_failure(world)
+    failed = [one for one in world if one.ended_badly or (one.runs and one.failure)]
     assert (primary is None) == (not failed)
     if primary is None:
         return
     assert primary in failed
     for other in failed:
-        assert (primary.kind, primary.failed_at_seconds) <= (other.kind, other.failed_at_seconds)
+        assert (end_of(primary), primary.failed_at_seconds) <= (end_of(other), other.failed_at_seconds)
     random.shuffle(world)
-    assert choose(world) == primary
+    assert first_failure(world) == primary
 
 
 @given(worlds())
-def test_more_victims_never_take_the_blame(world: list[Observation]) -> None:
-    primary = choose(world)
+def test_more_victims_never_take_the_blame(world: list[Sample]) -> None:
+    primary = first_failure(world)
     crowd = [*world, *(victim(rank, -1.0) for rank in (90, 91))]
-    if primary is not None and primary.kind is not Kind.VICTIM:
-        assert choose(crowd) == primary
+    if primary is not None and end_of(primary) is not End.VICTIM:
+        assert first_failure(crowd) == primary
 
 
 @given(worlds())
-def test_a_failure_is_always_told_some_time(world: list[Observation]) -> None:
-    due = verdict_due_seconds(world)
-    assert (due is None) == (choose(world) is None)
+def test_a_failure_is_always_told_some_time(world: list[Sample]) -> None:
+    due = due_seconds(world)
+    assert (due is None) == (first_failure(world) is None)
     if due is not None:
         assert due <= 100 + CLEANUP_SECONDS
 

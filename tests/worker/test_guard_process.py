@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.contract import box as boxes
+from paceline.contract import boxes
 from paceline.contract.box import Box, make_box
 from paceline.contract.evidence import Phase
 from paceline.errors import ExitCode, StallError
@@ -42,10 +42,10 @@ def mine() -> Iterator[Mine]:
 def test_a_phase_ends_where_it_began_also_on_an_error(mine: Mine) -> None:
     with pytest.raises(KeyError), mine.guard.phase(Phase.EVALUATE):
         with mine.guard.phase(Phase.CHECKPOINT):
-            assert boxes.look(mine.descriptor).phase == Phase.CHECKPOINT
-        assert boxes.look(mine.descriptor).phase == Phase.EVALUATE
+            assert boxes.read_counters(mine.descriptor).phase == Phase.CHECKPOINT
+        assert boxes.read_counters(mine.descriptor).phase == Phase.EVALUATE
         raise KeyError
-    assert boxes.look(mine.descriptor).phase == Phase.USER
+    assert boxes.read_counters(mine.descriptor).phase == Phase.USER
 
 
 def test_the_agents_word_becomes_the_error(mine: Mine) -> None:

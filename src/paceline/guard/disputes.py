@@ -1,31 +1,37 @@
-"""Ranks stand against each other: which of them is wrong?
+"""Finds which ranks are wrong where ranks are at odds.
 
 They have entered different things under the same number, or wait for each other, or some have ended for whom others
-wait. One wrong rank is in every such dispute (see circles.py). Where several are wrong, what the most do is right.
+wait. Where several are wrong, what most of them do is right.
+
+All ranks run one program. If two of them both keep to it, one is ahead of the other or both are at the same place: each
+waiting for the other is impossible, and so is any circle of ranks that keep to it. Therefore, if one rank is wrong, it
+is in every circle: taken away, it leaves none.
+
+    0, 2 wait for 1, and 1 waits for 0, 2     circles 0-1 and 2-1: only 1 is in both, it is wrong
+    0 waits for 1, and 1 for 0                one circle: 0 or 1 is wrong, and nobody can say which
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 
 from paceline.contract.evidence import Op, Phase, Verdict, VerdictKind
 from paceline.guard import sentences
-from paceline.guard.circles import a_circle, in_every_circle, knotted
-from paceline.guard.ends import End
+from paceline.guard.deaths import End
 from paceline.guard.odds import Odds, majority, split
 from paceline.guard.waits import Rank, stream
 
 Ranks = Mapping[int, Rank]
-Graph = Mapping[int, set[int]]
+Graph = Mapping[int, Collection[int]]  # rank -> those for whom it waits
 
 
 def dispute(ranks: Ranks, odds: Sequence[Odds]) -> Verdict | None:
     """The verdict on ranks of which one must be wrong; None where there are no such."""
     graph = _graph(ranks, odds)
-    if not a_circle(graph):
+    if not _a_circle(graph):
         return None
     early = [n for n, one in ranks.items() if _left_amid_steps(one) and graph[n]]
-    suspects = early or in_every_circle(graph)
+    suspects = early or _in_every_circle(graph)
     parties = _parties(ranks, odds, suspects, graph)
     if early or len(suspects) == 1:
         guilty = suspects
@@ -61,7 +67,7 @@ def _parties(
 ) -> Sequence[Mapping[int, object]]:
     if not suspects and odds:
         return odds[0].parties
-    members = suspects or sorted(knotted(graph))
+    members = suspects or sorted(_knotted(graph))
     return split({n: _position(ranks[n], n, members) for n in members}, lambda position: position)
 
 
@@ -101,9 +107,47 @@ def _told(
 def _rivals(ranks: Ranks, guilty: Sequence[int], graph: Graph) -> list[list[int]]:
     """Those who wait for a guilty rank that waits for them, else all of a circle, by what they wait in."""
     mutual = [n for n in graph if n not in guilty and any(n in graph[one] and one in graph[n] for one in guilty)]
-    rivals = mutual or [n for n in a_circle(graph) if n not in guilty]
+    rivals = mutual or [n for n in _a_circle(graph) if n not in guilty]
     return [sorted(party) for party in split({n: _position(ranks[n], n, guilty) for n in rivals}, lambda at: at)]
 
 
 def _held(one: Rank, groups: Sequence[Sequence[int]]) -> Op | None:
     return sentences.held_in(one, [n for group in groups for n in group])
+
+
+def _in_every_circle(graph: Graph) -> list[int]:
+    """The ranks without each of which there is no circle; empty if there is none, or if several ranks are wrong."""
+    return [rank for rank in sorted(_a_circle(graph)) if not _a_circle(graph, without=rank)]
+
+
+def _a_circle(graph: Graph, *, without: int | None = None) -> set[int]:
+    """The ranks of one circle, of two ranks if there is such a one; empty if there is none."""
+    left = _knotted(graph, without=without)
+    for rank in sorted(left):
+        for other in graph[rank]:
+            if other in left and rank in graph[other]:
+                return {rank, other}
+    if not left:
+        return set()
+    way = [min(left)]  # who is left waits for somebody who is left: sooner or later the way comes back
+    while (following := min(other for other in graph[way[-1]] if other in left)) not in way:
+        way.append(following)
+    return set(way[way.index(following) :])
+
+
+def _knotted(graph: Graph, *, without: int | None = None) -> set[int]:
+    """Those who are in a circle or wait for one: all but who waits for nobody, who waits only for such, and so on."""
+    waiters: dict[int, list[int]] = {}
+    missing: dict[int, int] = {}
+    for rank, others in graph.items():
+        its = [other for other in others if without not in (rank, other) and other in graph]
+        missing[rank] = len(its)
+        for other in its:
+            waiters.setdefault(other, []).append(rank)
+    done = [rank for rank, count in missing.items() if count == 0]
+    for rank in done:  # grows as it goes
+        for waiter in waiters.get(rank, ()):
+            missing[waiter] -= 1
+            if missing[waiter] == 0:
+                done.append(waiter)
+    return set(graph) - set(done)

@@ -1,39 +1,50 @@
-"""Who is to blame? Pure: from what is known of each rank to one verdict.
+"""Judges who is to blame, for a failure as for a standstill. Pure: from what is known of each rank to one verdict.
 
 The surest explanation counts, in this order:
 
-    died by itself                       a signal, an exception; who only lost others has not
+    died by itself                       DIED: a signal, an exception; who only lost others has not (see deaths.py)
     stand against each other             MISMATCH, LEFT, DEADLOCK: one of them is wrong (see disputes.py)
     are waited for, and wait for nobody  STOPPED, UNINTERRUPTIBLE, LOADER, BEHIND, NOT_MET, by how they stand
     all are in, and nothing comes out    NETWORK
     nobody waits for anybody             who stands elsewhere than the majority
 
 Where nobody can say who is wrong, the parties are named and nobody is blamed: of two ranks that disagree either may be
-right. No clocks are compared; what came first is told by the numbers of collectives.
+right. No clocks are compared; what came first is told by the numbers of collectives, and of failures by their ages.
 """
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Mapping, Sequence
 
-from paceline.contract.evidence import Evidence, Verdict, VerdictKind
+from msgspec.structs import replace
+
+from paceline.contract.evidence import Evidence, Sample, Verdict, VerdictKind
 from paceline.contract.places import place, site
 from paceline.guard import sentences
+from paceline.guard.deaths import End, end_of, first_failure, parameters
 from paceline.guard.disputes import dispute
-from paceline.guard.ends import End, parameters
-from paceline.guard.odds import Odds, find, majority, split
+from paceline.guard.odds import Odds, find_odds, majority, split
 from paceline.guard.sentences import conclude
-from paceline.guard.waits import Rank, reached, read, stands_outside, without_loose_ends
+from paceline.guard.waits import Rank, reached, stands_outside, waiting_graph, without_loose_ends
 
 Ranks = Mapping[int, Rank]
+BETTER_THAN_VICTIMS = (
+    VerdictKind.MISMATCH,
+    VerdictKind.DEADLOCK,
+    VerdictKind.BEHIND,
+    VerdictKind.STOPPED,
+    VerdictKind.UNINTERRUPTIBLE,
+    VerdictKind.LOADER,
+)
 
 
 def judge(evidence: Sequence[Evidence]) -> Verdict:
     """The verdict on ranks that stand still, or of which some have failed. Any evidence gives one."""
-    ranks = read(evidence)
-    odds = find(ranks)
+    ranks = waiting_graph(evidence)
+    odds = find_odds(ranks)
     tied_up = without_loose_ends(ranks)
-    return (
+    verdict = (
         _died(ranks, odds)
         or dispute(tied_up, odds)
         or _waited_for(ranks, tied_up)
@@ -41,10 +52,25 @@ def judge(evidence: Sequence[Evidence]) -> Verdict:
         or _inside(ranks)
         or _elsewhere(ranks)
     )
+    first = first_failure(evidence)
+    if first is None or _explains(verdict, first, evidence):
+        return verdict
+    return replace(verdict, failed=first.rank)
+
+
+def _explains(verdict: Verdict, first: Sample, evidence: Sequence[Evidence]) -> bool:
+    """Whether the verdict says better than the first failure itself why the run has failed."""
+    aborted = end_of(first) is End.SIGNAL and first.code == -signal.SIGABRT
+    asked = any(one.state or one.ops for one in evidence)  # else samples are all there is
+    if not asked or not (aborted or end_of(first) is End.VICTIM):
+        return False
+    better = verdict.kind in BETTER_THAN_VICTIMS or (aborted and verdict.kind is VerdictKind.LEFT)
+    return better and bool(verdict.guilty or verdict.tie)
 
 
 def _died(ranks: Ranks, odds: Sequence[Odds]) -> Verdict | None:
-    died = [n for n, one in ranks.items() if one.end is End.DIED]
+    died = [n for n, one in ranks.items() if one.end.by_itself]
+    died.sort(key=lambda n: (ranks[n].end, ranks[n].evidence.failed_at_seconds, n))
     broken = [n for n, one in ranks.items() if one.end is End.BROKEN]
     counts = parameters([ranks[n].evidence for n in died])
     if 1 < len(counts) == len(died):  # each rank accuses another
@@ -109,7 +135,7 @@ def _inside(ranks: Ranks) -> Verdict | None:
     elif silent and len(silent) < len(inside) and all(one.evidence.answered for one in others):
         kind, guilty = VerdictKind.STOPPED, silent  # a frozen container, for one, shows no state of its own
     else:
-        return conclude(VerdictKind.NETWORK, ranks, sentences.inside(ranks, inside), op=op)
+        return conclude(VerdictKind.NETWORK, ranks, sentences.all_inside(ranks, inside), op=op)
     return conclude(kind, ranks, sentences.inside_but(ranks, guilty, op), guilty=guilty, op=op)
 
 

@@ -30,7 +30,7 @@ class Odds:
         return next(iter(right.values()))
 
 
-def find(ranks: Mapping[int, Rank]) -> list[Odds]:
+def find_odds(ranks: Mapping[int, Rank]) -> list[Odds]:
     """The collectives and messages that do not fit together and did not get done, the earliest first.
 
     What all have got done is no matter, however different it looks: it has passed.

@@ -1,4 +1,4 @@
-"""Who waits for whom? The graph that the judge reads.
+"""Builds the graph that the judge reads: who waits for whom.
 
 A rank waits in a collective for those members of its group that have not called as many of the group's collectives; in
 a message for its peer, until that has called the other half. What a rank has called is known from its last operations.
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 
 from paceline.contract.evidence import Evidence, Op, Phase
 from paceline.contract.places import stands_at, waits_for_ranks
-from paceline.guard.ends import End, end_of
+from paceline.guard.deaths import End, end_in_collective
 
 Stream = tuple[str, tuple[int, int] | None]  # what is numbered together: a group's collectives, messages from -> to
 Edges = Mapping[int, Mapping[int, Op | None]]
@@ -55,7 +55,7 @@ def stream(op: Op, rank: int) -> Stream:
     return op.group, ((peer, rank) if "recv" in op.kind else (rank, peer))
 
 
-def members(evidence: Sequence[Evidence]) -> dict[str, frozenset[int]]:
+def _members(evidence: Sequence[Evidence]) -> dict[str, frozenset[int]]:
     """The ranks of each group; of one that nobody knows any more (all who did are dead) those who have used it."""
     found: dict[str, frozenset[int]] = {}
     for one in evidence:
@@ -70,9 +70,9 @@ def members(evidence: Sequence[Evidence]) -> dict[str, frozenset[int]]:
     return found
 
 
-def read(evidence: Sequence[Evidence]) -> dict[int, Rank]:
+def waiting_graph(evidence: Sequence[Evidence]) -> dict[int, Rank]:
     """All ranks, with the edges between them."""
-    groups, world = members(evidence), {one.rank for one in evidence}
+    groups, world = _members(evidence), {one.rank for one in evidence}
     called: dict[tuple[int, Stream], int] = {}
     for one in evidence:
         for op in one.ops:
@@ -80,8 +80,8 @@ def read(evidence: Sequence[Evidence]) -> dict[int, Rank]:
             called[key] = max(called.get(key, 0), op.seq)
     ranks: dict[int, Rank] = {}
     for one in evidence:
-        end = end_of(one)
-        pending = () if end in (End.LEFT, End.DIED) else _pending(one, end)
+        end = end_in_collective(one)
+        pending = () if end.by_itself or end is End.LEFT else _pending(one, end)
         edges: dict[int, Op | None] = {}
         for op in reversed(pending):  # of several the earliest counts
             edges |= dict.fromkeys(_missing(op, one.rank, groups, called) & world, op)

@@ -17,7 +17,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from paceline.contract.box import of_this_life
+from paceline.contract.boxes import of_this_life
 from paceline.contract.evidence import Frame, Op, Stack
 from paceline.contract.places import shown_of
 from paceline.worker.calls import KINDS, SAME, Group
