@@ -23,11 +23,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from paceline.collectives.moves import barrier, gather_words_in_memory
-from paceline.collectives.shared import BULK_BYTES, SharedMemory
-from paceline.collectives.transport import shared_memory
-from paceline.collectives.tree import TreeSum
-from paceline.scratch.tree import Forest
+from paceline.sums.memory_sum import TreeSum
+from paceline.sums.moves import barrier, gather_words_in_memory
+from paceline.sums.shared import BULK_BYTES, SharedMemory
+from paceline.sums.sharing import shared_memory
+from paceline.sums.tree import Forest
 from race.quiet import FOREIGN_SHARE, foreign_share, look, wait_until_idle
 
 SIZES_BYTES = (4 << 10, 64 << 10, 1 << 20, 8 << 20, 25 << 20, 100 << 20)

@@ -20,10 +20,11 @@ from typing import Any
 
 import msgspec
 
-from paceline.bench.from_runs import read_runs, weight_bytes
-from paceline.bench.model import Machine, fit
+from paceline.bench.fit import HeldOut, fit_model, hold_out
+from paceline.bench.model import Machine
 from paceline.bench.network import parse_network
-from paceline.bench.scale_report import Held, held_of, parts_of, points_of, usual
+from paceline.bench.runs import read_runs, weight_bytes
+from paceline.bench.scale_report import parts_of, usual
 from paceline.host.cgroup import usable_cores
 from race.quiet import wait_until_idle
 
@@ -107,16 +108,16 @@ def predicted_over_hosts(tasks: Path, ranks: Sequence[int], times: int, steps: i
         ]
         size, parts = weight_bytes(runs), parts_of(usual(read_runs(runs, skip=WARM_UP)), {})
     machine = Machine(usable_cores(), 1, size, over_network=True)
-    alone = fit([point for point in points_of(parts) if point.ranks == 1], machine)
-    stated = [
-        Held(at, one.step, seconds := alone.step_on_many(at.ranks, at.batch, at.ranks, NETWORK), seconds / one.step - 1)
-        for at, one in parts.items()
-        if at.ranks > 1
-    ]
+    alone = fit_model({at: one for at, one in parts.items() if at.ranks == 1}, machine)
+    stated: list[HeldOut] = []
+    for at, one in parts.items():
+        if at.ranks > 1:
+            seconds = alone.step_on_many(at.ranks, at.batch, at.ranks, NETWORK)
+            stated.append(HeldOut(at, one.step, seconds, seconds / one.step - 1))
 
-    def rows(held: Sequence[Held]) -> list[dict[str, Any]]:
+    def rows(held: Sequence[HeldOut]) -> list[dict[str, Any]]:
         mode = {each: "weak"}
         return [{**msgspec.to_builtins(one), "mode": mode.get(one.at.batch, "strong")} for one in held]
 
     what = f"one rank a host, {size / 1e6:.1f} MB of weights, cables of {RATE}"
-    return {"what": what, "held_out": rows(held_of(parts, machine)), "from_one_rank_and_the_rate": rows(stated)}
+    return {"what": what, "held_out": rows(hold_out(parts, machine)), "from_one_rank_and_the_rate": rows(stated)}

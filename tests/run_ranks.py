@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import subprocess
 import sys
 import time
 import traceback
@@ -62,20 +63,21 @@ def run_ranks(
     return [pickle.loads((folder / f"result-{rank}").read_bytes()) for rank in range(world_size)]
 
 
-def _start(folder: Path, rank: int, world_size: int) -> warm.Warm:
+def _start(folder: Path, rank: int, world_size: int) -> warm.Popen:
     with (folder / f"output-{rank}").open("wb") as output:
-        return warm.start(
+        return warm.call(
             "tests.run_ranks:rank_of",
             str(folder),
             rank,
             world_size,
-            stdout=output,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
             rank=rank,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
 
 
-def _wait(processes: Sequence[warm.Warm], folder: Path, deadline: float) -> None:
+def _wait(processes: Sequence[warm.Popen], folder: Path, deadline: float) -> None:
     while any(process.poll() is None for process in processes):
         # A rank writes its error before its connections close: of several, the first is the cause, not its victims.
         if any(process.poll() for process in processes):

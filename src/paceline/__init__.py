@@ -25,8 +25,8 @@ __version__ = "0.1.0"
 
 # Looked up when first used: `import paceline` alone must not import torch, or `paceline --help` would take seconds.
 _PARTS = {
-    "World": "world",
-    "joined": "world",
+    "World": "worker.world",
+    "joined": "worker.world",
     "BatchPlan": "data.plan",
     "ranks_share": "data.plan",
     "ArrayDataset": "data.arrays",

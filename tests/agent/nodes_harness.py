@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from tests import warm
 from tests.launch.launch_harness import PRELUDE
 
 from paceline.contract.node_plan import NodePlan
@@ -52,15 +53,13 @@ class Nodes:
         for number in numbers:
             self.output[number] = self.folder / f"agent-{number}.txt"
             with self.output[number].open("ab") as out:
-                self.agents[number] = subprocess.Popen(
-                    [
-                        *through,
-                        *(sys.executable, "-P", "-m", "paceline.agent"),
-                        *("--plan", str(plan_file or self.plan_file), "--node", str(number)),
-                    ],
-                    stdin=subprocess.DEVNULL,
-                    stdout=out,
-                    stderr=subprocess.STDOUT,
+                words = ["-P", "-m", "paceline.agent", "--plan", str(plan_file or self.plan_file)]
+                words += ["--node", str(number)]
+                more: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": subprocess.STDOUT}
+                self.agents[number] = (
+                    subprocess.Popen([*through, sys.executable, *words], **more)
+                    if through
+                    else warm.Popen(words, torch=False, **more)
                 )
 
     def said(self, number: int) -> str:

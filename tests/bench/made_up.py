@@ -6,7 +6,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from paceline.bench.steps import Run, Spent
+from paceline.bench.runs import Run, Spent
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.bench.model import Machine, Model, Point, fit, hold_out
+from paceline.bench.fit import fit_model, hold_out
+from paceline.bench.model import Machine, Model
 from paceline.bench.network import Network
-from paceline.bench.shares import Parts
+from paceline.bench.runs import At
+from paceline.bench.shares import StepParts
 
 MACHINE = Machine(cores=16, threads=1, weight_bytes=40_000_000)
 numbers = st.floats(1e-5, 1e-2)
@@ -28,7 +30,7 @@ models = st.builds(
 )
 
 
-def measured(model: Model, ranks: int, batch: int) -> Point:
+def measured(model: Model, ranks: int, batch: int) -> StepParts:
     """A point exactly as the model has it."""
     machine = model.machine
     compute, data = model.compute(ranks, batch), model.data_per_sample * batch
@@ -36,17 +38,17 @@ def measured(model: Model, ranks: int, batch: int) -> Point:
     exchange = model.exchange(ranks)
     compute, data = compute * model.turns(ranks), data * machine.crowd(ranks)
     busy = (compute / model.turns(ranks) + model.data_per_sample * batch) * (1 + wait) * model.turns(ranks)
-    return Point(ranks, batch, Parts(busy + exchange, data, compute, busy - compute - data, exchange))
+    return StepParts(busy + exchange, data, compute, busy - compute - data, exchange)
 
 
 @given(models, st.sampled_from([MACHINE, Machine(2, 1, 40_000_000), Machine(4, 2, 1_000_000)]))
 def test_what_follows_the_model_is_predicted_where_it_was_not_measured(model: Model, machine: Machine) -> None:
     model = replace(model, machine=machine)
-    points = [measured(model, ranks, batch) for ranks in (1, 2, 4) for batch in (16, 64)]
-    found = fit(points, machine)
+    points = {At(ranks, batch): measured(model, ranks, batch) for ranks in (1, 2, 4) for batch in (16, 64)}
+    found = fit_model(points, machine)
     # 2 ranks on 2 cores see no contention beyond that of 2: what is not told apart needs no telling there
     for ranks, batch in ((2, 16), (4, 128), (2, 256)):
-        assert found.step(ranks, batch) == pytest.approx(measured(model, ranks, batch).parts.step, rel=1e-6)
+        assert found.step(ranks, batch) == pytest.approx(measured(model, ranks, batch).step, rel=1e-6)
 
 
 NAMES = ("fixed", "per_sample", "data_per_sample", "contention", "latency", "seconds_per_byte", "jitter")
@@ -54,22 +56,22 @@ NAMES = ("fixed", "per_sample", "data_per_sample", "contention", "latency", "sec
 
 @given(models)
 def test_the_numbers_are_found_again_where_the_points_tell_them_apart(model: Model) -> None:
-    points = [measured(model, ranks, batch) for ranks in (1, 2, 4, 8) for batch in (16, 64)]
-    found = fit(points, MACHINE)
+    points = {At(ranks, batch): measured(model, ranks, batch) for ranks in (1, 2, 4, 8) for batch in (16, 64)}
+    found = fit_model(points, MACHINE)
     for name in NAMES:
         assert getattr(found, name) == pytest.approx(getattr(model, name), rel=1e-3, abs=1e-9), name
     assert found.step(32, 16) == pytest.approx(_beyond(model, 32, 16), rel=1e-3)
 
 
 def _beyond(model: Model, ranks: int, batch: int) -> float:
-    return measured(model, ranks, batch).parts.step
+    return measured(model, ranks, batch).step
 
 
 @given(models)
 def test_every_number_of_ranks_that_was_held_out_is_predicted_within_a_tenth(model: Model) -> None:
-    points = [measured(model, ranks, batch) for ranks in (1, 2, 3, 4) for batch in (16, 64)]
+    points = {At(ranks, batch): measured(model, ranks, batch) for ranks in (1, 2, 3, 4) for batch in (16, 64)}
     held = hold_out(points, MACHINE)
-    assert [(h.point.ranks, h.point.batch) for h in held] == [(2, 16), (2, 64), (3, 16), (3, 64), (4, 16), (4, 64)]
+    assert [h.at for h in held] == [At(ranks, batch) for ranks in (2, 3, 4) for batch in (16, 64)]
     assert all(abs(h.error) < 1e-6 for h in held)
 
 
@@ -77,11 +79,11 @@ def test_every_number_of_ranks_that_was_held_out_is_predicted_within_a_tenth(mod
 def test_three_ranks_on_two_cores_tell_how_they_are_shared_and_four_need_not_know(model: Model, packing: float) -> None:
     machine = Machine(2, 1, 40_000_000)
     model = replace(model, machine=machine, packing=packing)
-    points = [measured(model, ranks, batch) for ranks in (1, 2, 3, 4) for batch in (16, 64)]
-    assert fit(points, machine).packing == pytest.approx(packing, abs=1e-6)
+    points = {At(ranks, batch): measured(model, ranks, batch) for ranks in (1, 2, 3, 4) for batch in (16, 64)}
+    assert fit_model(points, machine).packing == pytest.approx(packing, abs=1e-6)
     for held in hold_out(points, machine):
         # nobody can know it who has not seen 3; who has not seen 2 cannot tell chance from contention
-        slack = {2: 0.01, 3: 0.75 * 0.5 / 1.5, 4: 1e-6}[held.point.ranks]
+        slack = {2: 0.01, 3: 0.75 * 0.5 / 1.5, 4: 1e-6}[held.at.ranks]
         assert abs(held.error) <= slack + 1e-9
 
 
@@ -90,30 +92,30 @@ def test_a_network_takes_as_long_however_many_ranks_share_a_core(model: Model) -
     machine = Machine(2, 1, 40_000_000, over_network=True)
     model = replace(model, machine=machine)
     assert model.exchange(4) / model.exchange(2) < 3.01  # messages; in memory it would be twice as much
-    points = [measured(model, ranks, batch) for ranks in (1, 2, 3, 4) for batch in (16, 64)]
-    assert all(abs(h.error) < 1e-6 for h in hold_out(points, machine) if h.point.ranks == 4)
+    points = {At(ranks, batch): measured(model, ranks, batch) for ranks in (1, 2, 3, 4) for batch in (16, 64)}
+    assert all(abs(h.error) < 1e-6 for h in hold_out(points, machine) if h.at.ranks == 4)
     stated = Network(1 / model.seconds_per_byte, model.latency)
     assert model.step_on_many(4, 16, 4, stated) == pytest.approx(model.step(4, 16))
 
 
 @given(models)
 def test_what_one_rank_alone_spends_on_exchange_is_work(model: Model) -> None:
-    points = [measured(model, ranks, batch) for ranks in (1, 2, 3, 4) for batch in (16, 64)]
-    moved = [replace(p, parts=replace(p.parts, compute=p.parts.compute - (share := 0.1 * points[0].parts.compute),
-                                      exchange=p.parts.exchange + share)) for p in points]  # fmt: skip
-    assert fit(moved, MACHINE).step(4, 64) == pytest.approx(fit(points, MACHINE).step(4, 64))
+    points = {At(ranks, batch): measured(model, ranks, batch) for ranks in (1, 2, 3, 4) for batch in (16, 64)}
+    share = 0.1 * points[At(1, 16)].compute
+    moved = {at: replace(p, compute=p.compute - share, exchange=p.exchange + share) for at, p in points.items()}
+    assert fit_model(moved, MACHINE).step(4, 64) == pytest.approx(fit_model(points, MACHINE).step(4, 64))
 
 
 def test_with_two_numbers_of_ranks_nothing_can_be_held_out() -> None:
     model = Model(MACHINE, 0.001, 1e-4, 0.0, 0.1, 0.0, 1e-10, 0.02)
-    assert hold_out([measured(model, 1, 64), measured(model, 2, 64)], MACHINE) == []
+    assert hold_out({At(1, 64): measured(model, 1, 64), At(2, 64): measured(model, 2, 64)}, MACHINE) == []
 
 
 @given(st.lists(st.tuples(st.sampled_from([1, 2, 3, 4]), st.sampled_from([8, 64]), st.floats(0, 1)), min_size=1))
 def test_no_measurement_however_odd_gives_a_number_below_nothing(drawn) -> None:
-    points = [Point(r, b, Parts(5 * s, s / 9, s, s / 5, s / 3)) for r, b, s in [(1, 64, 0.1), *drawn]]
+    points = {At(r, b): StepParts(5 * s, s / 9, s, s / 5, s / 3) for r, b, s in [(1, 64, 0.1), *drawn]}
     for machine in (MACHINE, Machine(2, 2, 100), Machine(1, 1, 0)):
-        found = fit(points, machine)
+        found = fit_model(points, machine)
         assert all(getattr(found, name) >= 0 for name in NAMES)
         assert found.step(8, 8) >= 0
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
+
+from tests import warm
 
 
 def typed(folder: Path, *arguments: object, timeout: float = 170) -> subprocess.CompletedProcess[str]:
     """`paceline ARGUMENTS` in this folder."""
-    command = [sys.executable, "-m", "paceline", *map(str, arguments)]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=timeout)
+    return warm.run(["-m", "paceline", *arguments], torch=False, cwd=folder, timeout=timeout)
 
 
 def measured(folder: Path, *arguments: object, timeout: float = 170) -> tuple[dict[str, Any], str]:

@@ -9,9 +9,9 @@ import msgspec
 import pytest
 from tests.bench.typed import typed
 
-from paceline.bench.compare_report import rows_of
-from paceline.bench.rounds import Measured
-from paceline.bench.spec import Chunk
+from paceline.bench.compare_report import compared_rows
+from paceline.bench.rounds import MeasuredRounds
+from paceline.bench.spec import Measurement
 from paceline.cli import compare, scale
 from paceline.cli.measuring import Measuring, check_out, publish, settings_of
 from paceline.config import TrainConfig, dump
@@ -61,17 +61,17 @@ def test_results_are_written_and_printed_as_asked(tmp_path: Path, capsys: pytest
     assert json.loads(capsys.readouterr().out) == {"number": 8}
 
 
-def chunk(ranks: int) -> Chunk:
-    return Chunk(f"ddp-{ranks}", "ddp", ranks, 8, 1, 8 * ranks, 80, 1.0, 1.0, 0.1, 2.5, "", 100, None, None)
+def chunk(ranks: int) -> Measurement:
+    return Measurement(f"ddp-{ranks}", "ddp", ranks, 8, 1, 8 * ranks, 80, 1.0, 1.0, 0.1, 2.5, "", 100, None, None)
 
 
 def test_more_ranks_than_cores_are_said_and_not_refused() -> None:
-    found = Measured([[chunk(1), chunk(2), chunk(4)]])
+    found = MeasuredRounds([[chunk(1), chunk(2), chunk(4)]])
     crowded, launch = scale.notes_of([1, 2, 4], found, 2, 1)
     assert crowded.startswith("4 ranks x 1 thread = 4 threads on 2 cores: they take turns")
     assert launch.endswith("2.5 s for 1, 2.5 s for 2, 2.5 s for 4")
     assert len(scale.notes_of([1, 2], found, 2, 1)) == 1
-    rows = rows_of(found.rounds, "ddp", (), steps=10)
+    rows = compared_rows(found.rounds, "ddp", (), steps=10)
     assert len(compare.notes_of([row for row in rows if row.world_size < 4], 2, 1)) == 1
     assert compare.notes_of(rows, 2, 1)[1] == "4 ranks x 1 thread = 4 threads on 2 cores: more than can run at once"
 

@@ -4,11 +4,10 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from tests import warm
 from tests.checkpoint.checkpoint_harness import sealed
 from tests.cli.test_bad_input import WITHOUT_TORCH
 
@@ -40,8 +39,7 @@ def finished(tmp_path_factory) -> tuple[Path, str]:
     (folder / "mine.py").write_text(TASK)
     arguments = "train mine.py:task --run-dir run --resume auto --virtual-ranks 4 --global-batch 3 --steps 12"
     more = "--checkpoint-every 4 --lr 0.002 --strategy bucketed"
-    words = [sys.executable, "-m", "paceline", *arguments.split(), *more.split()]
-    run = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=55)
+    run = warm.run(["-m", "paceline", *arguments.split(), *more.split()], cwd=folder)
     assert run.returncode == 0, run.stderr
     return folder, run.stdout
 

@@ -12,7 +12,7 @@ import pytest
 from tests.bench.tasks_to_measure import SLOW_GROUP
 from tests.bench.typed import measured, typed
 
-from paceline.bench.scale_report import At
+from paceline.bench.runs import At
 from paceline.bench.shares import COMPUTE, REST, WAITING
 from paceline.cli.scale import main, points_to_measure
 from paceline.errors import UsageError

@@ -11,8 +11,7 @@ COMMANDS = ("finding", "run_state", "status", "logs", "hang", "cancel", "ledger"
 OF_RUNS = (
     *(f"cli/{name}.py" for name in COMMANDS), "observe/*.py", "checkpoint/*.py", "store/*.py", "train/*.py",
     "config.py", *(f"launch/{name}.py" for name in ("submission", "tail", "hosts")), "host/sweep.py",
-    "guard/story.py", "worker/attach.py", "agent/*.py", "proofs/starts.py", "proofs/ledger.py", "bench/steps.py",
-    "bench/from_runs.py",
+    "guard/story.py", "worker/attach.py", "agent/*.py", "proofs/ledger/*.py", "bench/runs.py",
 )  # fmt: skip
 PAST_THE_DOOR = {
     "read_text", "read_bytes", "write_text", "write_bytes", "touch", "mkdir", "glob", "rglob", "iterdir", "symlink_to",
@@ -30,7 +29,6 @@ ALLOWED = {
     ("agent/__main__.py", "open"): "/dev/null",
     ("agent/start.py", "open"): "the log of a worker of ours",
     ("agent/guarding.py", "rmtree"): "a verdict that could not be written whole",
-    ("train/weights.py", "rename"): "in a folder that disk.writing has opened",
     ("train/determinism.py", "read_text"): "/proc",
 }
 

@@ -17,11 +17,11 @@ from paceline.disk.reading import (
     folders,
     is_file,
     is_folder,
-    lines,
-    links,
     names,
     read,
-    resolved,
+    read_lines,
+    real_path,
+    symlinks,
 )
 
 
@@ -83,19 +83,19 @@ def test_lines_are_read_whole_across_blocks_and_the_last_may_have_no_end(tmp_pat
     path = tmp_path / "a"
     text = [b"a", b"", b"bb" * 20, b"c" * 7, b"", b"last"]
     path.write_bytes(b"\n".join(text))
-    assert list(lines(path)) == text
+    assert list(read_lines(path)) == text
     path.write_bytes(b"\n".join(text) + b"\n")
-    assert list(lines(path)) == text
-    assert list(lines(path, from_end_bytes=7)) == [b"", b"last"]  # what is cut off before is not a line
-    assert list(lines(path, from_end_bytes=1000)) == text
+    assert list(read_lines(path)) == text
+    assert list(read_lines(path, from_end_bytes=7)) == [b"", b"last"]  # what is cut off before is not a line
+    assert list(read_lines(path, from_end_bytes=1000)) == text
     path.write_bytes(b"")
-    assert list(lines(path)) == []
+    assert list(read_lines(path)) == []
 
 
 def test_a_line_that_is_too_long_ends_the_reading(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(reading, "MAX_LINE_BYTES", 1000)
     (tmp_path / "a").write_bytes(b"good\n" + b"x" * 2_000_000)
-    found = lines(tmp_path / "a")
+    found = read_lines(tmp_path / "a")
     with pytest.raises(Unreadable, match="a line of more than 1,000 bytes"):
         list(found)
 
@@ -107,8 +107,8 @@ def test_a_folder_with_too_much_in_it_is_no_run(tmp_path: Path, monkeypatch) -> 
     (tmp_path / "d").symlink_to("a")
     (tmp_path / "e").mkdir()
     assert names(tmp_path) == ["a", "b", "c", "d", "e"]
-    assert links(tmp_path) == ["d"] and folders(tmp_path) == ["e"]
-    assert links(tmp_path / "none") == folders(tmp_path / "none") == []
+    assert symlinks(tmp_path) == ["d"] and folders(tmp_path) == ["e"]
+    assert symlinks(tmp_path / "none") == folders(tmp_path / "none") == []
     monkeypatch.setattr(reading, "MAX_ENTRIES", 3)
     with pytest.raises(Unreadable, match="holds more than 3 files: no run does"):
         names(tmp_path)
@@ -120,14 +120,14 @@ def test_a_file_that_is_mostly_holes_is_no_log_of_events(tmp_path: Path) -> None
             file.seek(place)
             file.write(b"\n")
     with pytest.raises(Unreadable, match="mostly holes: no run wrote that"):
-        next(lines(tmp_path / "a"))
+        next(read_lines(tmp_path / "a"))
 
 
 def test_links_in_a_circle_lead_nowhere(tmp_path: Path) -> None:
     (tmp_path / "a").symlink_to("a")
-    assert resolved(tmp_path / "a") == tmp_path / "a"  # Path.resolve raises RuntimeError
+    assert real_path(tmp_path / "a") == tmp_path / "a"  # Path.resolve raises RuntimeError
     with pytest.raises(Unreadable, match="symbolic link"):
-        read(resolved(tmp_path / "a"))
+        read(real_path(tmp_path / "a"))
 
 
 def test_what_is_there_is_known_or_told(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from tests.doctor.surveys import HOSTS, facts, gpu, survey
 from paceline.doctor.checks import judge
 from paceline.doctor.links import rounds
 from paceline.doctor.messages import Disk, Done, File, Files, Measured, Rehearsed
-from paceline.host.compare import compare
+from paceline.host.compare import compare_hosts
 from paceline.host.facts import Address, Limit
 
 PAIRS = list(permutations(HOSTS, 2))
@@ -232,11 +232,7 @@ def test_every_way_is_measured_once_and_no_host_twice_at_a_time(count: int) -> N
 
 
 def test_of_hosts_that_differ_without_a_majority_all_are_named() -> None:
-    findings = compare([facts("n1"), facts("n2", python="3.12.0")])
+    hosts = {"n1": facts("n1"), "n2": facts("n2", python="3.12.0")}
+    findings = compare_hosts(hosts, dict.fromkeys(hosts, 1), 0)
     assert [(finding.severity, finding.host) for finding in findings] == [("error", "n1, n2")]
     assert "3.11.7 on n1, 3.12.0 on n2" in findings[0].what
-
-
-def test_two_hosts_of_one_name_are_told_apart() -> None:
-    findings = compare([facts("n1"), facts("n1"), facts("n1", source="b")])
-    assert [finding.host for finding in findings] == ["n1#2"]

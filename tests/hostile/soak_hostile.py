@@ -310,7 +310,7 @@ def soak(numbers: Iterable[int], seed: int, place: Path, told: Callable[[int, di
         victim.own(precious)
         plain, heavy = (
             Typist(victim),
-            Typist(victim, "paceline.cli.ledger", "paceline.train.prepare", "paceline.proofs.ledger"),
+            Typist(victim, "paceline.cli.ledger", "paceline.train.prepare", "paceline.proofs.ledger.audit"),
         )
         bystander = victim.popen("sleep", "100000")
         time.sleep(0.3)

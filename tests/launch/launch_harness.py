@@ -12,6 +12,9 @@ import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from tests import warm
 
 MARK = "LAUNCH_TEST_MARK"  # every process that a launcher starts inherits it: this is how survivors are found
 HARD_LIMIT_SECONDS = 30.0
@@ -118,17 +121,21 @@ def start(
         for number in (signal.SIGINT, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN if number in ignored else signal.SIG_DFL)
 
-    process = subprocess.Popen(
-        [sys.executable, "-P", "-c", LAUNCHER, json.dumps(told)],
-        env={**os.environ, MARK: mark, **(env or {})},
-        cwd=str(cwd) if cwd else None,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        preexec_fn=usual_signals,
-    )
+    more: dict[str, Any] = {
+        "env": {**os.environ, MARK: mark, **(env or {})},
+        "cwd": str(cwd) if cwd else None,
+        "stdin": subprocess.DEVNULL,
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.PIPE,
+        "text": True,
+        "start_new_session": True,
+    }
+    words = ["-P", "-c", LAUNCHER, json.dumps(told)]
+    if ignored:
+        command = [sys.executable, *words]
+        process = subprocess.Popen(command, **more, preexec_fn=usual_signals)
+    else:
+        process = warm.Popen(words, torch=False, **more)
     return Launch(folder, process, mark)
 
 

@@ -27,7 +27,7 @@ PACELINE_RUN_ID=5f OMP_NUM_THREADS=2 DATA='/my data' /env/bin/python -m torch.di
 /runs/a/submit-1/config.toml
 
 # Type each line in the folder /work, on all nodes within 300 s.
-# Not printed, for it looks secret: set HF_TOKEN on each node before.
+# Not printed, because it looks secret: set HF_TOKEN on each node before.
 # All nodes must reach node 0 at port 29500; and every node every other at ports that gloo or NCCL choose.
 # On all nodes: the same folders under the same paths, the same versions of Python, torch and paceline.
 """

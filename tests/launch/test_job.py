@@ -8,7 +8,6 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from paceline.agent.start import Store, environment
 from paceline.contract.node_plan import NodePlan, Shared
 from paceline.contract.windows import Windows
 from paceline.host.cgroup import oom_kills, threads_per_rank, usable_cores
@@ -68,12 +67,6 @@ def test_what_is_asked_of_a_job_reaches_the_agent() -> None:
             "argv": ("x",), "nproc": 2, "run_id": "5f", "threads": 1, **told,
         }  # fmt: skip
         assert msgspec.json.decode(msgspec.json.encode(node), type=NodePlan) == node
-
-
-@pytest.mark.parametrize("word", ["off", "OFF", " Off "])
-def test_without_a_guard_the_worker_does_not_watch_either(word: str) -> None:
-    (node,) = local(Job(("x",), 1, stall_after=Windows.parse(word))).nodes
-    assert environment(node, 0, Store(None))["PACELINE_GUARD"] == "off"
 
 
 @pytest.mark.parametrize(("cores", "nproc", "threads"), [(8, 2, 4), (2, 4, 1), (7, 2, 3)])

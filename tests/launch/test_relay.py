@@ -7,7 +7,7 @@ from collections.abc import Generator
 import pytest
 
 from paceline.launch import relay as module
-from paceline.launch.relay import Relay, Screen, cleaned, together
+from paceline.launch.relay import Relay, Screen, cleaned, name_ranges
 from paceline.launch.ssh.refusal import why_lost, why_no_agent
 
 NAMES = ("n1", "n2", "n3", "n4", "n5")
@@ -120,7 +120,7 @@ def test_what_could_move_the_cursor_or_hide_words_is_gone() -> None:
     ],
 )
 def test_names_together(names: tuple[str, ...], text: str) -> None:
-    assert together(names) == text
+    assert name_ranges(names) == text
 
 
 def test_a_screen_that_nobody_reads_says_that_it_is_full() -> None:

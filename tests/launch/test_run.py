@@ -138,6 +138,11 @@ def test_a_terminal_stays_a_terminal_for_rank_0(tmp_path: Path) -> None:
     assert (tmp_path / "rank-1.log").read_text() == "1 False\n"
 
 
+def test_without_a_guard_the_worker_does_not_watch_either(launch) -> None:
+    one = launch("print(birth.guarded)", nproc=1, stall_after=" Off ")
+    assert one.finish() == 0 and one.stdout == "False\n"
+
+
 def test_what_a_worker_sees(launch) -> None:
     one = launch(
         "import json\n"

@@ -20,7 +20,7 @@ from msgspec.structs import replace as replace_fields
 from paceline.contract.node_plan import NodePlan
 from paceline.errors import UsageError
 from paceline.launch.job import Allocation, Job
-from paceline.launch.slurm.allocation import Held, check_allocation, in_allocation
+from paceline.launch.slurm.allocation import Granted, check_allocation, in_allocation
 from paceline.launch.slurm.partitions import Nodes, misfit, parse_sinfo
 from paceline.launch.slurm.plan import slurm
 from paceline.launch.slurm.queue import JobState, parse_job, submit_environment
@@ -296,15 +296,15 @@ SALLOC = {
 @pytest.mark.parametrize(
     ("changes", "held"),
     [
-        ({}, Held("12", 2, 4, 2, "gpu")),
-        ({"SLURM_JOB_CPUS_PER_NODE": "16(x2)"}, Held("12", 2, 16, 2, "gpu")),
-        ({"SLURM_GPUS_PER_NODE": "a100:3"}, Held("12", 2, 4, 3, "gpu")),
+        ({}, Granted("12", 2, 4, 2, "gpu")),
+        ({"SLURM_JOB_CPUS_PER_NODE": "16(x2)"}, Granted("12", 2, 16, 2, "gpu")),
+        ({"SLURM_GPUS_PER_NODE": "a100:3"}, Granted("12", 2, 4, 3, "gpu")),
         ({"SLURM_STEP_ID": "0"}, None),  # a task of srun
-        ({"SLURM_STEP_ID": "4294967290"}, Held("12", 2, 4, 2, "gpu")),  # salloc's shell on a node
+        ({"SLURM_STEP_ID": "4294967290"}, Granted("12", 2, 4, 2, "gpu")),  # salloc's shell on a node
         ({"SLURM_JOB_ID": ""}, None),
     ],
 )
-def test_an_allocation_is_known_by_its_variables(changes: dict[str, str], held: Held | None) -> None:
+def test_an_allocation_is_known_by_its_variables(changes: dict[str, str], held: Granted | None) -> None:
     assert in_allocation({**SALLOC, **changes}) == held
 
 
@@ -322,7 +322,7 @@ def test_an_allocation_is_known_by_its_variables(changes: dict[str, str], held: 
 def test_a_job_of_another_shape_than_the_allocation_is_refused(
     change: dict[str, int], asked: Allocation, words: str
 ) -> None:
-    held = Held("12", 2, 4, 2, "gpu")
+    held = Granted("12", 2, 4, 2, "gpu")
     check_allocation(held, replace_fields(JOB, slurm=Allocation(gpus_per_node=2, partition="gpu")))
     with pytest.raises(UsageError, match=words):
         check_allocation(held, replace_fields(JOB, **{"slurm": asked, **change}))  # type: ignore[arg-type]

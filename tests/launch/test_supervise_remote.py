@@ -12,6 +12,7 @@ from collections.abc import Callable, Generator
 from pathlib import Path
 
 import pytest
+from tests import warm
 from tests.launch.launch_harness import MARK, Launch, kill_all, survivors, wait_until
 
 LAUNCHER = """
@@ -83,10 +84,10 @@ def remote(tmp_path: Path, announcement: Path) -> Generator[Callable[..., Launch
         agents = [[sys.executable, "-c", STUB + text, str(tmp_path), str(announcement), "--announce"] for text in texts]
         told = {"agents": agents, "refuse": refuse, "plan": {"nodes": len(texts), "min_nodes": len(texts), **plan}}
         mark = uuid.uuid4().hex
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-c", LAUNCHER, json.dumps(told)],
+        process = warm.Popen(
+            ["-P", "-c", LAUNCHER, json.dumps(told)],
+            torch=False,
             env={**os.environ, MARK: mark},
-            stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -1,7 +1,10 @@
 """Buffers can be put back as they were before a step, whatever has been done to them."""
 
+from pathlib import Path
+
 import pytest
 import torch
+from tests.run_ranks import run_ranks
 from torch import Tensor, nn
 
 from paceline.data.plan import Work
@@ -114,3 +117,28 @@ def test_large_tables_are_copied_only_when_they_change(monkeypatch, change):
     model.table.zero_()
     buffers.put_back()
     assert values(buffers) == changed
+
+
+class Counters(nn.Module):
+    """Buffers that are no floats, with a value of their own on each rank."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        for number in range(12):
+            self.register_buffer(f"counter_{number}", torch.tensor(100 * rank + number))
+
+
+def merged(rank: int, size: int) -> list[int]:
+    model = Counters(rank)
+    buffers = VirtualBuffers(model, World(rank, size, rank, size, torch.device("cpu"), "gloo"), size)
+    with buffers.of(work(rank)):
+        pass
+    with buffers.merged():
+        return [int(buffer) for buffer in model.buffers()]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("memory", ["auto", "off"])
+def test_each_buffer_that_is_no_float_is_that_of_the_first_virtual_rank(memory, monkeypatch, tmp_path: Path):
+    monkeypatch.setenv("PACELINE_SHARED_MEMORY", memory)
+    assert run_ranks(merged, 2, tmp_path) == [[*range(12)]] * 2

@@ -9,12 +9,12 @@ import pytest
 import torch
 from tests.run_ranks import run_ranks
 
-from paceline.proofs.verify_worker import verify
+from paceline.proofs.verify.worker import verify
 from paceline.strategies import STRATEGIES
 from paceline.verify.spec import Spec
 from paceline.worker.world import World
 
-TASKS = Path(__file__).parents[1] / "verify" / "tasks_under_test.py"
+TASKS = Path(__file__).parents[1] / "proofs" / "verify" / "tasks_under_test.py"
 # DDP refuses a model with unused parameters unless told; that is its own, loud, limit.
 REFUSES_UNUSED = {"ddp"}
 
@@ -24,7 +24,8 @@ def reports(rank: int, world_size: int, virtual_ranks: int) -> list:
     found = []
     for task in ("dropout", "batchnorm", "tokens", "unused", "strided"):
         strategies = [s for s in STRATEGIES if not (task == "unused" and s in REFUSES_UNUSED)]
-        spec = Spec(f"{TASKS}:{task}", {}, strategies, ["sgd", "adamw"], virtual_ranks, 2, 4, 0, 1.0, short_tail=True)
+        optimizers = ["sgd", "adamw"] if task == "dropout" or world_size > 2 else ["adamw"]  # the slow ones do all
+        spec = Spec(f"{TASKS}:{task}", {}, strategies, optimizers, virtual_ranks, 2, 4, 0, 1.0, short_tail=True)
         found += [(task, result) for result in verify(spec, world).results]
     return found
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from tests import warm
 
 TASK = (Path(__file__).parents[2] / "examples" / "own_task.py").read_text()
 
@@ -28,9 +28,9 @@ def train_in(folders: list[Path]) -> list[tuple[int, str]]:
             "MASTER_PORT": str(port),
             "OMP_NUM_THREADS": "1",
         }
-        command = [sys.executable, "-m", "paceline", "train", "mine:task", "--steps", "2", "--device", "cpu"]
+        command = ["-m", "paceline", "train", "mine:task", "--steps", "2", "--device", "cpu"]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        ranks.append(subprocess.Popen(command, cwd=folder, env={**os.environ, **env}, **pipes))
+        ranks.append(warm.Popen(command, rank=rank, cwd=folder, env={**os.environ, **env}, **pipes))
     said = [rank.communicate(timeout=50)[0] for rank in ranks]
     return [(rank.returncode, words) for rank, words in zip(ranks, said, strict=True)]
 

@@ -1,12 +1,11 @@
 """Whole runs in which something is not finite, or a rank stands still: none ends with other weights than it should."""
 
-import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests import warm
 
 from paceline.observe.events import RolledBack, Skipped, Step, read_events
 from paceline.observe.summary import read_summary
@@ -50,10 +49,8 @@ def train(tmp_path):
     (tmp_path / "mine.py").write_text(TASK)
 
     def run(*arguments: Any) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-m", "paceline", *map(str, arguments)],
-            cwd=tmp_path, env=dict(os.environ), capture_output=True, text=True, timeout=60,
-        )  # fmt: skip
+        here = arguments[0] == "train" and "--nproc" not in arguments  # it trains in this very process
+        return warm.run(["-m", "paceline", *arguments], torch=here, cwd=tmp_path, timeout=60)
 
     return run
 
@@ -66,15 +63,13 @@ def digest(folder: Path) -> str | None:
 
 def test_skip_and_rollback_give_the_same_weights_at_every_world_size(train, tmp_path):
     runs = {
-        "alone": (1, "skip"),
-        "two": (2, "skip"),
-        "back": (2, "rollback", "--checkpoint-every", 2),
-        "snapshot": (2, "rollback", "--max-restarts", 1, "--snapshot-every", 1),
+        "alone": ("skip",),
+        "two": ("skip", "--nproc", 2),
+        "back": ("rollback", "--nproc", 2, "--checkpoint-every", 2),
+        "snapshot": ("rollback", "--nproc", 2, "--max-restarts", 1, "--snapshot-every", 1),
     }
-    for name, (nproc, policy, *more) in runs.items():
-        ended = train(
-            "train", "mine.py:bad", "--nproc", nproc, *COMMON, "--not-finite", policy, *more, "--run-dir", name
-        )
+    for name, policy in runs.items():
+        ended = train("train", "mine.py:bad", *COMMON, "--run-dir", name, "--not-finite", *policy)
         assert ended.returncode == 0, ended.stderr
         assert "step 3 is left out: the gradient of all 2 parameters is not finite at epoch 1, step 3" in ended.stdout
         assert "samples 7 (their loss is finite)" in ended.stdout
@@ -95,14 +90,14 @@ def test_stop_is_the_default_and_rollback_leaves_out_what_there_is_nothing_to_go
     ended = train("train", "mine.py:bad", "--nproc", 2, *COMMON)
     assert ended.returncode == 5
     assert "samples 7 (their loss is finite). The parameters are still those before this step" in ended.stderr
-    ended = train("train", "mine.py:bad", "--nproc", 1, *COMMON, "--not-finite", "rollback")
+    ended = train("train", "mine.py:bad", *COMMON, "--not-finite", "rollback")
     assert ended.returncode == 0
     assert "WARNING: --not-finite rollback has nothing to go back to" in ended.stdout
     assert "step 3 is left out: nothing is kept yet to go back to" in ended.stdout
 
 
 def test_what_a_freed_rank_saves_goes_on_to_the_very_same_weights(train, tmp_path):
-    undisturbed = train("train", "mine.py:good", "--nproc", 2, *COMMON, "--run-dir", "whole")
+    undisturbed = train("train", "mine.py:good", *COMMON, "--run-dir", "whole")
     assert undisturbed.returncode == 0, undisturbed.stderr
     (tmp_path / "hang").touch()
     stalled = train("train", "mine.py:good", "--nproc", 2, *COMMON, "--stall-after", 3, "--run-dir", "run")
@@ -113,7 +108,7 @@ def test_what_a_freed_rank_saves_goes_on_to_the_very_same_weights(train, tmp_pat
         f"rank {saver}: the state after step {int(path.name[5:])} is saved: {path}" in stalled.stdout + stalled.stderr
     )
     (tmp_path / "hang").unlink()
-    resumed = train("train", "--nproc", 1, "--resume", "auto", "--run-dir", "run")
+    resumed = train("train", "--resume", "auto", "--run-dir", "run")
     assert resumed.returncode == 0, resumed.stderr
     assert f"goes on after step {int(path.name[5:])}" in resumed.stdout
     assert digest(tmp_path / "run") == digest(tmp_path / "whole")

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from tests import warm
 
 from paceline.contract.evidence import Phase
 from paceline.observe.events import Step, read_events
@@ -51,18 +49,8 @@ def test_an_event_of_an_older_paceline_is_read_without_phases(tmp_path: Path) ->
 @pytest.mark.ranks
 def test_the_phases_of_every_step_of_a_training_are_its_seconds(tmp_path: Path) -> None:
     task = Path(__file__).parents[1] / "bench" / "tasks_to_measure.py"
-    command = [
-        sys.executable,
-        "-m",
-        "paceline",
-        "train",
-        f"{task}:small",
-        "--steps",
-        "6",
-        "--run-dir",
-        str(tmp_path / "r"),
-    ]
-    subprocess.run(command, check=True, capture_output=True, timeout=50, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    done = warm.run(["-m", "paceline", "train", f"{task}:small", "--steps", 6, "--run-dir", tmp_path / "r"])
+    assert done.returncode == 0, done.stderr
     steps = [event for event in read_events(tmp_path / "r" / "events-0.jsonl") if isinstance(event, Step)]
     assert len(steps) == 6
     for step in steps:

@@ -179,7 +179,7 @@ def test_a_rank_that_cannot_write_is_named_and_the_next_checkpoint_succeeds(two_
         assert failed_step == step and failure == failed
         assert failure.startswith("rank 1: OSError: ") and reason in failure
     for step in (2, 4):
-        assert told[step] == ([2.0, 0.0], [(step, "")], "")
+        assert told[step] == (Votes(written=2.0), [(step, "")], "")
     assert [found[1:] for found in silent.values()] == [([], "")] * 4  # rank 0 tells
     assert list(published(root)) == [4, 2]
     Checkpoints(root).claim(2, 0)  # the next start removes what was never published

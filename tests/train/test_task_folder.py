@@ -1,7 +1,6 @@
 """A built-in task needs no folder of anybody's; one's own comes after what is installed."""
 
-import subprocess
-import sys
+from tests import warm
 
 LOOK = """
 import os, sys
@@ -13,9 +12,7 @@ print(sys.path.index(os.getcwd()) if os.getcwd() in sys.path else "not there", l
 
 
 def look(task, folder) -> list[str]:
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", LOOK, task], cwd=folder, capture_output=True, text=True, timeout=50
-    )
+    done = warm.run(["-P", "-c", LOOK, task], cwd=folder)
     assert done.returncode == 0, done.stderr
     return done.stdout.split()
 

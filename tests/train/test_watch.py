@@ -9,13 +9,13 @@ from torch import nn
 
 from paceline import BatchPlan, Loading, load_steps, train_step
 from paceline.checkpoint.state import Held
-from paceline.collectives import new_group
 from paceline.data.arrays import ArrayDataset
 from paceline.data.plan import ranks_share
 from paceline.errors import PacelineError
 from paceline.observe.events import Step, read_events
-from paceline.scratch.batchnorm import convert
 from paceline.strategies import STRATEGIES
+from paceline.sums import new_group
+from paceline.sums.batchnorm import convert
 from paceline.train.watch import check_replicas, fingerprint
 from paceline.worker.world import World
 

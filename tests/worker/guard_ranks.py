@@ -1,8 +1,12 @@
-"""Ranks as an agent starts them, each with a box, running a script of a test; the test plays the agent."""
+"""Ranks as an agent starts them, each with a box, running a script of a test; the test plays the agent.
+
+They are forked from a process with torch, as the product's workers are, or `started`: each imports torch for itself.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -12,15 +16,20 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
+from tests import warm
 
 from paceline.agent.workers import read_record
 from paceline.contract import box, boxes
 from paceline.contract.birth import WorkerBirth
 from paceline.contract.evidence import Answer, Op
 from paceline.contract.failure import Failure
+from paceline.worker import bootstrap
+from paceline.worker.preload import _watch_torch
 
+OUTERMOST = re.compile(r"<frozen runpy>|warm\.py\", line [0-9]+ in <module>")
 HEAD = """
 import os, sys, time
 from pathlib import Path
@@ -69,7 +78,7 @@ class Rank:
         assert boxes.takes_signal(self.process.pid)
         boxes.forget_native(self.box)
         os.kill(self.process.pid, box.SIGNAL)
-        wait(lambda: "<frozen runpy>" in boxes.read_native(self.box), "no stacks")
+        wait(lambda: OUTERMOST.search(boxes.read_native(self.box)), "no stacks")
         return boxes.read_native(self.box)
 
     def failure(self) -> Failure | None:
@@ -91,19 +100,21 @@ def wait(until: Callable[[], object], words: str, seconds: float = 30.0) -> None
 
 
 @contextmanager
-def ranks(script: str, world_size: int, folder: Path, guarded: bool = True, **env: str) -> Generator[list[Rank]]:
+def ranks(
+    script: str, world_size: int, folder: Path, *, guarded: bool = True, started: bool = False, **env: str
+) -> Generator[list[Rank]]:
     """Run `script` (HEAD comes before it) as ranks; they are killed at the end."""
     (folder / "script.py").write_text(HEAD + script)
     with socket.socket() as port:
         port.bind(("127.0.0.1", 0))
         number = port.getsockname()[1]
-    started: list[Rank] = []
+    running: list[Rank] = []
     try:
         for rank in range(world_size):
-            started.append(_start(folder, rank, world_size, number, env, guarded=guarded))
-        yield started
+            running.append(_start(folder, rank, world_size, number, env, guarded=guarded, started=started))
+        yield running
     finally:
-        for one in started:
+        for one in running:
             one.process.send_signal(signal.SIGCONT)
             one.process.kill()
             one.process.wait()
@@ -111,7 +122,9 @@ def ranks(script: str, world_size: int, folder: Path, guarded: bool = True, **en
             os.close(one.record)
 
 
-def _start(folder: Path, rank: int, world_size: int, port: int, env: dict[str, str], *, guarded: bool) -> Rank:
+def _start(
+    folder: Path, rank: int, world_size: int, port: int, env: dict[str, str], *, guarded: bool, started: bool
+) -> Rank:
     memory, record = box.make_box(rank), os.memfd_create("record")
     birth = WorkerBirth(os.getpid(), str(folder), record=record, box=memory, guarded=guarded)
     settings = {
@@ -127,15 +140,25 @@ def _start(folder: Path, rank: int, world_size: int, port: int, env: dict[str, s
         **birth.variable(),
     }
     with (folder / f"output-{rank}").open("wb") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "paceline.worker.bootstrap", str(folder / "script.py")],
-            env={**os.environ, **settings, **env},
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            pass_fds=[memory, record],
-        )
+        more: dict[str, Any] = {
+            "env": {**os.environ, **settings, **env},
+            "stdin": subprocess.DEVNULL,
+            "stdout": output,
+            "stderr": subprocess.STDOUT,
+            "pass_fds": [memory, record],
+        }
+        script = str(folder / "script.py")
+        if started:
+            process = subprocess.Popen([sys.executable, "-P", "-m", bootstrap.MODULE, script], **more)
+        else:
+            process = warm.call(f"{__name__}:worker", script, rank=rank, **more)
     return Rank(process, memory, record, folder, rank)
+
+
+def worker(script: str) -> None:
+    """What a forked rank does: as a preloader's fork, then as its command."""
+    _watch_torch()
+    bootstrap.main([script])
 
 
 def calls(ops: tuple[Op, ...] | list[Op]) -> list[str]:

@@ -14,11 +14,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.run_ranks import run_ranks
+from tests.sums.odd_model import over_torch
 from tests.worker.guard_ranks import calls
 from torch import nn
 
-from paceline.scratch.reduce import GradientReducer
-from paceline.scratch.tree import Forest, TreeReducer
+from paceline.sums.tree import Forest
 from paceline.worker.calls import Group
 from paceline.worker.guard import Guard
 
@@ -170,13 +170,14 @@ def names(rank: int, world_size: int) -> dict[str, list[str]]:
         return [f"{op.kind} {op.name}" for op in guard.taken()]
 
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
-    reducer = GradientReducer(model, bucket_bytes=50)
-    model(torch.ones(1, 4)).sum().backward()
-    reducer.finish()
-    reducer.remove()
+    reducer = over_torch(model, Forest([(0, 1), (1, 2)], rank), bucket_bytes=50, in_order=False)
+    with reducer.leaf(rank, is_last=True):
+        model(torch.ones(1, 4)).sum().backward()
+    reducer.finish(2.0)
     found["reducer"] = taken()
     owned = [(0, 3), (3, 4)]
-    tree = TreeReducer(model, Forest(owned, rank))
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    tree = over_torch(model, Forest(owned, rank))
     for leaf in range(*owned[rank]):
         with tree.leaf(leaf, is_last=leaf in (2, 3)):
             model(torch.ones(1, 4)).sum().backward()

@@ -46,7 +46,7 @@ dist.all_reduce(torch.ones(9))  # it waits
 
 def test_both_ranks_number_alike_what_wrappers_and_torch_itself_have_called(tmp_path: Path) -> None:
     """Messages, barriers and collectives made of others raise torch's own numbers by what they like."""
-    with ranks(ONE_OF_EACH, 2, tmp_path) as (waits, sleeps):
+    with ranks(ONE_OF_EACH, 2, tmp_path, started=True) as (waits, sleeps):
         waits.wait_ready()
         sleeps.wait_ready()
         wait(lambda: boxes.read_counters(waits.box).waiting, "rank 0 is not said to wait")
@@ -177,7 +177,7 @@ def test_an_error_of_another_kind_after_the_release_is_a_victims_too(tmp_path: P
 def test_the_ring_outlives_an_abort(tmp_path: Path) -> None:
     """What gloo does to the innocent rank of two with different shapes."""
     script = TORCH + "work = dist.all_reduce(torch.ones(4, 2), async_op=True); os.abort()\n"
-    with ranks(script, 1, tmp_path, PYTHONFAULTHANDLER="") as (one,):
+    with ranks(script, 1, tmp_path, started=True, PYTHONFAULTHANDLER="") as (one,):
         assert one.process.wait(30) == -signal.SIGABRT
         (op,) = boxes.read_ring(one.box)
         assert (op.kind, op.seq, op.shape, op.dtype) == ("all_reduce", 1, "[4, 2]", "float32")
@@ -197,8 +197,7 @@ def test_a_process_that_holds_the_interpreter_lock_shows_its_line_of_python(tmp_
         assert f'script.py", line {one.line("never returns")} in <module>' in text
         one.native()
         time.sleep(0.2)
-        again = boxes.read_native(one.box)
-        assert again.count("<frozen runpy>") == text.count("<frozen runpy>"), "the old text is gone"
+        assert boxes.read_native(one.box).count("script.py") == text.count("script.py")  # the old text is gone
         assert one.process.poll() is None
 
 
@@ -266,7 +265,7 @@ def test_a_forked_child_says_what_it_loads_and_nothing_in_its_parents_name(tmp_p
             assert loader.pid != one.process.pid
             time.sleep(0.3)
             seen = boxes.read_counters(one.box)
-            assert (seen.step, seen.phase, seen.ops) == (7, Phase.DATA, 1)
+            assert (seen.step, seen.phase, seen.moved[3]) == (7, Phase.DATA, 1)
             assert (tmp_path / "threads").read_text() == "['MainThread']"
             assert one.ask() is not None
         finally:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, suppress
 
 import pytest
+from tests import warm
 
 from paceline.host.reach import why_unreachable
 
@@ -61,8 +61,9 @@ def running(
         "RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": port, "OMP_NUM_THREADS": 1, "GLOO_SOCKET_IFNAME": "lo",
     }  # fmt: skip
-    process = subprocess.Popen(
-        [sys.executable, "-c", RANK, str(seconds), *["stays"] * stays],
+    process = warm.Popen(
+        ["-c", RANK, seconds, *["stays"] * stays],
+        rank=rank,
         env={**os.environ, **{name: str(value) for name, value in named.items()}, **(env or {})},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

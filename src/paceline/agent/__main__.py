@@ -93,7 +93,7 @@ def _first_line() -> bytes:
 def detach(log: Path) -> Callable[[], None]:
     """Go on in a child of our own session; return what it has to call once its workers are started.
 
-    Until then its words still reach the launcher, and its end is ours: with its exit code. From then on they go to
+    Until then its output still reaches the launcher, and its end is ours, with its exit code. From then on they go to
     `log`, and this process says so and ends. Call it before there are threads or children.
     """
     ready, begun = os.pipe()
@@ -174,7 +174,7 @@ def run_agent(plan: NodePlan, *, lifeline: bool) -> int:
     """Be the agent that `plan` makes of us; the exit code.
 
     Raises:
-        PacelineError: in words: what kept the run from beginning or going on.
+        PacelineError: says what kept the run from starting or going on.
         OSError: the workers cannot be started.
     """
     settled = detach(Path(plan.run_dir) / f"agent-{plan.node}.log") if plan.detached else lambda: None

@@ -23,7 +23,7 @@ class Answering:
         return self._collection is not None
 
     def hear(self, message: Ask | Release, workers: Workers) -> None:
-        """Begin what the head asks for."""
+        """Start what the head asks for."""
         try:
             match message:
                 case Ask(question, patience_seconds):

@@ -189,7 +189,7 @@ class Crew:
         return all(member.beat.stopped for member in self.here)
 
     def end(self, code: int) -> None:
-        """Tell all that the run is over, and wait a little until they are gone: they are to be gone before us."""
+        """Tell all that the run is over, and wait a little until they are gone: they must be gone before us."""
         self.send(RunOver(code))
         deadline = time.monotonic() + FAREWELL_SECONDS
         while (links := [m.link for m in self.here if not m.link.ended]) and time.monotonic() < deadline:

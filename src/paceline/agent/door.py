@@ -1,4 +1,4 @@
-"""The head's listening socket: who knocks there, and who sits on the port where it cannot be."""
+"""The head's listening socket: who connects there and, where the port is taken, which process holds it."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Door:
         return found
 
     def close(self) -> None:
-        """Let nobody in any more; whoever has not said yet who it is learns that the run is over."""
+        """Let nobody in any more, and turn away whoever has not said yet who it is."""
         for link in self._strangers:
             link.end("the run is over")
         for knock in self._knocks:
@@ -62,7 +62,7 @@ class Door:
 
 
 def _listen(ports: Sequence[int]) -> socket.socket:
-    """Listen on the first of these ports that is free, at every address: nobody can say yet by which one others come.
+    """Listen on the first of these ports that is free, at every address: nobody knows yet by which one others come.
 
     Raises:
         UsageError: when none is.

@@ -44,7 +44,7 @@ from paceline.host.facts import gather as gather_facts
 from paceline.observe.terminal import say
 
 LOOK_SECONDS = 1.0
-HEAD_STOP_SECONDS = 20.0  # beyond the grace: the head that was told of an order must have ended the run by then
+HEAD_STOP_SECONDS = 20.0  # beyond the grace: the head that knows of an order must have ended the run by then
 
 
 class Follower:
@@ -173,9 +173,9 @@ class Follower:
     def _report(self, link: Link) -> None:
         now = time.monotonic()
         beat = Beat(self._number, stopped=True)
-        if of := self._workers:
-            workers = tuple(one.turned(now) for one in of.samples())
-            beat = Beat(of.number, workers, of.oom_kills(), of.swept, tuple(of.left))
+        if own := self._workers:
+            workers = tuple(one.turned(now) for one in own.samples())
+            beat = Beat(own.number, workers, own.oom_kills(), own.swept, tuple(own.left))
         news = [(beat.generation, beat.stopped), *((one.code, one.failure is None) for one in beat.workers)]
         often = self._workers is not None and not self.plan.stall_after.off  # for the guard
         if news != self._news or now >= self._sent_seconds + (self._sample_seconds / 2 if often else BEAT_SECONDS):

@@ -14,7 +14,7 @@ from paceline.agent.crew import Crew, RemoteNode
 from paceline.agent.messages import PeerAddress, Reach
 from paceline.contract.node_plan import NodePlan
 from paceline.errors import ExitCode, PacelineError, UsageError
-from paceline.host.compare import compare
+from paceline.host.compare import compare_hosts
 from paceline.host.facts import Facts
 from paceline.host.facts import gather as gather_facts
 from paceline.host.reach import why_unreachable
@@ -124,9 +124,10 @@ def interface_of(facts: Facts, address: str) -> str:
 
 
 def _refuse_differences(plan: NodePlan, own: Facts, members: Sequence[RemoteNode]) -> None:
-    names = [f"node 0 ({own.host})", *(m.name for m in members)]
-    workers = [plan.nproc, *(m.hello.nproc for m in members)]
-    findings = compare([own, *(m.hello.facts for m in members)], names=names, workers=workers, threads=plan.threads)
+    head = f"node 0 ({own.host})"
+    hosts = {head: own, **{m.name: m.hello.facts for m in members}}
+    workers = {head: plan.nproc, **{m.name: m.hello.nproc for m in members}}
+    findings = compare_hosts(hosts, workers, plan.threads)
     told = [f"{finding.host}: {finding.what}. {finding.remedy}" for finding in findings]
     errors = [words for words, finding in zip(told, findings, strict=True) if finding.severity == "error"]
     if errors:

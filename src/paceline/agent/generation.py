@@ -27,7 +27,7 @@ from paceline.guard.deaths import due_seconds
 START_SECONDS = 30.0  # for other nodes to start their processes
 START_LOOK_SECONDS = 1.0
 TRAVEL_SECONDS = 3.0  # for the answers of other nodes, beyond the time that they need
-REACTION_SECONDS = 5.0  # who has not moved so long after it was freed is stuck elsewhere
+REACTION_SECONDS = 5.0  # a freed rank that has not moved by then is stuck elsewhere
 FREED_LOOK_SECONDS = 0.1
 SWEEP_MARGIN_SECONDS = 5.0  # for other nodes to kill what has not ended, and to say so
 SHOW_CURSOR = b"\x1b[?25h"
@@ -39,7 +39,7 @@ class Generation:
     Args:
         plan: the head's, with the ranks of this generation.
         own: the workers of the head's own node, started.
-        crew: the other nodes; those that are here have been told to start theirs.
+        crew: the other nodes; those that are here have been asked to start theirs.
     """
 
     def __init__(self, plan: NodePlan, own: Workers, crew: Crew) -> None:

@@ -81,7 +81,7 @@ class Judgement:
 
     @property
     def word(self) -> str:
-        """What the freed ranks are told, as JSON."""
+        """What the freed ranks learn, as JSON."""
         word = {"kind": self.verdict.kind.name, "page": self.page(), "exit_code": int(self.exit_code)}
         return msgspec.json.encode(word | {"guilty": self.verdict.guilty}).decode()
 
@@ -159,7 +159,7 @@ class Guarding:
         return None
 
     def _early_alarm(self, running: Sequence[Sample]) -> Alarm | None:
-        """An alarm before the window is over, where looking closer can tell all that waiting could.
+        """An alarm before the window is over, where looking closer shows all that waiting could.
 
         A rank has ended with code 0 and all others wait; or, in a window of the user's, ranks have not met.
         """

@@ -1,4 +1,4 @@
-"""Node 0's agent, of one node or of many: it gives ranks, names the first failure, decides on restarts, and ends it."""
+"""The agent of node 0: it starts each generation, names the first failure, decides on restarts, and ends the run."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from paceline.errors import ExitCode, UsageError
 from paceline.guard.deaths import End, due_seconds, end_of, first_failure
 from paceline.guard.judge import judge
 from paceline.guard.verdict import failure_page
-from paceline.observe.ended import write_ended
+from paceline.observe.summary import write_ended
 from paceline.observe.terminal import say
 
 POLL_FAILING_SECONDS = 0.05  # between looks for failure records; while all goes well, as often as the guard looks
@@ -75,7 +75,7 @@ class Head:
         return _launcher_gone() if self.crew.launcher_gone else self._stopped_by_signal([])
 
     def _run_one(self, generation: Generation) -> Restart | int:
-        """Wait for a generation's end: the restart to make, or the exit code; either is told."""
+        """Wait for a generation's end: the restart to make, or the exit code; either is reported."""
         if not generation.wait_started():
             return self._obey(generation)
         self._settled()
@@ -119,14 +119,14 @@ class Head:
             return ExitCode.FAILED
         number = signal.Signals(self.crew.signals[0])
         first = first_failure(ranks)
-        if first is not None and end_of(first) is End.EXCEPTION:  # it could not do what it was asked to: save, say
+        if first is not None and end_of(first) is End.EXCEPTION:  # it could not save, for example
             evidence = [Evidence.of(one) for one in ranks]
             say(failure_page(judge(evidence), evidence, oom_kills=0, attempt_dir=self.plan.attempt_dir))
         say(f"stopped by {number.name}")
         return 128 + number
 
     def _end_late(self, generation: Generation, ranks: Sequence[Sample]) -> int:
-        """End who still runs long after another has saved and stopped; rank 0's word counts, for it saves for all."""
+        """End ranks that still run long after another has saved and stopped; rank 0 decides, for it saves for all."""
         late = ", ".join(str(one.rank) for one in ranks if one.code is None)
         generation.stop(self.plan.grace_seconds)
         if generation.own.samples()[0].code == ExitCode.SAVED:
@@ -138,7 +138,7 @@ class Head:
         return ExitCode.FAILED
 
     def _end(self, generation: Generation, judgement: Judgement) -> FailedGeneration:
-        """End the generation and tell the verdict. Those who only wait are freed first, and told it."""
+        """End the generation and report the verdict. Where ranks only wait, they learn it and are freed first."""
         stalled = judgement.waited_seconds > 0
         if stalled:
             say(judgement.page())
@@ -155,7 +155,7 @@ class Head:
         )
 
     def _again(self, generation: Generation, failed: FailedGeneration) -> Restart | int:
-        """The restart to make, told; or the exit code, and it is told why there is none."""
+        """The restart to make, or the exit code; what is done and why is reported."""
         plan, here = self.plan, 1 + len(self.crew.here)
         if failed.end is End.LOST or here < 1 + len(
             generation.members

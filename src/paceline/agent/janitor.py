@@ -19,7 +19,7 @@ from paceline.host.sweep import sweep_recorded
 def start_janitor(not_kept: Sequence[int] = (), temporary: str = "") -> int:
     """Fork it; return the descriptor that keeps it asleep as long as this process lives.
 
-    `tell_janitor` must be told the attempt's folder, before anything is started: there the workers stand written down.
+    Call `tell_janitor` with the attempt's folder before anything is started: the workers are recorded there.
     Call it before there are threads, sockets or children: a fork holds everything open that its parent has. It closes
     `not_kept` at once, what the run holds as long as it lives: the janitor may live a little longer. At the end it
     removes the folder `temporary`.
@@ -51,5 +51,5 @@ def start_janitor(not_kept: Sequence[int] = (), temporary: str = "") -> int:
 
 
 def tell_janitor(descriptor: int, attempt_dir: str) -> None:
-    """Say where the workers that are about to be started will stand written down."""
+    """Say where the workers that are about to be started will be recorded."""
     os.write(descriptor, os.fsencode(attempt_dir) + b"\0")

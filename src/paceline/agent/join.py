@@ -1,4 +1,4 @@
-"""A node's agent finds the head: it tries every address and port where the head may be, and says why it fails."""
+"""A node's agent finds the head: it tries every address and port where the head may be, and says why that fails."""
 
 from __future__ import annotations
 

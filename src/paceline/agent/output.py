@@ -1,4 +1,4 @@
-"""Where does a worker's output go? Into its log, and, of those that are to be seen, onto the agent's own output."""
+"""A worker's output goes into its log and, of those that are to be seen, onto the agent's own output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How do N workers of a node pay for one import of torch? They are forked from one process that has done it.
+"""The N workers of a node pay for one import of torch: they are forked from one process that has done it.
 
 That process, the preloader, is a worker's own command that stops before it is any rank, so what forks from it has the
 worker's interpreter, arguments, flags and working folder. The kernel gives each worker to the agent as its child, as if
@@ -128,7 +128,7 @@ class Preloader:
             return None
         finally:
             os.close(waits)
-            os.close(begins)  # a worker that has not been told to begin ends now
+            os.close(begins)  # a worker that was not allowed to begin ends now
             with suppress(OSError):
                 _take_orphans(False)
 

@@ -155,7 +155,7 @@ def announced(*, number: int, total: int, nodes: int, lost_nodes: int, used: str
     """What is said before it.
 
     Args:
-        number: of the generation that begins.
+        number: of the generation that starts now.
         total: its ranks on all `nodes`.
         nodes: those that take part.
         lost_nodes: those that do no more.

@@ -32,7 +32,7 @@ class Inherited:
 
     snapshots: tuple[tuple[int, int], ...] = ()  # two memory files for each local rank: what is in them is theirs
     keep_open: tuple[int, ...] = ()  # e.g. a lock that is to last until the last worker is gone
-    janitor: int = -1  # not inherited: where the janitor is told the attempt's folder
+    janitor: int = -1  # not inherited: where the janitor learns the attempt's folder
     temporary: str = ""  # a folder that goes with the agent, however it ends
     preloader: Preloader | None = None  # not inherited: what workers are forked from
 
@@ -57,7 +57,7 @@ class Worker:
     member: Member
     process: subprocess.Popen[bytes] | Forked
     log: Path
-    log_start: int  # its first byte in the log; what stands before is an earlier generation's
+    log_start: int  # its first byte in the log; what is before it is an earlier generation's
     relays: Sequence[threading.Thread]
     record: int
     box: int

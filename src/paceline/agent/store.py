@@ -1,4 +1,4 @@
-"""Where the ranks of a generation meet, and who sits on the port where they cannot."""
+"""Where the ranks of a generation meet; where they cannot, which process holds the port."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Store:
         return self.port.fileno() if rank == 0 and self.port is not None and not plain else -1
 
     def port_number(self, plan: NodePlan) -> int:
-        """What the ranks are told as MASTER_PORT."""
+        """What the ranks get as MASTER_PORT."""
         return self.port.getsockname()[1] if self.port is not None else plan.port
 
     def close(self) -> None:

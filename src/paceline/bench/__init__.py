@@ -1,1 +1,1 @@
-"""How fast is it, what does it need, and how well does it scale: measured, split into causes, predicted."""
+"""Measurements of a training: what `paceline compare` and `paceline scale` ask for, and the pages made of it."""

@@ -1,4 +1,4 @@
-"""Which strategy should this be trained with? Pure: one sentence, and the numbers that it rests on."""
+"""Recommends a strategy in one sentence, with the numbers that it rests on. Pure."""
 
 from __future__ import annotations
 
@@ -62,10 +62,10 @@ def advise(rows: Sequence[Row], alone: Row | None, promised: Sequence[str], room
 
 def _need(row: Row) -> int:
     """What a rank of it needs, in bytes; 0 where nobody knows."""
-    return needed(row.memory) if row.memory else 0
+    return needed_bytes(row.memory) if row.memory else 0
 
 
-def needed(memory: Memory) -> int:
+def needed_bytes(memory: Memory) -> int:
     """The most that a rank has held at a time: measured where it could be, else the sum of what is known."""
     if memory.peak is not None:
         return memory.peak

@@ -1,4 +1,4 @@
-"""What do chunks say of strategies? A row for each: medians over rounds, ratios within rounds, whose bits it has."""
+"""Makes a row of measurements for each strategy: medians over rounds, ratios within rounds, whose bits it has."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from statistics import median, quantiles
 
 import msgspec
 
-from paceline.bench.spec import Chunk, Memory
+from paceline.bench.spec import Measurement, Memory
 
 REFERENCE = "reference"
 """the candidate whose bits all others are compared with: `exact` on one process, with as many virtual ranks"""
@@ -40,7 +40,7 @@ class Row(msgspec.Struct, frozen=True):
     bits: str
 
 
-def rows_of(rounds: Sequence[Sequence[Chunk]], base: str, promised: Sequence[str], steps: int) -> list[Row]:
+def compared_rows(rounds: Sequence[Sequence[Measurement]], base: str, promised: Sequence[str], steps: int) -> list[Row]:
     """One row for each candidate that was measured, in the order of the first round.
 
     Args:
@@ -49,7 +49,7 @@ def rows_of(rounds: Sequence[Sequence[Chunk]], base: str, promised: Sequence[str
         promised: strategies that promise the same bits at every world size.
         steps: of a chunk.
     """
-    by_name: dict[str, list[Chunk]] = {}
+    by_name: dict[str, list[Measurement]] = {}
     for chunk in sorted((chunk for found in rounds for chunk in found), key=lambda chunk: chunk.batch_size):
         by_name.setdefault(chunk.name, []).append(chunk)
     bases = {number: chunk.rate for number, found in enumerate(rounds) for chunk in found if chunk.name == base}
@@ -58,9 +58,7 @@ def rows_of(rounds: Sequence[Sequence[Chunk]], base: str, promised: Sequence[str
         for number, found in enumerate(rounds)
         if number in bases
     ]
-    reference = {
-        chunk.batch_size: chunk.digest for found in rounds for chunk in found if chunk.name.startswith(REFERENCE)
-    }
+    reference = {one.batch_size: one.digest for found in rounds for one in found if one.name.startswith(REFERENCE)}
     return [
         _row(chunks, [each[name] for each in rates if name in each], promised, reference, steps)
         for name, chunks in by_name.items()
@@ -69,7 +67,11 @@ def rows_of(rounds: Sequence[Sequence[Chunk]], base: str, promised: Sequence[str
 
 
 def _row(
-    chunks: Sequence[Chunk], ratios: Sequence[float], promised: Sequence[str], reference: Mapping[int, str], steps: int
+    chunks: Sequence[Measurement],
+    ratios: Sequence[float],
+    promised: Sequence[str],
+    reference: Mapping[int, str],
+    steps: int,
 ) -> Row:
     first = chunks[0]
     return Row(
@@ -90,7 +92,7 @@ def _row(
     )
 
 
-def bits_of(chunk: Chunk, digests: Sequence[str], promised: Sequence[str], reference: str | None) -> str:
+def bits_of(chunk: Measurement, digests: Sequence[str], promised: Sequence[str], reference: str | None) -> str:
     """Whose bits these are: by promise, or only as it came out here."""
     if chunk.world_size == 1:
         return "-"

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from paceline.bench.compare_report import Row
-from paceline.bench.spec import NO_EXCHANGE, Failed
+from paceline.bench.spec import NO_EXCHANGE, NotMeasured
 
 WIDTH = 140  # where there is no terminal
 SPEED = ("strategy", "processes", "batch", "samples/s", "x one process", "CPU ms/step", "first step s", "sent MB/step",
@@ -17,7 +17,7 @@ MEMORY = ("strategy", "processes", "batch", "weights", "gradients", "optimizer",
           "process")  # fmt: skip
 
 
-def print_compared(rows: Sequence[Row], failures: Sequence[Failed], advice: str, notes: Sequence[str]) -> None:
+def print_compared(rows: Sequence[Row], failures: Sequence[NotMeasured], advice: str, notes: Sequence[str]) -> None:
     """Print the tables, the failures, what has to be said of them, and the advice last."""
     console = Console(width=None if Console().is_terminal else WIDTH, highlight=False, emoji=False)
     speed = _table(SPEED, "speed: median over rounds (quartiles); batch: of a step, all ranks together")

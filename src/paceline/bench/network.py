@@ -1,4 +1,4 @@
-"""What does `--network 100Gbit,5us` mean? Bytes a second and seconds a message, of one link."""
+"""Parses `--network 100Gbit,5us`: bytes a second and seconds a message, of one link."""
 
 from __future__ import annotations
 

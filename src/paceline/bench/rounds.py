@@ -1,26 +1,36 @@
-"""In which order is everything measured? A B C A B C: in each round every candidate once, each time in new processes.
+"""Measures every candidate once in each round, A B C A B C, each time in new processes.
 
 A round starts one set of processes for each world size, in which the candidates take turns, beginning with another one
-in each round. What the machine does at a time so meets all candidates alike, and their ratios within a round are fair.
-A candidate that fails ends its set; it is not tried again, and the set is started again for those after it.
+in each round. So whatever else the machine does at a time meets all candidates alike, and their ratios within a round
+are fair. A candidate that fails ends its set; it is not tried again, and the set is started again for those after it.
 """
 
 from __future__ import annotations
 
+import secrets
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from paceline.bench.sets import failed, measure
-from paceline.bench.spec import Candidate, Chunk, Failed, Order
+import msgspec
+
+from paceline.bench.spec import CHUNKS, CONFIG, ORDER, RUNNING, Candidate, Measurement, MeasureOrder, NotMeasured
+from paceline.contract.failure import Failure
 from paceline.contract.orders import STOP_SIGNALS
 from paceline.errors import ExitCode
+from paceline.launch.job import Job
+from paceline.launch.local import local
+from paceline.launch.supervise import run
+
+WORKER = "paceline.proofs.bench.worker"
+QUIET = {"KINETO_LOG_LEVEL": "99"}  # the profiler's own words, several lines for each start of it
+LAST_CHARS = 300
 
 
 @dataclass(frozen=True)
-class Group:
+class ProcessSet:
     """What is measured on one number of processes."""
 
     nproc: int
@@ -28,76 +38,112 @@ class Group:
 
 
 @dataclass
-class Measured:
+class MeasuredRounds:
     """What all rounds have found so far."""
 
-    rounds: list[list[Chunk]] = field(default_factory=list[list[Chunk]])
-    failures: list[Failed] = field(default_factory=list[Failed])
+    rounds: list[list[Measurement]] = field(default_factory=list[list[Measurement]])
+    failures: list[NotMeasured] = field(default_factory=list[NotMeasured])
     code: int = ExitCode.DONE
-    """not 0: nobody could measure anything more, for a reason that has been told"""
+    """not 0: nothing more could be measured, for a reason that has been printed"""
 
 
-def folder_of(root: Path, number: int, nproc: int, name: str) -> Path:
-    """Where the events of a candidate in round `number` (from 0) are."""
+def folder_of(root: Path, number: int, nproc: int, name: str = "") -> Path:
+    """Where the events of a candidate in round `number` (from 0) are; without a name, those of its set."""
     return root / f"round-{number}" / f"ranks-{nproc}" / name
 
 
 def measure_rounds(
-    groups: Sequence[Group], settings: str, root: Path, *, rounds: int, warmup: int, steps: int, memory: bool
-) -> Measured:
-    """Measure all groups, `rounds` times.
+    sets: Sequence[ProcessSet], settings: str, root: Path, *, rounds: int, warmup: int, steps: int, memory: bool
+) -> MeasuredRounds:
+    """Measure all sets, `rounds` times.
 
     Args:
-        groups: one for each world size.
+        sets: one for each world size.
         settings: the training's, as TOML.
         root: an existing folder, for everything that is written.
         rounds: how often.
-        warmup: steps before a chunk, at least LOOKED_AT.
-        steps: of a chunk.
+        warmup: steps before those that count, at least LOOKED_AT.
+        steps: that count.
         memory: whether memory is looked at, in the first round.
     """
-    found = Measured()
+    found = MeasuredRounds()
     for number in range(rounds):
         found.rounds.append([])
-        for group in groups:
-            _say(f"round {number + 1} of {rounds}: {group.nproc} process{'es' if group.nproc > 1 else ''} ...")
-            shift = number % max(1, len(group.candidates))
-            turn = [*group.candidates[shift:], *group.candidates[:shift]]
-            _measure_group(found, group.nproc, turn, settings, root, (number, warmup, steps, memory and number == 0))
+        for one in sets:
+            _say(f"round {number + 1} of {rounds}: {one.nproc} process{'es' if one.nproc > 1 else ''} ...")
+            shift = number % max(1, len(one.candidates))
+            gone = {failure.name for failure in found.failures if failure.world_size == one.nproc}
+            turn = [c for c in (*one.candidates[shift:], *one.candidates[:shift]) if c.name not in gone]
+            folder = folder_of(root, number, one.nproc)
+            order = MeasureOrder(turn, warmup, steps, str(folder), time.time(), memory and number == 0)
+            _measure_set(found, order, settings, one.nproc)
             if found.code != ExitCode.DONE:
                 return found
     return found
 
 
-def _measure_group(
-    found: Measured,
-    nproc: int,
-    turn: Sequence[Candidate],
-    settings: str,
-    root: Path,
-    how: tuple[int, int, int, bool],
-) -> None:
-    """One set of processes, started again after each candidate that fails."""
-    number, warmup, steps, memory = how
-    gone = {failure.name for failure in found.failures if failure.world_size == nproc}
-    left = [candidate for candidate in turn if candidate.name not in gone]
+def _measure_set(found: MeasuredRounds, order: MeasureOrder, settings: str, nproc: int) -> None:
+    """Measure one set of processes, started again after each candidate that fails."""
+    left, folder = order.candidates, Path(order.folder)
     while left:
-        folder = folder_of(root, number, nproc, "")
         if folder.exists():  # of the set that a candidate has ended; its events stay beside those of the new one
-            folder = folder.with_name(f"{folder.name}-again-{len(left)}")
-        order = Order(left, warmup, steps, str(folder), time.time(), memory)
-        ended = measure(order, settings, nproc)
-        found.rounds[-1].extend(ended.chunks)
-        if ended.code == ExitCode.DONE:
+            folder = Path(f"{order.folder}-again-{len(left)}")
+        code = _start_set(
+            msgspec.structs.replace(order, candidates=left, folder=str(folder), started_unix=time.time()),
+            settings,
+            nproc,
+        )
+        measured = _read_measurements(folder)
+        found.rounds[-1].extend(measured)
+        if code == ExitCode.DONE:
             return
-        if ended.running is None or ended.code - 128 in {*STOP_SIGNALS}:
-            found.code = ended.code
+        running = folder / RUNNING
+        if code - 128 in {*STOP_SIGNALS} or not running.is_file():
+            found.code = code
             return
-        at = ended.running
-        found.failures.append(failed(at, ended, nproc))
+        at = msgspec.json.decode(running.read_bytes(), type=Candidate)
+        reason = _reason(folder / "attempt", code)
+        found.failures.append(NotMeasured(at.name, at.strategy, nproc, at.batch_size, reason))
         _say(f"{at.strategy} failed and is left out; the others go on")
-        done = {chunk.name for chunk in ended.chunks}
-        left = [candidate for candidate in left if candidate.name not in done and candidate.name != at.name]
+        done = {at.name, *(one.name for one in measured)}
+        left = [candidate for candidate in left if candidate.name not in done]
+
+
+def _start_set(order: MeasureOrder, settings: str, nproc: int) -> int:
+    """Start `nproc` workers on `order`, whose folder must not exist, and wait for their end; their exit code."""
+    folder = Path(order.folder)
+    attempt = folder / "attempt"
+    attempt.mkdir(parents=True)
+    (folder / CONFIG).write_text(settings)
+    (folder / ORDER).write_bytes(msgspec.json.encode(order))
+    job = Job(
+        argv=(sys.executable, "-P", "-m", WORKER, str(folder)),
+        nproc=nproc,
+        attempt_dir=attempt,
+        run_id=secrets.token_hex(8),
+        threads=max(candidate.threads for candidate in order.candidates),
+        env=QUIET,
+    )
+    return run(local(job), attempt)
+
+
+def _read_measurements(folder: Path) -> list[Measurement]:
+    """What rank 0 has written down."""
+    path = folder / CHUNKS
+    lines = path.read_bytes().splitlines() if path.is_file() else []
+    return [msgspec.json.decode(line, type=Measurement) for line in lines if line.endswith(b"}")]
+
+
+def _reason(attempt: Path, code: int) -> str:
+    """The first failure's last line, in one line."""
+    found = [msgspec.json.decode(path.read_bytes(), type=Failure) for path in sorted(attempt.glob("error-*.json"))]
+    own = [failure for failure in found if not failure.victim] or found
+    if own:
+        first = min(own, key=lambda failure: failure.monotonic_seconds)
+        words = first.message.strip().splitlines() or [first.type]
+        who = "" if first.exit_code == ExitCode.USAGE else f"rank {first.rank}: {first.type}: "
+        return f"{who}{words[0]}"[:LAST_CHARS]
+    return f"its processes ended with code {code}" + (" (killed; out of memory?)" if code == 137 else "")
 
 
 def _say(words: str) -> None:

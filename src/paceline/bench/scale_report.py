@@ -3,31 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import median
 
 import msgspec
 
 from paceline.bench.compare_report import Spread, spread
-from paceline.bench.model import Machine, Model, Point, fit, hold_out
+from paceline.bench.fit import HeldOut, Points, fit_model
+from paceline.bench.model import Machine
 from paceline.bench.network import Network
-from paceline.bench.shares import (
-    Parts,
-    Share,
-    backward_per_forward,
-    lost_strong,
-    lost_weak,
-    take_apart,
-)
-from paceline.bench.steps import Run, Spent
+from paceline.bench.runs import At, Run, Runs, Spent
+from paceline.bench.shares import Share, StepParts, backward_per_forward, lost_strong, lost_weak, take_apart
 
-
-class At(msgspec.Struct, frozen=True):
-    """So many ranks with so many samples each in a step."""
-
-    ranks: int
-    batch: int
+MACHINES = (2, 4, 8, 16, 64)  # for which a stated network is extrapolated to
 
 
 class Lost(msgspec.Struct, frozen=True):
@@ -55,40 +44,27 @@ class Ahead(msgspec.Struct, frozen=True):
     efficiency: float
 
 
-class Held(msgspec.Struct, frozen=True):
-    """A measured step, predicted from those on other numbers of ranks."""
-
-    at: At
-    measured_seconds: float
-    predicted_seconds: float
-    error: float
-
-
 class Scaled(msgspec.Struct, frozen=True):
     """All that is printed or written."""
 
     what: str
     lost: list[Lost]
-    held: list[Held]
+    held: list[HeldOut]
     ahead: list[Ahead]
     notes: list[str]
 
 
-Runs = Mapping[At, Sequence[Run]]
-"""by round; of all points the same rounds"""
-
-
-def parts_of(runs: Runs, alone: Mapping[At, Sequence[Run]]) -> dict[At, Parts]:
+def parts_of(runs: Runs, alone: Runs) -> dict[At, StepParts]:
     """Each point taken apart: the run of its middle round. `alone` are runs without exchange, where there are any."""
-    base = next((_middle(found) for at, found in sorted(runs.items(), key=_order) if at.ranks == 1), None)
-    parts: dict[At, Parts] = {}
+    base = next((_middle(found) for at, found in sorted(runs.items()) if at.ranks == 1), None)
+    parts: dict[At, StepParts] = {}
     for at, found in runs.items():
         without = _middle(alone[at]) if alone.get(at) else base
         parts[at] = take_apart(_middle(found), backward_per_forward(without) if without and at.ranks > 1 else None)
     return parts
 
 
-def usual(runs: Runs) -> dict[At, Sequence[Run]]:
+def usual(runs: Runs) -> Runs:
     """The quicker half of each point's steps, of all rounds together, as one run.
 
     What the model is fitted to: what disturbs a step now and then is not the task's, and follows no law.
@@ -100,7 +76,7 @@ def usual(runs: Runs) -> dict[At, Sequence[Run]]:
     return found
 
 
-def lost_of(runs: Runs, parts: Mapping[At, Parts], machine: Machine, mode: str, batch: int) -> list[Lost]:
+def lost_of(runs: Runs, parts: Points, machine: Machine, mode: str, batch: int) -> list[Lost]:
     """What each number of ranks above 1 loses.
 
     Args:
@@ -120,64 +96,45 @@ def lost_of(runs: Runs, parts: Mapping[At, Parts], machine: Machine, mode: str, 
         ratios = [a.step_seconds / work / b.step_seconds for a, b in zip(runs[base], runs[at], strict=True)]
         one, many = parts[base], parts[at]
         shares = lost_weak(one, many) if mode == "weak" else lost_strong(one, many, ranks, parts.get(At(1, at.batch)))
-        rate = _middle(runs[at]).samples / many.step
-        lost = many.step - one.step / work
         found.append(
             Lost(
-                mode, at, rate, many.step, spread(ratios), lost, shares, many.slowest, many.slow_phase,
-                machine.crowd(ranks),
+                mode,
+                at,
+                samples_per_second=_middle(runs[at]).samples / many.step,
+                step_seconds=many.step,
+                efficiency=spread(ratios),
+                lost_seconds=many.step - one.step / work,
+                shares=shares,
+                slowest=many.slowest,
+                slow_phase=many.slow_phase,
+                crowd=machine.crowd(ranks),
             )
-        )  # fmt: skip
+        )
     return found
-
-
-def points_of(parts: Mapping[At, Parts]) -> list[Point]:
-    """What the model is fitted to."""
-    return [Point(at.ranks, at.batch, one) for at, one in sorted(parts.items(), key=_order)]
-
-
-def held_of(parts: Mapping[At, Parts], machine: Machine) -> list[Held]:
-    """How well the model would have predicted each number of ranks that was measured, without it."""
-    return [
-        Held(At(h.point.ranks, h.point.batch), h.point.parts.step, h.predicted, h.error)
-        for h in hold_out(points_of(parts), machine)
-    ]
 
 
 def ahead_of(
-    parts: Mapping[At, Parts], machine: Machine, weak: int | None, strong: int | None, network: Network | None
+    parts: Points, machine: Machine, weak: int | None, strong: int | None, network: Network | None
 ) -> list[Ahead]:
     """Twice the most ranks measured, on this machine; with a network, more machines like it."""
-    model = fit(points_of(parts), machine)
-    most = max(at.ranks for at in parts)
-    found = [
-        one for mode, batch in (("weak", weak), ("strong", strong)) if batch
-        for one in [_ahead(model, mode, 2 * most, batch, model.step, "this machine")] if one is not None
-    ]  # fmt: skip
-    if network is None:
-        return found
-    here = max((at.ranks for at in parts if machine.crowd(at.ranks) <= 1.0), default=1)
+    model = fit_model(parts, machine)
+    found: list[Ahead] = []
 
-    def on_many(ranks: int, batch: int) -> float:
-        return model.step_on_many(ranks, batch, here, network)
-
-    for machines in (2, 4, 8, 16, 64):
-        where = f"{machines} machines like this one, {here} rank{'s' if here > 1 else ''} each"
+    def add(ranks: int, where: str, per_machine: int, over: Network | None) -> None:
         for mode, batch in (("weak", weak), ("strong", strong)):
-            one = _ahead(model, mode, machines * here, batch, on_many, where) if batch else None
-            found += [] if one is None else [one]
+            own = batch // (1 if mode == "weak" else ranks) if batch else 0
+            if batch and own:
+                seconds = model.step_on_many(ranks, own, per_machine, over) if over else model.step(ranks, own)
+                ideal = model.step(1, batch) / (1 if mode == "weak" else ranks)
+                found.append(Ahead(mode, At(ranks, own), where, seconds, ideal / seconds if seconds > 0 else 0.0))
+
+    most = 2 * max(at.ranks for at in parts)
+    add(most, "this machine", most, None)
+    here = max((at.ranks for at in parts if machine.crowd(at.ranks) <= 1.0), default=1)
+    for machines in MACHINES if network else ():
+        where = f"{machines} machines like this one, {here} rank{'s' if here > 1 else ''} each"
+        add(machines * here, where, here, network)
     return found
-
-
-def _ahead(
-    model: Model, mode: str, ranks: int, batch: int, step: Callable[[int, int], float], where: str
-) -> Ahead | None:
-    own = batch if mode == "weak" else batch // ranks
-    if own < 1:
-        return None
-    seconds = step(ranks, own)
-    ideal = model.step(1, batch) / (1 if mode == "weak" else ranks)
-    return Ahead(mode, At(ranks, own), where, seconds, ideal / seconds if seconds > 0 else 0.0)
 
 
 def _longest(step: Mapping[int, Spent]) -> float:
@@ -188,7 +145,3 @@ def _middle(found: Sequence[Run]) -> Run:
     """The run of the round whose steps were of middle length."""
     middle = median([run.step_seconds for run in found])
     return min(found, key=lambda run: abs(run.step_seconds - middle))
-
-
-def _order(item: tuple[At, object]) -> tuple[int, int]:
-    return item[0].ranks, item[0].batch

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from paceline.bench.scale_report import Ahead, Held, Lost, Scaled
+from paceline.bench.fit import HeldOut
+from paceline.bench.scale_report import Ahead, Lost, Scaled
 from paceline.bench.shares import COMPUTE, DATA, EXCHANGE, REST, SMALLER, WAITING, Share
 
 WIDTH = 160  # where there is no terminal
@@ -26,7 +27,7 @@ def print_scaled(scaled: Scaled) -> None:
         if rows := [lost for lost in scaled.lost if lost.mode == mode]:
             console.print(_lost_table(mode, rows))
             for lost in rows:
-                console.print(sentence(lost), markup=False)
+                console.print(loss_sentence(lost), markup=False)
     for held in scaled.held:
         console.print(held_words(held), markup=False)
     if scaled.ahead:
@@ -35,7 +36,7 @@ def print_scaled(scaled: Scaled) -> None:
         console.print(note, markup=False)
 
 
-def sentence(lost: Lost) -> str:
+def loss_sentence(lost: Lost) -> str:
     """What most of the loss is."""
     ranks = f"{lost.at.ranks} ranks, {lost.mode}"
     gone = 100 * (1 - lost.efficiency.median)
@@ -56,7 +57,7 @@ def _who(lost: Lost) -> str:
     return f" ({turns})" if cause == COMPUTE and turns else ""
 
 
-def held_words(held: Held) -> str:
+def held_words(held: HeldOut) -> str:
     """How well the model does where it can be checked."""
     return (
         f"model, fitted without {held.at.ranks} ranks: predicts {_ms(held.predicted_seconds)} a step of "
@@ -75,7 +76,7 @@ def _lost_table(mode: str, rows: Sequence[Lost]) -> Table:
         "step ms",
         "efficiency",
         "lost ms",
-        *(CAUSES[cause] for cause in causes),
+        *map(CAUSES.__getitem__, causes),
     ):
         table.add_column(column, justify="right")
     for lost in rows:

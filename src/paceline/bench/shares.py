@@ -1,4 +1,4 @@
-"""Where did the time go? Pure: from the seconds of each rank in each phase to shares of what scaling has lost.
+"""Splits what scaling has lost into shares by cause, from the seconds of each rank in each phase. Pure.
 
 In lockstep every step lasts as long as its slowest rank works, plus what the exchange itself takes:
 
@@ -19,10 +19,10 @@ docs/scaling.md says what the shares mean.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from paceline.bench.steps import Run, Spent
+from paceline.bench.runs import Run, Spent
 
 WORK: tuple[str, ...] = ("data", "forward", "backward", "optimizer", "between")
 WAITS_IN_BACKWARD = 1.05  # so much longer than it takes by itself; less is noise
@@ -32,7 +32,7 @@ SMALLER, REST = "smaller batch per rank", "rest"
 
 
 @dataclass(frozen=True)
-class Parts:
+class StepParts:
     """The mean step of a run, taken apart; seconds."""
 
     step: float
@@ -46,9 +46,9 @@ class Parts:
     """in which it loses most"""
 
     @property
-    def rest(self) -> float:
-        """What is none of these."""
-        return self.step - self.data - self.compute - self.waiting - self.exchange
+    def busy(self) -> float:
+        """As long as the slowest rank of each step works."""
+        return self.compute + self.data + self.waiting
 
 
 @dataclass(frozen=True)
@@ -62,13 +62,13 @@ class Share:
     """of all that was lost"""
 
 
-def take_apart(run: Run, backward_per_forward: float | None = None) -> Parts:
+def take_apart(run: Run, backward_per_forward: float | None = None) -> StepParts:
     """The mean step of `run`; how long backward takes by itself, in terms of forward, where that is known."""
     ranks = sorted(run.hosts)
     mean = _means(run, ranks)
     alone = {rank: _backward_alone(mean[rank], backward_per_forward) for rank in ranks}
     own = [{rank: _work(step[rank], alone[rank]) for rank in ranks} for step in run.steps]
-    sync = [{rank: step[rank].sync + step[rank].backward - own_backward(step[rank], alone[rank]) for rank in ranks}
+    sync = [{rank: step[rank].sync + step[rank].backward - _own_backward(step[rank], alone[rank]) for rank in ranks}
             for step in run.steps]  # fmt: skip
     count = len(run.steps)
     total = {rank: sum(sum(each[rank].values()) for each in own) / count for rank in ranks}
@@ -80,7 +80,7 @@ def take_apart(run: Run, backward_per_forward: float | None = None) -> Parts:
     waiting = longest - sum(usual.values())
     excess = {p: sum(each[slowest][p] for each in own) / count - usual[p] for p in WORK}
     named = len(ranks) > 1 and blamed.get(slowest, 0.0) >= ONE_CULPRIT
-    return Parts(
+    return StepParts(
         step=run.step_seconds,
         data=usual["data"],
         compute=sum(usual[phase] for phase in WORK if phase != "data"),
@@ -98,34 +98,31 @@ def backward_per_forward(run: Run) -> float:
     return sum(one["backward"] for one in mean) / forward if forward > 0 else 0.0
 
 
-def lost_weak(base: Parts, parts: Parts) -> list[Share]:
+def lost_weak(base: StepParts, parts: StepParts) -> list[Share]:
     """What makes a step longer than that of one rank, which has as many samples."""
-    return _shares(
-        parts.step - base.step,
-        {
-            COMPUTE: parts.compute - base.compute,
-            DATA: parts.data - base.data,
-            EXCHANGE: parts.exchange - base.exchange,
-            WAITING: parts.waiting - base.waiting,
-        },
-    )
+    return _shares(parts.step - base.step, _causes(base, parts, 1))
 
 
-def lost_strong(base: Parts, parts: Parts, ranks: int, small: Parts | None) -> list[Share]:
+def lost_strong(base: StepParts, parts: StepParts, ranks: int, small: StepParts | None) -> list[Share]:
     """What makes a step longer than an N-th of that of one rank, which has N times as many samples.
 
     `small` is one rank with as many samples as each of the N has: then it shows what the smaller batch costs.
     """
-    causes = {
-        COMPUTE: parts.compute - base.compute / ranks,
-        DATA: parts.data - base.data / ranks,
-        EXCHANGE: parts.exchange - base.exchange / ranks,
-        WAITING: parts.waiting - base.waiting / ranks,
-    }
+    causes = _causes(base, parts, ranks)
     if small is not None:
         causes[SMALLER] = small.compute - base.compute / ranks
         causes[COMPUTE] = parts.compute - small.compute
     return _shares(parts.step - base.step / ranks, causes)
+
+
+def _causes(base: StepParts, parts: StepParts, work: int) -> dict[str, float]:
+    """Seconds by cause, where one rank alone has `work` times as much to do."""
+    return {
+        COMPUTE: parts.compute - base.compute / work,
+        DATA: parts.data - base.data / work,
+        EXCHANGE: parts.exchange - base.exchange / work,
+        WAITING: parts.waiting - base.waiting / work,
+    }
 
 
 def _shares(lost: float, causes: Mapping[str, float]) -> list[Share]:
@@ -137,31 +134,24 @@ def _shares(lost: float, causes: Mapping[str, float]) -> list[Share]:
 
 def _means(run: Run, ranks: list[int]) -> dict[int, dict[str, float]]:
     """Seconds in each phase, by rank."""
-
-    def mean(rank: int, of: Callable[[Spent], float]) -> float:
-        return sum(of(step[rank]) for step in run.steps) / len(run.steps)
-
-    return {rank: {p: mean(rank, lambda spent, p=p: getattr(spent, p)) for p in WORK} for rank in ranks}
+    steps = run.steps
+    return {rank: {p: sum(getattr(step[rank], p) for step in steps) / len(steps) for p in WORK} for rank in ranks}
 
 
 def _backward_alone(mean: Mapping[str, float], ratio: float | None) -> float | None:
-    """How long this rank's backward takes by itself; None where nothing speaks for waiting in it."""
+    """How long this rank's backward takes by itself; None where nothing suggests that it waits in it."""
     if ratio is None or mean["backward"] <= WAITS_IN_BACKWARD * ratio * mean["forward"]:
         return None
     return ratio * mean["forward"]
 
 
-def own_backward(spent: Spent, alone: float | None) -> float:
+def _own_backward(spent: Spent, alone: float | None) -> float:
     """The part of a backward that is work."""
     return spent.backward if alone is None else min(spent.backward, alone)
 
 
 def _work(spent: Spent, alone: float | None) -> dict[str, float]:
-    backward = own_backward(spent, alone)
-    return {
-        "data": spent.data, "forward": spent.forward, "backward": backward, "optimizer": spent.optimizer,
-        "between": spent.between,
-    }  # fmt: skip
+    return {phase: getattr(spent, phase) for phase in WORK} | {"backward": _own_backward(spent, alone)}
 
 
 def _longest(work: Mapping[int, Mapping[str, float]]) -> int:

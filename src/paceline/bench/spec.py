@@ -1,10 +1,10 @@
-"""What a set of processes is told to measure, and what it found: plain data between command and workers (no torch)."""
+"""What a set of processes is asked to measure, and what it found: plain data between command and workers."""
 
 from __future__ import annotations
 
 import msgspec
 
-CHUNKS, RUNNING = "chunks.jsonl", "running.json"
+ORDER, CONFIG, CHUNKS, RUNNING = "order.json", "config.toml", "chunks.jsonl", "running.json"
 LOOKED_AT = 3
 """first steps in which memory and bytes are counted: the least warm-up"""
 NO_EXCHANGE = "no exchange"
@@ -21,7 +21,7 @@ class Candidate(msgspec.Struct, frozen=True):
     virtual_ranks: int = 0  # 0: as many as ranks
 
 
-class Order(msgspec.Struct, frozen=True):
+class MeasureOrder(msgspec.Struct, frozen=True):
     """What one set of processes does: all candidates, one after the other."""
 
     candidates: list[Candidate]
@@ -33,7 +33,7 @@ class Order(msgspec.Struct, frozen=True):
 
 
 class Memory(msgspec.Struct, frozen=True):
-    """Bytes on the rank that holds most of each; None where this machine does not tell."""
+    """Bytes on the rank that holds most of each; None where this machine does not say."""
 
     weights: int
     gradients: int  # what the optimizer is given
@@ -44,8 +44,8 @@ class Memory(msgspec.Struct, frozen=True):
     rss_peak: int | None = None  # of the process, libraries included
 
 
-class Chunk(msgspec.Struct, frozen=True):
-    """What one candidate did in one round."""
+class Measurement(msgspec.Struct, frozen=True):
+    """What one candidate did in one round: a chunk of steps."""
 
     name: str
     strategy: str
@@ -56,7 +56,7 @@ class Chunk(msgspec.Struct, frozen=True):
     samples: int
     seconds: float
     cpu_seconds: float  # user and system, of all ranks
-    first_step_seconds: float  # the strategy applied to the model, and the first step
+    first_step_seconds: float  # of applying the strategy to the model, and the first step
     launch_seconds: float  # from the command to processes that are ready
     digest: str  # of the parameters after the chunk
     weight_bytes: int  # of all parameters that are trained: what ranks exchange
@@ -69,7 +69,7 @@ class Chunk(msgspec.Struct, frozen=True):
         return self.samples / self.seconds
 
 
-class Failed(msgspec.Struct, frozen=True):
+class NotMeasured(msgspec.Struct, frozen=True):
     """A candidate that could not be measured."""
 
     name: str

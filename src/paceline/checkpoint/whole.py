@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.checkpoint.state import Held
-from paceline.collectives import gather_words
+from paceline.sums import gather_words
 from paceline.worker.world import World
 
 

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from paceline.disk.owners import note_strangers
-from paceline.disk.reading import is_folder, resolved
+from paceline.disk.reading import is_folder, real_path
 from paceline.errors import ExitCode, UsageError
 from paceline.store.manifest import Damaged, Manifest
 from paceline.store.store import Checkpoints, Entry
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str]) -> int:
     config = tyro.cli(
         CheckpointConfig, prog="paceline checkpoint", args=list(arguments), description=CheckpointConfig.__doc__
     )
-    checkpoints, entries, ours = _find(resolved(config.run))
+    checkpoints, entries, ours = _find(real_path(config.run))
     console = Console(width=None if Console().is_terminal else 132, highlight=False)
     if config.action == "list":
         _list(console, checkpoints, entries)

@@ -13,10 +13,10 @@ import psutil
 import tyro
 
 from paceline.bench.advice import advise
-from paceline.bench.compare_report import REFERENCE, Row, rows_of
+from paceline.bench.compare_report import REFERENCE, Row, compared_rows
 from paceline.bench.compare_table import print_compared
-from paceline.bench.rounds import Group, Measured, measure_rounds
-from paceline.bench.spec import LOOKED_AT, NO_EXCHANGE, Candidate, Failed
+from paceline.bench.rounds import MeasuredRounds, ProcessSet, measure_rounds
+from paceline.bench.spec import LOOKED_AT, NO_EXCHANGE, Candidate, NotMeasured
 from paceline.cli.measuring import CliMeasuring, Measuring, check_out, positive, publish, settings_of, whole_numbers
 from paceline.config import DEFAULT_BATCH_SIZE, dump
 from paceline.errors import ExitCode, UsageError, unknown
@@ -45,7 +45,7 @@ class Compared(msgspec.Struct, frozen=True):
 
     task: str
     rows: list[Row]
-    failures: list[Failed]
+    failures: list[NotMeasured]
     advice: str
     notes: list[str]
 
@@ -68,12 +68,12 @@ def main(arguments: Sequence[str]) -> int:
         raise UsageError(f"--nproc {nproc} needs {nproc} GPUs, this machine has {gpus}. Use --device cpu, or fewer")
     threads = how.threads_per_rank or settings.launch.threads_per_rank
     usual = threads or threads_per_rank(cores, nproc)
-    refused = [Failed(name, name, nproc, batches[0], why) for name in asked if (why := not_run(name, nproc))]
+    refused = [NotMeasured(name, name, nproc, batches[0], why) for name in asked if (why := not_run(name, nproc))]
     run = [name for name in asked if name not in {failure.strategy for failure in refused}]
-    groups = _groups(run, nproc, batches, usual, threads or 1)
+    sets = _sets(run, nproc, batches, usual, threads or 1)
     with tempfile.TemporaryDirectory(prefix="paceline-compare-", ignore_cleanup_errors=True) as folder:
         found = measure_rounds(
-            groups, dump(settings), Path(folder).resolve(), rounds=how.rounds, warmup=how.warmup, steps=how.steps,
+            sets, dump(settings), Path(folder).resolve(), rounds=how.rounds, warmup=how.warmup, steps=how.steps,
             memory=True,
         )  # fmt: skip
     if found.code != ExitCode.DONE:
@@ -103,7 +103,7 @@ def base_name(batch: int) -> str:
     return f"single-b{batch}"
 
 
-def _groups(run: Sequence[str], nproc: int, batches: Sequence[int], threads: int, exact_threads: int) -> list[Group]:
+def _sets(run: Sequence[str], nproc: int, batches: Sequence[int], threads: int, exact_threads: int) -> list[ProcessSet]:
     """One process as the base line, with a rank's cores and with all; and the strategies, with their limit."""
     one, many = list[Candidate](), list[Candidate]()
     for batch in batches:
@@ -117,15 +117,15 @@ def _groups(run: Sequence[str], nproc: int, batches: Sequence[int], threads: int
         if nproc > 1:
             many.append(Candidate(f"limit-b{batch}", NO_EXCHANGE, batch, threads))
     if nproc == 1:
-        return [Group(1, [*one, *many])]
-    return [Group(1, one), Group(nproc, many)] if many else [Group(1, one)]
+        return [ProcessSet(1, [*one, *many])]
+    return [ProcessSet(1, one), ProcessSet(nproc, many)] if many else [ProcessSet(1, one)]
 
 
 def _compared(
-    config: CompareConfig, found: Measured, refused: Sequence[Failed], batch: int, room_bytes: int | None, cores: int,
-    threads: int,
+    config: CompareConfig, found: MeasuredRounds, refused: Sequence[NotMeasured], batch: int, room_bytes: int | None,
+    cores: int, threads: int,
 ) -> Compared:  # fmt: skip
-    rows = rows_of(found.rounds, base_name(batch), EXACT, config.how.steps)
+    rows = compared_rows(found.rounds, base_name(batch), EXACT, config.how.steps)
     chosen = [row for row in rows if row.batch_size == batch and row.strategy not in (DEFAULT_ALONE, NO_EXCHANGE)]
     alone = [row for row in rows if row.strategy == DEFAULT_ALONE and f"b{batch}" == row.name.rpartition("-")[2]]
     best = max(alone, key=lambda row: row.rate.median, default=None)

@@ -13,11 +13,12 @@ from msgspec.structs import replace
 
 from paceline.cli.finding import command_words
 from paceline.config import ClusterConfig
+from paceline.contract.variables import SECRET_NAME
 from paceline.errors import ExitCode, UsageError
 from paceline.host.surroundings import parse_env
 from paceline.launch.by_hand import by_hand, typed
 from paceline.launch.hosts import parse_hosts
-from paceline.launch.job import SECRET_NAME, Allocation, Host, Job, Plan, describe
+from paceline.launch.job import Allocation, Host, Job, Plan, describe
 from paceline.launch.local import local
 from paceline.launch.slurm.allocation import check_allocation, in_allocation, run_here
 from paceline.launch.slurm.partitions import check_fits

@@ -20,7 +20,7 @@ import tyro
 
 from paceline.contract.failure import Failure
 from paceline.disk.owners import check_ours, note_strangers, opened
-from paceline.disk.reading import decode, folders, is_folder, names, resolved
+from paceline.disk.reading import decode, folders, is_folder, names, real_path
 from paceline.errors import UsageError, unknown
 from paceline.host.procfs import PROC, read_process
 from paceline.host.sweep import Roster, roster_path
@@ -63,14 +63,14 @@ def find_run(asked: str) -> Path:
     """
     path = Path(asked)
     if not is_folder(path):
-        runs = folders(resolved(RUNS))  # through no link: whoever can write there could mean another run of ours
+        runs = folders(real_path(RUNS))  # through no link: whoever can write there could mean another run of ours
         found = [name for name in runs if name == asked] or [name for name in runs if name.startswith(asked)]
         if not asked or not found:
             raise unknown("run", asked, runs[-20:] or ["(no folder runs/ here: name the run's folder)"])
         if len(found) > 1:
             raise UsageError(f"{asked!r} is the beginning of {len(found)} runs: {', '.join(found[-20:])}")
         path = RUNS / found[0]
-    path = resolved(path)
+    path = real_path(path)
     there = names(path)
     if CONFIG not in there and not any(attempt_number(Path(name)) or submit_number(Path(name)) for name in there):
         raise UsageError(f"{asked} holds no run: there is no {CONFIG} and no start of any")

@@ -18,12 +18,12 @@ from rich.text import Text
 
 from paceline.config import batch_shape, check_values, load
 from paceline.disk.owners import note_strangers
-from paceline.disk.reading import is_folder, resolved
+from paceline.disk.reading import is_folder, real_path
 from paceline.errors import ExitCode, UsageError
 from paceline.observe.terminal import clean
 
 if TYPE_CHECKING:
-    from paceline.proofs.ledger import Audit
+    from paceline.proofs.ledger.audit import Audit
 
 WIDTH = 132  # where there is no terminal
 MAX_SHOWN = 20  # findings
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str]) -> int:
     config = tyro.cli(LedgerConfig, prog="paceline ledger", args=list(arguments), description=LedgerConfig.__doc__)
     if config.json and not config.json.absolute().parent.is_dir():
         raise UsageError(f"--json {config.json}: the folder {config.json.absolute().parent} does not exist")
-    run_dir = resolved(config.run)
+    run_dir = real_path(config.run)
     if is_folder(run_dir):
         note_strangers(run_dir)
     settings = run_dir / "config.toml"
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str]) -> int:
     trained = load(settings, ours=False)  # numbers for a plan; nothing that it names is run
     check_values(trained)
 
-    from paceline.proofs.ledger import audit
+    from paceline.proofs.ledger.audit import audit
     from paceline.train.prepare import make_plan  # imports torch
 
     # The record is resolved: nothing in it is left to the world size.

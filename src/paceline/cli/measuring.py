@@ -13,7 +13,7 @@ import tyro
 
 from paceline import config as configuration
 from paceline.config import TrainConfig, absolute_task, check_values, task_options
-from paceline.disk.reading import resolved
+from paceline.disk.reading import real_path
 from paceline.errors import UsageError
 from paceline.tasks import check_task
 
@@ -61,7 +61,7 @@ def settings_of(task: str, how: Measuring, *, num_workers: int | None = None) ->
         "launch.device": how.device, "compute.precision": how.precision, "optimizer.optimizer": how.optimizer,
         "data.data_dir": how.data_dir, "model.stem": how.stem, "data.num_workers": num_workers,
     }  # fmt: skip
-    config = configuration.load(resolved(how.config), ours=True) if how.config else TrainConfig()
+    config = configuration.load(real_path(how.config), ours=True) if how.config else TrainConfig()
     for name, value in flags.items():
         section, _, key = name.partition(".")
         if value is not None:

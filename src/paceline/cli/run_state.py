@@ -15,10 +15,9 @@ from paceline.cli.finding import NOTHING, Means, agent_runs, attempts, first_fai
 from paceline.errors import ExitCode, PacelineError, UsageError
 from paceline.launch.slurm import queue
 from paceline.launch.submission import Submission, last_submission
-from paceline.observe.ended import read_ended
 from paceline.observe.events import Event, Started, Step, last_events
 from paceline.observe.folder import CHECKPOINTS, CONFIG
-from paceline.observe.summary import read_summary
+from paceline.observe.summary import read_ended, read_summary
 from paceline.store.published import entries
 
 WINDOW_STEPS = 50

@@ -14,14 +14,14 @@ from typing import Literal
 
 import tyro
 
-from paceline.bench.from_runs import comparable, over_network, read_runs, weight_bytes
+from paceline.bench.fit import hold_out
 from paceline.bench.model import Machine
 from paceline.bench.network import parse_network
-from paceline.bench.rounds import Group, Measured, folder_of, measure_rounds
-from paceline.bench.scale_report import At, Runs, Scaled, ahead_of, held_of, lost_of, parts_of, usual
+from paceline.bench.rounds import MeasuredRounds, ProcessSet, folder_of, measure_rounds
+from paceline.bench.runs import At, Run, Runs, comparable, over_network, read_run, read_runs, weight_bytes
+from paceline.bench.scale_report import Scaled, ahead_of, lost_of, parts_of, usual
 from paceline.bench.scale_table import print_scaled
 from paceline.bench.spec import LOOKED_AT, NO_EXCHANGE, Candidate
-from paceline.bench.steps import Run, read_run
 from paceline.cli.measuring import CliMeasuring, Measuring, check_out, positive, publish, settings_of, whole_numbers
 from paceline.config import DEFAULT_BATCH_SIZE, dump
 from paceline.errors import ExitCode, UsageError, unknown
@@ -85,7 +85,7 @@ def main(arguments: Sequence[str]) -> int:
     undisturbed = parts_of(usual(found.runs), usual(found.alone))
     ahead = ahead_of(undisturbed, found.machine, weak, strong, network)
     told = [] if network else ["for more machines, state the network between them: --network 100Gbit,5us"]
-    scaled = Scaled(found.what, lost, held_of(undisturbed, found.machine), ahead, [*found.notes, *told])
+    scaled = Scaled(found.what, lost, hold_out(undisturbed, found.machine), ahead, [*found.notes, *told])
     publish(scaled, config.how, partial(print_scaled, scaled))
     return ExitCode.DONE
 
@@ -148,7 +148,7 @@ def points_to_measure(ranks: Sequence[int], weak: int | None, strong: int | None
         shares += [strong // size] if strong else []
         for share in shares:
             points |= {At(size, share), At(1, share)}
-    return sorted(points, key=lambda at: (at.ranks, at.batch))
+    return sorted(points)
 
 
 def check(config: ScaleConfig) -> None:
@@ -177,11 +177,11 @@ def check(config: ScaleConfig) -> None:
     check_out(how)
 
 
-def _group(config: ScaleConfig, size: int, points: Sequence[At], threads: int) -> Group:
+def _group(config: ScaleConfig, size: int, points: Sequence[At], threads: int) -> ProcessSet:
     """The points on so many ranks, each with and without exchange."""
     names = [config.strategy] if size == 1 else [config.strategy, NO_EXCHANGE]
     found = [Candidate(_name(name, at), name, at.batch, threads) for at in points for name in names]
-    return Group(size, found)
+    return ProcessSet(size, found)
 
 
 def _name(strategy: str, at: At) -> str:
@@ -195,7 +195,7 @@ def _runs(folder: Path, points: Sequence[At], config: ScaleConfig, strategy: str
     return {at: [read(at, number) for number in range(config.how.rounds)] for at in points}
 
 
-def notes_of(ranks: Sequence[int], found: Measured, cores: int, threads: int) -> list[str]:
+def notes_of(ranks: Sequence[int], found: MeasuredRounds, cores: int, threads: int) -> list[str]:
     """What has to be said of the machine, and what is no part of the steps."""
     notes = [
         f"{size} ranks x {threads} thread{'s' if threads > 1 else ''} = {size * threads} threads on {cores} "

@@ -23,7 +23,7 @@ from paceline.config import CliTrainConfig, ClusterConfig, TrainConfig, batch_sh
 from paceline.contract.birth import WorkerBirth
 from paceline.contract.windows import Windows
 from paceline.definition import allowed_changes, check_same, settings
-from paceline.disk.reading import resolved
+from paceline.disk.reading import real_path
 from paceline.errors import ExitCode, UsageError
 from paceline.host.cgroup import usable_cores
 from paceline.host.gpus import count_gpus
@@ -106,7 +106,7 @@ def parse(arguments: Sequence[str]) -> TrainConfig:
     """
     rest, path = _take_config(list(arguments))
     resumed = None if path else _resumed_config(rest)
-    path = resolved(path) if path else resumed
+    path = real_path(path) if path else resumed
     default = configuration.load(path, ours="--trust" not in rest) if path else TrainConfig()
     if resumed and default.strategy == DEFAULT_ALONE:  # it goes on among several as the default for several
         default = replace(default, strategy=None)
@@ -139,7 +139,7 @@ def _resumed_config(arguments: Sequence[str]) -> Path | None:
     folder = _value_of("--run-dir", arguments)
     if folder is None or _value_of("--resume", arguments) != "auto":
         return None
-    path = resolved(Path(folder)) / CONFIG  # through no link in the folder itself
+    path = real_path(Path(folder)) / CONFIG  # through no link in the folder itself
     return path if os.path.lexists(path) else None
 
 
@@ -235,7 +235,7 @@ def check_resumable(config: TrainConfig, nproc: int) -> None:
         UsageError: naming each difference.
     """
     assert config.run.run_dir is not None
-    run_dir = resolved(config.run.run_dir)
+    run_dir = real_path(config.run.run_dir)
     check_is_run(run_dir, trust=config.run.trust)
     checkpoints = Checkpoints(run_dir / CHECKPOINTS, trust=config.run.trust)
     if not checkpoints.entries():

@@ -22,11 +22,11 @@ from paceline.launch.local import local
 from paceline.launch.supervise import run
 from paceline.tasks import check_task
 from paceline.verify.report import print_bits, print_report
-from paceline.verify.spec import BitsReport, Report, Spec
+from paceline.verify.spec import BitsReport, Spec, VerifyReport
 
-WORKER = "paceline.proofs.verify_worker"
-BITWISE_WORKER = "paceline.proofs.bitwise"
-Found = TypeVar("Found", Report, BitsReport)
+WORKER = "paceline.proofs.verify.worker"
+BITWISE_WORKER = "paceline.proofs.verify.bitwise"
+Found = TypeVar("Found", VerifyReport, BitsReport)
 OPTIMIZERS = ("sgd", "adamw")
 
 
@@ -94,7 +94,7 @@ def main(arguments: Sequence[str]) -> int:
         if {*strategies} - {*EXACT}:
             raise UsageError(f"--bitwise is for the strategies that promise it: {', '.join(EXACT)}; got {chosen}")
         return _verify(spec, ranks, BITWISE_WORKER, BitsReport, print_bits, config.json)
-    return _verify(spec, ranks, WORKER, Report, print_report, config.json)
+    return _verify(spec, ranks, WORKER, VerifyReport, print_report, config.json)
 
 
 def _verify(

@@ -8,6 +8,7 @@ read by themselves.
 
 from __future__ import annotations
 
+import re
 from typing import NamedTuple
 
 from paceline.contract.birth import BIRTH
@@ -17,6 +18,9 @@ SHARED_MEMORY = "PACELINE_SHARED_MEMORY"
 PRELOAD = "PACELINE_PRELOAD"
 AGENT_MARK = "PACELINE_AGENT_MARK"
 FAULTS_MARK = "PACELINE_FAULTS_MARK"
+
+# names of variables, and of anything else, whose values are not shown
+SECRET_NAME = re.compile("KEY|TOKEN|SECRET|PASS|CREDENTIAL|COOKIE", re.IGNORECASE)
 
 
 class Variable(NamedTuple):

@@ -1,9 +1,9 @@
-"""Who else may have put this here? Judged on open descriptors, from the root of the file system down to the file.
+"""Who else may have put a file there: judged on open descriptors, from the root of the file system down to the file.
 
     /               root's, nobody else writes                nothing to say
-    /tmp            root's, everybody writes, but sticky      nobody can exchange what is ours in it: begin anew here
+    /tmp            root's, everybody writes, but sticky      nobody can exchange what is ours in it: start afresh
     /tmp/shared     everybody writes                          whoever likes can exchange what lies below ...
-    /tmp/shared/me  ours alone                                ... but not in here: begin anew
+    /tmp/shared/me  ours alone                                ... but not in here: start afresh
     run/config.toml ours, nobody else may write               ours
 
 What is above the nearest folder that is ours alone, or sticky, does not count: another folder put into its place is
@@ -86,7 +86,7 @@ def opened(path: Path, *, folder: bool = False, ours: bool = False) -> Generator
         os.close(descriptor)
 
 
-def strangers(folder: Path) -> str:
+def other_writers(folder: Path) -> str:
     """Who else can change what lies in `folder`, in words for people; empty: nobody.
 
     Raises:
@@ -102,7 +102,7 @@ def check_ours(folder: Path) -> None:
     Raises:
         UsageError: says who, and what to do.
     """
-    if whose := strangers(folder) or left_there(folder):
+    if whose := other_writers(folder) or _left_there(folder):
         raise UsageError(
             f"{whose}: whoever can write there would decide what is done in your name. Type it as the run's own user, "
             "or take another folder; --trust believes all that lies there"
@@ -111,19 +111,16 @@ def check_ours(folder: Path) -> None:
 
 def note_strangers(folder: Path) -> bool:
     """Say, if anybody else could have written what lies in a folder, that it is only looked at; whether that is so."""
-    if whose := strangers(folder) or left_there(folder):
+    if whose := other_writers(folder) or _left_there(folder):
         words = whose.encode("unicode_escape", errors="replace").decode() if not whose.isprintable() else whose
         print(f"paceline: {words}: it is shown as data, and nothing in it is acted on", file=sys.stderr)
     return bool(whose)
 
 
-def left_there(folder: Path) -> str:
-    """What lies in a folder and is another user's, or is a folder that others can write, in words; empty: nothing.
+def _left_there(folder: Path) -> str:
+    """What in a folder is another user's, or a folder that others can write, in words; empty: nothing.
 
     A folder of ours may have been open to others once.
-
-    Raises:
-        OSError: there is no such folder.
     """
     with opened(folder, folder=True) as it, os.scandir(it.descriptor) as entries:
         for entry in entries:

@@ -10,7 +10,7 @@ import errno
 import os
 import stat
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -77,7 +77,7 @@ def decode_toml(path: Path, *, ours: bool = False) -> dict[str, Any]:
         raise Unreadable(path, f"is not valid TOML: {error}") from None
 
 
-def lines(path: Path, *, from_end_bytes: int | None = None) -> Iterator[bytes]:
+def read_lines(path: Path, *, from_end_bytes: int | None = None) -> Iterator[bytes]:
     """The lines of a file that may be long, each of bounded length; only those in its last `from_end_bytes`.
 
     Raises:
@@ -105,7 +105,7 @@ def lines(path: Path, *, from_end_bytes: int | None = None) -> Iterator[bytes]:
             yield b"".join(rest)
 
 
-def resolved(path: Path) -> Path:
+def real_path(path: Path) -> Path:
     """The path that is meant, without links; of links in a circle, the path itself, which nobody can open."""
     return Path(os.path.realpath(path))
 
@@ -143,34 +143,25 @@ def names(folder: Path) -> list[str]:
     Raises:
         Unreadable: it is no folder, or holds too much.
     """
-    try:
-        with opened(folder, folder=True) as it, os.scandir(it.descriptor) as entries:
-            found = [entry.name for entry, _ in zip(entries, range(MAX_ENTRIES + 1), strict=False)]
-    except FileNotFoundError:
-        return []
-    if len(found) > MAX_ENTRIES:
-        raise Unreadable(folder, f"holds more than {MAX_ENTRIES:,} files: no run does")
-    return sorted(found)
+    return _listed(folder, lambda _: True)
 
 
-def links(folder: Path) -> list[str]:
-    """The symbolic links in a folder; nothing if it is not there.
-
-    Raises:
-        OSError: as `names`.
-    """
-    with suppress(FileNotFoundError), opened(folder, folder=True) as it, os.scandir(it.descriptor) as entries:
-        return sorted(entry.name for entry, _ in zip(entries, range(MAX_ENTRIES), strict=False) if entry.is_symlink())
-    return []
+def symlinks(folder: Path) -> list[str]:
+    """The symbolic links in a folder; otherwise as `names`."""
+    return _listed(folder, os.DirEntry.is_symlink)
 
 
 def folders(folder: Path) -> list[str]:
-    """The folders in a folder, links to some left out; nothing if it is not there.
+    """The folders in a folder, without links to folders; otherwise as `names`."""
+    return _listed(folder, lambda entry: entry.is_dir(follow_symlinks=False))
 
-    Raises:
-        OSError: as `names`.
-    """
-    names(folder)  # not more than a run has
+
+def _listed(folder: Path, wanted: Callable[[os.DirEntry[str]], bool]) -> list[str]:
+    found: list[str] = []
     with suppress(FileNotFoundError), opened(folder, folder=True) as it, os.scandir(it.descriptor) as entries:
-        return sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
-    return []
+        for number, entry in enumerate(entries):
+            if number == MAX_ENTRIES:
+                raise Unreadable(folder, f"holds more than {MAX_ENTRIES:,} files: no run does")
+            if wanted(entry):
+                found.append(entry.name)
+    return sorted(found)

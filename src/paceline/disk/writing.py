@@ -1,11 +1,13 @@
-"""Everything that is written into a run: its owner's alone whatever the umask, made anew, and never through a link."""
+"""One door for everything that is written into a run: private whatever the umask, new, and never through a link."""
 
 from __future__ import annotations
 
+import fcntl
 import os
 import secrets
 import shutil
 import stat
+import time
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -14,10 +16,12 @@ from paceline.disk.owners import Unreadable, descend
 
 FOLDER, FILE = 0o700, 0o600
 FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC
+POLL_SECONDS = 0.02
+NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | FLAGS
 
 
 @contextmanager
-def inside(path: Path) -> Generator[tuple[int, str]]:
+def _inside(path: Path) -> Generator[tuple[int, str]]:
     """The folder that `path` is in, open and reached through no link, and the name in it: nobody leads us elsewhere."""
     whole = path.absolute()
     descriptor, _ = descend(whole.parent, folder=True)
@@ -40,7 +44,7 @@ def make_folder(folder: Path, *, exist_ok: bool = False) -> None:
 
 
 def _mkdir(folder: Path, *, exist_ok: bool) -> None:
-    with inside(folder) as (parent, name):
+    with _inside(folder) as (parent, name):
         try:
             os.mkdir(name, FOLDER, dir_fd=parent)
         except FileExistsError:
@@ -56,7 +60,7 @@ def rename(source: Path, target: Path) -> Path:
     Raises:
         OSError: it cannot be done.
     """
-    with inside(source) as (parent, name), inside(target) as (there, other):
+    with _inside(source) as (parent, name), _inside(target) as (there, other):
         os.rename(name, other, src_dir_fd=parent, dst_dir_fd=there)
     return target
 
@@ -67,7 +71,7 @@ def remove(path: Path) -> None:
     Raises:
         OSError: it cannot be done.
     """
-    with inside(path) as (parent, name):
+    with _inside(path) as (parent, name):
         if stat.S_ISDIR(os.stat(name, dir_fd=parent, follow_symlinks=False).st_mode):
             shutil.rmtree(name, dir_fd=parent)
         else:
@@ -80,9 +84,8 @@ def create(path: Path) -> int:
     Raises:
         OSError: it is there already, or cannot be made.
     """
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | FLAGS
-    with inside(path) as (parent, name):
-        return _private(os.open(name, flags, FILE, dir_fd=parent), path)
+    with _inside(path) as (parent, name):
+        return _private(os.open(name, NEW, FILE, dir_fd=parent), path)
 
 
 def keep(path: Path, *, append: bool = False, make: bool = True) -> int:
@@ -92,8 +95,20 @@ def keep(path: Path, *, append: bool = False, make: bool = True) -> int:
         OSError: it is a link, no plain file, or cannot be opened.
     """
     flags = os.O_RDWR | os.O_NONBLOCK | (os.O_CREAT if make else 0) | (os.O_APPEND if append else 0) | FLAGS
-    with inside(path) as (parent, name):
+    with _inside(path) as (parent, name):
         return _private(os.open(name, flags, FILE, dir_fd=parent), path)
+
+
+def lock(descriptor: int, seconds: float) -> bool:
+    """Take a file's lock; False where another process still holds it after `seconds`."""
+    deadline = time.monotonic() + seconds
+    while True:
+        with suppress(BlockingIOError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(POLL_SECONDS)
 
 
 def _private(descriptor: int, path: Path) -> int:
@@ -112,26 +127,37 @@ def _private(descriptor: int, path: Path) -> int:
 
 
 def replace(path: Path, data: bytes, *, sync: bool = False) -> None:
-    """Write a file whole, or not at all: whoever reads it sees the old one or the new one.
+    """Write a file whole, or not at all; see `replacing`.
 
     Args:
         path: of the file; an older one of that name is replaced.
         data: all of its contents.
         sync: return only when it is on the disk itself: other machines read it.
-
-    Raises:
-        OSError: the disk is full, say; the older file is then still there.
     """
-    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
-    descriptor = create(partial)
-    try:
+    with replacing(path) as (folder, partial):
+        descriptor = _private(os.open(partial, NEW, FILE, dir_fd=folder), path)
         with os.fdopen(descriptor, "wb") as file:
             file.write(data)
             file.flush()
             if sync:
                 os.fsync(descriptor)
-        rename(partial, path)
-    except BaseException:
-        with suppress(OSError):
-            remove(partial)
-        raise
+
+
+@contextmanager
+def replacing(path: Path) -> Generator[tuple[int, str]]:
+    """An open folder, and the name in it of a file to be written, which takes the place of `path` at the end.
+
+    Whoever reads `path` sees the old one or the new one.
+
+    Raises:
+        OSError: the disk is full, say; the older file is then still there.
+    """
+    with _inside(path) as (folder, name):
+        partial = f".{name}.{secrets.token_hex(4)}.partial"
+        try:
+            yield folder, partial
+            os.rename(partial, name, src_dir_fd=folder, dst_dir_fd=folder)
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(partial, dir_fd=folder)
+            raise

@@ -14,7 +14,7 @@ from paceline.guard.pace import Alarm
 CLOCKS_SECONDS = 1.5  # what two looks at a rank may differ by where it has not moved
 BUSY_CPU_SECONDS = 0.5  # in a second
 IDLE_CPU_SECONDS = 0.05  # in a second; a rank that imports or compiles uses more
-WAITING_PLACES = ("torch/distributed/", "paceline/collectives/", "paceline/worker/meeting.py")
+WAITING_PLACES = ("torch/distributed/", "paceline/sums/", "paceline/worker/meeting.py")
 GUILTY_WAIT_TOO = (VerdictKind.MISMATCH, VerdictKind.DEADLOCK, VerdictKind.NETWORK, VerdictKind.UNKNOWN)
 
 

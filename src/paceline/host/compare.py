@@ -1,9 +1,9 @@
-"""Do these machines fit together, and is each fit for its share? From facts to findings; nothing is asked here."""
+"""Whether machines fit together, and each its share of a run: from facts to findings. Pure."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Literal
 
 import msgspec
@@ -17,7 +17,7 @@ GRAVE_PACKAGES = ("paceline", "torch", "nvidia-nccl-cu12", "nvidia-nccl-cu13")  
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """Something that is wrong, on which host, and how to mend it. An error: do not start."""
+    """Something that is wrong, on which host, and how to fix it. After an error nothing may start."""
 
     severity: Literal["error", "warning"]
     host: str
@@ -25,31 +25,16 @@ class Finding(msgspec.Struct, frozen=True):
     remedy: str
 
 
-def compare(
-    facts: Sequence[Facts], *, names: Sequence[str] = (), workers: Sequence[int] = (), threads: int = 0
-) -> list[Finding]:
-    """What is wrong with a set of hosts, or with one.
+def compare_hosts(hosts: Mapping[str, Facts], workers: Mapping[str, int], threads: int) -> list[Finding]:
+    """What is wrong with a set of hosts, or with one: errors first.
 
     Args:
-        facts: of every host, node 0 first.
-        names: what the user calls them; default: what they call themselves.
-        workers: processes on each; default 1.
+        hosts: the facts of each, by name, node 0 first.
+        workers: processes on each.
         threads: CPU threads of each process; 0: the cores are shared among them.
-
-    Returns:
-        Findings, errors first; none when all is well. Where hosts differ, those in the minority are named.
     """
-    names = names or [f"{one.host}#{i}" if i else one.host for one, i in zip(facts, _repeats(facts), strict=True)]
-    by_name = dict(zip(names, facts, strict=True))
-    counts = dict(zip(names, workers or [1] * len(names), strict=True))
-    found = [*differences(by_name), *shares(by_name, counts, threads)]
+    found = [*differences(hosts), *shares(hosts, workers, threads)]
     return sorted(found, key=lambda finding: finding.severity)  # stable; "error" < "warning"
-
-
-def _repeats(facts: Sequence[Facts]) -> list[int]:
-    """How many of the same name came before each."""
-    hosts = [one.host for one in facts]
-    return [hosts[:i].count(host) for i, host in enumerate(hosts)]
 
 
 def differing(
@@ -71,7 +56,7 @@ def differing(
 
 
 def differences(hosts: Mapping[str, Facts]) -> Iterator[Finding]:
-    """Where they are not alike, those in the minority."""
+    """Where hosts differ, those in the minority."""
 
     def each(read: str) -> dict[str, str]:
         return {name: str(getattr(one, read)) for name, one in hosts.items()}
@@ -93,7 +78,7 @@ def differences(hosts: Mapping[str, Facts]) -> Iterator[Finding]:
     if not different:  # else it is clear that the code is another
         remedy = "install the same paceline on all hosts, or use one folder that all share"
         yield from differing("error", "paceline's own code", each("source"), remedy)
-    cards = {name: ", ".join(f"{gpu.name}" for gpu in one.gpus) or "none" for name, one in hosts.items()}
+    cards = {name: ", ".join(gpu.name for gpu in one.gpus) or "none" for name, one in hosts.items()}
     yield from differing("warning", "the set of GPUs", cards, "the slowest card sets the pace: use hosts of one kind")
     drivers = {name: one.gpus[0].driver for name, one in hosts.items() if one.gpus}
     yield from differing("warning", "the GPU driver", drivers, "install the same driver on all hosts")
@@ -106,7 +91,7 @@ def _majority(values: Mapping[str, str]) -> str:
 
 
 def shares(hosts: Mapping[str, Facts], workers: Mapping[str, int], threads: int) -> Iterator[Finding]:
-    """Whether each host can bear its share of `workers`, each with so many threads."""
+    """Whether each host can bear its `workers`, each with so many threads."""
     for name, one in hosts.items():
         count = workers[name]
         wanted = count * max(1, threads)
@@ -123,7 +108,7 @@ def shares(hosts: Mapping[str, Facts], workers: Mapping[str, int], threads: int)
         if one.shm_size < SMALL_SHM_BYTES or one.shm_free < SMALL_SHM_BYTES // 2:
             what = f"/dev/shm has {_mib(one.shm_free)} free of {_mib(one.shm_size)}: loader workers pass batches by it"
             yield Finding("warning", name, what, "mount a larger one, delete what lies in it; Docker: --shm-size=1g")
-        if one.gpus and one.memlock.soft not in (UNLIMITED,) and one.memlock.soft < 64 << 20:
+        if one.gpus and one.memlock.soft != UNLIMITED and one.memlock.soft < 64 << 20:
             what = f"only {one.memlock.soft >> 10} KiB of memory may be locked, which InfiniBand needs"
             yield Finding("warning", name, what, "set memlock to unlimited in /etc/security/limits.conf")
 

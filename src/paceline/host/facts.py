@@ -1,4 +1,4 @@
-"""What is this machine, and what does it give a run? Facts only, gathered in a tenth of a second: `compare` judges.
+"""The facts of this machine: what it is, and what it gives a run. Gathered in a tenth of a second; `compare` judges.
 
 An agent announces them before it is sent its plan, and doctor asks every host for them.
 """
@@ -22,6 +22,7 @@ import msgspec
 
 from paceline.host.cgroup import usable_cores
 from paceline.host.gpus import Gpu, gpus_here
+from paceline.host.reach import candidates
 
 PACKAGES = ("paceline", "torch", "numpy", "msgspec", "safetensors", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
 UNLIMITED = -1
@@ -102,7 +103,7 @@ def gather() -> Facts:
 
 
 def source_digest(root: Path) -> str:
-    """One short name for all Python files under `root`: two machines that run other code have other ones."""
+    """A digest of all Python files under `root`: machines with different code have different ones."""
     sha = hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
         try:
@@ -119,18 +120,13 @@ def resolve(name: str, seconds: float = RESOLVE_SECONDS) -> tuple[str, ...]:
     found: list[str] = []
 
     def look() -> None:
-        try:
-            answers = socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)
-        except (OSError, UnicodeError):  # UnicodeError: a label that is too long
-            return
-        # an IPv4 address that the resolver gives as IPv6 is told as what it is
-        found.extend(str(one[4][0]).removeprefix("::ffff:") for one in answers)
+        found.extend(address for _, address in candidates([name]))
 
     # the resolver takes no time limit of its own, and a daemon thread keeps nobody from ending
     thread = threading.Thread(target=look, daemon=True)
     thread.start()
     thread.join(seconds)
-    return tuple(dict.fromkeys(found))
+    return tuple(found)
 
 
 def _versions() -> Iterator[tuple[str, str]]:

@@ -1,12 +1,15 @@
-"""Which NVIDIA GPUs does this machine have, and is anybody else at work on them? Asked of the driver, without torch."""
+"""The NVIDIA GPUs of this machine, and who else is at work on them, as the driver says. Without torch."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
+
+T = TypeVar("T")
 
 
 class Gpu(msgspec.Struct, frozen=True):
@@ -24,21 +27,34 @@ class Gpu(msgspec.Struct, frozen=True):
 
 def gpus_here() -> tuple[Gpu, ...]:
     """All GPUs of this machine; none without a driver."""
+    return _driver_says(_gpus, ())
+
+
+def count_gpus() -> int:
+    """NVIDIA GPUs of this machine that CUDA_VISIBLE_DEVICES leaves visible; 0 without a driver."""
+    count = _driver_says(lambda nvml: int(nvml.nvmlDeviceGetCount()), 0)
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return count if visible is None else min(count, len([v for v in visible.split(",") if v.strip() not in ("", "-1")]))
+
+
+def _driver_says(question: Callable[[Any], T], otherwise: T) -> T:
+    """The answer; `otherwise` without a driver, or where a GPU has fallen off the bus."""
     import pynvml  # takes longer than all other facts together where there is no driver
 
-    try:
+    with suppress(pynvml.NVMLError):
         pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return ()
-    try:
-        driver = str(pynvml.nvmlSystemGetDriverVersion())
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(int(pynvml.nvmlDeviceGetCount()))]
-        return tuple(_gpu(pynvml, driver, i, handles) for i in range(len(handles)))
-    except pynvml.NVMLError:  # a GPU that has fallen off the bus
-        return ()
-    finally:
-        with suppress(pynvml.NVMLError):
-            pynvml.nvmlShutdown()
+        try:
+            return question(pynvml)
+        finally:
+            with suppress(pynvml.NVMLError):
+                pynvml.nvmlShutdown()
+    return otherwise
+
+
+def _gpus(nvml: Any) -> tuple[Gpu, ...]:
+    driver = str(nvml.nvmlSystemGetDriverVersion())
+    handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(int(nvml.nvmlDeviceGetCount()))]
+    return tuple(_gpu(nvml, driver, i, handles) for i in range(len(handles)))
 
 
 def _gpu(nvml: Any, driver: str, index: int, handles: list[Any]) -> Gpu:
@@ -73,17 +89,3 @@ def _link(nvml: Any, handle: Any, other: Any) -> str:
         level = int(nvml.nvmlDeviceGetTopologyCommonAncestor(handle, other))
         return {0: "board", 10: "switch", 20: "bridge", 30: "cpu", 40: "node", 50: "sockets"}.get(level, str(level))
     return "?"
-
-
-def count_gpus() -> int:
-    """NVIDIA GPUs of this machine that CUDA_VISIBLE_DEVICES leaves visible; 0 without a driver."""
-    import pynvml  # not needed for --device cpu
-
-    try:
-        pynvml.nvmlInit()
-        count = int(pynvml.nvmlDeviceGetCount())
-        pynvml.nvmlShutdown()
-    except pynvml.NVMLError:
-        return 0
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return count if visible is None else min(count, len([v for v in visible.split(",") if v.strip() not in ("", "-1")]))

@@ -1,4 +1,4 @@
-"""Who runs on this machine, read from /proc: process states, sessions, and who holds a port."""
+"""The processes of this machine, read from /proc: their states, their sessions, and who holds a port."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Why can this machine not reach that one? A connection is tried, and what hinders it is said in plain words."""
+"""Tries a connection to another machine, and says in plain words what hinders it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is a worker's environment after `module load`, an activate script and `--env`? bash says, once for each node.
+"""A worker's environment after `module load`, an activate script and `--env`, as bash says it, once for each node.
 
 The user's own lines run as in his shell: without `set -u` (activate scripts read unset variables) and without `set -e`.
 Names and paths are arguments of the bash script, never part of its text.
@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from paceline.contract.variables import SECRET_NAME
 from paceline.errors import UsageError
 
 BASH_SECONDS = 120.0  # module systems on a busy file server take their time
@@ -23,7 +24,6 @@ LAST_WORDS_CHARS = 1500
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _MODULE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+/@:~=-]*")
 _CONDA = re.compile(r"[A-Za-z0-9_./~][^\s\0]*")
-_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|CREDENTIAL|COOKIE", re.IGNORECASE)
 _USERINFO = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 _SHELLS_OWN = ("_", "SHLVL", "PWD", "OLDPWD")  # the worker's folder is the launcher's choice, not an activate script's
 _OURS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -114,7 +114,7 @@ def parse_env(settings: Sequence[str], environ: Mapping[str, str]) -> dict[str, 
             raise UsageError(f"--env {name}: the launcher sets this variable for every rank{instead}")
         if not equals and name not in environ:
             raise UsageError(f"--env {name} passes this shell's value on, but {name} is not set here. Use {name}=VALUE")
-        if equals and (_SECRET.search(name) or _USERINFO.search(value)):
+        if equals and (SECRET_NAME.search(name) or _USERINFO.search(value)):
             print(
                 f"paceline: --env {name}=...: every user of this machine can read a command line (ps). Set it in your "
                 f"shell and pass the name alone: --env {name}",
@@ -125,11 +125,6 @@ def parse_env(settings: Sequence[str], environ: Mapping[str, str]) -> dict[str, 
             raise UsageError(f"--env {name}: a value cannot hold a zero byte")
         found[name] = value
     return found
-
-
-def masked(env: Mapping[str, str]) -> dict[str, str]:
-    """`env` for people and files: what looks like a secret by its name is not shown, nor the user in a URL."""
-    return {name: "…" if _SECRET.search(name) else _USERINFO.sub("…", value) for name, value in env.items()}
 
 
 def _checked(modules: Sequence[str], activate: str) -> tuple[str, str]:

@@ -1,4 +1,4 @@
-"""Who was started, and how is it ended for good? The roster of an agent's workers, and SIGKILL to all they started."""
+"""The roster of an agent's workers, and SIGKILL to all that they have started."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from paceline.disk.reading import decode, names
 from paceline.host.procfs import PROC, Process, processes
 
 SWEEP_SECONDS = 2.0
-
 
 Pid = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 Ticks = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
@@ -47,9 +46,9 @@ def roster_path(attempt_dir: Path, node: int = 0) -> Path:
 
 
 def mark_of(pid: int, started: int, generation: int | None = None) -> str:
-    """What stands as AGENT_MARK in the environment of all that an agent has started: however far down, in any session.
+    """AGENT_MARK in the environment of all that an agent has started: however far down, in any session.
 
-    Without a generation: how that of all of them begins.
+    Without a generation: what the marks of all generations begin with.
     """
     return f"{pid}-{started}-" + ("" if generation is None else f"{generation}-")
 
@@ -57,11 +56,11 @@ def mark_of(pid: int, started: int, generation: int | None = None) -> str:
 def sweep(workers: Sequence[Member], mark: str = "", *, seconds: float = SWEEP_SECONDS) -> list[int]:
     """SIGKILL to every process in these workers' sessions, until none is left or `seconds` are over.
 
-    By session, since neither death signals nor groups reach what a user's code had started; and by the agent's `mark`,
-    which also those carry who have gone into sessions of their own.
+    By session, since neither death signals nor groups reach what a user's code has started; and by the agent's `mark`,
+    which processes carry into sessions of their own.
 
     Returns:
-        The pids of those that are left, which only the kernel can keep alive. Without /proc nobody can say.
+        The pids that are left, which only the kernel can keep alive; none without /proc, where nobody can say.
     """
     if not PROC.is_dir():
         for worker in workers:

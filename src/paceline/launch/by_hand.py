@@ -1,4 +1,4 @@
-"""What is to be typed on each node? torchrun's commands, or our agent's, for those who start their nodes themselves."""
+"""Commands to be typed on each node, torchrun's or our agent's, for those who start their nodes themselves."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Iterator
 import msgspec
 
 from paceline.contract.birth import BOOTSTRAP
-from paceline.contract.variables import RUN_ID
+from paceline.contract.variables import RUN_ID, SECRET_NAME
 from paceline.errors import UsageError
 from paceline.launch.hosts import labels, plain_name
-from paceline.launch.job import SECRET_NAME, Command, Job, Plan
+from paceline.launch.job import Command, Job, Plan
 from paceline.launch.node_plans import head_ports, node_plan
 
 PLAN_FILE = "plan.json"
-NODE0 = "NODE0"  # stands for a name that nobody has told us
+NODE0 = "NODE0"  # in the place of a name that we do not know
 
 
 def by_hand(job: Job) -> Plan:
@@ -54,20 +54,21 @@ def typed(plan: Plan) -> str:
 
 
 def _agents(job: Job) -> Plan:
-    head = _head(job)
-    plan = node_plan(job, node=-1, nproc=job.nproc, head=() if head == NODE0 else (head,))
-    if len({nproc for _, nproc in _nodes(job)}) > 1:
+    head, nodes = _head(job), _nodes(job)
+    if len({nproc for _, nproc in nodes}) > 1:
         raise UsageError("slots=N that differ between hosts need a file of plans each: use --on ssh, or torchrun's")
-    plan = msgspec.structs.replace(plan, nproc=_nodes(job)[0][1])
+    plan = node_plan(job, node=-1, nproc=nodes[0][1], head=() if head == NODE0 else (head,))
     agent = (job.python, "-P", "-m", "paceline.agent", "--plan", f"{job.submit_dir}/{PLAN_FILE}")
     commands = tuple(
-        Command(name, (*agent, "--node", str(node), "--head", head)) for node, (name, _) in enumerate(_nodes(job))
+        Command(name, (*agent, "--node", str(node), "--head", head)) for node, (name, _) in enumerate(nodes)
     )
     text = msgspec.json.format(msgspec.json.encode(plan), indent=2).decode() + "\n"
     return Plan(by_hand=commands, files={PLAN_FILE: text}, notes=tuple(_notes(job)))
 
 
 def _torchrun(job: Job, node: int, nproc: int) -> tuple[str, ...]:
+    # torchrun wants a script without a Python, which is its own, and our bootstrap
+    worker = job.argv[job.argv.index(BOOTSTRAP) + 1 :] if BOOTSTRAP in job.argv else ("--no-python", *job.argv)
     return (
         *(job.python, "-m", "torch.distributed.run"),
         f"--nnodes={job.nodes}",
@@ -75,13 +76,8 @@ def _torchrun(job: Job, node: int, nproc: int) -> tuple[str, ...]:
         f"--nproc-per-node={nproc}",
         f"--master-addr={_head(job)}",
         f"--master-port={head_ports(job)[0]}",
-        *_worker(job),
+        *worker,
     )
-
-
-def _worker(job: Job) -> tuple[str, ...]:
-    """The worker's command as torchrun wants it: a script's without a Python, which is its own, and our bootstrap."""
-    return job.argv[job.argv.index(BOOTSTRAP) + 1 :] if BOOTSTRAP in job.argv else ("--no-python", *job.argv)
 
 
 def _nodes(job: Job) -> list[tuple[str, int]]:
@@ -106,7 +102,7 @@ def _notes(job: Job) -> Iterator[str]:
         yield f"Before it, on each node: {' && '.join(_preparations(job))}"
     secret = [name for name in job.env if SECRET_NAME.search(name)]
     if secret and job.torchrun:
-        yield f"Not printed, for it looks secret: set {', '.join(secret)} on each node before."
+        yield f"Not printed, because it looks secret: set {', '.join(secret)} on each node before."
     where = f"port {ports[0]}" if len(ports) == 1 else f"one of the ports {', '.join(map(str, ports))}"
     yield f"All nodes must reach node 0 at {where}; and every node every other at ports that gloo or NCCL choose."
     yield "On all nodes: the same folders under the same paths, the same versions of Python, torch and paceline."

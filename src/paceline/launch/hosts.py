@@ -1,4 +1,4 @@
-"""Which machines does the user mean? `n1,n2:2222`, or a file with one `name[:port] [slots=N]` on each line."""
+"""The machines that the user means: `n1,n2:2222`, or a file with one `name[:port] [slots=N]` on each line."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
             continue
         key = (plain_name(host).lower(), host.port)
         if key in seen:
-            wrong.append(f"{place}: {words[0]} stands there already ({seen[key]}); more workers: slots=N or --nproc")
+            wrong.append(f"{place}: {words[0]} is already there ({seen[key]}); more workers: slots=N or --nproc")
         seen.setdefault(key, place)
         hosts.append(host)
     if wrong:
@@ -92,7 +92,7 @@ def _host(words: list[str]) -> Host:
         if name != "slots":
             raise ValueError(f"unknown option {option!r} of {address}. There is only slots=N, and one host a line")
         if slots is not None:
-            raise ValueError(f"two times slots= for {address}")
+            raise ValueError(f"slots= twice for {address}")
         slots = _number("slots", value, MAX_SLOTS)
     found = _ADDRESS.fullmatch(address)
     if found is None:

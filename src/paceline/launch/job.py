@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 
 from paceline.contract.node_plan import NodePlan, Shared
+from paceline.contract.variables import SECRET_NAME
 
-SECRET_NAME = re.compile("KEY|TOKEN|SECRET|PASS|CREDENTIAL|COOKIE", re.IGNORECASE)  # of environment variables, say
 _JSON_VALUE = re.compile(rf'("[^"\s]*(?:{SECRET_NAME.pattern})[^"\s]*":\s*)"(?:[^"\\]|\\.)+"', re.IGNORECASE)
 _SHELL_VALUE = re.compile(rf"(?m)^(\s*(?:export\s+)?\w*(?:{SECRET_NAME.pattern})\w*=)\S.*$", re.IGNORECASE)
 

@@ -1,4 +1,4 @@
-"""What is each node told, when the launcher knows the nodes one by one? For hosts reached by ssh or by hand."""
+"""The plan of each node, for hosts reached by ssh, by hand or through Slurm."""
 
 from __future__ import annotations
 

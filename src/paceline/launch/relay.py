@@ -1,4 +1,4 @@
-"""How does the output of several hosts become one that people can read? Node 0's as it is, the others' by lines.
+"""The output of several hosts as one that people can read: node 0's unchanged, the others' line by line.
 
 Their lines begin with the host, and the same line of several hosts is shown once: `[n2-n4] out of memory`.
 """
@@ -17,8 +17,8 @@ from queue import SimpleQueue
 
 from paceline.observe.terminal import LiveFilter, harmless
 
-FOLD_SECONDS = 0.3  # so long a line waits for the same one of other hosts
-HALF_LINE_SECONDS = 1.0  # so long the others wait for the end of a line of node 0
+FOLD_SECONDS = 0.3  # how long a line waits for the same one of other hosts
+HALF_LINE_SECONDS = 1.0  # how long the others wait for the end of a line of node 0
 MAX_LINE_BYTES = 8192  # a longer line appears in pieces
 MAX_WAITING_LINES = 200
 MAX_UNWRITTEN_BYTES = 1 << 20
@@ -31,7 +31,7 @@ _NUMBERED = re.compile(r"(.*?)([0-9]+)")
 class Screen:
     """Our stdout and stderr, written on a thread of its own.
 
-    A stopped terminal (Ctrl-S) or a pager can hold a writer up for ever; signs of life and signals must not wait.
+    A stopped terminal (Ctrl-S) or a pager can block a writer for ever; signs of life and signals must not wait.
     """
 
     def __init__(self) -> None:
@@ -158,18 +158,18 @@ class Relay:
     def _write(self, line: _Line) -> None:
         if self._half_since.pop(line.descriptor, None) is not None:
             self._screen.put(line.descriptor, b"\n")
-        text = f"[{together([self._names[node] for node in sorted(line.nodes)])}] {line.text}\n"
+        text = f"[{name_ranges([self._names[node] for node in sorted(line.nodes)])}] {line.text}\n"
         self._screen.put(line.descriptor, text.encode(errors="replace"))
 
 
 def cleaned(line: bytes) -> str:
-    """The line without what could move the cursor or hide words: other machines' output is not to be trusted."""
+    """The line without what could move the cursor or hide words: other machines' output is not trusted."""
     text = _COLOURS.sub("", line.decode(errors="replace"))
     drawn = [part for part in text.split("\r") if part]  # a progress bar: what it shows last
     return _CONTROLS.sub("\N{REPLACEMENT CHARACTER}", drawn[-1] if drawn else "")
 
 
-def together(names: Sequence[str]) -> str:
+def name_ranges(names: Sequence[str]) -> str:
     """Several names as one short text; three or more that count up are a range: `n1,n3-n5`."""
     groups: list[list[str]] = []
     for name in names:

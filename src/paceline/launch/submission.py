@@ -1,4 +1,4 @@
-"""How was a run started, and where is it to be found again? RUN/submit-K/submitted.json, private like all of the run.
+"""How a run was started, and where it is found again: RUN/submit-K/submitted.json, private like all of the run.
 
 RUN/submit-1/     of each start on other machines, numbered from 1
     config.toml       the workers' settings

@@ -1,4 +1,4 @@
-"""What has been written to a text file since the last look? Whole lines, and nothing that steers a terminal."""
+"""What has been written to a text file since the last look: whole lines, and nothing that steers a terminal."""
 
 from __future__ import annotations
 

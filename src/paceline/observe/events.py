@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from types import TracebackType
@@ -17,7 +18,7 @@ from typing import Annotated
 import msgspec
 
 from paceline.disk import writing
-from paceline.disk.reading import lines, names
+from paceline.disk.reading import names, read_lines
 
 LAST_BYTES = 4 << 20  # of a file of events: what tells how a run is now
 _FILE = re.compile(r"events-([0-9]{1,9})\.jsonl")
@@ -128,18 +129,7 @@ class Ended(Event, frozen=True, tag="ended"):
     unix_time: float
 
 
-KINDS: dict[str, type[Event]] = {
-    "started": Started,
-    "step": Step,
-    "skipped": Skipped,
-    "rolled-back": RolledBack,
-    "samples": Samples,
-    "evaluated": Evaluated,
-    "checkpointed": Checkpointed,
-    "snapshotted": Snapshotted,
-    "notice": Notice,
-    "ended": Ended,
-}
+_Known = Started | Step | Skipped | RolledBack | Samples | Evaluated | Checkpointed | Snapshotted | Notice | Ended
 
 
 class EventWriter:
@@ -178,10 +168,6 @@ class EventWriter:
         self._file.close()
 
 
-class _Kind(msgspec.Struct):
-    kind: str = ""
-
-
 def event_files(run_dir: Path) -> dict[int, Path]:
     """The files of events in a run folder, by rank.
 
@@ -198,7 +184,7 @@ def read_events(path: Path) -> Iterator[Event]:
     Raises:
         OSError: it is not there; as Unreadable, in words: it is no file of events.
     """
-    return _decoded(lines(path))
+    return _decoded(read_lines(path))
 
 
 def last_events(path: Path) -> Iterator[Event]:
@@ -208,16 +194,12 @@ def last_events(path: Path) -> Iterator[Event]:
         OSError: as `read_events`.
     """
     if path.lstat().st_size > LAST_BYTES:
-        yield from _decoded(islice(lines(path), 1))
-    yield from _decoded(lines(path, from_end_bytes=LAST_BYTES))
+        yield from _decoded(islice(read_lines(path), 1))
+    yield from _decoded(read_lines(path, from_end_bytes=LAST_BYTES))
 
 
 def _decoded(found: Iterable[bytes]) -> Iterator[Event]:
-    decoders = {name: msgspec.json.Decoder(kind) for name, kind in KINDS.items()}
+    decode = msgspec.json.Decoder(_Known).decode
     for line in found:
-        try:
-            kind = msgspec.json.decode(line, type=_Kind).kind
-            if kind in decoders:
-                yield decoders[kind].decode(line)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            continue
+        with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            yield decode(line)

@@ -1,4 +1,4 @@
-"""The run folder: everything a run leaves behind, made once and never written over (no torch here).
+"""The run folder: everything a run leaves behind, made once and never written over.
 
 runs/mnist-cnn-20260131-093000/
     config.toml         every setting, resolved: `paceline train --config` repeats the run
@@ -15,7 +15,6 @@ runs/mnist-cnn-20260131-093000/
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 import time
@@ -24,7 +23,7 @@ from pathlib import Path
 
 from paceline.disk import writing
 from paceline.disk.owners import check_ours
-from paceline.disk.reading import is_file, is_folder, links, names, read, resolved
+from paceline.disk.reading import is_file, is_folder, names, read, real_path, symlinks
 from paceline.errors import TrainingError, UsageError
 
 CONFIG = "config.toml"
@@ -54,7 +53,7 @@ def open_run_dir(asked: Path | None, task: str, *, resume: bool = False, trust: 
     elif asked is None:
         raise UsageError("--resume auto needs --run-dir: the folder of the run to go on with")
     else:
-        run_dir = resolved(asked)
+        run_dir = real_path(asked)
         check_is_run(run_dir, trust=trust)
         _make(run_dir, exist_ok=True)
     _check_private(run_dir, trust=trust)
@@ -62,7 +61,7 @@ def open_run_dir(asked: Path | None, task: str, *, resume: bool = False, trust: 
 
 
 def _check_private(run_dir: Path, *, trust: bool) -> None:
-    """Refuse a folder in which we would write in a stranger's name, or through his links.
+    """Refuse a folder that others could have written, or with links that lead our writing elsewhere.
 
     Raises:
         UsageError: says whose it is, or which link is there.
@@ -70,7 +69,7 @@ def _check_private(run_dir: Path, *, trust: bool) -> None:
     if not trust:
         check_ours(run_dir)
     for folder in (run_dir, run_dir / CHECKPOINTS):
-        if found := links(folder):
+        if found := symlinks(folder):
             raise UsageError(
                 f"{folder} holds a symbolic link, {found[0]}: what is written there could end anywhere. Remove it; to "
                 "have a run elsewhere, name that folder: --run-dir"
@@ -80,7 +79,7 @@ def _check_private(run_dir: Path, *, trust: bool) -> None:
 
 
 def check_is_run(run_dir: Path, *, trust: bool = False) -> None:
-    """Refuse to resume in a folder that holds something else than a run; a new or empty one will do.
+    """Refuse to resume in a folder that holds something other than a run; a new or empty one will do.
 
     Raises:
         UsageError: says what is missing, or that others could have written it.
@@ -95,7 +94,7 @@ def check_is_run(run_dir: Path, *, trust: bool = False) -> None:
 
 
 def move_aside(run_dir: Path) -> None:
-    """Put what a run has saved where a new beginning does not write over it. Only with the folder's lock."""
+    """Move what a run has saved out of the way of a fresh start. Only with the folder's lock."""
     for name in (CHECKPOINTS, WEIGHTS):
         if os.path.lexists(run_dir / name):
             stem = name.partition(".")[0]
@@ -104,7 +103,7 @@ def move_aside(run_dir: Path) -> None:
 
 
 def check_not_finished(run_dir: Path) -> None:
-    """Refuse to begin again at step 0 where a finished run's weights would be written over.
+    """Refuse to start at step 0 where a finished run's weights would be written over.
 
     Raises:
         UsageError: says what to do.
@@ -126,22 +125,14 @@ def lock_run_dir(run_dir: Path, *, wait_seconds: float = LOCK_SECONDS) -> int:
         descriptor = writing.keep(run_dir / LOCK)
     except OSError as error:
         raise UsageError(f"{run_dir / LOCK} cannot be held: {error.strerror}") from None
-    deadline = time.monotonic() + wait_seconds
-    while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "unknown"
-                os.close(descriptor)
-                raise UsageError(
-                    f"another run is active in {run_dir} ({holder}). Wait for its end, or name another folder: "
-                    "--run-dir"
-                ) from None
-            time.sleep(0.1)
+    if not writing.lock(descriptor, wait_seconds):
+        holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "unknown"
+        os.close(descriptor)
+        raise UsageError(
+            f"another run is active in {run_dir} ({holder}). Wait for its end, or name another folder: --run-dir"
+        )
     holder = f"pid {os.getpid()} on {os.uname().nodename}, {time.strftime('%Y-%m-%d %H:%M:%S')}"
-    with suppress(OSError):  # on a full disk the lock holds all the same; nobody can be told who has it
+    with suppress(OSError):  # on a full disk the lock holds all the same, without a name
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, holder.encode(), 0)
     return descriptor
@@ -154,7 +145,7 @@ def create_run_dir(asked: Path | None, task: str) -> Path:
         UsageError: if it holds something already, or cannot be written.
     """
     if asked is not None:
-        run_dir = resolved(asked)
+        run_dir = real_path(asked)
         if is_folder(run_dir) and not _never_began(run_dir):
             there = is_file(run_dir / CONFIG)
             raise UsageError(
@@ -212,7 +203,7 @@ def _fenced_attempt(run_dir: Path) -> int:
 
 
 def shelve_summary(run_dir: Path, attempt: int) -> None:
-    """Put the last start's summary into its folder: how it ended is not how this one does."""
+    """Move the last start's summary into its folder: this start ends in its own way."""
     last = run_dir / f"attempt-{attempt - 1}"
     if last.is_dir() and (run_dir / SUMMARY).exists():
         writing.rename(run_dir / SUMMARY, last / SUMMARY)

@@ -1,4 +1,4 @@
-"""summary.json: how a run ended, in one small file that scripts can read (no torch here)."""
+"""How a run ended: summary.json, for people and scripts; ended.json, the exit code by the word of node 0's agent."""
 
 from __future__ import annotations
 
@@ -43,6 +43,10 @@ class Summary(msgspec.Struct, frozen=True, omit_defaults=True):
     failure: str | None = None
 
 
+class _Ended(msgspec.Struct, frozen=True):
+    exit: Annotated[int, msgspec.Meta(ge=-255, le=255)]
+
+
 def write_summary(run_dir: Path, summary: Summary) -> None:
     """Write `run_dir`/summary.json whole, or not at all."""
     encoded = msgspec.json.format(msgspec.json.encode(msgspec.to_builtins(summary)), indent=2) + b"\n"
@@ -53,4 +57,20 @@ def read_summary(run_dir: Path) -> Summary | None:
     """The summary of a run; None if it has written none that can be read."""
     with suppress(OSError):
         return decode(run_dir / "summary.json", Summary)
+    return None
+
+
+def write_ended(attempt_dir: Path, code: int) -> None:
+    """Write attempt-N/ended.json: the exit code of the whole start, the same on all nodes, also of any script.
+
+    Whole or not at all; a full disk does not change how a run ends.
+    """
+    with suppress(OSError):
+        writing.replace(attempt_dir / "ended.json", msgspec.json.encode(_Ended(code)))
+
+
+def read_ended(attempt_dir: Path) -> int | None:
+    """The exit code; None where the agent has written none: it still runs, or was killed."""
+    with suppress(OSError):
+        return decode(attempt_dir / "ended.json", _Ended).exit
     return None

@@ -1,1 +1,7 @@
-"""What runs inside ranks to verify, measure or rehearse a training; and the ledger of samples."""
+"""Proofs and measurements that need a training: the torch side of the commands that ask for them.
+
+verify/     ranks of `paceline verify` (asked and reported in paceline.verify)
+bench/      ranks of `paceline compare` and `paceline scale` (paceline.bench)
+rehearsal   ranks of `paceline doctor TASK` (paceline.doctor)
+ledger/     `paceline ledger`: no ranks, but the events of a run and its plan
+"""

@@ -1,4 +1,4 @@
-"""THE TEXTBOOK: data parallelism from torch's primitives alone, each file readable and runnable by itself.
+"""THE TEXTBOOK: data parallelism from torch's primitives alone, one page for each idea, each runnable by itself.
 
 Read in this order:
 
@@ -8,8 +8,9 @@ Read in this order:
     batchnorm   statistics of the whole batch    torchrun --nproc-per-node 2 -m paceline.scratch.batchnorm
     tree        the same bits for any N          torchrun --nproc-per-node 3 -m paceline.scratch.tree
     norm        of gradients cut into shares     python -m paceline.scratch.norm
-    scatter     each rank sums a share           used by zero
+    scatter     each rank sums a share           torchrun --nproc-per-node 2 -m paceline.scratch.scatter
     zero        a share of the optimizer's state torchrun --nproc-per-node 2 -m paceline.scratch.zero
 
-It is not a toy beside the product: the strategies `manual`, `bucketed`, `exact` and `zero` only call what stands here.
+The strategy `manual` trains with `reduce`. What the other strategies use is in `paceline.sums`: longer, because it is
+fast and refuses what is wrong; tests/scratch/test_equal.py proves both equal, bit for bit.
 """

@@ -37,7 +37,7 @@ def of_all_ranks(tensor: Tensor) -> list[list[float]]:
     return [each.tolist() for each in gathered]
 
 
-def say(text: str = "", end: str = "\n") -> None:
+def say_once(text: str = "", end: str = "\n") -> None:
     """Print on rank 0 only: with torchrun every rank writes to the same screen."""
     if dist.get_rank() == 0:
         print(text, end=end, flush=True)

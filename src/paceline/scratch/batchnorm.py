@@ -1,4 +1,4 @@
-"""Normalise by the statistics of the whole global batch, though each rank holds only its share of it.
+"""Batch norm by the statistics of the whole global batch, though each rank holds only its share of it.
 
 Plain BatchNorm on N ranks normalises each share by itself: another function than one process computes, and running
 statistics that differ from rank to rank. Here every rank learns the mean and variance of the union.
@@ -10,270 +10,108 @@ Example, one channel, 2 ranks that hold 3 and 1 values:
     union:  1 2 3 6  count 4, mean 3, M2 = 2 + 0 + (6 - 2)^2 * 3 * 1 / 4 = 14, variance 14 / 4 = 3.5
 
 Not (mean of the means) = 4, and not E[x^2] - E[x]^2, which loses all digits where the mean is large.
-
-torch's own SyncBatchNorm refuses CPU tensors; this one runs wherever its process group does.
-`torchrun --nproc-per-node 2 -m paceline.scratch.batchnorm` shows it.
+Run me: `torchrun --nproc-per-node 2 -m paceline.scratch.batchnorm`, or alone with `python -m`.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
+
+Statistics = tuple[Tensor, Tensor, Tensor]
+"""Count (), mean (C,) and sum of squared deviations, M2 (C,), in float64."""
 
 
-class Moments(NamedTuple):
-    """Count (`count` is taken: a tuple has one), mean and sum of squared deviations (M2), per channel."""
-
-    size: Tensor  # ()
-    mean: Tensor  # (C,)
-    m2: Tensor  # (C,)
-
-
-def combined(a: Moments, b: Moments) -> Moments:
-    """The moments of the union of two sets, either of which may be empty.
-
-    Source: Chan, Golub, LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances", 1979.
-    """
-    size = a.size + b.size
-    share = b.size / size.clamp(min=1)  # of b in the union; 0 where both are empty
-    delta = b.mean - a.mean
-    return Moments(size, a.mean + delta * share, a.m2 + b.m2 + delta.square() * a.size * share)
+def union(a: Statistics, b: Statistics) -> Statistics:
+    """Of two sets together, either of which may be empty (Chan, Golub, LeVeque 1979)."""
+    count = a[0] + b[0]
+    share, delta = b[0] / count.clamp(min=1), b[1] - a[1]
+    return count, a[1] + delta * share, a[2] + b[2] + delta.square() * a[0] * share
 
 
-class SyncBatchNorm(_BatchNorm):
-    """Batch normalisation over the union of all ranks' inputs; in eval mode, torch's plain one.
+class GlobalBatchNorm(nn.Module):
+    """(N, C) -> (N, C), normalised over all ranks' inputs; N may differ between ranks. For training only."""
 
-    Input and output (N, C, ...) in any floating dtype; N may differ between ranks and be 0. Every rank must run the
-    same forwards and backwards in training mode: both are collectives. The gradients of weight and bias are this
-    rank's part, to be summed over ranks like any other's.
-
-    Where the union is empty, the running statistics normalise and stay as they are. In eval mode with
-    `track_running_stats=False` each rank uses the statistics of its own batch, as torch's does: ranks may evaluate
-    different numbers of batches, so nothing can be exchanged there.
-
-    Attributes:
-        counted: False while this rank forwards a stand-in because its share is empty: the input is normalised by the
-            statistics of the other ranks, adds nothing to them, and no gradient flows through it.
-        group: the ranks whose inputs belong together, by default all; without a process group a rank is alone. Beside
-            gradient buckets that start during backward, give it a group of its own (`dist.new_group()`): within one
-            group messages are paired by their order, but when a bucket is full depends on each rank's own backward.
-
-    Raises:
-        ValueError: for an input that is not (N, num_features, ...); on every rank, where the union holds one value per
-            channel (its variance says nothing; torch's refuses it too).
-    """
-
-    def __init__(
-        self,
-        num_features: int,
-        eps: float = 1e-5,
-        momentum: float | None = 0.1,
-        affine: bool = True,
-        track_running_stats: bool = True,
-        *,
-        group: dist.ProcessGroup | None = None,
-        device: torch.device | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
-        self.group = group
-        self.counted = True
+    def __init__(self, features: int, eps: float = 1e-5, momentum: float = 0.1) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(features)), nn.Parameter(torch.zeros(features))
+        self.mean, self.variance = torch.zeros(features), torch.ones(features)  # running statistics
+        self.eps, self.momentum = eps, momentum
 
     def forward(self, input: Tensor) -> Tensor:
-        """(N, C, ...) -> (N, C, ...) of the same dtype."""
-        if input.dim() < 2 or input.shape[1] != self.num_features:
-            raise ValueError(f"expected (N, {self.num_features}, ...), got {tuple(input.shape)}")
-        alone = not dist.is_initialized() or dist.get_world_size(self.group) == 1
-        if not self.training or (alone and self.counted and input.numel() > 0):
-            return super().forward(input)  # nothing to synchronise: torch's own kernel
-        own_count = input.numel() // self.num_features if self.counted else 0
+        """Exchange count, mean and M2, then normalise (a collective; backward is one, too)."""
         with torch.no_grad():
-            union = self._union(_moments(input, own_count))
-            mean, variance = self._statistics(union, own_count)
-            invstd = (variance + self.eps).rsqrt()
-        counted = self.counted
-        output = _Normalise.apply(input, self.weight, self.bias, mean, invstd, union.size, counted, self.group)
-        return cast(Tensor, output)
+            count, mean, m2 = self._of_all_ranks(input)
+            for running, new in ((self.mean, mean), (self.variance, m2 / (count - 1))):
+                running.mul_(1 - self.momentum).add_((self.momentum * new).to(running.dtype))
+            invstd = (m2 / count + self.eps).rsqrt()
+        output: Any = _Normalised.apply(input, self.weight, self.bias, mean, invstd, count)
+        return output
 
-    def _check_input_dim(self, input: Tensor) -> None:
-        """Any (N, C, ...): one class stands for BatchNorm1d, 2d and 3d."""
-
-    def _union(self, own: Moments) -> Moments:
-        """All ranks' moments as one, added up in rank order: so every rank computes the very same bits."""
-        if not dist.is_initialized():
-            return own
-        packed = torch.cat([own.size.reshape(1), own.mean, own.m2])  # (1 + 2C,)
-        gathered = [torch.empty_like(packed) for _ in range(dist.get_world_size(self.group))]
-        dist.all_gather(gathered, packed, group=self.group)
-        zeros = torch.zeros_like(own.mean)
-        union = Moments(torch.zeros_like(own.size), zeros, zeros)
-        for each in gathered:
-            mean, m2 = each[1:].split(self.num_features)
-            union = combined(union, Moments(each[0], mean, m2))
-        return union
-
-    def _statistics(self, union: Moments, own_count: int) -> tuple[Tensor, Tensor]:
-        """(mean, biased variance), each (C,), to normalise by; moves the running statistics on."""
-        count, mean, m2 = union
-        # On a GPU, reading `count` would stall every layer. A union of 0 or 1 is possible only where this rank's own
-        # count, a plain number, is 0 or 1; there waiting costs little.
-        few = own_count <= 1
-        if few and count == 0:
-            if self.running_mean is None or self.running_var is None:
-                return mean, torch.ones_like(mean)
-            return self.running_mean.to(mean.dtype), self.running_var.to(mean.dtype)
-        if few and count == 1:
-            raise ValueError("batch norm in training needs more than 1 value per channel, all ranks together have 1")
-        if self.running_mean is not None and self.running_var is not None:
-            momentum = self._count_batch()
-            for running, new in ((self.running_mean, mean), (self.running_var, m2 / (count - 1))):
-                running.mul_(1 - momentum).add_((momentum * new).to(running.dtype))
-        return mean, m2 / count
-
-    def _count_batch(self) -> float:
-        """Count this batch; return its weight in the running statistics."""
-        if self.num_batches_tracked is not None:
-            self.num_batches_tracked.add_(1)
-        if self.momentum is not None:
-            return self.momentum
-        assert self.num_batches_tracked is not None
-        return 1.0 / float(self.num_batches_tracked)  # the plain mean of all batches so far
+    def _of_all_ranks(self, input: Tensor) -> Statistics:
+        zeros = torch.zeros(input.shape[1], dtype=torch.float64)
+        mine = torch.cat([zeros.new_tensor([len(input)]), zeros, zeros])
+        if len(input) > 0:
+            mean = input.mean(0)
+            mine = torch.cat([mine[:1], mean.double(), (input - mean).square().sum(0).double()])
+        gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+        dist.all_gather(gathered, mine)
+        total = (mine.new_zeros(()), zeros, zeros)
+        for each in gathered:  # in the order of ranks: every rank computes the very same bits
+            mean, m2 = each[1:].chunk(2)
+            total = union(total, (each[0], mean, m2))
+        return total
 
 
-def convert(module: nn.Module, group: dist.ProcessGroup | None = None) -> nn.Module:
-    """Turn every BatchNorm1d, 2d and 3d in `module` into a SyncBatchNorm, in place; returns `module`.
-
-    The layers stay the very same objects and only change their class (as torch's lazy layers do): parameters, buffers,
-    names, hooks, and layers used at two places all stay as they were. An optimizer made earlier remains right.
-
-    Raises:
-        TypeError: for another kind of batch norm (lazy, torch's own SyncBatchNorm, a subclass), named; nothing changed.
-    """
-    layers = [(name, layer) for name, layer in module.named_modules() if isinstance(layer, _BatchNorm)]
-    for name, layer in layers:
-        if type(layer) not in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, SyncBatchNorm):
-            raise TypeError(
-                f"cannot synchronise layer {name!r}, a {type(layer).__name__}: only BatchNorm1d, BatchNorm2d and "
-                "BatchNorm3d (forward a lazy layer once first; replace others by one of these)"
-            )
-    for _, layer in layers:
-        layer.__class__ = SyncBatchNorm
-        assert isinstance(layer, SyncBatchNorm)
-        layer.group, layer.counted = group, True
-    return module
-
-
-def _moments(input: Tensor, count: int) -> Moments:
-    """The moments of (N, C, ...) over all dimensions but C; zeros for a count of 0, whatever the input holds.
-
-    Computed in float32 for half precision. They travel in float64: a count above 2^24 has no exact float32, and the
-    union then is as precise as its parts.
-    """
-    if count == 0:
-        zeros = torch.zeros(input.shape[1], dtype=torch.float64, device=input.device)
-        return Moments(zeros.new_zeros(()), zeros, zeros)
-    values = _computable(input)
-    mean = values.mean(_others(values))
-    m2 = (values - _per_channel(mean, values)).square().sum(_others(values))
-    return Moments(mean.new_full((), count, dtype=torch.float64), mean.double(), m2.double())
-
-
-class _Normalise(torch.autograd.Function):
-    """(input - mean) * invstd * weight + bias, where mean and invstd depend on the inputs of all ranks.
+class _Normalised(torch.autograd.Function):
+    """(input - mean) * invstd * weight + bias. Mean and invstd depend on all inputs, so backward has to exchange sums.
 
     The gradient of the input, with x = input - mean, g = the output's gradient and sums over all ranks' N values:
 
-        weight * invstd * (g - sum(g) / N - x * invstd^2 * sum(g x) / N)
-
-    Source: Ioffe, Szegedy, "Batch Normalization", 2015, section 3; the sums are what the ranks exchange.
+        weight * invstd * (g - sum(g) / N - x * invstd^2 * sum(g x) / N)          (Ioffe, Szegedy 2015, section 3)
     """
 
     @staticmethod
     def forward(
-        ctx: Any,
-        input: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        mean: Tensor,
-        invstd: Tensor,
-        total_count: Tensor,
-        counted: bool,
-        group: dist.ProcessGroup | None,
+        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, invstd: Tensor, count: Tensor
     ) -> Tensor:
-        ctx.save_for_backward(input, weight, bias, mean, invstd, total_count)
-        ctx.counted, ctx.group = counted, group
-        values = _computable(input)
-        scale = invstd if weight is None else invstd * weight
-        output = (values - _per_channel(mean, values)) * _per_channel(scale, values)
-        if bias is not None:
-            output = output + _per_channel(bias, values)
-        return output.to(input.dtype)
+        ctx.save_for_backward(input - mean.to(input.dtype), weight, invstd, count)
+        return (input - mean.to(input.dtype)) * (invstd * weight).to(input.dtype) + bias
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        input, weight, bias, mean, invstd, total_count = ctx.saved_tensors
-        gradient = _computable(grad_output)
-        centred = _computable(input) - _per_channel(mean, gradient)
-        sums = torch.stack([gradient.sum(_others(gradient)), (gradient * centred).sum(_others(gradient))])  # (2, C)
-        if not ctx.counted:
-            sums.zero_()
-        own_sum, own_product = sums.clone()
-        # Always, even where no input gradient is wanted here: the other ranks may want theirs.
-        if dist.is_initialized():
-            dist.all_reduce(sums, group=ctx.group)
-        grad_input = torch.zeros_like(input)
-        if ctx.counted:
-            mean_gradient, mean_product = sums / total_count.clamp(min=1)
-            scale = invstd if weight is None else invstd * weight
-            through_statistics = _per_channel(mean_gradient, gradient) + centred * _per_channel(
-                invstd.square() * mean_product, gradient
-            )
-            grad_input = ((gradient - through_statistics) * _per_channel(scale, gradient)).to(input.dtype)
-        grad_weight = None if weight is None else (own_product * invstd).to(weight.dtype)
-        grad_bias = None if bias is None else own_sum.to(bias.dtype)
-        return grad_input, grad_weight, grad_bias, None, None, None, None, None
-
-
-def _computable(values: Tensor) -> Tensor:
-    """In the precision that sums are made in: float64 as it is, everything smaller in float32."""
-    return values if values.dtype == torch.float64 else values.float()
-
-
-def _others(values: Tensor) -> list[int]:
-    """All dimensions of (N, C, ...) but C."""
-    return [0, *range(2, values.dim())]
-
-
-def _per_channel(vector: Tensor, like: Tensor) -> Tensor:
-    """(C,) -> (1, C, 1, ...), in the precision of `like`."""
-    return vector.to(like.dtype).view(1, -1, *[1] * (like.dim() - 2))
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, weight, invstd, count = ctx.saved_tensors
+        sums = torch.stack([gradient.sum(0), (gradient * x).sum(0)])  # (2, C)
+        own_sum, own_product = sums.clone()  # the parameters' gradients: summed over ranks like any other's
+        dist.all_reduce(sums)
+        mean_gradient, mean_product = sums / count
+        inner = mean_gradient.to(x.dtype) + x * (invstd.square() * mean_product).to(x.dtype)
+        grad_input = (gradient - inner) * (invstd * weight).to(x.dtype)
+        return grad_input, (own_product * invstd).to(weight.dtype), own_sum, None, None, None
 
 
 def _main() -> None:
-    from paceline.scratch._demo import joined_world, of_all_ranks, say
+    from paceline.scratch._demo import joined_world, of_all_ranks, say_once
 
     with joined_world() as (rank, world_size):
         shares = [[1.0, 2.0, 3.0], [6.0], [], [8.0, 10.0]]  # per rank, uneven on purpose; one even has none
         mine = torch.tensor(shares[rank % len(shares)]).reshape(-1, 1)  # (N, C=1)
-        layer = SyncBatchNorm(1, momentum=1.0, affine=False)  # momentum 1: running statistics = this batch's
-        output = layer(mine)
+        layer = GlobalBatchNorm(1, momentum=1.0)  # momentum 1: running statistics = this batch's
+        output = layer(mine).detach()
         padded = torch.full((3,), torch.nan)
         padded[: len(output)] = output.flatten()
         everything = [value for each in range(world_size) for value in shares[each % len(shares)]]
-        whole = nn.BatchNorm1d(1, momentum=1.0, affine=False)
-        reference = whole(torch.tensor(everything).reshape(-1, 1)).flatten().tolist()
-        say(f"union of all ranks: {everything}")
-        say(f"mean {float(layer.get_buffer('running_mean')):g}, ", end="")
-        say(f"unbiased variance {float(layer.get_buffer('running_var')):g} on every rank")
+        reference = nn.BatchNorm1d(1)(torch.tensor(everything).reshape(-1, 1)).flatten().tolist()
+        say_once(f"union of all ranks: {everything}")
+        say_once(f"mean {float(layer.mean):g}, unbiased variance {float(layer.variance):g} on every rank")
         for each, row in enumerate(of_all_ranks(padded)):
-            say(f"  rank {each}: {shares[each % len(shares)]} -> {[round(x, 3) for x in row if x == x]}")
-        say(f"one process normalises the union to {[round(x, 3) for x in reference]}")
+            say_once(f"  rank {each}: {shares[each % len(shares)]} -> {[round(x, 3) for x in row if x == x]}")
+        say_once(f"one process normalises the union to {[round(x, 3) for x in reference]}")
 
 
 if __name__ == "__main__":

@@ -40,18 +40,7 @@ class DistributedSampler(Sampler[int]):
     `drop_last` avoids the repeats by never reading the last `len(dataset) % num_replicas` samples of the order.
 
     Each epoch has an order of its own only if somebody calls `set_epoch`; otherwise every epoch repeats the first one.
-
-    Args:
-        dataset: anything with a length; its content is not looked at.
-        num_replicas: number of ranks; by default the world size of the process group.
-        rank: this rank, 0..num_replicas - 1; by default the process group's.
-        shuffle: a new random order for each (seed, epoch), else 0, 1, 2, ...
-        seed: any integer, the same on every rank.
-        drop_last: drop the tail instead of padding it.
-
-    Attributes:
-        num_samples: how many indices *this rank* reads in an epoch.
-        total_size: how many all ranks read together: num_samples * num_replicas.
+    This rank reads `num_samples` indices in an epoch, all ranks together `total_size`.
 
     Raises:
         ValueError: for a rank outside 0..num_replicas - 1, or no process group to ask.
@@ -120,7 +109,7 @@ def dealt(num_samples: int, world_size: int) -> list[list[int]]:
     and a rank without samples must still join every collective.
 
     Raises:
-        ValueError: for fewer than 0 samples or fewer than 1 rank.
+        ValueError: for fewer than 0 samples or fewer than 1 rank; `padded` and `chunked`, too.
     """
     _check(num_samples, world_size)
     return [list(range(rank, num_samples, world_size)) for rank in range(world_size)]
@@ -133,9 +122,6 @@ def padded(num_samples: int, world_size: int) -> list[list[int]]:
 
     Misses nothing; repeats the first -N % W samples of the order (with fewer samples than ranks, some of them several
     times). All global batches equal one process's except the last, in which the repeated samples count twice.
-
-    Raises:
-        ValueError: as `dealt`.
     """
     _check(num_samples, world_size)
     order = _repeat_to(_padded_size(num_samples, world_size), range(num_samples))
@@ -154,9 +140,6 @@ def chunked(num_samples: int, world_size: int) -> list[list[int]]:
     Misses nothing; repeats the first samples, to pad. But it pads with one slice of the order, which is too short for
     W > 2N. chunked(3, 8) = [[0], [1], [2], [0], [1], [2], [], []]: ranks 6 and 7 get nothing, so the others wait for
     them in the first collective, for ever. Kept as the tutorial has it, as a warning; use `dealt` or `padded`.
-
-    Raises:
-        ValueError: as `dealt`.
     """
     _check(num_samples, world_size)
     size = _padded_size(num_samples, world_size)

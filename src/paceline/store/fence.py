@@ -1,4 +1,4 @@
-"""Who may publish? The fence is one file that names the newest claim; whoever is older must not.
+"""The fence: one file that names the newest claim on a run's checkpoints. Only its holder may publish.
 
 After a restart a process of the generation before may still be alive, frozen or cut off from its agent. When it wakes
 up in the middle of its checkpoint, the fence stops it. The file is read and changed only under its lock.
@@ -10,7 +10,6 @@ import contextlib
 import fcntl
 import os
 import re
-import time
 from collections.abc import Generator
 from pathlib import Path
 from typing import NamedTuple
@@ -19,7 +18,6 @@ from paceline.disk import writing
 from paceline.errors import TrainingError
 
 LOCK_SECONDS = 30.0  # it is held for a few renames; longer means that its holder is frozen
-POLL_SECONDS = 0.02
 
 
 class Fenced(TrainingError):  # noqa: N818 - a state, not a fault
@@ -37,11 +35,11 @@ class Claim(NamedTuple):
 
 
 def take(path: Path, claim: Claim) -> None:
-    """Make `claim` the newest one; the same again is no error.
+    """Make `claim` the newest one; repeating it is no error.
 
     Raises:
-        TrainingError: if a newer one is there, or another process does not let go of the fence.
-        OSError: if it cannot be written, or the file system has no locks.
+        TrainingError: a newer one is there, or another process does not let go of the fence.
+        OSError: it cannot be written, or the file system has no locks.
     """
     with _locked(path, make=True) as descriptor:
         newest = _read(descriptor)
@@ -73,7 +71,11 @@ def _locked(path: Path, *, make: bool = False) -> Generator[int]:
     """The fence's descriptor, while no other process has it."""
     descriptor = writing.keep(path, make=make)
     try:
-        _lock(descriptor, path, time.monotonic() + LOCK_SECONDS)
+        if not writing.lock(descriptor, LOCK_SECONDS):
+            raise TrainingError(
+                f"another process holds {path} and does not let go: `fuser {path}` shows which. "
+                "If it is left over from a run that is dead or frozen, end it"
+            )
         try:
             yield descriptor
         finally:
@@ -81,19 +83,6 @@ def _locked(path: Path, *, make: bool = False) -> Generator[int]:
             fcntl.flock(descriptor, fcntl.LOCK_UN)
     finally:
         os.close(descriptor)
-
-
-def _lock(descriptor: int, path: Path, deadline: float) -> None:
-    while True:
-        try:
-            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                raise TrainingError(
-                    f"another process holds {path} and does not let go: `fuser {path}` shows which. "
-                    "If it is left over from a run that is dead or frozen, end it"
-                ) from None
-            time.sleep(POLL_SECONDS)
 
 
 def _read(descriptor: int) -> Claim | None:

@@ -1,4 +1,4 @@
-"""How is one file of a checkpoint written so that nothing is lost, and read so that nothing is taken on trust?"""
+"""Files of a checkpoint: written so that nothing is lost, read so that nothing is taken on trust."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import contextlib
 import errno
 import hashlib
 import os
-from collections.abc import Generator, Iterable, Iterator
+import shutil
+from collections.abc import Generator, Iterable
 from pathlib import Path
 
 from paceline.disk import writing
-from paceline.disk.owners import NotOurs, Opened, opened
+from paceline.disk.owners import Unreadable, opened
+from paceline.disk.reading import read
 from paceline.store.manifest import Damaged, ShardFile
 from paceline.store.shard_header import LENGTH_BYTES, MAX_HEADER_BYTES, check_header
 
@@ -40,7 +42,7 @@ def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> tuple[int, s
             _write_all(descriptor, view)
         os.fsync(descriptor)
     except BaseException:
-        with contextlib.suppress(OSError):  # the first error is the one to tell
+        with contextlib.suppress(OSError):  # the first error is the one to report
             os.close(descriptor)
         raise
     os.close(descriptor)  # a network file system may say only now that the disk is full
@@ -67,13 +69,22 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def room_for(root: Path, size_bytes: int) -> str | None:
+    """None if the file system of `root`, a folder there or yet to be made, has `size_bytes` free; else a sentence."""
+    folder = next(path for path in (root, *root.absolute().parents) if path.is_dir())
+    free_bytes = shutil.disk_usage(folder).free
+    if free_bytes >= size_bytes:
+        return None
+    return f"a checkpoint needs {size_bytes:,} bytes, and the file system of {root} has {free_bytes:,} free"
+
+
 def check_folder(folder: Path, *, trust: bool) -> None:
     """Refuse a folder that is a link, or (but with `trust`) that somebody else may have filled.
 
     Raises:
         Damaged: says which, and why.
     """
-    with _opened(folder, "its folder", trust=trust, folder=True):
+    with _as_damage("its folder"), opened(folder, folder=True, ours=not trust):
         pass
 
 
@@ -83,10 +94,8 @@ def read_whole(path: Path, limit_bytes: int, *, trust: bool) -> bytes:
     Raises:
         Damaged: names the file.
     """
-    with _opened(path, path.name, trust=trust) as it:
-        if it.found.st_size > limit_bytes:
-            raise Damaged(f"{path.name} has {it.found.st_size:,} bytes; more than {limit_bytes:,} are not read")
-        return b"".join(_blocks(it.descriptor))
+    with _as_damage(path.name):
+        return read(path, limit_bytes=limit_bytes, ours=not trust)
 
 
 def check_file(path: Path, file: ShardFile, *, hashed: bool, trust: bool) -> None:
@@ -95,7 +104,7 @@ def check_file(path: Path, file: ShardFile, *, hashed: bool, trust: bool) -> Non
     Raises:
         Damaged: names the file, with what was expected and what is there.
     """
-    with _opened(path, path.name, trust=trust) as it:
+    with _as_damage(path.name), opened(path, ours=not trust) as it:
         if it.found.st_size != file.bytes:
             raise Damaged(f"{path.name} has {it.found.st_size:,} bytes instead of {file.bytes:,}")
         if not hashed:
@@ -103,28 +112,21 @@ def check_file(path: Path, file: ShardFile, *, hashed: bool, trust: bool) -> Non
         length = int.from_bytes(os.pread(it.descriptor, LENGTH_BYTES, 0), "little")
         header = os.pread(it.descriptor, min(length, MAX_HEADER_BYTES), LENGTH_BYTES)
         digest = hashlib.sha256()
-        for block in _blocks(it.descriptor):
+        while block := os.read(it.descriptor, READ_BYTES):
             digest.update(block)
         if digest.hexdigest() != file.sha256:
             raise Damaged(f"{path.name} has the sha256 {digest.hexdigest()} instead of {file.sha256}")
         check_header(path.name, length, header, file)
 
 
-def _blocks(descriptor: int) -> Iterator[bytes]:
-    while block := os.read(descriptor, READ_BYTES):
-        yield block
-
-
 @contextlib.contextmanager
-def _opened(path: Path, name: str, *, trust: bool, folder: bool = False) -> Generator[Opened]:
-    """Open for reading; what goes wrong with it while it is open is its damage as well."""
+def _as_damage(name: str) -> Generator[None]:
+    """What goes wrong with a file, when it is opened or later, is its damage."""
     try:
-        with opened(path, folder=folder, ours=not trust) as it:
-            yield it
-    except NotOurs as error:
+        yield
+    except Unreadable as error:
         raise Damaged(f"{name} {error.strerror}") from None
     except FileNotFoundError:
         raise Damaged(f"{name} is missing") from None
     except OSError as error:
-        told = error.filename is not None and error.errno == errno.EPERM  # our own words
-        raise Damaged(f"{name} {error.strerror if told else f'cannot be read: {error.strerror}'}") from None
+        raise Damaged(f"{name} cannot be read: {error.strerror}") from None

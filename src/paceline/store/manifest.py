@@ -1,4 +1,4 @@
-"""manifest.json: what does a checkpoint hold, and is this description of it whole? (no torch here)
+"""manifest.json: what a checkpoint holds, and whether this description of it is whole.
 
 Two ranks share a weight of 10 elements; each wrote its half into its own file:
 
@@ -96,7 +96,7 @@ class _Stated(msgspec.Struct):
     format: int
 
 
-def encode(manifest: Manifest) -> bytes:
+def encode_manifest(manifest: Manifest) -> bytes:
     """The bytes of manifest.json.
 
     Raises:
@@ -108,11 +108,11 @@ def encode(manifest: Manifest) -> bytes:
     return _sealed(inner, hashlib.sha256(inner).hexdigest())
 
 
-def decode(data: bytes) -> Manifest:
+def decode_manifest(data: bytes) -> Manifest:
     """The manifest in the bytes of a manifest.json.
 
     Raises:
-        Damaged: if it is anything but a whole manifest of this format, whose pieces make up every tensor exactly.
+        Damaged: it is anything but a whole manifest of this format, whose pieces make up every tensor exactly.
     """
     try:
         envelope = msgspec.json.decode(data, type=_Envelope)

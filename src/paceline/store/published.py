@@ -1,4 +1,4 @@
-"""What is published, and is a checkpoint what its manifest says? Reading only: needs no claim, changes nothing."""
+"""What is published, and whether a checkpoint is what its manifest says. Needs no claim, changes nothing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from paceline.disk.reading import names
 from paceline.store.files import check_file, check_folder, read_whole
-from paceline.store.manifest import Damaged, Manifest, decode
+from paceline.store.manifest import Damaged, Manifest, decode_manifest
 
 MANIFEST = "manifest.json"
 MANIFEST_LIMIT_BYTES = 1 << 24  # about 100,000 pieces
@@ -36,7 +36,7 @@ def entries(root: Path) -> list[Entry]:
     return sorted((entry for entry in found if entry.path.name == folder_name(entry.step)), reverse=True)
 
 
-def check(path: Path, files: Collection[str] | None = None, *, trust: bool = False) -> Manifest:
+def check_checkpoint(path: Path, files: Collection[str] | None = None, *, trust: bool = False) -> Manifest:
     """The manifest of a checkpoint that can be trusted.
 
     Args:
@@ -52,7 +52,7 @@ def check(path: Path, files: Collection[str] | None = None, *, trust: bool = Fal
     check_folder(path, trust=trust)
     data = read_whole(path / MANIFEST, MANIFEST_LIMIT_BYTES, trust=trust)
     try:
-        manifest = decode(data)
+        manifest = decode_manifest(data)
     except Damaged as error:
         raise Damaged(f"{MANIFEST} {error}") from None
     if path.name != folder_name(manifest.step):

@@ -1,4 +1,4 @@
-"""Does a safetensors file begin with what its manifest describes? Asked before its reader sees it (no torch here).
+"""Checks that a safetensors file begins with what its manifest describes, before its reader sees it.
 
 A file is: 8 bytes, how long the header is; the header, JSON of `name: {dtype, shape, data_offsets}`; the data.
 Every bound is checked here that the reader of a resumed run would meet, so that `verify` and a resume agree.
@@ -34,7 +34,7 @@ def check_header(name: str, length: int, header: bytes, file: ShardFile) -> None
     """Refuse a file whose header is not that of the manifest's pieces.
 
     Args:
-        name: of the file, for words.
+        name: of the file, for messages.
         length: what its first 8 bytes say.
         header: so many bytes after these, as far as they are there and no more than are ever read.
         file: what the manifest says.

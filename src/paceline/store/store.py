@@ -1,4 +1,4 @@
-"""The folder of a run's checkpoints: how is one published, and which one is trusted after any crash? (no torch here)
+"""The folder of a run's checkpoints: how one is published, and which one is trusted after any crash.
 
 RUN/checkpoints/
     .fence                  who may publish: the newest attempt and generation (fence.py)
@@ -16,7 +16,6 @@ from __future__ import annotations
 import itertools
 import os
 import re
-import shutil
 from collections.abc import Callable, Collection
 from pathlib import Path
 
@@ -24,8 +23,8 @@ from paceline.disk import writing
 from paceline.errors import TrainingError, UsageError
 from paceline.store.fence import Claim, Fenced, holding, take
 from paceline.store.files import sync_folder, write_file
-from paceline.store.manifest import Damaged, Manifest, decode, encode
-from paceline.store.published import MANIFEST, Entry, check, check_files, entries, folder_name
+from paceline.store.manifest import Damaged, Manifest, decode_manifest, encode_manifest
+from paceline.store.published import MANIFEST, Entry, check_checkpoint, check_files, entries, folder_name
 
 __all__ = ["Checkpoints", "Claim", "Damaged", "Entry", "Fenced", "write_file"]
 
@@ -50,12 +49,10 @@ class Checkpoints:
     def __init__(self, root: Path, *, trust: bool = False) -> None:
         """With `trust`, checkpoints that belong to others, or that they could have written, are read all the same."""
         self.root = root
-        self._trust = trust
+        self._trust, self._fence = trust, root / ".fence"
         self._claim: Claim | None = None
         self._place: tuple[int, int] | None = None
         self._known_whole: dict[Path, bool] = {}
-
-    # ---- writing -------------------------------------------------------------------------------------------------
 
     def claim(self, attempt: int, generation: int, report: Report = _silent) -> None:
         """Make the folder, take the fence, and remove what older generations left half done.
@@ -112,8 +109,8 @@ class Checkpoints:
         """
         if keep < FEWEST_KEPT:
             raise UsageError(f"at least {FEWEST_KEPT} checkpoints must be kept, got {keep}: the newest may be damaged")
-        encoded = encode(manifest)
-        decode(encoded)  # what could not be read back is not worth writing
+        encoded = encode_manifest(manifest)
+        decode_manifest(encoded)  # what could not be read back is not worth writing
         try:
             check_files(tmp, manifest, hashed=())
             write_file(tmp / MANIFEST, [encoded])
@@ -127,7 +124,7 @@ class Checkpoints:
         return path
 
     def _publish(self, tmp: Path, path: Path, report: Report) -> Path:
-        there = path.is_symlink() or path.exists()
+        there = os.path.lexists(path)
         whole = there and self._is_whole(path)  # may hash for minutes: not under the lock
         dropped = tmp if whole else None
         with holding(self._fence, self._claimed()):
@@ -182,10 +179,6 @@ class Checkpoints:
         self._known_whole.pop(path, None)
         return writing.rename(path, trash)
 
-    @property
-    def _fence(self) -> Path:
-        return self.root / ".fence"
-
     def _claimed(self) -> Claim:
         if self._claim is None:
             raise RuntimeError("claim() comes before begin() and commit()")
@@ -203,19 +196,17 @@ class Checkpoints:
             return None
         return found.st_dev, found.st_ino
 
-    # ---- reading -------------------------------------------------------------------------------------------------
-
     def entries(self) -> list[Entry]:
         """What has the name of a checkpoint, the newest first; nothing if there is no folder."""
         return entries(self.root)
 
     def check(self, path: Path, files: Collection[str] | None = None) -> Manifest:
-        """The manifest of a checkpoint that can be trusted, as `published.check` says; raises Damaged."""
-        if files is None:
-            self._known_whole[path] = False
-        manifest = check(path, files, trust=self._trust)
-        if files is None:
-            self._known_whole[path] = True
+        """The manifest of a checkpoint that can be trusted, as `check_checkpoint` says; raises Damaged."""
+        if files is not None:
+            return check_checkpoint(path, files, trust=self._trust)
+        self._known_whole[path] = False
+        manifest = check_checkpoint(path, trust=self._trust)
+        self._known_whole[path] = True
         return manifest
 
     def newest_valid(self, report: Report) -> tuple[Path, Manifest] | None:
@@ -233,7 +224,7 @@ class Checkpoints:
                 try:
                     return path, self.check(path)
                 except Damaged as error:
-                    if not (path.is_symlink() or path.exists()):
+                    if not os.path.lexists(path):
                         break  # retired while we read it: newer ones are there by now
                     if path not in told:
                         report(f"{path.name} cannot be used: {error}")
@@ -241,14 +232,6 @@ class Checkpoints:
             else:
                 return None
         raise TrainingError(f"the checkpoints in {self.root} are deleted faster than they can be read")
-
-    def room_for(self, size_bytes: int) -> str | None:
-        """A sentence if the file system has less free space than `size_bytes`."""
-        folder = next(path for path in (self.root, *self.root.absolute().parents) if path.is_dir())
-        free_bytes = shutil.disk_usage(folder).free
-        if free_bytes >= size_bytes:
-            return None
-        return f"a checkpoint needs {size_bytes:,} bytes, and the file system of {self.root} has {free_bytes:,} free"
 
 
 def _is_newer(name: str, claim: Claim) -> bool:

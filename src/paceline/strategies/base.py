@@ -16,19 +16,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline.checkpoint.state import Held, Source, take_over
-from paceline.collectives.gradients import SharedGradients
-from paceline.collectives.leaving import LeavingGradients
 from paceline.data.loader import MicroBatch
-from paceline.data.plan import Work, ranks_share
+from paceline.data.plan import Work
 from paceline.errors import UsageError
-from paceline.scratch.batchnorm import SyncBatchNorm
-from paceline.scratch.norm import scale_to_norm, total_norm
-from paceline.scratch.scatter import ScatterReducer
-from paceline.scratch.tree import Forest, TreeReducer
 from paceline.seeding import random_stream
 from paceline.strategies.buffers import VirtualBuffers
 from paceline.strategies.held import hold_optimizer, load_optimizer
 from paceline.strategies.refusals import refuse_foreign
+from paceline.sums.batchnorm import SyncBatchNorm
+from paceline.sums.buckets import trainable
+from paceline.sums.norm import scale_to_norm, total_norm
+from paceline.sums.reducer import Reducer
 from paceline.worker.world import World
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
@@ -51,6 +49,10 @@ class Replica:
     sync_gradients: Callable[[Tensor], bool | None]
     """(total weight, a scalar): sums .grad over ranks and divides it: the gradient of the global batch's mean. True:
     it was found to be finite on the way, on all ranks alike"""
+    reset: Callable[[], None]
+    """after an error in a forward or backward of your own loop, in place of `sync_gradients`: drops the step's
+    gradients, so that the next one can begin. Every rank calls it, or `sync_gradients`, whose result is then worth
+    nothing (a collective). `ddp` and `fsdp` can go on only where all ranks have failed before their first backward"""
     clip_grad_norm: Callable[[float], Tensor]
     """(largest norm allowed): scales all gradients alike, unless the global norm before, which it returns, is not
     finite (a collective where gradients are sharded)"""
@@ -99,6 +101,7 @@ def replica(
     virtual_ranks: int | None = None,
     module: nn.Module | None = None,
     sync_gradients: Callable[[Tensor], bool | None] | None = None,
+    reset: Callable[[], None] = lambda: None,
     backward: Callable[[Work, bool], AbstractContextManager[Any]] = lambda _work, _is_last: nullcontext(),
     gradients: Callable[[], list[Held]] | None = None,
     gradient_norm: Callable[[], Tensor] | None = None,
@@ -119,6 +122,7 @@ def replica(
         module: what forward calls, if it is not the model itself.
         virtual_ranks: see Strategy.
         sync_gradients: see Replica; by default only the division, as one device does.
+        reset: see Replica; what the other ranks need of this one, beside dropping its gradients.
         backward: (work, is it the step's last here?): surrounds a micro-batch, to say what becomes of its gradients.
         gradients: see Replica; by default the parameters' .grad. `sharded`, `in_lockstep`, `gathered`, `weights` too.
         gradient_norm: the global norm of all gradients, in float64; infinite or NaN only if one of them is.
@@ -158,6 +162,11 @@ def replica(
         scale_gradients(parameters, 1 / total_weight)
         return None
 
+    def reset_gradients() -> None:
+        reset()
+        model.zero_grad(set_to_none=True)
+        optimizer.zero_grad(set_to_none=True)  # pieces of parameters are not the model's
+
     def own_gradients() -> list[Held]:
         return [Held(name, p.grad) for name, p in model.named_parameters() if p.grad is not None]
 
@@ -193,6 +202,7 @@ def replica(
         virtual_ranks=virtual_ranks,
         microbatch=microbatch,
         sync_gradients=sync_all_gradients,
+        reset=reset_gradients,
         clip_grad_norm=clip_grad_norm,
         merged_buffers=buffers.merged,
         keep_buffers=buffers.keep,
@@ -208,11 +218,6 @@ def replica(
     )
 
 
-def trainable(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters that receive gradients, in the model's order."""
-    return [p for p in model.parameters() if p.requires_grad]
-
-
 @torch.no_grad()
 def scale_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:
     """Multiply every gradient there is by the scalar `factor`."""
@@ -221,21 +226,9 @@ def scale_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:
             parameter.grad.mul_(factor)
 
 
-def forest(world: World, virtual_ranks: int | None) -> Forest:
-    """Which leaves of the tree over all virtual ranks belong to which rank."""
-    shares = [ranks_share(virtual_ranks or world.size, rank, world.size) for rank in range(world.size)]
-    return Forest([(share.start, share.stop) for share in shares], world.rank)
-
-
-def leaf_of(
-    reducer: TreeReducer | ScatterReducer | SharedGradients | LeavingGradients,
-) -> Callable[[Work, bool], AbstractContextManager[None]]:
+def leaf_of(reducer: Reducer) -> Callable[[Work, bool], AbstractContextManager[None]]:
     """What `replica` takes as `backward`, for gradients that are added up in the tree."""
-
-    def leaf(work: Work, is_last: bool) -> AbstractContextManager[None]:
-        return reducer.leaf(work.virtual_rank, is_last=is_last, counted=work.counted)
-
-    return leaf
+    return lambda work, is_last: reducer.leaf(work.virtual_rank, is_last=is_last, counted=work.counted)
 
 
 @contextmanager

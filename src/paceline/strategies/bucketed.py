@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 
 from torch import nn
 
-from paceline.collectives.gradients import gradients_by_rank
-from paceline.collectives.leaving import LeavingGradients
-from paceline.collectives.replicate import broadcast_module
 from paceline.data.plan import Work
 from paceline.strategies.base import MakeOptimizer, Replica, replica
+from paceline.strategies.buffers import forest_of
+from paceline.sums.reducer import sum_by_rank
+from paceline.sums.replicate import broadcast_module
 from paceline.worker.world import World
 
 
@@ -25,12 +25,10 @@ def bucketed(
         ValueError: if the ranks' models differ in names, shapes or types.
     """
     broadcast_module(model)
-    reducer = gradients_by_rank(model)
+    reducer = sum_by_rank(model, forest_of(world, world.size))
 
     def backward(_: Work, is_last: bool) -> AbstractContextManager[None]:
-        if isinstance(reducer, LeavingGradients):
-            return reducer.leaf(world.rank, is_last=is_last)
-        return nullcontext() if is_last else reducer.paused()
+        return reducer.leaf(world.rank, is_last=is_last)  # a stand-in's zeros count: a rank without samples has zeros
 
     return replica(
         model,
@@ -38,5 +36,6 @@ def bucketed(
         world,
         virtual_ranks=virtual_ranks,
         sync_gradients=reducer.finish,
+        reset=reducer.reset,
         backward=backward,
     )

@@ -10,17 +10,18 @@ from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.checkpoint.state import Held, Source, needed
 from paceline.data.plan import Work, ranks_share
 from paceline.errors import TrainingError
-from paceline.scratch.batchnorm import SyncBatchNorm
-from paceline.scratch.tree import Exchange, Forest, added
+from paceline.sums.batchnorm import SyncBatchNorm
+from paceline.sums.exchange import Exchange
+from paceline.sums.replicate import broadcast
+from paceline.sums.tree import Forest, added
 from paceline.worker.world import World
 
-Buffers = dict[str, Tensor]
+_Buffers = dict[str, Tensor]
 ALWAYS_COPIED_BYTES = 1 << 20
 
 
@@ -35,9 +36,9 @@ class VirtualBuffers:
         self._names_checked = False
         self._synchronised = {n for n, slots in self._slots.items() if isinstance(slots[0][0], SyncBatchNorm)}
         self._initial = {name: buffer.clone() for name, buffer in self._in_module().items()}
-        self._of: dict[int, Buffers] = {}
-        self._kept: dict[int, Buffers] = {}
-        self._kept_from: dict[int, Buffers] = {}
+        self._of: dict[int, _Buffers] = {}
+        self._kept: dict[int, _Buffers] = {}
+        self._kept_from: dict[int, _Buffers] = {}
         self._copied: dict[tuple[int, str], tuple[Tensor, int]] = {}  # large ones: of which tensor, and its version
 
     @torch.no_grad()
@@ -145,26 +146,23 @@ class VirtualBuffers:
                 return needed(source, full, self._initial[name], any_type=True).to(self._world.device)
         return None
 
-    def _mean(self) -> Buffers:
+    def _mean(self) -> _Buffers:
         """In the tree's order, so that the world size does not show; in float64, so that the order hardly matters."""
         floating = {n: b for n, b in self._initial.items() if b.is_floating_point()}
         root = self._tree_sum(floating)
         count = root[-1]
         pieces = root[:-1].split([b.numel() for b in floating.values()]) if floating else []
-        mean: Buffers = {}
+        mean: _Buffers = {}
         for (name, initial), piece in zip(floating.items(), pieces, strict=True):
             mean[name] = (piece / count).reshape(initial.shape).to(initial.dtype) if count else initial.clone()
-        for name in self._initial.keys() - floating.keys():
-            own = self._of[min(self._of)] if self._of else self._initial
-            lowest = own[name].clone().contiguous()
-            dist.broadcast(lowest, src=0)  # rank 0 owns virtual rank 0, which has a share of every global batch
-            mean[name] = lowest
-        return mean
+        own = self._of[min(self._of)] if self._of else self._initial
+        lowest = {name: own[name].clone() for name in self._initial if name not in floating}
+        broadcast([*lowest.values()])  # from rank 0: it owns virtual rank 0, which has a share of every global batch
+        return mean | lowest
 
     def _tree_sum(self, names: Iterable[str]) -> Tensor:
         """(n + 1,) float64: the sum of all these buffers over virtual ranks, and how many of them there are."""
-        shares = [ranks_share(self._virtual_ranks, rank, self._world.size) for rank in range(self._world.size)]
-        forest = Forest([(share.start, share.stop) for share in shares], self._world.rank)
+        forest = forest_of(self._world, self._virtual_ranks)
         sums = forest.partial_sums(added)
         zeros = torch.zeros(1, dtype=torch.float64, device=self._world.device)
         size = sum(self._initial[name].numel() for name in names) + 1
@@ -177,7 +175,7 @@ class VirtualBuffers:
         exchange.gather()
         return exchange.end()[:size]
 
-    def _in_module(self) -> Buffers:
+    def _in_module(self) -> _Buffers:
         return {name: getattr(*slots[0]) for name, slots in self._slots.items()}
 
     def _put(self, buffers: Mapping[str, Tensor]) -> None:
@@ -198,6 +196,12 @@ class VirtualBuffers:
                 f"buffer {new[0]} was None and was made in the first forward: it cannot be kept for each virtual rank. "
                 "Register it with its values, as zeros say."
             )
+
+
+def forest_of(world: World, virtual_ranks: int) -> Forest:
+    """Which leaves of the tree over all virtual ranks belong to which rank."""
+    shares = [ranks_share(virtual_ranks, rank, world.size) for rank in range(world.size)]
+    return Forest([(share.start, share.stop) for share in shares], world.rank)
 
 
 def _put_into(values: Tensor, before: Tensor, now: Tensor | None) -> Tensor:

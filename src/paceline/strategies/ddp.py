@@ -9,8 +9,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from paceline.scratch.replicate import broadcast_module
-from paceline.strategies.base import MakeOptimizer, Replica, replica, scale_gradients, trainable
+from paceline.strategies.base import MakeOptimizer, Replica, replica, scale_gradients
+from paceline.sums.buckets import trainable
+from paceline.sums.replicate import broadcast_module
 from paceline.worker.world import World
 
 

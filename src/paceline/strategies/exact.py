@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from paceline.collectives.gradients import gradients_by_leaf
-from paceline.collectives.replicate import broadcast_module
-from paceline.collectives.totals import sum_over_ranks
-from paceline.scratch.norm import SharedNorm, even_shares
-from paceline.strategies.base import MakeOptimizer, Replica, forest, leaf_of, replica, trainable
+from paceline.strategies.base import MakeOptimizer, Replica, leaf_of, replica
+from paceline.strategies.buffers import forest_of
 from paceline.strategies.refusals import refuse_synchronised
+from paceline.sums.buckets import trainable
+from paceline.sums.norm import SharedNorm, even_shares
+from paceline.sums.reducer import sum_by_leaf
+from paceline.sums.replicate import broadcast_module
 from paceline.worker.world import World
 
 
@@ -27,12 +28,12 @@ def exact(
     """
     refuse_synchronised(model, "exact")
     broadcast_module(model)
-    reducer = gradients_by_leaf(model, forest(world, virtual_ranks))
+    reducer = sum_by_leaf(model, forest_of(world, virtual_ranks or world.size))
     parameters = trainable(model)
     # all hold all gradients, so each rank looks at a share of them only
     sizes = [parameter.numel() for parameter in parameters]
     shares = even_shares(sizes, world.size)
-    norm = SharedNorm(sizes, shares, world.rank, world.device, sum_over_ranks)
+    norm = SharedNorm(sizes, shares, world.rank, world.device)
 
     def gradient_norm() -> Tensor:
         own = [(i, parameters[i].grad, start, stop) for i, start, stop in shares[world.rank]]
@@ -44,6 +45,7 @@ def exact(
         world,
         virtual_ranks=virtual_ranks,
         sync_gradients=reducer.finish,
+        reset=reducer.reset,
         gradient_norm=gradient_norm,
         backward=leaf_of(reducer),
     )

@@ -22,12 +22,13 @@ from paceline.checkpoint.whole import whole
 from paceline.compute.blocks import cut_into_blocks, gathered
 from paceline.compute.precision import rounded_by_autocast
 from paceline.data.plan import Work
-from paceline.scratch.reduce import divide, named
-from paceline.scratch.replicate import broadcast_module
-from paceline.scratch.zero import Piece
 from paceline.strategies.base import MakeOptimizer, Replica, replica
 from paceline.strategies.held import hold_pieces, load_pieces
 from paceline.strategies.refusals import refuse_foreign, refuse_whole
+from paceline.sums.buckets import divide
+from paceline.sums.gather import labelled
+from paceline.sums.replicate import broadcast_module
+from paceline.sums.shards import Piece
 from paceline.worker.world import World
 
 if TYPE_CHECKING:  # imported where it is used: it would cost every other strategy a second of start-up
@@ -148,7 +149,7 @@ class _Shares:
         for held in self.gradients():
             if not held.replicated or self._world.rank == 0:  # what all hold counts once
                 total += held.tensor.double().square().sum()
-        dist.all_reduce(named(total, "norm of the gradients"))
+        dist.all_reduce(labelled(total, "norm of the gradients"))
         return total.sqrt()
 
     def parameters(self) -> list[Held]:
@@ -202,7 +203,7 @@ class _Used:
         flags = [float(name in self._used) for name in self._names]
         values = [(torch.zeros_like(p) if p.grad is None else p.grad).double().view(-1) for p in uncut.values()]
         summed = torch.cat([torch.tensor(flags, dtype=torch.float64, device=world.device), *values])
-        dist.all_reduce(named(summed, "who uses which parameter"))
+        dist.all_reduce(labelled(summed, "who uses which parameter"))
         everywhere = dict(zip(self._names, summed.tolist(), strict=False))
         sums = iter(summed[len(flags) :].split([p.numel() for p in uncut.values()]))
         for name, parameter in model.named_parameters():

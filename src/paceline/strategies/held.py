@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from paceline.checkpoint.state import Held, Source
 from paceline.errors import UsageError
-from paceline.scratch.zero import Piece
+from paceline.sums.shards import Piece
 
 ITEM = ".item"  # ends the name of a plain number
 
@@ -54,7 +54,7 @@ def load_optimizer(model: nn.Module, optimizer: Optimizer, source: Source) -> No
     for name, parameter in model.named_parameters():
         state = dict(saved_state(source, name))
         if state:
-            optimizer.state[parameter] = on_device(optimizer, parameter, state)
+            optimizer.state[parameter] = _on_device(optimizer, parameter, state)
 
 
 def saved_state(source: Source, name: str) -> Iterator[tuple[str, Any]]:
@@ -104,11 +104,11 @@ def load_pieces(
     optimizer.state.clear()
     for name, parameter in (uncut or {}).items():
         if state := dict(saved_state(source, name)):
-            optimizer.state[parameter] = on_device(optimizer, parameter, state)
+            optimizer.state[parameter] = _on_device(optimizer, parameter, state)
     for name, piece in pieces.items():
         state = _saved_piece(source, name, piece, shapes[name])
         if state:
-            optimizer.state[piece.parameter] = on_device(optimizer, piece.parameter, state)
+            optimizer.state[piece.parameter] = _on_device(optimizer, piece.parameter, state)
 
 
 def _saved_piece(source: Source, name: str, piece: Piece, shape: torch.Size) -> dict[str, Any]:
@@ -124,7 +124,7 @@ def _saved_piece(source: Source, name: str, piece: Piece, shape: torch.Size) -> 
     return state
 
 
-def on_device(optimizer: Optimizer, parameter: nn.Parameter, state: dict[str, Any]) -> dict[str, Any]:
+def _on_device(optimizer: Optimizer, parameter: nn.Parameter, state: dict[str, Any]) -> dict[str, Any]:
     """`state` where `parameter` is; counters (step) only if the optimizer is fused or capturable, as torch wants it."""
     group = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
     all_there = group.get("fused") or group.get("capturable")

@@ -5,8 +5,9 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from paceline.scratch.reduce import all_reduce_gradients
-from paceline.scratch.replicate import broadcast_module
-from paceline.strategies.base import MakeOptimizer, Replica, replica, trainable
+from paceline.strategies.base import MakeOptimizer, Replica, replica
+from paceline.sums.buckets import trainable
+from paceline.sums.replicate import broadcast_module
 from paceline.worker.world import World
 
 
@@ -24,6 +25,14 @@ def manual(
     def sync_gradients(total_weight: Tensor) -> None:
         all_reduce_gradients(parameters, total_weight)
 
+    def reset() -> None:
+        all_reduce_gradients(parameters, 1.0)  # other ranks may wait for ours
+
     return replica(
-        model, make_optimizer(model.parameters()), world, virtual_ranks=virtual_ranks, sync_gradients=sync_gradients
+        model,
+        make_optimizer(model.parameters()),
+        world,
+        virtual_ranks=virtual_ranks,
+        sync_gradients=sync_gradients,
+        reset=reset,
     )

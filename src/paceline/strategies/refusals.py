@@ -7,7 +7,7 @@ from torch.optim import Optimizer
 
 from paceline.errors import UsageError
 from paceline.ladder import FOR_SEVERAL
-from paceline.scratch.batchnorm import SyncBatchNorm
+from paceline.sums.batchnorm import SyncBatchNorm
 from paceline.worker.world import World
 
 # Each updates an element by that element's own gradient and history alone.

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.checkpoint.state import Held, Source
-from paceline.collectives.moves import all_gather, reduce_scatter
-from paceline.collectives.replicate import broadcast_module
-from paceline.collectives.totals import sum_over_ranks
-from paceline.collectives.transport import shared_memory
-from paceline.scratch.norm import SharedNorm
-from paceline.scratch.scatter import AllToAll, Scatter, ScatterReducer
-from paceline.scratch.tree import Forest, gather_shares
-from paceline.scratch.zero import Gather, Shards
-from paceline.strategies.base import MakeOptimizer, Replica, forest, leaf_of, replica, trainable
+from paceline.strategies.base import MakeOptimizer, Replica, leaf_of, replica
+from paceline.strategies.buffers import forest_of
 from paceline.strategies.held import hold_pieces, load_pieces
 from paceline.strategies.refusals import refuse_foreign, refuse_synchronised, refuse_whole
+from paceline.sums.buckets import trainable
+from paceline.sums.norm import SharedNorm
+from paceline.sums.reducer import sum_to_shares
+from paceline.sums.replicate import broadcast_module
+from paceline.sums.shards import Shards
+from paceline.sums.sharing import shared_memory
+from paceline.sums.transports import addable_in_memory
 from paceline.worker.world import World
 
 
@@ -41,13 +37,11 @@ def zero(
     refuse_whole("zero", optimizer)
     refuse_foreign(model, optimizer)
     parameters = trainable(model)
-    scatter, gather = _transports(parameters)
-    shards = Shards(model, world.rank, world.size, gather=gather)
+    memory = shared_memory() if addable_in_memory(parameters) else None
+    shards = Shards(model, world.rank, world.size, memory=memory)
     shards.shard(optimizer)
-    reducer = ScatterReducer(shards, forest(world, virtual_ranks), scatter=scatter)
-    norm = SharedNorm(
-        [p.numel() for p in parameters], shards.shares(parameters), world.rank, world.device, sum_over_ranks
-    )
+    reducer = sum_to_shares(shards, forest_of(world, virtual_ranks or world.size))
+    norm = SharedNorm([p.numel() for p in parameters], shards.shares(parameters), world.rank, world.device)
     pieces = {name: shards.pieces[p] for name, p in model.named_parameters() if p in shards.pieces}
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
 
@@ -71,6 +65,7 @@ def zero(
         world,
         virtual_ranks=virtual_ranks,
         sync_gradients=reducer.finish,
+        reset=reducer.reset,
         backward=leaf_of(reducer),
         gradients=gradients,
         gradient_norm=gradient_norm,
@@ -78,35 +73,3 @@ def zero(
         hold=hold,
         load=load,
     )
-
-
-def _transports(parameters: Sequence[nn.Parameter]) -> tuple[Scatter, Gather]:
-    """How gradients get to whom they belong, and weights to all: where all ranks share memory, through it."""
-    on_cpu = all(p.device.type == "cpu" and not p.is_complex() for p in parameters)
-    memory = shared_memory() if on_cpu else None
-    if memory is None:
-        return AllToAll, gather_shares
-
-    def scatter(forest: Forest, own: Sequence[Tensor], group: dist.ProcessGroup | None, name: str) -> _Arrived:
-        share = own[0].new_empty(len(own[0]) // memory.size)
-        return _Arrived(reduce_scatter(memory, own, forest, share, name=name))
-
-    def gather(whole: Tensor, mine: Tensor, group: dist.ProcessGroup | None) -> _Arrived:
-        all_gather(memory, mine, whole, "weights")
-        return _Arrived(whole)
-
-    return scatter, gather
-
-
-@dataclass(frozen=True)
-class _Arrived:
-    """Memory is as fast as a copy: nothing is gained by doing something else meanwhile."""
-
-    values: Tensor
-
-    def end(self) -> Tensor:
-        """See scratch.scatter.Scattering."""
-        return self.values
-
-    def wait(self) -> None:
-        """See scratch.zero.Gathering."""

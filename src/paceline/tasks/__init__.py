@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.datasets.mnist import check_mnist
-from paceline.disk.owners import strangers
+from paceline.disk.owners import other_writers
 from paceline.errors import UsageError, unknown
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def check_task(name: str | None, options: Mapping[str, Any]) -> None:
         near = unknown("task", name, TASKS)
         raise UsageError(f"{near}, or your own as module:name or file.py:name")
     folder = _locate(name)
-    if whose := strangers(folder.resolve()):
+    if whose := other_writers(folder.resolve()):
         print(
             f"paceline: {whose}: what lies beside your task, and who can write there, is imported with it",
             file=sys.stderr,

@@ -8,8 +8,8 @@ import sysconfig
 from pathlib import Path
 
 import paceline
-from paceline.collectives import gather_words, told_once
 from paceline.errors import UsageError
+from paceline.sums import gather_words, told_once
 from paceline.worker.world import World
 
 SHOWN = 5

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from paceline.collectives import gather_words, together
 from paceline.compute.allocator import keep_memory
 from paceline.compute.compiling import compile_model
 from paceline.compute.graphs import graph_model
@@ -24,6 +23,7 @@ from paceline.data.loader import Loading, fetch
 from paceline.errors import UsageError
 from paceline.host.cgroup import free_memory
 from paceline.seeding import preserved_streams
+from paceline.sums import gather_words, together
 from paceline.tasks.task import Task
 from paceline.train.evaluate import evaluating
 from paceline.train.step import weighted_losses

@@ -7,11 +7,11 @@ from typing import Any
 import msgspec
 import torch
 
-from paceline.collectives import gather_words
 from paceline.compute.allocator import peak_memory
 from paceline.data.arrays import batch_gatherer
 from paceline.data.seeded import asks_for_batches
 from paceline.host.cgroup import usable_cores
+from paceline.sums import gather_words
 from paceline.train.prepare import Parts
 from paceline.worker.world import World
 

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from paceline.collectives import start_totals
 from paceline.data.loader import Loading, fetch
 from paceline.data.plan import ranks_share
 from paceline.errors import UsageError
 from paceline.strategies.base import Replica
+from paceline.sums import start_totals
 from paceline.tasks.task import Loss, Metric
 from paceline.train.lockstep import Part, as_many_parts_as_any
 from paceline.train.step import weighted_losses

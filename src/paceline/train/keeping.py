@@ -13,13 +13,13 @@ import msgspec
 
 from paceline.checkpoint.snapshot import Keeper, inherited
 from paceline.checkpoint.state import Held
-from paceline.collectives import gather_words, together
 from paceline.contract.evidence import Phase
 from paceline.errors import PacelineError
 from paceline.observe import events
 from paceline.observe.folder import CHECKPOINTS
 from paceline.store.store import Checkpoints, Claim
 from paceline.strategies.base import Replica
+from paceline.sums import gather_words, together
 from paceline.train.emergency import is_writer, save_alone
 from paceline.train.resume import Content, Origin, from_disk, from_memory
 from paceline.train.saving import Saver

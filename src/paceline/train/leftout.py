@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import Literal
 
-from paceline.collectives import told_once
 from paceline.errors import ExitCode, TrainingError
+from paceline.sums import told_once
 from paceline.train.nonfinite import NotFinite
 from paceline.worker.world import World
 

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from paceline.collectives import gather_words, sum_over_ranks
 from paceline.data.loader import MicroBatch
 from paceline.nested import mapped
-from paceline.strategies.base import Replica, trainable
+from paceline.strategies.base import Replica
+from paceline.sums import gather_words, sum_over_ranks
+from paceline.sums.buckets import trainable
 
 MAX_NAMED = 8  # samples of a rank in a message
 MAX_PARAMETERS = 3

@@ -21,9 +21,9 @@ from itertools import pairwise
 
 import msgspec
 
-from paceline.collectives import gather_words, told_once
 from paceline.contract.evidence import Op
 from paceline.errors import ExitCode, TrainingError
+from paceline.sums import gather_words, told_once
 from paceline.worker.world import World
 
 ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})  # code asks `rank == root` around these

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from paceline.collectives import check_equal, new_group, together, told_once
 from paceline.config import BatchShape, TrainConfig, batch_shape, default_strategy, task_options
 from paceline.data.arrays import batch_gatherer, on_device
 from paceline.data.fingerprint import fingerprint
@@ -20,9 +19,10 @@ from paceline.data.plan import BatchPlan, ranks_share
 from paceline.data.room import Room, check_room
 from paceline.errors import UsageError
 from paceline.ladder import LADDER, options_of_others
-from paceline.scratch.batchnorm import convert
 from paceline.seeding import derive, preserved_streams, random_stream
 from paceline.strategies import STRATEGIES, Replica
+from paceline.sums import check_equal, new_group, together, told_once
+from paceline.sums.batchnorm import convert
 from paceline.tasks import load_task
 from paceline.tasks.task import Task
 from paceline.train.computing import Settled, settle

@@ -11,9 +11,9 @@ import msgspec
 
 from paceline.checkpoint.shard import Shards
 from paceline.checkpoint.snapshot import inherited, newest
-from paceline.collectives import gather_words, told_once
 from paceline.errors import UsageError
 from paceline.store.store import Checkpoints, Damaged
+from paceline.sums import gather_words, told_once
 from paceline.worker.world import World
 
 Report = Callable[[str], None]

@@ -15,8 +15,6 @@ import msgspec
 import torch
 
 from paceline import __version__
-from paceline.collectives import check_equal, gather_words, together, told_once
-from paceline.collectives.transport import memory_or_hosts, way_taken
 from paceline.config import TrainConfig, default_strategy, dump, load, repeatable, resolved
 from paceline.contract.birth import WorkerBirth, restarts
 from paceline.contract.evidence import Phase
@@ -38,6 +36,8 @@ from paceline.observe.folder import (
 )
 from paceline.observe.summary import Summary, write_summary
 from paceline.store.store import Checkpoints
+from paceline.sums import check_equal, gather_words, together, told_once
+from paceline.sums.sharing import memory_or_hosts, way_taken
 from paceline.tasks.code import check_code
 from paceline.train.computing import take_threads
 from paceline.train.determinism import deterministic, holds_for

@@ -19,10 +19,11 @@ from torch import Tensor
 
 from paceline.checkpoint.shard import Layout, fill, layout, rank_part
 from paceline.checkpoint.state import Held
-from paceline.collectives import gather_words
 from paceline.errors import PacelineError
+from paceline.store.files import room_for
 from paceline.store.manifest import FORMAT, Manifest, ShardFile
 from paceline.store.store import Checkpoints, Claim, write_file
+from paceline.sums import gather_words
 from paceline.train.resume import Content
 from paceline.train.votes import Votes
 from paceline.worker.world import World
@@ -157,7 +158,7 @@ class Saver:
             self._publishing.join()
             self._publishing = None
         try:
-            failure = self._checkpoints.room_for(size_bytes)
+            failure = room_for(self._checkpoints.root, size_bytes)
             return {"failure": failure or "", "folder": "" if failure else str(self._checkpoints.begin(step))}
         except (OSError, PacelineError) as error:
             return {"failure": str(error), "folder": ""}

@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.collectives import Totals, start_totals, told_once
 from paceline.contract.evidence import Phase
 from paceline.data.loader import MicroBatch
 from paceline.data.plan import Work
 from paceline.errors import ExitCode, TrainingError, UsageError
 from paceline.nested import tensors
 from paceline.strategies.base import Replica
+from paceline.sums import Totals, start_totals, told_once
 from paceline.tasks.task import Loss
 from paceline.train.lockstep import as_many_as_any
 from paceline.train.nonfinite import NotFinite, gradients_are_finite, gradients_not_finite, losses_not_finite

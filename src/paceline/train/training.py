@@ -13,14 +13,13 @@ from dataclasses import replace
 from msgspec.structs import replace as replace_fields
 
 from paceline.checkpoint.whole import sha256_of
-from paceline.collectives import check_equal, told_once
 from paceline.contract.evidence import Phase
 from paceline.data.loader import load_steps, naming_lost_processes
 from paceline.errors import ExitCode, PacelineError, TrainingError
 from paceline.observe import events
-from paceline.observe.progress import Display
+from paceline.observe.progress import Display, Throughput
 from paceline.observe.summary import Summary, write_summary
-from paceline.observe.throughput import Throughput
+from paceline.sums import check_equal, told_once
 from paceline.train.costs import Costs, Waiting, all_costs, data_lines
 from paceline.train.evaluate import evaluate
 from paceline.train.fit import StepRecord, fit

@@ -11,19 +11,18 @@ from collections import Counter
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from paceline.checkpoint.state import Held
-from paceline.collectives import told_once
 from paceline.errors import ExitCode, TrainingError
+from paceline.sums import gather_words, told_once
 from paceline.worker.world import World
 
 MAX_NAMED = 3
 
 
 def check_replicas(held: Sequence[Held], world: World, step: int) -> None:
-    """Compare what all ranks hold (a collective); one message of 8 bytes for each tensor.
+    """Compare what all ranks hold (a collective); one message with a number for each tensor.
 
     Raises:
         TrainingError: with DIVERGED if a tensor differs, naming it and the rank in the minority (a tie accuses nobody);
@@ -32,14 +31,11 @@ def check_replicas(held: Sequence[Held], world: World, step: int) -> None:
     replicated = [h for h in held if h.replicated]
     if world.size == 1 or not replicated:
         return
-    mine = torch.stack([fingerprint(h.tensor) for h in replicated])
-    gathered = [torch.empty_like(mine) for _ in range(world.size)]
-    dist.all_gather(gathered, mine)
-    together = torch.stack(gathered)  # (W, n)
-    if bool((together == together[0]).all()):
+    mine: list[int] = torch.stack([fingerprint(h.tensor) for h in replicated]).tolist()
+    columns = zip(*gather_words(mine, world), strict=True)  # of each tensor, by rank
+    found = {h.name: [*prints] for h, prints in zip(replicated, columns, strict=True) if len(set(prints)) > 1}
+    if not found:
         return
-    columns: list[list[int]] = together.t().tolist()
-    found = {h.name: prints for h, prints in zip(replicated, columns, strict=True) if len(set(prints)) > 1}
     raise told_once(TrainingError(_told(found, world, step), ExitCode.DIVERGED), world)
 
 

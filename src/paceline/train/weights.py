@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -22,17 +21,13 @@ def save(weights: Mapping[str, Tensor], path: Path) -> None:
     Raises:
         OSError: if it cannot be written; an older file of that name is then still there.
     """
-    partial = f"{path.name}.partial"
-    with writing.inside(path) as (folder, name):
-        try:
-            tensors, ties = _unique(weights)
+    try:
+        tensors, ties = _unique(weights)
+        with writing.replacing(path) as (folder, partial):
             save_file(tensors, f"/proc/self/fd/{folder}/{partial}", {"format": "pt", **ties})
             os.chmod(partial, writing.FILE, dir_fd=folder)
-        except Exception as error:  # safetensors has an exception of its own for input/output errors
-            with suppress(FileNotFoundError):
-                os.unlink(partial, dir_fd=folder)
-            raise OSError(f"{path} cannot be written: {error}") from error
-        os.rename(partial, name, src_dir_fd=folder, dst_dir_fd=folder)
+    except Exception as error:  # safetensors has an exception of its own for input/output errors
+        raise OSError(f"{path} cannot be written: {error}") from error
 
 
 def _unique(weights: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:

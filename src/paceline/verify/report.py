@@ -7,13 +7,23 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from paceline.verify.spec import ADAPTIVE_TOLERANCE, CAUSES, KINDS, TOLERANCE, Bits, BitsReport, Report, Result, Spec
+from paceline.verify.spec import (
+    ADAPTIVE_TOLERANCE,
+    CAUSES,
+    KINDS,
+    TOLERANCE,
+    Bits,
+    BitsReport,
+    Result,
+    Spec,
+    VerifyReport,
+)
 
 WIDTH = 132  # where there is no terminal
 NAMED = 4  # round-off tensors
 
 
-def print_report(spec: Spec, reports: Sequence[Report]) -> bool:
+def print_report(spec: Spec, reports: Sequence[VerifyReport]) -> bool:
     """Print everything; return whether nothing failed and anything was run."""
     console = Console(width=None if Console().is_terminal else WIDTH, highlight=False, emoji=False)
     results = [result for report in reports for result in report.results]

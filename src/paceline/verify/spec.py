@@ -68,7 +68,7 @@ class Case(msgspec.Struct, frozen=True):
         return f"{self.strategy} on {self.world_size}{norm}, {self.optimizer}"
 
 
-class Finding(msgspec.Struct, frozen=True):
+class Diagnosis(msgspec.Struct, frozen=True):
     """The first difference, and what most likely made it."""
 
     step: int
@@ -85,7 +85,7 @@ class Result(msgspec.Struct, frozen=True):
     errors: dict[str, float]
     round_off: list[str]
     round_off_error: float
-    finding: Finding | None = None
+    finding: Diagnosis | None = None
     not_run: str | None = None
 
     @property
@@ -94,7 +94,7 @@ class Result(msgspec.Struct, frozen=True):
         return self.finding is None and self.not_run is None
 
 
-class Report(msgspec.Struct, frozen=True):
+class VerifyReport(msgspec.Struct, frozen=True):
     """All results of one world size, and what had to be said about the set-up."""
 
     world_size: int

@@ -1,4 +1,4 @@
-"""Are we inside an allocation of Slurm already, and does the job fit into it? Then its batch script runs here."""
+"""Inside an allocation of Slurm: whether the job fits into it, and its batch script run right here."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ POLL_SECONDS = 1.0  # the end of the script wakes us earlier
 INTERACTIVE_STEP = "4294967290"  # the shell that salloc starts on a node, at some sites: not a step of srun
 
 
-class Held(NamedTuple):
-    """An allocation; 0: not known."""
+class Granted(NamedTuple):
+    """An allocation that we are in; 0: not known."""
 
     job_id: str
     nodes: int
@@ -30,7 +30,7 @@ class Held(NamedTuple):
     partition: str
 
 
-def in_allocation(env: Mapping[str, str]) -> Held | None:
+def in_allocation(env: Mapping[str, str]) -> Granted | None:
     """The allocation that this shell or batch script has; None outside, and for a task of srun, which is a worker."""
     job_id = env.get("SLURM_JOB_ID")
     if not job_id or env.get("SLURM_STEP_ID", INTERACTIVE_STEP) != INTERACTIVE_STEP:
@@ -38,7 +38,7 @@ def in_allocation(env: Mapping[str, str]) -> Held | None:
     cpus = [int(number) for number in re.findall(r"(\d+)(?:\(x\d+\))?(?:,|$)", env.get("SLURM_JOB_CPUS_PER_NODE", ""))]
     gpus = re.findall(r"(\d+)(?:\([^)]*\))?(?:,|$)", env.get("SLURM_GPUS_PER_NODE", ""))
     gpus = gpus or [env.get("SLURM_GPUS_ON_NODE", "0")]
-    return Held(
+    return Granted(
         job_id,
         nodes=_number(env.get("SLURM_JOB_NUM_NODES", "")),
         cpus=min(cpus, default=0),
@@ -51,7 +51,7 @@ def _number(text: str) -> int:
     return int(text) if text.isdecimal() else 0
 
 
-def check_allocation(held: Held, job: Job) -> None:
+def check_allocation(held: Granted, job: Job) -> None:
     """Refuse a job of another shape than the allocation's.
 
     Raises:

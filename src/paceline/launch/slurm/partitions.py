@@ -1,4 +1,4 @@
-"""Can this job ever start on this cluster? Asked before it is submitted: a queue keeps what cannot run for ever."""
+"""Refuses, before it is submitted, a job that can never start on this cluster: a queue would keep it for ever."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from paceline.errors import PacelineError, UsageError, unknown
 from paceline.launch.job import Job
-from paceline.launch.slurm.queue import ask, words
+from paceline.launch.slurm.queue import run_slurm, slurm_words
 
 FORMAT = "%P|%D|%c|%G|%l|%a"
 LONGEST_LISTED = 20
@@ -34,9 +34,9 @@ def check_fits(job: Job, env: Mapping[str, str]) -> None:
         UsageError: what was asked, what there is, and what to do.
         PacelineError: if Slurm does not answer.
     """
-    done = ask("sinfo", "-h", "-e", "-o", FORMAT)
+    done = run_slurm("sinfo", "-h", "-e", "-o", FORMAT)
     if done.returncode != 0:
-        raise PacelineError(f"Slurm does not say which partitions there are: {words(done)}")
+        raise PacelineError(f"Slurm does not say which partitions there are: {slurm_words(done)}")
     all_nodes = parse_sinfo(done.stdout)
     names = (
         job.slurm.partition

@@ -1,4 +1,4 @@
-"""A Slurm cluster: which batch script would a careful person have written? Pure; queue.py hands it to Slurm.
+"""The plan for a Slurm cluster: the batch script that a careful person would have written. queue.py submits it.
 
 The script starts one agent on each node with srun. It is for reading, and for using by hand: `sbatch` it again and the
 run goes on; `bash` it inside an allocation (salloc) and the run uses that.
@@ -26,7 +26,7 @@ def slurm(job: Job) -> Plan:
     Raises:
         UsageError: if the job's settings contradict each other, or cannot be written into a batch script.
     """
-    check(job)
+    _check(job)
     # the script loads and activates before it starts the agents; which node an agent is on, Slurm tells it
     node = node_plan(msgspec.structs.replace(job, modules=(), activate=""), node=-1, nproc=job.nproc, head=())
     plan = msgspec.json.format(msgspec.json.encode(node), indent=2).decode() + "\n"
@@ -34,12 +34,8 @@ def slurm(job: Job) -> Plan:
     return Plan(submit=command, files={SCRIPT: batch_script(job), PLAN: plan})
 
 
-def check(job: Job) -> None:
-    """Refuse what contradicts itself, before it waits in a queue.
-
-    Raises:
-        UsageError: naming the setting, what is true, and what to do.
-    """
+def _check(job: Job) -> None:
+    """Refuse what contradicts itself, before it waits in a queue."""
     asked = job.slurm
     if job.min_nodes < job.nodes:
         raise UsageError(

@@ -1,4 +1,4 @@
-"""What does Slurm say? Jobs are submitted, watched and cancelled by Slurm's own commands; its words are translated."""
+"""Jobs submitted, watched and cancelled by Slurm's own commands, and its words translated."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class JobState(NamedTuple):
         return f"{self.state}{reason}{nodes}{turn}"
 
 
-def ask(*argv: str, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+def run_slurm(*argv: str, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     """Run one of Slurm's commands.
 
     Raises:
@@ -84,7 +84,7 @@ def ask(*argv: str, env: Mapping[str, str] | None = None) -> subprocess.Complete
         ) from None
 
 
-def words(done: subprocess.CompletedProcess[str]) -> str:
+def slurm_words(done: subprocess.CompletedProcess[str]) -> str:
     """What a command of Slurm said, without its own names for itself."""
     lines = [
         re.sub(r"^(?:\w+: )?(?:error|fatal): |^allocation failure: ", "", line) for line in done.stderr.splitlines()
@@ -107,11 +107,11 @@ def submit(plan: Plan, env: Mapping[str, str]) -> str:
     assert plan.submit is not None
     script = plan.files[SCRIPT]
     env = submit_environment(env, partition="#SBATCH --partition=" in script, minutes="#SBATCH --time=" in script)
-    tried = ask(plan.submit.argv[0], "--test-only", *plan.submit.argv[2:], env=env)
+    tried = run_slurm(plan.submit.argv[0], "--test-only", *plan.submit.argv[2:], env=env)
     if tried.returncode == 0:
-        tried = ask(*plan.submit.argv, env=env)
+        tried = run_slurm(*plan.submit.argv, env=env)
     if tried.returncode != 0:
-        raise UsageError(f"Slurm refuses the job: {words(tried)}. Nothing was submitted")
+        raise UsageError(f"Slurm refuses the job: {slurm_words(tried)}. Nothing was submitted")
     return tried.stdout.strip().split(";")[0]  # ID;CLUSTER
 
 
@@ -122,11 +122,11 @@ def state(job_id: str) -> JobState | None:
         UsageError: if there is no Slurm here.
         PacelineError: if Slurm does not answer.
     """
-    done = ask("scontrol", "show", "job", "-o", job_id)
+    done = run_slurm("scontrol", "show", "job", "-o", job_id)
     if done.returncode == 0:
         return parse_job(done.stdout)
     if "Invalid job id" not in done.stderr:
-        raise PacelineError(f"Slurm cannot say how job {job_id} is: {words(done)}")
+        raise PacelineError(f"Slurm cannot say how job {job_id} is: {slurm_words(done)}")
     return _remembered(job_id)
 
 
@@ -136,13 +136,13 @@ def writes_to(job_id: str, folder: Path) -> bool:
     Raises:
         PacelineError: if Slurm does not answer.
     """
-    shown = ask("scontrol", "show", "job", "-o", job_id).stdout
+    shown = run_slurm("scontrol", "show", "job", "-o", job_id).stdout
     return any(f" StdOut={path}/" in shown for path in (str(folder), str(folder).replace("%", "%%")))
 
 
 def parse_job(text: str) -> JobState:
-    """A job from what `scontrol show job -o` prints: the job's name stands first, and is ours, so nobody's text is
-    taken for a field."""
+    """A job from what `scontrol show job -o` prints: the first field is the job's name, which is ours, so nobody's text
+    is taken for a field."""
 
     def value(name: str) -> str:
         match = re.search(rf"(?:^| ){name}=(\S*)", text)
@@ -166,7 +166,7 @@ def _code(text: str) -> int:
 def _remembered(job_id: str) -> JobState | None:
     """A job that only the accounting, where there is one, knows."""
     try:
-        done = ask("sacct", "-n", "-P", "-X", "-j", job_id, "-o", "State,ExitCode,NodeList")
+        done = run_slurm("sacct", "-n", "-P", "-X", "-j", job_id, "-o", "State,ExitCode,NodeList")
     except PacelineError:
         return None
     fields = done.stdout.splitlines()[-1].split("|") if done.returncode == 0 and done.stdout.strip() else []
@@ -186,11 +186,11 @@ def cancel(job_id: str, *, now: bool = False) -> None:
     """
     job = state(job_id) if now else None
     for _ in range(2 if job is not None and job.state == "RUNNING" else 0):  # what waits, scancel would wait for
-        ask("scancel", "--signal=TERM", job_id)
+        run_slurm("scancel", "--signal=TERM", job_id)
         time.sleep(SECOND_SIGNAL_SECONDS)
-    done = ask("scancel", job_id)
+    done = run_slurm("scancel", job_id)
     if done.returncode != 0:
-        raise PacelineError(f"Slurm does not cancel job {job_id}: {words(done)}")
+        raise PacelineError(f"Slurm does not cancel job {job_id}: {slurm_words(done)}")
 
 
 def follow(

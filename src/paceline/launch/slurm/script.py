@@ -1,4 +1,4 @@
-"""What stands in the batch script, and how is a user's text written into it so that it stays text? Pure."""
+"""The text of the batch script; a user's text is written into it so that it stays text. Pure."""
 
 from __future__ import annotations
 
@@ -17,20 +17,15 @@ CONDA = "conda:"
 
 OURS = {  # option of sbatch -> what to say instead
     "nodes": "use --nodes",
-    "ntasks": "one agent runs on each node and starts the workers: use --nproc",
-    "ntasks-per-node": "one agent runs on each node and starts the workers: use --nproc",
-    "ntasks-per-core": "one agent runs on each node and starts the workers: use --nproc",
-    "ntasks-per-gpu": "one agent runs on each node and starts the workers: use --nproc",
-    "ntasks-per-socket": "one agent runs on each node and starts the workers: use --nproc",
-    "cpus-per-task": "use --cpus-per-rank",
-    "cpus-per-gpu": "use --cpus-per-rank",
+    **dict.fromkeys(
+        ("ntasks", "ntasks-per-node", "ntasks-per-core", "ntasks-per-gpu", "ntasks-per-socket"),
+        "one agent runs on each node and starts the workers: use --nproc",
+    ),
+    **dict.fromkeys(("cpus-per-task", "cpus-per-gpu"), "use --cpus-per-rank"),
     "time": "use --time",
     "partition": "use --partition",
-    "gpus": "use --gpus-per-node",
-    "gpus-per-node": "use --gpus-per-node",
-    "gpus-per-task": "use --gpus-per-node",
-    "gpus-per-socket": "use --gpus-per-node",
-    "gres": "use --gpus-per-node",  # with another value than GPUs it is the user's
+    # gres with another value than GPUs is the user's
+    **dict.fromkeys(("gpus", "gpus-per-node", "gpus-per-task", "gpus-per-socket", "gres"), "use --gpus-per-node"),
     "job-name": "it is the run's name",
     "output": "it is in the run folder",
     "error": "it is in the run folder, with the output",
@@ -44,8 +39,7 @@ OURS = {  # option of sbatch -> what to say instead
     "parsable": "it is set",
     "test-only": "use --dry-run",
     "wrap": "the batch script is paceline's",
-    "help": "see `sbatch --help`",
-    "usage": "see `sbatch --help`",
+    **dict.fromkeys(("help", "usage"), "see `sbatch --help`"),
     "version": "see `sbatch --version`",
 }
 

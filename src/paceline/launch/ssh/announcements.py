@@ -1,4 +1,4 @@
-"""Is there an agent on every host? All are asked at once, and every host that is not fit is named with its reason."""
+"""Waits for the agents of all hosts at once, and names every host that is not fit, with its reason."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import msgspec
 from paceline.errors import UsageError
 from paceline.launch.relay import cleaned
 from paceline.launch.ssh.refusal import why_no_agent
-from paceline.launch.ssh.sessions import Session, Sessions
+from paceline.launch.ssh.sessions import HostSession, Sessions
 from paceline.observe.terminal import say
 
 if TYPE_CHECKING:
@@ -32,8 +32,8 @@ class Stopped(Exception):  # noqa: N818 - no error
         self.number = number
 
 
-def meet(every: Sessions, *, seconds: float) -> list[Facts]:
-    """Wait, aloud, until the agents of all hosts have announced themselves, at most so long.
+def await_agents(every: Sessions, *, seconds: float) -> list[Facts]:
+    """Wait until the agents of all hosts have announced themselves, and say who is missing; `seconds` at most.
 
     Returns:
         What each says of its host, in the order of the hosts.
@@ -72,7 +72,7 @@ def meet(every: Sessions, *, seconds: float) -> list[Facts]:
     return [facts[session.node] for session in every.all]
 
 
-def _listen(session: Session, heard: dict[int, bytes], facts: dict[int, Facts], wrong: dict[int, str]) -> None:
+def _listen(session: HostSession, heard: dict[int, bytes], facts: dict[int, Facts], wrong: dict[int, str]) -> None:
     """Look for the announcement in what a host has written, which may begin with a login profile's words."""
     from paceline.host.facts import Facts  # only here: agents import this file too, and would wait for psutil
 

@@ -1,4 +1,4 @@
-"""Why is there no agent on that host, or no longer? What ssh and the remote shell have said, in words that help."""
+"""Why there is no agent on a host, or no longer: what ssh and the remote shell have said, in words that help."""
 
 from __future__ import annotations
 
@@ -58,14 +58,13 @@ _LOST = re.compile(
 )
 
 
-def why_no_agent(argv: Sequence[str], code: int | None, words: bytes, python: str = "") -> str:
+def why_no_agent(argv: Sequence[str], code: int | None, words: bytes) -> str:
     """Why a session has not brought an agent, and what to do.
 
     Args:
         argv: the session's command: the user's ssh command, our options from `-T` on, `--`, the host, a command.
         code: its exit code; None when it still ran at the end of our patience.
         words: what it has written to stderr.
-        python: of the command; found in `argv` if not given.
     """
     text = "\n".join(cleaned(line) for line in words.split(b"\n"))
     said = [line.strip() for line in text.split("\n") if line.strip()]
@@ -81,7 +80,7 @@ def why_no_agent(argv: Sequence[str], code: int | None, words: bytes, python: st
                 told = sentence.format(ssh=_by_hand(argv), host=argv[-2] if len(argv) > 1 else "")
                 return f"{told} (ssh: {found[0].strip().removeprefix('ssh: ')[:MAX_QUOTE_CHARS]})"
         return f"ssh has failed{quote or ' without a word'}. Try `{_by_hand(argv)} true`"
-    python = python or _python(argv)
+    python = _python(argv)
     if "No module named" in text and "paceline" in text:
         return (
             f"paceline is not installed for {python} there{quote}. Install the same version, or name a Python that has "

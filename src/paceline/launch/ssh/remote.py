@@ -1,10 +1,10 @@
 """A run on other hosts, from here: first all of them answer, then all start, and node 0's end is the run's.
 
-    1  a session to each host; the agent there announces itself (meeting.py). Where one cannot, nothing is started
+    1  a session to each host; the agent there announces itself (announcements.py). If one cannot, nothing is started
     2  the facts of all hosts are compared; each agent is told its plan; signs of life from now on
     3  output, stop signals, lost sessions, until node 0's agent has ended
 
-Who ends the workers there, when this launcher is killed or cut off: the agents, whose lifeline ends or falls silent.
+When this launcher is killed or cut off, the agents end the workers: their lifeline ends or falls silent.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from paceline.contract.orders import STOP_SIGNALS, signal_inbox
 from paceline.errors import ExitCode
 from paceline.launch.job import Plan
 from paceline.launch.relay import Relay, Screen
-from paceline.launch.ssh.announcements import Stopped, meet
+from paceline.launch.ssh.announcements import Stopped, await_agents
 from paceline.launch.ssh.refusal import SSH_FAILED, why_lost
-from paceline.launch.ssh.sessions import Piece, Session, Sessions, sessions
+from paceline.launch.ssh.sessions import HostSession, Output, Sessions, open_sessions
 from paceline.observe.terminal import say
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ LAST_SECONDS = 5.0  # the other agents end at the same time as node 0's
 STOP_MARGIN_SECONDS = 4.0  # beyond the workers' grace: the agents' own ends, and the way of their last words
 CLOSING_SECONDS = min(2.0, GRACE_SECONDS) + 2.0  # from the end of the lifelines to that of the agents
 SAME_REQUEST_SECONDS = 0.1  # timeout(1), for one, sends every signal twice: to its child and to the child's group
-PAUSE_SECONDS = 0.1  # between looks whether people have read what fills the screen's queue
+PAUSE_SECONDS = 0.1  # between looks whether the screen's queue has room again
 DETACHED = b'{"detached"'  # begins an agent's second line: it goes on without us
 
 Check = Callable[[Sequence["Facts"]], None]
@@ -52,15 +52,15 @@ def run_remote(plan: Plan, check: Check | None = None) -> int:
     Raises:
         UsageError: when a host cannot be used; names all of them. Nothing was started then.
     """
-    with signal_inbox((*STOP_SIGNALS, signal.SIGCHLD)) as inbox, sessions(plan.agents, inbox) as every:
+    with signal_inbox((*STOP_SIGNALS, signal.SIGCHLD)) as inbox, open_sessions(plan.agents, inbox) as every:
         try:
-            facts = meet(every, seconds=plan.nodes[0].join_seconds) if announces(plan) else []
+            facts = await_agents(every, seconds=plan.nodes[0].join_seconds) if _announces(plan) else []
         except Stopped as stopped:
             say(f"stopped by {stopped.number.name} before anything was started")
             return 128 + stopped.number
         if check is not None and facts:
             check(facts)
-        watch = Watch(plan, every)
+        watch = _Watch(plan, every)
         try:
             watch.tell(facts)
             return watch.run()
@@ -68,12 +68,12 @@ def run_remote(plan: Plan, check: Check | None = None) -> int:
             watch.end()
 
 
-def announces(plan: Plan) -> bool:
-    """Whether its agents announce themselves. A detached one on this machine need not: there is nothing to compare."""
+def _announces(plan: Plan) -> bool:
+    """Whether its agents announce themselves. A detached one on this machine does not: there is nothing to compare."""
     return any(command.argv[-1].endswith("--announce") for command in plan.agents)
 
 
-class Watch:
+class _Watch:
     """The sessions of a run that has been started, up to its end."""
 
     def __init__(self, plan: Plan, every: Sessions) -> None:
@@ -85,7 +85,7 @@ class Watch:
         self._deadline, self._code = math.inf, int(ExitCode.FAILED)  # when and as what the run ends at the latest
         self._reason = ""
         self._gone = 0
-        self._unexplained: list[Session] = []  # ended badly; node 0's agent may end alike, and has said why
+        self._unexplained: list[HostSession] = []  # ended badly; node 0's agent may end alike, and has said why
         self._detached: set[int] = set()
         self._interrupted = False  # twice: nobody wants to wait for anything
 
@@ -151,7 +151,7 @@ class Watch:
             if session is not self._head:
                 self._follower_ended(session)
 
-    def _show(self, piece: Piece) -> None:
+    def _show(self, piece: Output) -> None:
         data = piece.data
         if self._plan.nodes[0].detached and piece.descriptor == 1 and DETACHED in data:
             self._detached.add(piece.session.node)
@@ -172,12 +172,11 @@ class Watch:
             self._deadline, self._interrupted = now, True
             self._reason = f"{number.name}, a second signal: all lifelines are closed at once"
 
-    def _follower_ended(self, session: Session) -> None:
+    def _follower_ended(self, session: HostSession) -> None:
         code = session.code
         if code in GOOD_ENDS or self._interrupted:
             return
-        lost = code < 0 or code == SSH_FAILED
-        if lost:
+        if code < 0 or code == SSH_FAILED:
             self._relay.say(
                 f"node {session.node} ({session.name}) is lost: its ssh session has ended "
                 f"({why_lost(code, session.words)})"
@@ -185,10 +184,10 @@ class Watch:
         else:
             self._unexplained.append(session)
         self._gone += 1
-        first = self._plan.nodes[0]
-        enough = len(self._every.all) - self._gone >= min(first.min_nodes, first.nodes)
         if self._stopped_seconds != math.inf:
             return
+        first = self._plan.nodes[0]
+        enough = len(self._every.all) - self._gone >= min(first.min_nodes, first.nodes)
         if enough and code != ExitCode.USAGE:
             self._explain()
             return
@@ -201,7 +200,7 @@ class Watch:
             )
 
     def _explain(self, but: int | None = None) -> None:
-        """Tell which agents have ended by themselves; not of those that ended as node 0's, which has told why."""
+        """Report the agents that have ended by themselves, but not those that ended as node 0's, which has said why."""
         for session in self._unexplained:
             if session.code != but:
                 self._relay.say(

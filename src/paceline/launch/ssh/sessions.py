@@ -1,4 +1,4 @@
-"""The launcher's line to each host: a process that reads orders on its stdin and ends when the agent there ends."""
+"""The launcher's session with each host: an ssh client that passes orders on, and ends when the agent there ends."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ import time
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from typing import IO
 
 from paceline.contract.orders import read_inbox
 from paceline.errors import UsageError
 from paceline.launch.job import Command
 
-BREATH_SECONDS = 2.0  # between signs of life; the agents allow NodePlan.silence_seconds
-KEPT_WORDS_BYTES = 8192  # of each session's stderr: why it failed stands at its end
+BREATH_SECONDS = 2.0  # between signs of life; the agents allow NodePlan.silence_seconds of silence
+KEPT_WORDS_BYTES = 8192  # of each session's stderr, which ends with why it failed
 READ_BYTES = 65536
 LAST_WORDS_BYTES = 1 << 20  # read at most that much after its end
 
 
 @dataclass
-class Session:
+class HostSession:
     """One host's ssh client and what is known of it."""
 
     node: int
@@ -34,7 +35,7 @@ class Session:
     unsent: bytes = b""
     words: bytes = b""  # the end of what came on its stderr
     ended: bool = False  # and read to the end
-    pipes: dict[int, int] = field(default_factory=dict[int, int])  # our end -> 1 (its stdout) or 2
+    pipes: dict[IO[bytes], int] = field(default_factory=dict[IO[bytes], int])  # still open -> 1 (its stdout) or 2
 
     @property
     def name(self) -> str:
@@ -49,10 +50,10 @@ class Session:
 
 
 @dataclass(frozen=True)
-class Piece:
+class Output:
     """What came out of one session: from its stdout (1) or stderr (2)."""
 
-    session: Session
+    session: HostSession
     descriptor: int
     data: bytes
 
@@ -61,17 +62,17 @@ class Sessions:
     """The sessions of all hosts, node 0 first."""
 
     def __init__(self, inbox: socket.socket) -> None:
-        self.all: list[Session] = []
+        self.all: list[HostSession] = []
         self._inbox = inbox
         self._breath_seconds = 0.0
 
-    def tell(self, session: Session, line: bytes) -> None:
+    def tell(self, session: HostSession, line: bytes) -> None:
         """Send a line; what the host cannot take now is sent later."""
         if session.process.stdin is not None and not session.process.stdin.closed:
             session.unsent += line + b"\n"
             self._send(session)
 
-    def wait(self, seconds: float, *, read: bool = True) -> tuple[list[Piece], list[signal.Signals]]:
+    def wait(self, seconds: float, *, read: bool = True) -> tuple[list[Output], list[signal.Signals]]:
         """What came within `seconds`, and the stop signals to us; earlier when there is something, or one has ended.
 
         Args:
@@ -81,7 +82,7 @@ class Sessions:
         self._breathe()
         poll = select.poll()
         poll.register(self._inbox, select.POLLIN)
-        pipes = {pipe: (session, number) for session in self.all for pipe, number in session.pipes.items()}
+        pipes = {pipe.fileno(): (session, pipe) for session in self.all for pipe in session.pipes}
         for pipe in pipes if read else ():
             poll.register(pipe, select.POLLIN)
         for session in self.all:
@@ -92,18 +93,18 @@ class Sessions:
         signals = read_inbox(self._inbox)
         for session in self.all:
             self._send(session)
-        pieces = [piece for pipe, _ in ready if pipe in pipes for piece in self._read(*pipes[pipe], pipe)]
+        pieces = [piece for fd, _ in ready if fd in pipes for piece in self._read(*pipes[fd])]
         return pieces, signals
 
-    def reap(self) -> tuple[list[Session], list[Piece]]:
+    def reap(self) -> tuple[list[HostSession], list[Output]]:
         """The sessions that have ended since the last call, and their last words."""
         ended = [session for session in self.all if not session.ended and session.process.poll() is not None]
-        pieces: list[Piece] = []
+        pieces: list[Output] = []
         for session in ended:
             session.ended = True
-            for pipe, number in list(session.pipes.items()):
+            for pipe in list(session.pipes):
                 size = 0
-                while size < LAST_WORDS_BYTES and (more := self._read(session, number, pipe)):
+                while size < LAST_WORDS_BYTES and (more := self._read(session, pipe)):
                     pieces += more
                     size += len(more[0].data)
                 self._close(session, pipe)
@@ -116,7 +117,7 @@ class Sessions:
             self._hang_up(session)
 
     def kill(self) -> None:
-        """End the clients themselves, with their helpers (a jump host's client): who does not end may be cut off."""
+        """End the clients themselves, with their helpers (a jump host's client): a cut one may not end."""
         for number, seconds in ((signal.SIGTERM, 0.5), (signal.SIGKILL, math.inf)):
             for session in self.all:
                 if session.process.poll() is None:
@@ -148,7 +149,7 @@ class Sessions:
             if session.told and not session.unsent:
                 self.tell(session, b"")
 
-    def _send(self, session: Session) -> None:
+    def _send(self, session: HostSession) -> None:
         stdin = session.process.stdin
         if not session.unsent or stdin is None:
             return
@@ -159,9 +160,9 @@ class Sessions:
         except OSError:  # it is ending; its exit code says why
             session.unsent = b""
 
-    def _read(self, session: Session, number: int, pipe: int) -> list[Piece]:
+    def _read(self, session: HostSession, pipe: IO[bytes]) -> list[Output]:
         try:
-            data = os.read(pipe, READ_BYTES)
+            data = os.read(pipe.fileno(), READ_BYTES)
         except BlockingIOError:
             return []
         except OSError:
@@ -169,15 +170,15 @@ class Sessions:
         if not data:
             self._close(session, pipe)
             return []
-        if number == 2:
+        if session.pipes[pipe] == 2:
             session.words = (session.words + data)[-KEPT_WORDS_BYTES:]
-        return [Piece(session, number, data)]
+        return [Output(session, session.pipes[pipe], data)]
 
-    def _close(self, session: Session, pipe: int) -> None:
-        if session.pipes.pop(pipe, None) is not None:
-            os.close(pipe)
+    def _close(self, session: HostSession, pipe: IO[bytes]) -> None:
+        session.pipes.pop(pipe, None)
+        pipe.close()
 
-    def _hang_up(self, session: Session) -> None:
+    def _hang_up(self, session: HostSession) -> None:
         session.unsent = b""
         if session.process.stdin is not None:
             with suppress(OSError):
@@ -185,7 +186,7 @@ class Sessions:
 
 
 @contextmanager
-def sessions(commands: Sequence[Command], inbox: socket.socket) -> Generator[Sessions]:
+def open_sessions(commands: Sequence[Command], inbox: socket.socket) -> Generator[Sessions]:
     """Start them all at once; none is left afterwards.
 
     Raises:
@@ -200,7 +201,7 @@ def sessions(commands: Sequence[Command], inbox: socket.socket) -> Generator[Ses
         every.close()
 
 
-def _start(node: int, command: Command) -> Session:
+def _start(node: int, command: Command) -> HostSession:
     try:
         process = subprocess.Popen(
             command.argv,
@@ -216,11 +217,6 @@ def _start(node: int, command: Command) -> Session:
             f"there is no program {command.argv[0]!r} here: install the OpenSSH client, or name yours with --ssh"
         ) from error
     assert process.stdin is not None and process.stdout is not None and process.stderr is not None
-    session = Session(node, command, process)
-    for stream, number in ((process.stdout, 1), (process.stderr, 2)):
-        pipe = os.dup(stream.fileno())
-        stream.close()
-        os.set_blocking(pipe, False)
-        session.pipes[pipe] = number
-    os.set_blocking(process.stdin.fileno(), False)
-    return session
+    for stream in (process.stdin, process.stdout, process.stderr):
+        os.set_blocking(stream.fileno(), False)
+    return HostSession(node, command, process, pipes={process.stdout: 1, process.stderr: 2})

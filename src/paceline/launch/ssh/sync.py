@@ -1,4 +1,4 @@
-"""`--sync`: is the working folder the same on all hosts? Copied to them by the user's rsync, and nothing deleted."""
+"""`--sync`: the working folder copied to all hosts by the user's rsync, and nothing deleted there."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WORDS_OF_AN_ERROR = 2  # lines of rsync's, which says the reason first
 def rsync_commands(job: Job) -> list[Command]:
     """One rsync for each host, from the working folder here to that of the same path there.
 
-    Without --delete: what the hosts have besides is not ours to remove.
+    Without --delete: what else the hosts have is not ours to remove.
 
     Raises:
         UsageError: when no working folder is named.

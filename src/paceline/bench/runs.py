@@ -1,0 +1,161 @@
+"""Reads what the ranks of a run did in each step: seconds by phase, for every step and rank, from the run's events."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from paceline.disk.reading import is_file, real_path
+from paceline.errors import UsageError
+from paceline.observe.events import Event, Started, Step, event_files, read_events
+from paceline.observe.folder import WEIGHTS
+
+PHASES = ("data", "forward", "backward", "sync", "optimizer")
+
+
+@dataclass(frozen=True)
+class Spent:
+    """One rank's seconds in one step."""
+
+    data: float
+    forward: float
+    backward: float
+    sync: float
+    optimizer: float
+    seconds: float
+    """of the whole step, and what was between it and the one before"""
+    between: float = 0.0
+    """what the loop around the step did"""
+
+
+@dataclass(frozen=True)
+class Run:
+    """The steps that all ranks have written down, the warm-up left out."""
+
+    steps: Sequence[Mapping[int, Spent]]
+    """each by rank"""
+    samples: float
+    """in a step of the global batch, on average"""
+    hosts: Mapping[int, str]
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks."""
+        return len(self.hosts)
+
+    @property
+    def step_seconds(self) -> float:
+        """The mean over steps and ranks."""
+        total = sum(spent.seconds for step in self.steps for spent in step.values())
+        return total / (len(self.steps) * self.world_size)
+
+
+class At(msgspec.Struct, frozen=True, order=True):
+    """So many ranks with so many samples each in a step."""
+
+    ranks: int
+    batch: int
+
+
+Runs = Mapping[At, Sequence[Run]]
+"""by round; of all points the same rounds"""
+
+
+def read_run(folder: Path, *, skip: int) -> Run:
+    """The run in `folder`, without its first `skip` steps.
+
+    Raises:
+        UsageError: if there are no events, a rank's are missing, or too few or too old to be taken apart.
+    """
+    folder = real_path(folder)
+    started: dict[int, Started] = {}
+    steps: dict[int, dict[int, Spent]] = {}
+    samples: dict[int, int] = {}
+    for rank, path in event_files(folder).items():
+        before: Event | None = None
+        for event in read_events(path):
+            if isinstance(event, Started):
+                started[rank] = event
+                steps[rank] = {}  # an earlier start's steps had other companions
+            elif isinstance(event, Step):
+                steps.setdefault(rank, {})[event.step] = _spent(event, before)
+                samples[event.step] = event.samples
+            before = event
+    size = max((one.world_size for one in started.values()), default=0)
+    missing = sorted({*range(size)} - {*started})
+    if not started or missing:
+        what = f"the events of rank {missing[0]} of {size} are missing" if missing else "there are no events of a run"
+        raise UsageError(f"{folder}: {what}. Name the folder of a run (runs/...)")
+    ranks = range(size)
+    common = sorted(set[int].intersection(*({*steps[rank]} for rank in ranks)))[skip:]
+    if len(common) < 2:
+        raise UsageError(f"{folder}: fewer than {skip + 2} steps; the first {skip} are warm-up. Train longer")
+    if not all(steps[rank][number].forward for rank in ranks for number in common):
+        raise UsageError(f"{folder} was written by an older paceline: its steps do not tell their phases. Train again")
+    return Run(
+        steps=[{rank: steps[rank][number] for rank in ranks} for number in common],
+        samples=sum(samples[number] for number in common) / len(common),
+        hosts={rank: started[rank].host for rank in ranks},
+    )
+
+
+def _spent(step: Step, before: Event | None) -> Spent:
+    """From the end of one synchronisation to that of the next, for there all ranks meet.
+
+    So the optimizer is that of the step before: a rank late in it keeps the others waiting in this step. Only where
+    `before`, the event before, is a step, what lies between belongs to training.
+    """
+    phases = {name: step.phase_seconds.get(name, 0.0) for name in PHASES}
+    if not isinstance(before, Step):
+        return Spent(**phases, seconds=step.seconds)
+    between = max(0.0, step.unix_time - before.unix_time - step.seconds)  # a clock may be set back
+    earlier = before.phase_seconds.get("optimizer", 0.0)
+    seconds = step.seconds + between + earlier - phases["optimizer"]
+    return Spent(**{**phases, "optimizer": earlier}, seconds=seconds, between=between)
+
+
+def read_runs(folders: Sequence[Path], *, skip: int) -> Runs:
+    """The runs in these folders, by ranks and samples of each; several of one kind are its rounds.
+
+    Raises:
+        UsageError: if none of them is of one rank, or none of several, or a folder cannot be read.
+    """
+    found: dict[At, list[Run]] = {}
+    for folder in folders:
+        run = read_run(folder, skip=skip)
+        found.setdefault(At(run.world_size, round(run.samples / run.world_size)), []).append(run)
+    sizes = sorted({at.ranks for at in found})
+    if len(sizes) < 2 or sizes[0] != 1:
+        raise UsageError(
+            f"--runs has runs of {', '.join(map(str, sizes))} rank{'s' if sizes[-1] > 1 else ''}: scaling needs one of "
+            "1 rank, and others of more, on the same task"
+        )
+    rounds = min(len(runs) for runs in found.values())
+    return {at: runs[:rounds] for at, runs in found.items()}
+
+
+def comparable(runs: Runs) -> tuple[int | None, int | None]:
+    """(samples of each rank, of all together) for which one rank can be compared with others; None where it cannot."""
+    alone, others = [at.batch for at in runs if at.ranks == 1], [at for at in runs if at.ranks > 1]
+    weak = [batch for batch in alone if any(at.batch == batch for at in others)]
+    strong = [batch for batch in alone if any(at.ranks * at.batch == batch for at in others)]
+    if not weak and not strong:
+        told = ", ".join(f"{at.ranks} x {at.batch}" for at in sorted(runs))
+        raise UsageError(
+            f"--runs: none of these runs (ranks x samples of each in a step: {told}) can be compared with that of one "
+            "rank: it needs as many samples in a step as each of the others' ranks, or as all of them together"
+        )
+    return max(weak, default=None), max(strong, default=None)
+
+
+def over_network(runs: Runs) -> bool:
+    """Whether ranks of any of these runs were on several hosts."""
+    return any(len({*run.hosts.values()}) > 1 for found in runs.values() for run in found)
+
+
+def weight_bytes(folders: Sequence[Path]) -> int:
+    """About what ranks exchange in a step: the size of the weights that were saved."""
+    return max((path.stat().st_size for folder in folders if is_file(path := folder / WEIGHTS)), default=0)

@@ -1,0 +1,154 @@
+"""Counts what a rank holds in memory, and for what, and watches the allocations of the first steps.
+
+Weights, gradients and optimizer state are counted where they lie, each piece of memory once. What else there is at
+any moment, also in C++ (DDP's buckets), comes from torch's profiler, which reports each allocation and release.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from paceline.bench.spec import Memory
+from paceline.contract.evidence import Phase
+from paceline.data.loader import MicroBatch
+from paceline.nested import tensors
+from paceline.strategies import Replica
+
+MARK = "paceline: "
+
+
+class Inspection:
+    """Sees a replica from before it is made until it has taken its first steps."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._open = device, True
+        self._weights = self._gradients = self._optimizer = self._batch = 0
+        self.found: Memory | None = None
+
+    def watch(self, replica: Replica) -> None:
+        """Look at the replica's tensors whenever its optimizer is about to step, and has stepped."""
+
+        def before(*_: object) -> None:
+            if self._open:
+                own = [*replica.model.parameters(), *_trained(replica)]
+                held = [held.tensor for held in replica.gradients()]
+                self._gradients = held_bytes([*held, *(p.grad for p in own)])
+                self._weights = held_bytes([*replica.model.parameters(), *replica.model.buffers()])
+
+        def after(*_: object) -> None:
+            if self._open:
+                self._optimizer = held_bytes(v for s in replica.optimizer.state.values() for v in s.values())
+
+        replica.optimizer.register_step_pre_hook(before)
+        replica.optimizer.register_step_post_hook(after)
+
+    def enter(self, phase: Phase) -> None:
+        """A phase of the step begins."""
+        if self._open:
+            with record_function(MARK + phase.word):
+                pass
+
+    def batch(self, microbatches: Sequence[MicroBatch]) -> None:
+        """The data of the step, which are no part of what is looked for."""
+        self._batch = held_bytes(t for m in microbatches for t in tensors((m.inputs, m.targets)))
+
+    def close(self, profiler: profile) -> None:
+        """Look no more; `found` is what was seen."""
+        self._open = False
+        known = self._weights + self._gradients + self._optimizer + self._batch
+        events = _timeline(profiler, self._device)
+        seen = levels(events, known) if any(isinstance(what, int) for what in events) else (None, None, None)
+        self.found = Memory(self._weights, self._gradients, self._optimizer, *seen, rss_peak())
+
+
+@contextmanager
+def inspected(device: torch.device) -> Generator[Inspection]:
+    """Inside, allocations are seen; afterwards `found` says what they were."""
+    inspection = Inspection(device)
+    tidy()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        yield inspection
+    inspection.close(profiler)
+
+
+def levels(events: Sequence[int | str], known: int) -> tuple[int, int, int]:
+    """(activations, exchange, peak) in bytes, from allocations (bytes, negative when released) and phases' words.
+
+    Activations: what the largest forward of the last step left for backward. Exchange: what there was at most in the
+    last step's synchronisation, beside `known` bytes of weights, gradients, optimizer state and data. Peak: of all.
+    """
+    level = peak = activations = exchange = lowest = 0
+    phase = ""
+    for event in events:
+        if isinstance(event, str):
+            if event == Phase.DATA.word:
+                activations = exchange = 0  # another step
+            if event == Phase.FORWARD.word:
+                lowest = level
+            if event == Phase.BACKWARD.word:
+                activations = max(activations, level - lowest)
+            phase = event
+        else:
+            level += event
+            peak = max(peak, level)
+            lowest = min(lowest, level)  # what a strategy lets go in its forward was no activation
+        if phase == Phase.SYNC.word:
+            exchange = max(exchange, level - known)
+    return activations, exchange, peak
+
+
+def held_bytes(tensors: Iterable[Any]) -> int:
+    """The memory that these tensors lie in, each piece once; of a sharded one, this rank's part."""
+    found: dict[int, int] = {}
+    for value in tensors:
+        local: Any = value.to_local() if hasattr(value, "to_local") else value
+        if isinstance(local, Tensor):
+            storage = local.untyped_storage()
+            found[storage.data_ptr()] = storage.nbytes()
+    return sum(found.values())
+
+
+def _trained(replica: Replica) -> list[Tensor]:
+    """What the optimizer updates: the parameters, or a rank's pieces of them."""
+    return [parameter for group in replica.optimizer.param_groups for parameter in group["params"]]
+
+
+def tidy() -> None:
+    """Give what is free back to the system, and reset the process's peak (both Linux with glibc)."""
+    gc.collect()
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def rss_peak() -> int | None:
+    """The most memory that this process has held since `tidy`, in bytes; None where the system does not say."""
+    try:
+        status = Path("/proc/self/status").read_text()
+    except OSError:
+        return None
+    line = next((line for line in status.splitlines() if line.startswith("VmHWM:")), None)
+    return int(line.split()[1]) * 1024 if line else None
+
+
+def _timeline(profiler: profile, device: torch.device) -> list[int | str]:
+    """Allocations and phases, in order; empty where this torch's profiler is another one."""
+    results: Any = getattr(profiler.profiler, "kineto_results", None)
+    found: list[tuple[int, int | str]] = []
+    for event in results.events() if results is not None else ():
+        name: str = event.name()
+        if name == "[memory]" and str(event.device_type()).lower().endswith(device.type):
+            found.append((event.start_ns(), event.nbytes()))
+        elif name.startswith(MARK):
+            found.append((event.start_ns(), name.removeprefix(MARK)))
+    return [what for _, what in sorted(found, key=lambda one: one[0])]

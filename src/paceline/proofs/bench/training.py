@@ -1,0 +1,141 @@
+"""A candidate on this rank: a whole training, taken some steps at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch.utils.data import Dataset
+
+from paceline.bench.spec import NO_EXCHANGE, Candidate
+from paceline.config import TrainConfig, batch_shape, task_options
+from paceline.contract.evidence import Phase
+from paceline.data.arrays import on_device
+from paceline.data.loader import Loading, MicroBatch, load_steps
+from paceline.data.plan import BatchPlan, ranks_share
+from paceline.errors import UsageError
+from paceline.ladder import options_of_others
+from paceline.observe.events import EventWriter
+from paceline.strategies import Replica
+from paceline.strategies.base import replica
+from paceline.tasks import load_task
+from paceline.tasks.task import Task
+from paceline.train.computing import check_precision, settle
+from paceline.train.fit import StepRecord, fit
+from paceline.train.keeping import Place
+from paceline.train.optimizer import optimizer_maker
+from paceline.train.prepare import Parts, make_model, make_plan, make_replica
+from paceline.train.records import write_started, write_step
+from paceline.train.schedule import Schedule
+from paceline.worker.world import World
+
+
+@dataclass(frozen=True)
+class Ground:
+    """What all candidates share, on one rank."""
+
+    config: TrainConfig
+    task: Task
+    dataset: Dataset[Any]
+    world: World
+
+
+def load_ground(config: TrainConfig, world: World) -> Ground:
+    """Load what all candidates train on.
+
+    Raises:
+        UsageError: for what would fail with each of them.
+    """
+    check_precision(config.compute.precision, world.device)
+    task = load_task(str(config.task), task_options(config))
+    return Ground(config, task, on_device(task.make_dataset("train"), world.device), world)
+
+
+class CandidateTraining:
+    """A candidate's training; nothing of it is left when it is closed."""
+
+    def __init__(
+        self, ground: Ground, candidate: Candidate, folder: Path, steps: int, enter: Callable[[Phase], object]
+    ) -> None:
+        """A collective: the strategy is applied to a new model.
+
+        Raises:
+            UsageError: for what the strategy refuses.
+        """
+        self._open = ExitStack()
+        config = _configured(ground.config, candidate)
+        shape = batch_shape(config.data, ground.world.size)
+        plan = _plan(config, ground)
+        share = ranks_share(shape.virtual_ranks, ground.world.rank, ground.world.size)
+        model = make_model(ground.task, config.run.seed, ground.world)
+        make = _without_exchange if candidate.strategy == NO_EXCHANGE else make_replica
+        loading = Loading(ground.world.device, config.data.num_workers, ground.task.collate)
+        batch = candidate.batch_size
+        settled = settle(config.compute, model, ground.task, ground.dataset, loading, batch, ground.world)
+        schedule = Schedule(config.optimizer.lr, steps)
+        self.parts = Parts(
+            config, ground.task, ground.dataset, ground.dataset, make(config, model, ground.world, shape.virtual_ranks),
+            plan, share, schedule, loading, steps, {}, settled,
+        )  # fmt: skip
+        folder.mkdir(parents=True, exist_ok=True)
+        self._writer = self._open.enter_context(EventWriter(folder / f"events-{ground.world.rank}.jsonl"))
+        write_started(self._writer.write, self.parts, Place(folder, 1, 0, None), 0)
+        batches = load_steps(ground.dataset, plan, share, loading, start=0, stop=steps)
+        self._open.enter_context(closing(batches))
+        norm = config.optimizer.clip_norm
+        records = fit(self.parts.replica, batches, ground.task.loss, schedule, max_norm=norm, enter=enter)
+        self._records = self._open.enter_context(closing(records))
+
+    def take(self, steps: int) -> int:
+        """Take so many steps (a collective); how many samples they had, over all ranks."""
+        return sum(self._note(next(self._records)) for _ in range(steps))
+
+    def take_one(self) -> list[MicroBatch]:
+        """Take a step (a collective); this rank's data of it."""
+        record = next(self._records)
+        self._note(record)
+        return record.microbatches
+
+    def _note(self, record: StepRecord) -> int:
+        plan = self.parts.plan
+        samples = len(plan.global_indices(*divmod(record.step - 1, plan.steps_per_epoch)))
+        write_step(self._writer.write, record, self.parts, samples)
+        return samples
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open.close()
+
+
+def _configured(config: TrainConfig, candidate: Candidate) -> TrainConfig:
+    data = replace(
+        config.data, batch_size=candidate.batch_size, global_batch=None,
+        virtual_ranks=candidate.virtual_ranks or None, accumulation=config.data.accumulation,
+    )  # fmt: skip
+    if candidate.strategy == NO_EXCHANGE:
+        return replace(config, data=data)
+    model = replace(config.model, **dict.fromkeys(options_of_others(candidate.strategy)))
+    return replace(config, data=data, model=model, strategy=candidate.strategy)
+
+
+def _plan(config: TrainConfig, ground: Ground) -> BatchPlan:
+    """Steps of one size, where the data suffice for it."""
+    shape = batch_shape(config.data, ground.world.size)
+    samples: int = len(ground.dataset)  # pyright: ignore[reportArgumentType]
+    if samples < ground.world.size:
+        raise UsageError(f"{samples} training samples cannot be shared by {ground.world.size} ranks")
+    tail = "drop" if samples >= shape.global_batch else "keep"
+    return make_plan(replace(config, data=replace(config.data, tail=tail)), shape, samples)
+
+
+def _without_exchange(config: TrainConfig, model: torch.nn.Module, world: World, virtual_ranks: int) -> Replica:
+    """Every rank trains alone: what its computation takes by itself."""
+    o = config.optimizer
+    maker = optimizer_maker(o.optimizer, lr=o.lr, weight_decay=o.weight_decay, momentum=o.momentum)
+    return replica(model, maker(model.parameters()), world, virtual_ranks=virtual_ranks)

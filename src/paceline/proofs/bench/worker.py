@@ -1,0 +1,145 @@
+"""A rank of `paceline compare` or `paceline scale`: trains each candidate for a chunk of steps, and times it.
+
+`python -m paceline.proofs.bench.worker FOLDER`, started with torchrun's variables. The folder holds order.json and
+config.toml; rank 0 adds a line to chunks.jsonl for each candidate, and every rank writes its steps as a training does,
+into FOLDER/<candidate>/events-<rank>.jsonl.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from paceline import config as configuration
+from paceline.bench.spec import (
+    CHUNKS,
+    CONFIG,
+    LOOKED_AT,
+    ORDER,
+    RUNNING,
+    Candidate,
+    Measurement,
+    MeasureOrder,
+    Memory,
+)  # fmt: skip
+from paceline.checkpoint.whole import sha256_of, whole
+from paceline.ladder import EXACT
+from paceline.proofs.bench.memory import inspected
+from paceline.proofs.bench.traffic import Traffic
+from paceline.proofs.bench.training import CandidateTraining, Ground, load_ground
+from paceline.sums import gather_words, together
+from paceline.sums.sharing import shared_memory
+from paceline.train.determinism import deterministic
+from paceline.train.step import ignore
+from paceline.worker.guard import Guard
+from paceline.worker.tell import run_worker
+from paceline.worker.world import World, joined
+
+
+def measure_candidates(order: MeasureOrder, ground: Ground) -> None:
+    """Measure all candidates (a collective); rank 0 writes down what they did."""
+    folder, world = Path(order.folder), ground.world
+    _import_lazily(world)
+    launched = time.time() - order.started_unix
+    for candidate in order.candidates:
+        if world.rank == 0:
+            (folder / RUNNING).write_bytes(msgspec.json.encode(candidate))
+        torch.set_num_threads(candidate.threads)
+        with deterministic() if candidate.strategy in EXACT else nullcontext():
+            measured = _measure(order, ground, candidate, launched)
+        if world.rank == 0:
+            with (folder / CHUNKS).open("ab") as file:
+                file.write(msgspec.json.encode(measured) + b"\n")
+        gc.collect()  # models hang in cycles of hooks and closures
+
+
+def _measure(order: MeasureOrder, ground: Ground, candidate: Candidate, launched: float) -> Measurement:
+    """One candidate: applied to a new model, its first steps, its warm-up, its chunk."""
+    world, box = ground.world, Guard.of_process().box
+    folder, last = Path(order.folder) / candidate.name, order.warmup + order.steps
+    with inspected(world.device) if order.memory else nullcontext() as inspection:
+        gather_words(0, world)
+        began = time.perf_counter()
+        training = CandidateTraining(ground, candidate, folder, last, inspection.enter if inspection else ignore)
+        replica = training.parts.replica
+        if inspection:
+            inspection.watch(replica)
+        training.take(1)
+        first = time.perf_counter() - began
+        training.take(1)  # DDP rebuilds its buckets in the second step, and is what it will be in the third
+        traffic = Traffic(box)
+        microbatches = training.take_one()
+        sent = traffic.sent(world.size)
+        if inspection:
+            inspection.batch(microbatches)
+    with training:
+        training.take(order.warmup - LOOKED_AT)
+        gather_words(0, world)
+        began, cpu = time.perf_counter(), sum(os.times()[:2])
+        samples = training.take(order.steps)
+        mine: dict[str, Any] = {
+            "seconds": time.perf_counter() - began, "cpu": sum(os.times()[:2]) - cpu, "first": first, "sent": sent,
+            "memory": msgspec.to_builtins(inspection.found) if inspection else None,
+        }  # fmt: skip
+        weights = [held for held in replica.state() if held.name.startswith("model/")]
+        digest = sha256_of(whole(weights, world))
+    everybody = gather_words(mine, world)
+    memory = None
+    if inspection:  # of each number the largest of all ranks
+        names = Memory.__struct_fields__
+        memory = Memory(**{name: _most(each["memory"][name] for each in everybody) for name in names})
+    return Measurement(
+        name=candidate.name,
+        strategy=candidate.strategy,
+        world_size=world.size,
+        batch_size=candidate.batch_size,
+        threads=candidate.threads,
+        global_batch=training.parts.plan.global_batch,
+        samples=samples,
+        seconds=max(each["seconds"] for each in everybody),
+        cpu_seconds=sum(each["cpu"] for each in everybody),
+        first_step_seconds=max(each["first"] for each in everybody),
+        launch_seconds=launched,
+        digest=digest,
+        weight_bytes=sum(p.numel() * p.element_size() for p in replica.model.parameters() if p.requires_grad),
+        sent_bytes=_most(each["sent"] for each in everybody),
+        memory=memory,
+    )
+
+
+def _import_lazily(world: World) -> None:
+    """Let torch import what it imports at the first step of any optimizer, so that it is no candidate's time."""
+    parameter = torch.nn.Parameter(torch.zeros(1, device=world.device))
+    parameter.grad = torch.zeros_like(parameter)
+    torch.optim.SGD([parameter], lr=0.0).step()
+    gather_words(0, world)
+
+
+def _most(values: Iterable[Any]) -> Any:
+    return max((value for value in values if value is not None), default=None)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Measure what the order in folder `arguments[0]` says."""
+    folder = Path(arguments[0])
+    order = msgspec.json.decode((folder / ORDER).read_bytes(), type=MeasureOrder)
+    config = configuration.load(folder.resolve() / CONFIG, ours=True)
+    world = World.from_env(device=config.launch.device, backend=config.launch.backend)
+    with joined(world, timeout_seconds=config.launch.timeout):
+        shared_memory(config.launch.collectives)
+        with together(world):
+            ground = load_ground(config, world)
+        measure_candidates(order, ground)
+    return 0
+
+
+if __name__ == "__main__":
+    run_worker(main)

@@ -1,0 +1,154 @@
+"""What a verification trains: the task's model in float64, uneven data, and a strategy applied to the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
+from torch.nn.modules.dropout import _DropoutNd  # pyright: ignore[reportPrivateUsage]
+from torch.optim import SGD, AdamW, Optimizer
+from torch.utils.data import Dataset, Subset
+
+from paceline.compute.recompute import recompute
+from paceline.data.arrays import ArrayDataset
+from paceline.data.loader import Loading, MicroBatch, load_steps
+from paceline.data.plan import BatchPlan, ranks_share
+from paceline.errors import UsageError
+from paceline.nested import mapped
+from paceline.seeding import derive
+from paceline.strategies import STRATEGIES, Replica
+from paceline.sums import new_group, together
+from paceline.sums.batchnorm import convert
+from paceline.tasks import load_task
+from paceline.tasks.task import Task
+from paceline.train.determinism import DEFAULT_THREADS
+from paceline.verify.spec import Policy, Spec
+from paceline.worker.world import World, joined
+
+LR = 1e-3
+OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
+    # fused, as in training: these look at memory, not at strides
+    "sgd": partial(SGD, lr=LR, momentum=0.9, weight_decay=1e-2, fused=True),
+    "adamw": partial(AdamW, lr=LR, weight_decay=1e-2, fused=True),
+}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all strategies under one batch norm policy share, on one rank."""
+
+    spec: Spec
+    task: Task
+    policy: Policy
+    dataset: Dataset[Any]
+    plan: BatchPlan
+    world: World
+
+
+def task_of(spec: Spec) -> Task:
+    """Load the task with its options."""
+    return load_task(spec.task, {k: Path(v) if k == "data_dir" else v for k, v in spec.options.items()})
+
+
+def make_setting(spec: Spec, task: Task, policy: Policy, world: World) -> Setting:
+    """Cut the task's data unevenly, and plan who sees what (a collective)."""
+    with together(world):
+        dataset, global_batch = _uneven_data(task, spec, policy)
+    samples: int = len(dataset)  # pyright: ignore[reportArgumentType]
+    plan = BatchPlan(samples, global_batch, spec.virtual_ranks, spec.accumulation, spec.seed)
+    return Setting(spec, task, policy, dataset, plan, world)
+
+
+def _uneven_data(task: Task, spec: Spec, policy: Policy) -> tuple[Dataset[Any], int]:
+    """The first samples of the training data, as many as make every kind of uneven step; and the global batch.
+
+    Two global batches whose shares differ by one, and a last, smaller one.
+    """
+    batch_size = spec.batch_size or (3 if policy == "none" else 8)
+    short_tail = policy == "none" if spec.short_tail is None else spec.short_tail
+    ranks, share = spec.virtual_ranks, spec.accumulation * batch_size
+    global_batch = max(2, ranks * share - 1)
+    tail = max(2, ranks - 1) if short_tail else ranks * (share - 3) + 1
+    needed = 2 * global_batch + tail
+    dataset = task.make_dataset("train")
+    there = len(dataset)  # pyright: ignore[reportArgumentType]
+    if there < needed:
+        raise UsageError(f"verify needs {needed} training samples for {ranks} virtual ranks, the task has {there}")
+    if isinstance(dataset, ArrayDataset):  # keep the fast path in the test
+        return ArrayDataset(dataset.inputs[:needed], dataset.targets[:needed], dataset.transform), global_batch
+    return Subset(dataset, range(needed)), global_batch
+
+
+def build(task: Task, seed: int) -> nn.Module:
+    """The task's model in float64; its inputs are cast to it, whatever the data are."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(derive(seed, "verify"))
+        model = task.make_model().double()
+    model.register_forward_pre_hook(lambda _, inputs: mapped(inputs, _cast))
+    return model
+
+
+def _cast(tensor: Tensor) -> Tensor:
+    return tensor.double() if tensor.is_floating_point() else tensor
+
+
+def apply_strategy(
+    setting: Setting, strategy: str, optimizer: str, model: nn.Module
+) -> tuple[Replica, Iterator[list[MicroBatch]]]:
+    """This rank's part of a training of `model`, and its batches (a collective).
+
+    Give each rank a model from another seed: only a broadcast from rank 0, whose seed is the run's, makes them start
+    alike.
+    """
+    spec, world = setting.spec, setting.world
+    if spec.checkpoint_activations:
+        recompute(model, spec.checkpoint_activations)
+    merged = setting.policy == "sync"
+    if merged:
+        model = convert(model, new_group())
+    replica = STRATEGIES[strategy](model, OPTIMIZERS[optimizer], world, virtual_ranks=spec.virtual_ranks)
+    replica.model.train()
+    share = ranks_share(spec.virtual_ranks, world.rank, world.size)
+    loading = Loading(world.device, 0, setting.task.collate)
+    batches = load_steps(setting.dataset, setting.plan, share, loading, start=0, stop=spec.steps, merged=merged)
+    return replica, batches
+
+
+def has_batch_norm(model: nn.Module) -> bool:
+    """Whether batch norm's policies make a difference."""
+    return any(isinstance(m, _BatchNorm) for m in model.modules())
+
+
+def has_dropout(model: nn.Module) -> bool:
+    """Whether training forwards draw random numbers."""
+    return any(isinstance(m, _DropoutNd) and m.p > 0 for m in model.modules())
+
+
+def without_dropout(model: nn.Module, policy: Policy) -> nn.Module:
+    """Under synchronised batch norm dropout is off: its masks would depend on the world size."""
+    if policy == "sync":
+        for module in model.modules():
+            if isinstance(module, _DropoutNd):
+                module.p = 0.0
+    return model
+
+
+def write_report(
+    arguments: Sequence[str], make: Callable[[Spec, World], msgspec.Struct], *, timeout_seconds: float
+) -> int:
+    """Be a rank of the spec in file `arguments[0]`; rank 0 writes what `make` reports into file `arguments[1]`."""
+    spec = msgspec.json.decode(Path(arguments[0]).read_bytes(), type=Spec)
+    torch.set_num_threads(DEFAULT_THREADS)
+    world = World.from_env(device="cpu")
+    with joined(world, timeout_seconds=timeout_seconds):
+        report = make(spec, world)
+        if world.rank == 0:
+            Path(arguments[1]).write_bytes(msgspec.json.encode(report))
+    return 0

@@ -1,0 +1,135 @@
+"""A rank of `paceline verify`: trains every strategy beside one process, step by step, and compares.
+
+`python -m paceline.proofs.verify.worker SPEC REPORT`, started with torchrun's variables. Rank 0 also computes the
+reference, so nothing but the report leaves the workers.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+
+import msgspec
+import torch
+
+from paceline.data.loader import MicroBatch
+from paceline.errors import ToldElsewhere, UsageError
+from paceline.ladder import LADDER
+from paceline.proofs.verify.causes import RankDifferences, explain
+from paceline.proofs.verify.reference import Observed, Reference
+from paceline.proofs.verify.setup import (
+    OPTIMIZERS,
+    Setting,
+    build,
+    has_batch_norm,
+    has_dropout,
+    make_setting,
+    task_of,
+    without_dropout,
+    write_report,
+)
+from paceline.proofs.verify.trial import Trial, compare_starts, make_trial, observe
+from paceline.sums import gather_words, together
+from paceline.train.step import train_step
+from paceline.verify.spec import Case, Diagnosis, Policy, Result, Spec, VerifyReport
+from paceline.worker.tell import run_worker
+from paceline.worker.world import World
+
+
+def verify(spec: Spec, world: World) -> VerifyReport:
+    """Run every case of `spec` on this world (a collective); rank 0's report counts."""
+    with together(world):
+        task = task_of(spec)
+        model = build(task, spec.seed)
+    policies: list[Policy] = ["local", "sync"] if has_batch_norm(model) else ["none"]
+    notes: list[str] = []
+    if len(policies) == 2 and has_dropout(model):
+        notes.append("dropout is off under synchronised batch norm: its masks would depend on the world size")
+    results: list[Result] = []
+    settings = [make_setting(spec, task, policy, world) for policy in policies]
+    for setting in settings:
+        for optimizer in spec.optimizers:
+            gc.collect()  # the last round's models hang in cycles of hooks and closures, gigabytes of them
+            results += _verify_strategies(setting, optimizer)
+    plan = settings[-1].plan
+    return VerifyReport(world.size, plan.global_batch, plan.num_samples, results, notes)
+
+
+def _verify_strategies(setting: Setting, optimizer: str) -> list[Result]:
+    """All strategies under one batch norm policy and optimizer, in step with one reference."""
+    spec, world, policy = setting.spec, setting.world, setting.policy
+    reference = _reference(setting, optimizer) if world.rank == 0 else None
+    results: list[Result] = []
+    trials: list[Trial] = []
+    for name in spec.strategies:
+        case = Case(name, world.size, policy, optimizer)
+        reason = _not_run(name, policy, world)
+        if reason:
+            results.append(Result(case, {}, [], 0.0, not_run=reason))
+        else:
+            trials.append(make_trial(case, setting))
+    for trial in trials:
+        compare_starts(trial, reference)
+    for number in range(spec.steps):
+        want = reference.step(number) if reference else None
+        for trial in trials:
+            if trial.finding is None:
+                _step(trial, number, setting, want, reference)
+    for trial in trials:
+        shown = trial.comparison
+        results.append(Result(trial.case, shown.errors, sorted(shown.round_off), shown.round_off_error, trial.finding))
+    return results
+
+
+def _reference(setting: Setting, optimizer: str) -> Reference:
+    spec = setting.spec
+    model = without_dropout(build(setting.task, spec.seed), setting.policy)
+    return Reference(
+        setting.task, model, OPTIMIZERS[optimizer](model.parameters()), setting.dataset, setting.plan.global_batch,
+        spec.virtual_ranks, spec.accumulation, spec.seed, setting.policy == "sync", spec.clip_norm,
+    )  # fmt: skip
+
+
+def _step(trial: Trial, number: int, setting: Setting, want: Observed | None, reference: Reference | None) -> None:
+    """Let one strategy take a step, compare it on rank 0, and agree on what was found."""
+    world, error, result, microbatches = setting.world, "", None, list[MicroBatch]()
+    try:
+        with together(world):
+            microbatches = next(trial.batches)
+            result = train_step(trial.replica, microbatches, setting.task.loss, max_norm=setting.spec.clip_norm)
+    except (UsageError, ToldElsewhere) as failed:
+        error = str(failed)
+    errors = [e for e in gather_words(error, world) if e]
+    finding: Diagnosis | None = None
+    if errors:
+        told = next((e for e in errors if "failed" not in e.split("\n")[0]), errors[0])
+        finding = Diagnosis(number, "error", "", told.strip().splitlines()[-2 if "Traceback" in told else -1])
+    else:
+        assert result is not None
+        got, ranks = observe(trial, result, microbatches)
+        if want is not None and reference is not None:
+            found = trial.comparison.add(got, want)
+            wrong = found or got.samples != want.samples or got.streams != want.streams
+            if wrong or ranks != RankDifferences(None, None, None):
+                finding = Diagnosis(number, *explain(got, want, found, ranks, reference))
+    trial.finding = msgspec.convert(gather_words(msgspec.to_builtins(finding), world)[0], Diagnosis | None)
+
+
+def _not_run(strategy: str, policy: Policy, world: World) -> str | None:
+    rung = LADDER[strategy]
+    if rung.exact and policy == "sync":
+        return "has local batch norm only"
+    if rung.one_process and world.size > 1:
+        return "lives in one process"
+    if rung.several_gpus and torch.cuda.device_count() < 2:
+        return "needs two GPUs: on one device it only calls the module"
+    return None
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the spec in file `arguments[0]`; rank 0 writes the report into file `arguments[1]`."""
+    return write_report(arguments, verify, timeout_seconds=120)
+
+
+if __name__ == "__main__":
+    run_worker(main)

@@ -1,0 +1,95 @@
+"""How gradients of many parameters travel together: which ones, in which order, packed into one tensor each."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+BUCKET_BYTES = 25 << 20  # large enough to use the network well, small enough that the first bucket leaves early
+
+
+def trainable(module: nn.Module) -> list[nn.Parameter]:
+    """The parameters that receive gradients, in the module's order."""
+    return [p for p in module.parameters() if p.requires_grad]
+
+
+def assign_buckets(sizes: Sequence[int], capacity: int) -> list[list[int]]:
+    """Group item indices, last item first, into runs of at most `capacity` bytes (a larger item gets its own run).
+
+    Last first, because backward reaches the last layers first: their bucket can travel while the rest computes.
+
+        assign_buckets([4, 4, 4, 9, 2], capacity=8) == [[4], [3], [2, 1], [0]]
+
+    Args:
+        sizes: of the items, in bytes.
+        capacity: of a bucket, in bytes.
+    """
+    buckets: list[list[int]] = []
+    room = 0
+    for index in reversed(range(len(sizes))):
+        if not buckets or sizes[index] > room:
+            buckets.append([])
+            room = capacity
+        buckets[-1].append(index)
+        room -= sizes[index]
+    return buckets
+
+
+def buckets_of(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> list[list[nn.Parameter]]:
+    """The parameters in buckets, one type in each, ordered by when backward will have filled them."""
+    alike: dict[tuple[torch.dtype, torch.device], list[int]] = defaultdict(list)
+    for position, parameter in enumerate(parameters):
+        alike[parameter.dtype, parameter.device].append(position)
+    buckets: list[list[int]] = []
+    for positions in alike.values():
+        sizes = [parameters[i].numel() * parameters[i].element_size() for i in positions]
+        buckets += [[positions[i] for i in run] for run in assign_buckets(sizes, bucket_bytes)]
+    buckets.sort(key=min, reverse=True)  # full when its earliest layer has its gradient
+    return [[parameters[i] for i in bucket] for bucket in buckets]
+
+
+def pack(parameters: Sequence[nn.Parameter], grads: Sequence[Tensor | None] | None, padded: int = 0) -> Tensor:
+    """All gradients in one tensor, then one number for each: 1 where there is a gradient, 0 where it is None.
+
+    (2, 3) and (4,), the second without gradient -> (12,): 6 numbers, 4 zeros, 1, 0. After the sum over ranks the last
+    ones tell how many ranks used each parameter; a message of their own would cost a round trip. Zeros fill it up to
+    the length `padded`. `grads` of None are None for each.
+    """
+    grads = [None] * len(parameters) if grads is None else grads
+    used = parameters[0].new_ones(len(parameters))
+    for index, grad in enumerate(grads):
+        if grad is None:
+            used[index] = 0
+    pieces = [(torch.zeros_like(p) if g is None else g).flatten() for p, g in zip(parameters, grads, strict=True)]
+    padding = max(0, padded - sum(p.numel() for p in pieces) - len(used))
+    return torch.cat([*pieces, used, used.new_zeros(padding)])
+
+
+def packed_size(parameters: Sequence[nn.Parameter]) -> int:
+    """The elements of an unpadded `pack`."""
+    return sum(p.numel() for p in parameters) + len(parameters)
+
+
+def unpack(flat: Tensor, parameters: Sequence[nn.Parameter], used_here: Sequence[bool]) -> None:
+    """Give each parameter its piece of `flat`, a sum of unpadded `pack`s, as .grad; None where no rank has used it."""
+    *pieces, used = flat.split([*(p.numel() for p in parameters), len(parameters)])
+    for index, (parameter, piece) in enumerate(zip(parameters, pieces, strict=True)):
+        # Looked at only if this rank did not use it itself: on a GPU, looking means waiting.
+        if used_here[index] or used[index] != 0:
+            grad = piece.view(parameter.shape)
+            # A gradient has its parameter's strides: torch's fused optimizers walk both through memory side by side.
+            parameter.grad = grad if parameter.is_contiguous() else torch.empty_like(parameter).copy_(grad)
+
+
+def divide(total: Tensor, divisor: float | Tensor) -> Tensor:
+    """`total` /= `divisor`, keeping its type.
+
+    Through float32 at least: a GPU would turn a scalar tensor into the type of `total` first, and 70,000 tokens are
+    infinite in float16.
+    """
+    if total.element_size() < 4:
+        return total.copy_(total.float().div_(divisor))
+    return total.div_(divisor)

@@ -1,0 +1,84 @@
+"""Where ranks are on several hosts: who shares memory with whom, and over which connections hosts exchange.
+
+    2 hosts of 3 ranks      share memory: 0 1 2 | 3 4 5      exchange over gloo: 0 3 | 1 4 | 2 5
+
+Each rank exchanges its share of what its host has added up with the ranks that have the same place on the other hosts.
+So a host sends what one rank alone would have to send, whatever the number of its ranks.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from paceline.sums.shared import GROUP, SharedMemory
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """This rank's place on one of several hosts, which all have equally many ranks, and these next to each other."""
+
+    memory: SharedMemory  # of the ranks of this host
+    number: int  # of this host, from 0
+    count: int  # of hosts
+    # Torch owns the group; held here, too, its connections would outlive its end, and nobody would see it come.
+    _across: weakref.ref[dist.ProcessGroup]
+
+    @property
+    def size(self) -> int:
+        """The number of ranks of the world."""
+        return self.count * self.memory.size
+
+    @property
+    def rank(self) -> int:
+        """This rank's number in the world."""
+        return self.number * self.memory.size + self.memory.rank
+
+    def across(self) -> dist.ProcessGroup:
+        """The ranks that have our place on their hosts, one of each, in the hosts' order.
+
+        Raises:
+            RuntimeError: torch's process groups have been taken down.
+        """
+        group = self._across()
+        if group is None:
+            raise RuntimeError(
+                "the process groups have been taken down: there is no connection to other hosts any more"
+            )
+        return group
+
+
+def runs_of_hosts(keys: Sequence[str]) -> list[range]:
+    """The ranks of each host, by each rank's key of its host; empty where ranks of one key are not all neighbours.
+
+    runs_of_hosts(["a", "a", "b"]) == [range(0, 2), range(2, 3)]; of ["a", "b", "a"] there are none
+    """
+    runs: list[range] = []
+    for rank, key in enumerate(keys):
+        if rank > 0 and key == keys[rank - 1]:
+            runs[-1] = range(runs[-1].start, rank + 1)
+        else:
+            runs.append(range(rank, rank + 1))
+    return runs if len(runs) == len(set(keys)) else []
+
+
+def group_name(host: int) -> str:
+    """What the hang guard calls the ranks that share the memory of this host, of several."""
+    return f"{GROUP} on host {host}"
+
+
+def connect_hosts(memory: SharedMemory, host: int, hosts: int) -> Hosts:
+    """Make the process groups between hosts (a collective of all ranks)."""
+    made: list[object] = []
+    for place in range(memory.size):  # every rank must make all groups, in one order
+        members = [number * memory.size + place for number in range(hosts)]
+        # not torch's default of half an hour
+        timeout = timedelta(seconds=memory.timeout_seconds)
+        made.append(dist.new_group(members, timeout=timeout, backend="gloo"))
+    own = made[memory.rank]
+    assert isinstance(own, dist.ProcessGroup)
+    return Hosts(memory, host, hosts, weakref.ref(own))

@@ -1,0 +1,66 @@
+"""How gradients lie in memory, so that ranks can add them up place by place, and optimizers read them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from paceline.sums.gather import gather_over_torch
+
+Strides = tuple[int, ...]
+
+
+def kinds(parameters: Sequence[nn.Parameter]) -> tuple[list[int], list[torch.dtype]]:
+    """Elements and types."""
+    return [p.numel() for p in parameters], [p.dtype for p in parameters]
+
+
+def agreed_strides(parameters: Sequence[nn.Parameter], ranks: int) -> list[Strides]:
+    """How each gradient lies in memory while it is summed: as its parameter, where all ranks have that alike, dense."""
+    mine = [p.stride() if _is_dense(p) else () for p in parameters]
+    told = gather_over_torch(mine, ranks)
+    plain = [torch.empty(p.shape, device="meta").stride() for p in parameters]
+    same = [all(one[i] == told[0][i] for one in told) and mine[i] != () for i in range(len(parameters))]
+    return [own if agreed else other for own, other, agreed in zip(mine, plain, same, strict=True)]
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether its elements fill their memory without gaps, each once."""
+    reach = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride != reach:
+            return False
+        reach *= size
+    return tensor.numel() > 0
+
+
+def laid_out(grad: Tensor | None, parameter: nn.Parameter, strides: Strides) -> Tensor | None:
+    """The gradient with these strides and the parameter's type; the same tensor, if it has them already."""
+    if grad is None:
+        return None
+    if grad.layout is not torch.strided:
+        raise RuntimeError(f"a gradient of layout {grad.layout}: only dense gradients can be summed over ranks")
+    if grad.stride() == strides and grad.dtype == parameter.dtype:
+        return grad
+    return torch.empty_strided(parameter.shape, strides, dtype=parameter.dtype).copy_(grad)
+
+
+def flat(tensor: Tensor | None) -> Tensor | None:
+    """(n,): the same memory in its order, whatever the shape."""
+    return None if tensor is None else tensor.as_strided((tensor.numel(),), (1,))
+
+
+def give(parameter: nn.Parameter, strides: Strides, grad: Tensor | None, result: Tensor | None) -> None:
+    """Let .grad be the sum: `grad`, in whose memory it is, or `result` (n,) where this rank had nothing to add."""
+    if grad is None and result is not None:
+        grad = result.as_strided(parameter.shape, strides)
+    parameter.grad = _as_parameter(grad, parameter)
+
+
+def _as_parameter(grad: Tensor | None, parameter: nn.Parameter) -> Tensor | None:
+    """A gradient has its parameter's strides: torch's fused optimizers walk both through memory side by side."""
+    if grad is None or grad.stride() == parameter.stride() or not _is_dense(parameter):
+        return grad
+    return torch.empty_like(parameter).copy_(grad)

@@ -1,0 +1,147 @@
+"""The other collectives through shared memory: sums of which each rank keeps its share, and what is only moved.
+
+Each is made of ticks (see `channel`), as many as its size takes; all ranks call the same ones in the same order.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.sums.chunks import Chunk, cut
+from paceline.sums.memory_sum import root_of, spare_count
+from paceline.sums.shared import SharedMemory
+from paceline.sums.tree import ALIGNED, Forest
+
+_LENGTH_BYTES = 8
+
+
+def barrier(memory: SharedMemory) -> None:
+    """Return when all ranks have come."""
+    with memory.operation(memory.words, memory.called("barrier", "barrier")):
+        _tick(memory)
+
+
+def gather_words_in_memory(memory: SharedMemory, words: Any) -> list[Any]:
+    """The `words` (anything JSON can hold) of all ranks, by rank."""
+    payload = json.dumps(words).encode()
+    content = torch.frombuffer(bytearray(len(payload).to_bytes(_LENGTH_BYTES, "little") + payload), dtype=torch.uint8)
+    channel, received = memory.words, [bytearray() for _ in range(memory.size)]
+    room, at, longest = channel.data_bytes, 0, 1
+    slots = channel.typed(torch.uint8)
+    with memory.operation(channel, memory.called("all_gather", "words")):
+        while at < longest:
+            slot = channel.write()
+            mine = content[at : at + room]
+            slots[slot][memory.rank][: len(mine)] = mine
+            channel.publish()
+            channel.wait()
+            if at == 0:
+                lengths = [_length(slots[slot][rank]) for rank in range(memory.size)]
+                longest = max(lengths)
+            for rank, length in enumerate(lengths):  # pyright: ignore[reportPossiblyUnboundVariable]
+                part = slots[slot][rank][: max(0, min(room, length - at))]
+                received[rank] += part.numpy().tobytes()
+            at += room
+    return [json.loads(bytes(content[_LENGTH_BYTES:])) for content in received]
+
+
+def broadcast_in_memory(memory: SharedMemory, tensors: Sequence[Tensor], src: int = 0, name: str = "broadcast") -> None:
+    """Give all ranks the contents of rank `src`'s tensors, in place; contiguous, of any type, the same on all ranks."""
+    flat = [tensor.detach().view(-1).view(torch.uint8) for tensor in tensors]
+    sizes, bulk, is_source = [len(one) for one in flat], memory.bulk, memory.rank == src
+    slots = bulk.typed(torch.uint8)
+    chunks = cut(sizes, [torch.uint8] * len(flat), {torch.uint8: bulk.data_bytes // ALIGNED * ALIGNED})
+    with memory.operation(bulk, memory.called("broadcast", name, f"[{sum(sizes)}]", "bytes")):
+        for chunk in chunks or [Chunk(torch.uint8, ())]:  # one tick at least, in which calls are compared
+            slot = bulk.write()
+            places = slots[slot][src][: chunk.size].split(chunk.lengths)
+            pieces = [flat[piece.tensor][piece.start : piece.stop] for piece in chunk.pieces]
+            if is_source:
+                for place, piece in zip(places, pieces, strict=True):
+                    place.copy_(piece)
+            bulk.publish()
+            bulk.wait()
+            if not is_source:
+                for place, piece in zip(places, pieces, strict=True):
+                    piece.copy_(place)
+
+
+def all_gather(memory: SharedMemory, mine: Tensor, out: Tensor, name: str = "shares") -> None:
+    """Bring all ranks' equal shares together: `mine` (s,) of rank r becomes `out`[r * s : (r + 1) * s].
+
+    `mine` may be this rank's part of `out`.
+    """
+    share, bulk = len(mine), memory.bulk
+    slots, room = bulk.typed(mine.dtype), bulk.data_bytes // mine.element_size()
+    parts = out.view(memory.size, share)
+    with memory.operation(bulk, memory.called("all_gather", name, f"[{share}]", mine.dtype)):
+        for start in range(0, share, room):
+            stop = min(start + room, share)
+            slot = bulk.write()
+            slots[slot][memory.rank][: stop - start] = mine[start:stop]
+            bulk.publish()
+            bulk.wait()
+            for rank, part in enumerate(parts):
+                if rank != memory.rank or mine.data_ptr() != part.data_ptr():
+                    part[start:stop] = slots[slot][rank][: stop - start]
+
+
+def reduce_scatter(
+    memory: SharedMemory,
+    own: Sequence[Tensor | None],
+    forest: Forest,
+    out: Tensor,
+    divisor: float | Tensor | None = None,
+    name: str = "gradients",
+) -> Tensor:
+    """This rank's share of the sum over all leaves, in the tree's order, divided as `buckets.divide` does.
+
+    Args:
+        memory: of all ranks.
+        own: (n,) for each of this rank's subtrees; None for all zeros. Only read.
+        forest: who owns which leaves.
+        out: (n / W,), where the share goes: elements [rank * n / W, (rank + 1) * n / W).
+        divisor: the same on every rank; None: the sum.
+        name: for the hang guard.
+    """
+    nodes, bulk, share = forest.nodes(), memory.bulk, len(out)
+    lanes = max(map(len, nodes))
+    slots = bulk.typed(out.dtype)
+    room = bulk.data_bytes // out.element_size() // (lanes * memory.size) // ALIGNED * ALIGNED
+    spare = [torch.empty_like(out[:room]) for _ in range(spare_count([*chain(*nodes)], forest.leaves))]
+    with memory.operation(bulk, memory.called("reduce_scatter", name, f"[{share * memory.size}]", out.dtype)):
+        for start in range(0, share, room):
+            width = min(room, share - start)
+            slot = bulk.write()
+            mine = slots[slot][memory.rank][: lanes * memory.size * room].view(lanes, memory.size, room)
+            for lane, flat in enumerate(own):
+                place = mine[lane, :, :width]
+                if flat is None:
+                    place.zero_()
+                else:
+                    place.copy_(flat.view(memory.size, share)[:, start : start + width])
+            bulk.publish()
+            bulk.wait()
+            parts = {
+                node: slots[slot][rank][(at := (lane * memory.size + memory.rank) * room) : at + width]
+                for rank, of_rank in enumerate(nodes)
+                for lane, node in enumerate(of_rank)
+            }
+            root_of(parts, forest.leaves, out[start : start + width], [one[:width] for one in spare], divisor)
+    return out
+
+
+def _tick(memory: SharedMemory) -> None:
+    memory.words.write()
+    memory.words.publish()
+    memory.words.wait()
+
+
+def _length(data: Tensor) -> int:
+    return _LENGTH_BYTES + int.from_bytes(data[:_LENGTH_BYTES].numpy().tobytes(), "little")

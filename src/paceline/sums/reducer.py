@@ -1,0 +1,215 @@
+"""The sum of gradients over virtual ranks: leaves of one tree, in buckets that leave while backward still runs.
+
+autograd would add virtual ranks up from left to right. So the gradients of each are taken away before the next one's
+backward, and become a leaf of the tree (see `tree`). Several backwards of one virtual rank add up as ever: they are
+always on one rank. In this rank's last backward of a step a bucket leaves as soon as its last gradient is there, in the
+same order on all ranks. How the sums of all ranks come together is the transport's part: see `transports`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from paceline.sums.buckets import BUCKET_BYTES, buckets_of, trainable
+from paceline.sums.hosts import Hosts
+from paceline.sums.hosts_sum import by_leaf, by_rank
+from paceline.sums.lanes import MAX_TENSORS
+from paceline.sums.shards import Shards
+from paceline.sums.shares import Shares
+from paceline.sums.sharing import memory_or_hosts
+from paceline.sums.transports import InMemory, OverHosts, OverTorch, addable_in_memory, leaving_bytes
+from paceline.sums.tree import Forest, Grads, added_each
+
+
+class Transport(Protocol):
+    """How buckets of gradients are added up over ranks. Every rank begins every bucket, in order, and then ends."""
+
+    def begin(self, number: int, own: list[Grads | None]) -> None:
+        """Let a bucket leave. `own`: the sums of each of this rank's subtrees, ours to change; None for all zeros."""
+        ...
+
+    def end(self, divisor: float | Tensor | None) -> bool:
+        """Wait for all buckets, and make every .grad the sum, divided; None: nobody wants the sums.
+
+        Returns:
+            Whether all sums are known to be finite, on all ranks alike.
+        """
+        ...
+
+    def forget(self) -> None:
+        """Let go of what is under way."""
+        ...
+
+
+class Reducer:
+    """Sums gradients over the leaves of a forest.
+
+        reducer = sum_by_leaf(model, Forest([(0, 2), (2, 3)], rank))
+        for virtual_rank in my_virtual_ranks:
+            with reducer.leaf(virtual_rank, is_last=virtual_rank == my_virtual_ranks[-1]):
+                loss(...).backward()
+        reducer.finish(divisor)                  # .grad is the sum over all virtual ranks, divided
+
+    A parameter that some ranks do not use counts as zeros there: all ranks must join every collective. Unused on all of
+    them it keeps None: an optimizer skips None, but for a zero it would still decay the weight (AdamW) or move it by
+    old momentum. Every step ends with `finish`, or after an error with `reset`, on every rank.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[Sequence[nn.Parameter]],
+        forest: Forest,
+        transport: Transport,
+        *,
+        early: bool = True,
+        at_start: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Hook into the parameters.
+
+        Args:
+            buckets: the same on every rank.
+            forest: who owns which leaves.
+            transport: for these buckets.
+            early: whether buckets leave during backward; else all leave in `finish`.
+            at_start: called before a step's first backward.
+        """
+        self._buckets, self._forest, self._transport, self._at_start = buckets, forest, transport, at_start
+        self._bucket_of = {p: index for index, bucket in enumerate(buckets) for p in bucket}
+        self._forget()
+        for parameter in self._bucket_of if early else ():
+            parameter.register_post_accumulate_grad_hook(self._on_gradient)
+
+    @contextmanager
+    def leaf(self, virtual_rank: int, *, is_last: bool, counted: bool = True) -> Generator[None]:
+        """Around one backward of a virtual rank.
+
+        Args:
+            virtual_rank: ours, and not before the one of the last backward.
+            is_last: whether this is our last backward of the step: then buckets leave as they fill.
+            counted: False for a stand-in, whose gradients are thrown away.
+        """
+        if self._leaf is None and self._sent == 0:
+            self._at_start()
+        if self._leaf not in (None, virtual_rank):
+            self._take_away()
+        self._leaf, self._leaving = virtual_rank, is_last and counted
+        try:
+            yield
+        except BaseException:
+            if self._sent == 0:  # no rank waits for anything of this step
+                self._forget()
+            raise
+        self._leaving = False
+        if not counted:
+            for parameter in self._bucket_of:
+                parameter.grad = None
+            self._leaf = None
+
+    @torch.no_grad()
+    def finish(self, divisor: float | Tensor) -> bool:
+        """Return when every .grad holds the sum over all leaves, divided by `divisor` (a collective).
+
+        Args:
+            divisor: a number, or a scalar tensor of any float type on the gradients' device; the same on every rank.
+
+        Returns:
+            Whether all of them are known to be finite, on all ranks alike.
+        """
+        return self._end(divisor)
+
+    @torch.no_grad()
+    def reset(self) -> None:
+        """Make the reducer usable again after an error in forward or backward; .grad is as the error left it.
+
+        The buckets that this rank has not sent leave now: other ranks, which may be waiting in `finish`, have sent
+        theirs, and messages of the next step must not meet those of this one.
+        """
+        self._end(None)
+
+    def _end(self, divisor: float | Tensor | None) -> bool:
+        try:
+            while self._sent < len(self._buckets):  # every rank sends every bucket, also one without a gradient
+                self._send_next()
+            return self._transport.end(divisor)
+        finally:
+            self._forget()
+
+    def _forget(self) -> None:
+        self._transport.forget()
+        self._leaf: int | None = None
+        self._leaving = False
+        self._sent = 0
+        self._missing = [set(bucket) for bucket in self._buckets]
+        self._sums = [self._forest.partial_sums(added_each) for _ in self._buckets]
+
+    def _on_gradient(self, parameter: Tensor) -> None:
+        assert isinstance(parameter, nn.Parameter)
+        bucket = self._bucket_of[parameter]
+        if not self._leaving and bucket >= self._sent:
+            return
+        if parameter not in self._missing[bucket]:
+            raise RuntimeError("a second backward in the step's last micro-batch: its gradients would be lost")
+        self._missing[bucket].remove(parameter)
+        while self._sent < len(self._buckets) and not self._missing[self._sent]:
+            self._send_next()
+
+    @torch.no_grad()
+    def _take_away(self) -> None:
+        """The gradients of the virtual rank that has ended become a leaf of each bucket that is still here."""
+        for index in range(self._sent, len(self._buckets)):
+            self._add_leaf(index)
+
+    def _add_leaf(self, index: int) -> None:
+        parameters = self._buckets[index]
+        if any(p.grad is not None for p in parameters):
+            # outside of every `leaf` they are those of our first one
+            leaf = self._forest.owned[self._forest.rank][0] if self._leaf is None else self._leaf
+            self._sums[index].add(leaf, [p.grad for p in parameters])  # not copied: they become the sum's own
+            for parameter in parameters:
+                parameter.grad = None
+
+    @torch.no_grad()
+    def _send_next(self) -> None:
+        index = self._sent
+        self._sent += 1
+        self._add_leaf(index)
+        sums = self._sums[index].finish()
+        self._sums[index] = self._forest.partial_sums(added_each)  # the transport's now: let them go
+        self._transport.begin(index, sums)
+
+
+def sum_by_leaf(module: nn.Module, forest: Forest) -> Reducer:
+    """What sums gradients over the leaves of `forest`, in the order of its tree: the bits of one process."""
+    return _reducer(module, forest, in_order=True)
+
+
+def sum_by_rank(module: nn.Module, forest: Forest) -> Reducer:
+    """What sums gradients over ranks, each of which is one leaf, in the order that is cheapest (a collective)."""
+    return _reducer(module, forest, in_order=False)
+
+
+def sum_to_shares(shards: Shards, forest: Forest) -> Reducer:
+    """What gives each of this rank's pieces its gradient, summed as by `sum_by_leaf`."""
+    buckets = [bucket.parameters for bucket in shards.buckets]
+    return Reducer(buckets, forest, Shares(shards, forest), at_start=shards.drop_gradients)
+
+
+def _reducer(module: nn.Module, forest: Forest, *, in_order: bool) -> Reducer:
+    parameters = trainable(module)
+    place = None
+    if len(forest.owned) > 1 and 0 < len(parameters) <= MAX_TENSORS and addable_in_memory(parameters):
+        place = memory_or_hosts()
+    if isinstance(place, Hosts):
+        nesting = (by_leaf if in_order else by_rank)(forest, place.memory.size)
+        buckets = buckets_of(parameters, leaving_bytes(place))
+        return Reducer(buckets, forest, OverHosts(buckets, place, nesting))
+    if place is not None or len(forest.owned) == 1:
+        # No core is idle on a CPU, so nothing is won by sending early, and each bucket would be one copy more.
+        return Reducer([parameters], forest, InMemory(parameters, place, forest), early=False)
+    buckets = buckets_of(parameters, BUCKET_BYTES)
+    return Reducer(buckets, forest, OverTorch(buckets, forest, in_order=in_order))

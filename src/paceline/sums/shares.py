@@ -1,0 +1,92 @@
+"""The transport of gradients that are cut: each rank gets the sum of its share, and nobody ever holds all sums.
+
+A reduce-scatter, half of what an all-reduce sends. What a bucket's gradients took is free as soon as the bucket has
+arrived, so with one micro-batch for each rank no more than a few buckets of whole gradients exist at any time. With
+several micro-batches for each rank the gradients are added up before they leave, and so exist as a whole.
+
+    bucket, 2 ranks     rank 0 sends its gradients of share 1, and receives rank 1's of share 0
+                        rank 0 keeps the sum of share 0, rank 1 of share 1
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from torch import Tensor
+
+from paceline.sums.buckets import divide
+from paceline.sums.exchange import AllToAll
+from paceline.sums.moves import reduce_scatter
+from paceline.sums.shards import CutBucket, Shards
+from paceline.sums.tree import ALIGNED, Forest, Grads, round_up
+
+MOST_UNDER_WAY = 2  # buckets: one travels while the next one fills
+
+
+class Shares:
+    """Gives each piece of `shards` its gradient, where any rank has used its parameter; the parameters get none.
+
+    Through memory where the ranks share it: that is as fast as a copy, so nothing is gained by doing something else
+    meanwhile. Elsewhere over torch.distributed.
+    """
+
+    def __init__(self, shards: Shards, forest: Forest) -> None:
+        self._shards, self._forest = shards, forest
+        self.forget()
+
+    def begin(self, number: int, own: list[Grads | None]) -> None:
+        """See `reducer.Transport`."""
+        bucket, memory, name = self._shards.buckets[number], self._shards.memory, f"bucket {number}"
+        packed = [_packed(bucket, grads, self._shards.world_size) for grads in own]
+        own.clear()  # the gradients are copied: let them go before those of others come
+        if memory is not None:
+            share = packed[0].new_empty(len(packed[0]) // memory.size)
+            self._arrived.append(reduce_scatter(memory, packed, self._forest, share, name=name))
+            return
+        self._under_way.append(AllToAll(self._forest, packed, name=name))
+        while len(self._under_way) > MOST_UNDER_WAY:
+            self._end_first()
+
+    def end(self, divisor: float | Tensor | None) -> bool:
+        """See `reducer.Transport`."""
+        while self._under_way:
+            self._end_first()
+        if divisor is not None:
+            for bucket, share in zip(self._shards.buckets, self._arrived, strict=True):
+                self._hand_out(bucket, share, divisor)
+        return False
+
+    def forget(self) -> None:
+        """See `reducer.Transport`."""
+        self._under_way = deque[AllToAll]()
+        self._arrived: list[Tensor] = []
+
+    def _end_first(self) -> None:
+        self._arrived.append(self._under_way.popleft().end())
+
+    def _hand_out(self, bucket: CutBucket, share: Tensor, divisor: float | Tensor) -> None:
+        sums = divide(share[: bucket.share], divisor)
+        used: list[float] = share[bucket.share :].tolist()
+        for run in bucket.runs[self._shards.rank]:
+            if used[run.index]:
+                piece = self._shards.pieces[bucket.parameters[run.index]]
+                piece.parameter.grad = sums[run.at : run.at + run.stop - run.start]
+
+
+def _packed(bucket: CutBucket, grads: Grads | None, world_size: int) -> Tensor:
+    """Each rank's share of the gradients, then one number for each parameter: 1 where there is a gradient.
+
+    (n * (share + flags),): every rank needs to know of its own pieces which ones nobody has used, and a message of
+    their own would cost a round trip.
+    """
+    parameters = bucket.parameters
+    flat = [None] * len(parameters) if grads is None else [None if g is None else g.reshape(-1) for g in grads]
+    packed = parameters[0].new_zeros(world_size, bucket.share + round_up(len(parameters), ALIGNED))
+    for row, runs in zip(packed, bucket.runs, strict=True):
+        for run in runs:
+            if (gradient := flat[run.index]) is not None:
+                row[run.at : run.at + run.stop - run.start] = gradient[run.start : run.stop]
+    for index, gradient in enumerate(flat):
+        if gradient is not None:
+            packed[:, bucket.share + index] = 1
+    return packed.flatten()

@@ -1,0 +1,115 @@
+"""Sums of metrics over virtual ranks, which travel while a step computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from paceline.sums.gather import labelled
+from paceline.sums.shared import SharedMemory
+from paceline.sums.sharing import shared_memory
+from paceline.sums.tree import tree_sum
+from paceline.worker.guard import Guard
+
+_NAME = "totals of the step"
+
+
+@dataclass(frozen=True)
+class Totals:
+    """What a `start_totals` gave: sums over virtual ranks, and sums over ranks."""
+
+    sums: list[float]
+    votes: list[float]
+
+
+def start_totals(leaves: Tensor, votes: Sequence[float] = ()) -> Callable[[], Totals]:
+    """Start adding up over ranks; the returned function waits and gives the sums.
+
+    Args:
+        leaves: (V, k) float64, row v what virtual rank v has to add; rows of other ranks' virtual ranks are zeros. The
+            rows are added up in the order of `tree`, so that the world size does not show in a single bit.
+        votes: what this rank has to say, m numbers; added up over ranks in no particular order.
+    """
+    # One slot for each virtual rank: adding zeros to it changes nothing, so everybody gets all leaves as they are.
+    slots = torch.cat([leaves.flatten(), leaves.new_tensor(votes)])
+    finish = _started(slots, _NAME)
+
+    def wait() -> Totals:
+        everything: list[float] = finish().tolist()
+        rows = [everything[i * leaves.shape[1] : (i + 1) * leaves.shape[1]] for i in range(len(leaves))]
+        parts = {(v, v + 1): row for v, row in enumerate(rows)}
+        sums = tree_sum(parts, lambda a, b: [x + y for x, y in zip(a, b, strict=True)], len(rows))
+        return Totals(sums, everything[leaves.numel() :])
+
+    return wait
+
+
+def sum_over_ranks(numbers: Tensor, name: str) -> Tensor:
+    """(n,) float64, a few numbers: added up over ranks, the same on all of them (a collective)."""
+    return _started(numbers, name)()
+
+
+def _started(slots: Tensor, name: str) -> Callable[[], Tensor]:
+    memory = shared_memory() if slots.device.type == "cpu" else None
+    if memory is not None and slots.nbytes <= memory.totals.data_bytes:
+        return StartedSum(memory, slots, name).finish
+    work = dist.all_reduce(labelled(slots, name), async_op=True)
+
+    def finish() -> Tensor:
+        if work is not None:  # None where this rank is no member of the group
+            work.wait()
+        return slots
+
+    return finish
+
+
+class StartedSum:
+    """A small sum over ranks that has begun, in shared memory; the hang guard asks it as it asks torch's `Work`."""
+
+    def __init__(self, memory: SharedMemory, slots: Tensor, name: str = _NAME) -> None:
+        """Begin with this rank's `slots`, float64."""
+        self._memory, self._size, self._sum = memory, len(slots), slots
+        self._is_over, self._error = False, ""
+        if isinstance(memory.running, StartedSum):  # its slots of two ticks ago are written over now
+            memory.running.finish()
+        channel = memory.totals
+        begun = memory.begin(channel, memory.called("all_reduce", name, f"[{self._size}]", slots.dtype))
+        try:
+            slot = channel.write()
+            channel.typed(slots.dtype)[slot][memory.rank][: self._size] = slots
+            self._tick = channel.publish()
+        except BaseException:
+            memory.leave()  # the others would wait for it
+            Guard.of_process().end_own(begun, failed=True)
+            raise
+        memory.running = self
+        Guard.of_process().end_own(begun, self)
+
+    def is_completed(self) -> bool:
+        """Whether all ranks have begun it, or some never will."""
+        return self._is_over or bool(self._error) or self._memory.totals.arrived(self._tick)
+
+    def finish(self) -> Tensor:
+        """The sum, in the order of ranks."""
+        if self._is_over:
+            return self._sum
+        if self._error:
+            raise RuntimeError(f"this sum has failed already: {self._error}")
+        memory, channel = self._memory, self._memory.totals
+        try:
+            channel.wait()
+        except BaseException as error:
+            self._error = f"{type(error).__name__}: {error}"
+            memory.leave()
+            raise
+        of_rank: list[Any] = channel.typed(self._sum.dtype)[self._tick & 1]
+        total = of_rank[0][: self._size].clone()
+        for other in of_rank[1:]:
+            total += other[: self._size]
+        self._sum, self._is_over, memory.running = total, True, None
+        return total

@@ -1,0 +1,98 @@
+"""Words between ranks: what each has to say, what must be the same on all, and errors that all of them share.
+
+Words travel as JSON in byte tensors: torch's own object collectives unpickle what a peer sends, i.e. run its code.
+"""
+
+from __future__ import annotations
+
+import json
+import traceback
+from collections import Counter
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from paceline.errors import ExitCode, PacelineError, ToldElsewhere, UsageError
+from paceline.sums.gather import gather_over_torch
+from paceline.sums.moves import gather_words_in_memory
+from paceline.sums.sharing import shared_memory_if_made
+from paceline.worker.world import World
+
+
+def new_group() -> dist.ProcessGroup:
+    """Another group of all ranks, whose collectives cannot be mistaken for those of the default group."""
+    group = dist.new_group()
+    assert isinstance(group, dist.ProcessGroup)  # this rank is a member
+    return group
+
+
+def gather_words(words: Any, world: World) -> list[Any]:
+    """Every rank's `words` (anything JSON can hold), by rank, on every rank."""
+    return gather_over_ranks(words, world.size, world.device)
+
+
+def gather_over_ranks(words: Any, size: int, device: torch.device) -> list[Any]:
+    """`gather_words`, for whoever has no `World`: of the default group's `size` ranks, over its `device`."""
+    memory = shared_memory_if_made()
+    if memory is not None and memory.size == size:
+        return gather_words_in_memory(memory, words)
+    return gather_over_torch(words, size, device)
+
+
+@contextmanager
+def together(world: World) -> Generator[None]:
+    """Inside, what fails on one rank fails on all of them: nobody is left waiting for a rank that has gone.
+
+    Nothing inside may be a collective: a rank that has failed answers here, and the others would wait there.
+
+    Raises:
+        UsageError: on the first rank that failed, with its own words, or its own traceback as the cause.
+        ToldElsewhere: on all other ranks.
+    """
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as caught:
+        error = caught
+    failures = gather_words(None if error is None else type(error).__name__, world)
+    failed = [rank for rank, failure in enumerate(failures) if failure is not None]
+    if not failed:
+        return
+    if world.rank != failed[0]:
+        raise ToldElsewhere(f"rank {failed[0]} failed", ExitCode.USAGE) from None
+    assert error is not None
+    who = "every rank" if len(failed) == world.size else "rank " + ", ".join(map(str, failed))
+    where = f" (on {who} of {world.size})" if world.size > 1 else ""
+    if isinstance(error, PacelineError):
+        raise UsageError(f"{error}{where}") from None
+    shown = "".join(traceback.format_exception(error)).rstrip()
+    raise UsageError(
+        f"{shown}\nThis was raised before the first step{where}, while the run was being prepared."
+    ) from None
+
+
+def check_equal(what: str, mine: Any, world: World, *, error: type[PacelineError] = UsageError) -> None:
+    """Refuse to go on unless `mine` (anything JSON can hold) is the same on all ranks.
+
+    Raises:
+        UsageError: (or `error`) on rank 0, naming the ranks in the minority and both values.
+        ToldElsewhere: on all other ranks.
+    """
+    everybody = [json.dumps(words, sort_keys=True) for words in gather_words(mine, world)]
+    (common, votes), *others = Counter(everybody).most_common()
+    if not others:
+        return
+    if votes == 1 or votes == others[0][1]:  # a tie accuses nobody
+        told = "; ".join(f"rank {rank} has {words}" for rank, words in enumerate(everybody))
+    else:
+        odd = [rank for rank, words in enumerate(everybody) if words != common]
+        told = "; ".join(f"rank {rank} has {everybody[rank]}" for rank in odd) + f", all others {common}"
+    raise told_once(error(f"the ranks' {what} differ: {told}. Every rank must have the same."), world)
+
+
+def told_once(error: PacelineError, world: World, *, by: int = 0) -> PacelineError:
+    """What each rank raises when all of them have found the same `error`: rank `by` tells it, the others only end."""
+    return error if world.rank == by else ToldElsewhere(f"rank {by} tells what happened", error.exit_code)

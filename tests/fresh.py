@@ -1,0 +1,80 @@
+"""The tests that need programs, root or a cluster, as on a fresh machine: each skips and says why, and none fails.
+
+    python tests/fresh.py
+
+What .ci/install installs is hidden from PATH. Without root all of them skip. With root, where we are, those are left
+that need programs. .ci/run ends with this: elsewhere in CI nothing skips, so only here is it seen that skipping works.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+MARKED = re.compile(r"mark\.(root|needs|cluster)\b")
+ASKED = {"root": "(needs or cluster) and not soak", "nobody": "(root or cluster) and not soak"}
+
+
+class Outcomes:
+    """How many tests passed, failed and were skipped, and which of those did not say what they need."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self.unsaid: list[str] = []
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when == "call" or not report.passed:
+            self.counts[report.outcome] += 1
+        if report.skipped and not (isinstance(report.longrepr, tuple) and "needs " in report.longrepr[2]):
+            self.unsaid.append(f"{report.nodeid} is skipped without a reason: {report.longrepr}")
+
+
+def hide(shown: Path) -> int:
+    """Fill a folder with links to all programs of PATH but those that .ci/install installs; how many are hidden."""
+    listed = subprocess.run(
+        [ROOT / ".ci" / "install", "--programs"], capture_output=True, text=True, check=False
+    ).stdout
+    theirs = {os.path.realpath(line) for line in listed.splitlines()}
+    hidden = 0
+    for folder in filter(os.path.isdir, os.environ["PATH"].split(os.pathsep)):
+        for program in Path(folder).iterdir():
+            if os.path.realpath(program) in theirs:  # also through /etc/alternatives
+                hidden += 1
+            elif not os.path.lexists(shown / program.name):
+                (shown / program.name).symlink_to(program)
+    return hidden
+
+
+def main() -> int:
+    """0 if all is well."""
+    if len(sys.argv) < 2:
+        with tempfile.TemporaryDirectory() as shown:
+            print(f"{hide(Path(shown))} programs are hidden", flush=True)
+            env = {**os.environ, "PATH": shown}
+            codes = [subprocess.run([sys.executable, __file__, who], env=env, check=False).returncode for who in ASKED]
+        return max(codes)
+    (who,) = sys.argv[1:]
+    if who == "nobody":
+        os.geteuid = os.getuid = lambda: 65534
+    marked = [path for path in (ROOT / "tests").glob("*/**/*.py") if MARKED.search(path.read_text())]
+    marked += [path for path in (ROOT / "tests").glob("test_*.py") if MARKED.search(path.read_text())]
+    # a conftest.py marks all in its folder
+    asked = sorted({str(path.parent if path.name == "conftest.py" else path) for path in marked})
+    seen = Outcomes()
+    words = ["-q", "-p", "no:cacheprovider", "-r", "fE", "-m", ASKED[who], "--rootdir", str(ROOT), *asked]
+    code = pytest.main(words, plugins=[seen])
+    print(f"as {who}: {dict(seen.counts)}", *seen.unsaid, sep="\n", flush=True)
+    wrong = bool(seen.unsaid) or not seen.counts["skipped"] or (who == "nobody" and seen.counts["passed"] > 0)
+    return int(wrong or code != pytest.ExitCode.OK)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

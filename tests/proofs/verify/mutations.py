@@ -1,0 +1,983 @@
+"""Bugs that `paceline verify` must find and name, planted into the running process.
+
+Written without knowledge of how verify finds causes: from PITFALLS.md and from what real trainers got wrong. Each bug
+changes the result and nothing else: no rank leaves out a collective that another one makes. Every rank enters `plant()`
+around making *and* using the strategy; the one-process reference shares none of the names that are replaced.
+
+Some bugs show only where the set-up lets them: `policies` says under which batch norm, those of clipping need a
+gradient norm above 1, `optimizer-state-lost` needs momentum or AdamW, those of stand-ins a last batch smaller than W.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import wraps
+from importlib import import_module
+from types import ModuleType, SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from paceline.data import plan as plan_module
+from paceline.data.loader import MicroBatch
+from paceline.data.plan import BatchPlan, Work
+from paceline.scratch.reduce import all_reduce_gradients
+from paceline.strategies import base
+from paceline.strategies.base import Replica, scale_gradients
+from paceline.strategies.buffers import VirtualBuffers
+from paceline.sums import Totals, batchnorm, reducer, transports
+from paceline.sums.batchnorm import Moments, SyncBatchNorm
+from paceline.sums.buckets import trainable
+from paceline.sums.reducer import Reducer
+from paceline.train import step as step_module
+
+# `paceline.strategies.manual` as an attribute is the function of that name; the module is found by import_module.
+MANUAL, BUCKETED, DDP = (import_module(f"paceline.strategies.{name}") for name in ("manual", "bucketed", "ddp"))
+EVERYWHERE = (MANUAL, BUCKETED, DDP)
+ACCUMULATION = 2  # verify's
+
+Patch = tuple[Any, str, Any]  # (owner, attribute, what it becomes)
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """A bug, where it is known from, and what a knowledgeable person would call it."""
+
+    name: str
+    source: str
+    plant: Callable[[], AbstractContextManager[None]]
+    causes: frozenset[str]
+    """keys of verify's CAUSES; each one is a right name"""
+    task: str = "dropout"
+    strategies: tuple[str, ...] = ("manual", "bucketed", "ddp")
+    policies: tuple[str, ...] = ("none", "local", "sync")
+    """the batch norm policies under which it changes anything"""
+
+
+# ---- how to plant ------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def planted(*patches: Patch) -> Generator[None]:
+    """Inside, the attributes are replaced; afterwards they are exactly what they were."""
+    with ExitStack() as stack:
+        for owner, name, value in patches:
+            stack.enter_context(patch.object(owner, name, value))
+        yield
+
+
+def replicas(change: Callable[[Replica], Replica], *modules: ModuleType) -> list[Patch]:
+    """Patches that pass what these strategies return (by default: all of them) through `change`."""
+    original = base.replica
+
+    def changed(*args: Any, **kwargs: Any) -> Replica:
+        return change(original(*args, **kwargs))
+
+    return [(module, "replica", changed) for module in modules or EVERYWHERE]
+
+
+def wrong_sync(sync: Callable[[Replica, list[Work], Tensor], None], *modules: ModuleType) -> list[Patch]:
+    """Patches that call sync(the right replica, its work of this step, total weight) instead of sync_gradients."""
+
+    def change(right: Replica) -> Replica:
+        works: list[Work] = []
+
+        @contextmanager
+        def microbatch(batch: MicroBatch, is_last: bool) -> Generator[None]:
+            works.append(batch.work)
+            with right.microbatch(batch, is_last):
+                yield
+
+        def sync_gradients(total_weight: Tensor) -> None:
+            sync(right, works, total_weight)
+            works.clear()
+
+        return replace(right, microbatch=microbatch, sync_gradients=sync_gradients)
+
+    return replicas(change, *modules)
+
+
+def wrong_clip(clip: Callable[[Replica, float], Tensor]) -> list[Patch]:
+    """Patches that call clip(the right replica, largest norm) instead of clip_grad_norm."""
+    return replicas(lambda right: replace(right, clip_grad_norm=lambda max_norm: clip(right, max_norm)))
+
+
+def wrong_sync_points(may_sync: Callable[[int, bool], bool], *modules: ModuleType) -> list[Patch]:
+    """Patches that let gradients travel with a micro-batch if may_sync(number in the step, is it the last)."""
+
+    def change(right: Replica) -> Replica:
+        entered: list[Work] = []
+
+        @contextmanager
+        def microbatch(batch: MicroBatch, is_last: bool) -> Generator[None]:
+            number = len(entered)
+            entered.append(batch.work)
+            if is_last:
+                entered.clear()
+            with right.microbatch(batch, may_sync(number, is_last)):
+                yield
+
+        return replace(right, microbatch=microbatch)
+
+    return replicas(change, *modules)
+
+
+def samples_of(works: Iterable[Work]) -> int:
+    return sum(len(work.indices) for work in works if work.counted)
+
+
+def gradients_of(replica: Replica) -> list[Tensor]:
+    return [p.grad for p in trainable(replica.model) if p.grad is not None]
+
+
+def sum_over_ranks(number: float, like: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
+    value = like.new_tensor(float(number))
+    dist.all_reduce(value, op=op)
+    return value
+
+
+# ---- samples -----------------------------------------------------------------------------------------------------
+
+
+def contiguous_chunks() -> AbstractContextManager[None]:
+    def indices(self: BatchPlan, epoch: int, step: int, virtual_rank: int) -> Tensor:
+        order = torch.cat([self.global_indices(epoch, k) for k in range(self.steps_per_epoch)])
+        # Cut once more into equal parts, not into batches: no step may be empty on all ranks, that would be an error.
+        return order.tensor_split(self.virtual_ranks)[virtual_rank].tensor_split(self.steps_per_epoch)[step]
+
+    return planted((BatchPlan, "indices", indices))
+
+
+def padding() -> AbstractContextManager[None]:
+    def indices(self: BatchPlan, epoch: int, step: int, virtual_rank: int) -> Tensor:
+        batch = self.global_indices(epoch, step)
+        missing = -len(batch) % self.virtual_ranks
+        padded = torch.cat([batch, batch.repeat(self.virtual_ranks)[:missing]])
+        return padded[virtual_rank :: self.virtual_ranks]
+
+    return planted((BatchPlan, "indices", indices))
+
+
+def no_reshuffle() -> AbstractContextManager[None]:
+    original = plan_module._order
+    return planted((plan_module, "_order", lambda n, seed, epoch, shuffle: original(n, seed, 0, shuffle)))
+
+
+def seed_plus_epoch() -> AbstractContextManager[None]:
+    def order(num_samples: int, seed: int, epoch: int, shuffle: bool) -> Tensor:
+        return torch.randperm(num_samples, generator=torch.Generator().manual_seed(seed + epoch))
+
+    return planted((plan_module, "_order", order))
+
+
+def order_of_each_rank() -> AbstractContextManager[None]:
+    original = plan_module._order
+
+    def order(num_samples: int, seed: int, epoch: int, shuffle: bool) -> Tensor:
+        return original(num_samples, seed + dist.get_rank(), epoch, shuffle)
+
+    return planted((plan_module, "_order", order))
+
+
+def tail_dropped() -> AbstractContextManager[None]:
+    return planted((BatchPlan, "steps_per_epoch", property(lambda self: self.num_samples // self.global_batch)))
+
+
+# ---- start -------------------------------------------------------------------------------------------------------
+
+
+def broadcast_forgotten() -> AbstractContextManager[None]:
+    return planted(*((module, "broadcast_module", lambda model: None) for module in EVERYWHERE))
+
+
+def head_made_after_broadcast() -> AbstractContextManager[None]:
+    original = MANUAL.broadcast_module
+
+    def broadcast(model: nn.Module) -> None:
+        original(model)
+        with torch.no_grad():
+            head = [p for p in trainable(model) if p.dim() > 1][-1]
+            head.mul_(1 + 0.01 * dist.get_rank())  # rank 0 starts right, the others nearby
+
+    return planted(*((module, "broadcast_module", broadcast) for module in EVERYWHERE))
+
+
+# ---- sync --------------------------------------------------------------------------------------------------------
+
+
+def never_reduced() -> AbstractContextManager[None]:
+    def local(parameters: Iterable[nn.Parameter], divisor: Tensor) -> None:
+        scale_gradients(parameters, dist.get_world_size() / divisor)
+
+    def finish(self: Reducer, divisor: Tensor) -> None:
+        local(self._bucket_of, divisor)
+
+    return planted(
+        (MANUAL, "all_reduce_gradients", local),
+        (Reducer, "_on_gradient", lambda self, parameter: None),
+        (Reducer, "finish", finish),
+        *wrong_sync_points(lambda number, is_last: False, DDP),  # no_sync around every micro-batch, the last one too
+    )
+
+
+def no_sync_on_the_wrong_microbatch() -> AbstractContextManager[None]:
+    return planted(*wrong_sync_points(lambda number, is_last: number == 0, DDP))
+
+
+def one_gradient_forgotten() -> AbstractContextManager[None]:
+    right_reduce, right_buckets, right_ddp = all_reduce_gradients, reducer.buckets_of, DDP.DistributedDataParallel
+
+    def all_but_last(parameters: Sequence[nn.Parameter], divisor: Tensor) -> None:
+        right_reduce(parameters[:-1], divisor)
+        scale_gradients(parameters[-1:], dist.get_world_size() / divisor)
+
+    def finish_last(right: Replica, works: list[Work], total_weight: Tensor) -> None:
+        scale_gradients(trainable(right.model)[-1:], dist.get_world_size() / total_weight)
+        right.sync_gradients(total_weight)
+
+    @wraps(right_ddp)  # its signature is looked at
+    def ignoring_last(module: nn.Module, **options: Any) -> nn.Module:
+        right_ddp._set_params_and_buffers_to_ignore_for_model(module, [[n for n, _ in module.named_parameters()][-1]])
+        return right_ddp(module, **options)
+
+    return planted(
+        (MANUAL, "all_reduce_gradients", all_but_last),
+        (reducer, "buckets_of", lambda parameters, size: right_buckets(parameters[:-1], size)),
+        *wrong_sync(finish_last, BUCKETED),
+        (DDP, "DistributedDataParallel", ignoring_last),
+    )
+
+
+def parameter_reduced_instead() -> AbstractContextManager[None]:
+    @torch.no_grad()
+    def all_reduce(parameters: Iterable[nn.Parameter], divisor: Tensor) -> None:
+        for parameter in parameters:
+            dist.all_reduce(parameter.data)
+            parameter.data /= dist.get_world_size()
+            scale_gradients([parameter], dist.get_world_size() / divisor)
+
+    return planted((MANUAL, "all_reduce_gradients", all_reduce))
+
+
+# ---- mean --------------------------------------------------------------------------------------------------------
+
+
+def divided_by_world_size_too() -> AbstractContextManager[None]:
+    return planted(*wrong_sync(lambda right, works, total: right.sync_gradients(total * right.world.size)))
+
+
+def not_divided_by_world_size() -> AbstractContextManager[None]:
+    return planted(*wrong_sync(lambda right, works, total: right.sync_gradients(total / right.world.size)))
+
+
+def divided_by_microbatches_too() -> AbstractContextManager[None]:
+    return planted(*wrong_sync(lambda right, works, total: right.sync_gradients(total * ACCUMULATION)))
+
+
+def tail_divided_by_full_batch() -> AbstractContextManager[None]:
+    largest = [0.0]
+
+    def sync(right: Replica, works: list[Work], total_weight: Tensor) -> None:
+        largest[0] = max(largest[0], float(total_weight))
+        right.sync_gradients(total_weight.new_tensor(largest[0]))
+
+    return planted(*wrong_sync(sync))
+
+
+def incomplete_window_divided_by_full_count() -> AbstractContextManager[None]:
+    def sync(right: Replica, works: list[Work], total_weight: Tensor) -> None:
+        count = sum_over_ranks(len(works), total_weight, dist.ReduceOp.MAX)
+        right.sync_gradients(total_weight * ACCUMULATION / count)
+
+    return planted(*wrong_sync(sync))
+
+
+def divided_by_samples_not_weights() -> AbstractContextManager[None]:
+    def sync(right: Replica, works: list[Work], total_weight: Tensor) -> None:
+        right.sync_gradients(sum_over_ranks(samples_of(works), total_weight))
+
+    return planted(*wrong_sync(sync))
+
+
+# ---- shares ------------------------------------------------------------------------------------------------------
+
+
+def mean_of_rank_means() -> AbstractContextManager[None]:
+    right_pack = transports.pack
+    seen: list[Work] = []  # of this rank in this step: buckets leave before the step synchronises
+
+    def count() -> int:
+        return max(1, samples_of(seen))
+
+    def pack(parameters: Sequence[nn.Parameter], grads: Sequence[Tensor | None] | None, padded: int) -> Tensor:
+        flat = right_pack(parameters, grads, padded)
+        flat[: -len(parameters)] /= count()  # after the gradients come the flags
+        return flat
+
+    def hook(_, bucket):  # unannotated: DDP takes annotations that are strings for wrong ones
+        bucket.buffer().div_(count())
+        return default_hooks.allreduce_hook(dist.group.WORLD, bucket)
+
+    def change(right: Replica, *, before_sync: Callable[[], None]) -> Replica:
+        @contextmanager
+        def microbatch(batch: MicroBatch, is_last: bool) -> Generator[None]:
+            seen.append(batch.work)
+            with right.microbatch(batch, is_last):
+                yield
+
+        def sync_gradients(total_weight: Tensor) -> None:
+            before_sync()
+            right.sync_gradients(total_weight.new_tensor(float(right.world.size)))
+            seen.clear()
+
+        return replace(right, microbatch=microbatch, sync_gradients=sync_gradients)
+
+    def manual(right: Replica) -> Replica:
+        def divide() -> None:
+            scale_gradients(trainable(right.model), torch.tensor(1 / count(), dtype=torch.float64))
+
+        return change(right, before_sync=divide)
+
+    def ddp(right: Replica) -> Replica:
+        right.module.register_comm_hook(None, hook)
+        return change(right, before_sync=lambda: None)
+
+    return planted(
+        *replicas(manual, MANUAL),
+        *replicas(lambda right: change(right, before_sync=lambda: None), BUCKETED),
+        (transports, "pack", pack),
+        *replicas(ddp, DDP),
+    )
+
+
+def mean_of_microbatch_means() -> AbstractContextManager[None]:
+    original = step_module.weighted_losses
+
+    def weighted_losses(loss: Any, outputs: Any, targets: Any) -> tuple[Tensor, Tensor]:
+        losses, weights = original(loss, outputs, targets)
+        weights = torch.ones_like(losses) if weights is None else weights
+        return losses, weights / weights.sum()
+
+    return planted((step_module, "weighted_losses", weighted_losses))
+
+
+# ---- accumulation ------------------------------------------------------------------------------------------------
+
+
+def only_last_microbatch() -> AbstractContextManager[None]:
+    def change(right: Replica) -> Replica:
+        @contextmanager
+        def microbatch(batch: MicroBatch, is_last: bool) -> Generator[None]:
+            right.model.zero_grad(set_to_none=True)
+            with right.microbatch(batch, is_last):
+                yield
+
+        return replace(right, microbatch=microbatch)
+
+    return planted(*replicas(change))
+
+
+def buckets_leave_with_first_microbatch() -> AbstractContextManager[None]:
+    return planted(*wrong_sync_points(lambda number, is_last: number == 0, BUCKETED))
+
+
+def reduced_after_each_microbatch() -> AbstractContextManager[None]:
+    def change(right: Replica) -> Replica:
+        @contextmanager
+        def microbatch(batch: MicroBatch, is_last: bool) -> Generator[None]:
+            with right.microbatch(batch, is_last):
+                yield
+            if not is_last:
+                all_reduce_gradients(trainable(right.model), 1.0)
+
+        return replace(right, microbatch=microbatch)
+
+    return planted(*replicas(change, MANUAL))
+
+
+def stale_gradients() -> AbstractContextManager[None]:
+    def change(right: Replica) -> Replica:
+        left: list[tuple[nn.Parameter, Tensor]] = []
+
+        def keep(*_: Any) -> None:
+            left[:] = [(p, p.grad.clone()) for p in trainable(right.model) if p.grad is not None]
+
+        @contextmanager
+        def microbatch(batch: MicroBatch, is_last: bool) -> Generator[None]:
+            for parameter, grad in left:
+                parameter.grad = grad  # as if the step had not cleared it
+            left.clear()
+            with right.microbatch(batch, is_last):
+                yield
+
+        right.optimizer.register_step_post_hook(keep)
+        return replace(right, microbatch=microbatch)
+
+    return planted(*replicas(change))
+
+
+def stand_in_counted() -> AbstractContextManager[None]:
+    return planted((base, "_uncounted", lambda model, parameters: nullcontext()))
+
+
+# ---- none --------------------------------------------------------------------------------------------------------
+
+
+def none_becomes_zero() -> AbstractContextManager[None]:
+    def sync(right: Replica, works: list[Work], total_weight: Tensor) -> None:
+        right.sync_gradients(total_weight)
+        for parameter in trainable(right.model):
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+
+    return planted(*wrong_sync(sync))
+
+
+def no_gradient_without_samples() -> AbstractContextManager[None]:
+    def sync(right: Replica, works: list[Work], total_weight: Tensor) -> None:
+        right.sync_gradients(total_weight)
+        if samples_of(works) == 0:
+            right.model.zero_grad(set_to_none=True)
+
+    return planted(*wrong_sync(sync))
+
+
+# ---- gradient ----------------------------------------------------------------------------------------------------
+
+
+def unpacked_in_another_order() -> AbstractContextManager[None]:
+    original = transports.unpack
+    return planted((transports, "unpack", lambda flat, parameters, used: original(flat, parameters[::-1], used[::-1])))
+
+
+def order_differs_on_one_rank() -> AbstractContextManager[None]:
+    @torch.no_grad()
+    def all_reduce(parameters: Sequence[nn.Parameter], divisor: Tensor) -> None:
+        in_order = parameters[::-1] if dist.get_rank() == 1 else parameters
+        flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in in_order])
+        dist.all_reduce(flat)
+        flat /= divisor
+        for parameter, piece in zip(in_order, flat.split([p.numel() for p in in_order]), strict=True):
+            parameter.grad = piece.view_as(parameter)
+
+    return planted((MANUAL, "all_reduce_gradients", all_reduce))
+
+
+def reduced_in_half_precision() -> AbstractContextManager[None]:
+    right_pack = transports.pack
+
+    def sync(right: Replica, works: list[Work], total_weight: Tensor) -> None:
+        for grad in gradients_of(right):
+            grad.copy_(grad.half())
+        right.sync_gradients(total_weight)
+
+    def ddp(right: Replica) -> Replica:
+        right.module.register_comm_hook(dist.group.WORLD, default_hooks.fp16_compress_hook)
+        return right
+
+    return planted(
+        *wrong_sync(sync, MANUAL),
+        (transports, "pack", lambda *arguments: (flat := right_pack(*arguments)).half().to(flat.dtype)),
+        *replicas(ddp, DDP),
+    )
+
+
+def gradient_through_statistics_not_summed() -> AbstractContextManager[None]:
+    class Normalise(batchnorm._Normalise):
+        @staticmethod
+        def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+            with patch.object(batchnorm, "dist", SimpleNamespace(is_initialized=lambda: False)):
+                return batchnorm_backward(ctx, grad_output)
+
+    batchnorm_backward = batchnorm._Normalise.backward
+    return planted((batchnorm, "_Normalise", Normalise))
+
+
+# ---- clipping ----------------------------------------------------------------------------------------------------
+
+
+def clipped_before_sync() -> AbstractContextManager[None]:
+    def change(right: Replica) -> Replica:
+        def sync_gradients(total_weight: Tensor) -> None:
+            scale_gradients(trainable(right.model), right.world.size / total_weight)
+            right.clip_grad_norm(1.0)
+            right.sync_gradients(total_weight.new_tensor(float(right.world.size)))
+
+        return replace(
+            right, sync_gradients=sync_gradients, clip_grad_norm=lambda _: nn.utils.get_total_norm(gradients_of(right))
+        )
+
+    return planted(*replicas(change, MANUAL))
+
+
+def clipped_by_own_norm() -> AbstractContextManager[None]:
+    def change(right: Replica) -> Replica:
+        own = [torch.zeros(())]
+
+        def sync_gradients(total_weight: Tensor) -> None:
+            own[0] = nn.utils.get_total_norm(gradients_of(right)) * right.world.size / total_weight
+            right.sync_gradients(total_weight)
+
+        def clip_grad_norm(max_norm: float) -> Tensor:
+            nn.utils.clip_grads_with_norm_(trainable(right.model), max_norm, own[0])
+            return own[0]
+
+        return replace(right, sync_gradients=sync_gradients, clip_grad_norm=clip_grad_norm)
+
+    return planted(*replicas(change, MANUAL, BUCKETED))  # under DDP .grad is the mean already
+
+
+def clipped_to_twice_the_norm() -> AbstractContextManager[None]:
+    return planted(*wrong_clip(lambda right, max_norm: right.clip_grad_norm(2 * max_norm)))
+
+
+def clipped_by_value() -> AbstractContextManager[None]:
+    def clip(right: Replica, max_norm: float) -> Tensor:
+        norm = nn.utils.get_total_norm(gradients_of(right))
+        nn.utils.clip_grad_value_(trainable(right.model), max_norm)
+        return norm
+
+    return planted(*wrong_clip(clip))
+
+
+def clipped_each_tensor_alone() -> AbstractContextManager[None]:
+    def clip(right: Replica, max_norm: float) -> Tensor:
+        norm = nn.utils.get_total_norm(gradients_of(right))
+        for parameter in trainable(right.model):
+            nn.utils.clip_grad_norm_([parameter], max_norm)
+        return norm
+
+    return planted(*wrong_clip(clip))
+
+
+def norm_summed_over_copies() -> AbstractContextManager[None]:
+    def clip(right: Replica, max_norm: float) -> Tensor:
+        squared = nn.utils.get_total_norm(gradients_of(right)).square()
+        dist.all_reduce(squared)
+        nn.utils.clip_grads_with_norm_(trainable(right.model), max_norm, squared.sqrt())
+        return squared.sqrt()
+
+    return planted(*wrong_clip(clip))
+
+
+# ---- optimizer ---------------------------------------------------------------------------------------------------
+
+
+def decayed_twice() -> AbstractContextManager[None]:
+    def change(right: Replica) -> Replica:
+        @torch.no_grad()
+        def decay(*_: Any) -> None:
+            for group in right.optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.mul_(1 - group["lr"] * (group["weight_decay"] or 0.01))
+
+        right.optimizer.register_step_pre_hook(decay)
+        return right
+
+    return planted(*replicas(change))
+
+
+def lr_scaled_by_world_size() -> AbstractContextManager[None]:
+    def change(right: Replica) -> Replica:
+        before: list[float] = []
+
+        def scale(*_: Any) -> None:
+            before[:] = [group["lr"] for group in right.optimizer.param_groups]
+            for group in right.optimizer.param_groups:
+                group["lr"] *= right.world.size
+
+        def restore(*_: Any) -> None:  # so that a schedule sees nothing
+            for group, lr in zip(right.optimizer.param_groups, before, strict=True):
+                group["lr"] = lr
+
+        right.optimizer.register_step_pre_hook(scale)
+        right.optimizer.register_step_post_hook(restore)
+        return right
+
+    return planted(*replicas(change))
+
+
+def state_lost_off_rank_0() -> AbstractContextManager[None]:
+    def change(right: Replica) -> Replica:
+        if right.world.rank != 0:
+            right.optimizer.register_step_pre_hook(lambda *_: right.optimizer.state.clear())
+        return right
+
+    return planted(*replicas(change))
+
+
+def stepped_on_rank_0_only() -> AbstractContextManager[None]:
+    def change(right: Replica) -> Replica:
+        original = right.optimizer.step
+
+        @torch.no_grad()
+        def step(*arguments: Any) -> None:
+            before = [p.clone() for p in trainable(right.model)]
+            original(*arguments)  # with its hooks, by which verify looks at gradients: a collective
+            for parameter, old in zip(trainable(right.model), before, strict=True):
+                parameter.copy_(old)
+
+        if right.world.rank != 0:
+            right.optimizer.step = step
+        return right
+
+    return planted(*replicas(change))
+
+
+# ---- random ------------------------------------------------------------------------------------------------------
+
+
+def seeded_by_rank() -> AbstractContextManager[None]:
+    return planted((Work, "random_seed", lambda self, seed: seed + dist.get_rank()))
+
+
+def same_stream_for_all() -> AbstractContextManager[None]:
+    original = Work.random_seed
+    return planted((Work, "random_seed", lambda self, seed: original(replace(self, virtual_rank=0), seed)))
+
+
+def same_stream_for_all_microbatches() -> AbstractContextManager[None]:
+    original = Work.random_seed
+    return planted((Work, "random_seed", lambda self, seed: original(replace(self, part=0), seed)))
+
+
+def not_seeded() -> AbstractContextManager[None]:
+    return planted((base, "random_stream", lambda seed, device: nullcontext()))
+
+
+# ---- buffers -----------------------------------------------------------------------------------------------------
+
+
+def buffers_of_rank_0() -> AbstractContextManager[None]:
+    def mean(self: VirtualBuffers) -> dict[str, Tensor]:
+        own = self._of[min(self._of)] if self._of else self._initial
+        taken = {name: own[name].clone() for name in self._initial}
+        for buffer in taken.values():
+            dist.broadcast(buffer, src=0)
+        return taken
+
+    return planted((VirtualBuffers, "_mean", mean))
+
+
+def buffers_of_each_rank() -> AbstractContextManager[None]:
+    return planted((VirtualBuffers, "merged", lambda self: nullcontext()))
+
+
+def stand_in_moves_buffers() -> AbstractContextManager[None]:
+    original = VirtualBuffers.of
+    return planted((VirtualBuffers, "of", lambda self, work: original(self, replace(work, counted=True))))
+
+
+def statistics_not_synchronised() -> AbstractContextManager[None]:
+    return planted((SyncBatchNorm, "forward", _BatchNorm.forward))
+
+
+def statistics_unweighted() -> AbstractContextManager[None]:
+    def union(self: SyncBatchNorm, own: Moments) -> Moments:
+        packed = torch.cat([own.size.reshape(1), own.mean, own.m2])
+        gathered = [torch.empty_like(packed) for _ in range(dist.get_world_size(self.group))]
+        dist.all_gather(gathered, packed, group=self.group)
+        filled = torch.stack([each for each in gathered if each[0] > 0])  # (ranks with samples, 1 + 2C)
+        sizes, (means, m2s) = filled[:, :1], filled[:, 1:].split(self.num_features, 1)
+        mean = means.mean(0)
+        variance = (m2s / sizes + means.square()).mean(0) - mean.square()  # E[x^2] - E[x]^2, each a mean of means
+        return Moments(sizes.sum(), mean, variance * sizes.sum())
+
+    return planted((SyncBatchNorm, "_union", union))
+
+
+def spread_of_means_ignored() -> AbstractContextManager[None]:
+    original = batchnorm.combined
+    return planted((batchnorm, "combined", lambda a, b: original(a, b)._replace(m2=a.m2 + b.m2)))
+
+
+def biased_running_variance() -> AbstractContextManager[None]:
+    original = SyncBatchNorm._statistics
+
+    def statistics(self: SyncBatchNorm, union: Moments, own_count: int) -> tuple[Tensor, Tensor]:
+        result = original(self, union, own_count)
+        if self.running_var is not None and self.momentum is not None and union.size > 1:
+            too_much = union.m2 / (union.size - 1) - union.m2 / union.size
+            self.running_var.sub_((self.momentum * too_much).to(self.running_var.dtype))
+        return result
+
+    return planted((SyncBatchNorm, "_statistics", statistics))
+
+
+# ---- loss --------------------------------------------------------------------------------------------------------
+
+
+def weights_ignored() -> AbstractContextManager[None]:
+    original = step_module.weighted_losses
+    return planted((step_module, "weighted_losses", lambda *arguments: (original(*arguments)[0], None)))
+
+
+def own_loss_reported() -> AbstractContextManager[None]:
+    original = step_module.start_totals
+
+    def start_totals(leaves: Tensor, votes: Sequence[float] = ()) -> Callable[[], Totals]:
+        own: list[float] = leaves.sum(0).tolist()  # (loss, weight)
+        wait = original(leaves, votes)
+
+        def finish() -> Totals:
+            total = wait()
+            return Totals(own, total.votes) if own[1] > 0 else total  # a rank without samples has no loss of its own
+
+        return finish
+
+    return planted((step_module, "start_totals", start_totals))
+
+
+# ---- error -------------------------------------------------------------------------------------------------------
+
+
+def loss_averages() -> AbstractContextManager[None]:
+    original = step_module.weighted_losses
+
+    def weighted_losses(loss: Any, outputs: Any, targets: Any) -> Any:
+        return original(lambda *arguments: loss(*arguments).mean(), outputs, targets)
+
+    return planted((step_module, "weighted_losses", weighted_losses))
+
+
+def pause_forgotten() -> AbstractContextManager[None]:
+    original = Reducer.leaf
+    return planted((Reducer, "leaf", lambda self, virtual_rank, **_: original(self, virtual_rank, is_last=True)))
+
+
+# ---- the list ----------------------------------------------------------------------------------------------------
+
+
+def _bug(
+    name: str,
+    source: str,
+    plant: Callable[[], AbstractContextManager[None]],
+    causes: str,
+    task: str = "dropout",
+    strategies: str = "manual bucketed ddp",
+    policies: str = "none local sync",
+) -> Mutation:
+    return Mutation(
+        name, source, plant, frozenset(causes.split()), task, tuple(strategies.split()), tuple(policies.split())
+    )
+
+
+CONTROL = Mutation("control", "no bug: no finding", nullcontext, frozenset())
+
+MUTATIONS = [
+    _bug("contiguous-chunks", "002: a contiguous chunk per rank", contiguous_chunks, "samples"),
+    _bug("padding", "002 'must pad'; torch's DistributedSampler", padding, "samples"),
+    _bug("no-reshuffle", "003: no set_epoch", no_reshuffle, "samples"),
+    _bug("seed-plus-epoch", "trap 5: torch's DistributedSampler", seed_plus_epoch, "samples"),
+    _bug("order-of-each-rank", "DataLoader(shuffle=True) without a sampler", order_of_each_rank, "samples"),
+    _bug("tail-dropped", "DataLoader(drop_last=True)", tail_dropped, "samples"),
+    _bug("broadcast-forgotten", "002: hand-written data parallelism", broadcast_forgotten, "start"),
+    _bug("head-made-after-broadcast", "fine-tuning: a layer replaced too late", head_made_after_broadcast, "start"),
+    _bug("never-reduced", "a bare training loop under torchrun; no_sync around all", never_reduced, "sync"),
+    _bug(
+        "no-sync-wrong-microbatch",
+        "DDP: no_sync the wrong way round",
+        no_sync_on_the_wrong_microbatch,
+        "sync",
+        strategies="ddp",
+    ),
+    _bug(
+        "one-gradient-forgotten", "DDP: a parameter it was told to ignore, or never saw", one_gradient_forgotten, "sync"
+    ),
+    _bug(
+        "parameter-reduced-instead",
+        "a well-known teaching DP (famous tools)",
+        parameter_reduced_instead,
+        "sync",
+        strategies="manual",
+    ),
+    _bug("divided-by-world-size-too", "DDP: averaged by it and by oneself", divided_by_world_size_too, "mean"),
+    _bug("not-divided-by-world-size", "all_reduce sums: means added up", not_divided_by_world_size, "mean"),
+    _bug(
+        "divided-by-microbatches-too",
+        "loss / accumulation_steps of a mean over the whole",
+        divided_by_microbatches_too,
+        "mean",
+    ),
+    _bug("tail-divided-by-full-batch", "loss.sum() / batch_size, a constant", tail_divided_by_full_batch, "mean"),
+    _bug(
+        "incomplete-window",
+        "accelerate 1.15 (famous tools)",
+        incomplete_window_divided_by_full_count,
+        "mean accumulation",
+    ),
+    _bug(
+        "samples-not-weights",
+        "padding tokens: divided by sequences",
+        divided_by_samples_not_weights,
+        "mean loss",
+        "tokens",
+    ),
+    _bug("mean-of-rank-means", "002: mean of means 3-17 %", mean_of_rank_means, "shares"),
+    _bug(
+        "mean-of-token-means",
+        "transformers before 4.46: mean per micro-batch",
+        mean_of_microbatch_means,
+        "shares loss",
+        "tokens",
+    ),
+    _bug("only-last-microbatch", "zero_grad inside the accumulation loop", only_last_microbatch, "accumulation"),
+    _bug(
+        "first-microbatch-leaves",
+        "own buckets: hooks armed on the wrong backward",
+        buckets_leave_with_first_microbatch,
+        "accumulation error",  # since this list was written the reducer itself refuses it
+        strategies="bucketed",
+    ),
+    _bug(
+        "reduced-each-microbatch",
+        "sums communicated in every backward",
+        reduced_after_each_microbatch,
+        "accumulation",
+        strategies="manual",
+    ),
+    _bug("stale-gradients", "trap 1: zero_grad that does not reach them", stale_gradients, "accumulation gradient"),
+    _bug(
+        "stand-in-counted",
+        "trap 15's cure gone wrong: an idle rank's dummy batch",
+        stand_in_counted,
+        "accumulation gradient",
+    ),
+    _bug(
+        "none-becomes-zero", "002; zero_grad(set_to_none=False)", none_becomes_zero, "none", "unused", "manual bucketed"
+    ),
+    _bug(
+        "no-gradient-without-samples",
+        "002: only ranks that have a gradient take the sum",
+        no_gradient_without_samples,
+        "none sync",
+    ),
+    _bug(
+        "unpacked-in-another-order",
+        "own buckets: packed last first, unpacked first first",
+        unpacked_in_another_order,
+        "gradient",
+        strategies="bucketed",
+    ),
+    _bug(
+        "order-differs-on-one-rank",
+        "famous tools: all-reduces swapped on one rank",
+        order_differs_on_one_rank,
+        "gradient sync",
+        strategies="manual",
+    ),
+    _bug("reduced-in-half-precision", "DDP's fp16_compress_hook", reduced_in_half_precision, "gradient"),
+    _bug(
+        "statistics-gradient-local",
+        "own SyncBatchNorm: forward synchronised, backward not",
+        gradient_through_statistics_not_summed,
+        "gradient sync",
+        "batchnorm",
+        policies="sync",
+    ),
+    _bug(
+        "clipped-before-sync",
+        "clip_grad_norm_ before the all-reduce",
+        clipped_before_sync,
+        "clipping",
+        strategies="manual",
+    ),
+    _bug(
+        "clipped-by-own-norm",
+        "the norm measured before the all-reduce",
+        clipped_by_own_norm,
+        "clipping",
+        strategies="manual bucketed",
+    ),
+    _bug("clipped-to-twice-the-norm", "a norm scaled along with something else", clipped_to_twice_the_norm, "clipping"),
+    _bug("clipped-by-value", "clip_grad_value_ for clip_grad_norm_", clipped_by_value, "clipping"),
+    _bug("clipped-each-tensor", "clip_grad_norm_ in a loop over parameters", clipped_each_tensor_alone, "clipping"),
+    _bug(
+        "norm-summed-over-copies",
+        "a sharded trainer's norm on replicated gradients",
+        norm_summed_over_copies,
+        "clipping",
+    ),
+    _bug("decayed-twice", "weight decay in the loop and in the optimizer", decayed_twice, "optimizer"),
+    _bug(
+        "lr-scaled-by-world-size", "linear scaling with an unchanged global batch", lr_scaled_by_world_size, "optimizer"
+    ),
+    _bug(
+        "optimizer-state-lost",
+        "002: optimizer state of a resumed run on rank 0 only",
+        state_lost_off_rank_0,
+        "optimizer",
+    ),
+    _bug("stepped-on-rank-0-only", "`if rank == 0` around too much", stepped_on_rank_0_only, "optimizer sync"),
+    _bug("seeded-by-rank", "torch.manual_seed(seed + rank)", seeded_by_rank, "random"),
+    _bug("same-stream-for-all", "torch.manual_seed(seed) on every rank", same_stream_for_all, "random"),
+    _bug("same-stream-each-microbatch", "a seed made of step and rank", same_stream_for_all_microbatches, "random"),
+    _bug("not-seeded", "002: RNG differs", not_seeded, "random"),
+    _bug(
+        "buffers-of-rank-0",
+        "000, 004; DDP's broadcast_buffers",
+        buffers_of_rank_0,
+        "buffers",
+        "batchnorm",
+        policies="local",
+    ),
+    _bug(
+        "buffers-of-each-rank",
+        "000, 004: buffers differ by 0.097",
+        buffers_of_each_rank,
+        "buffers",
+        "batchnorm",
+        policies="local",
+    ),
+    _bug(
+        "stand-in-moves-buffers",
+        "trap 15's cure gone wrong",
+        stand_in_moves_buffers,
+        "buffers",
+        "batchnorm",
+        policies="local",
+    ),
+    _bug(
+        "statistics-not-synchronised",
+        "SyncBatchNorm never converted",
+        statistics_not_synchronised,
+        "buffers sync",
+        "batchnorm",
+        policies="sync",
+    ),
+    _bug(
+        "statistics-unweighted",
+        "SyncBatchNorm on uneven shares: mean of means",
+        statistics_unweighted,
+        "buffers",
+        "batchnorm",
+        policies="sync",
+    ),
+    _bug(
+        "spread-of-means-ignored",
+        "SyncBatchNorm by hand: mean of variances",
+        spread_of_means_ignored,
+        "buffers",
+        "batchnorm",
+        policies="sync",
+    ),
+    _bug(
+        "biased-running-variance",
+        "BatchNorm by hand: no n / (n - 1)",
+        biased_running_variance,
+        "buffers",
+        "batchnorm",
+        policies="sync",
+    ),
+    _bug("weights-ignored", "padding tokens count like others", weights_ignored, "loss", "tokens"),
+    _bug("own-loss-reported", "003: loss of rank 0", own_loss_reported, "loss"),
+    _bug("loss-averages", "002: reduction='mean'", loss_averages, "error"),
+    _bug("pause-forgotten", "own buckets without no_sync", pause_forgotten, "error", strategies="bucketed"),
+]

@@ -1,0 +1,106 @@
+"""Forked interpreters are as good as started ones, and no process sees what another has done."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests import warm
+
+LOOKS = """
+import json, os, random, sys, threading
+import numpy
+print(json.dumps([
+    sys.argv, sys.path[0] in ("", os.getcwd()), __name__, sys.modules["__main__"].__dict__ is globals(), os.getcwd(),
+    sorted(os.environ.items()), os.getpgid(0) == os.getsid(0), sys.stdin.read(), threading.active_count(), sys.path[1:],
+    [name for name in os.listdir("/proc/self/fd") if int(name) > 2 and os.path.exists(f"/proc/self/fd/{name}")],
+]))
+"""
+SPOILS = """
+import os, sys, numpy, torch
+import paceline.errors as errors
+assert not hasattr(errors, "spoilt") and torch.get_default_dtype() is torch.float32
+errors.spoilt = 1
+torch.set_default_dtype(torch.float64)
+os.environ["SPOILT"] = "1"
+os.chdir("/")
+print(numpy.random.rand(), hash("a"), torch.rand(1).item())
+"""
+
+
+@pytest.mark.parametrize(("torch", "mine"), [(False, False), (True, True)])
+def test_a_forked_interpreter_sees_what_a_started_one_sees(tmp_path: Path, torch: bool, mine: bool) -> None:
+    settings = {"cwd": tmp_path, "env": {**os.environ, "MINE": "7"}, "start_new_session": mine}
+    words = ["-c", LOOKS, "one", "two words"]
+    started = subprocess.run(
+        [sys.executable, *words], **settings, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    forked = warm.run(words, torch=torch, **settings)
+    assert (forked.returncode, forked.stderr) == (0, "")
+    assert forked.stdout == started.stdout
+
+
+def test_a_script_and_a_module_have_their_folder_name_and_words(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("import sys, beside; print(__name__, sys.argv)\n")
+    (tmp_path / "beside.py").touch()
+    script = warm.run([tmp_path / "mine.py", 7], torch=False)
+    assert script.stdout == f"__main__ ['{tmp_path}/mine.py', '7']\n", script.stderr
+    module = warm.run(["-m", "mine", 7], cwd=tmp_path, torch=False)
+    assert module.stdout == f"__main__ ['{tmp_path}/mine.py', '7']\n", module.stderr
+    assert "No module named 'beside'" in warm.run(["-P", "-c", "import beside"], cwd=tmp_path, torch=False).stderr
+
+
+def test_nothing_that_one_does_is_seen_by_the_next_and_ranks_differ_in_their_hashes() -> None:
+    said = [warm.run(["-c", SPOILS], rank=rank) for rank in (0, 0, 1)]
+    assert [one.returncode for one in said] == [0, 0, 0], said
+    random, hashes, torchs = zip(*(one.stdout.split() for one in said), strict=True)
+    assert len(set(random)) == 3, "numpy's own seed is the system's"
+    assert hashes[0] == hashes[1] != hashes[2]
+    assert len(set(torchs)) == 3, "torch's, too"
+
+
+@pytest.mark.parametrize(
+    ("code", "ends", "says"),
+    [
+        ("", 0, ""),
+        ("import sys; sys.exit(7)", 7, ""),
+        ("import sys; sys.exit('no')", 1, "no\n"),
+        ("import os; os.kill(os.getpid(), 9)", -signal.SIGKILL, ""),
+        ("import sys; sys.stderr.write('last words')", 0, "last words"),
+        ("1 / 0", 1, "ZeroDivisionError: division by zero\n"),
+    ],
+)
+def test_its_end_is_a_scripts(code: str, ends: int, says: str) -> None:
+    done = warm.run(["-c", code], torch=False)
+    assert done.returncode == ends and done.stderr.endswith(says)
+
+
+def test_it_has_the_files_that_it_is_given_by_their_numbers(tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    with warm.Popen(["-c", f"import os; os.write({writer}, b'here')"], torch=False, pass_fds=[writer]) as process:
+        assert process.wait(20) == 0
+    os.close(writer)
+    with os.fdopen(reader, "rb") as pipe:
+        assert pipe.read() == b"here"
+
+
+def test_without_torch_there_is_none_and_what_only_a_start_reads_is_refused() -> None:
+    assert warm.run(["-c", "import sys; print('torch' in sys.modules)"], torch=False).stdout == "False\n"
+    with pytest.raises(ValueError, match="only a new interpreter reads PYTHONHASHSEED"):
+        warm.run(["-c", ""], torch=False, env={**os.environ, "PYTHONHASHSEED": "0"})
+
+
+def test_what_they_are_forked_from_ends_with_whoever_started_it() -> None:
+    code = "import os; from tests import warm; warm.run(['-c', ''], torch=False); print(*warm.pids()); os._exit(0)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=warm.ROOT, capture_output=True, text=True, timeout=50, check=True
+    )
+    number, deadline = int(done.stdout), 100
+    while Path(f"/proc/{number}").exists() and deadline:
+        deadline -= 1
+        signal.sigtimedwait([], 0.05)
+    assert not Path(f"/proc/{number}").exists()
