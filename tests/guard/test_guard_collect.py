@@ -13,7 +13,7 @@ from tests.worker.guard_ranks import Rank, ranks
 
 from paceline.contract.box import BOX_BYTES, SIGNAL_SAFE, Box, make_box
 from paceline.contract.evidence import Evidence, Frame, Op, Sample, Stack
-from paceline.guard.collect import MAX_EVIDENCE_BYTES, Collection, bounded
+from paceline.guard.collect import MAX_EVIDENCE_BYTES, Collection, bounded_evidence
 
 GIL = "import re\nready()\nre.match(r'(a+)+$', 'a' * 60 + 'b')  # holds it\n"
 
@@ -163,7 +163,9 @@ def test_numbers_that_can_be_none_are_not_passed_on() -> None:
     """Python refuses to print those of more than some thousand digits."""
     huge = 10**4000
     op, frame = Op("0", huge, "send", peer=huge), Frame("job.py", huge, "main")
-    found = bounded(Evidence(0, "here", 1, ops=(op,), stacks=(Stack("main", (frame,)),), groups={"0": (1, huge)}))
+    found = bounded_evidence(
+        Evidence(0, "here", 1, ops=(op,), stacks=(Stack("main", (frame,)),), groups={"0": (1, huge)})
+    )
     assert (found.ops[0].seq, found.ops[0].peer, found.stacks[0].frames[0].line) == (0, 0, 0)
     assert found.groups == {"0": (1, 0)}
 
@@ -180,6 +182,6 @@ def test_no_evidence_is_longer_than_anybody_reads() -> None:
         native="x" * 1_000_000,
         words="é\n" * 1_000_000,
     )
-    small = bounded(huge)
+    small = bounded_evidence(huge)
     assert len(msgspec.json.encode(small)) <= MAX_EVIDENCE_BYTES
     assert small.stacks and small.ops[-1].seq == 499, "what matters most is kept"

@@ -27,7 +27,7 @@ from paceline.contract.failure import GOOD_ENDS
 from paceline.contract.node_plan import NodePlan
 from paceline.contract.orders import LIFELINE_GRACE_SECONDS, REMOTE_GRACE_SECONDS, Orders
 from paceline.errors import ExitCode, UsageError
-from paceline.guard.deaths import End, due_seconds, end_of, first_failure
+from paceline.guard.deaths import RankEnd, due_seconds, end_of, first_to_fail
 from paceline.guard.judge import judge
 from paceline.guard.verdict import failure_page
 from paceline.observe.summary import write_ended
@@ -118,8 +118,8 @@ class Head:
                 say(f"{member.name} is lost: {member.lost}")
             return ExitCode.FAILED
         number = signal.Signals(self.crew.signals[0])
-        first = first_failure(ranks)
-        if first is not None and end_of(first) is End.EXCEPTION:  # it could not save, for example
+        first = first_to_fail(ranks)
+        if first is not None and end_of(first) is RankEnd.EXCEPTION:  # it could not save, for example
             evidence = [Evidence.of(one) for one in ranks]
             say(failure_page(judge(evidence), evidence, oom_kills=0, attempt_dir=self.plan.attempt_dir))
         say(f"stopped by {number.name}")
@@ -157,7 +157,7 @@ class Head:
     def _again(self, generation: Generation, failed: FailedGeneration) -> Restart | int:
         """The restart to make, or the exit code; what is done and why is reported."""
         plan, here = self.plan, 1 + len(self.crew.here)
-        if failed.end is End.LOST or here < 1 + len(
+        if failed.end is RankEnd.LOST or here < 1 + len(
             generation.members
         ):  # lost while the others were being stopped, say
             decision = without_lost_nodes(here, nodes=plan.nodes, min_nodes=plan.min_nodes, nproc=plan.nproc)

@@ -13,7 +13,7 @@ from typing import Self
 from paceline.contract.evidence import Sample, Verdict, VerdictKind
 from paceline.contract.failure import LOADER_KILLED
 from paceline.errors import ExitCode
-from paceline.guard.deaths import End, end_of
+from paceline.guard.deaths import RankEnd, end_of
 from paceline.guard.story import same_verdict
 
 
@@ -21,7 +21,7 @@ from paceline.guard.story import same_verdict
 class FailedGeneration:
     """How one generation failed: its first failure, and how far it had come."""
 
-    end: End | None  # of the rank that failed first; None: ranks stood still, or were at odds
+    end: RankEnd | None  # of the rank that failed first; None: ranks stood still, or were at odds
     rank: int
     exit_code: int
     exception: str  # the type's name; empty without a record
@@ -57,7 +57,7 @@ class FailedGeneration:
         return self.step, 0 if self.step or op is None else op.seq
 
     @property
-    def what(self) -> tuple[End | None, int, int]:
+    def what(self) -> tuple[RankEnd | None, int, int]:
         """What makes two failures the same one."""
         return self.end, self.rank, self.exit_code
 
@@ -142,11 +142,11 @@ def _not_worth_it(last: FailedGeneration) -> str:
         return "that ranks call different collectives is an error of the program, which a restart would only meet again"
     if last.verdict is not None and last.verdict.kind is VerdictKind.LEFT:
         return "a rank ended while others ran, which is an error of the program"
-    if last.end is End.EXCEPTION and not last.loader_killed:
+    if last.end is RankEnd.EXCEPTION and not last.loader_killed:
         return f"{last.exception} is an error of the program, which a restart would only meet again"
-    if last.end is End.EXIT:
+    if last.end is RankEnd.EXIT:
         return f"the program itself ended with exit code {last.exit_code}, and would do so again"
-    if last.end is End.VICTIM and last.ended_well:
+    if last.end is RankEnd.VICTIM and last.ended_well:
         return "a rank ended while others ran, which is an error of the program"
     return ""
 

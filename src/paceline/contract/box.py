@@ -112,7 +112,7 @@ class Box:
         return self.begin_text(op.seq, NO_PEER if op.peer is None else op.peer, ring_text(op))
 
     def begin_text(self, seq: int, peer: int, text: bytes) -> int:
-        """`begin` for whoever keeps the `ring_text` of an operation that comes again and again."""
+        """`begin` with the `ring_text` of an operation that comes again and again."""
         number = next(self._numbers)
         at = RING_AT + (number - 1) % RECORDS * RECORD.size
         RECORD.pack_into(
@@ -161,7 +161,7 @@ class Box:
 
 
 def ring_text(op: Op) -> bytes:
-    """The words of an operation as they stand in the ring; long ones are cut, each for itself."""
+    """The words of an operation as the ring has them; long ones are cut, each for itself."""
     cut = (op.group[:24], op.kind, op.shape[:48], op.dtype[:24], op.name[:40], op.site[:72])
     return SEPARATOR.join(word.replace(SEPARATOR, " ") for word in cut).encode(errors="replace")[:TEXT_BYTES]
 
@@ -175,7 +175,7 @@ def _is_box(descriptor: int) -> bool:
 
 
 def records(data: bytes) -> list[tuple[int, Op]]:
-    """What stands in a ring, the oldest first: when each operation began, in ns, and what it is."""
+    """What is in a ring, the oldest first: when each operation began, in ns, and what it is."""
     found: list[tuple[int, int, Op]] = []
     for at in range(0, len(data) - RECORD.size + 1, RECORD.size):
         first, seq, state, length, peer, began_ns, raw, last = RECORD.unpack_from(data, at)

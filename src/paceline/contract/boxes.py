@@ -10,26 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.contract.box import (
-    ANSWER_AT,
-    ANSWER_MAX,
-    BOX_BYTES,
-    COUNTERS_AT,
-    NAME,
-    NATIVE_MAX,
-    PHASES_AT,
-    RECORD,
-    RECORDS,
-    RING_AT,
-    SIGNAL,
-    SLOT,
-    SLOTS,
-    SLOTS_AT,
-    WORD,
-    WORD_AT,
-    WORD_MAX,
-    records,
-)
+from paceline.contract import box
 from paceline.contract.evidence import LoaderWorker, Op, Phase
 
 
@@ -50,10 +31,10 @@ class Counters:
 
 def read_counters(descriptor: int) -> Counters:
     """Read a box's counters. Never fails for what a worker has written there."""
-    data = os.pread(descriptor, SLOTS_AT, 0).ljust(SLOTS_AT, b"\0")
-    value = {name: WORD.unpack_from(data, at)[0] for name, at in COUNTERS_AT.items()}
+    data = os.pread(descriptor, box.SLOTS_AT, 0).ljust(box.SLOTS_AT, b"\0")
+    value = {name: box.WORD.unpack_from(data, at)[0] for name, at in box.COUNTERS_AT.items()}
     phase = Phase(value["phase"]) if value["phase"] in {*Phase} else Phase.USER
-    spent = tuple(WORD.unpack_from(data, PHASES_AT + p * WORD.size)[0] / 1e9 for p in Phase)
+    spent = tuple(box.WORD.unpack_from(data, box.PHASES_AT + p * box.WORD.size)[0] / 1e9 for p in Phase)
     moved = tuple(value[name] for name in ("step", "phase", "changes", "ops", "enqueued"))
     return Counters(
         step=value["step"],
@@ -70,30 +51,30 @@ def read_counters(descriptor: int) -> Counters:
 
 def put_question(descriptor: int, question: int) -> None:
     """Ask the worker for its stacks and collectives; its watcher answers within a fraction of a second, if it can."""
-    os.pwrite(descriptor, WORD.pack(question), COUNTERS_AT["asked"])
+    os.pwrite(descriptor, box.WORD.pack(question), box.COUNTERS_AT["asked"])
 
 
 def release(descriptor: int, why: bytes) -> None:
     """Have the worker leave the collective that it is in, with `why` (JSON) as the reason."""
-    why = why[:WORD_MAX]
-    os.pwrite(descriptor, why, WORD_AT)
-    os.pwrite(descriptor, WORD.pack(len(why)), COUNTERS_AT["word_bytes"])
-    os.pwrite(descriptor, WORD.pack(1), COUNTERS_AT["released"])
+    why = why[: box.WORD_MAX]
+    os.pwrite(descriptor, why, box.WORD_AT)
+    os.pwrite(descriptor, box.WORD.pack(len(why)), box.COUNTERS_AT["word_bytes"])
+    os.pwrite(descriptor, box.WORD.pack(1), box.COUNTERS_AT["released"])
 
 
 def read_answer(descriptor: int) -> bytes:
     """The worker's last answer, as it wrote it."""
-    size = os.pread(descriptor, WORD.size, COUNTERS_AT["answer_bytes"]).ljust(WORD.size, b"\0")
-    return os.pread(descriptor, min(WORD.unpack(size)[0], ANSWER_MAX), ANSWER_AT)
+    size = os.pread(descriptor, box.WORD.size, box.COUNTERS_AT["answer_bytes"]).ljust(box.WORD.size, b"\0")
+    return os.pread(descriptor, min(box.WORD.unpack(size)[0], box.ANSWER_MAX), box.ANSWER_AT)
 
 
 def has_box(pid: int) -> bool:
     """Whether the process still has its box; not so when it has become another program (`os.execv`)."""
     try:
-        if f"/memfd:{NAME}" in Path(f"/proc/{pid}/maps").read_text():
+        if f"/memfd:{box.NAME}" in Path(f"/proc/{pid}/maps").read_text():
             return True
         links = (os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir())  # noqa: PTH115 - no file behind it
-        return any(link.startswith(f"/memfd:{NAME}") for link in links)
+        return any(link.startswith(f"/memfd:{box.NAME}") for link in links)
     except OSError:
         return True  # it is just ending, or closes files: nobody can say
 
@@ -103,26 +84,26 @@ def takes_signal(pid: int) -> bool:
     try:
         status = Path(f"/proc/{pid}/status").read_text()
         caught = next(line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:"))
-        return bool(int(caught, 16) >> (SIGNAL - 1) & 1)
+        return bool(int(caught, 16) >> (box.SIGNAL - 1) & 1)
     except (OSError, StopIteration, ValueError, IndexError):
         return False
 
 
 def forget_native(descriptor: int) -> None:
     """Throw away what faulthandler has written so far, before SIGNAL is sent again."""
-    os.ftruncate(descriptor, BOX_BYTES)
+    os.ftruncate(descriptor, box.BOX_BYTES)
 
 
 def read_native(descriptor: int) -> str:
-    """What faulthandler has written on SIGNAL so far; of much, the end, where the main thread stands."""
+    """What faulthandler has written on SIGNAL so far; of much, the end, where the main thread is."""
     size = os.fstat(descriptor).st_size
-    start = max(BOX_BYTES, size - NATIVE_MAX)
-    return os.pread(descriptor, NATIVE_MAX, start).decode(errors="replace") if size > start else ""
+    start = max(box.BOX_BYTES, size - box.NATIVE_MAX)
+    return os.pread(descriptor, box.NATIVE_MAX, start).decode(errors="replace") if size > start else ""
 
 
 def read_ring(descriptor: int) -> list[Op]:
     """The worker's last collectives, the oldest first, as far as they are whole."""
-    return [op for _, op in of_this_life(records(os.pread(descriptor, RECORDS * RECORD.size, RING_AT)))]
+    return [op for _, op in of_this_life(box.records(os.pread(descriptor, box.RECORDS * box.RECORD.size, box.RING_AT)))]
 
 
 def of_this_life(operations: Iterable[tuple[int, Op]]) -> list[tuple[int, Op]]:
@@ -140,8 +121,8 @@ def of_this_life(operations: Iterable[tuple[int, Op]]) -> list[tuple[int, Op]]:
 
 def read_loaders(descriptor: int) -> list[LoaderWorker]:
     """The processes that load data for this worker, as far as they have said what they do."""
-    data = os.pread(descriptor, SLOTS * SLOT.size, SLOTS_AT)
-    slots = [SLOT.unpack_from(data, at) for at in range(0, len(data) - SLOT.size + 1, SLOT.size)]
+    data = os.pread(descriptor, box.SLOTS * box.SLOT.size, box.SLOTS_AT)
+    slots = [box.SLOT.unpack_from(data, at) for at in range(0, len(data) - box.SLOT.size + 1, box.SLOT.size)]
     return [
         LoaderWorker(number, pid, item, epoch, busy=bool(busy))
         for number, (pid, epoch, item, busy) in enumerate(slots)

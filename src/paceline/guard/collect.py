@@ -130,7 +130,7 @@ class Collection:
 
     def evidence(self, workers: Sequence[Sample]) -> list[Evidence]:
         """What is known of all `workers`: those that were asked, as they are now."""
-        return [bounded(self._evidence(worker, self._asked.get(worker.rank))) for worker in workers]
+        return [bounded_evidence(self._evidence(worker, self._asked.get(worker.rank))) for worker in workers]
 
     def _evidence(self, worker: Sample, asked: _Asked | None) -> Evidence:
         box, process = self._boxes[worker.rank], read_process(worker.pid) if worker.code is None else None
@@ -176,7 +176,7 @@ def _loader(one: LoaderWorker, parent: int) -> LoaderWorker:
     return replace(one, state=process.state if ours and process else "")
 
 
-def bounded(evidence: Evidence) -> Evidence:
+def bounded_evidence(evidence: Evidence) -> Evidence:
     """`evidence`, of which nothing is longer than anybody reads; at most MAX_EVIDENCE_BYTES as JSON."""
     stacks = [Stack(s.thread[:MAX_TEXT], tuple(map(_frame, s.frames[:MAX_FRAMES]))) for s in evidence.stacks]
     failure = evidence.failure

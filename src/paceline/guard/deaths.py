@@ -26,7 +26,7 @@ ODDS = re.compile(
 )
 
 
-class End(IntEnum):
+class RankEnd(IntEnum):
     """How a rank ended, or that it runs. Of several failures the first one here explains the others best."""
 
     LOST = 1  # with its whole node: powered off, or cut off from the others
@@ -41,37 +41,37 @@ class End(IntEnum):
     @property
     def by_itself(self) -> bool:
         """Whether it failed, and no other rank is known to be the reason."""
-        return self <= End.EXIT
+        return self <= RankEnd.EXIT
 
 
-def end_of(one: Sample) -> End:
+def end_of(one: Sample) -> RankEnd:
     """How a rank ended; one that tidies up after an exception has ended."""
     if one.lost:
-        return End.LOST
+        return RankEnd.LOST
     if one.code in GOOD_ENDS:
-        return End.LEFT
+        return RankEnd.LEFT
     if one.failure:  # whatever ended the process afterwards, even a signal, was its teardown
-        return End.VICTIM if one.failure.victim else End.EXCEPTION
+        return RankEnd.VICTIM if one.failure.victim else RankEnd.EXCEPTION
     if one.code is None:
-        return End.RUNS
+        return RankEnd.RUNS
     # SIGKILL comes from outside whatever the log says; SIGABRT and SIGSEGV are how gloo's victims end
     if one.code != -signal.SIGKILL and speaks_of_lost_peer(one.words):
-        return End.VICTIM
-    return End.SIGNAL if one.code < 0 else End.EXIT
+        return RankEnd.VICTIM
+    return RankEnd.SIGNAL if one.code < 0 else RankEnd.EXIT
 
 
-def end_in_collective(one: Evidence) -> End:
+def end_in_collective(one: Evidence) -> RankEnd:
     """The same, where it is known what the rank was in: an end that its transport brought about is BROKEN."""
     end = end_of(one)
-    if end in (End.LOST, End.LEFT, End.RUNS) or one.code == -signal.SIGKILL:
+    if end in (RankEnd.LOST, RankEnd.LEFT, RankEnd.RUNS) or one.code == -signal.SIGKILL:
         return end
-    aborted = one.code == -signal.SIGABRT and end is End.SIGNAL and bool(one.ops) and not one.ops[-1].done
-    return End.BROKEN if aborted or ODDS.search(one.words) else end
+    aborted = one.code == -signal.SIGABRT and end is RankEnd.SIGNAL and bool(one.ops) and not one.ops[-1].done
+    return RankEnd.BROKEN if aborted or ODDS.search(one.words) else end
 
 
-def first_failure(samples: Iterable[Sample]) -> Sample | None:
+def first_to_fail(samples: Iterable[Sample]) -> Sample | None:
     """The rank whose failure explains the others' best, or None where nobody failed."""
-    failed = [one for one in samples if end_of(one) <= End.VICTIM]
+    failed = [one for one in samples if end_of(one) <= RankEnd.VICTIM]
     return min(failed, key=lambda one: (end_of(one), one.failed_at_seconds, one.rank), default=None)
 
 
@@ -81,7 +81,7 @@ def due_seconds(samples: Sequence[Sample]) -> float | None:
     Example: one rank raises and tidies up for 3 s, the others lose it. Their records say victim, but the first one's
     record is there already, so the verdict is due SETTLE_SECONDS after the first end, not after the last.
     """
-    first = first_failure(samples)
+    first = first_to_fail(samples)
     if first is None:
         return None
     ended = [one.ended_seconds for one in samples if one.ended_badly]
@@ -89,7 +89,7 @@ def due_seconds(samples: Sequence[Sample]) -> float | None:
         return max(ended, default=None)
     if not ended:
         return first.failed_at_seconds + CLEANUP_SECONDS
-    if end_of(first) is End.VICTIM:
+    if end_of(first) is RankEnd.VICTIM:
         return min(ended) + VICTIM_SECONDS
     return max(min(ended), first.failed_at_seconds) + SETTLE_SECONDS
 

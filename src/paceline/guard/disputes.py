@@ -17,8 +17,8 @@ from collections.abc import Collection, Hashable, Mapping, Sequence
 
 from paceline.contract.evidence import Op, Phase, Verdict, VerdictKind
 from paceline.guard import sentences
-from paceline.guard.deaths import End
-from paceline.guard.odds import Odds, majority, split
+from paceline.guard.deaths import RankEnd
+from paceline.guard.odds import Odds, majority, parties_by
 from paceline.guard.waits import Rank, stream
 
 Ranks = Mapping[int, Rank]
@@ -52,14 +52,14 @@ def _graph(ranks: Ranks, odds: Sequence[Odds]) -> Graph:
                 graph[n] |= against
     for n, one in ranks.items():
         for other in one.waits_for:
-            if other in ranks and ranks[other].end is End.LEFT:
+            if other in ranks and ranks[other].end is RankEnd.LEFT:
                 graph[other].add(n)  # who keeps to the program has nobody wait for it at its end
     return graph
 
 
 def _left_amid_steps(one: Rank) -> bool:
     """Whether it ended though a training that says its phases does not end there."""
-    return one.end is End.LEFT and one.evidence.phase not in (Phase.USER, Phase.CLOSE)
+    return one.end is RankEnd.LEFT and one.evidence.phase not in (Phase.USER, Phase.CLOSE)
 
 
 def _parties(
@@ -68,11 +68,11 @@ def _parties(
     if not suspects and odds:
         return odds[0].parties
     members = suspects or sorted(_knotted(graph))
-    return split({n: _position(ranks[n], n, members) for n in members}, lambda position: position)
+    return parties_by({n: _position(ranks[n], n, members) for n in members}, lambda position: position)
 
 
 def _position(one: Rank, number: int, members: Sequence[int]) -> Hashable:
-    if one.end is End.LEFT:
+    if one.end is RankEnd.LEFT:
         return "ended"
     op = sentences.held_in(one, members) or (one.pending[-1] if one.pending else None)
     return None if op is None else (stream(op, number), op.seq, op.kind, op.name, op.shape, op.dtype)
@@ -89,11 +89,11 @@ def _told(
             at = next((party[n].site for n in guilty for party in each.parties if n in party), "")
             lines = sentences.at_odds(each, guilty)
             return sentences.conclude(VerdictKind.MISMATCH, ranks, lines, guilty=guilty, tie=tie, op=op, at=at)
-    left = [n for n in involved if ranks[n].end is End.LEFT]
+    left = [n for n in involved if ranks[n].end is RankEnd.LEFT]
     if left:
         op, lines = sentences.awaited(ranks, left), sentences.waited_for(ranks, left)
         return sentences.conclude(VerdictKind.LEFT, ranks, lines, guilty=guilty, tie=tie, op=op)
-    ended = [n for n in graph if ranks[n].end is End.LEFT and any(n in ranks[one].waits_for for one in guilty)]
+    ended = [n for n in graph if ranks[n].end is RankEnd.LEFT and any(n in ranks[one].waits_for for one in guilty)]
     if ended:
         op, lines = sentences.awaited(ranks, ended), sentences.called_more(ranks, guilty, ended)
         return sentences.conclude(VerdictKind.MISMATCH, ranks, lines, guilty=guilty, op=op)
@@ -108,7 +108,7 @@ def _rivals(ranks: Ranks, guilty: Sequence[int], graph: Graph) -> list[list[int]
     """Those who wait for a guilty rank that waits for them, else all of a circle, by what they wait in."""
     mutual = [n for n in graph if n not in guilty and any(n in graph[one] and one in graph[n] for one in guilty)]
     rivals = mutual or [n for n in _a_circle(graph) if n not in guilty]
-    return [sorted(party) for party in split({n: _position(ranks[n], n, guilty) for n in rivals}, lambda at: at)]
+    return [sorted(party) for party in parties_by({n: _position(ranks[n], n, guilty) for n in rivals}, lambda at: at)]
 
 
 def _held(one: Rank, groups: Sequence[Sequence[int]]) -> Op | None:
@@ -136,7 +136,7 @@ def _a_circle(graph: Graph, *, without: int | None = None) -> set[int]:
 
 
 def _knotted(graph: Graph, *, without: int | None = None) -> set[int]:
-    """Those who are in a circle or wait for one: all but who waits for nobody, who waits only for such, and so on."""
+    """Those who are in a circle or wait for one: all but those that wait for nobody, or only for such, and so on."""
     waiters: dict[int, list[int]] = {}
     missing: dict[int, int] = {}
     for rank, others in graph.items():

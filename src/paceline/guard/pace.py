@@ -46,7 +46,7 @@ class Pace:
 
     def __init__(self, windows: Windows) -> None:
         self.windows = windows
-        self.notice = ""  # something that the user should be told once; whoever has told it empties it
+        self.notice = ""  # for the user, once; emptied when it has been said
         self._largest_gap_seconds = dict.fromkeys(Stage, 0.0)
         self._seen_seconds: float | None = None
         self._began_seconds = -math.inf  # ages reach back to this moment only

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 
 from paceline.contract.evidence import Evidence, LoaderWorker, Op, Phase, Verdict, VerdictKind
-from paceline.contract.places import place, site, stands_at
-from paceline.guard.deaths import ODDS, End
+from paceline.contract.places import shown_frame, site, stands_at
+from paceline.guard.deaths import ODDS, RankEnd
 from paceline.guard.odds import Odds
 from paceline.guard.waits import FROZEN, Rank, stream
 from paceline.guard.wording import GONE, called_from, loader_words, named, op_words, signal_name, verb, where
@@ -30,7 +30,7 @@ def conclude(
     """A verdict with all that goes with it; `at` is where the first guilty rank was, if not where it stands."""
     step = max((one.evidence.step for one in ranks.values()), default=0)
     first = ranks[guilty[0]].evidence if guilty else None
-    stands = "" if first is None else at or site(place(first)) or (first.ops[-1].site if first.ops else "")
+    stands = "" if first is None else at or site(shown_frame(first)) or (first.ops[-1].site if first.ops else "")
     parties = tuple(sorted(tuple(sorted(party)) for party in tie))
     return Verdict(kind, tuple(guilty), parties, tuple(lines), op, stands, step)
 
@@ -54,7 +54,7 @@ def waited_for(ranks: Ranks, guilty: Sequence[int]) -> list[str]:
 
 
 def _loaders(one: Rank) -> list[LoaderWorker]:
-    return hanging_loaders(one.evidence) if one.end is End.RUNS and not one.frozen else []
+    return hanging_loaders(one.evidence) if one.end is RankEnd.RUNS and not one.frozen else []
 
 
 def _not_entered(ranks: Ranks, group: Sequence[int], op: Op | None) -> str:
@@ -78,7 +78,7 @@ def _waiter(ranks: Ranks, guilty: int, missed: Op) -> int:
 
 
 def _where(one: Rank, *, many: bool = False) -> str:
-    if one.end is End.LEFT:
+    if one.end is RankEnd.LEFT:
         steps = f" at step {one.evidence.step}" if one.evidence.step else ""
         return f"ended{steps} with code {one.evidence.code}"
     return f"{'are' if many else 'is'} {where(one.evidence)}"
@@ -91,9 +91,8 @@ def _waiting(ranks: Ranks, op: Op | None, *, without: Collection[int]) -> list[s
         one = ranks[group[0]]
         held = _held(one)
         if held is None:
-            lines.append(
-                f"{named(group)} {verb(group, 'waits', 'wait')} at {site(place(one.evidence)) or 'a place unknown'}"
-            )
+            at = site(shown_frame(one.evidence)) or "a place unknown"
+            lines.append(f"{named(group)} {verb(group, 'waits', 'wait')} at {at}")
             continue
         same = op is not None and (stream(op, -1), op.seq) == (stream(held, -1), held.seq)
         what = "it" if same else op_words(held)
@@ -103,7 +102,7 @@ def _waiting(ranks: Ranks, op: Op | None, *, without: Collection[int]) -> list[s
 
 def _position(one: Rank, number: int) -> Hashable:
     held = _held(one)
-    return site(place(one.evidence)) if held is None else (stream(held, number), held.seq)
+    return site(shown_frame(one.evidence)) if held is None else (stream(held, number), held.seq)
 
 
 def _held(one: Rank) -> Op | None:
@@ -234,7 +233,7 @@ def everybody(ranks: Ranks) -> list[str]:
 
 
 def _state(one: Rank, *, many: bool) -> str:
-    if one.end in (End.RUNS, End.LEFT):
+    if one.end in (RankEnd.RUNS, RankEnd.LEFT):
         return _where(one, many=many)
     return _ended(one.evidence)
 

@@ -5,7 +5,7 @@ backward, optimizer) is set against that of the others; what is left is waiting.
 waits, also the one who comes last, the waiting is the network's.
 
 Example: 3 ranks, of which one needs 0.5 s to load a batch: own times 0.1, 0.6, 0.1 s, waiting 0.5, 0, 0.5 s a step.
-With DDP the waiting stands in the others' backward pass instead, 0.6, 0.1, 0.6 s; so phases that never wait (data,
+With DDP the waiting is in the others' backward pass instead, 0.6, 0.1, 0.6 s; so phases that never wait (data,
 forward, optimizer) are also compared alone.
 """
 

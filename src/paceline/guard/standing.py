@@ -7,14 +7,13 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 
 from paceline.contract.evidence import Evidence, Phase, Sample, Verdict, VerdictKind
-from paceline.contract.places import imports_torch
+from paceline.contract.places import Activity, activity_of, imports_torch
 from paceline.contract.windows import LEARNED, Stage, Windows
 from paceline.guard.pace import Alarm
 
 CLOCKS_SECONDS = 1.5  # what two looks at a rank may differ by where it has not moved
 BUSY_CPU_SECONDS = 0.5  # in a second
 IDLE_CPU_SECONDS = 0.05  # in a second; a rank that imports or compiles uses more
-WAITING_PLACES = ("torch/distributed/", "paceline/sums/", "paceline/worker/meeting.py")
 GUILTY_WAIT_TOO = (VerdictKind.MISMATCH, VerdictKind.DEADLOCK, VerdictKind.NETWORK, VerdictKind.UNKNOWN)
 
 
@@ -54,7 +53,8 @@ def waits(one: Evidence) -> bool:
     if one.phase in (Phase.SYNC, Phase.DATA) or any(not op.done for op in one.ops):
         return True
     main = one.stacks[0].frames if one.stacks else ()
-    return not imports_torch(main) and any(frame.file.startswith(WAITING_PLACES) for frame in main)
+    waiting = any(activity_of(frame.file) in (Activity.WAITS, Activity.MEETS) for frame in main)
+    return waiting and not imports_torch(main)
 
 
 def to_free(verdict: Verdict, evidence: Sequence[Evidence]) -> tuple[int, ...]:

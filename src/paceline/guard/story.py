@@ -19,7 +19,7 @@ from paceline.contract.evidence import Evidence, Op, Stack, Verdict
 from paceline.disk import writing
 from paceline.disk.reading import read
 from paceline.errors import UsageError
-from paceline.guard.collect import bounded
+from paceline.guard.collect import bounded_evidence
 from paceline.guard.verdict import VERDICT
 from paceline.guard.wording import loader_words, op_words, printable, where
 from paceline.observe.terminal import clean
@@ -59,8 +59,8 @@ def write_verdict(folder: Path, verdict: Verdict, evidence: Sequence[Evidence], 
     writing.make_folder(folder)
     for one in evidence:
         writing.replace(folder / f"rank-{one.rank}.txt", description(one).encode())
-    # a record stands in its own file, and no clock's reading means anything to whoever reads this
-    kept = tuple(replace(bounded(one), failure=None, ended_seconds=0.0) for one in evidence)
+    # a record has its own file, and a clock's reading means nothing to a reader
+    kept = tuple(replace(bounded_evidence(one), failure=None, ended_seconds=0.0) for one in evidence)
     content = Told("paceline-verdict", VERSION, verdict, waited_seconds, time.time(), kept)
     writing.replace(folder / VERDICT, msgspec.json.encode(content))
 

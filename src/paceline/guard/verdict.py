@@ -8,7 +8,7 @@ from pathlib import Path
 from textwrap import wrap
 
 from paceline.contract.evidence import Evidence, Phase, Sample, Verdict, VerdictKind
-from paceline.guard.deaths import End, end_of
+from paceline.guard.deaths import RankEnd, end_of
 from paceline.guard.wording import called_from, named, op_words, printable, signal_name
 from paceline.observe.terminal import clean
 
@@ -108,18 +108,18 @@ def failure_page(verdict: Verdict, evidence: Sequence[Evidence], *, oom_kills: i
     """
     first = next(one for one in evidence if one.rank == verdict.failed)
     end = end_of(first)
-    if end is End.LOST:
+    if end is RankEnd.LOST:
         ranks = ", ".join(str(one.rank) for one in evidence if one.lost == first.lost)
         return f"{clean(first.lost)}\nwith it rank {ranks}; output of the ranks: {attempt_dir}/rank-<rank>.log"
     alike = [one for one in evidence if _same_failure(one, first)]
     lines = [f"{_who(alike, len(evidence))} failed: {_how(first, oom_kills)}", *_why(first)]
     early = sorted((one for one in evidence if one.code == 0), key=lambda one: one.ended_seconds)
-    if end is End.VICTIM and early:  # who leaves without a word is the culprit, not whom it left
+    if end is RankEnd.VICTIM and early:  # who leaves without a word is the culprit, not whom it left
         left = [f"{_who([one], len(evidence))} had already ended, with code 0, while others ran" for one in early]
         lines = [*left, "so the others lost it:", *lines]
-    elif end is End.VICTIM:
+    elif end is RankEnd.VICTIM:
         lines.append("it lost its peers, but no rank failed by itself")
-    if first.ops and end is not End.EXCEPTION:  # whose traceback says more
+    if first.ops and end is not RankEnd.EXCEPTION:  # whose traceback says more
         op = first.ops[-1]
         lines.append(clean(f"its last collective: {op_words(op)}{called_from(op)}"))
     if len(evidence) > 1:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import PurePath
 
 from paceline.contract.evidence import Evidence, LoaderWorker, Op, Phase
-from paceline.contract.places import place
+from paceline.contract.places import shown_frame
 from paceline.guard.waits import FROZEN
 
 FROM = ("recv", "irecv", "broadcast", "scatter")
@@ -82,7 +82,7 @@ def where(one: Evidence) -> str:
 
 
 def _place(one: Evidence) -> str:
-    frame = place(one)
+    frame = shown_frame(one)
     if frame is None:
         return ""
     at = f"at {PurePath(frame.file).name}:{frame.line}"
