@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from paceline.checkpoint.snapshot import Keeper
+from paceline.checkpoint.snapshot import SnapshotWriter
 from paceline.data.loader import Loading, load_steps
 from paceline.data.plan import BatchPlan, ranks_share
 from paceline.host.procfs import die_with_parent
@@ -42,11 +42,10 @@ from paceline.tasks.mnist import cnn, cross_entropy, dataset, resnet18
 from paceline.tasks.task import Task
 from paceline.train.determinism import deterministic, holds_for
 from paceline.train.fit import StepRecord, fit
-from paceline.train.optimizer import optimizer_maker
+from paceline.train.optimizer import Schedule, optimizer_maker
 from paceline.train.prepare import make_model
 from paceline.train.resume import Content
 from paceline.train.saving import Saver
-from paceline.train.schedule import Schedule
 from paceline.train.votes import Votes
 from paceline.train.watch import check_replicas
 from paceline.worker.world import World, joined
@@ -192,10 +191,10 @@ def memory_costs(run: Run, variant: Variant, rounds: int, steps: int) -> list[Ro
     """A snapshot, or a look at the replicas, after every step, against neither."""
     own, world, megabytes = variant.replica, run.world, [0.0]
     files = os.memfd_create("bench-snapshot-0"), os.memfd_create("bench-snapshot-1")
-    keeper = Keeper(files, world.rank, world.size, 0, spared=None)
+    writer = SnapshotWriter(files, world.rank, world.size, 0, spared=None)
 
     def snapshot() -> None:
-        megabytes[0] = keeper.keep(own.state(), 0, {}) / 1e6
+        megabytes[0] = writer.write(own.state(), 0, {}) / 1e6
 
     def watch() -> None:
         check_replicas(own.state(), world, 0)

@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 PLANTED = {
-    "Upper rooms import lower ones only": ("data/plan.py", "import paceline.train.schedule"),
+    "Upper rooms import lower ones only": ("data/plan.py", "import paceline.train.optimizer"),
     "Strategies do not know each other": ("strategies/manual.py", "import paceline.strategies.single"),
     "Launchers do not know each other": ("launch/ssh/plan.py", "import paceline.launch.local"),
     "The textbook needs torch and nothing else": ("scratch/reduce.py", "import paceline.errors"),

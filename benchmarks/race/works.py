@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline.data.arrays import ArrayDataset
-from paceline.models.cnn import CNN
-from paceline.models.resnet import ResNet18
+from paceline.models import CNN, ResNet18
 from paceline.tasks.mnist import dataset as mnist
 from race.gpt import GPT, made_up_text
 

@@ -1,4 +1,4 @@
-"""Where are the commands of these pages typed? On the hosts of tests/cluster, furnished as a user's.
+"""Where the commands of these pages are typed: on the hosts of tests/cluster, set up as a user's.
 
 On each of them one shared project and this Python lie under /home/me, and ssh finds its settings where it looks for
 them: so nothing of the machine that the hosts are made on is on the screen.

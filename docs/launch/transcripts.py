@@ -1,4 +1,4 @@
-"""What does one see? Types the commands of these pages on real hosts and writes what came out into the pages.
+"""Types the commands of these pages on real hosts, and writes what came out into the pages.
 
 `make transcripts`, or `python docs/launch/transcripts.py [NAME ...]`; as root, with what `.ci/install` installs. A page
 has `<!-- transcript NAME -->` before each block that is made here. The rest of a page is written by people.

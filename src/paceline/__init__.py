@@ -43,7 +43,7 @@ _PARTS = {
     "Replica": "strategies",
     "Strategy": "strategies",
     "Task": "tasks.task",
-    "Schedule": "train.schedule",
+    "Schedule": "train.optimizer",
     "evaluate": "train.evaluate",
     "fit": "train.fit",
     "train_step": "train.step",
@@ -71,8 +71,8 @@ if TYPE_CHECKING:
     from paceline.tasks.task import Task as Task
     from paceline.train.evaluate import evaluate as evaluate
     from paceline.train.fit import fit as fit
+    from paceline.train.optimizer import Schedule as Schedule
     from paceline.train.optimizer import optimizer_maker as optimizer_maker
-    from paceline.train.schedule import Schedule as Schedule
     from paceline.train.step import train_step as train_step
     from paceline.worker.world import World as World
     from paceline.worker.world import joined as joined

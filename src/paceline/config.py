@@ -1,7 +1,8 @@
-"""Every setting of a training, once: the command line (tyro), the TOML file and the run folder's record are made of it.
+"""Every setting of a training, once: the command line (tyro), the TOML file and the run folder's record derive from it.
 
-Torch-free, so that a wrong setting is told before anything is started. Only cli, verify and train/run.py see a whole
-TrainConfig; everything else takes plain arguments and so works alone in a loop of the user's own.
+Torch-free, so a wrong setting is reported before anything starts. Only the modules that pyproject.toml lists (contract
+"config") may see a TrainConfig: the commands, those that turn it into a training's parts (train.run, train.prepare,
+...), and `definition`. All others take plain arguments, so they work alone in a loop of the user's own.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ class ComputeConfig:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """How long, with which seed, and what is written down."""
+    """How long, with which seed, and what is recorded."""
 
     epochs: int = 2
     """passes over the data"""
@@ -277,14 +278,12 @@ def batch_shape(data: DataConfig, world_size: int) -> BatchShape:
     Raises:
         UsageError: if they contradict each other.
     """
-    virtual_ranks = data.virtual_ranks or world_size
+    virtual_ranks, batch_size = data.virtual_ranks or world_size, data.batch_size or DEFAULT_BATCH_SIZE
     if data.global_batch is None:
         accumulation = data.accumulation or 1
-        return BatchShape(
-            virtual_ranks, accumulation, virtual_ranks * accumulation * (data.batch_size or DEFAULT_BATCH_SIZE)
-        )
+        return BatchShape(virtual_ranks, accumulation, virtual_ranks * accumulation * batch_size)
     share = math.ceil(data.global_batch / virtual_ranks)
-    accumulation = data.accumulation or math.ceil(share / (data.batch_size or DEFAULT_BATCH_SIZE))
+    accumulation = data.accumulation or math.ceil(share / batch_size)
     if data.batch_size and data.accumulation and share > data.batch_size * accumulation:
         raise UsageError(
             f"a global batch of {data.global_batch} does not fit into {virtual_ranks} virtual ranks x {accumulation} "
@@ -294,16 +293,10 @@ def batch_shape(data: DataConfig, world_size: int) -> BatchShape:
     return BatchShape(virtual_ranks, accumulation, data.global_batch)
 
 
-def resolved(config: TrainConfig, world_size: int) -> TrainConfig:
+def with_defaults(config: TrainConfig, world_size: int) -> TrainConfig:
     """`config` with every default that depends on the world size filled in, so that the record repeats the run."""
-    shape = batch_shape(config.data, world_size)
-    data = dataclasses.replace(
-        config.data,
-        virtual_ranks=shape.virtual_ranks,
-        accumulation=shape.accumulation,
-        global_batch=shape.global_batch,
-        batch_size=None,
-    )
+    shape = dataclasses.asdict(batch_shape(config.data, world_size))
+    data = dataclasses.replace(config.data, **shape, batch_size=None)
     if data.data_dir is not None:  # absolute: a run may be resumed from another folder
         data = dataclasses.replace(data, data_dir=data.data_dir.absolute())
     strategy = default_strategy(config, world_size)
@@ -315,7 +308,7 @@ def resolved(config: TrainConfig, world_size: int) -> TrainConfig:
 
 
 def absolute_task(task: str) -> str:
-    """A task with the absolute path of its file, or of the folder of its module: who loads it may stand elsewhere."""
+    """A task with the absolute path of its file, or of its module's folder: it may be loaded from another folder."""
     path, colon, name = task.rpartition(":")
     if not colon:  # one of paceline's own
         return task
@@ -327,21 +320,19 @@ def absolute_task(task: str) -> str:
 
 
 def repeatable(config: TrainConfig) -> TrainConfig:
-    """`config` as it is written down: without what was meant for this one start."""
+    """`config` as it is recorded: without what was meant for this one start."""
     checkpoint = dataclasses.replace(
         config.checkpoint, resume="no", fresh=False, allow_change="", rehearse_preemption=None
     )
-    # a run is never repeated into its own folder, nor on machines that nobody has asked for again
+    # a run is never repeated into its own folder, nor on machines that were not asked for again
     run = dataclasses.replace(config.run, run_dir=None, trust=False)
     return dataclasses.replace(config, run=run, checkpoint=checkpoint, cluster=ClusterConfig())
 
 
 def load(path: Path, *, ours: bool) -> TrainConfig:
-    """Read a TOML file, e.g. the config.toml of an earlier run.
+    """Read a TOML file, e.g. the config.toml of an earlier run; `path` has no links left that may be followed.
 
-    Args:
-        path: of the file, resolved as far as links are meant.
-        ours: refuse one that anybody else could have written, for it names code to be run.
+    With `ours`, a file that others could have written is refused, as it names code to be run.
 
     Raises:
         UsageError: if it cannot be read, is no TOML, or a key or value is not valid.
@@ -349,7 +340,7 @@ def load(path: Path, *, ours: bool) -> TrainConfig:
     try:
         table = decode_toml(path, ours=ours)
     except NotOurs as error:
-        words = "it names code and programs to run. Copy it, and read it; --trust of `paceline train` believes it"
+        words = "it names code and programs to run. Copy it, and read it; `paceline train --trust` believes it"
         raise UsageError(f"--config {path} {error.strerror}: {words}") from None
     except FileNotFoundError as error:
         raise UsageError(f"--config {path} cannot be read: {error.strerror}") from None
@@ -358,9 +349,7 @@ def load(path: Path, *, ours: bool) -> TrainConfig:
     try:
         _refuse_unknown_keys(table, TrainConfig, "")
         return msgspec.convert(table, TrainConfig, dec_hook=_path)
-    except msgspec.ValidationError as error:
-        raise UsageError(f"--config {path}: {error}") from None
-    except UsageError as error:
+    except (msgspec.ValidationError, UsageError) as error:
         raise UsageError(f"--config {path}: {error}") from None
 
 
@@ -387,17 +376,11 @@ def _refuse_unknown_keys(table: Mapping[str, Any], owner: type, section: str) ->
 def dump(config: TrainConfig) -> str:
     """The TOML text that `load` reads back into an equal config (None values are left out)."""
 
-    def table(owner: Any) -> dict[str, Any]:
-        out: dict[str, Any] = {}
-        for f in dataclasses.fields(owner):
-            value = getattr(owner, f.name)
-            if dataclasses.is_dataclass(value):
-                out[f.name] = table(value)
-            elif value is not None:
-                out[f.name] = str(value) if isinstance(value, Path) else value
-        return out
+    def table(settings: Mapping[str, Any]) -> dict[str, Any]:
+        known = {name: value for name, value in settings.items() if value is not None}
+        return {name: table(value) if isinstance(value, dict) else value for name, value in known.items()}  # pyright: ignore[reportUnknownArgumentType]
 
-    return tomli_w.dumps(table(config))
+    return tomli_w.dumps(table(msgspec.to_builtins(config, enc_hook=str)))
 
 
 _POSITIVE = (
@@ -417,7 +400,7 @@ def _check_compute(config: TrainConfig) -> None:
     compute, exact = config.compute, config.strategy in EXACT
     again = compute.checkpoint_activations is not None
     rung = LADDER.get(config.strategy or "")
-    moves = rung is not None and (rung.sharded or rung.several_gpus)  # weights are brought together, or copied
+    moves = rung is not None and (rung.sharded or rung.several_gpus)  # weights are gathered, or copied
     contradictions = {
         f"--compile with --strategy {config.strategy}: which kernels a compiler makes may depend on what it has seen, "
         "and this strategy promises the same bits at every world size. Leave one out": compute.compile and exact,

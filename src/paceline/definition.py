@@ -1,6 +1,6 @@
-"""What makes two runs the same run? The settings and facts that a checkpoint is compared in before it is resumed.
+"""The definition of a run: the settings and facts in which a checkpoint must agree before it is resumed.
 
-No torch here: settings that differ are told before any process starts.
+No torch here: settings that differ are reported before any process starts.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ CHANGEABLE = (
 """what may change if `--allow-change` names it; everything else (world size, strategy, ...) may change freely"""
 
 ADDED = {"precision": "fp32"}
-"""what did not stand in the definitions of older checkpoints, and what it was then"""
+"""what the definitions of older checkpoints do not contain, and what it was then"""
 
 
 def settings(config: TrainConfig) -> dict[str, Any]:
-    """The part of the definition that stands in the (resolved) settings."""
+    """The part of the definition that comes from the (resolved) settings."""
     o = config.optimizer
     found: dict[str, Any] = {
-        "task": ":".join(str(config.task).split(":")[-2:]),  # in whatever folder a module was found
+        "task": ":".join(str(config.task).split(":")[-2:]),  # without the folder of a module
         "stem": config.model.stem,
         "batchnorm": config.model.batchnorm,
         "virtual_ranks": config.data.virtual_ranks,
@@ -62,7 +62,7 @@ def settings(config: TrainConfig) -> dict[str, Any]:
         "threads_per_rank": config.launch.threads_per_rank if config.strategy in EXACT else None,
         "precision": config.compute.precision,
     }
-    if config.compute.precision == "auto":  # what it comes to is not known yet
+    if config.compute.precision == "auto":  # not chosen yet
         del found["precision"]
     return found
 
@@ -76,23 +76,16 @@ def allowed_changes(text: str) -> list[str]:
     names = [name.strip() for name in text.split(",") if name.strip()]
     for name in names:
         if name in FIXED:
-            raise UsageError(f"--allow-change {name}: {name} can never change on the way, since {FIXED[name]}")
+            raise UsageError(f"--allow-change {name}: {_never(name)}")
         if name not in CHANGEABLE:
             raise unknown("setting to change", name, CHANGEABLE)
     return names
 
 
 def check_same(saved: Mapping[str, Any], now: Mapping[str, Any], allowed: Collection[str], where: str) -> list[str]:
-    """Refuse to resume another run than the one that was saved.
+    """Compare the definition `saved` in the checkpoint `where` with as much as is known `now`.
 
-    Args:
-        saved: the checkpoint's definition.
-        now: as much as is known of the present one.
-        allowed: names that may differ.
-        where: the checkpoint, for the error.
-
-    Returns:
-        The differences that were allowed, in words.
+    Only names in `allowed` may differ. Returns these differences, in words.
 
     Raises:
         UsageError: naming each difference, both values, and what to do.
@@ -109,18 +102,18 @@ def check_same(saved: Mapping[str, Any], now: Mapping[str, Any], allowed: Collec
     if refused:
         may = [name for name in refused if name in CHANGEABLE]
         wanted = ",".join([*allowed, *may])
-        advice = f" What is meant can be allowed: --allow-change {wanted}" if may else ""
-        never = "".join(
-            f" {name} can never change on the way, since {FIXED[name]}." for name in refused if name in FIXED
-        )
-        raise UsageError(
-            f"{where} is of another run. " + "; ".join(told[name] for name in refused) + f".{never}{advice}"
-        )
+        advice = f" If you mean it, allow it: --allow-change {wanted}" if may else ""
+        never = "".join(f" {_never(name)}." for name in refused if name in FIXED)
+        raise UsageError(f"{where} is of another run. {'; '.join(told[name] for name in refused)}.{never}{advice}")
     return list(told.values())
 
 
+def _never(name: str) -> str:
+    return f"{name} can never change on the way, since {FIXED[name]}"
+
+
 def _words(value: Any, other: Any) -> str:
-    if isinstance(value, dict) and isinstance(other, dict):  # of two tables, what differs
+    if isinstance(value, dict) and isinstance(other, dict):  # of two tables, only what differs
         table: dict[str, Any] = value
         value = {key: table[key] for key in sorted(table) if key not in other or table[key] != other[key]}
     text = "not set" if value is None else str(value)

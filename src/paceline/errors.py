@@ -1,11 +1,11 @@
-"""What can go wrong, drawn as a tree, and the exit code each branch ends the process with.
+"""The errors of paceline as a tree, and the exit code that each ends the process with.
 
     PacelineError            1  the run failed
     |-- UsageError           2  wrong use: nothing was trained, nothing was written over
     |-- TrainingError        *  training cannot go on: a disk that is full (1), ranks that called different
     |   |                       collectives (4), a loss that is not finite (5), replicas that differ (6)
     |   `-- StallError       *  the guard has freed this rank: another one stood still (3) or went another way (4)
-    `-- ToldElsewhere        *  another rank tells what happened; this one only ends, with the same code
+    `-- ToldElsewhere        *  another rank reports what happened; this one only ends, with the same code
 
 A process killed by signal n ends with 128 + n. docs/exit-codes.md holds the table for users.
 """
@@ -13,7 +13,7 @@ A process killed by signal n ends with 128 + n. docs/exit-codes.md holds the tab
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from enum import IntEnum
 
 
@@ -31,7 +31,7 @@ class ExitCode(IntEnum):
 
 
 class PacelineError(Exception):
-    """The base of every error that is told to the user in words instead of as a traceback."""
+    """The base of every error that the user sees as words instead of a traceback."""
 
     exit_code: ExitCode = ExitCode.FAILED
 
@@ -51,14 +51,14 @@ class TrainingError(PacelineError):
 
 
 class StallError(TrainingError):
-    """This rank did nothing wrong: the guard broke up the collective in which it waited for a rank that never came."""
+    """This rank is innocent: the guard broke up the collective in which it waited for a rank that never came."""
 
     def __init__(self, message: str, exit_code: ExitCode = ExitCode.STALLED) -> None:
         super().__init__(message, exit_code)
 
 
 class ToldElsewhere(PacelineError):  # noqa: N818 - no error to anybody
-    """Another rank tells the user what happened; this one ends silently, with the same exit code."""
+    """Another rank reports what happened; this one ends silently, with the same exit code."""
 
     def __init__(self, message: str, exit_code: ExitCode) -> None:
         super().__init__(message)
@@ -71,3 +71,14 @@ def unknown(kind: str, asked: str, choices: Iterable[str]) -> UsageError:
     near = difflib.get_close_matches(asked, choices, n=1)
     meant = f" Did you mean {near[0]!r}?" if near else ""
     return UsageError(f"unknown {kind} {asked!r}.{meant} Choose from: {', '.join(choices)}")
+
+
+def first_few(words: Sequence[str], most: int, separator: str = ", ") -> str:
+    """The first `most` of `words`, and how many more there are."""
+    more = f" and {len(words) - most} more" if len(words) > most else ""
+    return separator.join(words[:most]) + more
+
+
+def plural(number: int, one: str, many: str | None = None) -> str:
+    """1 step, 2 steps; `many` where it does not end with s."""
+    return f"{number:,} {one if number == 1 else many or one + 's'}"

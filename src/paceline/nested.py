@@ -1,4 +1,4 @@
-"""The tensors in a batch or in what a model gives: in tuples, lists, mappings and dataclasses, however deep."""
+"""Finds the tensors in a batch or in a model's outputs: in tuples, lists, mappings and dataclasses, however deep."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, MutableMapping):
-        found = copy.copy(value)  # of its own type, with whatever else it knows
+        found = copy.copy(value)  # of its own type, with its other attributes
         for key in value:
             found[key] = mapped(value[key], change)
         return found
@@ -45,6 +45,11 @@ def mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
             object.__setattr__(found, field.name, mapped(getattr(value, field.name), change))
         return found
     return value
+
+
+def batch_size(batch: Any) -> int | None:
+    """The length of the first tensor in `batch` that has a length; None if there is none."""
+    return next((len(tensor) for tensor in tensors(batch) if tensor.ndim), None)
 
 
 def _is_record(value: Any) -> bool:

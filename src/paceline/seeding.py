@@ -1,8 +1,8 @@
-"""Where every random number comes from: one seed per purpose, derived from the run's seed and the purpose's name.
+"""The source of every random number: one seed per purpose, derived from the run's seed and the purpose's name.
 
-Who computes something never enters a derivation, only what is computed: the order of an epoch, the dropout of
-(step, virtual rank, micro-batch), the augmentation of (epoch, sample). That is why a run draws the same numbers at
-every world size, and after a resume.
+A seed depends on what is computed, never on who computes it: the order of an epoch, the dropout of (step, virtual
+rank, micro-batch), the augmentation of (epoch, sample). So a run draws the same numbers at every world size, and after
+a resume.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import random
 import sys
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any
 
@@ -31,20 +31,16 @@ def derive(seed: int, purpose: str, *keys: int) -> int:
 def random_stream(seed: int, device: torch.device) -> Generator[None]:
     """Inside, torch (CPU and `device`), `random` and numpy continue from `seed`; outside they are untouched.
 
-    All of them, since a model may drop layers by a draw of numpy's, and that must not depend on the world size either.
+    All of them: a model may drop layers by a draw of numpy's, which must not depend on the world size either.
     """
     cuda = [device] if device.type == "cuda" else []
     with preserved_streams(), torch.random.fork_rng(devices=cuda):
         seed_streams(seed)
         if cuda:
-            _seed_one_gpu(seed, device)
+            # torch.manual_seed would seed all GPUs of the node, those of other ranks too, and not restore them.
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(seed)
         yield
-
-
-def _seed_one_gpu(seed: int, device: torch.device) -> None:
-    # torch.manual_seed would seed all GPUs of the node, those of other ranks too, and not restore them.
-    with torch.cuda.device(device):
-        torch.cuda.manual_seed(seed)
 
 
 def seed_streams(seed: int) -> None:
@@ -58,17 +54,27 @@ def seed_streams(seed: int) -> None:
 
 @contextmanager
 def preserved_streams() -> Generator[None]:
-    """Whatever is drawn or seeded inside, outside torch, `random` and numpy go on as if nothing had happened."""
-    state, torch_state = random.getstate(), torch.get_rng_state()
-    numpy_random = _numpy_random()
-    numpy_state = numpy_random.get_state() if numpy_random else None
+    """What is drawn or seeded inside changes nothing outside for torch (CPU), `random` and numpy."""
+    restore = remembered_streams()
     try:
         yield
     finally:
+        restore()
+
+
+def remembered_streams() -> Callable[[], None]:
+    """A function that puts torch's stream (CPU), `random`'s and numpy's back to where they are now."""
+    state, torch_state = random.getstate(), torch.get_rng_state()
+    numpy_random = _numpy_random()
+    numpy_state = numpy_random.get_state() if numpy_random else None
+
+    def restore() -> None:
         random.setstate(state)
         torch.set_rng_state(torch_state)
         if numpy_random:
             numpy_random.set_state(numpy_state)
+
+    return restore
 
 
 def _numpy_random() -> Any:

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from paceline.checkpoint import shard
-from paceline.checkpoint.shard import WORDS, Shards, fill, layout, rank_part, read_meta
+from paceline.checkpoint.shard import WORDS, ShardFiles, fill, layout, rank_part, read_meta
 from paceline.checkpoint.state import Held
 from paceline.errors import UsageError
 from paceline.store.manifest import Damaged, Piece
@@ -60,7 +60,7 @@ def test_all_types_come_back_and_plain_safetensors_reads_them_too(tmp_path: Path
     tensors = tensors_of_all_types()
     path, pieces = written(tmp_path / "file", [Held(name, tensor) for name, tensor in tensors.items()])
     assert read_meta(path) == (META, pieces)
-    shards, plain = Shards([(path, pieces)]), load_file(path)
+    shards, plain = ShardFiles([(path, pieces)]), load_file(path)
     assert shards.names("") == sorted(tensors) and shards.names("F64/") == sorted(n for n in tensors if n[:4] == "F64/")
     assert plain.keys() == tensors.keys()
     for name, tensor in tensors.items():
@@ -71,7 +71,7 @@ def test_all_types_come_back_and_plain_safetensors_reads_them_too(tmp_path: Path
 
 
 def test_what_is_read_is_a_copy(tmp_path: Path) -> None:
-    shards = Shards([written(tmp_path / "file", [Held("a", torch.ones(3))])])
+    shards = ShardFiles([written(tmp_path / "file", [Held("a", torch.ones(3))])])
     first = shards.tensor("a")
     assert first is not None
     first.zero_()
@@ -95,7 +95,7 @@ def test_any_slice_of_a_tensor_in_pieces_is_right(
         other = Held(f"other/{number}", torch.ones(number, dtype=torch.float64))
         held = Held("x", run, torch.Size(shape), start, replicated=False)
         files.append(written(folder / str(number), data.draw(st.permutations([held, other]))))
-    shards = Shards(data.draw(st.permutations(files)))
+    shards = ShardFiles(data.draw(st.permutations(files)))
     assert same(shards.tensor("x"), whole)
     for _ in range(4):
         start, stop = sorted(data.draw(st.tuples(st.integers(0, total), st.integers(0, total))))
@@ -109,10 +109,10 @@ def test_a_tensor_with_a_part_missing_is_damaged_and_never_filled_with_anything(
 
     for files in ([run(0, 4)], [run(4, 10)], [run(0, 4), run(6, 10)], [run(0, 4), run(0, 6)]):
         with pytest.raises(Damaged, match="x"):
-            Shards(files).tensor("x")
-    assert same(Shards([run(0, 4), run(6, 10)]).tensor("x", 7, 9), torch.ones(2))  # what is there can be had
+            ShardFiles(files).tensor("x")
+    assert same(ShardFiles([run(0, 4), run(6, 10)]).tensor("x", 7, 9), torch.ones(2))  # what is there can be had
     with pytest.raises(Damaged, match="x"):
-        Shards([run(0, 4), run(4, 10)]).tensor("x", 5, 11)  # more than the tensor has
+        ShardFiles([run(0, 4), run(4, 10)]).tensor("x", 5, 11)  # more than the tensor has
 
 
 # ---- who saves what
@@ -183,11 +183,11 @@ def test_a_file_that_is_cut_anywhere_is_refused(tmp_path: Path) -> None:
         path.write_bytes(data[:length])
         assert read_meta(path) is None
         with pytest.raises(Damaged):
-            Shards([(path, pieces)]).tensor("a")
+            ShardFiles([(path, pieces)]).tensor("a")
     path.unlink()
     assert read_meta(path) is None
     with pytest.raises(Damaged, match="file"):
-        Shards([(path, pieces)]).tensor("a")
+        ShardFiles([(path, pieces)]).tensor("a")
     assert read_meta(tmp_path) is None  # a folder
 
 
@@ -195,7 +195,7 @@ def test_more_words_than_there_is_room_for_are_an_error_with_numbers(tmp_path: P
     part = [Held("a", torch.ones(3))]
     ordered, places = layout(part, room_bytes=100)
     buffer = torch.zeros(places.total_bytes, dtype=torch.uint8)
-    with pytest.raises(UsageError, match=r"needs [0-9,]+ bytes, [0-9,]+ were kept free"):
+    with pytest.raises(UsageError, match=r"needs [0-9,]+ bytes, and [0-9,]+ were kept free"):
         fill(buffer, ordered, places, {"much": "x" * 5000})
     path = tmp_path / "file"
     path.write_bytes(buffer.numpy().tobytes())
@@ -269,7 +269,7 @@ def test_a_hostile_file_is_refused(case: str, tmp_path: Path) -> None:
     path.write_bytes(HOSTILE[case])
     assert read_meta(path) is None
     with pytest.raises(Damaged, match="file"):
-        Shards([(path, [PIECE])]).tensor("a")
+        ShardFiles([(path, [PIECE])]).tensor("a")
 
 
 @pytest.mark.parametrize("case", NOT_OURS)
@@ -296,8 +296,8 @@ def test_a_file_that_is_no_more_what_its_description_says_is_damaged(tmp_path: P
         msgspec.structs.replace(piece, shape=()),
     ):
         with pytest.raises(Damaged):
-            Shards([(path, [wrong])]).tensor("a")
+            ShardFiles([(path, [wrong])]).tensor("a")
     other = written(tmp_path / "other", [Held("a", torch.ones(3, dtype=torch.int64), torch.Size([6]), 3)])
     half = written(tmp_path / "half", [Held("a", torch.ones(3), torch.Size([6]), 0)])
     with pytest.raises(Damaged):  # two halves of different types
-        Shards([half, other]).tensor("a")
+        ShardFiles([half, other]).tensor("a")

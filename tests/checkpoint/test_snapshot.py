@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.checkpoint.shard import Shards
-from paceline.checkpoint.snapshot import Keeper, Pair, inherited, newest
+from paceline.checkpoint.shard import ShardFiles
+from paceline.checkpoint.snapshot import Pair, SnapshotWriter, inherited, newest
 from paceline.checkpoint.state import Held
 from paceline.contract.birth import WorkerBirth
 
@@ -48,31 +48,33 @@ def state(step: int, rank: int, *, size: int = 50) -> list[Held]:
     ]
 
 
-def keepers(pairs: list[Pair], generation: int = 0, origin: set[int] | None = None) -> list[Keeper]:
+def writers(pairs: list[Pair], generation: int = 0, origin: set[int] | None = None) -> list[SnapshotWriter]:
     """Of one start of the workers, which go on from the state in the files `origin`."""
     spared = [next((fd for fd in pair if fd in (origin or set())), None) for pair in pairs]
-    return [Keeper(p, r, len(pairs), generation, spared=s) for r, (p, s) in enumerate(zip(pairs, spared, strict=True))]
+    return [
+        SnapshotWriter(p, r, len(pairs), generation, spared=s)
+        for r, (p, s) in enumerate(zip(pairs, spared, strict=True))
+    ]
 
 
-def keep(all_keepers: list[Keeper], step: int, *, size: int = 50, ranks: int | None = None) -> None:
+def keep(all_writers: list[SnapshotWriter], step: int, *, size: int = 50, ranks: int | None = None) -> None:
     """Snapshot `step` on the first `ranks` ranks, by default on all."""
-    for rank, keeper in enumerate(all_keepers[:ranks]):
-        keeper.keep(state(step, rank, size=size), step, {"seen": 10 * step})
+    for rank, writer in enumerate(all_writers[:ranks]):
+        writer.write(state(step, rank, size=size), step, {"seen": 10 * step})
 
 
 def found(step: int, world_size: int, *, size: int = 50) -> set[int]:
     """Check that the newest snapshot is the whole one of `step`; return its files."""
-    there = newest(inherited())
-    assert there is not None
-    snapshot, files = there
+    snapshot = newest(inherited())
+    assert snapshot is not None
     assert (snapshot.step, snapshot.content) == (step, {"seen": 10 * step})
-    assert len(files) == world_size
+    assert len(snapshot.files) == world_size
     wanted = {held.name: held.tensor for rank in range(world_size) for held in state(step, rank, size=size)}
     assert snapshot.source.names("") == sorted(wanted)
     for name, tensor in wanted.items():
         value = snapshot.source.tensor(name)
         assert value is not None and value.dtype == tensor.dtype and torch.equal(value, tensor), name
-    return files
+    return {*snapshot.files}
 
 
 def test_without_an_agent_there_are_no_files_and_no_snapshot() -> None:
@@ -82,7 +84,7 @@ def test_without_an_agent_there_are_no_files_and_no_snapshot() -> None:
 def test_the_two_files_of_a_rank_are_written_in_turn_and_the_newest_is_taken(make_files: MakeFiles) -> None:
     pairs = make_files(2)
     assert newest(pairs) is None  # nothing written
-    group, seen = keepers(pairs), []
+    group, seen = writers(pairs), []
     for step in (3, 6, 9, 12):
         keep(group, step)
         seen.append(found(step, 2))
@@ -90,15 +92,15 @@ def test_the_two_files_of_a_rank_are_written_in_turn_and_the_newest_is_taken(mak
 
 
 def test_only_a_set_of_all_ranks_is_taken(make_files: MakeFiles) -> None:
-    group = keepers(make_files(3))
+    group = writers(make_files(3))
     keep(group, 4, ranks=2)
     assert newest(inherited()) is None
-    group[2].keep(state(4, 2), 4, {"seen": 40})
+    group[2].write(state(4, 2), 4, {"seen": 40})
     first = found(4, 3)
     for ranks in (1, 2):  # one after the other arrives at step 8
-        group[ranks - 1].keep(state(8, ranks - 1), 8, {"seen": 80})
+        group[ranks - 1].write(state(8, ranks - 1), 8, {"seen": 80})
         assert found(4, 3) == first
-    group[2].keep(state(8, 2), 8, {"seen": 80})
+    group[2].write(state(8, 2), 8, {"seen": 80})
     found(8, 3)
 
 
@@ -118,30 +120,30 @@ class StopsCopying(Tensor):
 
 @pytest.mark.parametrize("again", [False, True], ids=["a new file", "a file written before"])
 def test_a_rank_that_ends_while_it_writes_leaves_the_snapshot_before(make_files: MakeFiles, again: bool) -> None:
-    group = keepers(make_files(2))
+    group = writers(make_files(2))
     if again:
         keep(group, 2)
     keep(group, 4)
     before = found(4, 2)
-    group[0].keep(state(6, 0), 6, {"seen": 60})
+    group[0].write(state(6, 0), 6, {"seen": 60})
     dying = state(6, 1)
     dying[-1] = Held(dying[-1].name, dying[-1].tensor.as_subclass(StopsCopying), replicated=False)
     with pytest.raises(Stop):
-        group[1].keep(dying, 6, {"seen": 60})
+        group[1].write(dying, 6, {"seen": 60})
     assert found(4, 2) == before
 
 
 WRITER = """
 import sys, torch
-from paceline.checkpoint.snapshot import Keeper
+from paceline.checkpoint.snapshot import SnapshotWriter
 from paceline.checkpoint.state import Held
 from paceline.contract.birth import WorkerBirth
 first, second, step = map(int, sys.argv[1:])
-keeper = Keeper((first, second), 0, 1, 0, spared=None)
+writer = SnapshotWriter((first, second), 0, 1, 0, spared=None)
 while True:
     step += 1
     tensors = [Held(f"t{i}", torch.full((500_000,), float(step))) for i in range(4)]
-    keeper.keep(tensors, step, {"seen": step})
+    writer.write(tensors, step, {"seen": step})
     print(step, flush=True)
 """
 
@@ -160,44 +162,44 @@ def test_a_writer_killed_at_any_time_leaves_a_whole_snapshot_not_older_than_it_s
                 os.waitpid(writer.pid, os.WUNTRACED)
                 there = newest([pair])
                 assert there is not None
-                step = there[0].step
+                step = there.step
                 for i in range(4):
-                    value = there[0].source.tensor(f"t{i}")
+                    value = there.source.tensor(f"t{i}")
                     assert value is not None and torch.equal(value, torch.full((500_000,), float(step)))
                 writer.send_signal(signal.SIGCONT)
         finally:
             writer.kill()
         said = [int(line) for line in writer.stdout.read().split("\n")[:-1]]
     last = newest([pair])
-    assert last is not None and last[0].step >= max(said, default=0)
+    assert last is not None and last.step >= max(said, default=0)
 
 
 def test_another_world_size_keeps_its_origin_until_it_has_a_whole_snapshot_of_its_own(make_files: MakeFiles) -> None:
     pairs = make_files(3)
-    group = keepers(pairs)
+    group = writers(pairs)
     for step in (2, 4, 6):
         keep(group, step)
     origin = found(6, 3)
-    smaller = keepers(pairs[:2], generation=1, origin=origin)  # a rank is gone for good
+    smaller = writers(pairs[:2], generation=1, origin=origin)  # a rank is gone for good
     keep(smaller, 8, ranks=1)
     assert found(6, 3) == origin
-    smaller[1].keep(state(8, 1), 8, {"seen": 80})
+    smaller[1].write(state(8, 1), 8, {"seen": 80})
     origin = found(8, 2)
-    larger = keepers(pairs, generation=2, origin=origin)  # and is back
+    larger = writers(pairs, generation=2, origin=origin)  # and is back
     for ranks in (1, 2):
-        larger[ranks - 1].keep(state(10, ranks - 1), 10, {"seen": 100})
+        larger[ranks - 1].write(state(10, ranks - 1), 10, {"seen": 100})
         assert found(8, 2) == origin
-    larger[2].keep(state(10, 2), 10, {"seen": 100})
+    larger[2].write(state(10, 2), 10, {"seen": 100})
     found(10, 3)
 
 
 def test_a_later_generation_wins_even_if_it_is_at_an_earlier_step(make_files: MakeFiles) -> None:
     pairs = make_files(2)
-    keep(keepers(pairs), 20)
-    later = keepers(pairs, generation=1, origin=found(20, 2))  # it had to begin before, from a disk
+    keep(writers(pairs), 20)
+    later = writers(pairs, generation=1, origin=found(20, 2))  # it had to begin before, from a disk
     keep(later, 12, ranks=1)
     found(20, 2)  # not whole yet
-    later[1].keep(state(12, 1), 12, {"seen": 120})
+    later[1].write(state(12, 1), 12, {"seen": 120})
     found(12, 2)
     keep(later, 14)
     found(14, 2)
@@ -205,17 +207,17 @@ def test_a_later_generation_wins_even_if_it_is_at_an_earlier_step(make_files: Ma
 
 def test_sets_of_two_generations_or_world_sizes_are_never_mixed(make_files: MakeFiles) -> None:
     pairs = make_files(2)
-    Keeper(pairs[0], 0, 2, 0, spared=None).keep(state(5, 0), 5, {"seen": 50})
-    Keeper(pairs[1], 1, 2, 1, spared=None).keep(state(5, 1), 5, {"seen": 50})
+    SnapshotWriter(pairs[0], 0, 2, 0, spared=None).write(state(5, 0), 5, {"seen": 50})
+    SnapshotWriter(pairs[1], 1, 2, 1, spared=None).write(state(5, 1), 5, {"seen": 50})
     assert newest(pairs) is None
-    Keeper(pairs[1], 1, 3, 0, spared=None).keep(state(5, 1), 5, {"seen": 50})
+    SnapshotWriter(pairs[1], 1, 3, 0, spared=None).write(state(5, 1), 5, {"seen": 50})
     assert newest(pairs) is None
-    Keeper(pairs[1], 1, 2, 0, spared=pairs[1][0]).keep(state(5, 1), 5, {"seen": 50})
+    SnapshotWriter(pairs[1], 1, 2, 0, spared=pairs[1][0]).write(state(5, 1), 5, {"seen": 50})
     found(5, 2)
 
 
 def test_a_state_that_grows_or_shrinks_is_kept(make_files: MakeFiles) -> None:
-    group = keepers(make_files(2))
+    group = writers(make_files(2))
     for step, size in enumerate((50, 5000, 5000, 30, 30, 70_000, 10), start=1):
         keep(group, step, size=size)
         found(step, 2, size=size)
@@ -227,16 +229,16 @@ def test_foreign_bytes_in_a_memory_file_are_no_snapshot(make_files: MakeFiles) -
         os.ftruncate(pairs[0][0], 0)
         os.pwrite(pairs[0][0], foreign, 0)
         assert newest(pairs) is None
-    keep(keepers(pairs), 3)
+    keep(writers(pairs), 3)
     found(3, 1)
 
 
 def test_what_was_taken_over_stays_readable_when_its_file_is_written_again(make_files: MakeFiles) -> None:
-    group = keepers(make_files(1))
+    group = writers(make_files(1))
     keep(group, 1)
     there = newest(inherited())
-    assert there is not None and isinstance(there[0].source, Shards)
-    value = there[0].source.tensor("model/weight")
+    assert there is not None and isinstance(there.source, ShardFiles)
+    value = there.source.tensor("model/weight")
     keep(group, 2)
     keep(group, 3)
     assert value is not None and torch.equal(value, torch.full((50,), 1.0))
@@ -244,19 +246,23 @@ def test_what_was_taken_over_stays_readable_when_its_file_is_written_again(make_
 
 def test_without_memory_for_it_the_snapshot_before_stays(make_files: MakeFiles) -> None:
     (pair,) = make_files(1)
-    assert Keeper(pair, 0, 1, 0, spared=None).keep(state(1, 0), 1, {"seen": 10}) == os.fstat(pair[0]).st_size > 200
+    assert (
+        SnapshotWriter(pair, 0, 1, 0, spared=None).write(state(1, 0), 1, {"seen": 10})
+        == os.fstat(pair[0]).st_size
+        > 200
+    )
     origin = found(1, 1)
     script = """
 import sys, torch, resource
-from paceline.checkpoint.snapshot import Keeper
+from paceline.checkpoint.snapshot import SnapshotWriter
 from paceline.checkpoint.state import Held
 from paceline.contract.birth import WorkerBirth
 first, second = map(int, sys.argv[1:])
-keeper = Keeper((first, second), 0, 1, 1, spared=first)
+writer = SnapshotWriter((first, second), 0, 1, 1, spared=first)
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 for _ in range(2):
     try:
-        keeper.keep([Held("model/weight", torch.ones(1_000_000))], 2, {})
+        writer.write([Held("model/weight", torch.ones(1_000_000))], 2, {})
     except OSError as error:
         print(error.strerror)
 """

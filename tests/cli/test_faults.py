@@ -20,7 +20,7 @@ def test_every_fault_is_listed_with_what_it_does(paceline):
         (("--run", "slepps"), "Did you mean 'sleeps'"),
         (("--repeat", "0"), "--repeat must be at least 1"),
         (("--out", "scores.txt"), "--out must end in .md or .json"),
-        (("--out", "nowhere/scores.md"), "there is no folder"),
+        (("--out", "nowhere/scores.md"), "does not exist"),
         (("--stall-after", "soon"), "--stall-after must be"),
     ],
 )

@@ -13,7 +13,7 @@ from paceline.bench.compare_report import compared_rows
 from paceline.bench.rounds import MeasuredRounds
 from paceline.bench.spec import Measurement
 from paceline.cli import compare, scale
-from paceline.cli.measuring import Measuring, check_out, publish, settings_of
+from paceline.cli.measuring import Measuring, check_measuring, publish, settings_of
 from paceline.config import TrainConfig, dump
 from paceline.errors import UsageError
 
@@ -45,8 +45,8 @@ def test_both_have_the_same_flags_for_how_it_is_measured(command: str, capsys: p
 @pytest.mark.parametrize(("out", "words"), [("none/x.json", "does not exist"), (".", "is a folder")])
 def test_where_results_cannot_be_written_is_told_before_they_are_measured(tmp_path: Path, out: str, words: str) -> None:
     with pytest.raises(UsageError, match=words):
-        check_out(Measuring(out=tmp_path / out))
-    check_out(Measuring(out=tmp_path / "x.json"))
+        check_measuring(Measuring(out=tmp_path / out))
+    check_measuring(Measuring(out=tmp_path / "x.json"))
 
 
 class Found(msgspec.Struct):
@@ -67,13 +67,16 @@ def chunk(ranks: int) -> Measurement:
 
 def test_more_ranks_than_cores_are_said_and_not_refused() -> None:
     found = MeasuredRounds([[chunk(1), chunk(2), chunk(4)]])
-    crowded, launch = scale.notes_of([1, 2, 4], found, 2, 1)
+    crowded, launch = scale.scaling_notes([1, 2, 4], found, 2, 1)
     assert crowded.startswith("4 ranks x 1 thread = 4 threads on 2 cores: they take turns")
     assert launch.endswith("2.5 s for 1, 2.5 s for 2, 2.5 s for 4")
-    assert len(scale.notes_of([1, 2], found, 2, 1)) == 1
+    assert len(scale.scaling_notes([1, 2], found, 2, 1)) == 1
     rows = compared_rows(found.rounds, "ddp", (), steps=10)
-    assert len(compare.notes_of([row for row in rows if row.world_size < 4], 2, 1)) == 1
-    assert compare.notes_of(rows, 2, 1)[1] == "4 ranks x 1 thread = 4 threads on 2 cores: more than can run at once"
+    assert len(compare.comparison_notes([row for row in rows if row.world_size < 4], 2, 1)) == 1
+    assert (
+        compare.comparison_notes(rows, 2, 1)[1]
+        == "4 ranks x 1 thread = 4 threads on 2 cores: more than can run at once"
+    )
 
 
 def test_an_empty_network_is_refused_as_any_that_cannot_be_read() -> None:

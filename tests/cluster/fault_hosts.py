@@ -22,7 +22,7 @@ from tests.cluster.training import FOLLOWER, HEAD, PACELINE, words
 
 from paceline.faults.command import Ran, run_command
 from paceline.faults.fault import Fault
-from paceline.faults.run import PROGRAM, USERS, Launcher, Score, environment, score, struck_now
+from paceline.faults.run import PROGRAM, USERS, Launcher, Score, fault_environment, score, struck_now
 
 LAUNCHER_HOST, OTHER = "n1", "n4"
 LIMIT_SECONDS = 90.0
@@ -140,7 +140,7 @@ def run_on_hosts(fault: Fault, launcher: Launcher, hosts: Hosts, folder: Path, *
     folder.mkdir(parents=True)
     for file in USERS.glob("*.py"):
         shutil.copy(file, folder)
-    env = {**environment(fault, launcher, folder), "GLOO_SOCKET_IFNAME": "eth0"}
+    env = {**fault_environment(fault, launcher, folder), "GLOO_SOCKET_IFNAME": "eth0"}
     over = threading.Event()
     try:
         if fault.name in STRIKES:

@@ -31,7 +31,7 @@ from tests.cluster.fault_hosts import Hosts, run_on_hosts
 from tests.cluster.lab import Lab
 from tests.cluster.ssh import SshHosts
 
-from paceline.cli.faults import missing, sentence
+from paceline.cli.faults import missing, score_line
 from paceline.faults.catalogue import FAULTS, chosen
 from paceline.faults.fault import Fault, Needs
 from paceline.faults.run import Launcher, Score, run_fault
@@ -95,7 +95,7 @@ def soak(told: argparse.Namespace, run: Run, root: Path) -> Soak:
         done.runs[name] = msgspec.structs.replace(result, words=anonymous(result.words, root))
         done.load[name] = round(os.getloadavg()[0], 1)
         write(out, done)
-        print(f"{name}: {sentence(result, fault)}", flush=True)
+        print(f"{name}: {score_line(result, fault)}", flush=True)
         if launcher == "torchrun" or (result.right_rank and result.right_end and result.right_line is not False):
             shutil.rmtree(folder)
     return done

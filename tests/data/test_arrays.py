@@ -7,7 +7,7 @@ from torch.utils.data import Subset, TensorDataset
 
 from paceline.data.arrays import ArrayDataset, batch_gatherer, on_device
 from paceline.data.draws import SampleDraws
-from paceline.data.fingerprint import fingerprint
+from paceline.data.fingerprint import data_fingerprint
 from paceline.data.loader import Loading, load_steps
 from paceline.data.plan import BatchPlan, ranks_share
 
@@ -74,13 +74,13 @@ def test_a_subset_of_held_data_is_gathered_too():
 
 def test_equal_data_have_equal_fingerprints_however_they_are_held(tmp_path):
     prints = [
-        fingerprint(ArrayDataset(rows, LABELS), Loading(CPU))
+        data_fingerprint(ArrayDataset(rows, LABELS), Loading(CPU))
         for rows in (torch.from_numpy(ROWS), ROWS, mapped(tmp_path, ROWS))
     ]
     assert prints[0] == prints[1] == prints[2]
     other = ROWS.copy()
     other[22, 1, 2] += 1
-    assert fingerprint(ArrayDataset(other, LABELS), Loading(CPU)) != prints[0]
+    assert data_fingerprint(ArrayDataset(other, LABELS), Loading(CPU)) != prints[0]
 
 
 # ---- random numbers of a whole batch -----------------------------------------------------------------------------

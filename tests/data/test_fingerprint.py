@@ -6,7 +6,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from paceline.data.arrays import ArrayDataset
-from paceline.data.fingerprint import CHANGING, fingerprint
+from paceline.data.fingerprint import CHANGING, data_fingerprint
 from paceline.data.loader import Loading
 
 LOADING = Loading(torch.device("cpu"), num_workers=2)
@@ -16,18 +16,22 @@ def test_one_value_of_data_held_as_tensors_is_seen():
     inputs, targets = torch.arange(1000.0), torch.zeros(1000)
     other = inputs.clone()
     other[617] += 1
-    assert fingerprint(ArrayDataset(inputs, targets), LOADING) == fingerprint(TensorDataset(inputs, targets), LOADING)
-    assert fingerprint(ArrayDataset(inputs, targets), LOADING) != fingerprint(ArrayDataset(other, targets), LOADING)
+    assert data_fingerprint(ArrayDataset(inputs, targets), LOADING) == data_fingerprint(
+        TensorDataset(inputs, targets), LOADING
+    )
+    assert data_fingerprint(ArrayDataset(inputs, targets), LOADING) != data_fingerprint(
+        ArrayDataset(other, targets), LOADING
+    )
 
 
 def test_other_data_are_compared_by_length_and_samples():
     def items(count, offset=0):
         return [({"x": torch.tensor(i + offset)}, i) for i in range(count)]
 
-    assert fingerprint(items(9), LOADING) == fingerprint(items(9), LOADING)
-    assert fingerprint(items(9), LOADING) != fingerprint(items(10), LOADING)
-    assert fingerprint(items(9), LOADING) != fingerprint(items(9, 1), LOADING)
-    assert fingerprint(items(1), LOADING)["samples"] == 1
+    assert data_fingerprint(items(9), LOADING) == data_fingerprint(items(9), LOADING)
+    assert data_fingerprint(items(9), LOADING) != data_fingerprint(items(10), LOADING)
+    assert data_fingerprint(items(9), LOADING) != data_fingerprint(items(9, 1), LOADING)
+    assert data_fingerprint(items(1), LOADING)["samples"] == 1
 
 
 class Augmented(list):
@@ -42,8 +46,8 @@ class Augmented(list):
 
 
 def test_seeded_augmentation_is_alike_and_unseeded_is_no_difference():
-    seeded = fingerprint(Augmented(lambda: float(torch.rand(()))), LOADING)
+    seeded = data_fingerprint(Augmented(lambda: float(torch.rand(()))), LOADING)
     assert CHANGING not in seeded.values()
-    assert seeded == fingerprint(Augmented(lambda: float(torch.rand(()))), LOADING)
-    unseeded = fingerprint(Augmented(lambda: list(os.urandom(8))), LOADING)
+    assert seeded == data_fingerprint(Augmented(lambda: float(torch.rand(()))), LOADING)
+    unseeded = data_fingerprint(Augmented(lambda: list(os.urandom(8))), LOADING)
     assert CHANGING in unseeded.values()

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from paceline.doctor.messages import Disk, Done, File, Files, Measured, Rehearsed
+from paceline.doctor.messages import Disk, Done, File, Files, LinkSpeed, Rehearsed
 from paceline.doctor.survey import Survey, Wanted
 from paceline.host.facts import Address, Facts, Limit
 from paceline.host.gpus import Gpu
@@ -64,7 +64,7 @@ def survey(**changes: Any) -> Survey:
         "clock_offsets": {"n1": 0.001, "n2": -0.001, "n3": 0.0},
         "resolved": {host: {name: (f"10.77.0.{name[1:]}",) for name in HOSTS} for host in HOSTS},
         "reach": {(a, b): {one.address: "ok" for one in of_hosts[b].addresses} for a, b in pairs},
-        "links": {pair: Measured("ok", 1e-4, 1.2e9) for pair in pairs},
+        "links": {pair: LinkSpeed("ok", 1e-4, 1.2e9) for pair in pairs},
         "written": Done(True),
         "seen": {host: Done(True) for host in HOSTS},
         "disks": {host: Disk("/shared", 1 << 40, 1 << 41) for host in HOSTS},

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from tests.doctor.surveys import HOSTS, facts, gpu, survey
 
-from paceline.doctor.checks import judge
 from paceline.doctor.links import rounds
-from paceline.doctor.messages import Disk, Done, File, Files, Measured, Rehearsed
+from paceline.doctor.messages import Disk, Done, File, Files, LinkSpeed, Rehearsed
+from paceline.doctor.report import run_checks
 from paceline.host.compare import compare_hosts
 from paceline.host.facts import Address, Limit
 
@@ -23,7 +23,7 @@ def found(**changes: Any) -> list[tuple[str, str, str, str]]:
     """(check, severity, host, words) of all findings of a spoiled set."""
     return [
         (check.name, finding.severity, finding.host, f"{finding.what} -> {finding.remedy}")
-        for check in judge(survey(**changes))
+        for check in run_checks(survey(**changes))
         for finding in check.findings
     ]
 
@@ -32,12 +32,12 @@ def reach(closed: Mapping[tuple[str, str], str]) -> dict[tuple[str, str], dict[s
     return {pair: {ADDRESS[pair[1]]: closed.get(pair, "ok")} for pair in PAIRS}
 
 
-def link(slow: float, *pairs: tuple[str, str]) -> dict[tuple[str, str], Measured]:
-    return {pair: Measured("ok", 1e-4, slow if pair in pairs else 1.2e9) for pair in PAIRS}
+def link(slow: float, *pairs: tuple[str, str]) -> dict[tuple[str, str], LinkSpeed]:
+    return {pair: LinkSpeed("ok", 1e-4, slow if pair in pairs else 1.2e9) for pair in PAIRS}
 
 
 def test_a_healthy_set_has_no_finding() -> None:
-    checks = judge(survey())
+    checks = run_checks(survey())
     assert [check.verdict for check in checks] == ["ok"] * 12, checks
     assert all(check.summary for check in checks)
 
@@ -217,7 +217,7 @@ def test_the_interface_that_the_hosts_name_means_is_preferred() -> None:
     changes = {"n2": {"addresses": second, "own_addresses": ("10.88.0.2",)}}
     tries = {(a, b): {ADDRESS[b]: "ok"} | ({"10.88.0.2": "ok"} if b == "n2" else {}) for a, b in PAIRS}
     changed = survey(facts=changes, reach=tries)
-    told = next(check.summary for check in judge(changed) if check.name == "interfaces")
+    told = next(check.summary for check in run_checks(changed) if check.name == "interfaces")
     assert "GLOO_SOCKET_IFNAME=ib0 NCCL_SOCKET_IFNAME=ib0 (n2 10.88.0.2)" in told
 
 

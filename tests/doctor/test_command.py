@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from paceline.cli.doctor import main
-from paceline.doctor.ways import by_ssh, in_slurm
+from paceline.doctor.session import by_ssh, in_slurm
 from paceline.errors import UsageError
 from paceline.launch.job import Host
 

@@ -52,16 +52,16 @@ def test_a_line_without_an_end_is_refused_before_it_fills_the_memory() -> None:
 
 @pytest.mark.parametrize("token", ["../../../tmp/x", "a/b", "", "A" * 32, "ab" * 16 + "\n"])
 def test_a_probe_file_is_named_by_hex_digits_only(tmp_path: Path, token: str) -> None:
-    for kind in ("WriteProbe", "ReadProbe", "RemoveProbe"):
-        (answer,) = ask({"type": kind, "folder": str(tmp_path), "token": token})
+    for act in ("write", "read", "remove"):
+        (answer,) = ask({"type": "Probe", "act": act, "folder": str(tmp_path), "token": token})
         assert "32 hex digits" in answer["refused"]
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_probe_is_written_seen_and_removed(tmp_path: Path) -> None:
     where = {"folder": str(tmp_path / "not" / "there" / "yet"), "token": TOKEN}
-    kinds = ("ReadProbe", "WriteProbe", "ReadProbe", "WriteProbe", "RemoveProbe", "ReadProbe")
-    answers = ask(*({"type": kind, **where} for kind in kinds))
+    acts = ("read", "write", "read", "write", "remove", "read")
+    answers = ask(*({"type": "Probe", "act": act, **where} for act in acts))
     assert [answer["ok"] for answer in answers] == [False, True, True, False, True, False]  # never written over
     assert list(tmp_path.iterdir()) == []
 
@@ -70,7 +70,7 @@ def test_the_fingerprint_is_of_every_byte(tmp_path: Path) -> None:
     (tmp_path / "train-images-idx3-ubyte").write_bytes(b"abc")
     (tmp_path / "notes.txt").write_bytes(b"no data")
     own, packaged, missing = ask(
-        *({"type": "Fingerprint", "folder": folder} for folder in (str(tmp_path), "", str(tmp_path / "none")))
+        *({"type": "HashData", "folder": folder} for folder in (str(tmp_path), "", str(tmp_path / "none")))
     )
     expected = {"name": "train-images-idx3-ubyte", "size": 3, "sha256": hashlib.sha256(b"abc").hexdigest()}
     assert own["files"] == [expected]

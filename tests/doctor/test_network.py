@@ -15,7 +15,7 @@ from contextlib import ExitStack
 import pytest
 
 from paceline.doctor.messages import Target
-from paceline.doctor.network import KNOCK_SECONDS, MAX_VISITORS, connect, measure
+from paceline.doctor.network import KNOCK_SECONDS, MAX_VISITORS, measure_link, try_targets
 
 TOKEN = secrets.token_hex(16)
 
@@ -36,8 +36,8 @@ def port() -> Iterator[int]:
 
 def test_who_knows_the_token_gets_through_and_is_measured(port: int) -> None:
     target = Target("127.0.0.1", port, TOKEN)
-    assert connect((target, Target("::1", port, TOKEN)), 2.0).reasons == ("ok", "ok")
-    found = measure(target, 0.1)
+    assert try_targets((target, Target("::1", port, TOKEN)), 2.0).reasons == ("ok", "ok")
+    found = measure_link(target, 0.1)
     assert found.reason == "ok"
     assert 0 < found.round_trip_seconds < 0.1
     assert found.bytes_per_second > 1e6
@@ -53,7 +53,7 @@ def test_who_answers_with_another_token_is_a_stranger() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         thread = threading.Thread(target=_answer_wrongly, args=(server,))
         thread.start()
-        assert connect((Target("127.0.0.1", server.getsockname()[1], TOKEN),), 2.0).reasons == ("stranger",)
+        assert try_targets((Target("127.0.0.1", server.getsockname()[1], TOKEN),), 2.0).reasons == ("stranger",)
         thread.join()
 
 
@@ -67,13 +67,13 @@ def test_a_closed_port_is_refused_and_an_unknown_name_unknown() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         closed = server.getsockname()[1]
     targets = (Target("127.0.0.1", closed, TOKEN), Target("nonsense.invalid", 1, TOKEN))
-    assert connect(targets, 2.0).reasons == ("refused", "name unknown")
+    assert try_targets(targets, 2.0).reasons == ("refused", "name unknown")
 
 
 def test_a_server_that_is_silent_is_given_up_in_time() -> None:
     with socket.create_server(("127.0.0.1", 0), backlog=1) as server:
         start = time.monotonic()
-        assert connect((Target("127.0.0.1", server.getsockname()[1], TOKEN),), 0.3).reasons == ("filtered",)
+        assert try_targets((Target("127.0.0.1", server.getsockname()[1], TOKEN),), 0.3).reasons == ("filtered",)
         assert time.monotonic() - start < 2.0
 
 
@@ -81,7 +81,7 @@ def test_strangers_do_not_use_up_the_places(port: int) -> None:
     for _ in range(MAX_VISITORS + 10):
         with socket.create_connection(("127.0.0.1", port), timeout=5) as stranger:
             stranger.sendall(b"GET / HTTP/1.0\r\n\r\n" + b"x" * 32)
-    assert connect((Target("127.0.0.1", port, TOKEN),), 5.0).reasons == ("ok",)
+    assert try_targets((Target("127.0.0.1", port, TOKEN),), 5.0).reasons == ("ok",)
 
 
 @pytest.mark.slow
@@ -89,4 +89,4 @@ def test_silent_strangers_are_sent_away(port: int) -> None:
     with ExitStack() as stack:
         for _ in range(MAX_VISITORS):
             stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=5))
-        assert connect((Target("127.0.0.1", port, TOKEN),), KNOCK_SECONDS + 5).reasons == ("ok",)
+        assert try_targets((Target("127.0.0.1", port, TOKEN),), KNOCK_SECONDS + 5).reasons == ("ok",)

@@ -13,7 +13,7 @@ import pytest
 
 from paceline.doctor import messages as m
 from paceline.doctor.network import free_port
-from paceline.doctor.session import PROGRAM, Session, ask, sessions
+from paceline.doctor.session import PROGRAM, HostProgram, ask_hosts, host_programs
 from paceline.launch.job import Command
 
 pytestmark = pytest.mark.ranks
@@ -54,8 +54,8 @@ def rehearsal(folder: Path, task: str, workers: int = 1) -> m.Rehearse:
 
 
 def rehearse(request: m.Rehearse) -> m.Rehearsed:
-    with sessions([COMMAND]) as opened:
-        found = ask(opened, {"n1": request}, m.Rehearsed, 55.0)
+    with host_programs([COMMAND]) as opened:
+        found = ask_hosts(opened, {"n1": request}, m.Rehearsed, 55.0)
         assert found, opened[0].lost
         return found["n1"]
 
@@ -81,7 +81,7 @@ def test_a_working_folder_that_is_not_there_is_told(tmp_path: Path) -> None:
 
 def test_ranks_that_wait_end_when_the_launcher_goes_away(tmp_path: Path) -> None:
     waiting = msgspec.structs.replace(rehearsal(tmp_path, ""), world_size=2)  # the second one never comes
-    session = Session(replace(COMMAND))
+    session = HostProgram(replace(COMMAND))
     session.send(waiting)
     host = psutil.Process(session._process.pid)  # pyright: ignore
     deadline = time.monotonic() + 10

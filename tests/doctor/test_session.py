@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from paceline.doctor import messages as m
-from paceline.doctor.session import PROGRAM, ask, sessions
+from paceline.doctor.session import PROGRAM, ask_hosts, host_programs
 from paceline.launch.job import Command
 
 HEALTHY = Command("n1", (sys.executable, *PROGRAM))
@@ -35,41 +35,41 @@ def stub(name: str, script: str) -> Command:
 )
 def test_a_bad_session_is_lost_alone_and_says_why(script: str, words: str) -> None:
     start = time.monotonic()
-    with sessions([stub("n2", script), HEALTHY]) as opened:
-        answers = ask(opened, dict.fromkeys(("n1", "n2"), m.AskTime()), m.Time, 2.0)
+    with host_programs([stub("n2", script), HEALTHY]) as opened:
+        answers = ask_hosts(opened, dict.fromkeys(("n1", "n2"), m.AskTime()), m.Time, 2.0)
         assert list(answers) == ["n1"]
         assert any(part in opened[0].lost for part in words.split("|")), opened[0].lost
-        assert ask(opened, dict.fromkeys(("n1", "n2"), m.AskTime()), m.Time, 2.0).keys() == {"n1"}
+        assert ask_hosts(opened, dict.fromkeys(("n1", "n2"), m.AskTime()), m.Time, 2.0).keys() == {"n1"}
     assert time.monotonic() - start < 15
 
 
 def test_noise_of_a_login_shell_is_skipped() -> None:
     script = f"echo Welcome; echo; exec {shlex.join(HEALTHY.argv)}"
-    with sessions([stub("n2", script)]) as opened:
-        assert ask(opened, {"n2": m.AskTime()}, m.Time, 10.0)
+    with host_programs([stub("n2", script)]) as opened:
+        assert ask_hosts(opened, {"n2": m.AskTime()}, m.Time, 10.0)
         assert opened[0].lost == ""
 
 
 def test_a_program_that_is_not_there_is_told() -> None:
-    with sessions([Command("n2", ("/no/such/ssh", "n2"))]) as opened:
-        assert ask(opened, {"n2": m.AskTime()}, m.Time, 1.0) == {}
+    with host_programs([Command("n2", ("/no/such/ssh", "n2"))]) as opened:
+        assert ask_hosts(opened, {"n2": m.AskTime()}, m.Time, 1.0) == {}
         assert "/no/such/ssh cannot be started: No such file" in opened[0].lost
 
 
 def test_all_hosts_are_asked_at_the_same_time() -> None:
     slow = "read line; sleep 0.6; echo '{\"wall_seconds\": 1}'; exec cat"
-    with sessions([stub(f"n{i}", slow) for i in range(5)]) as opened:
+    with host_programs([stub(f"n{i}", slow) for i in range(5)]) as opened:
         start = time.monotonic()
-        answers = ask(opened, {session.name: m.AskTime() for session in opened}, m.Time, 5.0)
+        answers = ask_hosts(opened, {session.name: m.AskTime() for session in opened}, m.Time, 5.0)
         assert len(answers) == 5
         assert time.monotonic() - start < 2.0
 
 
 DYING = """
 import os, sys, time
-from paceline.doctor.session import PROGRAM, Session
+from paceline.doctor.session import PROGRAM, HostProgram
 from paceline.launch.job import Command
-session = Session(Command("n1", (sys.executable, *PROGRAM)))
+session = HostProgram(Command("n1", (sys.executable, *PROGRAM)))
 print(session._process.pid, flush=True)
 time.sleep(60)
 """

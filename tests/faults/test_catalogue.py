@@ -7,7 +7,7 @@ import pytest
 from paceline.contract.evidence import VerdictKind
 from paceline.errors import UsageError
 from paceline.faults.catalogue import FAULTS, chosen
-from paceline.faults.fault import End, Fault, Needs, Way
+from paceline.faults.fault import Fate, Fault, Needs, Way
 from paceline.faults.run import MARKER, USERS, marked_lines
 
 ALL = list(FAULTS.values())
@@ -23,7 +23,7 @@ def test_there_are_at_least_35_that_need_no_more_than_one_host() -> None:
 
 
 def test_every_class_of_the_judge_has_a_name_here() -> None:
-    assert {End.of(kind) for kind in VerdictKind} <= {*End}
+    assert {Fate.of(kind) for kind in VerdictKind} <= {*Fate}
 
 
 @pytest.mark.parametrize("fault", ALL, ids=lambda fault: fault.name)

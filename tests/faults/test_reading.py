@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from paceline.contract.evidence import Verdict, VerdictKind
-from paceline.faults.fault import End
-from paceline.faults.reading import Said, numbers, said_by_paceline, said_by_torchrun
+from paceline.faults.fault import Fate
+from paceline.faults.reading import Said, rank_numbers, said_by_paceline, said_by_torchrun
 
 STALL = """STALL after 5.6 s (world 3). GUILTY: rank 1 (vm, pid 5959)
   rank 1 did not enter all_reduce #15 [6922] float32; it is in sleeps at strikes.py:171, state S
@@ -35,33 +35,33 @@ def paceline(text: str, code: int | None = 1, verdict: Verdict | None = None, pa
 @pytest.mark.parametrize(
     ("text", "code", "end", "named"),
     [
-        (STALL, 3, End.BEHIND, (1,)),
-        ("MISMATCH at step 7 (world 3). GUILTY: ranks 1, 2 (vm, pids 4, 5)", 4, End.MISMATCH, (1, 2)),
-        ("NETWORK after 5.1 s (world 4). Nobody can be blamed", 3, End.NETWORK, ()),
-        ("rank 1 (vm, pid 31585) failed: killed by SIGKILL", 137, End.DIED, (1,)),
-        ("ranks 0, 2 (a, b) failed: exit code 1", 1, End.DIED, (0, 2)),
-        ("all 3 ranks (vm) failed: exit code 1", 1, End.DIED, (0, 1, 2)),
+        (STALL, 3, Fate.BEHIND, (1,)),
+        ("MISMATCH at step 7 (world 3). GUILTY: ranks 1, 2 (vm, pids 4, 5)", 4, Fate.MISMATCH, (1, 2)),
+        ("NETWORK after 5.1 s (world 4). Nobody can be blamed", 3, Fate.NETWORK, ()),
+        ("rank 1 (vm, pid 31585) failed: killed by SIGKILL", 137, Fate.DIED, (1,)),
+        ("ranks 0, 2 (a, b) failed: exit code 1", 1, Fate.DIED, (0, 2)),
+        ("all 3 ranks (vm) failed: exit code 1", 1, Fate.DIED, (0, 1, 2)),
         ("rank 1 (vm, pid 4) had already ended, with code 0, while others ran\nso the others lost it:\n"
-         "rank 2 (vm, pid 5) failed: exit code 1", 1, End.LEFT, (1,)),
-        ("n3 is lost: it has not been heard of\nwith it rank 1; output of the ranks: x", 1, End.LOST, (1,)),
-        ("[n3] node 1 (n3) has lost node 0 (n2): it has not been heard of for 15 s", 1, End.LOST, (0,)),
-        ("node 0 (n2) is lost, its ssh session has ended", 1, End.LOST, (0,)),
-        ("node 0 (n2) waits for 1 more at port 25222", 0, End.QUIET, ()),
-        ("rank 1 (vm) is slow: 0.32 s of its own work a step", 0, End.SLOW, (1,)),
+         "rank 2 (vm, pid 5) failed: exit code 1", 1, Fate.LEFT, (1,)),
+        ("n3 is lost: it has not been heard of\nwith it rank 1; output of the ranks: x", 1, Fate.LOST, (1,)),
+        ("[n3] node 1 (n3) has lost node 0 (n2): it has not been heard of for 15 s", 1, Fate.LOST, (0,)),
+        ("node 0 (n2) is lost, its ssh session has ended", 1, Fate.LOST, (0,)),
+        ("node 0 (n2) waits for 1 more at port 25222", 0, Fate.QUIET, ()),
+        ("rank 1 (vm) is slow: 0.32 s of its own work a step", 0, Fate.SLOW, (1,)),
         ("rank 0 (vm, pid 1) failed: exit code 2\nthe ranks' settings differ: rank 1 has {}, all others {}", 2,
-         End.REFUSED, (1,)),
+         Fate.REFUSED, (1,)),
         ("rank 0 (vm, pid 1) failed: exit code 2\nthe ranks run different code: helper (393a520a0395 on rank 0, 2, "
-         "198f49b38619 on rank 1). All", 2, End.REFUSED, (1,)),
+         "198f49b38619 on rank 1). All", 2, Fate.REFUSED, (1,)),
         ("rank 2 (vm, pid 1) failed: exit code 5\nthe loss is not finite; rank 1: samples 4, 5", 5,
-         End.NOT_FINITE, (1,)),
+         Fate.NOT_FINITE, (1,)),
         ("rank 0 (vm, pid 1) failed: exit code 6\nx differs on rank 1, against the majority of 3 ranks", 6,
-         End.DIVERGED, (1,)),
-        ("all is well", 0, End.QUIET, ()),
-        ("oh", 134, End.ENDED, ()),
-        ("working", None, End.HUNG, ()),
+         Fate.DIVERGED, (1,)),
+        ("all is well", 0, Fate.QUIET, ()),
+        ("oh", 134, Fate.ENDED, ()),
+        ("working", None, Fate.HUNG, ()),
     ],
 )  # fmt: skip
-def test_the_rank_and_class_that_paceline_names(text: str, code: int | None, end: End, named: tuple[int, ...]) -> None:
+def test_the_rank_and_class_that_paceline_names(text: str, code: int | None, end: Fate, named: tuple[int, ...]) -> None:
     said = paceline(text, code)
     assert (said.end, said.named) == (end, named)
 
@@ -77,29 +77,29 @@ def test_a_tie_names_both_and_blames_nobody() -> None:
 
 def test_the_written_verdict_knows_the_class_better_than_the_page() -> None:
     verdict = Verdict(VerdictKind.STOPPED, guilty=(1,))
-    assert paceline(STALL, 3, verdict).end is End.STOPPED
+    assert paceline(STALL, 3, verdict).end is Fate.STOPPED
 
 
 def test_what_a_rank_prints_itself_names_nobody() -> None:
     for line in ("STALL after 5.6 s (world 3). GUILTY: rank 1 (vm, pid 5959)", "rank 1 (vm) is slow: 0.32 s"):
-        assert paceline(f"[rank 0] {line}", 0).end is End.QUIET
+        assert paceline(f"[rank 0] {line}", 0).end is Fate.QUIET
 
 
 def test_without_a_rank_to_name_the_words_count() -> None:
-    assert paceline("paceline: port 9 is in use", 2, pattern="port").end is End.REFUSED
-    assert paceline("WARNING: no room", 0, pattern="room").end is End.TOLD
-    assert paceline("rank 0 (vm, pid 1) failed: x", 1, pattern="room") == Said(End.ENDED)
+    assert paceline("paceline: port 9 is in use", 2, pattern="port").end is Fate.REFUSED
+    assert paceline("WARNING: no room", 0, pattern="room").end is Fate.TOLD
+    assert paceline("rank 0 (vm, pid 1) failed: x", 1, pattern="room") == Said(Fate.ENDED)
     assert paceline("STALL (world 3). GUILTY: rank 1 (vm, pid 5)\nno room", 1, pattern="room").named == ()
 
 
 def test_torchruns_root_cause_is_its_answer_and_not_its_list_of_failures() -> None:
     said = said_by_torchrun(lines(ROOT_CAUSE), 1)
-    assert (said.end, said.named, said.seconds) == (End.DIED, (0,), 3.0)
+    assert (said.end, said.named, said.seconds) == (Fate.DIED, (0,), 3.0)
 
 
 def test_torchrun_that_ends_well_says_nothing() -> None:
-    assert said_by_torchrun(lines("step 40"), 0) == Said(End.QUIET)
+    assert said_by_torchrun(lines("step 40"), 0) == Said(Fate.QUIET)
 
 
 def test_ranks_in_words_are_numbers() -> None:
-    assert numbers("0, 2, 4-6") == (0, 2, 4, 5, 6) and numbers("1 and 3") == (1, 3)
+    assert rank_numbers("0, 2, 4-6") == (0, 2, 4, 5, 6) and rank_numbers("1 and 3") == (1, 3)

@@ -12,7 +12,7 @@ from paceline.data.arrays import ArrayDataset
 from paceline.errors import TrainingError, UsageError
 from paceline.ladder import FOR_SEVERAL, LADDER
 from paceline.strategies import STRATEGIES
-from paceline.train.schedule import Schedule
+from paceline.train.optimizer import Schedule
 
 CPU = torch.device("cpu")
 DATA = ArrayDataset(torch.arange(12.0).reshape(12, 1) / 12, torch.arange(12.0) / 6)

@@ -15,7 +15,7 @@ from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
 from paceline import ArrayDataset, BatchPlan, Loading, World, load_steps, train_step
-from paceline.checkpoint.shard import Shards, fill, layout, rank_part, read_meta
+from paceline.checkpoint.shard import ShardFiles, fill, layout, rank_part, read_meta
 from paceline.checkpoint.state import Held
 from paceline.checkpoint.whole import whole
 from paceline.data.plan import ranks_share
@@ -91,9 +91,9 @@ def save(held: list[Held], path: Path, rank: int = 0, world_size: int = 1) -> No
     path.write_bytes(buffer.numpy().tobytes())
 
 
-def opened(paths: Iterable[Path]) -> Shards:
+def opened(paths: Iterable[Path]) -> ShardFiles:
     files = [(path, read_meta(path)) for path in paths]
-    return Shards([(path, meta[1]) for path, meta in files if meta])
+    return ShardFiles([(path, meta[1]) for path, meta in files if meta])
 
 
 def path_of(folder: str, name: str, optimizer: str, rank: int, size: int) -> Path:

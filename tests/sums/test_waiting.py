@@ -18,10 +18,8 @@ pytestmark = pytest.mark.ranks
 
 WAITS = f"""{TORCH}
 from paceline.sums.moves import barrier
-from paceline.sums.transport import shared_memory
-from paceline.worker.guard import Guard
-from paceline.sums.moves import barrier
 from paceline.sums.sharing import shared_memory
+from paceline.worker.guard import Guard
 memory = shared_memory()
 barrier(memory)
 ready()

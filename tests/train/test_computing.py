@@ -67,7 +67,7 @@ def test_all_ranks_are_told_the_same_of_their_threads_and_what_was_asked_for_sta
         ([["", {"fp32": 1.0, "bf16": 0.5}]] * 2, "bf16", "2.00 times as fast as in fp32; it rounds otherwise"),
         ([["", {"fp32": 1.0, "bf16": 0.99}]], "fp32", "1.01 times as fast"),
         ([["", {"fp32": 1.0, "bf16": 0.5}], ["", {"fp32": 1.0, "bf16": 1.5}]], "fp32", "0.67 times"),  # all wait for it
-        ([["", {"fp32": 1.0, "bf16": 0.5}], ["it is old", {}]], "fp32", "for on rank 1 it is old"),
+        ([["", {"fp32": 1.0, "bf16": 0.5}], ["it is old", {}]], "fp32", "because on rank 1 it is old"),
     ],
 )
 def test_auto_takes_bf16_only_where_it_is_faster_for_all(told, precision, words):

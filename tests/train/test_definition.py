@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from paceline.config import TrainConfig, resolved
+from paceline.config import TrainConfig, with_defaults
 from paceline.definition import BITS_ONLY, CHANGEABLE, FIXED, allowed_changes, check_same, settings
 from paceline.errors import UsageError
 
@@ -143,7 +143,7 @@ def defined(**changes: object) -> dict[str, object]:
         else:
             config = replace(config, **{name: value})
     nproc = config.launch.nproc
-    return settings(resolved(config, 2 if nproc is None else int(nproc)))
+    return settings(with_defaults(config, 2 if nproc is None else int(nproc)))
 
 
 @pytest.mark.parametrize(

@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 from torch import nn
 
 from paceline import World, joined
-from paceline.checkpoint.shard import Shards
+from paceline.checkpoint.shard import ShardFiles
 from paceline.data.loader import MicroBatch
 from paceline.data.plan import Work
 from paceline.errors import TrainingError
 from paceline.store.store import Checkpoints, Claim, Fenced
 from paceline.strategies import STRATEGIES, Replica
-from paceline.train.emergency import is_writer, save_alone
 from paceline.train.resume import Content
+from paceline.train.saving import is_writer, save_alone
 
 CONTENT = Content(24, {"loss": 0.5}, {"seed": 0}, 3)
 
@@ -78,7 +78,7 @@ def test_what_is_saved_alone_is_the_whole_state_and_the_newest_checkpoint(world,
         {"evaluated": 3},
         1,
     )
-    source = Shards([(path / file.name, file.pieces) for file in manifest.files])
+    source = ShardFiles([(path / file.name, file.pieces) for file in manifest.files])
     held = {one.name: one.tensor for one in replica.state()}
     assert {*source.names("")} == held.keys()
     for name, tensor in held.items():

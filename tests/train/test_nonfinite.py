@@ -17,8 +17,7 @@ from paceline.data.arrays import ArrayDataset
 from paceline.data.plan import ranks_share
 from paceline.errors import PacelineError, TrainingError
 from paceline.strategies import STRATEGIES, Replica
-from paceline.train.leftout import LeftOut, too_many
-from paceline.train.nonfinite import NotFinite, are_finite
+from paceline.train.nonfinite import LeftOut, NotFinite, are_finite, too_many
 
 CPU = torch.device("cpu")
 MANY = ("manual", "bucketed", "ddp", "exact", "zero", "fsdp")

@@ -11,7 +11,7 @@ from tests.run_ranks import run_ranks
 
 from paceline.contract.evidence import Op
 from paceline.errors import PacelineError
-from paceline.train.order import Difference, Order, compare
+from paceline.train.order import CallOrder, Mismatch, compare_orders
 from paceline.worker.guard import Guard
 from paceline.worker.world import World
 
@@ -34,9 +34,9 @@ def lines(text: str, **rest: str) -> list[Op]:
 def test_a_rank_that_takes_the_same_lines_in_another_order_is_named(other, world_size, data):
     assume("".join(other) != "abcdef")
     odd = data.draw(st.integers(0, world_size - 1))
-    found = compare([lines("".join(other) if rank == odd else "abcdef") for rank in range(world_size)], NOTHING)
+    found = compare_orders([lines("".join(other) if rank == odd else "abcdef") for rank in range(world_size)], NOTHING)
     at = next(i for i, letter in enumerate(other) if letter != "abcdef"[i])
-    assert isinstance(found, Difference)
+    assert isinstance(found, Mismatch)
     assert found.odd == (odd,)
     assert [call.site for call in found.calls if call] == [
         other[at] if rank == odd else "abcdef"[at] for rank in range(world_size)
@@ -44,21 +44,21 @@ def test_a_rank_that_takes_the_same_lines_in_another_order_is_named(other, world
 
 
 def test_of_two_ranks_nobody_is_accused():
-    found = compare([lines("ab"), lines("ba")], NOTHING)
-    assert isinstance(found, Difference)
+    found = compare_orders([lines("ab"), lines("ba")], NOTHING)
+    assert isinstance(found, Mismatch)
     assert found.odd == ()
 
 
 @pytest.mark.parametrize("other", [{"kind": "broadcast"}, {"shape": "[63]"}, {"name": "bucket 1"}], ids=str)
 def test_another_kind_shape_or_name_is_a_difference_whatever_the_line(other):
-    found = compare([lines("a"), lines("a"), lines("b", **other)], NOTHING)
-    assert isinstance(found, Difference)
+    found = compare_orders([lines("a"), lines("a"), lines("b", **other)], NOTHING)
+    assert isinstance(found, Mismatch)
     assert found.odd == (2,)
 
 
 def test_one_call_more_is_a_difference():
-    found = compare([lines("ab"), lines("ab"), lines("abc")], NOTHING)
-    assert isinstance(found, Difference)
+    found = compare_orders([lines("ab"), lines("ab"), lines("abc")], NOTHING)
+    assert isinstance(found, Mismatch)
     assert found.odd == (2,) and found.calls[0] is None
 
 
@@ -77,19 +77,19 @@ def test_one_call_more_is_a_difference():
     ids=["branch", "branch now and then", "roots in turn", "named", "groups"],
 )
 def test_what_a_right_program_does_is_no_difference(histories, local):
-    assert compare(histories, NOTHING) == local
+    assert compare_orders(histories, NOTHING) == local
 
 
 def test_a_reordering_beside_a_branch_is_seen():
-    found = compare([lines("xab"), lines("yba"), lines("yab")], NOTHING)
-    assert isinstance(found, Difference)
+    found = compare_orders([lines("xab"), lines("yba"), lines("yab")], NOTHING)
+    assert isinstance(found, Mismatch)
     assert found.odd == (1,)
 
 
 def test_who_leaves_the_lines_of_all_for_two_calls_that_look_alike_is_named_even_of_two():
     known = frozenset("ab")
-    found = compare([lines("ab"), lines("cd")], NOTHING, known)
-    assert isinstance(found, Difference)
+    found = compare_orders([lines("ab"), lines("cd")], NOTHING, known)
+    assert isinstance(found, Mismatch)
     assert found.odd == (1,)
 
 
@@ -103,7 +103,7 @@ def test_who_leaves_the_lines_of_all_for_two_calls_that_look_alike_is_named_even
     ids=["one", "unlike", "all new"],
 )
 def test_leaving_known_lines_is_allowed_where_nothing_can_be_exchanged(histories):
-    assert not isinstance(compare(histories, NOTHING, frozenset("ab")), Difference)
+    assert not isinstance(compare_orders(histories, NOTHING, frozenset("ab")), Mismatch)
 
 
 # ---- between ranks -----------------------------------------------------------------------------------------------
@@ -129,7 +129,7 @@ def compared(rank: int, size: int) -> dict[str, Any]:
     world = World(rank, size, rank, size, torch.device("cpu"), "gloo")
     guard = Guard.of_process().watch_torch()
     notices: list[str] = []
-    order = Order(world, guard.take_order, guard.taken, notices.append)
+    order = CallOrder(world, guard.take_order, guard.taken, notices.append)
 
     def step(*calls: Any) -> str:
         for call in calls:

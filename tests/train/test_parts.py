@@ -11,7 +11,7 @@ from torch import nn
 from paceline.checkpoint.whole import sha256_of
 from paceline.errors import TrainingError, UsageError
 from paceline.observe.progress import WARMUP_STEPS, Throughput
-from paceline.train.schedule import Schedule, scaled_lr
+from paceline.train.optimizer import Schedule, scaled_lr
 from paceline.train.step import weighted_losses
 from paceline.train.weights import rescue, save
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from tests.run_ranks import run_ranks
 
-from paceline.checkpoint.shard import Shards, fill, layout, rank_part
-from paceline.checkpoint.snapshot import Keeper, inherited
+from paceline.checkpoint.shard import ShardFiles, fill, layout, rank_part
+from paceline.checkpoint.snapshot import SnapshotWriter, inherited
 from paceline.checkpoint.state import Held
 from paceline.config import CheckpointConfig, TrainConfig
 from paceline.contract.birth import WorkerBirth
@@ -76,7 +76,7 @@ def told_by(origin: Origin | None) -> tuple[int, float] | None:
 
 def at(step: int) -> Origin:
     """A state at hand, of which only the step counts."""
-    return Origin(step, Content(0, {}, {}), Shards([]), "memory")
+    return Origin(step, Content(0, {}, {}), ShardFiles([]), "memory")
 
 
 def looked(rank: int, size: int, root: Path) -> dict[str, Any]:
@@ -108,9 +108,9 @@ def remembered(rank: int, size: int, root: Path) -> dict[str, Any]:
         pairs.append((first, second))
     WorkerBirth._here = WorkerBirth(os.getpid(), snapshots=tuple(pairs))
     found: dict[str, Any] = {"nothing": told_by(from_memory(world))}
-    keeper = Keeper(inherited()[rank], rank, size, 0, spared=None)
+    writer = SnapshotWriter(inherited()[rank], rank, size, 0, spared=None)
     for step in (5, 6):
-        keeper.keep(state(step), step, CONTENT)
+        writer.write(state(step), step, CONTENT)
     torch.distributed.barrier()
     found["memory"] = told_by(from_memory(world))
     config = TrainConfig(checkpoint=CheckpointConfig(resume="no"))

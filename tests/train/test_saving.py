@@ -15,7 +15,7 @@ import pytest
 import torch
 from tests.run_ranks import run_ranks
 
-from paceline.checkpoint.shard import Shards
+from paceline.checkpoint.shard import ShardFiles
 from paceline.checkpoint.state import Held
 from paceline.observe.events import Checkpointed, Step, read_events
 from paceline.store.store import Checkpoints, Claim
@@ -78,7 +78,7 @@ def published(root: Path) -> dict[int, dict[str, float]]:
     checkpoints = Checkpoints(root)
     for step, path in checkpoints.entries():
         manifest = checkpoints.check(path)
-        source = Shards([(path / file.name, file.pieces) for file in manifest.files])
+        source = ShardFiles([(path / file.name, file.pieces) for file in manifest.files])
         values = {name: source.tensor(name) for name in source.names("")}
         assert all(v is not None and bool((v == v[0]).all()) for v in values.values()), "torn"
         found[step] = {name: round(float(v[0]), 1) for name, v in values.items() if v is not None}

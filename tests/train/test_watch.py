@@ -16,7 +16,7 @@ from paceline.observe.events import Step, read_events
 from paceline.strategies import STRATEGIES
 from paceline.sums import new_group
 from paceline.sums.batchnorm import convert
-from paceline.train.watch import check_replicas, fingerprint
+from paceline.train.watch import check_replicas, checksum
 from paceline.worker.world import World
 
 TYPES = [
@@ -50,23 +50,23 @@ def flipped(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor]:
 
 @given(flipped())
 @settings(deadline=None, max_examples=150)
-def test_every_flipped_bit_changes_the_fingerprint(pair):
+def test_every_flipped_bit_changes_the_checksum(pair):
     before, after = pair
-    assert int(fingerprint(before)) != int(fingerprint(after))
+    assert int(checksum(before)) != int(checksum(after))
 
 
 @given(flipped())
 @settings(deadline=None, max_examples=50)
 def test_the_layout_in_memory_is_no_difference(pair):
     tensor, _ = pair
-    assert int(fingerprint(tensor)) == int(fingerprint(tensor.clone(memory_format=torch.contiguous_format)))
+    assert int(checksum(tensor)) == int(checksum(tensor.clone(memory_format=torch.contiguous_format)))
 
 
-def test_nothing_and_one_element_with_gaps_have_a_fingerprint_too():
-    assert int(fingerprint(torch.empty(0, 3))) == 0
-    assert int(fingerprint(nn.Parameter(torch.zeros(())))) == 0
+def test_nothing_and_one_element_with_gaps_have_a_checksum_too():
+    assert int(checksum(torch.empty(0, 3))) == 0
+    assert int(checksum(nn.Parameter(torch.zeros(())))) == 0
     alone = torch.arange(6).reshape(3, 2)[2:, 1]  # contiguous to torch, although its stride is 2
-    assert int(fingerprint(alone)) == 5
+    assert int(checksum(alone)) == 5
 
 
 # ---- ranks -------------------------------------------------------------------------------------------------------

@@ -149,7 +149,7 @@ def _start(
         }
         script = str(folder / "script.py")
         if started:
-            process = subprocess.Popen([sys.executable, "-P", "-m", bootstrap.MODULE, script], **more)
+            process = subprocess.Popen([sys.executable, "-P", "-m", bootstrap.__name__, script], **more)
         else:
             process = warm.call(f"{__name__}:worker", script, rank=rank, **more)
     return Rank(process, memory, record, folder, rank)

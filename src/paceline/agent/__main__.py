@@ -4,7 +4,7 @@ It reads what to do from one JSON line (a NodePlan), on stdin or in a file. On s
 its end, or a long silence where signs of life were promised, means that the launcher is gone. Node 0's agent is the
 head of all. Whatever happens, an agent leaves no process behind.
 
-    --announce     first write one JSON line with this machine's facts (doctor/facts.py) to stdout
+    --announce     first write one JSON line with this machine's facts (host/facts.py) to stdout
     --plan FILE    the plan is in a file, and nobody holds a line open: under Slurm, or typed by hand
     --node K       this node's number, where the plan leaves it open (default: SLURM_NODEID)
     --head NAME    a name or address of node 0; may be repeated, the best first
@@ -102,7 +102,7 @@ def detach(log: Path) -> Callable[[], None]:
         os.close(begun)
         if os.read(ready, 1):
             with suppress(OSError):
-                os.write(1, b'{"detached": true}\n')  # the last word to the launcher, see ssh/remote.py
+                os.write(1, b'{"detached": true}\n')  # the last word to the launcher, see launch/ssh/remote.py
             os._exit(0)
         _, status = os.waitpid(child, 0)
         os._exit(os.waitstatus_to_exitcode(status) & 0xFF)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from paceline.bench.compare_report import Row
-from paceline.bench.spec import Memory
 
 WORTH = 1.05  # times the speed of one process; less is not worth a second process
 EXACT_ENOUGH = 0.9  # of the fastest: so much speed the same bits are worth
@@ -62,14 +61,7 @@ def advise(rows: Sequence[Row], alone: Row | None, promised: Sequence[str], room
 
 def _need(row: Row) -> int:
     """What a rank of it needs, in bytes; 0 where nobody knows."""
-    return needed_bytes(row.memory) if row.memory else 0
-
-
-def needed_bytes(memory: Memory) -> int:
-    """The most that a rank has held at a time: measured where it could be, else the sum of what is known."""
-    if memory.peak is not None:
-        return memory.peak
-    return memory.weights + memory.gradients + memory.optimizer + (memory.activations or 0) + (memory.exchange or 0)
+    return row.memory.needed if row.memory else 0
 
 
 def _fits(row: Row, room_bytes: int | None) -> bool:
@@ -78,11 +70,8 @@ def _fits(row: Row, room_bytes: int | None) -> bool:
 
 def _is_sharded(row: Row, rows: Sequence[Row]) -> bool:
     """Whether a rank of it holds clearly less of the state than that of the largest."""
-
-    def state(one: Row) -> int:
-        return one.memory.weights + one.memory.gradients + one.memory.optimizer if one.memory else 0
-
-    return state(row) < 0.9 * max(state(one) for one in rows)
+    state = {one.name: one.memory.state if one.memory else 0 for one in rows}
+    return state[row.name] < 0.9 * max(state.values())
 
 
 def _need_of(row: Row, room_bytes: int | None) -> str:

@@ -13,6 +13,7 @@ from paceline.bench.spec import NO_EXCHANGE, NotMeasured
 WIDTH = 140  # where there is no terminal
 SPEED = ("strategy", "processes", "batch", "samples/s", "x one process", "CPU ms/step", "first step s", "sent MB/step",
          "same bits as")  # fmt: skip
+WORDS = ("strategy", "same bits as", "scaling", "on")  # columns of words
 MEMORY = ("strategy", "processes", "batch", "weights", "gradients", "optimizer", "activations", "exchange", "peak",
           "process")  # fmt: skip
 
@@ -20,13 +21,13 @@ MEMORY = ("strategy", "processes", "batch", "weights", "gradients", "optimizer",
 def print_compared(rows: Sequence[Row], failures: Sequence[NotMeasured], advice: str, notes: Sequence[str]) -> None:
     """Print the tables, the failures, what has to be said of them, and the advice last."""
     console = Console(width=None if Console().is_terminal else WIDTH, highlight=False, emoji=False)
-    speed = _table(SPEED, "speed: median over rounds (quartiles); batch: of a step, all ranks together")
+    speed = make_table(SPEED, "speed: median over rounds (quartiles); batch: of a step, all ranks together")
     for row in rows:
         speed.add_row(*_speed(row))
     for failure in failures:
         speed.add_row(failure.strategy, str(failure.world_size), "", "[bold red]not measured[/]")
     console.print(speed)
-    memory = _table(MEMORY, "memory of a rank, MB; peak: all tensors together; process: libraries, too")
+    memory = make_table(MEMORY, "memory of a rank, MB; peak: all tensors together; process: libraries, too")
     for row in rows:
         memory.add_row(*_memory(row))
     if any(row.memory for row in rows):
@@ -38,10 +39,11 @@ def print_compared(rows: Sequence[Row], failures: Sequence[NotMeasured], advice:
     console.print(advice, markup=False, style="bold")
 
 
-def _table(columns: Sequence[str], title: str) -> Table:
+def make_table(columns: Sequence[str], title: str) -> Table:
+    """An empty table; numbers stand to the right."""
     table = Table(title=title)
     for column in columns:
-        table.add_column(column, justify="left" if column in ("strategy", "same bits as") else "right")
+        table.add_column(column, justify="left" if column in WORDS else "right")
     return table
 
 

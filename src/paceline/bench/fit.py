@@ -10,11 +10,11 @@ from dataclasses import replace
 
 import msgspec
 
-from paceline.bench.model import Machine, Model, largest_deviation, messages, volume
+from paceline.bench.model import Machine, Model, largest_deviation, ring_messages, ring_volume
 from paceline.bench.runs import At
 from paceline.bench.shares import StepParts
 
-SMALL_BYTES = 65536  # where one point must tell latency and rate: below this it is latency
+SMALL_BYTES = 65536  # where one point must give latency or rate: below this it is latency
 Points = Mapping[At, StepParts]
 """the mean step on so many ranks with so many samples each"""
 
@@ -80,7 +80,7 @@ def _with_exchange(model: Model, points: Points) -> Model:
     """With latency and rate."""
     size, network = model.machine.weight_bytes, model.machine.over_network
     rows = [
-        (messages(at.ranks), (volume(at.ranks) if network else 1.0) * size,
+        (ring_messages(at.ranks), (ring_volume(at.ranks) if network else 1.0) * size,
          parts.exchange / (1.0 if network else model.turns(at.ranks)))
         for at, parts in points.items()
     ]  # fmt: skip

@@ -84,11 +84,11 @@ class Model:
             return self._ring(ranks, network.latency_seconds, 1 / network.bytes_per_second)
         if self.machine.over_network:
             return self._ring(ranks, self.latency, self.seconds_per_byte)
-        in_memory = messages(ranks) * self.latency + self.machine.weight_bytes * self.seconds_per_byte
+        in_memory = ring_messages(ranks) * self.latency + self.machine.weight_bytes * self.seconds_per_byte
         return in_memory * self.turns(ranks) if ranks > 1 else 0.0
 
     def _ring(self, ranks: int, latency: float, per_byte: float) -> float:
-        return messages(ranks) * latency + volume(ranks) * self.machine.weight_bytes * per_byte
+        return ring_messages(ranks) * latency + ring_volume(ranks) * self.machine.weight_bytes * per_byte
 
     def step(self, ranks: int, batch: int) -> float:
         """Seconds of a step on this machine."""
@@ -105,12 +105,12 @@ class Model:
         return work + exchange
 
 
-def messages(ranks: int) -> float:
+def ring_messages(ranks: int) -> float:
     """How many messages of a ring follow each other."""
     return 2.0 * (ranks - 1)
 
 
-def volume(ranks: int) -> float:
+def ring_volume(ranks: int) -> float:
     """How many times its gradients each rank of a ring sends."""
     return 2.0 * (ranks - 1) / ranks
 

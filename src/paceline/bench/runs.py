@@ -94,7 +94,7 @@ def read_run(folder: Path, *, skip: int) -> Run:
     if len(common) < 2:
         raise UsageError(f"{folder}: fewer than {skip + 2} steps; the first {skip} are warm-up. Train longer")
     if not all(steps[rank][number].forward for rank in ranks for number in common):
-        raise UsageError(f"{folder} was written by an older paceline: its steps do not tell their phases. Train again")
+        raise UsageError(f"{folder} was written by an older paceline, whose steps have no phases. Train again")
     return Run(
         steps=[{rank: steps[rank][number] for rank in ranks} for number in common],
         samples=sum(samples[number] for number in common) / len(common),

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
+from paceline.bench.compare_table import make_table
 from paceline.bench.fit import HeldOut
 from paceline.bench.scale_report import Ahead, Lost, Scaled
 from paceline.bench.shares import COMPUTE, DATA, EXCHANGE, REST, SMALLER, WAITING, Share
@@ -16,6 +17,8 @@ CAUSES = {
     COMPUTE: "compute", SMALLER: "smaller batch", DATA: "data",
     EXCHANGE: "communication", WAITING: "waiting", REST: "rest",
 }  # fmt: skip
+LOST = ("ranks", "batch each", "samples/s", "step ms", "efficiency", "lost ms")
+AHEAD = ("scaling", "ranks", "batch each", "step ms", "samples/s", "efficiency", "on")
 NOISE = 0.02  # of the efficiency: less is not worth a word
 
 
@@ -68,17 +71,10 @@ def held_words(held: HeldOut) -> str:
 def _lost_table(mode: str, rows: Sequence[Lost]) -> Table:
     causes = [cause for cause in CAUSES if any(share.cause == cause for lost in rows for share in lost.shares)]
     what = "as many samples for each rank" if mode == "weak" else "as many samples for all ranks together"
-    table = Table(title=f"{mode} scaling ({what}): ms of each step lost to each cause, and its part of the loss")
-    for column in (
-        "ranks",
-        "batch each",
-        "samples/s",
-        "step ms",
-        "efficiency",
-        "lost ms",
-        *map(CAUSES.__getitem__, causes),
-    ):
-        table.add_column(column, justify="right")
+    columns = [*LOST, *(CAUSES[cause] for cause in causes)]
+    table = make_table(
+        columns, f"{mode} scaling ({what}): ms of each step lost to each cause, and its part of the loss"
+    )
     for lost in rows:
         by_cause = {share.cause: share for share in lost.shares}
         told = 1 - lost.efficiency.median >= NOISE  # parts of nothing are no numbers
@@ -97,9 +93,7 @@ def _cell(share: Share | None, *, percent: bool) -> str:
 
 
 def _ahead_table(rows: Sequence[Ahead]) -> Table:
-    table = Table(title="EXTRAPOLATED, not measured (the model: docs/scaling.md)")
-    for column in ("scaling", "ranks", "batch each", "step ms", "samples/s", "efficiency", "on"):
-        table.add_column(column, justify="left" if column in ("scaling", "on") else "right")
+    table = make_table(AHEAD, "EXTRAPOLATED, not measured (the model: docs/scaling.md)")
     for row in rows:
         rate = row.at.ranks * row.at.batch / row.step_seconds
         numbers = (f"{row.step_seconds * 1000:.1f}", f"{rate:,.0f}", f"{row.efficiency:.2f}", row.where)

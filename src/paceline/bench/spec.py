@@ -43,6 +43,16 @@ class Memory(msgspec.Struct, frozen=True):
     peak: int | None = None  # of all tensors together
     rss_peak: int | None = None  # of the process, libraries included
 
+    @property
+    def state(self) -> int:
+        """What a rank keeps from step to step."""
+        return self.weights + self.gradients + self.optimizer
+
+    @property
+    def needed(self) -> int:
+        """The most that a rank has held at a time: measured where it could be, else the sum of what is known."""
+        return self.state + (self.activations or 0) + (self.exchange or 0) if self.peak is None else self.peak
+
 
 class Measurement(msgspec.Struct, frozen=True):
     """What one candidate did in one round: a chunk of steps."""

@@ -1,7 +1,7 @@
-"""One rank's part of a state as the bytes of a safetensors file: in a file, or in memory that outlives the process.
+"""Lays out one rank's part of a state as the bytes of a safetensors file, on disk or in memory.
 
-The bytes are laid out once; after that, keeping a state means copying tensors into their places. Any safetensors
-reader can open them, and what paceline needs besides stands in the file's own metadata.
+The bytes are laid out once; after that, saving a state means copying tensors into their places. Any safetensors reader
+can open them; what paceline needs besides is in the file's own metadata.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ OURS = "paceline"  # the key of our metadata
 
 
 def rank_part(held: Sequence[Held], rank: int, world_size: int) -> list[Held]:
-    """What `rank` saves: all that it alone holds, and its share, by bytes, of what everybody holds."""
+    """What `rank` saves: all that it alone holds, and its share, by bytes, of what every rank holds."""
     loads = [0] * world_size
     mine = [h for h in held if not h.replicated]
     replicated = sorted((h for h in held if h.replicated), key=lambda h: (-h.tensor.nbytes, h.name))
@@ -46,7 +46,7 @@ def rank_part(held: Sequence[Held], rank: int, world_size: int) -> list[Held]:
 
 
 @dataclass(frozen=True)
-class Layout:
+class ShardLayout:
     """Where each tensor of a rank's part lies: `pieces[i]` at byte `offsets[i]` after a header of `header_bytes`."""
 
     pieces: tuple[Piece, ...]
@@ -55,10 +55,10 @@ class Layout:
     total_bytes: int
 
 
-def layout(part: Sequence[Held], *, room_bytes: int = 4096) -> tuple[list[Held], Layout]:
-    """The order in which to lay `part` (large elements first, so that each lies aligned), and the places.
+def layout(part: Sequence[Held], *, room_bytes: int = 4096) -> tuple[list[Held], ShardLayout]:
+    """`part` in the order of the file (large elements first, so that each lies aligned), and the places.
 
-    `room_bytes` is kept free for metadata.
+    `room_bytes` stay free for metadata.
 
     Raises:
         UsageError: for a type of number that safetensors does not know.
@@ -76,8 +76,8 @@ def layout(part: Sequence[Held], *, room_bytes: int = 4096) -> tuple[list[Held],
         offsets.append(at)
         at += one.tensor.nbytes
     described = len(_describe(pieces, ordered, offsets, {"pieces": msgspec.json.encode(pieces).decode()}))
-    header = _round_up(LENGTH_BYTES + described + room_bytes, ALIGNED_BYTES)
-    return ordered, Layout(pieces, tuple(offsets), header, header + at)
+    header = math.ceil((LENGTH_BYTES + described + room_bytes) / ALIGNED_BYTES) * ALIGNED_BYTES
+    return ordered, ShardLayout(pieces, tuple(offsets), header, header + at)
 
 
 def _piece(held: Held) -> Piece:
@@ -96,11 +96,11 @@ def _describe(pieces: Sequence[Piece], part: Sequence[Held], offsets: Sequence[i
 
 
 @torch.no_grad()
-def fill(buffer: Tensor, part: Sequence[Held], places: Layout, meta: Mapping[str, Any]) -> None:
+def fill(buffer: Tensor, part: Sequence[Held], places: ShardLayout, meta: Mapping[str, Any]) -> None:
     """Write the safetensors file of `part` into `buffer`, (total_bytes,) uint8.
 
-    Its first bytes, the header's length, are zeros until everything else is there: a writer that is killed leaves
-    something that nobody takes for a state.
+    Its first bytes, the header's length, are zeros until all the rest is there: what a killed writer leaves cannot be
+    mistaken for a state.
     """
     buffer[:LENGTH_BYTES] = 0
     for held, offset in zip(part, places.offsets, strict=True):
@@ -113,14 +113,14 @@ def fill(buffer: Tensor, part: Sequence[Held], places: Layout, meta: Mapping[str
     text = _describe(places.pieces, part, places.offsets, words)
     length = places.header_bytes - LENGTH_BYTES
     if len(text) > length:
-        raise UsageError(f"the description of a state needs {len(text):,} bytes, {length:,} were kept free")
+        raise UsageError(f"the description of a state needs {len(text):,} bytes, and {length:,} were kept free")
     header = bytearray(text.ljust(length))  # spaces are part of JSON
     buffer[LENGTH_BYTES : places.header_bytes] = torch.frombuffer(header, dtype=torch.uint8)
     buffer[:LENGTH_BYTES] = torch.frombuffer(bytearray(length.to_bytes(LENGTH_BYTES, "little")), dtype=torch.uint8)
 
 
 def read_meta(path: Path | str) -> tuple[Any, tuple[Piece, ...]] | None:
-    """Our metadata and the pieces of a file that `fill` has made; None if it is none, or not finished."""
+    """Our metadata and the pieces of a file made by `fill`; None if it is another file, or not finished."""
     try:
         with safe_open(str(path), "pt") as file:
             words = file.metadata()
@@ -129,8 +129,8 @@ def read_meta(path: Path | str) -> tuple[Any, tuple[Piece, ...]] | None:
         return None
 
 
-class Shards:
-    """A whole state out of several such files: a `checkpoint.state.Source`."""
+class ShardFiles:
+    """A whole state, read from several such files: a `checkpoint.state.Source`."""
 
     def __init__(self, files: Iterable[tuple[Path | str, Sequence[Piece]]]) -> None:
         self._pieces: dict[str, list[tuple[str, Piece]]] = {}
@@ -184,7 +184,3 @@ class Shards:
         if WORDS.get(values.dtype) != piece.dtype or values.numel() != piece.stop - piece.start:
             raise Damaged(f"{path} holds {values.numel()} x {values.dtype} as {piece.key}, described as {piece}")
         return values
-
-
-def _round_up(number: int, unit: int) -> int:
-    return -(-number // unit) * unit

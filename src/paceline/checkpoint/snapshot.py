@@ -1,8 +1,8 @@
-"""The newest state in memory that outlives this process: what a restarted worker goes on from, without a disk.
+"""Snapshots: the newest state in memory that outlives its process, for a restarted worker to go on from.
 
 The agent has made two memory files for each rank of its node, and keeps them over restarts. A rank writes into them in
-turn, so that one whole state is always there. Ranks write at the same steps, and nobody begins the next snapshot
-before everybody has taken a step since the last one; so the states of the same step make up a whole.
+turn, so one whole state is always there. Ranks write at the same steps, and no rank begins the next snapshot before
+all have taken a step since the last one; so the parts of the same step make up a whole state.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from paceline.checkpoint.shard import LENGTH_BYTES, Shards, fill, layout, rank_part, read_meta
+from paceline.checkpoint.shard import LENGTH_BYTES, ShardFiles, fill, layout, rank_part, read_meta
 from paceline.checkpoint.state import Held
 from paceline.contract.birth import WorkerBirth
 from paceline.store.manifest import Piece
@@ -26,8 +26,8 @@ from paceline.store.manifest import Piece
 Pair = tuple[int, int]
 
 
-class Mark(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Which state this is."""
+class _Mark(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Which state a file holds a part of."""
 
     generation: int
     step: int
@@ -42,7 +42,9 @@ class Snapshot:
 
     step: int
     content: dict[str, Any]
-    source: Shards
+    source: ShardFiles
+    files: frozenset[int]
+    """the memory files that it lies in"""
 
 
 def inherited() -> list[Pair]:
@@ -51,25 +53,25 @@ def inherited() -> list[Pair]:
     return [] if birth is None else [*birth.snapshots]
 
 
-class Keeper:
+class SnapshotWriter:
     """Writes this rank's snapshots."""
 
     def __init__(self, files: Pair, rank: int, world_size: int, generation: int, *, spared: int | None) -> None:
-        """`spared` is the file that must not be written first: the state that we come from may be in it."""
+        """`spared` is the file not to be written first: the state that training goes on from may be in it."""
         self._files, self._rank, self._world_size, self._generation = files, rank, world_size, generation
         self._next = files[1] if spared == files[0] else files[0]
         self._buffers: dict[int, Tensor] = {}
 
-    def keep(self, held: Sequence[Held], step: int, content: dict[str, Any]) -> int:
+    def write(self, held: Sequence[Held], step: int, content: dict[str, Any]) -> int:
         """Copy this rank's part of the state; return its bytes.
 
         Raises:
-            OSError: without room in memory for it; the snapshot before this one is still there.
+            OSError: if there is no memory for it; the snapshot before this one is still there.
         """
         descriptor = self._next
         part, places = layout(rank_part(held, self._rank, self._world_size), room_bytes=65536)
         buffer = self._buffer(descriptor, places.total_bytes)
-        mark = Mark(self._generation, step, self._rank, self._world_size, content)
+        mark = _Mark(self._generation, step, self._rank, self._world_size, content)
         fill(buffer, part, places, msgspec.to_builtins(mark))
         self._next = self._files[0] if descriptor == self._files[1] else self._files[1]
         return places.total_bytes
@@ -79,23 +81,23 @@ class Keeper:
         if buffer is None or len(buffer) != size_bytes:
             self._buffers.pop(descriptor, None)
             os.ftruncate(descriptor, 0)  # what is in it is no longer a state
-            os.posix_fallocate(descriptor, 0, size_bytes)  # fails now, instead of killing us at the first write
+            os.posix_fallocate(descriptor, 0, size_bytes)  # fails now; a write without room would kill the process
             buffer = torch.frombuffer(mmap.mmap(descriptor, size_bytes), dtype=torch.uint8)
             self._buffers[descriptor] = buffer
         return buffer
 
 
-def newest(pairs: Sequence[Pair]) -> tuple[Snapshot, set[int]] | None:
-    """The newest state of which every rank's part is there, and the memory files that it lies in."""
-    found: dict[tuple[int, int, int], dict[int, tuple[int, Mark, tuple[Piece, ...]]]] = {}
+def newest(pairs: Sequence[Pair]) -> Snapshot | None:
+    """The newest state of which every rank's part is there."""
+    found: dict[tuple[int, int, int], dict[int, tuple[int, _Mark, tuple[Piece, ...]]]] = {}
     for descriptor in (descriptor for pair in pairs for descriptor in pair):
         if os.fstat(descriptor).st_size <= LENGTH_BYTES or not any(os.pread(descriptor, LENGTH_BYTES, 0)):
             continue
         read = read_meta(_path(descriptor))
-        with suppress(msgspec.ValidationError):  # somebody else's
-            if read is None:
-                continue
-            mark = msgspec.convert(read[0], Mark)
+        if read is None:
+            continue
+        with suppress(msgspec.ValidationError):  # not ours
+            mark = msgspec.convert(read[0], _Mark)
             ranks = found.setdefault((mark.generation, mark.step, mark.world_size), {})
             ranks[mark.rank] = (descriptor, mark, read[1])
     whole = [key for key, ranks in found.items() if len(ranks) == key[2]]
@@ -103,8 +105,8 @@ def newest(pairs: Sequence[Pair]) -> tuple[Snapshot, set[int]] | None:
         return None
     ranks = found[max(whole, key=lambda key: (key[0], key[1]))]
     mark = ranks[0][1]
-    source = Shards([(_path(descriptor), pieces) for descriptor, _, pieces in ranks.values()])
-    return Snapshot(mark.step, mark.content, source), {descriptor for descriptor, _, _ in ranks.values()}
+    source = ShardFiles([(_path(descriptor), pieces) for descriptor, _, pieces in ranks.values()])
+    return Snapshot(mark.step, mark.content, source, frozenset(descriptor for descriptor, _, _ in ranks.values()))
 
 
 def _path(descriptor: int) -> str:

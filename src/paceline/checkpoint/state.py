@@ -1,6 +1,6 @@
-"""The state of a training as a list of named tensors: what a strategy gives to be saved, and what it takes back.
+"""The state of a training as a list of named tensors, which a strategy gives to be saved and takes back.
 
-Names belong to the model, never to a strategy or a rank, so that any strategy on any number of ranks can take over:
+Names belong to the model, never to a strategy or a rank, so any strategy on any number of ranks can take over:
 
     model/conv1.weight                 a parameter
     buffers/3/bn1.running_mean         a buffer of virtual rank 3
@@ -33,7 +33,7 @@ class Held:
     """the shape of the whole tensor, if `tensor` (flat then) is only a run of its elements that begins at `start`"""
     start: int = 0
     replicated: bool = True
-    """whether every rank holds the same, so that one of them can save it for all"""
+    """whether every rank holds the same, so that one can save it for all"""
 
     @property
     def shape(self) -> torch.Size:
@@ -42,7 +42,7 @@ class Held:
 
 
 class Source(Protocol):
-    """A state to be taken over, wherever it lies."""
+    """A state to be taken over, wherever it is."""
 
     def names(self, prefix: str) -> Iterable[str]:
         """All names that begin with `prefix`."""
@@ -61,10 +61,10 @@ class Source(Protocol):
 
 
 def needed(source: Source, name: str, like: Tensor, *, any_type: bool = False) -> Tensor:
-    """The whole tensor `name`, which must be there and fit; with `any_type`, of whatever type of number.
+    """The whole tensor `name`; with `any_type`, of whatever type of number.
 
     Raises:
-        UsageError: if it does not: the state is that of another model.
+        UsageError: if it is not there or does not fit: the state is of another model.
     """
     tensor = source.tensor(name)
     if tensor is None or tensor.shape != like.shape or (tensor.dtype != like.dtype and not any_type):
@@ -78,7 +78,7 @@ def needed(source: Source, name: str, like: Tensor, *, any_type: bool = False) -
 
 @torch.no_grad()
 def take_over(source: Source, held: Held) -> None:
-    """Fill `held`, in place, with what was saved under its name: all of it, or its run of elements.
+    """Fill `held`, in place, with what was saved under its name: the whole, or its run of elements.
 
     Raises:
         UsageError: as `needed`.

@@ -1,4 +1,4 @@
-"""The whole state on every rank: for comparing, and for its digest; saving needs no rank to hold all of it."""
+"""Brings the whole state together on every rank, to be compared; and digests it."""
 
 from __future__ import annotations
 

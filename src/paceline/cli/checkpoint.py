@@ -1,4 +1,4 @@
-"""`paceline checkpoint`: which checkpoints a run has, whether they are whole, and from which one it would go on."""
+"""`paceline checkpoint`: lists a run's checkpoints, whether they are whole, and from which one it would go on."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from paceline.cli.flags import table_console
 from paceline.disk.owners import note_strangers
 from paceline.disk.reading import is_folder, real_path
 from paceline.errors import ExitCode, UsageError
@@ -25,7 +26,7 @@ MOST = 50
 
 
 @dataclass(frozen=True)
-class CheckpointConfig:
+class CheckpointsConfig:
     """List a run's checkpoints, or verify every byte of them. Verify: exit code 1 if any is damaged."""
 
     action: tyro.conf.Positional[Literal["list", "verify"]]
@@ -36,11 +37,9 @@ class CheckpointConfig:
 
 def main(arguments: Sequence[str]) -> int:
     """Run `paceline checkpoint ARGUMENTS`."""
-    config = tyro.cli(
-        CheckpointConfig, prog="paceline checkpoint", args=list(arguments), description=CheckpointConfig.__doc__
-    )
+    config = tyro.cli(CheckpointsConfig, prog="paceline checkpoint", args=arguments)
     checkpoints, entries, ours = _find(real_path(config.run))
-    console = Console(width=None if Console().is_terminal else 132, highlight=False)
+    console = table_console()
     if config.action == "list":
         _list(console, checkpoints, entries)
         return ExitCode.DONE

@@ -1,25 +1,23 @@
-"""`paceline doctor`: is this machine, or this set of machines, fit to train on; what is wrong, and how is it mended?"""
+"""`paceline doctor`: checks that these machines are fit to train on, and says what is wrong and how to fix it."""
 
 from __future__ import annotations
 
 import os
-import shlex
 import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple, NoReturn
+from typing import Any, Literal, NamedTuple, NoReturn
 
 import tyro
 from rich.console import Console
 
+from paceline.cli.flags import check_positive, command_words
 from paceline.config import absolute_task
-from paceline.doctor.checks import judge
-from paceline.doctor.report import as_json, print_report
-from paceline.doctor.session import sessions
+from paceline.doctor.report import as_json, print_checks, run_checks
+from paceline.doctor.session import by_ssh, here, host_programs, in_slurm
 from paceline.doctor.survey import Wanted, survey
-from paceline.doctor.ways import by_ssh, here, in_slurm
 from paceline.errors import ExitCode, UsageError
 from paceline.launch.hosts import labels, parse_hosts, plain_name
 from paceline.launch.job import Command
@@ -71,7 +69,7 @@ class DoctorConfig:
 
 def main(arguments: Sequence[str]) -> int:
     """Run `paceline doctor ARGUMENTS`."""
-    config = tyro.cli(DoctorConfig, prog="paceline doctor", args=list(arguments), description=DoctorConfig.__doc__)
+    config = tyro.cli(DoctorConfig, prog="paceline doctor", args=arguments)
     _check(config)
     if config.on == "slurm" and "SLURM_JOB_ID" not in os.environ:
         _in_allocation(config, arguments)
@@ -83,19 +81,19 @@ def main(arguments: Sequence[str]) -> int:
         run_dir=str((config.run_dir or Path("runs")).absolute()),
         data_dir=str(config.data_dir.absolute()) if config.data_dir else "",
         task=absolute_task(config.task or ""),
-        options=_task_options(config),
+        options={name: str(value) for name, value in _task_options(config).items()},
         batch_size=config.batch_size,
         threads=config.threads_per_rank or 0,
         cwd=str(Path.cwd()),
         quick=config.quick,
     )
-    with sessions(ways.commands) as opened:
+    with host_programs(ways.commands) as opened:
         found = survey(wanted, opened)
-    checks = judge(found)
+    checks = run_checks(found)
     if config.json:
         print(as_json(found, checks).decode())
     else:
-        print_report(Console(highlight=False), found, checks)
+        print_checks(Console(highlight=False), found, checks)
     return ExitCode.FAILED if any(check.verdict == "error" for check in checks) else ExitCode.DONE
 
 
@@ -105,10 +103,7 @@ def _check(config: DoctorConfig) -> None:
     Raises:
         UsageError: naming the setting, what is true, and what to do.
     """
-    for name in ("nodes", "nproc", "threads_per_rank", "batch_size", "time", "cpus_per_rank"):
-        value = getattr(config, name)
-        if value is not None and value < 1:
-            raise UsageError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+    check_positive(config, "nodes", "nproc", "threads_per_rank", "batch_size", "time", "cpus_per_rank")
     if config.on == "ssh" and not config.hosts:
         raise UsageError("--on ssh needs --hosts, e.g. --hosts n1,n2 or --hosts hosts.txt")
     if config.on != "ssh" and config.hosts:
@@ -116,8 +111,7 @@ def _check(config: DoctorConfig) -> None:
     if config.on != "slurm" and config.nodes:
         raise UsageError(f"--nodes is for --on slurm; this is --on {config.on}")
     if config.task is not None:
-        options = {name: getattr(config, name) for name in ("data_dir", "stem") if getattr(config, name) is not None}
-        check_task(config.task, options)
+        check_task(config.task, _task_options(config))
 
 
 class Ways(NamedTuple):
@@ -146,12 +140,9 @@ def _ways(config: DoctorConfig) -> Ways:
     return Ways((here(python, os.uname().nodename),), (config.nproc,), {})
 
 
-def _ssh(config: DoctorConfig) -> list[str]:
-    try:
-        words = shlex.split(config.ssh)
-    except ValueError as error:
-        raise UsageError(f"--ssh {config.ssh!r} is no command: {error}") from None
-    if not words or shutil.which(words[0]) is None:
+def _ssh(config: DoctorConfig) -> tuple[str, ...]:
+    words = command_words("--ssh", config.ssh)
+    if shutil.which(words[0]) is None:
         raise UsageError(f"--ssh {config.ssh!r}: there is no such program. Install an OpenSSH client, or name another")
     return words
 
@@ -174,8 +165,8 @@ def _in_allocation(config: DoctorConfig, arguments: Sequence[str]) -> NoReturn:
         raise UsageError(f"salloc cannot be started: {error.strerror}") from None
 
 
-def _task_options(config: DoctorConfig) -> dict[str, str]:
+def _task_options(config: DoctorConfig) -> dict[str, Any]:
     if config.task is None:
         return {}
-    options = {"data_dir": config.data_dir and str(config.data_dir.absolute()), "stem": config.stem}
+    options = {"data_dir": config.data_dir and config.data_dir.absolute(), "stem": config.stem}
     return {name: value for name, value in options.items() if value is not None}

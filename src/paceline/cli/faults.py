@@ -1,4 +1,4 @@
-"""`paceline faults`: let things go wrong on purpose, and see whether the right rank is named; torchrun beside it."""
+"""`paceline faults`: injects faults into small trainings, and scores who names the right rank; torchrun beside it."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import msgspec
 import tyro
-from rich.console import Console
 from rich.table import Table
 
+from paceline.cli.flags import check_file, check_positive, table_console, write_json
 from paceline.contract.windows import Windows
 from paceline.errors import ExitCode, UsageError
 from paceline.faults.catalogue import FAULTS, chosen
@@ -24,6 +23,7 @@ from paceline.faults.run import Launcher, Score, run_fault
 from paceline.faults.table import markdown, print_table, ranks
 
 ROOT_PROGRAMS = ("unshare", "mount")
+TABLE_WIDTH = 160
 
 
 @dataclass(frozen=True)
@@ -48,12 +48,11 @@ class FaultsConfig:
 
 def main(arguments: Sequence[str]) -> int:
     """Run `paceline faults ARGUMENTS`."""
-    config = tyro.cli(FaultsConfig, prog="paceline faults", args=list(arguments), description=FaultsConfig.__doc__)
+    config = tyro.cli(FaultsConfig, prog="paceline faults", args=arguments)
     _check(config)
-    console = Console(width=None if Console().is_terminal else 160, highlight=False)
     faults = chosen(config.run)
     if config.list:
-        _list(console, faults)
+        _list(faults)
         return ExitCode.DONE
     possible: list[Fault] = []
     for fault in faults:
@@ -62,9 +61,10 @@ def main(arguments: Sequence[str]) -> int:
         else:
             possible.append(fault)
     scores = _run(config, possible)
-    print_table(console, scores, FAULTS)
+    print_table(table_console(TABLE_WIDTH), scores, FAULTS)
     if config.out is not None:
-        write(config.out, scores)
+        config.out.with_suffix(".md").write_text(markdown(scores, FAULTS))
+        write_json(config.out.with_suffix(".json"), scores)
     own = [score for score in scores if score.launcher == "paceline"]
     return ExitCode.DONE if all(score.right_rank for score in own) else ExitCode.FAILED
 
@@ -75,12 +75,10 @@ def _check(config: FaultsConfig) -> None:
     Raises:
         UsageError: naming the setting and what it must be.
     """
-    if config.repeat < 1:
-        raise UsageError(f"--repeat must be at least 1, got {config.repeat}")
+    check_positive(config, "repeat")
     if config.out is not None and config.out.suffix not in (".md", ".json"):
         raise UsageError(f"--out must end in .md or .json, got {config.out}")
-    if config.out is not None and not config.out.absolute().parent.is_dir():
-        raise UsageError(f"--out {config.out}: there is no folder {config.out.absolute().parent}")
+    check_file("--out", config.out)
     Windows.parse(config.stall_after)
 
 
@@ -106,7 +104,7 @@ def _run(config: FaultsConfig, faults: Sequence[Fault]) -> list[Score]:
                 folder = root / f"{fault.name}-{launcher}-{turn + 1}"
                 score = run_fault(fault, launcher, folder, stall_after=config.stall_after)
                 scores.append(score)
-                print(sentence(score, fault), file=sys.stderr, flush=True)
+                print(score_line(score, fault), file=sys.stderr, flush=True)
                 if config.keep is None and (score.right_rank or launcher == "torchrun"):
                     shutil.rmtree(folder)
     if config.keep is None and not any(root.iterdir()):
@@ -116,8 +114,8 @@ def _run(config: FaultsConfig, faults: Sequence[Fault]) -> list[Score]:
     return scores
 
 
-def sentence(score: Score, fault: Fault) -> str:
-    """How one run went, for people who wait."""
+def score_line(score: Score, fault: Fault) -> str:
+    """How one run went, in a sentence."""
     truth = "both, or neither" if fault.tie else ranks(fault.guilty)
     right = "right" if score.right_rank else f"WRONG (it was {truth})"
     said = f"after {score.verdict_seconds:.1f} s" if score.verdict_seconds is not None else "never"
@@ -127,13 +125,8 @@ def sentence(score: Score, fault: Fault) -> str:
     )
 
 
-def write(out: Path, scores: Sequence[Score]) -> None:
-    """The table as Markdown, and all scores as JSON beside it."""
-    out.with_suffix(".md").write_text(markdown(scores, FAULTS))
-    out.with_suffix(".json").write_bytes(msgspec.json.format(msgspec.json.encode(scores), indent=1))
-
-
-def _list(console: Console, faults: Sequence[Fault]) -> None:
+def _list(faults: Sequence[Fault]) -> None:
+    console = table_console(TABLE_WIDTH)
     table = Table(box=None, pad_edge=False, header_style="bold")
     for head in ("fault", "ranks", "guilty", "what it does", "right answer", "needs"):
         table.add_column(head)

@@ -1,4 +1,4 @@
-"""`paceline ledger`: prove that each sample of each epoch was used exactly once, however often the run was killed."""
+"""`paceline ledger`: proves that each sample of each epoch was used exactly once, however often the run was killed."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import msgspec
 import tyro
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from paceline.cli.flags import check_file, table_console, write_json
 from paceline.config import batch_shape, check_values, load
 from paceline.disk.owners import note_strangers
 from paceline.disk.reading import is_folder, real_path
@@ -25,7 +24,6 @@ from paceline.observe.terminal import clean
 if TYPE_CHECKING:
     from paceline.proofs.ledger.audit import Audit
 
-WIDTH = 132  # where there is no terminal
 MAX_SHOWN = 20  # findings
 
 
@@ -41,16 +39,15 @@ class LedgerConfig:
 
 def main(arguments: Sequence[str]) -> int:
     """Run `paceline ledger ARGUMENTS`."""
-    config = tyro.cli(LedgerConfig, prog="paceline ledger", args=list(arguments), description=LedgerConfig.__doc__)
-    if config.json and not config.json.absolute().parent.is_dir():
-        raise UsageError(f"--json {config.json}: the folder {config.json.absolute().parent} does not exist")
+    config = tyro.cli(LedgerConfig, prog="paceline ledger", args=arguments)
+    check_file("--json", config.json)
     run_dir = real_path(config.run)
     if is_folder(run_dir):
         note_strangers(run_dir)
     settings = run_dir / "config.toml"
     if not os.path.lexists(settings):
         what = "holds no config.toml" if is_folder(run_dir) else "is no folder"
-        raise UsageError(f"{config.run} {what}: name a run folder, which `paceline train` makes and tells at its end")
+        raise UsageError(f"{config.run} {what}: name a run folder, as `paceline train` makes and names at its end")
     trained = load(settings, ours=False)  # numbers for a plan; nothing that it names is run
     check_values(trained)
 
@@ -60,12 +57,12 @@ def main(arguments: Sequence[str]) -> int:
     # The record is resolved: nothing in it is left to the world size.
     found = audit(run_dir, partial(make_plan, trained, batch_shape(trained.data, world_size=1)))
     if config.json:
-        config.json.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=2))
+        write_json(config.json, found)
     _print(found)
     return ExitCode.FAILED if found.findings else ExitCode.DONE
 
 
-def verdict(found: Audit) -> str:
+def _verdict(found: Audit) -> str:
     """The result in one sentence."""
     if found.findings:
         return f"NOT proven: {_count(len(found.findings), 'finding')}"
@@ -105,7 +102,7 @@ def _thrown_away(found: Audit) -> str:
 
 
 def _print(found: Audit) -> None:
-    console = Console(width=None if Console().is_terminal else WIDTH, highlight=False, emoji=False)
+    console = table_console()
     table = Table("attempt", "generation", "ranks", "hosts", "began after step", "logged steps", "count", "thrown away")
     for start in found.incarnations:
         logged = f"{start.first_step} to {start.last_step}" if start.last_step else "none"
@@ -126,7 +123,7 @@ def _print(found: Audit) -> None:
         console.print(clean(finding), style="bold", markup=False, soft_wrap=True)
     if len(found.findings) > MAX_SHOWN:
         console.print(f"... and {len(found.findings) - MAX_SHOWN} more: --json FILE has them all")
-    console.print(verdict(found), markup=False, soft_wrap=True)
+    console.print(_verdict(found), markup=False, soft_wrap=True)
 
 
 def _each(epochs: int) -> str:

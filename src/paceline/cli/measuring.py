@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
@@ -12,6 +13,9 @@ import msgspec
 import tyro
 
 from paceline import config as configuration
+from paceline.bench.rounds import MeasuredRounds, ProcessSet, measure_rounds
+from paceline.bench.spec import LOOKED_AT
+from paceline.cli.flags import check_file, check_positive, print_json, write_json
 from paceline.config import TrainConfig, absolute_task, check_values, task_options
 from paceline.disk.reading import real_path
 from paceline.errors import UsageError
@@ -51,6 +55,21 @@ class Measuring:
 CliMeasuring = Annotated[Measuring, tyro.conf.arg(name="")]  # its flags stand among the command's own
 
 
+def check_measuring(how: Measuring) -> None:
+    """Refuse what has no meaning, before hours of measuring.
+
+    Raises:
+        UsageError: naming the flag, and what it must be.
+    """
+    check_positive(how, "steps", "rounds", "threads_per_rank")
+    if how.warmup < LOOKED_AT:
+        raise UsageError(
+            f"--warmup must be at least {LOOKED_AT}, got {how.warmup}: these steps differ from those after them, and "
+            "memory is measured in them"
+        )
+    check_file("--out", how.out)
+
+
 def settings_of(task: str, how: Measuring, *, num_workers: int | None = None) -> TrainConfig:
     """The training to be measured: what flags say, over --config, over the defaults.
 
@@ -73,50 +92,35 @@ def settings_of(task: str, how: Measuring, *, num_workers: int | None = None) ->
     return config
 
 
-def check_out(how: Measuring) -> None:
-    """Refuse a file that could not be written after hours of measuring.
+@contextmanager
+def measured(
+    groups: Sequence[ProcessSet], settings: TrainConfig, how: Measuring, *, memory: bool
+) -> Generator[tuple[MeasuredRounds, Path]]:
+    """Measure all groups in rounds: what was found, and the folder of the events, which is deleted at the end."""
+    with tempfile.TemporaryDirectory(prefix="paceline-bench-", ignore_cleanup_errors=True) as folder:
+        root = Path(folder).resolve()
+        found = measure_rounds(
+            groups, configuration.dump(settings), root, rounds=how.rounds, warmup=how.warmup, steps=how.steps,
+            memory=memory,
+        )  # fmt: skip
+        yield found, root
 
-    Raises:
-        UsageError: says what is in the way.
-    """
-    if how.out and how.out.is_dir():
-        raise UsageError(f"--out {how.out} is a folder: name a file in it")
-    if how.out and not how.out.absolute().parent.is_dir():
-        raise UsageError(f"--out {how.out}: the folder {how.out.absolute().parent} does not exist")
+
+def crowd(ranks: int, threads: int, cores: int) -> str:
+    """How many threads share how many cores, in words; empty where each has one of its own."""
+    if ranks * threads <= cores:
+        return ""
+    return (
+        f"{ranks} ranks x {threads} thread{'s' if threads > 1 else ''} = {ranks * threads} threads on {cores} "
+        f"core{'s' if cores > 1 else ''}"
+    )
 
 
 def publish(found: msgspec.Struct, how: Measuring, print_tables: Callable[[], None]) -> None:
     """Write what was found to --out, and print it as --json says: as JSON, or by `print_tables`."""
-    text = msgspec.json.format(msgspec.json.encode(found), indent=2)
     if how.out:
-        how.out.write_bytes(text + b"\n")
+        write_json(how.out, found)
     if how.json:
-        sys.stdout.write(text.decode() + "\n")
+        print_json(found)
     else:
         print_tables()
-
-
-def whole_numbers(flag: str, text: str) -> list[int]:
-    """Whole numbers from 1 on, ascending, each once.
-
-    Raises:
-        UsageError: says how they are written.
-    """
-    try:
-        numbers = sorted({int(word) for word in text.split(",")})
-    except ValueError:
-        numbers = [0]
-    if numbers[0] < 1:
-        raise UsageError(f"{flag} must be whole numbers from 1 on, separated by commas, like 1,2,4; got {text!r}")
-    return numbers
-
-
-def positive(**numbers: int | None) -> None:
-    """Refuse numbers below 1.
-
-    Raises:
-        UsageError: names the flag.
-    """
-    for name, value in numbers.items():
-        if value is not None and value < 1:
-            raise UsageError(f"--{name.replace('_', '-')} must be at least 1, got {value}")

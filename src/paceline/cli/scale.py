@@ -1,10 +1,9 @@
-"""`paceline scale`: efficiency on 1, 2, 4, ... ranks, where the rest is lost, and what more ranks would bring."""
+"""`paceline scale`: measures efficiency on 1, 2, 4, ... ranks, says where the rest is lost, and extrapolates."""
 
 from __future__ import annotations
 
 import math
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,13 +16,22 @@ import tyro
 from paceline.bench.fit import hold_out
 from paceline.bench.model import Machine
 from paceline.bench.network import parse_network
-from paceline.bench.rounds import MeasuredRounds, ProcessSet, folder_of, measure_rounds
+from paceline.bench.rounds import MeasuredRounds, ProcessSet, folder_of
 from paceline.bench.runs import At, Run, Runs, comparable, over_network, read_run, read_runs, weight_bytes
 from paceline.bench.scale_report import Scaled, ahead_of, lost_of, parts_of, usual
 from paceline.bench.scale_table import print_scaled
-from paceline.bench.spec import LOOKED_AT, NO_EXCHANGE, Candidate
-from paceline.cli.measuring import CliMeasuring, Measuring, check_out, positive, publish, settings_of, whole_numbers
-from paceline.config import DEFAULT_BATCH_SIZE, dump
+from paceline.bench.spec import NO_EXCHANGE, Candidate
+from paceline.cli.flags import check_gpus, check_positive, whole_numbers
+from paceline.cli.measuring import (
+    CliMeasuring,
+    Measuring,
+    check_measuring,
+    crowd,
+    measured,
+    publish,
+    settings_of,
+)
+from paceline.config import DEFAULT_BATCH_SIZE
 from paceline.errors import ExitCode, UsageError, unknown
 from paceline.host.cgroup import threads_per_rank, usable_cores
 from paceline.host.gpus import count_gpus
@@ -57,8 +65,8 @@ class ScaleConfig:
 
 
 @dataclass(frozen=True)
-class Found:
-    """What there is to report on."""
+class Points:
+    """Runs on one rank and on several, measured or read, and what is known of their machine."""
 
     what: str
     runs: Runs
@@ -72,9 +80,9 @@ class Found:
 
 def main(arguments: Sequence[str]) -> int:
     """Run `paceline scale ARGUMENTS`."""
-    config = tyro.cli(ScaleConfig, prog="paceline scale", args=list(arguments), description=ScaleConfig.__doc__)
+    config = tyro.cli(ScaleConfig, prog="paceline scale", args=arguments)
     network = None if config.network is None else parse_network(config.network)
-    check(config)
+    _check(config)
     found = _read(config, config.runs) if config.runs else _measure(config)
     if isinstance(found, int):
         return found
@@ -90,7 +98,7 @@ def main(arguments: Sequence[str]) -> int:
     return ExitCode.DONE
 
 
-def _read(config: ScaleConfig, folders: str) -> Found:
+def _read(config: ScaleConfig, folders: str) -> Points:
     """Runs that are there."""
     paths = [Path(word.strip()) for word in folders.split(",")]
     runs = read_runs(paths, skip=config.how.warmup)
@@ -100,16 +108,15 @@ def _read(config: ScaleConfig, folders: str) -> Found:
     machine = Machine(sum(at.ranks for at in runs), 1, size, over_network=over_network(runs))
     modes = (weak if config.mode != "strong" else None, strong if config.mode != "weak" else None)
     what = f"{len(paths)} runs, {size / 1e6:.1f} MB of weights; a backward by itself is estimated from that of one rank"
-    return Found(what, runs, {}, machine, modes, [])
+    return Points(what, runs, {}, machine, modes, [])
 
 
-def _measure(config: ScaleConfig) -> Found | int:
+def _measure(config: ScaleConfig) -> Points | int:
     """Start everything that is asked for; the exit code of what failed."""
     ranks = sorted({1, *whole_numbers("--ranks", config.ranks)})
     settings, how = settings_of(str(config.task), config.how, num_workers=config.num_workers), config.how
     gpus = 0 if settings.launch.device == "cpu" else count_gpus()
-    if gpus and ranks[-1] > gpus:
-        raise UsageError(f"--ranks {config.ranks} needs {ranks[-1]} GPUs, this machine has {gpus}. Use --device cpu")
+    check_gpus(f"--ranks {config.ranks}", ranks[-1], gpus)
     cores = usable_cores()
     asked = how.threads_per_rank or settings.launch.threads_per_rank
     threads = asked or (1 if config.strategy in EXACT else threads_per_rank(cores, min(cores, ranks[-1])))
@@ -117,27 +124,22 @@ def _measure(config: ScaleConfig) -> Found | int:
     strong = config.batch_size * math.lcm(*ranks) if config.mode != "weak" else None
     points = points_to_measure(ranks, weak, strong)
     groups = [_group(config, size, [at for at in points if at.ranks == size], threads) for size in ranks]
-    with tempfile.TemporaryDirectory(prefix="paceline-scale-", ignore_cleanup_errors=True) as folder:
-        found = measure_rounds(
-            groups, dump(settings), Path(folder).resolve(), rounds=how.rounds, warmup=how.warmup, steps=how.steps,
-            memory=False,
-        )  # fmt: skip
+    with measured(groups, settings, how, memory=False) as (found, folder):
         if found.code != ExitCode.DONE:
             return found.code
         if found.failures:
             first = found.failures[0]
             print(f"{first.strategy} on {first.world_size} ranks failed: {first.reason}", file=sys.stderr)
             return ExitCode.FAILED
-        runs = _runs(Path(folder), points, config, config.strategy)
-        alone = _runs(Path(folder), [at for at in points if at.ranks > 1], config, NO_EXCHANGE)
+        runs = _runs(folder, points, config, config.strategy)
+        alone = _runs(folder, [at for at in points if at.ranks > 1], config, NO_EXCHANGE)
     size = max(chunk.weight_bytes for chunks in found.rounds for chunk in chunks)
     what = (
         f"{config.task}, {config.strategy}, {threads} thread{'s' if threads > 1 else ''} a rank, {cores} cores, "
         f"{size / 1e6:.1f} MB of gradients"
     )
-    return Found(
-        what, runs, alone, Machine(cores, threads, size), (weak, strong), notes_of(ranks, found, cores, threads)
-    )
+    notes = scaling_notes(ranks, found, cores, threads)
+    return Points(what, runs, alone, Machine(cores, threads, size), (weak, strong), notes)
 
 
 def points_to_measure(ranks: Sequence[int], weak: int | None, strong: int | None) -> list[At]:
@@ -151,7 +153,7 @@ def points_to_measure(ranks: Sequence[int], weak: int | None, strong: int | None
     return sorted(points)
 
 
-def check(config: ScaleConfig) -> None:
+def _check(config: ScaleConfig) -> None:
     """Refuse what has no meaning.
 
     Raises:
@@ -160,11 +162,10 @@ def check(config: ScaleConfig) -> None:
     if (config.task is None) == (config.runs is None):
         raise UsageError("give a task to be measured, or with --runs the folders of runs that were, and not both")
     ranks, how = sorted({1, *whole_numbers("--ranks", config.ranks)}), config.how
-    positive(rounds=how.rounds, batch_size=config.batch_size, threads_per_rank=how.threads_per_rank)
+    check_positive(config, "batch_size")
+    check_measuring(how)
     if how.steps < FEWEST_STEPS:
         raise UsageError(f"--steps must be at least {FEWEST_STEPS}, got {how.steps}: fewer tell nothing")
-    if how.warmup < LOOKED_AT:
-        raise UsageError(f"--warmup must be at least {LOOKED_AT}, got {how.warmup}: the first steps are no others")
     if ranks[-1] == 1:
         raise UsageError(f"--ranks {config.ranks} has nothing to compare one rank with: name a larger number, like 1,2")
     if LADDER[config.strategy].one_process:
@@ -174,7 +175,6 @@ def check(config: ScaleConfig) -> None:
             f"--ranks {config.ranks}: strong scaling needs a batch that all of them divide, and that would be "
             f"{math.lcm(*ranks)} x {config.batch_size} samples. Use --mode weak, or numbers such as 1,2,4"
         )
-    check_out(how)
 
 
 def _group(config: ScaleConfig, size: int, points: Sequence[At], threads: int) -> ProcessSet:
@@ -195,14 +195,10 @@ def _runs(folder: Path, points: Sequence[At], config: ScaleConfig, strategy: str
     return {at: [read(at, number) for number in range(config.how.rounds)] for at in points}
 
 
-def notes_of(ranks: Sequence[int], found: MeasuredRounds, cores: int, threads: int) -> list[str]:
+def scaling_notes(ranks: Sequence[int], found: MeasuredRounds, cores: int, threads: int) -> list[str]:
     """What has to be said of the machine, and what is no part of the steps."""
-    notes = [
-        f"{size} ranks x {threads} thread{'s' if threads > 1 else ''} = {size * threads} threads on {cores} "
-        f"core{'s' if cores > 1 else ''}: they take turns, so slower compute is what must be expected"
-        for size in ranks
-        if size * threads > cores
-    ]
+    crowded = [words for size in ranks if (words := crowd(size, threads, cores))]
+    notes = [f"{words}: they take turns, so slower compute must be expected" for words in crowded]
     launch = {
         size: median(c.launch_seconds for chunks in found.rounds for c in chunks if c.world_size == size)
         for size in ranks

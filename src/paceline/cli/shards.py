@@ -1,4 +1,4 @@
-"""`paceline shards`: who sees which sample, and what the textbook variants repeat, miss and mix up."""
+"""`paceline shards`: shows who sees which sample, and what the textbook variants repeat, miss and mix up."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 import tyro
-from rich.console import Console
 from rich.table import Table
 
-from paceline.errors import ExitCode, UsageError
+from paceline.cli.flags import check_positive, table_console
+from paceline.errors import ExitCode
 
-Scheme = Literal["dealt", "chunked", "padded"]
 MAX_SHOWN = 16  # indices in one cell
 
 
@@ -33,21 +32,19 @@ class ShardsConfig:
 
 def main(arguments: Sequence[str]) -> int:
     """Run `paceline shards ARGUMENTS`."""
-    config = tyro.cli(ShardsConfig, prog="paceline shards", args=list(arguments), description=ShardsConfig.__doc__)
-    for name in ("samples", "ranks", "batch_size"):
-        if getattr(config, name) < 1:
-            raise UsageError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(config, name)}")
+    config = tyro.cli(ShardsConfig, prog="paceline shards", args=arguments)
+    check_positive(config, "samples", "ranks", "batch_size")
     from paceline.scratch.sampler import chunked, dealt, padded  # imports torch
 
     schemes = {"dealt": dealt, "chunked": chunked, "padded": padded}
-    console = Console(width=None if Console().is_terminal else 132, highlight=False)
     for name, scheme in schemes.items():
         if config.scheme in ("all", name):
-            _show(console, name, scheme(config.samples, config.ranks), config)
+            _show(name, scheme(config.samples, config.ranks), config)
     return ExitCode.DONE
 
 
-def _show(console: Console, name: str, shards: Sequence[Sequence[int]], config: ShardsConfig) -> None:
+def _show(name: str, shards: Sequence[Sequence[int]], config: ShardsConfig) -> None:
+    console = table_console()
     table = Table("rank", "samples", "count", title=name, title_justify="left")
     for rank, indices in enumerate(shards):
         more = f" ... {indices[-1]}" if len(indices) > MAX_SHOWN else ""
@@ -60,13 +57,13 @@ def _show(console: Console, name: str, shards: Sequence[Sequence[int]], config: 
     lengths = {len(indices) for indices in shards}
     if len(lengths) > 1 and name != "dealt":
         console.print("  ranks have different numbers of samples: with a collective each step, some wait for ever")
-    equal, total = equal_batches(shards, config.samples, config.batch_size)
+    equal, total = _equal_batches(shards, config.samples, config.batch_size)
     console.print(
         f"  global batches (of {config.ranks * config.batch_size}) that one process would have: {equal} of {total}\n"
     )
 
 
-def equal_batches(shards: Sequence[Sequence[int]], samples: int, batch_size: int) -> tuple[int, int]:
+def _equal_batches(shards: Sequence[Sequence[int]], samples: int, batch_size: int) -> tuple[int, int]:
     """How many of one process's global batches the ranks' k-th batches together equal, as (equal, all)."""
     from paceline.scratch.sampler import global_batches
 

@@ -245,7 +245,7 @@ def check_resumable(config: TrainConfig, nproc: int) -> None:
             saved = checkpoints.check(path, files=()).definition
         except Damaged:
             continue
-        now = settings(configuration.resolved(config, nproc))
+        now = settings(configuration.with_defaults(config, nproc))
         check_same(saved, now, allowed_changes(config.checkpoint.allow_change), str(path))
         return
 

@@ -42,7 +42,7 @@ def launch(where: Job, config: TrainConfig) -> tuple[Path, int]:
     try:
         if c.fresh:
             move_aside(run_dir)
-        config = configuration.resolved(config, nproc)
+        config = configuration.with_defaults(config, nproc)
         config = replace(config, run=replace(config.run, run_dir=run_dir))
         attempt, attempt_dir = create_attempt_dir(run_dir)
         write_settings(attempt_dir, configuration.dump(config))
@@ -84,7 +84,7 @@ def launch_elsewhere(config: TrainConfig, where: Job, world_size: int) -> int:
         config = replace(config, run=replace(config.run, run_dir=run_dir), checkpoint=checkpoint)
         shape = None if any(host.slots for host in where.hosts) else cluster.nodes  # what ranks compare theirs with
         config = replace(config, cluster=ClusterConfig(nodes=shape))
-        config = configuration.resolved(config, world_size)
+        config = configuration.with_defaults(config, world_size)
         job, submit_dir = prepared(replace_fields(where, run_dir=run_dir), configuration.dump(config))
         if not (run_dir / CONFIG).exists():
             write_settings(run_dir, configuration.dump(configuration.repeatable(config)))

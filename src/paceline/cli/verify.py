@@ -1,4 +1,4 @@
-"""`paceline verify`: prove that N processes compute what one computes, in float64, tensor by tensor."""
+"""`paceline verify`: proves that N processes compute what one computes, in float64, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from typing import Annotated, Literal, TypeVar
 import msgspec
 import tyro
 
-from paceline.errors import ExitCode, UsageError, unknown
+from paceline.cli.flags import check_file, check_positive, chosen_names, whole_numbers, write_json
+from paceline.errors import ExitCode, UsageError
 from paceline.host.cgroup import threads_per_rank, usable_cores
 from paceline.ladder import EXACT, FOR_SEVERAL, LADDER
 from paceline.launch.job import Job
@@ -26,7 +27,7 @@ from paceline.verify.spec import BitsReport, Spec, VerifyReport
 
 WORKER = "paceline.proofs.verify.worker"
 BITWISE_WORKER = "paceline.proofs.verify.bitwise"
-Found = TypeVar("Found", VerifyReport, BitsReport)
+Report = TypeVar("Report", VerifyReport, BitsReport)
 OPTIMIZERS = ("sgd", "adamw")
 
 
@@ -67,15 +68,13 @@ class VerifyConfig:
 
 def main(arguments: Sequence[str]) -> int:
     """Run `paceline verify ARGUMENTS`."""
-    config = tyro.cli(VerifyConfig, prog="paceline verify", args=list(arguments), description=VerifyConfig.__doc__)
-    ranks = _whole_numbers(config.ranks)
+    config = tyro.cli(VerifyConfig, prog="paceline verify", args=arguments)
+    ranks = whole_numbers("--ranks", config.ranks)
     chosen = config.strategies or ",".join(EXACT if config.bitwise else FOR_SEVERAL)
-    strategies = _names(chosen, tuple(LADDER), "strategy")
-    optimizers = _names(config.optimizers, OPTIMIZERS, "optimizer")
-    if config.steps < 1:
-        raise UsageError(f"--steps must be at least 1, got {config.steps}")
-    if config.json and not config.json.absolute().parent.is_dir():
-        raise UsageError(f"--json {config.json}: the folder {config.json.absolute().parent} does not exist")
+    strategies = chosen_names("strategy", chosen, LADDER)
+    optimizers = chosen_names("optimizer", config.optimizers, OPTIMIZERS)
+    check_positive(config, "steps")
+    check_file("--json", config.json)
     options = {name: str(value) for name in ("data_dir", "stem") if (value := getattr(config, name)) is not None}
     check_task(config.task, {**options, **({"data_dir": config.data_dir} if config.data_dir else {})})
     spec = Spec(
@@ -101,12 +100,12 @@ def _verify(
     spec: Spec,
     ranks: Sequence[int],
     worker: str,
-    kind: type[Found],
-    print_all: Callable[[Spec, Sequence[Found]], bool],
+    kind: type[Report],
+    print_all: Callable[[Spec, Sequence[Report]], bool],
     json: Path | None,
 ) -> int:
     """Run `worker` on each world size and print what they found."""
-    reports: list[Found] = []
+    reports: list[Report] = []
     for nproc in ranks:
         print(f"{nproc} {'process' if nproc == 1 else 'processes'} ...", file=sys.stderr, flush=True)
         outcome = _run(spec, nproc, worker, kind)
@@ -114,11 +113,11 @@ def _verify(
             return outcome
         reports.append(outcome)
     if json:
-        json.write_bytes(msgspec.json.format(msgspec.json.encode(reports), indent=2))
+        write_json(json, reports)
     return ExitCode.DONE if print_all(spec, reports) else ExitCode.FAILED
 
 
-def _run(spec: Spec, nproc: int, worker: str, kind: type[Found]) -> Found | int:
+def _run(spec: Spec, nproc: int, worker: str, kind: type[Report]) -> Report | int:
     """Verify one world size; the workers' exit code if they could not, whose logs then stay."""
     folder = Path(tempfile.mkdtemp(prefix="paceline-verify-")).resolve()
     attempt = folder / "attempt"
@@ -138,23 +137,3 @@ def _run(spec: Spec, nproc: int, worker: str, kind: type[Found]) -> Found | int:
     report = msgspec.json.decode((folder / "report.json").read_bytes(), type=kind)
     shutil.rmtree(folder)
     return report
-
-
-def _whole_numbers(text: str) -> list[int]:
-    try:
-        ranks = sorted({int(word) for word in text.split(",")})
-    except ValueError:
-        ranks = [0]
-    if ranks[0] < 1:
-        raise UsageError(f"--ranks must be whole numbers from 1 on, separated by commas, like 1,2,4; got {text!r}")
-    return ranks
-
-
-def _names(text: str, choices: Sequence[str], kind: str) -> list[str]:
-    names = [word.strip() for word in text.split(",") if word.strip()]
-    for name in names:
-        if name not in choices:
-            raise unknown(kind, name, choices)
-    if not names:
-        raise UsageError(f"name at least one {kind}: {', '.join(choices)}")
-    return names

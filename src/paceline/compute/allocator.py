@@ -1,4 +1,4 @@
-"""Does the memory of one step stay for the next? glibc gives large blocks back to the kernel, which zeroes them anew.
+"""Keeps the memory of one step for the next; glibc would give large blocks back to the kernel, which zeroes them again.
 
 Measured: page faults take 11 to 37 % of a CPU step. Three settings keep freed memory in the process: no block has a
 mapping of its own, the heap never shrinks, and it grows by 64 MiB. The price is memory: a heap has gaps. So it is done
@@ -19,7 +19,7 @@ from pathlib import Path
 
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # malloc.h
 TOP_PAD_BYTES = 64 << 20
-ACTIVATION_BYTES = 2 << 30  # of a step, assumed: nobody knows them before the first
+ACTIVATION_BYTES = 2 << 30  # of a step, assumed: not known before the first
 GAPS = 2  # the heap may become so many times as large as what is in it (measured: up to 1.5 times)
 
 
@@ -29,12 +29,10 @@ def room_needed(state_bytes: int) -> int:
 
 
 def keep_memory(*, free_bytes: int | None, state_bytes: int, env: Mapping[str, str] = os.environ) -> str:
-    """Tune glibc's malloc for a training on the CPU, for this whole process and for good; why not, or "" if done.
+    """Tune glibc's malloc for a training on the CPU, for this whole process and for good; return why not, or "".
 
-    Args:
-        free_bytes: what this rank may still take; None: nobody knows.
-        state_bytes: what its weights, gradients and optimizer state will take.
-        env: where the user's own settings of the allocator stand.
+    `free_bytes` is what this rank may still take (None: not known), `state_bytes` what its weights, gradients and
+    optimizer state will take; `env` may hold the user's own settings of the allocator.
     """
     own = next((name for name in env if name.startswith("MALLOC_") or name == "GLIBC_TUNABLES"), None)
     if own is not None:

@@ -1,7 +1,7 @@
-"""Which modules are gathered one at a time when a model's weights are cut over ranks?
+"""Cuts a model's weights over ranks, in blocks that are gathered one at a time.
 
-By default every direct child of the model, and every module of a ModuleList, wherever it is: models are mostly a few
-parts in front and behind, and a list of equal blocks in between.
+Blocks are by default every direct child of the model, and every module of a ModuleList, wherever it is: most models
+are a list of equal blocks between a few parts in front and behind.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import nn
 from paceline.compute.rules import matching
 from paceline.errors import UsageError
 
-if TYPE_CHECKING:  # imported where it is used: it would cost every other strategy a second of start-up
+if TYPE_CHECKING:  # imported where used: it would cost every other strategy a second of start-up
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 
@@ -50,10 +50,10 @@ def cut_into_blocks(
     blocks = blocks_of(model, rule, flag=flag)
     check_types(model, blocks)
     for parameter in model.parameters():
-        parameter.data = parameter.data.contiguous()  # only such can be cut; the values stay in their places
-    everybody = dist.group.WORLD
-    assert everybody is not None  # joined
-    mesh = DeviceMesh.from_group(everybody, device.type)
+        parameter.data = parameter.data.contiguous()  # only such can be cut; each value keeps its place
+    group = dist.group.WORLD
+    assert group is not None  # joined
+    mesh = DeviceMesh.from_group(group, device.type)
     whole_ones = {p for p in model.parameters() if not (p.ndim and p.numel())}
     if rounded:
         whole_ones |= {p for p in model.parameters() if p.ndim == 1} - rounded
@@ -66,17 +66,17 @@ def cut_into_blocks(
         )
         cut.set_gradient_divide_factor(1.0)  # a sum: it is divided by the global weight
         cut.set_force_sum_reduction_for_comms(True)  # gloo has no other
-        cut.set_reduce_scatter_unused_params(True)  # else ranks that use other parameters would mix them up
+        cut.set_reduce_scatter_unused_params(True)  # else ranks that use different parameters would mix them up
     return found
 
 
 def _policies(
     blocks: Mapping[str, nn.Module], whole_ones: AbstractSet[nn.Parameter], rounded: AbstractSet[nn.Parameter]
 ) -> dict[str, MixedPrecisionPolicy]:
-    """How each block travels; inner ones come first, and take their parameters away from the outer ones."""
+    """How each block travels. Inner ones come first, and their parameters no longer belong to the outer ones."""
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-    # inputs stay as they are: autocast rounds them where it should, and a batch norm in front wants them in float32
+    # inputs stay as they are: autocast rounds them where it should, and a leading batch norm needs them in float32
     bf16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
     as_it_is = MixedPrecisionPolicy()
     policies: dict[str, MixedPrecisionPolicy] = {}
@@ -90,7 +90,7 @@ def _policies(
 
 @contextmanager
 def gathered(blocks: Mapping[str, FSDPModule]) -> Generator[None]:
-    """Inside, all of the model is whole, and forward and backward send nothing (a collective at its begin)."""
+    """Inside, all of the model is whole, and forward and backward send nothing (entering is a collective)."""
     root = blocks[""]
     for block in blocks.values():
         block.unshard()
@@ -108,12 +108,7 @@ def gathered(blocks: Mapping[str, FSDPModule]) -> Generator[None]:
 
 
 def blocks_of(model: nn.Module, rule: str | None, *, flag: str) -> dict[str, nn.Module]:
-    """The blocks inside `model` by name, inner ones first.
-
-    Args:
-        model: plain.
-        rule: names or classes, see `rules.matching`; None for the default.
-        flag: where the rule comes from, for errors.
+    """The blocks inside the plain `model` by name, inner ones first; `rule` and `flag` as in `rules.matching`.
 
     Raises:
         UsageError: if `rule` matches nothing, or a block of it holds a parameter that is also used outside.
@@ -135,11 +130,7 @@ def blocks_of(model: nn.Module, rule: str | None, *, flag: str) -> dict[str, nn.
 
 
 def check_types(model: nn.Module, blocks: dict[str, nn.Module]) -> None:
-    """Refuse a block, or what is left of the model, with parameters of several types: they travel as one.
-
-    Raises:
-        UsageError: naming the types.
-    """
+    """Raise UsageError if a block, or the rest of the model, has parameters of several types: they travel as one."""
     inner = {id(p): name for name in blocks for p in blocks[name].parameters()}
     types: dict[str, dict[torch.dtype, str]] = defaultdict(dict)
     for name, parameter in model.named_parameters():
@@ -157,16 +148,13 @@ def check_types(model: nn.Module, blocks: dict[str, nn.Module]) -> None:
 
 
 def _by_default(model: nn.Module) -> Generator[tuple[str, nn.Module]]:
+    # A module without a forward, e.g. a list, is no block: its owner uses what is in it.
     for name, module in model.named_modules():
         parent = model.get_submodule(name.rpartition(".")[0]) if name else None
-        if (parent is model or isinstance(parent, nn.ModuleList)) and not _without_forward(module):
+        if (parent is model or isinstance(parent, nn.ModuleList)) and type(module).forward is not nn.Module.forward:
             yield name, module
         elif parent is not None and isinstance(parent, nn.ModuleDict) and name.count(".") == 1:
             yield name, module  # a direct child that only holds others
-
-
-def _without_forward(module: nn.Module) -> bool:
-    return type(module).forward is nn.Module.forward  # a list: whoever holds it uses what is in it
 
 
 def _has_parameters(module: nn.Module) -> bool:

@@ -1,7 +1,7 @@
-"""torch.compile for a model, with what can go wrong told before the first step.
+"""torch.compile for a model, with what is missing reported before the first step.
 
-Not part of any promise of bits: what the compiler fuses rounds otherwise, and which kernels it makes may depend on the
-shapes that it has seen first.
+It keeps no promise of bits: fused kernels round differently, and which kernels are made may depend on the shapes that
+came first.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ def compile_model(model: nn.Module, device: torch.device) -> None:
     """Let torch compile `model` in place, when it is first called; names and state stay as they are.
 
     Call it last, after `in_bf16`, and before a strategy is applied. A call that torch cannot compile raises
-    TrainingError, with the end of what torch says.
+    TrainingError, with the end of torch's message.
 
     Raises:
-        UsageError: the compiler that torch would use is not there.
+        UsageError: the compiler that torch would use is missing.
     """
     why = lacks_compiler(device)
     if why:
         raise UsageError(f"--compile: {why}")
     _keep_results_private()
     # torch compiles no frame of its own, and the forward of nn.Sequential, say, is one: it needs one of ours around it
-    around_forward(model, _through)
+    around_forward(model, lambda forward, args, kwargs: forward(*args, **kwargs))
     kind: Any = type(model)
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -69,7 +69,7 @@ def _keep_results_private() -> None:
 
 
 def lacks_compiler(device: torch.device) -> str:
-    """What torch.compile needs here and has not, and what to install, in words; empty if all is there."""
+    """What torch.compile lacks here, and what to install, in words; empty if nothing."""
     if device.type == "cuda":
         if importlib.util.find_spec("triton") is None:
             return "torch compiles for GPUs with Triton, which is not installed: pip install triton"
@@ -84,10 +84,6 @@ def lacks_compiler(device: torch.device) -> str:
         f"torch compiles with a {kind} compiler, and there is no {' or '.join(names)} in PATH. Install one (Debian: "
         f"apt install {package}), name it in {'CXX' if kind == 'C++' else 'CC'}, or leave out --compile"
     )
-
-
-def _through(forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return forward(*args, **kwargs)
 
 
 @contextmanager

@@ -1,8 +1,8 @@
 """CUDA graphs: forward and backward of the model as one recording each, replayed without Python and launches.
 
-A recording holds for one shape of inputs and for the very memory of parameters and buffers. For each such set one is
-made, at its first use in training; evaluation and whatever else runs without gradients is not recorded. After it is
-made, a recording is compared with the model itself, once, on the batch at hand.
+A recording is valid for one shape of inputs and for the very memory of parameters and buffers. One is made for each
+such set, at its first use in training, and compared once, on the batch at hand, with the model itself. Evaluation and
+all else that runs without gradients is not recorded.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def graph_model(model: nn.Module, device: torch.device) -> None:
     graphs: dict[Any, Call] = {}
 
     def around(forward: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        # within a dispatch mode somebody looks at each operation: the search for samples that are not finite does
+        # a dispatch mode looks at each operation, as the search for samples that are not finite does
         if not (torch.is_grad_enabled() and model.training) or is_in_torch_dispatch_mode():
             return forward(*args, **kwargs)
         if kwargs or not all(isinstance(argument, Tensor) for argument in args):
@@ -57,7 +57,7 @@ def graph_model(model: nn.Module, device: torch.device) -> None:
 
     around_forward(model, around)
     for parameter in model.parameters():
-        # What a replay gives is memory of the recording, which the next one overwrites: .grad must not be that memory.
+        # A replay gives memory of the recording, which the next replay overwrites: .grad must not be that memory.
         if parameter.requires_grad:
             parameter.register_hook(torch.clone)
 

@@ -1,7 +1,7 @@
 """bf16 as a declared fast mode: forward and backward in bfloat16 where torch's autocast says so, the rest in float32.
 
-Weights, gradients, losses and the optimizer stay float32. Convolutions get their inputs channels last, which is what
-their bf16 kernels are written for. It rounds otherwise than fp32: another run, as docs/speed.md says.
+Weights, gradients, losses and the optimizer stay float32. Convolutions get their inputs channels last, the format that
+their bf16 kernels are written for. It rounds differently from fp32: another run, as docs/speed.md says.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ROUNDING = (
     nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
     nn.MultiheadAttention,
 )  # fmt: skip
-"""whose weights autocast rounds to bf16 wherever they use them, and nobody sees them otherwise"""
+"""whose weights autocast rounds to bf16 wherever they are used"""
 PROBE_SECONDS = 0.3
 GAIN = 1.05  # by which bf16 must be faster to be worth its roundings
 
@@ -61,13 +61,13 @@ def in_bf16(model: nn.Module, device: torch.device) -> None:
 def rounded_by_autocast(model: nn.Module) -> set[nn.Parameter]:
     """The float32 weights that `in_bf16` has rounded before each use, so that they may as well be sent rounded.
 
-    Those of torch's own linear layers, convolutions and attention; of a class with another forward nobody knows what it
-    does with them. Empty for a model that does not compute in bf16.
+    Those of torch's own linear layers, convolutions and attention; what a class with another forward does with them is
+    not known. Empty for a model that does not compute in bf16.
     """
     known: dict[nn.Parameter, bool] = {}
     for module in model.modules() if getattr(model, "computes_in_bf16", False) else ():
         rounds = isinstance(module, ROUNDING) and type(module).forward.__module__.startswith("torch.nn.")
-        for parameter in module.parameters(recurse=False):  # a tied one is the embedding's, too, which is not rounded
+        for parameter in module.parameters(recurse=False):  # one tied to an embedding is not rounded there
             known[parameter] = rounds and parameter.dtype == torch.float32 and known.get(parameter, True)
     return {parameter for parameter, rounds in known.items() if rounds}
 
@@ -101,7 +101,7 @@ def _float32(tensor: Tensor) -> Tensor:
 
 
 def compared(steps: Mapping[str, Callable[[], object]], device: torch.device) -> dict[str, float]:
-    """The shortest seconds of each of `steps`, tried in turn for about 0.3 s, after one try that does not count."""
+    """The shortest seconds of each of `steps`, run in turn for about 0.3 s, after one run that does not count."""
     shortest = dict.fromkeys(steps, float("inf"))
     for step in steps.values():
         step()

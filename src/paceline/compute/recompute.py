@@ -1,14 +1,12 @@
-"""Activation checkpointing: what is inside some modules is not kept for backward, but computed again, to the same bits.
+"""Activation checkpointing: some modules do not keep what backward needs, but compute it again, to the same bits.
 
-Computing again means the same random numbers (torch's streams, `random`'s and numpy's) and the same buffers: batch
-norm, say, must not count a batch twice, and whatever reads a buffer must read what the first forward has read.
+This takes the same random numbers (torch's streams, `random`'s and numpy's) and the same buffers: batch norm, say,
+must not count a batch twice, and code that reads a buffer must read what the first forward has read.
 """
 
 from __future__ import annotations
 
-import random
-import sys
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
@@ -19,30 +17,23 @@ from torch.utils.checkpoint import checkpoint
 
 from paceline.compute.rules import around_forward, matching
 from paceline.errors import UsageError
-from paceline.seeding import preserved_streams
+from paceline.seeding import preserved_streams, remembered_streams
 
-COPIED_BYTES = 1 << 20  # larger buffers (masks, tables) are hardly ever written, and are only watched
+COPIED_BYTES = 1 << 20  # larger buffers (masks, tables) are hardly ever written, and only checked
 
 Buffers = list[tuple[nn.Module, str, Tensor]]
 
 
-def recompute(model: nn.Module, rule: str, *, flag: str = "--checkpoint-activations") -> list[str]:
-    """Let the modules that `rule` names keep only their inputs, and backward compute what is inside again.
+def recompute(model: nn.Module, rule: str) -> list[str]:
+    """Let the modules that `rule` names keep only their inputs, and backward compute the rest again.
 
-    Call it before a strategy is applied. Names and state stay as they are, and so do the bits of every result.
-
-    Args:
-        model: changed in place.
-        rule: names or classes, see `rules.matching`.
-        flag: where the rule comes from, for errors.
-
-    Returns:
-        The names of these modules.
+    Call it before a strategy is applied; it changes the model in place and returns the names of these modules (see
+    `rules.matching`). Names and state stay as they are, and so do the bits of every result.
 
     Raises:
         UsageError: a pattern matches nothing.
     """
-    found = matching(model, rule, flag=flag)
+    found = matching(model, rule, flag="--checkpoint-activations")
     for name, module in found.items():
         around_forward(module, partial(_forward_once_more, module, name))
     return [*found]
@@ -59,7 +50,7 @@ def _forward_once_more(
         own = len(everything) - len(names)
         return forward(*everything[:own], **dict(zip(names, everything[own:], strict=True)))
 
-    # All arguments by position: in them it looks for the devices whose random streams it has to keep.
+    # All arguments by position: torch looks in these for the devices whose random streams it has to keep.
     return checkpoint(
         run, *args, *kwargs.values(), use_reentrant=False, preserve_rng_state=True,
         context_fn=partial(_contexts, module, name),
@@ -67,11 +58,11 @@ def _forward_once_more(
 
 
 def _contexts(module: nn.Module, name: str) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """What surrounds the first forward, and what surrounds the second."""
+    """The contexts of the first forward and of the second."""
     buffers: Buffers = [(m, n, b) for m in module.modules() for n, b in m.named_buffers(recurse=False)]
     small = [(m, n, b.clone()) for m, n, b in buffers if b.nbytes <= COPIED_BYTES]
     large = [(m, n, b) for m, n, b in buffers if b.nbytes > COPIED_BYTES]
-    return _watching(name, large), _again(small, random.getstate(), _numpy_state())
+    return _watching(name, large), _again(small, remembered_streams())
 
 
 @contextmanager
@@ -87,22 +78,15 @@ def _watching(name: str, large: Buffers) -> Generator[None]:
 
 
 @contextmanager
-def _again(before: Buffers, state: Any, numpy_state: Any) -> Generator[None]:
+def _again(before: Buffers, restore_streams: Callable[[], None]) -> Generator[None]:
     """Inside, buffers and streams are those before the first forward; afterwards those of now."""
     now = [(owner, leaf, getattr(owner, leaf)) for owner, leaf, _ in before]
     with preserved_streams():
-        random.setstate(state)
-        if numpy_state is not None:
-            sys.modules["numpy"].random.set_state(numpy_state)
+        restore_streams()
         for owner, leaf, buffer in before:
             setattr(owner, leaf, buffer.clone())
         try:
             yield
-        finally:  # also when torch has seen enough, which it says by an exception
+        finally:  # also when torch stops early, which it does by an exception
             for owner, leaf, buffer in now:
                 setattr(owner, leaf, buffer)
-
-
-def _numpy_state() -> Any:
-    found = getattr(sys.modules.get("numpy"), "random", None)
-    return None if found is None else found.get_state()

@@ -1,4 +1,4 @@
-"""Which modules of a model does a rule like `blocks.*,Attention` mean?"""
+"""Finds the modules that a rule like `blocks.*,Attention` names, and changes the forward of a module."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from typing import Any
 from torch import nn
 from torch.jit import ScriptModule  # pyright: ignore[reportPrivateImportUsage]
 
-from paceline.errors import UsageError
+from paceline.errors import UsageError, first_few
 
 MAX_SHOWN = 20
+CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)  # have no forward of their own
 
 Around = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 """(the module's own forward, args, kwargs) -> what forward gives now"""
@@ -21,28 +22,29 @@ Around = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 def matching(model: nn.Module, rule: str, *, flag: str) -> dict[str, nn.Module]:
     """The modules inside `model` whose name or class matches one of the comma-separated patterns, by name.
 
-    Of a module and what is inside it only the outer one. Patterns are a shell's: * and ? stand for any characters,
-    dots too.
+    Of a module and those inside it only the outer one. Patterns are a shell's: * and ? match any characters, dots too.
 
     Raises:
-        UsageError: a pattern matches nothing; says what there is. `flag` is what the user has typed it after.
+        UsageError: a pattern matches nothing; lists what there is. `flag` is the option of the rule.
     """
-    there = {name: module for name, module in model.named_modules() if name and not _holds_only(module)}
+    there = {name: module for name, module in model.named_modules() if name and not isinstance(module, CONTAINERS)}
     chosen: set[str] = set()
     for pattern in (p.strip() for p in rule.split(",")):
         found = {name for name, module in there.items() if _matches(pattern, name, module)}
         if not found:
-            raise UsageError(f"{flag} {rule}: no module matches {pattern!r}. There are: {_shown(there)}")
+            names = [f"{name} ({type(module).__name__})" for name, module in there.items()]
+            shown = first_few(names, MAX_SHOWN) or "none but the model itself"
+            raise UsageError(f"{flag} {rule}: no module matches {pattern!r}. There are: {shown}")
         chosen |= found
-    outer = [name for name in there if name in chosen and not any(_inside(name, other) for other in chosen)]
+    outer = [name for name in there if name in chosen and not any(name.startswith(f"{other}.") for other in chosen)]
     return {name: there[name] for name in outer}
 
 
 def around_forward(module: nn.Module, around: Around) -> None:
-    """From now on `module` computes `around(its own forward, args, kwargs)`; nothing else of it changes.
+    """Let `module` compute `around(its own forward, args, kwargs)`; nothing else of it changes.
 
-    Its class becomes a subclass, as torch's fully_shard makes it: names, hooks, state and nn.DataParallel's copies
-    stay what they were, which they would not with a wrapper, or with a forward that is bound to one instance.
+    Its class becomes a subclass, as torch's fully_shard makes it. So names, hooks, state and nn.DataParallel's copies
+    stay what they were; with a wrapper, or a forward bound to one instance, they would not.
 
     Raises:
         UsageError: for a module whose forward is not its class's.
@@ -58,26 +60,11 @@ def around_forward(module: nn.Module, around: Around) -> None:
 
 
 def subclassed(module: nn.Module, **members: Any) -> None:
-    """Give `module` a class of the same name that has `members` and else is its own."""
+    """Give `module` a subclass of its class, of the same name, with `members`."""
     kind: Any = type(module)
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
     module.__class__ = type(kind)(kind.__name__, (kind,), {**names, **members})
 
 
-def _holds_only(module: nn.Module) -> bool:
-    """Whether it has no forward of its own."""
-    return isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict))
-
-
 def _matches(pattern: str, name: str, module: nn.Module) -> bool:
     return fnmatchcase(name, pattern) or fnmatchcase(type(module).__name__, pattern)
-
-
-def _inside(name: str, other: str) -> bool:
-    return name.startswith(f"{other}.")
-
-
-def _shown(there: dict[str, nn.Module]) -> str:
-    words = [f"{name} ({type(module).__name__})" for name, module in there.items()]
-    more = f" and {len(words) - MAX_SHOWN} more" if len(words) > MAX_SHOWN else ""
-    return (", ".join(words[:MAX_SHOWN]) or "none but the model itself") + more

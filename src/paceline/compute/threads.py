@@ -1,7 +1,7 @@
-"""How many CPU threads shall each rank have, and what is wrong with the number that it has? Pure, no torch.
+"""Says how many CPU threads each rank should have, and what is wrong with the number that it has. Pure, no torch.
 
-A wrong number is the largest loss that nobody sees (measured: 2 ranks x 2 threads on 2 cores: 0.62 of the speed). The
-ranks tell each other where they may run; who shares cores with whom follows from that, whoever has started them:
+A wrong number is the largest loss that goes unnoticed (measured: 2 ranks x 2 threads on 2 cores: 0.62 of the speed).
+Ranks exchange where they may run; from that follows who shares cores with whom, whatever has started them:
 
     torchrun, our agent: all ranks of a host may run on all its cores      cores / ranks
     srun --cpus-per-task, mpirun --bind-to: each on cores of its own       these
@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from paceline.errors import plural
 from paceline.host.cgroup import usable_cores
 
 
@@ -30,14 +31,14 @@ class Seat(msgspec.Struct, frozen=True):
 
 
 def own_seat(threads: int) -> Seat:
-    """This process's, which has `threads` threads."""
+    """The seat of this process, which has `threads` threads."""
     every = range(os.cpu_count() or 1)
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else every
     return Seat(os.uname().nodename, tuple(sorted(cores)), usable_cores(), threads)
 
 
 def share(seats: Sequence[Seat], rank: int) -> int:
-    """The threads that rank `rank` should have: its part of the cores that it shares, at least 1."""
+    """The threads that `rank` should have: its part of the cores that it shares, at least 1."""
     mine = seats[rank]
     sharing = [seat for seat in seats if seat.host == mine.host and set(seat.cores) & set(mine.cores)]
     return max(1, mine.limit // len(sharing))
@@ -50,7 +51,7 @@ def complaints(seats: Sequence[Seat], *, may_idle: bool = False) -> list[str]:
         words = _complaint([seat for seat in seats if seat.host == host], may_idle)
         if words:
             told.setdefault(words, []).append(host)
-    return [f"{_hosts(hosts)}: {words}" for words, hosts in told.items()]
+    return [f"{_named(hosts)}: {words}" for words, hosts in told.items()]
 
 
 def _complaint(seats: Sequence[Seat], may_idle: bool) -> str:
@@ -60,15 +61,15 @@ def _complaint(seats: Sequence[Seat], may_idle: bool) -> str:
     )
     ranks, threads = len(seats), sum(seat.threads for seat in seats)
     each = max(1, granted // ranks)
-    most = _count(max(seat.threads for seat in seats), "thread")
-    have = f"{_count(ranks, 'rank')} x {most} on {_count(granted, 'core')}"
+    most = plural(max(seat.threads for seat in seats), "thread")
+    have = f"{plural(ranks, 'rank')} x {most} on {plural(granted, 'core')}"
     if threads > granted:
         if ranks > granted:
             rest = "" if threads == ranks else " and --threads-per-rank 1"
-            return f"{have}: the ranks take turns. Faster: {_count(granted, 'process', 'processes')}{rest}"
+            return f"{have}: the ranks take turns. Faster: {plural(granted, 'process', 'processes')}{rest}"
         if crowded := _crowded(seats):
             ranks, cores = crowded
-            return f"{have}: {ranks} of them are bound to {_count(cores, 'core')} and take turns. Bind them apart"
+            return f"{have}: {ranks} of them are bound to {plural(cores, 'core')} and take turns. Bind them apart"
         return f"{have}: more threads than cores make every rank slower. Use --threads-per-rank {each}"
     if 2 * threads < granted and not may_idle:
         return f"{have}: {granted - threads} cores are idle. Use --threads-per-rank {each}"
@@ -76,7 +77,7 @@ def _complaint(seats: Sequence[Seat], may_idle: bool) -> str:
 
 
 def _crowded(seats: Sequence[Seat]) -> tuple[int, int] | None:
-    """(ranks, cores): ranks that may run on these cores only, which are fewer than they are."""
+    """(ranks, cores): ranks that may run only on these cores, which are fewer than the ranks."""
     for place in seats:
         there = sum(set(seat.cores) <= set(place.cores) for seat in seats)
         cores = min(len(place.cores), place.limit)
@@ -85,9 +86,5 @@ def _crowded(seats: Sequence[Seat]) -> tuple[int, int] | None:
     return None
 
 
-def _hosts(hosts: Sequence[str]) -> str:
-    return hosts[0] if len(hosts) == 1 else f"{hosts[0]} and {_count(len(hosts) - 1, 'more host')}"
-
-
-def _count(number: int, one: str, many: str | None = None) -> str:
-    return f"{number} {one if number == 1 else many or one + 's'}"
+def _named(hosts: Sequence[str]) -> str:
+    return hosts[0] if len(hosts) == 1 else f"{hosts[0]} and {plural(len(hosts) - 1, 'more host')}"

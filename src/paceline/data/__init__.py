@@ -1,1 +1,1 @@
-"""Which data there are, who sees which of them when, and how they get onto the device."""
+"""Data: what there is, which rank sees which samples when, and how batches get onto the device."""

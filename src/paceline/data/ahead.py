@@ -1,7 +1,7 @@
-"""Batches on the device. On a GPU the next one is already on its way while the current one is computed.
+"""Brings batches onto the device; on a GPU, the next one while the current one is computed.
 
-The next batch is asked for, and its copy begun on a stream of its own, before the current one is handed out: a step
-ends with a wait for the GPU, and a copy that began after it would be waited for. On the CPU nothing is done ahead.
+The next batch is requested, and its copy begun on a stream of its own, before the current one is handed out: a step
+ends with a wait for the GPU, and would wait for a copy begun after it. On the CPU nothing is done ahead.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def on_its_way(batches: Iterator[Any], device: torch.device) -> Generator[Any]:
             yield moved(batch, device)
         return
     side = torch.cuda.Stream(device)
-    side.wait_stream(torch.cuda.current_stream(device))  # data that lie on the GPU are there before they are gathered
+    side.wait_stream(torch.cuda.current_stream(device))  # data on the GPU must be there before they are gathered
 
     def begin() -> tuple[Any, torch.cuda.Event]:
         with torch.cuda.stream(side):
@@ -36,7 +36,7 @@ def on_its_way(batches: Iterator[Any], device: torch.device) -> Generator[Any]:
         batch, arrived = begun
         current = torch.cuda.current_stream(device)
         current.wait_event(arrived)
-        for tensor in tensors(batch):  # memory of the side stream must not be given to the next copy while it is read
+        for tensor in tensors(batch):  # the side stream must not reuse this memory for the next copy while it is read
             tensor.record_stream(current)
         return batch
 
@@ -44,9 +44,9 @@ def on_its_way(batches: Iterator[Any], device: torch.device) -> Generator[Any]:
 
 
 def one_ahead(begin: Callable[[], Begun], end: Callable[[Begun], Any]) -> Generator[Any]:
-    """What `end` makes of each thing that `begin` gives, until it raises StopIteration; the next is begun before.
+    """What `end` makes of each thing that `begin` gives, until that raises StopIteration; one is begun ahead.
 
-    What else `begin` raises is raised when that thing is asked for, not with the one before it.
+    Any other error of `begin` is raised when that thing is requested, not with the one before it.
     """
     try:
         begun = begin()

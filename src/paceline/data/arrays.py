@@ -15,7 +15,7 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 from paceline.data.draws import Draw, SampleDraws
 
 Rows = Tensor | NDArray[Any]
-"""one row for each sample; a numpy array may be memory-mapped: of a file larger than memory only rows are read"""
+"""one row for each sample; a numpy array may be memory-mapped: only the rows of a batch are read from the file"""
 Gather = Callable[[Tensor, SampleDraws], Sequence[Tensor]]
 """(indices (n,), the samples' random numbers) -> the batch"""
 D = TypeVar("D", bound=Dataset[Any])
@@ -25,18 +25,16 @@ D = TypeVar("D", bound=Dataset[Any])
 class ArrayDataset(Dataset[tuple[Tensor, Tensor]]):
     """Sample i is (inputs[i], targets[i]), after `transform` and `augment`, which work on whole batches of inputs.
 
-    `transform` must treat every sample alike and without chance (normalising, say): a sample must not depend on the
-    batch it comes in. `augment` comes after it, and is also given `draw`: draw(k) is (n, k) float32 in [0, 1), and row
-    j depends on nothing but the run's seed, the epoch and sample j. So a random flip of a whole batch is
+    `transform` must treat every sample alike and without chance (normalising, say): a sample must not depend on its
+    batch. `augment` comes after it, and also gets `draw`: draw(k) is (n, k) float32 in [0, 1), and row j depends on
+    nothing but the run's seed, the epoch and sample j. A random flip, the same on whichever rank or in whichever batch:
 
         def augment(images, draw):                                    # images (n, C, H, W)
             flip = draw(1).view(-1, 1, 1, 1) < 0.5
             return torch.where(flip, images.flip(3), images)
 
-    and a sample looks the same whichever rank or batch it comes in.
-
     Raises:
-        ValueError: if inputs and targets are not equally many, or torch has no such type of numbers.
+        ValueError: if the numbers of inputs and targets differ, or torch has no such type of numbers.
     """
 
     inputs: Rows  # (N, ...)
@@ -61,17 +59,17 @@ class ArrayDataset(Dataset[tuple[Tensor, Tensor]]):
     def gather(self, indices: Tensor, draws: SampleDraws | None = None) -> tuple[Tensor, Tensor]:
         """The batch of samples `indices`: inputs (n, ...) and targets (n, ...).
 
-        Without `draws` random numbers are those of seed 0 and epoch 0.
+        Without `draws`, random numbers are those of seed 0 and epoch 0.
         """
-        inputs = rows_of(self.inputs, indices)
+        inputs = _rows(self.inputs, indices)
         if self.transform is not None:
             inputs = self.transform(inputs)
         if self.augment is not None:
             inputs = self.augment(inputs, (draws or SampleDraws(0, 0)).of(indices, inputs.device))
-        return inputs, rows_of(self.targets, indices)
+        return inputs, _rows(self.targets, indices)
 
 
-def rows_of(rows: Rows, indices: Tensor) -> Tensor:
+def _rows(rows: Rows, indices: Tensor) -> Tensor:
     """Rows `indices` (n,), as a tensor where the rows are; a copy."""
     if isinstance(rows, Tensor):
         return rows.index_select(0, indices.to(rows.device, non_blocking=True))
@@ -85,7 +83,7 @@ def batch_gatherer(dataset: object) -> Gather | None:
         return dataset.gather
     if type(dataset) is TensorDataset:  # not a subclass, which may have a __getitem__ of its own
         tensors = dataset.tensors
-        return lambda indices, _: [rows_of(t, indices) for t in tensors]
+        return lambda indices, _: [_rows(t, indices) for t in tensors]
     if type(dataset) is Subset:
         inner = batch_gatherer(cast("Subset[Any]", dataset).dataset)
         if inner is not None:
@@ -104,12 +102,8 @@ def held_rows(dataset: object) -> Sequence[Rows] | None:
 def on_device(dataset: D, device: torch.device, *, free_bytes: int | None = None) -> D:
     """`dataset` with its rows on `device`, if they are held and fit there; else itself.
 
-    A GPU then gathers its batches by itself: neither a copy nor Python is in the way. For the CPU nothing changes.
-
-    Args:
-        dataset: of any kind.
-        device: of the training.
-        free_bytes: what the data may take; by default a quarter of what is free on the GPU.
+    A GPU then gathers its batches by itself, without copies. For the CPU nothing changes. The data may take
+    `free_bytes`, by default a quarter of what is free on the GPU.
     """
     held = held_rows(dataset)
     if device.type == "cpu" or held is None:
@@ -124,7 +118,7 @@ def on_device(dataset: D, device: torch.device, *, free_bytes: int | None = None
     there = replace(dataset, inputs=moved[0], targets=moved[1])
     try:
         there.gather(torch.zeros(1, dtype=torch.int64))
-    except Exception:  # a transform that knows numpy only, say: it stays where it works
+    except Exception:  # a transform that works on numpy arrays only, say
         return dataset
     return cast("D", there)
 

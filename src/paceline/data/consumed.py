@@ -1,7 +1,7 @@
-"""Which samples were used? One 64-bit number that says so, however many there were and in whatever order they came.
+"""Fingerprints of sets of samples: one 64-bit number, however many there are and in whatever order they come.
 
-The fingerprint of a set of samples is the sum modulo 2**64 of a mixing hash of each index, so the fingerprints of a
-step's ranks, or of an epoch's steps, add up to that of all their samples together.
+It is the sum modulo 2**64 of a mixing hash of each index, so the fingerprints of a step's ranks, or of an epoch's
+steps, add up to that of all their samples together.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ MODULUS = 2**64
 def fingerprint(indices: Tensor) -> int:
     """The fingerprint, in [0, 2**64), of samples `indices`: int64 of any shape, none negative. 0 for no samples.
 
-    Where two multisets of samples differ, their fingerprints differ by the sum of c * hash(index), where the integers c
-    tell how often the one has that sample more than the other. The hash is one to one and is 0 for no index below
-    2**62. So one sample missing, doubled, or exchanged for another is *always* seen. For larger differences take the
-    hash as random: if any c is odd, the sum is 0 with probability 2**-64; if 2**k divides them all, with 2**(k - 64).
-    This guards against accidents: who wants to, can find samples with a given fingerprint.
+    Where two multisets of samples differ, their fingerprints differ by the sum of c * hash(index), where the integer c
+    is how often the one has that sample more than the other. The hash is one to one and is 0 for no index below 2**62.
+    So one sample missing, doubled, or exchanged for another is *always* seen. For larger differences take the hash as
+    random: if any c is odd, the sum is 0 with probability 2**-64; if 2**k divides them all, with 2**(k - 64). This
+    guards against accidents only: samples with a given fingerprint can be found on purpose.
 
     Source: the finaliser of splitmix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, 2014; the
     multipliers are Stafford's variant 13).
@@ -29,7 +29,7 @@ def fingerprint(indices: Tensor) -> int:
 
 
 def mixed(numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The hash of each of `numbers`, which stay as they are."""
+    """The hash of each of `numbers`, as a new array."""
     z = numbers + np.uint64(0x9E3779B97F4A7C15)  # else sample 0 would have hash 0, and would never be missed
     z ^= z >> np.uint64(30)
     z *= np.uint64(0xBF58476D1CE4E5B9)

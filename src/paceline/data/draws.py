@@ -1,7 +1,7 @@
-"""Random numbers for a whole batch, of which each sample's depend on the sample alone.
+"""Random numbers for a whole batch, where each sample's depend on the sample alone.
 
-A generator gives numbers in the order in which they are asked for, so a sample's would depend on its neighbours. Here
-each is a hash of (seed, epoch, sample, how many were drawn before), made for the whole batch at once.
+A generator gives numbers in the order of the draws, so a sample's would depend on its neighbours. Here each is a hash
+of (seed, epoch, sample, how many were drawn before), made for the whole batch at once.
 """
 
 from __future__ import annotations

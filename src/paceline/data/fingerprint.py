@@ -1,4 +1,4 @@
-"""Do all ranks see the same data? Compared before the first step: whole, or by length and a few samples."""
+"""Fingerprints of datasets, compared over ranks before the first step: of the whole, or of length and a few samples."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from paceline.data.arrays import Rows, held_rows
 from paceline.data.loader import Loading, fetch
 from paceline.seeding import preserved_streams
 
-WHOLE_BYTES = 1 << 30  # of data held as tensors are compared whole: 1 s
+WHOLE_BYTES = 1 << 30  # up to here, data held as tensors are compared whole: 1 s
 PROBES = 8  # samples of other data, evenly spread
 CHANGING = "changes from draw to draw"
 
 
-def fingerprint(dataset: Dataset[Any], loading: Loading) -> dict[str, Any]:
-    """What two equal datasets have in common, in words.
+def data_fingerprint(dataset: Dataset[Any], loading: Loading) -> dict[str, Any]:
+    """What two equal datasets have in common, by name.
 
-    Random augmentation from torch's, Python's or numpy's global streams is seeded by the sample and so is alike; a
-    sample that is different each time all the same cannot be compared, which is no reason to refuse it.
+    Random augmentation from torch's, Python's or numpy's global streams is seeded by the sample, so it is alike. A
+    sample that still differs each time cannot be compared, which is no reason to refuse it.
     """
     length = len(dataset)  # pyright: ignore[reportArgumentType]
     held = held_rows(dataset)

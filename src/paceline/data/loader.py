@@ -1,8 +1,8 @@
-"""From a plan to tensors on the device: the micro-batches of one rank, step by step.
+"""Loads the micro-batches of one rank, step by step: from a plan to tensors on the device.
 
 Data held as tensors or arrays is gathered directly; any other map-style dataset goes through torch's DataLoader, with
 workers. Either way the samples come in the plan's order, and a sample's random augmentation depends on (seed, epoch,
-sample) only, never on the worker that loads it (see `seeded` for datasets that are asked for whole batches).
+sample) only, never on the worker that loads it (see `seeded` for datasets that give whole batches).
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from __future__ import annotations
 import os
 import re
 import signal
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import tee
 from signal import strsignal
 from typing import Any, cast
@@ -28,7 +29,7 @@ from paceline.data.ahead import on_its_way
 from paceline.data.arrays import batch_gatherer
 from paceline.data.draws import SampleDraws
 from paceline.data.plan import BatchPlan, Work, rank_work
-from paceline.data.seeded import SLOTS_OF_A_LOADER, Collate, SeededBatches, SeededSamples, asks_for_batches
+from paceline.data.seeded import SLOTS_OF_A_LOADER, SeededBatches, SeededSamples, asks_for_batches, collated
 from paceline.errors import TrainingError, UsageError
 from paceline.host.procfs import die_with_parent
 from paceline.seeding import preserved_streams
@@ -51,7 +52,7 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class Loading:
-    """How batches are fetched: on this device, by so many worker processes (0 = by the training process)."""
+    """How batches are fetched: onto this device, by so many worker processes (0 = by the training process)."""
 
     device: torch.device
     num_workers: int = 0
@@ -72,16 +73,12 @@ def load_steps(
     merged: bool = False,
 ) -> Generator[list[MicroBatch]]:
     """For each step start..stop-1 of the run: the micro-batches of the rank that owns the virtual ranks `share`."""
-    steps = ([*_work_of(plan, share, step, merged)] for step in range(start, stop))
+    steps = (rank_work(plan, *divmod(step, plan.steps_per_epoch), share, merged=merged) for step in range(start, stop))
     for_requests, for_steps = tee(steps)
     requests = ((work.epoch, work.indices) for step in for_requests for work in step)
     with closing(fetch(dataset, requests, plan.seed, loading)) as batches:
         for step in for_steps:
             yield [MicroBatch(*next(batches), work, work.random_seed(plan.seed)) for work in step]
-
-
-def _work_of(plan: BatchPlan, share: range, step: int, merged: bool) -> list[Work]:
-    return rank_work(plan, *divmod(step, plan.steps_per_epoch), share, merged=merged)
 
 
 def fetch(
@@ -109,17 +106,17 @@ def _by_loader(dataset: Dataset[Any], requests: Iterable[Request], seed: int, lo
     seeded = SeededBatches if whole else SeededSamples
     loader = DataLoader(
         seeded(dataset, seed, box, SLOTS_OF_A_LOADER if loading.evaluates else 0),
-        batch_sampler=_Keys(keys),
+        batch_sampler=keys,  # the whole run is one pass, so workers prefetch across epochs
         num_workers=loading.num_workers,
-        collate_fn=Collate(loading.collate) if whole else loading.collate,
+        collate_fn=partial(collated, loading.collate) if whole else loading.collate,
         pin_memory=loading.device.type == "cuda",
-        worker_init_fn=_WorkerInit(os.getpid()) if loading.num_workers else None,
+        worker_init_fn=partial(_begin_worker, os.getpid()) if loading.num_workers else None,
         generator=torch.Generator().manual_seed(0),  # else DataLoader draws its base seed from the global stream
     )
     iterator = iter(loader)
     try:
         while True:
-            with preserved_streams():  # without workers the samples are drawn, and seeded, in this very process
+            with preserved_streams():  # without workers, samples are drawn, and seeded, in this very process
                 if box is not None:
                     box.put("loading", 1)
                 try:
@@ -136,20 +133,10 @@ def _by_loader(dataset: Dataset[Any], requests: Iterable[Request], seed: int, lo
         del iterator, loader  # ends the worker processes now, not when the garbage collector gets to it
 
 
-class _Keys:
-    """A batch sampler over an iterator: the whole run is one pass, so workers prefetch across epochs."""
-
-    def __init__(self, keys: Iterator[list[tuple[int, int]]]) -> None:
-        self._keys = keys
-
-    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        return self._keys
-
-
 def _with_signal(error: RuntimeError, iterator: object) -> RuntimeError:
-    """`error`, or in its place the words that torch has for a killed process, where it has only seen that it is gone.
+    """`error`; where torch has only seen that a killed process is gone, its words for one that was killed instead.
 
-    Which of the two it says is a race between its handler of SIGCHLD and its look at the processes.
+    Which of the two it raises is a race between its handler of SIGCHLD and its look at the processes.
     """
     found = GONE.search(str(error))
     workers: Sequence[Any] = getattr(iterator, "_workers", ())
@@ -161,7 +148,7 @@ def _with_signal(error: RuntimeError, iterator: object) -> RuntimeError:
 
 @contextmanager
 def naming_lost_processes(box: Box, rank: int) -> Generator[None]:
-    """Inside, a loader's process that is killed becomes an error that says which one, and what it worked on.
+    """Inside, a killed loader process becomes an error that names it, and what it worked on.
 
     torch raises in the middle of whatever the main thread does, from its handler of SIGCHLD.
 
@@ -183,16 +170,11 @@ def naming_lost_processes(box: Box, rank: int) -> Generator[None]:
         ) from error
 
 
-@dataclass(frozen=True)
-class _WorkerInit:
-    """Runs first in a loader worker: end with the trainer, however that ends, and leave the cores to it."""
-
-    trainer_pid: int
-
-    def __call__(self, worker: int) -> None:
-        die_with_parent(self.trainer_pid)
-        for number in STOP_SIGNALS:  # meant for the trainer, which ends its step and saves; it needs us for that
-            signal.signal(number, signal.SIG_IGN)
+def _begin_worker(trainer_pid: int, worker: int) -> None:
+    """Runs first in a loader worker: the worker ends with the trainer, however that ends."""
+    die_with_parent(trainer_pid)
+    for number in STOP_SIGNALS:  # meant for the trainer, which needs us to end its step, and saves
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _as_pair(batch: Any) -> tuple[Any, Any]:

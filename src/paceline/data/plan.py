@@ -1,4 +1,4 @@
-"""Who sees which sample, and when: a pure function of five integers, the same on every rank.
+"""Plans who sees which sample, and when: a pure function of five integers, the same on every rank.
 
 The *global batch* is the unit. In each epoch the samples are shuffled, cut into global batches, and each global batch
 is dealt to the virtual ranks like cards. With 10 samples, a global batch of 6 and 2 virtual ranks, unshuffled:
@@ -7,7 +7,7 @@ is dealt to the virtual ranks like cards. With 10 samples, a global batch of 6 a
     step 1: virtual rank 0 gets 6 8,   virtual rank 1 gets 7 9
 
 The k-th global batch never depends on the number of (virtual) ranks, every sample occurs once an epoch, and shares are
-uneven (by one) rather than padded: the step weighs by samples, so nothing needs to be repeated or left out.
+uneven (by one) rather than padded: the step weights by samples, so nothing needs to be repeated or left out.
 """
 
 from __future__ import annotations
@@ -100,8 +100,8 @@ class BatchPlan:
 class Work:
     """One forward and backward of a rank within a step: micro-batch `part` of `virtual_rank`.
 
-    A stand-in (`counted` is False) is one sample that a rank without a share runs all the same, so that every rank
-    meets the others in the collectives of the step; its gradient, loss and buffers count for nothing.
+    A stand-in (`counted` is False) is one sample that a rank without a share still runs, so that every rank meets the
+    others in the collectives of the step; its gradient, loss and buffers count for nothing.
     """
 
     epoch: int
@@ -112,15 +112,15 @@ class Work:
     counted: bool = True
 
     def random_seed(self, seed: int) -> int:
-        """Where this forward's random stream (dropout) starts: the same, whoever computes it."""
+        """The seed of this forward's random stream (dropout): the same on whichever rank."""
         return derive(seed, "forward", self.epoch, self.step, self.virtual_rank, self.part)
 
 
 def rank_work(plan: BatchPlan, epoch: int, step: int, share: range, *, merged: bool = False) -> list[Work]:
-    """What a rank that owns the virtual ranks `share` computes in one step, in order; never nothing.
+    """What a rank that owns the virtual ranks `share` computes in one step, in order; at least a stand-in.
 
-    With `merged`, the k-th micro-batches of all its virtual ranks become one, so that every rank runs equally many:
-    what synchronised batch norm needs, whose statistics are over the k-th micro-batches of all ranks.
+    With `merged`, the k-th micro-batches of all its virtual ranks become one, so that every rank runs equally many.
+    Synchronised batch norm needs this: its statistics are over the k-th micro-batches of all ranks.
     """
     parts = range(plan.parts(epoch, step))
     if merged:
@@ -154,7 +154,7 @@ def ranks_share(virtual_ranks: int, rank: int, world_size: int) -> range:
     return range(rank * virtual_ranks // world_size, (rank + 1) * virtual_ranks // world_size)
 
 
-@lru_cache(maxsize=2)  # the epoch that is trained, and the next one that loader workers already fetch
+@lru_cache(maxsize=2)  # the epoch in training, and the next one, which loader workers already fetch
 def _order(num_samples: int, seed: int, epoch: int, shuffle: bool) -> Tensor:
     if not shuffle:
         return torch.arange(num_samples)

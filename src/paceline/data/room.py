@@ -1,6 +1,6 @@
-"""Is there room for what loader processes hand over? Asked before the first step: later it looks like a crash.
+"""Checks before the first step that there is room for what loader processes hand over; later it looks like a crash.
 
-Loader processes pass tensors by /dev/shm, each with a descriptor of its own, and work ahead of the training:
+Loader processes pass tensors through /dev/shm, each with a descriptor of its own, and work ahead of the training:
 
     bytes = bytes of a batch x (2 ahead x processes + 1 in use) x ranks on this machine
     files = tensors of a batch x (2 ahead x processes + 1 in use)
@@ -25,21 +25,17 @@ SHARED_MEMORY = "/dev/shm"
 
 @dataclass(frozen=True)
 class Room:
-    """What wants room on this machine."""
+    """What needs room on this machine."""
 
     largest_batch: int
     """samples of the largest micro-batch of the run"""
     num_workers: int
-    """loader processes of each rank; of none nothing is asked"""
+    """loader processes of each rank; without any there is nothing to check"""
     local_ranks: int
 
 
 def check_room(batch: Any, samples: int, room: Room) -> None:
-    """Refuse to begin where batches of the kind of `batch`, which has `samples` samples, will not fit.
-
-    Raises:
-        UsageError: says what is there, what is needed, and what to do.
-    """
+    """Raise UsageError where batches of the kind of `batch`, which has `samples` samples, will not fit."""
     num_workers, local_ranks = room.num_workers, room.local_ranks
     if not num_workers:
         return
@@ -70,7 +66,7 @@ def check_room(batch: Any, samples: int, room: Room) -> None:
 def _free_bytes() -> int | None:
     try:
         status = os.statvfs(SHARED_MEMORY)
-    except OSError:  # no Linux: another way of sharing, which nobody can ask
+    except OSError:  # not Linux: another way of sharing, whose room is not known
         return None
     return status.f_bavail * status.f_frsize
 

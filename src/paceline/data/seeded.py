@@ -1,14 +1,13 @@
-"""A dataset whose random augmentation depends on what is asked for, never on who asks, or in which order.
+"""Seeds a dataset's random augmentation by what is loaded, never by who loads it, or in which order.
 
-Asked sample by sample, all random streams start anew for each (epoch, sample). A dataset with torch's hook
-`__getitems__` is asked for a whole micro-batch, and they start anew for each (epoch, micro-batch): the same at every
-world size, for a virtual rank's micro-batches are, but not the same for another number of virtual ranks, global batch
-or accumulation.
+Sample by sample, all random streams restart for each (epoch, sample). A dataset with torch's hook `__getitems__` gives
+a whole micro-batch, and they restart for each (epoch, micro-batch): the same at every world size, as a virtual rank's
+micro-batches are, but not for another number of virtual ranks, global batch or accumulation.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,6 +16,7 @@ from torch.utils.data import Dataset, StackDataset, Subset, default_collate, def
 
 from paceline.contract.box import SLOTS, Box
 from paceline.errors import UsageError
+from paceline.nested import batch_size
 from paceline.seeding import derive, seed_streams
 
 SLOTS_OF_A_LOADER = SLOTS // 2  # the loaders of training and evaluation live at the same time
@@ -26,9 +26,9 @@ Key = tuple[int, int]
 
 
 class SeededSamples(Dataset[Any]):
-    """`dataset`, asked for (epoch, index): seeds all random streams by them before it draws the sample.
+    """`dataset` by (epoch, index): seeds all random streams by them before it draws the sample.
 
-    A worker process says in the box which sample it works on.
+    A worker process writes into the box which sample it works on.
     """
 
     def __init__(self, dataset: Dataset[Any], seed: int, box: Box | None = None, first_slot: int = 0) -> None:
@@ -36,7 +36,7 @@ class SeededSamples(Dataset[Any]):
         self._box, self._first_slot = box, first_slot
 
     def __getstate__(self) -> dict[str, Any]:
-        # a process that was spawned, not forked, does not have the memory
+        # a spawned process, other than a forked one, does not have the memory
         return {**self.__dict__, "_box": None}
 
     def __getitem__(self, key: Key) -> Any:
@@ -56,7 +56,7 @@ class SeededSamples(Dataset[Any]):
 
 
 class SeededBatches(SeededSamples):
-    """The same for a dataset that is asked for whole micro-batches; the box names the first sample."""
+    """The same for a dataset that gives whole micro-batches; the box names the first sample."""
 
     def __getitems__(self, keys: list[Key]) -> Any:
         """A list of samples, to be collated, or `WholeBatch`."""
@@ -64,46 +64,34 @@ class SeededBatches(SeededSamples):
         seed_streams(derive(self._seed, "samples", keys[0][0], *indices))
         dataset: Any = self._dataset
         found = self._drawn(keys[0], partial(dataset.__getitems__, indices))
-        size = _size(found) if isinstance(found, tuple) else len(found)
+        whole = isinstance(found, tuple)
+        batch: Any = default_convert(found) if whole else found
+        size = batch_size(batch) if whole else len(found)
         if size not in (None, len(indices)):
             raise UsageError(
                 f"{type(self._dataset).__name__}.__getitems__ was asked for {len(indices)} samples and gave {size}. It "
                 "must return a list of samples, which are collated, or a tuple (inputs, targets) of whole batches"
             )
-        return WholeBatch(default_convert(found)) if isinstance(found, tuple) else found
+        return WholeBatch(batch) if whole else batch
 
 
 @dataclass(frozen=True)
 class WholeBatch:
-    """What needs no collating."""
+    """A batch that needs no collating."""
 
     batch: tuple[Any, ...]
 
 
-@dataclass(frozen=True)
-class Collate:
-    """Samples -> batch, by the task's own function or torch's; a whole batch stays as it is."""
-
-    own: Callable[[list[Any]], Any] | None
-
-    def __call__(self, samples: Any) -> Any:
-        """The batch of what a dataset gave."""
-        return samples.batch if isinstance(samples, WholeBatch) else (self.own or default_collate)(samples)
+def collated(own: Callable[[list[Any]], Any] | None, samples: Any) -> Any:
+    """Samples -> batch, by the task's `own` function or torch's; a whole batch stays as it is."""
+    return samples.batch if isinstance(samples, WholeBatch) else (own or default_collate)(samples)
 
 
 def asks_for_batches(dataset: object) -> bool:
-    """Whether `dataset` has `__getitems__`, and not only because it passes calls on to one that has not."""
+    """Whether `dataset` has a `__getitems__` of its own, or passes it on to one that has."""
     if type(dataset) is Subset:
         return asks_for_batches(dataset.dataset)
     if type(dataset) is StackDataset:
         parts = dataset.datasets.values() if isinstance(dataset.datasets, dict) else dataset.datasets
         return all(asks_for_batches(part) for part in parts)
     return callable(getattr(dataset, "__getitems__", None))
-
-
-def _size(batch: Any) -> int | None:
-    """The length of the first tensor or array in `batch`; None if there is none."""
-    if hasattr(batch, "shape"):
-        return len(batch) if len(batch.shape) else None
-    parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else ()
-    return next((size for part in parts if (size := _size(part)) is not None), None)

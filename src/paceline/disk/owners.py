@@ -215,7 +215,7 @@ def _group_name(gid: int) -> str:
 def _is_private_group(gid: int, descriptor: int) -> bool:
     """Whether the group has our name and nobody else in it, as most systems give each user one (with umask 002).
 
-    Where there is an access list, the mode's bits for the group stand for all that it names.
+    Where there is an access list, the mode's bits for the group cover all that it names.
     """
     try:
         user, group = pwd.getpwuid(os.geteuid()), grp.getgrgid(gid)

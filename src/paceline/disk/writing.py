@@ -22,7 +22,7 @@ NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | FLAGS
 
 @contextmanager
 def _inside(path: Path) -> Generator[tuple[int, str]]:
-    """The folder that `path` is in, open and reached through no link, and the name in it: nobody leads us elsewhere."""
+    """The folder that `path` is in, open and reached through no link, and the name in it: nobody leads us astray."""
     whole = path.absolute()
     descriptor, _ = descend(whole.parent, folder=True)
     try:

@@ -1,1 +1,1 @@
-"""Is this set of machines fit to train on? Each host is asked over the path that a run takes, and judged. No torch."""
+"""Says whether a set of machines is fit to train on: each host is asked over the path that a run takes."""

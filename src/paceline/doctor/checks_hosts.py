@@ -1,27 +1,27 @@
-"""Does every host answer, and is each one fit: software, cores, limits, GPUs, clock?"""
+"""Checks of each host: that it answers, its software, cores, limits, GPUs and clock."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from statistics import median
 
-from paceline.doctor.judged import Check, check, counted, duration, listed
+from paceline.doctor.check import Check, checked, counted, duration, listed
 from paceline.doctor.survey import Survey
 from paceline.host.compare import Finding, differences, shares
 from paceline.host.facts import Address
 
 MAX_CLOCK_OFFSET_SECONDS = 2.0
-LEAST_OFFSET_SECONDS = 1e-3  # nobody needs to know it finer
+LEAST_OFFSET_SECONDS = 1e-3  # finer is of no use
 BUSY_BYTES = 1 << 30  # of a GPU's memory in use: more than a driver and a desktop need
 
 
 def logins(survey: Survey) -> Check:
-    """Does every host answer?"""
-    findings = [Finding("error", host, why, "mend that, or leave this host out") for host, why in survey.lost.items()]
+    """Every host answers."""
+    findings = [Finding("error", host, why, "fix that, or leave this host out") for host, why in survey.lost.items()]
     findings += _twice(survey)
     answering = [host for host in survey.wanted.hosts if host not in survey.lost]
     summary = f"{listed(answering)} answer{'s' if len(answering) == 1 else ''}" if answering else "no host answers"
-    return check("hosts", summary, findings)
+    return checked("hosts", summary, findings)
 
 
 def _twice(survey: Survey) -> Iterator[Finding]:
@@ -34,14 +34,14 @@ def _twice(survey: Survey) -> Iterator[Finding]:
 
 
 def software(survey: Survey) -> Check:
-    """Do all run the same?"""
+    """All run the same software."""
     facts = next(iter(survey.facts.values()))
     versions = ", ".join(f"{name} {version}" for name, version in facts.packages.items() if name != "msgspec")
-    return check("software", f"Python {facts.python}, {versions}", differences(survey.facts))
+    return checked("software", f"Python {facts.python}, {versions}", differences(survey.facts))
 
 
 def resources(survey: Survey) -> Check:
-    """Can each host bear its share?"""
+    """Each host can bear its share of the workers."""
     workers = dict(zip(survey.wanted.hosts, survey.wanted.workers, strict=True))
     threads = survey.wanted.threads
     told = {
@@ -49,12 +49,12 @@ def resources(survey: Survey) -> Check:
         f"on {counted(one.cores, 'core')}"
         for name, one in survey.facts.items()
     }
-    return check("resources", "; ".join(sorted(told)), shares(survey.facts, workers, threads))
+    return checked("resources", "; ".join(sorted(told)), shares(survey.facts, workers, threads))
 
 
 def gpus(survey: Survey) -> Check:
-    """Are there enough GPUs, free and whole?"""
-    return check("gpus", _cards(survey), _gpu_findings(survey))
+    """There are enough GPUs, free and whole."""
+    return checked("gpus", _cards(survey), _gpu_findings(survey))
 
 
 def _cards(survey: Survey) -> str:
@@ -83,7 +83,7 @@ def _gpu_findings(survey: Survey) -> Iterator[Finding]:
 
 
 def clocks(survey: Survey) -> Check:
-    """Do the clocks agree? This machine's is a witness too, so that of two hosts the wrong one is named."""
+    """The clocks agree. This machine's is a witness too, so that of two hosts the wrong one is named."""
     offsets = survey.clock_offsets
     if not offsets:
         return Check("clocks", "not compared: no host has answered", done=False)
@@ -100,4 +100,4 @@ def clocks(survey: Survey) -> Check:
         for host, offset in wrong.items()
         if abs(offset) > MAX_CLOCK_OFFSET_SECONDS
     ]
-    return check("clocks", f"all within {duration(max(LEAST_OFFSET_SECONDS, *map(abs, wrong.values())))}", findings)
+    return checked("clocks", f"all within {duration(max(LEAST_OFFSET_SECONDS, *map(abs, wrong.values())))}", findings)

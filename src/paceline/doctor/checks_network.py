@@ -1,4 +1,4 @@
-"""Does every host reach every other one, by which interface, and how fast?"""
+"""Checks between hosts: that each reaches each other one, by which interface, and how fast."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from statistics import median
 
-from paceline.doctor.judged import Check, check, duration, listed, rate
+from paceline.doctor.check import Check, checked, duration, listed, rate
 from paceline.doctor.links import SLOW_BYTES_PER_SECOND, Pair, slow_pairs
-from paceline.doctor.messages import Measured, Reason
+from paceline.doctor.messages import LinkSpeed, Reason
 from paceline.doctor.survey import Survey, usable_addresses
 from paceline.host.compare import Finding
 from paceline.host.facts import Address, Facts
@@ -25,9 +25,9 @@ WORDS: dict[Reason, str] = {
 }
 
 
-def names(survey: Survey) -> Check:
-    """Does each host's name mean, on every host, that host?"""
-    return check("names", "each host's name means that host, on all of them", _names(survey))
+def host_names(survey: Survey) -> Check:
+    """Each host's name means that host, on all of them."""
+    return checked("names", "each host's name means that host, on all of them", _names(survey))
 
 
 def _names(survey: Survey) -> Iterator[Finding]:
@@ -56,9 +56,9 @@ def _hosts_file(one: Facts) -> str:
 
 
 def pairs(survey: Survey) -> Check:
-    """Can each host be reached by each other one at all?"""
+    """Each host can be reached by each other one at all."""
     count = len(survey.reach)
-    return check("network", f"all {count} ways between {len(survey.facts)} hosts are open", _pairs(survey))
+    return checked("network", f"all {count} ways between {len(survey.facts)} hosts are open", _pairs(survey))
 
 
 def _pairs(survey: Survey) -> Iterator[Finding]:
@@ -75,12 +75,12 @@ def _pairs(survey: Survey) -> Iterator[Finding]:
             one_way[target, reason].append(source)
     for (target, reason), sources in one_way.items():
         address = survey.facts[target].addresses[0].address
-        what = f"cannot be reached from {listed(sources)} at {address}: {_word(reason)}"
+        what = f"cannot be reached from {listed(sources)} at {address}: {WORDS.get(reason, reason)}"
         yield Finding("error", target, what, _opening(survey, sources, target, reason, ""))
 
 
 def _apart(survey: Survey, closed: Mapping[Pair, Reason]) -> Iterator[Finding]:
-    """Pairs that are closed in both directions, told by as few hosts as possible."""
+    """Pairs that are closed in both directions, in as few findings as possible."""
     apart = {(a, b) for a, b in closed if a < b and (b, a) in closed}
     while apart:
         host, count = Counter(host for pair in sorted(apart) for host in pair).most_common(1)[0]
@@ -89,13 +89,9 @@ def _apart(survey: Survey, closed: Mapping[Pair, Reason]) -> Iterator[Finding]:
         reason = closed[pairs[0]]
         # of a pair alone nobody can say which of the two is at fault
         at_fault = host if count > 1 else ", ".join(sorted((host, *others)))
-        what = f"{host} and {listed(others)} cannot reach each other: {_word(reason)}"
+        what = f"{host} and {listed(others)} cannot reach each other: {WORDS.get(reason, reason)}"
         yield Finding("error", at_fault, what, _opening(survey, others, host, reason, ", and the other way round"))
         apart -= set(pairs)
-
-
-def _word(reason: Reason) -> str:
-    return WORDS.get(reason, reason)
 
 
 def _most_telling(found: Mapping[str, Reason]) -> Reason:
@@ -114,7 +110,7 @@ def _opening(survey: Survey, sources: list[str], target: str, reason: Reason, al
 
 
 def interfaces(survey: Survey) -> Check:
-    """By which interface should the ranks meet, and is there one that leads astray?"""
+    """The interfaces by which the ranks should meet, and those that lead astray."""
     usable = usable_addresses(survey.facts, survey.reach)
     by_interface: dict[str, list[str]] = defaultdict(list)
     for name, address in usable.items():
@@ -123,7 +119,7 @@ def interfaces(survey: Survey) -> Check:
         f"GLOO_SOCKET_IFNAME={interface} NCCL_SOCKET_IFNAME={interface} ({', '.join(hosts)})"
         for interface, hosts in by_interface.items()
     ]
-    return check("interfaces", "; ".join(told) or "none that all hosts reach", _astray(survey, usable))
+    return checked("interfaces", "; ".join(told) or "none that all hosts reach", _astray(survey, usable))
 
 
 def _astray(survey: Survey, usable: Mapping[str, Address]) -> Iterator[Finding]:
@@ -143,7 +139,7 @@ def _astray(survey: Survey, usable: Mapping[str, Address]) -> Iterator[Finding]:
                           if survey.reach.get((source, name), {}).get(address.address, "ok") != "ok"]  # fmt: skip
             if good and neighbours:
                 what = f"interface {address.interface} ({address.address}) does not reach {listed(neighbours)}"
-                yield Finding("warning", name, what, f"{remedy}; or mend that network")
+                yield Finding("warning", name, what, f"{remedy}; or fix that network")
 
 
 def _neighbours(facts: Mapping[str, Facts], name: str, address: Address) -> Iterator[str]:
@@ -160,17 +156,17 @@ def _neighbours(facts: Mapping[str, Facts], name: str, address: Address) -> Iter
             yield other
 
 
-def links(survey: Survey) -> Check:
-    """How fast is each way, and is one far slower than the others?"""
+def link_speeds(survey: Survey) -> Check:
+    """How fast each way is; none is far slower than the others."""
     if not survey.links:
         return Check("links", "not measured: no way is open", done=False)
     slowest = min(survey.links.values(), key=lambda one: one.bytes_per_second)
     worst = max(one.round_trip_seconds for one in survey.links.values())
     summary = f"at least {rate(slowest.bytes_per_second)} one way, round trip at most {duration(worst)}"
-    return check("links", summary, _slow(survey.links))
+    return checked("links", summary, _slow(survey.links))
 
 
-def _slow(links: Mapping[Pair, Measured]) -> Iterator[Finding]:
+def _slow(links: Mapping[Pair, LinkSpeed]) -> Iterator[Finding]:
     usual = median(one.bytes_per_second for one in links.values())
     slow = {pair: links[pair] for pair in slow_pairs(links)}
     hosts = sorted({host for pair in links for host in pair})
@@ -187,7 +183,7 @@ def _slow(links: Mapping[Pair, Measured]) -> Iterator[Finding]:
         yield _slow_finding(f"{source}, {target}", f"the link between {source} and {target}", ways, usual)
 
 
-def _slow_finding(host: str, what: str, ways: Mapping[Pair, Measured], usual: float) -> Finding:
+def _slow_finding(host: str, what: str, ways: Mapping[Pair, LinkSpeed], usual: float) -> Finding:
     found = min(one.bytes_per_second for one in ways.values())
     told = f"{what} carries {rate(found)}, where at least {rate(SLOW_BYTES_PER_SECOND)} is needed"
     if found > SLOW_BYTES_PER_SECOND:

@@ -1,10 +1,10 @@
-"""Is a training's surrounding right: a shared folder with room, the same data, and what the network costs a step?"""
+"""Checks of what a training needs: a shared folder with room, the same data, and a network that is fast enough."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from paceline.doctor.judged import Check, check, duration, listed, rate, size
+from paceline.doctor.check import Check, checked, duration, listed, rate, size
 from paceline.doctor.survey import Survey
 from paceline.host.compare import Finding, differing
 
@@ -16,16 +16,16 @@ LARGE_SHARE = 0.5  # of a step, from which on the network decides how fast a run
 
 
 def run_folder(survey: Survey) -> Check:
-    """Do all hosts see one folder, and may we write there?"""
+    """All hosts see one folder, and it can be written to."""
     folder, several = survey.wanted.run_dir, len(survey.wanted.hosts) > 1
     summary = f"{folder} can be written to" + (", and all hosts see it" if several else "")
-    return check("run folder", summary, _run_folder(survey))
+    return checked("run folder", summary, _run_folder(survey))
 
 
 def _run_folder(survey: Survey) -> Iterator[Finding]:
     writer = next(iter(survey.facts))
     if survey.written is None:
-        return  # the host is lost, which is told already
+        return  # the host is lost, which is reported already
     if not survey.written.ok:
         yield Finding("error", writer, survey.written.why, "choose another --run-dir, or make it writable")
         return
@@ -35,11 +35,11 @@ def _run_folder(survey: Survey) -> Iterator[Finding]:
             yield Finding("error", host, what, "choose a --run-dir on a file system that all hosts mount (NFS, Lustre)")
 
 
-def room(survey: Survey) -> Check:
-    """Is there room for logs and checkpoints?"""
+def disk_room(survey: Survey) -> Check:
+    """There is room for logs and checkpoints."""
     free = {host: disk.free for host, disk in survey.disks.items() if not disk.why}
     least = f"at least {size(min(free.values()))} free" if free else "not known"
-    return check("disk", least, _room(survey))
+    return checked("disk", least, _room(survey))
 
 
 def _room(survey: Survey) -> Iterator[Finding]:
@@ -58,11 +58,11 @@ def _room(survey: Survey) -> Iterator[Finding]:
 
 
 def data(survey: Survey) -> Check:
-    """Is the data the same everywhere?"""
+    """The data is the same everywhere."""
     where = survey.wanted.data_dir or "the packaged MNIST"
     total = max((sum(file.size for file in answer.files) for answer in survey.files.values()), default=0)
     same = "the same on all hosts: " if len(survey.wanted.hosts) > 1 else ""
-    return check("data", f"{same}{where}, {size(total)}", _data(survey))
+    return checked("data", f"{same}{where}, {size(total)}", _data(survey))
 
 
 def _data(survey: Survey) -> Iterator[Finding]:
@@ -78,13 +78,13 @@ def _data(survey: Survey) -> Iterator[Finding]:
 
 
 def gradients(survey: Survey) -> Check:
-    """What does the sum of the gradients over all ranks cost, and how much of a step is that?"""
+    """What the sum of the gradients over all ranks takes, and how much of a step that is."""
     found = survey.rehearsed
     if found is None:
         return Check("all-reduce", "not measured: not all hosts answer and reach each other", done=False)
     if found.why:
-        remedy = "mend what is told above; if that is nothing, train on one host first"
-        return check("all-reduce", "", [Finding("error", listed(survey.wanted.hosts), found.why, remedy)])
+        remedy = "fix what is reported above; if that is nothing, train on one host first"
+        return checked("all-reduce", "", [Finding("error", listed(survey.wanted.hosts), found.why, remedy)])
     ranks = sum(survey.wanted.workers)
     what = "gradients" if survey.wanted.task else "vectors"
     told = f"{what} of {size(found.gradient_bytes)} take {duration(found.reduce_seconds)} over {ranks} ranks"
@@ -99,4 +99,4 @@ def gradients(survey: Survey) -> Check:
         if share > LARGE_SHARE:
             remedy = "a larger --batch-size or --accumulation, fewer ranks, or a faster network (see links)"
             findings.append(Finding("warning", listed(survey.wanted.hosts), told, remedy))
-    return check("all-reduce", told, findings)
+    return checked("all-reduce", told, findings)

@@ -1,4 +1,4 @@
-"""Is the run's folder shared, is there room, and is the data the same? A host's answers."""
+"""A host's answers about files: whether the run's folder is shared, how much room it has, and the hashes of data."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import paceline
-from paceline.doctor.messages import Disk, Done, File, Files
+from paceline.doctor.messages import Disk, Done, File, Files, Probe
 
 PACKAGED_DATA = Path(paceline.__file__).parent / "datasets" / "mnist"
 IDX_FILE = re.compile(r"(images|labels)-idx\d-ubyte(\.gz)?$")
@@ -18,40 +18,40 @@ MAX_FILES = 64
 TOKEN = re.compile(r"[0-9a-f]{32}")
 
 
-def write_probe(folder: str, token: str) -> Done:
-    """Leave a file that only this doctor knows."""
-    try:
-        path = _probe(folder, token)
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+def probe(request: Probe) -> Done:
+    """Write, look for or remove the file that only this doctor knows."""
+    if not TOKEN.fullmatch(request.token):  # it becomes a file's name
+        raise ValueError(f"a token is 32 hex digits, got {request.token[:40]!r}")
+    folder = existing(request.folder)
+    path, token = folder / f".paceline-doctor-{request.token}", request.token.encode()
+    if request.act == "write":
         try:
-            os.write(descriptor, token.encode())
-            os.fsync(descriptor)  # a full disk may only say so now
-        except OSError:
-            path.unlink(missing_ok=True)
-            raise
-        finally:
-            os.close(descriptor)
-    except OSError as error:
-        return Done(False, f"{existing(folder)} cannot be written to: {error.strerror}")
+            _write_whole(path, token)
+        except OSError as error:
+            return Done(False, f"{folder} cannot be written to: {error.strerror}")
+    elif request.act == "read":
+        try:
+            os.scandir(folder).close()  # makes NFS look again
+            if path.read_bytes()[:64] != token:
+                return Done(False, "it has another content here")
+        except OSError as error:
+            return Done(False, error.strerror or str(error))
+    else:
+        with suppress(OSError):
+            path.unlink()
     return Done(True)
 
 
-def read_probe(folder: str, token: str) -> Done:
-    """Whether the file can be seen here, with its content."""
-    path = _probe(folder, token)
+def _write_whole(path: Path, content: bytes) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     try:
-        os.scandir(path.parent).close()  # makes NFS look again
-        content = path.read_bytes()[:64]
-    except OSError as error:
-        return Done(False, error.strerror or str(error))
-    return Done(content == token.encode(), "" if content == token.encode() else "it has another content here")
-
-
-def remove_probe(folder: str, token: str) -> Done:
-    """Remove the file; no error if there is none."""
-    with suppress(OSError):
-        _probe(folder, token).unlink()
-    return Done(True)
+        os.write(descriptor, content)
+        os.fsync(descriptor)  # a full disk may only say so now
+    except OSError:
+        path.unlink(missing_ok=True)
+        raise
+    finally:
+        os.close(descriptor)
 
 
 def disk(folder: str) -> Disk:
@@ -64,7 +64,7 @@ def disk(folder: str) -> Disk:
     return Disk(str(path), usage.free, usage.total)
 
 
-def fingerprint(folder: str) -> Files:
+def hash_data(folder: str) -> Files:
     """Sizes and SHA-256 of the IDX files in `folder`, by name; of the packaged ones if it is empty."""
     root = Path(folder) if folder else PACKAGED_DATA
     try:
@@ -80,12 +80,6 @@ def existing(folder: str) -> Path:
     while not path.is_dir() and path != path.parent:
         path = path.parent
     return path
-
-
-def _probe(folder: str, token: str) -> Path:
-    if not TOKEN.fullmatch(token):  # it becomes a file's name
-        raise ValueError(f"a token is 32 hex digits, got {token[:40]!r}")
-    return existing(folder) / f".paceline-doctor-{token}"
 
 
 def _sha256(path: Path) -> str:

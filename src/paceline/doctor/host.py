@@ -1,7 +1,7 @@
 """The program on each host: `python -P -m paceline.doctor.host` answers requests until its stdin ends.
 
-One JSON line in, one out. Whoever can write to our stdin has logged in as this user; from the network comes nothing
-but bytes that are counted.
+One JSON line in, one out. Whoever can write to our stdin has logged in as this user; from the network come only bytes
+that are counted.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import msgspec
 
 from paceline.doctor import files, network
 from paceline.doctor import messages as m
-from paceline.doctor.rehearse import rehearse
+from paceline.doctor.rehearse import rehearse_here
 from paceline.host.facts import gather, resolve
 
 MAX_NAMES = 4096
@@ -32,25 +32,27 @@ def answer(request: m.Request) -> Any:
         case m.Resolve():
             return m.Resolved({name: resolve(name) for name in request.names[:MAX_NAMES]})
         case m.Listen():
-            return m.Listening(network.listen(request.token))
+            return m.Listening(network.listen_for_peers(request.token))
         case m.FreePort():
             return m.Listening(network.free_port())
         case m.Connect():
-            return network.connect(request.targets, request.seconds)
-        case m.Measure():
-            return network.measure(request.target, request.seconds)
-        case m.WriteProbe():
-            return files.write_probe(request.folder, request.token)
-        case m.ReadProbe():
-            return files.read_probe(request.folder, request.token)
-        case m.RemoveProbe():
-            return files.remove_probe(request.folder, request.token)
+            return network.try_targets(request.targets, request.seconds)
+        case m.MeasureLink():
+            return network.measure_link(request.target, request.seconds)
+        case m.Probe():
+            return files.probe(request)
         case m.AskDisk():
             return files.disk(request.folder)
-        case m.Fingerprint():
-            return files.fingerprint(request.folder)
+        case m.HashData():
+            return files.hash_data(request.folder)
         case m.Rehearse():
-            return rehearse(request)
+            return rehearse_here(request)
+
+
+def _bounded(line: bytes) -> bytes:
+    if len(line) > m.MAX_LINE_BYTES or not line.endswith(b"\n"):
+        raise ValueError(f"a line of more than {m.MAX_LINE_BYTES} bytes, or cut off: {line[:60]!r}")
+    return line
 
 
 def main() -> int:
@@ -59,7 +61,7 @@ def main() -> int:
     decoder = msgspec.json.Decoder(m.Request)
     while line := sys.stdin.buffer.readline(m.MAX_LINE_BYTES + 1):
         try:
-            reply = answer(decoder.decode(m.bounded(line)))
+            reply = answer(decoder.decode(_bounded(line)))
         except (msgspec.MsgspecError, ValueError, OSError) as error:
             reply = m.Refused(str(error)[:1000])
         try:
@@ -67,7 +69,7 @@ def main() -> int:
             sys.stdout.buffer.flush()
         except BrokenPipeError:
             break
-    os._exit(0)  # threads still wait for visitors
+    os._exit(0)  # threads are still waiting for visitors
 
 
 if __name__ == "__main__":

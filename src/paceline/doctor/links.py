@@ -1,4 +1,4 @@
-"""How fast is each way between two hosts? As many are measured at once as there are without a host in two of them."""
+"""Measures each way between two hosts, as many at once as there are without a host in two of them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 
 from paceline.doctor import messages as m
-from paceline.doctor.session import Session, ask
+from paceline.doctor.session import HostProgram, ask_hosts
 
 MEASURE_SECONDS = 0.3
 PATIENCE_SECONDS = 10.0
@@ -16,25 +16,25 @@ Pair = tuple[str, str]  # (from, to)
 
 
 def measure_links(
-    sessions: Sequence[Session], names: Sequence[str], doors: Mapping[Pair, m.Target]
-) -> dict[Pair, m.Measured]:
+    programs: Sequence[HostProgram], names: Sequence[str], doors: Mapping[Pair, m.Target]
+) -> dict[Pair, m.LinkSpeed]:
     """Round trip and throughput of every way that is open; one that looks slow is measured again, alone.
 
     A busy machine makes a link look slow for a moment, so the faster measurement counts.
     """
-    links: dict[Pair, m.Measured] = {}
+    links: dict[Pair, m.LinkSpeed] = {}
     for pairs in rounds(names):
-        links |= _measure(sessions, {pair: doors[pair] for pair in pairs if pair in doors})
+        links |= _measure(programs, {pair: doors[pair] for pair in pairs if pair in doors})
     for pair in slow_pairs(links):
-        again = _measure(sessions, {pair: doors[pair]}).get(pair)
+        again = _measure(programs, {pair: doors[pair]}).get(pair)
         if again is not None and again.bytes_per_second > links[pair].bytes_per_second:
             links[pair] = again
     return links
 
 
-def _measure(sessions: Sequence[Session], doors: Mapping[Pair, m.Target]) -> dict[Pair, m.Measured]:
-    requests = {source: m.Measure(target, MEASURE_SECONDS) for (source, _), target in doors.items()}
-    answers = ask(sessions, requests, m.Measured, PATIENCE_SECONDS)
+def _measure(programs: Sequence[HostProgram], doors: Mapping[Pair, m.Target]) -> dict[Pair, m.LinkSpeed]:
+    requests = {source: m.MeasureLink(target, MEASURE_SECONDS) for (source, _), target in doors.items()}
+    answers = ask_hosts(programs, requests, m.LinkSpeed, PATIENCE_SECONDS)
     return {(source, target): answers[source] for source, target in doors if source in answers}
 
 
@@ -50,7 +50,7 @@ def rounds(names: Sequence[str]) -> Iterator[list[Pair]]:
         circle = [circle[0], circle[-1], *circle[1:-1]]
 
 
-def slow_pairs(links: Mapping[Pair, m.Measured]) -> list[Pair]:
+def slow_pairs(links: Mapping[Pair, m.LinkSpeed]) -> list[Pair]:
     """The ways that are too slow to train over, or far slower than most others."""
     usual = median([one.bytes_per_second for one in links.values()] or [0.0])
     limit = max(SLOW_BYTES_PER_SECOND, FAR_BELOW * usual)

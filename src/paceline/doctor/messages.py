@@ -1,4 +1,4 @@
-"""What doctor may ask of a host, and what it answers: one JSON line each, over the host program's stdin and stdout.
+"""The requests and answers between doctor and a host: one JSON line each, over the host program's stdin and stdout.
 
 A request names no program and no code: a host does these few things and nothing else.
 """
@@ -9,32 +9,38 @@ from typing import Literal
 
 import msgspec
 
-from paceline.host.facts import Facts as Facts
-
 MAX_LINE_BYTES = 1 << 20
 
 Reason = Literal["ok", "refused", "filtered", "no route", "name unknown", "stranger", "failed"]
 """how an attempt to connect ended; filtered: no answer in time; stranger: somebody answered, but not the one meant"""
 
 
-class AskFacts(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+class _Request(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """The base of what may be asked."""
+
+
+class AskFacts(_Request, frozen=True):
     """Answer: Facts."""
 
 
-class AskTime(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+class AskTime(_Request, frozen=True):
     """Answer: Time."""
 
 
-class Resolve(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """What are these names to you? Answer: Resolved."""
+class Resolve(_Request, frozen=True):
+    """Look these names up. Answer: Resolved."""
 
     names: tuple[str, ...]
 
 
-class Listen(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+class Listen(_Request, frozen=True):
     """Listen on a free port, at all addresses, until the end, for whoever knows `token`. Answer: Listening."""
 
     token: str
+
+
+class FreePort(_Request, frozen=True):
+    """Find a port that is free now. Answer: Listening."""
 
 
 class Target(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -45,54 +51,41 @@ class Target(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     token: str
 
 
-class Connect(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+class Connect(_Request, frozen=True):
     """Connect to all of these at once. Answer: Connected."""
 
     targets: tuple[Target, ...]
     seconds: float
 
 
-class Measure(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Round trips to a target, then as many bytes as go through in `seconds`. Answer: Measured."""
+class MeasureLink(_Request, frozen=True):
+    """Round trips to a target, then as many bytes as go through in `seconds`. Answer: LinkSpeed."""
 
     target: Target
     seconds: float
 
 
-class WriteProbe(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Write a small file, named after the token, into the folder or its nearest parent. Answer: Done."""
+class Probe(_Request, frozen=True):
+    """Write, look for or remove a small file named after the token, in the folder or nearest parent. Answer: Done."""
 
+    act: Literal["write", "read", "remove"]
     folder: str
     token: str
 
 
-class ReadProbe(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Is that file to be seen here? Answer: Done."""
-
-    folder: str
-    token: str
-
-
-class RemoveProbe(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Remove that file. Answer: Done."""
-
-    folder: str
-    token: str
-
-
-class AskDisk(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+class AskDisk(_Request, frozen=True):
     """Room where the folder is, or will be. Answer: Disk."""
 
     folder: str
 
 
-class Fingerprint(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+class HashData(_Request, frozen=True):
     """Sizes and hashes of the IDX files in a folder; empty: the packaged ones. Answer: Files."""
 
     folder: str
 
 
-class Rehearse(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+class Rehearse(_Request, frozen=True):
     """Start ranks that train a few steps of a task and add up its gradients. Answer: Rehearsed, from rank 0's host."""
 
     first_rank: int
@@ -109,13 +102,8 @@ class Rehearse(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True
     seconds: float
 
 
-class FreePort(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """A port that is free now. Answer: Listening."""
-
-
 Request = (
-    AskFacts | AskTime | Resolve | Listen | Connect | Measure | WriteProbe | ReadProbe | RemoveProbe | AskDisk
-    | Fingerprint | Rehearse | FreePort
+    AskFacts | AskTime | Resolve | Listen | FreePort | Connect | MeasureLink | Probe | AskDisk | HashData | Rehearse
 )  # fmt: skip
 
 
@@ -143,7 +131,7 @@ class Connected(msgspec.Struct, frozen=True):
     reasons: tuple[Reason, ...]
 
 
-class Measured(msgspec.Struct, frozen=True):
+class LinkSpeed(msgspec.Struct, frozen=True):
     """Shortest round trip, and what went through."""
 
     reason: Reason
@@ -197,14 +185,3 @@ class Refused(msgspec.Struct, frozen=True):
     """The answer to what could not be understood or done."""
 
     refused: str
-
-
-def bounded(line: bytes) -> bytes:
-    """The line, if a peer may send one as long as that.
-
-    Raises:
-        ValueError: if not.
-    """
-    if len(line) > MAX_LINE_BYTES or not line.endswith(b"\n"):
-        raise ValueError(f"a line of more than {MAX_LINE_BYTES} bytes, or cut off: {line[:60]!r}")
-    return line

@@ -1,4 +1,4 @@
-"""Who can reach whom, and how fast? The listening and the connecting half; whoever connects must know a token."""
+"""Finds out who can reach whom, and how fast: one half listens, the other connects with a token."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
-from paceline.doctor.messages import Connected, Measured, Reason, Target
+from paceline.doctor.messages import Connected, LinkSpeed, Reason, Target
 
 TOKEN_BYTES = 32  # hex digits
 CHUNK_BYTES = 1 << 18
@@ -20,12 +20,10 @@ MEASURE_BYTES = 64 << 20  # no more than that goes through one link
 KNOCK_SECONDS = 3.0  # for the token
 IDLE_SECONDS = 20.0
 PING, SEND, END = b"p", b"s", b"e"
-
-
 MAX_VISITORS = 256  # at a time; each is a thread
 
 
-def listen(token: str) -> int:
+def listen_for_peers(token: str) -> int:
     """Answer on a free port at all addresses until this process ends; return the port."""
     server = _server()
     threading.Thread(target=_accept, args=(server, token.encode()), daemon=True).start()
@@ -85,7 +83,7 @@ def _sink(connection: socket.socket) -> None:
             return
 
 
-def connect(targets: tuple[Target, ...], seconds: float) -> Connected:
+def try_targets(targets: tuple[Target, ...], seconds: float) -> Connected:
     """Try all targets at once, each for `seconds` at most."""
 
     def one(target: Target) -> Reason:
@@ -95,7 +93,7 @@ def connect(targets: tuple[Target, ...], seconds: float) -> Connected:
         return Connected(tuple(pool.map(one, targets)))
 
 
-def measure(target: Target, seconds: float) -> Measured:
+def measure_link(target: Target, seconds: float) -> LinkSpeed:
     """Round trip time and throughput to a target, from here to there."""
     found: list[float] = []
 
@@ -105,7 +103,7 @@ def measure(target: Target, seconds: float) -> Measured:
         found.append(_throughput(connection, seconds))
 
     reason = _meet(target, 2.0, both)
-    return Measured(reason, *found) if len(found) == 2 else Measured(reason)
+    return LinkSpeed(reason, *found) if len(found) == 2 else LinkSpeed(reason)
 
 
 def _round_trip(connection: socket.socket) -> float:
@@ -129,7 +127,7 @@ def _throughput(connection: socket.socket, seconds: float) -> float:
 
 
 def _meet(target: Target, seconds: float, talk: Callable[[socket.socket], None]) -> Reason:
-    """Connect, make sure that the one who answers is the one meant, and talk."""
+    """Connect, make sure that it is the right program that answers, and talk."""
     try:
         with socket.create_connection((target.address, target.port), timeout=seconds) as connection:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -139,10 +137,10 @@ def _meet(target: Target, seconds: float, talk: Callable[[socket.socket], None])
             talk(connection)
             return "ok"
     except (OSError, UnicodeError) as error:
-        return reason_of(error)
+        return _reason_of(error)
 
 
-def reason_of(error: Exception) -> Reason:
+def _reason_of(error: Exception) -> Reason:
     """The word for an error of connect."""
     if isinstance(error, (socket.gaierror, UnicodeError)):
         return "name unknown"

@@ -1,4 +1,4 @@
-"""Start this host's ranks of the rehearsal (the only part with torch, in processes of their own), and end them."""
+"""Starts this host's ranks of the rehearsal (proofs.rehearsal, the only part with torch), and ends them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STDIN = 0
 MAX_OUTPUT_BYTES = 1 << 16
 
 
-def rehearse(request: Rehearse) -> Rehearsed:
+def rehearse_here(request: Rehearse) -> Rehearsed:
     """What rank 0 measured, if it is one of this host's; returns when all of this host's ranks have ended.
 
     They are killed when the time is up, one of them fails, or the launcher is gone.

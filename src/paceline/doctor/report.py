@@ -1,22 +1,52 @@
-"""Say what was found: a line for each check, then how to mend what is wrong; or the same as JSON."""
+"""Runs all checks and reports them: a line for each, with how to fix what is wrong; or the same as JSON."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
 from rich.console import Console
 from rich.text import Text
 
-from paceline.doctor.judged import Check, counted, duration, rate
-from paceline.doctor.messages import Measured
+from paceline.doctor import checks_hosts, checks_network, checks_training
+from paceline.doctor.check import Check, counted, duration, rate
+from paceline.doctor.messages import LinkSpeed
 from paceline.doctor.survey import Survey, usable_addresses
 
 STYLES = {"ok": "green", "warning": "yellow", "error": "bold red", "-": "dim"}
 
 
-def print_report(console: Console, survey: Survey, checks: Sequence[Check]) -> None:
+def run_checks(survey: Survey) -> list[Check]:
+    """All checks of the survey, in the order in which they are reported."""
+    return list(_checks(survey))
+
+
+def _checks(survey: Survey) -> Iterator[Check]:
+    several = len(survey.wanted.hosts) > 1
+    yield checks_hosts.logins(survey)
+    if not survey.facts:
+        return
+    yield checks_hosts.software(survey)
+    yield checks_hosts.resources(survey)
+    if any(one.gpus for one in survey.facts.values()):
+        yield checks_hosts.gpus(survey)
+    if several:
+        yield checks_network.host_names(survey)
+        yield checks_network.pairs(survey)
+        yield checks_network.interfaces(survey)
+        yield checks_hosts.clocks(survey)
+    yield checks_training.run_folder(survey)
+    yield checks_training.disk_room(survey)
+    if survey.wanted.quick:
+        return
+    yield checks_training.data(survey)
+    if several:
+        yield checks_network.link_speeds(survey)
+    yield checks_training.gradients(survey)
+
+
+def print_checks(console: Console, survey: Survey, checks: Sequence[Check]) -> None:
     """For people."""
     for check in checks:
         verdict = check.verdict
@@ -26,7 +56,7 @@ def print_report(console: Console, survey: Survey, checks: Sequence[Check]) -> N
         for number, finding in enumerate(check.findings):
             if number:
                 line.append(f"\n{'':20}")
-            line.append(f"{finding.host}: {clean(finding.what)}\n{'':20}-> {clean(finding.remedy)}")
+            line.append(f"{finding.host}: {_printable(finding.what)}\n{'':20}-> {_printable(finding.remedy)}")
         console.print(line, soft_wrap=True)
     if len(survey.links) > 2:
         console.print(_table(survey), soft_wrap=True)
@@ -51,7 +81,7 @@ def as_json(survey: Survey, checks: Sequence[Check]) -> bytes:
     return msgspec.json.format(msgspec.json.encode(found), indent=2)
 
 
-def clean(text: str) -> str:
+def _printable(text: str) -> str:
     """Without control characters: what a host says must not steer the terminal."""
     return "".join(letter if letter.isprintable() else " " for letter in text)
 
@@ -66,7 +96,7 @@ def _table(survey: Survey) -> str:
     return "\n".join(lines)
 
 
-def _cell(link: Measured | None) -> str:
+def _cell(link: LinkSpeed | None) -> str:
     if link is None or link.reason != "ok":
         return "-"
     return f"{rate(link.bytes_per_second)} {duration(link.round_trip_seconds)}"

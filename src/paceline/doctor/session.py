@@ -1,9 +1,10 @@
-"""The launcher's end of a host's program: reach it, ask it, and say in words why it cannot be reached."""
+"""Doctor's end of the program on each host: how it is started, asked and ended, and why it cannot be reached."""
 
 from __future__ import annotations
 
 import os
 import selectors
+import shlex
 import subprocess
 import tempfile
 import time
@@ -14,7 +15,9 @@ from typing import TypeVar
 import msgspec
 
 from paceline.doctor.messages import MAX_LINE_BYTES, Refused, Request
-from paceline.launch.job import Command
+from paceline.launch.hosts import labels
+from paceline.launch.job import Command, Host
+from paceline.launch.ssh.plan import client, destination
 from paceline.launch.ssh.refusal import why_no_agent
 
 T = TypeVar("T")
@@ -24,7 +27,29 @@ MAX_WORDS_BYTES = 1 << 16  # of its error output, the last of them
 END_SECONDS = 2.0
 
 
-class Session:
+def here(python: str, name: str) -> Command:
+    """On this machine."""
+    return Command(name, (python, *PROGRAM))
+
+
+def by_ssh(ssh: Sequence[str], hosts: tuple[Host, ...], python: str) -> tuple[Command, ...]:
+    """By the user's ssh, as a run is started, with nothing of the user's but the path of Python on the command line."""
+    remote = f"exec {shlex.join((python, *PROGRAM))}"
+    return tuple(
+        Command(label, (*client(ssh, host), "--", destination(host), remote))
+        for label, host in zip(labels(hosts), hosts, strict=True)
+    )
+
+
+def in_slurm(job_id: str, nodes: Sequence[str], cores: int, python: str) -> tuple[Command, ...]:
+    """As one step on each node of an allocation, beside whatever runs there, on so many cores."""
+    options = ("--overlap", "--nodes=1", "--ntasks=1", f"--cpus-per-task={cores}", "--unbuffered", "--quiet")
+    return tuple(
+        Command(node, ("srun", f"--jobid={job_id}", f"--nodelist={node}", *options, python, *PROGRAM)) for node in nodes
+    )
+
+
+class HostProgram:
     """A host's program and the pipes to it. Once `lost` says why, it answers nothing more."""
 
     def __init__(self, command: Command) -> None:
@@ -59,11 +84,11 @@ class Session:
             self.lost = self._why(self._code())
 
     def read(self, kind: type[T], deadline: float) -> T | None:
-        """The answer to what was sent, or None when it was refused or the session is lost.
+        """The answer to what was sent; None if it was refused, or the host is lost.
 
         Args:
             kind: of answer.
-            deadline: on time.monotonic()'s clock; a session that has not answered by then is lost.
+            deadline: on time.monotonic()'s clock; a host that has not answered by then is lost.
         """
         while (line := self._line(deadline)) is not None:
             if line.startswith(b"{"):
@@ -110,7 +135,7 @@ class Session:
         self._errors.close()
 
     def _code(self) -> int | None:
-        """Its exit code; None if it has only stopped to write."""
+        """Its exit code; None if it has only stopped writing."""
         assert self._process is not None
         try:
             return self._process.wait(1.0)
@@ -135,34 +160,34 @@ def _refusal(line: bytes) -> str:
 
 
 @contextmanager
-def sessions(commands: Sequence[Command]) -> Generator[list[Session]]:
+def host_programs(commands: Sequence[Command]) -> Generator[list[HostProgram]]:
     """All started at once; inside they can be asked, and none is left after."""
-    opened: list[Session] = []
+    opened: list[HostProgram] = []
     try:
-        opened.extend(Session(command) for command in commands)
+        opened.extend(HostProgram(command) for command in commands)
         yield opened
     finally:
-        for session in opened:
-            session.end()
+        for program in opened:
+            program.end()
 
 
-def ask(
-    all_sessions: Sequence[Session], requests: Mapping[str, Request], kind: type[T], seconds: float
+def ask_hosts(
+    programs: Sequence[HostProgram], requests: Mapping[str, Request], kind: type[T], seconds: float
 ) -> dict[str, T]:
     """Ask several hosts at the same time.
 
     Args:
-        all_sessions: every session there is.
+        programs: all that run.
         requests: what to ask of each host, by its name; those that are not named are not asked.
         kind: of answer.
         seconds: for all together.
 
     Returns:
-        The answers, by name, of those that gave one; the others' sessions say why not.
+        The answers, by name, of the hosts that gave one; the programs of the others say why not.
     """
-    asked = [session for session in all_sessions if session.name in requests]
+    asked = [program for program in programs if program.name in requests]
     deadline = time.monotonic() + seconds
-    for session in asked:
-        session.send(requests[session.name])
-    answers = {session.name: session.read(kind, deadline) for session in asked}
+    for program in asked:
+        program.send(requests[program.name])
+    answers = {program.name: program.read(kind, deadline) for program in asked}
     return {name: answer for name, answer in answers.items() if answer is not None}

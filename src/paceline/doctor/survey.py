@@ -1,4 +1,4 @@
-"""Ask the hosts everything that the checks need: who reaches whom, what they have, how fast they are together."""
+"""Asks the hosts everything that the checks need: what they have, who reaches whom, how fast they are together."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ import secrets
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from paceline.doctor import messages as m
 from paceline.doctor.links import Pair, measure_links
-from paceline.doctor.session import Session, ask
+from paceline.doctor.session import HostProgram, ask_hosts
 from paceline.host.facts import Address, Facts
 
+T = TypeVar("T")
 FIRST_SECONDS = 20.0  # to log in and start Python, perhaps from a slow file system
 SECONDS = 10.0
 CONNECT_SECONDS = 1.3  # a lost SYN is sent again after 1 s
@@ -40,7 +42,7 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Survey:
-    """All answers; a host that is in `lost` is in nothing else that it was asked after."""
+    """All answers; a host that is in `lost` is missing from everything that was asked later."""
 
     wanted: Wanted
     lost: Mapping[str, str]
@@ -48,7 +50,7 @@ class Survey:
     clock_offsets: Mapping[str, float]  # seconds that a host's clock is before this machine's
     resolved: Mapping[str, Mapping[str, tuple[str, ...]]]  # host -> name -> addresses
     reach: Mapping[Pair, Mapping[str, m.Reason]]  # -> address -> how it ended
-    links: Mapping[Pair, m.Measured]
+    links: Mapping[Pair, m.LinkSpeed]
     written: m.Done | None  # the probe file, by the first host
     seen: Mapping[str, m.Done]  # the probe file, by every host
     disks: Mapping[str, m.Disk]
@@ -57,31 +59,37 @@ class Survey:
     seconds: float
 
 
-def survey(wanted: Wanted, sessions: Sequence[Session]) -> Survey:
-    """Ask everything. Never waits longer than the sum of the limits above; who does not answer is `lost`."""
+def survey(wanted: Wanted, programs: Sequence[HostProgram]) -> Survey:
+    """Ask everything. Never waits longer than the sum of the limits above; a host that does not answer is `lost`."""
     start = time.monotonic()
-    facts = ask(sessions, dict.fromkeys(wanted.hosts, m.AskFacts()), Facts, FIRST_SECONDS)
+    facts = ask_hosts(programs, dict.fromkeys(wanted.hosts, m.AskFacts()), Facts, FIRST_SECONDS)
     names = [name for name in wanted.hosts if name in facts]
+
+    def ask_all(request: m.Request, kind: type[T], seconds: float = SECONDS) -> dict[str, T]:
+        return ask_hosts(programs, dict.fromkeys(names, request), kind, seconds)
+
     tokens = {name: secrets.token_hex(16) for name in names}
-    ports = ask(sessions, {name: m.Listen(tokens[name]) for name in names}, m.Listening, SECONDS)
-    resolved = ask(sessions, dict.fromkeys(names, m.Resolve(_names(wanted, facts))), m.Resolved, SECONDS + len(facts))
-    reach = _reach(sessions, facts, {name: (ports[name].port, tokens[name]) for name in ports})
-    written, seen = _share(sessions, names, wanted.run_dir)
-    disks = ask(sessions, dict.fromkeys(names, m.AskDisk(wanted.run_dir)), m.Disk, SECONDS)
-    offsets = _clocks(sessions, names)
+    ports = ask_hosts(programs, {name: m.Listen(tokens[name]) for name in names}, m.Listening, SECONDS)
+    called = tuple(dict.fromkeys(wanted.names.get(name, name) for name in facts))
+    resolved = ask_all(m.Resolve(called), m.Resolved, SECONDS + len(facts))
+    reach = _reach(programs, facts, {name: (ports[name].port, tokens[name]) for name in ports})
+    written, seen = _share(programs, names, wanted.run_dir)
+    disks = ask_all(m.AskDisk(wanted.run_dir), m.Disk)
+    offsets = _clocks(programs, names)
     files: Mapping[str, m.Files] = {}
-    links: Mapping[Pair, m.Measured] = {}
+    links: Mapping[Pair, m.LinkSpeed] = {}
     rehearsed: m.Rehearsed | None = None
     if not wanted.quick:
-        files = ask(sessions, dict.fromkeys(names, m.Fingerprint(wanted.data_dir)), m.Files, 3 * SECONDS)
-        best = {pair: address for pair, found in reach.items() if (address := _first_ok(found))}
+        files = ask_all(m.HashData(wanted.data_dir), m.Files, 3 * SECONDS)
+        best = {pair: open_ways[0] for pair, found in reach.items()
+                if (open_ways := [address for address, reason in found.items() if reason == "ok"])}  # fmt: skip
         doors = {(a, b): m.Target(address, ports[b].port, tokens[b]) for (a, b), address in best.items()}
-        links = measure_links(sessions, names, doors)
+        links = measure_links(programs, names, doors)
         if len(names) == len(wanted.hosts) and len(best) == len(names) * (len(names) - 1):
-            rehearsed = _rehearse(sessions, wanted, facts, usable_addresses(facts, reach))
+            rehearsed = _rehearse(programs, wanted, facts, usable_addresses(facts, reach))
     return Survey(
         wanted=wanted,
-        lost={session.name: session.lost for session in sessions if session.lost},
+        lost={program.name: program.lost for program in programs if program.lost},
         facts=facts,
         clock_offsets=offsets,
         resolved={name: answer.names for name, answer in resolved.items()},
@@ -110,33 +118,18 @@ def usable_addresses(facts: Mapping[str, Facts], reach: Mapping[Pair, Mapping[st
     return chosen
 
 
-def _names(wanted: Wanted, facts: Mapping[str, Facts]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(wanted.names.get(name, name) for name in facts))
-
-
-def _first_ok(found: Mapping[str, m.Reason]) -> str:
-    return next((address for address, reason in found.items() if reason == "ok"), "")
-
-
 def _reach(
-    sessions: Sequence[Session], facts: Mapping[str, Facts], doors: Mapping[str, tuple[int, str]]
+    programs: Sequence[HostProgram], facts: Mapping[str, Facts], doors: Mapping[str, tuple[int, str]]
 ) -> dict[Pair, dict[str, m.Reason]]:
     """Every host tries every address of every other one, all at once."""
-    tries = {
-        source: [
-            (target, address.address)
-            for target in doors
-            if target != source
-            for address in facts[target].addresses[:MAX_ADDRESSES]
-        ]
-        for source in doors
-    }
+    addresses = [(name, address.address) for name in doors for address in facts[name].addresses[:MAX_ADDRESSES]]
+    tries = {source: [one for one in addresses if one[0] != source] for source in doors}
     requests = {
         source: m.Connect(tuple(m.Target(address, *doors[target]) for target, address in every), CONNECT_SECONDS)
         for source, every in tries.items()
         if every
     }
-    answers = ask(sessions, requests, m.Connected, SECONDS + CONNECT_SECONDS * len(facts))
+    answers = ask_hosts(programs, requests, m.Connected, SECONDS + CONNECT_SECONDS * len(facts))
     reach: dict[Pair, dict[str, m.Reason]] = {
         (source, target): {} for source in answers for target in doors if target != source
     }
@@ -146,39 +139,41 @@ def _reach(
     return reach
 
 
-def _share(sessions: Sequence[Session], names: Sequence[str], folder: str) -> tuple[m.Done | None, dict[str, m.Done]]:
-    """The first host writes a file; can all see it?"""
+def _share(
+    programs: Sequence[HostProgram], names: Sequence[str], folder: str
+) -> tuple[m.Done | None, dict[str, m.Done]]:
+    """The first host writes a file, and all look for it."""
     if not names:
         return None, {}
     token = secrets.token_hex(16)
-    written = ask(sessions, {names[0]: m.WriteProbe(folder, token)}, m.Done, SECONDS).get(names[0])
+    written = ask_hosts(programs, {names[0]: m.Probe("write", folder, token)}, m.Done, SECONDS).get(names[0])
     if written is None or not written.ok:
         return written, {}
-    seen = ask(sessions, dict.fromkeys(names, m.ReadProbe(folder, token)), m.Done, SECONDS)
-    ask(sessions, {names[0]: m.RemoveProbe(folder, token)}, m.Done, SECONDS)
+    seen = ask_hosts(programs, dict.fromkeys(names, m.Probe("read", folder, token)), m.Done, SECONDS)
+    ask_hosts(programs, {names[0]: m.Probe("remove", folder, token)}, m.Done, SECONDS)
     return written, seen
 
 
-def _clocks(sessions: Sequence[Session], names: Sequence[str]) -> dict[str, float]:
+def _clocks(programs: Sequence[HostProgram], names: Sequence[str]) -> dict[str, float]:
     """Each clock against ours, as NTP does it: of several questions the one that was answered fastest."""
     best: dict[str, tuple[float, float]] = {}
-    for session in (session for session in sessions if session.name in names):
+    for program in (one for one in programs if one.name in names):
         for _ in range(CLOCK_ROUNDS):
             asked, start = time.time(), time.monotonic()
-            answer = ask([session], {session.name: m.AskTime()}, m.Time, SECONDS).get(session.name)
+            answer = ask_hosts([program], {program.name: m.AskTime()}, m.Time, SECONDS).get(program.name)
             took = time.monotonic() - start
-            if answer and (session.name not in best or took < best[session.name][0]):
-                best[session.name] = (took, answer.wall_seconds - (asked + took / 2))
+            if answer and (program.name not in best or took < best[program.name][0]):
+                best[program.name] = (took, answer.wall_seconds - (asked + took / 2))
     return {name: offset for name, (_, offset) in best.items()}
 
 
 def _rehearse(
-    sessions: Sequence[Session], wanted: Wanted, facts: Mapping[str, Facts], addresses: Mapping[str, Address]
+    programs: Sequence[HostProgram], wanted: Wanted, facts: Mapping[str, Facts], addresses: Mapping[str, Address]
 ) -> m.Rehearsed:
     """The ranks of the run itself, started by the hosts' programs, train a few steps and add up their gradients."""
     head = wanted.hosts[0]
     several = len(wanted.hosts) > 1
-    port = ask(sessions, {head: m.FreePort()}, m.Listening, SECONDS).get(head)
+    port = ask_hosts(programs, {head: m.FreePort()}, m.Listening, SECONDS).get(head)
     if port is None or (several and len(addresses) < len(facts)):
         return m.Rehearsed(why="there is no address that all hosts reach")
     first_ranks = [0, *itertools.accumulate(wanted.workers)]
@@ -199,7 +194,7 @@ def _rehearse(
         )
         for name, workers, first in zip(wanted.hosts, wanted.workers, first_ranks, strict=False)
     }
-    answers = ask(sessions, requests, m.Rehearsed, REHEARSAL_SECONDS + SECONDS)
+    answers = ask_hosts(programs, requests, m.Rehearsed, REHEARSAL_SECONDS + SECONDS)
     failed = [f"{name}: {answer.why}" for name, answer in answers.items() if answer.why]
-    failed += [f"{session.name}: {session.lost}" for session in sessions if session.lost]
+    failed += [f"{program.name}: {program.lost}" for program in programs if program.lost]
     return m.Rehearsed(why="; ".join(failed)) if failed else answers[head]

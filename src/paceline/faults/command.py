@@ -1,4 +1,4 @@
-"""A command in a session and folder of its own: what it prints and when, how it ends, and what it leaves behind."""
+"""Runs a command in a session and folder of its own: what it prints and when, how it ends, what it leaves behind."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.contract.variables import FAULTS_MARK
-from paceline.host.procfs import PROC, read_process
+from paceline.host.procfs import PROC, processes
 
 SETTLE_SECONDS = 2.0  # what is just ending is not left behind
 SHM = Path("/dev/shm")
@@ -118,13 +118,12 @@ def _carriers(mark: str) -> dict[int, str]:
     """The living processes with this mark in their environment: pid -> command line."""
     found: dict[int, str] = {}
     wanted = f"{FAULTS_MARK}={mark}".encode()
-    for name in os.listdir(PROC):  # noqa: PTH208
-        with contextlib.suppress(OSError):
-            if name.isdigit() and wanted in (PROC / name / "environ").read_bytes().split(b"\0"):
-                process = read_process(int(name))
-                if process is not None and process.runs:
-                    words = (PROC / name / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-                    found[int(name)] = words[:100].strip()
+    for process in processes():
+        folder = PROC / str(process.pid)
+        with contextlib.suppress(OSError):  # another user's, or just ended
+            if process.runs and wanted in (folder / "environ").read_bytes().split(b"\0"):
+                words = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                found[process.pid] = words[:100].strip()
     return found
 
 

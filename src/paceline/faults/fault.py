@@ -1,4 +1,4 @@
-"""What is a fault, and what must be said of it? Data; no torch."""
+"""What a fault is, and what must be said of it. Data."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from paceline.contract.evidence import VerdictKind
+
+# stated here, not taken from ExitCode: this is the truth that paceline is compared with
+DONE, FAILED, USAGE, STALLED, MISMATCH, NOT_FINITE, DIVERGED = range(7)
 
 
 class Way(StrEnum):
@@ -25,7 +28,7 @@ class Needs(StrEnum):
     HOSTS = "hosts"  # root, and hosts made of network namespaces: tests/cluster/soak_faults.py
 
 
-class End(StrEnum):
+class Fate(StrEnum):
     """What was said of a run. The first ones are the judge's classes (`VerdictKind`), in lower case."""
 
     DIED = "died"
@@ -52,9 +55,16 @@ class End(StrEnum):
     HUNG = "hung"  # until our own limit
 
     @classmethod
-    def of(cls, kind: VerdictKind) -> End:
+    def of(cls, kind: VerdictKind) -> Fate:
         """The judge's class."""
         return cls(kind.name.lower())
+
+
+CODES = {
+    Fate.DIED: FAILED, Fate.STOPPED: STALLED, Fate.UNINTERRUPTIBLE: STALLED, Fate.LOADER: STALLED, Fate.BEHIND: STALLED,
+    Fate.NOT_MET: STALLED, Fate.MISMATCH: MISMATCH, Fate.NOT_FINITE: NOT_FINITE, Fate.DIVERGED: DIVERGED,
+    Fate.SLOW: DONE, Fate.QUIET: DONE, Fate.LOST: FAILED, Fate.REFUSED: USAGE,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -63,16 +73,16 @@ class Fault:
 
     name: str
     does: str  # one sentence, without a subject: the guilty rank is
-    ends: tuple[End, ...]  # right classes, the best first
-    codes: tuple[int, ...]  # right exit codes of paceline
+    ends: tuple[Fate, ...]  # right classes, the best first
+    exits: tuple[int, ...] = ()  # right exit codes of paceline, where it is not the usual one of the first class
     guilty: tuple[int, ...] = (1,)  # empty: nobody is
     step: int = 6
     world: int = 3
     way: Way = Way.SCRIPT
     needs: Needs = Needs.NOTHING
-    single: bool = True  # one culprit, named in every repetition; False: nobody, several, or luck decides
+    lucky: bool = False  # luck decides who is to blame
     tie: bool = False  # two ranks disagree: both must be named, and neither blamed
-    line: bool = True  # the culprit's source line can be told
+    line: bool = True  # the culprit's source line can be named
     words: str = ""  # a pattern that the text must hold, where no rank is the answer
     setup: str = ""  # what setups.py does first
     options: tuple[str, ...] = ()  # further ones of paceline
@@ -81,11 +91,21 @@ class Fault:
     late: bool = False  # thought out after the judge was finished
 
     @property
+    def codes(self) -> tuple[int, ...]:
+        """The right exit codes of paceline."""
+        return self.exits or (CODES[self.ends[0]],)
+
+    @property
     def ranks(self) -> tuple[int, ...]:
-        """Where it strikes, also where nobody is to be blamed."""
+        """Where it strikes, also where nobody is to blame."""
         return self.guilty or (1,)
+
+    @property
+    def single(self) -> bool:
+        """Whether there is one culprit, to be named in every repetition."""
+        return len(self.guilty) == 1 and not self.tie and not self.lucky
 
     @property
     def silent(self) -> bool:
         """Whether nothing is wrong, and an alarm would be."""
-        return self.ends == (End.QUIET,)
+        return self.ends == (Fate.QUIET,)

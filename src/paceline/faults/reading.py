@@ -1,4 +1,4 @@
-"""Whom does a launcher blame, and for what? Read from what a person reads on the screen. Pure."""
+"""Reads from the screen, as a person would, whom a launcher blames, and for what. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from paceline.contract.evidence import Verdict
 from paceline.errors import ExitCode
-from paceline.faults.fault import End
+from paceline.faults.fault import Fate
 
 Lines = Sequence[tuple[float, str]]
 
@@ -17,7 +17,7 @@ Lines = Sequence[tuple[float, str]]
 class Said:
     """The answer that a person takes away. `seconds` on the clock of the lines; None where nothing was said."""
 
-    end: End
+    end: Fate
     named: tuple[int, ...] = ()
     tie: bool = False  # these are at odds, and nobody is blamed
     seconds: float | None = None
@@ -39,8 +39,8 @@ SLOW = re.compile(rf"{RANKS}\b.* is slow")
 # in the words of a rank that speaks for all; the first one counts
 ACCUSES = re.compile(rf"{RANKS}(?: has |: samples? | called |, against the majority)")
 HOLDS = re.compile(r"[0-9a-f]{12} on rank (?P<ranks>\d+\b(?:, \d+\b)*)")  # which version of a file
-ENDS = {ExitCode.USAGE: End.REFUSED, ExitCode.MISMATCH: End.MISMATCH, ExitCode.NOT_FINITE: End.NOT_FINITE,
-        ExitCode.DIVERGED: End.DIVERGED}  # fmt: skip
+ENDS = {ExitCode.USAGE: Fate.REFUSED, ExitCode.MISMATCH: Fate.MISMATCH, ExitCode.NOT_FINITE: Fate.NOT_FINITE,
+        ExitCode.DIVERGED: Fate.DIVERGED}  # fmt: skip
 ROOT_CAUSE = "Root Cause (first observed failure)"
 PAGE_LINES = 16
 
@@ -59,9 +59,9 @@ def said_by_paceline(lines: Lines, code: int | None, verdict: Verdict | None, pa
     found = next(_answers(lines, code), None)
     if found is None:
         return Said(_unsaid(code))
-    if verdict is not None and found.end is not End.SLOW:  # the same answer, without a guess at its class
+    if verdict is not None and found.end is not Fate.SLOW:  # the same answer, without a guess at its class
         named = tuple(sorted({rank for party in verdict.tie for rank in party})) or verdict.guilty
-        return Said(End.of(verdict.kind), named, bool(verdict.tie), found.seconds, found.words)
+        return Said(Fate.of(verdict.kind), named, bool(verdict.tie), found.seconds, found.words)
     return found
 
 
@@ -73,7 +73,7 @@ def said_by_torchrun(lines: Lines, code: int | None, pattern: str = "") -> Said:
     if begins is not None:
         below = [line for _, line in lines[begins : begins + 8]]
         ranks = [int(match[1]) for line in below if (match := re.search(r"rank +: (\d+)", line))]
-        return Said(End.DIED, tuple(ranks[:1]), False, lines[begins][0], "\n".join(below[1:]))
+        return Said(Fate.DIED, tuple(ranks[:1]), False, lines[begins][0], "\n".join(below[1:]))
     return Said(_unsaid(code))
 
 
@@ -81,7 +81,7 @@ def _told(lines: Lines, code: int | None, pattern: str) -> Said:
     """Whether there is a line like that."""
     for at, line in lines:
         if re.search(pattern, line):
-            return Said(End.REFUSED if code == ExitCode.USAGE else End.TOLD, (), False, at, line)
+            return Said(Fate.REFUSED if code == ExitCode.USAGE else Fate.TOLD, (), False, at, line)
     return Said(_unsaid(code))
 
 
@@ -93,47 +93,47 @@ def _answers(lines: Lines, code: int | None) -> Iterator[Said]:
         below = [text for _, text in lines[number : number + PAGE_LINES]]
         words = "\n".join(below)
         if match := GUILTY.search(line):
-            yield Said(_class(match["kind"]), numbers(match["ranks"]), False, at, words)
+            yield Said(_class(match["kind"]), rank_numbers(match["ranks"]), False, at, words)
         elif match := NOBODY.search(line):
             yield Said(_class(match["kind"]), (), False, at, words)
         elif TIE.search(line):
-            parties = tuple(sorted({rank for m in re.finditer(RANKS, line) for rank in numbers(m["ranks"])}))
-            yield Said(End.MISMATCH, parties, True, at, words)
+            parties = tuple(sorted({rank for m in re.finditer(RANKS, line) for rank in rank_numbers(m["ranks"])}))
+            yield Said(Fate.MISMATCH, parties, True, at, words)
         elif match := LEFT.match(line):
-            yield Said(End.LEFT, numbers(match["ranks"]), False, at, words)
+            yield Said(Fate.LEFT, rank_numbers(match["ranks"]), False, at, words)
         elif match := LOST.match(line):
-            yield Said(End.LOST, numbers(match["ranks"]), False, at, "\n".join(t for _, t in lines[number - 1 :]))
+            yield Said(Fate.LOST, rank_numbers(match["ranks"]), False, at, "\n".join(t for _, t in lines[number - 1 :]))
         elif match := LOST_NODE.search(line):
-            yield Said(End.LOST, numbers(match["ranks"]), False, at, words)
+            yield Said(Fate.LOST, rank_numbers(match["ranks"]), False, at, words)
         elif match := FAILED.match(line):
-            ranks = tuple(range(int(match["all"]))) if match["all"] else numbers(match["ranks"])
+            ranks = tuple(range(int(match["all"]))) if match["all"] else rank_numbers(match["ranks"])
             yield Said(_ended(code), (_accused(words) if code in ENDS else ()) or ranks, False, at, words)
         elif match := SLOW.search(line):
-            yield Said(End.SLOW, numbers(match["ranks"]), False, at, words)
+            yield Said(Fate.SLOW, rank_numbers(match["ranks"]), False, at, words)
 
 
 def _accused(words: str) -> tuple[int, ...]:
     """Whom a rank that speaks for all of them accuses: nobody, if it speaks of itself."""
-    if parties := [numbers(match["ranks"]) for match in HOLDS.finditer(words)]:
+    if parties := [rank_numbers(match["ranks"]) for match in HOLDS.finditer(words)]:
         return min(parties, key=len)
     match = ACCUSES.search(words)
-    return numbers(match["ranks"]) if match else ()
+    return rank_numbers(match["ranks"]) if match else ()
 
 
-def _class(kind: str) -> End:
-    """The judge's word on the page; STALL holds several classes, which verdict.json tells apart."""
-    return End.BEHIND if kind == "STALL" else End(kind.lower())
+def _class(kind: str) -> Fate:
+    """The judge's word on the page; STALL holds several classes, which only the written verdict tells apart."""
+    return Fate.BEHIND if kind == "STALL" else Fate(kind.lower())
 
 
-def _ended(code: int | None) -> End:
-    return ENDS.get(ExitCode(code), End.DIED) if code in {*ExitCode} else End.DIED
+def _ended(code: int | None) -> Fate:
+    return ENDS.get(ExitCode(code), Fate.DIED) if code in {*ExitCode} else Fate.DIED
 
 
-def _unsaid(code: int | None) -> End:
-    return End.HUNG if code is None else End.QUIET if code == 0 else End.ENDED
+def _unsaid(code: int | None) -> Fate:
+    return Fate.HUNG if code is None else Fate.QUIET if code == 0 else Fate.ENDED
 
 
-def numbers(text: str) -> tuple[int, ...]:
+def rank_numbers(text: str) -> tuple[int, ...]:
     """`0, 1, 3-7` and `0 and 1` as numbers."""
     found: list[int] = []
     for part in re.split(r", | and ", text):

@@ -1,4 +1,4 @@
-"""Let a fault strike in a run of paceline or of torchrun, and score what is said of it."""
+"""Lets a fault strike in a run of paceline or torchrun, and scores what is said of it."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import msgspec
 from paceline.contract.evidence import Verdict
 from paceline.errors import UsageError
 from paceline.faults.command import Ran, run_command
-from paceline.faults.fault import End, Fault, Way
+from paceline.faults.fault import Fate, Fault, Way
 from paceline.faults.reading import Said, said_by_paceline, said_by_torchrun
-from paceline.faults.setups import Setup, prepared
+from paceline.faults.setups import Setup, surroundings
 from paceline.guard.story import read_verdict
 
 Launcher = Literal["paceline", "torchrun"]
@@ -25,7 +25,7 @@ USERS = Path(__file__).with_name("user")  # program.py, strikes.py, task.py
 PROGRAM, TASK = "program.py", "task.py"
 STEPS = 40
 GROUP_TIMEOUT_SECONDS = 10  # torchrun's only defence; 30 minutes by default
-LIMIT_SECONDS = 120.0  # nothing that is to be told takes so long
+LIMIT_SECONDS = 120.0  # nothing that is to be reported takes so long
 WORDS_CHARS = 2000
 MARKER = re.compile(r"# FAULT: (?P<names>.*)")
 
@@ -39,7 +39,7 @@ class Score(msgspec.Struct, frozen=True):
     right_line: bool | None  # None: there is none to be named
     right_end: bool
     right_code: bool | None  # None: not known what it should be
-    end: End
+    end: Fate
     named: tuple[int, ...]
     tie: bool
     code: int | None  # None: it hung, and was ended
@@ -56,8 +56,8 @@ def run_fault(fault: Fault, launcher: Launcher, folder: Path, *, stall_after: st
     for file in USERS.glob("*.py"):
         shutil.copy(file, folder)
     first = _command(fault, launcher, Setup(), stall_after, steps=STEPS // 2)
-    env = environment(fault, launcher, folder)
-    with prepared(fault.setup, folder, tuple(first), env) as setup:
+    env = fault_environment(fault, launcher, folder)
+    with surroundings(fault.setup, folder, tuple(first), env) as setup:
         argv = [*setup.before, *_command(fault, launcher, setup, stall_after)]
         if setup.strikes or fault.way is Way.EACH or fault.name == "nothing":
             struck_now(folder)
@@ -70,8 +70,8 @@ def struck_now(folder: Path) -> None:
     (folder / "struck-outside").write_text(str(time.monotonic()))
 
 
-def environment(fault: Fault, launcher: Launcher, folder: Path) -> dict[str, str]:
-    """What the programs in `user` are told by."""
+def fault_environment(fault: Fault, launcher: Launcher, folder: Path) -> dict[str, str]:
+    """The variables that the programs in `user` read."""
     return {
         "FAULT": fault.name,
         "FAULT_RANKS": ",".join(map(str, fault.ranks)),
@@ -95,7 +95,7 @@ def _command(fault: Fault, launcher: Launcher, setup: Setup, stall_after: str, s
     more += ["--port", port] if setup.port else []
     if fault.way is Way.TASK:
         return [*own, *train, *more]
-    if fault.way is Way.EACH:  # each rank is told another learning rate
+    if fault.way is Way.EACH:  # each rank is given another learning rate
         rate = f"0.0$((1 + (RANK == {fault.ranks[0]})))"
         each = " ".join([*own, *train, "--run-dir", "each", "--lr", rate])
         return [*own, "launch", *more, "--", "sh", "-c", f"exec {each}"]
@@ -146,7 +146,7 @@ def _right_rank(fault: Fault, said: Said, ran: Ran) -> bool:
 
 
 def _right_line(fault: Fault, folder: Path, words: str) -> bool:
-    """Whether the words name a line that the fault's marker stands at."""
+    """Whether the words name a line with the fault's marker."""
     for file in USERS.glob("*.py"):
         for number in marked_lines(file, fault.name):
             if re.search(rf"{re.escape(file.name)}(?::|\", line ){number}\b", words):

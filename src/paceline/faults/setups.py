@@ -1,4 +1,4 @@
-"""What must be so before a fault can strike? A small disk, a port that is taken, a damaged checkpoint, ..."""
+"""Sets up what some faults need before they can strike: a small disk, a taken port, a damaged checkpoint."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from paceline.faults.command import run_command
 CGROUPS = Path("/sys/fs/cgroup")
 CGROUP_BYTES = 3 << 30
 SHM_SIZE, DISK_SIZE = "8k", "400k"
-# Not where everybody would lose his /dev/shm, whatever becomes of `unshare`: $1 is the machine's own namespace.
+# Never where everybody would lose /dev/shm, whatever becomes of `unshare`: $1 is the machine's own namespace.
 SMALL = """
 [ "$(readlink /proc/self/ns/mnt)" != "$1" ] || { echo "not in a mount namespace of its own" >&2; exit 70; }
 mount -t tmpfs -o mode=1777,size="$2" tmpfs "$3" && shift 3 && exec "$@"
@@ -34,7 +34,7 @@ class Setup:
 
 
 @contextmanager
-def prepared(name: str, folder: Path, first: tuple[str, ...], env: Mapping[str, str]) -> Generator[Setup]:
+def surroundings(name: str, folder: Path, first: tuple[str, ...], env: Mapping[str, str]) -> Generator[Setup]:
     """The surroundings called `name`, for one run in `folder`; `first` and `env` start a run that goes well."""
     if name == "":
         yield Setup()

@@ -122,7 +122,7 @@ def resolve(name: str, seconds: float = RESOLVE_SECONDS) -> tuple[str, ...]:
     def look() -> None:
         found.extend(address for _, address in candidates([name]))
 
-    # the resolver takes no time limit of its own, and a daemon thread keeps nobody from ending
+    # the resolver takes no time limit of its own, and a daemon thread lets the process end
     thread = threading.Thread(target=look, daemon=True)
     thread.start()
     thread.join(seconds)
@@ -154,7 +154,7 @@ def _addresses() -> tuple[tuple[Address, ...], tuple[Address, ...]]:
             mask = int(ipaddress.ip_address(entry.netmask)) if entry.netmask else (1 << address.max_prefixlen) - 1
             alive = interface in stats and stats[interface].isup
             if not alive and (NETWORKS / interface / "bridge").is_dir():
-                continue  # Docker's, with no container on it: it is no cable that somebody has pulled
+                continue  # Docker's, with no container on it: no pulled cable
             (up if alive else down).append(Address(interface, str(address), prefix=mask.bit_count()))
     up.sort(key=lambda one: ":" in one.address)  # stable: IPv4 first, else in the kernel's order
     return tuple(up), tuple(down)

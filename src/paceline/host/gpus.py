@@ -62,7 +62,7 @@ def _gpu(nvml: Any, driver: str, index: int, handles: list[Any]) -> Gpu:
     memory = nvml.nvmlDeviceGetMemoryInfo(handle)
     processes: list[int] = []
     errors = 0
-    with suppress(nvml.NVMLError):  # not every GPU or driver tells, nor every container
+    with suppress(nvml.NVMLError):  # not every GPU, driver or container says
         processes = [int(process.pid) for process in nvml.nvmlDeviceGetComputeRunningProcesses(handle)]
     with suppress(nvml.NVMLError):
         errors = int(

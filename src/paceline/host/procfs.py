@@ -28,7 +28,7 @@ class Process:
 
     @property
     def runs(self) -> bool:
-        """Whether it still exists as more than an entry that nobody has waited for."""
+        """Whether it is more than a zombie."""
         return self.state not in "ZX"
 
 
@@ -38,7 +38,7 @@ def read_process(pid: int) -> Process | None:
         text = (PROC / str(pid) / "stat").read_text(errors="replace")
     except OSError:
         return None
-    # The command's name stands in parentheses and may hold spaces and parentheses: split after the last one.
+    # The command's name is in parentheses and may hold spaces and parentheses: split after the last one.
     fields = text.rpartition(")")[2].split()
     cpu_seconds = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
     return Process(pid, fields[0], int(fields[1]), int(fields[3]), int(fields[19]), cpu_seconds)

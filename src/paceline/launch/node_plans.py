@@ -13,7 +13,7 @@ NUM_PORTS = 8
 
 
 def node_plan(job: Job, *, node: int, nproc: int, head: tuple[str, ...], silence_seconds: float = 0.0) -> NodePlan:
-    """The plan for one node; `node` is -1 where its agent is told elsewhere."""
+    """The plan for one node; `node` is -1 where its agent learns it elsewhere."""
     return NodePlan(
         **for_node(job, nproc),
         node=node,

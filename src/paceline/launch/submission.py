@@ -2,7 +2,7 @@
 
 RUN/submit-1/     of each start on other machines, numbered from 1
     config.toml       the workers' settings
-    plan.json         what the agents are told, the job's secret among it
+    plan.json         what the agents are sent, the job's secret included
     job.sbatch        for Slurm: the batch script; slurm-<job>.out is what it and the agents said
     submitted.json    this file's Submission
 """
@@ -54,7 +54,7 @@ def next_submit_dir(run_dir: Path) -> Path:
                 )
             try:
                 writing.make_folder(run_dir / f"submit-{number}")
-            except FileExistsError:  # somebody was faster
+            except FileExistsError:  # another launcher was faster
                 continue
             return run_dir / f"submit-{number}"
     except OSError as error:

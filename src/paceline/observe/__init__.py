@@ -1,1 +1,1 @@
-"""What a run tells while it goes, on the screen and in its folder (no torch here)."""
+"""What a run reports, on the screen and in its folder. No torch."""

@@ -20,7 +20,7 @@ import msgspec
 from paceline.disk import writing
 from paceline.disk.reading import names, read_lines
 
-LAST_BYTES = 4 << 20  # of a file of events: what tells how a run is now
+LAST_BYTES = 4 << 20  # of a file of events: enough to know how a run is now
 _FILE = re.compile(r"events-([0-9]{1,9})\.jsonl")
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 Few = Annotated[int, msgspec.Meta(ge=0, le=1_000_000)]  # ranks
@@ -61,7 +61,7 @@ class Step(Event, frozen=True, tag="step"):
     share: tuple[Few, Few] | None = None  # the virtual ranks [a, b) that this rank computed
     consumed: Count = 0  # samples this rank used; stand-ins are not counted
     fingerprint: str = ""  # hex of data.consumed.fingerprint of their indices
-    skipped: bool = False  # it did not change the parameters (see Skipped); a loss that is not finite stands as 0
+    skipped: bool = False  # it did not change the parameters (see Skipped); a loss that is not finite is written as 0
     phase_seconds: dict[str, float] = {}  # data, forward, backward, sync, optimizer; empty: by an older paceline
 
 
@@ -117,7 +117,7 @@ class Snapshotted(Event, frozen=True, tag="snapshotted"):
 
 
 class Notice(Event, frozen=True, tag="notice"):
-    """Something a person was told."""
+    """Something that people were shown."""
 
     text: str
 

@@ -160,7 +160,7 @@ def create_run_dir(asked: Path | None, task: str) -> Path:
 
 
 def new_run_dir(task: str) -> Path:
-    """What the folder of a run that nobody has named will be called; it is not made."""
+    """The folder for a run without --run-dir; it is not made."""
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", task).strip("-.") or "run"
     stem = Path("runs").resolve() / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     for attempt in range(1000):  # several runs may start within a second
@@ -195,7 +195,7 @@ def create_attempt_dir(run_dir: Path) -> tuple[int, Path]:
 
 
 def _fenced_attempt(run_dir: Path) -> int:
-    """The attempt that may publish checkpoints (store/fence.py): it was, though somebody deleted its folder."""
+    """The attempt that may publish checkpoints (store/fence.py): it counts although somebody deleted its folder."""
     try:
         return int(read(run_dir / CHECKPOINTS / ".fence", limit_bytes=100).split()[0])
     except (OSError, ValueError, IndexError):

@@ -1,4 +1,4 @@
-"""How a run ended: summary.json, for people and scripts; ended.json, the exit code by the word of node 0's agent."""
+"""How a run ended: summary.json, for people and scripts; ended.json, the exit code as node 0's agent says."""
 
 from __future__ import annotations
 

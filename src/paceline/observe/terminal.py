@@ -9,8 +9,7 @@ from contextlib import suppress
 # C0 but tab and newline, C1, marks of direction: what a worker wrote must not steer the terminal, or hide words
 CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]+")
 
-
-# of bytes, which may be UTF-8: all of C0 but tab, newline, return and colours; C1 stands behind \xc2 there
+# of bytes, which may be UTF-8: all of C0 but tab, newline, return and colours; C1 follows \xc2 there
 STEERS = re.compile(
     rb"\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b\[(?![0-9;:]*m)[0-?]*[ -/]*[@-~]|\x1b(?!\[[0-9;:]*m).?"
     rb"|[\x00-\x08\x0b\x0c\x0e-\x1a\x1c-\x1f\x7f]|\xc2[\x80-\x9f]"
@@ -20,7 +19,7 @@ MAX_SEQUENCE_BYTES = 4096
 
 
 def say(text: str, end: str = "\n") -> None:
-    """Tell the user, in words that may hold others'; never an error: the terminal may be gone with the launcher."""
+    """Write to stderr, cleaned, for the words may be others'. Never an error: the terminal may be gone."""
     with suppress(OSError):
         data = harmless(f"{text}{end}".encode(errors="replace"))
         while data:

@@ -1,7 +1,7 @@
-"""How long does a step of this task take here, and how long the sum of its gradients over all ranks? For doctor.
+"""Measures for doctor how long a step of a task takes here, and how long the sum of its gradients over all ranks.
 
 `python -m paceline.proofs.rehearsal`, one process for each rank, started by doctor/rehearse.py with torchrun's
-variables; the request stands on stdin as JSON, and rank 0 writes what it found to stdout.
+variables; the request comes on stdin as JSON, and rank 0 writes what it found to stdout.
 
 A step is what a rank computes by itself, forward, backward and optimizer step, on one micro-batch of real samples:
 the median of STEPS after WARM_UP, while all other ranks do the same, since they share its machine when they train.
@@ -35,17 +35,17 @@ from paceline.worker.world import World, joined
 
 WARM_UP, STEPS, REDUCTIONS = 1, 3, 5
 TRIAL_ELEMENTS = 1 << 18
-LONGEST_SECONDS = 0.5  # that one all-reduce shall take
+LONGEST_SECONDS = 0.5  # that one measured all-reduce may take
 PLAIN_BYTES = 25 << 20  # without a task: torch's usual bucket
 
 
-def rehearse(request: Rehearse) -> Rehearsed:
-    """Take part as the rank that the environment says, and measure; rank 0's numbers are told."""
+def _rehearse(request: Rehearse) -> Rehearsed:
+    """Take part as the rank that the environment says, and measure; rank 0's numbers count."""
     torch.set_num_threads(max(1, request.threads))
     world = World.from_env(device="cpu", backend="gloo")
     parameters, step = _prepare(request) if request.task else (PLAIN_BYTES // 4, None)
     with joined(world, timeout_seconds=request.seconds):
-        dist.barrier()  # nobody has the machine for himself while others still import
+        dist.barrier()  # no rank has the machine to itself while others still import
         step_seconds = _median(step, WARM_UP, STEPS) if step else 0.0
         reduce_seconds = _reduce_seconds(torch.zeros(parameters))
     gradient_bytes = 4 * parameters
@@ -74,19 +74,15 @@ def _prepare(request: Rehearse) -> tuple[int, Callable[[], None]]:
 
 
 def _reduce_seconds(gradients: Tensor) -> float:
-    """What one all-reduce takes; of a long vector on a slow network a part is measured, for it takes its share."""
-    _add_up(gradients[:TRIAL_ELEMENTS])  # connections are made
+    """What one all-reduce takes; of a long vector on a slow network a part is measured, and its time scaled up."""
     trial = gradients[:TRIAL_ELEMENTS]
-    seconds = torch.tensor([_median(partial(_add_up, trial), 0, 1)])
+    dist.all_reduce(trial)  # connections are made
+    seconds = torch.tensor([_median(partial(dist.all_reduce, trial), 0, 1)])
     dist.all_reduce(seconds, op=dist.ReduceOp.MAX)  # all must measure the same part
     predicted_seconds = float(seconds) * len(gradients) / len(trial)
     length = int(len(gradients) * min(1.0, LONGEST_SECONDS / predicted_seconds))
     part = gradients[: max(length, len(trial))]
-    return _median(partial(_add_up, part), WARM_UP, REDUCTIONS) * len(gradients) / len(part)
-
-
-def _add_up(gradients: Tensor) -> None:
-    dist.all_reduce(gradients)
+    return _median(partial(dist.all_reduce, part), WARM_UP, REDUCTIONS) * len(gradients) / len(part)
 
 
 def _median(action: Callable[[], Any], warm_up: int, times: int) -> float:
@@ -103,7 +99,7 @@ def main() -> int:
     request = msgspec.json.decode(sys.stdin.buffer.read(), type=Rehearse)
     answer = os.dup(1)
     os.dup2(2, 1)  # a task may print
-    os.write(answer, msgspec.json.encode(rehearse(request)))
+    os.write(answer, msgspec.json.encode(_rehearse(request)))
     return 0
 
 

@@ -6,7 +6,7 @@ Two ranks share a weight of 10 elements; each wrote its half into its own file:
                   "files": [{"name": "shard-0-of-2.safetensors", "bytes": 140, "sha256": "9f...",
                              "pieces": [{"key": "0", "name": "model/fc.weight", "dtype": "F32",
                                          "shape": [5, 2], "start": 0, "stop": 5}]}, ...]},
-     "sha256": "of the bytes of the inner object, as they stand"}
+     "sha256": "of the bytes of the inner object, as they are"}
 
 A hash finds accidents. It is no signature: who can write the folder can write a matching hash as well.
 """

@@ -43,7 +43,7 @@ def check_checkpoint(path: Path, files: Collection[str] | None = None, *, trust:
         path: its folder.
         files: names of the files to hash, so that ranks can share the work; None means all. The sizes of all files
             are compared in any case.
-        trust: whether it may belong to somebody else, or be such as others can write.
+        trust: whether it may belong to somebody else, or be writable by others.
 
     Raises:
         Damaged: names the file, with what was expected and what is there. Links count as damage, and what is not ours.

@@ -36,7 +36,7 @@ def check_header(name: str, length: int, header: bytes, file: ShardFile) -> None
     Args:
         name: of the file, for messages.
         length: what its first 8 bytes say.
-        header: so many bytes after these, as far as they are there and no more than are ever read.
+        header: as many bytes after these, as far as there are any, and no more than are ever read.
         file: what the manifest says.
 
     Raises:

@@ -88,7 +88,7 @@ class Checkpoints:
         return self._made(self.root / f".tmp-{step}-{claim.attempt}-{claim.generation}-{rank}")
 
     def _made(self, tmp: Path) -> Path:
-        if tmp.exists():  # a try of ours that failed: nobody else has this name
+        if tmp.exists():  # left by a failed attempt of ours: nobody else has this name
             writing.remove(tmp)
         writing.make_folder(tmp)
         return tmp
@@ -143,7 +143,7 @@ class Checkpoints:
         """Delete all that is older than the newest `keep` whole ones; what is damaged does not count.
 
         Whole means: sizes right now, and the full hash once in this process. Sizes alone are not enough: after a
-        resume from an older checkpoint the newer, damaged ones would push out the one that training stands on.
+        resume from an older checkpoint the newer, damaged ones would push out the one that training continues from.
         """
         whole = 0
         surplus: list[Path] = []
@@ -213,7 +213,7 @@ class Checkpoints:
         """The newest checkpoint that is whole, every byte of it hashed; None if there is none.
 
         Args:
-            report: told of each newer one that is not: its name, and why.
+            report: given each newer one that is not: its name, and why.
 
         Raises:
             TrainingError: if another process deletes them faster than they can be read.

@@ -1,6 +1,6 @@
 """Tasks by name: the built-in ones, and anybody's own as `module:name` or `file.py:name` (no torch here).
 
-Finding a task without importing it is what lets a typing mistake be told before any process is started.
+A task is found without importing it, so a typing mistake is reported before any process starts.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MOST_FILES = 1000  # of a folder that are looked at
 
 @dataclass(frozen=True)
 class BuiltIn:
-    """Where a built-in task's function stands, and which options it takes."""
+    """Where a built-in task's function is, and which options it takes."""
 
     reference: str
     options: tuple[str, ...]
@@ -41,10 +41,10 @@ TASKS = {
 
 
 def check_task(name: str | None, options: Mapping[str, Any]) -> None:
-    """Refuse, without importing it, a task that does not exist, an option it does not take, or missing data.
+    """Check a task without importing it.
 
     Raises:
-        UsageError: saying what there is instead.
+        UsageError: there is no such task, it does not take an option, or its data are missing; says what there is.
     """
     if name is None:
         raise UsageError(f"no task given. Choose from: {', '.join(TASKS)}, or your own as module:name or file.py:name")
@@ -76,8 +76,8 @@ def load_task(name: str, options: Mapping[str, Any]) -> Task:
     """Import the task `name`; if it is a function, call it with `options`.
 
     Raises:
-        UsageError: if there is no such task in the module, or it is none, or takes no such option. Whatever the
-            module's own code raises passes through.
+        UsageError: if the module has no such name, it is not a task, or takes no such option. What the module's own
+            code raises passes through.
     """
     from paceline.tasks.task import Task  # imports torch
 
@@ -103,7 +103,7 @@ def load_task(name: str, options: Mapping[str, Any]) -> Task:
 
 
 def _locate(name: str) -> Path:
-    """The folder that a user's task needs to be in the Python path.
+    """The folder that must be in the Python path for a user's task.
 
     Raises:
         UsageError: there is no such task, or an installed module has its name.
@@ -136,13 +136,13 @@ def _locate(name: str) -> Path:
 
 
 def _apart(module_name: str) -> tuple[Path, str]:
-    """The folder and the module of FOLDER:module, as a run writes down where it found one; else the working folder."""
+    """The folder and the module of FOLDER:module, as a run records where it found one; else the working folder."""
     folder, colon, module = module_name.rpartition(":")
     return (Path(folder), module) if colon else (Path.cwd(), module_name)
 
 
 def shadowed(folder: Path) -> list[str]:
-    """The modules in a folder that an installed one of the same name comes before; of very many files the first."""
+    """The modules in a folder that an installed module of the same name hides; of very many files the first."""
     others = [place for place in sys.path if place and Path(place).resolve() != folder]
     found: list[str] = []
     for path in sorted(itertools.islice(folder.iterdir(), MOST_FILES)):
@@ -156,15 +156,15 @@ def shadowed(folder: Path) -> list[str]:
 
 
 def _import(module_name: str) -> Any:
-    """Import it from its own folder, which comes after everything installed: whoever can write there replaces none."""
+    """Import it from its own folder, which comes after all that is installed, so that it can replace none of that."""
     if not module_name.endswith(".py"):
         folder, module_name = _apart(module_name)
         if str(folder) not in sys.path:
             sys.path.append(str(folder))
         return importlib.import_module(module_name)
     path = Path(module_name).resolve()
-    # Under its own name and beside its neighbours, as if it had been started as a script: loader workers and pickle
-    # must be able to import it again.
+    # Under its own name and with its neighbours, as if it had been started as a script: loader workers and pickle must
+    # be able to import it again.
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
     module = importlib.import_module(path.stem)

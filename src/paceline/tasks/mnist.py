@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from paceline.data.arrays import ArrayDataset
 from paceline.datasets.mnist import Split, read_labels, read_mnist
-from paceline.models.cnn import CNN
-from paceline.models.resnet import ResNet18
+from paceline.models import CNN, ResNet18
 from paceline.tasks.task import Task
 
 MEAN, STD = 0.1307, 0.3081  # of MNIST's training pixels, scaled to 0..1

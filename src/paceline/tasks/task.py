@@ -1,4 +1,4 @@
-"""What a user brings: a model, data and a loss, which know nothing of ranks."""
+"""A task is what a user brings: a model, data and a loss, which know nothing of ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Task:
     """A single-device training, ready to be run on any number of ranks.
 
     The loss must not average: paceline sums over samples (or tokens: losses and weights of shape (B, T)), over
-    micro-batches and over ranks, and divides once by the total weight. Only so is an uneven batch weighed right.
+    micro-batches and over ranks, and divides once by the total weight. Only so is an uneven batch weighted right.
     """
 
     make_model: Callable[[], nn.Module]

@@ -1,9 +1,8 @@
-"""How is this run computed? Threads, precision and memory, settled by all ranks together before the first step."""
+"""Settles threads, precision and memory, on all ranks together, before the first step."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Generator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -39,7 +38,7 @@ Precision = Literal["fp32", "bf16"]
 
 @dataclass(frozen=True)
 class Settled:
-    """What came of it, the same on all ranks but for the allocator."""
+    """How the run is computed; the same on all ranks but for the allocator."""
 
     precision: Precision = "fp32"
     allocator: Literal["tuned", "system"] = "system"
@@ -48,10 +47,10 @@ class Settled:
 
 
 def take_threads(asked: int | None, world: World) -> list[str]:
-    """Give this rank its threads (a collective); what is wrong with their number, in words.
+    """Give this rank its threads (a collective); return what is wrong with their number, in words.
 
-    What the user has asked for stays as it is, --threads-per-rank or OMP_NUM_THREADS. Else a rank gets its part of the
-    cores that it shares with others, but not more than torch would take.
+    What the user has set, --threads-per-rank or OMP_NUM_THREADS, stays. Otherwise a rank gets its part of the cores
+    that it shares with others, but not more than torch would take.
     """
     if asked:
         torch.set_num_threads(asked)
@@ -76,19 +75,12 @@ def settle(
     samples: int,
     world: World,
 ) -> Settled:
-    """Find out what `wish` comes to, and set `model` up for it (a collective).
+    """Settle what `wish` leaves open, and set up `model` for it, in place (a collective). No strategy is applied yet.
 
-    Args:
-        wish: what is asked for.
-        model: changed in place; no strategy has been applied yet.
-        task: whose loss and data a probe step is taken with.
-        dataset: the training data.
-        loading: how they are fetched.
-        samples: of the largest micro-batch.
-        world: this rank's place.
+    A probe step, where one is needed, computes the task's loss on the largest micro-batch, `samples` samples.
 
     Raises:
-        UsageError: what is asked for cannot be had here; told by one rank.
+        UsageError: what is asked for is not possible here; raised on one rank, ToldElsewhere on the others.
     """
     seconds: dict[str, float] = {}
     why = ""
@@ -115,20 +107,16 @@ def settle(
 
 
 def check_precision(asked: str, device: torch.device) -> None:
-    """Refuse what `device` cannot compute in.
-
-    Raises:
-        UsageError: says what is missing.
-    """
+    """Raise UsageError if `device` cannot compute in the precision `asked`."""
     if asked == "bf16" and (why := lacks_bf16(device)):
         raise UsageError(f"--precision bf16: {why}. Use --precision auto, or fp32")
 
 
 def _chosen(told: list[Any]) -> tuple[Precision, str]:
-    """Of what all ranks have found out; the slowest counts, for all wait for it."""
+    """From what all ranks have found out; the slowest counts, as all wait for it."""
     lacking = next((f"on rank {rank} {why}" for rank, (why, _) in enumerate(told) if why), "")
     if lacking:
-        return "fp32", f"--precision auto: fp32, for {lacking}"
+        return "fp32", f"--precision auto: fp32, because {lacking}"
     slowest = {name: max(seconds[name] for _, seconds in told) for name in ("fp32", "bf16")}
     gain = slowest["fp32"] / slowest["bf16"]
     chosen: Precision = "bf16" if gain >= GAIN else "fp32"
@@ -137,11 +125,11 @@ def _chosen(told: list[Any]) -> tuple[Precision, str]:
 
 
 def _probed(model: nn.Module, task: Task, dataset: Dataset[Any], loading: Loading, samples: int) -> dict[str, float]:
-    """Seconds of forward and backward on the first `samples` samples, in each precision; nothing is changed by it."""
+    """Seconds of forward and backward on the first `samples` samples, in each precision; changes nothing."""
     indices = torch.arange(min(samples, len(dataset)))  # pyright: ignore[reportArgumentType]
     around = bf16_of(model, loading.device)
     with preserved_streams(), evaluating(model), torch.enable_grad():
-        (batch,) = _batches(dataset, indices, replace(loading, num_workers=0))
+        (batch,) = fetch(dataset, [(0, indices)], 0, replace(loading, num_workers=0))
 
         def step(bf16: bool) -> None:
             outputs = around(model, (batch[0],), {}) if bf16 else model(batch[0])
@@ -151,10 +139,6 @@ def _probed(model: nn.Module, task: Task, dataset: Dataset[Any], loading: Loadin
             model.zero_grad(set_to_none=True)
 
         return compared({"fp32": partial(step, False), "bf16": partial(step, True)}, loading.device)
-
-
-def _batches(dataset: Dataset[Any], indices: torch.Tensor, loading: Loading) -> Generator[tuple[Any, Any]]:
-    yield from fetch(dataset, [(0, indices)], 0, loading)
 
 
 def _memory(wish: ComputeConfig, model: nn.Module, world: World) -> tuple[Literal["tuned", "system"], list[str]]:

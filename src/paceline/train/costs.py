@@ -1,8 +1,6 @@
-"""What did a rank's run cost beside computing? Waiting for data, and memory; told at the end, over all ranks."""
+"""What a run costs beside computing, over all ranks, reported at its end: time waiting for data, and memory."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import msgspec
 import torch
@@ -20,24 +18,17 @@ WORTH_TELLING = 0.1
 
 
 class Costs(msgspec.Struct, frozen=True):
-    """Of one rank, or the largest of several."""
+    """Of one rank, or the largest of several; named as in the run's summary. None: not known."""
 
-    data_share: float | None = None  # of the time of its steps; None: no step was taken
-    peak_memory_bytes: int = 0  # resident
-    peak_gpu_memory_bytes: int = 0
-
-    def fields(self) -> dict[str, Any]:
-        """Those of the run's summary."""
-        share = None if self.data_share is None else round(self.data_share, 4)
-        return {
-            "data_share": share,
-            "peak_memory_bytes": self.peak_memory_bytes or None,
-            "peak_gpu_memory_bytes": self.peak_gpu_memory_bytes or None,
-        }
+    data_share: float | None
+    """of the time of its steps; None if no step was taken"""
+    peak_memory_bytes: int | None
+    """resident"""
+    peak_gpu_memory_bytes: int | None
 
 
 class Waiting:
-    """Fed once a step: how much of its time went by waiting for data. The first steps count only if there are few."""
+    """The part of the steps' time spent waiting for data. The first steps count only if there are few."""
 
     def __init__(self) -> None:
         self._steps: int = 0
@@ -45,7 +36,7 @@ class Waiting:
         self._later = [0.0, 0.0]
 
     def step(self, data_seconds: float, seconds: float) -> None:
-        """A step of `seconds`, of which so many were spent waiting for its data."""
+        """Add a step of `seconds`, `data_seconds` of them spent waiting for its data."""
         self._steps += 1
         kept = self._first if self._steps <= WARM_UP_STEPS else self._later
         kept[0] += data_seconds
@@ -61,16 +52,14 @@ class Waiting:
 def all_costs(waiting: Waiting, world: World) -> tuple[Costs, int]:
     """The largest of each over all ranks, and the rank that waited most for its data (a collective)."""
     gpu = torch.cuda.max_memory_allocated(world.device) if world.device.type == "cuda" else 0
-    mine = Costs(waiting.share(), peak_memory(), gpu)
-    told = [msgspec.convert(words, Costs) for words in gather_words(msgspec.to_builtins(mine), world)]
-    shares = [cost.data_share or 0.0 for cost in told]
-    share = None if told[0].data_share is None else max(shares)
-    peak = max(cost.peak_memory_bytes for cost in told)
-    return Costs(share, peak, max(cost.peak_gpu_memory_bytes for cost in told)), shares.index(max(shares))
+    shares, peaks, gpu_peaks = zip(*gather_words([waiting.share() or 0.0, peak_memory(), gpu], world), strict=True)
+    most = max(shares)
+    share = None if waiting.share() is None else round(most, 4)
+    return Costs(share, max(peaks) or None, max(gpu_peaks) or None), shares.index(most)
 
 
 def data_lines(costs: Costs, rank: int, parts: Parts) -> list[str]:
-    """What to say of waiting for data, most of all by `rank`: nothing, or one line with what may be done about it."""
+    """One line on waiting for data, most of all by `rank`, with what may be done about it; none if it is little."""
     if costs.data_share is None or costs.data_share < WORTH_TELLING:
         return []
     dataset, num_workers, world = parts.train_set, parts.loading.num_workers, parts.replica.world

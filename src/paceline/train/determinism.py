@@ -1,7 +1,7 @@
-"""What makes the bits of a run depend on nothing but its definition, and what they still depend on, written down.
+"""Makes the bits of a run depend on nothing but its definition, and records what they still depend on.
 
-Needed beside the tree of `strategies.exact`: kernels that always add in the same order, and one number of threads per
-rank for every world size, since it decides how torch cuts its loops.
+Beside the tree of `strategies.exact` this takes kernels that always add in the same order, and one number of threads
+per rank for every world size, since it decides how torch cuts its loops.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ DEFAULT_THREADS = 1  # the largest number that every world size can have
 
 @contextmanager
 def deterministic() -> Generator[None]:
-    """Inside, torch uses deterministic kernels only, and an operation without one is an error that says what to do."""
+    """Inside, torch uses deterministic kernels only; an operation without one is an error that says what to do."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     options: Any = torch.utils.deterministic  # a module with properties, which type checkers do not see
     filling = options.fill_uninitialized_memory
@@ -59,7 +59,7 @@ def explained(kind: type[PacelineError]) -> Generator[None]:
 
 
 def holds_for(device: torch.device) -> dict[str, Any]:
-    """What, beside the run's definition, its bits depend on: versions of torch and its libraries, and the processor."""
+    """What the bits depend on beside the run's definition: versions of torch and its libraries, and the processor."""
     built = torch.__config__.show()
     libraries = re.findall(
         r"(Intel\(R\) oneAPI Math Kernel Library Version \S+|Intel\(R\) MKL-DNN v\S+|oneDNN v\S+)", built
@@ -74,7 +74,7 @@ def holds_for(device: torch.device) -> dict[str, Any]:
 
 
 def _cpu_model() -> str:
-    """Not only its vector width: the libraries have kernels for single models."""
+    """Its vector width alone is not enough: the libraries have kernels for single models."""
     try:
         match = re.search(r"^model name\s*:\s*(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     except OSError:

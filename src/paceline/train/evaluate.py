@@ -32,8 +32,8 @@ def evaluate(
 ) -> dict[str, float]:
     """The mean loss (over the loss's weights) and the mean of each metric (over samples) on `dataset`.
 
-    Each virtual rank takes every V-th sample; the sums are added up, so no sample counts twice, as it would after
-    padding, and an uneven rest is weighed right. Buffers are merged over ranks first: all ranks evaluate one model.
+    Each virtual rank takes every V-th sample, and the sums are added up: no sample counts twice, as it would after
+    padding, and an uneven rest is weighted right. Buffers are merged over ranks first, so all ranks evaluate one model.
     `tick` is called after each batch.
     """
     world, virtual_ranks = replica.world, replica.virtual_ranks

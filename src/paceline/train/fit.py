@@ -1,4 +1,4 @@
-"""The loop over steps. It yields after each one, so that its caller logs, evaluates, saves or stops."""
+"""The loop over steps. It yields after each one, so that its caller can log, evaluate, save or stop."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ from paceline.contract.evidence import Phase
 from paceline.data.loader import MicroBatch
 from paceline.strategies.base import Replica
 from paceline.tasks.task import Loss
-from paceline.train.order import Order
-from paceline.train.phases import PhaseClock
-from paceline.train.schedule import Schedule
+from paceline.train.optimizer import Schedule
+from paceline.train.order import CallOrder
 from paceline.train.step import StepResult, ignore, train_step
 from paceline.train.votes import Votes
 
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One step as its caller sees it. `step` counts from 1 over the whole run."""
+    """One step as the caller of `fit` sees it. `step` counts from 1 over the whole run."""
 
     step: int
     result: StepResult
@@ -32,6 +31,35 @@ class StepRecord:
     """by the phase's word; together the seconds of the step"""
 
 
+class PhaseClock:
+    """Passes each phase on to `enter`, and adds up the seconds of each since the last `take`: two readings a phase."""
+
+    def __init__(self, enter: Callable[[Phase], object], clock: Callable[[], float] = time.perf_counter) -> None:
+        self._enter, self._clock = enter, clock
+        self._spent: dict[str, float] = {}
+        self._phase: Phase | None = None
+        self._since = 0.0
+
+    def __call__(self, phase: Phase) -> None:
+        """Begin `phase`, and end the one before."""
+        self._end()
+        self._phase = phase
+        self._enter(phase)
+
+    def take(self) -> dict[str, float]:
+        """Seconds by the phase's word since the last take; time counts again when the next phase begins."""
+        self._end()
+        self._phase = None
+        spent, self._spent = self._spent, {}
+        return spent
+
+    def _end(self) -> None:
+        now = self._clock()
+        if self._phase is not None:
+            self._spent[self._phase.word] = self._spent.get(self._phase.word, 0.0) + now - self._since
+        self._since = now
+
+
 def fit(
     replica: Replica,
     steps: Iterable[list[MicroBatch]],
@@ -42,7 +70,7 @@ def fit(
     max_norm: float | None = None,
     votes: Callable[[], Votes] | None = None,
     enter: Callable[[Phase], object] = ignore,
-    order: Order | None = None,
+    order: CallOrder | None = None,
     may_leave_out: bool = False,
 ) -> Generator[StepRecord]:
     """Train on `steps`, each the micro-batches of this rank, beginning with step number `start` (0-based).

@@ -1,4 +1,4 @@
-"""What keeps a training's state safe between two steps: replicas compared, snapshots in memory, checkpoints on disk."""
+"""Keeps a training's state safe between two steps: compares replicas, takes snapshots, saves checkpoints."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from paceline.checkpoint.snapshot import Keeper, inherited
+from paceline.checkpoint.snapshot import SnapshotWriter, inherited
 from paceline.checkpoint.state import Held
 from paceline.contract.evidence import Phase
 from paceline.errors import PacelineError
@@ -20,11 +20,11 @@ from paceline.observe.folder import CHECKPOINTS
 from paceline.store.store import Checkpoints, Claim
 from paceline.strategies.base import Replica
 from paceline.sums import gather_words, together
-from paceline.train.emergency import is_writer, save_alone
 from paceline.train.resume import Content, Origin, from_disk, from_memory
-from paceline.train.saving import Saver
+from paceline.train.saving import Saver, is_writer, save_alone
 from paceline.train.votes import Votes
 from paceline.train.watch import check_replicas
+from paceline.worker.world import World
 
 
 @dataclass(frozen=True)
@@ -46,12 +46,12 @@ class Rhythm:
     """After how many steps each is due; None: not by itself."""
 
     watch: int
-    checkpoint: int | None = None
-    snapshot: int | None = None
+    snapshot: int
+    checkpoint: int | None
 
 
 class Keeping:
-    """This rank's side of it; all calls at the same steps on all ranks."""
+    """This rank's side of it; all calls are at the same steps on all ranks."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class Keeping:
         """A collective.
 
         Raises:
-            UsageError: if the folder for checkpoints cannot be taken, told by one rank.
+            UsageError: if the folder for checkpoints cannot be taken; ToldElsewhere on all ranks but one.
         """
         self._replica, self._world, self._rhythm, self._writer, self._say = replica, replica.world, rhythm, writer, say
         self._enter, self._keep = enter, keep
@@ -76,14 +76,14 @@ class Keeping:
         self._claim = Claim(place.attempt, place.generation)
         with together(self._world):
             if self._world.rank == 0:
-                # Also where none is due: the run may be asked to stop, and who is left of an older generation must
+                # Also where none is due: the run may be asked to stop, and a rank left of an older generation must
                 # not publish any more.
                 self._checkpoints.claim(*self._claim, place.notices.append)
         self._saver = Saver(
             self._checkpoints, self._world, replica.virtual_ranks, self._claim,
             keep=keep, flush_events=writer.flush, say=say,
         )  # fmt: skip
-        self._keeper = _keeper(self._world.local_rank, place, origin, replica)
+        self._snapshot_writer = _snapshot_writer(place, origin, self._world)
         self._snapshots, self._snapshot_seconds, self._snapshot_bytes = 0, 0.0, 0
         self.failed = ""
         """why the last checkpoint could not be written; empty if it could. The same on all ranks, after `end`"""
@@ -106,23 +106,23 @@ class Keeping:
         self._enter(Phase.CHECKPOINT)
         self._saver.agreed(votes)
         save = save or bool(rhythm.checkpoint and step % rhythm.checkpoint == 0)
-        snapshot = self._keeper is not None and rhythm.snapshot and step % rhythm.snapshot == 0
+        snapshot = self._snapshot_writer is not None and step % rhythm.snapshot == 0
         watch = step % rhythm.watch == 0
         if not (save or snapshot or watch):
-            self._tell()
+            self._report()
             return 0.0
         held = self._replica.state()
         if save or watch:  # never keep what is damaged already
             try:
                 check_replicas(held, self._world, step)
             except PacelineError:
-                self._saver.settle()  # the checkpoint that is on its way is of a step when all was well
+                self._saver.settle()  # the checkpoint on its way is of a step when all was well
                 raise
         if save:
             self._saver.begin(held, step, content)
         if snapshot:
             self._snapshot(held, step, content)
-        self._tell()
+        self._report()
         return time.perf_counter() - began
 
     def end(self) -> None:
@@ -137,12 +137,12 @@ class Keeping:
         """Wait until no checkpoint is on its way any more (a collective)."""
         self._enter(Phase.CHECKPOINT)
         self._saver.settle()
-        self._tell()
+        self._report()
 
     @property
     def can_go_back(self) -> bool:
         """Whether states are kept on the way."""
-        return self._rhythm.checkpoint is not None or (self._keeper is not None and self._rhythm.snapshot is not None)
+        return self._rhythm.checkpoint is not None or self._snapshot_writer is not None
 
     def newest(self) -> Origin | None:
         """The newest state that is kept (a collective)."""
@@ -151,35 +151,35 @@ class Keeping:
         return from_disk(self._checkpoints, self._world, self._say, after=origin) or origin
 
     def save_alone(self, word: str, step: int, content: Content) -> None:
-        """Publish the state after `step`, if this is the rank to do so by the guard's `word` that has freed it.
+        """Publish the state after `step`, if the guard's `word` that has freed this rank makes it the writer.
 
         No collective: a rank that stands still would not come.
         """
         world = self._world
         if not is_writer(word, world.rank, world.size):
             return
-        self._enter(Phase.CHECKPOINT)  # the agent waits for whom it sees at work
+        self._enter(Phase.CHECKPOINT)  # the agent waits for a rank that it sees at work
         try:
             self._writer.flush()
             path = save_alone(
                 self._replica, step, content, self._checkpoints, self._claim, keep=self._keep, say=self._say
             )
             words = f"the state after step {step} is saved: {path}"
-        except Exception as error:  # the stall is what the run ends with
+        except Exception as error:  # the run ends with the stall, whatever this is
             words = f"the state after step {step} cannot be saved: {error}"
         print(f"rank {world.rank}: {words}", file=sys.stderr, flush=True)
 
     def abandon(self) -> None:
-        """After an error: let the threads end; what is not published will never be."""
+        """After an error: wait for the threads; what is not published never will be."""
         self._saver.abandon()
 
     def _snapshot(self, held: Sequence[Held], step: int, content: Content) -> None:
-        assert self._keeper is not None
+        assert self._snapshot_writer is not None
         began = time.perf_counter()
         try:
-            self._snapshot_bytes = self._keeper.keep(held, step, msgspec.to_builtins(content))
+            self._snapshot_bytes = self._snapshot_writer.write(held, step, msgspec.to_builtins(content))
         except OSError as error:
-            self._keeper = None
+            self._snapshot_writer = None
             self._say(
                 f"no snapshots from now on: rank {self._world.rank} has no memory for them ({error.strerror}). "
                 "Restarted workers will go on from a checkpoint on disk (--checkpoint-every)."
@@ -188,21 +188,17 @@ class Keeping:
         self._snapshots += 1
         self._snapshot_seconds += time.perf_counter() - began
 
-    def _tell(self) -> None:
-        for saved in self._saver.take_done():
-            self._writer.write(
-                events.Checkpointed(
-                    saved.step, saved.failure, saved.stall_seconds, saved.write_seconds, saved.size_bytes
-                )
-            )
-            if saved.failure:
-                self._say(f"WARNING: the checkpoint of step {saved.step} could not be written: {saved.failure}")
+    def _report(self) -> None:
+        for done in self._saver.take_done():
+            self._writer.write(done)
+            if done.failure:
+                self._say(f"WARNING: the checkpoint of step {done.step} could not be written: {done.failure}")
 
 
-def _keeper(local_rank: int, place: Place, origin: Origin | None, replica: Replica) -> Keeper | None:
+def _snapshot_writer(place: Place, origin: Origin | None, world: World) -> SnapshotWriter | None:
     files = inherited()
-    if local_rank >= len(files):
+    if world.local_rank >= len(files):
         return None
-    pair = files[local_rank]
+    pair = files[world.local_rank]
     spared = next((file for file in pair if origin and file in origin.files), None)
-    return Keeper(pair, replica.world.rank, replica.world.size, place.generation, spared=spared)
+    return SnapshotWriter(pair, world.rank, world.size, place.generation, spared=spared)

@@ -1,6 +1,6 @@
-"""Some strategies (fsdp) bring parameters together in each forward: then all ranks must go through equally many.
+"""Gives all ranks equally many forwards, for strategies that gather parameters in each one (fsdp).
 
-Who has fewer runs stand-ins, whose outputs and gradients count for nothing.
+A rank with fewer runs stand-ins, whose outputs and gradients count for nothing.
 """
 
 from __future__ import annotations

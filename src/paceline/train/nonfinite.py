@@ -1,31 +1,35 @@
-"""Is the step's gradient finite, and if not: which rank, which parameter, which samples made it so?
+"""Finds a step whose loss or gradient is not finite, and names the ranks, parameters and samples that made it so.
 
-One look at the sum of each reduced gradient says whether there is an infinity or NaN in it. Where all ranks hold the
-same gradients, all decide alike without asking; where each holds a share, they vote, and where gradients are clipped,
-their norm is the vote. Only then is the step looked into, before the optimizer runs: each rank computes its own
-micro-batches again, alone, and finds the bad samples by halving.
+The sum of each reduced gradient shows whether there is an infinity or NaN in it. Where all ranks hold the same
+gradients, all decide alike without asking; where each holds a share, they vote; where gradients are clipped, their norm
+is the vote. Only then, and before the optimizer runs, is the step examined: each rank computes its own micro-batches
+again, alone, and finds the bad samples by halving. The run then ends, leaves the step out, or goes back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.data.loader import MicroBatch
+from paceline.errors import ExitCode, TrainingError, first_few
 from paceline.nested import mapped
 from paceline.strategies.base import Replica
-from paceline.sums import gather_words, sum_over_ranks
+from paceline.sums import gather_words, sum_over_ranks, told_once
 from paceline.sums.buckets import trainable
+from paceline.worker.world import World
 
 MAX_NAMED = 8  # samples of a rank in a message
 MAX_PARAMETERS = 3
 MAX_RUNS = 64  # forward and backward passes in search of the samples of one micro-batch
+MOST, OF_STEPS = 10, 200  # one bad sample may come once in an epoch; more is a training that has broken down
 
+Policy = Literal["stop", "skip", "rollback"]
 Forward = Callable[[Any, Any], Tensor]
 """(inputs, targets) -> the weighted sum of their losses"""
 
@@ -53,8 +57,8 @@ def are_finite(gradients: Sequence[Tensor]) -> bool:
     """Whether none of them holds an infinity or NaN."""
     if not gradients:
         return True
-    # A sum is several times faster than to look at each element, and never finite where one element is not. It may
-    # overflow by itself: then each element is looked at.
+    # A sum is several times faster than a look at each element, and never finite where an element is not. As a sum
+    # of finite elements may overflow, too, each element is then looked at.
     sums = torch.stack([_sum(gradient) for gradient in gradients])
     return bool(sums.isfinite().all()) or all(bool(gradient.isfinite().all()) for gradient in gradients)
 
@@ -67,7 +71,7 @@ def _sum(gradient: Tensor) -> Tensor:
 
 
 def losses_not_finite(replica: Replica, seen: Sequence[tuple[MicroBatch, Tensor]], where: str) -> NotFinite:
-    """Whose losses are not finite (a collective). `seen` is what this rank has computed."""
+    """Find whose losses are not finite (a collective). `seen` is what this rank has computed."""
     mine: list[int] = []
     for microbatch, losses in seen:
         bad = (~losses.isfinite()).reshape(len(losses), -1).any(1)  # (B,)
@@ -85,14 +89,10 @@ def gradients_not_finite(
     where: str,
     progress: Callable[[], object],
 ) -> NotFinite:
-    """Whose samples made the gradients so (a collective). The buffers must be those before the step, and change.
+    """Find whose samples made the gradients so (a collective).
 
-    Args:
-        replica: of the step; its reduced gradients are there.
-        microbatches: of this rank.
-        forward: one forward of the plain model.
-        where: the step, in words.
-        progress: called for each pass, which may take its time.
+    The replica still has its reduced gradients. Its buffers must be those before the step, and change. `forward` is one
+    of the plain model; `progress` is called before each pass, as the search may be long.
     """
     bad = [held.name for held in replica.gradients() if not bool(held.tensor.isfinite().all())]
     mine: dict[str, Any] = {"names": bad, "samples": [], "why": ""}
@@ -102,7 +102,7 @@ def gradients_not_finite(
                 if microbatch.work.counted:
                     search = _Search(replica, microbatch, forward, progress)
                     mine["samples"] += microbatch.work.indices[search.bad()].tolist()
-        except Exception as error:  # what is looked for is lost; what is known is told all the same
+        except Exception as error:  # the samples stay unknown; the rest is reported all the same
             mine["why"] = f"{type(error).__name__}: {error}"[:300]
     told = gather_words(mine, replica.world)
     hit = {name for found in told for name in found["names"]}
@@ -112,18 +112,18 @@ def gradients_not_finite(
     if guilty:
         who = "; ".join(f"rank {rank}: {_samples(bad)} (their loss is finite)" for rank, bad in guilty.items())
     elif why:
-        who = f"whose samples made it so is not known, the step could not be computed again ({why})"
+        who = f"the samples are not known, because the step could not be computed again ({why})"
     else:
         who = (
-            "computed again, each rank's own gradients are finite: either they overflow when they are added up, or a "
-            "device, memory or the network has failed"
+            "computed again, each rank's own gradients are finite: either their sum overflows, or a device, memory "
+            "or the network has failed"
         )
     words = f"the gradient of {_parameters(names, replica.model)} is not finite at {where}; {who}"
     return NotFinite(words, [i for bad in guilty.values() for i in bad], min(guilty, default=0))
 
 
 class _Alone(TorchDispatchMode):
-    """Inside, a collective is an error: the other ranks are not going through this, and would never answer."""
+    """Inside, a collective is an error: the other ranks take no part in this, and would never answer."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -144,7 +144,7 @@ class _Search:
         self._runs = 0
 
     def bad(self) -> list[int]:
-        """Their positions in the micro-batch; all of a group that is bad only together, or when it takes too long."""
+        """Their positions in the micro-batch; a whole group where it is bad only together, or the search too long."""
         everything = [*range(len(self._batch.work.indices))]
         return self._bad_of(everything) if self._is_bad(everything) else []
 
@@ -185,13 +185,45 @@ def _only(batch: Any, positions: list[int], size: int) -> Any:
 
 
 def _samples(indices: Sequence[int]) -> str:
-    more = f" and {len(indices) - MAX_NAMED} more" if len(indices) > MAX_NAMED else ""
-    return f"samples {', '.join(map(str, indices[:MAX_NAMED]))}{more}"
+    return f"samples {first_few([*map(str, indices)], MAX_NAMED)}"
 
 
 def _parameters(names: Sequence[str], model: nn.Module) -> str:
-    """The last ones first: backward carries what is not finite from there to those before."""
+    """The last ones first: from there backward carries what is not finite to those before."""
     if len(names) == len(trainable(model)) > 1:
         return f"all {len(names)} parameters"
-    more = f" and {len(names) - MAX_PARAMETERS} more" if len(names) > MAX_PARAMETERS else ""
-    return ", ".join(names[: -MAX_PARAMETERS - 1 : -1]) + more
+    return first_few(names[::-1], MAX_PARAMETERS)
+
+
+def too_many(left_out: Collection[int], step: int) -> bool:
+    """Whether more than MOST of the last OF_STEPS steps up to `step` were left out."""
+    return sum(step - OF_STEPS < one <= step for one in left_out) > MOST
+
+
+class LeftOut:
+    """The steps that have changed nothing; the same on all ranks, because all find the same."""
+
+    def __init__(self, policy: Policy, world: World, say: Callable[[str], None]) -> None:
+        self._policy, self._world, self._say = policy, world, say
+        self._steps: set[int] = set()
+
+    def goes_back(self, step: int, found: NotFinite) -> bool:
+        """Note that `step` was left out, and why; return whether to go on from an older state.
+
+        A step goes back once, as parameters or memory may have been damaged before it. If it is not finite the second
+        time either, it is left out for good.
+
+        Raises:
+            TrainingError: with NOT_FINITE, if there were too many; ToldElsewhere on all ranks but one.
+        """
+        again = step in self._steps
+        self._steps.add(step)
+        if too_many(self._steps, step):
+            words = (
+                f"more than {MOST} of the last {OF_STEPS} steps were not finite; the last one: {found.words}. The "
+                "parameters are those before it. Likely: a learning rate too high, or bad values in the data."
+            )
+            raise told_once(TrainingError(words, ExitCode.NOT_FINITE), self._world, by=found.told_by)
+        back = self._policy == "rollback" and not again
+        self._say(f"step {step}: {found.words}" if back else f"step {step} is left out: {found.words}")
+        return back

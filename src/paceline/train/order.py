@@ -1,14 +1,14 @@
-"""Have all ranks called the same collectives in the same order? Asked in every step, before its parameters are changed.
+"""Checks in every step, before parameters change, that all ranks have called the same collectives in the same order.
 
 Two collectives of one shape that a rank calls in the other order are paired wrongly: nothing fails, and the sums are
-wrong. So each rank hashes what it calls, with names and source lines; the hashes ride in the step's totals, one slot
-for each rank, and only where they differ do the ranks tell each other what they have called.
+wrong. So each rank hashes what it calls, with names and source lines. The hashes ride in the step's totals, one slot
+for each rank, and only where they differ do the ranks exchange what they have called.
 
-Source lines alone may differ with good reason (`if rank == 0: broadcast(mine) else: broadcast(buffer)`): a line that
+Source lines alone may differ for good reason (`if rank == 0: broadcast(mine) else: broadcast(buffer)`): a line that
 some rank has called more often than another belongs to a branch, and is left out of the hash from then on. But where
-all ranks have always come through the same lines, and one leaves them for two calls that look alike, nobody can know
-that it has not exchanged them: that is an error too. Whoever means it gives the tensors names, which are compared
-instead of lines (`tensor.collective = "sum of weights"`).
+all ranks have always called from the same lines, and one leaves them for two calls that look alike, it may have
+exchanged the two: that is an error, too. Code that means it gives the tensors names, which are compared instead of
+lines (`tensor.collective = "sum of weights"`).
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ HASH_BYTES = 6  # a float64 holds it exactly
 
 
 @dataclass(frozen=True)
-class Difference:
+class Mismatch:
     """The first call at which the ranks part; `odd` are those in the minority, none without a majority."""
 
     calls: tuple[Op | None, ...]  # by rank; None: it had called nothing more
     odd: tuple[int, ...]
 
 
-class Order:
-    """This rank's side of the comparison. Which lines are left out is the same on all ranks, found by all alike."""
+class CallOrder:
+    """This rank's side of the comparison. All ranks find, and so leave out, the same lines."""
 
     def __init__(
         self,
@@ -51,11 +51,10 @@ class Order:
         """`take` and `taken` are those of the guard, see `worker.guard`."""
         self._world, self._take, self._taken, self._notice = world, take, taken, notice
         self._local: frozenset[str] = frozenset()
-        self._known: frozenset[str] = frozenset()  # lines by which all ranks have come
+        self._known: frozenset[str] = frozenset()  # lines from which all ranks have called
         self._agreed = 0
-        self._hashes_itself = (
-            False  # from the first time on that the guard's hash, which knows every line, was too strict
-        )
+        # True once the guard's hash, which contains every line, was too strict.
+        self._hashes_itself = False
 
     def hashes(self) -> list[float]:
         """One number for each rank, to be added up: this rank's hash of all it has called since the last time."""
@@ -67,11 +66,7 @@ class Order:
         return slots
 
     def check(self, hashes: Sequence[float], where: str) -> None:
-        """Compare all ranks' `hashes` of this step (a collective where they differ).
-
-        Args:
-            hashes: added up over ranks.
-            where: the step, in words.
+        """Compare all ranks' `hashes` of the step `where`, added up over ranks (a collective where they differ).
 
         Raises:
             TrainingError: with MISMATCH, told by a rank in the minority; ToldElsewhere on the others.
@@ -80,13 +75,13 @@ class Order:
             return
         if len(set(hashes)) == 1:
             self._agreed += 1
-            if self._agreed & (self._agreed - 1) == 0:  # 1, 2, 4, 8, ...: what all steps do is known by then
+            if self._agreed & (self._agreed - 1) == 0:  # 1, 2, 4, 8, ...: soon knows what every step does
                 self._known |= {_label(op, self._local)[-1] for op in self._taken()}
             return
         told = gather_words([msgspec.to_builtins(op) for op in self._taken()], self._world)
         histories = [msgspec.convert(words, list[Op]) for words in told]
-        found = compare(histories, self._local, self._known)
-        if isinstance(found, Difference):
+        found = compare_orders(histories, self._local, self._known)
+        if isinstance(found, Mismatch):
             error = TrainingError(_sentence(found, where), ExitCode.MISMATCH)
             raise told_once(error, self._world, by=min(found.odd, default=0))
         self._hashes_itself = True
@@ -98,15 +93,13 @@ class Order:
         self._local = found
 
 
-def compare(
+def compare_orders(
     histories: Sequence[Sequence[Op]], local: frozenset[str], known: frozenset[str] = frozenset()
-) -> Difference | frozenset[str]:
-    """What parts the ranks, or all lines that belong to single ranks, `local` included, if nothing else does.
+) -> Mismatch | frozenset[str]:
+    """The mismatch between the ranks' calls (the oldest first), or all lines that belong to single ranks.
 
-    Args:
-        histories: of each rank, what it has called, the oldest first.
-        local: lines that are left out already.
-        known: lines by which all ranks have come in earlier steps.
+    `local` are the lines of single ranks that are left out already, `known` those from which all ranks have called in
+    earlier steps.
     """
     counts = [Counter(op.site for op in history) for history in histories]
     sites = {site for count in counts for site in count}
@@ -115,7 +108,7 @@ def compare(
         of_group = [[op for op in history if op.group == group] for history in histories]
         labels = [tuple(_label(op, local) for op in ops) for ops in of_group]
         if len(set(labels)) > 1:
-            return _difference(of_group, labels)
+            return _mismatch(of_group, labels)
         if departure := _departure(of_group, known):
             return departure
     return local
@@ -128,15 +121,15 @@ def _label(op: Op, local: frozenset[str]) -> tuple[str, ...]:
 
 
 def _hashed(history: Sequence[Op], local: frozenset[str]) -> int:
-    """As the guard's own hash: in order within each group, whatever the order between groups."""
+    """As the guard's own hash: ordered within each group, whatever the order between groups."""
     groups = sorted({op.group for op in history})
     lines = [[_label(op, local) for op in history if op.group == group] for group in groups]
     digest = hashlib.blake2b(repr((groups, lines)).encode(), digest_size=HASH_BYTES).digest()
     return int.from_bytes(digest, "little")
 
 
-def _departure(of_group: Sequence[Sequence[Op]], known: frozenset[str]) -> Difference | None:
-    """Where ranks have left the known lines of the others for two calls in a row that cannot be told from each other.
+def _departure(of_group: Sequence[Sequence[Op]], known: frozenset[str]) -> Mismatch | None:
+    """Where ranks have left the known lines of the others for two indistinguishable calls in a row.
 
     All ranks' calls have the same signatures here.
     """
@@ -146,19 +139,19 @@ def _departure(of_group: Sequence[Sequence[Op]], known: frozenset[str]) -> Diffe
         left = [rank for rank, ops in enumerate(zip(first, second, strict=True)) if not known & {op.site for op in ops}]
         stayed = [rank for rank, ops in enumerate(zip(first, second, strict=True)) if known >= {op.site for op in ops}]
         if left and stayed and len(left) + len(stayed) == len(first):
-            return Difference(first, tuple(left))
+            return Mismatch(first, tuple(left))
     return None
 
 
-def _difference(of_group: Sequence[Sequence[Op]], labels: Sequence[tuple[tuple[str, ...], ...]]) -> Difference:
+def _mismatch(of_group: Sequence[Sequence[Op]], labels: Sequence[tuple[tuple[str, ...], ...]]) -> Mismatch:
     (common, votes), *_ = Counter(labels).most_common()
     at = next(i for i in range(max(map(len, labels))) if len({line[i : i + 1] for line in labels}) > 1)
     calls = tuple(ops[at] if at < len(ops) else None for ops in of_group)
     majority = 2 * votes > len(labels)
-    return Difference(calls, tuple(r for r, line in enumerate(labels) if line != common) if majority else ())
+    return Mismatch(calls, tuple(r for r, line in enumerate(labels) if line != common) if majority else ())
 
 
-def _sentence(found: Difference, where: str) -> str:
+def _sentence(found: Mismatch, where: str) -> str:
     told = [rank for rank in range(len(found.calls)) if not found.odd or rank in found.odd]
     words = "; ".join(f"rank {rank} called {_call(found.calls[rank])}" for rank in told)
     if found.odd:

@@ -1,7 +1,7 @@
-"""Being asked to stop: by Ctrl-C, by Slurm before the time limit, by whoever needs the machine.
+"""Notes that a run is asked to stop: by Ctrl-C, by Slurm before the time limit, by anyone who needs the machine.
 
-A signal only sets a flag. What it asks for is done between two steps, when all ranks have agreed: inside a handler a
-collective or a file could be half done already.
+A signal only sets a flag. The stop comes between two steps, when all ranks have agreed: inside a handler, a collective
+or a file could be half done.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class StopRequest:
 
 @contextmanager
 def noticing() -> Generator[StopRequest]:
-    """Inside, signals that ask to stop are noted instead of obeyed; what was ignored (nohup) stays ignored.
+    """Inside, signals that ask to stop are noted instead of obeyed; ignored ones (nohup) stay ignored.
 
     Outside the main thread, where Python handles no signals, nothing is noted.
     """

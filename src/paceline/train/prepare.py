@@ -1,37 +1,43 @@
-"""From a configuration to parts that fit together, checked on all ranks before the first step."""
+"""Builds from a configuration the parts of a training, and checks them on all ranks before the first step."""
 
 from __future__ import annotations
 
+import hashlib
 import math
+import sys
+import sysconfig
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.data import Dataset
 
+import paceline
 from paceline.config import BatchShape, TrainConfig, batch_shape, default_strategy, task_options
 from paceline.data.arrays import batch_gatherer, on_device
-from paceline.data.fingerprint import fingerprint
+from paceline.data.fingerprint import data_fingerprint
 from paceline.data.loader import Loading, fetch
 from paceline.data.plan import BatchPlan, ranks_share
 from paceline.data.room import Room, check_room
-from paceline.errors import UsageError
+from paceline.errors import UsageError, first_few
 from paceline.ladder import LADDER, options_of_others
 from paceline.seeding import derive, preserved_streams, random_stream
 from paceline.strategies import STRATEGIES, Replica
-from paceline.sums import check_equal, new_group, together, told_once
+from paceline.sums import check_equal, gather_words, new_group, together, told_once
 from paceline.sums.batchnorm import convert
 from paceline.tasks import load_task
 from paceline.tasks.task import Task
 from paceline.train.computing import Settled, settle
 from paceline.train.determinism import explained
 from paceline.train.evaluate import evaluating
-from paceline.train.optimizer import optimizer_maker
-from paceline.train.schedule import Schedule, scaled_lr
+from paceline.train.optimizer import Schedule, optimizer_maker, scaled_lr
 from paceline.train.step import weighted_losses
 from paceline.worker.world import World
+
+MAX_MODULES = 5  # in a message
 
 
 @dataclass(frozen=True)
@@ -49,19 +55,18 @@ class Parts:
     loading: Loading
     total_steps: int
     data: dict[str, Any]
-    """what the training and test data are recognised by"""
+    """what identifies the training and test data"""
     settled: Settled = field(default_factory=Settled)
-    """how it is computed"""
 
 
 def prepare(config: TrainConfig, world: World) -> Parts:
     """Build and check all parts (a collective).
 
     Raises:
-        UsageError: on the rank that tells it, for whatever is wrong with the task, the data, the model or their fit to
-            this world; ToldElsewhere on all others.
+        UsageError: on one rank, for whatever is wrong with the task, the data, the model or their fit to this world;
+            ToldElsewhere on all others.
     """
-    with together(world):  # first what each rank does alone, the user's own code above all
+    with together(world):  # first what each rank does alone, above all the user's own code
         shape = batch_shape(config.data, world.size)
         share = ranks_share(shape.virtual_ranks, world.rank, world.size)
         task = load_task(str(config.task), task_options(config))
@@ -71,7 +76,10 @@ def prepare(config: TrainConfig, world: World) -> Parts:
                 raise UsageError(f"the {what} data are empty")
         plan = make_plan(config, shape, len(train_set))  # pyright: ignore[reportArgumentType]
         loading = Loading(world.device, config.data.num_workers, task.collate)
-        data = {"training data": fingerprint(train_set, loading), "test data": fingerprint(test_set, loading)}
+        data = {
+            "training data": data_fingerprint(train_set, loading),
+            "test data": data_fingerprint(test_set, loading),
+        }
         model = make_model(task, config.run.seed, world)
     largest = math.ceil(shape.global_batch / (shape.virtual_ranks * shape.accumulation))
     settled = settle(config.compute, model, task, train_set, loading, largest, world)
@@ -125,8 +133,8 @@ def make_replica(config: TrainConfig, model: nn.Module, world: World, virtual_ra
     maker = optimizer_maker(o.optimizer, lr=o.lr, weight_decay=o.weight_decay, momentum=o.momentum)
     try:
         if config.model.batchnorm == "sync":
-            # A group of its own: its collectives must not pair up with those of gradient buckets, whose order in
-            # between depends on what each rank's backward finishes first.
+            # A group of its own: its collectives must not pair up with those of gradient buckets, whose order relative
+            # to them depends on what each rank's backward finishes first.
             model = convert(model, new_group())
         name = default_strategy(config, world.size)
         for setting, owner in options_of_others(name).items():
@@ -140,7 +148,7 @@ def make_replica(config: TrainConfig, model: nn.Module, world: World, virtual_ra
 
 
 def check_loss(task: Task, model: nn.Module, dataset: Dataset[Any], loading: Loading, room: Room | None = None) -> None:
-    """Try loss and backward on the first two samples, so that what cannot work is told before the first step.
+    """Try loss and backward on the first two samples, so that what cannot work fails before the first step.
 
     `room`, where given, must suffice for batches of their kind.
     """
@@ -154,3 +162,43 @@ def check_loss(task: Task, model: nn.Module, dataset: Dataset[Any], loading: Loa
             if losses.requires_grad:  # a model may switch gradients off in eval mode
                 losses.sum().backward()
     model.zero_grad(set_to_none=True)
+
+
+def check_code(world: World) -> None:
+    """Compare the user's code on all ranks (a collective): machines without a shared folder may hold other versions.
+
+    Compared are the modules that ranks have in common, as a rank may import more than others.
+
+    Raises:
+        UsageError: on one rank, naming the modules that differ, and the ranks; ToldElsewhere on the others.
+    """
+    by_rank: list[dict[str, str]] = gather_words(_own_code(), world)
+    differing: list[str] = []
+    for name in sorted({name for rank in by_rank for name in rank}):
+        ranks: dict[str, list[int]] = {}
+        for rank, modules in enumerate(by_rank):
+            if name in modules:
+                ranks.setdefault(modules[name], []).append(rank)
+        if len(ranks) > 1:
+            told = ", ".join(f"{digest} on rank {', '.join(map(str, on))}" for digest, on in ranks.items())
+            differing.append(f"{name} ({told})")
+    if differing:
+        words = f"the ranks run different code: {first_few(differing, MAX_MODULES, '; ')}"
+        advice = "All machines must have the same files: a shared folder, or --sync"
+        raise told_once(UsageError(f"{words}. {advice}"), world)
+
+
+def _own_code() -> dict[str, str]:
+    """Of each imported module that belongs to no installed package, a digest of its file, by name."""
+    paths = sysconfig.get_paths()
+    installed = {Path(paths[name]).resolve() for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    installed |= {Path(path) for path in paceline.__path__}
+    found: dict[str, str] = {}
+    for name, module in list(sys.modules.items()):
+        path = getattr(module, "__file__", None)
+        if not isinstance(path, str) or not path.endswith(".py"):
+            continue
+        resolved = Path(path).resolve()
+        if resolved.is_file() and not any(folder in resolved.parents for folder in installed):
+            found[name] = hashlib.sha256(resolved.read_bytes()).hexdigest()[:12]
+    return found

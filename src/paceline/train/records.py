@@ -1,4 +1,4 @@
-"""What a run writes down of itself: that a rank begins, and each of its steps."""
+"""Writes a run's records: that a rank begins, and each of its steps."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def write_step(write: Write, record: StepRecord, parts: Parts, samples: int) -> 
             write(events.Samples(record.step, epoch, work.virtual_rank, work.part, indices))
     if result.left_out is not None:
         write(events.Skipped(record.step, result.left_out.words, result.left_out.samples))
-    write(  # after the samples: a step that is written down vouches for them
+    write(  # after the samples: the record of a step vouches for them
         events.Step(
             step=record.step,
             epoch=epoch,

@@ -1,4 +1,4 @@
-"""Where does a training begin? At step 0, at a snapshot in memory, or at the newest checkpoint that is whole."""
+"""Finds the state that a training goes on from: a snapshot in memory, or the newest checkpoint that is whole."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from paceline.checkpoint.shard import Shards
+from paceline.checkpoint.shard import ShardFiles
 from paceline.checkpoint.snapshot import inherited, newest
 from paceline.errors import UsageError
 from paceline.store.store import Checkpoints, Damaged
@@ -20,7 +20,7 @@ Report = Callable[[str], None]
 
 
 class Content(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What belongs to a state beside its tensors."""
+    """The rest of a state, beside its tensors."""
 
     samples_seen: int
     metrics: dict[str, float]
@@ -35,7 +35,7 @@ class Origin:
 
     step: int
     content: Content
-    source: Shards
+    source: ShardFiles
     where: str
     """in words"""
     files: frozenset[int] = field(default_factory=frozenset[int])
@@ -43,27 +43,23 @@ class Origin:
 
 
 def from_memory(world: World) -> Origin | None:
-    """The newest snapshot that the ranks before us have left on this node, if all ranks see the same (a collective)."""
+    """The newest snapshot that earlier workers have left on this node, if all ranks see the same (a collective)."""
     found = newest(inherited())
-    steps = gather_words(None if found is None else found[0].step, world)
+    steps = gather_words(None if found is None else found.step, world)
     if found is None or any(step != steps[0] for step in steps):
         return None
-    snapshot, files = found
-    content = msgspec.convert(snapshot.content, Content)
-    return Origin(snapshot.step, content, snapshot.source, f"the snapshot of step {snapshot.step}", frozenset(files))
+    content = msgspec.convert(found.content, Content)
+    return Origin(found.step, content, found.source, f"the snapshot of step {found.step}", found.files)
 
 
 def from_disk(checkpoints: Checkpoints, world: World, report: Report, *, after: Origin | None = None) -> Origin | None:
     """The newest checkpoint of which every byte is right (a collective); the ranks share the hashing.
 
-    Args:
-        checkpoints: of the run.
-        world: this rank's place.
-        report: told of each newer one that is not whole, and why, on rank 0.
-        after: what is at hand already: only a later step is of interest.
+    Only one after the state at hand, `after`, is of interest. `report` is called on rank 0 with each newer one that is
+    not whole, and why.
 
     Raises:
-        UsageError: if there are checkpoints, but none is whole; told by rank 0.
+        UsageError: on rank 0, if there are checkpoints, but none is whole; ToldElsewhere on the others.
     """
     there = [str(path) for step, path in checkpoints.entries() if after is None or step > after.step]
     paths: list[str] = gather_words(there, world)[0]
@@ -74,7 +70,7 @@ def from_disk(checkpoints: Checkpoints, world: World, report: Report, *, after: 
             manifest = checkpoints.check(path, files=())
             evaluated = int(manifest.scalars.get("evaluated", 0))
             content = Content(manifest.samples_seen, manifest.metrics, manifest.definition, evaluated)
-            source = Shards([(path / file.name, file.pieces) for file in manifest.files])
+            source = ShardFiles([(path / file.name, file.pieces) for file in manifest.files])
             return Origin(manifest.step, content, source, str(path))
         complaints.append(f"{path.name} cannot be used: {complaint}")
         if world.rank == 0:

@@ -15,34 +15,22 @@ import msgspec
 import torch
 
 from paceline import __version__
-from paceline.config import TrainConfig, default_strategy, dump, load, repeatable, resolved
+from paceline.config import TrainConfig, dump, load, repeatable, with_defaults
 from paceline.contract.birth import WorkerBirth, restarts
 from paceline.contract.evidence import Phase
 from paceline.definition import BITS_ONLY, allowed_changes, check_same, settings
 from paceline.disk import writing
 from paceline.errors import ExitCode, PacelineError, UsageError
 from paceline.ladder import EXACT
-from paceline.observe.folder import (
-    CHECKPOINTS,
-    CONFIG,
-    attempt_number,
-    check_not_finished,
-    create_attempt_dir,
-    lock_run_dir,
-    move_aside,
-    open_run_dir,
-    shelve_summary,
-    write_settings,
-)
+from paceline.observe import folder as run_folder
 from paceline.observe.summary import Summary, write_summary
 from paceline.store.store import Checkpoints
 from paceline.sums import check_equal, gather_words, together, told_once
 from paceline.sums.sharing import memory_or_hosts, way_taken
-from paceline.tasks.code import check_code
 from paceline.train.computing import take_threads
 from paceline.train.determinism import deterministic, holds_for
 from paceline.train.keeping import Place
-from paceline.train.prepare import Parts, prepare
+from paceline.train.prepare import Parts, check_code, prepare
 from paceline.train.resume import Origin, from_disk, from_memory
 from paceline.train.training import Training
 from paceline.worker.guard import Guard
@@ -50,22 +38,22 @@ from paceline.worker.world import World, joined
 
 
 @dataclass(frozen=True)
-class Ended:
-    """Where everything lies, and DONE or SAVED: trained to the end, or stopped in good order."""
+class Outcome:
+    """The run folder, and DONE or SAVED: trained to the end, or stopped in good order."""
 
     folder: Path
     code: ExitCode
 
 
-def train(config: TrainConfig, *, run_dir: Path | None = None) -> Ended:
-    """Train as `config` says, as the rank that the environment says.
+def train(config: TrainConfig, *, run_dir: Path | None = None) -> Outcome:
+    """Train as `config` says, as the rank that the environment names.
 
     Args:
         config: all settings.
         run_dir: the run folder, if a launcher has made it already.
 
     Raises:
-        UsageError: before the first step, told by one rank.
+        UsageError: before the first step, on one rank; ToldElsewhere on the others.
         TrainingError: while training, on every rank that notices; StallError where the guard has broken up a
             collective.
     """
@@ -73,7 +61,7 @@ def train(config: TrainConfig, *, run_dir: Path | None = None) -> Ended:
     guard.box.enter(Phase.INIT)
     world = World.from_env(device=config.launch.device, backend=config.launch.backend)
     with joined(world, timeout_seconds=config.launch.timeout), _place(config, world, run_dir) as place:
-        config = resolved(config, world.size)
+        config = with_defaults(config, world.size)
         try:
             memory_or_hosts(config.launch.collectives)
             check_equal("settings", settings(config), world)
@@ -85,20 +73,20 @@ def train(config: TrainConfig, *, run_dir: Path | None = None) -> Ended:
                 config = parts.config
                 check_code(world)
                 if rehearsed is not None and rehearsed >= parts.total_steps:
-                    words = (
-                        f"--rehearse-preemption {rehearsed} is not before the end: there are {parts.total_steps} steps"
-                    )
-                    raise told_once(UsageError(words), world)
-                place = replace(place, definition={**settings(config), **_facts(parts)})
+                    steps = f"there are {parts.total_steps} steps"
+                    error = UsageError(f"--rehearse-preemption {rehearsed} is not before the end: {steps}")
+                    raise told_once(error, world)
+                facts = {"data": parts.data, "hardware": holds_for(world.device)}
+                place = replace(place, definition={**settings(config), **facts})
                 if config.strategy in EXACT:
-                    check_equal("processors and libraries", place.definition["hardware"], world)
+                    check_equal("processors and libraries", facts["hardware"], world)
                     check_equal("threads per rank", torch.get_num_threads(), world)
                 origin = _origin(config, place, world)
                 if origin is not None:
                     with together(world):
                         parts.replica.load(origin.source)
                 place = replace(place, definition={**place.definition, "unbroken": _unbroken(config, place, origin)})
-                if place.attempt_dir is not None:  # rank 0; not earlier: what is refused writes nothing over
+                if place.attempt_dir is not None:  # rank 0; not earlier: a refused run must overwrite nothing
                     _write_down(config, place, parts)
                 code = Training(parts, place, origin).run()
         except BaseException as error:
@@ -109,12 +97,12 @@ def train(config: TrainConfig, *, run_dir: Path | None = None) -> Ended:
             if stalled is not None:
                 raise stalled from error
             raise
-    return Ended(place.folder, code)
+    return Outcome(place.folder, code)
 
 
 @contextmanager
 def _place(config: TrainConfig, world: World, prepared: Path | None) -> Generator[Place]:
-    """The run folder, taken for us, and which attempt and generation of the run this is; the same on all ranks."""
+    """The locked run folder, and the attempt and generation of the run that this is; the same on all ranks."""
     c, lock = config.checkpoint, None
     generation, birth = restarts(), WorkerBirth.here()
     restarted = generation > 0 and config.run.run_dir is not None  # by torchrun, or our agent
@@ -124,26 +112,24 @@ def _place(config: TrainConfig, world: World, prepared: Path | None) -> Generato
     try:
         with together(world):
             if world.rank == 0:
-                resume = c.resume == "auto" or restarted
-                # resolved here: another host may come to the same folder by links
-                folder = (
-                    prepared.resolve()
-                    if prepared
-                    else open_run_dir(config.run.run_dir, str(config.task), resume=resume, trust=config.run.trust)
-                )
-                if prepared is None:
-                    lock = lock_run_dir(folder)
+                if prepared is not None:
+                    assert birth is not None  # our agent has prepared the folder
+                    folder, attempt_dir = prepared, Path(birth.attempt_dir).resolve()
+                else:
+                    resume = c.resume == "auto" or restarted
+                    folder = run_folder.open_run_dir(
+                        config.run.run_dir, str(config.task), resume=resume, trust=config.run.trust
+                    )
+                    lock = run_folder.lock_run_dir(folder)
                     if c.fresh and not restarted:
-                        move_aside(folder)
+                        run_folder.move_aside(folder)
                     if generation and not restarted:
                         notices.append(
                             "restarted by torchrun, but in a new folder, at step 0: --run-dir names the same"
                         )
-                    attempt_dir = create_attempt_dir(folder)[1]
-                else:
-                    assert birth is not None  # our agent has prepared the folder
-                    attempt_dir = Path(birth.attempt_dir).resolve()
-                mine = {"folder": str(folder), "attempt": attempt_number(attempt_dir)}
+                    attempt_dir = run_folder.create_attempt_dir(folder)[1]
+                # resolved here: another host may reach the same folder by other links
+                mine = {"folder": str(folder.resolve()), "attempt": run_folder.attempt_number(attempt_dir)}
         told: dict[str, Any] = gather_words(mine, world)[0]
         yield Place(Path(told["folder"]).resolve(), told["attempt"], generation, attempt_dir, notices=notices)
     finally:
@@ -152,40 +138,34 @@ def _place(config: TrainConfig, world: World, prepared: Path | None) -> Generato
 
 
 def sticky(config: TrainConfig, place: Place) -> TrainConfig:
-    """`config` with the precision that this run has chosen before, where it goes on and is to choose by itself."""
-    path = place.folder / CONFIG
+    """`config`; where a run goes on that chooses its precision by itself, with the one that it has chosen before."""
+    path = place.folder / run_folder.CONFIG
     goes_on = place.generation or config.checkpoint.resume == "auto"
     if config.compute.precision != "auto" or not goes_on or config.checkpoint.fresh or not path.is_file():
         return config
-    return replace(
-        config, compute=replace(config.compute, precision=load(path, ours=not config.run.trust).compute.precision)
-    )
+    chosen = load(path, ours=not config.run.trust).compute.precision
+    return replace(config, compute=replace(config.compute, precision=chosen))
 
 
 def _write_down(config: TrainConfig, place: Place, parts: Parts) -> None:
     assert place.attempt_dir is not None
-    shelve_summary(place.folder, place.attempt)
-    write_settings(place.folder, dump(repeatable(config)))
-    write_settings(place.attempt_dir, dump(config))  # what restarted workers read: this very start
+    run_folder.shelve_summary(place.folder, place.attempt)
+    run_folder.write_settings(place.folder, dump(repeatable(config)))
+    run_folder.write_settings(place.attempt_dir, dump(config))  # what restarted workers read: this very start
     environment = msgspec.json.encode(_environment(parts.replica.world))
     writing.replace(place.folder / "environment.json", msgspec.json.format(environment, indent=2))
 
 
-def _facts(parts: Parts) -> dict[str, Any]:
-    """The part of the run's definition that is found out, not set."""
-    return {"data": parts.data, "hardware": holds_for(parts.replica.world.device)}
-
-
 def _origin(config: TrainConfig, place: Place, world: World) -> Origin | None:
-    """What to go on from, if anything (a collective).
+    """The state to go on from, if any (a collective).
 
     Raises:
-        UsageError: told by one rank: nothing that is there can be trusted, or it is of another run.
+        UsageError: on one rank: no state that is there can be trusted, or it is of another run.
     """
     if config.checkpoint.resume != "auto" and not place.generation:
         return None
     origin = from_memory(world) if place.generation else None
-    checkpoints = Checkpoints(place.folder / CHECKPOINTS, trust=config.run.trust)
+    checkpoints = Checkpoints(place.folder / run_folder.CHECKPOINTS, trust=config.run.trust)
     origin = from_disk(checkpoints, world, place.notices.append, after=origin) or origin
     if origin is not None:
         with together(world):
@@ -194,14 +174,14 @@ def _origin(config: TrainConfig, place: Place, world: World) -> Origin | None:
         place.notices.extend(f"changed, as allowed: {change}" for change in changes)
     elif not config.checkpoint.fresh:
         with together(world):
-            check_not_finished(place.folder)
+            run_folder.check_not_finished(place.folder)
         if place.attempt > 1:
             place.notices.append("there is no checkpoint: it begins again at step 0")
     return origin
 
 
 def _unbroken(config: TrainConfig, place: Place, origin: Origin | None) -> bool:
-    """Whether all steps so far, those before a resume too, were taken under the promise of bits."""
+    """Whether all steps so far, before a resume too, were taken under the promise of bits."""
     if config.strategy not in EXACT:
         return False
     if origin is None:
@@ -213,11 +193,9 @@ def _unbroken(config: TrainConfig, place: Place, origin: Origin | None) -> bool:
 def _summarise_failure(config: TrainConfig, folder: Path, world: World, error: BaseException) -> None:
     code = error.exit_code if isinstance(error, PacelineError) else ExitCode.FAILED
     code = 130 if isinstance(error, KeyboardInterrupt) else int(code)
-    name = default_strategy(config, world.size)
-    with suppress(OSError):  # the full disk is the error itself
-        write_summary(
-            folder, Summary(str(config.task), code, name, world.size, failure=f"{type(error).__name__}: {error}")
-        )
+    failure = f"{type(error).__name__}: {error}"
+    with suppress(OSError):  # a full disk may be the error itself
+        write_summary(folder, Summary(str(config.task), code, config.strategy, world.size, failure=failure))
 
 
 def _environment(world: World) -> Mapping[str, Any]:

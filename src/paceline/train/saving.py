@@ -1,8 +1,12 @@
-"""Keeping the state while training goes on: checkpoints on disk, snapshots in memory.
+"""Writes checkpoints while training goes on.
 
-A checkpoint is a copy, taken between two steps, that a thread of each rank writes out while training goes on. That all
-ranks' files are there is agreed on in a later step's totals (`votes`), and rank 0 publishes the whole. No thread uses
-a collective: between ranks their order would be anybody's guess.
+A checkpoint is a copy, taken between two steps, that a thread of each rank writes out while training goes on. Ranks
+agree in a later step's totals (`votes`) that all files are there, and rank 0 publishes the whole. No thread uses a
+collective: their order would differ between ranks.
+
+Where a rank stands still and never answers, the guard breaks up the collective in which the others wait. A collective
+is then no longer possible, so the lowest rank that is not guilty saves the state alone (`save_alone`), if it holds all
+of it: its parameters are those after the last complete step, its buffers are put back.
 """
 
 from __future__ import annotations
@@ -17,32 +21,20 @@ import msgspec
 import torch
 from torch import Tensor
 
-from paceline.checkpoint.shard import Layout, fill, layout, rank_part
+from paceline.checkpoint.shard import ShardLayout, fill, layout, rank_part
 from paceline.checkpoint.state import Held
-from paceline.errors import PacelineError
+from paceline.errors import PacelineError, TrainingError
+from paceline.observe.events import Checkpointed
 from paceline.store.files import room_for
-from paceline.store.manifest import FORMAT, Manifest, ShardFile
+from paceline.store.manifest import FORMAT, Manifest, Piece, ShardFile
 from paceline.store.store import Checkpoints, Claim, write_file
+from paceline.strategies.base import Replica
 from paceline.sums import gather_words
 from paceline.train.resume import Content
 from paceline.train.votes import Votes
 from paceline.worker.world import World
 
 Say = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class Saved:
-    """What became of a checkpoint, as rank 0 knows it."""
-
-    step: int
-    path: Path | None
-    """None if it failed"""
-    failure: str
-    stall_seconds: float
-    """that training stood still for it"""
-    write_seconds: float
-    size_bytes: int
 
 
 @dataclass
@@ -59,10 +51,52 @@ class _Writing:
     failure: str = ""
 
 
-def manifest_of(
-    step: int, content: Content, claim: Claim, virtual_ranks: int, files: tuple[ShardFile, ...]
-) -> Manifest:
-    """What is written down of the state after `step`, which lies in `files`."""
+class _Release(msgspec.Struct, frozen=True):
+    """What the agent says when it frees a rank, as far as it matters here."""
+
+    guilty: tuple[int, ...] | None = None
+
+
+def is_writer(word: str, rank: int, world_size: int) -> bool:
+    """Whether `rank` is the one to save alone, by the agent's `word`, which all freed ranks get."""
+    try:
+        guilty = msgspec.json.decode(word, type=_Release).guilty
+    except msgspec.MsgspecError:
+        return False
+    return guilty is not None and rank == min(set(range(world_size)) - {*guilty}, default=None)
+
+
+def save_alone(
+    replica: Replica, step: int, content: Content, checkpoints: Checkpoints, claim: Claim, *, keep: int, say: Say
+) -> Path:
+    """Write and publish the state after `step`; return the folder. No collective.
+
+    Raises:
+        TrainingError: if a part of the state is on other ranks only, or a newer generation has taken over.
+        OSError: if it cannot be written.
+    """
+    held, world = replica.state(), replica.world
+    elsewhere = next((f" (as {one.name} is on this one)" for one in held if not one.replicated), None)
+    if replica.sharded and elsewhere is None:  # of a small model a rank may hold no share at all
+        elsewhere = ""
+    if elsewhere is not None and world.size > 1:
+        raise TrainingError(f"parts of the state are on the other ranks only{elsewhere}")
+    part, places = layout(held)
+    buffer = torch.empty(places.total_bytes, dtype=torch.uint8)
+    fill(buffer, part, places, {"step": step, "rank": 0, "world_size": 1, "samples_seen": content.samples_seen})
+    folder = checkpoints.begin_alone(step, claim, world.rank)
+    files = (_write_shard(folder, 0, 1, buffer, places.pieces),)
+    return checkpoints.commit(folder, _manifest(step, content, claim, replica.virtual_ranks, files), keep, say)
+
+
+def _write_shard(folder: Path, rank: int, world_size: int, buffer: Tensor, pieces: tuple[Piece, ...]) -> ShardFile:
+    name = f"shard-{rank}-of-{world_size}.safetensors"
+    size, sha256 = write_file(folder / name, [buffer.numpy().data])
+    return ShardFile(name, size, sha256, pieces)
+
+
+def _manifest(step: int, content: Content, claim: Claim, virtual_ranks: int, files: tuple[ShardFile, ...]) -> Manifest:
+    """The description of the state after `step`, which lies in `files`."""
     return Manifest(
         format=FORMAT,
         step=step,
@@ -79,7 +113,7 @@ def manifest_of(
 
 
 class Saver:
-    """This rank's side of the run's checkpoints: one at a time on its way, all calls at the same steps on all ranks."""
+    """This rank's side of the run's checkpoints, one at a time; all calls are at the same steps on all ranks."""
 
     def __init__(
         self,
@@ -97,12 +131,12 @@ class Saver:
         self._buffer: Tensor | None = None
         self._writing: _Writing | None = None
         self._publishing: threading.Thread | None = None
-        self._done: list[Saved] = []
+        self._done: list[Checkpointed] = []
         self.failed = ""
         """why the last checkpoint could not be written; empty if it could (rank 0 knows)"""
 
     def votes(self) -> Votes:
-        """What this rank has to say of the checkpoint on its way."""
+        """This rank's votes on the checkpoint on its way."""
         writing = self._writing
         return Votes(written=float(bool(writing and writing.shard)), failed=float(bool(writing and writing.failure)))
 
@@ -114,15 +148,14 @@ class Saver:
         sizes = gather_words(places.total_bytes, self._world)
         prepared = gather_words(self._prepare(step, sum(sizes)) if self._world.rank == 0 else "", self._world)[0]
         if prepared["failure"]:
-            self._note(Saved(step, None, prepared["failure"], time.perf_counter() - began, 0.0, sum(sizes)))
+            self._note(Checkpointed(step, prepared["failure"], time.perf_counter() - began, 0.0, sum(sizes)))
             return
         buffer = self._copied(part, places, content, step)
         stall = time.perf_counter() - began
         writing = _Writing(step, content, Path(prepared["folder"]), stall, time.perf_counter())
-        pieces = places.pieces
         # No daemon: the interpreter waits for a file that is half written.
         writing.thread = threading.Thread(
-            target=self._write, args=(writing, buffer, pieces), name="paceline-checkpoint"
+            target=self._write, args=(writing, buffer, places.pieces), name="paceline-checkpoint"
         )
         self._writing = writing
         writing.thread.start()
@@ -142,28 +175,25 @@ class Saver:
             self._publishing.join()
             self._publishing = None
 
-    def take_done(self) -> list[Saved]:
-        """What has ended since the last call, on rank 0."""
+    def take_done(self) -> list[Checkpointed]:
+        """The checkpoints that have ended, well or not, since the last call; on rank 0."""
         done, self._done = self._done, []
         return done
 
     def abandon(self) -> None:
-        """After an error: let the thread end; what it writes is never published, and removed by the next claim."""
+        """After an error: wait for the threads; an unpublished checkpoint stays so, and the next claim removes it."""
         for thread in (self._writing.thread if self._writing else None, self._publishing):
             if thread is not None:
                 thread.join()
 
     def _prepare(self, step: int, size_bytes: int) -> dict[str, str]:
-        if self._publishing is not None:
-            self._publishing.join()
-            self._publishing = None
         try:
             failure = room_for(self._checkpoints.root, size_bytes)
             return {"failure": failure or "", "folder": "" if failure else str(self._checkpoints.begin(step))}
         except (OSError, PacelineError) as error:
             return {"failure": str(error), "folder": ""}
 
-    def _copied(self, part: Sequence[Held], places: Layout, content: Content, step: int) -> Tensor:
+    def _copied(self, part: Sequence[Held], places: ShardLayout, content: Content, step: int) -> Tensor:
         if self._buffer is None or len(self._buffer) != places.total_bytes:
             on_gpu = self._world.device.type == "cuda"
             self._buffer = torch.empty(places.total_bytes, dtype=torch.uint8, pin_memory=on_gpu)
@@ -171,13 +201,11 @@ class Saver:
         fill(self._buffer, part, places, {**meta, "samples_seen": content.samples_seen})
         return self._buffer
 
-    def _write(self, writing: _Writing, buffer: Tensor, pieces: Sequence[object]) -> None:
-        name = f"shard-{self._world.rank}-of-{self._world.size}.safetensors"
+    def _write(self, writing: _Writing, buffer: Tensor, pieces: tuple[Piece, ...]) -> None:
         try:
-            self._flush_events()  # the ledger must know of every step that a checkpoint stands on
-            size, sha256 = write_file(writing.folder / name, [buffer.numpy().data])
-            writing.shard = ShardFile(name, size, sha256, tuple(pieces))  # pyright: ignore[reportArgumentType]
-        except Exception as error:  # told by rank 0, whatever it is
+            self._flush_events()  # the ledger must know every step that a checkpoint contains
+            writing.shard = _write_shard(writing.folder, self._world.rank, self._world.size, buffer, pieces)
+        except Exception as error:  # reported by rank 0, whatever it is
             writing.failure = f"rank {self._world.rank}: {type(error).__name__}: {error}"
 
     def _publish(self) -> None:
@@ -189,25 +217,25 @@ class Saver:
         if self._world.rank != 0:
             return
         if failure:
-            self._note(self._ended(writing, None, failure, 0))
+            self._end(writing, failure, 0)
             return
         files = tuple(msgspec.convert(shard, ShardFile) for _, shard in told)
-        manifest = manifest_of(writing.step, writing.content, self._claim, self._virtual_ranks, files)
+        manifest = _manifest(writing.step, writing.content, self._claim, self._virtual_ranks, files)
         self._publishing = threading.Thread(target=self._commit, args=(writing, manifest), name="paceline-publish")
         self._publishing.start()
 
     def _commit(self, writing: _Writing, manifest: Manifest) -> None:
-        size = sum(file.bytes for file in manifest.files)
+        failure = ""
         try:
-            path = self._checkpoints.commit(writing.folder, manifest, self._keep, self._say)
-            self._note(self._ended(writing, path, "", size))
+            self._checkpoints.commit(writing.folder, manifest, self._keep, self._say)
         except Exception as error:  # a full disk, a newer generation: training goes on, and says so
-            self._note(self._ended(writing, None, f"{type(error).__name__}: {error}", size))
+            failure = f"{type(error).__name__}: {error}"
+        self._end(writing, failure, sum(file.bytes for file in manifest.files))
 
-    def _ended(self, writing: _Writing, path: Path | None, failure: str, size_bytes: int) -> Saved:
+    def _end(self, writing: _Writing, failure: str, size_bytes: int) -> None:
         seconds = time.perf_counter() - writing.began
-        return Saved(writing.step, path, failure, writing.stall_seconds, seconds, size_bytes)
+        self._note(Checkpointed(writing.step, failure, writing.stall_seconds, seconds, size_bytes))
 
-    def _note(self, saved: Saved) -> None:
-        self.failed = saved.failure
-        self._done.append(saved)
+    def _note(self, done: Checkpointed) -> None:
+        self.failed = done.failure
+        self._done.append(done)

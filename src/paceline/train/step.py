@@ -21,13 +21,13 @@ from paceline.contract.evidence import Phase
 from paceline.data.loader import MicroBatch
 from paceline.data.plan import Work
 from paceline.errors import ExitCode, TrainingError, UsageError
-from paceline.nested import tensors
+from paceline.nested import batch_size
 from paceline.strategies.base import Replica
 from paceline.sums import Totals, start_totals, told_once
 from paceline.tasks.task import Loss
 from paceline.train.lockstep import as_many_as_any
 from paceline.train.nonfinite import NotFinite, gradients_are_finite, gradients_not_finite, losses_not_finite
-from paceline.train.order import Order
+from paceline.train.order import CallOrder
 from paceline.train.votes import Votes
 
 Seen = list[tuple[MicroBatch, Tensor]]
@@ -53,7 +53,7 @@ class StepResult:
 
 
 def ignore(phase: Phase) -> None:
-    """Tells nobody."""
+    """Do nothing."""
 
 
 def train_step(
@@ -64,7 +64,7 @@ def train_step(
     max_norm: float | None = None,
     votes: Callable[[], Votes] | None = None,
     enter: Callable[[Phase], object] = ignore,
-    order: Order | None = None,
+    order: CallOrder | None = None,
     may_leave_out: bool = False,
 ) -> StepResult:
     """Take one step on this rank's micro-batches of a global batch.
@@ -127,7 +127,7 @@ def _forward_backward(
     loss: Loss,
     votes: Callable[[], Votes] | None,
     enter: Callable[[Phase], object],
-    order: Order | None,
+    order: CallOrder | None,
 ) -> tuple[Callable[[], Totals], Seen]:
     """The gradients of this rank's samples, on their way; what waits for the totals, and what was computed."""
     replica.model.zero_grad(set_to_none=True)  # not the optimizer's: one that is sharded knows only its share
@@ -187,11 +187,6 @@ def weighted_losses(loss: Loss, outputs: Any, targets: Any) -> tuple[Tensor, Ten
 
 def _added_in(values: Tensor) -> Tensor:
     return values.float() if values.dtype in (torch.float16, torch.bfloat16) else values
-
-
-def batch_size(batch: Any) -> int | None:
-    """The length of the first tensor in `batch`; None if there is none."""
-    return next((len(tensor) for tensor in tensors(batch) if tensor.ndim), None)
 
 
 def _not_finite(

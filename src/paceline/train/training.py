@@ -1,4 +1,4 @@
-"""One rank's way through the steps: what is noted, evaluated and decided between them."""
+"""Takes one rank through all steps; records, evaluates and decides between them; ends the run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from msgspec.structs import replace as replace_fields
+from msgspec import structs
 
 from paceline.checkpoint.whole import sha256_of
 from paceline.contract.evidence import Phase
@@ -24,8 +24,8 @@ from paceline.train.costs import Costs, Waiting, all_costs, data_lines
 from paceline.train.evaluate import evaluate
 from paceline.train.fit import StepRecord, fit
 from paceline.train.keeping import Keeping, Place, Rhythm
-from paceline.train.leftout import LeftOut
-from paceline.train.order import Order
+from paceline.train.nonfinite import LeftOut
+from paceline.train.order import CallOrder
 from paceline.train.preemption import StopRequest, noticing
 from paceline.train.prepare import Parts
 from paceline.train.records import write_started, write_step
@@ -37,7 +37,7 @@ from paceline.worker.guard import Guard
 
 
 class Training:
-    """The state that the loop over steps, its records and its end share."""
+    """The state shared by the loop over steps, its records and its end."""
 
     def __init__(self, parts: Parts, place: Place, origin: Origin | None) -> None:
         """A collective; UsageError if the run's files cannot be written."""
@@ -50,13 +50,13 @@ class Training:
         self._evaluated = origin.content.evaluated if origin else 0
         self._request = StopRequest()
         self._guard = Guard.of_process()
-        self._order = Order(self._world, self._guard.take_order, self._guard.taken, self._say)
+        self._order = CallOrder(self._world, self._guard.take_order, self._guard.taken, self._say)
         self._left_out = LeftOut(self._config.guard.not_finite, self._world, self._say)
         shown = self._world.rank == 0
         self._display = Display(total_steps=parts.total_steps, interval=self._config.run.log_interval, shown=shown)
         self._writer = events.EventWriter(place.folder / f"events-{self._world.rank}.jsonl")
         c = self._config.checkpoint
-        rhythm = Rhythm(c.watch_every, c.checkpoint_every, c.snapshot_every)
+        rhythm = Rhythm(c.watch_every, c.snapshot_every, c.checkpoint_every)
         self._keeping = Keeping(
             parts.replica, place, origin, rhythm,
             keep=c.keep, writer=self._writer, say=self._say, enter=self._guard.box.enter,
@@ -78,7 +78,7 @@ class Training:
                     stalled = self._guard.stall_error(error)
                     if stalled is None:
                         raise
-                    if self._step and self._guard.box.get("phase") != Phase.OPTIMIZER:  # the state of a complete step
+                    if self._step and self._guard.box.get("phase") != Phase.OPTIMIZER:  # else a half-done update
                         self._keeping.save_alone(self._guard.released(), self._step, self._content())
                     raise stalled from error
                 finally:
@@ -98,18 +98,18 @@ class Training:
             self._say(f"goes on after step {self._start} of {self._parts.total_steps}, from {self._origin.where}")
 
     def _loop(self) -> bool:
-        """Take all steps that are left; returns whether the run was asked to stop before."""
+        """Take all steps that are left; return whether the run was asked to stop before the last."""
         parts = self._parts
         at_epoch = self._start and self._start % parts.plan.steps_per_epoch == 0
         if self._start >= parts.total_steps or (at_epoch and self._evaluated != self._start):
-            self._evaluate()  # what was asked to stop just there had no time for it
+            self._evaluate()  # a run that was asked to stop just there had no time for it
         while True:
             if isinstance(end := self._pass(), bool):
                 return end
             self._go_back(end)
 
     def _pass(self) -> bool | Origin:
-        """Take steps until there are none left (False), the run was asked to stop (True), or has to go back."""
+        """Take steps until none is left (False), the run was asked to stop (True), or has to go back."""
         parts = self._parts
         batches = load_steps(
             parts.train_set, parts.plan, parts.share, replace(parts.loading, box=self._guard.box),
@@ -130,7 +130,7 @@ class Training:
                     self._say(f"step {self._step} is left out: nothing is kept yet to go back to")
                 if self._between(record):
                     return True
-        finally:  # ends the loader's processes also when a step fails
+        finally:  # end the loader's processes also when a step fails
             records.close()
             batches.close()
         return False
@@ -139,7 +139,7 @@ class Training:
         return self._keeping.votes()._replace(stop=float(self._request.by is not None))
 
     def _between(self, record: StepRecord) -> bool:
-        """What is due between this step and the next; returns whether all ranks stop here."""
+        """Do what is due between this step and the next; return whether all ranks stop here."""
         config, is_last = self._config.checkpoint, self._step == self._parts.total_steps
         stopping = record.result.votes.stop > 0 and not is_last
         if is_last or (self._step % self._parts.plan.steps_per_epoch == 0 and not stopping):
@@ -172,11 +172,10 @@ class Training:
         self._throughput.step(samples)
         self._waiting.step(record.data_seconds, record.seconds)
         write_step(self._writer.write, record, self._parts, samples)
-        left = (self._parts.total_steps - record.step) * plan.global_batch
-        rate = self._throughput.recent()
         self._display.step(
-            record.step, epoch=epoch, loss=record.result.loss, lr=record.lr, rate=rate, samples_left=left
-        )
+            record.step, epoch=epoch, loss=record.result.loss, lr=record.lr, rate=self._throughput.recent(),
+            samples_left=(self._parts.total_steps - record.step) * plan.global_batch,
+        )  # fmt: skip
 
     def _evaluate(self) -> None:
         parts, began = self._parts, time.perf_counter()
@@ -197,16 +196,13 @@ class Training:
         self._writer.write(events.Notice(line))
 
     def _stop(self) -> ExitCode:
-        """The state is on disk: say where the run goes on (a collective)."""
+        """The state is on disk: say how the run goes on (a collective)."""
         costs, _ = all_costs(self._waiting, self._world)
-        failed = self._keeping.failed
-        if failed:
+        if failed := self._keeping.failed:
             weights = self._parts.replica.weights()
             where = rescue(weights, self._place.folder) if self._world.rank == 0 else ""
-            error = TrainingError(
-                f"asked to stop after step {self._step}, but the state could not be saved: {failed}; {where}"
-            )
-            raise told_once(error, self._world)
+            words = f"asked to stop after step {self._step}, but the state could not be saved: {failed}; {where}"
+            raise told_once(TrainingError(words), self._world)
         if self._world.rank == 0:
             write_summary(self._place.folder, self._summary(ExitCode.SAVED, costs))
             self._display.say(stopped_line(self._step, self._parts.total_steps, self._place.folder))
@@ -218,7 +214,7 @@ class Training:
         with replica.merged_buffers():
             weights = replica.weights()
             sha256 = sha256_of(weights)
-            # In lockstep to the last: a rank whose weights differ has not computed this run.
+            # A rank whose weights differ has not computed this run.
             check_equal("final weights", sha256, self._world, error=TrainingError)
             if self._world.rank == 0:
                 save(weights, self._place.folder / "model.safetensors")
@@ -227,26 +223,25 @@ class Training:
             write_summary(self._place.folder, summary)
             for line in [*data_lines(costs, waited, self._parts), *closing_lines(summary, self._place.folder)]:
                 self._display.say(line)
-        if self._keeping.failed:
-            error = TrainingError(
-                f"the run is complete and its weights are saved, but its last checkpoint is not: {self._keeping.failed}"
-            )
-            raise told_once(error, self._world)
+        if failed := self._keeping.failed:
+            words = f"the run is complete and its weights are saved, but its last checkpoint is not: {failed}"
+            raise told_once(TrainingError(words), self._world)
         return ExitCode.DONE
 
-    def _summary(self, code: ExitCode, costs: Costs, sha256: str = "", seconds: float | None = None) -> Summary:
+    def _summary(
+        self, code: ExitCode, costs: Costs, sha256: str | None = None, seconds: float | None = None
+    ) -> Summary:
         summary = summary_of(self._parts, self._place, code, self._step, self._samples, self._metrics)
-        known = {"samples_per_second": self._throughput.overall(), "weights_sha256": sha256 or None, **costs.fields()}
-        return replace_fields(summary, seconds=seconds, **known)
+        known = {"samples_per_second": self._throughput.overall(), "weights_sha256": sha256, "seconds": seconds}
+        return structs.replace(summary, **known, **structs.asdict(costs))
 
     @contextmanager
     def _weights_survive(self) -> Generator[None]:
-        """Inside, a file that cannot be written ends the run, but not without putting the weights somewhere."""
+        """Inside, a file that cannot be written ends the run, after the weights have been saved elsewhere."""
         try:
             yield
         except OSError as error:
             trained = self._step > self._start
             where = rescue_alone(self._parts.replica, self._place.folder) if trained else "nothing was trained yet"
-            raise TrainingError(
-                f"rank {self._world.rank} cannot go on after step {self._step}: {error}; {where}"
-            ) from error
+            words = f"rank {self._world.rank} cannot go on after step {self._step}: {error}; {where}"
+            raise TrainingError(words) from error

@@ -1,6 +1,6 @@
-"""Are all replicas still the same? A fast fingerprint of every replicated tensor, compared over ranks now and then.
+"""Checks now and then that all replicas are still equal, by a fast checksum of every replicated tensor.
 
-A bit that flips in one rank's memory spreads into every result of a training without a word. Compared are parameters,
+A bit that flips in one rank's memory spreads silently into every result of a training. Compared are parameters,
 buffers and optimizer state as far as every rank holds them; what a single rank holds (a virtual rank's buffers, a
 share of `zero`'s state) has nothing to be compared with, until it has changed a parameter.
 """
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from paceline.checkpoint.state import Held
-from paceline.errors import ExitCode, TrainingError
+from paceline.errors import ExitCode, TrainingError, first_few
 from paceline.sums import gather_words, told_once
 from paceline.worker.world import World
 
@@ -25,13 +25,13 @@ def check_replicas(held: Sequence[Held], world: World, step: int) -> None:
     """Compare what all ranks hold (a collective); one message with a number for each tensor.
 
     Raises:
-        TrainingError: with DIVERGED if a tensor differs, naming it and the rank in the minority (a tie accuses nobody);
+        TrainingError: with DIVERGED if a tensor differs, naming it and the rank in the minority (a tie accuses none);
             ToldElsewhere on the other ranks.
     """
     replicated = [h for h in held if h.replicated]
     if world.size == 1 or not replicated:
         return
-    mine: list[int] = torch.stack([fingerprint(h.tensor) for h in replicated]).tolist()
+    mine: list[int] = torch.stack([checksum(h.tensor) for h in replicated]).tolist()
     columns = zip(*gather_words(mine, world), strict=True)  # of each tensor, by rank
     found = {h.name: [*prints] for h, prints in zip(replicated, columns, strict=True) if len(set(prints)) > 1}
     if not found:
@@ -39,7 +39,7 @@ def check_replicas(held: Sequence[Held], world: World, step: int) -> None:
     raise told_once(TrainingError(_told(found, world, step), ExitCode.DIVERGED), world)
 
 
-def fingerprint(tensor: Tensor) -> Tensor:
+def checksum(tensor: Tensor) -> Tensor:
     """() int64: the sum of all bits as 64-bit numbers, modulo 2**64.
 
     A single flipped bit changes it by a power of two, so it is always seen.
@@ -54,24 +54,22 @@ def fingerprint(tensor: Tensor) -> Tensor:
 
 
 def _told(found: dict[str, list[int]], world: World, step: int) -> str:
-    names = list(found)
-    shown = ", ".join(names[:MAX_NAMED]) + (f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else "")
     odd: set[int] = set()
     for prints in found.values():
         (common, votes), *_ = Counter(prints).most_common()
         if votes * 2 <= world.size:
-            odd = set(range(world.size))  # no majority: nobody is accused
+            odd = set(range(world.size))  # no majority: no rank is accused
             break
         odd |= {rank for rank, value in enumerate(prints) if value != common}
     if len(odd) == world.size:
+        two = world.size == 2
         who = (
-            "ranks 0 and 1, and two cannot tell which is right" if world.size == 2 else "all ranks, without a majority"
+            f"between {'ranks 0 and 1, and two cannot tell which is right' if two else 'all ranks, without a majority'}"
         )
-        who = f"between {who}"
     else:
         who = f"on rank {', '.join(map(str, sorted(odd)))}, against the majority of {world.size} ranks"
     return (
-        f"the replicas have drifted apart: after step {step} {shown} differs {who}. Memory, a device or a kernel has "
-        "failed, or code that changes weights on one rank only. Nothing was saved since; go on from the newest "
-        "checkpoint (--resume auto), without that machine if it happens again."
+        f"the replicas have drifted apart: after step {step} {first_few([*found], MAX_NAMED)} differs {who}. Memory, a "
+        "device or a kernel has failed, or code changes weights on one rank only. Nothing was saved since; go on from "
+        "the newest checkpoint (--resume auto), without that machine if it happens again."
     )

@@ -1,4 +1,4 @@
-"""Weights on disk: saved whole or not at all, recognised by their digest, rescued when the disk is full."""
+"""Saves weights, whole or not at all, and elsewhere when the disk is full."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from paceline.strategies.base import Replica
 
 
 def save(weights: Mapping[str, Tensor], path: Path) -> None:
-    """Write a model's state as safetensors; a tensor with two names (tied weights) once, as `load_model` expects it.
+    """Write a model's state as safetensors; a tensor with two names (tied weights) once, as `load_model` expects.
 
     Raises:
         OSError: if it cannot be written; an older file of that name is then still there.
@@ -31,7 +31,7 @@ def save(weights: Mapping[str, Tensor], path: Path) -> None:
 
 
 def _unique(weights: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The state by name, each tensor once and in memory of its own; and which other names stand for which of these."""
+    """The state by name, each tensor once and in memory of its own; and for each other name of a tensor, that one."""
     kept: dict[object, str] = {}
     tensors: dict[str, Tensor] = {}
     ties: dict[str, str] = {}
@@ -48,12 +48,10 @@ def _unique(weights: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str,
 
 
 def rescue_alone(replica: Replica, run_dir: Path) -> str:
-    """As `rescue`, where the other ranks do not take part: no collective."""
+    """As `rescue`, without the other ranks: no collective."""
     if replica.world.size > 1 and any(h.name.startswith("model/") and not h.replicated for h in replica.state()):
-        return (
-            "the weights are cut over all ranks, and none can save them alone: go on from the newest checkpoint "
-            "(--resume auto)"
-        )
+        advice = "go on from the newest checkpoint (--resume auto)"
+        return f"the weights are cut over all ranks, and none can save them alone: {advice}"
     return rescue(replica.weights(), run_dir)
 
 

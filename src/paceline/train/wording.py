@@ -1,4 +1,4 @@
-"""What a run says of itself at its start and end."""
+"""The words of a run at its start and end, and its summary."""
 
 from __future__ import annotations
 
@@ -9,26 +9,25 @@ from typing import Any
 
 import torch
 
-from paceline.config import default_strategy
-from paceline.errors import ExitCode
+from paceline.errors import ExitCode, plural
 from paceline.observe.summary import Summary
 from paceline.train.keeping import Place
 from paceline.train.prepare import Parts
 
 
 def opening_lines(parts: Parts) -> list[str]:
-    """The run's arithmetic, once, with everything about it that may surprise."""
+    """The run's arithmetic, with everything about it that may surprise."""
     plan, config, world = parts.plan, parts.config, parts.replica.world
     micro = -(-plan.global_batch // (plan.virtual_ranks * plan.accumulation))
     exact = micro * plan.virtual_ranks * plan.accumulation == plan.global_batch
-    ranks = _count(plan.virtual_ranks, "rank" if plan.virtual_ranks == world.size else "virtual rank")
+    ranks = plural(plan.virtual_ranks, "rank" if plan.virtual_ranks == world.size else "virtual rank")
     lines = [
-        f"{config.task}: {_count(world.size, 'process', 'processes')} on {world.device.type}, strategy "
-        f"{default_strategy(config, world.size)}, {_count(torch.get_num_threads(), 'CPU thread')} each",
-        f"global batch {plan.global_batch} = {ranks} x {_count(plan.accumulation, 'micro-batch', 'micro-batches')} x "
+        f"{config.task}: {plural(world.size, 'process', 'processes')} on {world.device.type}, strategy "
+        f"{config.strategy}, {plural(torch.get_num_threads(), 'CPU thread')} each",
+        f"global batch {plan.global_batch} = {ranks} x {plural(plan.accumulation, 'micro-batch', 'micro-batches')} x "
         f"{'' if exact else 'at most '}{micro}",
-        f"{plan.num_samples:,} samples = {_count(plan.steps_per_epoch, 'step')} an epoch; "
-        f"{_count(parts.total_steps, 'step')} in all",
+        f"{plan.num_samples:,} samples = {plural(plan.steps_per_epoch, 'step')} an epoch; "
+        f"{plural(parts.total_steps, 'step')} in all",
     ]
     if told := _computed(parts):
         lines.append(told)
@@ -44,7 +43,7 @@ def opening_lines(parts: Parts) -> list[str]:
     idle = plan.virtual_ranks - min(plan.global_batch, plan.num_samples)
     if idle > 0:
         lines.append(
-            f"{_count(idle, 'virtual rank')} of {plan.virtual_ranks} never get a sample: the batch is too small"
+            f"{plural(idle, 'virtual rank')} of {plan.virtual_ranks} never get a sample: the batch is too small"
         )
     return lines
 
@@ -64,12 +63,11 @@ def summary_of(
     parts: Parts, place: Place, code: ExitCode, steps: int, samples: int, metrics: Mapping[str, float]
 ) -> Summary:
     """The summary of a run that ends in good order after `steps` steps, without its speed and weights."""
-    world_size = parts.replica.world.size
     return Summary(
         task=str(parts.config.task),
         exit=int(code),
-        strategy=default_strategy(parts.config, world_size),
-        world_size=world_size,
+        strategy=parts.config.strategy,
+        world_size=parts.replica.world.size,
         virtual_ranks=parts.plan.virtual_ranks,
         global_batch=parts.plan.global_batch,
         epochs=steps / parts.plan.steps_per_epoch,
@@ -86,11 +84,9 @@ def summary_of(
 
 
 def stopped_line(step: int, total_steps: int, folder: Path) -> str:
-    """What a run that was asked to stop says last."""
-    return (
-        f"asked to stop: saved after step {step} of {total_steps}. Go on with: "
-        f"paceline train --resume auto --run-dir {shlex.quote(str(folder))}"
-    )
+    """The last line of a run that was asked to stop."""
+    command = f"paceline train --resume auto --run-dir {shlex.quote(str(folder))}"
+    return f"asked to stop: saved after step {step} of {total_steps}. Go on with: {command}"
 
 
 def bits_hold_for(definition: Mapping[str, Any]) -> dict[str, Any]:
@@ -100,7 +96,7 @@ def bits_hold_for(definition: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _computed(parts: Parts) -> str:
-    """How it is computed, as far as that is not the usual way."""
+    """How it is computed, where that is not the usual way."""
     compute = parts.config.compute
     ways = {
         "forward and backward in bf16 (another run than in fp32: it rounds otherwise)": compute.precision == "bf16",
@@ -115,7 +111,3 @@ def _computed(parts: Parts) -> str:
 def scores_line(metrics: Mapping[str, float]) -> str:
     """'loss 0.0372  accuracy 98.72%'."""
     return "  ".join(f"{name} {v:.2%}" if name == "accuracy" else f"{name} {v:.4f}" for name, v in metrics.items())
-
-
-def _count(number: int, one: str, many: str | None = None) -> str:
-    return f"{number:,} {one if number == 1 else many or one + 's'}"

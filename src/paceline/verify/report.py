@@ -17,7 +17,7 @@ from paceline.verify.spec import (
     Result,
     Spec,
     VerifyReport,
-)
+)  # fmt: skip
 
 WIDTH = 132  # where there is no terminal
 NAMED = 4  # round-off tensors

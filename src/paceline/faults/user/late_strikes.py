@@ -1,4 +1,4 @@
-"""What else goes wrong? The faults that were thought out after the judge was finished; for program.py, like strikes.py.
+"""Further faults for program.py, like those of strikes.py, thought out after the judge was finished.
 
 A plain user's file, too. Nobody who wrote these had read how the judge thinks.
 """

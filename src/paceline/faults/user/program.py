@@ -17,15 +17,26 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from late_strikes import LATE, TOGETHER
-from strikes import AT_STEP, FOR_EVER_SECONDS, REDUCTIONS, NoMoreBatches, Plan, State
+from strikes import (
+    AT_STEP,
+    BATCH,
+    CLASSES,
+    FEATURES,
+    FOR_EVER_SECONDS,
+    LATE_SECONDS,
+    REDUCTIONS,
+    NoMoreBatches,
+    Plan,
+    State,
+    sample,
+)  # fmt: skip
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
-FEATURES, HIDDEN, CLASSES, BATCH = 32, 256, 10, 16
+HIDDEN = 256
 STEP_SECONDS = 0.015  # of pretended work
 TOTALS_EVERY = 2  # steps
-LATE_SECONDS = 8.0
 ELSEWHERE = (*REDUCTIONS, *TOGETHER, "swapped-groups", "swapped-collectives", "nan", "loader-killed", "loader-hangs")
 
 
@@ -45,12 +56,11 @@ class Samples(Dataset[tuple[Tensor, Tensor]]):
             if self.plan.name == "loader-killed":
                 os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(FOR_EVER_SECONDS)
-        seed = index + (1_000_000 if self.plan.hits("data-differs") else 0)
-        values = torch.randn(FEATURES, generator=torch.Generator().manual_seed(seed))
+        values, label = sample(self.plan, index)
         if self.plan.hits("nan") and self.loaded == self.plan.step * BATCH:
             self.plan.strike()
             values[0] = torch.nan
-        return values, torch.tensor(index % CLASSES)
+        return values, label
 
 
 class Network(nn.Module):

@@ -1,8 +1,8 @@
-"""What goes wrong, and when? One function a fault; for program.py and task.py, beside which this file is copied.
+"""One function for each fault; for program.py and task.py, beside which this file is copied.
 
-A plain user's file: torch and nothing of paceline. A comment `FAULT: name` marks the line that is to be blamed.
-The variables FAULT, FAULT_RANKS, FAULT_STEP and FAULT_FOLDER say which fault, of whom, when, and where the moment is
-written down: the seconds of CLOCK_MONOTONIC stand in FAULT_FOLDER/struck-<rank>.
+A plain user's file: torch and nothing of paceline. A comment `FAULT: name` marks the line that is to blame.
+The variables FAULT, FAULT_RANKS, FAULT_STEP and FAULT_FOLDER say which fault, of whom, when, and in which folder the
+moment is written down: struck-<rank>, in seconds of CLOCK_MONOTONIC.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-FOR_EVER_SECONDS = 3600.0
+FEATURES, CLASSES, BATCH = 32, 10, 16
+FOR_EVER_SECONDS, LATE_SECONDS = 3600.0, 8.0
 CLONE_VFORK = 0x4000
 
 
@@ -44,9 +45,9 @@ class Plan:
     @classmethod
     def from_env(cls) -> Plan:
         """As the variables say; a fault without a name never strikes."""
-        ranks = tuple(int(rank) for rank in os.environ.get("FAULT_RANKS", "").split(",") if rank)
-        folder = Path(os.environ.get("FAULT_FOLDER", "."))
-        return cls(os.environ.get("FAULT", ""), ranks, int(os.environ.get("FAULT_STEP", "0")), folder)
+        get = os.environ.get
+        ranks = tuple(int(rank) for rank in get("FAULT_RANKS", "").split(",") if rank)
+        return cls(get("FAULT", ""), ranks, int(get("FAULT_STEP", "0")), Path(get("FAULT_FOLDER", ".")))
 
     def hits(self, *names: str) -> bool:
         """Whether this rank is to have one of these faults at all."""
@@ -54,11 +55,9 @@ class Plan:
 
     def strike(self) -> None:
         """Write down that the fault strikes now, the first time."""
-        with (
-            contextlib.suppress(FileExistsError),
-            (self.folder / f"struck-{os.environ.get('RANK', '0')}").open("x") as f,
-        ):
-            f.write(str(time.monotonic()))
+        path = self.folder / f"struck-{os.environ.get('RANK', '0')}"
+        with contextlib.suppress(FileExistsError), path.open("x") as file:
+            file.write(str(time.monotonic()))
 
 
 @dataclass(frozen=True)
@@ -73,6 +72,13 @@ class State:
     def now(self) -> bool:
         """Whether the fault strikes this rank in this step."""
         return self.plan.hits(self.plan.name) and self.step == self.plan.step
+
+
+def sample(plan: Plan, index: int) -> tuple[Tensor, Tensor]:
+    """A vector and its class, the same in every process, unless this rank's data differ."""
+    seed = index + (1_000_000 if plan.hits("data-differs") else 0)
+    values = torch.randn(FEATURES, generator=torch.Generator().manual_seed(seed))
+    return values, torch.tensor(index % CLASSES)
 
 
 # ---- a rank ends -------------------------------------------------------------------------------------------------
@@ -117,8 +123,7 @@ def oom_killed(state: State) -> None:
 def too_many_files(state: State) -> None:
     """A leak of descriptors."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
-    held = [open(os.devnull) for _ in range(300)]  # noqa: SIM115, PTH123 # FAULT: too-many-files
-    print(len(held))
+    _ = [open(os.devnull) for _ in range(300)]  # noqa: SIM115, PTH123 # FAULT: too-many-files
 
 
 def exits_early(state: State) -> None:
@@ -173,15 +178,13 @@ def sleeps(state: State) -> None:
 
 def reads_for_ever(state: State) -> None:
     """A server that does not answer."""
-    reading, _ = os.pipe()
-    os.read(reading, 1)  # FAULT: reads-for-ever
+    os.read(os.pipe()[0], 1)  # FAULT: reads-for-ever
 
 
 def spins(state: State) -> None:
     """An endless loop."""
-    number = 1
-    while number:  # FAULT: spins
-        number += 1  # FAULT: spins
+    while True:  # FAULT: spins
+        pass  # FAULT: spins
 
 
 def holds_the_gil(state: State) -> None:
@@ -244,5 +247,4 @@ _AT_STEP: tuple[Callable[[State], None], ...] = (
 )  # fmt: skip
 AT_STEP = {strike.__name__.replace("_", "-"): strike for strike in _AT_STEP} | {"two-ranks-sleep": sleeps}
 _REDUCTIONS: tuple[Callable[[Tensor], None], ...] = (other_collective, other_shape, other_dtype)
-REDUCTIONS = {stand_in.__name__.replace("_", "-"): stand_in for stand_in in _REDUCTIONS}
-REDUCTIONS["other-shape-of-two"] = other_shape
+REDUCTIONS = {one.__name__.replace("_", "-"): one for one in _REDUCTIONS} | {"other-shape-of-two": other_shape}

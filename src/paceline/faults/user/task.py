@@ -16,16 +16,15 @@ from functools import partial
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from strikes import FOR_EVER_SECONDS, Plan, flip_a_bit
+from strikes import BATCH, CLASSES, FEATURES, FOR_EVER_SECONDS, LATE_SECONDS, Plan, flip_a_bit, sample
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from paceline import Task
 
-FEATURES, HIDDEN, CLASSES, BATCH, SAMPLES = 32, 1024, 10, 16, 4096
+HIDDEN, SAMPLES = 1024, 4096
 CHECKED = 18  # samples that the checks before the first step take
 ITEM_SECONDS = 0.001
-LATE_SECONDS = 8.0
 
 
 class Samples(Dataset[tuple[Tensor, Tensor]]):
@@ -42,11 +41,10 @@ class Samples(Dataset[tuple[Tensor, Tensor]]):
         self.loaded += 1
         self._strike(index)
         time.sleep(ITEM_SECONDS)
-        seed = index + (1_000_000 if self.plan.hits("data-differs") else 0)
-        values = torch.randn(FEATURES, generator=torch.Generator().manual_seed(seed))
+        values, label = sample(self.plan, index)
         if index == self.bad:
             values[0] = torch.nan
-        return values, torch.tensor(index % CLASSES)
+        return values, label
 
     def _strike(self, index: int) -> None:
         plan = self.plan

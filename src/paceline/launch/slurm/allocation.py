@@ -101,5 +101,5 @@ def run_here(script: Path) -> int:
 
 
 def _stop_with_parent() -> None:
-    """If we are killed, the kernel tells the script to stop the run in good order."""
+    """If we are killed, the kernel signals the script to stop the run in good order."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGUSR2, 0, 0, 0)

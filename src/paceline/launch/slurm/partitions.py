@@ -28,7 +28,7 @@ class Nodes:
 
 
 def check_fits(job: Job, env: Mapping[str, str]) -> None:
-    """Refuse a job that the cluster can never start, as far as its partitions tell; the rest sbatch refuses itself.
+    """Refuse a job that the cluster can never start, as far as its partitions show; the rest sbatch refuses itself.
 
     Raises:
         UsageError: what was asked, what there is, and what to do.

@@ -21,13 +21,13 @@ LONGEST_WARNING_SECONDS = 65535  # of sbatch --signal
 
 
 def slurm(job: Job) -> Plan:
-    """The plan for a Slurm cluster: a batch script, and what the agents are told.
+    """The plan for a Slurm cluster: a batch script, and the agents' plan.
 
     Raises:
         UsageError: if the job's settings contradict each other, or cannot be written into a batch script.
     """
     _check(job)
-    # the script loads and activates before it starts the agents; which node an agent is on, Slurm tells it
+    # the script loads and activates before it starts the agents; Slurm says which node an agent is on
     node = node_plan(msgspec.structs.replace(job, modules=(), activate=""), node=-1, nproc=job.nproc, head=())
     plan = msgspec.json.format(msgspec.json.encode(node), indent=2).decode() + "\n"
     command = Command("sbatch", ("sbatch", "--parsable", f"{job.submit_dir}/{SCRIPT}"))

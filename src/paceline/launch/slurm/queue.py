@@ -15,7 +15,7 @@ from paceline.launch.job import Plan
 from paceline.launch.slurm.script import SCRIPT
 from paceline.launch.tail import Tail
 
-ANSWER_SECONDS = 60.0  # a controller with thousands of jobs may take so long
+ANSWER_SECONDS = 60.0  # a controller with thousands of jobs may take that long
 POLL_SECONDS = 1.0
 SECOND_SIGNAL_SECONDS = 0.5  # a sooner one would count as the same request
 INTERRUPTED = 130  # 128 + SIGINT
@@ -131,7 +131,7 @@ def state(job_id: str) -> JobState | None:
 
 
 def writes_to(job_id: str, folder: Path) -> bool:
-    """Whether the output of this job goes into `folder`: so it is told from a job of another run.
+    """Whether the output of this job goes into `folder`, which distinguishes it from a job of another run.
 
     Raises:
         PacelineError: if Slurm does not answer.
@@ -178,8 +178,8 @@ def _remembered(job_id: str) -> JobState | None:
 def cancel(job_id: str, *, now: bool = False) -> None:
     """End a job: with SIGTERM to all of it, so that it saves, and with SIGKILL after Slurm's KillWait.
 
-    With `now` it does not save: to our agents a second signal means that. Slurm itself has no other way, for it makes
-    `scancel --signal=KILL` a SIGTERM as well.
+    With `now` it does not save: a second signal means that to our agents. Slurm itself has no other way, because it
+    makes `scancel --signal=KILL` a SIGTERM as well.
 
     Raises:
         PacelineError: if Slurm refuses.
@@ -196,12 +196,12 @@ def cancel(job_id: str, *, now: bool = False) -> None:
 def follow(
     job_id: str, output: Path, say: Callable[[str], None], show: Callable[[str], None], *, cancel_on_interrupt: bool
 ) -> int:
-    """Show a job's states and output until its end, or Ctrl-C; the job's exit code, or 130 when it goes on alone.
+    """Show a job's states and output until its end, or Ctrl-C; the job's exit code, or 130 when it runs on.
 
     Args:
         job_id: of a job that was submitted.
         output: the file that its output goes to.
-        say: told of every change of state.
+        say: given every change of state.
         show: given the output as it comes, whole lines.
         cancel_on_interrupt: whether Ctrl-C cancels the job; a second one then only stops following.
 

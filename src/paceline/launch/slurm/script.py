@@ -125,7 +125,7 @@ def _environment(job: Job) -> Iterator[str]:
 
 
 _FIND_MODULE = """\
-# In a shell that nobody has logged into, the command `module` may be missing.
+# In a shell without a login the command `module` may be missing.
 for file in /etc/profile.d/lmod.sh /etc/profile.d/modules.sh; do
     command -v module >/dev/null || [ ! -r "$file" ] || source "$file"
 done"""
@@ -143,7 +143,7 @@ _SCRIPT = """\
 # Signals first: one that comes while the environment is set up must not end this script.
 #   USR1  from Slurm, when the time is nearly over: the run saves its state and waits for its next turn
 #   USR2  the same without another turn
-#   TERM  from scancel or preemption: Slurm tells the agents as well; this script only has to wait for them
+#   TERM  from scancel or preemption: Slurm signals the agents as well; this script only has to wait for them
 turn='' step=''
 forward() {{ [ -z "$step" ] || kill -"$1" "$step" 2>/dev/null || true; }}
 trap 'turn=over; forward USR1' USR1
@@ -182,8 +182,8 @@ fi
 """
 
 _REQUEUE = """
-# 75: every worker has saved its state. This same script runs again when the job gets its next turn. Who preempts a job
-# and leaves it time tells its agents, and not this script.
+# 75: every worker has saved its state. This same script runs again when the job gets its next turn. A preemption that
+# leaves the job time signals the agents, and not this script.
 preempted() { [[ $(scontrol --oneliner show job "$SLURM_JOB_ID") == *' PreemptTime='[0-9]* ]]; }
 if [ "$code" = 75 ] && { [ "$turn" = over ] || { [ -z "$turn" ] && preempted; }; }; then
     scontrol requeue "$SLURM_JOB_ID" || echo "not put into the queue again: to go on, sbatch this script" >&2

@@ -13,7 +13,7 @@ from paceline.launch.node_plans import node_plan
 SILENCE_SECONDS = 30.0  # an agent that hears nothing for so long ends its workers: the network is cut
 CONNECT_SECONDS = 10
 
-# No terminal: what the agent and we tell each other must pass unchanged. No prompt: nobody could answer in N sessions.
+# No terminal: what the agent and we send each other must pass unchanged. No prompt: nobody could answer in N sessions.
 # None of the user's own forwardings and commands, which may be for people; and no master for other sessions, which
 # would live on after this one (one that runs already is used).
 OPTIONS = (
@@ -43,7 +43,7 @@ def ssh(job: Job) -> Plan:
     if job.nodes != len(job.hosts):
         raise UsageError(f"--nodes {job.nodes} with {len(job.hosts)} hosts: leave --nodes out, or give as many hosts")
     remote = agent_command(job.python)
-    head = (plain_name(job.hosts[0]),)  # its addresses are added when it has told them
+    head = (plain_name(job.hosts[0]),)  # its addresses are added when it has announced them
     return Plan(
         agents=tuple(
             Command(label, (*client(job.ssh, host), "--", destination(host), remote))

@@ -17,7 +17,7 @@ _SSH_WORDS = (
     (
         r"REMOTE HOST IDENTIFICATION HAS CHANGED|Host key for \S+ has changed",
         "its host key is not the one that is known. Another machine may answer in its place: ask its administrator for "
-        "the key's fingerprint. If the machine was set up anew, `ssh-keygen -R {host}`, then log in once: `{ssh}`",
+        "the key's fingerprint. If the machine was reinstalled, `ssh-keygen -R {host}`, then log in once: `{ssh}`",
     ),
     (
         r"Host key verification failed|No \S+ host key is known",

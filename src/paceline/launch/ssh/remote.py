@@ -1,7 +1,7 @@
 """A run on other hosts, from here: first all of them answer, then all start, and node 0's end is the run's.
 
     1  a session to each host; the agent there announces itself (announcements.py). If one cannot, nothing is started
-    2  the facts of all hosts are compared; each agent is told its plan; signs of life from now on
+    2  the facts of all hosts are compared; each agent is sent its plan; signs of life from now on
     3  output, stop signals, lost sessions, until node 0's agent has ended
 
 When this launcher is killed or cut off, the agents end the workers: their lifeline ends or falls silent.
@@ -85,12 +85,12 @@ class _Watch:
         self._deadline, self._code = math.inf, int(ExitCode.FAILED)  # when and as what the run ends at the latest
         self._reason = ""
         self._gone = 0
-        self._unexplained: list[HostSession] = []  # ended badly; node 0's agent may end alike, and has said why
+        self._unexplained: list[HostSession] = []  # ended badly; node 0's agent may end alike, and then has said why
         self._detached: set[int] = set()
-        self._interrupted = False  # twice: nobody wants to wait for anything
+        self._interrupted = False  # by a second signal: wait for nothing more
 
     def tell(self, facts: Sequence[Facts]) -> None:
-        """Send every agent its plan, with the addresses that node 0 has told, if any."""
+        """Send every agent its plan, with the addresses that node 0 has announced, if any."""
         addresses = [address.address for fact in facts[:1] for address in fact.addresses]
         for session, node in zip(self._every.all, self._plan.nodes, strict=True):
             head = tuple(dict.fromkeys((*node.head, *addresses)))

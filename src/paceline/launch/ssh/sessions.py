@@ -31,7 +31,7 @@ class HostSession:
     node: int
     command: Command
     process: subprocess.Popen[bytes]
-    told: bool = False  # it has its plan: from now on signs of life
+    told: bool = False  # it has its plan: from now on it gets signs of life
     unsent: bytes = b""
     words: bytes = b""  # the end of what came on its stderr
     ended: bool = False  # and read to the end

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from paceline.bench.spec import Memory
+from paceline.compute.allocator import peak_memory
 from paceline.contract.evidence import Phase
 from paceline.data.loader import MicroBatch
 from paceline.nested import tensors
@@ -67,7 +68,7 @@ class Inspection:
         known = self._weights + self._gradients + self._optimizer + self._batch
         events = _timeline(profiler, self._device)
         seen = levels(events, known) if any(isinstance(what, int) for what in events) else (None, None, None)
-        self.found = Memory(self._weights, self._gradients, self._optimizer, *seen, rss_peak())
+        self.found = Memory(self._weights, self._gradients, self._optimizer, *seen, peak_memory() or None)
 
 
 @contextmanager
@@ -129,16 +130,6 @@ def tidy() -> None:
         ctypes.CDLL(None).malloc_trim(0)
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
-
-
-def rss_peak() -> int | None:
-    """The most memory that this process has held since `tidy`, in bytes; None where the system does not say."""
-    try:
-        status = Path("/proc/self/status").read_text()
-    except OSError:
-        return None
-    line = next((line for line in status.splitlines() if line.startswith("VmHWM:")), None)
-    return int(line.split()[1]) * 1024 if line else None
 
 
 def _timeline(profiler: profile, device: torch.device) -> list[int | str]:

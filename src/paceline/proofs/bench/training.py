@@ -27,10 +27,9 @@ from paceline.tasks.task import Task
 from paceline.train.computing import check_precision, settle
 from paceline.train.fit import StepRecord, fit
 from paceline.train.keeping import Place
-from paceline.train.optimizer import optimizer_maker
+from paceline.train.optimizer import Schedule, optimizer_maker
 from paceline.train.prepare import Parts, make_model, make_plan, make_replica
 from paceline.train.records import write_started, write_step
-from paceline.train.schedule import Schedule
 from paceline.worker.world import World
 
 

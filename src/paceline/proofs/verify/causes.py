@@ -115,7 +115,7 @@ def _cause_of_mixture(mixture: dict[str, float], want: Observed, ref: Reference)
     weights = {v: sum(w for k, w in ref.weights.items() if k.split(".")[0] == v) for v in by_rank}
     products = [factors[0] * weights[v] for v, factors in by_rank.items()]
     averaged = max(products) - min(products) < SAME * max(map(abs, products))
-    return "shares" if averaged or want.scalars[NORM] <= ref.max_norm else "clipping"
+    return "shares" if averaged or want.scalars[NORM] <= ref.spec.clip_norm else "clipping"
 
 
 def _differs(a: torch.Tensor | None, b: torch.Tensor) -> bool:

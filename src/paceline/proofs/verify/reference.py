@@ -17,6 +17,7 @@ from torch.utils.data import Dataset, default_collate
 
 from paceline.seeding import derive
 from paceline.tasks.task import Task
+from paceline.verify.spec import Spec
 
 PROBES = 2048  # coordinates of the gradient at which each micro-batch's part is kept, to explain a difference
 
@@ -51,11 +52,8 @@ class Reference:
     optimizer: Optimizer
     dataset: Dataset[Any]
     global_batch: int
-    virtual_ranks: int
-    accumulation: int
-    seed: int
+    spec: Spec
     union: bool
-    max_norm: float
     parts: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     """of the last step: by 'virtual rank.part', its gradient's sum at the probes"""
     weights: dict[str, float] = field(default_factory=dict[str, float])
@@ -72,7 +70,7 @@ class Reference:
         epoch, step = divmod(number, steps_per_epoch)
         order = torch.randperm(
             len(self.dataset),  # pyright: ignore[reportArgumentType]
-            generator=torch.Generator().manual_seed(derive(self.seed, "order", epoch)),
+            generator=torch.Generator().manual_seed(derive(self.spec.seed, "order", epoch)),
         )
         batch = order[step * self.global_batch : (step + 1) * self.global_batch]
         self.model.train()
@@ -81,7 +79,7 @@ class Reference:
         loss_sum, weight, streams = 0.0, 0.0, dict[str, str]()
         for virtual_rank, part, indices in self._microbatches(batch):
             key = f"{virtual_rank}.{part}"
-            torch.manual_seed(derive(self.seed, "forward", epoch, step, virtual_rank, part))
+            torch.manual_seed(derive(self.spec.seed, "forward", epoch, step, virtual_rank, part))
             if not self.union:
                 streams[key] = stream_fingerprint()
             self._load_buffers(virtual_rank)
@@ -94,7 +92,7 @@ class Reference:
             if p.grad is not None:
                 p.grad /= weight
         gradients = {n: None if g is None else g.clone() for n, g in gradients_of(self.model).items()}
-        norm = float(nn.utils.clip_grad_norm_(self._names.values(), self.max_norm))
+        norm = float(nn.utils.clip_grad_norm_(self._names.values(), self.spec.clip_norm))
         stepped = gradients_of(self.model)
         self.optimizer.step()
         return Observed(
@@ -109,12 +107,12 @@ class Reference:
         )
 
     def _microbatches(self, batch: Tensor) -> list[tuple[int, int, Tensor]]:
-        shares = [batch[v :: self.virtual_ranks] for v in range(self.virtual_ranks)]
-        count = min(self.accumulation, max(len(share) for share in shares))
+        shares = [batch[v :: self.spec.virtual_ranks] for v in range(self.spec.virtual_ranks)]
+        count = min(self.spec.accumulation, max(len(share) for share in shares))
         cut = [share.tensor_split(count) for share in shares]
         if self.union:
             return [(0, part, torch.cat([pieces[part] for pieces in cut])) for part in range(count)]
-        each = [(v, part, cut[v][part]) for v in range(self.virtual_ranks) for part in range(count)]
+        each = [(v, part, cut[v][part]) for v in range(self.spec.virtual_ranks) for part in range(count)]
         return [(v, part, indices) for v, part, indices in each if len(indices)]
 
     def _backward(self, indices: Tensor) -> tuple[float, float]:

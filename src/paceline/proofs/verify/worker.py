@@ -15,19 +15,10 @@ import torch
 from paceline.data.loader import MicroBatch
 from paceline.errors import ToldElsewhere, UsageError
 from paceline.ladder import LADDER
+from paceline.proofs.verify import setup
 from paceline.proofs.verify.causes import RankDifferences, explain
 from paceline.proofs.verify.reference import Observed, Reference
-from paceline.proofs.verify.setup import (
-    OPTIMIZERS,
-    Setting,
-    build,
-    has_batch_norm,
-    has_dropout,
-    make_setting,
-    task_of,
-    without_dropout,
-    write_report,
-)
+from paceline.proofs.verify.setup import Setting, build, make_setting, task_of, without_dropout, write_report
 from paceline.proofs.verify.trial import Trial, compare_starts, make_trial, observe
 from paceline.sums import gather_words, together
 from paceline.train.step import train_step
@@ -41,9 +32,9 @@ def verify(spec: Spec, world: World) -> VerifyReport:
     with together(world):
         task = task_of(spec)
         model = build(task, spec.seed)
-    policies: list[Policy] = ["local", "sync"] if has_batch_norm(model) else ["none"]
+    policies: list[Policy] = ["local", "sync"] if setup.has_batch_norm(model) else ["none"]
     notes: list[str] = []
-    if len(policies) == 2 and has_dropout(model):
+    if len(policies) == 2 and setup.has_dropout(model):
         notes.append("dropout is off under synchronised batch norm: its masks would depend on the world size")
     results: list[Result] = []
     settings = [make_setting(spec, task, policy, world) for policy in policies]
@@ -82,12 +73,10 @@ def _verify_strategies(setting: Setting, optimizer: str) -> list[Result]:
 
 
 def _reference(setting: Setting, optimizer: str) -> Reference:
-    spec = setting.spec
+    spec, global_batch = setting.spec, setting.plan.global_batch
     model = without_dropout(build(setting.task, spec.seed), setting.policy)
-    return Reference(
-        setting.task, model, OPTIMIZERS[optimizer](model.parameters()), setting.dataset, setting.plan.global_batch,
-        spec.virtual_ranks, spec.accumulation, spec.seed, setting.policy == "sync", spec.clip_norm,
-    )  # fmt: skip
+    made = setup.OPTIMIZERS[optimizer](model.parameters())
+    return Reference(setting.task, model, made, setting.dataset, global_batch, spec, union=setting.policy == "sync")
 
 
 def _step(trial: Trial, number: int, setting: Setting, want: Observed | None, reference: Reference | None) -> None:

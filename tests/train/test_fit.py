@@ -9,7 +9,7 @@ from tests import warm
 
 from paceline.contract.evidence import Phase
 from paceline.observe.events import Step, read_events
-from paceline.train.phases import PhaseClock
+from paceline.train.fit import PhaseClock
 
 
 def test_phases_add_up_and_what_follows_a_take_counts_for_nobody() -> None:

@@ -1,4 +1,4 @@
-"""What came of a check, and the words that checks have in common."""
+"""The outcome of a check, and the words that checks have in common."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Check(msgspec.Struct, frozen=True):
         return next((one for one in ("error", "warning") if one in severities), "ok" if self.done else "-")
 
 
-def check(name: str, summary: str, findings: Iterable[Finding]) -> Check:
+def checked(name: str, summary: str, findings: Iterable[Finding]) -> Check:
     """A check with the errors before the warnings."""
     return Check(name, summary, tuple(sorted(findings, key=lambda finding: finding.severity)))
 

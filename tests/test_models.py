@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.models.cnn import CNN
-from paceline.models.resnet import ResNet18
+from paceline.models import CNN, ResNet18
 
 
 def size(model: nn.Module) -> int:

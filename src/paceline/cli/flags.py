@@ -1,0 +1,116 @@
+"""What the commands do with flags and results alike: refuse what has no meaning in the same words, print and write."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Collection
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from paceline.errors import UsageError, unknown
+from paceline.observe.terminal import escaped
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def check_positive(config: Any, *names: str) -> None:
+    """Refuse numbers below 1 in these fields of a command's settings; None and words are none.
+
+    Raises:
+        UsageError: names the flag.
+    """
+    for name in names:
+        value = getattr(config, name)
+        if isinstance(value, int) and value < 1:
+            raise UsageError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+
+
+def whole_numbers(flag: str, text: str) -> list[int]:
+    """Whole numbers from 1 on, ascending, each once.
+
+    Raises:
+        UsageError: says how they are written.
+    """
+    try:
+        numbers = sorted({int(word) for word in text.split(",")})
+    except ValueError:
+        numbers = [0]
+    if numbers[0] < 1:
+        raise UsageError(f"{flag} must be whole numbers from 1 on, separated by commas, like 1,2,4; got {text!r}")
+    return numbers
+
+
+def chosen_names(kind: str, text: str, choices: Collection[str]) -> list[str]:
+    """Names out of `choices` that were given separated by commas, each once.
+
+    Raises:
+        UsageError: for a name that is no choice, or none at all.
+    """
+    names = list(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
+    for name in names:
+        if name not in choices:
+            raise unknown(kind, name, choices)
+    if not names:
+        raise UsageError(f"name at least one {kind}: {', '.join(choices)}")
+    return names
+
+
+def command_words(flag: str, text: str) -> tuple[str, ...]:
+    """The words of a command that a flag gives.
+
+    Raises:
+        UsageError: there are none, or a quote is left open.
+    """
+    try:
+        words = tuple(shlex.split(text))
+    except ValueError as error:
+        raise UsageError(f"{flag} {text!r} is no command: {error}") from None
+    if not words:
+        raise UsageError(f"{flag} must be a command, e.g. {flag} ssh")
+    return words
+
+
+def check_gpus(asked: str, nproc: int, gpus: int) -> None:
+    """Refuse more workers than this machine has GPUs; on one without, the CPU computes.
+
+    Raises:
+        UsageError: says how many there are.
+    """
+    if gpus and nproc > gpus:
+        raise UsageError(
+            f"{asked} needs {nproc} GPUs, this machine has {gpus} (counted by NVML). Use {gpus} processes, or --device "
+            "cpu"
+        )
+
+
+def check_file(flag: str, path: Path | None) -> None:
+    """Refuse a file that could not be written after hours of work.
+
+    Raises:
+        UsageError: says what is in the way.
+    """
+    if path and path.is_dir():
+        raise UsageError(f"{flag} {path} is a folder: name a file in it")
+    if path and not path.absolute().parent.is_dir():
+        raise UsageError(f"{flag} {path}: the folder {path.absolute().parent} does not exist")
+
+
+def write_json(path: Path, found: object) -> None:
+    """Write results as JSON that people can read, too."""
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=2) + b"\n")
+
+
+def print_json(found: object) -> None:
+    """Print results as JSON, without anything that could steer a terminal."""
+    sys.stdout.write(escaped(msgspec.json.format(msgspec.json.encode(found), indent=2).decode()) + "\n")
+
+
+def table_console(width: int = 132) -> Console:
+    """Where tables are printed: as wide as the terminal, or `width` columns where there is none."""
+    from rich.console import Console
+
+    return Console(width=None if Console().is_terminal else width, highlight=False, emoji=False)

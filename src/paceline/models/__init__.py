@@ -1,1 +1,0 @@
-"""Models that know nothing of parallelism: what a user would write for one device."""
