@@ -16,11 +16,10 @@ from paceline.agent.crew import Crew
 from paceline.agent.generation import Generation
 from paceline.agent.guarding import Guarding
 from paceline.agent.workers import Workers
-from paceline.contract.evidence import VerdictKind
+from paceline.contract.evidence import Sample, VerdictKind
 from paceline.contract.node_plan import NodePlan
 from paceline.contract.orders import Orders, signal_inbox
 from paceline.errors import ExitCode
-from paceline.guard.deaths import Observation
 from paceline.guard.story import Told, read_verdict
 
 WINDOW_SECONDS = 3
@@ -291,13 +290,13 @@ os._exit(0)
 
 
 class Broken(Generation):
-    """Without any worker; it can be observed once."""
+    """Without any worker; it can be looked at once."""
 
-    observed = 0
+    looked = 0
 
-    def observe(self) -> list[Observation]:
-        self.observed += 1
-        if self.observed > 1:
+    def samples(self) -> list[Sample]:
+        self.looked += 1
+        if self.looked > 1:
             raise ValueError("a bug of ours")
         return []
 
@@ -312,4 +311,5 @@ def test_what_goes_wrong_in_the_guard_is_said_once_and_the_run_goes_on(tmp_path:
         (tmp_path / "ask-1-y").touch()
         time.sleep(1.1)
         assert guarding.look() is None and capfd.readouterr().err == ""
-        assert guarding.explain(Observation(0, "here", 1, 1, 0.0)) == (None, "")
+        judgement = guarding.judge_failure([Sample(0, "here", 1, code=3)])
+        assert (judgement.verdict.failed, judgement.exit_code) == (0, 3), "judged all the same, by what is known"

@@ -10,18 +10,18 @@ from hypothesis import strategies as st
 
 from paceline.agent.restart import FailedGeneration, NoRestart, Restart, decide
 from paceline.contract.evidence import Op, Verdict, VerdictKind
-from paceline.guard.deaths import Kind
+from paceline.guard.deaths import RankEnd
 
-KILLED = FailedGeneration(Kind.SIGNAL, rank=1, exit_code=137, exception="", step=40, nproc=4)
-RAISED = FailedGeneration(Kind.EXCEPTION, rank=1, exit_code=1, exception="ValueError", step=40, nproc=4)
-ENDED = FailedGeneration(Kind.EXIT, rank=1, exit_code=3, exception="", step=40, nproc=4)
-LOST = FailedGeneration(Kind.VICTIM, rank=0, exit_code=1, exception="DistNetworkError", step=40, nproc=4)
+KILLED = FailedGeneration(RankEnd.SIGNAL, rank=1, exit_code=137, exception="", step=40, nproc=4)
+RAISED = FailedGeneration(RankEnd.EXCEPTION, rank=1, exit_code=1, exception="ValueError", step=40, nproc=4)
+ENDED = FailedGeneration(RankEnd.EXIT, rank=1, exit_code=3, exception="", step=40, nproc=4)
+LOST = FailedGeneration(RankEnd.VICTIM, rank=0, exit_code=1, exception="DistNetworkError", step=40, nproc=4)
 
 
 def stalled(seq: int, guilty: tuple[int, ...] = (1,)) -> FailedGeneration:
     """In a script, whose steps nobody counts."""
     verdict = Verdict(VerdictKind.BEHIND, guilty, op=Op("0", seq, "all_reduce"))
-    return FailedGeneration.stalled(verdict, 3, step=0, nproc=4)
+    return FailedGeneration.of(verdict, [], 3, step=0, nproc=4)
 
 
 def later(failed: FailedGeneration, steps: int = 1) -> FailedGeneration:
@@ -54,7 +54,7 @@ ROWS = {
     "not even so far": ([KILLED, later(KILLED, -9)], 0, 3, "after step 31"),
     "another rank": ([KILLED, replace(KILLED, rank=2)], 0, 3, 4),
     "another signal": ([KILLED, replace(KILLED, exit_code=139)], 0, 3, 4),
-    "another kind": ([KILLED, replace(KILLED, kind=Kind.VICTIM)], 0, 3, 4),
+    "another kind": ([KILLED, replace(KILLED, end=RankEnd.VICTIM)], 0, 3, 4),
     "twice, but not in a row": ([KILLED, LOST, KILLED], 0, 3, 4),
     "one rank fewer": ([KILLED, KILLED], 3, 3, 3),
     "fewer counts as a restart": ([KILLED, KILLED], 3, 1, "used up"),
@@ -78,7 +78,7 @@ def test_decision(name: str) -> None:
 
 failures = st.builds(
     FailedGeneration,
-    kind=st.sampled_from([Kind.SIGNAL, Kind.SIGNAL, Kind.SIGNAL, Kind.VICTIM]),
+    end=st.sampled_from([RankEnd.SIGNAL, RankEnd.SIGNAL, RankEnd.SIGNAL, RankEnd.VICTIM]),
     rank=st.integers(0, 1),
     exit_code=st.sampled_from([137, 139]),
     exception=st.just(""),

@@ -12,8 +12,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from paceline.contract import box as boxes
-from paceline.contract.box import BOX_BYTES, RECORDS, Box, make_box, read_step
+from paceline.contract import box as box_layout
+from paceline.contract import boxes
+from paceline.contract.box import BOX_BYTES, RECORDS, Box, make_box
 from paceline.contract.evidence import Op, Phase
 
 
@@ -25,14 +26,14 @@ def descriptor() -> Iterator[int]:
 
 
 def test_the_agent_reads_what_the_worker_has_written_last(descriptor: int) -> None:
-    assert read_step(descriptor) == 0
+    assert boxes.read_counters(descriptor).step == 0
     box = Box.inherited(descriptor)
     assert box is not None
     for step in (1, 2**40 + 3, 7):
         box.set_step(step)
-        assert read_step(descriptor) == step
+        assert boxes.read_counters(descriptor).step == step
     box.close()
-    assert read_step(descriptor) == 7
+    assert boxes.read_counters(descriptor).step == 7
     assert os.fstat(descriptor).st_size == BOX_BYTES
 
 
@@ -44,7 +45,7 @@ def test_a_second_look_finds_the_same_box(descriptor: int) -> None:
     one.close()
     other.set_step(6)
     other.close()
-    assert read_step(descriptor) == 6
+    assert boxes.read_counters(descriptor).step == 6
 
 
 def test_a_number_of_no_open_file_is_no_box() -> None:
@@ -61,17 +62,16 @@ def test_a_number_that_is_another_file_by_now_is_no_box(tmp_path: Path) -> None:
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(data=st.binary(max_size=400), at=st.integers(0, boxes.ANSWER_AT + 64), length=st.integers(0, 2 * BOX_BYTES))
+@given(data=st.binary(max_size=400), at=st.integers(0, box_layout.ANSWER_AT + 64), length=st.integers(0, 2 * BOX_BYTES))
 def test_whatever_stands_in_a_box_its_readers_do_not_fail(descriptor: int, data: bytes, at: int, length: int) -> None:
     os.ftruncate(descriptor, length)  # a worker may do that, too
     os.pwrite(descriptor, data, at)
-    seen = boxes.look(descriptor)
+    seen = boxes.read_counters(descriptor)
     assert isinstance(seen.phase, Phase) and len(seen.phase_seconds) == len(Phase)
     assert len(boxes.read_ring(descriptor)) <= RECORDS
-    assert len(boxes.read_answer(descriptor)) <= boxes.ANSWER_MAX
-    assert len(boxes.read_loaders(descriptor)) <= boxes.SLOTS
-    assert len(boxes.read_native(descriptor)) <= boxes.NATIVE_MAX
-    read_step(descriptor)
+    assert len(boxes.read_answer(descriptor)) <= box_layout.ANSWER_MAX
+    assert len(boxes.read_loaders(descriptor)) <= box_layout.SLOTS
+    assert len(boxes.read_native(descriptor)) <= box_layout.NATIVE_MAX
 
 
 def test_the_ring_keeps_the_last_collectives_in_order(descriptor: int) -> None:
@@ -93,7 +93,7 @@ def test_a_record_half_written_is_not_read(descriptor: int) -> None:
     box = Box(descriptor)
     for seq in (1, 2, 3):
         box.begin(Op("0", seq, "barrier"))
-    os.pwrite(descriptor, (RECORDS + 2).to_bytes(8, "little"), boxes.RING_AT + boxes.RECORD.size)
+    os.pwrite(descriptor, (RECORDS + 2).to_bytes(8, "little"), box_layout.RING_AT + box_layout.RECORD.size)
     assert [op.seq for op in boxes.read_ring(descriptor)] == [1, 3]
     box.close()
 
@@ -109,12 +109,12 @@ def test_long_words_cost_their_own_ends_only(descriptor: int) -> None:
 
 def test_a_question_an_answer_a_word(descriptor: int) -> None:
     box = Box(descriptor)
-    boxes.ask(descriptor, 3)
-    assert box.get("asked") == 3 and boxes.look(descriptor).answered == 0
+    boxes.put_question(descriptor, 3)
+    assert box.get("asked") == 3 and boxes.read_counters(descriptor).answered == 0
     box.answer(3, b"{}")
-    assert boxes.look(descriptor).answered == 3 and boxes.read_answer(descriptor) == b"{}"
-    box.answer(4, b"x" * (boxes.ANSWER_MAX + 1))  # half a JSON text would be none
-    assert boxes.look(descriptor).answered == 4 and boxes.read_answer(descriptor) == b""
+    assert boxes.read_counters(descriptor).answered == 3 and boxes.read_answer(descriptor) == b"{}"
+    box.answer(4, b"x" * (box_layout.ANSWER_MAX + 1))  # half a JSON text would be none
+    assert boxes.read_counters(descriptor).answered == 4 and boxes.read_answer(descriptor) == b""
     boxes.release(descriptor, b"why")
     assert box.get("released") == 1 and box.word() == b"why"
     box.close()
@@ -125,20 +125,20 @@ def test_time_goes_to_the_phase_that_was(descriptor: int) -> None:
     assert box.enter(Phase.DATA) == Phase.USER
     time.sleep(0.05)
     assert box.enter(Phase.FORWARD) == Phase.DATA
-    seen = boxes.look(descriptor)
+    seen = boxes.read_counters(descriptor)
     assert seen.phase == Phase.FORWARD and 0.05 <= seen.phase_seconds[Phase.DATA] < 1.0
     box.tick()
-    assert boxes.look(descriptor).moved != seen.moved
+    assert boxes.read_counters(descriptor).moved != seen.moved
     box.close()
 
 
 def test_only_a_process_that_catches_the_signal_takes_it() -> None:
     assert not boxes.takes_signal(os.getpid()) and not boxes.takes_signal(2**22 + 1)
-    signal.signal(boxes.SIGNAL, lambda *_: None)
+    signal.signal(box_layout.SIGNAL, lambda *_: None)
     try:
         assert boxes.takes_signal(os.getpid())
     finally:
-        signal.signal(boxes.SIGNAL, signal.SIG_DFL)
+        signal.signal(box_layout.SIGNAL, signal.SIG_DFL)
 
 
 def test_a_muted_box_keeps_what_it_may_say(descriptor: int) -> None:
@@ -151,6 +151,6 @@ def test_a_muted_box_keeps_what_it_may_say(descriptor: int) -> None:
         box.begin(Op("0", 1, "barrier"))
     steps.set_loader(0, epoch=0, item=1, busy=True)
     loads.set_loader(1, epoch=0, item=2, busy=True)
-    seen = boxes.look(descriptor)
-    assert (seen.step, seen.phase, seen.ops, seen.moved) == (5, Phase.USER, 0, (5, 0, 0, 0, 0))
+    seen = boxes.read_counters(descriptor)
+    assert (seen.step, seen.phase, seen.met, seen.moved) == (5, Phase.USER, False, (5, 0, 0, 0, 0))
     assert [loader.item for loader in boxes.read_loaders(descriptor)] == [1, 2]

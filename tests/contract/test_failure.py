@@ -1,94 +1,13 @@
-"""The pure chooser: one row of FAULTS.md's table a.1 after the other, and its laws."""
+"""Which errors only say that other ranks are gone."""
 
 from __future__ import annotations
 
-import signal
-
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from paceline.contract.failure import LOADER_KILLED, Failure, is_victim
+from paceline.contract.failure import LOADER_KILLED, is_victim
 from paceline.errors import ExitCode, ToldElsewhere
-from paceline.guard.deaths import (
-    CLEANUP_SECONDS,
-    SETTLE_SECONDS,
-    VICTIM_SECONDS,
-    Kind,
-    Observation,
-    choose,
-    verdict_due_seconds,
-)
 
 GLOO = "[rank0]: RuntimeError: [../gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:5120\n"
-
-
-def record(rank: int, at: float, *, victim: bool = False, code: int = 1) -> Failure:
-    return Failure(rank, "host", 100 + rank, code, "ValueError", "bad sample", "", victim, at)
-
-
-def ended(
-    rank: int, code: int | None, at: float = 10.0, *, failure: Failure | None = None, log: str = ""
-) -> Observation:
-    return Observation(rank, "host", 100 + rank, code, at, failure, log)
-
-
-def victim(rank: int, at: float) -> Observation:
-    return ended(rank, 1, at, failure=record(rank, at, victim=True))
-
-
-ROWS = {
-    "SIGKILL, victims seen first": [victim(0, 1.0), ended(1, -signal.SIGKILL, 1.2), victim(2, 1.1)],
-    "SIGSEGV": [ended(0, -signal.SIGABRT, 1.0, log=GLOO), ended(1, -signal.SIGSEGV, 1.1), victim(2, 1.2)],
-    "raises": [victim(0, 1.1), ended(1, 1, 1.3, failure=record(1, 1.0)), victim(2, 1.2)],
-    "raises, then 3 s of clean-up": [victim(0, 1.1), ended(1, None, failure=record(1, 1.0)), victim(2, 1.2)],
-    "raises, and its teardown aborts": [ended(1, -signal.SIGABRT, 2.0, failure=record(1, 1.0)), victim(0, 1.1)],
-    "raises an unknown error of the loss of rank 1": [
-        ended(0, 1, 1.5, failure=record(0, 1.2)),
-        ended(1, 1, 4.0, failure=record(1, 1.0)),
-    ],
-    "sys.exit(3)": [ended(0, 1, 1.0, log=GLOO), ended(1, 3, 1.2), victim(2, 1.1)],
-    "a victim without record dies of SIGSEGV": [ended(0, -signal.SIGSEGV, 1.0, log=GLOO), ended(1, 3, 1.1)],
-    "SIGKILL after its log spoke of peers": [victim(0, 1.0), ended(1, -signal.SIGKILL, 1.1, log=GLOO)],
-}
-
-
-@pytest.mark.parametrize("name", ROWS)
-def test_guilty_rank_is_named(name: str) -> None:
-    primary = choose(ROWS[name])
-    assert primary is not None and primary.rank == 1
-
-
-def test_early_end_leaves_the_first_victim() -> None:
-    primary = choose([victim(2, 1.2), ended(1, 0, 1.0), victim(0, 1.1)])
-    assert primary is not None and primary.rank == 0 and primary.kind is Kind.VICTIM
-
-
-def test_nobody_failed() -> None:
-    running = [ended(0, 0), ended(1, None)]
-    assert choose(running) is None and verdict_due_seconds(running) is None
-
-
-def test_exit_codes() -> None:
-    assert ended(0, -9).exit_code == 137
-    assert ended(0, 3).exit_code == 3
-    assert ended(0, -6, failure=record(0, 1.0, code=2)).exit_code == 2  # what it meant, not how its teardown crashed
-
-
-def test_a_victim_is_waited_on_and_a_culprit_only_settles() -> None:
-    running = ended(2, None)
-    assert verdict_due_seconds([victim(0, 10.0), running]) == 10.0 + VICTIM_SECONDS
-    culprit = ended(1, None, failure=record(1, 9.0))
-    assert verdict_due_seconds([victim(0, 10.0), culprit, running]) == 10.0 + SETTLE_SECONDS
-    assert verdict_due_seconds([ended(1, 3, 12.0), victim(0, 10.0), running]) == 12.0 + SETTLE_SECONDS
-
-
-def test_no_waiting_when_nobody_runs_any_more() -> None:
-    assert verdict_due_seconds([victim(0, 10.0), ended(1, 0, 1.0)]) == 10.0
-
-
-def test_a_clean_up_that_never_ends_is_given_up() -> None:
-    assert verdict_due_seconds([ended(0, None, failure=record(0, 5.0)), ended(1, None)]) == 5.0 + CLEANUP_SECONDS
 
 
 class DistNetworkError(RuntimeError):
@@ -123,51 +42,6 @@ def test_victim_behind_another_error() -> None:
     outer.__cause__ = RuntimeError(GLOO)
     ring.__cause__ = ring
     assert is_victim(outer) and not is_victim(ring)
-
-
-times = st.floats(0, 100)
-
-
-@st.composite
-def worlds(draw: st.DrawFn) -> list[Observation]:
-    def one(rank: int) -> Observation:
-        code = draw(st.sampled_from([None, 0, 1, 3, -6, -9, -11]))
-        failure = draw(st.none() | st.builds(record, st.just(rank), times, victim=st.booleans()))
-        if code == 0:
-            failure = None
-        return ended(rank, code, draw(times), failure=failure, log=draw(st.sampled_from(["", GLOO, "step 3\n"])))
-
-    return [one(rank) for rank in range(draw(st.integers(1, 5)))]
-
-
-@given(worlds(), st.randoms(use_true_random=False))
-def test_the_choice_is_the_best_kind_then_the_oldest_in_any_order(world: list[Observation], random) -> None:
-    primary = choose(world)
-    failed = [o for o in world if o.failed]
-    assert (primary is None) == (not failed)
-    if primary is None:
-        return
-    assert primary in failed
-    for other in failed:
-        assert (primary.kind, primary.failed_at_seconds) <= (other.kind, other.failed_at_seconds)
-    random.shuffle(world)
-    assert choose(world) == primary
-
-
-@given(worlds())
-def test_more_victims_never_take_the_blame(world: list[Observation]) -> None:
-    primary = choose(world)
-    crowd = [*world, *(victim(rank, -1.0) for rank in (90, 91))]
-    if primary is not None and primary.kind is not Kind.VICTIM:
-        assert choose(crowd) == primary
-
-
-@given(worlds())
-def test_a_failure_is_always_told_some_time(world: list[Observation]) -> None:
-    due = verdict_due_seconds(world)
-    assert (due is None) == (choose(world) is None)
-    if due is not None:
-        assert due <= 100 + CLEANUP_SECONDS
 
 
 def test_torchs_words_for_a_killed_loader_worker_are_known():

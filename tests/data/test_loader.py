@@ -14,7 +14,8 @@ import pytest
 import torch
 from torch.utils.data import Dataset, TensorDataset
 
-from paceline.contract.box import Box, look, make_box, read_loaders
+from paceline.contract.box import Box, make_box
+from paceline.contract.boxes import read_counters, read_loaders
 from paceline.contract.failure import LOADER_KILLED
 from paceline.data.arrays import ArrayDataset
 from paceline.data.loader import SLOTS_OF_A_LOADER, Loading, load_steps, naming_lost_processes
@@ -163,7 +164,7 @@ def test_the_box_shows_which_sample_a_process_hangs_in_and_that_it_is_waited_for
         thread.join()
     assert not box.get("loading")
     assert not any(worker.busy for worker in read_loaders(box.descriptor))
-    assert look(box.descriptor).step == 0
+    assert read_counters(box.descriptor).step == 0
 
 
 LOSING = """

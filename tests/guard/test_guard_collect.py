@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -13,35 +12,32 @@ import pytest
 from tests.worker.guard_ranks import Rank, ranks
 
 from paceline.contract.box import BOX_BYTES, SIGNAL_SAFE, Box, make_box
-from paceline.contract.evidence import Evidence, Frame, Op, Stack
-from paceline.guard.collect import MAX_EVIDENCE_BYTES, Collection, Watched, bounded
+from paceline.contract.evidence import Evidence, Frame, Op, Sample, Stack
+from paceline.guard.collect import MAX_EVIDENCE_BYTES, Collection, bounded_evidence
 
 GIL = "import re\nready()\nre.match(r'(a+)+$', 'a' * 60 + 'b')  # holds it\n"
 
 
-def watched(rank: Rank, code: int | None = None) -> Watched:
-    return Watched(rank.number, "here", 0, rank.process.pid, rank.box, code, 7.0, "")
-
-
 def collected(
-    workers: Sequence[Watched], question: int = 1, patience_seconds: float = 2.0
-) -> tuple[list[Evidence], float]:
+    rank: Rank, question: int = 1, *, code: int | None = None, patience_seconds: float = 2.0
+) -> tuple[Evidence, float]:
     """What is found, and in how many seconds; no single step may hold an agent up."""
     began = time.monotonic()
-    collection = Collection(workers, question, patience_seconds=patience_seconds)
+    worker = Sample(rank.number, "here", rank.process.pid, code=code)
+    collection = Collection([worker], {rank.number: rank.box}, question, patience_seconds=patience_seconds)
     done = False
     while not done:
         time.sleep(0.05)
         step = time.monotonic()
         done = collection.advance()
         assert time.monotonic() - step < 0.1, "the agent's loop is blocked"
-    return collection.evidence(workers), time.monotonic() - began
+    return collection.evidence([worker])[0], time.monotonic() - began
 
 
 def test_a_sleeping_worker_says_where_it_is(tmp_path: Path) -> None:
     with ranks("ready()\ntime.sleep(600)  # here\n", 1, tmp_path) as (one,):
         one.wait_ready()
-        (found,), seconds = collected([watched(one)])
+        found, seconds = collected(one)
         frames = found.stacks[0].frames
         assert any(f.file.endswith("script.py") and f.line == one.line("# here") for f in frames), frames
     assert found.answered and found.state == "S" and found.cpu_seconds < 0.5
@@ -52,7 +48,7 @@ def test_a_frozen_worker_is_not_waited_for_and_nothing_is_sent_to_it(tmp_path: P
     with ranks("ready()\ntime.sleep(600)\n", 1, tmp_path) as (one,):
         one.wait_ready()
         os.kill(one.process.pid, signal.SIGSTOP)
-        (found,), seconds = collected([watched(one)])
+        found, seconds = collected(one)
         os.kill(one.process.pid, signal.SIGCONT)
         assert found.state == "T" and not found.answered and not found.native
         assert seconds < 1.5
@@ -62,7 +58,7 @@ def test_native_code_that_holds_the_lock_gives_native_stacks_each_time(tmp_path:
     with ranks(GIL, 1, tmp_path) as (one,):
         one.wait_ready()
         for question in (1, 2):
-            (found,), seconds = collected([watched(one)], question)
+            found, seconds = collected(one, question)
             assert not found.answered and found.state == "R"
             assert f'script.py", line {one.line("# holds it")}' in found.native
             assert found.native.count("Stack (most recent call first)") == 1, "only what has come on this question"
@@ -82,7 +78,7 @@ def test_who_has_become_another_program_is_not_killed_by_the_question(tmp_path: 
         box = Box(one.box)
         box.put("ready", 1 | SIGNAL_SAFE)
         box.close()
-        (found,), _ = collected([watched(one)])
+        found, _ = collected(one)
         assert not found.answered
         assert one.process.poll() is None
 
@@ -96,7 +92,7 @@ def test_of_one_that_has_ended_only_the_box_is_left(tmp_path: Path) -> None:
     )
     with ranks(script, 1, tmp_path) as (one,):
         one.process.wait()
-        (found,), seconds = collected([watched(one, code=-9)])
+        found, seconds = collected(one, code=-9)
     assert found.code == -9 and not found.answered and found.state == ""
     assert [(op.kind, op.seq, op.done) for op in found.ops] == [("all_reduce", 9, False)]
     assert seconds < 0.6
@@ -105,7 +101,7 @@ def test_of_one_that_has_ended_only_the_box_is_left(tmp_path: Path) -> None:
 def test_a_dying_run_waits_for_nobody(tmp_path: Path) -> None:
     with ranks(GIL, 1, tmp_path) as (one,):
         one.wait_ready()
-        (found,), seconds = collected([watched(one)], patience_seconds=0.3)
+        found, seconds = collected(one, patience_seconds=0.3)
     assert not found.answered and not found.native
     assert seconds < 0.6
 
@@ -125,7 +121,7 @@ def test_processes_that_load_data_are_looked_at_and_strangers_with_their_number_
     )
     with ranks(script, 1, tmp_path) as (one,):
         one.wait_ready()
-        (found,), _ = collected([watched(one)])
+        found, _ = collected(one)
         os.kill(found.loaders[0].pid, signal.SIGKILL)
     assert [(loader.item, loader.state) for loader in found.loaders] == [(37, "T"), (38, ""), (39, "")]
 
@@ -134,9 +130,9 @@ def test_processes_that_load_data_are_looked_at_and_strangers_with_their_number_
 def test_a_box_full_of_rubbish_gives_evidence_all_the_same(size_bytes: int) -> None:
     descriptor = make_box(0)
     try:
-        worker = Watched(3, "here", 0, os.getpid(), descriptor, None, 1.0, "")
+        worker = Sample(3, "here", os.getpid())
         for _ in range(20):
-            collection = Collection([worker], 1, patience_seconds=0.0)
+            collection = Collection([worker], {3: descriptor}, 1, patience_seconds=0.0)
             os.ftruncate(descriptor, size_bytes)
             os.pwrite(descriptor, os.urandom(size_bytes), 0)
             collection.advance()
@@ -151,9 +147,9 @@ def test_an_answer_that_is_none_still_says_that_the_interpreter_runs() -> None:
     descriptor = make_box(0)
     mine = Box(descriptor)
     try:
-        worker = Watched(3, "here", 0, os.getpid(), descriptor, None, 1.0, "")
+        worker = Sample(3, "here", os.getpid())
         for text in (b"", b"[" * 100_000, b'{"ops": 7}', b'{"stacks": [{"thread": "\\ud800", "frames": []}]}'):
-            collection = Collection([worker], 5)
+            collection = Collection([worker], {3: descriptor}, 5)
             mine.answer(5, text)
             (found,) = collection.evidence([worker])
             assert found.answered and not found.stacks
@@ -167,7 +163,9 @@ def test_numbers_that_can_be_none_are_not_passed_on() -> None:
     """Python refuses to print those of more than some thousand digits."""
     huge = 10**4000
     op, frame = Op("0", huge, "send", peer=huge), Frame("job.py", huge, "main")
-    found = bounded(Evidence(0, "here", 1, ops=(op,), stacks=(Stack("main", (frame,)),), groups={"0": (1, huge)}))
+    found = bounded_evidence(
+        Evidence(0, "here", 1, ops=(op,), stacks=(Stack("main", (frame,)),), groups={"0": (1, huge)})
+    )
     assert (found.ops[0].seq, found.ops[0].peer, found.stacks[0].frames[0].line) == (0, 0, 0)
     assert found.groups == {"0": (1, 0)}
 
@@ -184,6 +182,6 @@ def test_no_evidence_is_longer_than_anybody_reads() -> None:
         native="x" * 1_000_000,
         words="é\n" * 1_000_000,
     )
-    small = bounded(huge)
+    small = bounded_evidence(huge)
     assert len(msgspec.json.encode(small)) <= MAX_EVIDENCE_BYTES
     assert small.stacks and small.ops[-1].seq == 499, "what matters most is kept"

@@ -331,7 +331,7 @@ def test_victims_alone_point_at_the_rank_that_still_hangs() -> None:
 
 
 def test_a_lost_node_is_named_with_its_host() -> None:
-    verdict = judge([rank(0, WAITS), rank(1, lost=True), rank(2, WAITS)])
+    verdict = judge([rank(0, WAITS), rank(1, lost="node 1 is lost: cut off"), rank(2, WAITS)])
     assert (verdict.kind, verdict.guilty) == (VerdictKind.DIED, (1,))
     assert verdict.sentences[0].startswith("rank 1 was lost with its node, n1")
 

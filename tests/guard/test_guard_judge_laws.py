@@ -14,7 +14,7 @@ from tests.guard.judge_world import FAIR, STRUCTURAL, SUDDEN, Case, make_case, o
 
 from paceline.contract.evidence import Evidence, Phase, Verdict
 from paceline.guard.judge import judge
-from paceline.guard.story import MAX_COLUMNS, MAX_LINES, page
+from paceline.guard.verdict import MAX_COLUMNS, MAX_LINES, failure_page, page
 
 CASES = 2000
 
@@ -86,7 +86,8 @@ def damaged(evidence: Evidence, draw: Random) -> Evidence:
 
     found = spoilt(evidence)
     assert isinstance(found, Evidence)
-    return replace(found, rank=evidence.rank)  # which box is whose the agent knows by itself
+    # which box is whose the agent knows by itself, and a record of another type is none
+    return replace(found, rank=evidence.rank, failure=evidence.failure)
 
 
 def test_any_evidence_gives_a_verdict_and_a_page_that_fits_on_the_screen() -> None:
@@ -98,6 +99,8 @@ def test_any_evidence_gives_a_verdict_and_a_page_that_fits_on_the_screen() -> No
         assert len(lines) <= MAX_LINES
         assert all(len(line) <= MAX_COLUMNS and line.isprintable() for line in lines), lines
         assert not (verdict.guilty and verdict.tie)
+        if verdict.failed is not None:
+            assert failure_page(verdict, evidence, oom_kills=0, attempt_dir="a")
         assert set(verdict.guilty) <= {one.rank for one in evidence}
 
 

@@ -8,19 +8,26 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.contract.evidence import Phase
+from paceline.contract.evidence import Phase, Sample
 from paceline.contract.windows import Windows
 from paceline.errors import UsageError
-from paceline.guard.pace import Alarm, Pace, RankPace
+from paceline.guard.pace import Alarm, Pace
+
+
+def rank(number: int, still_seconds: float, phase: Phase, step: int, *, waiting: bool, stepped: bool) -> Sample:
+    spent = tuple(float(stepped and one is Phase.OPTIMIZER) for one in Phase)
+    return Sample(
+        number, "n1", 7, step=step, phase=phase, phase_seconds=spent, still_seconds=still_seconds, waiting=waiting
+    )
 
 
 def ranks(
     still_seconds: float, *, step: int = 50, phases: Iterable[Phase] = (Phase.SYNC, Phase.FORWARD), waiting: bool = True
-) -> list[RankPace]:
+) -> list[Sample]:
     """The last of `phases` is that of the rank for which the others wait."""
     phases = list(phases)
     return [
-        RankPace(n, still_seconds, phase, step, waiting and n < len(phases) - 1, stepped=step > 0)
+        rank(n, still_seconds, phase, step, waiting=waiting and n < len(phases) - 1, stepped=step > 0)
         for n, phase in enumerate(phases)
     ]
 
@@ -130,8 +137,8 @@ def test_the_first_step_may_compile(text: str, seconds: float) -> None:
 def test_the_first_step_of_a_resumed_run_may_compile_too() -> None:
     pace = Pace(Windows.parse("5"))
     for second in range(50):
-        waits = RankPace(0, float(second), Phase.SYNC, 1000, waiting=True, stepped=False)
-        compiles = RankPace(1, float(second), Phase.BACKWARD, 1000, waiting=False, stepped=False)
+        waits = rank(0, float(second), Phase.SYNC, 1000, waiting=True, stepped=False)
+        compiles = rank(1, float(second), Phase.BACKWARD, 1000, waiting=False, stepped=False)
         assert pace.see(float(second), [waits, compiles]) in (None, Alarm("warn", 30.0, 60.0))
 
 
@@ -168,8 +175,8 @@ def test_one_rank_that_moves_is_enough() -> None:
     pace = Pace(Windows.parse("5"))
     for second in range(100):
         moving = [
-            RankPace(0, float(second), Phase.SYNC, 9, True, True),
-            RankPace(1, 0.2, Phase.FORWARD, 9, False, True),
+            rank(0, float(second), Phase.SYNC, 9, waiting=True, stepped=True),
+            rank(1, 0.2, Phase.FORWARD, 9, waiting=False, stepped=True),
         ]
         assert pace.see(float(second), moving) is None
 

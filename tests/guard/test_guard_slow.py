@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from paceline.contract.evidence import Phase
-from paceline.guard.pulse import Pulse
+from paceline.contract.evidence import Phase, Sample
 from paceline.guard.slow import Slowness, slow_network, slow_rank
 
 HOSTS = {0: "n1", 1: "n2", 2: "n3", 3: "n4"}
@@ -31,11 +30,14 @@ class Ranks:
             self.step += 1
             for rank, more in enumerate(per_step):
                 self.spent[rank] = tuple(a + b for a, b in zip(self.spent[rank], more, strict=True))
-            words.append(slowness.see(self.pulses()))
+            words.append(slowness.see(self.samples()))
         return [sentence for sentence in words if sentence]
 
-    def pulses(self, phase: Phase = Phase.SYNC) -> list[Pulse]:
-        return [Pulse(rank, 0.0, phase, self.step, False, True, spent) for rank, spent in self.spent.items()]
+    def samples(self, phase: Phase = Phase.SYNC) -> list[Sample]:
+        return [
+            Sample(rank, HOSTS[rank], 7, step=self.step, phase=phase, phase_seconds=spent)
+            for rank, spent in self.spent.items()
+        ]
 
 
 def test_a_rank_whose_data_comes_late_is_named_with_host_and_phase() -> None:
@@ -82,7 +84,7 @@ def test_it_is_said_once_and_again_only_when_it_has_become_half_as_bad_again() -
 
 def test_the_first_steps_of_a_start_do_not_count() -> None:
     ranks, slowness = Ranks(2, step=1000), Slowness(HOSTS)
-    slowness.see(ranks.pulses(Phase.INIT))
+    slowness.see(ranks.samples(Phase.INIT))
     assert not ranks.said(slowness, [HEALTHY, times(data=30.0)], steps=5)  # compiles
     assert not ranks.said(slowness, [HEALTHY, HEALTHY])
 
@@ -91,7 +93,7 @@ def test_scripts_which_say_no_phases_are_not_judged() -> None:
     ranks, slowness = Ranks(2), Slowness(HOSTS)
     for _ in range(100):
         ranks.said(Slowness(HOSTS), [HEALTHY, times(data=1.0)], steps=1)
-        assert slowness.see(ranks.pulses(Phase.USER)) == ""
+        assert slowness.see(ranks.samples(Phase.USER)) == ""
 
 
 def test_one_rank_alone_is_never_slow() -> None:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from paceline.contract.evidence import Evidence, Frame, Op, Phase, Stack, Verdict, VerdictKind
+from paceline.contract.evidence import Evidence, Frame, Op, Phase, Sample, Stack, Verdict, VerdictKind
 from paceline.contract.windows import Windows
 from paceline.guard.pace import Alarm
-from paceline.guard.pulse import Pulse
-from paceline.guard.standing import paces, stands_still, to_free
+from paceline.guard.standing import perhaps_waiting, stands_still, to_free
 
 ALARM = Alarm("stall", 5.0, 5.0)
 FIVE = Windows.parse("5")
@@ -76,21 +75,21 @@ def test_importing_a_part_of_torch_is_no_waiting_wherever_it_lies() -> None:
     assert stands_still([rank(0, stacks=(waiting,)), rank(1, state="S")], ALARM, FIVE)
 
 
-def pulse(phase: Phase, *, met: bool) -> Pulse:
-    return Pulse(0, 3.0, phase, 0, False, met, tuple(0.0 for _ in Phase))
+def sample(phase: Phase, *, met: bool) -> Sample:
+    return Sample(0, "n1", 100, phase=phase, phase_seconds=(0.0,) * len(Phase), still_seconds=3.0, met=met)
 
 
 def test_scripts_may_wait_where_nothing_shows_it_but_a_script_alone_for_whom() -> None:
-    ranks = [pulse(Phase.USER, met=True), pulse(Phase.INIT, met=False), pulse(Phase.EVALUATE, met=True)]
-    assert [pace.waiting for pace in paces(ranks, 3)] == [True, True, False]
-    assert not any(pace.waiting for pace in paces(ranks[:1], 1))
+    ranks = [sample(Phase.USER, met=True), sample(Phase.INIT, met=False), sample(Phase.EVALUATE, met=True)]
+    assert [one.waiting for one in perhaps_waiting(ranks, 3)] == [True, True, False]
+    assert not any(one.waiting for one in perhaps_waiting(ranks[:1], 1))
 
 
 def test_a_script_begins_until_its_first_collective() -> None:
     """Importing torch may take as long as it likes to: windows of the user's are for steps."""
-    met, not_met = pulse(Phase.USER, met=True), pulse(Phase.USER, met=False)
-    assert {pace.phase for pace in paces([not_met, not_met], 2)} == {Phase.INIT}
-    assert {pace.phase for pace in paces([met, not_met], 2)} == {Phase.USER}
+    met, not_met = sample(Phase.USER, met=True), sample(Phase.USER, met=False)
+    assert {one.phase for one in perhaps_waiting([not_met, not_met], 2)} == {Phase.INIT}
+    assert {one.phase for one in perhaps_waiting([met, not_met], 2)} == {Phase.USER}
 
 
 def test_only_the_innocent_are_freed_unless_the_guilty_wait_too() -> None:

@@ -10,21 +10,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from paceline.contract.evidence import Evidence, Frame, LoaderWorker, Op, Phase, Stack, Verdict, VerdictKind
+from paceline.contract.evidence import Evidence, Frame, LoaderWorker, Op, Phase, Sample, Stack, Verdict, VerdictKind
 from paceline.errors import UsageError
 from paceline.guard.judge import judge
-from paceline.guard.pace import RankPace
-from paceline.guard.story import (
-    MAX_COLUMNS,
-    MAX_LINES,
-    describe,
-    page,
-    read_verdict,
-    same_verdict,
-    warning,
-    write_verdict,
-)
-from paceline.guard.wording import named, numbers
+from paceline.guard.story import description, read_verdict, same_verdict, write_verdict
+from paceline.guard.verdict import MAX_COLUMNS, MAX_LINES, page, warning
+from paceline.guard.wording import named
 
 OP = Op("0", 9876, "all_reduce", "bucket 3", "[1732]", "float32", "train.py:97 in step")
 ESCAPES = "\x1b[2Jpwned\x1b]0;title\x07\r\n\x9b31m\u202e"
@@ -100,25 +91,27 @@ def test_what_a_rank_has_written_does_not_steer_the_terminal() -> None:
     hostile = rank(2, stuck=True, host=ESCAPES, stacks=(Stack("main", (Frame(ESCAPES, 88, ESCAPES),)),), words="")
     hostile = msgspec.structs.replace(hostile, ops=(Op(ESCAPES, 1, ESCAPES, ESCAPES, ESCAPES, ESCAPES, ESCAPES),))
     evidence = [rank(0), hostile]
-    text = "\n".join(told(judge(evidence), evidence, ESCAPES)) + describe(hostile)
+    text = "\n".join(told(judge(evidence), evidence, ESCAPES)) + description(hostile)
     assert all(char.isprintable() or char == "\n" for char in text)
     assert "pwned" in text
 
 
 def test_ranks_are_listed_in_runs() -> None:
-    assert numbers([7, 0, 1, 3, 4, 5, 6, 9, 9]) == "0, 1, 3-7, 9"
+    assert named([7, 0, 1, 3, 4, 5, 6, 9, 9]) == "ranks 0, 1, 3-7, 9"
     assert (named([2]), named({3, 2})) == ("rank 2", "ranks 2, 3")
 
 
 def test_a_warning_names_those_for_whom_the_others_wait() -> None:
-    ranks = [RankPace(n, 6.2, Phase.DATA if n == 2 else Phase.SYNC, 1234, waiting=n != 2) for n in range(4)]
+    ranks = [
+        Sample(n, "n1", 7, phase=Phase.DATA if n == 2 else Phase.SYNC, step=1234, waiting=n != 2) for n in range(4)
+    ]
     assert warning(ranks, still_seconds=6.2, window_seconds=12.4) == (
         "nothing has moved for 6.2 s at step 1234, the others wait for rank 2, in data; a stall after 12.4 s"
     )
 
 
 def test_a_warning_where_all_wait_accuses_nobody() -> None:
-    ranks = [RankPace(n, 6.2, Phase.SYNC, 0, waiting=True) for n in range(4)]
+    ranks = [Sample(n, "n1", 7, phase=Phase.SYNC, waiting=True) for n in range(4)]
     assert warning(ranks, still_seconds=6.2, window_seconds=12.4) == (
         "nothing has moved for 6.2 s, in sync; a stall after 12.4 s"
     )
@@ -199,9 +192,9 @@ def test_the_same_stall_at_the_same_step_is_the_same_verdict_whatever_its_number
 def test_all_that_is_known_of_a_rank_stands_in_its_description() -> None:
     loader = LoaderWorker(1, 4801, 412, 3, "T")
     one = rank(2, loaders=(loader,), native="Thread 0x1:\n  File x", phase=Phase.DATA)
-    text = describe(one)
+    text = description(one)
     for words in ("in flight  group 0  all_reduce #9876 'bucket 3'", "thread main", "torch/distributed/x.py:1",
                   "works on sample 412 of epoch 3, state T", "by faulthandler", "phase data"):  # fmt: skip
         assert words in text
-    assert "exit code 3" in describe(rank(0, code=3)) and "signal 9" in describe(rank(0, code=-9))
-    assert describe(rank(0, lost=True)).split("\n")[1] == "lost with its node"
+    assert "exit code 3" in description(rank(0, code=3)) and "signal 9" in description(rank(0, code=-9))
+    assert description(rank(0, lost="cut off")).split("\n")[1] == "lost with its node"

@@ -4,19 +4,22 @@ import signal
 
 import pytest
 
+from paceline.contract.evidence import Evidence
 from paceline.contract.failure import Failure
-from paceline.guard.deaths import Observation
-from paceline.guard.verdict import MAX_LINES, tell
+from paceline.guard.judge import judge
+from paceline.guard.verdict import MAX_TRACEBACK_LINES, failure_page
 from paceline.observe.terminal import LiveFilter, clean
 
 
 def seen(rank: int, code: int | None, *, words: str = "", traceback: str = "", log: str = "", victim: bool = False):
     record = Failure(rank, "node7", 40 + rank, 1, "ValueError", words, traceback, victim, 1.0) if words else None
-    return Observation(rank, "node7", 40 + rank, code, 1.0, record, log)
+    said = f"ValueError: {words}" if words else log
+    return Evidence(rank, "node7", 40 + rank, code=code, ended_seconds=1.0, failure=record, words=said)
 
 
-def told(primary: Observation, *others: Observation, oom_kills: int = 0) -> str:
-    return tell(primary, [primary, *others], oom_kills=oom_kills, attempt_dir="/runs/a/attempt-0")
+def told(*ranks: Evidence, oom_kills: int = 0) -> str:
+    """What is told of ranks that have failed; the judge says which of them is the first."""
+    return failure_page(judge(ranks), ranks, oom_kills=oom_kills, attempt_dir="/runs/a/attempt-0")
 
 
 def test_traceback() -> None:
@@ -60,7 +63,7 @@ def test_victim_and_early_end() -> None:
 
 def test_bounded_and_harmless() -> None:
     lines = told(seen(0, 1, words="x", traceback="\n".join(["frame"] * 5000))).splitlines()
-    assert len(lines) <= MAX_LINES + 5
+    assert len(lines) <= MAX_TRACEBACK_LINES + 5
     assert clean("a\x1b[31mred\x1b[0m\x07\x9b2J\x1b]0;title\x07\tb\r\nc") == "ared2J]0;title\tb\nc"
 
 

@@ -10,7 +10,7 @@ import pytest
 from tests.launch.launch_harness import kill_all, start, survivors
 from tests.worker.guard_ranks import HEAD, TORCH, ranks, wait
 
-from paceline.contract import box
+from paceline.contract import boxes
 from paceline.contract.evidence import Evidence, VerdictKind
 from paceline.errors import ExitCode
 from paceline.guard.judge import judge
@@ -75,7 +75,7 @@ def test_a_rank_of_another_host_that_does_not_come_is_named_by_the_judge(tmp_pat
         for one in everybody:
             one.wait_ready()
         for one in everybody[:3]:
-            wait(lambda one=one: box.look(one.box).waiting, "it waits, and says so")
+            wait(lambda one=one: boxes.read_counters(one.box).waiting, "it waits, and says so")
         time.sleep(0.5)  # until each is where it stays
         evidence: list[Evidence] = []
         for number, one in enumerate(everybody):
@@ -97,7 +97,7 @@ def test_a_rank_of_another_host_that_does_not_come_is_named_by_the_judge(tmp_pat
         assert to_free(verdict, evidence) == (0, 1, 2)
         (tmp_path / "end").touch()
         for one in everybody[:3]:
-            box.release(one.box, b"{}")
+            boxes.release(one.box, b"{}")
         assert [one.process.wait(20) for one in everybody[:3]] == [1] * 3
 
 

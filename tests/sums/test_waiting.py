@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tests.worker.guard_ranks import TORCH, ranks, wait
 
-from paceline.contract import box
+from paceline.contract import boxes
 from paceline.contract.evidence import Evidence, VerdictKind
 from paceline.guard.judge import judge
 from paceline.guard.standing import to_free, waits
@@ -109,14 +109,14 @@ def test_a_stopped_rank_is_found_by_the_judge_and_the_waiting_one_is_freed(tmp_p
         for one in (waiting, stopped):
             one.wait_ready()
         stopped.process.send_signal(signal.SIGSTOP)
-        wait(lambda: box.look(waiting.box).waiting, "it waits, and says so")
+        wait(lambda: boxes.read_counters(waiting.box).waiting, "it waits, and says so")
         answer = waiting.ask(seconds=20)
         assert answer is not None
         assert answer.groups["shared"] == (0, 1)
         (last,) = [op for op in answer.ops if op.group == "shared" and not op.done]
         assert (last.kind, last.seq) == ("barrier", 2)
         assert last.site == f"script.py:{waiting.line('    barrier(memory)')} in <module>"
-        frozen = [op for op in box.read_ring(stopped.box) if op.group == "shared"]
+        frozen = [op for op in boxes.read_ring(stopped.box) if op.group == "shared"]
         assert [(op.seq, op.done) for op in frozen] == [(1, True)]
         evidence = [
             Evidence(0, "h", 1, state="S", answered=True, ops=answer.ops, groups=answer.groups, stacks=answer.stacks),
@@ -126,7 +126,7 @@ def test_a_stopped_rank_is_found_by_the_judge_and_the_waiting_one_is_freed(tmp_p
         verdict = judge(evidence)
         assert (verdict.kind, verdict.guilty) == (VerdictKind.STOPPED, (1,))
         assert to_free(verdict, evidence) == (0,)
-        box.release(waiting.box, b"{}")
+        boxes.release(waiting.box, b"{}")
         assert waiting.process.wait(20) == 1
         assert "freed from the wait for rank 1" in (waiting.failure() or pytest.fail("no record")).message
 
@@ -146,7 +146,7 @@ finish()
 def test_totals_that_all_have_begun_are_over_for_the_judge_before_anybody_asks_for_them(tmp_path: Path) -> None:
     """Else who hangs in its backward, with the totals on their way, would look as if it waited for others."""
     with ranks(BUSY, 2, tmp_path) as (one, _):
-        wait(lambda: any(op.name == "totals of the step" for op in box.read_ring(one.box)), "begun")
-        wait(lambda: all(op.done for op in box.read_ring(one.box) if op.group == "shared"), "over")
+        wait(lambda: any(op.name == "totals of the step" for op in boxes.read_ring(one.box)), "begun")
+        wait(lambda: all(op.done for op in boxes.read_ring(one.box) if op.group == "shared"), "over")
         (tmp_path / "go").touch()
         assert one.process.wait(20) == 0

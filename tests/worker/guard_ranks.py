@@ -22,7 +22,7 @@ import msgspec
 from tests import warm
 
 from paceline.agent.workers import read_record
-from paceline.contract import box
+from paceline.contract import box, boxes
 from paceline.contract.birth import WorkerBirth
 from paceline.contract.evidence import Answer, Op
 from paceline.contract.failure import Failure
@@ -65,21 +65,21 @@ class Rank:
 
     def ask(self, question: int = 1, *, seconds: float = 3.0) -> Answer | None:
         """Its answer, if one comes within `seconds`."""
-        box.ask(self.box, question)
+        boxes.put_question(self.box, question)
         deadline = time.monotonic() + seconds
-        while box.look(self.box).answered < question:
+        while boxes.read_counters(self.box).answered < question:
             if time.monotonic() > deadline:
                 return None
             time.sleep(0.01)
-        return msgspec.json.decode(box.read_answer(self.box), type=Answer)
+        return msgspec.json.decode(boxes.read_answer(self.box), type=Answer)
 
     def native(self) -> str:
         """Its stacks as faulthandler writes them."""
-        assert box.takes_signal(self.process.pid)
-        box.forget_native(self.box)
+        assert boxes.takes_signal(self.process.pid)
+        boxes.forget_native(self.box)
         os.kill(self.process.pid, box.SIGNAL)
-        wait(lambda: OUTERMOST.search(box.read_native(self.box)), "no stacks")
-        return box.read_native(self.box)
+        wait(lambda: OUTERMOST.search(boxes.read_native(self.box)), "no stacks")
+        return boxes.read_native(self.box)
 
     def failure(self) -> Failure | None:
         """What it has written down about its end."""

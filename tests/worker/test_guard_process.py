@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.contract import box as boxes
+from paceline.contract import boxes
 from paceline.contract.box import Box, make_box
 from paceline.contract.evidence import Phase
 from paceline.errors import ExitCode, StallError
@@ -42,10 +42,10 @@ def mine() -> Iterator[Mine]:
 def test_a_phase_ends_where_it_began_also_on_an_error(mine: Mine) -> None:
     with pytest.raises(KeyError), mine.guard.phase(Phase.EVALUATE):
         with mine.guard.phase(Phase.CHECKPOINT):
-            assert boxes.look(mine.descriptor).phase == Phase.CHECKPOINT
-        assert boxes.look(mine.descriptor).phase == Phase.EVALUATE
+            assert boxes.read_counters(mine.descriptor).phase == Phase.CHECKPOINT
+        assert boxes.read_counters(mine.descriptor).phase == Phase.EVALUATE
         raise KeyError
-    assert boxes.look(mine.descriptor).phase == Phase.USER
+    assert boxes.read_counters(mine.descriptor).phase == Phase.USER
 
 
 def test_the_agents_word_becomes_the_error(mine: Mine) -> None:
@@ -84,7 +84,7 @@ def test_a_lost_peer_without_a_word_is_no_stall(mine: Mine) -> None:
 
 IMPORTS = """
 import sys
-from paceline.worker.import_hook import when_imported
+from paceline.worker.imports import when_imported
 when_imported("decimal", lambda late: print("late", late, hasattr(sys.modules["decimal"], "Decimal")))
 when_imported("decimal", lambda late: print("twice"))
 import json
@@ -94,7 +94,7 @@ import decimal, importlib, inspect
 print(decimal.__spec__.loader is decimal.__loader__, "exec_module" in vars(decimal.__loader__), len(inspect.getsource(decimal)) > 0)
 importlib.reload(decimal)
 when_imported("decimal", lambda late: print("late", late))
-print(any("import_hook" in type(finder).__module__ for finder in sys.meta_path))
+print(any("worker.imports" in type(finder).__module__ for finder in sys.meta_path))
 """  # noqa: E501
 
 
@@ -105,7 +105,7 @@ def test_whoever_waits_for_a_module_is_called_once_and_leaves_no_trace() -> None
 
 
 def test_a_module_that_cannot_be_imported_fails_as_ever() -> None:
-    script = "from paceline.worker.import_hook import when_imported\nwhen_imported('no_such', print)\nimport no_such"
+    script = "from paceline.worker.imports import when_imported\nwhen_imported('no_such', print)\nimport no_such"
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=20)
     assert "ModuleNotFoundError: No module named 'no_such'" in run.stderr and run.stdout == ""
 

@@ -5,10 +5,11 @@ The head waits in here, and nowhere else: until the time is over, or an order, a
 
 from __future__ import annotations
 
-import math
 import select
 import time
 from collections.abc import Sequence
+
+from msgspec.structs import replace
 
 from paceline.agent.channel import Link
 from paceline.agent.door import Door
@@ -16,23 +17,19 @@ from paceline.agent.messages import (
     BEAT_SECONDS,
     Alive,
     Ask,
+    Beat,
     Hello,
     Message,
-    NodeReport,
     Ordered,
-    Pulses,
     Reached,
     RunOver,
     Shown,
     StartOrder,
     StartReply,
-    turned,
 )
-from paceline.contract.evidence import Evidence
+from paceline.contract.evidence import Evidence, Sample
 from paceline.contract.node_plan import NodePlan
 from paceline.contract.orders import STOP_SIGNALS, Orders
-from paceline.guard.deaths import Observation
-from paceline.guard.pulse import Pulse
 
 FAREWELL_SECONDS = 3.0
 
@@ -44,12 +41,11 @@ class RemoteNode:
         self.hello, self.link = hello, link
         self.clock_ahead_seconds = hello.facts.wall_seconds - time.time()  # less the milliseconds of the way here
         self.ranks = range(0)  # in this generation
-        self.report = NodeReport(-1)
-        self.pulses: tuple[Pulse, ...] = ()
+        self.beat = Beat(-1)
         self.asked = 0  # the number of the last question
         self.shown: list[Evidence] | None = None  # its answer, once it is whole
         self._arrived: list[Evidence] = []
-        self._observations: dict[int, Observation] = {}  # by rank
+        self._samples: dict[int, Sample] = {}  # by rank
         self.reached: Reached | None = None
         self.started: StartReply | None = None
         self.lost = ""  # why it no longer takes part; empty while it does
@@ -62,19 +58,19 @@ class RemoteNode:
     def start(self, start: StartOrder) -> None:
         """Have it start its part of a generation."""
         self.ranks = range(start.first_rank, start.first_rank + self.hello.nproc)
-        self.report, self.pulses, self._observations, self.started = NodeReport(start.generation), (), {}, None
+        self.beat, self._samples, self.started = Beat(start.generation), {}, None
         self.link.send(start)
 
-    def observe(self) -> list[Observation]:
+    def samples(self) -> list[Sample]:
         """What is known of its workers in this generation, also if it is lost."""
-        return [self._observation(rank) for rank in self.ranks]
+        return [self._sample(rank) for rank in self.ranks]
 
-    def _observation(self, rank: int) -> Observation:
-        o = self._observations.get(rank, Observation(rank, self.hello.facts.host, 0, None, math.inf))
-        if not self.lost or o.code is not None:
-            return o
-        words = f"{self.name} is lost: {self.lost}"
-        return Observation(rank, o.host, o.pid, None, self.link.heard_seconds, lost=words)
+    def _sample(self, rank: int) -> Sample:
+        known = self._samples.get(rank) or Sample(rank, self.hello.facts.host, 0, self.hello.node)
+        if not self.lost or known.code is not None:
+            return known
+        lost = f"{self.name} is lost: {self.lost}"
+        return replace(known, lost=lost, ended_seconds=self.link.heard_seconds, failure=None, words="")
 
     def ask(self, question: Ask) -> None:
         """Have it find out what exactly its workers do."""
@@ -84,16 +80,13 @@ class RemoteNode:
     def hear(self, message: Message) -> None:
         """Take in what it says."""
         match message:
-            case NodeReport() if message.generation < self.report.generation:
+            case Beat() if message.generation < self.beat.generation:
                 pass  # it was on its way when the next generation was started
-            case NodeReport():
-                self.report = message
+            case Beat():
+                self.beat = message
                 if message.workers:
                     now = time.monotonic()
-                    self._observations = {o.rank: turned(o, now) for o in message.workers}
-            case Pulses():
-                if message.generation == self.report.generation:
-                    self.pulses = message.pulses
+                    self._samples = {one.rank: one.turned(now) for one in message.workers}
             case Shown():
                 self._hear_answer(message)
             case StartReply():
@@ -107,7 +100,7 @@ class RemoteNode:
         if answer.question == self.asked and answer.evidence is None:
             self.shown = self._arrived
         elif answer.question == self.asked and answer.evidence and len(self._arrived) < self.hello.nproc:
-            self._arrived.append(answer.evidence)
+            self._arrived.append(answer.evidence.turned(time.monotonic()))
 
 
 class Crew:
@@ -193,7 +186,7 @@ class Crew:
 
     def stopped(self) -> bool:
         """Whether nothing runs any more on any node that is not lost."""
-        return all(member.report.stopped for member in self.here)
+        return all(member.beat.stopped for member in self.here)
 
     def end(self, code: int) -> None:
         """Tell all that the run is over, and wait a little until they are gone: they must be gone before us."""

@@ -19,9 +19,9 @@ from paceline.agent.messages import (
     PROOF,
     Alive,
     Ask,
+    Beat,
     Hello,
     Message,
-    NodeReport,
     Ordered,
     Reach,
     Reached,
@@ -30,7 +30,6 @@ from paceline.agent.messages import (
     StartOrder,
     StartReply,
     Stop,
-    turned,
 )
 from paceline.agent.start import Inherited
 from paceline.agent.workers import Workers
@@ -39,6 +38,8 @@ from paceline.contract.orders import REMOTE_GRACE_SECONDS, Orders
 from paceline.disk import writing
 from paceline.disk.reading import read
 from paceline.errors import ExitCode, UsageError
+from paceline.guard.collect import ADVANCE_SECONDS
+from paceline.guard.samples import sample_seconds
 from paceline.host.facts import gather as gather_facts
 from paceline.observe.terminal import say
 
@@ -52,7 +53,8 @@ class Follower:
     def __init__(self, plan: NodePlan, orders: Orders, inherited: Inherited, settled: Callable[[], None]) -> None:
         self.plan, self.orders = plan, orders
         self._inherited = inherited
-        self._answering = Answering(plan.stall_after, look_seconds=LOOK_SECONDS)
+        self._answering = Answering()
+        self._sample_seconds = min(LOOK_SECONDS, sample_seconds(plan.stall_after))
         self._settled = settled  # called when the workers are started
         self._code: int | None = None
         self._told = 0
@@ -86,7 +88,7 @@ class Follower:
         with socket.create_server(("", 0)) as probe:  # open until the run ends: others may try it late
             link.send(Hello(plan.node, plan.nodes, plan.nproc, probe.getsockname()[1], facts))
             while self._code is None:
-                self.orders.wait(self._answering.wait_seconds, [link])
+                self.orders.wait(ADVANCE_SECONDS if self._answering.busy else self._sample_seconds, [link])
                 for message in link.receive():
                     self._do(message, link)
                 self._pass_on(link)
@@ -170,14 +172,15 @@ class Follower:
 
     def _report(self, link: Link) -> None:
         now = time.monotonic()
-        report = NodeReport(self._number, stopped=True)
+        beat = Beat(self._number, stopped=True)
         if own := self._workers:
-            workers = tuple(turned(o, now) for o in own.observe())
-            report = NodeReport(own.number, workers, own.step_reached(), own.oom_kills(), own.swept, tuple(own.left))
-        news = [(report.generation, report.stopped), *((o.code, o.record is None) for o in report.workers)]
-        if news != self._news or now > self._sent_seconds + BEAT_SECONDS:
+            workers = tuple(one.turned(now) for one in own.samples())
+            beat = Beat(own.number, workers, own.oom_kills(), own.swept, tuple(own.left))
+        news = [(beat.generation, beat.stopped), *((one.code, one.failure is None) for one in beat.workers)]
+        often = self._workers is not None and not self.plan.stall_after.off  # for the guard
+        if news != self._news or now >= self._sent_seconds + (self._sample_seconds / 2 if often else BEAT_SECONDS):
             self._news, self._sent_seconds = news, now
-            link.send(report)
+            link.send(beat)
 
     def _head_lost(self, link: Link) -> str:
         """Why this node is on its own now; empty while it is not."""

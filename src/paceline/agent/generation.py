@@ -15,15 +15,14 @@ from msgspec.structs import replace
 from paceline.agent.crew import Crew, RemoteNode
 from paceline.agent.messages import BEAT_SECONDS, PROOF, Ask, Release, StartOrder, Stop
 from paceline.agent.start import Inherited
-from paceline.agent.workers import Workers, words_of
-from paceline.contract.evidence import Evidence
+from paceline.agent.workers import Workers
+from paceline.contract.evidence import Evidence, Sample
 from paceline.contract.node_plan import NodePlan
 from paceline.contract.orders import LIFELINE_GRACE_SECONDS
 from paceline.disk import writing
 from paceline.errors import UsageError
-from paceline.guard.collect import ADVANCE_SECONDS, NATIVE_SECONDS, Collection
-from paceline.guard.deaths import Observation, verdict_due_seconds
-from paceline.guard.pulse import Pulse
+from paceline.guard.collect import ADVANCE_SECONDS, NATIVE_SECONDS
+from paceline.guard.deaths import due_seconds
 
 START_SECONDS = 30.0  # for other nodes to start their processes
 START_LOOK_SECONDS = 1.0
@@ -94,30 +93,30 @@ class Generation:
 
     # ---- what is known ----
 
-    def observe(self) -> list[Observation]:
-        """What is known of all workers now, those of a lost node included."""
-        return [*self.own.observe(), *(o for member in self.members for o in member.observe())]
+    def samples(self) -> list[Sample]:
+        """How all workers get on now, those of a lost node included."""
+        return [*self.own.samples(), *(one for member in self.members for one in member.samples())]
 
     @property
     def interrupted(self) -> bool:
         """Whether there is something more urgent than a question: an order to stop, a failure."""
-        return self.crew.ordered or verdict_due_seconds(self.observe()) is not None
+        return self.crew.ordered or due_seconds(self.samples()) is not None
 
-    def pulses(self) -> list[Pulse]:
-        """How the workers that run get on."""
-        return [*self.own.pulses(), *(pulse for member in self.crew.here for pulse in member.pulses)]
+    def running(self) -> list[Sample]:
+        """How those get on that have not ended."""
+        return [one for one in self.samples() if one.runs]
 
     def step_reached(self) -> int:
-        """Steps done by the rank that has come furthest."""
-        return max(self.own.step_reached(), *(member.report.step for member in self.crew.here), 0)
+        """Steps done by the rank that has come furthest; of the dead, too."""
+        return max(one.step for one in self.samples())
 
     def oom_kills(self) -> int:
         """How many processes the kernels have killed for memory."""
-        return self.own.oom_kills() + sum(member.report.oom_kills for member in self.crew.here)
+        return self.own.oom_kills() + sum(member.beat.oom_kills for member in self.crew.here)
 
     def left(self) -> list[int]:
         """The pids that not even SIGKILL has ended."""
-        return [*self.own.left, *(pid for member in self.crew.here for pid in member.report.left)]
+        return [*self.own.left, *(pid for member in self.crew.here for pid in member.beat.left)]
 
     def ask(self, patience_seconds: float, *, to_its_end: bool = False) -> list[Evidence]:
         """What exactly each rank does, by rank. Anything urgent ends the question.
@@ -127,7 +126,7 @@ class Generation:
             to_its_end: whether nothing is more urgent.
         """
         self._question += 1
-        collection = Collection(self.own.watched(), self._question, patience_seconds=patience_seconds)
+        collection = self.own.collect(self._question, patience_seconds)
         for member in self.crew.here:
             member.ask(Ask(self._question, patience_seconds))
         deadline = time.monotonic() + patience_seconds + NATIVE_SECONDS + TRAVEL_SECONDS
@@ -135,9 +134,9 @@ class Generation:
             self.crew.wait(ADVANCE_SECONDS / 2)
             if time.monotonic() > deadline or (self.interrupted and not to_its_end):
                 break
-        found = {one.rank: one for one in collection.evidence(self.own.watched())}
+        found = {one.rank: one for one in collection.evidence(self.own.samples())}
         found |= {one.rank: one for member in self.crew.here for one in member.shown or ()}
-        return [found.get(o.rank) or _from_afar(o) for o in sorted(self.observe(), key=lambda o: o.rank)]
+        return [_whole(one, found.get(one.rank)) for one in sorted(self.samples(), key=lambda one: one.rank)]
 
     # ---- its end ----
 
@@ -150,8 +149,8 @@ class Generation:
         self.crew.send(Release(tuple(ranks), word))
         began = time.monotonic()
         while (waited_seconds := time.monotonic() - began) < self.plan.stop_grace_seconds and not self.crew.ordered:
-            running = {o.rank for o in self.observe() if o.code is None and not o.lost} & {*ranks}
-            moves = any(p.rank in running and p.still_seconds < waited_seconds for p in self.pulses())
+            running = [one for one in self.running() if one.rank in ranks]
+            moves = any(one.still_seconds < waited_seconds for one in running)
             if not running or (waited_seconds > REACTION_SECONDS and not moves):
                 return
             self.crew.wait(FREED_LOOK_SECONDS)
@@ -168,7 +167,7 @@ class Generation:
             now = time.monotonic()
             if now >= deadline:
                 break
-            if any(o.ended_badly for o in self.observe()):
+            if any(one.ended_badly for one in self.samples()):
                 deadline = min(deadline, now + self.plan.grace_seconds)
                 self._ask_to_stop(deadline - now)
             if self.crew.launcher_gone and not gone:
@@ -198,6 +197,8 @@ def _proof(plan: NodePlan) -> str:
     return proof
 
 
-def _from_afar(o: Observation) -> Evidence:
-    """A rank of whom its agent has said nothing more."""
-    return Evidence(o.rank, o.host, o.pid, code=o.code, lost=bool(o.lost), words=words_of(o)[-8000:])
+def _whole(sample: Sample, found: Evidence | None) -> Evidence:
+    """What was found of a rank, with what its sample says at greater length; or the sample alone."""
+    if found is None:
+        return Evidence.of(sample)
+    return replace(found, failure=sample.failure or found.failure, words=sample.words or found.words)

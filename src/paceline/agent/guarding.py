@@ -1,7 +1,7 @@
-"""The head's part of the hang guard: it finds a standstill and who is to blame, and writes that down.
+"""The head's part of the guard: it has a standstill or a failure judged, and writes the verdict down.
 
 What becomes of the run is the head's business. The guard is never the cause of anything: what goes wrong in here is
-reported once, and the run goes on without a guard.
+reported once, and the run goes on without a guard; a failure is then judged by samples alone.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import signal
 import stat
 import time
 from collections.abc import Iterator, Sequence
@@ -22,17 +21,17 @@ from msgspec.structs import replace
 
 from paceline.agent.gather import unreachable
 from paceline.agent.generation import Generation
-from paceline.contract.evidence import Evidence, Verdict, VerdictKind
+from paceline.contract.evidence import Evidence, Sample, Verdict, VerdictKind
 from paceline.errors import ExitCode
 from paceline.guard import story
 from paceline.guard.collect import ANSWER_SECONDS
-from paceline.guard.deaths import Kind, Observation
 from paceline.guard.judge import judge
-from paceline.guard.pace import Alarm, Pace, RankPace
-from paceline.guard.pulse import Pulse, sample_seconds
+from paceline.guard.pace import Alarm, Pace
+from paceline.guard.samples import sample_seconds
 from paceline.guard.slow import Slowness
-from paceline.guard.standing import paces, stands_still, to_free, waits
-from paceline.guard.wording import called_from, named, told, verb
+from paceline.guard.standing import perhaps_waiting, stands_still, to_free, waits
+from paceline.guard.verdict import failure_page, page, warning
+from paceline.guard.wording import named, verb
 from paceline.observe.terminal import say
 
 HURRIED_SECONDS = 0.3  # for an answer while the run is dying
@@ -44,13 +43,6 @@ MAX_ASKS = 8  # `paceline hang`, in as many terminals
 ASK = re.compile(r"ask-[0-9]{1,10}-([0-9A-Za-z_-]{1,64})")
 EARLY = (VerdictKind.LEFT, VerdictKind.NOT_MET, VerdictKind.STOPPED)  # what can be known before the window is over
 PROGRAM_ERRORS = (VerdictKind.MISMATCH, VerdictKind.DEADLOCK)
-BETTER_THAN_VICTIMS = (
-    *PROGRAM_ERRORS,
-    VerdictKind.BEHIND,
-    VerdictKind.STOPPED,
-    VerdictKind.UNINTERRUPTIBLE,
-    VerdictKind.LOADER,
-)
 
 
 class UnseenError(Exception):
@@ -58,16 +50,31 @@ class UnseenError(Exception):
 
 
 @dataclass(frozen=True)
-class Stall:
-    """A run that is to be ended, and why."""
+class Judgement:
+    """A run that is to be ended, why, and how that is told."""
 
     verdict: Verdict
-    page: str
-    freed: tuple[int, ...]  # ranks that only wait for others
+    evidence: Sequence[Evidence]
+    attempt_dir: str = ""
+    waited_seconds: float = 0.0  # how long nothing had moved; 0: a rank has failed
+    folder: str = ""  # the verdict's
+    run: str = ""  # how `paceline hang` finds the run
 
     @property
-    def exit_code(self) -> ExitCode:
-        """By its class."""
+    def failed(self) -> Evidence | None:
+        """The rank whose failure is all there is to tell."""
+        return next((one for one in self.evidence if one.rank == self.verdict.failed), None)
+
+    @property
+    def freed(self) -> tuple[int, ...]:
+        """The ranks that only wait for others."""
+        return to_free(self.verdict, self.evidence)
+
+    @property
+    def exit_code(self) -> int:
+        """What the run ends with."""
+        if self.failed is not None:
+            return self.failed.exit_code
         if self.verdict.kind is VerdictKind.LEFT:
             return ExitCode.FAILED
         return ExitCode.MISMATCH if self.verdict.kind in PROGRAM_ERRORS else ExitCode.STALLED
@@ -75,8 +82,14 @@ class Stall:
     @property
     def word(self) -> str:
         """What the freed ranks learn, as JSON."""
-        word = {"kind": self.verdict.kind.name, "page": self.page, "exit_code": int(self.exit_code)}
+        word = {"kind": self.verdict.kind.name, "page": self.page(), "exit_code": int(self.exit_code)}
         return msgspec.json.encode(word | {"guilty": self.verdict.guilty}).decode()
+
+    def page(self, oom_kills: int = 0) -> str:
+        """What the screen says; `oom_kills` is how many processes the kernel has killed for memory."""
+        if self.failed is not None:
+            return failure_page(self.verdict, self.evidence, oom_kills=oom_kills, attempt_dir=self.attempt_dir)
+        return page(self.verdict, self.evidence, waited_seconds=self.waited_seconds, folder=self.folder, run=self.run)
 
 
 class Guarding:
@@ -86,7 +99,7 @@ class Guarding:
         self._generation, self._plan = generation, generation.plan
         self._windows = self._plan.stall_after
         self._pace = Pace(self._windows)
-        self._slowness = Slowness({o.rank: o.host for o in generation.observe()})
+        self._slowness = Slowness({one.rank: one.host for one in generation.samples()})
         self._looked_seconds = self._asked_seconds = self._early_seconds = 0.0
         self._off = self._windows.off
 
@@ -95,7 +108,7 @@ class Guarding:
         """How often to look."""
         return sample_seconds(self._windows)
 
-    def look(self) -> Stall | None:
+    def look(self) -> Judgement | None:
         """Do what is to be done now; a stall, if there is one."""
         if self._off or time.monotonic() < self._looked_seconds + self.look_seconds / 2:
             return None
@@ -105,15 +118,16 @@ class Guarding:
         except Exception as error:
             return self._give_up(error)
 
-    def explain(self, primary: Observation) -> tuple[Stall | None, str]:
-        """When `primary` has failed: a better explanation, if there is one; and the last collective of that rank."""
-        if self._off:
-            return None, ""
-        try:
-            return self._explain(primary)
-        except Exception as error:
-            self._give_up(error)
-            return None, ""
+    def judge_failure(self, samples: Sequence[Sample]) -> Judgement:
+        """Judge a generation of which, as `samples` show, some ranks have failed."""
+        if not self._off:
+            try:
+                evidence = self._generation.ask(HURRIED_SECONDS, to_its_end=True)
+                return self._judged(judge(evidence), evidence, 0.0)
+            except Exception as error:
+                self._give_up(error)
+        evidence = [Evidence.of(one) for one in samples]
+        return Judgement(judge(evidence), evidence, self._plan.attempt_dir)
 
     def _give_up(self, error: Exception) -> None:
         self._off = True
@@ -121,15 +135,15 @@ class Guarding:
         why = f"is off: {error}" if unseen else f"has failed, and is off: {type(error).__name__}: {error}"
         say(f"warning: the hang guard {why}")
 
-    def _look(self) -> Stall | None:
-        pulses = self._generation.pulses()
-        alarm = self._pace.see(time.monotonic(), paces(pulses, self._plan.world_size))
-        for words in (self._pace.notice, self._slowness.see(pulses)):
+    def _look(self) -> Judgement | None:
+        running = self._generation.running()
+        alarm = self._pace.see(time.monotonic(), perhaps_waiting(running, self._plan.world_size))
+        for words in (self._pace.notice, self._slowness.see(running)):
             if words:
                 say(words)
         self._pace.notice = ""
         self._answer_asks()
-        alarm = alarm or self._early_alarm(pulses)
+        alarm = alarm or self._early_alarm(running)
         if alarm is None:
             return None
         warned_only = alarm.kind == "warn"
@@ -140,27 +154,27 @@ class Guarding:
             return None
         if not warned_only:
             return self._stall(evidence, alarm)
-        ranks = [RankPace(e.rank, e.still_seconds, e.phase, e.step, waits(e)) for e in evidence if e.code is None]
-        say(story.warning(ranks, still_seconds=alarm.still_seconds, window_seconds=alarm.window_seconds))
+        ranks = [replace(one, waiting=waits(one)) for one in evidence if one.runs]
+        say(warning(ranks, still_seconds=alarm.still_seconds, window_seconds=alarm.window_seconds))
         return None
 
-    def _early_alarm(self, pulses: Sequence[Pulse]) -> Alarm | None:
+    def _early_alarm(self, running: Sequence[Sample]) -> Alarm | None:
         """An alarm before the window is over, where looking closer shows all that waiting could.
 
         A rank has ended with code 0 and all others wait; or, in a window of the user's, ranks have not met.
         """
-        now, still_seconds = time.monotonic(), min((pulse.still_seconds for pulse in pulses), default=0.0)
+        now, still_seconds = time.monotonic(), min((one.still_seconds for one in running), default=0.0)
         if now < self._early_seconds:
             return None
-        asked_seconds, met = self._windows.seconds, any(pulse.met for pulse in pulses)
+        asked_seconds, met = self._windows.seconds, any(one.met for one in running)
         apart = self._plan.world_size > 1 and not met and asked_seconds is not None and still_seconds >= asked_seconds
-        left = still_seconds >= LEFT_SECONDS and all(pulse.waiting for pulse in pulses)
-        if not apart and not (left and any(o.code == ExitCode.DONE for o in self._generation.observe())):
+        left = still_seconds >= LEFT_SECONDS and all(one.waiting for one in running)
+        if not apart and not (left and any(one.code == ExitCode.DONE for one in self._generation.samples())):
             return None
         self._early_seconds = now + still_seconds  # less and less often, where it is nothing
         return Alarm("stall", still_seconds, 0.0)
 
-    def _stall(self, evidence: Sequence[Evidence], alarm: Alarm) -> Stall | None:
+    def _stall(self, evidence: Sequence[Evidence], alarm: Alarm) -> Judgement | None:
         verdict = judge(evidence)
         if not alarm.window_seconds and verdict.kind not in EARLY:
             return None
@@ -169,9 +183,12 @@ class Guarding:
             verdict = replace(verdict, sentences=(*verdict.sentences, *apart[:8]))
             if self._generation.interrupted:
                 return None
-        return self._written(verdict, evidence, max(one.still_seconds for one in evidence))
+        return self._judged(verdict, evidence, max(one.still_seconds for one in evidence))
 
-    def _written(self, verdict: Verdict, evidence: Sequence[Evidence], waited_seconds: float) -> Stall:
+    def _judged(self, verdict: Verdict, evidence: Sequence[Evidence], waited_seconds: float) -> Judgement:
+        """Write the verdict down, if it is on more than a failure."""
+        if verdict.failed is not None:
+            return Judgement(verdict, evidence, self._plan.attempt_dir)
         folder = next(_free_folders(Path(self._plan.attempt_dir)))
         shown = run = ""
         try:
@@ -179,21 +196,7 @@ class Guarding:
             shown, run = _short(folder), _short(Path(self._plan.run_dir)) if self._plan.run_dir else ""
         except OSError:  # a full disk does not keep anybody from being named
             shutil.rmtree(folder, ignore_errors=True)
-        page = story.page(verdict, evidence, waited_seconds=waited_seconds, folder=shown, run=run)
-        return Stall(verdict, page, to_free(verdict, evidence))
-
-    def _explain(self, primary: Observation) -> tuple[Stall | None, str]:
-        evidence = self._generation.ask(HURRIED_SECONDS, to_its_end=True)
-        ops = next((one.ops for one in evidence if one.rank == primary.rank), ())
-        last = f"its last collective: {told(ops[-1])}{called_from(ops[-1])}" if ops else ""
-        aborted = primary.kind is Kind.SIGNAL and primary.code == -signal.SIGABRT
-        if primary.kind is not Kind.VICTIM and not aborted:
-            return None, last
-        verdict = judge(evidence)
-        better = verdict.kind in BETTER_THAN_VICTIMS or (aborted and verdict.kind is VerdictKind.LEFT)
-        if not better or not (verdict.guilty or verdict.tie):
-            return None, last
-        return self._written(verdict, evidence, 0.0), last
+        return Judgement(verdict, evidence, self._plan.attempt_dir, waited_seconds, shown, run)
 
     def _answer_asks(self) -> None:
         """Answer `paceline hang`, which puts a file into the attempt's folder and waits for a verdict."""

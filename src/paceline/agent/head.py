@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from paceline.agent.crew import Crew
 from paceline.agent.gather import gather_nodes
 from paceline.agent.generation import Generation
-from paceline.agent.guarding import Guarding, Stall
+from paceline.agent.guarding import Guarding, Judgement
 from paceline.agent.restart import (
     FailedGeneration,
     NoRestart,
@@ -22,12 +22,14 @@ from paceline.agent.restart import (
     without_lost_nodes,
 )
 from paceline.agent.start import Inherited
+from paceline.contract.evidence import Evidence, Sample
 from paceline.contract.failure import GOOD_ENDS
 from paceline.contract.node_plan import NodePlan
 from paceline.contract.orders import LIFELINE_GRACE_SECONDS, REMOTE_GRACE_SECONDS, Orders
 from paceline.errors import ExitCode, UsageError
-from paceline.guard.deaths import Kind, Observation, choose, verdict_due_seconds
-from paceline.guard.verdict import tell
+from paceline.guard.deaths import RankEnd, due_seconds, end_of, first_to_fail
+from paceline.guard.judge import judge
+from paceline.guard.verdict import failure_page
 from paceline.observe.summary import write_ended
 from paceline.observe.terminal import say
 
@@ -77,29 +79,24 @@ class Head:
         if not generation.wait_started():
             return self._obey(generation)
         self._settled()
-        guarding = Guarding(generation)
-        end = self._watch(generation, guarding)
-        if isinstance(end, int):
-            return end
-        failed = (
-            self._end_stalled(generation, end) if isinstance(end, Stall) else self._judge(generation, guarding, end)
-        )
-        return self._again(generation, failed)
+        end = self._watch(generation)
+        return end if isinstance(end, int) else self._again(generation, self._end(generation, end))
 
-    def _watch(self, generation: Generation, guarding: Guarding) -> int | list[Observation] | Stall:
-        """Wait for the generation's end; the exit code, or what was observed when it failed or stood still."""
+    def _watch(self, generation: Generation) -> int | Judgement:
+        """Wait for the generation's end; the exit code, or what it failed of."""
+        guarding = Guarding(generation)
         while True:
-            observations = generation.observe()
-            if all(o.code in GOOD_ENDS for o in observations):
-                return good_code(observations)
-            due = verdict_due_seconds(observations)
+            ranks = generation.samples()
+            if all(one.code in GOOD_ENDS for one in ranks):
+                return good_code(ranks)
+            due = due_seconds(ranks)
             if due is not None and time.monotonic() >= due:
-                return observations
-            saved = [o.seen_seconds for o in observations if o.code == ExitCode.SAVED]
+                return guarding.judge_failure(ranks)
+            saved = [one.ended_seconds for one in ranks if one.code == ExitCode.SAVED]
             if saved and due is None and time.monotonic() >= min(saved) + self.plan.stop_grace_seconds:
-                return self._end_late(generation, observations)
-            if due is None and not saved and (stall := guarding.look()) is not None:
-                return stall
+                return self._end_late(generation, ranks)
+            if due is None and not saved and (stalled := guarding.look()) is not None:
+                return stalled
             self.crew.wait(guarding.look_seconds if due is None else POLL_FAILING_SECONDS)
             if self.crew.ordered:
                 return self._obey(generation)
@@ -110,28 +107,29 @@ class Head:
             generation.stop(REMOTE_GRACE_SECONDS if self.plan.silence_seconds else LIFELINE_GRACE_SECONDS)
             return _launcher_gone()
         generation.stop(self.plan.stop_grace_seconds, signals_heard=1)
-        return self._stopped_by_signal(generation.observe())
+        return self._stopped_by_signal(generation.samples())
 
-    def _stopped_by_signal(self, observations: Sequence[Observation]) -> int:
-        if observations and all(o.code in GOOD_ENDS for o in observations):
-            return good_code(observations)
+    def _stopped_by_signal(self, ranks: Sequence[Sample]) -> int:
+        if ranks and all(one.code in GOOD_ENDS for one in ranks):
+            return good_code(ranks)
         if lost := [member for member in self.crew.members.values() if member.lost]:
             # a scheduler ends all tasks of a step when one of them is gone: its order only follows from the loss
             for member in lost:
                 say(f"{member.name} is lost: {member.lost}")
             return ExitCode.FAILED
         number = signal.Signals(self.crew.signals[0])
-        primary = choose(observations)
-        if primary is not None and primary.kind is Kind.EXCEPTION:  # it could not save, for example
-            say(tell(primary, observations, oom_kills=0, attempt_dir=self.plan.attempt_dir))
+        first = first_to_fail(ranks)
+        if first is not None and end_of(first) is RankEnd.EXCEPTION:  # it could not save, for example
+            evidence = [Evidence.of(one) for one in ranks]
+            say(failure_page(judge(evidence), evidence, oom_kills=0, attempt_dir=self.plan.attempt_dir))
         say(f"stopped by {number.name}")
         return 128 + number
 
-    def _end_late(self, generation: Generation, observations: Sequence[Observation]) -> int:
+    def _end_late(self, generation: Generation, ranks: Sequence[Sample]) -> int:
         """End ranks that still run long after another has saved and stopped; rank 0 decides, for it saves for all."""
-        late = ", ".join(str(o.rank) for o in observations if o.code is None)
+        late = ", ".join(str(one.rank) for one in ranks if one.code is None)
         generation.stop(self.plan.grace_seconds)
-        if generation.own.observe()[0].code == ExitCode.SAVED:
+        if generation.own.samples()[0].code == ExitCode.SAVED:
             return ExitCode.SAVED
         say(
             f"rank {late} still ran {self.plan.stop_grace_seconds:g} s after another rank had saved its state and "
@@ -139,34 +137,27 @@ class Head:
         )
         return ExitCode.FAILED
 
-    def _judge(
-        self, generation: Generation, guarding: Guarding, observations: Sequence[Observation]
-    ) -> FailedGeneration:
-        """End the generation and report the verdict."""
-        primary = choose(observations)
-        assert primary is not None
-        stall, last = guarding.explain(primary)
-        generation.stop(self.plan.grace_seconds)  # first: the verdict shall be the last thing on the screen
-        if stall is not None:
-            say(stall.page)
-            return _stalled(generation, stall)
-        words = tell(
-            primary, observations, oom_kills=generation.oom_kills(), attempt_dir=self.plan.attempt_dir, last=last
-        )
-        say(words)
-        return FailedGeneration.of(primary, observations, step=generation.step_reached(), nproc=generation.plan.nproc)
-
-    def _end_stalled(self, generation: Generation, stall: Stall) -> FailedGeneration:
-        """Report the verdict, free the ranks that only wait, and end the generation."""
-        say(stall.page)
-        generation.free(stall.freed, stall.word)
+    def _end(self, generation: Generation, judgement: Judgement) -> FailedGeneration:
+        """End the generation and report the verdict. Where ranks only wait, they learn it and are freed first."""
+        stalled = judgement.waited_seconds > 0
+        if stalled:
+            say(judgement.page())
+            generation.free(judgement.freed, judgement.word)
         generation.stop(self.plan.grace_seconds)
-        return _stalled(generation, stall)
+        if not stalled:  # after the ranks' own last words: the verdict shall be the last thing on the screen
+            say(judgement.page(generation.oom_kills()))
+        return FailedGeneration.of(
+            judgement.verdict,
+            judgement.evidence,
+            judgement.exit_code,
+            step=generation.step_reached(),
+            nproc=generation.plan.nproc,
+        )
 
     def _again(self, generation: Generation, failed: FailedGeneration) -> Restart | int:
         """The restart to make, or the exit code; what is done and why is reported."""
         plan, here = self.plan, 1 + len(self.crew.here)
-        if failed.kind is Kind.LOST or here < 1 + len(
+        if failed.end is RankEnd.LOST or here < 1 + len(
             generation.members
         ):  # lost while the others were being stopped, say
             decision = without_lost_nodes(here, nodes=plan.nodes, min_nodes=plan.min_nodes, nproc=plan.nproc)
@@ -205,12 +196,6 @@ def _launcher_gone() -> ExitCode:
     return ExitCode.FAILED
 
 
-def _stalled(generation: Generation, stall: Stall) -> FailedGeneration:
-    return FailedGeneration.stalled(
-        stall.verdict, stall.exit_code, step=generation.step_reached(), nproc=generation.plan.nproc
-    )
-
-
-def good_code(observations: Sequence[Observation]) -> ExitCode:
+def good_code(ranks: Sequence[Sample]) -> ExitCode:
     """The exit code where all workers ended in good order: saved and to be gone on with, or done."""
-    return ExitCode.SAVED if any(o.code == ExitCode.SAVED for o in observations) else ExitCode.DONE
+    return ExitCode.SAVED if any(one.code == ExitCode.SAVED for one in ranks) else ExitCode.DONE

@@ -5,13 +5,9 @@ Times are ages in seconds, never clock readings: no two hosts' clocks can be com
 
 from __future__ import annotations
 
-import dataclasses
-
 import msgspec
 
-from paceline.contract.evidence import Evidence
-from paceline.guard.deaths import Observation
-from paceline.guard.pulse import Pulse
+from paceline.contract.evidence import Evidence, Sample
 from paceline.host.facts import Facts
 
 BEAT_SECONDS = 2.0  # between two signs of life, in both directions
@@ -68,22 +64,14 @@ class StartReply(msgspec.Struct, frozen=True, tag=True):
     refusal: str = ""
 
 
-class NodeReport(msgspec.Struct, frozen=True, tag=True):
-    """Node to head, every two seconds and whenever something has changed: how the workers are. A sign of life, too."""
+class Beat(msgspec.Struct, frozen=True, tag=True):
+    """Node to head, as often as the guard looks and whenever a worker has ended: how they are. A sign of life, too."""
 
     generation: int
-    workers: tuple[Observation, ...] = ()  # with ages in the place of times
-    step: int = 0
+    workers: tuple[Sample, ...] = ()  # with ages in the place of times
     oom_kills: int = 0
     stopped: bool = False  # the generation is ended, and nothing of it runs any more
     left: tuple[int, ...] = ()  # but for these pids, which not even SIGKILL has ended
-
-
-class Pulses(msgspec.Struct, frozen=True, tag=True):
-    """Node to head, every second: how each of its workers that run gets on. Not sent while the guard is off."""
-
-    generation: int
-    pulses: tuple[Pulse, ...]
 
 
 class Ask(msgspec.Struct, frozen=True, tag=True):
@@ -130,28 +118,5 @@ class RunOver(msgspec.Struct, frozen=True, tag=True):
 
 
 Message = (
-    Hello
-    | Reach
-    | Reached
-    | StartOrder
-    | StartReply
-    | NodeReport
-    | Pulses
-    | Ask
-    | Shown
-    | Release
-    | Ordered
-    | Stop
-    | Alive
-    | RunOver
+    Hello | Reach | Reached | StartOrder | StartReply | Beat | Ask | Shown | Release | Ordered | Stop | Alive | RunOver
 )
-
-
-def turned(o: Observation, now_seconds: float) -> Observation:
-    """An observation with ages in the place of times, to be sent; or, of one that has come, the times again.
-
-    They are late by the time of travel, which is milliseconds.
-    """
-    record = o.record and msgspec.structs.replace(o.record, monotonic_seconds=now_seconds - o.record.monotonic_seconds)
-    seen_seconds = 0.0 if o.code is None else now_seconds - o.seen_seconds  # meaningless while it runs
-    return dataclasses.replace(o, seen_seconds=seen_seconds, record=record)

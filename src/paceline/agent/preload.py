@@ -21,7 +21,7 @@ from contextlib import suppress
 import msgspec
 
 from paceline.contract.birth import WorkerBirth
-from paceline.contract.forking import MAX_ORDER_BYTES, READY, Order, as_bytes, at_import
+from paceline.contract.forking import MAX_ORDER_BYTES, READY, ForkOrder, as_bytes, at_import
 from paceline.contract.orders import Orders
 from paceline.contract.variables import AGENT_MARK
 from paceline.host.procfs import read_process
@@ -113,7 +113,7 @@ class Preloader:
         try:
             _take_orphans(True)  # only now: what workers leave behind is not ours to wait for
             blocked = tuple(int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, []))
-            order = msgspec.msgpack.encode(Order(as_bytes(env), tuple(descriptors), blocked))
+            order = msgspec.msgpack.encode(ForkOrder(as_bytes(env), tuple(descriptors), blocked))
             socket.send_fds(self._channel, [order], [waits, *descriptors.values()])
             answer = self._channel.recv(MAX_ORDER_BYTES).decode(errors="replace")
             if not answer.isdecimal():

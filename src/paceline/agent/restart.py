@@ -1,4 +1,4 @@
-"""Whether another start is worth it. Pure: from the failures so far to a restart, perhaps with fewer ranks, or none.
+"""Decides whether another start is worth it. Pure: from the failures so far to a restart, perhaps smaller, or none.
 
 What comes from outside (a killed process, memory that ran out, a network that broke) is worth another try. What the
 program does by itself it would do again, and the try would only hide the error and burn hours.
@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from paceline.contract.evidence import Verdict, VerdictKind
+from paceline.contract.evidence import Sample, Verdict, VerdictKind
 from paceline.contract.failure import LOADER_KILLED
 from paceline.errors import ExitCode
-from paceline.guard.deaths import Kind, Observation
+from paceline.guard.deaths import RankEnd, end_of
 from paceline.guard.story import same_verdict
 
 
@@ -21,7 +21,7 @@ from paceline.guard.story import same_verdict
 class FailedGeneration:
     """How one generation failed: its first failure, and how far it had come."""
 
-    kind: Kind
+    end: RankEnd | None  # of the rank that failed first; None: ranks stood still, or were at odds
     rank: int
     exit_code: int
     exception: str  # the type's name; empty without a record
@@ -32,25 +32,23 @@ class FailedGeneration:
     ended_well: frozenset[int] = frozenset()  # exit codes of ranks that had ended in good order before
 
     @classmethod
-    def of(cls, primary: Observation, observations: Sequence[Observation], *, step: int, nproc: int) -> Self:
-        """A generation that ended because `primary`, one of `observations`, failed."""
-        record = primary.record
+    def of(cls, verdict: Verdict, ranks: Sequence[Sample], exit_code: int, *, step: int, nproc: int) -> Self:
+        """A generation that ended with this verdict on its ranks."""
+        first = next((one for one in ranks if one.rank == verdict.failed), None)
+        if first is None:
+            rank = verdict.guilty[0] if verdict.guilty else -1
+            return cls(None, rank, exit_code, "", step, nproc, verdict=verdict)
+        failure = first.failure
         return cls(
-            kind=primary.kind,
-            rank=primary.rank,
-            exit_code=primary.exit_code,
-            exception=record.type if record else "",
+            end=end_of(first),
+            rank=first.rank,
+            exit_code=exit_code,
+            exception=failure.type if failure else "",
             step=step,
             nproc=nproc,
-            loader_killed=bool(record and LOADER_KILLED.search(record.message)),
-            ended_well=frozenset(o.code for o in observations if o.code is not None and not o.ended_badly),
+            loader_killed=bool(failure and LOADER_KILLED.search(failure.message)),
+            ended_well=frozenset(one.code for one in ranks if one.code is not None and not one.ended_badly),
         )
-
-    @classmethod
-    def stalled(cls, verdict: Verdict, exit_code: int, *, step: int, nproc: int) -> Self:
-        """A generation that the hang guard has ended."""
-        rank = verdict.guilty[0] if verdict.guilty else -1
-        return cls(Kind.STALLED, rank, exit_code, "", step, nproc, verdict=verdict)
 
     @property
     def progress(self) -> tuple[int, int]:
@@ -59,9 +57,9 @@ class FailedGeneration:
         return self.step, 0 if self.step or op is None else op.seq
 
     @property
-    def what(self) -> tuple[Kind, int, int]:
+    def what(self) -> tuple[RankEnd | None, int, int]:
         """What makes two failures the same one."""
-        return self.kind, self.rank, self.exit_code
+        return self.end, self.rank, self.exit_code
 
     def is_like(self, other: FailedGeneration) -> bool:
         """Whether the other one was the same failure."""
@@ -144,11 +142,11 @@ def _not_worth_it(last: FailedGeneration) -> str:
         return "that ranks call different collectives is an error of the program, which a restart would only meet again"
     if last.verdict is not None and last.verdict.kind is VerdictKind.LEFT:
         return "a rank ended while others ran, which is an error of the program"
-    if last.kind is Kind.EXCEPTION and not last.loader_killed:
+    if last.end is RankEnd.EXCEPTION and not last.loader_killed:
         return f"{last.exception} is an error of the program, which a restart would only meet again"
-    if last.kind is Kind.EXIT:
+    if last.end is RankEnd.EXIT:
         return f"the program itself ended with exit code {last.exit_code}, and would do so again"
-    if last.kind is Kind.VICTIM and last.ended_well:
+    if last.end is RankEnd.VICTIM and last.ended_well:
         return "a rank ended while others ran, which is an error of the program"
     return ""
 

@@ -17,13 +17,13 @@ import msgspec
 from paceline.agent.janitor import tell_janitor
 from paceline.agent.start import Inherited, Worker, start_workers
 from paceline.agent.store import Store
-from paceline.contract.box import read_step, release
+from paceline.contract.boxes import release
+from paceline.contract.evidence import Sample
 from paceline.contract.failure import GOOD_ENDS, Failure
 from paceline.contract.node_plan import NodePlan
 from paceline.disk import writing
-from paceline.guard.collect import Watched
-from paceline.guard.deaths import Observation
-from paceline.guard.pulse import Pulse, Stillness
+from paceline.guard.collect import Collection
+from paceline.guard.samples import Stillness
 from paceline.host.cgroup import oom_kills
 from paceline.host.procfs import read_process
 from paceline.host.sweep import Roster, mark_of, roster_path, sweep
@@ -113,47 +113,37 @@ class Workers:
         """By local rank; None while one runs, -n if signal n killed it."""
         return [worker.process.poll() for worker in self._workers]
 
-    def observe(self) -> list[Observation]:
-        """What can be known of each worker now."""
+    def samples(self) -> list[Sample]:
+        """How each worker gets on now."""
+        now = time.monotonic()
         for worker, code in zip(self._workers, self._codes(), strict=True):
             if code is not None:
-                self._ended.setdefault(worker.rank, (code, time.monotonic()))
-        return [self._observation(worker) for worker in self._workers]
+                self._ended.setdefault(worker.rank, (code, now))
+        return [self._stillness.read(self._sample(worker), worker.box, now) for worker in self._workers]
 
-    def _observation(self, worker: Worker) -> Observation:
-        code, seen_seconds = self._ended.get(worker.rank, (None, math.inf))
-        record = None if code in GOOD_ENDS else read_record(worker.record)
-        log_tail = ""
-        if code and record is None:  # once is enough: what it has started may keep the pipe open
+    def _sample(self, worker: Worker) -> Sample:
+        code, ended_seconds = self._ended.get(worker.rank, (None, 0.0))
+        failure = None if code in GOOD_ENDS else read_record(worker.record)
+        words = f"{failure.type}: {failure.message}" if failure is not None else ""
+        if code and failure is None:  # once is enough: what it has started may keep the pipe open
             wait_seconds = 0.0 if worker.rank in self._drained else LAST_WORDS_SECONDS
             self._drained.add(worker.rank)
-            log_tail = worker.log_tail(LOG_TAIL_BYTES, wait_seconds=wait_seconds)
-        return Observation(
+            words = worker.log_tail(LOG_TAIL_BYTES, wait_seconds=wait_seconds)
+        return Sample(
             rank=worker.rank,
             host=os.uname().nodename,
             pid=worker.process.pid,
+            node=self.plan.node,
             code=code,
-            seen_seconds=seen_seconds,
-            record=record,
-            log_tail=log_tail,
+            ended_seconds=ended_seconds,
+            failure=failure,
+            words=words,
         )
 
-    def step_reached(self) -> int:
-        """Steps done by the rank that has come furthest; of the dead too."""
-        return max(read_step(worker.box) for worker in self._workers)
-
-    def pulses(self) -> list[Pulse]:
-        """How those that run get on. To be called every second; its clock is this call's."""
-        running = {worker.rank: worker.box for worker in self._workers if worker.process.poll() is None}
-        return self._stillness.see(running, time.monotonic())
-
-    def watched(self) -> list[Watched]:
-        """All workers, as far as they are known without asking them."""
-        still = {pulse.rank: pulse.still_seconds for pulse in self.pulses()}
-        return [
-            Watched(o.rank, o.host, self.plan.node, o.pid, w.box, o.code, still.get(o.rank, 0.0), words_of(o))
-            for w, o in zip(self._workers, self.observe(), strict=True)
-        ]
+    def collect(self, question: int, patience_seconds: float) -> Collection:
+        """Begin to ask all workers what exactly they do; see `Collection`."""
+        boxes = {worker.rank: worker.box for worker in self._workers}
+        return Collection(self.samples(), boxes, question, patience_seconds=patience_seconds)
 
     def release(self, ranks: Sequence[int], word: bytes) -> None:
         """Have those of `ranks` that are ours leave the collective in which they wait, with this word."""
@@ -183,12 +173,6 @@ class Workers:
         for worker in self._workers:
             os.close(worker.record)
             os.close(worker.box)
-
-
-def words_of(observation: Observation) -> str:
-    """What a worker has said at its end: its exception, or the end of its log."""
-    record = observation.record
-    return f"{record.type}: {record.message}" if record is not None else observation.log_tail
 
 
 def read_record(descriptor: int) -> Failure | None:

@@ -23,7 +23,8 @@ from paceline.contract.evidence import Evidence
 from paceline.disk import writing
 from paceline.disk.reading import names
 from paceline.errors import ExitCode, UsageError
-from paceline.guard.story import VERDICT, Told, describe, page, read_verdict
+from paceline.guard.story import Told, description, read_verdict
+from paceline.guard.verdict import VERDICT, page
 from paceline.observe.terminal import escaped
 
 ANSWER_SECONDS = 15.0  # the head looks every second, and gives every rank three seconds to answer
@@ -165,7 +166,7 @@ def _show(found: Found) -> None:
         if rest:
             console.print(rest)
     for one in evidence:
-        text = describe(shortened(one), most_ops=SHOWN_OPS, most_stacks=1)
+        text = description(shortened(one), most_ops=SHOWN_OPS, most_stacks=1)
         headline, _, rest = "\n".join(text.splitlines()[:MOST_LINES]).partition("\n")
         console.print(f"\n{headline}", style="bold red" if one.rank in told.verdict.guilty else "bold")
         console.print(rest.rstrip("\n"))

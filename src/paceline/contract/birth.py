@@ -1,4 +1,4 @@
-"""What an agent tells a worker, beside torchrun's variables: all of it in one of ours, read once.
+"""A worker's certificate of birth: all that its agent tells it beside torchrun's variables, in one of ours, read once.
 
 A worker takes it out of the environment, for its own children are not the agent's: they neither die with it nor speak
 to it. Descriptors are numbers of open files that the worker inherits; -1 is none.

@@ -1,12 +1,11 @@
-"""What does a worker do just now? Memory that it writes and its agent reads, also after the worker's death.
+"""The box: memory in which a worker shows what it does, and which its agent reads, also after the worker's death.
 
 The agent makes one memory file per rank and generation; the worker inherits it and maps it. Writing
 is a store to memory, so a step may do it many times; what a killed process has written stays. Nobody ever locks: a
-reader may see a record half written, and knows it by the number that stands at both of its ends. Whatever stands in a
-box was written by a worker, perhaps a broken one: readers take nothing in it for granted.
+reader may see a record half written, and knows it by the number at both of its ends. The readers' side is boxes.py.
 
     offset      what                 by whom
-         0      counters             worker: steps done, phase, changes, heartbeat, ... (`_AT`); agent: asked, released
+         0      counters             worker: steps done, phase, heartbeat, ... (`COUNTERS_AT`); agent: asked, released
        256      phase times          worker: nanoseconds spent in each phase so far
        512      loader slots         loader processes: pid, item
       4096      ring                 worker: its last 256 collectives
@@ -23,12 +22,10 @@ import os
 import signal
 import struct
 import time
-from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from paceline.contract.evidence import LoaderWorker, Op, Phase
+from paceline.contract.evidence import Op, Phase
 
 NAME = "paceline-box-"
 SIGNAL = signal.SIGRTMAX - 3  # asks faulthandler for stacks; SIGUSR1 and SIGUSR2 are the users' own
@@ -51,8 +48,7 @@ _NAMES = (
     "loading",  # 1: the main thread waits for a batch of its loader processes
     "waiting",  # 1: when the watcher last woke, a collective or a message was on its way
 )
-_AT = {name: index * WORD.size for index, name in enumerate(_NAMES)}
-_OPS_AT = _AT["ops"]
+COUNTERS_AT = {name: index * WORD.size for index, name in enumerate(_NAMES)}
 WATCHED, SIGNAL_SAFE = 1, 2
 PHASES_AT = 256
 SLOTS_AT, SLOTS, SLOT = 512, 32, struct.Struct("@QQQQ")  # pid, epoch, item, busy
@@ -85,11 +81,11 @@ class Box:
 
     def put(self, name: str, value: int) -> None:
         """Set one counter, at least 0."""
-        WORD.pack_into(self._memory, _AT[name], value)
+        WORD.pack_into(self._memory, COUNTERS_AT[name], value)
 
     def get(self, name: str) -> int:
         """One counter; the agent sets some."""
-        return WORD.unpack_from(self._memory, _AT[name])[0]
+        return WORD.unpack_from(self._memory, COUNTERS_AT[name])[0]
 
     def tick(self) -> None:
         """Say that something has moved."""
@@ -97,7 +93,7 @@ class Box:
 
     def set_step(self, done: int) -> None:
         """Say how many steps are done, at least 0."""
-        WORD.pack_into(self._steps, _AT["step"], done)
+        WORD.pack_into(self._steps, COUNTERS_AT["step"], done)
         self.tick()
 
     def enter(self, phase: Phase) -> Phase:
@@ -116,13 +112,13 @@ class Box:
         return self.begin_text(op.seq, NO_PEER if op.peer is None else op.peer, ring_text(op))
 
     def begin_text(self, seq: int, peer: int, text: bytes) -> int:
-        """`begin` for whoever keeps the `ring_text` of an operation that comes again and again."""
+        """`begin` with the `ring_text` of an operation that comes again and again."""
         number = next(self._numbers)
         at = RING_AT + (number - 1) % RECORDS * RECORD.size
         RECORD.pack_into(
             self._memory, at, number, seq & 0xFFFFFFFF, IN_FLIGHT, len(text), peer, time.monotonic_ns(), text, number
         )
-        WORD.pack_into(self._memory, _OPS_AT, number)
+        WORD.pack_into(self._memory, COUNTERS_AT["ops"], number)
         return number
 
     def end(self, number: int) -> None:
@@ -165,7 +161,7 @@ class Box:
 
 
 def ring_text(op: Op) -> bytes:
-    """The words of an operation as they stand in the ring; long ones are cut, each for itself."""
+    """The words of an operation as the ring has them; long ones are cut, each for itself."""
     cut = (op.group[:24], op.kind, op.shape[:48], op.dtype[:24], op.name[:40], op.site[:72])
     return SEPARATOR.join(word.replace(SEPARATOR, " ") for word in cut).encode(errors="replace")[:TEXT_BYTES]
 
@@ -178,115 +174,8 @@ def _is_box(descriptor: int) -> bool:
         return False
 
 
-def make_box(rank: int) -> int:
-    """The agent's side: a descriptor of an empty box, not yet inherited by anybody."""
-    descriptor = os.memfd_create(f"{NAME}{rank}")
-    os.ftruncate(descriptor, BOX_BYTES)
-    return descriptor
-
-
-@dataclass(frozen=True)
-class Seen:
-    """The counters of a box at one moment. `moved` changes whenever the worker has made any progress."""
-
-    step: int
-    phase: Phase
-    ready: int
-    answered: int
-    beat_ns: int
-    ops: int
-    moved: tuple[int, ...]
-    phase_seconds: tuple[float, ...]  # spent in each phase, up to its last change
-    waiting: bool  # for other ranks, in a collective or message, when its watcher last woke
-
-
-def look(descriptor: int) -> Seen:
-    """Read a box's counters. Never fails for what a worker has written there."""
-    data = os.pread(descriptor, SLOTS_AT, 0).ljust(SLOTS_AT, b"\0")
-    value = {name: WORD.unpack_from(data, at)[0] for name, at in _AT.items()}
-    phase = Phase(value["phase"]) if value["phase"] in {*Phase} else Phase.USER
-    spent = tuple(WORD.unpack_from(data, PHASES_AT + p * WORD.size)[0] / 1e9 for p in Phase)
-    moved = tuple(value[name] for name in ("step", "phase", "changes", "ops", "enqueued"))
-    return Seen(
-        value["step"],
-        phase,
-        value["ready"],
-        value["answered"],
-        value["beat_ns"],
-        value["ops"],
-        moved,
-        spent,
-        bool(value["waiting"]),
-    )
-
-
-def read_step(descriptor: int) -> int:
-    """How many steps the box's worker has done, 0 before it has said so."""
-    return _word_of(descriptor, "step")
-
-
-def _word_of(descriptor: int, name: str) -> int:
-    return WORD.unpack(os.pread(descriptor, WORD.size, _AT[name]).ljust(WORD.size, b"\0"))[0]
-
-
-def ask(descriptor: int, question: int) -> None:
-    """Ask the worker for its stacks and collectives; its watcher answers within a fraction of a second, if it can."""
-    os.pwrite(descriptor, WORD.pack(question), _AT["asked"])
-
-
-def release(descriptor: int, why: bytes) -> None:
-    """Have the worker leave the collective that it is in, with `why` (JSON) as the reason."""
-    why = why[:WORD_MAX]
-    os.pwrite(descriptor, why, WORD_AT)
-    os.pwrite(descriptor, WORD.pack(len(why)), _AT["word_bytes"])
-    os.pwrite(descriptor, WORD.pack(1), _AT["released"])
-
-
-def read_answer(descriptor: int) -> bytes:
-    """The worker's last answer, as it wrote it."""
-    return os.pread(descriptor, min(_word_of(descriptor, "answer_bytes"), ANSWER_MAX), ANSWER_AT)
-
-
-def has_box(pid: int) -> bool:
-    """Whether the process still has its box; not so when it has become another program (`os.execv`)."""
-    try:
-        if f"/memfd:{NAME}" in Path(f"/proc/{pid}/maps").read_text():
-            return True
-        links = (os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir())  # noqa: PTH115 - no file behind it
-        return any(link.startswith(f"/memfd:{NAME}") for link in links)
-    except OSError:
-        return True  # it is just ending, or closes files: nobody can say
-
-
-def takes_signal(pid: int) -> bool:
-    """Whether the process catches SIGNAL at this moment: to one that has become another program it would be the end."""
-    try:
-        status = Path(f"/proc/{pid}/status").read_text()
-        caught = next(line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:"))
-        return bool(int(caught, 16) >> (SIGNAL - 1) & 1)
-    except (OSError, StopIteration, ValueError, IndexError):
-        return False
-
-
-def forget_native(descriptor: int) -> None:
-    """Throw away what faulthandler has written so far, before SIGNAL is sent anew."""
-    os.ftruncate(descriptor, BOX_BYTES)
-
-
-def read_native(descriptor: int) -> str:
-    """What faulthandler has written on SIGNAL so far; of much, the end, where the main thread stands."""
-    size = os.fstat(descriptor).st_size
-    start = max(BOX_BYTES, size - NATIVE_MAX)
-    return os.pread(descriptor, NATIVE_MAX, start).decode(errors="replace") if size > start else ""
-
-
-def read_ring(descriptor: int) -> list[Op]:
-    """The worker's last collectives, the oldest first, as far as they are whole."""
-    return [op for _, op in of_this_life(records(os.pread(descriptor, RECORDS * RECORD.size, RING_AT)))]
-
-
 def records(data: bytes) -> list[tuple[int, Op]]:
-    """What stands in a ring, the oldest first: when each operation began, in ns, and what it is."""
+    """What is in a ring, the oldest first: when each operation began, in ns, and what it is."""
     found: list[tuple[int, int, Op]] = []
     for at in range(0, len(data) - RECORD.size + 1, RECORD.size):
         first, seq, state, length, peer, began_ns, raw, last = RECORD.unpack_from(data, at)
@@ -300,25 +189,8 @@ def records(data: bytes) -> list[tuple[int, Op]]:
     return [(began_ns, op) for _, began_ns, op in sorted(found, key=lambda record: record[0])]
 
 
-def of_this_life(operations: Iterable[tuple[int, Op]]) -> list[tuple[int, Op]]:
-    """Without what an earlier group of the same name has called: numbers that begin anew make the old ones void."""
-    kept: list[tuple[int, Op]] = []
-    last: dict[str, int] = {}
-    for at, op in operations:
-        if not op.is_message and op.seq < last.get(op.group, 0):
-            kept = [one for one in kept if one[1].group != op.group]
-        if not op.is_message:
-            last[op.group] = op.seq
-        kept.append((at, op))
-    return kept
-
-
-def read_loaders(descriptor: int) -> list[LoaderWorker]:
-    """The processes that load data for this worker, as far as they have said what they do."""
-    data = os.pread(descriptor, SLOTS * SLOT.size, SLOTS_AT)
-    slots = [SLOT.unpack_from(data, at) for at in range(0, len(data) - SLOT.size + 1, SLOT.size)]
-    return [
-        LoaderWorker(number, pid, item, epoch, busy=bool(busy))
-        for number, (pid, epoch, item, busy) in enumerate(slots)
-        if pid
-    ]
+def make_box(rank: int) -> int:
+    """A descriptor of an empty box, not yet inherited by anybody."""
+    descriptor = os.memfd_create(f"{NAME}{rank}")
+    os.ftruncate(descriptor, BOX_BYTES)
+    return descriptor

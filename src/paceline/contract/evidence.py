@@ -1,14 +1,22 @@
-"""What is known of one rank when its run stands still: the judge's only input. Data that travels between agents.
+"""The records of a rank's life after its start, as its agent sees it. They travel between agents.
 
-A rank is described by what it did last (`Op`), by where it is (`Frame`), and by what only its parent can see (the state
-of its process). Ages and durations, never clock readings: no two hosts' clocks can be compared.
+    Sample      how it gets on, at one moment: its process and its box. The beat that agents send
+    Evidence    a sample, and all that only asking finds out: stacks, collectives. The judge's only input
+    Verdict     who is to blame
+
+How a rank failed, in its own words, is a `Failure`. No two hosts' clocks can be compared, so only ages travel.
 """
 
 from __future__ import annotations
 
 from enum import IntEnum
+from typing import Self
 
 import msgspec
+from msgspec.structs import replace
+
+from paceline.contract.failure import GOOD_ENDS, Failure
+from paceline.errors import ExitCode
 
 
 class Phase(IntEnum):
@@ -90,28 +98,86 @@ class LoaderWorker(msgspec.Struct, frozen=True, omit_defaults=True):
     busy: bool = True  # it has begun the item, and not ended it
 
 
-class Evidence(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One rank."""
+class Sample(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One worker at one moment: what /proc, its box and its failure record show of it."""
 
     rank: int
     host: str
     pid: int
     node: int = 0
     code: int | None = None  # its exit code, -n if signal n killed it; None while it runs
-    lost: bool = False  # with its whole node
+    lost: str = ""  # why its whole node is no longer heard of; empty where it is
+    ended_seconds: float = 0.0
+    """when its end was seen, or its lost node last heard, by the agent's monotonic clock; an age where it travels"""
+    failure: Failure | None = None  # its own record of it
+    words: str = ""  # its exception, or the end of its log: where it has ended or is about to
+    step: int = 0  # steps done, also those of earlier starts
+    phase: Phase = Phase.USER
+    phase_seconds: tuple[float, ...] = ()  # spent in each phase, up to its last change
+    still_seconds: float = 0.0  # since anything of it has moved
+    waiting: bool = False  # for other ranks
+    met: bool = False  # it has called a collective
+
+    @property
+    def runs(self) -> bool:
+        """Whether it has not ended, as far as is known."""
+        return self.code is None and not self.lost
+
+    @property
+    def ended_badly(self) -> bool:
+        """Whether it is gone, and neither done nor stopped in good order."""
+        return bool(self.lost) or self.code not in (None, *GOOD_ENDS)
+
+    @property
+    def failed_at_seconds(self) -> float:
+        """When it failed: an exception is older than the end of the process."""
+        return self.failure.monotonic_seconds if self.failure else self.ended_seconds
+
+    @property
+    def exit_code(self) -> int:
+        """What a shell would see; with a record what the worker meant, for a teardown can still crash."""
+        if self.lost:
+            return ExitCode.FAILED
+        if self.failure:
+            return self.failure.exit_code
+        code = self.code or 0
+        return 128 - code if code < 0 else code
+
+    @property
+    def stepped(self) -> bool | None:
+        """Whether its optimizer has stepped in this start; None: nobody knows."""
+        known = self.phase is not Phase.USER and self.phase_seconds
+        return self.phase_seconds[Phase.OPTIMIZER] > 0 if known else None
+
+    def turned(self, now_seconds: float) -> Self:
+        """The same with ages in the place of times, to be sent; or, of one that has come, the times again.
+
+        They are late by the time of travel, which is milliseconds.
+        """
+        failure = self.failure
+        if failure is not None:
+            failure = replace(failure, monotonic_seconds=now_seconds - failure.monotonic_seconds)
+        ended = self.code is not None or self.lost
+        return replace(self, failure=failure, ended_seconds=now_seconds - self.ended_seconds if ended else 0.0)
+
+
+class Evidence(Sample, frozen=True, omit_defaults=True):
+    """One rank, looked at as closely as can be."""
+
     state: str = ""  # of the process, from /proc: R running, S sleeping, D in I/O, T stopped, Z; empty: gone
     cpu_seconds: float = 0.0  # that it has used within the last second or so of standing still
-    step: int = 0  # steps done
-    phase: Phase = Phase.USER
     watched: bool = True  # False: it has become another program, into which nobody sees
     answered: bool = False  # the interpreter took the question for its stacks; False: GIL held, stopped, or gone
-    still_seconds: float = 0.0  # since anything of it has moved
     ops: tuple[Op, ...] = ()  # the last ones, the oldest first
     groups: dict[str, tuple[int, ...]] = {}  # name -> ranks of the world, as far as this rank is a member
     stacks: tuple[Stack, ...] = ()  # the main thread first
     native: str = ""  # faulthandler's text, where the interpreter did not answer
     loaders: tuple[LoaderWorker, ...] = ()
-    words: str = ""  # its exception, or the end of its log: where it has ended or is about to
+
+    @classmethod
+    def of(cls, sample: Sample) -> Self:
+        """Of a rank of which nothing more than a sample is known."""
+        return cls(*(getattr(sample, name) for name in Sample.__struct_fields__))
 
 
 class VerdictKind(IntEnum):
@@ -140,3 +206,5 @@ class Verdict(msgspec.Struct, frozen=True, omit_defaults=True):
     op: Op | None = None  # the collective that it is about, as the waiting ranks see it
     site: str = ""  # "train.py:88 in load_batch": where the (first) guilty rank is
     step: int = 0  # how many steps the rank that has come furthest has done
+    failed: int | None = None
+    """the rank that failed first, where its failure is all there is to tell; None where others are to blame, or none"""

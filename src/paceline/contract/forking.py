@@ -1,9 +1,9 @@
-"""What do an agent and its preloader tell each other? A preloader is a process that workers are forked from.
+"""What an agent and its preloader, the process that workers are forked from, say to each other.
 
     agent                                   preloader (worker/preload.py)
     starts it, as it would start a worker   imports what every worker imports
                                             -> READY, or why no worker can be forked from it
-    Order, with descriptors                 -> the worker's pid, when it is the agent's child
+    ForkOrder, with descriptors                 -> the worker's pid, when it is the agent's child
     a byte, once it knows the worker        the worker begins; without that byte it ends
 
 All over one socket that keeps messages apart; nothing in it is executed or unpickled.
@@ -23,7 +23,7 @@ OWN = ("PACELINE_", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 RANKS = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-class Order(msgspec.Struct, frozen=True, array_like=True):
+class ForkOrder(msgspec.Struct, frozen=True, array_like=True):
     """Fork a worker with this environment. The descriptors sent along are where it waits for its beginning, and these.
 
     `numbers` are those they get in the worker; 1 and 2 among them.

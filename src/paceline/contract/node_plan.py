@@ -1,4 +1,4 @@
-"""What a launcher tells an agent: one line of JSON on its stdin, or a private file."""
+"""The plan that a launcher hands to an agent: one line of JSON on its stdin, or a private file."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ STOP_GRACE_SECONDS = 30.0  # a step to its end and a checkpoint; also what sched
 
 
 class Shared(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What is the same on all nodes: set once, for the job, and part of what each agent is told.
+    """What is the same on all nodes: set once, for the job, and part of the plan of each agent.
 
     `argv` is the command of one worker, the same for every rank. `threads` is every rank's OMP_NUM_THREADS; 0: the
     node's cores shared among its workers.
@@ -25,7 +25,7 @@ class Shared(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     run_id: str = ""
     threads: int = 1
     grace_seconds: float = GRACE_SECONDS  # between asking a worker to stop and killing it, when the run has failed
-    stop_grace_seconds: float = STOP_GRACE_SECONDS  # the same when the run is told to stop: time to save
+    stop_grace_seconds: float = STOP_GRACE_SECONDS  # the same when the run is ordered to stop: time to save
     max_restarts: int = 0
     min_nproc: int = 0  # restart with fewer ranks, but never fewer than these; 0: as many as nproc
     stall_after: Windows = AUTO
@@ -44,7 +44,7 @@ class Shared(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
 
 
 class NodePlan(Shared, frozen=True):
-    """What one agent is told: one line of JSON on its stdin, or a private file; never its argv, so that no list of
+    """The plan of one agent: one line of JSON on its stdin, or a private file; never its argv, so that no list of
     processes shows it. `nproc` is this node's; folders, where there are any, mean what they mean in `Job`.
     """
 

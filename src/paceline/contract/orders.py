@@ -1,4 +1,4 @@
-"""What has a launcher or an agent been told from outside? Stop signals, and the lifeline: what it says, and its end."""
+"""Orders to a launcher or an agent from outside: stop signals, and the lifeline: what it says, and its end."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Readable(Protocol):
 
 
 def hold_standard_descriptors() -> None:
-    """Open those of 0, 1 and 2 that whoever started us has closed, as /dev/null.
+    """Open those of 0, 1 and 2 that our starter has closed, as /dev/null.
 
     Else the next socket would get their numbers: what is said to people would arrive there, in the inbox as signals.
     """
@@ -74,7 +74,7 @@ def read_inbox(inbox: socket.socket) -> list[signal.Signals]:
 
 
 class Orders:
-    """All orders to an agent so far; none is ever taken back, so whoever comes to look later still finds them.
+    """All orders to an agent so far; none is ever taken back, so a later look still finds them.
 
     Args:
         inbox: from `signal_inbox`.

@@ -1,13 +1,14 @@
-"""Where does a rank stand? Read from its stacks, in the interpreter's words or in faulthandler's.
+"""Reads from a rank's stacks where it is, in the interpreter's words or in faulthandler's.
 
 Frames are of four kinds: the user's own, torch's, Python's, and ours. People want to see the innermost of their own;
-the judge wants to know whether the innermost of all waits for other ranks.
+the judge wants to know whether the innermost of all waits for other ranks. `ACTIVITIES` says which code does.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from enum import Enum
 from pathlib import PurePath
 
 from paceline.contract.evidence import Evidence, Frame, Op
@@ -15,14 +16,57 @@ from paceline.contract.evidence import Evidence, Frame, Op
 _NATIVE_FRAME = re.compile(r'^\s+File "([^"\n]*)", line (\d+) in (.*)$')
 _NATIVE_THREAD = re.compile(r"^(?:Current thread|Thread|Stack) .*most recent call first")
 _PYTHON = re.compile(r"(?:^|/)python3(?:\.\d+t?)?/(?!.*(?:site|dist)-packages/)|^<frozen ")
-_TORCH = re.compile(r"(?:^|/)torch/")
-_OURS = re.compile(r"(?:^|/(?:src|site-packages)/)paceline/")
-GUARD = re.compile(r"paceline/worker/(?!world\.py|meeting\.py)")  # ours, and says nothing of where a training is
-PLUMBING = re.compile(GUARD.pattern + "|paceline/sums/")  # what stands between a training and torch
-_WAITS = re.compile(r"(?:^|/)(?:torch/(?:distributed/(?!optim/)|nn/parallel/distributed\.py)|paceline/sums/)")
-_LOADS = re.compile(r"(?:^|/)torch/utils/data/")
-_RUNS_C_CODE = re.compile(r"(?:^|/)torch/(?:autograd/|_tensor\.py)")  # backward: DDP waits in there, too
 MAX_NATIVE_LINES = 5000
+
+
+class Activity(Enum):
+    """What a rank does whose innermost frame is in code of this kind."""
+
+    WAITS = 1  # for other ranks, and nothing else; so it does with such a frame anywhere on its stack
+    MEETS = 2  # the same, before there is any group
+    WRAPS = 3  # waits; but the user's own code may run further inside
+    LOADS = 4  # waits for its data
+    UNKNOWN = 5  # C code that computes, or waits for DDP's buckets
+    GUARD = 6  # says nothing of where a training is
+    OTHER = 7
+
+
+ACTIVITIES: Mapping[str, Activity] = {  # of the entries that a file's name begins with, the longest counts
+    "torch/distributed/": Activity.WAITS,
+    "torch/distributed/optim/": Activity.OTHER,
+    "torch/nn/parallel/distributed.py": Activity.WRAPS,
+    "torch/utils/data/": Activity.LOADS,
+    "torch/autograd/": Activity.UNKNOWN,
+    "torch/_tensor.py": Activity.UNKNOWN,
+    "paceline/sums/": Activity.WAITS,
+    "paceline/worker/": Activity.GUARD,
+    "paceline/worker/world.py": Activity.OTHER,
+    "paceline/worker/meeting.py": Activity.MEETS,
+}
+
+
+def activity_of(file: str) -> Activity:
+    """The kind of code in a file, whatever folder its package is in."""
+    name = _in_package(file)
+    prefix = max((one for one in ACTIVITIES if name.startswith(one)), key=len, default="")
+    return ACTIVITIES.get(prefix, Activity.OTHER)
+
+
+def _in_package(file: str) -> str:
+    """`torch/distributed/...` for `/usr/lib/python3/dist-packages/torch/distributed/...`; other files as they are."""
+    for folder in ("-packages/", "/src/"):
+        if folder in file:
+            return file.rpartition(folder)[2]
+    before, torch, rest = file.partition("/torch/")
+    return f"torch/{rest}" if torch else before
+
+
+def _is_torch(frame: Frame) -> bool:
+    return _in_package(frame.file).startswith("torch/")
+
+
+def _is_ours(frame: Frame) -> bool:
+    return _in_package(frame.file).startswith("paceline/")
 
 
 def frames(evidence: Evidence) -> Sequence[Frame]:
@@ -41,20 +85,16 @@ def native_frames(text: str) -> list[Frame]:
     return found
 
 
-def place(evidence: Evidence) -> Frame | None:
+def shown_frame(evidence: Evidence) -> Frame | None:
     """The frame to show: the innermost of the user's own code, else of ours, else of any."""
-    return shown_of(frames(evidence))
+    return shown_frame_of(frames(evidence))
 
 
-def shown_of(stack: Sequence[Frame]) -> Frame | None:
+def shown_frame_of(stack: Sequence[Frame]) -> Frame | None:
     """The same for a stack."""
-    own = (frame for frame in stack if not _is_library(frame) and not _OURS.search(frame.file))
-    ours = (frame for frame in stack if _OURS.search(frame.file) and not GUARD.search(frame.file))
+    own = (frame for frame in stack if not (_is_torch(frame) or _is_ours(frame) or _PYTHON.search(frame.file)))
+    ours = (frame for frame in stack if _is_ours(frame) and activity_of(frame.file) is not Activity.GUARD)
     return next(own, None) or next(ours, None) or (stack[0] if stack else None)
-
-
-def _is_library(frame: Frame) -> bool:
-    return bool(_TORCH.search(frame.file) or _PYTHON.search(frame.file))
 
 
 def waits_for_ranks(evidence: Evidence) -> bool | None:
@@ -67,18 +107,14 @@ def waits_for_ranks(evidence: Evidence) -> bool | None:
         return None
     if imports_torch(stack):
         return False
-    outside = (frame for frame in stack if not _PYTHON.search(frame.file) and not GUARD.search(frame.file))
-    innermost = next(outside, stack[0])
-    if _LOADS.search(innermost.file):
-        return False
-    if _WAITS.search(innermost.file):
-        return True
-    return None if _RUNS_C_CODE.search(innermost.file) else False
+    activities = (activity_of(frame.file) for frame in stack if not _PYTHON.search(frame.file))
+    activity = next((activity for activity in activities if activity is not Activity.GUARD), Activity.OTHER)
+    return None if activity is Activity.UNKNOWN else activity in (Activity.WAITS, Activity.WRAPS)
 
 
 def imports_torch(stack: Sequence[Frame]) -> bool:
-    """Whether it is within a module of torch's that is just being imported; DDP's first use imports for seconds."""
-    return any(frame.function == "<module>" and _TORCH.search(frame.file) for frame in stack)
+    """Whether it is in a module of torch's that is just being imported; DDP's first use imports for seconds."""
+    return any(frame.function == "<module>" and _is_torch(frame) for frame in stack)
 
 
 def stands_at(evidence: Evidence, op: Op) -> bool:

@@ -34,27 +34,15 @@ class Variable(NamedTuple):
 SWITCHES = (
     Variable(SHARED_MEMORY, "you", "`off`: ranks of one host exchange over gloo instead of shared memory"),
     Variable(PRELOAD, "you", "`off`: each worker imports torch for itself, as with `--preload off`"),
-    Variable(
-        "OMP_NUM_THREADS",
-        "you, or the agent",
-        "threads of each rank; by default its share of the node's cores",
-    ),
+    Variable("OMP_NUM_THREADS", "you, or the agent", "threads of each rank; by default its share of the node's cores"),
     Variable("CUDA_VISIBLE_DEVICES", "you", "the GPUs that may be used, counted by `--nproc auto`"),
     Variable("GLOO_SOCKET_IFNAME", "you, or the agent", "the network interface of gloo; on one host the loopback"),
     Variable("NCCL_SOCKET_IFNAME", "you, or the agent", "the network interface of NCCL"),
     Variable("PYTHONUNBUFFERED", "you, or the agent", "1: a killed worker takes no unwritten lines with it"),
     Variable("PYTHONFAULTHANDLER", "you, or the agent", "1: a crashed worker shows its Python stack"),
     Variable("TORCH_FR_BUFFER_SIZE", "you, or the agent", "256: how many collectives torch's flight recorder keeps"),
-    Variable(
-        "TORCHINDUCTOR_CACHE_DIR",
-        "you, or a rank",
-        "where `--compile` keeps what it has compiled",
-    ),
-    Variable(
-        "CUBLAS_WORKSPACE_CONFIG",
-        "you, or a rank",
-        "CUDA needs it to give the same bits twice",
-    ),
+    Variable("TORCHINDUCTOR_CACHE_DIR", "you, or a rank", "where `--compile` keeps what it has compiled"),
+    Variable("CUBLAS_WORKSPACE_CONFIG", "you, or a rank", "CUDA needs it to give the same bits twice"),
 )
 TORCHRUN = (
     Variable("RANK", "the launcher", "this process's place among all, from 0"),

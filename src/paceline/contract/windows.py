@@ -1,7 +1,4 @@
-"""How long nobody in a run may move until it counts as a stall: what --stall-after says, and what is learned.
-
-The table stands in `guard.pace`, which measures.
-"""
+"""How long nobody in a run may move until it counts as a stall; `guard.pace` measures, and has the table."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from paceline.errors import UsageError
 GAP_FACTOR = 5.0
 WARM_UP_STEPS = 5
 EXPLICIT_FACTOR, EXPLICIT_FLOOR_SECONDS = 4.0, 60.0
-JUMP_SECONDS = 5.0  # whoever was not asked for so long was suspended, and so may the workers have been
+JUMP_SECONDS = 5.0  # an agent that was not asked for so long was suspended, and perhaps its workers with it
 MAX_SECONDS = 7 * 24 * 3600.0
 
 

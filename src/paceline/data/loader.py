@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from paceline.contract.box import Box, read_loaders
+from paceline.contract.box import Box
+from paceline.contract.boxes import read_loaders
 from paceline.contract.orders import STOP_SIGNALS
 from paceline.data.ahead import on_its_way
 from paceline.data.arrays import batch_gatherer

@@ -1,35 +1,34 @@
-"""How is each worker of this node, exactly, now that nothing moves? Its box is asked, its process looked at.
+"""Collects the evidence of this node: each worker is asked through its box, its process looked at.
 
-Who does not answer may hold the interpreter's lock in native code: it is sent a signal on which it writes its stacks
-without the interpreter. Nothing here waits: an agent has others to talk to, so it calls `advance` ten times a second
-until that says yes. Nothing that a worker has written can make it fail, or grow without bound.
+A worker that does not answer may hold the interpreter's lock in native code: it is sent a signal on which it writes its
+stacks without the interpreter. Nothing here waits: an agent has others to talk to, so it calls `advance` ten times a
+second until that returns True. Nothing that a worker has written can make it fail, or grow without bound.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
 import msgspec
 from msgspec.structs import replace
 
-from paceline.contract.box import (
-    SIGNAL,
-    SIGNAL_SAFE,
-    ask,
+from paceline.contract.box import SIGNAL, SIGNAL_SAFE
+from paceline.contract.boxes import (
     forget_native,
     has_box,
-    look,
+    put_question,
     read_answer,
+    read_counters,
     read_loaders,
     read_native,
     read_ring,
     takes_signal,
 )
-from paceline.contract.evidence import Answer, Evidence, Frame, LoaderWorker, Op, Stack
+from paceline.contract.evidence import Answer, Evidence, Frame, LoaderWorker, Op, Sample, Stack
 from paceline.host.procfs import read_process
 
 ANSWER_SECONDS = 2.0  # for an interpreter to answer; its watcher looks four times a second
@@ -47,25 +46,12 @@ MAX_TEXT, MAX_WORDS, MAX_NATIVE = 200, 8_000, 32_000
 _decoder = msgspec.json.Decoder(Answer)
 
 
-@dataclass(frozen=True)
-class Watched:
-    """One worker as its agent knows it, before it is asked anything."""
-
-    rank: int
-    host: str
-    node: int
-    pid: int
-    box: int
-    code: int | None  # None while it runs
-    still_seconds: float
-    words: str  # its exception, or the end of its log, where it has failed
-
-
 @dataclass
 class _Asked:
     """One worker that is being asked."""
 
-    worker: Watched
+    pid: int
+    box: int
     states: list[str]  # of its process, at each look
     cpu_seconds: float  # used before the question
     native_bytes: int = -1  # what had come on the signal at the last look; -1: no signal sent
@@ -77,41 +63,50 @@ class Collection:
 
     Args:
         workers: all of them; those that have ended are not asked.
+        boxes: rank -> the descriptor of its box.
         question: its number, larger than that of the one before.
         patience_seconds: how long an answer may take; with less than ANSWER_SECONDS nobody is sent a signal.
     """
 
-    def __init__(self, workers: Sequence[Watched], question: int, *, patience_seconds: float = ANSWER_SECONDS) -> None:
-        self.question = question
+    def __init__(
+        self,
+        workers: Sequence[Sample],
+        boxes: Mapping[int, int],
+        question: int,
+        *,
+        patience_seconds: float = ANSWER_SECONDS,
+    ) -> None:
+        self.question, self._boxes = question, boxes
         self._patience_seconds = patience_seconds
         self._began_seconds = time.monotonic()
         self._signalled_seconds = 0.0
         self._asked: dict[int, _Asked] = {}
         for worker in workers:
             if worker.code is None:
-                ask(worker.box, question)
+                box = boxes[worker.rank]
+                put_question(box, question)
                 process = read_process(worker.pid)
                 cpu_seconds = process.cpu_seconds if process else 0.0
-                self._asked[worker.rank] = _Asked(worker, [process.state if process else ""], cpu_seconds)
+                self._asked[worker.rank] = _Asked(worker.pid, box, [process.state if process else ""], cpu_seconds)
 
     def advance(self) -> bool:
         """Do what is to be done now; whether all is here, or will not come any more."""
         now = time.monotonic()
         waited_seconds = now - self._began_seconds
         for one in self._asked.values():
-            process = read_process(one.worker.pid)
+            process = read_process(one.pid)
             one.states.append(process.state if process and process.runs else "")
             one.done = one.done or self._is_done(one, waited_seconds)
         hurried = self._patience_seconds < ANSWER_SECONDS
         return all(one.done for one in self._asked.values()) and (hurried or waited_seconds >= CPU_SECONDS)
 
     def _is_done(self, one: _Asked, waited_seconds: float) -> bool:
-        seen = look(one.worker.box)
-        if seen.answered == self.question or one.states[-1] in ("", "T", "t"):
+        counters = read_counters(one.box)
+        if counters.answered == self.question or one.states[-1] in ("", "T", "t"):
             return True  # a stopped process answers nothing, whatever one waits
         if one.native_bytes >= 0:
             return self._native_came(one)
-        deaf = time.monotonic() - seen.beat_ns / 1e9 > DEAF_SECONDS
+        deaf = time.monotonic() - counters.beat_ns / 1e9 > DEAF_SECONDS
         patience_seconds = min(self._patience_seconds, DEAF_ANSWER_SECONDS) if deaf else self._patience_seconds
         if waited_seconds < patience_seconds:
             return False
@@ -119,53 +114,44 @@ class Collection:
 
     def _signal(self, one: _Asked) -> bool:
         """Ask for native stacks; whether that is possible. It must be sure not to kill."""
-        worker = one.worker
-        if not look(worker.box).ready & SIGNAL_SAFE or not takes_signal(worker.pid):
+        if not read_counters(one.box).ready & SIGNAL_SAFE or not takes_signal(one.pid):
             return False
-        forget_native(worker.box)
+        forget_native(one.box)
         one.native_bytes = 0
         self._signalled_seconds = time.monotonic()
         with suppress(ProcessLookupError, PermissionError):
-            os.kill(worker.pid, SIGNAL)
+            os.kill(one.pid, SIGNAL)
         return True
 
     def _native_came(self, one: _Asked) -> bool:
-        before, one.native_bytes = one.native_bytes, len(read_native(one.worker.box))
+        before, one.native_bytes = one.native_bytes, len(read_native(one.box))
         came_whole = 0 < one.native_bytes == before
         return came_whole or time.monotonic() - self._signalled_seconds > NATIVE_SECONDS
 
-    def evidence(self, workers: Sequence[Watched]) -> list[Evidence]:
-        """What is known of all `workers`, which are those that were asked, as they are now."""
-        return [bounded(self._evidence(worker, self._asked.get(worker.rank))) for worker in workers]
+    def evidence(self, workers: Sequence[Sample]) -> list[Evidence]:
+        """What is known of all `workers`: those that were asked, as they are now."""
+        return [bounded_evidence(self._evidence(worker, self._asked.get(worker.rank))) for worker in workers]
 
-    def _evidence(self, worker: Watched, asked: _Asked | None) -> Evidence:
-        seen, process = look(worker.box), read_process(worker.pid) if worker.code is None else None
-        answered = asked is not None and seen.answered == self.question
-        answer = _read(worker.box) if answered else None
-        native = read_native(worker.box) if not answered and asked is not None and asked.native_bytes > 0 else ""
+    def _evidence(self, worker: Sample, asked: _Asked | None) -> Evidence:
+        box, process = self._boxes[worker.rank], read_process(worker.pid) if worker.code is None else None
+        answered = asked is not None and read_counters(box).answered == self.question
+        answer = _read(box) if answered else None
+        native = read_native(box) if not answered and asked is not None and asked.native_bytes > 0 else ""
         cpu_seconds = 0.0
         if process is not None and asked is not None:
             elapsed_seconds = max(time.monotonic() - self._began_seconds, 1e-3)
             cpu_seconds = (process.cpu_seconds - asked.cpu_seconds) / elapsed_seconds  # in one second
-        return Evidence(
-            rank=worker.rank,
-            host=worker.host,
-            pid=worker.pid,
-            node=worker.node,
-            code=worker.code,
+        return replace(
+            Evidence.of(worker),
             state=_state(asked),
             cpu_seconds=cpu_seconds,
-            step=seen.step,
-            phase=seen.phase,
             watched=process is None or answered or has_box(worker.pid),
             answered=answered,
-            still_seconds=worker.still_seconds,
-            ops=tuple(answer.ops if answer else read_ring(worker.box)),
+            ops=tuple(answer.ops if answer else read_ring(box)),
             groups=answer.groups if answer else {},
             stacks=tuple(answer.stacks) if answer else (),
             native=native,
-            loaders=tuple(_loader(one, worker.pid) for one in read_loaders(worker.box)),
-            words=worker.words,
+            loaders=tuple(_loader(one, worker.pid) for one in read_loaders(box)),
         )
 
 
@@ -190,11 +176,15 @@ def _loader(one: LoaderWorker, parent: int) -> LoaderWorker:
     return replace(one, state=process.state if ours and process else "")
 
 
-def bounded(evidence: Evidence) -> Evidence:
+def bounded_evidence(evidence: Evidence) -> Evidence:
     """`evidence`, of which nothing is longer than anybody reads; at most MAX_EVIDENCE_BYTES as JSON."""
     stacks = [Stack(s.thread[:MAX_TEXT], tuple(map(_frame, s.frames[:MAX_FRAMES]))) for s in evidence.stacks]
+    failure = evidence.failure
+    if failure is not None:
+        failure = replace(failure, message=failure.message[-MAX_WORDS:], traceback=failure.traceback[-MAX_WORDS:])
     small = replace(
         evidence,
+        failure=failure,
         ops=tuple(map(_op, evidence.ops[-MAX_OPS:])),
         groups={k[:MAX_TEXT]: tuple(map(_number, v)) for k, v in list(evidence.groups.items())[-MAX_GROUPS:]},
         stacks=tuple(stacks[:MAX_THREADS]),
@@ -213,7 +203,7 @@ def bounded(evidence: Evidence) -> Evidence:
     ):
         if len(msgspec.json.encode(less)) <= MAX_EVIDENCE_BYTES:
             return less
-    return replace(small, ops=(), groups={}, stacks=(), native="", words="")
+    return replace(small, ops=(), groups={}, stacks=(), native="", failure=None, words="")
 
 
 def _op(op: Op) -> Op:

@@ -1,115 +1,100 @@
-"""Which rank failed, and which only lost its peers? Pure: from what the agent observed to one primary failure.
+"""Tells how ranks ended, which of them failed first, and when that is ripe for a verdict. Pure.
 
 One failing rank takes all others with it, within milliseconds and with louder messages ("Connection closed by peer",
 aborts out of C++ destructors). The first *exit* therefore proves little: a culprit that tidies up for three seconds
-dies last. What counts, in this order (FAULTS.md, table a.1):
-
-    1. lost with its whole node: powered off, or cut off from the others
-    2. killed by a signal that nobody of ours sent: such a rank had no chance to write a record
-    3. an exception of its own, recorded at the moment it was caught
-    4. a non-zero exit code without a record
-    5. a victim: its exception or its last output speaks of lost peers
-
-and within one kind, what came first on the judging agent's monotonic clock (other hosts report ages, not times).
+dies last. What counts is the kind of end, in the order of `End`; and within one kind, what came first on the judging
+agent's monotonic clock (other hosts report ages, not times).
 """
 
 from __future__ import annotations
 
+import re
 import signal
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from enum import IntEnum
 
-from paceline.contract.failure import GOOD_ENDS, Failure, speaks_of_lost_peer
-from paceline.errors import ExitCode
+from paceline.contract.evidence import Evidence, Sample
+from paceline.contract.failure import GOOD_ENDS, speaks_of_lost_peer
 
 SETTLE_SECONDS = 0.3  # from the first failure to the verdict: what failed at the same moment shall be seen too
 VICTIM_SECONDS = 4.0  # from the first victim's end to the verdict, where no better culprit shows up
 CLEANUP_SECONDS = 60.0  # from an exception to the verdict, where the process neither ends nor any other fails
 
-
-class Kind(IntEnum):
-    """Kinds of failure, the best explanation of the others first."""
-
-    LOST = 1
-    SIGNAL = 2
-    EXCEPTION = 3
-    EXIT = 4
-    VICTIM = 5
-    STALLED = 6  # nobody had failed: the hang guard has ended the run
+# what transports say of two ranks that have entered different things: the one who says it may be the innocent one
+ODDS = re.compile(
+    r"gloo::EnforceNotMet|op\.preamble|Detected mismatch between collectives|failed to pass monitoredBarrier", re.I
+)
 
 
-@dataclass(frozen=True)
-class Observation:
-    """What the agent knows of one worker: `code` is None while it runs, -n if signal n killed it."""
+class RankEnd(IntEnum):
+    """How a rank ended, or that it runs. Of several failures the first one here explains the others best."""
 
-    rank: int
-    host: str
-    pid: int
-    code: int | None
-    seen_seconds: float  # when the agent saw it end, on its monotonic clock; meaningless while it runs
-    record: Failure | None = None
-    log_tail: str = ""
-    lost: str = ""  # why its node is no longer heard of; empty where it is
+    LOST = 1  # with its whole node: powered off, or cut off from the others
+    SIGNAL = 2  # by a signal that nobody of ours sent: such a rank had no chance to write a record
+    EXCEPTION = 3  # of its own, recorded at the moment it was caught
+    EXIT = 4  # with a code that is not 0, without a record
+    VICTIM = 5  # because it lost others: its exception or its last output speaks of them
+    BROKEN = 6  # by its transport, in a collective: at odds with another rank, nobody knows yet who is right
+    LEFT = 7  # in good order
+    RUNS = 8
 
     @property
-    def ended_badly(self) -> bool:
-        """Whether it is gone, and neither done nor stopped in good order."""
-        return bool(self.lost) or self.code not in (None, *GOOD_ENDS)
-
-    @property
-    def failed(self) -> bool:
-        """Whether it ended badly, or is about to: its exception is caught and it tidies up."""
-        return self.ended_badly or (self.code is None and self.record is not None)
-
-    @property
-    def failed_at_seconds(self) -> float:
-        """When it failed: an exception is older than the end of the process."""
-        return self.record.monotonic_seconds if self.record else self.seen_seconds
-
-    @property
-    def exit_code(self) -> int:
-        """What a shell would see; with a record what the worker meant, for a teardown can still crash."""
-        if self.lost:
-            return ExitCode.FAILED
-        if self.record:
-            return self.record.exit_code
-        code = self.code or 0
-        return 128 - code if code < 0 else code
-
-    @property
-    def kind(self) -> Kind:
-        """What kind of failure this is; meaningless where it is none."""
-        if self.lost:
-            return Kind.LOST
-        if self.record:  # whatever ended the process afterwards, even a signal, was its teardown
-            return Kind.VICTIM if self.record.victim else Kind.EXCEPTION
-        # SIGKILL comes from outside whatever the log says; SIGABRT and SIGSEGV are how gloo's victims end
-        if self.code != -signal.SIGKILL and speaks_of_lost_peer(self.log_tail):
-            return Kind.VICTIM
-        return Kind.SIGNAL if (self.code or 0) < 0 else Kind.EXIT
+    def by_itself(self) -> bool:
+        """Whether it failed, and no other rank is known to be the reason."""
+        return self <= RankEnd.EXIT
 
 
-def choose(observations: Sequence[Observation]) -> Observation | None:
-    """The primary failure, or None where nobody failed."""
-    failed = [o for o in observations if o.failed]
-    return min(failed, key=lambda o: (o.kind, o.failed_at_seconds, o.rank), default=None)
+def end_of(one: Sample) -> RankEnd:
+    """How a rank ended; one that tidies up after an exception has ended."""
+    if one.lost:
+        return RankEnd.LOST
+    if one.code in GOOD_ENDS:
+        return RankEnd.LEFT
+    if one.failure:  # whatever ended the process afterwards, even a signal, was its teardown
+        return RankEnd.VICTIM if one.failure.victim else RankEnd.EXCEPTION
+    if one.code is None:
+        return RankEnd.RUNS
+    # SIGKILL comes from outside whatever the log says; SIGABRT and SIGSEGV are how gloo's victims end
+    if one.code != -signal.SIGKILL and speaks_of_lost_peer(one.words):
+        return RankEnd.VICTIM
+    return RankEnd.SIGNAL if one.code < 0 else RankEnd.EXIT
 
 
-def verdict_due_seconds(observations: Sequence[Observation]) -> float | None:
+def end_in_collective(one: Evidence) -> RankEnd:
+    """The same, where it is known what the rank was in: an end that its transport brought about is BROKEN."""
+    end = end_of(one)
+    if end in (RankEnd.LOST, RankEnd.LEFT, RankEnd.RUNS) or one.code == -signal.SIGKILL:
+        return end
+    aborted = one.code == -signal.SIGABRT and end is RankEnd.SIGNAL and bool(one.ops) and not one.ops[-1].done
+    return RankEnd.BROKEN if aborted or ODDS.search(one.words) else end
+
+
+def first_to_fail(samples: Iterable[Sample]) -> Sample | None:
+    """The rank whose failure explains the others' best, or None where nobody failed."""
+    failed = [one for one in samples if end_of(one) <= RankEnd.VICTIM]
+    return min(failed, key=lambda one: (end_of(one), one.failed_at_seconds, one.rank), default=None)
+
+
+def due_seconds(samples: Sequence[Sample]) -> float | None:
     """When (monotonic seconds) to stop waiting for a better culprit; None while nobody has failed.
 
     Example: one rank raises and tidies up for 3 s, the others lose it. Their records say victim, but the first one's
     record is there already, so the verdict is due SETTLE_SECONDS after the first end, not after the last.
     """
-    primary = choose(observations)
-    if primary is None:
+    first = first_to_fail(samples)
+    if first is None:
         return None
-    ended = [o.seen_seconds for o in observations if o.ended_badly]
-    if all(o.code is not None or o.lost for o in observations):
+    ended = [one.ended_seconds for one in samples if one.ended_badly]
+    if not any(one.runs for one in samples):
         return max(ended, default=None)
     if not ended:
-        return primary.failed_at_seconds + CLEANUP_SECONDS
-    if primary.kind is Kind.VICTIM:
+        return first.failed_at_seconds + CLEANUP_SECONDS
+    if end_of(first) is RankEnd.VICTIM:
         return min(ended) + VICTIM_SECONDS
-    return max(min(ended), primary.failed_at_seconds) + SETTLE_SECONDS
+    return max(min(ended), first.failed_at_seconds) + SETTLE_SECONDS
+
+
+def parameters(evidence: Iterable[Evidence]) -> dict[int, int]:
+    """How many parameters each rank's model has, of ranks that ended because torch found models to differ."""
+    words = {one.rank: re.search(r"\bRank (\d{1,6}) has (\d{1,9}) params\b", one.words) for one in evidence}
+    return {rank: int(match[2]) for rank, match in words.items() if match is not None and int(match[1]) == rank}

@@ -1,31 +1,37 @@
-"""Ranks stand against each other: which of them is wrong?
+"""Finds which ranks are wrong where ranks are at odds.
 
 They have entered different things under the same number, or wait for each other, or some have ended for whom others
-wait. One wrong rank is in every such dispute (see circles.py). Where several are wrong, what the most do is right.
+wait. Where several are wrong, what most of them do is right.
+
+All ranks run one program. If two of them both keep to it, one is ahead of the other or both are at the same place: each
+waiting for the other is impossible, and so is any circle of ranks that keep to it. Therefore, if one rank is wrong, it
+is in every circle: taken away, it leaves none.
+
+    0, 2 wait for 1, and 1 waits for 0, 2     circles 0-1 and 2-1: only 1 is in both, it is wrong
+    0 waits for 1, and 1 for 0                one circle: 0 or 1 is wrong, and nobody can say which
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 
 from paceline.contract.evidence import Op, Phase, Verdict, VerdictKind
 from paceline.guard import sentences
-from paceline.guard.circles import a_circle, in_every_circle, knotted
-from paceline.guard.ends import End
-from paceline.guard.odds import Odds, majority, split
+from paceline.guard.deaths import RankEnd
+from paceline.guard.odds import Odds, majority, parties_by
 from paceline.guard.waits import Rank, stream
 
 Ranks = Mapping[int, Rank]
-Graph = Mapping[int, set[int]]
+Graph = Mapping[int, Collection[int]]  # rank -> those for whom it waits
 
 
 def dispute(ranks: Ranks, odds: Sequence[Odds]) -> Verdict | None:
     """The verdict on ranks of which one must be wrong; None where there are no such."""
     graph = _graph(ranks, odds)
-    if not a_circle(graph):
+    if not _a_circle(graph):
         return None
     early = [n for n, one in ranks.items() if _left_amid_steps(one) and graph[n]]
-    suspects = early or in_every_circle(graph)
+    suspects = early or _in_every_circle(graph)
     parties = _parties(ranks, odds, suspects, graph)
     if early or len(suspects) == 1:
         guilty = suspects
@@ -46,14 +52,14 @@ def _graph(ranks: Ranks, odds: Sequence[Odds]) -> Graph:
                 graph[n] |= against
     for n, one in ranks.items():
         for other in one.waits_for:
-            if other in ranks and ranks[other].end is End.LEFT:
+            if other in ranks and ranks[other].end is RankEnd.LEFT:
                 graph[other].add(n)  # who keeps to the program has nobody wait for it at its end
     return graph
 
 
 def _left_amid_steps(one: Rank) -> bool:
     """Whether it ended though a training that says its phases does not end there."""
-    return one.end is End.LEFT and one.evidence.phase not in (Phase.USER, Phase.CLOSE)
+    return one.end is RankEnd.LEFT and one.evidence.phase not in (Phase.USER, Phase.CLOSE)
 
 
 def _parties(
@@ -61,12 +67,12 @@ def _parties(
 ) -> Sequence[Mapping[int, object]]:
     if not suspects and odds:
         return odds[0].parties
-    members = suspects or sorted(knotted(graph))
-    return split({n: _position(ranks[n], n, members) for n in members}, lambda position: position)
+    members = suspects or sorted(_knotted(graph))
+    return parties_by({n: _position(ranks[n], n, members) for n in members}, lambda position: position)
 
 
 def _position(one: Rank, number: int, members: Sequence[int]) -> Hashable:
-    if one.end is End.LEFT:
+    if one.end is RankEnd.LEFT:
         return "ended"
     op = sentences.held_in(one, members) or (one.pending[-1] if one.pending else None)
     return None if op is None else (stream(op, number), op.seq, op.kind, op.name, op.shape, op.dtype)
@@ -83,11 +89,11 @@ def _told(
             at = next((party[n].site for n in guilty for party in each.parties if n in party), "")
             lines = sentences.at_odds(each, guilty)
             return sentences.conclude(VerdictKind.MISMATCH, ranks, lines, guilty=guilty, tie=tie, op=op, at=at)
-    left = [n for n in involved if ranks[n].end is End.LEFT]
+    left = [n for n in involved if ranks[n].end is RankEnd.LEFT]
     if left:
         op, lines = sentences.awaited(ranks, left), sentences.waited_for(ranks, left)
         return sentences.conclude(VerdictKind.LEFT, ranks, lines, guilty=guilty, tie=tie, op=op)
-    ended = [n for n in graph if ranks[n].end is End.LEFT and any(n in ranks[one].waits_for for one in guilty)]
+    ended = [n for n in graph if ranks[n].end is RankEnd.LEFT and any(n in ranks[one].waits_for for one in guilty)]
     if ended:
         op, lines = sentences.awaited(ranks, ended), sentences.called_more(ranks, guilty, ended)
         return sentences.conclude(VerdictKind.MISMATCH, ranks, lines, guilty=guilty, op=op)
@@ -101,9 +107,47 @@ def _told(
 def _rivals(ranks: Ranks, guilty: Sequence[int], graph: Graph) -> list[list[int]]:
     """Those who wait for a guilty rank that waits for them, else all of a circle, by what they wait in."""
     mutual = [n for n in graph if n not in guilty and any(n in graph[one] and one in graph[n] for one in guilty)]
-    rivals = mutual or [n for n in a_circle(graph) if n not in guilty]
-    return [sorted(party) for party in split({n: _position(ranks[n], n, guilty) for n in rivals}, lambda at: at)]
+    rivals = mutual or [n for n in _a_circle(graph) if n not in guilty]
+    return [sorted(party) for party in parties_by({n: _position(ranks[n], n, guilty) for n in rivals}, lambda at: at)]
 
 
 def _held(one: Rank, groups: Sequence[Sequence[int]]) -> Op | None:
     return sentences.held_in(one, [n for group in groups for n in group])
+
+
+def _in_every_circle(graph: Graph) -> list[int]:
+    """The ranks without each of which there is no circle; empty if there is none, or if several ranks are wrong."""
+    return [rank for rank in sorted(_a_circle(graph)) if not _a_circle(graph, without=rank)]
+
+
+def _a_circle(graph: Graph, *, without: int | None = None) -> set[int]:
+    """The ranks of one circle, of two ranks if there is such a one; empty if there is none."""
+    left = _knotted(graph, without=without)
+    for rank in sorted(left):
+        for other in graph[rank]:
+            if other in left and rank in graph[other]:
+                return {rank, other}
+    if not left:
+        return set()
+    way = [min(left)]  # who is left waits for somebody who is left: sooner or later the way comes back
+    while (following := min(other for other in graph[way[-1]] if other in left)) not in way:
+        way.append(following)
+    return set(way[way.index(following) :])
+
+
+def _knotted(graph: Graph, *, without: int | None = None) -> set[int]:
+    """Those who are in a circle or wait for one: all but those that wait for nobody, or only for such, and so on."""
+    waiters: dict[int, list[int]] = {}
+    missing: dict[int, int] = {}
+    for rank, others in graph.items():
+        its = [other for other in others if without not in (rank, other) and other in graph]
+        missing[rank] = len(its)
+        for other in its:
+            waiters.setdefault(other, []).append(rank)
+    done = [rank for rank, count in missing.items() if count == 0]
+    for rank in done:  # grows as it goes
+        for waiter in waiters.get(rank, ()):
+            missing[waiter] -= 1
+            if missing[waiter] == 0:
+                done.append(waiter)
+    return set(graph) - set(done)

@@ -1,39 +1,50 @@
-"""Who is to blame? Pure: from what is known of each rank to one verdict.
+"""Judges who is to blame, for a failure as for a standstill. Pure: from what is known of each rank to one verdict.
 
 The surest explanation counts, in this order:
 
-    died by itself                       a signal, an exception; who only lost others has not
-    stand against each other             MISMATCH, LEFT, DEADLOCK: one of them is wrong (see disputes.py)
+    died by itself                       DIED: a signal, an exception; who only lost others has not (see deaths.py)
+    are at odds                          MISMATCH, LEFT, DEADLOCK: one of them is wrong (see disputes.py)
     are waited for, and wait for nobody  STOPPED, UNINTERRUPTIBLE, LOADER, BEHIND, NOT_MET, by how they stand
     all are in, and nothing comes out    NETWORK
-    nobody waits for anybody             who stands elsewhere than the majority
+    nobody waits for anybody             BEHIND, NOT_MET: those that are elsewhere than the majority
 
 Where nobody can say who is wrong, the parties are named and nobody is blamed: of two ranks that disagree either may be
-right. No clocks are compared; what came first is told by the numbers of collectives.
+right. No clocks are compared; what came first is told by the numbers of collectives, and of failures by their ages.
 """
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Mapping, Sequence
 
-from paceline.contract.evidence import Evidence, Verdict, VerdictKind
-from paceline.contract.places import place, site
+from msgspec.structs import replace
+
+from paceline.contract.evidence import Evidence, Sample, Verdict, VerdictKind
+from paceline.contract.places import shown_frame, site
 from paceline.guard import sentences
+from paceline.guard.deaths import RankEnd, end_of, first_to_fail, parameters
 from paceline.guard.disputes import dispute
-from paceline.guard.ends import End, parameters
-from paceline.guard.odds import Odds, find, majority, split
+from paceline.guard.odds import Odds, find_odds, majority, parties_by
 from paceline.guard.sentences import conclude
-from paceline.guard.waits import Rank, reached, read, stands_outside, without_loose_ends
+from paceline.guard.waits import Rank, reached, stands_outside, waiting_graph, without_loose_ends
 
 Ranks = Mapping[int, Rank]
+BETTER_THAN_VICTIMS = (
+    VerdictKind.MISMATCH,
+    VerdictKind.DEADLOCK,
+    VerdictKind.BEHIND,
+    VerdictKind.STOPPED,
+    VerdictKind.UNINTERRUPTIBLE,
+    VerdictKind.LOADER,
+)
 
 
 def judge(evidence: Sequence[Evidence]) -> Verdict:
     """The verdict on ranks that stand still, or of which some have failed. Any evidence gives one."""
-    ranks = read(evidence)
-    odds = find(ranks)
+    ranks = waiting_graph(evidence)
+    odds = find_odds(ranks)
     tied_up = without_loose_ends(ranks)
-    return (
+    verdict = (
         _died(ranks, odds)
         or dispute(tied_up, odds)
         or _waited_for(ranks, tied_up)
@@ -41,14 +52,29 @@ def judge(evidence: Sequence[Evidence]) -> Verdict:
         or _inside(ranks)
         or _elsewhere(ranks)
     )
+    first = first_to_fail(evidence)
+    if first is None or _explains(verdict, first, evidence):
+        return verdict
+    return replace(verdict, failed=first.rank)
+
+
+def _explains(verdict: Verdict, first: Sample, evidence: Sequence[Evidence]) -> bool:
+    """Whether the verdict says better than the first failure itself why the run has failed."""
+    aborted = end_of(first) is RankEnd.SIGNAL and first.code == -signal.SIGABRT
+    asked = any(one.state or one.ops for one in evidence)  # else samples are all there is
+    if not asked or not (aborted or end_of(first) is RankEnd.VICTIM):
+        return False
+    better = verdict.kind in BETTER_THAN_VICTIMS or (aborted and verdict.kind is VerdictKind.LEFT)
+    return better and bool(verdict.guilty or verdict.tie)
 
 
 def _died(ranks: Ranks, odds: Sequence[Odds]) -> Verdict | None:
-    died = [n for n, one in ranks.items() if one.end is End.DIED]
-    broken = [n for n, one in ranks.items() if one.end is End.BROKEN]
+    died = [n for n, one in ranks.items() if one.end.by_itself]
+    died.sort(key=lambda n: (ranks[n].end, ranks[n].evidence.failed_at_seconds, n))
+    broken = [n for n, one in ranks.items() if one.end is RankEnd.BROKEN]
     counts = parameters([ranks[n].evidence for n in died])
     if 1 < len(counts) == len(died):  # each rank accuses another
-        parties = split(counts, lambda count: count)
+        parties = parties_by(counts, lambda count: count)
         right = majority(parties)
         wrong = [n for n in died if right is not None and n not in right]
         lines = [sentences.model(party) for party in (parties if right is None else reversed(parties))]
@@ -82,7 +108,7 @@ def _is_free(one: Rank) -> bool:
     """Whether it waits for no rank. Who has answered, and has something in flight, may be in `work.wait()`."""
     if one.frozen:
         return True
-    if one.waits_for or one.end is not End.RUNS:
+    if one.waits_for or one.end is not RankEnd.RUNS:
         return False
     return not one.pending or (not one.evidence.answered and stands_outside(one))
 
@@ -98,24 +124,24 @@ def _kind(one: Rank) -> VerdictKind:
 def _inside(ranks: Ranks) -> Verdict | None:
     """All have come, and it does not end."""
     inside = {n: one.pending[0] for n, one in ranks.items() if one.stands_inside}
-    if not any(ranks[n].end is End.RUNS for n in inside):  # of the dead it is not known who was missing
+    if not any(ranks[n].end is RankEnd.RUNS for n in inside):  # of the dead it is not known who was missing
         return None
-    op = next(iter(split(inside, lambda op: (op.group, op.seq))[0].values()))
+    op = next(iter(parties_by(inside, lambda op: (op.group, op.seq))[0].values()))
     in_kernel = [n for n in inside if ranks[n].evidence.state == "D"]
-    silent = [n for n in inside if not ranks[n].evidence.answered and ranks[n].end is End.RUNS]
-    others = [one for n, one in ranks.items() if n not in silent and one.end is End.RUNS]
+    silent = [n for n in inside if not ranks[n].evidence.answered and ranks[n].end is RankEnd.RUNS]
+    others = [one for n, one in ranks.items() if n not in silent and one.end is RankEnd.RUNS]
     if in_kernel:
         kind, guilty = VerdictKind.UNINTERRUPTIBLE, in_kernel
     elif silent and len(silent) < len(inside) and all(one.evidence.answered for one in others):
         kind, guilty = VerdictKind.STOPPED, silent  # a frozen container, for one, shows no state of its own
     else:
-        return conclude(VerdictKind.NETWORK, ranks, sentences.inside(ranks, inside), op=op)
+        return conclude(VerdictKind.NETWORK, ranks, sentences.all_inside(ranks, inside), op=op)
     return conclude(kind, ranks, sentences.inside_but(ranks, guilty, op), guilty=guilty, op=op)
 
 
 def _elsewhere(ranks: Ranks) -> Verdict:
     """Nobody waits for anybody, as far as is known."""
-    running = {n: one for n, one in ranks.items() if one.end is End.RUNS}
+    running = {n: one for n, one in ranks.items() if one.end is RankEnd.RUNS}
     kinds = {n: _kind(one) for n, one in running.items()}
     surely = [n for n, kind in kinds.items() if kind is not VerdictKind.BEHIND]
     lines = sentences.everybody(ranks)
@@ -125,8 +151,8 @@ def _elsewhere(ranks: Ranks) -> Verdict:
     kind = VerdictKind.BEHIND if met else VerdictKind.NOT_MET
     if len(ranks) == len(running) == 1:
         return conclude(VerdictKind.BEHIND, ranks, lines, guilty=list(running))
-    sites = {n: site(place(one.evidence)) for n, one in running.items()}
-    parties = split({n: where for n, where in sites.items() if where}, lambda where: where)
+    sites = {n: site(shown_frame(one.evidence)) for n, one in running.items()}
+    parties = parties_by({n: where for n, where in sites.items() if where}, lambda where: where)
     right = majority(parties)
     if right is None or len(right) == len(running):
         return conclude(VerdictKind.UNKNOWN, ranks, lines)

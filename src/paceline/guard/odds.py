@@ -1,4 +1,4 @@
-"""Where are ranks at odds: which of them have entered different things under the same number? And who is right?"""
+"""Finds ranks that have entered different things under the same number, and which of them are the majority."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Odds:
         return next(iter(right.values()))
 
 
-def find(ranks: Mapping[int, Rank]) -> list[Odds]:
+def find_odds(ranks: Mapping[int, Rank]) -> list[Odds]:
     """The collectives and messages that do not fit together and did not get done, the earliest first.
 
     What all have got done is no matter, however different it looks: it has passed.
@@ -57,10 +57,10 @@ def _parties(ops: Mapping[int, Op]) -> tuple[Mapping[int, Op], ...]:
     if len(kinds) == 1 and not kinds & OWN_SHAPES:
         fields += ["shape", "dtype"]
     known = [field for field in fields if all(getattr(op, field) not in ("", None) for op in ops.values())]
-    return split(ops, lambda op: tuple(getattr(op, field) for field in known))
+    return parties_by(ops, lambda op: tuple(getattr(op, field) for field in known))
 
 
-def split(values: Mapping[int, T], key: Callable[[T], Hashable]) -> tuple[Mapping[int, T], ...]:
+def parties_by(values: Mapping[int, T], key: Callable[[T], Hashable]) -> tuple[Mapping[int, T], ...]:
     """Ranks with the same key together, the largest party first, else that of the lowest rank."""
     parties: dict[Hashable, dict[int, T]] = {}
     for number, value in sorted(values.items(), key=lambda pair: pair[0]):

@@ -1,4 +1,4 @@
-"""When does a run stand still? Pure: from how long each rank has not moved to a warning, and then an alarm.
+"""Finds when a run stands still. Pure: from how long each rank has not moved to a warning, and then an alarm.
 
 Nobody in the world has moved for a *window*, and at least one rank waits for something: that is a stall. How long the
 window is depends on what the ranks do, and on the run itself:
@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from paceline.contract.evidence import Phase
+from paceline.contract.evidence import Phase, Sample
 from paceline.contract.windows import (
     JUMP_SECONDS,
     OF_STEPS,
@@ -30,18 +30,6 @@ from paceline.contract.windows import (
     Stage,
     Windows,
 )
-
-
-@dataclass(frozen=True)
-class RankPace:
-    """How one rank gets on, at one moment. Ranks that have ended are left out."""
-
-    rank: int
-    still_seconds: float  # since anything of it has moved
-    phase: Phase
-    step: int  # steps done, also those of earlier starts
-    waiting: bool  # its last collective is in flight
-    stepped: bool | None = None  # its optimizer has stepped in this start; None: nobody knows
 
 
 @dataclass(frozen=True)
@@ -58,7 +46,7 @@ class Pace:
 
     def __init__(self, windows: Windows) -> None:
         self.windows = windows
-        self.notice = ""  # something that the user should be told once; whoever has told it empties it
+        self.notice = ""  # for the user, once; emptied when it has been said
         self._largest_gap_seconds = dict.fromkeys(Stage, 0.0)
         self._seen_seconds: float | None = None
         self._began_seconds = -math.inf  # ages reach back to this moment only
@@ -69,7 +57,7 @@ class Pace:
         self._next_stall_seconds = 0.0
         self._noticed = False
 
-    def see(self, now_seconds: float, ranks: Sequence[RankPace]) -> Alarm | None:
+    def see(self, now_seconds: float, ranks: Sequence[Sample]) -> Alarm | None:
         """Look at all ranks that run; at least once a second, `now_seconds` on one monotonic clock.
 
         Returns:
@@ -116,7 +104,7 @@ class Pace:
             return Alarm("warn", still_seconds, window_seconds)
         return None
 
-    def _stage_of(self, rank: RankPace) -> Stage:
+    def _stage_of(self, rank: Sample) -> Stage:
         if rank.phase is Phase.USER:
             return Stage.USER
         if rank.phase is Phase.INIT or rank.stepped is False or self._first_step is None:
@@ -130,5 +118,5 @@ class Pace:
         return Stage.DATA if rank.phase is Phase.DATA else Stage.STEP
 
 
-def _anybody_waits(ranks: Sequence[RankPace]) -> bool:
+def _anybody_waits(ranks: Sequence[Sample]) -> bool:
     return any(rank.waiting or rank.phase in (Phase.DATA, Phase.SYNC) for rank in ranks)

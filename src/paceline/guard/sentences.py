@@ -1,17 +1,16 @@
-"""What did each party do? The judge's findings as verdicts and sentences, the guilty first."""
+"""Makes verdicts of the judge's findings: sentences that say what each party did, the guilty first."""
 
 from __future__ import annotations
 
-import signal
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 
 from paceline.contract.evidence import Evidence, LoaderWorker, Op, Phase, Verdict, VerdictKind
-from paceline.contract.places import place, site, stands_at
-from paceline.guard.ends import ODDS, End
+from paceline.contract.places import shown_frame, site, stands_at
+from paceline.guard.deaths import ODDS, RankEnd
 from paceline.guard.odds import Odds
 from paceline.guard.waits import FROZEN, Rank, stream
-from paceline.guard.wording import GONE, called_from, loader_words, named, told, verb, where
+from paceline.guard.wording import GONE, called_from, loader_words, named, op_words, signal_name, verb, where
 
 MAX_EACH = 5  # sentences about one party
 MAX_WORDS = 100
@@ -31,7 +30,7 @@ def conclude(
     """A verdict with all that goes with it; `at` is where the first guilty rank was, if not where it stands."""
     step = max((one.evidence.step for one in ranks.values()), default=0)
     first = ranks[guilty[0]].evidence if guilty else None
-    stands = "" if first is None else at or site(place(first)) or (first.ops[-1].site if first.ops else "")
+    stands = "" if first is None else at or site(shown_frame(first)) or (first.ops[-1].site if first.ops else "")
     parties = tuple(sorted(tuple(sorted(party)) for party in tie))
     return Verdict(kind, tuple(guilty), parties, tuple(lines), op, stands, step)
 
@@ -55,7 +54,7 @@ def waited_for(ranks: Ranks, guilty: Sequence[int]) -> list[str]:
 
 
 def _loaders(one: Rank) -> list[LoaderWorker]:
-    return hanging_loaders(one.evidence) if one.end is End.RUNS and not one.frozen else []
+    return hanging_loaders(one.evidence) if one.end is RankEnd.RUNS and not one.frozen else []
 
 
 def _not_entered(ranks: Ranks, group: Sequence[int], op: Op | None) -> str:
@@ -63,12 +62,12 @@ def _not_entered(ranks: Ranks, group: Sequence[int], op: Op | None) -> str:
     missed = awaited(ranks, group[:1])
     same = missed is not None and any(stream(o, group[0]) == stream(missed, group[0]) for o in one.pending)
     if one.frozen and same:
-        begins = f"{named(group)} {verb(group, 'is', 'are')} in {told(missed or op or one.pending[0])}"
+        begins = f"{named(group)} {verb(group, 'is', 'are')} in {op_words(missed or op or one.pending[0])}"
     elif missed is not None and missed.is_message:
         half = "send to" if "recv" in missed.kind else "receive from"
         begins = f"{named(group)} did not {half} rank {_waiter(ranks, group[0], missed)} what it waits for"
     elif missed is not None:
-        begins = f"{named(group)} did not enter {told(missed)}"
+        begins = f"{named(group)} did not enter {op_words(missed)}"
     else:
         begins = f"{named(group)} {verb(group, 'has', 'have')} not come to where others wait"
     return f"{begins}; {verb(group, 'it', 'they')} {_where(one, many=len(group) > 1)}"
@@ -79,7 +78,7 @@ def _waiter(ranks: Ranks, guilty: int, missed: Op) -> int:
 
 
 def _where(one: Rank, *, many: bool = False) -> str:
-    if one.end is End.LEFT:
+    if one.end is RankEnd.LEFT:
         steps = f" at step {one.evidence.step}" if one.evidence.step else ""
         return f"ended{steps} with code {one.evidence.code}"
     return f"{'are' if many else 'is'} {where(one.evidence)}"
@@ -92,19 +91,18 @@ def _waiting(ranks: Ranks, op: Op | None, *, without: Collection[int]) -> list[s
         one = ranks[group[0]]
         held = _held(one)
         if held is None:
-            lines.append(
-                f"{named(group)} {verb(group, 'waits', 'wait')} at {site(place(one.evidence)) or 'a place unknown'}"
-            )
+            at = site(shown_frame(one.evidence)) or "a place unknown"
+            lines.append(f"{named(group)} {verb(group, 'waits', 'wait')} at {at}")
             continue
         same = op is not None and (stream(op, -1), op.seq) == (stream(held, -1), held.seq)
-        what = "it" if same else told(held)
+        what = "it" if same else op_words(held)
         lines.append(f"{named(group)} {verb(group, 'waits', 'wait')} in {what}{called_from(_usual(ranks, group))}")
     return _limited(lines)
 
 
 def _position(one: Rank, number: int) -> Hashable:
     held = _held(one)
-    return site(place(one.evidence)) if held is None else (stream(held, number), held.seq)
+    return site(shown_frame(one.evidence)) if held is None else (stream(held, number), held.seq)
 
 
 def _held(one: Rank) -> Op | None:
@@ -139,14 +137,16 @@ def awaited(ranks: Ranks, guilty: Collection[int]) -> Op | None:
 def called_more(ranks: Ranks, waiting: Sequence[int], left: Sequence[int]) -> list[str]:
     """A few that wait for the many who are done."""
     op = awaited(ranks, left)
-    what = "for others" if op is None else f"in {told(op)}{called_from(op)}"
+    what = "for others" if op is None else f"in {op_words(op)}{called_from(op)}"
     return [f"{named(waiting)} {verb(waiting, 'waits', 'wait')} {what}", f"{named(left)} ended without it, with code 0"]
 
 
 def at_odds(odds: Odds, guilty: Collection[int]) -> list[str]:
     """Parties that have entered different things."""
     ordered = sorted(odds.parties, key=lambda party: (not any(n in party for n in guilty), len(party), min(party)))
-    return _limited([f"{named(party)} called {told(op := next(iter(party.values())))}{_at(op)}" for party in ordered])
+    return _limited(
+        [f"{named(party)} called {op_words(op := next(iter(party.values())))}{_at(op)}" for party in ordered]
+    )
 
 
 def _at(op: Op) -> str:
@@ -164,16 +164,16 @@ def in_circle(ranks: Ranks, parties: Sequence[Sequence[int]], ops: Mapping[int, 
             lines.append(f"{named(party)} {verb(party, 'is', 'are')} {where(ranks[party[0]].evidence)}")
             continue
         over = "" if op.is_message else f" of group {op.group}"
-        what = f"{told(op)}{over}{called_from(op)}"
+        what = f"{op_words(op)}{over}{called_from(op)}"
         lines.append(f"{named(party)} {verb(party, 'waits', 'wait')} for {named(others)} in {what}")
     return _limited(lines)
 
 
-def inside(ranks: Ranks, held: Mapping[int, Op]) -> list[str]:
+def all_inside(ranks: Ranks, held: Mapping[int, Op]) -> list[str]:
     """Ranks that are in an operation for which nobody is missing."""
     op = next(iter(held.values()))
     out = [n for n in ranks if n not in held]
-    lines = [f"{named(held)} {verb(held, 'is', 'are')} in {told(op)}{called_from(op)}, and nobody is missing in it"]
+    lines = [f"{named(held)} {verb(held, 'is', 'are')} in {op_words(op)}{called_from(op)}, and nobody is missing in it"]
     if out:
         lines.append(f"{named(out)} {verb(out, 'is', 'are')} through")
     hosts: dict[str, list[int]] = {}
@@ -187,7 +187,7 @@ def inside(ranks: Ranks, held: Mapping[int, Op]) -> list[str]:
 
 def inside_but(ranks: Ranks, guilty: Sequence[int], op: Op) -> list[str]:
     """Ranks that are in an operation with all others, but can do nothing there."""
-    lines = [f"{named([n])} is in {told(op)}, as all are; it is {where(ranks[n].evidence)}" for n in guilty]
+    lines = [f"{named([n])} is in {op_words(op)}, as all are; it is {where(ranks[n].evidence)}" for n in guilty]
     return [*_limited(lines), *_waiting(ranks, op, without=guilty)]
 
 
@@ -218,14 +218,11 @@ def _ended(one: Evidence) -> str:
         return f"is about to end{said}"
     if one.code >= 0:
         return f"ended with exit code {one.code}{said}"
-    try:
-        return f"was killed by {signal.Signals(-one.code).name}"
-    except ValueError:  # a real-time signal
-        return f"was killed by signal {-one.code}"
+    return f"was killed by {signal_name(-one.code)}"
 
 
 def _last(one: Evidence) -> str:
-    return f"; last it called {told(one.ops[-1])}{_at(one.ops[-1])}" if one.ops else ""
+    return f"; last it called {op_words(one.ops[-1])}{_at(one.ops[-1])}" if one.ops else ""
 
 
 def everybody(ranks: Ranks) -> list[str]:
@@ -236,7 +233,7 @@ def everybody(ranks: Ranks) -> list[str]:
 
 
 def _state(one: Rank, *, many: bool) -> str:
-    if one.end in (End.RUNS, End.LEFT):
+    if one.end in (RankEnd.RUNS, RankEnd.LEFT):
         return _where(one, many=many)
     return _ended(one.evidence)
 

@@ -1,11 +1,11 @@
-"""Is one rank slower than the others, or what is between them? Pure: from the time that each spends in each phase.
+"""Finds a rank that is slower than the others, or a slow network. Pure: from the time that each spends in each phase.
 
 In lockstep everybody is as slow as the slowest, so step times say nothing. What a rank does for itself (data, forward,
 backward, optimizer) is set against that of the others; what is left is waiting. Where nobody works long and everybody
 waits, also the one who comes last, the waiting is the network's.
 
 Example: 3 ranks, of which one needs 0.5 s to load a batch: own times 0.1, 0.6, 0.1 s, waiting 0.5, 0, 0.5 s a step.
-With DDP the waiting stands in the others' backward pass instead, 0.6, 0.1, 0.6 s; so phases that never wait (data,
+With DDP the waiting is in the others' backward pass instead, 0.6, 0.1, 0.6 s; so phases that never wait (data,
 forward, optimizer) are also compared alone.
 """
 
@@ -14,8 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from statistics import median
 
-from paceline.contract.evidence import Phase
-from paceline.guard.pulse import Pulse
+from paceline.contract.evidence import Phase, Sample
 
 FIRST_STEPS = 5  # of a start: compiling, filling caches
 MIN_STEPS, MIN_SECONDS = 15, 2.0  # of what is judged
@@ -36,28 +35,28 @@ class Slowness:
     def __init__(self, hosts: Mapping[int, str]) -> None:
         self._hosts = hosts
         self._first: dict[int, int] = {}
-        self._base: dict[int, Pulse] = {}
+        self._base: dict[int, Sample] = {}
         self._said: dict[str, float] = {}
 
-    def see(self, pulses: Sequence[Pulse]) -> str:
+    def see(self, samples: Sequence[Sample]) -> str:
         """A sentence that is new, or empty. To be called with all ranks that run, again and again."""
-        if len(pulses) < 2 or any(pulse.phase is Phase.USER for pulse in pulses):
+        if len(samples) < 2 or any(one.phase is Phase.USER for one in samples):
             return ""
-        for pulse in pulses:
-            first = self._first.setdefault(pulse.rank, pulse.step)
-            if pulse.step >= first + FIRST_STEPS:
-                self._base.setdefault(pulse.rank, pulse)
-        if any(not self._ripe(pulse) for pulse in pulses):
+        for one in samples:
+            first = self._first.setdefault(one.rank, one.step)
+            if one.step >= first + FIRST_STEPS:
+                self._base.setdefault(one.rank, one)
+        if any(not self._ripe(one) for one in samples):
             return ""
-        spent = {pulse.rank: _per_step(self._base[pulse.rank], pulse) for pulse in pulses}
-        self._base = {pulse.rank: pulse for pulse in pulses}
+        spent = {one.rank: _per_step(self._base[one.rank], one) for one in samples}
+        self._base = {one.rank: one for one in samples}
         return self._new(*(slow_rank(spent, self._hosts) or slow_network(spent) or ("", "", 0.0)))
 
-    def _ripe(self, pulse: Pulse) -> bool:
-        base = self._base.get(pulse.rank)
-        if base is None or pulse.step < base.step + MIN_STEPS:
+    def _ripe(self, one: Sample) -> bool:
+        base = self._base.get(one.rank)
+        if base is None or one.step < base.step + MIN_STEPS:
             return False
-        return sum(pulse.phase_seconds) - sum(base.phase_seconds) >= MIN_SECONDS
+        return sum(one.phase_seconds) - sum(base.phase_seconds) >= MIN_SECONDS
 
     def _new(self, what: str, words: str, measure: float) -> str:
         if measure <= self._said.get(what, 0.0) * CHANGE_FACTOR:
@@ -66,7 +65,7 @@ class Slowness:
         return words
 
 
-def _per_step(base: Pulse, now: Pulse) -> tuple[float, ...]:
+def _per_step(base: Sample, now: Sample) -> tuple[float, ...]:
     steps = now.step - base.step
     return tuple((b - a) / steps for a, b in zip(base.phase_seconds, now.phase_seconds, strict=True))
 

@@ -1,85 +1,167 @@
-"""The block that stands last on the screen when a run has failed: who, how, why, and where to read on. Pure."""
+"""Tells a verdict on the screen: the page of a stall, or what a rank failed of; and the warning before. Pure."""
 
 from __future__ import annotations
 
 import signal
 from collections.abc import Sequence
+from pathlib import Path
+from textwrap import wrap
 
-from paceline.guard.deaths import Kind, Observation
+from paceline.contract.evidence import Evidence, Phase, Sample, Verdict, VerdictKind
+from paceline.guard.deaths import RankEnd, end_of
+from paceline.guard.wording import called_from, named, op_words, printable, signal_name
 from paceline.observe.terminal import clean
 
+VERDICT = "verdict.json"
+MAX_LINES, MAX_COLUMNS = 15, 160
+MAX_PARTIES = 6
+MAX_NAMED = 3  # hosts and pids of more ranks are in the folder
 TAIL_LINES = 15
-MAX_LINES = 80  # of a traceback or message: a deep recursion must not push the headline off the screen
+MAX_TRACEBACK_LINES = 80  # also of a message: a deep recursion must not push the headline off the screen
+OWN_WORDS = (
+    VerdictKind.DIED, VerdictKind.LEFT, VerdictKind.MISMATCH, VerdictKind.DEADLOCK, VerdictKind.NETWORK,
+)  # fmt: skip
 
 
-def tell(
-    primary: Observation, observations: Sequence[Observation], *, oom_kills: int, attempt_dir: str, last: str = ""
-) -> str:
-    """The verdict on a failed run.
+def page(verdict: Verdict, evidence: Sequence[Evidence], *, waited_seconds: float, folder: Path | str, run: str) -> str:
+    """The verdict on ranks that hold others up: at most 15 lines of 160 characters, the guilty in the first.
 
     Args:
-        primary: the failure to tell, one of `observations`.
-        observations: all workers of all nodes.
+        verdict: what `judge` made of the evidence.
+        evidence: of all ranks.
+        waited_seconds: how long nothing had moved; 0 where nobody waited.
+        folder: the verdict's, "" for none.
+        run: how `paceline hang` finds the run, "" if it cannot.
+    """
+    lines = [_line(_headline(verdict, evidence, waited_seconds))]
+    lines += (line for sentence in verdict.sentences for line in _wrapped(sentence))
+    shown = [f"all stacks: {folder}/"] if folder else []
+    shown += [f"details: paceline hang {run}"] if run else []
+    pointer = _line("    ".join(shown), most=10**6)  # never shortened: a path that is cut is of no use
+    if len(lines) >= MAX_LINES:
+        left_out = len(lines) - (MAX_LINES - 2)
+        lines = [*lines[: MAX_LINES - 2], f"  ... {left_out} more lines: {VERDICT}"]
+    if pointer:
+        joined = f"{lines[-1]}          {pointer}"
+        if len(lines) > 1 and len(joined) <= MAX_COLUMNS:
+            lines[-1] = joined
+        else:
+            lines.append(f"  {pointer}")
+    return "\n".join(lines)
+
+
+def _line(text: str, most: int = MAX_COLUMNS) -> str:
+    text = printable(clean(text))
+    return text if len(text) <= most else text[: most - 3] + "..."
+
+
+def _wrapped(sentence: str) -> list[str]:
+    lines = wrap(_line(sentence, 2 * MAX_COLUMNS - 8), MAX_COLUMNS, initial_indent="  ", subsequent_indent="    ")
+    return [_line(line) for line in lines]
+
+
+def _headline(verdict: Verdict, evidence: Sequence[Evidence], waited_seconds: float) -> str:
+    waited = f" after {waited_seconds:.1f} s" if waited_seconds > 0 else ""
+    step = f" at step {verdict.step}" if verdict.step else ""
+    when = f"{waited}{step} (world {len(evidence)})"
+    if verdict.tie:
+        more = f" and {len(verdict.tie) - MAX_PARTIES} more" if len(verdict.tie) > MAX_PARTIES else ""
+        parties = " against ".join(named(party) for party in verdict.tie[:MAX_PARTIES]) + more
+        return f"RANKS DISAGREE: {parties}{when}; one of them is wrong"
+    word = verdict.kind.name if verdict.kind in OWN_WORDS else "STALL"
+    return f"{word}{when}. " + (f"GUILTY: {_guilty(verdict, evidence)}" if verdict.guilty else "Nobody can be blamed")
+
+
+def _guilty(verdict: Verdict, evidence: Sequence[Evidence]) -> str:
+    known = {one.rank: one for one in evidence}
+    found = [known[rank] for rank in verdict.guilty if rank in known]
+    if not found:
+        return named(verdict.guilty)
+    hosts = sorted({one.host for one in found})
+    places = ", ".join(hosts[:MAX_NAMED]) + (", ..." if len(hosts) > MAX_NAMED else "")
+    pids = ", ".join(str(one.pid) for one in found)
+    words = f"{places}, pid{'s' if len(found) > 1 else ''} {pids}" if len(found) <= MAX_NAMED else places
+    return f"{named(verdict.guilty)} ({words})"
+
+
+def warning(ranks: Sequence[Sample], *, still_seconds: float, window_seconds: float) -> str:
+    """One line at half of the window: who keeps the others waiting, perhaps."""
+    suspects = [one for one in ranks if not one.waiting and one.phase is not Phase.SYNC] or list(ranks)
+    phases = sorted({one.phase for one in suspects} - {Phase.USER})
+    doing = f", in {' or '.join(phase.word for phase in phases)}" if phases else ""
+    step = max((one.step for one in ranks), default=0)
+    at = f" at step {step}" if step else ""
+    rest = (
+        f", the others wait for {named(one.rank for one in suspects)}{doing}" if len(suspects) < len(ranks) else doing
+    )
+    return _line(f"nothing has moved for {still_seconds:.1f} s{at}{rest}; a stall after {window_seconds:.1f} s")
+
+
+def failure_page(verdict: Verdict, evidence: Sequence[Evidence], *, oom_kills: int, attempt_dir: str) -> str:
+    """The verdict on a run that failed (`verdict.failed`): which rank, how, why, and where to read on.
+
+    Args:
+        verdict: what `judge` made of the evidence.
+        evidence: of all ranks.
         oom_kills: how many processes the kernel's OOM killer took during the run.
         attempt_dir: the folder of the logs.
-        last: the last collective of the primary's rank, in words, where it is known.
     """
-    if primary.kind is Kind.LOST:
-        ranks = ", ".join(str(o.rank) for o in observations if o.lost == primary.lost)
-        return f"{clean(primary.lost)}\nwith it rank {ranks}; output of the ranks: {attempt_dir}/rank-<rank>.log"
-    alike = [o for o in observations if _same_words(o, primary)]
-    lines = [f"{_who(alike, primary, len(observations))} failed: {_how(primary, oom_kills)}", *_why(primary)]
-    early = sorted((o for o in observations if o.code == 0), key=lambda o: o.seen_seconds)
-    if primary.kind is Kind.VICTIM and early:  # who leaves without a word is the culprit, not whom it left
-        left = [f"{_who([o], o, len(observations))} had already ended, with code 0, while others ran" for o in early]
+    first = next(one for one in evidence if one.rank == verdict.failed)
+    end = end_of(first)
+    if end is RankEnd.LOST:
+        ranks = ", ".join(str(one.rank) for one in evidence if one.lost == first.lost)
+        return f"{clean(first.lost)}\nwith it rank {ranks}; output of the ranks: {attempt_dir}/rank-<rank>.log"
+    alike = [one for one in evidence if _same_failure(one, first)]
+    lines = [f"{_who(alike, len(evidence))} failed: {_how(first, oom_kills)}", *_why(first)]
+    early = sorted((one for one in evidence if one.code == 0), key=lambda one: one.ended_seconds)
+    if end is RankEnd.VICTIM and early:  # who leaves without a word is the culprit, not whom it left
+        left = [f"{_who([one], len(evidence))} had already ended, with code 0, while others ran" for one in early]
         lines = [*left, "so the others lost it:", *lines]
-    elif primary.kind is Kind.VICTIM:
+    elif end is RankEnd.VICTIM:
         lines.append("it lost its peers, but no rank failed by itself")
-    if last and primary.kind is not Kind.EXCEPTION:  # whose traceback says more
-        lines.append(clean(last))
-    if len(observations) > 1:
+    if first.ops and end is not RankEnd.EXCEPTION:  # whose traceback says more
+        op = first.ops[-1]
+        lines.append(clean(f"its last collective: {op_words(op)}{called_from(op)}"))
+    if len(evidence) > 1:
         lines.append(f"output of the ranks: {attempt_dir}/rank-<rank>.log")
     return "\n".join(lines)
 
 
-def _same_words(one: Observation, other: Observation) -> bool:
+def _same_failure(one: Sample, other: Sample) -> bool:
     if one is other:
         return True
-    if one.record is None or other.record is None:
+    if one.failure is None or other.failure is None:
         return False
-    return (one.record.type, one.record.message) == (other.record.type, other.record.message)
+    return (one.failure.type, one.failure.message) == (other.failure.type, other.failure.message)
 
 
-def _who(alike: Sequence[Observation], primary: Observation, total: int) -> str:
+def _who(alike: Sequence[Sample], total: int) -> str:
     if len(alike) == 1:
-        return f"rank {primary.rank} ({primary.host}, pid {primary.pid})"
-    hosts = ", ".join(sorted({o.host for o in alike}))
+        return f"rank {alike[0].rank} ({alike[0].host}, pid {alike[0].pid})"
+    hosts = ", ".join(sorted({one.host for one in alike}))
     if len(alike) == total:
         return f"all {total} ranks ({hosts})"
-    return f"ranks {', '.join(str(o.rank) for o in alike)} ({hosts})"
+    return f"ranks {', '.join(str(one.rank) for one in alike)} ({hosts})"
 
 
-def _how(primary: Observation, oom_kills: int) -> str:
-    if primary.record or (primary.code or 0) >= 0:
-        return f"exit code {primary.exit_code}"
-    number = -(primary.code or 0)
-    try:
-        name = signal.Signals(number).name
-    except ValueError:  # a real-time signal
-        name = f"signal {number}"
+def _how(first: Sample, oom_kills: int) -> str:
+    if first.failure or (first.code or 0) >= 0:
+        return f"exit code {first.exit_code}"
+    number = -(first.code or 0)
+    killed = f"killed by {signal_name(number)}"
     if number != signal.SIGKILL:
-        return f"killed by {name}"
+        return killed
     if oom_kills > 0:
         kills = "1 kill" if oom_kills == 1 else f"{oom_kills} kills"
-        return f"killed by {name} (the kernel's OOM killer: cgroup counted {kills})"
-    return f"killed by {name} (if nobody sent it, the kernel's OOM killer may have: see dmesg)"
+        return f"{killed} (the kernel's OOM killer: cgroup counted {kills})"
+    return f"{killed} (if nobody sent it, the kernel's OOM killer may have: see dmesg)"
 
 
-def _why(primary: Observation) -> list[str]:
-    if primary.record:
-        text = primary.record.traceback or primary.record.message
-        return _clipped(clean(text).rstrip("\n").split("\n"), MAX_LINES)
-    tail = clean(primary.log_tail).rstrip("\n").split("\n")[-TAIL_LINES:]
+def _why(first: Sample) -> list[str]:
+    if first.failure:
+        text = first.failure.traceback or first.failure.message
+        return _clipped(clean(text).rstrip("\n").split("\n"), MAX_TRACEBACK_LINES)
+    tail = clean(first.words).rstrip("\n").split("\n")[-TAIL_LINES:]
     return ["its last lines:", *(f"  {line}" for line in tail)] if any(tail) else []
 
 

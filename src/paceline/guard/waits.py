@@ -1,4 +1,4 @@
-"""Who waits for whom? The graph that the judge reads.
+"""Builds the graph that the judge reads: who waits for whom.
 
 A rank waits in a collective for those members of its group that have not called as many of the group's collectives; in
 a message for its peer, until that has called the other half. What a rank has called is known from its last operations.
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 
 from paceline.contract.evidence import Evidence, Op, Phase
 from paceline.contract.places import stands_at, waits_for_ranks
-from paceline.guard.ends import End, end_of
+from paceline.guard.deaths import RankEnd, end_in_collective
 
 Stream = tuple[str, tuple[int, int] | None]  # what is numbered together: a group's collectives, messages from -> to
 Edges = Mapping[int, Mapping[int, Op | None]]
@@ -31,7 +31,7 @@ class Rank:
     """One rank, and for whom it waits."""
 
     evidence: Evidence
-    end: End
+    end: RankEnd
     pending: tuple[Op, ...] = ()  # what it has called and may wait for
     waits_for: Mapping[int, Op | None] = field(default_factory=dict[int, "Op | None"])
     """rank -> the operation that it has not called; None where only the stack tells that something is waited for"""
@@ -39,7 +39,7 @@ class Rank:
     @property
     def frozen(self) -> bool:
         """Whether a signal or debugger has stopped it."""
-        return self.end is End.RUNS and self.evidence.state in FROZEN
+        return self.end is RankEnd.RUNS and self.evidence.state in FROZEN
 
     @property
     def stands_inside(self) -> bool:
@@ -55,7 +55,7 @@ def stream(op: Op, rank: int) -> Stream:
     return op.group, ((peer, rank) if "recv" in op.kind else (rank, peer))
 
 
-def members(evidence: Sequence[Evidence]) -> dict[str, frozenset[int]]:
+def _members(evidence: Sequence[Evidence]) -> dict[str, frozenset[int]]:
     """The ranks of each group; of one that nobody knows any more (all who did are dead) those who have used it."""
     found: dict[str, frozenset[int]] = {}
     for one in evidence:
@@ -70,9 +70,9 @@ def members(evidence: Sequence[Evidence]) -> dict[str, frozenset[int]]:
     return found
 
 
-def read(evidence: Sequence[Evidence]) -> dict[int, Rank]:
+def waiting_graph(evidence: Sequence[Evidence]) -> dict[int, Rank]:
     """All ranks, with the edges between them."""
-    groups, world = members(evidence), {one.rank for one in evidence}
+    groups, world = _members(evidence), {one.rank for one in evidence}
     called: dict[tuple[int, Stream], int] = {}
     for one in evidence:
         for op in one.ops:
@@ -80,8 +80,8 @@ def read(evidence: Sequence[Evidence]) -> dict[int, Rank]:
             called[key] = max(called.get(key, 0), op.seq)
     ranks: dict[int, Rank] = {}
     for one in evidence:
-        end = end_of(one)
-        pending = () if end in (End.LEFT, End.DIED) else _pending(one, end)
+        end = end_in_collective(one)
+        pending = () if end.by_itself or end is RankEnd.LEFT else _pending(one, end)
         edges: dict[int, Op | None] = {}
         for op in reversed(pending):  # of several the earliest counts
             edges |= dict.fromkeys(_missing(op, one.rank, groups, called) & world, op)
@@ -89,7 +89,7 @@ def read(evidence: Sequence[Evidence]) -> dict[int, Rank]:
     return _with_frozen(_with_unknown(ranks))
 
 
-def _pending(one: Evidence, end: End) -> tuple[Op, ...]:
+def _pending(one: Evidence, end: RankEnd) -> tuple[Op, ...]:
     """What is in flight; of a rank that did not answer only if nothing called later over the same stream is done."""
     over: set[Stream] = set()
     found: list[Op] = []
@@ -98,7 +98,7 @@ def _pending(one: Evidence, end: End) -> tuple[Op, ...]:
             over.add(stream(op, one.rank))
         elif one.answered or stream(op, one.rank) not in over:
             found.append(op)
-    if end is not End.RUNS and not found:  # a collective that was broken up may look as if it were done
+    if end is not RankEnd.RUNS and not found:  # a collective that was broken up may look as if it were done
         found = list(one.ops[-1:])
     return tuple(reversed(found))
 
@@ -117,12 +117,12 @@ def _with_unknown(ranks: Mapping[int, Rank]) -> dict[int, Rank]:
     Where no operation is known at all, that is all there is: ranks that have not come to init_process_group, say.
     """
     unknown = {n for n, one in ranks.items() if not one.pending and not one.frozen and _waits_in_stack(one)}
-    free = {n for n, one in ranks.items() if not one.pending and n not in unknown and one.end is not End.VICTIM}
+    free = {n for n, one in ranks.items() if not one.pending and n not in unknown and one.end is not RankEnd.VICTIM}
     return {n: replace(one, waits_for=dict.fromkeys(free - {n})) if n in unknown else one for n, one in ranks.items()}
 
 
 def _waits_in_stack(one: Rank) -> bool:
-    if one.end is not End.RUNS:
+    if one.end is not RankEnd.RUNS:
         return False
     waits = waits_for_ranks(one.evidence)
     return bool(waits) or (waits is None and one.evidence.phase is Phase.SYNC)

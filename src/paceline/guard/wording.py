@@ -1,12 +1,13 @@
-"""How ranks, collectives and places are put into words, for the judge's sentences and the story around them."""
+"""Puts ranks, collectives and places into words, for the judge's sentences and for what is told around them."""
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterable
 from pathlib import PurePath
 
 from paceline.contract.evidence import Evidence, LoaderWorker, Op, Phase
-from paceline.contract.places import place
+from paceline.contract.places import shown_frame
 from paceline.guard.waits import FROZEN
 
 FROM = ("recv", "irecv", "broadcast", "scatter")
@@ -19,7 +20,7 @@ STATES = {
 }
 
 
-def numbers(ranks: Iterable[int]) -> str:
+def _in_runs(ranks: Iterable[int]) -> str:
     """Ranks in a list, runs of three and more as one: "0, 1, 3-7"."""
     runs: list[list[int]] = []
     for rank in sorted(set(ranks)):
@@ -33,7 +34,20 @@ def numbers(ranks: Iterable[int]) -> str:
 def named(ranks: Iterable[int]) -> str:
     """ "rank 2" or "ranks 0, 1, 3-7"."""
     ranks = set(ranks)
-    return f"rank{'s' if len(ranks) > 1 else ''} {numbers(ranks)}"
+    return f"rank{'s' if len(ranks) > 1 else ''} {_in_runs(ranks)}"
+
+
+def signal_name(number: int) -> str:
+    """ "SIGSEGV"; "signal 40" for a real-time signal."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def printable(text: str) -> str:
+    """`text` without what does not print, and what turns the direction of writing."""
+    return "".join(char if char.isprintable() else " " for char in text)
 
 
 def verb(ranks: Iterable[int], one: str, many: str) -> str:
@@ -41,7 +55,7 @@ def verb(ranks: Iterable[int], one: str, many: str) -> str:
     return one if len(set(ranks)) == 1 else many
 
 
-def told(op: Op) -> str:
+def op_words(op: Op) -> str:
     """An operation in words: "all_reduce #9876 'bucket 3' [1732] float32"; a message with its peer."""
     peer = "" if op.peer is None else f" {'from' if op.kind in FROM else 'to'} rank {op.peer}"
     words = (f"{op.kind}{peer}", f"#{op.seq}" if op.seq else "", f"'{op.name}'" if op.name else "", op.shape, op.dtype)
@@ -68,7 +82,7 @@ def where(one: Evidence) -> str:
 
 
 def _place(one: Evidence) -> str:
-    frame = place(one)
+    frame = shown_frame(one)
     if frame is None:
         return ""
     at = f"at {PurePath(frame.file).name}:{frame.line}"

@@ -68,7 +68,7 @@ def record_failure(error: BaseException, exit_code: int, *, traceback: bool, vic
     Args:
         error: what ends this worker.
         exit_code: what it will exit with, 1..255.
-        traceback: whether its traceback helps; not for errors that are told in words.
+        traceback: whether its traceback helps; not for errors whose message says it all.
         victim: whether this rank only suffers from another's failure; by default judged by `error`.
 
     Returns:
@@ -101,7 +101,7 @@ def record_failure(error: BaseException, exit_code: int, *, traceback: bool, vic
 
 
 def error_file_name(rank: int, generation: int) -> str:
-    """Where a rank's record stands for people: why the first start failed must outlast the restarts."""
+    """The file of a rank's record for people: why the first start failed must outlast the restarts."""
     return f"error-{rank}.json" if generation == 0 else f"error-{rank}-generation-{generation}.json"
 
 

@@ -162,7 +162,7 @@ def _told_failure(error: BaseException, *, is_worker: bool) -> int:
         trace = trace.tb_next
     error = error.with_traceback(trace)
     interrupted = isinstance(error, KeyboardInterrupt)
-    if is_worker and not interrupted:  # whoever stops a run knows that he did
+    if is_worker and not interrupted:  # a person who stops a run knows it
         freed = bool(Guard.of_process().released())  # out of a collective in which others have left it alone
         recorded = record_failure(error, ExitCode.FAILED, traceback=True, victim=freed or None)
         if freed and recorded and sys.excepthook.__module__ in ("sys", "torch.distributed.distributed_c10d"):

@@ -1,4 +1,4 @@
-"""What is a call of a torch.distributed function made of? How to read its arguments, and how its group counts it.
+"""What a call of a torch.distributed function is made of: its arguments, and its number within its group.
 
 A collective's number is counted per group, from 1, and a call counts once: torch's own numbers also rise with messages
 to a peer, and by several for calls that it makes out of others (`Group.own`).
@@ -6,19 +6,21 @@ to a peer, and by several for calls that it makes out of others (`Group.own`).
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections import deque
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any, NamedTuple
 
-from paceline.contract.box import RECORDS, Box
+from paceline.contract.box import NO_PEER, RECORDS, Box
 from paceline.contract.evidence import Op
 
 
 @dataclass(frozen=True)
-class Kind:
+class ReadingRule:
     """How to read one function's arguments. Only what all ranks of a call must agree on is kept."""
 
     tensor: str = ""  # the argument whose shape and type tell; a tensor, or a list of them
@@ -29,28 +31,28 @@ class Kind:
 
 
 _SOURCE, _TARGET = ("src", "group_src"), ("dst", "group_dst")
-KINDS: Mapping[str, Kind] = {
-    "all_reduce": Kind("tensor"),
-    "all_reduce_coalesced": Kind("tensors"),
-    "broadcast": Kind("tensor", peer=_SOURCE),
-    "reduce": Kind("tensor", peer=_TARGET),
-    "all_gather": Kind("tensor", shape=False),
-    "all_gather_coalesced": Kind("input_tensor_list", shape=False, single=False),
-    "all_gather_single": Kind("input_tensor"),
-    "all_gather_into_tensor": Kind("input_tensor"),
-    "gather": Kind("tensor", peer=_TARGET),
-    "scatter": Kind("tensor", peer=_SOURCE),
-    "reduce_scatter": Kind("output", shape=False, single=False),
-    "reduce_scatter_single": Kind("output"),
-    "reduce_scatter_tensor": Kind("output"),
-    "all_to_all": Kind("output_tensor_list", shape=False),
-    "all_to_all_single": Kind("input", shape=False),
-    "barrier": Kind(),
-    "monitored_barrier": Kind(single=False),
-    "send": Kind("tensor", peer=_TARGET, message=True),
-    "recv": Kind("tensor", peer=_SOURCE, message=True),
-    "isend": Kind("tensor", peer=_TARGET, message=True),
-    "irecv": Kind("tensor", peer=_SOURCE, message=True),
+KINDS: Mapping[str, ReadingRule] = {
+    "all_reduce": ReadingRule("tensor"),
+    "all_reduce_coalesced": ReadingRule("tensors"),
+    "broadcast": ReadingRule("tensor", peer=_SOURCE),
+    "reduce": ReadingRule("tensor", peer=_TARGET),
+    "all_gather": ReadingRule("tensor", shape=False),
+    "all_gather_coalesced": ReadingRule("input_tensor_list", shape=False, single=False),
+    "all_gather_single": ReadingRule("input_tensor"),
+    "all_gather_into_tensor": ReadingRule("input_tensor"),
+    "gather": ReadingRule("tensor", peer=_TARGET),
+    "scatter": ReadingRule("tensor", peer=_SOURCE),
+    "reduce_scatter": ReadingRule("output", shape=False, single=False),
+    "reduce_scatter_single": ReadingRule("output"),
+    "reduce_scatter_tensor": ReadingRule("output"),
+    "all_to_all": ReadingRule("output_tensor_list", shape=False),
+    "all_to_all_single": ReadingRule("input", shape=False),
+    "barrier": ReadingRule(),
+    "monitored_barrier": ReadingRule(single=False),
+    "send": ReadingRule("tensor", peer=_TARGET, message=True),
+    "recv": ReadingRule("tensor", peer=_SOURCE, message=True),
+    "isend": ReadingRule("tensor", peer=_TARGET, message=True),
+    "irecv": ReadingRule("tensor", peer=_SOURCE, message=True),
 }
 SAME = {  # another name, or the other way to wait, for what is one call to the other ranks
     "all_gather_into_tensor": "all_gather_single",
@@ -93,6 +95,15 @@ class Group:
             ahead = total
         return number - ahead
 
+    def count_ahead(self, begun: Begun) -> None:
+        """Note by how much torch's number has risen more than ours with a call that has returned."""
+        after = torch_number(begun.backend, self)
+        self.ahead += after - begun.before - begun.counts
+        if begun.counts:
+            self.spans.pop()  # the open one
+        if after > begun.before:
+            self.spans.append((begun.before, after, self.ahead))
+
     def sweep(self, box: Box) -> None:
         """End the records of asynchronous calls that are over by now, up to the first that is not."""
         while self.pending:
@@ -122,3 +133,29 @@ class Begun(NamedTuple):  # made at every call: half the price of a dataclass
     before: int  # torch's number
     single: bool  # which the call raises by one
     counts: int  # 1 for a collective, 0 for a message
+
+
+def torch_number(backend: Any, group: Group) -> int:
+    """How many collectives torch has counted on this group."""
+    try:
+        return backend._get_sequence_number_for_group()
+    except RuntimeError:  # MPI, and groups of two backends
+        return group.calls
+
+
+def peer_of(asked: list[Any], group: Group, kind: ReadingRule) -> int:
+    """The other rank of a call, of the world, out of the arguments that may name it."""
+    of_world, of_group = [*asked, None][:2]
+    if of_world is not None:
+        return of_world
+    if of_group is not None:
+        return group.members[of_group]
+    return NO_PEER if kind.message else 0  # from anybody; torch's default for a root
+
+
+def leave_untraced(code: CodeType) -> None:
+    """Have torch.compile run frames of this code, and what they call, as they are; without importing its compiler."""
+    frames: Any = sys.modules.get("torch._C._dynamo.eval_frame")
+    with suppress(AttributeError, TypeError):  # a torch with other names: then it is traced, in vain but rightly
+        action = frames._FrameAction.SKIP
+        frames.set_code_exec_strategy(code, frames._FrameExecStrategy(action, action))

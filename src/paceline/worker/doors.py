@@ -1,7 +1,7 @@
-"""Who is connected to this rank? Gloo listens for its peers at a port that every user of the machine can reach.
+"""Keeps strangers from gloo's ports: it listens for its peers where every user of the machine can reach it.
 
-Once a group is made all its pairs are connected and nobody else has any business there: the port is shut to whoever
-comes. Until then, for less than a second, a stranger may have been faster than a peer: gloo takes anybody who sends a
+Once a group is made all its pairs are connected and nobody else has any business there: the port is shut to all who
+come. Until then, for less than a second, a stranger may have been faster than a peer: gloo takes anybody who sends a
 small number. On one machine the kernel says whose the other end is; a group with a stranger in it is not used.
 """
 

@@ -1,6 +1,6 @@
-"""Which world do the variables of srun and mpirun describe? Pure: from an environment to torchrun's variables.
+"""Translates the variables of srun and mpirun into torchrun's. Pure.
 
-Whoever starts one process per rank tells each its place, everybody in names of his own. Training knows torchrun's only:
+Every launcher tells each rank its place, in names of its own. Training knows torchrun's only:
 
     srun -n 4 python -m paceline train ...       SLURM_PROCID, SLURM_NTASKS, ... of the step
     mpirun -n 4 python -m paceline train ...     OMPI_COMM_WORLD_RANK, ... (Open MPI), PMI_RANK, ... (MPICH, Intel)
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from paceline.contract.variables import RUN_ID
 from paceline.errors import UsageError
@@ -45,14 +45,15 @@ def understood(env: Mapping[str, str]) -> dict[str, str]:
     if len(set_already) == len(COUNTS):
         _check_not_exported(env)
         return {}
-    for read in (_from_open_mpi, _from_slurm, _from_pmi):
+    for starter, read in _READERS:
         found = read(env)
         if not found:
             continue
         if set_already:
+            be, them = ("is", "it") if len(set_already) == 1 else ("are", "them")
             raise UsageError(
-                f"{', '.join(set_already)} {_is(set_already)} set beside the variables of {_STARTERS[read.__name__]}, "
-                f"which started {found['WORLD_SIZE']} ranks and gives each its own. Leave {_them(set_already)} out "
+                f"{', '.join(set_already)} {be} set beside the variables of {starter}, "
+                f"which started {found['WORLD_SIZE']} ranks and gives each its own. Leave {them} out "
                 "(unset them in the batch script), or set all of " + ", ".join((*COUNTS, *ADDRESS))
             )
         return found
@@ -126,16 +127,10 @@ def _from_slurm(env: Mapping[str, str]) -> dict[str, str]:
         )
     nodes = expand_nodes(names)
     job, step = _number(env, "SLURM_JOB_ID", "SLURM_JOBID") or 0, _step_id(env)
-    return _world(
-        env,
-        rank=rank,
-        size=size,
-        local_rank=local_rank,
-        local_size=tasks_of_node(tasks, node),
-        # not SLURM_LAUNCH_NODE_IPADDR: that is where srun runs, often a login node
-        address=LOOPBACK if len(nodes) == 1 else nodes[0],
-        port=FIRST_PORT + (job * 101 + step) % PORTS,
-    )
+    # not SLURM_LAUNCH_NODE_IPADDR: that is where srun runs, often a login node
+    address = LOOPBACK if len(nodes) == 1 else nodes[0]
+    counts = rank, size, local_rank, tasks_of_node(tasks, node)
+    return _world(env, counts, address, FIRST_PORT + (job * 101 + step) % PORTS)
 
 
 def _from_open_mpi(env: Mapping[str, str]) -> dict[str, str]:
@@ -172,16 +167,12 @@ def _from_mpi(env: Mapping[str, str], names: list[str], starter: str, address: s
     if not namespace and "MASTER_PORT" not in env:
         raise UsageError(f"{starter} does not say which port is this job's own. Add to {starter}: {port}")
     own_port = FIRST_PORT + zlib.crc32(namespace.encode()) % PORTS  # not hash(): the same number in every process
-    return _world(
-        env, rank=rank, size=size, local_rank=local_rank, local_size=local_size, address=LOOPBACK, port=own_port
-    )
+    return _world(env, (rank, size, local_rank, local_size), LOOPBACK, own_port)
 
 
-def _world(
-    env: Mapping[str, str], *, rank: int, size: int, local_rank: int, local_size: int, address: str, port: int
-) -> dict[str, str]:
-    counts = {name: str(value) for name, value in zip(COUNTS, (rank, size, local_rank, local_size), strict=True)}
-    return counts | {
+def _world(env: Mapping[str, str], counts: Sequence[int], address: str, port: int) -> dict[str, str]:
+    """Torchrun's variables; `counts` in the order of COUNTS."""
+    return {name: str(value) for name, value in zip(COUNTS, counts, strict=True)} | {
         "MASTER_ADDR": env.get("MASTER_ADDR") or address,
         "MASTER_PORT": env.get("MASTER_PORT") or str(port),
     }
@@ -214,12 +205,4 @@ def _number(env: Mapping[str, str], *names: str) -> int | None:
     return None
 
 
-_STARTERS = {"_from_open_mpi": "mpirun (Open MPI)", "_from_slurm": "srun", "_from_pmi": "mpiexec (PMI)"}
-
-
-def _is(names: list[str]) -> str:
-    return "is" if len(names) == 1 else "are"
-
-
-def _them(names: list[str]) -> str:
-    return "it" if len(names) == 1 else "them"
+_READERS = (("mpirun (Open MPI)", _from_open_mpi), ("srun", _from_slurm), ("mpiexec (PMI)", _from_pmi))

@@ -27,16 +27,15 @@ from paceline.contract.evidence import Op, Phase
 from paceline.contract.failure import is_victim
 from paceline.errors import ExitCode, StallError
 from paceline.worker.calls import Begun
-from paceline.worker.import_hook import when_imported
+from paceline.worker.imports import when_imported
 from paceline.worker.ledger import MODULE, Ledger
-from paceline.worker.native import NativeStacks
 from paceline.worker.release import Connections
-from paceline.worker.watcher import Watcher
+from paceline.worker.watcher import NativeStacks, Watcher
 
 OTHERS_FIRST_SECONDS = 1.0  # a rank that is freed a little earlier closes its side of our connections
 
 
-class Word(msgspec.Struct, frozen=True):
+class _Word(msgspec.Struct, frozen=True):
     """Why the agent has freed this rank."""
 
     kind: str = ""
@@ -45,7 +44,7 @@ class Word(msgspec.Struct, frozen=True):
 
 
 class Guard:
-    """See the module's words."""
+    """One for each process: see the module's docstring."""
 
     _of_process: ClassVar[Guard | None] = None
 
@@ -145,10 +144,10 @@ class Guard:
         if not text:
             return None
         try:
-            word = msgspec.json.decode(text, type=Word)
+            word = msgspec.json.decode(text, type=_Word)
             code = ExitCode(word.exit_code)
         except (msgspec.MsgspecError, ValueError):
-            word, code = Word(), ExitCode.STALLED
+            word, code = _Word(), ExitCode.STALLED
         return StallError(word.page or "another rank stood still: the hang guard has ended this wait", code)
 
     def _install(self, *, late: bool) -> None:

@@ -1,4 +1,4 @@
-"""Which collectives has this process called, from which line? Thin wrappers around torch.distributed's functions.
+"""Records which collectives this process calls, from which line: thin wrappers around torch.distributed's functions.
 
 Each call leaves a record in the box's ring, which outlives the process, and goes into a hash by which ranks compare the
 order of what they have called (`take_order`). What a wrapper does besides never raises, changes no argument and no
@@ -13,19 +13,18 @@ import weakref
 import zlib
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 from functools import wraps
 from inspect import signature
 from threading import get_ident
-from types import CodeType, FrameType, ModuleType
+from types import FrameType, ModuleType
 from typing import Any
 
 import msgspec.structs
 
 from paceline.contract.box import NO_PEER, Box, ring_text
 from paceline.contract.evidence import Op
-from paceline.worker.calls import KINDS, SAME, Begun, Group, Kind, Known
-from paceline.worker.sites import frame_of, site_frame, words
+from paceline.worker.calls import KINDS, SAME, Begun, Group, Known, ReadingRule, leave_untraced, peer_of, torch_number
+from paceline.worker.sites import frame_of, site_frame, site_words
 
 MODULE = "torch.distributed.distributed_c10d"
 MAX_TAKEN, MAX_CACHED = 256, 4096
@@ -36,7 +35,7 @@ class Ledger:
     """What this process has called. One for a process: a torch of its own has only one set of functions to wrap."""
 
     def __init__(self, box: Box, complain: Callable[[BaseException], None]) -> None:
-        """`complain` is told of an error of the ledger's own; the call that it was about has been made all the same."""
+        """`complain` gets an error of the ledger's own; the call that it was about has been made all the same."""
         self.active = True
         self.groups: dict[int, Group] = {}
         self._gone: list[Group] = []  # taken down since the last `take_order`
@@ -136,7 +135,7 @@ class Ledger:
         found = self.groups[id(backend)] = Group(world.pg_names[backend], of_all, members, polled, weakref.ref(backend))
         return found
 
-    def _wrapped(self, call: Callable[..., Any], name: str, kind: Kind) -> Callable[..., Any]:
+    def _wrapped(self, call: Callable[..., Any], name: str, kind: ReadingRule) -> Callable[..., Any]:
         places = {parameter: at for at, parameter in enumerate(signature(call).parameters)}
         tensor_at, group_at, tensor_name = places.get(kind.tensor, 99), places["group"], kind.tensor
         peers = [(places[peer], peer) for peer in kind.peer or () if peer in places]
@@ -173,17 +172,17 @@ class Ledger:
 
         made: Any = wrapper
         made._torchdynamo_disable = True  # compiled code calls it, as it calls torch's own, untraced
-        _leave_untraced(made.__code__)
+        leave_untraced(made.__code__)
         return wrapper
 
-    def _begin(self, name: str, kind: Kind, passed: Any, group: Any, asked: list[Any]) -> Begun | None:
+    def _begin(self, name: str, kind: ReadingRule, passed: Any, group: Any, asked: list[Any]) -> Begun | None:
         backend = self._torch._world.default_pg if group is None else group
         found = None if backend is None else self.group_of(backend)
         if found is None:
             return None  # torch's own error, or nothing, will follow
         known = self._recall(name, kind, passed, found.name)
-        before = _number(backend, found)
-        peer = _peer(asked, found, kind) if asked else NO_PEER
+        before = torch_number(backend, found)
+        peer = peer_of(asked, found, kind) if asked else NO_PEER
         if kind.message:
             seq = found.messages[name, peer] = found.messages.get((name, peer), 0) + 1
         else:
@@ -204,7 +203,7 @@ class Ledger:
             self._current.append((known, seq))
         return Begun(self._box.begin_text(seq, peer, known.text), group, None, 0, True, 0 if message else 1)
 
-    def _recall(self, name: str, kind: Kind, passed: Any, group: str) -> Known:
+    def _recall(self, name: str, kind: ReadingRule, passed: Any, group: str) -> Known:
         frame = site_frame(sys._getframe(3))  # pyright: ignore[reportPrivateUsage]
         shape = dtype = None
         label, several = "", isinstance(passed, list | tuple)
@@ -228,7 +227,7 @@ class Ledger:
         known = self._known.get(key)
         if known is not None and known.code is code:
             return known
-        op = made("" if frame is None else words(frame_of(frame)))
+        op = made("" if frame is None else site_words(frame_of(frame)))
         known = Known(code, op, ring_text(op))
         if len(self._known) >= MAX_CACHED:  # shapes that never come again
             self._known.clear()
@@ -239,7 +238,7 @@ class Ledger:
         try:
             group = begun.group
             if not begun.single:
-                self._count(begun)
+                group.count_ahead(begun)
             if failed:
                 return  # its record stays: begun, and never over
             if group.polled and hasattr(result, "is_completed"):
@@ -248,37 +247,3 @@ class Ledger:
                 self._box.end(begun.record)
         except Exception as error:
             self._complain(error)
-
-    def _count(self, begun: Begun) -> None:
-        """Note by how much torch's number has risen more than ours."""
-        group, after = begun.group, _number(begun.backend, begun.group)
-        group.ahead += after - begun.before - begun.counts
-        if begun.counts:
-            group.spans.pop()  # the open one
-        if after > begun.before:
-            group.spans.append((begun.before, after, group.ahead))
-
-
-def _leave_untraced(code: CodeType) -> None:
-    """Have torch.compile run frames of this code, and what they call, as they are; without importing its compiler."""
-    frames: Any = sys.modules.get("torch._C._dynamo.eval_frame")
-    with suppress(AttributeError, TypeError):  # a torch with other names: then it is traced, in vain but rightly
-        action = frames._FrameAction.SKIP
-        frames.set_code_exec_strategy(code, frames._FrameExecStrategy(action, action))
-
-
-def _number(backend: Any, group: Group) -> int:
-    """How many collectives torch has counted on this group."""
-    try:
-        return backend._get_sequence_number_for_group()
-    except RuntimeError:  # MPI, and groups of two backends
-        return group.calls
-
-
-def _peer(asked: list[Any], group: Group, kind: Kind) -> int:
-    of_world, of_group = [*asked, None][:2]
-    if of_world is not None:
-        return of_world
-    if of_group is not None:
-        return group.members[of_group]
-    return NO_PEER if kind.message else 0  # from anybody; torch's default for a root

@@ -1,4 +1,4 @@
-"""How do the ranks of one job find each other, without meeting strangers and without waiting in silence?
+"""Lets the ranks of one job find each other, without meeting strangers and without waiting in silence.
 
 Before anything else all ranks compare, in the store that they meet in, which job they are of and how large they take
 it to be; and each claims its rank. Two jobs on one port merge silently into one otherwise, and a RANK that was exported
@@ -19,13 +19,8 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 
 import msgspec
-from torch.distributed import (
-    DistError,
-    FileStore,  # pyright: ignore[reportPrivateImportUsage]
-    PrefixStore,  # pyright: ignore[reportPrivateImportUsage]
-    Store,  # pyright: ignore[reportPrivateImportUsage]
-    TCPStore,  # pyright: ignore[reportPrivateImportUsage]
-)
+import torch.distributed as dist
+from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from paceline.contract.birth import WorkerBirth, restarts
 from paceline.errors import TrainingError, UsageError
@@ -50,7 +45,7 @@ class _Job(msgspec.Struct, frozen=True):
 
 @dataclass
 class _Meeting:
-    """What one rank does to meet the others; the thread writes the last four fields, the main thread reads them."""
+    """What one rank does to meet the others. The thread writes `store` to `ended`, which the main thread reads."""
 
     rank: int
     size: int
@@ -63,10 +58,7 @@ class _Meeting:
     error: BaseException | None = None
     waits_for: str = ""  # a sentence for people; empty: somebody else says it
     ended: threading.Event = field(default_factory=threading.Event)
-
-    @property
-    def me(self) -> str:
-        return f"{os.uname().nodename} pid {os.getpid()}"
+    me: str = field(default_factory=lambda: f"{os.uname().nodename} pid {os.getpid()}")
 
     @property
     def where(self) -> str:
@@ -80,9 +72,7 @@ def meet(rank: int, size: int, env: Mapping[str, str], *, seconds: float = MEETI
     """The store of this job, when all its `size` ranks, and nobody else, have come to it.
 
     It is the memory that our agent has given to the ranks of one host (no other user can reach it), else at
-    MASTER_ADDR:MASTER_PORT.
-
-    After 10 s, and then every 30 s, stderr says who is missing or what is in the way.
+    MASTER_ADDR:MASTER_PORT. After 10 s, and then every 30 s, stderr says who is missing or what is in the way.
 
     Returns:
         The store, under a prefix that is new for every restart: without one a restarted group reads the dead group's
@@ -95,8 +85,7 @@ def meet(rank: int, size: int, env: Mapping[str, str], *, seconds: float = MEETI
     """
     if not re.fullmatch("[0-9]{1,5}", env["MASTER_PORT"]):
         raise UsageError(f"MASTER_PORT must be 1..65535, got {env['MASTER_PORT']!r}")
-    generation = str(restarts(env))
-    start = time.monotonic()
+    start, generation = time.monotonic(), str(restarts(env))
     meeting = _Meeting(
         rank, size, env["MASTER_ADDR"], int(env["MASTER_PORT"]), generation, job_token(env), start + seconds
     )
@@ -108,8 +97,7 @@ def meet(rank: int, size: int, env: Mapping[str, str], *, seconds: float = MEETI
             break
         next_word += NEXT_WORD_SECONDS
         if meeting.waits_for:
-            waited = time.monotonic() - start
-            print(f"paceline: after {waited:.0f} s {meeting.waits_for}", file=sys.stderr, flush=True)
+            print(f"paceline: after {time.monotonic() - start:.0f} s {meeting.waits_for}", file=sys.stderr, flush=True)
     if meeting.error is not None:
         raise meeting.error
     if meeting.store is None:
@@ -130,17 +118,16 @@ def _come(meeting: _Meeting, env: Mapping[str, str]) -> None:
             _claim(meeting, store)
             if _wait_for_all(meeting, _of_generation(meeting, store)):
                 meeting.store = store
-    except BaseException as error:  # told by the main thread
+    except BaseException as error:  # raised by the main thread
         meeting.error = error
     meeting.ended.set()
 
 
 def _open(meeting: _Meeting, env: Mapping[str, str]) -> Store | None:
     agent_hosts_store = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # started by torchrun
-    birth = WorkerBirth.here()
-    inherited = -1 if birth is None else birth.store
+    inherited = -1 if (birth := WorkerBirth.here()) is None else birth.store
     if inherited >= 0 and stat.S_ISREG(os.fstat(inherited).st_mode):
-        # opened anew at each call, so that its locks hold between processes; -1: it has no name to be removed
+        # opened again at each call, so that its locks hold between processes; -1: it has no name to be removed
         return FileStore(f"/proc/self/fd/{inherited}", -1)
     if meeting.rank == 0 and not agent_hosts_store:
         return _host(meeting, inherited)
@@ -153,7 +140,7 @@ def _open(meeting: _Meeting, env: Mapping[str, str]) -> Store | None:
             )
             try:
                 return _tcp_store(meeting, is_master=False)
-            except DistError as error:
+            except dist.DistError as error:
                 raise _no_store(meeting, str(error).partition("\n")[0]) from error
         meeting.waits_for = f"rank {meeting.rank} on {os.uname().nodename} cannot reach rank 0 at {reason}"
         time.sleep(LONGEST_POLL_SECONDS)
@@ -164,12 +151,14 @@ def _host(meeting: _Meeting, inherited: int) -> Store:
     try:
         # where the agent has bound the port already, nobody can take it meanwhile
         return _tcp_store(meeting, is_master=True, listen_fd=inherited if inherited >= 0 else None)
-    except DistError as error:
+    except dist.DistError as error:
         if "failed to listen" not in str(error):
             raise
         by = port_holder(meeting.port) or "another process"
-        words = f"rank 0 cannot listen at {meeting.where}: the port is taken by {by}. Is another job running here?"
-        raise UsageError(f"{words} Choose another port (--port, MASTER_PORT)") from error
+        raise UsageError(
+            f"rank 0 cannot listen at {meeting.where}: the port is taken by {by}. Is another job running here? "
+            "Choose another port (--port, MASTER_PORT)"
+        ) from error
 
 
 def _tcp_store(meeting: _Meeting, *, is_master: bool, listen_fd: int | None = None) -> Store:
@@ -187,7 +176,7 @@ def _no_store(meeting: _Meeting, words: str) -> UsageError:
 
 
 def _compare(meeting: _Meeting, store: Store) -> None:
-    """Refuse to be among strangers; it is the later one who is told, and the others' work goes on."""
+    """Refuse to be among strangers; the later one gets the error, and the others' work goes on."""
     mine = _Job(meeting.token, meeting.size, meeting.me)
     first = _first_word(meeting, PrefixStore(PREFIX, store), mine)
     if first.token == mine.token:  # the size only within a generation: after a restart there may be fewer
@@ -249,12 +238,9 @@ def _wait_for_all(meeting: _Meeting, keys: Store) -> bool:
 
 def _missing(meeting: _Meeting, has_come: Callable[[int], bool]) -> str:
     """Who is missing; empty where a lower rank says it."""
-    absent: list[int] = []
-    for rank in range(meeting.rank):
-        if has_come(rank):
-            return ""
-        absent.append(rank)
-    absent += [rank for rank in range(meeting.rank + 1, meeting.size) if not has_come(rank)]
+    if any(has_come(rank) for rank in range(meeting.rank)):
+        return ""
+    absent = [n for n in range(meeting.size) if n < meeting.rank or (n > meeting.rank and not has_come(n))]
     names = ", ".join(map(str, absent[:20])) + ", ..." * (len(absent) > 20)
     return f"{len(absent)} of {meeting.size} ranks have not come to {meeting.where}: rank {names}"
 

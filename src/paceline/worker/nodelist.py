@@ -1,4 +1,4 @@
-"""What do Slurm's short forms mean? Pure: `n[1-3,7]` names four nodes, `2(x3),1` counts the tasks of four nodes."""
+"""Expands Slurm's short forms. Pure: `n[1-3,7]` names four nodes, `2(x3),1` counts the tasks of four nodes."""
 
 from __future__ import annotations
 

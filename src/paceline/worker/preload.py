@@ -1,4 +1,4 @@
-"""How does a process that has imported everything become N workers? It forks, and each fork takes a worker's place.
+"""Makes N workers of a process that has imported everything: it forks, and each fork takes a worker's place.
 
 It runs a worker's own command, up to here (see contract/forking.py and agent/preload.py). A fork is safe while
 this is the only thread, and no file and no CUDA device is open: that is looked at before. What a worker would have got
@@ -23,7 +23,7 @@ from typing import Any
 import msgspec
 
 from paceline.contract.birth import WorkerBirth
-from paceline.contract.forking import MAX_DESCRIPTORS, MAX_ORDER_BYTES, READY, Order
+from paceline.contract.forking import MAX_DESCRIPTORS, MAX_ORDER_BYTES, READY, ForkOrder
 from paceline.contract.variables import AGENT_MARK
 from paceline.host.procfs import die_with_parent
 from paceline.worker.calls import KINDS
@@ -77,14 +77,14 @@ def _answer(channel: socket.socket, words: bytes) -> None:
         channel.send(words)
 
 
-def _next_order(channel: socket.socket) -> tuple[Order, list[int]]:
+def _next_order(channel: socket.socket) -> tuple[ForkOrder, list[int]]:
     try:
         data, received, _, _ = socket.recv_fds(channel, MAX_ORDER_BYTES, MAX_DESCRIPTORS)
     except OSError:
         data, received = b"", []
     if not data:  # the agent is gone, or has no use for us any more
         os._exit(0)
-    return msgspec.msgpack.decode(data, type=Order), received
+    return msgspec.msgpack.decode(data, type=ForkOrder), received
 
 
 def why_not(known: set[int]) -> str:
@@ -144,7 +144,7 @@ def fork_away() -> int:
     return int(text)
 
 
-def become(order: Order, received: Sequence[int]) -> None:
+def become(order: ForkOrder, received: Sequence[int]) -> None:
     """Be the worker that `order` describes, as if it had been started with these descriptors and this environment."""
     begins, *descriptors = received
     os.setsid()
@@ -183,7 +183,7 @@ def _place(descriptors: Sequence[int], numbers: Sequence[int]) -> None:
 
 
 def _show_mark(mark: bytes) -> None:
-    """Have /proc show this mark in the environment of this process: there stands what was when its program began.
+    """Have /proc show this mark in the environment of this process: it shows what was when its program began.
 
     By the mark the agent finds what its workers have forked into other sessions. The preloader's is as long, at least.
     """

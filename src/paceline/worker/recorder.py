@@ -1,4 +1,4 @@
-"""What has torch itself recorded? Its flight recorder's entries, put together with the ledger's into one list.
+"""Puts together what torch's flight recorder has recorded and what the ledger has, into one list.
 
 DDP's buckets are called from C++, where no wrapper sees them: only the flight recorder has them. It does not have
 messages to a peer, nor names; those are the ledger's. A torch without a flight recorder leaves what the ledger has.
@@ -17,12 +17,12 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from paceline.contract.box import of_this_life
+from paceline.contract.boxes import of_this_life
 from paceline.contract.evidence import Frame, Op, Stack
-from paceline.contract.places import shown_of
+from paceline.contract.places import shown_frame_of
 from paceline.worker.calls import KINDS, SAME, Group
 from paceline.worker.ledger import MODULE
-from paceline.worker.sites import frame_of, words
+from paceline.worker.sites import frame_of, site_words
 
 MAX_OPS, MAX_FRAMES, MAX_THREADS = 64, 48, 24
 Dated = tuple[int, Op]
@@ -41,7 +41,7 @@ def merged(ring: Sequence[Dated], groups: Mapping[str, Group], stack: Stack | No
     Args:
         ring: what the ledger has written, the oldest first.
         groups: by torch's name of the group, as far as the ledger has met it.
-        stack: the main thread's: where it stands in torch, that is the line of what torch itself has called and is on
+        stack: the main thread's: where it is in torch, that is the line of what torch itself has called and is on
             its way. The flight recorder knows the lines, too, but its first answer with them takes seconds of a core,
             in which this process answers nothing and looks as if it held the interpreter's lock.
     """
@@ -65,11 +65,11 @@ def merged(ring: Sequence[Dated], groups: Mapping[str, Group], stack: Stack | No
 def _line_in_torch(stack: Stack | None) -> str:
     frames = stack.frames if stack is not None else ()
     inside = bool(frames) and frames[0].file.startswith("torch/")
-    shown = shown_of(frames) if inside else None
-    return words(shown) if shown is not None else ""
+    shown = shown_frame_of(frames) if inside else None
+    return site_words(shown) if shown is not None else ""
 
 
-def members() -> dict[str, tuple[int, ...]]:
+def group_members() -> dict[str, tuple[int, ...]]:
     """The ranks of the world in each process group of this process."""
     module = distributed()
     if module is None:
@@ -78,7 +78,7 @@ def members() -> dict[str, tuple[int, ...]]:
     return {name: tuple(sorted(world.pg_group_ranks[group])) for group, name in [*world.pg_names.items()]}
 
 
-def numbers() -> dict[str, int]:
+def sequence_numbers() -> dict[str, int]:
     """How many collectives this process has called over each group, as torch counts; nothing where it does not."""
     module = distributed()
     if module is None:
@@ -124,7 +124,7 @@ def _dump(*, collectives: bool) -> dict[str, Any]:
 
 def _recorded(groups: Mapping[str, Group]) -> list[Dated]:
     to_monotonic = time.monotonic_ns() - time.time_ns()
-    newest = numbers()
+    newest = sequence_numbers()
     found: list[Dated] = []
     for entry in _dump(collectives=True).get("entries", ()):
         group, gloo = entry["process_group"][0], entry["profiling_name"].startswith("gloo:")

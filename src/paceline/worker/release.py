@@ -1,9 +1,9 @@
-"""How does a rank get out of a collective in which it would wait for ever? Its connections are cut, not its life.
+"""Gets a rank out of a collective in which it would wait for ever: its connections are cut, not its life.
 
 Gloo has no way to give up (torch's `abort` unblocks nothing), but its sockets are this process's own: shut down, they
 make the blocked call raise a usual RuntimeError within milliseconds. NCCL's groups can be aborted.
 
-Which sockets are gloo's? Those that came up while torch made the process group: gloo connects all pairs there, and the
+Gloo's sockets are those that came up while torch made the process group: gloo connects all pairs there, and the
 store has connected before. So neither the store's connection nor the user's own are ever touched, except one that
 another thread of the user has opened at that very moment. With TORCH_GLOO_LAZY_INIT the connections come up later,
 and are not known here: such a rank stays blocked until it is stopped.
@@ -67,7 +67,7 @@ class Connections:
 
     @contextmanager
     def tolerating(self) -> Generator[list[str]]:
-        """Inside, a group with a stranger in it is no error, but noted in the list: all ranks are to make it anew."""
+        """Inside, a group with a stranger in it is no error, but noted in the list: all ranks must make it again."""
         self._tolerated = []
         try:
             yield self._tolerated

@@ -1,4 +1,4 @@
-"""Which line of the user's program is this? Pure: from files and frames to words like `train.py:97 in step`.
+"""Finds the line of the user's program in a stack. Pure: from files and frames to words like `train.py:97 in step`.
 
 A stack that ends in a collective has torch's lines inside, then perhaps ours, then those of the program. Files are
 named so that every host has the same word for them: `torch/distributed/...`, `paceline/train/step.py`,
@@ -10,11 +10,11 @@ from __future__ import annotations
 import sysconfig
 from enum import IntEnum
 from functools import cache
-from pathlib import Path, PurePath
+from pathlib import Path
 from types import FrameType
 
 from paceline.contract.evidence import Frame
-from paceline.contract.places import PLUMBING
+from paceline.contract.places import Activity, activity_of, site
 
 MAX_DEPTH = 24  # frames to look at from inside; a backward of ours is under a dozen deep
 SITE_CHARS = 72
@@ -27,7 +27,7 @@ class Owner(IntEnum):
 
     USER = 0
     OURS = 1
-    NOBODY = 2  # torch, the standard library, what stands between us and them
+    NOBODY = 2  # torch, the standard library, what is between us and them
 
 
 USER, OURS = Owner.USER, Owner.OURS  # asked for each frame of each call
@@ -37,7 +37,7 @@ USER, OURS = Owner.USER, Owner.OURS  # asked for each frame of each call
 def owner(filename: str) -> Owner:
     """Whose file this is; by name alone."""
     if filename.startswith(_OURS + "/"):
-        return Owner.NOBODY if PLUMBING.search(filename, len(_OURS) - len("paceline")) else Owner.OURS
+        return Owner.NOBODY if activity_of(short(filename)) in (Activity.GUARD, Activity.WAITS) else Owner.OURS
     if "/site-packages/torch/" in filename or "/torch/distributed/" in filename:
         return Owner.NOBODY
     if "-packages/" in filename:  # somebody else's library calls collectives: its line says most
@@ -63,9 +63,9 @@ def short(filename: str) -> str:
     return f"{path.parent.name}/{path.name}" if in_package else path.name or filename
 
 
-def words(frame: Frame) -> str:
+def site_words(frame: Frame) -> str:
     """`train.py:97 in step`: without folders, as the judge and the page write it."""
-    return f"{PurePath(frame.file).name}:{frame.line} in {frame.function}"[:SITE_CHARS]
+    return site(frame)[:SITE_CHARS]
 
 
 def site_frame(frame: FrameType | None) -> FrameType | None:

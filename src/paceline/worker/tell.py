@@ -1,4 +1,4 @@
-"""How a worker of ours ends: an error's last words, said once, by the right process, and turned into the exit code."""
+"""Ends a worker of ours: an error is reported once, by the right process, and turned into the exit code."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def run_worker(main: Callable[[Sequence[str]], int]) -> NoReturn:
 def tell(error: BaseException) -> int:
     """Say once what went wrong, and return the exit code for it.
 
-    A worker leaves its words to its agent, which knows whose failure came first. Without an agent (torchrun), what
-    every rank finds alike before it has met the others is told by rank 0, and everything else by whom it happened to.
+    A worker leaves the report to its agent, which knows whose failure came first. Without an agent (torchrun), rank 0
+    reports what every rank finds alike before it has met the others; anything else the rank that it happened to.
     """
     if isinstance(error, KeyboardInterrupt):
         print("stopped by Ctrl-C", file=sys.stderr)

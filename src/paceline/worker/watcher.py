@@ -1,4 +1,4 @@
-"""Who speaks for a worker whose main thread is stuck? A thread of its own, four times a second.
+"""A thread that speaks, four times a second, for a worker whose main thread may be stuck.
 
 It says that the interpreter still runs, counts the collectives that torch has called from C++, answers the agent's
 question for stacks and collectives, and cuts the connections of a collective that will never end. It holds no lock that
@@ -7,17 +7,19 @@ the main thread may want, imports nothing, and whatever goes wrong in it ends th
 
 from __future__ import annotations
 
+import faulthandler
+import os
 import threading
 import time
 from collections.abc import Callable
+from typing import BinaryIO
 
 import msgspec
 
-from paceline.contract.box import WATCHED, Box
+from paceline.contract.box import SIGNAL, SIGNAL_SAFE, WATCHED, Box
 from paceline.contract.evidence import Answer
 from paceline.worker import recorder
 from paceline.worker.ledger import Ledger
-from paceline.worker.native import NativeStacks
 from paceline.worker.release import Connections, abort_nccl
 
 WAKE_SECONDS = 0.25
@@ -65,7 +67,7 @@ class Watcher:
         if self._native is not None:
             box.put("ready", self._native.ready())
         self._ledger.end_completed()
-        now = (sum(recorder.numbers().values()), box.get("ops"))
+        now = (sum(recorder.sequence_numbers().values()), box.get("ops"))
         self._still = self._still + 1 if now == self._last else 0
         self._last = now
         box.put("enqueued", now[0])
@@ -80,7 +82,7 @@ class Watcher:
         stacks = recorder.stacks(self._main)
         answer = Answer(
             ops=tuple(recorder.merged(self._box.ring(), groups, stacks[0] if stacks else None)),
-            groups={group.name: group.members for group in groups.values()} | recorder.members(),
+            groups={group.name: group.members for group in groups.values()} | recorder.group_members(),
             stacks=stacks,
             enqueued=self._last[0],
         )
@@ -92,3 +94,33 @@ class Watcher:
         self._connections.shut()
         if (module := recorder.distributed()) is not None:
             abort_nccl(module)
+
+
+class NativeStacks:
+    """Python's faulthandler, which on SIGNAL writes its stacks to the end of the box, without the interpreter lock.
+
+    So a regular expression that runs for ever, or a C extension that never returns, is seen with the line of Python
+    that called it.
+    """
+
+    def __init__(self, box: Box) -> None:
+        """Raises OSError where /proc is not to be had."""
+        path = f"/proc/self/fd/{box.descriptor}"
+        self._file: BinaryIO | None = open(path, "ab", buffering=0)  # noqa: PTH123, SIM115 - as long as the process
+        self._inode = os.fstat(self._file.fileno()).st_ino
+        # Only the thread that the kernel gives the signal to, the main one if it can: the stacks of threads that run,
+        # begin and end meanwhile cannot be read without the lock (measured: the process died of it, now and then).
+        faulthandler.register(SIGNAL, file=self._file, all_threads=False, chain=False)
+
+    def ready(self) -> int:
+        """SIGNAL_SAFE while the file is still the box: a program that closes all descriptors may have another there."""
+        if self._file is None:
+            return WATCHED
+        try:
+            if os.fstat(self._file.fileno()).st_ino == self._inode:
+                return SIGNAL_SAFE
+        except OSError:
+            pass
+        faulthandler.unregister(SIGNAL)
+        self._file = None
+        return WATCHED
