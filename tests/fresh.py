@@ -63,7 +63,7 @@ def main() -> int:
         return max(codes)
     (who,) = sys.argv[1:]
     if who == "nobody":
-        os.geteuid = os.getuid = lambda: 65534
+        os.geteuid = lambda: 65534
     marked = [path for path in (ROOT / "tests").glob("*/**/*.py") if MARKED.search(path.read_text())]
     marked += [path for path in (ROOT / "tests").glob("test_*.py") if MARKED.search(path.read_text())]
     # a conftest.py marks all in its folder
