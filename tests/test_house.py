@@ -13,9 +13,7 @@ SPEC.loader.exec_module(house)
 
 # what is not yet within its limit, and must not get worse
 STILL = {
-    "public names defined in two modules or more": 61,
-    "files over 250 lines, tables of data aside": 8,
-    "lines of src": 36_900,
+    "lines of src": 36_200,
 }
 
 

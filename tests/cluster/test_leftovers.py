@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from tests.cluster import cgroups
-from tests.cluster.conftest import need
+from tests.cluster.conftest import LAB_PROGRAMS, need
 from tests.cluster.lab import Lab
 from tests.cluster.slurm import Slurm
 
@@ -99,8 +99,8 @@ def test_after(lab):
 """
 
 
-@pytest.mark.root
 def test_a_test_that_leaves_a_process_on_a_host_fails_and_the_next_does_not_suffer(pytester: pytest.Pytester) -> None:
+    need(*LAB_PROGRAMS)
     pytester.makeconftest("pytest_plugins = ['tests.cluster.conftest']")
     pytester.makeini("[pytest]\nmarkers = cluster\n")
     pytester.makepyfile(LEAKY)

@@ -14,19 +14,19 @@ from paceline.worker.foreign import understood
 
 COMMANDS = {
     "train": "train a model on one process or on many",
-    "launch": "start any script that torchrun could start, on one machine or on many",
-    "doctor": "are these machines fit to train on? what is wrong, and how to mend it",
-    "status": "how does a run go on?",
-    "logs": "what did its ranks print?",
-    "hang": "who holds a run up, and where is every rank?",
-    "cancel": "end a run, after it has saved its state",
+    "launch": "start any script that torchrun could, on one machine or on many",
+    "doctor": "check that these machines are fit to train on, and say how to fix what is wrong",
+    "status": "show how a run goes on, or how it ended",
+    "logs": "show what the ranks of a run have printed",
+    "hang": "show which rank holds a run up, and where every rank is",
+    "cancel": "end a run after it has saved its state",
     "verify": "prove that N processes compute what one computes",
-    "compare": "every strategy beside the others: speed, memory, bytes, bits; which one to use",
-    "scale": "how well does it scale, where is the time lost, and what would more ranks bring?",
+    "compare": "measure every strategy (speed, memory, bytes, bits), and recommend one",
+    "scale": "measure how well training scales, where time is lost, and what more ranks would bring",
     "checkpoint": "list a run's checkpoints, and check every byte of them",
-    "faults": "let things go wrong on purpose, and see whether the right rank is named",
+    "faults": "inject faults into small trainings, and score whether the right rank is named",
     "ledger": "prove that each sample was used once, over all attempts of a run",
-    "shards": "show who sees which sample, and what the textbook variants get wrong",
+    "shards": "show which rank sees which sample, and what the textbook variants get wrong",
 }
 
 HELP = """usage: paceline COMMAND [OPTIONS]
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     hold_standard_descriptors()
     birth = WorkerBirth.here()
-    if birth is not None and birth.preload >= 0:  # what this node's workers are forked from: they go on below
+    if birth is not None and birth.preload >= 0:  # this node's workers are forked from here: they go on below
         from paceline.worker.imports import TRAINING
         from paceline.worker.preload import serve
 
@@ -74,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(__version__)
         return ExitCode.DONE
     try:
-        # srun's and mpirun's words for rank and world become torchrun's here, once: whoever looks later finds these
+        # srun's and mpirun's variables for rank and world become torchrun's here, once, before anything reads them
         os.environ.update(understood(os.environ))
         if arguments[0] not in COMMANDS:
             raise unknown("command", arguments[0], COMMANDS)

@@ -1,4 +1,4 @@
-"""`paceline cancel RUN`: end a run, wherever it was started, and say what it has saved."""
+"""`paceline cancel RUN`: ends a run, wherever it was started, and says what it has saved."""
 
 from __future__ import annotations
 
@@ -12,8 +12,17 @@ from pathlib import Path
 
 import tyro
 
-from paceline.cli.finding import Means, RunConfig, act, agent_runs, find_run, head_roster, is_locked, signal_agent
-from paceline.cli.run_state import RunState, judge, run_state
+from paceline.cli.finding import (
+    ExistingRunConfig,
+    Means,
+    agent_runs,
+    find_run,
+    head_roster,
+    is_locked,
+    means_to_act,
+    signal_agent,
+)
+from paceline.cli.run_state import LIVE, standing
 from paceline.contract.node_plan import STOP_GRACE_SECONDS
 from paceline.disk.reading import read
 from paceline.errors import ExitCode, TrainingError, UsageError
@@ -28,7 +37,7 @@ END_SECONDS = STOP_GRACE_SECONDS + 15.0
 
 
 @dataclass(frozen=True)
-class CancelConfig(RunConfig):
+class CancelConfig(ExistingRunConfig):
     """End a run: it saves its state first, and does not queue again."""
 
     now: bool = False
@@ -37,37 +46,33 @@ class CancelConfig(RunConfig):
 
 def main(arguments: Sequence[str]) -> int:
     """Run `paceline cancel ARGUMENTS`."""
-    config = tyro.cli(CancelConfig, prog="paceline cancel", args=list(arguments), description=CancelConfig.__doc__)
+    config = tyro.cli(CancelConfig, prog="paceline cancel", args=arguments)
     run_dir = find_run(config.run)
-    means = act(run_dir, config)
-    found = run_state(run_dir, means)
-    if found.state not in ("queued", "running"):
+    means = means_to_act(run_dir, config)
+    found = standing(run_dir, means)
+    if found.state not in LIVE:
         words = f" ({found.words})" if found.words else ""
         print(clean(f"there is nothing to cancel: the run is {found.state}{words}"), file=sys.stderr)
         return ExitCode.FAILED if found.state == "unknown" else ExitCode.DONE
     last = last_submission(run_dir)
-    if last is not None and found.slurm_job and _job_lives(found):
-        if not queue.writes_to(found.slurm_job, last[0]):
+    slurm_job = last[1].slurm_job if last is not None else ""
+    if last is not None and slurm_job and (job := queue.state(slurm_job)) is not None and job.lives:
+        if not queue.writes_to(slurm_job, last[0]):
             raise UsageError(
-                f"Slurm job {found.slurm_job} stands written down as this run's, but its output goes elsewhere than "
-                f"{last[0]}: it is another job, and left alone"
+                f"Slurm job {slurm_job} is recorded as this run's, but its output goes elsewhere than {last[0]}: it is "
+                "another job, and left alone"
             )
-        queue.cancel(found.slurm_job, now=config.now)
+        queue.cancel(slurm_job, now=config.now)
     else:
-        _stop_agent(run_dir, last[1] if last is not None else None, means, now=config.now)
+        _stop_agent(run_dir, found.submission, means, now=config.now)
     return _wait(run_dir, means)
 
 
-def _job_lives(found: RunState) -> bool:
-    job = queue.state(found.slurm_job)
-    return job is not None and job.lives
-
-
 def _stop_agent(run_dir: Path, submission: Submission | None, means: Means, *, now: bool) -> None:
-    """Tell node 0's agent to end the run.
+    """Ask node 0's agent to end the run.
 
     Raises:
-        TrainingError: if it cannot be told.
+        TrainingError: if it cannot be asked.
     """
     roster = head_roster(run_dir)
     if roster is None or not agent_runs(run_dir, roster, submission, means.ssh):
@@ -91,16 +96,16 @@ def _wait(run_dir: Path, means: Means) -> int:
     """Wait for the end and say what is left."""
     print("asked to stop; waiting for its end ...", file=sys.stderr, flush=True)
     deadline = time.monotonic() + END_SECONDS
-    while (end := judge(run_dir, means))[0] in ("queued", "running") or is_locked(run_dir):
+    while (end := standing(run_dir, means)).state in LIVE or is_locked(run_dir):
         if time.monotonic() > deadline:
             print(f"it has not ended after {END_SECONDS:g} s: see paceline status {run_dir}", file=sys.stderr)
             return ExitCode.FAILED
         time.sleep(POLL_SECONDS)
-    (state, words), saved = end, entries(run_dir / CHECKPOINTS)
-    print(clean(f"ended: {state}" + (f" ({words})" if words else "")))
+    saved = entries(run_dir / CHECKPOINTS)
+    print(clean(f"ended: {end.state}" + (f" ({end.words})" if end.words else "")))
     if not saved:
         print("it has saved nothing")
-    elif state != "done":
+    elif end.state != "done":
         again = f"paceline train --resume auto --run-dir {shlex.quote(str(run_dir))}"
         print(f"saved at step {saved[0].step}; to go on: {again}")
     return ExitCode.DONE

@@ -15,20 +15,11 @@ from paceline.bench.compare_report import REFERENCE, Row, compared_rows
 from paceline.bench.compare_table import print_compared
 from paceline.bench.rounds import MeasuredRounds, ProcessSet
 from paceline.bench.spec import NO_EXCHANGE, Candidate, NotMeasured
-from paceline.cli.flags import check_gpus, check_positive, chosen_names, whole_numbers
-from paceline.cli.measuring import (
-    CliMeasuring,
-    Measuring,
-    check_measuring,
-    crowd,
-    measured,
-    publish,
-    settings_of,
-)
+from paceline.cli.flags import check_gpus, check_positive, chosen_names, usable_gpus, whole_numbers
+from paceline.cli.measuring import CliMeasuring, Measuring, check_measuring, crowd, measured, publish, settings_of
 from paceline.config import DEFAULT_BATCH_SIZE
 from paceline.errors import ExitCode
 from paceline.host.cgroup import threads_per_rank, usable_cores
-from paceline.host.gpus import count_gpus
 from paceline.ladder import DEFAULT_ALONE, EXACT, LADDER
 
 
@@ -68,7 +59,7 @@ def main(arguments: Sequence[str]) -> int:
         asked = [name for name in LADDER if name != DEFAULT_ALONE]
     batches = whole_numbers("--batch-sizes", config.batch_sizes or str(DEFAULT_BATCH_SIZE))
     settings = settings_of(config.task, how)
-    gpus = 0 if settings.launch.device == "cpu" else count_gpus()
+    gpus = usable_gpus(settings.launch.device)
     cores = usable_cores()
     nproc = config.nproc or gpus or cores
     check_gpus(f"--nproc {nproc}", nproc, gpus)

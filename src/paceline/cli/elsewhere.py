@@ -1,4 +1,4 @@
-"""A run on other machines, in a queue or by hand: from the settings to a job, and from the job to whoever starts it."""
+"""Runs on other machines, in a queue or by hand: from settings to a job, and from the job to what starts it."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from msgspec.structs import replace
 
-from paceline.cli.finding import command_words
+from paceline.cli.flags import command_words
 from paceline.config import ClusterConfig
 from paceline.contract.variables import SECRET_NAME
 from paceline.errors import ExitCode, UsageError
@@ -29,6 +30,7 @@ from paceline.launch.ssh.plan import ssh
 from paceline.launch.ssh.sync import rsync_commands, sync
 from paceline.launch.submission import Submission, next_submit_dir, write_files, write_submission
 from paceline.launch.supervise import run
+from paceline.observe.folder import lock_run_dir, open_run_dir
 from paceline.observe.terminal import say
 
 LAUNCHERS: dict[str, Callable[[Job], Plan]] = {"local": local, "ssh": ssh, "slurm": slurm, "print": by_hand}
@@ -69,8 +71,8 @@ def check_cluster(cluster: ClusterConfig) -> None:
         raise UsageError("--cancel-on-interrupt has a meaning only with --follow")
 
 
-def place(cluster: ClusterConfig, nproc: int | None) -> Job:
-    """The part of a job that says where: nodes, hosts and how they are reached. The rest is still to be filled in.
+def placed_job(cluster: ClusterConfig, nproc: int | None) -> Job:
+    """The part of a job that says where it runs: nodes, hosts and how they are reached. The rest is filled in later.
 
     Raises:
         UsageError: when the settings contradict each other.
@@ -131,6 +133,12 @@ def workers(job: Job) -> int:
     return sum(host.slots or job.nproc for host in job.hosts) if job.hosts else job.nodes * job.nproc
 
 
+def threads_of(asked: int | None) -> int:
+    """CPU threads of each rank: as asked for, or as the user's OMP_NUM_THREADS says; 0: left to the agent."""
+    users = os.environ.get("OMP_NUM_THREADS", "")
+    return asked or (int(users) if users.isdecimal() else 0)
+
+
 def show(cluster: ClusterConfig, job: Job) -> int:
     """`--dry-run`: the complete plan; nothing is made, asked or started."""
     plan = LAUNCHERS[cluster.on](job)
@@ -138,8 +146,23 @@ def show(cluster: ClusterConfig, job: Job) -> int:
     return ExitCode.DONE
 
 
-def prepared(job: Job, settings: str = "") -> tuple[Job, Path]:
-    """Make the folder of this start inside the run's; the job that knows it, and the folder.
+@contextmanager
+def taken_run_dir(asked: Path | None, name: str, *, trust: bool, resume: bool = False) -> Generator[tuple[Path, int]]:
+    """The folder of the run that is to be started, and its lock, which is held meanwhile.
+
+    Raises:
+        UsageError: if it cannot be used, or another run is active in it.
+    """
+    run_dir = open_run_dir(asked, name, resume=resume, trust=trust)
+    lock = lock_run_dir(run_dir)
+    try:
+        yield run_dir, lock
+    finally:
+        os.close(lock)
+
+
+def with_submit_dir(job: Job, settings: str = "") -> Job:
+    """Make the folder of this start inside the run's; the job that knows it.
 
     Args:
         job: with its run folder.
@@ -149,7 +172,7 @@ def prepared(job: Job, settings: str = "") -> tuple[Job, Path]:
     submit_dir = next_submit_dir(job.run_dir)
     if settings:
         write_files(submit_dir, {"config.toml": settings})
-    return replace(job, submit_dir=submit_dir), submit_dir
+    return replace(job, submit_dir=submit_dir)
 
 
 def start(cluster: ClusterConfig, job: Job) -> int:

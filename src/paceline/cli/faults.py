@@ -14,7 +14,7 @@ from typing import Literal
 import tyro
 from rich.table import Table
 
-from paceline.cli.flags import check_file, check_positive, table_console, write_json
+from paceline.cli.flags import check_out_file, check_positive, table_console, write_json
 from paceline.contract.windows import Windows
 from paceline.errors import ExitCode, UsageError
 from paceline.faults.catalogue import FAULTS, chosen
@@ -78,7 +78,7 @@ def _check(config: FaultsConfig) -> None:
     check_positive(config, "repeat")
     if config.out is not None and config.out.suffix not in (".md", ".json"):
         raise UsageError(f"--out must end in .md or .json, got {config.out}")
-    check_file("--out", config.out)
+    check_out_file("--out", config.out)
     Windows.parse(config.stall_after)
 
 

@@ -1,4 +1,4 @@
-"""Which run is meant, whose is it, who still works on it, and what did its last start leave?
+"""Finds the run that is meant, whose it is, who still works on it, and what its last start left.
 
 A run of another user is shown as data: no process is signalled, no host asked and nothing written for its sake.
 """
@@ -18,6 +18,7 @@ from pathlib import Path
 
 import tyro
 
+from paceline.cli.flags import command_words
 from paceline.contract.failure import Failure
 from paceline.disk.owners import check_ours, note_strangers, opened
 from paceline.disk.reading import decode, folders, is_folder, names, real_path
@@ -33,7 +34,7 @@ MAX_RECORDS, MAX_FAILURE_BYTES = 1000, 1 << 18  # of failed ranks that are looke
 
 
 @dataclass(frozen=True)
-class RunConfig:
+class ExistingRunConfig:
     """What all commands take that look for a run."""
 
     run: tyro.conf.Positional[str]
@@ -77,15 +78,15 @@ def find_run(asked: str) -> Path:
     return path
 
 
-def look(run_dir: Path, config: RunConfig) -> Means:
+def means_to_look(run_dir: Path, config: ExistingRunConfig) -> Means:
     """What may be asked about a run. Of one that others could have written nothing is, and the caller is told so."""
     if not config.trust and note_strangers(run_dir):
         return Means()
     return Means(command_words("--ssh", config.ssh), slurm=True)
 
 
-def act(run_dir: Path, config: RunConfig) -> Means:
-    """As `look`, but for a command that acts: it refuses.
+def means_to_act(run_dir: Path, config: ExistingRunConfig) -> Means:
+    """As `means_to_look`, but for a command that acts: it refuses.
 
     Raises:
         UsageError: says who else could have written the run.
@@ -93,21 +94,6 @@ def act(run_dir: Path, config: RunConfig) -> Means:
     if not config.trust:
         check_ours(run_dir)
     return Means(command_words("--ssh", config.ssh), slurm=True)
-
-
-def command_words(flag: str, text: str) -> tuple[str, ...]:
-    """The words of a command that a flag gives.
-
-    Raises:
-        UsageError: there are none, or a quote is left open.
-    """
-    try:
-        words = tuple(shlex.split(text))
-    except ValueError as error:
-        raise UsageError(f"{flag} {text!r} is no command: {error}") from None
-    if not words:
-        raise UsageError(f"{flag} must be a command, e.g. {flag} ssh")
-    return words
 
 
 def attempts(run_dir: Path) -> list[Path]:
@@ -129,7 +115,7 @@ def is_locked(run_dir: Path) -> bool:
 
 
 def head_roster(run_dir: Path) -> Roster | None:
-    """What node 0's agent of the newest start wrote down about itself."""
+    """What node 0's agent of the newest start has written about itself."""
     for attempt in attempts(run_dir)[-1:]:
         with suppress(OSError):
             return decode(roster_path(attempt), Roster)
@@ -141,7 +127,7 @@ def agent_runs(run_dir: Path, roster: Roster, submission: Submission | None, ssh
 
     Args:
         run_dir: whose lock it holds as long as it runs.
-        roster: what it wrote down.
+        roster: what it has written about itself.
         submission: how the run was started, which says where its host is.
         ssh: the caller's command to ask there with; empty: no other host is asked.
     """
@@ -163,7 +149,7 @@ def signal_agent(
     """Send a signal to an agent that `agent_runs` and holds the run's lock; whether that was possible.
 
     Raises:
-        UsageError: the process that stands written down does not hold this run: it is something else.
+        UsageError: the process that the roster names does not hold this run: it is something else.
     """
     if roster.host == os.uname().nodename:
         with suppress(ProcessLookupError):  # it has just ended: all is well
@@ -189,7 +175,7 @@ def signal_agent(
 
 def _not_its_agent(roster: Roster, run_dir: Path) -> UsageError:
     return UsageError(
-        f"pid {roster.agent_pid} on {roster.host} stands written down as the run's agent, but does not hold "
+        f"pid {roster.agent_pid} on {roster.host} is recorded as the run's agent, but does not hold "
         f"{run_dir / LOCK}: it is another process, and left alone"
     )
 
@@ -227,7 +213,7 @@ def _on_head(submission: Submission | None, ssh: Sequence[str], command: str) ->
 
 
 def first_failure(attempt: Path) -> str:
-    """The first failure that a start's workers wrote down, of its last generation, in a line; empty: none did."""
+    """The first failure that a start's workers recorded, of its last generation, in a line; empty: none did."""
     first: tuple[tuple[int, bool, float], Failure] | None = None
     matches = (re.fullmatch(r"error-[0-9]{1,9}(?:-generation-([0-9]{1,9}))?\.json", name) for name in names(attempt))
     for match in [match for match in matches if match][:MAX_RECORDS]:

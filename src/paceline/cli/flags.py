@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from paceline.errors import UsageError, unknown
+from paceline.host.gpus import count_gpus
 from paceline.observe.terminal import escaped
 
 if TYPE_CHECKING:
@@ -74,6 +75,18 @@ def command_words(flag: str, text: str) -> tuple[str, ...]:
     return words
 
 
+def usable_gpus(device: str) -> int:
+    """How many GPUs of this machine ranks may use; with --device cpu none.
+
+    Raises:
+        UsageError: --device cuda where there is none.
+    """
+    gpus = 0 if device == "cpu" else count_gpus()
+    if device == "cuda" and gpus == 0:
+        raise UsageError("--device cuda: this machine has no NVIDIA GPU (counted by NVML). Use --device cpu")
+    return gpus
+
+
 def check_gpus(asked: str, nproc: int, gpus: int) -> None:
     """Refuse more workers than this machine has GPUs; on one without, the CPU computes.
 
@@ -87,7 +100,7 @@ def check_gpus(asked: str, nproc: int, gpus: int) -> None:
         )
 
 
-def check_file(flag: str, path: Path | None) -> None:
+def check_out_file(flag: str, path: Path | None) -> None:
     """Refuse a file that could not be written after hours of work.
 
     Raises:

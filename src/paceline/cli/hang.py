@@ -1,4 +1,4 @@
-"""`paceline hang RUN`: who holds a run up, and where is every rank? Also while it still hangs."""
+"""`paceline hang RUN`: shows who holds a run up, and where every rank is; also while it still hangs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import os
 import re
 import secrets
 import shutil
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -17,15 +16,15 @@ import msgspec
 import tyro
 from rich.console import Console
 
-from paceline.cli.finding import NOTHING, Means, RunConfig, attempts, find_run, look
-from paceline.cli.run_state import judge
+from paceline.cli.finding import NOTHING, ExistingRunConfig, Means, attempts, find_run, means_to_look
+from paceline.cli.flags import print_json
+from paceline.cli.run_state import standing
 from paceline.contract.evidence import Evidence
 from paceline.disk import writing
 from paceline.disk.reading import names
 from paceline.errors import ExitCode, UsageError
 from paceline.guard.story import Told, description, read_verdict
 from paceline.guard.verdict import VERDICT, page
-from paceline.observe.terminal import escaped
 
 ANSWER_SECONDS = 15.0  # the head looks every second, and gives every rank three seconds to answer
 POLL_SECONDS = 0.1
@@ -35,14 +34,14 @@ MOST_SHOWN, MOST_LINES, MOST_CHARS = 64, 200, 20_000  # ranks; of each
 
 
 @dataclass(frozen=True)
-class HangConfig(RunConfig):
+class HangConfig(ExistingRunConfig):
     """Show who holds a run up, and where every rank is. Who still runs is asked. Exit code 0 whatever is found."""
 
     json: bool = False
     """for programs"""
 
 
-class Found(msgspec.Struct, frozen=True):
+class HangReport(msgspec.Struct, frozen=True):
     """What `paceline hang --json` prints."""
 
     run_dir: str
@@ -55,40 +54,40 @@ class Found(msgspec.Struct, frozen=True):
 
 def main(arguments: Sequence[str]) -> int:
     """Run `paceline hang ARGUMENTS`."""
-    config = tyro.cli(HangConfig, prog="paceline hang", args=list(arguments), description=HangConfig.__doc__)
+    config = tyro.cli(HangConfig, prog="paceline hang", args=arguments)
     run_dir = find_run(config.run)
-    found = find(run_dir, look(run_dir, config))
+    found = hang_report(run_dir, means_to_look(run_dir, config))
     if config.json:
-        sys.stdout.write(escaped(msgspec.json.format(msgspec.json.encode(found), indent=2).decode()) + "\n")
+        print_json(found)
     else:
         _show(found)
     return ExitCode.DONE
 
 
-def find(run_dir: Path, means: Means = NOTHING) -> Found:
-    """The verdict on a run: of now, if it runs and its agent may be asked and answers, else the newest one noted.
+def hang_report(run_dir: Path, means: Means) -> HangReport:
+    """The verdict on a run: of now, if it runs and its agent may be asked and answers, else the newest recorded one.
 
     Raises:
         UsageError: if it has no start yet, or its newest verdict cannot be read.
     """
-    state, _ = judge(run_dir, means)
+    state = standing(run_dir, means).state
     if not attempts(run_dir):
         raise UsageError(f"{run_dir} has not been started yet: see paceline status {run_dir}")
     may_ask = means != NOTHING  # what is not ours is not written into
-    told = ask(attempts(run_dir)[-1]) if state == "running" and may_ask else None
+    told = _ask(attempts(run_dir)[-1]) if state == "running" and may_ask else None
     if told is not None:
-        return Found(str(run_dir), state, True, _live_words(told), "", told)
-    state, _ = judge(run_dir, means)  # it may have ended meanwhile
+        return HangReport(str(run_dir), state, True, _live_words(told), "", told)
+    state = standing(run_dir, means).state  # it may have ended meanwhile
     unheard = f"the run's agent has not answered within {ANSWER_SECONDS:g} s" if may_ask else "its agent is not asked"
     unheard = unheard if state == "running" else ""
-    folder = newest_verdict(run_dir)
+    folder = _newest_verdict(run_dir)
     if folder is None:
         words = f"no stall was noted, and {unheard}" if unheard else f"the run is {state}, and no stall was noted"
-        return Found(str(run_dir), state, False, words, "", None)
+        return HangReport(str(run_dir), state, False, words, "", None)
     told = read_verdict(folder)
     earlier = f"; {unheard}: this is of an earlier stall" if unheard else ""
     words = f"{folder.parent.name}, {_when(told.unix_time)}{earlier}"
-    return Found(str(run_dir), state, False, words, str(folder), told)
+    return HangReport(str(run_dir), state, False, words, str(folder), told)
 
 
 def _when(unix_time: float) -> str:
@@ -104,7 +103,7 @@ def _live_words(told: Told) -> str:
     return f"nothing has moved for {told.waited_seconds:.1f} s. If that is a stall, then this is why:"
 
 
-def newest_verdict(run_dir: Path) -> Path | None:
+def _newest_verdict(run_dir: Path) -> Path | None:
     """The folder of the newest verdict of all starts of a run; one that could not be written is none."""
     for attempt in reversed(attempts(run_dir)):
         matches = (re.fullmatch(r"verdict-([0-9]{1,9})", name) for name in names(attempt))
@@ -114,7 +113,7 @@ def newest_verdict(run_dir: Path) -> Path | None:
     return None
 
 
-def ask(attempt: Path) -> Told | None:
+def _ask(attempt: Path) -> Told | None:
     """Have the head agent of a running start judge it now; None if it does not answer.
 
     Raises:
@@ -139,7 +138,7 @@ def ask(attempt: Path) -> Told | None:
         shutil.rmtree(answer, ignore_errors=True)  # it was for us alone
 
 
-def shortened(one: Evidence) -> Evidence:
+def _shortened(one: Evidence) -> Evidence:
     """Without more of its words than anybody reads."""
     return msgspec.structs.replace(
         one,
@@ -149,7 +148,7 @@ def shortened(one: Evidence) -> Evidence:
     )
 
 
-def _show(found: Found) -> None:
+def _show(found: HangReport) -> None:
     console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
     console.print(found.words)
     if found.told is None:
@@ -166,7 +165,7 @@ def _show(found: Found) -> None:
         if rest:
             console.print(rest)
     for one in evidence:
-        text = description(shortened(one), most_ops=SHOWN_OPS, most_stacks=1)
+        text = description(_shortened(one), most_ops=SHOWN_OPS, most_stacks=1)
         headline, _, rest = "\n".join(text.splitlines()[:MOST_LINES]).partition("\n")
         console.print(f"\n{headline}", style="bold red" if one.rank in told.verdict.guilty else "bold")
         console.print(rest.rstrip("\n"))

@@ -1,4 +1,4 @@
-"""`paceline launch -- SCRIPT ARGS`: any script that torchrun could start, unchanged, on one machine or on many."""
+"""`paceline launch -- SCRIPT ARGS`: starts any script that torchrun could, unchanged, on one machine or on many."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import Annotated, Literal
 import tyro
 from msgspec.structs import replace
 
-from paceline.cli.elsewhere import place, prepared, show, start
+from paceline.cli.elsewhere import placed_job, show, start, taken_run_dir, threads_of, with_submit_dir
+from paceline.cli.flags import check_positive
 from paceline.config import ClusterConfig
 from paceline.contract.birth import BOOTSTRAP
 from paceline.contract.windows import Windows
@@ -21,7 +22,7 @@ from paceline.host.gpus import count_gpus
 from paceline.launch.job import Job
 from paceline.launch.local import local
 from paceline.launch.supervise import run
-from paceline.observe.folder import create_attempt_dir, lock_run_dir, new_run_dir, open_run_dir
+from paceline.observe.folder import create_attempt_dir, new_run_dir
 from paceline.observe.terminal import say
 from paceline.worker.bootstrap import worker_command
 from paceline.worker.foreign import launched
@@ -68,7 +69,7 @@ class LaunchScript:
 
 def main(arguments: Sequence[str]) -> int:
     """Run `paceline launch ARGUMENTS`."""
-    own, words = split(arguments)
+    own, words = _split(arguments)
     options = tyro.cli(
         Annotated[LaunchScript, tyro.conf.OmitArgPrefixes],  # pyright: ignore[reportArgumentType]
         prog="paceline launch",
@@ -77,9 +78,9 @@ def main(arguments: Sequence[str]) -> int:
     )
     if not words:
         raise UsageError("what is to be launched? paceline launch [OPTIONS] -- SCRIPT [ARGUMENTS]")
-    check(options.script)
-    check_no_rank(os.environ)
-    job = job_of(options, words)
+    _check_script(options.script)
+    _check_no_rank(os.environ)
+    job = _script_job(options, words)
     if BOOTSTRAP not in job.argv and not job.stall_after.off:
         say(f"{words[0]} runs as it is: the hang guard does not see into it. To be watched, name the .py file itself")
     cluster = options.cluster
@@ -87,31 +88,37 @@ def main(arguments: Sequence[str]) -> int:
         run_dir = options.script.run_dir or new_run_dir(job.name)
         job = replace(job, run_dir=run_dir.absolute(), submit_dir=run_dir.absolute() / "submit-1")
         return show(cluster, job)
-    run_dir = open_run_dir(options.script.run_dir, job.name, trust=options.script.trust)
-    here = cluster.on == "local" and not cluster.detach
-    code = _here(job, run_dir) if here else _elsewhere(cluster, replace(job, run_dir=run_dir), run_dir)
+    here, code = cluster.on == "local" and not cluster.detach, ExitCode.DONE
+    with taken_run_dir(options.script.run_dir, job.name, trust=options.script.trust) as (run_dir, lock):
+        job = replace(job, run_dir=run_dir)
+        if here:
+            attempt_dir = create_attempt_dir(run_dir)[1]
+            code = run(local(replace(job, attempt_dir=attempt_dir)), attempt_dir, keep_open=[lock])
+        else:
+            job = with_submit_dir(job)  # while it is locked: a refused start must not look like the active run
+    if not here:
+        code = start(cluster, job)  # node 0's agent takes the lock
     if code != ExitCode.DONE or not here:
         say(f"run folder {run_dir}")
     return code
 
 
-def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Our own words, and the script with its."""
+def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Our own words, and the script with its own."""
     if SEPARATOR not in arguments:
         return list(arguments), []
     where = list(arguments).index(SEPARATOR)
     return list(arguments[:where]), list(arguments[where + 1 :])
 
 
-def check(script: ScriptConfig) -> None:
+def _check_script(script: ScriptConfig) -> None:
     """Refuse values without a meaning.
 
     Raises:
         UsageError: naming the setting, its value, and what it must be.
     """
+    check_positive(script, "nproc", "threads_per_rank")
     wrong = {
-        "--nproc must be at least 1": isinstance(script.nproc, int) and script.nproc < 1,
-        "--threads-per-rank must be at least 1": script.threads_per_rank is not None and script.threads_per_rank < 1,
         "--port must be 0..65535": not 0 <= script.port <= 65535,
         "--max-restarts must be 0 or more": script.max_restarts < 0,
         "--stop-grace must be greater than 0": not script.stop_grace > 0,
@@ -120,7 +127,7 @@ def check(script: ScriptConfig) -> None:
         raise UsageError("; ".join(said))
 
 
-def check_no_rank(env: Mapping[str, str]) -> None:
+def _check_no_rank(env: Mapping[str, str]) -> None:
     """Refuse to start a run from each rank of another one.
 
     Raises:
@@ -134,7 +141,7 @@ def check_no_rank(env: Mapping[str, str]) -> None:
         )
 
 
-def job_of(options: LaunchScript, words: Sequence[str]) -> Job:
+def _script_job(options: LaunchScript, words: Sequence[str]) -> Job:
     """The workers: each runs the script.
 
     Raises:
@@ -146,12 +153,11 @@ def job_of(options: LaunchScript, words: Sequence[str]) -> Job:
         if cluster.on != "local":
             raise UsageError(f"--nproc auto counts this machine, not those of --on {cluster.on}: give a number")
         nproc = count_gpus() or usable_cores()
-    where = place(cluster, nproc)
-    users_threads = os.environ.get("OMP_NUM_THREADS", "")
+    where = placed_job(cluster, nproc)
     return replace(
         where,
         argv=worker_command(words, where.python),
-        threads=script.threads_per_rank or (int(users_threads) if users_threads.isdecimal() else 0),
+        threads=threads_of(script.threads_per_rank),
         port=script.port,
         max_restarts=script.max_restarts,
         stop_grace_seconds=script.stop_grace,
@@ -160,18 +166,3 @@ def job_of(options: LaunchScript, words: Sequence[str]) -> Job:
         plain_store=True,
         show=script.show,
     )
-
-
-def _here(job: Job, run_dir: Path) -> int:
-    lock = lock_run_dir(run_dir)
-    try:
-        attempt_dir = create_attempt_dir(run_dir)[1]
-        job = replace(job, run_dir=run_dir, attempt_dir=attempt_dir)
-        return run(local(job), attempt_dir, keep_open=[lock])
-    finally:
-        os.close(lock)
-
-
-def _elsewhere(cluster: ClusterConfig, job: Job, run_dir: Path) -> int:
-    os.close(lock_run_dir(run_dir))  # a second start must not look like the run that is active; then node 0 takes it
-    return start(cluster, prepared(job)[0])

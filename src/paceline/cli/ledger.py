@@ -14,7 +14,7 @@ import tyro
 from rich.table import Table
 from rich.text import Text
 
-from paceline.cli.flags import check_file, table_console, write_json
+from paceline.cli.flags import check_out_file, table_console, write_json
 from paceline.config import batch_shape, check_values, load
 from paceline.disk.owners import note_strangers
 from paceline.disk.reading import is_folder, real_path
@@ -40,7 +40,7 @@ class LedgerConfig:
 def main(arguments: Sequence[str]) -> int:
     """Run `paceline ledger ARGUMENTS`."""
     config = tyro.cli(LedgerConfig, prog="paceline ledger", args=arguments)
-    check_file("--json", config.json)
+    check_out_file("--json", config.json)
     run_dir = real_path(config.run)
     if is_folder(run_dir):
         note_strangers(run_dir)

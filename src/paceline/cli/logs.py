@@ -1,4 +1,4 @@
-"""`paceline logs RUN`: what have a run's workers written?"""
+"""`paceline logs RUN`: shows what a run's workers have printed."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from pathlib import Path
 
 import tyro
 
-from paceline.cli.finding import Means, RunConfig, attempts, find_run, look
-from paceline.cli.run_state import judge
+from paceline.cli.finding import ExistingRunConfig, Means, attempts, find_run, means_to_look
+from paceline.cli.run_state import LIVE, standing
 from paceline.disk.reading import is_file, names
 from paceline.errors import ExitCode, UsageError
 from paceline.launch.submission import last_submission
 from paceline.launch.tail import MAX_ALL_BYTES, Tail, all_lines, last_lines
 
 POLL_SECONDS = 0.5
-LOOK_SECONDS = 5.0  # between two questions whether the run still runs
+LOOK_SECONDS = 5.0  # between two looks whether the run still runs
 
 
 @dataclass(frozen=True)
-class LogsConfig(RunConfig):
+class LogsConfig(ExistingRunConfig):
     """Show the output of a run's workers; of a job that waits or has failed early, what Slurm has of it."""
 
     rank: int = 0
@@ -38,9 +38,9 @@ class LogsConfig(RunConfig):
 
 def main(arguments: Sequence[str]) -> int:
     """Run `paceline logs ARGUMENTS`."""
-    config = tyro.cli(LogsConfig, prog="paceline logs", args=list(arguments), description=LogsConfig.__doc__)
+    config = tyro.cli(LogsConfig, prog="paceline logs", args=arguments)
     run_dir = find_run(config.run)
-    means = look(run_dir, config)
+    means = means_to_look(run_dir, config)
     if config.lines < 0 or config.rank < 0:
         raise UsageError(f"--lines and --rank must be 0 or more, got {config.lines} and {config.rank}")
     if config.follow and config.attempt is not None:
@@ -70,12 +70,14 @@ def main(arguments: Sequence[str]) -> int:
 def _log(run_dir: Path, rank: int, attempt: int | None) -> Path | None:
     """A worker's log; of rank 0 of a run that has no start yet, the job's own output."""
     folders = attempts(run_dir)[-1:] if attempt is None else [run_dir / f"attempt-{attempt}"]
-    for folder in folders:
-        path = folder / f"rank-{rank}.log"
-        return path if is_file(path) else None
     last = last_submission(run_dir)
-    output = last[0] / f"slurm-{last[1].slurm_job}.out" if last is not None and last[1].slurm_job else None
-    return output if output is not None and is_file(output) and rank == 0 and attempt is None else None
+    if folders:
+        path = folders[0] / f"rank-{rank}.log"
+    elif rank == 0 and last is not None and last[1].slurm_job:
+        path = last[0] / f"slurm-{last[1].slurm_job}.out"
+    else:
+        return None
+    return path if is_file(path) else None
 
 
 def _nothing(run_dir: Path, config: LogsConfig) -> str:
@@ -99,7 +101,7 @@ def _follow(run_dir: Path, means: Means, rank: int, path: Path | None, offset_by
     while True:
         ended = False
         if time.monotonic() > looked + LOOK_SECONDS:
-            ended = judge(run_dir, means)[0] not in ("queued", "running")
+            ended = standing(run_dir, means).state not in LIVE
             looked = time.monotonic()
         newest = _log(run_dir, rank, None)
         if newest is not None and (tail is None or tail.path != newest):

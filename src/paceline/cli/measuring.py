@@ -15,7 +15,7 @@ import tyro
 from paceline import config as configuration
 from paceline.bench.rounds import MeasuredRounds, ProcessSet, measure_rounds
 from paceline.bench.spec import LOOKED_AT
-from paceline.cli.flags import check_file, check_positive, print_json, write_json
+from paceline.cli.flags import check_out_file, check_positive, print_json, write_json
 from paceline.config import TrainConfig, absolute_task, check_values, task_options
 from paceline.disk.reading import real_path
 from paceline.errors import UsageError
@@ -67,7 +67,7 @@ def check_measuring(how: Measuring) -> None:
             f"--warmup must be at least {LOOKED_AT}, got {how.warmup}: these steps differ from those after them, and "
             "memory is measured in them"
         )
-    check_file("--out", how.out)
+    check_out_file("--out", how.out)
 
 
 def settings_of(task: str, how: Measuring, *, num_workers: int | None = None) -> TrainConfig:

@@ -1,4 +1,4 @@
-"""How is a run? Put together from what it has written, who holds its folder, and what Slurm says."""
+"""How a run goes on or has ended, from what it has written, who holds its folder, and what Slurm says."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import shlex
 from collections import deque
 from contextlib import suppress
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -23,6 +23,18 @@ from paceline.store.published import entries
 WINDOW_STEPS = 50
 
 State = Literal["not started", "queued", "running", "done", "saved", "failed", "cancelled", "lost", "unknown"]
+
+
+LIVE = ("queued", "running")
+
+
+class Standing(NamedTuple):
+    """Whether a run runs or how it has ended, and what that was judged by."""
+
+    state: State
+    words: str  # more about the state
+    submission: Submission | None
+    job: queue.JobState | None
 
 
 class RunState(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,7 +59,7 @@ def run_state(run_dir: Path, means: Means = NOTHING) -> RunState:
     Raises:
         PacelineError: if a part of it cannot be read.
     """
-    state, words, submission, job = _judge(run_dir, means)
+    state, words, submission, job = standing(run_dir, means)
     started, steps = _progress(run_dir)
     saved = entries(run_dir / CHECKPOINTS)
     return RunState(
@@ -77,23 +89,20 @@ def _slurm_job(submission: Submission | None, means: Means) -> tuple[queue.JobSt
         return None, str(error)
 
 
-def judge(run_dir: Path, means: Means = NOTHING) -> tuple[State, str]:
-    """Only whether it runs or how it has ended, with words: cheaper, for who waits.
+def standing(run_dir: Path, means: Means = NOTHING) -> Standing:
+    """Only whether a run runs or how it has ended: cheaper than `run_state`, for a command that waits.
 
     Raises:
         PacelineError: if a part of it cannot be read.
     """
-    return _judge(run_dir, means)[:2]
-
-
-def _judge(run_dir: Path, means: Means) -> tuple[State, str, Submission | None, queue.JobState | None]:
     last = last_submission(run_dir)
     submission = last[1] if last is not None else None
     job, unheard = _slurm_job(submission, means)
-    return *_weigh(run_dir, submission, job, unheard, means), submission, job
+    state, words = _judged(run_dir, submission, job, unheard, means)
+    return Standing(state, words, submission, job)
 
 
-def _weigh(
+def _judged(
     run_dir: Path, submission: Submission | None, job: queue.JobState | None, unheard: str, means: Means
 ) -> tuple[State, str]:
     if job is not None and job.lives:
@@ -104,29 +113,30 @@ def _weigh(
     alive = agent_runs(run_dir, roster, submission, means.ssh) if roster is not None else False
     if alive:
         return "running", ""
+    newest = next(reversed(attempts(run_dir)), None)
     summary = read_summary(run_dir)
-    failure = first_failure(attempts(run_dir)[-1]) if attempts(run_dir) else ""
+    failure = first_failure(newest) if newest else ""
     if summary is not None:
         return _of_code(summary.exit, failure or summary.failure or "")
     if failure:
         return "failed", failure
     if job is not None:
         return ("cancelled", str(job)) if job.state == "CANCELLED" else _of_code(job.exit_code, f"Slurm: {job}")
-    code = read_ended(attempts(run_dir)[-1]) if attempts(run_dir) else None
+    code = read_ended(newest) if newest else None
     if code is not None:
         return _of_code(code, "")
     if unheard:
         return "unknown", unheard
     if alive is None and roster is not None:
         return "unknown", f"{roster.host}, where its agent is, {_unasked(submission, means)}"
-    if roster is not None or attempts(run_dir):
-        return "lost", "it has ended without a word: killed, or its machine was switched off"
+    if roster is not None or newest:
+        return "lost", "it ended without a word: killed, or its machine was switched off"
     return "not started", ""
 
 
 def _of_code(code: int, words: str) -> tuple[State, str]:
     if code in (ExitCode.DONE, ExitCode.SAVED):
-        return ("done", "") if code == ExitCode.DONE else ("saved", "stopped in good order, to be gone on with")
+        return ("done", "") if code == ExitCode.DONE else ("saved", "stopped in good order, ready to be resumed")
     return "failed", f"exit code {code}" + (f": {words}" if words else "")
 
 
@@ -135,7 +145,7 @@ def _unasked(submission: Submission | None, means: Means) -> str:
         return "is not asked"
     words = "cannot be reached from here"
     if submission is not None and submission.ssh not in ((), means.ssh):
-        words += f". It was started with --ssh {shlex.join(submission.ssh)!r}: say it again, no folder's words are run"
+        words += f". It was started with --ssh {shlex.join(submission.ssh)!r}: type that again, no file's words are run"
     return words
 
 

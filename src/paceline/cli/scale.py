@@ -21,20 +21,11 @@ from paceline.bench.runs import At, Run, Runs, comparable, over_network, read_ru
 from paceline.bench.scale_report import Scaled, ahead_of, lost_of, parts_of, usual
 from paceline.bench.scale_table import print_scaled
 from paceline.bench.spec import NO_EXCHANGE, Candidate
-from paceline.cli.flags import check_gpus, check_positive, whole_numbers
-from paceline.cli.measuring import (
-    CliMeasuring,
-    Measuring,
-    check_measuring,
-    crowd,
-    measured,
-    publish,
-    settings_of,
-)
+from paceline.cli.flags import check_gpus, check_positive, usable_gpus, whole_numbers
+from paceline.cli.measuring import CliMeasuring, Measuring, check_measuring, crowd, measured, publish, settings_of
 from paceline.config import DEFAULT_BATCH_SIZE
 from paceline.errors import ExitCode, UsageError, unknown
 from paceline.host.cgroup import threads_per_rank, usable_cores
-from paceline.host.gpus import count_gpus
 from paceline.ladder import DEFAULT, EXACT, FOR_SEVERAL, LADDER, StrategyName
 
 FEWEST_STEPS = 5
@@ -115,7 +106,7 @@ def _measure(config: ScaleConfig) -> Points | int:
     """Start everything that is asked for; the exit code of what failed."""
     ranks = sorted({1, *whole_numbers("--ranks", config.ranks)})
     settings, how = settings_of(str(config.task), config.how, num_workers=config.num_workers), config.how
-    gpus = 0 if settings.launch.device == "cpu" else count_gpus()
+    gpus = usable_gpus(settings.launch.device)
     check_gpus(f"--ranks {config.ranks}", ranks[-1], gpus)
     cores = usable_cores()
     asked = how.threads_per_rank or settings.launch.threads_per_rank

@@ -1,28 +1,27 @@
-"""`paceline status RUN`: how is a run, wherever it was started?"""
+"""`paceline status RUN`: shows how a run goes on or has ended, wherever it was started."""
 
 from __future__ import annotations
 
 import os
 import shlex
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
 import tyro
 
-from paceline.cli.finding import RunConfig, find_run, look
+from paceline.cli.finding import ExistingRunConfig, find_run, means_to_look
+from paceline.cli.flags import print_json
 from paceline.cli.run_state import RunState, run_state
 from paceline.errors import ExitCode
 from paceline.observe.folder import CONFIG
-from paceline.observe.terminal import clean, escaped
+from paceline.observe.terminal import clean
 
 MAX_CHARS = 2000  # of a line: words in a folder may be as long as whoever wrote them liked
 
 
 @dataclass(frozen=True)
-class StatusConfig(RunConfig):
+class StatusConfig(ExistingRunConfig):
     """Show how a run is: waiting, running, at which step, ended how. Exit code 0 whatever its state is."""
 
     json: bool = False
@@ -31,17 +30,17 @@ class StatusConfig(RunConfig):
 
 def main(arguments: Sequence[str]) -> int:
     """Run `paceline status ARGUMENTS`."""
-    config = tyro.cli(StatusConfig, prog="paceline status", args=list(arguments), description=StatusConfig.__doc__)
+    config = tyro.cli(StatusConfig, prog="paceline status", args=arguments)
     run_dir = find_run(config.run)
-    found = run_state(run_dir, look(run_dir, config))
+    found = run_state(run_dir, means_to_look(run_dir, config))
     if config.json:
-        sys.stdout.write(escaped(msgspec.json.format(msgspec.json.encode(found), indent=2).decode()) + "\n")
+        print_json(found)
     else:
-        sys.stdout.write("".join(f"{name:10}{clean(text)[:MAX_CHARS]}\n" for name, text in lines(found)))
+        print("\n".join(f"{name:10}{clean(text)[:MAX_CHARS]}" for name, text in _lines(found)))
     return ExitCode.DONE
 
 
-def lines(found: RunState) -> Iterator[tuple[str, str]]:
+def _lines(found: RunState) -> Iterator[tuple[str, str]]:
     """What a person is shown: (name, text) of each line."""
     yield "run", found.run_dir
     yield "state", found.state + (f": {found.words}" if found.words else "")

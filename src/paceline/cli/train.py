@@ -1,4 +1,4 @@
-"""`paceline train`: check everything that can be checked without torch, then train here or start the workers.
+"""`paceline train`: checks all that can be checked without torch, then trains here or starts the workers.
 
 The same command is the worker's: where a launcher's variables are set (torchrun's, or our own agent's), it is a rank.
 """
@@ -17,21 +17,18 @@ import tyro
 from msgspec.structs import replace as replace_fields
 
 from paceline import config as configuration
-from paceline.cli.elsewhere import place, workers
+from paceline.cli.elsewhere import placed_job, workers
+from paceline.cli.flags import check_gpus, usable_gpus
+from paceline.cli.train_checks import check_guard, check_training
 from paceline.cli.train_start import launch, launch_elsewhere, show_plan
-from paceline.config import CliTrainConfig, ClusterConfig, TrainConfig, batch_shape, check_values
+from paceline.config import CliTrainConfig, ClusterConfig, TrainConfig, check_values
 from paceline.contract.birth import WorkerBirth
-from paceline.contract.windows import Windows
-from paceline.definition import allowed_changes, check_same, settings
 from paceline.disk.reading import real_path
 from paceline.errors import ExitCode, UsageError
 from paceline.host.cgroup import usable_cores
-from paceline.host.gpus import count_gpus
-from paceline.ladder import DEFAULT_ALONE, EXACT, FOR_SEVERAL, LADDER
+from paceline.ladder import DEFAULT_ALONE
 from paceline.launch.job import Job
-from paceline.observe.folder import CHECKPOINTS, CONFIG, check_is_run, check_not_finished
-from paceline.store.store import Checkpoints, Damaged
-from paceline.tasks import check_task
+from paceline.observe.folder import CONFIG
 from paceline.worker.foreign import check_shape, launched
 from paceline.worker.imports import TRAINING, import_all
 
@@ -43,14 +40,14 @@ def main(arguments: Sequence[str]) -> int:
     if launched(os.environ):
         check_guard(config)
         return start_here(config)[1]
-    where = place(config.cluster, _number(config.launch.nproc))
-    job = replace_fields(where, stall_after=check_guard(config))
+    given = config.launch.nproc if isinstance(config.launch.nproc, int) else None
+    job = replace_fields(placed_job(config.cluster, given), stall_after=check_guard(config))
     if config.cluster.on != "local":
         return _elsewhere(config, job)
-    gpus = count_gpus() if config.launch.device != "cpu" else 0
+    gpus = usable_gpus(config.launch.device)
     nproc = gpus or usable_cores() if config.launch.nproc == "auto" else config.launch.nproc
-    check(config, nproc or 1)
-    check_gpus(config, nproc or 1, gpus)
+    check_training(config, nproc or 1)
+    check_gpus(f"--nproc {nproc or 1}", nproc or 1, gpus)
     config = replace(config, launch=replace(config.launch, nproc=nproc))
     if nproc is None and config.cluster != ClusterConfig():
         raise UsageError("--detach, --env, --module, --activate and --python are for workers: give --nproc")
@@ -67,12 +64,8 @@ def main(arguments: Sequence[str]) -> int:
     return start(replace(config, checkpoint=again, run=replace(config.run, run_dir=run_dir)))[1]
 
 
-def _number(nproc: int | str | None) -> int | None:
-    return nproc if isinstance(nproc, int) else None
-
-
 def _elsewhere(config: TrainConfig, job: Job) -> int:
-    """On other machines, or another time; what only they know, they check."""
+    """On other machines, or later: those check what only they know."""
     on, size = config.cluster.on, workers(job)
     if config.launch.nproc == "auto":
         raise UsageError(f"--nproc auto counts this machine, not those of --on {on}: give a number for each of them")
@@ -89,7 +82,7 @@ def _elsewhere(config: TrainConfig, job: Job) -> int:
             f"{job.nodes} nodes with {size} processes in all are more than --virtual-ranks {virtual_ranks}: some "
             "processes would have nothing to do. Use fewer nodes, or a smaller --nproc (processes on each)"
         )
-    check(config, size)
+    check_training(config, size)
     if job.min_nodes < job.nodes and config.checkpoint.checkpoint_every is None:
         raise UsageError(
             f"--nodes {config.cluster.nodes} goes on from the newest checkpoint when a machine is lost: say how often "
@@ -149,105 +142,6 @@ def _value_of(flag: str, arguments: Sequence[str]) -> str | None:
         if name.replace("_", "-") == flag:  # the parser takes both
             return value if equals else following
     return None
-
-
-def check(config: TrainConfig, nproc: int) -> None:
-    """Refuse, without torch, whatever can be known to be wrong before any process is started.
-
-    Raises:
-        UsageError: naming the setting, what is true, and what to do.
-    """
-    shape = batch_shape(config.data, nproc)
-    check_task(config.task, configuration.task_options(config))
-    check_checkpoints(config, nproc)
-    if config.strategy in EXACT and config.model.batchnorm == "sync":
-        raise UsageError(
-            f"--strategy {config.strategy} gives the same bits at every world size; --batchnorm sync adds up its "
-            "statistics over processes and cannot. Use --batchnorm local (statistics of each virtual rank)"
-        )
-    if config.strategy and LADDER[config.strategy].one_process and nproc > 1:
-        raise UsageError(
-            f"strategy {config.strategy!r} lives in one process, --nproc asks for {nproc}. "
-            f"For several processes use {', '.join(FOR_SEVERAL)}."
-        )
-    if nproc > shape.virtual_ranks:
-        raise UsageError(
-            f"--nproc {nproc} is more than --virtual-ranks {shape.virtual_ranks}: some processes would have nothing "
-            f"to do. Use --nproc {shape.virtual_ranks} or fewer"
-        )
-
-
-def check_guard(config: TrainConfig) -> Windows:
-    """What --stall-after means; refuses a window without a meaning, or where there is no agent to look.
-
-    Raises:
-        UsageError: says what --stall-after takes, or needs.
-    """
-    windows = Windows.parse(config.guard.stall_after)
-    agent = config.launch.nproc is not None or config.cluster.on != "local" or WorkerBirth.here() is not None
-    if windows.seconds is not None and not agent:
-        raise UsageError(
-            f"--stall-after {config.guard.stall_after} needs --nproc (1 will do): whether a process stands still, only "
-            "the agent that has started it can see. Under torchrun or bare srun there is none; use `paceline launch`"
-        )
-    return windows
-
-
-def check_gpus(config: TrainConfig, nproc: int, gpus: int) -> None:
-    """Refuse more workers than this machine has GPUs.
-
-    Raises:
-        UsageError: says how many there are.
-    """
-    if config.launch.device == "cuda" and gpus == 0:
-        raise UsageError("--device cuda: this machine has no NVIDIA GPU (counted by NVML). Use --device cpu")
-    if gpus and nproc > gpus:
-        raise UsageError(
-            f"--nproc {nproc} needs {nproc} GPUs, this machine has {gpus} (counted by NVML). "
-            f"Use --nproc {gpus}, or --device cpu"
-        )
-
-
-def check_checkpoints(config: TrainConfig, nproc: int) -> None:
-    """Refuse what contradicts itself about checkpoints, resuming and restarting.
-
-    Raises:
-        UsageError: naming the setting, what is true, and what to do.
-    """
-    c, launch = config.checkpoint, config.launch
-    allowed = allowed_changes(c.allow_change)
-    if c.resume == "auto" and config.run.run_dir is None:
-        raise UsageError("--resume auto needs --run-dir: the folder of the run to go on with (or a new one, to begin)")
-    if c.resume == "no" and (c.fresh or allowed):
-        raise UsageError(f"{'--fresh' if c.fresh else '--allow-change'} has a meaning only with --resume auto")
-    if launch.min_nproc is not None and launch.min_nproc > nproc:
-        raise UsageError(f"--min-nproc {launch.min_nproc} is more than --nproc {nproc}")
-    if (launch.max_restarts or launch.min_nproc) and launch.nproc is None:
-        raise UsageError("--max-restarts and --min-nproc need --nproc: workers are restarted by their agent")
-    if c.resume == "auto" and not c.fresh:
-        check_resumable(config, nproc)
-
-
-def check_resumable(config: TrainConfig, nproc: int) -> None:
-    """Compare the settings with those of the newest checkpoint that can be read; its bytes are the workers' business.
-
-    Raises:
-        UsageError: naming each difference.
-    """
-    assert config.run.run_dir is not None
-    run_dir = real_path(config.run.run_dir)
-    check_is_run(run_dir, trust=config.run.trust)
-    checkpoints = Checkpoints(run_dir / CHECKPOINTS, trust=config.run.trust)
-    if not checkpoints.entries():
-        check_not_finished(run_dir)
-    for _, path in checkpoints.entries():
-        try:
-            saved = checkpoints.check(path, files=()).definition
-        except Damaged:
-            continue
-        now = settings(configuration.with_defaults(config, nproc))
-        check_same(saved, now, allowed_changes(config.checkpoint.allow_change), str(path))
-        return
 
 
 def start_here(config: TrainConfig) -> tuple[Path, int]:

@@ -1,17 +1,18 @@
-"""How is a training started, once its settings are checked? Under an agent here, or by whoever starts it elsewhere."""
+"""Starts a training whose settings have been checked: under an agent here, or through a launcher elsewhere."""
 
 from __future__ import annotations
 
 import os
 import sys
-from contextlib import suppress
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
 from msgspec.structs import replace as replace_fields
 
 from paceline import config as configuration
-from paceline.cli.elsewhere import prepared, show, start
+from paceline.cli.elsewhere import show, start, taken_run_dir, threads_of, with_submit_dir
 from paceline.config import ClusterConfig, TrainConfig, batch_shape, default_strategy
 from paceline.contract.variables import PRELOAD
 from paceline.errors import ExitCode
@@ -21,37 +22,37 @@ from paceline.launch.local import local
 from paceline.launch.slurm.allocation import in_allocation
 from paceline.launch.supervise import run
 from paceline.observe.events import Step, read_events
-from paceline.observe.folder import (
-    CONFIG,
-    create_attempt_dir,
-    lock_run_dir,
-    move_aside,
-    new_run_dir,
-    open_run_dir,
-    write_settings,
-)
+from paceline.observe.folder import CONFIG, create_attempt_dir, move_aside, new_run_dir, write_settings
 from paceline.observe.summary import Summary, read_summary, write_summary
 from paceline.observe.terminal import say
 
 
-def launch(where: Job, config: TrainConfig) -> tuple[Path, int]:
-    """Make the run folder and start `--nproc` workers under an agent; return the folder and the exit code."""
-    nproc, task, c = int(config.launch.nproc or 1), str(config.task), config.checkpoint
-    run_dir = open_run_dir(config.run.run_dir, task, resume=c.resume == "auto", trust=config.run.trust)
-    lock = lock_run_dir(run_dir)
-    try:
+@contextmanager
+def _taken(config: TrainConfig) -> Generator[tuple[Path, int]]:
+    """The run's folder, made or found, and its lock, which is held meanwhile."""
+    c, run = config.checkpoint, config.run
+    with taken_run_dir(run.run_dir, str(config.task), trust=run.trust, resume=c.resume == "auto") as (run_dir, lock):
         if c.fresh:
             move_aside(run_dir)
-        config = configuration.with_defaults(config, nproc)
-        config = replace(config, run=replace(config.run, run_dir=run_dir))
+        yield run_dir, lock
+
+
+def _record(config: TrainConfig, run_dir: Path) -> None:
+    """Write down the settings that repeat the run, where no earlier start has."""
+    if not (run_dir / CONFIG).exists():
+        write_settings(run_dir, configuration.dump(configuration.repeatable(config)))
+
+
+def launch(where: Job, config: TrainConfig) -> tuple[Path, int]:
+    """Make the run folder and start `--nproc` workers under an agent; return the folder and the exit code."""
+    nproc = int(config.launch.nproc or 1)
+    with _taken(config) as (run_dir, lock):
+        config = configuration.with_defaults(replace(config, run=replace(config.run, run_dir=run_dir)), nproc)
         attempt, attempt_dir = create_attempt_dir(run_dir)
         write_settings(attempt_dir, configuration.dump(config))
-        if not (run_dir / CONFIG).exists():
-            write_settings(run_dir, configuration.dump(configuration.repeatable(config)))
-        job = job_of(config, replace_fields(where, nproc=nproc, run_dir=run_dir, attempt_dir=attempt_dir), attempt_dir)
+        _record(config, run_dir)
+        job = training_job(config, replace_fields(where, nproc=nproc, run_dir=run_dir, attempt_dir=attempt_dir))
         code = run(local(job), attempt_dir, keep_open=[lock])
-    finally:
-        os.close(lock)
     if code == ExitCode.USAGE and attempt > 1:
         return run_dir, code  # refused: nothing is written over
     if code not in (ExitCode.DONE, ExitCode.SAVED):
@@ -68,29 +69,26 @@ def show_plan(config: TrainConfig, where: Job) -> int:
     job = replace_fields(where, nproc=nproc, run_dir=run_dir, submit_dir=run_dir / "submit-1")
     if config.cluster.on == "local":
         job = replace_fields(job, attempt_dir=run_dir / "attempt-1")
-    return show(config.cluster, job_of(config, job, job.attempt_dir or run_dir / "submit-1"))
+    return show(config.cluster, training_job(config, job))
 
 
 def launch_elsewhere(config: TrainConfig, where: Job, world_size: int) -> int:
     """Make the run folder and hand the job over; the exit code."""
-    c, cluster, on = config.checkpoint, config.cluster, config.cluster.on
-    run_dir = open_run_dir(config.run.run_dir, str(config.task), resume=c.resume == "auto", trust=config.run.trust)
-    lock = lock_run_dir(run_dir)  # from the start on node 0's agent holds it
-    try:
-        if c.fresh:
-            move_aside(run_dir)
+    cluster, on = config.cluster, config.cluster.on
+    with _taken(config) as (run_dir, _):  # from the start on node 0's agent holds it
         # a run that Slurm, or a person, starts again goes on where it was
-        checkpoint = replace(c, resume="auto", fresh=False) if on in ("slurm", "print") else c
-        config = replace(config, run=replace(config.run, run_dir=run_dir), checkpoint=checkpoint)
+        again = replace(config.checkpoint, resume="auto", fresh=False)
         shape = None if any(host.slots for host in where.hosts) else cluster.nodes  # what ranks compare theirs with
-        config = replace(config, cluster=ClusterConfig(nodes=shape))
+        config = replace(
+            config,
+            run=replace(config.run, run_dir=run_dir),
+            checkpoint=again if on in ("slurm", "print") else config.checkpoint,
+            cluster=ClusterConfig(nodes=shape),
+        )
         config = configuration.with_defaults(config, world_size)
-        job, submit_dir = prepared(replace_fields(where, run_dir=run_dir), configuration.dump(config))
-        if not (run_dir / CONFIG).exists():
-            write_settings(run_dir, configuration.dump(configuration.repeatable(config)))
-    finally:
-        os.close(lock)
-    code = start(cluster, job_of(config, job, submit_dir))
+        job = with_submit_dir(replace_fields(where, run_dir=run_dir), configuration.dump(config))
+        _record(config, run_dir)
+    code = start(cluster, training_job(config, job))
     if on == "ssh" and not job.detached and code not in (ExitCode.DONE, ExitCode.SAVED, ExitCode.USAGE):
         write_failed_summary(run_dir, config, world_size, code)
     followed = (on == "ssh" and not job.detached) or cluster.follow or (on == "slurm" and in_allocation(os.environ))
@@ -99,15 +97,15 @@ def launch_elsewhere(config: TrainConfig, where: Job, world_size: int) -> int:
     return code
 
 
-def job_of(config: TrainConfig, where: Job, settings_dir: Path) -> Job:
-    """The workers of a training: each runs this very command, with the settings that a folder of the run holds."""
-    users_threads = os.environ.get("OMP_NUM_THREADS", "")
-    threads = config.launch.threads_per_rank or (int(users_threads) if users_threads.isdecimal() else 0)
+def training_job(config: TrainConfig, where: Job) -> Job:
+    """The workers of a training: each runs this very command, with the settings in the folder of this start."""
+    settings_dir = where.attempt_dir or where.submit_dir
+    assert settings_dir is not None
     return replace_fields(
         where,
         # -P: what lies in the working folder is not ours to import
         argv=(where.python, "-P", "-m", "paceline", "train", "--config", str(settings_dir / CONFIG)),
-        threads=threads,
+        threads=threads_of(config.launch.threads_per_rank),
         port=config.launch.port,
         max_restarts=config.launch.max_restarts,
         min_nproc=config.launch.min_nproc or 0,

@@ -14,7 +14,7 @@ from typing import Annotated, Literal, TypeVar
 import msgspec
 import tyro
 
-from paceline.cli.flags import check_file, check_positive, chosen_names, whole_numbers, write_json
+from paceline.cli.flags import check_out_file, check_positive, chosen_names, whole_numbers, write_json
 from paceline.errors import ExitCode, UsageError
 from paceline.host.cgroup import threads_per_rank, usable_cores
 from paceline.ladder import EXACT, FOR_SEVERAL, LADDER
@@ -68,13 +68,13 @@ class VerifyConfig:
 
 def main(arguments: Sequence[str]) -> int:
     """Run `paceline verify ARGUMENTS`."""
-    config = tyro.cli(VerifyConfig, prog="paceline verify", args=arguments)
+    config = tyro.cli(VerifyConfig, prog="paceline verify", args=arguments, description=VerifyConfig.__doc__)
     ranks = whole_numbers("--ranks", config.ranks)
     chosen = config.strategies or ",".join(EXACT if config.bitwise else FOR_SEVERAL)
     strategies = chosen_names("strategy", chosen, LADDER)
     optimizers = chosen_names("optimizer", config.optimizers, OPTIMIZERS)
     check_positive(config, "steps")
-    check_file("--json", config.json)
+    check_out_file("--json", config.json)
     options = {name: str(value) for name in ("data_dir", "stem") if (value := getattr(config, name)) is not None}
     check_task(config.task, {**options, **({"data_dir": config.data_dir} if config.data_dir else {})})
     spec = Spec(

@@ -18,7 +18,7 @@ WORTH_TELLING = 0.1
 
 
 class Costs(msgspec.Struct, frozen=True):
-    """Of one rank, or the largest of several; named as in the run's summary. None: not known."""
+    """The largest of all ranks, named as in the run's summary. None: not known."""
 
     data_share: float | None
     """of the time of its steps; None if no step was taken"""

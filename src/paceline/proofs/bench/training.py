@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import Dataset
 
 from paceline.bench.spec import NO_EXCHANGE, Candidate
-from paceline.config import TrainConfig, batch_shape, task_options
+from paceline.config import BatchShape, TrainConfig, batch_shape, task_options
 from paceline.contract.evidence import Phase
 from paceline.data.arrays import on_device
 from paceline.data.loader import Loading, MicroBatch, load_steps
@@ -68,7 +68,7 @@ class CandidateTraining:
         self._open = ExitStack()
         config = _configured(ground.config, candidate)
         shape = batch_shape(config.data, ground.world.size)
-        plan = _plan(config, ground)
+        plan = _plan(config, shape, ground)
         share = ranks_share(shape.virtual_ranks, ground.world.rank, ground.world.size)
         model = make_model(ground.task, config.run.seed, ground.world)
         make = _without_exchange if candidate.strategy == NO_EXCHANGE else make_replica
@@ -113,19 +113,16 @@ class CandidateTraining:
 
 
 def _configured(config: TrainConfig, candidate: Candidate) -> TrainConfig:
-    data = replace(
-        config.data, batch_size=candidate.batch_size, global_batch=None,
-        virtual_ranks=candidate.virtual_ranks or None, accumulation=config.data.accumulation,
-    )  # fmt: skip
+    virtual_ranks = candidate.virtual_ranks or None
+    data = replace(config.data, batch_size=candidate.batch_size, global_batch=None, virtual_ranks=virtual_ranks)
     if candidate.strategy == NO_EXCHANGE:
         return replace(config, data=data)
     model = replace(config.model, **dict.fromkeys(options_of_others(candidate.strategy)))
     return replace(config, data=data, model=model, strategy=candidate.strategy)
 
 
-def _plan(config: TrainConfig, ground: Ground) -> BatchPlan:
+def _plan(config: TrainConfig, shape: BatchShape, ground: Ground) -> BatchPlan:
     """Steps of one size, where the data suffice for it."""
-    shape = batch_shape(config.data, ground.world.size)
     samples: int = len(ground.dataset)  # pyright: ignore[reportArgumentType]
     if samples < ground.world.size:
         raise UsageError(f"{samples} training samples cannot be shared by {ground.world.size} ranks")

@@ -1,0 +1,99 @@
+"""Refuses, without torch, settings of a training that contradict each other, this machine or an earlier run."""
+
+from __future__ import annotations
+
+from paceline import config as configuration
+from paceline.config import TrainConfig, batch_shape
+from paceline.contract.birth import WorkerBirth
+from paceline.contract.windows import Windows
+from paceline.definition import allowed_changes, check_same, settings
+from paceline.disk.reading import real_path
+from paceline.errors import UsageError
+from paceline.ladder import EXACT, FOR_SEVERAL, LADDER
+from paceline.observe.folder import CHECKPOINTS, check_is_run, check_not_finished
+from paceline.store.store import Checkpoints, Damaged
+from paceline.tasks import check_task
+
+
+def check_training(config: TrainConfig, nproc: int) -> None:
+    """Refuse, without torch, whatever can be known to be wrong before any process is started.
+
+    Raises:
+        UsageError: naming the setting, what is true, and what to do.
+    """
+    shape = batch_shape(config.data, nproc)
+    check_task(config.task, configuration.task_options(config))
+    _check_checkpoints(config, nproc)
+    if config.strategy in EXACT and config.model.batchnorm == "sync":
+        raise UsageError(
+            f"--strategy {config.strategy} gives the same bits at every world size; --batchnorm sync adds up its "
+            "statistics over processes and cannot. Use --batchnorm local (statistics of each virtual rank)"
+        )
+    if config.strategy and LADDER[config.strategy].one_process and nproc > 1:
+        raise UsageError(
+            f"strategy {config.strategy!r} lives in one process, --nproc asks for {nproc}. "
+            f"For several processes use {', '.join(FOR_SEVERAL)}."
+        )
+    if nproc > shape.virtual_ranks:
+        raise UsageError(
+            f"--nproc {nproc} is more than --virtual-ranks {shape.virtual_ranks}: some processes would have nothing "
+            f"to do. Use --nproc {shape.virtual_ranks} or fewer"
+        )
+
+
+def check_guard(config: TrainConfig) -> Windows:
+    """What --stall-after means; refuses a window without a meaning, or where there is no agent to look.
+
+    Raises:
+        UsageError: says what --stall-after takes, or needs.
+    """
+    windows = Windows.parse(config.guard.stall_after)
+    agent = config.launch.nproc is not None or config.cluster.on != "local" or WorkerBirth.here() is not None
+    if windows.seconds is not None and not agent:
+        raise UsageError(
+            f"--stall-after {config.guard.stall_after} needs --nproc (1 will do): whether a process stands still, only "
+            "the agent that has started it can see. Under torchrun or bare srun there is none; use `paceline launch`"
+        )
+    return windows
+
+
+def _check_checkpoints(config: TrainConfig, nproc: int) -> None:
+    """Refuse what contradicts itself about checkpoints, resuming and restarting.
+
+    Raises:
+        UsageError: naming the setting, what is true, and what to do.
+    """
+    c, launch = config.checkpoint, config.launch
+    allowed = allowed_changes(c.allow_change)
+    if c.resume == "auto" and config.run.run_dir is None:
+        raise UsageError("--resume auto needs --run-dir: the folder of the run to go on with (or a new one, to begin)")
+    if c.resume == "no" and (c.fresh or allowed):
+        raise UsageError(f"{'--fresh' if c.fresh else '--allow-change'} has a meaning only with --resume auto")
+    if launch.min_nproc is not None and launch.min_nproc > nproc:
+        raise UsageError(f"--min-nproc {launch.min_nproc} is more than --nproc {nproc}")
+    if (launch.max_restarts or launch.min_nproc) and launch.nproc is None:
+        raise UsageError("--max-restarts and --min-nproc need --nproc: workers are restarted by their agent")
+    if c.resume == "auto" and not c.fresh:
+        _check_resumable(config, nproc)
+
+
+def _check_resumable(config: TrainConfig, nproc: int) -> None:
+    """Compare the settings with those of the newest checkpoint that can be read; its bytes are the workers' business.
+
+    Raises:
+        UsageError: naming each difference.
+    """
+    assert config.run.run_dir is not None
+    run_dir = real_path(config.run.run_dir)
+    check_is_run(run_dir, trust=config.run.trust)
+    checkpoints = Checkpoints(run_dir / CHECKPOINTS, trust=config.run.trust)
+    if not checkpoints.entries():
+        check_not_finished(run_dir)
+    for _, path in checkpoints.entries():
+        try:
+            saved = checkpoints.check(path, files=()).definition
+        except Damaged:
+            continue
+        now = settings(configuration.with_defaults(config, nproc))
+        check_same(saved, now, allowed_changes(config.checkpoint.allow_change), str(path))
+        return
