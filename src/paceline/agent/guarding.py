@@ -25,7 +25,7 @@ from paceline.contract.evidence import Evidence, Sample, Verdict, VerdictKind
 from paceline.errors import ExitCode
 from paceline.guard import story
 from paceline.guard.collect import ANSWER_SECONDS
-from paceline.guard.judge import judge
+from paceline.guard.judge import judge, judge_samples
 from paceline.guard.pace import Alarm, Pace
 from paceline.guard.samples import sample_seconds
 from paceline.guard.slow import Slowness
@@ -55,10 +55,9 @@ class Judgement:
 
     verdict: Verdict
     evidence: Sequence[Evidence]
-    attempt_dir: str = ""
+    attempt_dir: str
     waited_seconds: float = 0.0  # how long nothing had moved; 0: a rank has failed
-    folder: str = ""  # the verdict's
-    run: str = ""  # how `paceline hang` finds the run
+    told: str = ""  # what the screen says, where the failure of a rank is not all there is
 
     @property
     def failed(self) -> Evidence | None:
@@ -87,9 +86,7 @@ class Judgement:
 
     def page(self, oom_kills: int = 0) -> str:
         """What the screen says; `oom_kills` is how many processes the kernel has killed for memory."""
-        if self.failed is not None:
-            return failure_page(self.verdict, self.evidence, oom_kills=oom_kills, attempt_dir=self.attempt_dir)
-        return page(self.verdict, self.evidence, waited_seconds=self.waited_seconds, folder=self.folder, run=self.run)
+        return self.told or failure_page(self.verdict, self.evidence, oom_kills=oom_kills, attempt_dir=self.attempt_dir)
 
 
 class Guarding:
@@ -126,8 +123,7 @@ class Guarding:
                 return self._judged(judge(evidence), evidence, 0.0)
             except Exception as error:
                 self._give_up(error)
-        evidence = [Evidence.of(one) for one in samples]
-        return Judgement(judge(evidence), evidence, self._plan.attempt_dir)
+        return Judgement(judge_samples(samples), [Evidence.of(one) for one in samples], self._plan.attempt_dir)
 
     def _give_up(self, error: Exception) -> None:
         self._off = True
@@ -196,7 +192,8 @@ class Guarding:
             shown, run = _short(folder), _short(Path(self._plan.run_dir)) if self._plan.run_dir else ""
         except OSError:  # a full disk does not keep anybody from being named
             shutil.rmtree(folder, ignore_errors=True)
-        return Judgement(verdict, evidence, self._plan.attempt_dir, waited_seconds, shown, run)
+        told = page(verdict, evidence, waited_seconds=waited_seconds, folder=shown, run=run)
+        return Judgement(verdict, evidence, self._plan.attempt_dir, waited_seconds, told)
 
     def _answer_asks(self) -> None:
         """Answer `paceline hang`, which puts a file into the attempt's folder and waits for a verdict."""

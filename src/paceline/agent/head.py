@@ -28,7 +28,7 @@ from paceline.contract.node_plan import NodePlan
 from paceline.contract.orders import LIFELINE_GRACE_SECONDS, REMOTE_GRACE_SECONDS, Orders
 from paceline.errors import ExitCode, UsageError
 from paceline.guard.deaths import RankEnd, due_seconds, end_of, first_to_fail
-from paceline.guard.judge import judge
+from paceline.guard.judge import judge_samples
 from paceline.guard.verdict import failure_page
 from paceline.observe.summary import write_ended
 from paceline.observe.terminal import say
@@ -121,7 +121,7 @@ class Head:
         first = first_to_fail(ranks)
         if first is not None and end_of(first) is RankEnd.EXCEPTION:  # it could not save, for example
             evidence = [Evidence.of(one) for one in ranks]
-            say(failure_page(judge(evidence), evidence, oom_kills=0, attempt_dir=self.plan.attempt_dir))
+            say(failure_page(judge_samples(ranks), evidence, oom_kills=0, attempt_dir=self.plan.attempt_dir))
         say(f"stopped by {number.name}")
         return 128 + number
 

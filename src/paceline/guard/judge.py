@@ -58,6 +58,14 @@ def judge(evidence: Sequence[Evidence]) -> Verdict:
     return replace(verdict, failed=first.rank)
 
 
+def judge_samples(samples: Sequence[Sample]) -> Verdict:
+    """The verdict on ranks of which some have failed, where samples are all that is known: the first failure."""
+    first = first_to_fail(samples)
+    if first is None:
+        return Verdict(VerdictKind.UNKNOWN)
+    return Verdict(VerdictKind.DIED, (first.rank,) if end_of(first).by_itself else (), failed=first.rank)
+
+
 def _explains(verdict: Verdict, first: Sample, evidence: Sequence[Evidence]) -> bool:
     """Whether the verdict says better than the first failure itself why the run has failed."""
     aborted = end_of(first) is RankEnd.SIGNAL and first.code == -signal.SIGABRT
