@@ -47,11 +47,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _find(run: Path) -> tuple[Checkpoints, list[Entry], bool]:
-    """The checkpoints of a run, the newest last, and whether it is the caller's.
-
-    Raises:
-        UsageError: if there are none.
-    """
+    """The checkpoints of a run, the newest last, and whether it is the caller's."""
     if not is_folder(run):
         raise UsageError(f"there is no folder {run}")
     root = run / "checkpoints" if is_folder(run / "checkpoints") else run

@@ -70,11 +70,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _check(config: FaultsConfig) -> None:
-    """Refuse what has no meaning.
-
-    Raises:
-        UsageError: naming the setting and what it must be.
-    """
+    """Refuse what has no meaning."""
     check_positive(config, "repeat")
     if config.out is not None and config.out.suffix not in (".md", ".json"):
         raise UsageError(f"--out must end in .md or .json, got {config.out}")

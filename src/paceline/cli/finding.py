@@ -34,7 +34,7 @@ MAX_RECORDS, MAX_FAILURE_BYTES = 1000, 1 << 18  # of failed ranks that are looke
 
 
 @dataclass(frozen=True)
-class ExistingRunConfig:
+class RunFlags:
     """What all commands take that look for a run."""
 
     run: tyro.conf.Positional[str]
@@ -78,28 +78,23 @@ def find_run(asked: str) -> Path:
     return path
 
 
-def means_to_look(run_dir: Path, config: ExistingRunConfig) -> Means:
-    """What may be asked about a run. Of one that others could have written nothing is, and the caller is told so."""
-    if not config.trust and note_strangers(run_dir):
-        return Means()
-    return Means(command_words("--ssh", config.ssh), slurm=True)
-
-
-def means_to_act(run_dir: Path, config: ExistingRunConfig) -> Means:
-    """As `means_to_look`, but for a command that acts: it refuses.
+def existing_run(config: RunFlags, *, act: bool = False) -> tuple[Path, Means]:
+    """The folder of a run, and what may be asked about it: nothing where others could have written it, which is said.
 
     Raises:
-        UsageError: says who else could have written the run.
+        UsageError: if there is no such run; with `act`, if others could have written it.
     """
-    if not config.trust:
+    run_dir = find_run(config.run)
+    if act and not config.trust:
         check_ours(run_dir)
-    return Means(command_words("--ssh", config.ssh), slurm=True)
+    elif not config.trust and note_strangers(run_dir):
+        return run_dir, NOTHING
+    return run_dir, Means(command_words("--ssh", config.ssh), slurm=True)
 
 
 def attempts(run_dir: Path) -> list[Path]:
     """The folders of a run's starts, the newest last."""
-    found = (run_dir / name for name in folders(run_dir) if attempt_number(Path(name)))
-    return sorted(found, key=attempt_number)
+    return sorted((run_dir / name for name in folders(run_dir) if attempt_number(Path(name))), key=attempt_number)
 
 
 def is_locked(run_dir: Path) -> bool:
@@ -123,13 +118,9 @@ def head_roster(run_dir: Path) -> Roster | None:
 
 
 def agent_runs(run_dir: Path, roster: Roster, submission: Submission | None, ssh: Sequence[str]) -> bool | None:
-    """Whether this agent still runs, on its host; None: nobody can say.
+    """Whether this agent still runs, and so holds the run's lock, on its host; None: nobody can say.
 
-    Args:
-        run_dir: whose lock it holds as long as it runs.
-        roster: what it has written about itself.
-        submission: how the run was started, which says where its host is.
-        ssh: the caller's command to ask there with; empty: no other host is asked.
+    `submission` says where its host is, `ssh` is the caller's command to ask there with; empty: no other host is asked.
     """
     if roster.host == os.uname().nodename:
         process = read_process(roster.agent_pid)
@@ -214,16 +205,14 @@ def _on_head(submission: Submission | None, ssh: Sequence[str], command: str) ->
 
 def first_failure(attempt: Path) -> str:
     """The first failure that a start's workers recorded, of its last generation, in a line; empty: none did."""
-    first: tuple[tuple[int, bool, float], Failure] | None = None
+    found: list[tuple[int, Failure]] = []
     matches = (re.fullmatch(r"error-[0-9]{1,9}(?:-generation-([0-9]{1,9}))?\.json", name) for name in names(attempt))
     for match in [match for match in matches if match][:MAX_RECORDS]:
         with suppress(OSError):
             failure = decode(attempt / match[0], Failure, limit_bytes=MAX_FAILURE_BYTES)
-            order = (-int(match[1] or 0), failure.victim, failure.monotonic_seconds)
-            if first is None or order < first[0]:
-                first = order, failure
-    if first is None:
+            found.append((int(match[1] or 0), failure))
+    if not found:
         return ""
-    failure = first[1]
+    _, failure = min(found, key=lambda one: (-one[0], one[1].victim, one[1].monotonic_seconds))
     message = (failure.message.strip().splitlines() or [""])[0]
     return f"rank {failure.rank} ({failure.host}): {failure.type}: {message}"

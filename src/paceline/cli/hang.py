@@ -16,7 +16,7 @@ import msgspec
 import tyro
 from rich.console import Console
 
-from paceline.cli.finding import NOTHING, ExistingRunConfig, Means, attempts, find_run, means_to_look
+from paceline.cli.finding import NOTHING, Means, RunFlags, attempts, existing_run
 from paceline.cli.flags import print_json
 from paceline.cli.run_state import standing
 from paceline.contract.evidence import Evidence
@@ -33,7 +33,7 @@ MOST_SHOWN, MOST_LINES, MOST_CHARS = 64, 200, 20_000  # ranks; of each
 
 
 @dataclass(frozen=True)
-class HangConfig(ExistingRunConfig):
+class HangConfig(RunFlags):
     """Show who holds a run up, and where every rank is. Who still runs is asked. Exit code 0 whatever is found."""
 
     json: bool = False
@@ -54,8 +54,7 @@ class HangReport(msgspec.Struct, frozen=True):
 def main(arguments: Sequence[str]) -> int:
     """Run `paceline hang ARGUMENTS`."""
     config = tyro.cli(HangConfig, prog="paceline hang", args=arguments)
-    run_dir = find_run(config.run)
-    found = hang_report(run_dir, means_to_look(run_dir, config))
+    found = _report(*existing_run(config))
     if config.json:
         print_json(found)
     else:
@@ -63,7 +62,7 @@ def main(arguments: Sequence[str]) -> int:
     return ExitCode.DONE
 
 
-def hang_report(run_dir: Path, means: Means) -> HangReport:
+def _report(run_dir: Path, means: Means) -> HangReport:
     """The verdict on a run: of now, if it runs and its agent may be asked and answers, else the newest recorded one.
 
     Raises:
@@ -77,8 +76,8 @@ def hang_report(run_dir: Path, means: Means) -> HangReport:
     if told is not None:
         return HangReport(str(run_dir), state, True, _live_words(told), "", told)
     state = standing(run_dir, means).state  # it may have ended meanwhile
-    unheard = f"the run's agent has not answered within {ANSWER_SECONDS:g} s" if may_ask else "its agent is not asked"
-    unheard = unheard if state == "running" else ""
+    silent = f"the run's agent has not answered within {ANSWER_SECONDS:g} s" if may_ask else "its agent is not asked"
+    unheard = silent if state == "running" else ""
     folder = _newest_verdict(run_dir)
     if folder is None:
         words = f"no stall was noted, and {unheard}" if unheard else f"the run is {state}, and no stall was noted"
@@ -113,11 +112,7 @@ def _newest_verdict(run_dir: Path) -> Path | None:
 
 
 def _ask(attempt: Path) -> Told | None:
-    """Have the head agent of a running start judge it now; None if it does not answer.
-
-    Raises:
-        UsageError: without the permission to ask.
-    """
+    """Have the head agent of a running start judge it now; None if it does not answer."""
     nonce = secrets.token_hex(8)
     question, answer = attempt / f"ask-{os.getpid()}-{nonce}", attempt / f"verdict-live-{nonce}"
     try:

@@ -59,20 +59,21 @@ def run_state(run_dir: Path, means: Means = NOTHING) -> RunState:
     Raises:
         PacelineError: if a part of it cannot be read.
     """
-    state, words, submission, job = standing(run_dir, means)
+    found = standing(run_dir, means)
+    submission = found.submission
     started, steps = _progress(run_dir)
     saved = entries(run_dir / CHECKPOINTS)
     return RunState(
         run_dir=str(run_dir),
-        state=state,
-        words=words,
+        state=found.state,
+        words=found.words,
         on=submission.on if submission is not None else "local",
-        hosts=_hosts(submission, job, run_dir),
+        hosts=_hosts(submission, found.job, run_dir),
         slurm_job=submission.slurm_job if submission is not None else "",
         attempts=len(attempts(run_dir)),
         step=steps[-1].step if steps else None,
         total_steps=_total_steps(run_dir, started),
-        samples_per_second=_rate(steps) if state == "running" else None,
+        samples_per_second=_rate(steps) if found.state == "running" else None,
         checkpoint_step=saved[0].step if saved else None,
     )
 

@@ -145,11 +145,7 @@ def points_to_measure(ranks: Sequence[int], weak: int | None, strong: int | None
 
 
 def _check(config: ScaleConfig) -> None:
-    """Refuse what has no meaning.
-
-    Raises:
-        UsageError: naming the setting, what is true, and what to do.
-    """
+    """Refuse what has no meaning."""
     if (config.task is None) == (config.runs is None):
         raise UsageError("give a task to be measured, or with --runs the folders of runs that were, and not both")
     ranks, how = sorted({1, *whole_numbers("--ranks", config.ranks)}), config.how

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import tyro
 
-from paceline.cli.finding import ExistingRunConfig, find_run, means_to_look
+from paceline.cli.finding import RunFlags, existing_run
 from paceline.cli.flags import print_json
 from paceline.cli.run_state import RunState, run_state
 from paceline.errors import ExitCode
@@ -21,7 +21,7 @@ MAX_CHARS = 2000  # of a line: words in a folder may be as long as whoever wrote
 
 
 @dataclass(frozen=True)
-class StatusConfig(ExistingRunConfig):
+class StatusConfig(RunFlags):
     """Show how a run is: waiting, running, at which step, ended how. Exit code 0 whatever its state is."""
 
     json: bool = False
@@ -31,8 +31,7 @@ class StatusConfig(ExistingRunConfig):
 def main(arguments: Sequence[str]) -> int:
     """Run `paceline status ARGUMENTS`."""
     config = tyro.cli(StatusConfig, prog="paceline status", args=arguments)
-    run_dir = find_run(config.run)
-    found = run_state(run_dir, means_to_look(run_dir, config))
+    found = run_state(*existing_run(config))
     if config.json:
         print_json(found)
     else:

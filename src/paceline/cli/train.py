@@ -76,12 +76,6 @@ def _elsewhere(config: TrainConfig, job: Job) -> int:
     config = replace(config, launch=replace(config.launch, nproc=job.nproc))
     if on == "slurm" and config.launch.device == "cuda" and config.cluster.gpus_per_node is None:
         job = replace_fields(job, slurm=replace(job.slurm, gpus_per_node=job.nproc))
-    virtual_ranks = config.data.virtual_ranks
-    if virtual_ranks is not None and size > virtual_ranks:
-        raise UsageError(
-            f"{job.nodes} nodes with {size} processes in all are more than --virtual-ranks {virtual_ranks}: some "
-            "processes would have nothing to do. Use fewer nodes, or a smaller --nproc (processes on each)"
-        )
     check_training(config, size)
     if job.min_nodes < job.nodes and config.checkpoint.checkpoint_every is None:
         raise UsageError(
