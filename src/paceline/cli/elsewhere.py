@@ -35,7 +35,7 @@ from paceline.observe.terminal import say
 
 LAUNCHERS: dict[str, Callable[[Job], Plan]] = {"local": local, "ssh": ssh, "slurm": slurm, "print": by_hand}
 FIND_AGAIN = "paceline status {} says how it goes on; also: paceline logs, paceline cancel"
-MEANING = {  # the settings that only some launchers have a use for
+MEANING = {  # settings that only some launchers use, and which
     "hosts": ("ssh", "print"),
     "ssh": ("ssh",),
     "sync": ("ssh",),
@@ -54,7 +54,7 @@ MEANING = {  # the settings that only some launchers have a use for
 
 
 def check_cluster(cluster: ClusterConfig) -> None:
-    """Refuse settings that have no meaning where the run is to be: none is silently ignored.
+    """Refuse settings that have no effect with this launcher: none is silently ignored.
 
     Raises:
         UsageError: naming the setting, and where it has one.
@@ -167,7 +167,7 @@ def taken_run_dir(
 
 
 def with_submit_dir(job: Job, settings: str = "") -> Job:
-    """Make the folder of this start inside the run's; the job that knows it.
+    """Make the folder of this start inside the run's; returns the job with it.
 
     Args:
         job: with its run folder.

@@ -30,24 +30,24 @@ from paceline.observe.folder import CONFIG, LOCK, attempt_number
 
 RUNS = Path("runs")
 SSH_SECONDS = 20.0
-MAX_RECORDS, MAX_FAILURE_BYTES = 1000, 1 << 18  # of failed ranks that are looked at; of each
+MAX_RECORDS, MAX_FAILURE_BYTES = 1000, 1 << 18  # failure records that are read; of each
 
 
 @dataclass(frozen=True)
 class RunFlags:
-    """What all commands take that look for a run."""
+    """The flags of every command about an existing run."""
 
     run: tyro.conf.Positional[str]
     """the run's folder, or the beginning of its name under runs/"""
     ssh: str = "ssh"
-    """the command by which the run's hosts are asked, as --ssh of `paceline train`; what the folder says is not run"""
+    """the ssh command to reach the run's hosts, as --ssh of `paceline train`; no command out of the folder is run"""
     trust: bool = False
-    """act on a folder that others own or could have written: all that lies there is believed"""
+    """act on a folder that others own or could have written: everything in it is believed"""
 
 
 @dataclass(frozen=True)
 class Means:
-    """What may be asked about a run beside its folder; of a run that is not the caller's, nothing."""
+    """What may be asked about a run besides its folder; about a run that is not the caller's, nothing."""
 
     ssh: tuple[str, ...] = ()
     slurm: bool = False
@@ -64,7 +64,7 @@ def find_run(asked: str) -> Path:
     """
     path = Path(asked)
     if not is_folder(path):
-        runs = folders(resolved(RUNS))  # through no link: whoever can write there could mean another run of ours
+        runs = folders(resolved(RUNS))  # through no link: others could point it at another run of ours
         found = [name for name in runs if name == asked] or [name for name in runs if name.startswith(asked)]
         if not asked or not found:
             raise unknown("run", asked, runs[-20:] or ["(no folder runs/ here: name the run's folder)"])
@@ -101,7 +101,7 @@ def is_locked(run_dir: Path) -> bool:
     """Whether a process, here or on any machine that shares the folder, holds the run."""
     try:
         with opened(run_dir / LOCK) as lock:
-            fcntl.flock(lock.descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: two who look do not see each other
+            fcntl.flock(lock.descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: two lookers do not see each other
     except BlockingIOError:
         return True
     except OSError:  # there is none, or a file system without locks
@@ -144,7 +144,7 @@ def signal_agent(
     """
     if roster.host == os.uname().nodename:
         with suppress(ProcessLookupError):  # it has just ended: all is well
-            handle = os.pidfd_open(roster.agent_pid)  # what is looked at next is what is signalled, whoever it is
+            handle = os.pidfd_open(roster.agent_pid)  # the process that is checked next is the one that gets the signal
             try:
                 if not _holds(roster.agent_pid, run_dir):
                     raise _not_its_agent(roster, run_dir)

@@ -1,4 +1,4 @@
-"""`paceline hang RUN`: shows who holds a run up, and where every rank is; also while it still hangs."""
+"""`paceline hang RUN`: shows which rank holds a run up, and where every rank is; also while it still hangs."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from paceline.guard.story import VERDICT, Told, describe, page, read_verdict
 
 ANSWER_SECONDS = 15.0  # the head looks every second, and gives every rank three seconds to answer
 POLL_SECONDS = 0.1
-MOVES_SECONDS = 2.0  # a run of which something has moved since then is not called hanging
+MOVES_SECONDS = 2.0  # a run that has moved within so many seconds is not called hanging
 SHOWN_OPS = 8
 MOST_SHOWN, MOST_LINES, MOST_CHARS = 64, 200, 20_000  # ranks; of each
 
 
 @dataclass(frozen=True)
 class HangConfig(RunFlags):
-    """Show who holds a run up, and where every rank is. Who still runs is asked. Exit code 0 whatever is found."""
+    """Show which rank holds a run up, and where every rank is; live ranks are asked. Exit code 0 in any case."""
 
     json: bool = False
-    """for programs"""
+    """print JSON"""
 
 
 class HangReport(msgspec.Struct, frozen=True):
@@ -45,7 +45,7 @@ class HangReport(msgspec.Struct, frozen=True):
 
     run_dir: str
     state: str  # as `paceline status` says it
-    live: bool  # of this moment; else what was written down when the run stalled
+    live: bool  # of this moment; else what was recorded when the run stalled
     words: str
     verdict_dir: str
     told: Told | None
@@ -71,7 +71,7 @@ def _report(run_dir: Path, means: Means) -> HangReport:
     state = standing(run_dir, means).state
     if not attempts(run_dir):
         raise UsageError(f"{run_dir} has not been started yet: see paceline status {run_dir}")
-    may_ask = means != NOTHING  # what is not ours is not written into
+    may_ask = means != NOTHING  # a question is a file, and we write into no run of others
     told = _ask(attempts(run_dir)[-1]) if state == "running" and may_ask else None
     if told is not None:
         return HangReport(str(run_dir), state, True, _live_words(told), "", told)
@@ -91,7 +91,7 @@ def _report(run_dir: Path, means: Means) -> HangReport:
 def _when(unix_time: float) -> str:
     try:
         return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(unix_time))
-    except (OverflowError, ValueError, OSError):  # whoever wrote it
+    except (OverflowError, ValueError, OSError):  # written by anybody
         return "at a time unknown"
 
 
@@ -133,7 +133,7 @@ def _ask(attempt: Path) -> Told | None:
 
 
 def _shortened(one: Evidence) -> Evidence:
-    """Without more of its words than anybody reads."""
+    """As much of it as a person reads."""
     return msgspec.structs.replace(
         one,
         native=one.native[:MOST_CHARS],

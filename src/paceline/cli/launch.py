@@ -32,7 +32,7 @@ SEPARATOR = "--"
 
 @dataclass(frozen=True)
 class ScriptConfig:
-    """What is started, and how often."""
+    """What is started, and how."""
 
     nproc: int | Literal["auto"] = 1
     """worker processes on each machine; auto: one per GPU, or per core, of this machine"""

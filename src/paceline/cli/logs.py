@@ -24,14 +24,14 @@ LOOK_SECONDS = 5.0  # between two looks whether the run still runs
 
 @dataclass(frozen=True)
 class LogsConfig(RunFlags):
-    """Show the output of a run's workers; of a job that waits or has failed early, what Slurm has of it."""
+    """Show the output of a run's workers; of a job that waits or failed early, its output in Slurm."""
 
     rank: int = 0
-    """whose"""
+    """whose output"""
     attempt: int | None = None
-    """of which start (default: the last)"""
+    """in which start of the run (default: the last)"""
     follow: bool = False
-    """go on until the run ends, over all its starts; Ctrl-C stops following, not the run"""
+    """continue until the run ends, over all its starts; Ctrl-C stops following, not the run"""
     lines: int = 40
     """how many of the last lines; 0: all"""
 
@@ -98,7 +98,7 @@ def _nothing(run_dir: Path, config: LogsConfig) -> str:
 
 
 def _follow(run_dir: Path, means: Means, rank: int, path: Path | None, offset_bytes: int) -> None:
-    """Show what comes, until the run has ended."""
+    """Print new output until the run has ended."""
     tail = Tail(path, offset_bytes) if path is not None else None
     looked = 0.0
     while True:

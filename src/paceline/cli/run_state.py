@@ -24,7 +24,6 @@ WINDOW_STEPS = 50
 
 State = Literal["not started", "queued", "running", "done", "saved", "failed", "cancelled", "lost", "unknown"]
 
-
 LIVE = ("queued", "running")
 
 
@@ -79,7 +78,7 @@ def run_state(run_dir: Path, means: Means = NOTHING) -> RunState:
 
 
 def _slurm_job(submission: Submission | None, means: Means) -> tuple[queue.JobState | None, str]:
-    """Slurm's word on a run's job, or why there is none."""
+    """What Slurm says of a run's job, or why it says nothing."""
     if submission is None or not submission.slurm_job:
         return None, ""
     if not means.slurm:
@@ -182,6 +181,6 @@ def _rate(steps: list[Step]) -> float | None:
 def _total_steps(run_dir: Path, started: Started | None) -> int | None:
     try:
         run = configuration.load(run_dir / CONFIG, ours=False).run
-    except UsageError:  # not there yet, or of another paceline
+    except UsageError:  # not there yet, or another version's
         return None
     return run.steps or (run.epochs * started.steps_per_epoch if started and started.steps_per_epoch else None)

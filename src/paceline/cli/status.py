@@ -17,15 +17,15 @@ from paceline.errors import ExitCode
 from paceline.observe.folder import CONFIG
 from paceline.observe.terminal import clean
 
-MAX_CHARS = 2000  # of a line: words in a folder may be as long as whoever wrote them liked
+MAX_CHARS = 2000  # of a line: texts in a folder may have any length
 
 
 @dataclass(frozen=True)
 class StatusConfig(RunFlags):
-    """Show how a run is: waiting, running, at which step, ended how. Exit code 0 whatever its state is."""
+    """Show the state of a run: waiting, running at which step, or how it ended. Exit code 0 whatever its state is."""
 
     json: bool = False
-    """for programs"""
+    """print JSON"""
 
 
 def main(arguments: Sequence[str]) -> int:

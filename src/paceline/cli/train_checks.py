@@ -16,7 +16,7 @@ from paceline.tasks import check_task
 
 
 def check_training(config: TrainConfig, nproc: int) -> None:
-    """Refuse, without torch, whatever can be known to be wrong before any process is started.
+    """Refuse whatever can be known to be wrong before any process is started.
 
     Raises:
         UsageError: naming the setting, what is true, and what to do.
@@ -58,7 +58,7 @@ def check_guard(config: TrainConfig) -> Windows:
 
 
 def _check_checkpoints(config: TrainConfig, nproc: int) -> None:
-    """Refuse what contradicts itself about checkpoints, resuming and restarting."""
+    """Refuse contradictions among checkpoints, resuming and restarting."""
     c, launch = config.checkpoint, config.launch
     allowed = allowed_changes(c.allow_change)
     if c.resume == "auto" and config.run.run_dir is None:
