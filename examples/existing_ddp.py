@@ -1,9 +1,9 @@
-"""A DDP script as thousands are: torchrun's variables, DistributedSampler, DDP, and nothing of paceline.
+"""A typical DDP script: torchrun's variables, DistributedSampler, DDP, and nothing of paceline.
 
     torchrun --standalone --nproc-per-node 2 examples/existing_ddp.py --data FOLDER --epochs 1
     paceline launch --nproc 2 -- examples/existing_ddp.py --data FOLDER --epochs 1
 
-FOLDER holds MNIST's IDX files, gzipped (those of the package lie in src/paceline/data/mnist).
+FOLDER holds MNIST's IDX files, gzipped (the package has them in src/paceline/datasets/mnist).
 """
 
 import argparse

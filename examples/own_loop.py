@@ -1,4 +1,4 @@
-"""Your own training loop, on any number of processes: every part of paceline alone.
+"""Your own training loop on any number of processes, made of paceline's parts.
 
 python examples/own_loop.py                                 # a world of one
 torchrun --nproc-per-node 2 examples/own_loop.py            # two ranks, the same result
@@ -22,13 +22,13 @@ def main() -> None:
         dataset = TensorDataset(inputs, inputs[:, :1] * inputs[:, 1:2])
         model = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 1)).to(world.device)
 
-        # The only lines that know of several ranks: a strategy, and a plan for a global batch of 64.
+        # The only lines that deal with ranks: a strategy, and a plan for a global batch of 64.
         replica = paceline.STRATEGIES["bucketed"](model, lambda p: SGD(p, lr=0.05, momentum=0.9), world)
         plan = BatchPlan(num_samples=len(dataset), global_batch=64, virtual_ranks=world.size)
         mine = ranks_share(plan.virtual_ranks, world.rank, world.size)
 
         def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-            return (outputs - targets).square().mean(1)  # (B,): one value per sample, never their mean
+            return (outputs - targets).square().mean(1)  # (B,): one value per sample, not their mean
 
         steps = load_steps(dataset, plan, mine, Loading(world.device), start=0, stop=EPOCHS * plan.steps_per_epoch)
         for number, microbatches in enumerate(steps, 1):

@@ -1,4 +1,4 @@
-"""Your own model, data and loss: `paceline train examples/own_task.py:task --nproc 2`. No line of it knows of ranks.
+"""Your own model, data and loss: `paceline train examples/own_task.py:task --nproc 2`. No line of it deals with ranks.
 
 A small language model that learns to spell: its lines differ in length, so the loss also returns weights, one for
 each real character. The mean over all characters of the global batch is right at every world size.

@@ -1,4 +1,4 @@
-"""Your own transformer: `paceline train examples/own_transformer.py:task --nproc 2`. No line of it knows of ranks.
+"""Your own transformer: `paceline train examples/own_transformer.py:task --nproc 2`. No line of it deals with ranks.
 
 It reads sequences in which each token follows from the one before by one of four rules, with some noise, and has to
 find out which rule it is. Sequences differ in length, so the loss also returns weights: 1 for each real token.

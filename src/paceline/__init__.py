@@ -2,8 +2,8 @@
 
 The public parts, each of which works alone in a loop of your own (examples/own_loop.py):
 
-    World, joined            who am I among whom; the process group
-    BatchPlan, ranks_share   who sees which sample, and when
+    World, joined            this process's place among all; the process group
+    BatchPlan, ranks_share   which rank sees which sample, and when
     load_steps, Loading      from a plan to micro-batches on the device
     ArrayDataset             data held as tensors
     STRATEGIES               how ranks share the work: manual, bucketed, ddp, ...
@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-# Looked up when first used: `import paceline` alone must not import torch, or `paceline --help` would take seconds.
+# Imported at first use: `import paceline` alone must not import torch, or `paceline --help` would take seconds.
 _PARTS = {
     "World": "worker.world",
     "joined": "worker.world",

@@ -92,7 +92,7 @@ def flip(path: Path) -> None:
         ("--keep 1", ["--keep must be at least 2, got 1"]),
         ("--max-restarts 1", ["--max-restarts and --min-nproc need --nproc"]),
         ("--nproc 2 --max-restarts 1 --min-nproc 3", ["--min-nproc 3 is more than --nproc 2"]),
-        ("--nproc 5", ["--nproc 5 is more than --virtual-ranks 4", "--nproc 4 or fewer"]),
+        ("--nproc 5", ["5 processes are more than --virtual-ranks 4", "4 processes or fewer"]),
     ],
 )
 def test_another_run_is_refused_before_anything_starts(resume, tmp_path, arguments, words):

@@ -140,8 +140,8 @@ def test_what_has_no_meaning_is_refused_before_anything_is_started(tmp_path: Pat
     assert "Use --mode weak, or numbers such as 1,2,4" in refused("mnist-cnn", "--ranks", "1,7,11,13")
     assert "does not exist" in refused("mnist-cnn", "--out", tmp_path / "none" / "found.json")
     assert "unknown task 'mnist'" in refused("mnist")
-    assert "give a task to be measured, or with --runs" in refused()
-    assert "give a task to be measured, or with --runs" in refused("mnist-cnn", "--runs", tmp_path)
+    assert "give either a task to measure, or with --runs" in refused()
+    assert "give either a task to measure, or with --runs" in refused("mnist-cnn", "--runs", tmp_path)
     assert "there are no events of a run" in refused("--runs", tmp_path)
 
 

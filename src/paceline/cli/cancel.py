@@ -13,13 +13,12 @@ from pathlib import Path
 import tyro
 
 from paceline.cli.finding import (
-    ExistingRunConfig,
     Means,
+    RunFlags,
     agent_runs,
-    find_run,
+    existing_run,
     head_roster,
     is_locked,
-    means_to_act,
     signal_agent,
 )
 from paceline.cli.run_state import LIVE, standing
@@ -37,7 +36,7 @@ END_SECONDS = STOP_GRACE_SECONDS + 15.0
 
 
 @dataclass(frozen=True)
-class CancelConfig(ExistingRunConfig):
+class CancelConfig(RunFlags):
     """End a run: it saves its state first, and does not queue again."""
 
     now: bool = False
@@ -47,8 +46,7 @@ class CancelConfig(ExistingRunConfig):
 def main(arguments: Sequence[str]) -> int:
     """Run `paceline cancel ARGUMENTS`."""
     config = tyro.cli(CancelConfig, prog="paceline cancel", args=arguments)
-    run_dir = find_run(config.run)
-    means = means_to_act(run_dir, config)
+    run_dir, means = existing_run(config, act=True)
     found = standing(run_dir, means)
     if found.state not in LIVE:
         words = f" ({found.words})" if found.words else ""
@@ -69,11 +67,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _stop_agent(run_dir: Path, submission: Submission | None, means: Means, *, now: bool) -> None:
-    """Ask node 0's agent to end the run.
-
-    Raises:
-        TrainingError: if it cannot be asked.
-    """
+    """Ask node 0's agent to end the run."""
     roster = head_roster(run_dir)
     if roster is None or not agent_runs(run_dir, roster, submission, means.ssh):
         try:

@@ -47,11 +47,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _find(run: Path) -> tuple[Checkpoints, list[Entry], bool]:
-    """The checkpoints of a run, the newest last, and whether it is the caller's.
-
-    Raises:
-        UsageError: if there are none.
-    """
+    """The checkpoints of a run, the newest last, and whether it is the caller's."""
     if not is_folder(run):
         raise UsageError(f"there is no folder {run}")
     root = run / "checkpoints" if is_folder(run / "checkpoints") else run
@@ -62,7 +58,7 @@ def _find(run: Path) -> tuple[Checkpoints, list[Entry], bool]:
     except OSError as error:
         raise UsageError(f"{checkpoints.root} cannot be read: {error.strerror}") from None
     if len(entries) > MOST:
-        print(f"of {len(entries):,} checkpoints only the newest {MOST} are looked at", file=sys.stderr)
+        print(f"of {len(entries):,} checkpoints only the newest {MOST} are checked", file=sys.stderr)
         entries = entries[-MOST:]
     if not entries:
         raise UsageError(f"no checkpoints in {run}: was it run with --checkpoint-every?")

@@ -30,7 +30,7 @@ class CompareConfig:
     task: tyro.conf.Positional[str]
     """mnist-cnn, mnist-resnet18, or your own: module:name or file.py:name"""
     strategies: str = "all"
-    """which, separated by commas"""
+    """which to measure, separated by commas"""
     nproc: int | None = None
     """worker processes (default: one per GPU, or per core)"""
     batch_sizes: str | None = None
@@ -39,7 +39,7 @@ class CompareConfig:
 
 
 class Compared(msgspec.Struct, frozen=True):
-    """All that is printed or written."""
+    """Everything that is printed or written."""
 
     task: str
     rows: list[Row]
@@ -80,7 +80,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _not_run(strategy: str, nproc: int) -> str:
-    """Why a strategy has no line of its own; empty if it has."""
+    """Why a strategy is not measured; empty if it is."""
     rung = LADDER[strategy]
     if not rung.one_process or strategy == DEFAULT_ALONE:
         return ""
@@ -121,7 +121,7 @@ def _compared(
 
 
 def comparison_notes(rows: Sequence[Row], cores: int, threads: int) -> list[str]:
-    """What has to be said of the machine, and what is no part of the rows."""
+    """Notes on the machine, and on what the rows leave out."""
     ranks = max((row.world_size for row in rows), default=1)
     notes = [
         f"processes were ready after {launch:.1f} s ({size} of them); first step: the strategy applied to the model, "

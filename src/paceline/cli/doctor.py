@@ -30,7 +30,7 @@ class DoctorConfig:
     """Check the machines that a training would run on. Exit code 1 if it must not be started there."""
 
     task: tyro.conf.Positional[str | None] = None
-    """what is to be trained: then it also says what the network costs each step"""
+    """what to train: then the report also says what the network costs each step"""
     on: Literal["local", "ssh", "slurm"] = "local"
     """as for train"""
     hosts: str | None = None
@@ -62,7 +62,7 @@ class DoctorConfig:
     cpus_per_rank: int = 1
     """CPU cores of each worker process"""
     quick: bool = False
-    """leave out what takes longer than two seconds: data, speed of the network, the task"""
+    """leave out what takes longer than two seconds: data, network speed, the task"""
     json: bool = False
     """print everything as JSON"""
 
@@ -98,11 +98,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _check(config: DoctorConfig) -> None:
-    """Refuse what has no meaning.
-
-    Raises:
-        UsageError: naming the setting, what is true, and what to do.
-    """
+    """Refuse what has no meaning."""
     check_positive(config, "nodes", "nproc", "threads_per_rank", "batch_size", "time", "cpus_per_rank")
     if config.on == "ssh" and not config.hosts:
         raise UsageError("--on ssh needs --hosts, e.g. --hosts n1,n2 or --hosts hosts.txt")
@@ -148,7 +144,7 @@ def _ssh(config: DoctorConfig) -> tuple[str, ...]:
 
 
 def _in_allocation(config: DoctorConfig, arguments: Sequence[str]) -> NoReturn:
-    """This very command again, within an allocation of the shape that the run would have."""
+    """Run this command again within an allocation of the shape that the run would have."""
     options = [f"--nodes={config.nodes or 1}", "--ntasks-per-node=1", f"--time={config.time}", "--job-name=doctor",
                f"--cpus-per-task={config.nproc * config.cpus_per_rank}"]  # fmt: skip
     if config.partition:

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -30,11 +31,12 @@ from paceline.launch.ssh.plan import ssh
 from paceline.launch.ssh.sync import rsync_commands, sync
 from paceline.launch.submission import Submission, next_submit_dir, write_files, write_submission
 from paceline.launch.supervise import run
-from paceline.observe.folder import lock_run_dir, open_run_dir
+from paceline.observe.folder import lock_run_dir, move_aside, new_run_dir, open_run_dir
 from paceline.observe.terminal import say
 
 LAUNCHERS: dict[str, Callable[[Job], Plan]] = {"local": local, "ssh": ssh, "slurm": slurm, "print": by_hand}
-MEANING = {  # the settings that only some launchers have a use for
+FIND_AGAIN = "paceline status {} says how it goes on; also: paceline logs, paceline cancel"
+MEANING = {  # settings that only some launchers use, and which
     "hosts": ("ssh", "print"),
     "ssh": ("ssh",),
     "sync": ("ssh",),
@@ -53,7 +55,7 @@ MEANING = {  # the settings that only some launchers have a use for
 
 
 def check_cluster(cluster: ClusterConfig) -> None:
-    """Refuse settings that have no meaning where the run is to be: none is silently ignored.
+    """Refuse settings that have no effect with this launcher: none is silently ignored.
 
     Raises:
         UsageError: naming the setting, and where it has one.
@@ -133,10 +135,10 @@ def workers(job: Job) -> int:
     return sum(host.slots or job.nproc for host in job.hosts) if job.hosts else job.nodes * job.nproc
 
 
-def threads_of(asked: int | None) -> int:
-    """CPU threads of each rank: as asked for, or as the user's OMP_NUM_THREADS says; 0: left to the agent."""
-    users = os.environ.get("OMP_NUM_THREADS", "")
-    return asked or (int(users) if users.isdecimal() else 0)
+def planned_job(job: Job, asked: Path | None, name: str) -> Job:
+    """For `--dry-run`: the job with the names that the folders of its run would have."""
+    run_dir = (asked or new_run_dir(name)).absolute()
+    return replace(job, run_dir=run_dir, submit_dir=run_dir / "submit-1")
 
 
 def show(cluster: ClusterConfig, job: Job) -> int:
@@ -147,8 +149,10 @@ def show(cluster: ClusterConfig, job: Job) -> int:
 
 
 @contextmanager
-def taken_run_dir(asked: Path | None, name: str, *, trust: bool, resume: bool = False) -> Generator[tuple[Path, int]]:
-    """The folder of the run that is to be started, and its lock, which is held meanwhile.
+def taken_run_dir(
+    asked: Path | None, name: str, *, trust: bool, resume: bool = False, fresh: bool = False
+) -> Generator[tuple[Path, int]]:
+    """The folder of the run that is to be started, and its lock, held meanwhile; `fresh`: old results move aside.
 
     Raises:
         UsageError: if it cannot be used, or another run is active in it.
@@ -156,13 +160,15 @@ def taken_run_dir(asked: Path | None, name: str, *, trust: bool, resume: bool = 
     run_dir = open_run_dir(asked, name, resume=resume, trust=trust)
     lock = lock_run_dir(run_dir)
     try:
+        if fresh:
+            move_aside(run_dir)
         yield run_dir, lock
     finally:
         os.close(lock)
 
 
 def with_submit_dir(job: Job, settings: str = "") -> Job:
-    """Make the folder of this start inside the run's; the job that knows it.
+    """Make the folder of this start inside the run's; returns the job with it.
 
     Args:
         job: with its run folder.
@@ -183,50 +189,44 @@ def start(cluster: ClusterConfig, job: Job) -> int:
     """
     assert job.submit_dir is not None
     if cluster.on == "slurm":
-        return _start_slurm(cluster, job)
+        return _start_slurm(cluster, job, job.submit_dir)
     plan = LAUNCHERS[cluster.on](job)
     write_files(job.submit_dir, plan.files)
-    if cluster.on == "print":
-        _write_down(cluster, job)
-        print(typed(plan), end="")
-        return ExitCode.DONE
     if cluster.sync:
         sync(rsync_commands(job))
-    _write_down(cluster, job)
+    _record(cluster, job, job.submit_dir)
+    if cluster.on == "print":
+        print(typed(plan), end="")
+        return ExitCode.DONE
     code = run(plan, None)
     if job.detached and code == ExitCode.DONE:
-        say(f"started. paceline status {job.run_dir} says how it goes on; also: paceline logs, paceline cancel")
+        say(f"started. {FIND_AGAIN.format(job.run_dir)}")
     return code
 
 
-def _start_slurm(cluster: ClusterConfig, job: Job) -> int:
-    assert job.submit_dir is not None
+def _start_slurm(cluster: ClusterConfig, job: Job, submit_dir: Path) -> int:
     held = in_allocation(os.environ)
     if held is not None:
         check_allocation(held, job)
     plan = slurm(job)
-    write_files(job.submit_dir, plan.files)
+    write_files(submit_dir, plan.files)
+    if held is None:
+        check_fits(job, os.environ)
+    _record(cluster, job, submit_dir)  # before it is submitted, too: if we are killed now, the run is known
     if held is not None:
-        _write_down(cluster, job)
-        return run_here(job.submit_dir / SCRIPT)
-    check_fits(job, os.environ)
-    _write_down(cluster, job)  # before, too: whoever kills us now must not make the run unknown
+        return run_here(submit_dir / SCRIPT)
     job_id = submit(plan, os.environ)
-    _write_down(cluster, job, job_id)
-    say(f"submitted as Slurm job {job_id}; its script is {job.submit_dir / SCRIPT}")
+    _record(cluster, job, submit_dir, job_id)
+    say(f"submitted as Slurm job {job_id}; its script is {submit_dir / SCRIPT}")
     if not cluster.follow:
-        say(f"paceline status {job.run_dir} says how it goes on; also: paceline logs, paceline cancel")
+        say(FIND_AGAIN.format(job.run_dir))
         return ExitCode.DONE
-    output = job.submit_dir / f"slurm-{job_id}.out"
-    return follow(job_id, output, say, _print, cancel_on_interrupt=cluster.cancel_on_interrupt)
+    show_text = partial(print, end="", flush=True)
+    output = submit_dir / f"slurm-{job_id}.out"
+    return follow(job_id, output, say, show_text, cancel_on_interrupt=cluster.cancel_on_interrupt)
 
 
-def _print(text: str) -> None:
-    print(text, end="", flush=True)
-
-
-def _write_down(cluster: ClusterConfig, job: Job, slurm_job: str = "") -> None:
-    assert job.submit_dir is not None
+def _record(cluster: ClusterConfig, job: Job, submit_dir: Path, slurm_job: str = "") -> None:
     submission = Submission(
         on=cluster.on,
         started_at=time.time(),
@@ -237,7 +237,7 @@ def _write_down(cluster: ClusterConfig, job: Job, slurm_job: str = "") -> None:
         command=_without_secrets(sys.argv),
         cwd=job.cwd,
     )
-    write_submission(job.submit_dir, submission)
+    write_submission(submit_dir, submission)
 
 
 def _without_secrets(command: Sequence[str]) -> tuple[str, ...]:

@@ -28,20 +28,20 @@ TABLE_WIDTH = 160
 
 @dataclass(frozen=True)
 class FaultsConfig:
-    """Run small trainings in which one thing goes wrong, and score what is said. Exit code 1 if a rank is wrong."""
+    """Run small trainings with one fault each, and score the verdicts. Exit code 1 if a wrong rank is named."""
 
     list: bool = False
-    """only show which faults there are"""
+    """only list the faults"""
     run: tuple[str, ...] = ()
-    """names of faults (default: all that can be made here)"""
+    """names of faults (default: all that are possible here)"""
     against: Literal["nobody", "torchrun"] = "nobody"
     """also run each fault in plain torchrun and DDP, with a process-group time-out of 10 s"""
     repeat: int = 1
     """how often"""
     stall_after: str = "5"
-    """as for train: seconds of standing still"""
+    """as for train: seconds without progress"""
     out: Path | None = None
-    """write the scores there: a Markdown table to FILE.md, everything to FILE.json"""
+    """write the scores: a Markdown table to FILE.md, everything to FILE.json"""
     keep: Path | None = None
     """keep each run's folder in this one (default: those of runs that went wrong, in a temporary one)"""
 
@@ -70,11 +70,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _check(config: FaultsConfig) -> None:
-    """Refuse what has no meaning.
-
-    Raises:
-        UsageError: naming the setting and what it must be.
-    """
+    """Refuse what has no meaning."""
     check_positive(config, "repeat")
     if config.out is not None and config.out.suffix not in (".md", ".json"):
         raise UsageError(f"--out must end in .md or .json, got {config.out}")

@@ -30,24 +30,24 @@ from paceline.observe.folder import CONFIG, LOCK, attempt_number
 
 RUNS = Path("runs")
 SSH_SECONDS = 20.0
-MAX_RECORDS, MAX_FAILURE_BYTES = 1000, 1 << 18  # of failed ranks that are looked at; of each
+MAX_RECORDS, MAX_FAILURE_BYTES = 1000, 1 << 18  # failure records that are read; of each
 
 
 @dataclass(frozen=True)
-class ExistingRunConfig:
-    """What all commands take that look for a run."""
+class RunFlags:
+    """The flags of every command about an existing run."""
 
     run: tyro.conf.Positional[str]
     """the run's folder, or the beginning of its name under runs/"""
     ssh: str = "ssh"
-    """the command by which the run's hosts are asked, as --ssh of `paceline train`; what the folder says is not run"""
+    """the ssh command to reach the run's hosts, as --ssh of `paceline train`; no command out of the folder is run"""
     trust: bool = False
-    """act on a folder that others own or could have written: all that lies there is believed"""
+    """act on a folder that others own or could have written: everything in it is believed"""
 
 
 @dataclass(frozen=True)
 class Means:
-    """What may be asked about a run beside its folder; of a run that is not the caller's, nothing."""
+    """What may be asked about a run besides its folder; about a run that is not the caller's, nothing."""
 
     ssh: tuple[str, ...] = ()
     slurm: bool = False
@@ -64,7 +64,7 @@ def find_run(asked: str) -> Path:
     """
     path = Path(asked)
     if not is_folder(path):
-        runs = folders(real_path(RUNS))  # through no link: whoever can write there could mean another run of ours
+        runs = folders(real_path(RUNS))  # through no link: others could point it at another run of ours
         found = [name for name in runs if name == asked] or [name for name in runs if name.startswith(asked)]
         if not asked or not found:
             raise unknown("run", asked, runs[-20:] or ["(no folder runs/ here: name the run's folder)"])
@@ -78,35 +78,30 @@ def find_run(asked: str) -> Path:
     return path
 
 
-def means_to_look(run_dir: Path, config: ExistingRunConfig) -> Means:
-    """What may be asked about a run. Of one that others could have written nothing is, and the caller is told so."""
-    if not config.trust and note_strangers(run_dir):
-        return Means()
-    return Means(command_words("--ssh", config.ssh), slurm=True)
-
-
-def means_to_act(run_dir: Path, config: ExistingRunConfig) -> Means:
-    """As `means_to_look`, but for a command that acts: it refuses.
+def existing_run(config: RunFlags, *, act: bool = False) -> tuple[Path, Means]:
+    """The folder of a run, and what may be asked about it: nothing where others could have written it, which is said.
 
     Raises:
-        UsageError: says who else could have written the run.
+        UsageError: if there is no such run; with `act`, if others could have written it.
     """
-    if not config.trust:
+    run_dir = find_run(config.run)
+    if act and not config.trust:
         check_ours(run_dir)
-    return Means(command_words("--ssh", config.ssh), slurm=True)
+    elif not config.trust and note_strangers(run_dir):
+        return run_dir, NOTHING
+    return run_dir, Means(command_words("--ssh", config.ssh), slurm=True)
 
 
 def attempts(run_dir: Path) -> list[Path]:
     """The folders of a run's starts, the newest last."""
-    found = (run_dir / name for name in folders(run_dir) if attempt_number(Path(name)))
-    return sorted(found, key=attempt_number)
+    return sorted((run_dir / name for name in folders(run_dir) if attempt_number(Path(name))), key=attempt_number)
 
 
 def is_locked(run_dir: Path) -> bool:
     """Whether a process, here or on any machine that shares the folder, holds the run."""
     try:
         with opened(run_dir / LOCK) as lock:
-            fcntl.flock(lock.descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: two who look do not see each other
+            fcntl.flock(lock.descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: two lookers do not see each other
     except BlockingIOError:
         return True
     except OSError:  # there is none, or a file system without locks
@@ -123,13 +118,9 @@ def head_roster(run_dir: Path) -> Roster | None:
 
 
 def agent_runs(run_dir: Path, roster: Roster, submission: Submission | None, ssh: Sequence[str]) -> bool | None:
-    """Whether this agent still runs, on its host; None: nobody can say.
+    """Whether this agent still runs, and so holds the run's lock, on its host; None: nobody can say.
 
-    Args:
-        run_dir: whose lock it holds as long as it runs.
-        roster: what it has written about itself.
-        submission: how the run was started, which says where its host is.
-        ssh: the caller's command to ask there with; empty: no other host is asked.
+    `submission` says where its host is, `ssh` is the caller's command to ask there with; empty: no other host is asked.
     """
     if roster.host == os.uname().nodename:
         process = read_process(roster.agent_pid)
@@ -153,7 +144,7 @@ def signal_agent(
     """
     if roster.host == os.uname().nodename:
         with suppress(ProcessLookupError):  # it has just ended: all is well
-            handle = os.pidfd_open(roster.agent_pid)  # what is looked at next is what is signalled, whoever it is
+            handle = os.pidfd_open(roster.agent_pid)  # the process that is checked next is the one that gets the signal
             try:
                 if not _holds(roster.agent_pid, run_dir):
                     raise _not_its_agent(roster, run_dir)
@@ -214,16 +205,14 @@ def _on_head(submission: Submission | None, ssh: Sequence[str], command: str) ->
 
 def first_failure(attempt: Path) -> str:
     """The first failure that a start's workers recorded, of its last generation, in a line; empty: none did."""
-    first: tuple[tuple[int, bool, float], Failure] | None = None
+    found: list[tuple[int, Failure]] = []
     matches = (re.fullmatch(r"error-[0-9]{1,9}(?:-generation-([0-9]{1,9}))?\.json", name) for name in names(attempt))
     for match in [match for match in matches if match][:MAX_RECORDS]:
         with suppress(OSError):
             failure = decode(attempt / match[0], Failure, limit_bytes=MAX_FAILURE_BYTES)
-            order = (-int(match[1] or 0), failure.victim, failure.monotonic_seconds)
-            if first is None or order < first[0]:
-                first = order, failure
-    if first is None:
+            found.append((int(match[1] or 0), failure))
+    if not found:
         return ""
-    failure = first[1]
+    _, failure = min(found, key=lambda one: (-one[0], one[1].victim, one[1].monotonic_seconds))
     message = (failure.message.strip().splitlines() or [""])[0]
     return f"rank {failure.rank} ({failure.host}): {failure.type}: {message}"

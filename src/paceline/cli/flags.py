@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from collections.abc import Collection
@@ -73,6 +74,12 @@ def command_words(flag: str, text: str) -> tuple[str, ...]:
     if not words:
         raise UsageError(f"{flag} must be a command, e.g. {flag} ssh")
     return words
+
+
+def threads_of(asked: int | None) -> int:
+    """CPU threads of each rank: as asked for, or as the user's OMP_NUM_THREADS says; 0: left to the agent."""
+    users = os.environ.get("OMP_NUM_THREADS", "")
+    return asked or (int(users) if users.isdecimal() else 0)
 
 
 def usable_gpus(device: str) -> int:

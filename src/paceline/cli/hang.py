@@ -1,4 +1,4 @@
-"""`paceline hang RUN`: shows who holds a run up, and where every rank is; also while it still hangs."""
+"""`paceline hang RUN`: shows which rank holds a run up, and where every rank is; also while it still hangs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import msgspec
 import tyro
 from rich.console import Console
 
-from paceline.cli.finding import NOTHING, ExistingRunConfig, Means, attempts, find_run, means_to_look
+from paceline.cli.finding import NOTHING, Means, RunFlags, attempts, existing_run
 from paceline.cli.flags import print_json
 from paceline.cli.run_state import standing
 from paceline.contract.evidence import Evidence
@@ -28,17 +28,17 @@ from paceline.guard.verdict import VERDICT, page
 
 ANSWER_SECONDS = 15.0  # the head looks every second, and gives every rank three seconds to answer
 POLL_SECONDS = 0.1
-MOVES_SECONDS = 2.0  # a run of which something has moved since then is not called hanging
+MOVES_SECONDS = 2.0  # a run that has moved within so many seconds is not called hanging
 SHOWN_OPS = 8
 MOST_SHOWN, MOST_LINES, MOST_CHARS = 64, 200, 20_000  # ranks; of each
 
 
 @dataclass(frozen=True)
-class HangConfig(ExistingRunConfig):
-    """Show who holds a run up, and where every rank is. Who still runs is asked. Exit code 0 whatever is found."""
+class HangConfig(RunFlags):
+    """Show which rank holds a run up, and where every rank is; live ranks are asked. Exit code 0 in any case."""
 
     json: bool = False
-    """for programs"""
+    """print JSON"""
 
 
 class HangReport(msgspec.Struct, frozen=True):
@@ -46,7 +46,7 @@ class HangReport(msgspec.Struct, frozen=True):
 
     run_dir: str
     state: str  # as `paceline status` says it
-    live: bool  # of this moment; else what was written down when the run stalled
+    live: bool  # of this moment; else what was recorded when the run stalled
     words: str
     verdict_dir: str
     told: Told | None
@@ -55,8 +55,7 @@ class HangReport(msgspec.Struct, frozen=True):
 def main(arguments: Sequence[str]) -> int:
     """Run `paceline hang ARGUMENTS`."""
     config = tyro.cli(HangConfig, prog="paceline hang", args=arguments)
-    run_dir = find_run(config.run)
-    found = hang_report(run_dir, means_to_look(run_dir, config))
+    found = _report(*existing_run(config))
     if config.json:
         print_json(found)
     else:
@@ -64,7 +63,7 @@ def main(arguments: Sequence[str]) -> int:
     return ExitCode.DONE
 
 
-def hang_report(run_dir: Path, means: Means) -> HangReport:
+def _report(run_dir: Path, means: Means) -> HangReport:
     """The verdict on a run: of now, if it runs and its agent may be asked and answers, else the newest recorded one.
 
     Raises:
@@ -73,13 +72,13 @@ def hang_report(run_dir: Path, means: Means) -> HangReport:
     state = standing(run_dir, means).state
     if not attempts(run_dir):
         raise UsageError(f"{run_dir} has not been started yet: see paceline status {run_dir}")
-    may_ask = means != NOTHING  # what is not ours is not written into
+    may_ask = means != NOTHING  # a question is a file, and we write into no run of others
     told = _ask(attempts(run_dir)[-1]) if state == "running" and may_ask else None
     if told is not None:
         return HangReport(str(run_dir), state, True, _live_words(told), "", told)
     state = standing(run_dir, means).state  # it may have ended meanwhile
-    unheard = f"the run's agent has not answered within {ANSWER_SECONDS:g} s" if may_ask else "its agent is not asked"
-    unheard = unheard if state == "running" else ""
+    silent = f"the run's agent has not answered within {ANSWER_SECONDS:g} s" if may_ask else "its agent is not asked"
+    unheard = silent if state == "running" else ""
     folder = _newest_verdict(run_dir)
     if folder is None:
         words = f"no stall was noted, and {unheard}" if unheard else f"the run is {state}, and no stall was noted"
@@ -93,7 +92,7 @@ def hang_report(run_dir: Path, means: Means) -> HangReport:
 def _when(unix_time: float) -> str:
     try:
         return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(unix_time))
-    except (OverflowError, ValueError, OSError):  # whoever wrote it
+    except (OverflowError, ValueError, OSError):  # written by anybody
         return "at a time unknown"
 
 
@@ -114,11 +113,7 @@ def _newest_verdict(run_dir: Path) -> Path | None:
 
 
 def _ask(attempt: Path) -> Told | None:
-    """Have the head agent of a running start judge it now; None if it does not answer.
-
-    Raises:
-        UsageError: without the permission to ask.
-    """
+    """Have the head agent of a running start judge it now; None if it does not answer."""
     nonce = secrets.token_hex(8)
     question, answer = attempt / f"ask-{os.getpid()}-{nonce}", attempt / f"verdict-live-{nonce}"
     try:
@@ -139,7 +134,7 @@ def _ask(attempt: Path) -> Told | None:
 
 
 def _shortened(one: Evidence) -> Evidence:
-    """Without more of its words than anybody reads."""
+    """As much of it as a person reads."""
     return msgspec.structs.replace(
         one,
         native=one.native[:MOST_CHARS],

@@ -11,8 +11,8 @@ from typing import Annotated, Literal
 import tyro
 from msgspec.structs import replace
 
-from paceline.cli.elsewhere import placed_job, show, start, taken_run_dir, threads_of, with_submit_dir
-from paceline.cli.flags import check_positive
+from paceline.cli.elsewhere import placed_job, planned_job, show, start, taken_run_dir, with_submit_dir
+from paceline.cli.flags import check_positive, threads_of
 from paceline.config import ClusterConfig
 from paceline.contract.birth import BOOTSTRAP
 from paceline.contract.windows import Windows
@@ -22,7 +22,7 @@ from paceline.host.gpus import count_gpus
 from paceline.launch.job import Job
 from paceline.launch.local import local
 from paceline.launch.supervise import run
-from paceline.observe.folder import create_attempt_dir, new_run_dir
+from paceline.observe.folder import create_attempt_dir
 from paceline.observe.terminal import say
 from paceline.worker.bootstrap import worker_command
 from paceline.worker.foreign import launched
@@ -32,7 +32,7 @@ SEPARATOR = "--"
 
 @dataclass(frozen=True)
 class ScriptConfig:
-    """What is started, and how often."""
+    """What is started, and how."""
 
     nproc: int | Literal["auto"] = 1
     """worker processes on each machine; auto: one per GPU, or per core, of this machine"""
@@ -85,9 +85,7 @@ def main(arguments: Sequence[str]) -> int:
         say(f"{words[0]} runs as it is: the hang guard does not see into it. To be watched, name the .py file itself")
     cluster = options.cluster
     if cluster.dry_run:
-        run_dir = options.script.run_dir or new_run_dir(job.name)
-        job = replace(job, run_dir=run_dir.absolute(), submit_dir=run_dir.absolute() / "submit-1")
-        return show(cluster, job)
+        return show(cluster, planned_job(job, options.script.run_dir, job.name))
     here, code = cluster.on == "local" and not cluster.detach, ExitCode.DONE
     with taken_run_dir(options.script.run_dir, job.name, trust=options.script.trust) as (run_dir, lock):
         job = replace(job, run_dir=run_dir)
@@ -112,11 +110,7 @@ def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _check_script(script: ScriptConfig) -> None:
-    """Refuse values without a meaning.
-
-    Raises:
-        UsageError: naming the setting, its value, and what it must be.
-    """
+    """Refuse values without a meaning."""
     check_positive(script, "nproc", "threads_per_rank")
     wrong = {
         "--port must be 0..65535": not 0 <= script.port <= 65535,
@@ -128,11 +122,7 @@ def _check_script(script: ScriptConfig) -> None:
 
 
 def _check_no_rank(env: Mapping[str, str]) -> None:
-    """Refuse to start a run from each rank of another one.
-
-    Raises:
-        UsageError: this process is a rank that somebody has started.
-    """
+    """Refuse to start a run from each rank of another one."""
     if launched(env):
         raise UsageError(
             f"this process is rank {env.get('RANK')} of {env.get('WORLD_SIZE')} already (RANK and WORLD_SIZE, or "
@@ -142,11 +132,7 @@ def _check_no_rank(env: Mapping[str, str]) -> None:
 
 
 def _script_job(options: LaunchScript, words: Sequence[str]) -> Job:
-    """The workers: each runs the script.
-
-    Raises:
-        UsageError: there is no such script, or the settings contradict each other.
-    """
+    """The workers: each runs the script."""
     script, cluster = options.script, options.cluster
     nproc = script.nproc
     if nproc == "auto":

@@ -32,7 +32,7 @@ class LedgerConfig:
     """Prove from a run's events that each sample was used exactly once an epoch. Exit code 1 if it was not."""
 
     run: tyro.conf.Positional[Path]
-    """the run folder; the run may also have been killed, or still go on"""
+    """the run folder; the run may have been killed, or still be running"""
     json: Path | None = None
     """also write the results to this file"""
 
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str]) -> int:
     if not os.path.lexists(settings):
         what = "holds no config.toml" if is_folder(run_dir) else "is no folder"
         raise UsageError(f"{config.run} {what}: name a run folder, as `paceline train` makes and names at its end")
-    trained = load(settings, ours=False)  # numbers for a plan; nothing that it names is run
+    trained = load(settings, ours=False)  # only its numbers are used, for a plan; nothing that it names is run
     check_values(trained)
 
     from paceline.proofs.ledger.audit import audit

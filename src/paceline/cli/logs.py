@@ -11,7 +11,7 @@ from pathlib import Path
 
 import tyro
 
-from paceline.cli.finding import ExistingRunConfig, Means, attempts, find_run, means_to_look
+from paceline.cli.finding import Means, RunFlags, attempts, existing_run
 from paceline.cli.run_state import LIVE, standing
 from paceline.disk.reading import is_file, names
 from paceline.errors import ExitCode, UsageError
@@ -23,15 +23,15 @@ LOOK_SECONDS = 5.0  # between two looks whether the run still runs
 
 
 @dataclass(frozen=True)
-class LogsConfig(ExistingRunConfig):
-    """Show the output of a run's workers; of a job that waits or has failed early, what Slurm has of it."""
+class LogsConfig(RunFlags):
+    """Show the output of a run's workers; of a job that waits or failed early, its output in Slurm."""
 
     rank: int = 0
-    """whose"""
+    """whose output"""
     attempt: int | None = None
-    """of which start (default: the last)"""
+    """in which start of the run (default: the last)"""
     follow: bool = False
-    """go on until the run ends, over all its starts; Ctrl-C stops following, not the run"""
+    """continue until the run ends, over all its starts; Ctrl-C stops following, not the run"""
     lines: int = 40
     """how many of the last lines; 0: all"""
 
@@ -39,8 +39,7 @@ class LogsConfig(ExistingRunConfig):
 def main(arguments: Sequence[str]) -> int:
     """Run `paceline logs ARGUMENTS`."""
     config = tyro.cli(LogsConfig, prog="paceline logs", args=arguments)
-    run_dir = find_run(config.run)
-    means = means_to_look(run_dir, config)
+    run_dir, means = existing_run(config)
     if config.lines < 0 or config.rank < 0:
         raise UsageError(f"--lines and --rank must be 0 or more, got {config.lines} and {config.rank}")
     if config.follow and config.attempt is not None:
@@ -48,23 +47,27 @@ def main(arguments: Sequence[str]) -> int:
     path = _log(run_dir, config.rank, config.attempt)
     if path is None and not config.follow:
         raise UsageError(_nothing(run_dir, config))
-    end = 0
-    if path is not None:
-        if config.lines:
-            text, end = last_lines(path, config.lines)
-            sys.stdout.write(text)
-        else:
-            end = path.stat().st_size
-            if end > MAX_ALL_BYTES:
-                print(f"of {end:,} bytes the last {MAX_ALL_BYTES:,}:", file=sys.stderr)
-            sys.stdout.writelines(all_lines(path))
-        sys.stdout.flush()
+    end = 0 if path is None else _print_log(path, config.lines)
     if config.follow:
         try:
             _follow(run_dir, means, config.rank, path, end)
         except KeyboardInterrupt:
             print("no longer following; the run is left alone", file=sys.stderr)
     return ExitCode.DONE
+
+
+def _print_log(path: Path, lines: int) -> int:
+    """Print the last lines, or with 0 all; how many bytes the file had."""
+    if lines:
+        text, end = last_lines(path, lines)
+        sys.stdout.write(text)
+    else:
+        end = path.stat().st_size
+        if end > MAX_ALL_BYTES:
+            print(f"of {end:,} bytes the last {MAX_ALL_BYTES:,}:", file=sys.stderr)
+        sys.stdout.writelines(all_lines(path))
+    sys.stdout.flush()
+    return end
 
 
 def _log(run_dir: Path, rank: int, attempt: int | None) -> Path | None:
@@ -95,7 +98,7 @@ def _nothing(run_dir: Path, config: LogsConfig) -> str:
 
 
 def _follow(run_dir: Path, means: Means, rank: int, path: Path | None, offset_bytes: int) -> None:
-    """Show what comes, until the run has ended."""
+    """Print new output until the run has ended."""
     tail = Tail(path, offset_bytes) if path is not None else None
     looked = 0.0
     while True:

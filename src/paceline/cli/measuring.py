@@ -1,4 +1,4 @@
-"""What `compare` and `scale` share: the flags of a measurement, the training that it measures, where its results go."""
+"""Shared by `compare` and `scale`: the flags of a measurement, the training that it measures, where its results go."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from paceline.tasks import check_task
 
 @dataclass(frozen=True)
 class Measuring:
-    """How often is measured, with which settings of the training, and where the results go."""
+    """How often to measure, with which settings of the training, and where the results go."""
 
     steps: int = 30
     """of each measurement"""
@@ -47,9 +47,9 @@ class Measuring:
     stem: Literal["imagenet", "small"] | None = None
     """ResNet18's first layers"""
     out: Path | None = None
-    """write everything that was found to this file, as JSON"""
+    """write all results to this file, as JSON"""
     json: bool = False
-    """print it as JSON instead of tables"""
+    """print JSON instead of tables"""
 
 
 CliMeasuring = Annotated[Measuring, tyro.conf.arg(name="")]  # its flags stand among the command's own

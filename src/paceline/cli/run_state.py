@@ -24,7 +24,6 @@ WINDOW_STEPS = 50
 
 State = Literal["not started", "queued", "running", "done", "saved", "failed", "cancelled", "lost", "unknown"]
 
-
 LIVE = ("queued", "running")
 
 
@@ -59,26 +58,27 @@ def run_state(run_dir: Path, means: Means = NOTHING) -> RunState:
     Raises:
         PacelineError: if a part of it cannot be read.
     """
-    state, words, submission, job = standing(run_dir, means)
+    found = standing(run_dir, means)
+    submission = found.submission
     started, steps = _progress(run_dir)
     saved = entries(run_dir / CHECKPOINTS)
     return RunState(
         run_dir=str(run_dir),
-        state=state,
-        words=words,
+        state=found.state,
+        words=found.words,
         on=submission.on if submission is not None else "local",
-        hosts=_hosts(submission, job, run_dir),
+        hosts=_hosts(submission, found.job, run_dir),
         slurm_job=submission.slurm_job if submission is not None else "",
         attempts=len(attempts(run_dir)),
         step=steps[-1].step if steps else None,
         total_steps=_total_steps(run_dir, started),
-        samples_per_second=_rate(steps) if state == "running" else None,
+        samples_per_second=_rate(steps) if found.state == "running" else None,
         checkpoint_step=saved[0].step if saved else None,
     )
 
 
 def _slurm_job(submission: Submission | None, means: Means) -> tuple[queue.JobState | None, str]:
-    """Slurm's word on a run's job, or why there is none."""
+    """What Slurm says of a run's job, or why it says nothing."""
     if submission is None or not submission.slurm_job:
         return None, ""
     if not means.slurm:
@@ -181,6 +181,6 @@ def _rate(steps: list[Step]) -> float | None:
 def _total_steps(run_dir: Path, started: Started | None) -> int | None:
     try:
         run = configuration.load(run_dir / CONFIG, ours=False).run
-    except UsageError:  # not there yet, or of another paceline
+    except UsageError:  # not there yet, or another version's
         return None
     return run.steps or (run.epochs * started.steps_per_epoch if started and started.steps_per_epoch else None)

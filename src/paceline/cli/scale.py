@@ -47,7 +47,7 @@ class ScaleConfig:
     mode: Literal["weak", "strong", "both"] = "both"
     """as many samples for each rank, or for all of them together"""
     batch_size: int = DEFAULT_BATCH_SIZE
-    """samples of each rank in a step (weak); strong: of each when the ranks are most"""
+    """samples of each rank in a step; for strong scaling, of each at the largest number of ranks"""
     network: str | None = None
     """extrapolate to more machines, over links such as 100Gbit,5us (rate,latency)"""
     num_workers: int | None = None
@@ -90,12 +90,12 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _read(config: ScaleConfig, folders: str) -> Points:
-    """Runs that are there."""
+    """Points from runs that have ended."""
     paths = [Path(word.strip()) for word in folders.split(",")]
     runs = read_runs(paths, skip=config.how.warmup)
     weak, strong = comparable(runs)
     size = weight_bytes(paths)
-    # whose cores nobody knows: enough for all
+    # nobody knows their cores: as many as ranks
     machine = Machine(sum(at.ranks for at in runs), 1, size, over_network=over_network(runs))
     modes = (weak if config.mode != "strong" else None, strong if config.mode != "weak" else None)
     what = f"{len(paths)} runs, {size / 1e6:.1f} MB of weights; a backward by itself is estimated from that of one rank"
@@ -103,7 +103,7 @@ def _read(config: ScaleConfig, folders: str) -> Points:
 
 
 def _measure(config: ScaleConfig) -> Points | int:
-    """Start everything that is asked for; the exit code of what failed."""
+    """Start and measure everything that is asked for; the exit code where that failed."""
     ranks = sorted({1, *whole_numbers("--ranks", config.ranks)})
     settings, how = settings_of(str(config.task), config.how, num_workers=config.num_workers), config.how
     gpus = usable_gpus(settings.launch.device)
@@ -145,18 +145,14 @@ def points_to_measure(ranks: Sequence[int], weak: int | None, strong: int | None
 
 
 def _check(config: ScaleConfig) -> None:
-    """Refuse what has no meaning.
-
-    Raises:
-        UsageError: naming the setting, what is true, and what to do.
-    """
+    """Refuse what has no meaning."""
     if (config.task is None) == (config.runs is None):
-        raise UsageError("give a task to be measured, or with --runs the folders of runs that were, and not both")
+        raise UsageError("give either a task to measure, or with --runs the folders of runs that have ended")
     ranks, how = sorted({1, *whole_numbers("--ranks", config.ranks)}), config.how
     check_positive(config, "batch_size")
     check_measuring(how)
     if how.steps < FEWEST_STEPS:
-        raise UsageError(f"--steps must be at least {FEWEST_STEPS}, got {how.steps}: fewer tell nothing")
+        raise UsageError(f"--steps must be at least {FEWEST_STEPS}, got {how.steps}: fewer say nothing")
     if ranks[-1] == 1:
         raise UsageError(f"--ranks {config.ranks} has nothing to compare one rank with: name a larger number, like 1,2")
     if LADDER[config.strategy].one_process:
@@ -187,7 +183,7 @@ def _runs(folder: Path, points: Sequence[At], config: ScaleConfig, strategy: str
 
 
 def scaling_notes(ranks: Sequence[int], found: MeasuredRounds, cores: int, threads: int) -> list[str]:
-    """What has to be said of the machine, and what is no part of the steps."""
+    """Notes on the machine, and on what the steps leave out."""
     crowded = [words for size in ranks if (words := crowd(size, threads, cores))]
     notes = [f"{words}: they take turns, so slower compute must be expected" for words in crowded]
     launch = {

@@ -10,29 +10,28 @@ from pathlib import Path
 
 import tyro
 
-from paceline.cli.finding import ExistingRunConfig, find_run, means_to_look
+from paceline.cli.finding import RunFlags, existing_run
 from paceline.cli.flags import print_json
 from paceline.cli.run_state import RunState, run_state
 from paceline.errors import ExitCode
 from paceline.observe.folder import CONFIG
 from paceline.observe.terminal import clean
 
-MAX_CHARS = 2000  # of a line: words in a folder may be as long as whoever wrote them liked
+MAX_CHARS = 2000  # of a line: texts in a folder may have any length
 
 
 @dataclass(frozen=True)
-class StatusConfig(ExistingRunConfig):
-    """Show how a run is: waiting, running, at which step, ended how. Exit code 0 whatever its state is."""
+class StatusConfig(RunFlags):
+    """Show the state of a run: waiting, running at which step, or how it ended. Exit code 0 whatever its state is."""
 
     json: bool = False
-    """for programs"""
+    """print JSON"""
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run `paceline status ARGUMENTS`."""
     config = tyro.cli(StatusConfig, prog="paceline status", args=arguments)
-    run_dir = find_run(config.run)
-    found = run_state(run_dir, means_to_look(run_dir, config))
+    found = run_state(*existing_run(config))
     if config.json:
         print_json(found)
     else:

@@ -76,12 +76,6 @@ def _elsewhere(config: TrainConfig, job: Job) -> int:
     config = replace(config, launch=replace(config.launch, nproc=job.nproc))
     if on == "slurm" and config.launch.device == "cuda" and config.cluster.gpus_per_node is None:
         job = replace_fields(job, slurm=replace(job.slurm, gpus_per_node=job.nproc))
-    virtual_ranks = config.data.virtual_ranks
-    if virtual_ranks is not None and size > virtual_ranks:
-        raise UsageError(
-            f"{job.nodes} nodes with {size} processes in all are more than --virtual-ranks {virtual_ranks}: some "
-            "processes would have nothing to do. Use fewer nodes, or a smaller --nproc (processes on each)"
-        )
     check_training(config, size)
     if job.min_nodes < job.nodes and config.checkpoint.checkpoint_every is None:
         raise UsageError(
@@ -101,7 +95,7 @@ def parse(arguments: Sequence[str]) -> TrainConfig:
     resumed = None if path else _resumed_config(rest)
     path = real_path(path) if path else resumed
     default = configuration.load(path, ours="--trust" not in rest) if path else TrainConfig()
-    if resumed and default.strategy == DEFAULT_ALONE:  # it goes on among several as the default for several
+    if resumed and default.strategy == DEFAULT_ALONE:  # with several processes it continues with their default
         default = replace(default, strategy=None)
     return tyro.cli(
         CliTrainConfig,
@@ -109,7 +103,7 @@ def parse(arguments: Sequence[str]) -> TrainConfig:
         args=rest,
         default=default,
         description=_DESCRIPTION,
-        console_outputs=os.environ.get("RANK", "0") == "0",  # under torchrun every rank finds the same mistake
+        console_outputs=os.environ.get("RANK", "0") == "0",  # under torchrun every rank finds the same error
     )
 
 
@@ -128,7 +122,7 @@ def _take_config(arguments: list[str]) -> tuple[list[str], Path | None]:
 
 
 def _resumed_config(arguments: Sequence[str]) -> Path | None:
-    """The settings of the run to be resumed: what no flag says stays as it was."""
+    """The settings of the run to be resumed: what no flag changes stays as it was."""
     folder = _value_of("--run-dir", arguments)
     if folder is None or _value_of("--resume", arguments) != "auto":
         return None

@@ -16,7 +16,7 @@ from paceline.tasks import check_task
 
 
 def check_training(config: TrainConfig, nproc: int) -> None:
-    """Refuse, without torch, whatever can be known to be wrong before any process is started.
+    """Refuse whatever can be known to be wrong before any process is started.
 
     Raises:
         UsageError: naming the setting, what is true, and what to do.
@@ -36,8 +36,8 @@ def check_training(config: TrainConfig, nproc: int) -> None:
         )
     if nproc > shape.virtual_ranks:
         raise UsageError(
-            f"--nproc {nproc} is more than --virtual-ranks {shape.virtual_ranks}: some processes would have nothing "
-            f"to do. Use --nproc {shape.virtual_ranks} or fewer"
+            f"{nproc} processes are more than --virtual-ranks {shape.virtual_ranks}: some would have nothing to do. "
+            f"Use {shape.virtual_ranks} processes or fewer (--nproc times --nodes)"
         )
 
 
@@ -58,11 +58,7 @@ def check_guard(config: TrainConfig) -> Windows:
 
 
 def _check_checkpoints(config: TrainConfig, nproc: int) -> None:
-    """Refuse what contradicts itself about checkpoints, resuming and restarting.
-
-    Raises:
-        UsageError: naming the setting, what is true, and what to do.
-    """
+    """Refuse contradictions among checkpoints, resuming and restarting."""
     c, launch = config.checkpoint, config.launch
     allowed = allowed_changes(c.allow_change)
     if c.resume == "auto" and config.run.run_dir is None:
@@ -78,11 +74,7 @@ def _check_checkpoints(config: TrainConfig, nproc: int) -> None:
 
 
 def _check_resumable(config: TrainConfig, nproc: int) -> None:
-    """Compare the settings with those of the newest checkpoint that can be read; its bytes are the workers' business.
-
-    Raises:
-        UsageError: naming each difference.
-    """
+    """Compare the settings with those of the newest readable checkpoint; the workers check its bytes."""
     assert config.run.run_dir is not None
     run_dir = real_path(config.run.run_dir)
     check_is_run(run_dir, trust=config.run.trust)

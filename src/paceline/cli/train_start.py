@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Generator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from pathlib import Path
 
 from msgspec.structs import replace as replace_fields
 
 from paceline import config as configuration
-from paceline.cli.elsewhere import show, start, taken_run_dir, threads_of, with_submit_dir
+from paceline.cli.elsewhere import planned_job, show, start, taken_run_dir, with_submit_dir
+from paceline.cli.flags import threads_of
 from paceline.config import ClusterConfig, TrainConfig, batch_shape, default_strategy
 from paceline.contract.variables import PRELOAD
 from paceline.errors import ExitCode
@@ -22,19 +22,14 @@ from paceline.launch.local import local
 from paceline.launch.slurm.allocation import in_allocation
 from paceline.launch.supervise import run
 from paceline.observe.events import Step, read_events
-from paceline.observe.folder import CONFIG, create_attempt_dir, move_aside, new_run_dir, write_settings
+from paceline.observe.folder import CONFIG, create_attempt_dir, write_settings
 from paceline.observe.summary import Summary, read_summary, write_summary
 from paceline.observe.terminal import say
 
 
-@contextmanager
-def _taken(config: TrainConfig) -> Generator[tuple[Path, int]]:
-    """The run's folder, made or found, and its lock, which is held meanwhile."""
+def _taken(config: TrainConfig) -> AbstractContextManager[tuple[Path, int]]:
     c, run = config.checkpoint, config.run
-    with taken_run_dir(run.run_dir, str(config.task), trust=run.trust, resume=c.resume == "auto") as (run_dir, lock):
-        if c.fresh:
-            move_aside(run_dir)
-        yield run_dir, lock
+    return taken_run_dir(run.run_dir, str(config.task), trust=run.trust, resume=c.resume == "auto", fresh=c.fresh)
 
 
 def _record(config: TrainConfig, run_dir: Path) -> None:
@@ -63,12 +58,10 @@ def launch(where: Job, config: TrainConfig) -> tuple[Path, int]:
 
 def show_plan(config: TrainConfig, where: Job) -> int:
     """`--dry-run`, with the names that the folders of this run would have."""
-    asked = config.run.run_dir
-    run_dir = asked.absolute() if asked is not None else new_run_dir(str(config.task))
-    nproc = where.nproc if config.cluster.on != "local" else int(config.launch.nproc or 1)
-    job = replace_fields(where, nproc=nproc, run_dir=run_dir, submit_dir=run_dir / "submit-1")
+    job = planned_job(where, config.run.run_dir, str(config.task))
     if config.cluster.on == "local":
-        job = replace_fields(job, attempt_dir=run_dir / "attempt-1")
+        assert job.run_dir is not None
+        job = replace_fields(job, nproc=int(config.launch.nproc or 1), attempt_dir=job.run_dir / "attempt-1")
     return show(config.cluster, training_job(config, job))
 
 

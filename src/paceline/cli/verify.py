@@ -43,7 +43,7 @@ class VerifyConfig:
     ranks: str = "1,2,4"
     """world sizes, separated by commas; the run is defined for as many virtual ranks as the largest"""
     bitwise: bool = False
-    """do all world sizes compute the very same bits?"""
+    """check that all world sizes compute the same bits, in float32"""
     strategies: Annotated[
         str | None,
         tyro.conf.arg(
@@ -61,7 +61,7 @@ class VerifyConfig:
     stem: Literal["imagenet", "small"] | None = None
     """as for train"""
     checkpoint_activations: str | None = None
-    """as for train: the ranks compute these modules again in backward, the one process does not"""
+    """as for train: the ranks recompute these modules in backward, the one process does not"""
     json: Path | None = None
     """also write the results to this file"""
 
@@ -118,7 +118,7 @@ def _verify(
 
 
 def _run(spec: Spec, nproc: int, worker: str, kind: type[Report]) -> Report | int:
-    """Verify one world size; the workers' exit code if they could not, whose logs then stay."""
+    """Verify one world size; if its workers fail, their exit code, and their logs stay."""
     folder = Path(tempfile.mkdtemp(prefix="paceline-verify-")).resolve()
     attempt = folder / "attempt"
     attempt.mkdir()
