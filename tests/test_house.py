@@ -13,7 +13,7 @@ SPEC.loader.exec_module(house)
 
 # what is not yet within its limit, and must not get worse
 STILL = {
-    "lines of src": 36_200,
+    "lines of src": 36_100,
 }
 
 

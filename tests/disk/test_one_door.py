@@ -19,7 +19,6 @@ PAST_THE_DOOR = {
 }  # fmt: skip
 ALLOWED = {
     ("cli/finding.py", "iterdir"): "/proc",
-    ("cli/ledger.py", "write_bytes"): "--json, a file that the user names",
     ("cli/hang.py", "rmtree"): "the answer that was made for us, in a run that is ours",
     ("store/files.py", "open"): "a folder, to be synced",
     ("store/store.py", "iterdir"): "what older generations of the same run have left",
@@ -29,6 +28,7 @@ ALLOWED = {
     ("agent/__main__.py", "open"): "/dev/null",
     ("agent/start.py", "open"): "the log of a worker of ours",
     ("agent/guarding.py", "rmtree"): "a verdict that could not be written whole",
+    ("train/prepare.py", "read_bytes"): "the user's own code, compared between ranks",
     ("train/determinism.py", "read_text"): "/proc",
 }
 

@@ -60,9 +60,8 @@ def check_cluster(cluster: ClusterConfig) -> None:
     Raises:
         UsageError: naming the setting, and where it has one.
     """
-    default = ClusterConfig()
     for name, meant in MEANING.items():
-        if getattr(cluster, name) != getattr(default, name) and cluster.on not in meant:
+        if getattr(cluster, name) != getattr(ClusterConfig(), name) and cluster.on not in meant:
             flag = "--" + name.replace("_", "-")
             raise UsageError(f"{flag} has a meaning only with --on {' or '.join(meant)}, this is --on {cluster.on}")
     if cluster.join_timeout <= 0:
