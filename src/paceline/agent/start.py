@@ -115,7 +115,7 @@ def worker_environment(plan: NodePlan, local_rank: int, store: Store) -> dict[st
 def start_workers(plan: NodePlan, store: Store, generation: int, inherited: Inherited) -> Iterator[Worker]:
     """Start them one by one, rank 0 first. What it prints is also the agent's output (a terminal stays a terminal).
 
-    Main thread only: the kernel takes a thread's end for the parent's (worker.die_with_parent).
+    Main thread only: the kernel takes a thread's end for the parent's (host.procfs.die_with_parent).
 
     Raises:
         OSError: when the command or a log file cannot be opened.

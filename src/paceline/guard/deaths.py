@@ -1,9 +1,9 @@
-"""Tells how ranks ended, which of them failed first, and when that is ripe for a verdict. Pure.
+"""Tells how ranks ended, which of them failed first, and when a verdict is due. Pure.
 
 One failing rank takes all others with it, within milliseconds and with louder messages ("Connection closed by peer",
 aborts out of C++ destructors). The first *exit* therefore proves little: a culprit that tidies up for three seconds
-dies last. What counts is the kind of end, in the order of `End`; and within one kind, what came first on the judging
-agent's monotonic clock (other hosts report ages, not times).
+dies last. What counts is the kind of end, in the order of `RankEnd`; and within one kind, what came first on the
+judging agent's monotonic clock (other hosts report ages, not times).
 """
 
 from __future__ import annotations
