@@ -40,7 +40,7 @@ def test_grandchild():
     kept_too = subprocess.Popen(["sh", "-c", "sleep 45.125; true"])
 
 def test_orphan_in_a_session_of_its_own():
-    subprocess.run("setsid sleep 45.125 >/dev/null 2>&1 &", shell=True, check=True)
+    orphan(lambda: (os.setsid(), os.execlp("sleep", "sleep", "45.125")))
 
 def test_orphan_forked_without_exec():
     orphan(lambda: time.sleep(45))
