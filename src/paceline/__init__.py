@@ -2,6 +2,7 @@
 
 The public parts, each of which works alone in a loop of your own (examples/own_loop.py):
 
+    session                  your own loop: models, data, checkpoints, among ranks
     World, joined            this process's place among all; the process group
     BatchPlan, ranks_share   which rank sees which sample, and when
     load_steps, Loading      from a plan to micro-batches on the device
@@ -25,6 +26,8 @@ __version__ = "0.1.0"
 
 # Imported at first use: `import paceline` alone must not import torch, or `paceline --help` would take seconds.
 _PARTS = {
+    "session": "sessions",
+    "Session": "sessions",
     "World": "worker.world",
     "joined": "worker.world",
     "BatchPlan": "data.plan",
@@ -65,6 +68,8 @@ if TYPE_CHECKING:
     from paceline.data.loader import load_steps as load_steps
     from paceline.data.plan import BatchPlan as BatchPlan
     from paceline.data.plan import ranks_share as ranks_share
+    from paceline.sessions import Session as Session
+    from paceline.sessions import session as session
     from paceline.strategies import STRATEGIES as STRATEGIES
     from paceline.strategies import Replica as Replica
     from paceline.strategies import Strategy as Strategy

@@ -18,7 +18,7 @@ import pytest
 
 from paceline.cli import cancel, logs, status
 from paceline.cli import run_state as run_state_module
-from paceline.cli.finding import Means, find_run, first_failure
+from paceline.cli.finding import Means, find_run
 from paceline.cli.run_state import RunState, run_state
 from paceline.contract.failure import Failure
 from paceline.errors import TrainingError, UsageError
@@ -27,7 +27,7 @@ from paceline.host.sweep import Roster
 from paceline.launch.submission import Submission, next_submit_dir, write_submission
 from paceline.observe.events import EventWriter, Started, Step
 from paceline.observe.folder import create_attempt_dir
-from paceline.observe.summary import Summary, write_summary
+from paceline.observe.summary import Ended, Summary, write_ended, write_summary
 
 
 @pytest.fixture
@@ -139,7 +139,7 @@ def test_a_summary_says_how_a_run_has_ended(run: Path, code: int, state: str) ->
     assert found.state == state and ("exit code 137" in found.words) == (code == 137)
 
 
-@pytest.mark.parametrize(("code", "state"), [(0, "done"), (7, "failed")])
+@pytest.mark.parametrize(("code", "state"), [(0, "done"), (7, "failed: exit code 7: rank 0 (")])
 def test_any_script_has_ended_as_its_agent_says(
     tmp_path: Path, code: int, state: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -153,15 +153,14 @@ def test_any_script_has_ended_as_its_agent_says(
     assert f"state     {state}" in shown and "paceline train" not in shown
 
 
-def test_the_first_failure_is_named_and_no_victim(run: Path) -> None:
+def test_what_the_agent_judged_is_shown_and_no_record_is_judged_again(run: Path) -> None:
     attempt = run / "attempt-1"
     (attempt / "error-0.json").write_bytes(failure(0, "Connection closed by peer", victim=True, seconds=1.0))
-    (attempt / "error-1.json").write_bytes(failure(1, "no such file\nmore", seconds=2.0))
-    (attempt / "error-2.json").write_bytes(b"{torn")
-    assert first_failure(attempt) == "rank 1 (n1): ValueError: no such file"
-    assert run_state(run).state == "failed"
-    (attempt / "error-0-generation-1.json").write_bytes(failure(0, "again", seconds=9.0))
-    assert "again" in first_failure(attempt)  # the last generation ended it
+    found = run_state(run)
+    assert (found.state, found.words.endswith("attempt-1/error-0.json")) == ("failed", True)  # without a verdict
+    write_ended(attempt, Ended(1, "rank 1 (n1): ValueError: no such file"))
+    found = run_state(run)
+    assert (found.state, found.words) == ("failed", "exit code 1: rank 1 (n1): ValueError: no such file")
 
 
 def test_an_agent_counts_only_with_its_own_start_time_and_host(run: Path) -> None:
@@ -246,7 +245,7 @@ def test_status_is_one_screen_and_the_same_for_programs(
 
 
 def test_nothing_that_a_run_wrote_steers_the_terminal(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (run / "attempt-1" / "error-0.json").write_bytes(failure(0, "\x1b[2J\x9b1m\x07gone"))
+    write_ended(run / "attempt-1", Ended(1, "\x1b[2J\x9b1m\x07gone"))
     (run / "attempt-1" / "rank-0.log").write_bytes(b"\x1b]0;title\x07text\r\n\xff\n")
     assert status.main([str(run)]) == logs.main([str(run)]) == 0
     shown = capsys.readouterr().out

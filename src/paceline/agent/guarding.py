@@ -30,7 +30,7 @@ from paceline.guard.pace import Alarm, Pace
 from paceline.guard.samples import sample_seconds
 from paceline.guard.slow import Slowness
 from paceline.guard.standing import perhaps_waiting, stands_still, to_free, waits
-from paceline.guard.verdict import failure_page, page, warning
+from paceline.guard.verdict import failure_page, in_a_line, page, warning
 from paceline.guard.wording import named, verb
 from paceline.observe.terminal import say
 
@@ -83,6 +83,11 @@ class Judgement:
         """What the freed ranks learn, as JSON."""
         word = {"kind": self.verdict.kind.name, "page": self.page(), "exit_code": int(self.exit_code)}
         return msgspec.json.encode(word | {"guilty": self.verdict.guilty}).decode()
+
+    @property
+    def line(self) -> str:
+        """Who failed, or is to blame, and why, in one line."""
+        return self.told.partition("\n")[0] or in_a_line(self.verdict, self.evidence, self.waited_seconds)
 
     def page(self, oom_kills: int = 0) -> str:
         """What the screen says; `oom_kills` is how many processes the kernel has killed for memory."""

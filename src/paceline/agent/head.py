@@ -30,7 +30,7 @@ from paceline.errors import ExitCode, UsageError
 from paceline.guard.deaths import RankEnd, due_seconds, end_of, first_to_fail
 from paceline.guard.judge import judge_samples
 from paceline.guard.verdict import failure_page
-from paceline.observe.summary import write_ended
+from paceline.observe.summary import Ended, write_ended
 from paceline.observe.terminal import say
 
 POLL_FAILING_SECONDS = 0.05  # between looks for failure records; while all goes well, as often as the guard looks
@@ -44,6 +44,7 @@ class Head:
         self._inherited = inherited
         self._settled = settled  # called when all nodes have started their workers
         self._number = 0  # of the generation
+        self._words = ""  # what the last one failed of, in a line
         self._failures: list[FailedGeneration] = []
 
     def run(self) -> int:
@@ -59,7 +60,7 @@ class Head:
         finally:  # also after our own bugs
             self.crew.end(code)
             if self.plan.attempt_dir:
-                write_ended(Path(self.plan.attempt_dir), code)
+                write_ended(Path(self.plan.attempt_dir), Ended(int(code), self._words if code not in GOOD_ENDS else ""))
         return code
 
     def _run(self) -> int:
@@ -139,7 +140,7 @@ class Head:
 
     def _end(self, generation: Generation, judgement: Judgement) -> FailedGeneration:
         """End the generation and report the verdict. Where ranks only wait, they learn it and are freed first."""
-        stalled = judgement.waited_seconds > 0
+        stalled, self._words = judgement.waited_seconds > 0, judgement.line
         if stalled:
             say(judgement.page())
             generation.free(judgement.freed, judgement.word)

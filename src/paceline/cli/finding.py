@@ -19,7 +19,6 @@ from pathlib import Path
 import tyro
 
 from paceline.cli.flags import command_words
-from paceline.contract.failure import Failure
 from paceline.disk.owners import check_ours, note_strangers, opened
 from paceline.disk.reading import decode, folders, is_folder, names, real_path
 from paceline.errors import UsageError, unknown
@@ -30,7 +29,7 @@ from paceline.observe.folder import CONFIG, LOCK, attempt_number
 
 RUNS = Path("runs")
 SSH_SECONDS = 20.0
-MAX_RECORDS, MAX_FAILURE_BYTES = 1000, 1 << 18  # failure records that are read; of each
+RECORD = re.compile(r"error-[0-9]{1,9}(-generation-[0-9]{1,9})?\.json")
 
 
 @dataclass(frozen=True)
@@ -203,16 +202,6 @@ def _on_head(submission: Submission | None, ssh: Sequence[str], command: str) ->
     return done.stdout if done.returncode == 0 else None
 
 
-def first_failure(attempt: Path) -> str:
-    """The first failure that a start's workers recorded, of its last generation, in a line; empty: none did."""
-    found: list[tuple[int, Failure]] = []
-    matches = (re.fullmatch(r"error-[0-9]{1,9}(?:-generation-([0-9]{1,9}))?\.json", name) for name in names(attempt))
-    for match in [match for match in matches if match][:MAX_RECORDS]:
-        with suppress(OSError):
-            failure = decode(attempt / match[0], Failure, limit_bytes=MAX_FAILURE_BYTES)
-            found.append((int(match[1] or 0), failure))
-    if not found:
-        return ""
-    _, failure = min(found, key=lambda one: (-one[0], one[1].victim, one[1].monotonic_seconds))
-    message = (failure.message.strip().splitlines() or [""])[0]
-    return f"rank {failure.rank} ({failure.host}): {failure.type}: {message}"
+def failure_records(attempt: Path) -> list[str]:
+    """The files in which a start's workers have recorded their failures; which came first only its agent knows."""
+    return sorted(name for name in names(attempt) if RECORD.fullmatch(name))

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from paceline import config as configuration
-from paceline.cli.finding import NOTHING, Means, agent_runs, attempts, first_failure, head_roster, is_locked
+from paceline.cli.finding import NOTHING, Means, agent_runs, attempts, failure_records, head_roster, is_locked
 from paceline.errors import ExitCode, PacelineError, UsageError
 from paceline.launch.slurm import queue
 from paceline.launch.submission import Submission, last_submission
@@ -115,16 +115,18 @@ def _judged(
         return "running", ""
     newest = next(reversed(attempts(run_dir)), None)
     summary = read_summary(run_dir)
-    failure = first_failure(newest) if newest else ""
+    ended = read_ended(newest) if newest else None
     if summary is not None:
-        return _of_code(summary.exit, failure or summary.failure or "")
-    if failure:
-        return "failed", failure
+        return _of_code(summary.exit, (ended.words if ended else "") or summary.failure or "")
+    if ended is not None and ended.words:
+        return _of_code(ended.exit, ended.words)
     if job is not None:
         return ("cancelled", str(job)) if job.state == "CANCELLED" else _of_code(job.exit_code, f"Slurm: {job}")
-    code = read_ended(newest) if newest else None
-    if code is not None:
-        return _of_code(code, "")
+    if ended is not None:
+        return _of_code(ended.exit, "")
+    if newest and (records := failure_records(newest)):
+        more = f" and {len(records) - 1} more" if len(records) > 1 else ""
+        return "failed", f"its agent ended without a verdict; see {newest / records[0]}{more}"
     if unheard:
         return "unknown", unheard
     if alive is None and roster is not None:

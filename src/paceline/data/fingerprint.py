@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from paceline.data.arrays import Rows, held_rows
-from paceline.data.loader import Loading, fetch
+from paceline.data.loader import Loading, fetch_batches
 from paceline.seeding import preserved_streams
 
 WHOLE_BYTES = 1 << 30  # up to here, data held as tensors are compared whole: 1 s
@@ -40,7 +40,7 @@ def _hash_probes(dataset: Dataset[Any], length: int, loading: Loading) -> str:
     on_cpu = replace(loading, device=torch.device("cpu"), num_workers=0)
     sha = hashlib.sha256()
     with preserved_streams():
-        for batch in fetch(dataset, ((0, torch.tensor([i])) for i in probes), 0, on_cpu):
+        for batch in fetch_batches(dataset, ((0, torch.tensor([i])) for i in probes), 0, on_cpu):
             _hash(sha, batch)
     return sha.hexdigest()[:12]
 

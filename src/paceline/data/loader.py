@@ -74,11 +74,20 @@ def load_steps(
 ) -> Generator[list[MicroBatch]]:
     """For each step start..stop-1 of the run: the micro-batches of the rank that owns the virtual ranks `share`."""
     steps = (rank_work(plan, *divmod(step, plan.steps_per_epoch), share, merged=merged) for step in range(start, stop))
+    with closing(load_work(dataset, steps, plan.seed, loading)) as loaded:
+        for step in loaded:
+            yield [MicroBatch(*_as_pair(batch), work, work.random_seed(plan.seed)) for batch, work in step]
+
+
+def load_work(
+    dataset: Dataset[Any], steps: Iterable[list[Work]], seed: int, loading: Loading
+) -> Generator[list[tuple[Any, Work]]]:
+    """For each step the batches of its work, as the dataset gives them."""
     for_requests, for_steps = tee(steps)
     requests = ((work.epoch, work.indices) for step in for_requests for work in step)
-    with closing(fetch(dataset, requests, plan.seed, loading)) as batches:
+    with closing(fetch_batches(dataset, requests, seed, loading)) as batches:
         for step in for_steps:
-            yield [MicroBatch(*next(batches), work, work.random_seed(plan.seed)) for work in step]
+            yield [(next(batches), work) for work in step]
 
 
 def fetch(
@@ -89,14 +98,20 @@ def fetch(
     Raises:
         UsageError: if the dataset's items are not (input, target) pairs.
     """
+    with closing(fetch_batches(dataset, requests, seed, loading)) as batches:
+        for batch in batches:
+            yield _as_pair(batch)
+
+
+def fetch_batches(dataset: Dataset[Any], requests: Iterable[Request], seed: int, loading: Loading) -> Generator[Any]:
+    """The batch for each request on the device, in order, as the dataset gives it."""
     gather = batch_gatherer(dataset) if loading.collate is None else None
     if gather is not None:
         batches: Generator[Any] = (gather(indices, SampleDraws(seed, epoch)) for epoch, indices in requests)
     else:
         batches = _by_loader(dataset, requests, seed, loading)
     with closing(batches), closing(on_its_way(batches, loading.device)) as there:
-        for batch in there:
-            yield _as_pair(batch)
+        yield from there
 
 
 def _by_loader(dataset: Dataset[Any], requests: Iterable[Request], seed: int, loading: Loading) -> Generator[Any]:

@@ -97,6 +97,19 @@ def warning(ranks: Sequence[Sample], *, still_seconds: float, window_seconds: fl
     return _line(f"nothing has moved for {still_seconds:.1f} s{at}{rest}; a stall after {window_seconds:.1f} s")
 
 
+def in_a_line(verdict: Verdict, evidence: Sequence[Evidence], waited_seconds: float) -> str:
+    """The verdict in one line: the rank that failed and the first line of its error; or who holds the others up."""
+    first = next((one for one in evidence if one.rank == verdict.failed), None)
+    if first is None:
+        return _line(_headline(verdict, evidence, waited_seconds))
+    if end_of(first) is RankEnd.LOST:
+        return _line(first.lost)
+    if first.failure is None:
+        return _line(f"rank {first.rank} ({first.host}): {_how(first, 0)}")
+    message = (first.failure.message.strip().splitlines() or [""])[0]
+    return _line(f"rank {first.rank} ({first.host}): {first.failure.type}: {message}")
+
+
 def failure_page(verdict: Verdict, evidence: Sequence[Evidence], *, oom_kills: int, attempt_dir: str) -> str:
     """The verdict on a run that failed (`verdict.failed`): which rank, how, why, and where to read on.
 

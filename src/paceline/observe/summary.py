@@ -1,4 +1,4 @@
-"""How a run ended: summary.json, for people and scripts; ended.json, the exit code as node 0's agent says."""
+"""How a run ended: summary.json, for people and scripts; ended.json, how by its agent's word."""
 
 from __future__ import annotations
 
@@ -43,8 +43,11 @@ class Summary(msgspec.Struct, frozen=True, omit_defaults=True):
     failure: str | None = None
 
 
-class _Ended(msgspec.Struct, frozen=True):
+class Ended(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How a start ended, by the word of node 0's agent: its exit code, and in a line what it failed of."""
+
     exit: Annotated[int, msgspec.Meta(ge=-255, le=255)]
+    words: str = ""
 
 
 def write_summary(run_dir: Path, summary: Summary) -> None:
@@ -60,17 +63,17 @@ def read_summary(run_dir: Path) -> Summary | None:
     return None
 
 
-def write_ended(attempt_dir: Path, code: int) -> None:
-    """Write attempt-N/ended.json: the exit code of the whole start, the same on all nodes, also of any script.
+def write_ended(attempt_dir: Path, ended: Ended) -> None:
+    """Write attempt-N/ended.json: how the whole start ended, on all nodes, also of any script.
 
     Whole or not at all; a full disk does not change how a run ends.
     """
     with suppress(OSError):
-        writing.replace(attempt_dir / "ended.json", msgspec.json.encode(_Ended(code)))
+        writing.replace(attempt_dir / "ended.json", msgspec.json.encode(ended))
 
 
-def read_ended(attempt_dir: Path) -> int | None:
-    """The exit code; None where the agent has written none: it still runs, or was killed."""
+def read_ended(attempt_dir: Path) -> Ended | None:
+    """What `write_ended` wrote; None where the agent has written none: it still runs, or was killed."""
     with suppress(OSError):
-        return decode(attempt_dir / "ended.json", _Ended).exit
+        return decode(attempt_dir / "ended.json", Ended)
     return None

@@ -44,8 +44,11 @@ class Replica:
     world: World
     virtual_ranks: int
     """how many the run is defined for"""
-    microbatch: Callable[[MicroBatch, bool], AbstractContextManager[None]]
-    """(micro-batch, is it the step's last here?): surrounds one forward and backward"""
+    body: Callable[[MicroBatch, bool], AbstractContextManager[None]]
+    """(micro-batch, is it the step's last here?): surrounds all that is computed for it: its random stream, its
+    buffers"""
+    backward: Callable[[Work, bool], AbstractContextManager[Any]]
+    """(work, is it the step's last backward here?): surrounds each backward inside `body`"""
     sync_gradients: Callable[[Tensor], bool | None]
     """(total weight, a scalar): sums .grad over ranks and divides it: the gradient of the global batch's mean. True:
     it was found to be finite on the way, on all ranks alike"""
@@ -79,6 +82,12 @@ class Replica:
     load: Callable[[Source], None]
     """takes over a state that any strategy on any number of ranks has held"""
 
+    @contextmanager
+    def microbatch(self, batch: MicroBatch, is_last: bool) -> Generator[None]:
+        """Surrounds one forward and backward of a micro-batch; is it the step's last here?"""
+        with self.body(batch, is_last), self.backward(batch.work, is_last):
+            yield
+
 
 class Strategy(Protocol):
     """One rung of the ladder."""
@@ -102,6 +111,7 @@ def replica(
     module: nn.Module | None = None,
     sync_gradients: Callable[[Tensor], bool | None] | None = None,
     reset: Callable[[], None] = lambda: None,
+    around: Callable[[Work, bool], AbstractContextManager[Any]] = lambda _work, _is_last: nullcontext(),
     backward: Callable[[Work, bool], AbstractContextManager[Any]] = lambda _work, _is_last: nullcontext(),
     gradients: Callable[[], list[Held]] | None = None,
     gradient_norm: Callable[[], Tensor] | None = None,
@@ -123,7 +133,8 @@ def replica(
         virtual_ranks: see Strategy.
         sync_gradients: see Replica; by default only the division, as one device does.
         reset: see Replica; what the other ranks need of this one, beside dropping its gradients.
-        backward: (work, is it the step's last here?): surrounds a micro-batch, to say what becomes of its gradients.
+        around: (work, is it the step's last here?): surrounds a micro-batch from its forward on.
+        backward: see Replica; says what becomes of the gradients.
         gradients: see Replica; by default the parameters' .grad. `sharded`, `in_lockstep`, `gathered`, `weights` too.
         gradient_norm: the global norm of all gradients, in float64; infinite or NaN only if one of them is.
         hold_parameters: the parameters as this rank holds them, to be saved and overwritten.
@@ -137,10 +148,10 @@ def replica(
     buffers = VirtualBuffers(model, world, virtual_ranks)
 
     @contextmanager
-    def microbatch(batch: MicroBatch, is_last: bool) -> Generator[None]:
+    def body(batch: MicroBatch, is_last: bool) -> Generator[None]:
         with ExitStack() as stack:
             stack.enter_context(alone(batch))
-            stack.enter_context(backward(batch.work, is_last))
+            stack.enter_context(around(batch.work, is_last))
             if not batch.work.counted:
                 stack.enter_context(_uncounted(model, parameters))
             yield
@@ -200,7 +211,8 @@ def replica(
         optimizer=optimizer,
         world=world,
         virtual_ranks=virtual_ranks,
-        microbatch=microbatch,
+        body=body,
+        backward=backward,
         sync_gradients=sync_all_gradients,
         reset=reset_gradients,
         clip_grad_norm=clip_grad_norm,

@@ -61,5 +61,5 @@ def ddp(
         virtual_ranks=virtual_ranks,
         module=wrapped,
         sync_gradients=sync_gradients,
-        backward=lambda _, is_last: nullcontext() if is_last else wrapped.no_sync(),
+        around=lambda _, is_last: nullcontext() if is_last else wrapped.no_sync(),
     )

@@ -87,7 +87,7 @@ def fsdp(
         shares.take_gradients(total_weight)
 
     return replica(
-        model, optimizer, world, virtual_ranks=virtual_ranks, sync_gradients=sync_gradients, backward=used.watching,
+        model, optimizer, world, virtual_ranks=virtual_ranks, sync_gradients=sync_gradients, around=used.watching,
         gradients=shares.gradients, gradient_norm=shares.gradient_norm, sharded=True, in_lockstep=True,
         gathered=lambda: gathered(blocks), weights=shares.weights, hold_parameters=shares.parameters,
         hold=lambda: hold_pieces(shares.pieces, shapes, optimizer, shares.uncut),

@@ -18,10 +18,9 @@ from paceline.errors import PacelineError
 from paceline.observe import events
 from paceline.observe.folder import CHECKPOINTS
 from paceline.store.store import Checkpoints, Claim
-from paceline.strategies.base import Replica
 from paceline.sums import gather_words, together
 from paceline.train.resume import Content, Origin, from_disk, from_memory
-from paceline.train.saving import Saver, is_writer, save_alone
+from paceline.train.saving import Holder, Saver, is_writer, save_alone
 from paceline.train.votes import Votes
 from paceline.train.watch import check_replicas
 from paceline.worker.world import World
@@ -55,7 +54,7 @@ class Keeping:
 
     def __init__(
         self,
-        replica: Replica,
+        holder: Holder,
         place: Place,
         origin: Origin | None,
         rhythm: Rhythm,
@@ -70,7 +69,7 @@ class Keeping:
         Raises:
             UsageError: if the folder for checkpoints cannot be taken; ToldElsewhere on all ranks but one.
         """
-        self._replica, self._world, self._rhythm, self._writer, self._say = replica, replica.world, rhythm, writer, say
+        self._holder, self._world, self._rhythm, self._writer, self._say = holder, holder.world, rhythm, writer, say
         self._enter, self._keep = enter, keep
         self._checkpoints = Checkpoints(place.folder / CHECKPOINTS)
         self._claim = Claim(place.attempt, place.generation)
@@ -80,7 +79,7 @@ class Keeping:
                 # not publish any more.
                 self._checkpoints.claim(*self._claim, place.notices.append)
         self._saver = Saver(
-            self._checkpoints, self._world, replica.virtual_ranks, self._claim,
+            self._checkpoints, self._world, holder.virtual_ranks, self._claim,
             keep=keep, flush_events=writer.flush, say=say,
         )  # fmt: skip
         self._snapshot_writer = _snapshot_writer(place, origin, self._world)
@@ -111,7 +110,7 @@ class Keeping:
         if not (save or snapshot or watch):
             self._report()
             return 0.0
-        held = self._replica.state()
+        held = self._holder.state()
         if save or watch:  # never keep what is damaged already
             try:
                 check_replicas(held, self._world, step)
@@ -162,7 +161,7 @@ class Keeping:
         try:
             self._writer.flush()
             path = save_alone(
-                self._replica, step, content, self._checkpoints, self._claim, keep=self._keep, say=self._say
+                self._holder, step, content, self._checkpoints, self._claim, keep=self._keep, say=self._say
             )
             words = f"the state after step {step} is saved: {path}"
         except Exception as error:  # the run ends with the stall, whatever this is

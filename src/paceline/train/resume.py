@@ -27,6 +27,8 @@ class Content(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     definition: dict[str, Any]
     evaluated: int = 0
     """the step that the metrics are of"""
+    loop: dict[str, Any] = {}
+    """where a loop of the user's own is, and the numbers of its optimizers and schedulers"""
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,8 @@ def from_disk(checkpoints: Checkpoints, world: World, report: Report, *, after: 
         if complaint is None:
             manifest = checkpoints.check(path, files=())
             evaluated = int(manifest.scalars.get("evaluated", 0))
-            content = Content(manifest.samples_seen, manifest.metrics, manifest.definition, evaluated)
+            loop: dict[str, Any] = manifest.scalars.get("loop", {})
+            content = Content(manifest.samples_seen, manifest.metrics, manifest.definition, evaluated, loop)
             source = ShardFiles([(path / file.name, file.pieces) for file in manifest.files])
             return Origin(manifest.step, content, source, str(path))
         complaints.append(f"{path.name} cannot be used: {complaint}")

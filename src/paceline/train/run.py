@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import platform
 import socket
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Mapping
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,6 @@ import torch
 
 from paceline import __version__
 from paceline.config import TrainConfig, dump, load, repeatable, with_defaults
-from paceline.contract.birth import WorkerBirth, restarts
 from paceline.contract.evidence import Phase
 from paceline.definition import BITS_ONLY, allowed_changes, check_same, settings
 from paceline.disk import writing
@@ -25,11 +24,12 @@ from paceline.ladder import EXACT
 from paceline.observe import folder as run_folder
 from paceline.observe.summary import Summary, write_summary
 from paceline.store.store import Checkpoints
-from paceline.sums import check_equal, gather_words, together, told_once
+from paceline.sums import check_equal, together, told_once
 from paceline.sums.sharing import memory_or_hosts, way_taken
 from paceline.train.computing import take_threads
 from paceline.train.determinism import deterministic, holds_for
 from paceline.train.keeping import Place
+from paceline.train.placing import placed
 from paceline.train.prepare import Parts, check_code, prepare
 from paceline.train.resume import Origin, from_disk, from_memory
 from paceline.train.training import Training
@@ -60,7 +60,10 @@ def train(config: TrainConfig, *, run_dir: Path | None = None) -> Outcome:
     guard = Guard.of_process()
     guard.box.enter(Phase.INIT)
     world = World.from_env(device=config.launch.device, backend=config.launch.backend)
-    with joined(world, timeout_seconds=config.launch.timeout), _place(config, world, run_dir) as place:
+    with joined(world, timeout_seconds=config.launch.timeout), placed(
+        world, config.run.run_dir, str(config.task), prepared=run_dir, resume=config.checkpoint.resume == "auto",
+        fresh=config.checkpoint.fresh, trust=config.run.trust,
+    ) as place:  # fmt: skip
         config = with_defaults(config, world.size)
         try:
             memory_or_hosts(config.launch.collectives)
@@ -98,43 +101,6 @@ def train(config: TrainConfig, *, run_dir: Path | None = None) -> Outcome:
                 raise stalled from error
             raise
     return Outcome(place.folder, code)
-
-
-@contextmanager
-def _place(config: TrainConfig, world: World, prepared: Path | None) -> Generator[Place]:
-    """The locked run folder, and the attempt and generation of the run that this is; the same on all ranks."""
-    c, lock = config.checkpoint, None
-    generation, birth = restarts(), WorkerBirth.here()
-    restarted = generation > 0 and config.run.run_dir is not None  # by torchrun, or our agent
-    notices: list[str] = []
-    mine: dict[str, Any] = {"folder": "", "attempt": 0}
-    attempt_dir: Path | None = None
-    try:
-        with together(world):
-            if world.rank == 0:
-                if prepared is not None:
-                    assert birth is not None  # our agent has prepared the folder
-                    folder, attempt_dir = prepared, Path(birth.attempt_dir).resolve()
-                else:
-                    resume = c.resume == "auto" or restarted
-                    folder = run_folder.open_run_dir(
-                        config.run.run_dir, str(config.task), resume=resume, trust=config.run.trust
-                    )
-                    lock = run_folder.lock_run_dir(folder)
-                    if c.fresh and not restarted:
-                        run_folder.move_aside(folder)
-                    if generation and not restarted:
-                        notices.append(
-                            "restarted by torchrun, but in a new folder, at step 0: --run-dir names the same"
-                        )
-                    attempt_dir = run_folder.create_attempt_dir(folder)[1]
-                # resolved here: another host may reach the same folder by other links
-                mine = {"folder": str(folder.resolve()), "attempt": run_folder.attempt_number(attempt_dir)}
-        told: dict[str, Any] = gather_words(mine, world)[0]
-        yield Place(Path(told["folder"]).resolve(), told["attempt"], generation, attempt_dir, notices=notices)
-    finally:
-        if lock is not None:
-            os.close(lock)
 
 
 def sticky(config: TrainConfig, place: Place) -> TrainConfig:

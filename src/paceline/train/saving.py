@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 import torch
@@ -28,7 +29,6 @@ from paceline.observe.events import Checkpointed
 from paceline.store.files import room_for
 from paceline.store.manifest import FORMAT, Manifest, Piece, ShardFile
 from paceline.store.store import Checkpoints, Claim, write_file
-from paceline.strategies.base import Replica
 from paceline.sums import gather_words
 from paceline.train.resume import Content
 from paceline.train.votes import Votes
@@ -66,8 +66,32 @@ def is_writer(word: str, rank: int, world_size: int) -> bool:
     return guilty is not None and rank == min(set(range(world_size)) - {*guilty}, default=None)
 
 
+class Holder(Protocol):
+    """What has a state to be saved: a replica, or several of them."""
+
+    @property
+    def world(self) -> World:
+        """This rank's place."""
+        ...
+
+    @property
+    def virtual_ranks(self) -> int:
+        """See Replica."""
+        ...
+
+    @property
+    def sharded(self) -> bool:
+        """See Replica."""
+        ...
+
+    @property
+    def state(self) -> Callable[[], list[Held]]:
+        """See Replica."""
+        ...
+
+
 def save_alone(
-    replica: Replica, step: int, content: Content, checkpoints: Checkpoints, claim: Claim, *, keep: int, say: Say
+    holder: Holder, step: int, content: Content, checkpoints: Checkpoints, claim: Claim, *, keep: int, say: Say
 ) -> Path:
     """Write and publish the state after `step`; return the folder. No collective.
 
@@ -75,9 +99,9 @@ def save_alone(
         TrainingError: if a part of the state is on other ranks only, or a newer generation has taken over.
         OSError: if it cannot be written.
     """
-    held, world = replica.state(), replica.world
+    held, world = holder.state(), holder.world
     elsewhere = next((f" (as {one.name} is on this one)" for one in held if not one.replicated), None)
-    if replica.sharded and elsewhere is None:  # of a small model a rank may hold no share at all
+    if holder.sharded and elsewhere is None:  # of a small model a rank may hold no share at all
         elsewhere = ""
     if elsewhere is not None and world.size > 1:
         raise TrainingError(f"parts of the state are on the other ranks only{elsewhere}")
@@ -86,7 +110,7 @@ def save_alone(
     fill(buffer, part, places, {"step": step, "rank": 0, "world_size": 1, "samples_seen": content.samples_seen})
     folder = checkpoints.begin_alone(step, claim, world.rank)
     files = (_write_shard(folder, 0, 1, buffer, places.pieces),)
-    return checkpoints.commit(folder, _manifest(step, content, claim, replica.virtual_ranks, files), keep, say)
+    return checkpoints.commit(folder, _manifest(step, content, claim, holder.virtual_ranks, files), keep, say)
 
 
 def _write_shard(folder: Path, rank: int, world_size: int, buffer: Tensor, pieces: tuple[Piece, ...]) -> ShardFile:
@@ -107,7 +131,7 @@ def _manifest(step: int, content: Content, claim: Claim, virtual_ranks: int, fil
         definition=content.definition,
         metrics=content.metrics,
         samples_seen=content.samples_seen,
-        scalars={"evaluated": content.evaluated},
+        scalars={"evaluated": content.evaluated} | ({"loop": content.loop} if content.loop else {}),
         files=files,
     )
 

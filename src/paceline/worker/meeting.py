@@ -34,6 +34,7 @@ NEXT_WORD_SECONDS = 30.0
 CONNECT_SECONDS = 10.0  # for one try of torch's client, which is noisy when it fails
 LONGEST_POLL_SECONDS = 0.25
 PREFIX = "paceline/meeting"
+_met: list[int] = []  # how often this process has met the others before, once it has: a group may follow another
 COMPLETE, REFUSED, ARRIVED, JOB = "complete", "refused", "arrived", "job"
 
 
@@ -85,7 +86,8 @@ def meet(rank: int, size: int, env: Mapping[str, str], *, seconds: float = MEETI
     """
     if not re.fullmatch("[0-9]{1,5}", env["MASTER_PORT"]):
         raise UsageError(f"MASTER_PORT must be 1..65535, got {env['MASTER_PORT']!r}")
-    start, generation = time.monotonic(), str(restarts(env))
+    start, generation = time.monotonic(), "-".join(map(str, (restarts(env), *_met)))
+    _met[:] = [sum(_met) + 1]
     meeting = _Meeting(
         rank, size, env["MASTER_ADDR"], int(env["MASTER_PORT"]), generation, job_token(env), start + seconds
     )

@@ -1,0 +1,5 @@
+"""Your own training loop, on any number of ranks: `paceline.session()`."""
+
+from paceline.sessions.session import Session, session
+
+__all__ = ["Session", "session"]

@@ -1,0 +1,283 @@
+"""The run folder of a session: what every step leaves behind, what is saved on the way, and how it ended."""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline.checkpoint.state import Held
+from paceline.checkpoint.whole import sha256_of
+from paceline.config import CheckpointConfig, DataConfig, RunConfig, TrainConfig, dump
+from paceline.contract.evidence import Phase
+from paceline.data.consumed import add, fingerprint
+from paceline.data.plan import BatchPlan, Work
+from paceline.errors import ExitCode, PacelineError, TrainingError, UsageError, plural
+from paceline.observe import events
+from paceline.observe import folder as run_folder
+from paceline.observe.progress import Throughput
+from paceline.observe.summary import Summary, write_summary
+from paceline.sessions.prepared import Prepared
+from paceline.sessions.steps import Stepped
+from paceline.store.store import Checkpoints
+from paceline.sums import check_equal, together, told_once
+from paceline.train.keeping import Keeping, Place, Rhythm
+from paceline.train.resume import Content, Origin, from_disk, from_memory
+from paceline.train.votes import Votes
+from paceline.train.weights import rescue_alone, save
+from paceline.train.wording import scores_line
+from paceline.worker.guard import Guard
+from paceline.worker.world import World
+
+
+@dataclass(frozen=True)
+class Holders:
+    """All models of a session, as one state to be saved."""
+
+    parts: Sequence[Prepared]
+    world: World
+    virtual_ranks: int
+
+    @property
+    def sharded(self) -> bool:
+        """Whether a rank holds a share only of any of them."""
+        return any(part.replica.sharded for part in self.parts)
+
+    def state(self) -> list[Held]:
+        """All tensors of all models."""
+        return [held for part in self.parts for held in part.state()]
+
+
+def origin_of(place: Place, world: World, *, resume: bool, trust: bool) -> Origin | None:
+    """The state to go on from, if any (a collective).
+
+    Raises:
+        UsageError: on one rank: no state that is there can be trusted, or the run is finished.
+    """
+    if not resume and not place.generation:
+        return None
+    origin = from_memory(world) if place.generation else None
+    checkpoints = Checkpoints(place.folder / run_folder.CHECKPOINTS, trust=trust)
+    origin = from_disk(checkpoints, world, place.notices.append, after=origin) or origin
+    if origin is None:
+        with together(world):
+            run_folder.check_not_finished(place.folder)
+        if place.attempt > 1:
+            place.notices.append("there is no checkpoint: it begins again at step 0")
+    return origin
+
+
+class Course:
+    """What a session writes down; nothing, where it has no folder."""
+
+    def __init__(
+        self,
+        place: Place | None,
+        origin: Origin | None,
+        world: World,
+        name: str,
+        rhythm: Rhythm,
+        keep: int,
+        say: Callable[[str], None],
+    ) -> None:
+        self._place, self.origin, self._world, self._name = place, origin, world, name
+        self._rhythm, self._keep, self._say = rhythm, keep, say
+        self.step = origin.step if origin else 0
+        self.samples = origin.content.samples_seen if origin else 0
+        self.metrics: dict[str, float] = dict(origin.content.metrics) if origin else {}
+        self._evaluated = origin.content.evaluated if origin else 0
+        self._throughput = Throughput()
+        self._writer: events.EventWriter | None = None
+        self._keeping: Keeping | None = None
+        self._saved = -1
+        self._facts: dict[str, Any] = {}
+
+    @property
+    def definition(self) -> dict[str, Any]:
+        """What defines the run."""
+        return self._place.definition if self._place else {}
+
+    def open(self, holders: Holders, plan: BatchPlan, definition: dict[str, Any], seed: int, strategy: str) -> None:
+        """The first step is near: write the settings, and take the folder for checkpoints (a collective)."""
+        self._holders, self._plan = holders, plan
+        self._facts = {"strategy": strategy, "global_batch": plan.global_batch}
+        if self._place is None:
+            return
+        self._place = place = replace(self._place, definition=definition)
+        world = self._world
+        if place.attempt_dir is not None:
+            shape = DataConfig(
+                global_batch=plan.global_batch, accumulation=plan.accumulation, virtual_ranks=plan.virtual_ranks,
+                tail=plan.tail,
+            )  # fmt: skip
+            settings = TrainConfig(
+                task=self._name, data=shape, run=RunConfig(seed=seed), checkpoint=CheckpointConfig(),
+                strategy=strategy,
+            )  # fmt: skip
+            run_folder.shelve_summary(place.folder, place.attempt)
+            run_folder.write_settings(place.folder, dump(settings))
+        self._writer = events.EventWriter(place.folder / f"events-{world.rank}.jsonl")
+        self._keeping = Keeping(
+            holders, place, self.origin, self._rhythm, keep=self._keep, writer=self._writer, say=self._say,
+            enter=Guard.of_process().box.enter,
+        )  # fmt: skip
+        self._writer.write(
+            events.Started(
+                attempt=place.attempt, rank=world.rank, world_size=world.size, host=socket.gethostname(),
+                pid=os.getpid(), device=str(world.device), unix_time=time.time(), generation=place.generation,
+                start_step=self.step, num_samples=plan.num_samples, steps_per_epoch=plan.steps_per_epoch,
+            )
+        )  # fmt: skip
+        for line in place.notices:
+            self._say(line)
+        if self.origin:
+            self._say(f"goes on after step {self.step}, from {self.origin.where}")
+
+    def votes(self) -> Votes:
+        """What this rank has to say about the checkpoint on its way."""
+        return self._keeping.votes() if self._keeping else Votes()
+
+    def note(self, done: Stepped, work: Sequence[Work], share: range, lr: float, seconds: Mapping[str, float]) -> None:
+        """A step has ended."""
+        epoch, step = work[0].epoch, work[0].step
+        samples = len(self._plan.global_indices(epoch, step))
+        self.step, self.samples = self.step + 1, self.samples + samples
+        Guard.of_process().box.set_step(self.step)
+        self._throughput.step(samples)
+        if self._writer is None:
+            return
+        used = [one for one in work if one.counted]
+        if done.left_out is not None:
+            self._writer.write(events.Skipped(self.step, done.left_out.words, done.left_out.samples))
+        self._writer.write(
+            events.Step(
+                step=self.step, epoch=epoch, loss=done.loss if math.isfinite(done.loss) else 0.0, samples=samples,
+                lr=lr, seconds=sum(seconds.values()), data_seconds=seconds.get(Phase.DATA.word, 0.0),
+                unix_time=time.time(), share=(share.start, share.stop), consumed=sum(len(w.indices) for w in used),
+                fingerprint=f"{add(*(fingerprint(w.indices) for w in used)):016x}",
+                skipped=done.left_out is not None,
+                phase_seconds={phase: round(spent, 7) for phase, spent in seconds.items()},
+            )
+        )  # fmt: skip
+
+    def between(self, votes: Votes, loop: Callable[[], dict[str, Any]], *, save: bool) -> None:
+        """Do what is due after the step (a collective)."""
+        if self._keeping is not None:
+            self._throughput.pause(self._keeping.between(self.step, votes, self._content(loop()), save=save))
+            due = self._rhythm.checkpoint is not None and self.step % self._rhythm.checkpoint == 0
+            self._saved = self.step if save or due else self._saved
+
+    def log(self, metrics: dict[str, float]) -> None:
+        """Numbers that the loop has found, the same on all ranks."""
+        self.metrics |= metrics
+        self._evaluated = self.step
+        if self._writer is not None:
+            finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
+            self._writer.write(events.Evaluated(self.step, finite, 0.0))
+        self._say(f"after step {self.step}: {scores_line(metrics)}")
+
+    def stop(self) -> None:
+        """The run was asked to stop, and its state is saved (a collective)."""
+        assert self._keeping is not None and self._place is not None
+        self._keeping.end()
+        if failed := self._keeping.failed:
+            where = rescue_alone(self._holders.parts[0].replica, self._place.folder) if self._world.rank == 0 else ""
+            words = f"asked to stop after step {self.step}, but the state could not be saved: {failed}; {where}"
+            raise told_once(TrainingError(words), self._world)
+        self._end(ExitCode.SAVED)
+        self._say(f"asked to stop: saved after step {self.step}. Start the script again to go on")
+
+    def finish(self) -> None:
+        """The loop is over: wait for the last checkpoint, write the weights and the summary (a collective)."""
+        if self._keeping is None or self._place is None:
+            return
+        self._keeping.end()
+        sha256 = ""
+        for part in self._holders.parts:
+            with part.replica.merged_buffers():
+                weights = part.replica.weights()
+                digest = sha256_of(weights)
+                check_equal("final weights", digest, self._world, error=TrainingError)
+                if self._world.rank == 0:
+                    name = f"model-{part.number + 1}.safetensors" if part.number else run_folder.WEIGHTS
+                    save(weights, self._place.folder / name)
+            sha256 = sha256 or digest
+        self._end(ExitCode.DONE, sha256)
+        self._say(f"weights {sha256[:16]}...")
+        self._say(f"run folder {self._place.folder}")
+        if failed := self._keeping.failed:
+            words = f"the run is complete and its weights are saved, but its last checkpoint is not: {failed}"
+            raise told_once(TrainingError(words), self._world)
+
+    def fail(self, error: BaseException, loop: Callable[[], dict[str, Any]], *, whole: bool) -> None:
+        """The run ends with an error: rank 0 saves what is whole, alone, and writes the summary. Never raises."""
+        keeping, place = self._keeping, self._place
+        if keeping is None or place is None:
+            return
+        released = Guard.of_process().released()
+        usage = isinstance(error, PacelineError) and error.exit_code == ExitCode.USAGE
+        with suppress(Exception):
+            if whole and self.step > max(self._saved, self.origin.step if self.origin else 0):
+                keeping.save_alone(released or '{"guilty":[]}', self.step, self._content(loop()))
+            keeping.abandon()
+            if self._world.rank == 0 and not (usage and place.attempt > 1):
+                code = error.exit_code if isinstance(error, PacelineError) else ExitCode.FAILED
+                write_summary(
+                    place.folder, self._summary(ExitCode(code), failure=f"{type(error).__name__}: {error}"[:2000])
+                )
+
+    def close(self) -> None:
+        """Let go of the files."""
+        if self._writer is not None:
+            self._writer.__exit__(None, None, None)
+
+    def _content(self, loop: dict[str, Any]) -> Content:
+        scores = {name: score for name, score in self.metrics.items() if math.isfinite(score)}
+        return Content(self.samples, scores, self.definition, self._evaluated, loop)
+
+    def _end(self, code: ExitCode, sha256: str = "") -> None:
+        assert self._place is not None and self._writer is not None
+        self._writer.write(events.Ended(self.step, time.time()))
+        if self._world.rank == 0:
+            write_summary(self._place.folder, self._summary(code, weights_sha256=sha256 or None))
+
+    def _summary(self, code: ExitCode, **known: Any) -> Summary:
+        return Summary(
+            task=self._name, exit=int(code), world_size=self._world.size, steps=self.step, samples_seen=self.samples,
+            virtual_ranks=self._holders.virtual_ranks, epochs=self.step / self._plan.steps_per_epoch,
+            test_metrics=self.metrics or None, test_accuracy=self.metrics.get("accuracy"),
+            samples_per_second=self._throughput.overall(), threads_per_rank=torch.get_num_threads(), **self._facts,
+            **known,
+        )  # fmt: skip
+
+
+def opening(plan: BatchPlan, world: World, strategy: str, name: str) -> list[str]:
+    """The arithmetic of a session's first loop."""
+    micro = -(-plan.global_batch // (plan.virtual_ranks * plan.accumulation))
+    ranks = plural(plan.virtual_ranks, "rank" if plan.virtual_ranks == world.size else "virtual rank")
+    exact = micro * plan.virtual_ranks * plan.accumulation == plan.global_batch
+    return [
+        f"{name}: {plural(world.size, 'process', 'processes')} on {world.device.type}, strategy {strategy}; "
+        f"{plan.num_samples:,} samples = {plural(plan.steps_per_epoch, 'step')} an epoch; global batch "
+        f"{plan.global_batch} = {ranks} x {plural(plan.accumulation, 'micro-batch', 'micro-batches')} x "
+        f"{'' if exact else 'at most '}{micro}"
+    ]
+
+
+def script_name() -> str:
+    """Of the program that runs: its file's name, or "session" in an interpreter."""
+    main = sys.modules.get("__main__")
+    path = getattr(main, "__file__", None)
+    return Path(path).name if path else "session"
+
+
+__all__ = ["Course", "Holders", "UsageError", "opening", "origin_of", "script_name"]

@@ -1,0 +1,309 @@
+"""A model with its optimizer and scheduler in a session: whose gradient is whose, and when they may act.
+
+A loop body runs once for each of a rank's micro-batches of a global batch. What it computes for all but the last is
+put aside where nobody can use it by mistake; `step` and the scheduler act at the last only:
+
+    micro-batch    backward                                             .grad afterwards        step()
+    not the last   adds to what is put aside                            as before, mostly None  does nothing
+    the last       adds, and sums over ranks: the global batch's mean   that sum                updates
+
+The objects stay the user's own. Only the methods that must wait are replaced on them, so isinstance, param_groups,
+state_dict and schedulers that were made before all work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import LBFGS, Optimizer
+
+from paceline.checkpoint.state import Held, Source
+from paceline.errors import UsageError
+from paceline.strategies.base import Replica
+from paceline.sums.buckets import trainable
+
+Grads = list[Tensor | None]
+Refuse = Callable[[], str]
+
+
+class Prepared:
+    """What `Session.prepare` was given, and the replica that a strategy has made of it."""
+
+    def __init__(self, replica: Replica, scheduler: Any, number: int, gate: Gate) -> None:
+        """`number` counts from 0; `gate` knows where in a step the loop is."""
+        self.replica, self.optimizer, self.scheduler, self.number = replica, replica.optimizer, scheduler, number
+        self.prefix = f"{number + 1}/" if number else ""  # of its tensors in a checkpoint
+        self._parameters = trainable(replica.model)
+        self._aside: Grads | None = None  # of this step's micro-batches so far
+        self._carried: Grads | None = None  # sums of this step's or an older batch's earlier backwards
+        self._before: list[tuple[Tensor | None, int]] = []  # of a backward
+        self._gate = gate
+        self._update, self._clear = self.optimizer.step, self.optimizer.zero_grad
+        self.optimizer.step = self._step  # pyright: ignore[reportAttributeAccessIssue]
+        self.optimizer.zero_grad = self._zero_grad  # pyright: ignore[reportAttributeAccessIssue]
+        if scheduler is not None:
+            self._advance = scheduler.step
+            scheduler.step = self._step_scheduler
+        for parameter in {id(p): p for p in (self._parameters[0], self._parameters[-1])}.values():
+            parameter.register_post_accumulate_grad_hook(self._on_gradient)
+
+        def on_forward(
+            module: nn.Module, _: Any
+        ) -> None:  # no method: a copy of the model would copy what it belongs to
+            if not module.training and module is replica.model:
+                gate.check_evaluation(self)
+
+        replica.model.register_forward_pre_hook(on_forward)
+
+    def open(self, wanted: bool) -> None:
+        """Before a backward: what it gives is added to what is put aside; or dropped, where it is not `wanted`."""
+        shown: Grads = [p.grad for p in self._parameters]
+        if any(grad is not None for grad in shown):
+            if self.replica.sharded:
+                raise UsageError(
+                    "gradients of an earlier backward are still there: a strategy that cuts them over ranks cannot add "
+                    "to them. Call optimizer.zero_grad() in each step; to add up several batches give "
+                    "s.loader(..., accumulation=N), to add up several losses s.backward(loss, more=True)"
+                )
+            self._carried = shown
+        self._put(self._aside if wanted else None)
+        self._before = [(p.grad, _version(p.grad)) for p in self._parameters]
+
+    @property
+    def reached(self) -> bool:
+        """After a backward: whether it has given any of its parameters a gradient."""
+        now = [(p.grad, _version(p.grad)) for p in self._parameters]
+        pairs = zip(now, self._before, strict=True)
+        return any(
+            grad is not None and (grad is not before or version != then) for (grad, version), (before, then) in pairs
+        )
+
+    def close(self, reached: bool) -> None:
+        """After a backward that is not the step's last; one that has not reached it leaves what is shown as it was."""
+        now: Grads = [p.grad for p in self._parameters]
+        self._aside = now if any(grad is not None for grad in now) else None
+        self._put(None)
+        if not reached:
+            self.drop()
+
+    def drop(self) -> None:
+        """After a backward whose gradients this model does not want, or has not got: those before it are put back."""
+        self._put(self._carried)
+        self._carried = None
+
+    @torch.no_grad()
+    def synchronise(self, divisor: Tensor) -> bool | None:
+        """After the step's last backward: .grad becomes the sum over all ranks, divided (a collective).
+
+        Returns:
+            As `Replica.sync_gradients`.
+        """
+        self._aside = None
+        known = self.replica.sync_gradients(divisor)
+        if self._carried is not None:
+            for parameter, before in zip(self._parameters, self._carried, strict=True):
+                if before is not None:
+                    parameter.grad = before if parameter.grad is None else parameter.grad.add_(before)
+            self._carried = None
+        if self.replica.sharded:
+            for parameter in self._parameters:
+                if parameter.grad is None:
+                    parameter.grad = Elsewhere.of(parameter)
+        return known
+
+    def forget(self) -> None:
+        """Drop what was put aside: the step is given up."""
+        self._aside = self._carried = None
+
+    @property
+    def has_aside(self) -> bool:
+        """Whether gradients of this step wait for its last micro-batch."""
+        return self._aside is not None
+
+    def rates(self) -> list[Any]:
+        """The learning rates as they are."""
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+    def state(self) -> list[Held]:
+        """All tensors of its state, under its own names."""
+        return [replace(held, name=self.prefix + held.name) for held in self.replica.state()]
+
+    def load(self, source: Source) -> None:
+        """Take over what `state` gave."""
+        self.replica.load(_Under(source, self.prefix) if self.prefix else source)
+
+    def numbers(self) -> dict[str, Any]:
+        """The rest of its state, as JSON: the optimizer's settings and the scheduler's numbers."""
+        groups = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
+        scheduler = None if self.scheduler is None else self.scheduler.state_dict()
+        return {"groups": plain(groups), "scheduler": plain(scheduler)}
+
+    def load_numbers(self, found: Mapping[str, Any]) -> None:
+        """Take over what `numbers` gave."""
+        for group, saved in zip(self.optimizer.param_groups, restored(found["groups"]), strict=True):
+            for name, value in saved.items():
+                group[name] = _like(group.get(name), value)
+        if self.scheduler is not None:
+            now = self.scheduler.state_dict()
+            saved = restored(found["scheduler"]) or {}
+            self.scheduler.load_state_dict({name: _like(now.get(name), value) for name, value in saved.items()})
+
+    def _put(self, grads: Grads | None) -> None:
+        for parameter, grad in zip(self._parameters, grads or [None] * len(self._parameters), strict=True):
+            parameter.grad = grad
+
+    def _step(self, closure: Any = None) -> Any:
+        if closure is not None:
+            raise UsageError("optimizer.step(closure): a prepared optimizer takes no closure; call s.backward(loss)")
+        self.optimizer._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]
+        if self._gate.may_update(self):
+            self._update()
+            if self.replica.sharded:
+                self._put(None)
+
+    _step._wrapped_by_lr_sched = True  # pyright: ignore[reportFunctionMemberAccess] - or torch's schedulers complain
+
+    def _zero_grad(self, set_to_none: bool = True) -> None:
+        # also before the last micro-batch: what is put aside is out of its reach
+        self._clear(set_to_none=set_to_none)
+        self.replica.model.zero_grad(set_to_none=set_to_none)
+
+    def _step_scheduler(self, *args: Any, **kwargs: Any) -> Any:
+        if not self._gate.holds_back():
+            return self._advance(*args, **kwargs)
+        return None
+
+    def _on_gradient(self, _: Tensor) -> None:
+        if not self._gate.in_backward:
+            raise UsageError(
+                "loss.backward() has reached a prepared model: its gradient would stay on this rank. Call "
+                "s.backward(loss)"
+            )
+
+
+class Gate:
+    """Where in a step the loop is; what `Prepared` asks the session. In no step, everything may act."""
+
+    in_backward = False
+
+    def may_update(self, prepared: Prepared) -> bool:
+        """Whether `optimizer.step()` is to update now."""
+        raise NotImplementedError
+
+    def holds_back(self) -> bool:
+        """Whether more micro-batches of this step follow on this rank."""
+        raise NotImplementedError
+
+    def check_evaluation(self, prepared: Prepared) -> None:
+        """Raise UsageError where the model is evaluated with buffers of one virtual rank."""
+        raise NotImplementedError
+
+
+class Elsewhere(torch.Tensor):
+    """Stands for a gradient that ranks hold in shares: whoever computes with it would compute with nothing."""
+
+    @staticmethod
+    def of(parameter: Tensor) -> Tensor:
+        """In place of the gradient of `parameter`."""
+        return torch.Tensor._make_wrapper_subclass(  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+            Elsewhere, parameter.shape, dtype=parameter.dtype, device=parameter.device, strides=parameter.stride()
+        )
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        """Whatever it is, refuse."""
+        if func is torch.ops.aten.detach.default:
+            return args[0]
+        raise UsageError(
+            f"{func} on a gradient that is cut over ranks: under this strategy each rank holds a share of it only. To "
+            "clip, call s.clip_grad_norm(max_norm)"
+        )
+
+
+class _Under:
+    """The tensors of a source whose names begin with `prefix`, without it."""
+
+    def __init__(self, source: Source, prefix: str) -> None:
+        self._source, self._prefix = source, prefix
+
+    def names(self, prefix: str) -> Iterable[str]:
+        return [name.removeprefix(self._prefix) for name in self._source.names(self._prefix + prefix)]
+
+    def shape(self, name: str) -> torch.Size:
+        return self._source.shape(self._prefix + name)
+
+    def tensor(self, name: str, start: int = 0, stop: int | None = None) -> Tensor | None:
+        return self._source.tensor(self._prefix + name, start, stop)
+
+
+def made_optimizer(model: nn.Module, asked: Any) -> Callable[[Iterable[nn.Parameter]], Optimizer]:
+    """What makes the optimizer, from the user's function or from an optimizer that is there already.
+
+    Raises:
+        UsageError: it is neither, or the optimizer has taken steps already, trains another model or needs closures.
+    """
+    if isinstance(asked, LBFGS) or asked is LBFGS:
+        raise UsageError("LBFGS computes the loss several times in a step, by a closure: not in a session. Use another")
+    if isinstance(asked, Optimizer):
+        if asked.state:
+            raise UsageError("the optimizer has taken steps already: prepare it before the first")
+        return lambda _: asked
+    if not callable(asked):
+        raise UsageError(
+            f"s.prepare(model, {type(asked).__name__}): the second must be a torch optimizer, or a function that makes "
+            "one from the parameters, as in s.prepare(model, lambda p: torch.optim.AdamW(p, lr=1e-3))"
+        )
+
+    def make(parameters: Iterable[nn.Parameter]) -> Optimizer:
+        made = asked(parameters)
+        if not isinstance(made, Optimizer) or isinstance(made, LBFGS):
+            raise UsageError(f"the function that makes the optimizer has given a {type(made).__name__}")
+        return made
+
+    return make
+
+
+def plain(value: Any) -> Any:
+    """`value` as JSON that `restored` turns back: numbers, words, lists and tables of them.
+
+    Raises:
+        UsageError: for anything else, which only pickle could save, and loading a pickle runs what it says.
+    """
+    if isinstance(value, Tensor) and value.numel() == 1:
+        value = value.item()
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, float):
+        return {"float": value.hex()}
+    if isinstance(value, (list, tuple)):
+        return [plain(part) for part in value]
+    if isinstance(value, Mapping):
+        return {"table": [[plain(key), plain(part)] for key, part in value.items()]}
+    raise UsageError(f"a {type(value).__name__} in the state of a scheduler or optimizer cannot be saved: only numbers")
+
+
+def restored(value: Any) -> Any:
+    """What `plain` was given; tuples come back as lists."""
+    if isinstance(value, list):
+        return [restored(part) for part in value]
+    if isinstance(value, dict) and "float" in value:
+        return float.fromhex(value["float"])
+    if isinstance(value, dict):
+        return {restored(key): restored(part) for key, part in value["table"]}
+    return value
+
+
+def _version(grad: Tensor | None) -> int:
+    return -1 if grad is None else grad._version  # pyright: ignore[reportPrivateUsage]
+
+
+def _like(now: Any, saved: Any) -> Any:
+    """`saved` as the type that the object at hand has there: a tuple, a Counter, a tensor."""
+    if isinstance(now, Tensor):
+        return now.fill_(saved)
+    kind: Any = type(now)
+    return kind(saved) if isinstance(now, (tuple, Mapping)) and saved is not None else saved
