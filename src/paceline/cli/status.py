@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,9 +14,11 @@ import tyro
 from paceline.cli.finding import RunFlags, existing_run
 from paceline.cli.flags import print_json
 from paceline.cli.run_state import RunState, run_state
-from paceline.errors import ExitCode
+from paceline.config import load
+from paceline.errors import ExitCode, PacelineError
 from paceline.observe.folder import CONFIG
 from paceline.observe.terminal import clean
+from paceline.tasks import TASKS
 
 MAX_CHARS = 2000  # of a line: texts in a folder may have any length
 
@@ -55,14 +58,24 @@ def _lines(found: RunState) -> Iterator[tuple[str, str]]:
         yield "next", hint
 
 
+def _again(run_dir: Path) -> str:
+    """How a run is gone on with; empty for a script that finds its state by itself."""
+    if not os.path.lexists(run_dir / CONFIG):
+        return ""
+    with suppress(PacelineError, OSError):
+        task = str(load(run_dir / CONFIG, ours=False).task)
+        if task not in TASKS and ":" not in task:
+            return f"start {task} again, with session(..., resume=True)"
+    return f"paceline train --resume auto --run-dir {shlex.quote(str(run_dir))}"
+
+
 def _hint(found: RunState) -> str:
     run = shlex.quote(found.run_dir)
     match found.state:
         case "queued" | "running":
             return f"paceline logs {run} --follow, or paceline cancel {run}"
         case "saved" | "lost" | "failed" | "cancelled":
-            is_training = os.path.lexists(Path(found.run_dir) / CONFIG)  # any other script must find its own state
-            again = f"; to go on: paceline train --resume auto --run-dir {run}" if is_training else ""
+            again = f"; to go on: {words}" if (words := _again(Path(found.run_dir))) else ""
             return f"paceline logs {run}{again}"
         case _:
             return ""

@@ -44,6 +44,7 @@ class Started(Event, frozen=True, tag="started"):
     start_step: Count = 0
     num_samples: Count = 0  # 0: written by an older paceline
     steps_per_epoch: Count = 0
+    own_order: bool = False  # of a DataLoader that was taken over: which samples are in which step, no plan says
 
 
 class Step(Event, frozen=True, tag="step"):

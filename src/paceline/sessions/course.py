@@ -26,6 +26,7 @@ from paceline.observe import events
 from paceline.observe import folder as run_folder
 from paceline.observe.progress import Throughput
 from paceline.observe.summary import Summary, write_summary
+from paceline.sessions.existing import OwnOrder
 from paceline.sessions.prepared import Prepared
 from paceline.sessions.steps import Stepped
 from paceline.store.store import Checkpoints
@@ -106,7 +107,9 @@ class Course:
         """What defines the run."""
         return self._place.definition if self._place else {}
 
-    def open(self, holders: Holders, plan: BatchPlan, definition: dict[str, Any], seed: int, strategy: str) -> None:
+    def open(
+        self, holders: Holders, plan: BatchPlan, definition: dict[str, Any], *, seed: int, strategy: str, epochs: int
+    ) -> None:
         """The first step is near: write the settings, and take the folder for checkpoints (a collective)."""
         self._holders, self._plan = holders, plan
         self._facts = {"strategy": strategy, "global_batch": plan.global_batch}
@@ -120,7 +123,7 @@ class Course:
                 tail=plan.tail,
             )  # fmt: skip
             settings = TrainConfig(
-                task=self._name, data=shape, run=RunConfig(seed=seed), checkpoint=CheckpointConfig(),
+                task=self._name, data=shape, run=RunConfig(seed=seed, epochs=epochs), checkpoint=CheckpointConfig(),
                 strategy=strategy,
             )  # fmt: skip
             run_folder.shelve_summary(place.folder, place.attempt)
@@ -135,6 +138,7 @@ class Course:
                 attempt=place.attempt, rank=world.rank, world_size=world.size, host=socket.gethostname(),
                 pid=os.getpid(), device=str(world.device), unix_time=time.time(), generation=place.generation,
                 start_step=self.step, num_samples=plan.num_samples, steps_per_epoch=plan.steps_per_epoch,
+                own_order=isinstance(plan, OwnOrder),
             )
         )  # fmt: skip
         for line in place.notices:
@@ -146,16 +150,20 @@ class Course:
         """What this rank has to say about the checkpoint on its way."""
         return self._keeping.votes() if self._keeping else Votes()
 
-    def note(self, done: Stepped, work: Sequence[Work], share: range, lr: float, seconds: Mapping[str, float]) -> None:
-        """A step has ended."""
-        epoch, step = work[0].epoch, work[0].step
-        samples = len(self._plan.global_indices(epoch, step))
+    def note(
+        self, done: Stepped, work: Sequence[Work], samples: int, share: range, lr: float, seconds: Mapping[str, float]
+    ) -> None:
+        """A step on a global batch of `samples` samples has ended."""
+        epoch = work[0].epoch
         self.step, self.samples = self.step + 1, self.samples + samples
         Guard.of_process().box.set_step(self.step)
         self._throughput.step(samples)
         if self._writer is None:
             return
         used = [one for one in work if one.counted]
+        for one in used if isinstance(self._plan, OwnOrder) else ():
+            indices: list[int] = one.indices.tolist()
+            self._writer.write(events.Samples(self.step, epoch, one.virtual_rank, one.part, indices))
         if done.left_out is not None:
             self._writer.write(events.Skipped(self.step, done.left_out.words, done.left_out.samples))
         self._writer.write(
@@ -169,10 +177,12 @@ class Course:
             )
         )  # fmt: skip
 
-    def between(self, votes: Votes, loop: Callable[[], dict[str, Any]], *, save: bool) -> None:
-        """Do what is due after the step (a collective)."""
+    def between(self, votes: Votes, loop: Callable[[], dict[str, Any]], *, save: bool, settled: bool) -> None:
+        """Do what is due after the step; `settled`: it is on disk before anything else is done (a collective)."""
         if self._keeping is not None:
             self._throughput.pause(self._keeping.between(self.step, votes, self._content(loop()), save=save))
+            if settled:
+                self._keeping.settle()
             due = self._rhythm.checkpoint is not None and self.step % self._rhythm.checkpoint == 0
             self._saved = self.step if save or due else self._saved
 

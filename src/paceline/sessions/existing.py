@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, SequentialSampler, default_collate
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, default_collate
 
 from paceline.data.plan import BatchPlan
 from paceline.errors import UsageError
@@ -62,6 +62,15 @@ def own_collate(loader: DataLoader[Any]) -> Any:
 def keeps_order(loader: DataLoader[Any]) -> bool:
     """Whether it gives its samples as they lie."""
     return isinstance(loader.sampler, SequentialSampler)
+
+
+def covers_all(loader: DataLoader[Any]) -> bool:
+    """Whether an epoch has each of its samples once, as far as its kind of sampler tells."""
+    return isinstance(loader.sampler, SequentialSampler) or (
+        isinstance(loader.sampler, RandomSampler)
+        and not loader.sampler.replacement
+        and len(loader.sampler) == len(loader.dataset)  # pyright: ignore[reportArgumentType]
+    )
 
 
 def streams(loader: DataLoader[Any]) -> dict[str, str]:

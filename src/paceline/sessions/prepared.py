@@ -46,8 +46,7 @@ class Prepared:
         self.optimizer.step = self._step  # pyright: ignore[reportAttributeAccessIssue]
         self.optimizer.zero_grad = self._zero_grad  # pyright: ignore[reportAttributeAccessIssue]
         if scheduler is not None:
-            self._advance = scheduler.step
-            scheduler.step = self._step_scheduler
+            _held_back(scheduler, gate)
         for parameter in {id(p): p for p in (self._parameters[0], self._parameters[-1])}.values():
             parameter.register_post_accumulate_grad_hook(self._on_gradient)
 
@@ -172,11 +171,6 @@ class Prepared:
         self._clear(set_to_none=set_to_none)
         self.replica.model.zero_grad(set_to_none=set_to_none)
 
-    def _step_scheduler(self, *args: Any, **kwargs: Any) -> Any:
-        if not self._gate.holds_back():
-            return self._advance(*args, **kwargs)
-        return None
-
     def _on_gradient(self, _: Tensor) -> None:
         if not self._gate.in_backward:
             raise UsageError(
@@ -238,6 +232,16 @@ class _Under:
 
     def tensor(self, name: str, start: int = 0, stop: int | None = None) -> Tensor | None:
         return self._source.tensor(self._prefix + name, start, stop)
+
+
+def _held_back(scheduler: Any, gate: Gate) -> None:
+    """Let `scheduler.step` wait for the end of a step. By its class: whatever hangs on it is saved with its state."""
+    kind: Any = type(scheduler)
+
+    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return None if gate.holds_back() else kind.step(self, *args, **kwargs)
+
+    scheduler.__class__ = type(kind.__name__, (kind,), {"step": step, "__module__": kind.__module__})
 
 
 def made_optimizer(model: nn.Module, asked: Any) -> Callable[[Iterable[nn.Parameter]], Optimizer]:

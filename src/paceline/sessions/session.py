@@ -41,7 +41,7 @@ from paceline.errors import ExitCode, PacelineError, UsageError, unknown
 from paceline.ladder import EXACT, LADDER
 from paceline.seeding import preserved_streams, remembered_streams
 from paceline.sessions.course import Course, Holders, opening, origin_of, script_name
-from paceline.sessions.existing import check_taken, keeps_order, own_collate
+from paceline.sessions.existing import check_taken, covers_all, keeps_order, own_collate
 from paceline.sessions.loader import Loader
 from paceline.sessions.prepared import Prepared, made_optimizer
 from paceline.sessions.steps import Reduction, Steps
@@ -105,8 +105,12 @@ class Session:
             self.world = self._stack.enter_context(joined(world, timeout_seconds=timeout))
             self._stack.enter_context(naming_lost_processes(self._guard.box, world.rank))
             self._virtual_ranks = virtual_ranks or world.size
-            with together(world):
-                self._share = ranks_share(self._virtual_ranks, world.rank, world.size)
+            if self._virtual_ranks < world.size:
+                words = (
+                    f"session(virtual_ranks={self._virtual_ranks}): there are {world.size} ranks, and each needs one"
+                )
+                raise told_once(UsageError(words), world)
+            self._share = ranks_share(self._virtual_ranks, world.rank, world.size)
             folder = None if run_dir is None else Path(run_dir)
             place = None
             if folder is not None:
@@ -137,7 +141,7 @@ class Session:
         self._streams: dict[str, str] | None = loop.get("streams")
         self._numbers: list[dict[str, Any]] = list(loop.get("parts", []))
         self._parts = self._steps.parts
-        self._opened, self._in_epochs = False, False
+        self._opened, self._epochs = False, 0
         self._work: list[Any] = []
         self._enter(Phase.USER)
         _open_sessions.append(self)
@@ -262,13 +266,13 @@ class Session:
                 raise UsageError(f"s.loader(DataLoader, {twice[0]}=...): the DataLoader says that already")
             existing, dataset = data, data.dataset
             num_workers, collate = data.num_workers, own_collate(data)
-            batch = data.batch_size or 1
+            batch = data.batch_size or max(len(dataset) // max(1, len(data)), 1)
             global_batch = batch * self._virtual_ranks * accumulation if per_rank else batch
             if per_rank:
-                if data.batch_size is None:
-                    raise UsageError("s.loader(DataLoader, per_rank=True) needs its batch_size, and it has a sampler")
+                if data.batch_size is None or not covers_all(data):
+                    raise UsageError("s.loader(DataLoader, per_rank=True): its sampler has an order of its own")
                 existing, shuffle = None, not keeps_order(data)
-                tail = "drop" if data.drop_last else tail
+            tail = "drop" if data.drop_last or not covers_all(data) else tail
         elif isinstance(data, IterableDataset) or not hasattr(data, "__getitem__"):
             raise UsageError(f"s.loader takes a map-style dataset or a DataLoader, not a {type(data).__name__}")
         if (global_batch is None) == (batch_size is None):
@@ -285,7 +289,7 @@ class Session:
         """The epochs that are left of `count`: 0, 1, ..., or after a resume from the one it broke off in."""
         if count < 1:
             raise UsageError(f"s.epochs({count}): there must be one at least")
-        self._in_epochs = True
+        self._epochs = count
         try:
             for epoch in range(self._where["epoch"], count):
                 self._check_whole()
@@ -511,7 +515,7 @@ class Session:
         where, steps, start = self._where, self._steps, 0
         goes_on = self._resumed
         if goes_on is not None:
-            if not self._in_epochs:
+            if not self._epochs:
                 raise UsageError("a run that goes on needs `for epoch in s.epochs(count):` around its training loops")
             if self._skipped < goes_on["pass"]:  # it was over before the checkpoint
                 self._skipped += 1
@@ -530,25 +534,25 @@ class Session:
                     try:
                         yield batch.inputs
                     except GeneratorExit:
-                        self._left(bodies)
+                        self._left(bodies, plan)
                         raise
                     steps.leave()
                 if not steps.again():
                     break
-            self._between(bodies, is_end=where["batch"] + 1 == len(loader))
+            self._between(bodies, plan, is_end=where["batch"] + 1 == len(loader))
             self._stop_if_asked()
             self._clock(Phase.DATA)
         self._next_pass()
 
-    def _left(self, bodies: list[MicroBatch]) -> None:
+    def _left(self, bodies: list[MicroBatch], plan: BatchPlan) -> None:
         """The loop is left by break or return, in a body. What goes wrong here is raised at the next call."""
         steps = self._steps
         try:
             if steps.untouched:
                 steps.give_up()
-            elif steps.body is not None and steps.is_over and steps.body.weights:
+            elif steps.is_whole:
                 steps.leave()  # after its last backward: the step is as whole as it will be
-                self._between(bodies, is_end=False)
+                self._between(bodies, plan, is_end=False)
             else:
                 where = f"epoch {self._where['epoch'] + 1}, batch {self._where['batch'] + 1}"
                 self._broken = UsageError(
@@ -557,12 +561,15 @@ class Session:
                 )
         except Exception as error:
             self._broken = error
-        self._next_pass()
+        # not yet the next pass: an error may have ended this one, and the run goes on here then
+        self._was_left = True
 
     def _next_pass(self) -> None:
         self._where |= {"pass": self._where["pass"] + 1, "passes": self._where["passes"] + 1, "batch": 0}
         self._clock(Phase.USER)
 
+    _was_left = False
+    """whether the last loop was left before its end"""
     _skipped = 0
     """passes over data in the epoch that is gone on with, which were over before the checkpoint"""
 
@@ -597,17 +604,18 @@ class Session:
         for line in opening(plan, self.world, self._strategy, self._name):
             self.print(line)
         holders = Holders(self._parts, self.world, self._virtual_ranks)
-        self._course.open(holders, plan, definition, self._seed, self._strategy)
+        self._course.open(holders, plan, definition, seed=self._seed, strategy=self._strategy, epochs=self._epochs or 1)
 
-    def _between(self, bodies: list[MicroBatch], *, is_end: bool) -> None:
+    def _between(self, bodies: list[MicroBatch], plan: BatchPlan, *, is_end: bool) -> None:
         done = self._steps.end()
+        samples = len(plan.global_indices(bodies[0].work.epoch, self._where["batch"]))
         self._where["batch"] += 1
         if done.left_out is not None:
             self._left_out.goes_back(self._course.step + 1, done.left_out)
         lr = float(self._parts[0].rates()[0])
-        self._course.note(done, [batch.work for batch in bodies], self._share, lr, self._clock.take())
+        self._course.note(done, [batch.work for batch in bodies], samples, self._share, lr, self._clock.take())
         self._stopped = done.votes.stop > 0
-        self._course.between(done.votes, self._loop_state, save=self._stopped or is_end)
+        self._course.between(done.votes, self._loop_state, save=self._stopped or is_end, settled=is_end)
 
     def _stop_if_asked(self) -> None:
         if self._stopped:
@@ -619,6 +627,9 @@ class Session:
         if self._broken is not None:
             raise self._broken
         self._stop_if_asked()
+        if self._was_left:
+            self._was_left = False
+            self._next_pass()
 
     def _part(self, model: nn.Module | None) -> Prepared:
         if model is None and len(self._parts) == 1:
@@ -664,12 +675,14 @@ def session(run_dir: str | os.PathLike[str] | None = None, **options: Any) -> Se
     Raises:
         UsageError: for what cannot be; TrainingError if not all ranks come.
     """
-    _install()
     if _open_sessions:
         if _open_sessions[-1].size > 1:
             raise UsageError("a session is open in this process already: end it first, s.close()")
         _open_sessions[-1].close()  # a cell of a notebook that is run again
-    return Session(run_dir, **options)
+    _install()
+    made = Session(run_dir, **options)
+    _install()  # torch has put a hook of its own before ours, which holds back what is printed
+    return made
 
 
 _open_sessions: list[Session] = []
@@ -690,13 +703,16 @@ def _install() -> None:
         with suppress(Exception):
             _close_all(error)
         if isinstance(error, PacelineError):
+            sys.stderr = sys.__stderr__
             leave(tell(error))
         before(kind, error, trace)
 
     hook.of_paceline = True  # pyright: ignore[reportFunctionMemberAccess]
     sys.excepthook = hook
-    # before threads are waited for: later none can be started, and a checkpoint's end starts one
-    threading._register_atexit(_close_all)  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+    if not getattr(_close_all, "is_registered", False):
+        _close_all.is_registered = True  # pyright: ignore[reportFunctionMemberAccess]
+        # before threads are waited for: later none can be started, and a checkpoint's end starts one
+        threading._register_atexit(_close_all)  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
 
 
 def _code_of(error: BaseException) -> int:

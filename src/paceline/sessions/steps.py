@@ -80,6 +80,7 @@ class Steps(Gate):
         self.phases = 1
         """of the loop's body, as far as is known"""
         self._around = ExitStack()
+        self._usual: tuple[int, tuple[int, ...]] | None = None  # what the bodies of the step before have done
         self.body: Body | None = None
         self.merged = False
         self.updating = False
@@ -144,8 +145,15 @@ class Steps(Gate):
         """Whether nothing of this step has been computed yet that another rank may count on."""
         return self._first is None and (self.body is None or self.body.done == (0, ()))
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether the body at hand, the step's last, has done all that the bodies before it did."""
+        body, usual = self.body, self._usual
+        return body is not None and self.is_over and bool(body.weights) and usual in (None, body.done)
+
     def end(self) -> Stepped:
         """All bodies have run."""
+        self._usual = self._first.done if self._first else None
         if self._summed.left_out is not None:
             for part in self.parts:
                 part.replica.put_back_buffers()

@@ -26,9 +26,10 @@ from types import ModuleType
 from typing import NoReturn
 
 from paceline.contract.birth import BOOTSTRAP, restarts
-from paceline.errors import ExitCode, UsageError
+from paceline.errors import ExitCode, PacelineError, UsageError
 from paceline.worker.attach import attach, error_file_name, leave, record_failure
 from paceline.worker.guard import Guard
+from paceline.worker.tell import tell
 
 
 def worker_command(script_and_args: Sequence[str], python: str = sys.executable) -> tuple[str, ...]:
@@ -161,6 +162,10 @@ def _told_failure(error: BaseException, *, is_worker: bool) -> int:
     while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next
     error = error.with_traceback(trace)
+    if is_worker and isinstance(error, PacelineError):  # whose message says it all
+        if getattr(sys.excepthook, "of_paceline", False):  # of a session: it ends first
+            sys.excepthook(type(error), error, trace)
+        return tell(error)
     interrupted = isinstance(error, KeyboardInterrupt)
     if is_worker and not interrupted:  # a person who stops a run knows it
         freed = bool(Guard.of_process().released())  # out of a collective in which others have left it alone

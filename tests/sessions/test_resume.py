@@ -1,0 +1,58 @@
+"""A session's loop that is killed, stopped or fails goes on, on another number of ranks, to the same bits."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+from tests import warm
+
+from paceline.cli import ledger, status
+from paceline.errors import ExitCode
+from paceline.observe.summary import Summary, read_summary
+from paceline.store.store import Checkpoints
+
+KILLED = Path(__file__).with_name("killed.py")
+
+
+def start(ranks: int, folder: Path, *words: object) -> subprocess.CompletedProcess[str]:
+    logs = folder.parent / f"logs-{len([*folder.parent.iterdir()])}"
+    launched = ("-m", "paceline", "launch", "--nproc", str(ranks), "--run-dir", str(logs))
+    return warm.run((*launched, "--", KILLED, folder, *words), cwd=folder.parent)
+
+
+def ended(folder: Path) -> Summary:
+    found = read_summary(folder)
+    assert found is not None
+    return found
+
+
+def test_killed_stopped_and_failed_on_other_numbers_of_ranks_it_comes_to_the_same_bits(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert start(2, tmp_path / "whole").returncode == 0
+    run = tmp_path / "run"
+    assert start(3, run, 6, "kill", 2).returncode == 137
+    assert start(1, run, 13, "raise", 5).returncode == 1
+    assert ended(run).failure == "ValueError: mine"
+    stopped = start(2, run, 19, "term", 5)
+    assert stopped.returncode == ExitCode.SAVED and "goes on after step 13" in stopped.stdout  # saved as it failed
+    assert ended(run).exit == ExitCode.SAVED
+    done = start(3, run)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert ended(run).weights_sha256 == ended(tmp_path / "whole").weights_sha256
+    assert (run / "model-2.safetensors").is_file()
+    capsys.readouterr()
+    assert ledger.main([str(run)]) == 0
+    assert "each of 96 samples was used exactly once in each of 3 epochs" in capsys.readouterr().out.replace("\n", " ")
+    assert status.main([str(run)]) == 0
+    assert "step      24 of 24" in capsys.readouterr().out
+
+
+def test_each_epoch_is_kept_and_one_that_is_killed_in_its_evaluation_is_not_trained_again(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert start(2, run, 9, "kill").returncode == 137
+    assert [step for step, _ in Checkpoints(run / "checkpoints").entries()] == [8]
+    done = start(2, run)
+    assert done.returncode == 0 and "goes on after step 8" in done.stdout

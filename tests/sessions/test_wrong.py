@@ -1,0 +1,66 @@
+"""Whatever users write into a loop is right, or refused in words: never silently wrong."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests import warm
+from tests.sessions import wrong
+
+TOLD = {
+    "torchs_own_backward": "Call s.backward(loss)",
+    "no_backward": "no s.backward(loss) called",
+    "batches_counted_by_bodies": "count batches by s.batch",
+    "scheduler_not_prepared": "s.prepare(model, optimizer, scheduler)",
+    "closure": "takes no closure",
+    "lbfgs": "LBFGS",
+    "two_backwards_under_exact": "more=True",
+    "other_weights_in_one_step": "different weights, 2 and 5",
+    "step_before_the_last_backward": "comes without it",
+    "into_a_model_that_has_stepped": "only=optimizer",
+    "left_in_the_middle_of_a_step": "middle of the step at epoch 1, batch 1",
+    "two_loops_at_once": "two training loops at once",
+    "evaluation_before_the_last_micro_batch": "`if s.last:`",
+    "evaluated_with_the_buffers_of_one": "with s.evaluating()",
+    "clipped_where_gradients_are_cut": "s.clip_grad_norm(max_norm)",
+    "nothing_to_train": "nothing to train",
+    "a_model_too_late": "before the loop",
+    "not_a_loss": "not a float",
+    "outside_a_loop": "into the body of a loop",
+    "a_stream": "an IterableDataset",
+    "worker_init": "worker_init_fn",
+    "said_twice": "says that already",
+    "no_batch_size": "one of global_batch= and batch_size=",
+    "not_finite": "the loss is not finite at epoch 1, batch 1; rank 0: among samples",
+    "fsdp": "Choose from: single",
+    "resume_without_a_folder": "needs the folder",
+}
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    file = tmp_path_factory.mktemp("wrong") / "told.json"
+    done = warm.run((wrong.__file__, str(file)), cwd=file.parent)
+    assert done.returncode == 0, done.stderr
+    return json.loads(file.read_text())
+
+
+@pytest.mark.parametrize("name", wrong.CASES)
+def test_what_is_wrong_is_refused_in_words(told: dict[str, str], name: str) -> None:
+    assert TOLD[name] in told[name]
+
+
+SCRIPT = "import paceline\ns = paceline.session()\ns.loader([1, 2])\n"
+
+
+@pytest.mark.parametrize("launcher", ["python", "paceline"])
+def test_it_ends_with_code_2_and_is_said_once_without_a_traceback(tmp_path: Path, launcher: str) -> None:
+    (tmp_path / "mine.py").write_text(SCRIPT)
+    words = ("mine.py",) if launcher == "python" else ("-m", "paceline", "launch", "--nproc", "2", "--", "mine.py")
+    done = subprocess.run((sys.executable, *words), cwd=tmp_path, capture_output=True, text=True, timeout=50)
+    assert (done.returncode, done.stderr.count("needs one of")) == (2, 1), done.stdout + done.stderr
+    assert "Traceback" not in done.stderr + done.stdout

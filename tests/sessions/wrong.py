@@ -1,0 +1,271 @@
+"""What users write into a loop, and a session refuses: as it would be typed, on one rank with two virtual ones.
+
+python wrong.py FILE       writes what each case was told, as JSON
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.optim import LBFGS, SGD
+from torch.optim.lr_scheduler import StepLR
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+import paceline
+from paceline.errors import PacelineError
+
+DATA = TensorDataset(torch.ones(24, 3), torch.zeros(24, dtype=torch.int64))
+Case = Callable[[Any], object]
+CASES: dict[str, tuple[Case, dict[str, Any]]] = {}
+
+
+def case(**settings: Any) -> Callable[[Case], Case]:
+    def noted(loop: Case) -> Case:
+        CASES[loop.__name__] = (loop, {"virtual_ranks": 2, **settings})
+        return loop
+
+    return noted
+
+
+def ready(s: Any, **loading: Any) -> tuple[Any, Any, Any]:
+    model = nn.Linear(3, 2)
+    model, optimizer = s.prepare(model, SGD(model.parameters(), lr=0.1))
+    return model, optimizer, s.loader(DATA, global_batch=4, **loading)
+
+
+@case()
+def torchs_own_backward(s: Any) -> None:
+    model, optimizer, train = ready(s)
+    for x, y in train:
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+
+@case()
+def no_backward(s: Any) -> None:
+    _, optimizer, train = ready(s)
+    for _ in train:
+        optimizer.step()
+
+
+@case()
+def batches_counted_by_bodies(s: Any) -> None:
+    model, optimizer, train = ready(s)
+    for i, (x, y) in enumerate(train):
+        s.backward(F.cross_entropy(model(x), y))
+        if (i + 1) % 2 == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@case()
+def scheduler_not_prepared(s: Any) -> None:
+    model, optimizer, train = ready(s)
+    scheduler = StepLR(optimizer, 1, 0.5)
+    for x, y in train:
+        optimizer.zero_grad()
+        s.backward(F.cross_entropy(model(x), y))
+        optimizer.step()
+        scheduler.step()
+
+
+@case()
+def closure(s: Any) -> None:
+    model, optimizer, train = ready(s)
+    for x, y in train:
+        s.backward(F.cross_entropy(model(x), y))
+        optimizer.step(lambda: None)
+
+
+@case()
+def lbfgs(s: Any) -> None:
+    model = nn.Linear(3, 2)
+    s.prepare(model, LBFGS(model.parameters()))
+
+
+@case(strategy="exact")
+def two_backwards_under_exact(s: Any) -> None:
+    model, optimizer, train = ready(s)
+    for x, y in train:
+        optimizer.zero_grad()
+        s.backward(F.cross_entropy(model(x), y))
+        s.backward(model(x).square().mean())
+        optimizer.step()
+
+
+@case()
+def other_weights_in_one_step(s: Any) -> None:
+    model, optimizer, train = ready(s)
+    for x, y in train:
+        optimizer.zero_grad()
+        s.backward(F.cross_entropy(model(x), y), more=True)
+        s.backward(model(x).square().mean(), weight=5)
+        optimizer.step()
+
+
+@case()
+def step_before_the_last_backward(s: Any) -> None:
+    model, optimizer, train = ready(s)
+    for x, y in train:
+        optimizer.zero_grad()
+        s.backward(F.cross_entropy(model(x), y), more=True)
+        optimizer.step()
+
+
+@case()
+def into_a_model_that_has_stepped(s: Any) -> None:
+    d, optimizer_d, train = ready(s)
+    g = nn.Linear(3, 3)
+    g, optimizer_g = s.prepare(g, SGD(g.parameters(), lr=0.1))
+    for x, _ in train:
+        d.zero_grad()
+        s.backward(d(g(x).detach()).mean())
+        optimizer_d.step()
+        g.zero_grad()
+        s.backward(d(g(x)).mean())
+        optimizer_g.step()
+
+
+@case()
+def left_in_the_middle_of_a_step(s: Any) -> None:
+    model, optimizer, train = ready(s)
+    for x, y in train:
+        optimizer.zero_grad()
+        s.backward(F.cross_entropy(model(x), y))
+        break
+    for _ in train:
+        pass
+
+
+@case()
+def two_loops_at_once(s: Any) -> None:
+    _, _, train = ready(s)
+    for _ in zip(train, train, strict=True):
+        pass
+
+
+@case()
+def evaluation_before_the_last_micro_batch(s: Any) -> None:
+    model, _, train = ready(s)
+    for x, y in train:
+        s.backward(F.cross_entropy(model(x), y))
+        with torch.no_grad():
+            for _ in s.loader(DATA, global_batch=8):
+                pass
+
+
+@case()
+def evaluated_with_the_buffers_of_one(s: Any) -> None:
+    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    model, optimizer = s.prepare(model, SGD(model.parameters(), lr=0.1))
+    for x, y in s.loader(DATA, global_batch=8):
+        optimizer.zero_grad()
+        s.backward(F.cross_entropy(model(x), y))
+        optimizer.step()
+    model.eval()
+    model(DATA.tensors[0])
+
+
+@case(strategy="zero")
+def clipped_where_gradients_are_cut(s: Any) -> None:
+    model, optimizer, train = ready(s)
+    for x, y in train:
+        optimizer.zero_grad()
+        s.backward(F.cross_entropy(model(x), y))
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+
+
+@case()
+def nothing_to_train(s: Any) -> None:
+    s.prepare(nn.Flatten(), lambda p: SGD(p, lr=0.1))
+
+
+@case()
+def a_model_too_late(s: Any) -> None:
+    model, _, train = ready(s)
+    for x, y in train:
+        s.backward(F.cross_entropy(model(x), y))
+        ready(s)
+
+
+@case()
+def not_a_loss(s: Any) -> None:
+    model, _, train = ready(s)
+    for x, y in train:
+        s.backward(F.cross_entropy(model(x), y).item())
+
+
+@case()
+def outside_a_loop(s: Any) -> None:
+    model, _, _ = ready(s)
+    s.backward(model(torch.ones(2, 3)).sum())
+
+
+@case()
+def a_stream(s: Any) -> None:
+    class Stream(IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            return iter(())
+
+    s.loader(DataLoader(Stream(), batch_size=2))
+
+
+@case()
+def worker_init(s: Any) -> None:
+    s.loader(DataLoader(DATA, batch_size=2, worker_init_fn=print))
+
+
+@case()
+def said_twice(s: Any) -> None:
+    s.loader(DataLoader(DATA, batch_size=2), global_batch=4)
+
+
+@case()
+def no_batch_size(s: Any) -> None:
+    s.loader(DATA)
+
+
+@case()
+def not_finite(s: Any) -> None:
+    model, optimizer, train = ready(s)
+    for x, y in train:
+        optimizer.zero_grad()
+        s.backward(F.cross_entropy(model(x), y) * float("nan"))
+        optimizer.step()
+
+
+@case(strategy="fsdp")
+def fsdp(s: Any) -> None:
+    pass
+
+
+@case(resume=True)
+def resume_without_a_folder(s: Any) -> None:
+    pass
+
+
+def main() -> None:
+    warnings.simplefilter("ignore")
+    told: dict[str, str] = {}
+    for name, (loop, settings) in CASES.items():
+        try:
+            with paceline.session(**settings) as s:
+                s.print = lambda *_: None
+                loop(s)
+            told[name] = "nothing"
+        except PacelineError as error:
+            told[name] = str(error)
+    Path(sys.argv[1]).write_text(json.dumps(told, indent=1))
+
+
+if __name__ == "__main__":
+    main()
