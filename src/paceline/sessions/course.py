@@ -5,76 +5,35 @@ from __future__ import annotations
 import math
 import os
 import socket
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from paceline.checkpoint.state import Held
 from paceline.checkpoint.whole import sha256_of
 from paceline.config import CheckpointConfig, DataConfig, RunConfig, TrainConfig, dump
 from paceline.contract.evidence import Phase
 from paceline.data.consumed import add, fingerprint
 from paceline.data.plan import BatchPlan, Work
-from paceline.errors import ExitCode, PacelineError, TrainingError, UsageError, plural
+from paceline.errors import ExitCode, PacelineError, TrainingError
 from paceline.observe import events
 from paceline.observe import folder as run_folder
 from paceline.observe.progress import Throughput
 from paceline.observe.summary import Summary, write_summary
 from paceline.sessions.existing import OwnOrder
-from paceline.sessions.prepared import Prepared
-from paceline.sessions.steps import Stepped
-from paceline.store.store import Checkpoints
-from paceline.sums import check_equal, together, told_once
+from paceline.sessions.started import Holders
+from paceline.sessions.summing import Stepped
+from paceline.sums import check_equal, told_once
 from paceline.train.keeping import Keeping, Place, Rhythm
-from paceline.train.resume import Content, Origin, from_disk, from_memory
+from paceline.train.resume import Content, Origin
 from paceline.train.votes import Votes
 from paceline.train.weights import rescue_alone, save
 from paceline.train.wording import scores_line
 from paceline.worker.guard import Guard
 from paceline.worker.world import World
-
-
-@dataclass(frozen=True)
-class Holders:
-    """All models of a session, as one state to be saved."""
-
-    parts: Sequence[Prepared]
-    world: World
-    virtual_ranks: int
-
-    @property
-    def sharded(self) -> bool:
-        """Whether a rank holds a share only of any of them."""
-        return any(part.replica.sharded for part in self.parts)
-
-    def state(self) -> list[Held]:
-        """All tensors of all models."""
-        return [held for part in self.parts for held in part.state()]
-
-
-def origin_of(place: Place, world: World, *, resume: bool, trust: bool) -> Origin | None:
-    """The state to go on from, if any (a collective).
-
-    Raises:
-        UsageError: on one rank: no state that is there can be trusted, or the run is finished.
-    """
-    if not resume and not place.generation:
-        return None
-    origin = from_memory(world) if place.generation else None
-    checkpoints = Checkpoints(place.folder / run_folder.CHECKPOINTS, trust=trust)
-    origin = from_disk(checkpoints, world, place.notices.append, after=origin) or origin
-    if origin is None:
-        with together(world):
-            run_folder.check_not_finished(place.folder)
-        if place.attempt > 1:
-            place.notices.append("there is no checkpoint: it begins again at step 0")
-    return origin
 
 
 class Course:
@@ -268,26 +227,3 @@ class Course:
             samples_per_second=self._throughput.overall(), threads_per_rank=torch.get_num_threads(), **self._facts,
             **known,
         )  # fmt: skip
-
-
-def opening(plan: BatchPlan, world: World, strategy: str, name: str) -> list[str]:
-    """The arithmetic of a session's first loop."""
-    micro = -(-plan.global_batch // (plan.virtual_ranks * plan.accumulation))
-    ranks = plural(plan.virtual_ranks, "rank" if plan.virtual_ranks == world.size else "virtual rank")
-    exact = micro * plan.virtual_ranks * plan.accumulation == plan.global_batch
-    return [
-        f"{name}: {plural(world.size, 'process', 'processes')} on {world.device.type}, strategy {strategy}; "
-        f"{plan.num_samples:,} samples = {plural(plan.steps_per_epoch, 'step')} an epoch; global batch "
-        f"{plan.global_batch} = {ranks} x {plural(plan.accumulation, 'micro-batch', 'micro-batches')} x "
-        f"{'' if exact else 'at most '}{micro}"
-    ]
-
-
-def script_name() -> str:
-    """Of the program that runs: its file's name, or "session" in an interpreter."""
-    main = sys.modules.get("__main__")
-    path = getattr(main, "__file__", None)
-    return Path(path).name if path else "session"
-
-
-__all__ = ["Course", "Holders", "UsageError", "opening", "origin_of", "script_name"]

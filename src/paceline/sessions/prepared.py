@@ -13,16 +13,16 @@ state_dict and schedulers that were made before all work.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import LBFGS, Optimizer
 
 from paceline.checkpoint.state import Held, Source
 from paceline.errors import UsageError
+from paceline.sessions.numbers import Under, as_json, from_json, like
 from paceline.strategies.base import Replica
 from paceline.sums.buckets import trainable
 
@@ -133,23 +133,23 @@ class Prepared:
 
     def load(self, source: Source) -> None:
         """Take over what `state` gave."""
-        self.replica.load(_Under(source, self.prefix) if self.prefix else source)
+        self.replica.load(Under(source, self.prefix) if self.prefix else source)
 
     def numbers(self) -> dict[str, Any]:
         """The rest of its state, as JSON: the optimizer's settings and the scheduler's numbers."""
         groups = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
         scheduler = None if self.scheduler is None else self.scheduler.state_dict()
-        return {"groups": plain(groups), "scheduler": plain(scheduler)}
+        return {"groups": as_json(groups), "scheduler": as_json(scheduler)}
 
     def load_numbers(self, found: Mapping[str, Any]) -> None:
         """Take over what `numbers` gave."""
-        for group, saved in zip(self.optimizer.param_groups, restored(found["groups"]), strict=True):
+        for group, saved in zip(self.optimizer.param_groups, from_json(found["groups"]), strict=True):
             for name, value in saved.items():
-                group[name] = _like(group.get(name), value)
+                group[name] = like(group.get(name), value)
         if self.scheduler is not None:
             now = self.scheduler.state_dict()
-            saved = restored(found["scheduler"]) or {}
-            self.scheduler.load_state_dict({name: _like(now.get(name), value) for name, value in saved.items()})
+            saved = from_json(found["scheduler"]) or {}
+            self.scheduler.load_state_dict({name: like(now.get(name), value) for name, value in saved.items()})
 
     def _put(self, grads: Grads | None) -> None:
         for parameter, grad in zip(self._parameters, grads or [None] * len(self._parameters), strict=True):
@@ -218,22 +218,6 @@ class Elsewhere(torch.Tensor):
         )
 
 
-class _Under:
-    """The tensors of a source whose names begin with `prefix`, without it."""
-
-    def __init__(self, source: Source, prefix: str) -> None:
-        self._source, self._prefix = source, prefix
-
-    def names(self, prefix: str) -> Iterable[str]:
-        return [name.removeprefix(self._prefix) for name in self._source.names(self._prefix + prefix)]
-
-    def shape(self, name: str) -> torch.Size:
-        return self._source.shape(self._prefix + name)
-
-    def tensor(self, name: str, start: int = 0, stop: int | None = None) -> Tensor | None:
-        return self._source.tensor(self._prefix + name, start, stop)
-
-
 def _held_back(scheduler: Any, gate: Gate) -> None:
     """Let `scheduler.step` wait for the end of a step. By its class: whatever hangs on it is saved with its state."""
     kind: Any = type(scheduler)
@@ -244,70 +228,5 @@ def _held_back(scheduler: Any, gate: Gate) -> None:
     scheduler.__class__ = type(kind.__name__, (kind,), {"step": step, "__module__": kind.__module__})
 
 
-def made_optimizer(model: nn.Module, asked: Any) -> Callable[[Iterable[nn.Parameter]], Optimizer]:
-    """What makes the optimizer, from the user's function or from an optimizer that is there already.
-
-    Raises:
-        UsageError: it is neither, or the optimizer has taken steps already, trains another model or needs closures.
-    """
-    if isinstance(asked, LBFGS) or asked is LBFGS:
-        raise UsageError("LBFGS computes the loss several times in a step, by a closure: not in a session. Use another")
-    if isinstance(asked, Optimizer):
-        if asked.state:
-            raise UsageError("the optimizer has taken steps already: prepare it before the first")
-        return lambda _: asked
-    if not callable(asked):
-        raise UsageError(
-            f"s.prepare(model, {type(asked).__name__}): the second must be a torch optimizer, or a function that makes "
-            "one from the parameters, as in s.prepare(model, lambda p: torch.optim.AdamW(p, lr=1e-3))"
-        )
-
-    def make(parameters: Iterable[nn.Parameter]) -> Optimizer:
-        made = asked(parameters)
-        if not isinstance(made, Optimizer) or isinstance(made, LBFGS):
-            raise UsageError(f"the function that makes the optimizer has given a {type(made).__name__}")
-        return made
-
-    return make
-
-
-def plain(value: Any) -> Any:
-    """`value` as JSON that `restored` turns back: numbers, words, lists and tables of them.
-
-    Raises:
-        UsageError: for anything else, which only pickle could save, and loading a pickle runs what it says.
-    """
-    if isinstance(value, Tensor) and value.numel() == 1:
-        value = value.item()
-    if value is None or isinstance(value, (bool, int, str)):
-        return value
-    if isinstance(value, float):
-        return {"float": value.hex()}
-    if isinstance(value, (list, tuple)):
-        return [plain(part) for part in value]
-    if isinstance(value, Mapping):
-        return {"table": [[plain(key), plain(part)] for key, part in value.items()]}
-    raise UsageError(f"a {type(value).__name__} in the state of a scheduler or optimizer cannot be saved: only numbers")
-
-
-def restored(value: Any) -> Any:
-    """What `plain` was given; tuples come back as lists."""
-    if isinstance(value, list):
-        return [restored(part) for part in value]
-    if isinstance(value, dict) and "float" in value:
-        return float.fromhex(value["float"])
-    if isinstance(value, dict):
-        return {restored(key): restored(part) for key, part in value["table"]}
-    return value
-
-
 def _version(grad: Tensor | None) -> int:
     return -1 if grad is None else grad._version  # pyright: ignore[reportPrivateUsage]
-
-
-def _like(now: Any, saved: Any) -> Any:
-    """`saved` as the type that the object at hand has there: a tuple, a Counter, a tensor."""
-    if isinstance(now, Tensor):
-        return now.fill_(saved)
-    kind: Any = type(now)
-    return kind(saved) if isinstance(now, (tuple, Mapping)) and saved is not None else saved

@@ -20,10 +20,9 @@ from paceline.data.loader import MicroBatch
 from paceline.data.plan import Work
 from paceline.errors import UsageError
 from paceline.seeding import random_stream
-from paceline.strategies.buffers import VirtualBuffers
+from paceline.strategies.buffers import VirtualBuffers, uncounted
 from paceline.strategies.held import hold_optimizer, load_optimizer
 from paceline.strategies.refusals import refuse_foreign
-from paceline.sums.batchnorm import SyncBatchNorm
 from paceline.sums.buckets import trainable
 from paceline.sums.norm import scale_to_norm, total_norm
 from paceline.sums.reducer import Reducer
@@ -153,7 +152,7 @@ def replica(
             stack.enter_context(alone(batch))
             stack.enter_context(around(batch.work, is_last))
             if not batch.work.counted:
-                stack.enter_context(_uncounted(model, parameters))
+                stack.enter_context(uncounted(model, parameters))
             yield
 
     @contextmanager
@@ -241,22 +240,3 @@ def scale_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:
 def leaf_of(reducer: Reducer) -> Callable[[Work, bool], AbstractContextManager[None]]:
     """What `replica` takes as `backward`, for gradients that are added up in the tree."""
     return lambda work, is_last: reducer.leaf(work.virtual_rank, is_last=is_last, counted=work.counted)
-
-
-@contextmanager
-def _uncounted(model: nn.Module, parameters: list[nn.Parameter]) -> Generator[None]:
-    """Inside, backward gives zeros for gradients, whatever it computes, and synchronised batch norm counts nobody.
-
-    Replaced, not multiplied by zero: 0 x inf would be NaN on every rank.
-    """
-    hooks = [p.register_hook(torch.zeros_like) for p in parameters]
-    synchronised = [m for m in model.modules() if isinstance(m, SyncBatchNorm)]
-    for module in synchronised:
-        module.counted = False
-    try:
-        yield
-    finally:
-        for module in synchronised:
-            module.counted = True
-        for hook in hooks:
-            hook.remove()

@@ -219,3 +219,22 @@ def _slots(model: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
             name = by_identity.setdefault(id(buffer), f"{prefix}.{leaf}" if prefix else leaf)
             slots.setdefault(name, []).append((owner, leaf))
     return slots
+
+
+@contextmanager
+def uncounted(model: nn.Module, parameters: list[nn.Parameter]) -> Generator[None]:
+    """Inside, backward gives zeros for gradients, whatever it computes, and synchronised batch norm counts nobody.
+
+    Replaced, not multiplied by zero: 0 x inf would be NaN on every rank.
+    """
+    hooks = [p.register_hook(torch.zeros_like) for p in parameters]
+    synchronised = [m for m in model.modules() if isinstance(m, SyncBatchNorm)]
+    for module in synchronised:
+        module.counted = False
+    try:
+        yield
+    finally:
+        for module in synchronised:
+            module.counted = True
+        for hook in hooks:
+            hook.remove()

@@ -15,7 +15,6 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-import paceline
 from paceline.config import BatchShape, TrainConfig, batch_shape, default_strategy, task_options
 from paceline.data.arrays import batch_gatherer, on_device
 from paceline.data.fingerprint import data_fingerprint
@@ -192,7 +191,7 @@ def _own_code() -> dict[str, str]:
     """Of each imported module that belongs to no installed package, a digest of its file, by name."""
     paths = sysconfig.get_paths()
     installed = {Path(paths[name]).resolve() for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-    installed |= {Path(path) for path in paceline.__path__}
+    installed.add(Path(__file__).resolve().parents[1])  # ours
     found: dict[str, str] = {}
     for name, module in list(sys.modules.items()):
         path = getattr(module, "__file__", None)

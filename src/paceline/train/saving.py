@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 import torch
@@ -30,6 +29,7 @@ from paceline.store.files import room_for
 from paceline.store.manifest import FORMAT, Manifest, Piece, ShardFile
 from paceline.store.store import Checkpoints, Claim, write_file
 from paceline.sums import gather_words
+from paceline.train.holder import Holder
 from paceline.train.resume import Content
 from paceline.train.votes import Votes
 from paceline.worker.world import World
@@ -64,30 +64,6 @@ def is_writer(word: str, rank: int, world_size: int) -> bool:
     except msgspec.MsgspecError:
         return False
     return guilty is not None and rank == min(set(range(world_size)) - {*guilty}, default=None)
-
-
-class Holder(Protocol):
-    """What has a state to be saved: a replica, or several of them."""
-
-    @property
-    def world(self) -> World:
-        """This rank's place."""
-        ...
-
-    @property
-    def virtual_ranks(self) -> int:
-        """See Replica."""
-        ...
-
-    @property
-    def sharded(self) -> bool:
-        """See Replica."""
-        ...
-
-    @property
-    def state(self) -> Callable[[], list[Held]]:
-        """See Replica."""
-        ...
 
 
 def save_alone(

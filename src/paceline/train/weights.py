@@ -30,6 +30,17 @@ def save(weights: Mapping[str, Tensor], path: Path) -> None:
         raise OSError(f"{path} cannot be written: {error}") from error
 
 
+def save_pickled(weights: Mapping[str, Tensor], path: Path) -> None:
+    """Write a model's state as torch.save does.
+
+    Raises:
+        OSError: if it cannot be written; an older file of that name is then still there.
+    """
+    with writing.replacing(path) as (folder, partial):
+        torch.save(dict(weights), f"/proc/self/fd/{folder}/{partial}")
+        os.chmod(partial, writing.FILE, dir_fd=folder)
+
+
 def _unique(weights: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
     """The state by name, each tensor once and in memory of its own; and for each other name of a tensor, that one."""
     kept: dict[object, str] = {}

@@ -34,7 +34,7 @@ NEXT_WORD_SECONDS = 30.0
 CONNECT_SECONDS = 10.0  # for one try of torch's client, which is noisy when it fails
 LONGEST_POLL_SECONDS = 0.25
 PREFIX = "paceline/meeting"
-_met: list[int] = []  # how often this process has met the others before, once it has: a group may follow another
+_met: list[int] = []  # how often this process has met the others, once it has: a group may follow another
 COMPLETE, REFUSED, ARRIVED, JOB = "complete", "refused", "arrived", "job"
 
 
@@ -88,9 +88,8 @@ def meet(rank: int, size: int, env: Mapping[str, str], *, seconds: float = MEETI
         raise UsageError(f"MASTER_PORT must be 1..65535, got {env['MASTER_PORT']!r}")
     start, generation = time.monotonic(), "-".join(map(str, (restarts(env), *_met)))
     _met[:] = [sum(_met) + 1]
-    meeting = _Meeting(
-        rank, size, env["MASTER_ADDR"], int(env["MASTER_PORT"]), generation, job_token(env), start + seconds
-    )
+    host, port = env["MASTER_ADDR"], int(env["MASTER_PORT"])
+    meeting = _Meeting(rank, size, host, port, generation, job_token(env), start + seconds)
     threading.Thread(target=_come, args=(meeting, env), daemon=True, name="paceline-meeting").start()
     next_word = start + FIRST_WORD_SECONDS
     while not meeting.ended.wait(max(0.0, min(next_word, meeting.deadline) - time.monotonic())):

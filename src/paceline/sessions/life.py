@@ -1,0 +1,201 @@
+"""The life of a session: it joins the ranks, finds the state to go on from, and ends in good order."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from contextlib import ExitStack, nullcontext, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self
+
+from paceline.contract.evidence import Phase
+from paceline.data.loader import naming_lost_processes
+from paceline.data.plan import ranks_share
+from paceline.errors import ExitCode, PacelineError, UsageError, unknown
+from paceline.ladder import EXACT, LADDER
+from paceline.sessions.course import Course
+from paceline.sessions.loop import Loop
+from paceline.sessions.started import origin_of, script_name
+from paceline.sessions.steps import Steps
+from paceline.sums import check_equal, told_once
+from paceline.sums.sharing import memory_or_hosts
+from paceline.train.computing import take_threads
+from paceline.train.determinism import DEFAULT_THREADS, deterministic
+from paceline.train.fit import PhaseClock
+from paceline.train.keeping import Rhythm
+from paceline.train.nonfinite import LeftOut
+from paceline.train.order import CallOrder
+from paceline.train.placing import placed
+from paceline.train.preemption import StopRequest, noticing
+from paceline.worker.attach import attach, leave, record_failure
+from paceline.worker.guard import Guard
+from paceline.worker.tell import tell
+from paceline.worker.world import DEFAULT_TIMEOUT_SECONDS, World, joined
+
+NOT_HERE = ("fsdp",)  # whose forwards are collectives: a loop of one's own cannot promise equally many
+WATCH_EVERY = 100
+
+
+class Life(Loop):
+    """The part of a session that begins and ends it."""
+
+    def __init__(
+        self,
+        run_dir: str | os.PathLike[str] | None = None,
+        *,
+        resume: bool = False,
+        strategy: str = "bucketed",
+        virtual_ranks: int | None = None,
+        seed: int = 0,
+        threads: int | None = None,
+        checkpoint_every: int | None = None,
+        keep: int = 2,
+        watch_every: int = WATCH_EVERY,
+        not_finite: Literal["stop", "skip"] = "stop",
+        device: str = "auto",
+        backend: str = "auto",
+        timeout: float = DEFAULT_TIMEOUT_SECONDS,
+        trust: bool = False,
+    ) -> None:
+        """See `session`."""
+        if strategy not in LADDER or strategy in NOT_HERE:
+            raise unknown("strategy for a session", strategy, [name for name in LADDER if name not in NOT_HERE])
+        if resume and run_dir is None:
+            raise UsageError("session(resume=True) needs the folder of the run: session('runs/mine', resume=True)")
+        if not_finite not in ("stop", "skip"):
+            raise unknown("not_finite", str(not_finite), ["stop", "skip"])
+        attach()
+        self._guard = Guard.of_process()
+        self._guard.box.enter(Phase.INIT)
+        self._stack, self._closed, self._complete, self._stopped = ExitStack(), False, False, False
+        self._name, self._seed, self._strategy, self._exact = script_name(), seed, strategy, strategy in EXACT
+        self._broken: Exception | None = None
+        try:
+            world = World.from_env(device=device, backend=backend)
+            self.world = self._stack.enter_context(joined(world, timeout_seconds=timeout))
+            self._stack.enter_context(naming_lost_processes(self._guard.box, world.rank))
+            self._virtual_ranks = virtual_ranks or world.size
+            if self._virtual_ranks < world.size:
+                words = (
+                    f"session(virtual_ranks={self._virtual_ranks}): there are {world.size} ranks, and each needs one"
+                )
+                raise told_once(UsageError(words), world)
+            self._share = ranks_share(self._virtual_ranks, world.rank, world.size)
+            folder = None if run_dir is None else Path(run_dir)
+            place = None
+            if folder is not None:
+                place = self._stack.enter_context(placed(world, folder, self._name, resume=resume, trust=trust))
+            memory_or_hosts("auto")
+            self._stack.enter_context(deterministic() if self._exact else nullcontext())
+            notices = take_threads(threads or (DEFAULT_THREADS if self._exact else None), world)
+            origin = origin_of(place, world, resume=resume, trust=trust) if place is not None else None
+            self._settings = {"virtual_ranks": self._virtual_ranks, "seed": seed, "strategy": strategy}
+            check_equal("session settings", {**self._settings, "resume": resume, "threads": threads}, world)
+            rhythm = Rhythm(watch_every, 10**9, checkpoint_every)
+            self._course = Course(place, origin, world, self._name, rhythm, keep, self.print)
+            self._steps = Steps(world, self._virtual_ranks, self._enter, self._exact)
+            self._steps.votes = self._votes
+            self._steps.order = CallOrder(world, self._guard.take_order, self._guard.taken, self.print)
+            self._steps.may_leave_out = not_finite != "stop"
+            self._left_out = LeftOut(not_finite, world, self.print)
+            self._clock = PhaseClock(self._guard.box.enter)
+            self._request: StopRequest | None = self._stack.enter_context(noticing()) if place is not None else None
+            for line in notices:
+                self.print(line)
+        except BaseException as error:
+            self._stack.__exit__(type(error), error, error.__traceback__)
+            raise
+        loop = origin.content.loop if origin else {}
+        self._where: dict[str, int] = {"epoch": 0, "pass": 0, "passes": 0, "batch": 0, **loop.get("where", {})}
+        self._resumed: dict[str, int] | None = dict(self._where) if origin else None
+        self._streams: dict[str, str] | None = loop.get("streams")
+        self._numbers: list[dict[str, Any]] = list(loop.get("parts", []))
+        self._parts = self._steps.parts
+        self._opened, self._epochs = False, 0
+        self._work: list[Any] = []
+        self._enter(Phase.USER)
+        open_sessions.append(self)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._complete = True
+        self.close(error)
+        if error is None and self._broken is not None:
+            raise self._broken
+
+    def close(self, error: BaseException | None = None) -> None:
+        """End in good order, or with the error that ends the loop. Also called at the process's end."""
+        if self._closed:
+            return
+        self._closed = True
+        if isinstance(error, SystemExit) and (self._stopped or not error.code):
+            error = None  # an end in good order
+        error = error or self._broken
+        try:
+            if error is not None:
+                self._fail(error)
+            elif self._stopped:
+                self._course.stop()
+            elif self._complete:
+                self._guard.box.enter(Phase.CLOSE)
+                self._course.finish()
+        except BaseException as late:
+            error = error or late
+            record_failure(late, _code_of(late), traceback=not isinstance(late, PacelineError))
+            raise
+        finally:
+            with suppress(ValueError):
+                open_sessions.remove(self)
+            self._course.close()
+            self._stack.__exit__(type(error) if error else None, error, error.__traceback__ if error else None)
+
+    def _fail(self, error: BaseException) -> None:
+        whole = not self._steps.updating and self._opened
+        if whole and self._steps.body is not None:
+            with suppress(Exception):
+                self._steps.give_up()
+        self._course.fail(error, self._loop_state, whole=whole)
+        if not isinstance(error, (KeyboardInterrupt, SystemExit)):  # before any teardown: the first to fail is known
+            stalled = None if isinstance(error, PacelineError) else self._guard.stall_error(error)
+            record_failure(stalled or error, _code_of(stalled or error), traceback=not isinstance(error, PacelineError))
+
+
+open_sessions: list[Life] = []
+
+
+def close_all(error: BaseException | None = None) -> None:
+    """End all sessions of this process."""
+    while open_sessions:
+        open_sessions.pop().close(error)
+
+
+def install() -> None:
+    """At the process's end, however it comes, sessions end in good order; a PacelineError has its own exit code."""
+    if getattr(sys.excepthook, "of_paceline", False):
+        return
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        with suppress(Exception):
+            close_all(error)
+        if isinstance(error, PacelineError):
+            sys.stderr = sys.__stderr__
+            leave(tell(error))
+        before(kind, error, trace)
+
+    hook.of_paceline = True  # pyright: ignore[reportFunctionMemberAccess]
+    sys.excepthook = hook
+    if not getattr(close_all, "is_registered", False):
+        close_all.is_registered = True  # pyright: ignore[reportFunctionMemberAccess]
+        # before threads are waited for: later none can be started, and a checkpoint's end starts one
+        threading._register_atexit(close_all)  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+
+
+def _code_of(error: BaseException) -> int:
+    return int(error.exit_code) if isinstance(error, PacelineError) else int(ExitCode.FAILED)

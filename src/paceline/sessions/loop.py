@@ -1,0 +1,224 @@
+"""The loops over data of a session: where in the run they are, what is due between two steps, and how they are left."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+from paceline.contract.evidence import Phase
+from paceline.data.fingerprint import data_fingerprint
+from paceline.data.loader import MicroBatch
+from paceline.data.plan import BatchPlan
+from paceline.definition import BITS_ONLY, check_same
+from paceline.errors import ExitCode, UsageError
+from paceline.seeding import preserved_streams, remembered_streams
+from paceline.sessions.course import Course
+from paceline.sessions.loader import Loader
+from paceline.sessions.prepared import Prepared
+from paceline.sessions.ranks import Ranks
+from paceline.sessions.started import Holders, opening
+from paceline.sessions.steps import Steps
+from paceline.sums import check_equal, together
+from paceline.train.determinism import holds_for
+from paceline.train.fit import PhaseClock
+from paceline.train.nonfinite import LeftOut
+from paceline.train.preemption import StopRequest
+from paceline.worker.guard import Guard
+
+
+class Loop(Ranks):
+    """The part of a session that goes through data."""
+
+    _seed: int
+    _share: range
+    _steps: Steps
+    _course: Course
+    _guard: Guard
+    _clock: PhaseClock
+    _left_out: LeftOut
+    _request: StopRequest | None
+    _parts: list[Prepared]
+    _numbers: list[dict[str, Any]]
+    _settings: dict[str, Any]
+    _strategy: str
+    _name: str
+    _exact: bool
+    _virtual_ranks: int
+    _where: dict[str, int]
+    _resumed: dict[str, int] | None
+    """the position of the checkpoint that is gone on with, until it is reached"""
+    _streams: dict[str, str] | None
+    _epochs = 0
+    _opened = _closed = _stopped = False
+    _broken: Exception | None = None
+
+    def _iterate(self, loader: Loader) -> Iterator[Any]:
+        self._check_whole()
+        training = torch.is_grad_enabled() and any(part.replica.model.training for part in self._parts)
+        return self._train(loader) if training else self._evaluate(loader)
+
+    def _evaluate(self, loader: Loader) -> Generator[Any]:
+        body = self._steps.body
+        if not self._steps.is_over:
+            raise UsageError(
+                "an evaluation inside a training loop: begin it at the step's last micro-batch, `if s.last:`"
+            )
+        restore = remembered_streams() if body is not None else lambda: None
+        plan, _ = loader.drawn(self.world, None)
+        with self._merged(), self._guard.phase(Phase.EVALUATE):
+            try:
+                for batch, samples in loader.evaluation(plan, self.world):
+                    self._evaluated_batch = samples
+                    yield batch
+                    self._guard.box.tick()
+            finally:
+                self._evaluated_batch = 0
+                restore()
+
+    def _train(self, loader: Loader) -> Generator[Any]:
+        if self._steps.body is not None:
+            raise UsageError("two training loops at once: their steps cannot be told apart. Let one follow the other")
+        where, steps, start = self._where, self._steps, 0
+        goes_on = self._resumed
+        if goes_on is not None:
+            if not self._epochs:
+                raise UsageError("a run that goes on needs `for epoch in s.epochs(count):` around its training loops")
+            if self._skipped < goes_on["pass"]:  # it was over before the checkpoint
+                self._skipped += 1
+                return
+            start = goes_on["batch"]
+        plan, self._streams = loader.drawn(self.world, self._streams if goes_on is not None else None)
+        self._open(loader, plan)
+        self._resumed, where["batch"] = None, start
+        one_each = plan.virtual_ranks == self.size and plan.accumulation == 1
+        self._clock(Phase.DATA)
+        for bodies in loader.training(plan, self._share, where["passes"], start):
+            steps.begin(f"epoch {where['epoch'] + 1}, batch {where['batch'] + 1}", one_each, len(bodies))
+            while True:
+                for batch in bodies:
+                    steps.enter(batch, batch is bodies[-1])
+                    try:
+                        yield batch.inputs
+                    except GeneratorExit:
+                        self._left(bodies, plan)
+                        raise
+                    steps.leave()
+                if not steps.phases.again():
+                    break
+            self._between(bodies, plan, is_end=where["batch"] + 1 == len(loader))
+            self._stop_if_asked()
+            self._clock(Phase.DATA)
+        self._next_pass()
+
+    def _left(self, bodies: list[MicroBatch], plan: BatchPlan) -> None:
+        """The loop is left by break or return, in a body. What goes wrong here is raised at the next call."""
+        steps = self._steps
+        try:
+            if steps.untouched:
+                steps.give_up()
+            elif steps.is_whole:
+                steps.leave()  # after its last backward: the step is as whole as it will be
+                self._between(bodies, plan, is_end=False)
+            else:
+                where = f"epoch {self._where['epoch'] + 1}, batch {self._where['batch'] + 1}"
+                self._broken = UsageError(
+                    f"the loop was left in the middle of the step at {where}, which other ranks may have taken. Leave "
+                    "a loop by `break` between two steps only: at the top of its body, or behind `if s.last:`"
+                )
+        except Exception as error:
+            self._broken = error
+        # not yet the next pass: an error may have ended this one, and the run goes on here then
+        self._was_left = True
+
+    def _next_pass(self) -> None:
+        self._where |= {"pass": self._where["pass"] + 1, "passes": self._where["passes"] + 1, "batch": 0}
+        self._clock(Phase.USER)
+
+    _was_left = False
+    """whether the last loop was left before its end"""
+    _skipped = 0
+    """passes over data in the epoch that is gone on with, which were over before the checkpoint"""
+
+    def _open(self, loader: Loader, plan: BatchPlan) -> None:
+        if self._opened:
+            return
+        if not self._parts:
+            raise UsageError("a training loop without a model: call s.prepare(model, optimizer) first")
+        self._opened = True
+        definition: dict[str, Any] = {
+            **self._settings, "task": self._name, "global_batch": plan.global_batch, "tail": plan.tail,
+            "accumulation": plan.accumulation, "batchnorm": "local",
+            "optimizer": [type(part.optimizer).__name__ for part in self._parts],
+            "threads_per_rank": torch.get_num_threads() if self._exact else None, "hardware": holds_for(self.device),
+        }  # fmt: skip
+        with preserved_streams(), together(self.world):
+            definition["data"] = {"training data": data_fingerprint(loader.dataset, loader.loading)}
+        if self._exact:
+            compared = {name: definition[name] for name in BITS_ONLY}
+            check_equal("processors, libraries and threads", compared, self.world)
+        check_equal(
+            "data, optimizers and batches", {k: v for k, v in definition.items() if k not in BITS_ONLY}, self.world
+        )
+        origin = self._course.origin
+        if origin is not None:
+            with together(self.world):
+                check_same(origin.content.definition, definition, (), origin.where)
+                if len(self._parts) != len(self._numbers):
+                    raise UsageError(
+                        f"{origin.where} holds {len(self._numbers)} models, prepared were {len(self._parts)}"
+                    )
+        for line in opening(plan, self.world, self._strategy, self._name):
+            self.print(line)
+        holders = Holders(self._parts, self.world, self._virtual_ranks)
+        self._course.open(holders, plan, definition, seed=self._seed, strategy=self._strategy, epochs=self._epochs or 1)
+
+    def _between(self, bodies: list[MicroBatch], plan: BatchPlan, *, is_end: bool) -> None:
+        done = self._steps.end()
+        samples = len(plan.global_indices(bodies[0].work.epoch, self._where["batch"]))
+        self._where["batch"] += 1
+        if done.left_out is not None:
+            self._left_out.goes_back(self._course.step + 1, done.left_out)
+        lr = float(self._parts[0].rates()[0])
+        self._course.note(done, [batch.work for batch in bodies], samples, self._share, lr, self._clock.take())
+        self._stopped = done.votes.stop > 0
+        self._course.between(done.votes, self._loop_state, save=self._stopped or is_end, settled=is_end)
+
+    def _stop_if_asked(self) -> None:
+        if self._stopped:
+            raise SystemExit(int(ExitCode.SAVED))
+
+    def _check_whole(self) -> None:
+        if self._closed:
+            raise UsageError("the session has ended")
+        if self._broken is not None:
+            raise self._broken
+        self._stop_if_asked()
+        if self._was_left:
+            self._was_left = False
+            self._next_pass()
+
+    @contextmanager
+    def _merged(self) -> Generator[None]:
+        with ExitStack() as stack:
+            before, self._steps.merged = self._steps.merged, True
+            try:
+                if not before:
+                    for part in self._parts:
+                        stack.enter_context(part.replica.merged_buffers())
+                yield
+            finally:
+                self._steps.merged = before
+
+    def _votes(self) -> Any:
+        asked = self._request is not None and self._request.by is not None
+        return self._course.votes()._replace(stop=float(asked))
+
+    def _loop_state(self) -> dict[str, Any]:
+        found: dict[str, Any] = {"where": dict(self._where), "parts": [part.numbers() for part in self._parts]}
+        return found if self._streams is None else found | {"streams": self._streams}
+
+    def _enter(self, phase: Phase) -> object:
+        return self._clock(phase)

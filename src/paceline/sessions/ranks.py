@@ -1,0 +1,94 @@
+"""What the ranks of a session tell each other: sums, means, agreements, and what one does for all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.errors import UsageError
+from paceline.sums import gather_words, sum_over_ranks, together, told_once
+from paceline.worker.world import World
+
+
+class Ranks:
+    """The part of a session that knows nothing of training."""
+
+    world: World
+    _evaluated_batch = 0
+    """samples of the batch that is evaluated; 0: none is"""
+
+    @property
+    def rank(self) -> int:
+        """This process's number, from 0."""
+        return self.world.rank
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        return self.world.size
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes."""
+        return self.world.device
+
+    def sum(self, *numbers: float | Tensor) -> Any:
+        """Each number added up over all ranks, as a float; several come back as a tuple (a collective)."""
+        values = [float(number) for number in numbers]
+        found = sum_over_ranks(torch.tensor(values, dtype=torch.float64, device=self.device), "numbers of the loop")
+        added: list[float] = found.tolist()
+        return added[0] if len(added) == 1 else tuple(added)
+
+    def mean(self, total: float | Tensor, count: float | Tensor) -> float:
+        """The sum of `total` over all ranks, divided by that of `count` (a collective)."""
+        total, count = self.sum(total, count)
+        if count == 0:
+            raise UsageError("s.mean: the counts of all ranks add up to 0")
+        return float(total / count)
+
+    def any(self, flag: bool | Tensor) -> bool:
+        """Whether any rank says so: all get the same answer (a collective)."""
+        return self.sum(float(bool(flag))) > 0
+
+    def gather(self, values: Tensor) -> Tensor:
+        """(n, ...) of each rank -> (sum of n, ...) on every rank, in the order of ranks, nothing padded (a collective).
+
+        In an evaluation loop, where they are one for each sample of the batch: in the order of the batch.
+        """
+        values = values.detach().contiguous()
+        with together(self.world):
+            if values.ndim == 0:
+                raise UsageError("s.gather takes a tensor with a first dimension; for one number use s.sum or s.mean")
+        shapes: list[Any] = gather_words([list(values.shape), str(values.dtype)], self.world)
+        if len({(tuple(shape[1:]), kind) for shape, kind in shapes}) > 1:
+            raise told_once(
+                UsageError(f"s.gather: the ranks' tensors differ in more than their length: {shapes}"), self.world
+            )
+        most = max(shape[0] for shape, _ in shapes)
+        padded = values.new_zeros(most, *values.shape[1:])
+        padded[: len(values)] = values
+        if self.size == 1:
+            return values
+        parts = [torch.empty_like(padded) for _ in range(self.size)]
+        torch.distributed.all_gather(parts, padded)
+        joined_up = torch.cat([part[: shape[0]] for part, (shape, _) in zip(parts, shapes, strict=True)])
+        sizes = [shape[0] for shape, _ in shapes]
+        if self._evaluated_batch and sum(sizes) == self._evaluated_batch:
+            places = [torch.arange(rank, sum(sizes), self.size) for rank in range(self.size)]
+            ordered = torch.empty_like(joined_up)
+            ordered[torch.cat(places).to(joined_up.device)] = joined_up
+            return ordered
+        return joined_up
+
+    def main(self, act: Callable[..., Any], *arguments: Any) -> Any:
+        """Call `act` on rank 0 while the others wait; its result there, None elsewhere (a collective)."""
+        with together(self.world):
+            return act(*arguments) if self.rank == 0 else None
+
+    def print(self, *words: Any) -> None:
+        """Print, on rank 0 only."""
+        if self.world.rank == 0:
+            print(*words, flush=True)

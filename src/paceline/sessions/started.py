@@ -1,0 +1,76 @@
+"""What a session is when it starts: its models as one state, the state to go on from, its arithmetic and its name."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.checkpoint.state import Held
+from paceline.data.plan import BatchPlan
+from paceline.errors import plural
+from paceline.observe import folder as run_folder
+from paceline.sessions.prepared import Prepared
+from paceline.store.store import Checkpoints
+from paceline.sums import together
+from paceline.train.keeping import Place
+from paceline.train.resume import Origin, from_disk, from_memory
+from paceline.worker.world import World
+
+
+@dataclass(frozen=True)
+class Holders:
+    """All models of a session, as one state to be saved."""
+
+    parts: Sequence[Prepared]
+    world: World
+    virtual_ranks: int
+
+    @property
+    def sharded(self) -> bool:
+        """Whether a rank holds a share only of any of them."""
+        return any(part.replica.sharded for part in self.parts)
+
+    def state(self) -> list[Held]:
+        """All tensors of all models."""
+        return [held for part in self.parts for held in part.state()]
+
+
+def origin_of(place: Place, world: World, *, resume: bool, trust: bool) -> Origin | None:
+    """The state to go on from, if any (a collective).
+
+    Raises:
+        UsageError: on one rank: no state that is there can be trusted, or the run is finished.
+    """
+    if not resume and not place.generation:
+        return None
+    origin = from_memory(world) if place.generation else None
+    checkpoints = Checkpoints(place.folder / run_folder.CHECKPOINTS, trust=trust)
+    origin = from_disk(checkpoints, world, place.notices.append, after=origin) or origin
+    if origin is None:
+        with together(world):
+            run_folder.check_not_finished(place.folder)
+        if place.attempt > 1:
+            place.notices.append("there is no checkpoint: it begins again at step 0")
+    return origin
+
+
+def opening(plan: BatchPlan, world: World, strategy: str, name: str) -> list[str]:
+    """The arithmetic of a session's first loop."""
+    micro = -(-plan.global_batch // (plan.virtual_ranks * plan.accumulation))
+    ranks = plural(plan.virtual_ranks, "rank" if plan.virtual_ranks == world.size else "virtual rank")
+    exact = micro * plan.virtual_ranks * plan.accumulation == plan.global_batch
+    return [
+        f"{name}: {plural(world.size, 'process', 'processes')} on {world.device.type}, strategy {strategy}; "
+        f"{plan.num_samples:,} samples = {plural(plan.steps_per_epoch, 'step')} an epoch; global batch "
+        f"{plan.global_batch} = {ranks} x {plural(plan.accumulation, 'micro-batch', 'micro-batches')} x "
+        f"{'' if exact else 'at most '}{micro}"
+    ]
+
+
+def script_name() -> str:
+    """Of the program that runs: its file's name, or "session" in an interpreter."""
+    main = sys.modules.get("__main__")
+    path = getattr(main, "__file__", None)
+    return Path(path).name if path else "session"
