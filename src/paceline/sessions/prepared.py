@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.checkpoint.state import Held, Source
+from paceline.checkpoint.state import Held, Source, needed
 from paceline.errors import UsageError
 from paceline.sessions.numbers import Under, as_json, from_json, like
 from paceline.strategies.base import Replica
@@ -40,6 +40,8 @@ class Prepared:
         self._parameters = trainable(replica.model)
         self._aside: Grads | None = None  # of this step's micro-batches so far
         self._carried: Grads | None = None  # sums of this step's or an older batch's earlier backwards
+        self._waiting = False
+        """whether .grad has got something since the last update"""
         self._before: list[tuple[Tensor | None, int]] = []  # of a backward
         self._gate = gate
         self._update, self._clear = self.optimizer.step, self.optimizer.zero_grad
@@ -103,6 +105,7 @@ class Prepared:
         """
         self._aside = None
         known = self.replica.sync_gradients(divisor)
+        self._waiting = True
         if self._carried is not None:
             for parameter, before in zip(self._parameters, self._carried, strict=True):
                 if before is not None:
@@ -129,11 +132,20 @@ class Prepared:
 
     def state(self) -> list[Held]:
         """All tensors of its state, under its own names."""
-        return [replace(held, name=self.prefix + held.name) for held in self.replica.state()]
+        held = self.replica.state()
+        if self._waiting:  # gradients that the loop adds up over several batches
+            named = self.replica.model.named_parameters()
+            held = [*held, *(Held(f"gradient/{name}", p.grad) for name, p in named if p.grad is not None)]
+        return [replace(one, name=self.prefix + one.name) for one in held]
 
     def load(self, source: Source) -> None:
         """Take over what `state` gave."""
-        self.replica.load(Under(source, self.prefix) if self.prefix else source)
+        source = Under(source, self.prefix) if self.prefix else source
+        self.replica.load(source)
+        for name, parameter in self.replica.model.named_parameters():
+            if f"gradient/{name}" in source.names(f"gradient/{name}"):
+                parameter.grad = needed(source, f"gradient/{name}", parameter).to(parameter.device)
+                self._waiting = True
 
     def numbers(self) -> dict[str, Any]:
         """The rest of its state, as JSON: the optimizer's settings and the scheduler's numbers."""
@@ -161,6 +173,7 @@ class Prepared:
         self.optimizer._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]
         if self._gate.may_update(self):
             self._update()
+            self._waiting = False
             if self.replica.sharded:
                 self._put(None)
 
@@ -168,6 +181,7 @@ class Prepared:
 
     def _zero_grad(self, set_to_none: bool = True) -> None:
         # also before the last micro-batch: what is put aside is out of its reach
+        self._waiting = False
         self._clear(set_to_none=set_to_none)
         self.replica.model.zero_grad(set_to_none=set_to_none)
 
