@@ -1,44 +1,38 @@
-"""Your own training loop on any number of processes, made of paceline's parts.
+"""Your own training loop on any number of processes.
 
 python examples/own_loop.py                                 # a world of one
-torchrun --nproc-per-node 2 examples/own_loop.py            # two ranks, the same result
+paceline launch --nproc 2 -- examples/own_loop.py           # two ranks, the same result; torchrun, srun do as well
 """
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.optim import SGD
+from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import TensorDataset
 
 import paceline
-from paceline import BatchPlan, Loading, World, joined, load_steps, ranks_share, train_step
 
-EPOCHS = 20
+torch.manual_seed(0)
+inputs = torch.randn(1000, 20)
+dataset = TensorDataset(inputs, inputs[:, :1] * inputs[:, 1:2])
+net = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 1))
 
-
-def main() -> None:
-    with joined(World.from_env()) as world:
-        torch.manual_seed(0)
-        inputs = torch.randn(1000, 20)
-        dataset = TensorDataset(inputs, inputs[:, :1] * inputs[:, 1:2])
-        model = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 1)).to(world.device)
-
-        # The only lines that deal with ranks: a strategy, and a plan for a global batch of 64.
-        replica = paceline.STRATEGIES["bucketed"](model, lambda p: SGD(p, lr=0.05, momentum=0.9), world)
-        plan = BatchPlan(num_samples=len(dataset), global_batch=64, virtual_ranks=world.size)
-        mine = ranks_share(plan.virtual_ranks, world.rank, world.size)
-
-        def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-            return (outputs - targets).square().mean(1)  # (B,): one value per sample, not their mean
-
-        steps = load_steps(dataset, plan, mine, Loading(world.device), start=0, stop=EPOCHS * plan.steps_per_epoch)
-        for number, microbatches in enumerate(steps, 1):
-            result = train_step(replica, microbatches, loss)
-            if world.rank == 0 and number % plan.steps_per_epoch == 0:
-                print(f"epoch {number // plan.steps_per_epoch}: loss {result.loss:.6f}")
-        scores = paceline.evaluate(replica, dataset, loss, {}, Loading(world.device))
-        if world.rank == 0:
-            print(f"mean loss over all samples: {scores['loss']:.6f}")
-
-
-if __name__ == "__main__":
-    main()
+with paceline.session() as s:
+    model, optimizer, scheduler = s.prepare(net, lambda p: SGD(p, lr=0.05, momentum=0.9), lambda o: StepLR(o, 5, 0.7))
+    train = s.loader(dataset, global_batch=64)
+    for epoch in s.epochs(20):
+        for x, y in train:
+            optimizer.zero_grad()
+            loss = F.mse_loss(model(x), y)  # a mean, as ever
+            s.backward(loss)
+            optimizer.step()
+        scheduler.step()
+        model.eval()
+        total, count = 0.0, 0
+        with torch.no_grad():
+            for x, y in s.loader(dataset, global_batch=256):
+                total += F.mse_loss(model(x), y, reduction="sum").item()
+                count += len(x)
+        model.train()
+        s.log(loss=s.mean(total, count))

@@ -1,0 +1,32 @@
+"""The five classic scripts: few lines change, and the result does not. `make soak-sessions` looks at more of them."""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+from pathlib import Path
+
+import pytest
+from tests.sessions import soak_classic
+from tests.sessions.soak_classic import CLASSIC, SCRIPTS
+
+MOST_LINES = {"mnist": 8, "vae": 7, "gan": 9, "lm": 7, "classifier": 6}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_few_lines_change(name: str) -> None:
+    before, after = ((CLASSIC / f"{name}{kind}.py").read_text().splitlines() for kind in ("_single", ""))
+    changed = [line for line in difflib.ndiff(before, after) if line.startswith("+ ") and line[2:].strip()]
+    assert len(changed) <= MOST_LINES[name], changed
+
+
+@pytest.mark.parametrize(
+    "name", [name if name == "mnist" else pytest.param(name, marks=pytest.mark.slow) for name in SCRIPTS]
+)
+@pytest.mark.timeout(120)
+def test_the_original_is_equalled(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if name == "classifier" and importlib.util.find_spec("transformers") is None:
+        pytest.skip("needs transformers: pip install -e '.[hf]'")
+    monkeypatch.setattr(soak_classic, "SIZES", (2,))
+    monkeypatch.setitem(SCRIPTS, name, (SCRIPTS[name][0], "200", SCRIPTS[name][2]))
+    assert soak_classic.apart(name, tmp_path) <= 1e-12
