@@ -21,7 +21,7 @@ net = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 1))
 with paceline.session() as s:
     model, optimizer, scheduler = s.prepare(net, lambda p: SGD(p, lr=0.05, momentum=0.9), lambda o: StepLR(o, 5, 0.7))
     train = s.loader(dataset, global_batch=64)
-    for epoch in s.epochs(20):
+    for _ in s.epochs(20):
         for x, y in train:
             optimizer.zero_grad()
             loss = F.mse_loss(model(x), y)  # a mean, as ever

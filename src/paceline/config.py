@@ -125,7 +125,9 @@ class CheckpointConfig:
     """What is kept on the way, and where a run goes on that has ended early."""
 
     checkpoint_every: int | None = None
-    """steps between two checkpoints (default: only one, when the run is asked to stop)"""
+    """steps between two checkpoints, beside those at the ends of epochs and when the run is asked to stop"""
+    checkpoint_epochs: bool = True
+    """a checkpoint at each epoch's end, before anything is evaluated"""
     keep: int = 3
     """how many checkpoints stay, at least 2"""
     resume: Literal["no", "auto"] = "no"

@@ -204,7 +204,7 @@ def test_sigterm_to_the_command_saves_and_says_how_to_go_on(endless, tmp_path):
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 75, err
-    assert err == ""
+    assert err == "paceline: SIGTERM: saving after this step; again to stop now\n"
     first, second = (tmp_path.joinpath("run", "attempt-1", f"rank-{rank}.log").read_text() for rank in (0, 1))
     assert "killed" not in first and second == ""  # nobody was reported killed
     step = saved_step(tmp_path)
@@ -289,4 +289,4 @@ def test_a_rehearsal_stops_and_resumes_by_itself(paceline, tmp_path):
     made.rename(tmp_path / "run")
     assert steps(tmp_path, 0) == list(range(1, 9))
     saved = [e for e in read_events(tmp_path / "run/events-0.jsonl") if isinstance(e, Checkpointed)]
-    assert [(e.step, e.failure) for e in saved] == [(4, "")]
+    assert [(e.step, e.failure) for e in saved] == [(4, ""), (8, "")]

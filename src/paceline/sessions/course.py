@@ -58,7 +58,6 @@ class Course:
         self._throughput = Throughput()
         self._writer: events.EventWriter | None = None
         self._keeping: Keeping | None = None
-        self._saved = -1
         self._facts: dict[str, Any] = {}
 
     @property
@@ -142,8 +141,6 @@ class Course:
             self._throughput.pause(self._keeping.between(self.step, votes, self._content(loop()), save=save))
             if settled:
                 self._keeping.settle()
-            due = self._rhythm.checkpoint is not None and self.step % self._rhythm.checkpoint == 0
-            self._saved = self.step if save or due else self._saved
 
     def log(self, metrics: dict[str, float]) -> None:
         """Numbers that the loop has found, the same on all ranks."""
@@ -192,11 +189,10 @@ class Course:
         keeping, place = self._keeping, self._place
         if keeping is None or place is None:
             return
-        released = Guard.of_process().released()
         usage = isinstance(error, PacelineError) and error.exit_code == ExitCode.USAGE
         with suppress(Exception):
-            if whole and self.step > max(self._saved, self.origin.step if self.origin else 0):
-                keeping.save_alone(released or '{"guilty":[]}', self.step, self._content(loop()))
+            if whole and self.step:
+                keeping.save_alone(Guard.of_process().released(), self.step, self._content(loop()))
             keeping.abandon()
             if self._world.rank == 0 and not (usage and place.attempt > 1):
                 code = error.exit_code if isinstance(error, PacelineError) else ExitCode.FAILED

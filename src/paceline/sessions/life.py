@@ -101,7 +101,9 @@ class Life(Loop):
             self._steps.may_leave_out = not_finite != "stop"
             self._left_out = LeftOut(not_finite, world, self.print)
             self._clock = PhaseClock(self._guard.box.enter)
-            self._request: StopRequest | None = self._stack.enter_context(noticing()) if place is not None else None
+            self._request: StopRequest | None = (
+                self._stack.enter_context(noticing(told=world.rank == 0)) if place is not None else None
+            )
             for line in notices:
                 self.print(line)
         except BaseException as error:

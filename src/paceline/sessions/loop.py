@@ -55,6 +55,12 @@ class Loop(Ranks):
     _opened = _closed = _stopped = False
     _broken: Exception | None = None
 
+    @contextmanager
+    def evaluating(self) -> Generator[None]:
+        """Inside, models have the buffers of all virtual ranks, merged: to evaluate in your own way (a collective)."""
+        with self._merged(), torch.no_grad():
+            yield
+
     def _iterate(self, loader: Loader) -> Iterator[Any]:
         self._check_whole()
         training = torch.is_grad_enabled() and any(part.replica.model.training for part in self._parts)

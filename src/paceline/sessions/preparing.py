@@ -7,12 +7,16 @@ from typing import Any
 
 from torch import nn
 from torch.optim import LBFGS, Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from paceline.errors import UsageError
 from paceline.sessions.prepared import Gate, Prepared
 from paceline.strategies.base import MakeOptimizer, Replica
 from paceline.sums import together
 from paceline.worker.world import World
+
+OptimizerLike = Optimizer | MakeOptimizer
+SchedulerLike = LRScheduler | Callable[[Optimizer], LRScheduler]
 
 
 def prepared(

@@ -19,14 +19,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Generator, Iterable, Mapping
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
 from paceline.data.loader import Loading
@@ -37,7 +37,7 @@ from paceline.sessions.life import Life, install, open_sessions
 from paceline.sessions.loader import Loader
 from paceline.sessions.planning import planned
 from paceline.sessions.prepared import Prepared
-from paceline.sessions.preparing import prepared
+from paceline.sessions.preparing import OptimizerLike, SchedulerLike, prepared
 from paceline.strategies import STRATEGIES
 from paceline.sums import together
 from paceline.train.weights import save, save_pickled
@@ -69,9 +69,13 @@ class Session(Life):
         body = self._steps.body
         return len(body.work.indices) if body is not None and body.work.counted else 0
 
+    @overload
+    def prepare(self, model: nn.Module, optimizer: OptimizerLike) -> tuple[nn.Module, Optimizer]: ...
+    @overload
     def prepare(
-        self, model: nn.Module, optimizer: Any, scheduler: Any = None
-    ) -> tuple[Any, Any, Any] | tuple[Any, Any]:
+        self, model: nn.Module, optimizer: OptimizerLike, scheduler: SchedulerLike
+    ) -> tuple[nn.Module, Optimizer, LRScheduler]: ...
+    def prepare(self, model: nn.Module, optimizer: OptimizerLike, scheduler: SchedulerLike | None = None) -> Any:
         """Make a model, its optimizer and its scheduler this rank's part of the training (a collective).
 
         Args:
@@ -209,12 +213,6 @@ class Session(Life):
         found, where = self.weights(model), Path(path)
 
         self.main(save if where.suffix == ".safetensors" else save_pickled, found, where)
-
-    @contextmanager
-    def evaluating(self) -> Generator[None]:
-        """Inside, models have the buffers of all virtual ranks, merged: to evaluate in your own way (a collective)."""
-        with self._merged(), torch.no_grad():
-            yield
 
     def _part(self, model: nn.Module | None) -> Prepared:
         if model is None and len(self._parts) == 1:

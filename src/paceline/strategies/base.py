@@ -43,9 +43,10 @@ class Replica:
     world: World
     virtual_ranks: int
     """how many the run is defined for"""
+    microbatch: Callable[[MicroBatch, bool], AbstractContextManager[None]]
+    """(micro-batch, is it the step's last here?): surrounds one forward and backward; it is `body` and `backward`"""
     body: Callable[[MicroBatch, bool], AbstractContextManager[None]]
-    """(micro-batch, is it the step's last here?): surrounds all that is computed for it: its random stream, its
-    buffers"""
+    """surrounds all that is computed for a micro-batch: its random stream, its buffers"""
     backward: Callable[[Work, bool], AbstractContextManager[Any]]
     """(work, is it the step's last backward here?): surrounds each backward inside `body`"""
     sync_gradients: Callable[[Tensor], bool | None]
@@ -80,12 +81,6 @@ class Replica:
     """every tensor of the training's state that this rank holds, under names that no strategy changes; no copies"""
     load: Callable[[Source], None]
     """takes over a state that any strategy on any number of ranks has held"""
-
-    @contextmanager
-    def microbatch(self, batch: MicroBatch, is_last: bool) -> Generator[None]:
-        """Surrounds one forward and backward of a micro-batch; is it the step's last here?"""
-        with self.body(batch, is_last), self.backward(batch.work, is_last):
-            yield
 
 
 class Strategy(Protocol):
@@ -156,6 +151,11 @@ def replica(
             yield
 
     @contextmanager
+    def microbatch(batch: MicroBatch, is_last: bool) -> Generator[None]:
+        with body(batch, is_last), backward(batch.work, is_last):
+            yield
+
+    @contextmanager
     def alone(batch: MicroBatch) -> Generator[None]:
         with random_stream(batch.random_seed, world.device), buffers.of(batch.work):
             yield
@@ -210,6 +210,7 @@ def replica(
         optimizer=optimizer,
         world=world,
         virtual_ranks=virtual_ranks,
+        microbatch=microbatch,
         body=body,
         backward=backward,
         sync_gradients=sync_all_gradients,

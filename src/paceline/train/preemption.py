@@ -19,25 +19,29 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal
 class StopRequest:
     """Whether this rank has been asked to stop, and by what."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, told: bool = False) -> None:
+        """`told`: whether to answer the first request at once, in words."""
+        self._told = told
         self.by: str | None = None
 
     def note(self, number: int, frame: FrameType | None = None) -> None:
         """Remember the first request; the second one ends the process at once."""
         if self.by is None:
             self.by = signal.Signals(number).name
+            if self._told:  # no print: we may be in the middle of one
+                os.write(2, f"paceline: {self.by}: saving after this step; again to stop now\n".encode())
             return
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
 
 
 @contextmanager
-def noticing() -> Generator[StopRequest]:
+def noticing(*, told: bool = False) -> Generator[StopRequest]:
     """Inside, signals that ask to stop are noted instead of obeyed; ignored ones (nohup) stay ignored.
 
     Outside the main thread, where Python handles no signals, nothing is noted.
     """
-    request = StopRequest()
+    request = StopRequest(told=told)
     if threading.current_thread() is not threading.main_thread():
         yield request
         return

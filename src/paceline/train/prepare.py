@@ -31,7 +31,7 @@ from paceline.tasks import load_task
 from paceline.tasks.task import Task
 from paceline.train.computing import Settled, settle
 from paceline.train.determinism import explained
-from paceline.train.evaluate import evaluating
+from paceline.train.evaluate import batch_totals, evaluating
 from paceline.train.optimizer import Schedule, optimizer_maker, scaled_lr
 from paceline.train.step import weighted_losses
 from paceline.worker.world import World
@@ -85,7 +85,9 @@ def prepare(config: TrainConfig, world: World) -> Parts:
     config = replace(config, compute=replace(config.compute, precision=settled.precision))
     with together(world):
         room = Room(largest, config.data.num_workers, world.local_size)
-        check_loss(task, model, train_set, replace(loading, num_workers=0), room)
+        alone = replace(loading, num_workers=0)
+        check_loss(task, model, train_set, alone, room)
+        check_metrics(task, model, test_set, alone)
         train_set, test_set = on_device(train_set, world.device), on_device(test_set, world.device)
     for what, content in data.items():
         check_equal(what, content, world)
@@ -161,6 +163,14 @@ def check_loss(task: Task, model: nn.Module, dataset: Dataset[Any], loading: Loa
             if losses.requires_grad:  # a model may switch gradients off in eval mode
                 losses.sum().backward()
     model.zero_grad(set_to_none=True)
+
+
+def check_metrics(task: Task, model: nn.Module, dataset: Dataset[Any], loading: Loading) -> None:
+    """Try loss and metrics on the first two samples of the test data: an epoch must not be trained in vain."""
+    indices = torch.arange(min(2, len(dataset)))  # pyright: ignore[reportArgumentType]
+    with preserved_streams(), evaluating(model):
+        for inputs, targets in fetch(dataset, [(0, indices)], 0, loading):
+            batch_totals(model, inputs, targets, task.loss, task.metrics)
 
 
 def check_code(world: World) -> None:

@@ -6,8 +6,6 @@ import math
 import os
 import signal
 import time
-from collections.abc import Generator
-from contextlib import contextmanager
 from dataclasses import replace
 
 from msgspec import structs
@@ -15,7 +13,7 @@ from msgspec import structs
 from paceline.checkpoint.whole import sha256_of
 from paceline.contract.evidence import Phase
 from paceline.data.loader import load_steps, naming_lost_processes
-from paceline.errors import ExitCode, PacelineError, TrainingError
+from paceline.errors import ExitCode, PacelineError, TrainingError, UsageError
 from paceline.observe import events
 from paceline.observe.progress import Display, Throughput
 from paceline.observe.summary import Summary, write_summary
@@ -31,7 +29,7 @@ from paceline.train.prepare import Parts
 from paceline.train.records import write_started, write_step
 from paceline.train.resume import Content, Origin
 from paceline.train.votes import Votes
-from paceline.train.weights import rescue, rescue_alone, save
+from paceline.train.weights import rescue, save, surviving
 from paceline.train.wording import closing_lines, opening_lines, scores_line, stopped_line, summary_of
 from paceline.worker.guard import Guard
 
@@ -65,28 +63,33 @@ class Training:
     def run(self) -> ExitCode:
         """Train, evaluate, save, summarise; SAVED if the run was asked to stop and its state is on disk."""
         began = time.perf_counter()
-        with noticing() as self._request:
-            with self._weights_survive(), self._writer, self._display:
+        with noticing(told=self._world.rank == 0) as self._request:
+            with surviving(self._parts.replica, self._place.folder, self._progress), self._writer, self._display:
                 self._open()
                 try:
                     with naming_lost_processes(self._guard.box, self._world.rank):
                         asked_to_stop = self._loop()
                     self._keeping.end()
-                except PacelineError:
-                    raise
                 except Exception as error:
-                    stalled = self._guard.stall_error(error)
-                    if stalled is None:
-                        raise
-                    if self._step and self._guard.box.get("phase") != Phase.OPTIMIZER:  # else a half-done update
-                        self._keeping.save_alone(self._guard.released(), self._step, self._content())
-                    raise stalled from error
+                    stalled = None if isinstance(error, PacelineError) else self._guard.stall_error(error)
+                    self._save_what_is_whole(error)
+                    if stalled is not None:
+                        raise stalled from error
+                    if isinstance(error, UsageError) and self._step > self._start:  # not before the first step
+                        raise TrainingError(str(error)) from error
+                    raise
                 finally:
                     self._keeping.abandon()
                 self._writer.write(events.Ended(self._step, time.time()))
             self._guard.box.enter(Phase.CLOSE)
-            with self._weights_survive():
+            with surviving(self._parts.replica, self._place.folder, self._progress):
                 return self._stop() if asked_to_stop else self._finish(time.perf_counter() - began)
+
+    def _save_what_is_whole(self, error: Exception) -> None:
+        """After an error: the state after the last step, unless that is saved, half updated, or what is wrong."""
+        wrong = isinstance(error, OSError) or getattr(error, "exit_code", None) == ExitCode.DIVERGED
+        if self._step > self._start and not wrong and self._guard.box.get("phase") != Phase.OPTIMIZER:
+            self._keeping.save_alone(self._guard.released(), self._step, self._content())
 
     def _open(self) -> None:
         write_started(self._writer.write, self._parts, self._place, self._start)
@@ -142,11 +145,12 @@ class Training:
         """Do what is due between this step and the next; return whether all ranks stop here."""
         config, is_last = self._config.checkpoint, self._step == self._parts.total_steps
         stopping = record.result.votes.stop > 0 and not is_last
-        if is_last or (self._step % self._parts.plan.steps_per_epoch == 0 and not stopping):
+        at_end = is_last or self._step % self._parts.plan.steps_per_epoch == 0
+        save = stopping or (at_end and (config.checkpoint_epochs or (is_last and config.checkpoint_every is not None)))
+        self._throughput.pause(self._keeping.between(self._step, record.result.votes, self._content(), save=save))
+        if at_end and not stopping:
+            self._throughput.pause(self._keeping.settle())  # whatever the evaluation meets, the epoch is on disk
             self._evaluate()
-        content = self._content()
-        save = stopping or (is_last and config.checkpoint_every is not None)
-        self._throughput.pause(self._keeping.between(self._step, record.result.votes, content, save=save))
         if self._step == config.rehearse_preemption and self._world.rank == self._world.size - 1:
             os.kill(os.getpid(), signal.SIGTERM)  # one rank is enough: all agree
         return stopping
@@ -235,13 +239,5 @@ class Training:
         known = {"samples_per_second": self._throughput.overall(), "weights_sha256": sha256, "seconds": seconds}
         return structs.replace(summary, **known, **structs.asdict(costs))
 
-    @contextmanager
-    def _weights_survive(self) -> Generator[None]:
-        """Inside, a file that cannot be written ends the run, after the weights have been saved elsewhere."""
-        try:
-            yield
-        except OSError as error:
-            trained = self._step > self._start
-            where = rescue_alone(self._parts.replica, self._place.folder) if trained else "nothing was trained yet"
-            words = f"rank {self._world.rank} cannot go on after step {self._step}: {error}; {where}"
-            raise TrainingError(words) from error
+    def _progress(self) -> tuple[int, int]:
+        return self._start, self._step

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -12,6 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from paceline.disk import writing
+from paceline.errors import TrainingError
 from paceline.strategies.base import Replica
 
 
@@ -76,3 +78,21 @@ def rescue(weights: Mapping[str, Tensor], run_dir: Path) -> str:
             continue
         return f"the weights were rescued to {path}"
     return "and the weights could not be saved anywhere: they are LOST"
+
+
+@contextmanager
+def surviving(replica: Replica, run_dir: Path, steps: Callable[[], tuple[int, int]]) -> Generator[None]:
+    """Inside, a file that cannot be written ends the run, after the weights have been saved elsewhere.
+
+    `steps`: after which step this start began, and which one is done.
+
+    Raises:
+        TrainingError: says where they are.
+    """
+    try:
+        yield
+    except OSError as error:
+        start, step = steps()
+        where = rescue_alone(replica, run_dir) if step > start else "nothing was trained yet"
+        words = f"rank {replica.world.rank} cannot go on after step {step}: {error}; {where}"
+        raise TrainingError(words) from error

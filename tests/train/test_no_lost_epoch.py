@@ -1,0 +1,82 @@
+"""Whatever goes wrong after an epoch, it is on disk; what would go wrong then is tried before the first step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests import warm
+
+from paceline.observe.summary import read_summary
+from paceline.store.store import Checkpoints
+
+TASK = """
+import torch
+from torch import nn
+from torch.utils.data import Dataset, TensorDataset
+from paceline import Task
+
+class Corrupt(Dataset):
+    def __len__(self): return 40
+    def __getitem__(self, index):
+        if index == 34: raise OSError("sample 34 cannot be decoded")
+        return torch.zeros(4), 0
+
+seen = 0
+def late(outputs, targets):
+    global seen
+    seen += 1
+    if seen > 1: raise ValueError("the metric fails")
+    return (outputs.argmax(1) == targets).float()
+
+def data(split):
+    return TensorDataset(torch.randn(80, 4, generator=torch.Generator().manual_seed(1)), torch.zeros(80).long())
+
+def make(**more):
+    loss = lambda o, t: nn.functional.cross_entropy(o, t, reduction="none")
+    return Task(**{"make_model": lambda: nn.Linear(4, 3), "make_dataset": data, "loss": loss, **more})
+
+fine = make()
+wrong_metric = make(metrics={"accuracy": lambda o, t: (o.argmax(1) == t).float().mean()})
+late_metric = make(metrics={"accuracy": late})
+corrupt_test = make(make_dataset=lambda split: Corrupt() if split == "test" else data(split))
+class Broken(nn.Linear):
+    steps = 0
+    def forward(self, x):
+        Broken.steps += self.training
+        if Broken.steps > 7: raise ValueError("a bug of mine")
+        return super().forward(x)
+broken_model = make(make_model=lambda: Broken(4, 3))
+"""
+
+
+def train(folder: Path, task: str, nproc: int = 2, *words: str) -> tuple[int, str, list[int]]:
+    (folder / "mine.py").write_text(TASK)
+    words = ("--batch-size", "8", "--epochs", "2", "--run-dir", "run", "--nproc", str(nproc), *words)
+    done = warm.run(("-m", "paceline", "train", f"mine.py:{task}", *words), cwd=folder)
+    saved = [step for step, _ in Checkpoints(folder / "run" / "checkpoints").entries()]
+    return done.returncode, done.stdout + done.stderr, saved
+
+
+def test_a_metric_of_the_wrong_kind_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    code, told, saved = train(tmp_path, "wrong_metric")
+    assert (code, saved) == (2, []) and "one value per sample" in told and "step 1/" not in told
+
+
+@pytest.mark.parametrize(("task", "why"), [("late_metric", "the metric fails"), ("corrupt_test", "sample 34")])
+def test_an_evaluation_that_fails_costs_no_step(tmp_path: Path, task: str, why: str) -> None:
+    code, told, saved = train(tmp_path, task)
+    assert (code, saved) == (1, [5]) and why in told
+
+
+def test_an_error_in_the_middle_of_an_epoch_saves_what_is_whole(tmp_path: Path) -> None:
+    code, told, saved = train(tmp_path, "broken_model", 1)
+    assert (code, saved) == (1, [7]) and "the state after step 7 is saved" in told
+    summary = read_summary(tmp_path / "run")
+    assert summary is not None and summary.exit == 1
+    again = train(tmp_path, "broken_model", 1, "--resume", "auto")
+    assert "goes on after step 7" in again[1]
+
+
+def test_without_checkpoints_at_epochs_there_are_none(tmp_path: Path) -> None:
+    assert train(tmp_path, "fine", 2, "--no-checkpoint-epochs")[2] == []
