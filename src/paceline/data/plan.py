@@ -13,12 +13,12 @@ uneven (by one) rather than padded: the step weights by samples, so nothing need
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from paceline.data.shuffle import shuffled
 from paceline.errors import UsageError
 from paceline.seeding import derive
 
@@ -70,14 +70,10 @@ class BatchPlan:
         """(n,) int64: all samples of global batch `step` of `epoch`; n = `global_batch` except at a kept tail."""
         if not 0 <= step < self.steps_per_epoch:
             raise IndexError(f"step {step} is outside an epoch of {self.steps_per_epoch} steps")
-        order = _order(self.num_samples, self.seed, epoch, self.shuffle)
         start = step * self.global_batch
-        batch = order[start : start + self.global_batch]
-        if self.tail == "pad" and len(batch) < self.global_batch:
-            missing = self.global_batch - len(batch)
-            repeats = order.repeat(-(-missing // self.num_samples))[:missing]
-            batch = torch.cat([batch, repeats])
-        return batch
+        stop = start + self.global_batch
+        places = torch.arange(start, stop if self.tail == "pad" else min(stop, self.num_samples)) % self.num_samples
+        return shuffled(places, self.num_samples, self.seed, epoch) if self.shuffle else places
 
     def indices(self, epoch: int, step: int, virtual_rank: int) -> Tensor:
         """(n,) int64: the share of `virtual_rank`. n differs by at most one between virtual ranks, and can be 0."""
@@ -152,11 +148,3 @@ def ranks_share(virtual_ranks: int, rank: int, world_size: int) -> range:
             f"{virtual_ranks}. Start fewer processes, or define the run for more (--virtual-ranks {world_size})."
         )
     return range(rank * virtual_ranks // world_size, (rank + 1) * virtual_ranks // world_size)
-
-
-@lru_cache(maxsize=2)  # the epoch in training, and the next one, which loader workers already fetch
-def _order(num_samples: int, seed: int, epoch: int, shuffle: bool) -> Tensor:
-    if not shuffle:
-        return torch.arange(num_samples)
-    generator = torch.Generator().manual_seed(derive(seed, "order", epoch))
-    return torch.randperm(num_samples, generator=generator)
