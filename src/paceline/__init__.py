@@ -2,6 +2,7 @@
 
 The public parts, each of which works alone in a loop of your own (examples/own_loop.py):
 
+    run                      ranks from a script or a notebook: run(function, nproc=2)
     session                  your own loop: models, data, checkpoints, among ranks
     World, joined            this process's place among all; the process group
     BatchPlan, ranks_share   which rank sees which sample, and when
@@ -26,6 +27,7 @@ __version__ = "0.1.0"
 
 # Imported at first use: `import paceline` alone must not import torch, or `paceline --help` would take seconds.
 _PARTS = {
+    "run": "launch.from_python",
     "session": "sessions",
     "Session": "sessions",
     "World": "worker.world",
@@ -68,6 +70,7 @@ if TYPE_CHECKING:
     from paceline.data.loader import load_steps as load_steps
     from paceline.data.plan import BatchPlan as BatchPlan
     from paceline.data.plan import ranks_share as ranks_share
+    from paceline.launch.from_python import run as run
     from paceline.sessions import Session as Session
     from paceline.sessions import session as session
     from paceline.strategies import STRATEGIES as STRATEGIES

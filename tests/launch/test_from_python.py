@@ -1,0 +1,74 @@
+"""paceline.run: ranks from Python, functions that no file holds, and the exception of the rank that failed first."""
+
+from __future__ import annotations
+
+import os
+import signal
+import textwrap
+import threading
+from pathlib import Path
+
+import pytest
+from tests import warm
+
+import paceline
+from paceline.errors import TrainingError, UsageError
+
+
+def total(numbers: list[int]) -> float:
+    import torch
+
+    with paceline.session() as s:
+        return s.sum(float(sum(numbers[s.rank :: s.size]))) + torch.zeros(1).item()
+
+
+def fails(kind: str) -> None:
+    with paceline.session() as s:
+        if s.rank == 1 and kind == "raises":
+            raise KeyError("no such sample")
+        if s.rank == 1 and kind == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        s.sum(1.0)
+        s.sum(2.0)
+
+
+def test_what_ranks_return_comes_back(capsys: pytest.CaptureFixture[str]) -> None:
+    offset = 5
+    assert paceline.run(total, 2, ([1, 2, 3],)) == [6.0, 6.0]
+    assert paceline.run(lambda x: (int(os.environ["RANK"]), x + offset), 2, kwargs={"x": 1}) == [(0, 6), (1, 6)]
+
+
+def test_the_exception_of_the_rank_that_failed_first_is_raised() -> None:
+    with pytest.raises(KeyError, match="no such sample") as found:
+        paceline.run(fails, 2, ("raises",))
+    assert "rank 1" in found.value.__notes__[0] and "in fails" in found.value.__notes__[0]
+
+
+def test_a_rank_that_was_killed_is_named() -> None:
+    with pytest.raises(TrainingError, match=r"rank 1 .* killed by SIGKILL"):
+        paceline.run(fails, 2, ("killed",))
+
+
+def test_what_cannot_be_sent_is_refused() -> None:
+    with pytest.raises(UsageError, match="cannot be sent"):
+        paceline.run(total, 2, (threading.Lock(),))
+    with pytest.raises(UsageError, match="one rank at least"):
+        paceline.run(total, 0)
+
+
+def test_from_the_main_module_of_a_script(tmp_path: Path) -> None:
+    """As in a notebook: its functions are in no module that a rank could import."""
+    (tmp_path / "mine.py").write_text(
+        textwrap.dedent("""
+            import paceline
+
+            def square(x):
+                print("computing")
+                return x * x
+
+            if __name__ == "__main__":
+                print(paceline.run(square, nproc=2, args=(7,)))
+        """)
+    )
+    done = warm.run(("mine.py",), cwd=tmp_path)
+    assert (done.returncode, done.stdout.count("computing"), "[49, 49]" in done.stdout) == (0, 1, True), done.stderr
