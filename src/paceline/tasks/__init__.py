@@ -5,11 +5,13 @@ A task is found without importing it, so a typing mistake is reported before any
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.machinery
 import itertools
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from inspect import signature
 from pathlib import Path
@@ -56,6 +58,8 @@ def check_task(name: str | None, options: Mapping[str, Any]) -> None:
         check_mnist(options.get("data_dir"))
         return
     if ":" not in name:
+        if name.endswith(".py") and Path(name).is_file():
+            raise UsageError(f"task {name!r} names a file: say which Task in it, {_of_file(Path(name))}")
         near = unknown("task", name, TASKS)
         raise UsageError(f"{near}, or your own as module:name or file.py:name")
     folder = _locate(name)
@@ -86,7 +90,8 @@ def load_task(name: str, options: Mapping[str, Any]) -> Task:
     module = importlib.import_module(module_name) if name in TASKS else _import(module_name)
     found = getattr(module, attribute, None)
     if found is None:
-        raise unknown(f"task in {module_name}", attribute, [n for n in vars(module) if not n.startswith("_")])
+        there = [n for n, value in vars(module).items() if not n.startswith("_") and _may_be(value, module_name, Task)]
+        raise unknown(f"task in {module_name}", attribute, there or ["(it defines no Task, and no function)"])
     if isinstance(found, Task):
         if options:
             raise UsageError(f"{name} is a Task, so it takes no options; make it a function for {', '.join(options)}")
@@ -100,6 +105,23 @@ def load_task(name: str, options: Mapping[str, Any]) -> Task:
     if not isinstance(task, Task):
         raise UsageError(f"{name} is {type(task).__name__!r}, not a paceline.Task or a function that returns one")
     return task
+
+
+def _may_be(value: Any, module_name: str, task: type) -> bool:
+    """Whether it is a Task, or a function of the module itself, which may return one."""
+    here = str(getattr(value, "__module__", "")) == Path(module_name.rpartition(":")[2]).stem
+    return isinstance(value, task) or (callable(value) and not isinstance(value, type) and here)
+
+
+def _of_file(path: Path) -> str:
+    """FILE:NAME for each Task that a file makes at its top level, without importing it."""
+    with suppress(OSError, SyntaxError, ValueError):
+        tree = ast.parse(path.read_text())
+        made = [n for n in tree.body if isinstance(n, ast.Assign) and isinstance(n.value, ast.Call)]
+        tasks = [n for n in made if ast.unparse(n.value).partition("(")[0].rpartition(".")[2] == "Task"]
+        if names := [target.id for n in tasks for target in n.targets if isinstance(target, ast.Name)]:
+            return " or ".join(f"{path}:{name}" for name in names)
+    return f"{path}:NAME"
 
 
 def _locate(name: str) -> Path:

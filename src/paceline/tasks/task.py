@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from inspect import signature
 from typing import Any, Literal
 
 from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
+
+from paceline.errors import UsageError
 
 Split = Literal["train", "test"]
 Loss = Callable[[Any, Any], Tensor | tuple[Tensor, Tensor]]
@@ -31,3 +34,44 @@ class Task:
     metrics: Mapping[str, Metric] = field(default_factory=dict[str, Metric])
     collate: Callable[[list[Any]], Any] | None = None
     """samples -> batch, by default torch's default_collate"""
+
+    def __post_init__(self) -> None:
+        kind = type(self.make_model).__name__
+        if isinstance(self.make_model, nn.Module):
+            raise UsageError(f"Task(make_model={kind}()): this is a model. Give what makes it: make_model={kind}")
+        if isinstance(self.make_dataset, (Dataset, DataLoader)):
+            kind = type(self.make_dataset).__name__
+            raise UsageError(
+                f"Task(make_dataset=...): this is a {kind}. Give a function that makes the dataset of a split: "
+                "make_dataset=lambda split: ..."
+            )
+        given = {"make_model": self.make_model, "make_dataset": self.make_dataset, "loss": self.loss}
+        given |= {f"metrics[{name!r}]": metric for name, metric in _named(self.metrics).items()}
+        given |= {} if self.collate is None else {"collate": self.collate}
+        for name, value in given.items():
+            if not callable(value):
+                raise UsageError(f"Task({name}=...): this must be a function, not of type {type(value).__name__}")
+        if not _takes(self.make_model, 0):
+            raise UsageError("Task(make_model=...): it is called without arguments, and asks for some")
+        if not _takes(self.make_dataset, 1):
+            raise UsageError('Task(make_dataset=...): it is called with the split, "train" or "test", and takes none')
+
+
+def _named(metrics: Any) -> Mapping[str, Any]:
+    if not isinstance(metrics, Mapping):
+        raise UsageError(
+            f"Task(metrics=...): this must be a table from names to functions, {{'accuracy': accuracy}} say, not of "
+            f"type {type(metrics).__name__}"
+        )
+    return metrics
+
+
+def _takes(function: Callable[..., Any], count: int) -> bool:
+    """Whether it can be called with so many arguments, as far as it tells."""
+    try:
+        signature(function).bind(*range(count))
+    except TypeError:
+        return False
+    except ValueError:  # some of C's functions do not tell
+        return True
+    return True
