@@ -23,8 +23,11 @@ from torch.utils.data import TensorDataset
 import paceline
 from paceline import STRATEGIES, BatchPlan, Loading, load_steps, ranks_share, train_step
 from paceline.models import CNN
+from paceline.train.order import CallOrder
+from paceline.train.votes import Votes
+from paceline.worker.guard import Guard
 
-BLOCK, PAIRS = 60, 12
+BLOCK, PAIRS = 60, 8
 WORKS = {"cnn": (CNN, (1, 28, 28), 64), "mlp": (lambda: nn.Sequential(nn.Flatten(), nn.Linear(784, 10)), (784,), 64)}
 
 
@@ -33,16 +36,18 @@ def measure(work: str) -> list[float]:
     make, shape, batch = WORKS[work]
     ratios: list[float] = []
     with paceline.session() as s:
+        torch.manual_seed(0)
         data = TensorDataset(
             torch.randn(BLOCK * batch * s.size, *shape), torch.randint(0, 10, (BLOCK * batch * s.size,))
         )
-        torch.manual_seed(0)
         model, optimizer = s.prepare(make(), partial(torch.optim.AdamW, fused=True))
         train = s.loader(data, global_batch=batch * s.size)
         replica = STRATEGIES["bucketed"](make(), partial(torch.optim.AdamW, fused=True), s.world)
         plan = BatchPlan(len(data), batch * s.size, s.size)
         mine = ranks_share(s.size, s.rank, s.size)
         loss = partial(F.cross_entropy, reduction="none")
+        guard = Guard.of_process()
+        order = CallOrder(s.world, guard.take_order, guard.taken, print)
 
         def by_session() -> None:
             for x, y in train:
@@ -53,7 +58,7 @@ def measure(work: str) -> list[float]:
         def by_step() -> None:
             replica.model.train()
             for bodies in load_steps(data, plan, mine, Loading(s.device), start=0, stop=plan.steps_per_epoch):
-                train_step(replica, bodies, loss)
+                train_step(replica, bodies, loss, votes=Votes, enter=guard.box.enter, order=order)
 
         for number in range(PAIRS + 1):
             seconds: list[float] = []

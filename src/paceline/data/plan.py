@@ -18,7 +18,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from paceline.data.shuffle import shuffled
+from paceline.data.shuffle import shuffled, stretch
 from paceline.errors import UsageError
 from paceline.seeding import derive
 
@@ -72,6 +72,8 @@ class BatchPlan:
             raise IndexError(f"step {step} is outside an epoch of {self.steps_per_epoch} steps")
         start = step * self.global_batch
         stop = start + self.global_batch
+        if self.shuffle and stop <= self.num_samples:
+            return stretch(start, stop, self.num_samples, self.seed, epoch)
         places = torch.arange(start, stop if self.tail == "pad" else min(stop, self.num_samples)) % self.num_samples
         return shuffled(places, self.num_samples, self.seed, epoch) if self.shuffle else places
 

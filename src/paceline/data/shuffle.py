@@ -22,6 +22,13 @@ def shuffled(positions: Tensor, num_samples: int, seed: int, epoch: int) -> Tens
     return permuted(positions, num_samples, derive(seed, "order", epoch))
 
 
+def stretch(start: int, stop: int, num_samples: int, seed: int, epoch: int) -> Tensor:
+    """(stop - start,) int64: as `shuffled` of these places, which all exist; of a list without a copy."""
+    if num_samples <= LISTED:
+        return _listed(num_samples, seed, epoch)[start:stop]
+    return permuted(torch.arange(start, stop), num_samples, derive(seed, "order", epoch))
+
+
 @lru_cache(maxsize=2)  # the epoch in training, and the next one, which loader workers already fetch
 def _listed(num_samples: int, seed: int, epoch: int) -> Tensor:
     generator = torch.Generator().manual_seed(derive(seed, "order", epoch))

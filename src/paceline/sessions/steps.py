@@ -59,7 +59,7 @@ class Steps(Gate):
             self._around.enter_context(part.replica.body(batch, is_last))
         self.body = Body(batch, is_last)
         self._sums.in_round = 0
-        self._rates = [part.rates() for part in self.parts]
+        self._rates = [] if is_last else [part.rates() for part in self.parts]
         self._enter(Phase.FORWARD)
 
     def leave(self) -> None:
