@@ -44,6 +44,7 @@ def test_the_exception_of_the_rank_that_failed_first_is_raised() -> None:
     assert "rank 1" in found.value.__notes__[0] and "in fails" in found.value.__notes__[0]
 
 
+@pytest.mark.slow
 def test_a_rank_that_was_killed_is_named() -> None:
     with pytest.raises(TrainingError, match=r"rank 1 .* killed by SIGKILL"):
         paceline.run(fails, 2, ("killed",))
@@ -56,6 +57,7 @@ def test_what_cannot_be_sent_is_refused() -> None:
         paceline.run(total, 0)
 
 
+@pytest.mark.slow
 def test_from_the_main_module_of_a_script(tmp_path: Path) -> None:
     """As in a notebook: its functions are in no module that a rank could import."""
     (tmp_path / "mine.py").write_text(

@@ -50,6 +50,7 @@ def test_killed_stopped_and_failed_on_other_numbers_of_ranks_it_comes_to_the_sam
     assert "step      24 of 24" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_each_epoch_is_kept_and_one_that_is_killed_in_its_evaluation_is_not_trained_again(tmp_path: Path) -> None:
     run = tmp_path / "run"
     assert start(2, run, 9, "kill").returncode == 137

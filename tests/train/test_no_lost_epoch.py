@@ -63,7 +63,10 @@ def test_a_metric_of_the_wrong_kind_is_refused_before_the_first_step(tmp_path: P
     assert (code, saved) == (2, []) and "one value per sample" in told and "step 1/" not in told
 
 
-@pytest.mark.parametrize(("task", "why"), [("late_metric", "the metric fails"), ("corrupt_test", "sample 34")])
+@pytest.mark.parametrize(
+    ("task", "why"),
+    [("late_metric", "the metric fails"), pytest.param("corrupt_test", "sample 34", marks=pytest.mark.slow)],
+)
 def test_an_evaluation_that_fails_costs_no_step(tmp_path: Path, task: str, why: str) -> None:
     code, told, saved = train(tmp_path, task)
     assert (code, saved) == (1, [5]) and why in told
@@ -78,5 +81,6 @@ def test_an_error_in_the_middle_of_an_epoch_saves_what_is_whole(tmp_path: Path) 
     assert "goes on after step 7" in again[1]
 
 
+@pytest.mark.slow
 def test_without_checkpoints_at_epochs_there_are_none(tmp_path: Path) -> None:
     assert train(tmp_path, "fine", 2, "--no-checkpoint-epochs")[2] == []

@@ -67,6 +67,7 @@ class Life(Loop):
         if not_finite not in ("stop", "skip"):
             raise unknown("not_finite", str(not_finite), ["stop", "skip"])
         attach()
+        self._pid = os.getpid()
         self._guard = Guard.of_process()
         self._guard.box.enter(Phase.INIT)
         self._stack, self._closed, self._complete, self._stopped = ExitStack(), False, False, False
@@ -133,7 +134,7 @@ class Life(Loop):
 
     def close(self, error: BaseException | None = None) -> None:
         """End in good order, or with the error that ends the loop. Also called at the process's end."""
-        if self._closed:
+        if self._closed or os.getpid() != self._pid:  # a loader's process ends, too, and the session is not its own
             return
         self._closed = True
         if isinstance(error, SystemExit) and (self._stopped or not error.code):
