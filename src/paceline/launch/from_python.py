@@ -55,7 +55,8 @@ def run(
     with tempfile.TemporaryDirectory(prefix="paceline-run-") as name:
         folder = Path(name)
         try:
-            (folder / CALL).write_bytes(cloudpickle.dumps((sys.path, function, tuple(args), dict(kwargs or {}))))
+            call = cloudpickle.dumps((function, tuple(args), dict(kwargs or {})))
+            (folder / CALL).write_bytes(cloudpickle.dumps((sys.path, call)))
         except Exception as error:
             raise UsageError(f"paceline.run: {function!r} or its arguments cannot be sent to ranks: {error}") from error
         words = ["launch", "--nproc", str(nproc), "--show", show, "--run-dir", str(folder / "run"), *options]

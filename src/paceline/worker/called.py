@@ -14,7 +14,8 @@ import cloudpickle
 def main() -> None:
     """Call it."""
     folder, rank = Path(sys.argv[1]), os.environ["RANK"]
-    sys.path[:], function, args, kwargs = cloudpickle.loads((folder / "call").read_bytes())
+    sys.path[:], call = cloudpickle.loads((folder / "call").read_bytes())
+    function, args, kwargs = cloudpickle.loads(call)  # by modules that are found there
     try:
         result = function(*args, **kwargs)
     except BaseException as error:
