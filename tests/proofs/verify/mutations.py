@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from paceline.data import plan as plan_module
+from paceline.data import shuffle as shuffle_module
 from paceline.data.loader import MicroBatch
 from paceline.data.plan import BatchPlan, Work
 from paceline.scratch.reduce import all_reduce_gradients
@@ -166,24 +166,24 @@ def padding() -> AbstractContextManager[None]:
 
 
 def no_reshuffle() -> AbstractContextManager[None]:
-    original = plan_module._order
-    return planted((plan_module, "_order", lambda n, seed, epoch, shuffle: original(n, seed, 0, shuffle)))
+    original = shuffle_module._listed
+    return planted((shuffle_module, "_listed", lambda n, seed, epoch: original(n, seed, 0)))
 
 
 def seed_plus_epoch() -> AbstractContextManager[None]:
-    def order(num_samples: int, seed: int, epoch: int, shuffle: bool) -> Tensor:
+    def order(num_samples: int, seed: int, epoch: int) -> Tensor:
         return torch.randperm(num_samples, generator=torch.Generator().manual_seed(seed + epoch))
 
-    return planted((plan_module, "_order", order))
+    return planted((shuffle_module, "_listed", order))
 
 
 def order_of_each_rank() -> AbstractContextManager[None]:
-    original = plan_module._order
+    original = shuffle_module._listed
 
-    def order(num_samples: int, seed: int, epoch: int, shuffle: bool) -> Tensor:
-        return original(num_samples, seed + dist.get_rank(), epoch, shuffle)
+    def order(num_samples: int, seed: int, epoch: int) -> Tensor:
+        return original(num_samples, seed + dist.get_rank(), epoch)
 
-    return planted((plan_module, "_order", order))
+    return planted((shuffle_module, "_listed", order))
 
 
 def tail_dropped() -> AbstractContextManager[None]:
