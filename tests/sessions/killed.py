@@ -1,4 +1,4 @@
-"""A loop that is killed, stopped, or fails: python killed.py FOLDER [STEP kill|term|raise] [EVERY]."""
+"""A loop that is killed, stopped, or fails: python killed.py FOLDER [STEP kill|term|raise|early] [EVERY]."""
 
 from __future__ import annotations
 
@@ -31,11 +31,13 @@ train = s.loader(DataLoader(data, batch_size=12, shuffle=True))
 for _ in s.epochs(3):
     for x, y in train:
         optimizer.zero_grad()
-        optimizer_2.zero_grad()
         s.backward(F.cross_entropy(model(x) + other(x), y))
+        if how == "early" and s.last and s.step + 1 == int(step):
+            raise ValueError("mine")
         optimizer.step()
         optimizer_2.step()
-        if step and s.last and s.step + 1 == int(step) and s.rank == s.size - 1:
+        optimizer_2.zero_grad()  # others do it here
+        if step and how != "early" and s.last and s.step + 1 == int(step) and s.rank == s.size - 1:
             if how == "raise":
                 raise ValueError("mine")
             os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGTERM)

@@ -50,6 +50,16 @@ def test_killed_stopped_and_failed_on_other_numbers_of_ranks_it_comes_to_the_sam
     assert "step      24 of 24" in capsys.readouterr().out
 
 
+def test_an_error_between_backward_and_step_leaves_no_half_of_it(tmp_path: Path) -> None:
+    """Neither its gradients, which nobody clears before the next backward, nor its batch norm's statistics."""
+    assert start(1, tmp_path / "whole").returncode == 0
+    run = tmp_path / "run"
+    assert start(1, run, 7, "early").returncode == 1
+    done = start(1, run)
+    assert done.returncode == 0 and "goes on after step 6" in done.stdout
+    assert ended(run).weights_sha256 == ended(tmp_path / "whole").weights_sha256
+
+
 @pytest.mark.slow
 def test_each_epoch_is_kept_and_one_that_is_killed_in_its_evaluation_is_not_trained_again(tmp_path: Path) -> None:
     run = tmp_path / "run"

@@ -138,7 +138,7 @@ class Course:
     def between(self, votes: Votes, loop: Callable[[], dict[str, Any]], *, save: bool, settled: bool) -> None:
         """Do what is due after the step; `settled`: it is on disk before anything else is done (a collective)."""
         if self._keeping is not None:
-            self._throughput.pause(self._keeping.between(self.step, votes, self._content(loop()), save=save))
+            self._throughput.pause(self._keeping.between(self.step, votes, lambda: self._content(loop()), save=save))
             if settled:
                 self._keeping.settle()
 
@@ -192,7 +192,7 @@ class Course:
         usage = isinstance(error, PacelineError) and error.exit_code == ExitCode.USAGE
         with suppress(Exception):
             if whole and self.step:
-                keeping.save_alone(Guard.of_process().released(), self.step, self._content(loop()))
+                keeping.save_after(error, self.step, lambda: self._content(loop()))
             keeping.abandon()
             if self._world.rank == 0 and not (usage and place.attempt > 1):
                 code = error.exit_code if isinstance(error, PacelineError) else ExitCode.FAILED

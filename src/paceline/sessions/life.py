@@ -160,7 +160,7 @@ class Life(Loop):
 
     def _fail(self, error: BaseException) -> None:
         whole = not self._steps.updating and self._opened
-        if whole and self._steps.body is not None:
+        if whole and self._steps.in_step:
             with suppress(Exception):
                 self._steps.give_up()
         self._course.fail(error, self._loop_state, whole=whole)

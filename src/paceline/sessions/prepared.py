@@ -13,21 +13,21 @@ state_dict and schedulers that were made before all work.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from paceline.checkpoint.state import Held, Source, needed
 from paceline.errors import UsageError
+from paceline.sessions.elsewhere import Elsewhere
 from paceline.sessions.numbers import Under, as_json, from_json, like
 from paceline.strategies.base import Replica
 from paceline.sums.buckets import trainable
 
 Grads = list[Tensor | None]
-Refuse = Callable[[], str]
 
 
 class Prepared:
@@ -40,6 +40,7 @@ class Prepared:
         self._parameters = trainable(replica.model)
         self._aside: Grads | None = None  # of this step's micro-batches so far
         self._carried: Grads | None = None  # sums of this step's or an older batch's earlier backwards
+        self._at_begin: Grads | None = None  # of a step that adds to the gradients of older batches
         self._waiting = False
         """whether .grad has got something since the last update"""
         self._before: list[tuple[Tensor | None, int]] = []  # of a backward
@@ -52,13 +53,17 @@ class Prepared:
         for parameter in {id(p): p for p in (self._parameters[0], self._parameters[-1])}.values():
             parameter.register_post_accumulate_grad_hook(self._on_gradient)
 
-        def on_forward(
-            module: nn.Module, _: Any
-        ) -> None:  # no method: a copy of the model would copy what it belongs to
+        # no method: a copy of the model would copy what it belongs to
+        def on_forward(module: nn.Module, _: Any) -> None:
             if not module.training and module is replica.model:
                 gate.check_evaluation(self)
 
         replica.model.register_forward_pre_hook(on_forward)
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._at_begin = [p.grad for p in self._parameters] if self._waiting else None
+        self.replica.keep_buffers()
 
     def open(self, wanted: bool) -> None:
         """Before a backward: what it gives is added to what is put aside; or dropped, where it is not `wanted`."""
@@ -117,9 +122,12 @@ class Prepared:
                     parameter.grad = Elsewhere.of(parameter)
         return known
 
-    def forget(self) -> None:
-        """Drop what was put aside: the step is given up."""
+    def give_up(self) -> None:
+        """The step is given up: gradients and buffers are those before it."""
         self._aside = self._carried = None
+        self._put(self._at_begin)
+        self._waiting = self._at_begin is not None
+        self.replica.put_back_buffers()
 
     @property
     def has_aside(self) -> bool:
@@ -193,43 +201,22 @@ class Prepared:
             )
 
 
-class Gate:
+class Gate(Protocol):
     """Where in a step the loop is; what `Prepared` asks the session. In no step, everything may act."""
 
-    in_backward = False
+    in_backward: bool
 
     def may_update(self, prepared: Prepared) -> bool:
         """Whether `optimizer.step()` is to update now."""
-        raise NotImplementedError
+        ...
 
     def holds_back(self) -> bool:
         """Whether more micro-batches of this step follow on this rank."""
-        raise NotImplementedError
+        ...
 
     def check_evaluation(self, prepared: Prepared) -> None:
         """Raise UsageError where the model is evaluated with buffers of one virtual rank."""
-        raise NotImplementedError
-
-
-class Elsewhere(torch.Tensor):
-    """Stands for a gradient that ranks hold in shares: whoever computes with it would compute with nothing."""
-
-    @staticmethod
-    def of(parameter: Tensor) -> Tensor:
-        """In place of the gradient of `parameter`."""
-        return torch.Tensor._make_wrapper_subclass(  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
-            Elsewhere, parameter.shape, dtype=parameter.dtype, device=parameter.device, strides=parameter.stride()
-        )
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
-        """Whatever it is, refuse."""
-        if func is torch.ops.aten.detach.default:
-            return args[0]
-        raise UsageError(
-            f"{func} on a gradient that is cut over ranks: under this strategy each rank holds a share of it only. To "
-            "clip, call s.clip_grad_norm(max_norm)"
-        )
+        ...
 
 
 def _held_back(scheduler: Any, gate: Gate) -> None:

@@ -15,7 +15,7 @@ from paceline.data.loader import MicroBatch
 from paceline.errors import UsageError
 from paceline.sessions.bodies import Body, Reduction, check_alike, weighted
 from paceline.sessions.phases import Phases
-from paceline.sessions.prepared import Gate, Prepared
+from paceline.sessions.prepared import Prepared
 from paceline.sessions.summing import Stepped, Sums, stopped
 from paceline.sums import start_totals, sum_over_ranks, told_once
 from paceline.train.nonfinite import gradients_are_finite
@@ -24,7 +24,7 @@ from paceline.train.votes import Votes
 from paceline.worker.world import World
 
 
-class Steps(Gate):
+class Steps:
     """The state of the step that is under way."""
 
     def __init__(self, world: World, virtual_ranks: int, enter: Callable[[Phase], object], exact: bool) -> None:
@@ -34,6 +34,9 @@ class Steps(Gate):
         self._usual: tuple[int, tuple[int, ...]] | None = None  # what the bodies of the step before have done
         self.body: Body | None = None
         self.merged = False
+        self.in_backward = False
+        self.in_step = False
+        """whether a step has begun that is not over"""
         self.updating = False
         """whether parameters may be halfway between two steps"""
         self.votes: Callable[[], Votes] = Votes
@@ -44,8 +47,8 @@ class Steps(Gate):
     def begin(self, where: str, one_each: bool, bodies: int) -> None:
         """A global batch begins, in `bodies` micro-batches of this rank; `one_each`: in one of every rank."""
         for part in self.parts:
-            part.replica.keep_buffers()
-        self._where = where
+            part.begin()
+        self._where, self.in_step = where, True
         self.phases.begin(bodies)
         self._sums = Sums(self._world, self._virtual_ranks, one_each)
         self._first: Body | None = None
@@ -103,16 +106,15 @@ class Steps(Gate):
         if self._summed.left_out is not None:
             for part in self.parts:
                 part.replica.put_back_buffers()
-        self.updating = False
+        self.updating = self.in_step = False
         return self._summed
 
     def give_up(self) -> None:
-        """The step ends in its middle: buffers are again what they were before it."""
-        self.body = None
+        """The step ends in its middle: gradients and buffers are again what they were before it."""
+        self.body, self.in_step = None, False
         self._around.close()
         for part in self.parts:
-            part.forget()
-            part.replica.put_back_buffers()
+            part.give_up()
 
     def backward(
         self, loss: Tensor, weight: float | Tensor | None, reduction: Reduction, more: bool, only: Sequence[Prepared]

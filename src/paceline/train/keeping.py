@@ -14,7 +14,7 @@ import msgspec
 from paceline.checkpoint.snapshot import SnapshotWriter, inherited
 from paceline.checkpoint.state import Held
 from paceline.contract.evidence import Phase
-from paceline.errors import PacelineError
+from paceline.errors import ExitCode, PacelineError
 from paceline.observe import events
 from paceline.observe.folder import CHECKPOINTS
 from paceline.store.store import Checkpoints, Claim
@@ -24,8 +24,10 @@ from paceline.train.resume import Content, Origin, from_disk, from_memory
 from paceline.train.saving import Saver, is_writer, save_alone
 from paceline.train.votes import Votes
 from paceline.train.watch import check_replicas
+from paceline.worker.guard import Guard
 from paceline.worker.world import World
 
+WRONG = (ExitCode.DIVERGED,)  # ends after which the state is not worth keeping
 NOBODY = '{"guilty": []}'  # what the guard would say where none is to blame
 
 
@@ -94,8 +96,8 @@ class Keeping:
         """For the totals of the next step."""
         return self._saver.votes()
 
-    def between(self, step: int, votes: Votes, content: Content, *, save: bool) -> float:
-        """Do what is due after `step` (a collective); `votes` are the last step's, added up.
+    def between(self, step: int, votes: Votes, content: Callable[[], Content], *, save: bool) -> float:
+        """Do what is due after `step` (a collective); `votes` are the last step's, added up, `content` is asked if due.
 
         Returns:
             The seconds that training stood still.
@@ -121,9 +123,9 @@ class Keeping:
                 self._saver.settle()  # the checkpoint on its way is of a step when all was well
                 raise
         if save:
-            self._saver.begin(held, step, content)
+            self._saver.begin(held, step, content())
         if snapshot:
-            self._snapshot(held, step, content)
+            self._snapshot(held, step, content())
         self._report()
         return time.perf_counter() - began
 
@@ -173,6 +175,11 @@ class Keeping:
         except Exception as error:  # the run ends with the stall, whatever this is
             words = f"the state after step {step} cannot be saved: {error}"
         print(f"rank {world.rank}: {words}", file=sys.stderr, flush=True)
+
+    def save_after(self, error: BaseException, step: int, content: Callable[[], Content]) -> None:
+        """After an error: publish the state after `step`, unless that is what is wrong, or the disk is."""
+        if not isinstance(error, OSError) and getattr(error, "exit_code", None) not in WRONG:
+            self.save_alone(Guard.of_process().released(), step, content())
 
     def abandon(self) -> None:
         """After an error: wait for the threads; what is not published never will be."""

@@ -86,10 +86,9 @@ class Training:
                 return self._stop() if asked_to_stop else self._finish(time.perf_counter() - began)
 
     def _save_what_is_whole(self, error: Exception) -> None:
-        """After an error: the state after the last step, unless that is saved, half updated, or what is wrong."""
-        wrong = isinstance(error, OSError) or getattr(error, "exit_code", None) == ExitCode.DIVERGED
-        if self._step > self._start and not wrong and self._guard.box.get("phase") != Phase.OPTIMIZER:
-            self._keeping.save_alone(self._guard.released(), self._step, self._content())
+        """After an error: the state after the last step, unless that is half updated."""
+        if self._step > self._start and self._guard.box.get("phase") != Phase.OPTIMIZER:
+            self._keeping.save_after(error, self._step, self._content)
 
     def _open(self) -> None:
         write_started(self._writer.write, self._parts, self._place, self._start)
@@ -147,7 +146,7 @@ class Training:
         stopping = record.result.votes.stop > 0 and not is_last
         at_end = is_last or self._step % self._parts.plan.steps_per_epoch == 0
         save = stopping or (at_end and (config.checkpoint_epochs or (is_last and config.checkpoint_every is not None)))
-        self._throughput.pause(self._keeping.between(self._step, record.result.votes, self._content(), save=save))
+        self._throughput.pause(self._keeping.between(self._step, record.result.votes, self._content, save=save))
         if at_end and not stopping:
             self._throughput.pause(self._keeping.settle())  # whatever the evaluation meets, the epoch is on disk
             self._evaluate()
