@@ -15,7 +15,8 @@ SIZES = (1, 2)
 TOLERANCE = 1e-12
 
 
-pytestmark = pytest.mark.timeout(150)  # the first test waits for the fixture
+# the first test waits for the fixture, 40 sessions on one rank and on two; test_classic.py is the quick sample
+pytestmark = [pytest.mark.timeout(150), pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

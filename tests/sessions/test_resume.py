@@ -50,6 +50,7 @@ def test_killed_stopped_and_failed_on_other_numbers_of_ranks_it_comes_to_the_sam
     assert "step      24 of 24" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_an_error_between_backward_and_step_leaves_no_half_of_it(tmp_path: Path) -> None:
     """Neither its gradients, which nobody clears before the next backward, nor its batch norm's statistics."""
     assert start(1, tmp_path / "whole").returncode == 0
@@ -58,6 +59,18 @@ def test_an_error_between_backward_and_step_leaves_no_half_of_it(tmp_path: Path)
     done = start(1, run)
     assert done.returncode == 0 and "goes on after step 6" in done.stdout
     assert ended(run).weights_sha256 == ended(tmp_path / "whole").weights_sha256
+
+
+@pytest.mark.slow
+def test_settings_that_the_script_now_says_otherwise_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = tmp_path / "run"
+    assert start(1, run, 10, "raise").returncode == 1
+    other = tmp_path / "killed.py"
+    other.write_text(KILLED.read_text().replace("lr=1e-2", "lr=2e-2"))
+    assert "NOTE: optimizer 1 keeps" not in start(1, run, 20, "raise").stdout
+    monkeypatch.setitem(globals(), "KILLED", other)
+    told = start(1, run).stdout
+    assert "NOTE: optimizer 1 keeps the checkpoint's settings" in told and "optimizer 2 keeps" not in told
 
 
 @pytest.mark.slow

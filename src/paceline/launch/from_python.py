@@ -52,6 +52,7 @@ def run(
         raise UsageError("paceline.run inside a rank would start a run from each: call it outside")
     if nproc < 1:
         raise UsageError(f"paceline.run(nproc={nproc}): there must be one rank at least")
+    # a folder of mode 0700: what is unpickled out of it, here and by the ranks, is what we and they have put there
     with tempfile.TemporaryDirectory(prefix="paceline-run-") as name:
         folder = Path(name)
         try:

@@ -48,6 +48,7 @@ class Prepared:
         self._update, self._clear = self.optimizer.step, self.optimizer.zero_grad
         self.optimizer.step = self._step  # pyright: ignore[reportAttributeAccessIssue]
         self.optimizer.zero_grad = self._zero_grad  # pyright: ignore[reportAttributeAccessIssue]
+        self._given = as_json(self._settings())  # as the script has them
         if scheduler is not None:
             _held_back(scheduler, gate)
         for parameter in {id(p): p for p in (self._parameters[0], self._parameters[-1])}.values():
@@ -157,12 +158,12 @@ class Prepared:
 
     def numbers(self) -> dict[str, Any]:
         """The rest of its state, as JSON: the optimizer's settings and the scheduler's numbers."""
-        groups = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
         scheduler = None if self.scheduler is None else self.scheduler.state_dict()
-        return {"groups": as_json(groups), "scheduler": as_json(scheduler)}
+        return {"groups": as_json(self._settings()), "scheduler": as_json(scheduler), "given": self._given}
 
-    def load_numbers(self, found: Mapping[str, Any]) -> None:
-        """Take over what `numbers` gave."""
+    def load_numbers(self, found: Mapping[str, Any]) -> str:
+        """Take over what `numbers` gave; what differs in the script now, in words."""
+        changed = self._given != found["given"]
         for group, saved in zip(self.optimizer.param_groups, from_json(found["groups"]), strict=True):
             for name, value in saved.items():
                 group[name] = like(group.get(name), value)
@@ -170,6 +171,12 @@ class Prepared:
             now = self.scheduler.state_dict()
             saved = from_json(found["scheduler"]) or {}
             self.scheduler.load_state_dict({name: like(now.get(name), value) for name, value in saved.items()})
+        return (
+            f"optimizer {self.number + 1} keeps the checkpoint's settings, not those of the script" if changed else ""
+        )
+
+    def _settings(self) -> list[dict[str, Any]]:
+        return [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
 
     def _put(self, grads: Grads | None) -> None:
         for parameter, grad in zip(self._parameters, grads or [None] * len(self._parameters), strict=True):

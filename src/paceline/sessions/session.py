@@ -99,7 +99,9 @@ class Session(Life):
                 if part.number >= len(self._numbers):
                     raise UsageError(f"{origin.where} holds {len(self._numbers)} models, and this is one more")
                 part.load(origin.source)
-                part.load_numbers(self._numbers[part.number])
+                changed = part.load_numbers(self._numbers[part.number])
+            if changed:
+                self.print(f"NOTE: {changed}: it goes on with what it had")
         self._parts.append(part)
         found = (part.replica.module, part.optimizer)
         return found if part.scheduler is None else (*found, part.scheduler)
