@@ -48,6 +48,7 @@ _PARTS = {
     "Replica": "strategies",
     "Strategy": "strategies",
     "Task": "tasks.task",
+    "Moment": "tasks.moment",
     "Schedule": "train.optimizer",
     "evaluate": "train.evaluate",
     "fit": "train.fit",
@@ -76,6 +77,7 @@ if TYPE_CHECKING:
     from paceline.strategies import STRATEGIES as STRATEGIES
     from paceline.strategies import Replica as Replica
     from paceline.strategies import Strategy as Strategy
+    from paceline.tasks.moment import Moment as Moment
     from paceline.tasks.task import Task as Task
     from paceline.train.evaluate import evaluate as evaluate
     from paceline.train.fit import fit as fit

@@ -22,6 +22,7 @@ from paceline.disk.owners import NotOurs
 from paceline.disk.reading import decode_toml
 from paceline.errors import UsageError, unknown
 from paceline.ladder import DEFAULT, DEFAULT_ALONE, EXACT, LADDER, StrategyName
+from paceline.rhythm import steps_or_seconds
 
 DEFAULT_BATCH_SIZE = 64
 LONGEST_TIMEOUT = 1e9  # seconds, 30 years
@@ -118,14 +119,24 @@ class RunConfig:
     """steps between two progress lines"""
     record_samples: bool = False
     """write into the events which samples each virtual rank saw"""
+    eval_every: int | None = None
+    """steps between two evaluations, beside those at the ends of epochs"""
+    keep_best: str | None = None
+    """keep the weights of the best evaluation, as model-best.safetensors: by loss or the name of a metric; of a loss
+    or an error less is better, else more, or say min:NAME, max:NAME"""
+    patience: int | None = None
+    """end after so many evaluations in a row without a better one (by --keep-best, or else by loss)"""
+    track: str | None = None
+    """also report to tensorboard, wandb or mlflow; several separated by commas"""
 
 
 @dataclass(frozen=True)
 class CheckpointConfig:
     """What is kept on the way, and where a run goes on that has ended early."""
 
-    checkpoint_every: int | None = None
-    """steps between two checkpoints, beside those at the ends of epochs and when the run is asked to stop"""
+    checkpoint_every: int | str | None = None
+    """steps between two checkpoints, or their time (90s, 10min, 2h), beside those at the ends of epochs and when the
+    run is asked to stop"""
     checkpoint_epochs: bool = True
     """a checkpoint at each epoch's end, before anything is evaluated"""
     keep: int = 3
@@ -390,7 +401,7 @@ _POSITIVE = (
     "optimizer.clip_norm", "optimizer.lr_base_batch", "run.epochs", "run.steps", "run.log_interval", "launch.nproc",
     "launch.threads_per_rank", "launch.timeout", "launch.min_nproc", "launch.stop_grace",
     "checkpoint.checkpoint_every", "checkpoint.watch_every", "checkpoint.snapshot_every",
-    "checkpoint.rehearse_preemption",
+    "checkpoint.rehearse_preemption", "run.eval_every", "run.patience",
 )  # fmt: skip
 _NOT_NEGATIVE = (
     "data.num_workers", "optimizer.weight_decay", "optimizer.momentum", "optimizer.warmup_steps", "run.seed",
@@ -443,6 +454,7 @@ def check_values(config: TrainConfig) -> None:
             if math.isinf(value):
                 raise UsageError(f"--{key.replace('_', '-')} must be finite, got {value}")
     _check_compute(config)
+    steps_or_seconds(config.checkpoint.checkpoint_every)
     if config.checkpoint.keep < 2:
         raise UsageError(f"--keep must be at least 2, got {config.checkpoint.keep}: the newest may turn out damaged")
     if config.launch.timeout > LONGEST_TIMEOUT:

@@ -11,6 +11,7 @@ from paceline.disk.reading import real_path
 from paceline.errors import UsageError
 from paceline.ladder import EXACT, FOR_SEVERAL, LADDER
 from paceline.observe.folder import CHECKPOINTS, check_is_run, check_not_finished
+from paceline.observe.track import wanted
 from paceline.store.store import Checkpoints, Damaged
 from paceline.tasks import check_task
 
@@ -24,6 +25,7 @@ def check_training(config: TrainConfig, nproc: int) -> None:
     shape = batch_shape(config.data, nproc)
     check_task(config.task, configuration.task_options(config))
     _check_checkpoints(config, nproc)
+    wanted(config.run.track)
     if config.strategy in EXACT and config.model.batchnorm == "sync":
         raise UsageError(
             f"--strategy {config.strategy} gives the same bits at every world size; --batchnorm sync adds up its "

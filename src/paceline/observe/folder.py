@@ -29,6 +29,7 @@ from paceline.errors import TrainingError, UsageError
 CONFIG = "config.toml"
 SUMMARY = "summary.json"
 WEIGHTS = "model.safetensors"
+BEST_WEIGHTS = "model-best.safetensors"
 CHECKPOINTS = "checkpoints"
 LOCK = ".lock"
 MOST_STARTS = 999_999  # numbers of attempts

@@ -27,6 +27,10 @@ class Summary(msgspec.Struct, frozen=True, omit_defaults=True):
     test_accuracy: float | None = None
     test_loss: float | None = None
     test_metrics: dict[str, float] | None = None
+    best: dict[str, Any] | None = None
+    """with --keep-best or --patience: the best evaluation's step, and what it was judged by"""
+    ended_early: str | None = None
+    """why there were fewer steps than planned, though nothing failed"""
     samples_per_second: float | None = None
     seconds: float | None = None
     weights_sha256: str | None = None

@@ -23,6 +23,7 @@ from paceline.observe import events
 from paceline.observe import folder as run_folder
 from paceline.observe.progress import Throughput
 from paceline.observe.summary import Summary, write_summary
+from paceline.observe.track import Tracking
 from paceline.sessions.existing import OwnOrder
 from paceline.sessions.started import Holders
 from paceline.sessions.summing import Stepped
@@ -34,6 +35,8 @@ from paceline.train.weights import rescue_alone, save
 from paceline.train.wording import scores_line
 from paceline.worker.guard import Guard
 from paceline.worker.world import World
+
+TRACK_EVERY = 50  # steps between two reports of the loss
 
 
 class Course:
@@ -47,10 +50,11 @@ class Course:
         name: str,
         rhythm: Rhythm,
         keep: int,
+        trackers: list[str],
         say: Callable[[str], None],
     ) -> None:
         self._place, self.origin, self._world, self._name = place, origin, world, name
-        self._rhythm, self._keep, self._say = rhythm, keep, say
+        self._rhythm, self._keep, self._trackers, self._say = rhythm, keep, trackers, say
         self.step = origin.step if origin else 0
         self.samples = origin.content.samples_seen if origin else 0
         self.metrics: dict[str, float] = dict(origin.content.metrics) if origin else {}
@@ -58,6 +62,7 @@ class Course:
         self._throughput = Throughput()
         self._writer: events.EventWriter | None = None
         self._keeping: Keeping | None = None
+        self._tracking: Tracking | None = None
         self._facts: dict[str, Any] = {}
 
     @property
@@ -91,6 +96,8 @@ class Course:
             holders, place, self.origin, self._rhythm, keep=self._keep, writer=self._writer, say=self._say,
             enter=Guard.of_process().box.enter,
         )  # fmt: skip
+        if world.rank == 0:
+            self._tracking = Tracking(self._trackers, place.folder, definition, self._say)
         self._writer.write(
             events.Started(
                 attempt=place.attempt, rank=world.rank, world_size=world.size, host=socket.gethostname(),
@@ -118,6 +125,8 @@ class Course:
         self._throughput.step(samples)
         if self._writer is None:
             return
+        if self._tracking is not None and self.step % TRACK_EVERY == 0:
+            self._tracking.log(self.step, {"loss": done.loss, "lr": lr})
         used = [one for one in work if one.counted]
         for one in used if isinstance(self._plan, OwnOrder) else ():
             indices: list[int] = one.indices.tolist()
@@ -149,6 +158,8 @@ class Course:
         if self._writer is not None:
             finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
             self._writer.write(events.Evaluated(self.step, finite, 0.0))
+        if self._tracking is not None:
+            self._tracking.log(self.step, metrics)
         self._say(f"after step {self.step}: {scores_line(metrics)}")
 
     def stop(self) -> None:
@@ -202,6 +213,8 @@ class Course:
 
     def close(self) -> None:
         """Let go of the files."""
+        if self._tracking is not None:
+            self._tracking.close()
         if self._writer is not None:
             self._writer.__exit__(None, None, None)
 

@@ -15,6 +15,8 @@ from paceline.data.loader import naming_lost_processes
 from paceline.data.plan import ranks_share
 from paceline.errors import ExitCode, PacelineError, UsageError, unknown
 from paceline.ladder import EXACT, LADDER
+from paceline.observe.track import wanted
+from paceline.rhythm import steps_or_seconds
 from paceline.sessions.course import Course
 from paceline.sessions.loop import Loop
 from paceline.sessions.started import origin_of, script_name
@@ -50,7 +52,7 @@ class Life(Loop):
         virtual_ranks: int | None = None,
         seed: int = 0,
         threads: int | None = None,
-        checkpoint_every: int | None = None,
+        checkpoint_every: int | str | None = None,
         keep: int = 2,
         watch_every: int = WATCH_EVERY,
         not_finite: Literal["stop", "skip"] = "stop",
@@ -58,6 +60,7 @@ class Life(Loop):
         backend: str = "auto",
         timeout: float = DEFAULT_TIMEOUT_SECONDS,
         trust: bool = False,
+        track: str | None = None,
     ) -> None:
         """See `session`."""
         if strategy not in LADDER or strategy in NOT_HERE:
@@ -66,6 +69,9 @@ class Life(Loop):
             raise UsageError("session(resume=True) needs the folder of the run: session('runs/mine', resume=True)")
         if not_finite not in ("stop", "skip"):
             raise unknown("not_finite", str(not_finite), ["stop", "skip"])
+        trackers = wanted(track)
+        if trackers and run_dir is None:
+            raise UsageError(f"session(track={track!r}) needs a run folder: session('runs/mine', track=...)")
         attach()
         self._pid = os.getpid()
         self._guard = Guard.of_process()
@@ -94,8 +100,8 @@ class Life(Loop):
             origin = origin_of(place, world, resume=resume, trust=trust) if place is not None else None
             self._settings = {"virtual_ranks": self._virtual_ranks, "seed": seed, "strategy": strategy}
             check_equal("session settings", {**self._settings, "resume": resume, "threads": threads}, world)
-            rhythm = Rhythm(watch_every, 10**9, checkpoint_every)
-            self._course = Course(place, origin, world, self._name, rhythm, keep, self.print)
+            rhythm = Rhythm(watch_every, 10**9, *steps_or_seconds(checkpoint_every))
+            self._course = Course(place, origin, world, self._name, rhythm, keep, trackers, self.print)
             self._steps = Steps(world, self._virtual_ranks, self._enter, self._exact)
             self._steps.votes = self._votes
             self._steps.order = CallOrder(world, self._guard.take_order, self._guard.taken, self.print)

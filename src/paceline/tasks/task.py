@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from paceline.errors import UsageError
+from paceline.tasks.moment import Callback
 
 Split = Literal["train", "test"]
 Loss = Callable[[Any, Any], Tensor | tuple[Tensor, Tensor]]
@@ -34,6 +35,12 @@ class Task:
     metrics: Mapping[str, Metric] = field(default_factory=dict[str, Metric])
     collate: Callable[[list[Any]], Any] | None = None
     """samples -> batch, by default torch's default_collate"""
+    on_step: Callback | None = None
+    """called on every rank after each step, with a Moment: numbers of the step, the model, a way to stop"""
+    on_evaluation: Callback | None = None
+    """called on every rank after each evaluation"""
+    on_end: Callback | None = None
+    """called on every rank when the last step is done and the weights are saved"""
 
     def __post_init__(self) -> None:
         kind = type(self.make_model).__name__
@@ -47,7 +54,8 @@ class Task:
             )
         given = {"make_model": self.make_model, "make_dataset": self.make_dataset, "loss": self.loss}
         given |= {f"metrics[{name!r}]": metric for name, metric in _named(self.metrics).items()}
-        given |= {} if self.collate is None else {"collate": self.collate}
+        optional = ("collate", "on_step", "on_evaluation", "on_end")
+        given |= {name: getattr(self, name) for name in optional if getattr(self, name) is not None}
         for name, value in given.items():
             if not callable(value):
                 raise UsageError(f"Task({name}=...): this must be a function, not of type {type(value).__name__}")

@@ -52,6 +52,8 @@ class Rhythm:
     watch: int
     snapshot: int
     checkpoint: int | None
+    seconds: float | None = None
+    """between two checkpoints"""
 
 
 class Keeping:
@@ -89,12 +91,16 @@ class Keeping:
         )  # fmt: skip
         self._snapshot_writer = _snapshot_writer(place, origin, self._world)
         self._snapshots, self._snapshot_seconds, self._snapshot_bytes = 0, 0.0, 0
+        self._saved_at = time.monotonic()
         self.failed = ""
         """why the last checkpoint could not be written; empty if it could. The same on all ranks, after `end`"""
 
     def votes(self) -> Votes:
         """For the totals of the next step."""
-        return self._saver.votes()
+        votes, seconds = self._saver.votes(), self._rhythm.seconds
+        if seconds is None or self._world.rank:  # one clock, or ranks would save different steps
+            return votes
+        return votes._replace(due=float(time.monotonic() - self._saved_at >= seconds))
 
     def between(self, step: int, votes: Votes, content: Callable[[], Content], *, save: bool) -> float:
         """Do what is due after `step` (a collective); `votes` are the last step's, added up, `content` is asked if due.
@@ -109,7 +115,7 @@ class Keeping:
         rhythm = self._rhythm
         self._enter(Phase.CHECKPOINT)
         self._saver.agreed(votes)
-        save = save or bool(rhythm.checkpoint and step % rhythm.checkpoint == 0)
+        save = save or votes.due > 0 or bool(rhythm.checkpoint and step % rhythm.checkpoint == 0)
         snapshot = self._snapshot_writer is not None and step % rhythm.snapshot == 0
         watch = step % rhythm.watch == 0
         if not (save or snapshot or watch):
@@ -124,6 +130,7 @@ class Keeping:
                 raise
         if save:
             self._saver.begin(held, step, content())
+            self._saved_at = time.monotonic()
         if snapshot:
             self._snapshot(held, step, content())
         self._report()
@@ -148,7 +155,8 @@ class Keeping:
     @property
     def can_go_back(self) -> bool:
         """Whether states are kept on the way."""
-        return self._rhythm.checkpoint is not None or self._snapshot_writer is not None
+        rhythm = self._rhythm
+        return bool(rhythm.checkpoint or rhythm.seconds or self._snapshot_writer)
 
     def newest(self) -> Origin | None:
         """The newest state that is kept (a collective)."""

@@ -17,9 +17,10 @@ from paceline.errors import ExitCode, PacelineError, TrainingError, UsageError
 from paceline.observe import events
 from paceline.observe.progress import Display, Throughput
 from paceline.observe.summary import Summary, write_summary
+from paceline.rhythm import steps_or_seconds
 from paceline.sums import check_equal, told_once
 from paceline.train.costs import Costs, Waiting, all_costs, data_lines
-from paceline.train.evaluate import evaluate
+from paceline.train.evaluations import Evaluations
 from paceline.train.fit import StepRecord, fit
 from paceline.train.keeping import Keeping, Place, Rhythm
 from paceline.train.nonfinite import LeftOut
@@ -30,7 +31,7 @@ from paceline.train.records import write_started, write_step
 from paceline.train.resume import Content, Origin
 from paceline.train.votes import Votes
 from paceline.train.weights import rescue, save, surviving
-from paceline.train.wording import closing_lines, opening_lines, scores_line, stopped_line, summary_of
+from paceline.train.wording import closing_lines, opening_lines, stopped_line, summary_of
 from paceline.worker.guard import Guard
 
 
@@ -44,8 +45,6 @@ class Training:
         self._throughput, self._waiting = Throughput(), Waiting()
         self._start = self._step = origin.step if origin else 0
         self._samples = origin.content.samples_seen if origin else 0
-        self._metrics: dict[str, float] = dict(origin.content.metrics) if origin else {}
-        self._evaluated = origin.content.evaluated if origin else 0
         self._request = StopRequest()
         self._guard = Guard.of_process()
         self._order = CallOrder(self._world, self._guard.take_order, self._guard.taken, self._say)
@@ -54,7 +53,9 @@ class Training:
         self._display = Display(total_steps=parts.total_steps, interval=self._config.run.log_interval, shown=shown)
         self._writer = events.EventWriter(place.folder / f"events-{self._world.rank}.jsonl")
         c = self._config.checkpoint
-        rhythm = Rhythm(c.watch_every, c.snapshot_every, c.checkpoint_every)
+        rhythm = Rhythm(c.watch_every, c.snapshot_every, *steps_or_seconds(c.checkpoint_every))
+        found = origin.content if origin else None
+        self._evaluations = Evaluations(parts, place, found, self._writer.write, self._say, self._display.say)
         self._keeping = Keeping(
             parts.replica, place, origin, rhythm,
             keep=c.keep, writer=self._writer, say=self._say, enter=self._guard.box.enter,
@@ -80,6 +81,7 @@ class Training:
                     raise
                 finally:
                     self._keeping.abandon()
+                    self._evaluations.close()
                 self._writer.write(events.Ended(self._step, time.time()))
             self._guard.box.enter(Phase.CLOSE)
             with surviving(self._parts.replica, self._place.folder, self._progress):
@@ -101,14 +103,15 @@ class Training:
 
     def _loop(self) -> bool:
         """Take all steps that are left; return whether the run was asked to stop before the last."""
-        parts = self._parts
-        at_epoch = self._start and self._start % parts.plan.steps_per_epoch == 0
-        if self._start >= parts.total_steps or (at_epoch and self._evaluated != self._start):
-            self._evaluate()  # a run that was asked to stop just there had no time for it
-        while True:
+        evaluations = self._evaluations
+        is_over = self._start >= self._parts.total_steps or evaluations.ended_early
+        if is_over or (self._start and evaluations.due(self._start) and evaluations.step != self._start):
+            evaluations.evaluate(self._start)  # a run that was asked to stop just there had no time for it
+        while not evaluations.ended_early:
             if isinstance(end := self._pass(), bool):
                 return end
             self._go_back(end)
+        return False
 
     def _pass(self) -> bool | Origin:
         """Take steps until none is left (False), the run was asked to stop (True), or has to go back."""
@@ -132,38 +135,47 @@ class Training:
                     self._say(f"step {self._step} is left out: nothing is kept yet to go back to")
                 if self._between(record):
                     return True
+                if self._evaluations.ended_early:
+                    return False
         finally:  # end the loader's processes also when a step fails
             records.close()
             batches.close()
         return False
 
     def _votes(self) -> Votes:
-        return self._keeping.votes()._replace(stop=float(self._request.by is not None))
+        asked = self._request.by is not None
+        return self._keeping.votes()._replace(stop=float(asked), end=self._evaluations.asked_to_end())
 
     def _between(self, record: StepRecord) -> bool:
         """Do what is due between this step and the next; return whether all ranks stop here."""
-        config, is_last = self._config.checkpoint, self._step == self._parts.total_steps
-        stopping = record.result.votes.stop > 0 and not is_last
+        config, votes, evaluations = self._config.checkpoint, record.result.votes, self._evaluations
+        evaluations.after_step(record)
+        is_last = self._step == self._parts.total_steps
+        if votes.end and not is_last:
+            is_last, evaluations.ended_early = True, "a function of the task has stopped it"
+        stopping = votes.stop > 0 and not is_last
         at_end = is_last or self._step % self._parts.plan.steps_per_epoch == 0
         save = stopping or (at_end and (config.checkpoint_epochs or (is_last and config.checkpoint_every is not None)))
-        self._throughput.pause(self._keeping.between(self._step, record.result.votes, self._content, save=save))
-        if at_end and not stopping:
-            self._throughput.pause(self._keeping.settle())  # whatever the evaluation meets, the epoch is on disk
-            self._evaluate()
+        self._throughput.pause(self._keeping.between(self._step, votes, self._content, save=save))
+        if (at_end or evaluations.due(self._step)) and not stopping:
+            if at_end:
+                self._throughput.pause(self._keeping.settle())  # whatever the evaluation meets, the epoch is on disk
+            self._throughput.pause(evaluations.evaluate(self._step))
         if self._step == config.rehearse_preemption and self._world.rank == self._world.size - 1:
             os.kill(os.getpid(), signal.SIGTERM)  # one rank is enough: all agree
         return stopping
 
     def _content(self) -> Content:
-        scores = {name: score for name, score in self._metrics.items() if math.isfinite(score)}  # JSON has no others
-        return Content(self._samples, scores, self._place.definition, self._evaluated)
+        found = self._evaluations
+        scores = {name: score for name, score in found.metrics.items() if math.isfinite(score)}  # JSON has no others
+        return Content(self._samples, scores, self._place.definition, found.step, found.content())
 
     def _go_back(self, origin: Origin) -> None:
         self._parts.replica.load(origin.source)
         self._writer.write(events.RolledBack(self._step, origin.step))
         self._say(f"goes back from step {self._step} to {origin.where}")
         self._step, self._samples = origin.step, origin.content.samples_seen
-        self._metrics, self._evaluated = dict(origin.content.metrics), origin.content.evaluated
+        self._evaluations.take(origin.content)
         self._guard.box.set_step(self._step)
 
     def _note(self, record: StepRecord) -> None:
@@ -179,20 +191,6 @@ class Training:
             record.step, epoch=epoch, loss=record.result.loss, lr=record.lr, rate=self._throughput.recent(),
             samples_left=(self._parts.total_steps - record.step) * plan.global_batch,
         )  # fmt: skip
-
-    def _evaluate(self) -> None:
-        parts, began = self._parts, time.perf_counter()
-        box = self._guard.box
-        with self._guard.phase(Phase.EVALUATE):
-            self._metrics = evaluate(
-                parts.replica, parts.test_set, parts.task.loss, parts.task.metrics,
-                replace(parts.loading, box=box, evaluates=True), tick=box.tick,
-            )  # fmt: skip
-        seconds = time.perf_counter() - began
-        self._evaluated = self._step
-        self._throughput.pause(seconds)
-        self._writer.write(events.Evaluated(self._step, self._metrics, seconds))
-        self._display.say(f"test after step {self._step}: {scores_line(self._metrics)}")
 
     def _say(self, line: str) -> None:
         self._display.say(line)
@@ -221,6 +219,7 @@ class Training:
             check_equal("final weights", sha256, self._world, error=TrainingError)
             if self._world.rank == 0:
                 save(weights, self._place.folder / "model.safetensors")
+            self._evaluations.call(self._parts.task.on_end, self._step)
         if self._world.rank == 0:
             summary = self._summary(ExitCode.DONE, costs, sha256, seconds)
             write_summary(self._place.folder, summary)
@@ -234,7 +233,7 @@ class Training:
     def _summary(
         self, code: ExitCode, costs: Costs, sha256: str | None = None, seconds: float | None = None
     ) -> Summary:
-        summary = summary_of(self._parts, self._place, code, self._step, self._samples, self._metrics)
+        summary = summary_of(self._parts, self._place, code, self._step, self._samples, self._evaluations.summary())
         known = {"samples_per_second": self._throughput.overall(), "weights_sha256": sha256, "seconds": seconds}
         return structs.replace(summary, **known, **structs.asdict(costs))
 

@@ -14,3 +14,7 @@ class Votes(NamedTuple):
     """has its file of the checkpoint that is on its way on disk"""
     failed: float = 0.0
     """could not write it"""
+    due: float = 0.0
+    """finds by its clock that a checkpoint is due; rank 0 alone looks"""
+    end: float = 0.0
+    """has been told by a callback that the training is over"""

@@ -60,9 +60,12 @@ def closing_lines(summary: Summary, folder: Path) -> list[str]:
 
 
 def summary_of(
-    parts: Parts, place: Place, code: ExitCode, steps: int, samples: int, metrics: Mapping[str, float]
+    parts: Parts, place: Place, code: ExitCode, steps: int, samples: int, found: Mapping[str, Any]
 ) -> Summary:
-    """The summary of a run that ends in good order after `steps` steps, without its speed and weights."""
+    """The summary of a run that ends in good order after `steps` steps, without its speed and weights.
+
+    `found`: what its evaluations have to say.
+    """
     return Summary(
         task=str(parts.config.task),
         exit=int(code),
@@ -73,13 +76,11 @@ def summary_of(
         epochs=steps / parts.plan.steps_per_epoch,
         steps=steps,
         samples_seen=samples,
-        test_accuracy=metrics.get("accuracy"),
-        test_loss=metrics.get("loss"),
-        test_metrics=dict(metrics),
         bits_hold_for=bits_hold_for(place.definition) if place.definition["unbroken"] else None,
         precision=parts.config.compute.precision,
         threads_per_rank=torch.get_num_threads(),
         allocator=parts.settled.allocator,
+        **found,
     )
 
 

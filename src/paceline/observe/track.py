@@ -1,0 +1,165 @@
+"""Reports a run to the trackers that people know, beside its own records: tensorboard, wandb, mlflow (no torch here).
+
+A tracker is a guest: it gets its numbers in a thread of its own, and whatever goes wrong there (no network, a full
+disk, a server that does not answer) is told once and never stops a training.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from queue import Full, Queue
+from typing import Any, Protocol
+
+from paceline.errors import UsageError, unknown
+
+MOST_WAITING = 10_000
+PATIENCE_SECONDS = 30.0  # at the end of the run
+
+
+class Tracker(Protocol):
+    """Where numbers go."""
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Numbers of the state after `step` steps."""
+        ...
+
+    def close(self) -> None:
+        """All that was logged is to be kept."""
+        ...
+
+
+class _Tensorboard:
+    def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
+        from tensorboard.summary import Writer
+
+        del settings
+        self._writer = Writer(str(folder / "tensorboard"))
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class _Wandb:
+    def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
+        import wandb
+
+        # without a key wandb would ask for one on the terminal, and wait for an answer
+        known = "WANDB_MODE" in os.environ or wandb.login(prompt=False, verify=False)
+        self._run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", "paceline"),
+            name=folder.name,
+            dir=str(folder),
+            mode=None if known else "offline",
+            config=dict(settings),
+            settings=wandb.Settings(silent=True),
+        )
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class _Mlflow:
+    def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
+        import mlflow
+
+        if "MLFLOW_TRACKING_URI" not in os.environ:
+            os.environ["MLFLOW_ALLOW_FILE_STORE"] = "true"  # files are what needs no server and no database
+            mlflow.set_tracking_uri((folder / "mlflow").resolve().as_uri())
+        mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", "paceline"))
+        self._client, self._id = mlflow.MlflowClient(), mlflow.start_run(run_name=folder.name).info.run_id
+        mlflow.log_params({name: str(value)[:500] for name, value in settings.items()})
+        self._end = mlflow.end_run
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            self._client.log_metric(self._id, name, value, step=step)
+
+    def close(self) -> None:
+        self._end()
+
+
+TRACKERS: dict[str, tuple[str, Callable[[Path, Mapping[str, Any]], Tracker]]] = {
+    "tensorboard": ("tensorboard", _Tensorboard),
+    "wandb": ("wandb", _Wandb),
+    "mlflow": ("mlflow", _Mlflow),
+}
+"""by name: the package that must be installed, and what begins a run there"""
+
+
+def wanted(track: str | None) -> list[str]:
+    """The trackers named in `track`, separated by commas.
+
+    Raises:
+        UsageError: one of them is not known, or its package is not installed.
+    """
+    names = [name.strip() for name in (track or "").split(",") if name.strip()]
+    for name in names:
+        if name not in TRACKERS:
+            raise unknown("tracker", name, TRACKERS)
+        if find_spec(TRACKERS[name][0]) is None:
+            raise UsageError(f"tracker {name} needs the package {TRACKERS[name][0]}: pip install 'paceline[track]'")
+    return names
+
+
+class Tracking:
+    """All trackers of a run; on rank 0 only."""
+
+    def __init__(self, names: list[str], folder: Path, settings: Mapping[str, Any], say: Callable[[str], None]) -> None:
+        self._say = say
+        self._queue: Queue[tuple[int, dict[str, float]] | None] = Queue(MOST_WAITING)
+        self._complaints: dict[str, str] = {}
+        self._logged = self._dropped = 0
+        self._thread = threading.Thread(target=self._run, args=(names, folder, settings), daemon=True, name="track")
+        if names:
+            self._thread.start()
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Hand on numbers of the state after `step` steps; never waits, never raises."""
+        if not self._thread.is_alive():
+            return
+        self._logged += 1
+        try:
+            self._queue.put_nowait((step, dict(values)))
+        except Full:
+            self._dropped += 1
+
+    def close(self) -> None:
+        """Wait a while for what is on its way, and say what was lost; never raises."""
+        if self._thread.ident is None:
+            return
+        if self._thread.is_alive():
+            if not self._queue.full():
+                self._queue.put_nowait(None)
+            self._thread.join(PATIENCE_SECONDS)
+        if self._dropped or self._thread.is_alive():
+            self._complaints["a tracker"] = f"it is too slow; the newest of {self._logged} reports were left out"
+        for name, words in self._complaints.items():
+            self._say(f"WARNING: {name} did not get everything: {words}. The run's own records are whole")
+
+    def _run(self, names: list[str], folder: Path, settings: Mapping[str, Any]) -> None:
+        trackers: dict[str, Tracker] = {}
+        for name in names:
+            self._guarded(name, lambda name=name: trackers.update({name: TRACKERS[name][1](folder, settings)}))
+        while (item := self._queue.get()) is not None:
+            for name, tracker in trackers.items():
+                if name not in self._complaints:
+                    self._guarded(name, lambda tracker=tracker, item=item: tracker.log(*item))
+        for name, tracker in trackers.items():
+            self._guarded(name, tracker.close)
+
+    def _guarded(self, name: str, act: Callable[[], object]) -> None:
+        try:
+            act()
+        except BaseException as error:
+            self._complaints.setdefault(name, f"{type(error).__name__}: {error}"[:300])
