@@ -10,7 +10,7 @@ PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscop
 
 .DEFAULT_GOAL := help
 .PHONY: help run test check format lock soak-hostile soak-connections soak-kills soak-mutations soak-verify soak-bits soak-fuzz soak-launch soak-faults soak-quiet \
-	soak-judge soak-sessions bench-guard bench-startup bench-exactness bench-peers bench-collectives bench-epoch bench-hosts bench-scale \
+	soak-judge soak-sessions soak-ends bench-guard bench-startup bench-exactness bench-peers bench-collectives bench-epoch bench-hosts bench-scale \
 	bench-summary transcripts clean
 
 help:  ## list the targets
@@ -86,6 +86,9 @@ soak-quiet: $(STAMP)  ## an hour of what only looks like a hang; see that the gu
 soak-sessions: $(STAMP)  ## the five scripts of examples/classic: equal to their originals, and to themselves after kills
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[hf]'
 	PYTHONPATH=. $(BIN)/python tests/sessions/soak_classic.py --out benchmarks/results/classic.json
+
+soak-ends: $(STAMP)  ## what is on disk after each way in which a training may end (root)
+	PYTHONPATH=. $(BIN)/python tests/train/soak_ends.py --out benchmarks/results/ends.md
 
 soak-judge: $(STAMP)  ## the judge on 20,000 generated standstills
 	PYTHONPATH=. $(BIN)/python tests/guard/soak_judge.py --count 20000 --out benchmarks/results/judge.json

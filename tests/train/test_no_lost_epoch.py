@@ -40,6 +40,7 @@ fine = make()
 wrong_metric = make(metrics={"accuracy": lambda o, t: (o.argmax(1) == t).float().mean()})
 late_metric = make(metrics={"accuracy": late})
 corrupt_test = make(make_dataset=lambda split: Corrupt() if split == "test" else data(split))
+corrupt_train = make(make_dataset=lambda split: Corrupt() if split == "train" else data(split))
 class Broken(nn.Linear):
     steps = 0
     def forward(self, x):
@@ -69,7 +70,13 @@ def test_a_metric_of_the_wrong_kind_is_refused_before_the_first_step(tmp_path: P
 )
 def test_an_evaluation_that_fails_costs_no_step(tmp_path: Path, task: str, why: str) -> None:
     code, told, saved = train(tmp_path, task)
-    assert (code, saved) == (1, [5]) and why in told
+    assert (code, saved) == (1, [5]) and why in told and "rescued" not in told
+
+
+def test_a_sample_that_cannot_be_read_costs_no_step_and_is_no_full_disk(tmp_path: Path) -> None:
+    code, told, saved = train(tmp_path, "corrupt_train", 1)
+    assert code == 1 and 0 < saved[-1] < 5 and f"the state after step {saved[-1]} is saved" in told
+    assert 'raise OSError("sample 34 cannot be decoded")' in told and "rescued" not in told
 
 
 def test_an_error_in_the_middle_of_an_epoch_saves_what_is_whole(tmp_path: Path) -> None:

@@ -96,17 +96,18 @@ class Evaluations:
         """Evaluate the state after `step`, keep its weights if it is the best (a collective); the seconds it took."""
         parts, began = self._parts, time.perf_counter()
         guard = Guard.of_process()
-        with guard.phase(Phase.EVALUATE):
-            self.metrics = evaluate(
-                parts.replica, parts.test_set, parts.task.loss, parts.task.metrics,
-                replace(parts.loading, box=guard.box, evaluates=True), tick=guard.box.tick,
-            )  # fmt: skip
-            self.step = step
-            if self.best.judge(step, self.metrics) and self.best.keeps:
-                with parts.replica.merged_buffers():
-                    weights = parts.replica.weights()
-                    if self._world.rank == 0:
-                        save(weights, self._place.folder / BEST_WEIGHTS)
+        before = guard.box.enter(Phase.EVALUATE)  # and it stays so after an error: whose it is, is seen by it
+        self.metrics = evaluate(
+            parts.replica, parts.test_set, parts.task.loss, parts.task.metrics,
+            replace(parts.loading, box=guard.box, evaluates=True), tick=guard.box.tick,
+        )  # fmt: skip
+        guard.box.enter(before)
+        self.step = step
+        if self.best.judge(step, self.metrics) and self.best.keeps:
+            with parts.replica.merged_buffers():
+                weights = parts.replica.weights()
+                if self._world.rank == 0:
+                    save(weights, self._place.folder / BEST_WEIGHTS)
         seconds = time.perf_counter() - began
         self._write(events.Evaluated(step, self.metrics, seconds))
         self._tracking.log(step, {f"test/{name}": value for name, value in self.metrics.items()})
@@ -123,21 +124,23 @@ class Evaluations:
             return
         record, world, parts = self._record, self._world, self._parts
         result = record.result if record else None
-        callback(
-            Moment(
-                step=step,
-                total_steps=parts.total_steps,
-                epoch=max(0, step - 1) // parts.plan.steps_per_epoch,
-                loss=result.loss if result else math.nan,
-                lr=record.lr if record else math.nan,
-                grad_norm=result.grad_norm if result else None,
-                metrics=dict(self.metrics),
-                model=parts.replica.model,
-                rank=world.rank,
-                world_size=world.size,
-                stop=self._stop,
-            )
+        moment = Moment(
+            step=step,
+            total_steps=parts.total_steps,
+            epoch=max(0, step - 1) // parts.plan.steps_per_epoch,
+            loss=result.loss if result else math.nan,
+            lr=record.lr if record else math.nan,
+            grad_norm=result.grad_norm if result else None,
+            metrics=dict(self.metrics),
+            model=parts.replica.model,
+            rank=world.rank,
+            world_size=world.size,
+            stop=self._stop,
         )
+        try:
+            callback(moment)
+        except OSError as error:  # not one of ours: the disk may be in order
+            raise RuntimeError(f"{getattr(callback, '__name__', 'a function')} of the task has failed") from error
 
     def _stop(self) -> None:
         self._told_to_end = True

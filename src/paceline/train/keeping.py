@@ -185,8 +185,8 @@ class Keeping:
         print(f"rank {world.rank}: {words}", file=sys.stderr, flush=True)
 
     def save_after(self, error: BaseException, step: int, content: Callable[[], Content]) -> None:
-        """After an error: publish the state after `step`, unless that is what is wrong, or the disk is."""
-        if not isinstance(error, OSError) and getattr(error, "exit_code", None) not in WRONG:
+        """After an error: publish the state after `step`, unless that is what is wrong."""
+        if getattr(error, "exit_code", None) not in WRONG:
             self.save_alone(Guard.of_process().released(), step, content())
 
     def abandon(self) -> None:

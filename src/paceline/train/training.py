@@ -6,6 +6,7 @@ import math
 import os
 import signal
 import time
+from contextlib import AbstractContextManager
 from dataclasses import replace
 
 from msgspec import structs
@@ -47,6 +48,7 @@ class Training:
         self._samples = origin.content.samples_seen if origin else 0
         self._request = StopRequest()
         self._guard = Guard.of_process()
+        self._failed_in: int = Phase.CLOSE
         self._order = CallOrder(self._world, self._guard.take_order, self._guard.taken, self._say)
         self._left_out = LeftOut(self._config.guard.not_finite, self._world, self._say)
         shown = self._world.rank == 0
@@ -65,13 +67,14 @@ class Training:
         """Train, evaluate, save, summarise; SAVED if the run was asked to stop and its state is on disk."""
         began = time.perf_counter()
         with noticing(told=self._world.rank == 0) as self._request:
-            with surviving(self._parts.replica, self._place.folder, self._progress), self._writer, self._display:
+            with self._surviving(), self._writer, self._display:
                 self._open()
                 try:
                     with naming_lost_processes(self._guard.box, self._world.rank):
                         asked_to_stop = self._loop()
                     self._keeping.end()
                 except Exception as error:
+                    self._failed_in = self._guard.box.get("phase")
                     stalled = None if isinstance(error, PacelineError) else self._guard.stall_error(error)
                     self._save_what_is_whole(error)
                     if stalled is not None:
@@ -84,12 +87,12 @@ class Training:
                     self._evaluations.close()
                 self._writer.write(events.Ended(self._step, time.time()))
             self._guard.box.enter(Phase.CLOSE)
-            with surviving(self._parts.replica, self._place.folder, self._progress):
+            with self._surviving():
                 return self._stop() if asked_to_stop else self._finish(time.perf_counter() - began)
 
     def _save_what_is_whole(self, error: Exception) -> None:
         """After an error: the state after the last step, unless that is half updated."""
-        if self._step > self._start and self._guard.box.get("phase") != Phase.OPTIMIZER:
+        if self._step > self._start and self._failed_in != Phase.OPTIMIZER:
             self._keeping.save_after(error, self._step, self._content)
 
     def _open(self) -> None:
@@ -179,6 +182,7 @@ class Training:
         self._guard.box.set_step(self._step)
 
     def _note(self, record: StepRecord) -> None:
+        self._guard.box.enter(Phase.CHECKPOINT)  # the step is whole, whatever happens now
         plan = self._parts.plan
         epoch, step = divmod(record.step - 1, plan.steps_per_epoch)
         samples = len(plan.global_indices(epoch, step))
@@ -237,5 +241,6 @@ class Training:
         known = {"samples_per_second": self._throughput.overall(), "weights_sha256": sha256, "seconds": seconds}
         return structs.replace(summary, **known, **structs.asdict(costs))
 
-    def _progress(self) -> tuple[int, int]:
-        return self._start, self._step
+    def _surviving(self) -> AbstractContextManager[None]:
+        parts, folder = self._parts, self._place.folder
+        return surviving(parts.replica, folder, lambda: (self._start, self._step), lambda: self._failed_in)

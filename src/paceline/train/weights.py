@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from paceline.contract.evidence import Phase
 from paceline.disk import writing
 from paceline.errors import TrainingError
 from paceline.strategies.base import Replica
@@ -81,10 +82,13 @@ def rescue(weights: Mapping[str, Tensor], run_dir: Path) -> str:
 
 
 @contextmanager
-def surviving(replica: Replica, run_dir: Path, steps: Callable[[], tuple[int, int]]) -> Generator[None]:
+def surviving(
+    replica: Replica, run_dir: Path, steps: Callable[[], tuple[int, int]], phase: Callable[[], int]
+) -> Generator[None]:
     """Inside, a file that cannot be written ends the run, after the weights have been saved elsewhere.
 
-    `steps`: after which step this start began, and which one is done.
+    `steps`: after which step this start began, and which one is done. `phase`: what the rank is doing; an OSError of
+    the task's own code, a sample that cannot be read say, passes.
 
     Raises:
         TrainingError: says where they are.
@@ -92,6 +96,8 @@ def surviving(replica: Replica, run_dir: Path, steps: Callable[[], tuple[int, in
     try:
         yield
     except OSError as error:
+        if phase() in (Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.EVALUATE):
+            raise
         start, step = steps()
         where = rescue_alone(replica, run_dir) if step > start else "nothing was trained yet"
         words = f"rank {replica.world.rank} cannot go on after step {step}: {error}; {where}"
