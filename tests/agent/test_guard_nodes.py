@@ -51,6 +51,7 @@ def verdict(nodes: Nodes) -> Told:
     return read_verdict(folder)
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_on_another_node_is_named_by_the_head_and_all_nodes_end_alike(run) -> None:
     nodes = run("time.sleep(600)")
     nodes.start(0, 1)

@@ -43,6 +43,7 @@ def test_every_world_size_and_strategy_gives_the_same_bits(lab: Lab, expected: s
     assert list(lab.faults()) == []
 
 
+@pytest.mark.slow
 def test_a_killed_worker_costs_no_bit(lab: Lab, expected: str) -> None:
     settings = {**SMALL, "nproc": 2, "max_restarts": 3, "snapshot_every": 3}
     result = workers_killed(lab, settings, random.Random(1), "one")

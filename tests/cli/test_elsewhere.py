@@ -45,6 +45,7 @@ def test_a_secret_that_was_typed_is_not_written_down(tmp_path: Path, form: tuple
     assert not any("s3cr3t" in text for text in (*written.values(), done.stdout, done.stderr))
 
 
+@pytest.mark.slow
 def test_a_second_start_of_an_active_run_leaves_nothing_that_status_or_cancel_would_take_for_it(tmp_path: Path) -> None:
     run_dir, script = tmp_path / "run", tmp_path / "script.py"
     (run_dir / "attempt-1").mkdir(parents=True)

@@ -99,6 +99,7 @@ def test_two_processes_leave_a_whole_run_folder(paceline, small_mnist, tmp_path)
     assert load(run_dir / "config.toml", ours=True).data.global_batch == 64
 
 
+@pytest.mark.slow
 def test_the_same_run_from_its_config_by_torchrun_and_again(paceline, small_mnist, tmp_path):
     first, second = tmp_path / "first", tmp_path / "second"
     run = paceline("train", "mnist-cnn", "--data-dir", small_mnist, "--nproc", 2, "--steps", 4, "--run-dir", first)

@@ -61,6 +61,7 @@ def digest(folder: Path) -> str | None:
     return summary.weights_sha256
 
 
+@pytest.mark.slow
 def test_skip_and_rollback_give_the_same_weights_at_every_world_size(train, tmp_path):
     runs = {
         "alone": ("skip",),
@@ -96,6 +97,7 @@ def test_stop_is_the_default_and_rollback_leaves_out_what_there_is_nothing_to_go
     assert "step 3 is left out: nothing is kept yet to go back to" in ended.stdout
 
 
+@pytest.mark.slow
 def test_what_a_freed_rank_saves_goes_on_to_the_very_same_weights(train, tmp_path):
     undisturbed = train("train", "mine.py:good", *COMMON, "--run-dir", "whole")
     assert undisturbed.returncode == 0, undisturbed.stderr
