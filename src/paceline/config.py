@@ -25,6 +25,7 @@ from paceline.ladder import DEFAULT, DEFAULT_ALONE, EXACT, LADDER, StrategyName
 from paceline.rhythm import steps_or_seconds
 
 DEFAULT_BATCH_SIZE = 64
+OPTIMIZERS = ("adamw", "sgd")
 LONGEST_TIMEOUT = 1e9  # seconds, 30 years
 
 
@@ -65,8 +66,8 @@ class ModelConfig:
 class OptimizerConfig:
     """How a gradient becomes a step."""
 
-    optimizer: Literal["adamw", "sgd"] = "adamw"
-    """which one"""
+    optimizer: str = "adamw"
+    """adamw, sgd, or any other as module:name or file.py:name, torch.optim:RMSprop say, given lr and weight_decay"""
     lr: float = 1e-3
     """peak learning rate"""
     weight_decay: float = 0.01
@@ -317,11 +318,12 @@ def with_defaults(config: TrainConfig, world_size: int) -> TrainConfig:
     if strategy in EXACT and launch.threads_per_rank is None:  # the one number that every world size can have
         launch = dataclasses.replace(launch, threads_per_rank=1)
     task = config.task and absolute_task(config.task)
-    return dataclasses.replace(config, task=task, strategy=strategy, data=data, launch=launch)
+    optimizer = dataclasses.replace(config.optimizer, optimizer=absolute_task(config.optimizer.optimizer))
+    return dataclasses.replace(config, task=task, strategy=strategy, data=data, launch=launch, optimizer=optimizer)
 
 
 def absolute_task(task: str) -> str:
-    """A task with the absolute path of its file, or of its module's folder: it may be loaded from another folder."""
+    """A task or optimizer with the absolute path of its file, or module's folder: others may load it from elsewhere."""
     path, colon, name = task.rpartition(":")
     if not colon:  # one of paceline's own
         return task
@@ -461,5 +463,8 @@ def check_values(config: TrainConfig) -> None:
         raise UsageError(f"--timeout must be at most {LONGEST_TIMEOUT:.0e} seconds, got {config.launch.timeout}")
     if config.launch.port > 65535:
         raise UsageError(f"--port must be at most 65535, got {config.launch.port}")
+    if ":" not in config.optimizer.optimizer and config.optimizer.optimizer not in OPTIMIZERS:
+        own = "or any other as module:name, torch.optim:RMSprop say"
+        raise UsageError(f"{unknown('optimizer', config.optimizer.optimizer, OPTIMIZERS)}, {own}")
     if config.strategy is not None and config.strategy not in LADDER:
         raise unknown("strategy", config.strategy, LADDER)

@@ -19,6 +19,8 @@ FIXED = {
     "seed": "it decides the order of samples and all random streams",
     "batchnorm": "its statistics are of another kind",
     "optimizer": "it keeps another state",
+    "make_optimizer": "it keeps another state, and goes on with the settings of the checkpoint",
+    "make_schedule": "it goes on with the numbers of the checkpoint",
     "stem": "it is another model",
     "data": "the samples used so far would not be those left out from now on",
 }
@@ -31,7 +33,7 @@ CHANGEABLE = (
 )  # fmt: skip
 """what may change if `--allow-change` names it; everything else (world size, strategy, ...) may change freely"""
 
-ADDED = {"precision": "fp32"}
+ADDED = {"precision": "fp32", "make_optimizer": None, "make_schedule": None}
 """what the definitions of older checkpoints do not contain, and what it was then"""
 
 
@@ -39,7 +41,7 @@ def settings(config: TrainConfig) -> dict[str, Any]:
     """The part of the definition that comes from the (resolved) settings."""
     o = config.optimizer
     found: dict[str, Any] = {
-        "task": ":".join(str(config.task).split(":")[-2:]),  # without the folder of a module
+        "task": _in_its_folder(str(config.task)),
         "stem": config.model.stem,
         "batchnorm": config.model.batchnorm,
         "virtual_ranks": config.data.virtual_ranks,
@@ -49,7 +51,7 @@ def settings(config: TrainConfig) -> dict[str, Any]:
         "seed": config.run.seed,
         "epochs": config.run.epochs if config.run.steps is None else None,
         "steps": config.run.steps,
-        "optimizer": o.optimizer,
+        "optimizer": _in_its_folder(o.optimizer),
         "lr": o.lr,
         "weight_decay": o.weight_decay,
         "momentum": o.momentum if o.optimizer == "sgd" else None,
@@ -65,6 +67,11 @@ def settings(config: TrainConfig) -> dict[str, Any]:
     if config.compute.precision == "auto":  # not chosen yet
         del found["precision"]
     return found
+
+
+def _in_its_folder(reference: str) -> str:
+    """`module:name` without the folder of the module, which another machine may have elsewhere."""
+    return ":".join(reference.split(":")[-2:])
 
 
 def allowed_changes(text: str) -> list[str]:

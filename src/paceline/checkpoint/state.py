@@ -60,6 +60,25 @@ class Source(Protocol):
         ...
 
 
+class Under:
+    """The tensors of a source whose names begin with `prefix`, without it."""
+
+    def __init__(self, source: Source, prefix: str) -> None:
+        self._source, self._prefix = source, prefix
+
+    def names(self, prefix: str) -> Iterable[str]:
+        """See Source."""
+        return [name.removeprefix(self._prefix) for name in self._source.names(self._prefix + prefix)]
+
+    def shape(self, name: str) -> torch.Size:
+        """See Source."""
+        return self._source.shape(self._prefix + name)
+
+    def tensor(self, name: str, start: int = 0, stop: int | None = None) -> Tensor | None:
+        """See Source."""
+        return self._source.tensor(self._prefix + name, start, stop)
+
+
 def needed(source: Source, name: str, like: Tensor, *, any_type: bool = False) -> Tensor:
     """The whole tensor `name`; with `any_type`, of whatever type of number.
 

@@ -19,7 +19,7 @@ from paceline.cli.flags import check_out_file, check_positive, print_json, write
 from paceline.config import TrainConfig, absolute_task, check_values, task_options
 from paceline.disk.reading import real_path
 from paceline.errors import UsageError
-from paceline.tasks import check_task
+from paceline.tasks import check_optimizer, check_task
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ class Measuring:
     """a config.toml with all other settings of the training"""
     device: Literal["auto", "cpu", "cuda"] | None = None
     """as for train, as all below"""
-    optimizer: Literal["adamw", "sgd"] | None = None
-    """which one"""
+    optimizer: str | None = None
+    """as for train"""
     precision: Literal["fp32", "bf16", "auto"] | None = None
     """of forward and backward"""
     data_dir: Path | None = None
@@ -86,9 +86,11 @@ def settings_of(task: str, how: Measuring, *, num_workers: int | None = None) ->
         if value is not None:
             config = replace(config, **{section: replace(getattr(config, section), **{key: value})})
     task = absolute_task(task)
-    config = replace(config, task=task, strategy=None)
+    optimizer = replace(config.optimizer, optimizer=absolute_task(config.optimizer.optimizer))
+    config = replace(config, task=task, optimizer=optimizer, strategy=None)
     check_values(config)
     check_task(task, task_options(config))
+    check_optimizer(config.optimizer.optimizer)
     return config
 
 

@@ -13,7 +13,7 @@ from paceline.ladder import EXACT, FOR_SEVERAL, LADDER
 from paceline.observe.folder import CHECKPOINTS, check_is_run, check_not_finished
 from paceline.observe.track import wanted
 from paceline.store.store import Checkpoints, Damaged
-from paceline.tasks import check_task
+from paceline.tasks import check_optimizer, check_task
 
 
 def check_training(config: TrainConfig, nproc: int) -> None:
@@ -24,6 +24,7 @@ def check_training(config: TrainConfig, nproc: int) -> None:
     """
     shape = batch_shape(config.data, nproc)
     check_task(config.task, configuration.task_options(config))
+    check_optimizer(config.optimizer.optimizer)
     _check_checkpoints(config, nproc)
     wanted(config.run.track)
     if config.strategy in EXACT and config.model.batchnorm == "sync":

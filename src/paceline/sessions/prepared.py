@@ -20,12 +20,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from paceline.checkpoint.state import Held, Source, needed
+from paceline.checkpoint.state import Held, Source, Under, needed
 from paceline.errors import UsageError
 from paceline.sessions.elsewhere import Elsewhere
-from paceline.sessions.numbers import Under, as_json, from_json, like
 from paceline.strategies.base import Replica
 from paceline.sums.buckets import trainable
+from paceline.train.numbers import as_json, load_numbers, numbers_of, settings_of
 
 Grads = list[Tensor | None]
 
@@ -48,7 +48,7 @@ class Prepared:
         self._update, self._clear = self.optimizer.step, self.optimizer.zero_grad
         self.optimizer.step = self._step  # pyright: ignore[reportAttributeAccessIssue]
         self.optimizer.zero_grad = self._zero_grad  # pyright: ignore[reportAttributeAccessIssue]
-        self._given = as_json(self._settings())  # as the script has them
+        self._given = as_json(settings_of(self.optimizer))  # as the script has them
         if scheduler is not None:
             _held_back(scheduler, gate)
         for parameter in {id(p): p for p in (self._parameters[0], self._parameters[-1])}.values():
@@ -158,25 +158,15 @@ class Prepared:
 
     def numbers(self) -> dict[str, Any]:
         """The rest of its state, as JSON: the optimizer's settings and the scheduler's numbers."""
-        scheduler = None if self.scheduler is None else self.scheduler.state_dict()
-        return {"groups": as_json(self._settings()), "scheduler": as_json(scheduler), "given": self._given}
+        return {**numbers_of(self.optimizer, self.scheduler), "given": self._given}
 
     def load_numbers(self, found: Mapping[str, Any]) -> str:
         """Take over what `numbers` gave; what differs in the script now, in words."""
         changed = self._given != found["given"]
-        for group, saved in zip(self.optimizer.param_groups, from_json(found["groups"]), strict=True):
-            for name, value in saved.items():
-                group[name] = like(group.get(name), value)
-        if self.scheduler is not None:
-            now = self.scheduler.state_dict()
-            saved = from_json(found["scheduler"]) or {}
-            self.scheduler.load_state_dict({name: like(now.get(name), value) for name, value in saved.items()})
+        load_numbers(self.optimizer, self.scheduler, found)
         return (
             f"optimizer {self.number + 1} keeps the checkpoint's settings, not those of the script" if changed else ""
         )
-
-    def _settings(self) -> list[dict[str, Any]]:
-        return [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
 
     def _put(self, grads: Grads | None) -> None:
         for parameter, grad in zip(self._parameters, grads or [None] * len(self._parameters), strict=True):

@@ -6,13 +6,14 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import nn
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from paceline.errors import UsageError
 from paceline.sessions.prepared import Gate, Prepared
 from paceline.strategies.base import MakeOptimizer, Replica
 from paceline.sums import together
+from paceline.train.optimizer import checked_optimizer
 from paceline.worker.world import World
 
 OptimizerLike = Optimizer | MakeOptimizer
@@ -49,9 +50,8 @@ def made_optimizer(model: nn.Module, asked: Any) -> Callable[[Iterable[nn.Parame
     Raises:
         UsageError: it is neither, or the optimizer has taken steps already, trains another model or needs closures.
     """
-    if isinstance(asked, LBFGS) or asked is LBFGS:
-        raise UsageError("LBFGS computes the loss several times in a step, by a closure: not in a session. Use another")
     if isinstance(asked, Optimizer):
+        checked_optimizer(asked)
         if asked.state:
             raise UsageError("the optimizer has taken steps already: prepare it before the first")
         return lambda _: asked
@@ -61,10 +61,4 @@ def made_optimizer(model: nn.Module, asked: Any) -> Callable[[Iterable[nn.Parame
             "one from the parameters, as in s.prepare(model, lambda p: torch.optim.AdamW(p, lr=1e-3))"
         )
 
-    def make(parameters: Iterable[nn.Parameter]) -> Optimizer:
-        made = asked(parameters)
-        if not isinstance(made, Optimizer) or isinstance(made, LBFGS):
-            raise UsageError(f"the function that makes the optimizer has given a {type(made).__name__}")
-        return made
-
-    return make
+    return lambda parameters: checked_optimizer(asked(parameters))

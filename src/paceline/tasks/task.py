@@ -8,6 +8,8 @@ from inspect import signature
 from typing import Any, Literal
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
 from paceline.errors import UsageError
@@ -41,6 +43,11 @@ class Task:
     """called on every rank after each evaluation"""
     on_end: Callback | None = None
     """called on every rank when the last step is done and the weights are saved"""
+    make_optimizer: Callable[[nn.Module], Optimizer] | None = None
+    """model -> its optimizer, with any groups of parameters; by default what --optimizer, --lr, ... say"""
+    make_schedule: Callable[[Optimizer, int], LRScheduler] | None = None
+    """(optimizer, steps of the run) -> a scheduler of torch, stepped after each update; by default what --schedule
+    says, or beside make_optimizer none: learning rates stay as the optimizer's groups have them"""
 
     def __post_init__(self) -> None:
         kind = type(self.make_model).__name__
@@ -54,7 +61,7 @@ class Task:
             )
         given = {"make_model": self.make_model, "make_dataset": self.make_dataset, "loss": self.loss}
         given |= {f"metrics[{name!r}]": metric for name, metric in _named(self.metrics).items()}
-        optional = ("collate", "on_step", "on_evaluation", "on_end")
+        optional = ("collate", "on_step", "on_evaluation", "on_end", "make_optimizer", "make_schedule")
         given |= {name: getattr(self, name) for name in optional if getattr(self, name) is not None}
         for name, value in given.items():
             if not callable(value):
@@ -63,6 +70,10 @@ class Task:
             raise UsageError("Task(make_model=...): it is called without arguments, and asks for some")
         if not _takes(self.make_dataset, 1):
             raise UsageError('Task(make_dataset=...): it is called with the split, "train" or "test", and takes none')
+        if self.make_optimizer is not None and not _takes(self.make_optimizer, 1):
+            raise UsageError("Task(make_optimizer=...): it is called with the model, and takes none, or asks for more")
+        if self.make_schedule is not None and not _takes(self.make_schedule, 2):
+            raise UsageError("Task(make_schedule=...): it is called with the optimizer and the number of steps")
 
 
 def _named(metrics: Any) -> Mapping[str, Any]:

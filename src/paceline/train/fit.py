@@ -10,7 +10,7 @@ from paceline.contract.evidence import Phase
 from paceline.data.loader import MicroBatch
 from paceline.strategies.base import Replica
 from paceline.tasks.task import Loss
-from paceline.train.optimizer import Schedule
+from paceline.train.optimizer import Rates
 from paceline.train.order import CallOrder
 from paceline.train.step import StepResult, ignore, train_step
 from paceline.train.votes import Votes
@@ -64,7 +64,7 @@ def fit(
     replica: Replica,
     steps: Iterable[list[MicroBatch]],
     loss: Loss,
-    schedule: Schedule,
+    schedule: Rates,
     *,
     start: int = 0,
     max_norm: float | None = None,
@@ -86,9 +86,7 @@ def fit(
     clock(Phase.DATA)
     for number, microbatches in enumerate(steps, start):
         data_seconds = time.perf_counter() - began
-        lr = schedule.lr(number)
-        for group in replica.optimizer.param_groups:
-            group["lr"] = lr
+        lr = schedule.set(replica.optimizer, number)
         result = train_step(
             replica, microbatches, loss,
             max_norm=max_norm, votes=votes, enter=clock, order=order, may_leave_out=may_leave_out,

@@ -25,6 +25,7 @@ from paceline.errors import UsageError, first_few
 from paceline.ladder import LADDER, options_of_others
 from paceline.seeding import derive, preserved_streams, random_stream
 from paceline.strategies import STRATEGIES, Replica
+from paceline.strategies.base import MakeOptimizer
 from paceline.sums import check_equal, gather_words, new_group, together, told_once
 from paceline.sums.batchnorm import convert
 from paceline.tasks import load_task
@@ -32,7 +33,8 @@ from paceline.tasks.task import Task
 from paceline.train.computing import Settled, settle
 from paceline.train.determinism import explained
 from paceline.train.evaluate import batch_totals, evaluating
-from paceline.train.optimizer import Schedule, optimizer_maker, scaled_lr
+from paceline.train.optimizer import Rates, described, maker_for, scaled_lr, schedule_for
+from paceline.train.resume import Origin
 from paceline.train.step import weighted_losses
 from paceline.worker.world import World
 
@@ -50,12 +52,19 @@ class Parts:
     replica: Replica
     plan: BatchPlan
     share: range
-    schedule: Schedule
+    schedule: Rates
     loading: Loading
     total_steps: int
     data: dict[str, Any]
     """what identifies the training and test data"""
     settled: Settled = field(default_factory=Settled)
+    own: dict[str, Any] = field(default_factory=dict[str, Any])
+    """what the task says in place of settings, for the definition"""
+
+    def take_over(self, origin: Origin) -> None:
+        """Go on from `origin`."""
+        self.replica.load(origin.source)
+        self.schedule.load(origin.content.loop)
 
 
 def prepare(config: TrainConfig, world: World) -> Parts:
@@ -80,6 +89,10 @@ def prepare(config: TrainConfig, world: World) -> Parts:
             "test data": data_fingerprint(test_set, loading),
         }
         model = make_model(task, config.run.seed, world)
+        o = config.optimizer
+        peak_lr = scaled_lr(o.lr, o.lr_scaling, shape.global_batch, o.lr_base_batch)
+        maker = maker_for(o, peak_lr, task, model)
+        made = None if task.make_optimizer is None else described(maker(model.parameters()))
     largest = math.ceil(shape.global_batch / (shape.virtual_ranks * shape.accumulation))
     settled = settle(config.compute, model, task, train_set, loading, largest, world)
     config = replace(config, compute=replace(config.compute, precision=settled.precision))
@@ -91,12 +104,15 @@ def prepare(config: TrainConfig, world: World) -> Parts:
         train_set, test_set = on_device(train_set, world.device), on_device(test_set, world.device)
     for what, content in data.items():
         check_equal(what, content, world)
-    replica = make_replica(config, model, world, shape.virtual_ranks)
+    replica = make_replica(config, maker, model, world, shape.virtual_ranks)
     total_steps = config.run.steps or config.run.epochs * plan.steps_per_epoch
-    optimizer = config.optimizer
-    peak_lr = scaled_lr(optimizer.lr, optimizer.lr_scaling, shape.global_batch, optimizer.lr_base_batch)
-    schedule = Schedule(peak_lr, total_steps, optimizer.warmup_steps, optimizer.schedule)
-    return Parts(config, task, train_set, test_set, replica, plan, share, schedule, loading, total_steps, data, settled)
+    with together(world):
+        schedule = schedule_for(o, peak_lr, task, replica.optimizer, total_steps)
+    own = {"make_optimizer": made, "make_schedule": schedule.described}
+    check_equal("the task's optimizer and schedule", own, world)
+    return Parts(
+        config, task, train_set, test_set, replica, plan, share, schedule, loading, total_steps, data, settled, own
+    )
 
 
 def make_model(task: Task, seed: int, world: World) -> nn.Module:
@@ -128,10 +144,10 @@ def make_plan(config: TrainConfig, shape: BatchShape, num_samples: int) -> Batch
     )
 
 
-def make_replica(config: TrainConfig, model: nn.Module, world: World, virtual_ranks: int) -> Replica:
+def make_replica(
+    config: TrainConfig, maker: MakeOptimizer, model: nn.Module, world: World, virtual_ranks: int
+) -> Replica:
     """Apply the batch norm policy and the strategy (a collective)."""
-    o = config.optimizer
-    maker = optimizer_maker(o.optimizer, lr=o.lr, weight_decay=o.weight_decay, momentum=o.momentum)
     try:
         if config.model.batchnorm == "sync":
             # A group of its own: its collectives must not pair up with those of gradient buckets, whose order relative

@@ -79,7 +79,7 @@ def train(config: TrainConfig, *, run_dir: Path | None = None) -> Outcome:
                     steps = f"there are {parts.total_steps} steps"
                     error = UsageError(f"--rehearse-preemption {rehearsed} is not before the end: {steps}")
                     raise told_once(error, world)
-                facts = {"data": parts.data, "hardware": holds_for(world.device)}
+                facts = {**parts.own, "data": parts.data, "hardware": holds_for(world.device)}
                 place = replace(place, definition={**settings(config), **facts})
                 if config.strategy in EXACT:
                     check_equal("processors and libraries", facts["hardware"], world)
@@ -87,7 +87,7 @@ def train(config: TrainConfig, *, run_dir: Path | None = None) -> Outcome:
                 origin = _origin(config, place, world)
                 if origin is not None:
                     with together(world):
-                        parts.replica.load(origin.source)
+                        parts.take_over(origin)
                 place = replace(place, definition={**place.definition, "unbroken": _unbroken(config, place, origin)})
                 if place.attempt_dir is not None:  # rank 0; not earlier: a refused run must overwrite nothing
                     _write_down(config, place, parts)

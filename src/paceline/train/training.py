@@ -171,10 +171,11 @@ class Training:
     def _content(self) -> Content:
         found = self._evaluations
         scores = {name: score for name, score in found.metrics.items() if math.isfinite(score)}  # JSON has no others
-        return Content(self._samples, scores, self._place.definition, found.step, found.content())
+        loop = found.content() | self._parts.schedule.numbers()
+        return Content(self._samples, scores, self._place.definition, found.step, loop)
 
     def _go_back(self, origin: Origin) -> None:
-        self._parts.replica.load(origin.source)
+        self._parts.take_over(origin)
         self._writer.write(events.RolledBack(self._step, origin.step))
         self._say(f"goes back from step {self._step} to {origin.where}")
         self._step, self._samples = origin.step, origin.content.samples_seen

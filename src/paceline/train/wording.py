@@ -12,6 +12,7 @@ import torch
 from paceline.errors import ExitCode, plural
 from paceline.observe.summary import Summary
 from paceline.train.keeping import Place
+from paceline.train.optimizer import scaled_lr
 from paceline.train.prepare import Parts
 
 
@@ -34,8 +35,9 @@ def opening_lines(parts: Parts) -> list[str]:
     lines += parts.settled.notices
     o = config.optimizer
     if o.lr_scaling != "none":
+        peak_lr = scaled_lr(o.lr, o.lr_scaling, plan.global_batch, o.lr_base_batch)
         lines.append(
-            f"learning rate {parts.schedule.peak_lr:.3g} = {o.lr:.3g} x {o.lr_scaling} scaling by "
+            f"learning rate {peak_lr:.3g} = {o.lr:.3g} x {o.lr_scaling} scaling by "
             f"{plan.global_batch}/{o.lr_base_batch}"
         )
     if plan.global_batch > plan.num_samples and plan.tail == "keep":

@@ -21,13 +21,13 @@ from paceline.errors import UsageError
 from paceline.ladder import options_of_others
 from paceline.observe.events import EventWriter
 from paceline.strategies import Replica
-from paceline.strategies.base import replica
+from paceline.strategies.base import MakeOptimizer, replica
 from paceline.tasks import load_task
 from paceline.tasks.task import Task
 from paceline.train.computing import check_precision, settle
 from paceline.train.fit import StepRecord, fit
 from paceline.train.keeping import Place
-from paceline.train.optimizer import Schedule, optimizer_maker
+from paceline.train.optimizer import maker_for, schedule_for
 from paceline.train.prepare import Parts, make_model, make_plan, make_replica
 from paceline.train.records import write_started, write_step
 from paceline.worker.world import World
@@ -75,10 +75,13 @@ class CandidateTraining:
         loading = Loading(ground.world.device, config.data.num_workers, ground.task.collate)
         batch = candidate.batch_size
         settled = settle(config.compute, model, ground.task, ground.dataset, loading, batch, ground.world)
-        schedule = Schedule(config.optimizer.lr, steps)
+        o = replace(config.optimizer, schedule="constant", warmup_steps=0)
+        maker = maker_for(o, o.lr, ground.task, model)
+        made = make(config, maker, model, ground.world, shape.virtual_ranks)
+        schedule = schedule_for(o, o.lr, ground.task, made.optimizer, steps)
         self.parts = Parts(
-            config, ground.task, ground.dataset, ground.dataset, make(config, model, ground.world, shape.virtual_ranks),
-            plan, share, schedule, loading, steps, {}, settled,
+            config, ground.task, ground.dataset, ground.dataset, made, plan, share, schedule, loading, steps, {},
+            settled,
         )  # fmt: skip
         folder.mkdir(parents=True, exist_ok=True)
         self._writer = self._open.enter_context(EventWriter(folder / f"events-{ground.world.rank}.jsonl"))
@@ -130,8 +133,8 @@ def _plan(config: TrainConfig, shape: BatchShape, ground: Ground) -> BatchPlan:
     return make_plan(replace(config, data=replace(config.data, tail=tail)), shape, samples)
 
 
-def _without_exchange(config: TrainConfig, model: torch.nn.Module, world: World, virtual_ranks: int) -> Replica:
+def _without_exchange(
+    _: TrainConfig, maker: MakeOptimizer, model: torch.nn.Module, world: World, virtual_ranks: int
+) -> Replica:
     """Every rank trains alone: what its computation takes by itself."""
-    o = config.optimizer
-    maker = optimizer_maker(o.optimizer, lr=o.lr, weight_decay=o.weight_decay, momentum=o.momentum)
     return replica(model, maker(model.parameters()), world, virtual_ranks=virtual_ranks)

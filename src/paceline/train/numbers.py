@@ -1,34 +1,14 @@
-"""The numbers of optimizers and schedulers as JSON, and the tensors of several models in one state."""
+"""The numbers of optimizers and schedulers as JSON: what a checkpoint keeps of them beside tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
-from paceline.checkpoint.state import Source
 from paceline.errors import UsageError
-
-
-class Under:
-    """The tensors of a source whose names begin with `prefix`, without it."""
-
-    def __init__(self, source: Source, prefix: str) -> None:
-        self._source, self._prefix = source, prefix
-
-    def names(self, prefix: str) -> Iterable[str]:
-        """See Source."""
-        return [name.removeprefix(self._prefix) for name in self._source.names(self._prefix + prefix)]
-
-    def shape(self, name: str) -> torch.Size:
-        """See Source."""
-        return self._source.shape(self._prefix + name)
-
-    def tensor(self, name: str, start: int = 0, stop: int | None = None) -> Tensor | None:
-        """See Source."""
-        return self._source.tensor(self._prefix + name, start, stop)
 
 
 def as_json(value: Any) -> Any:
@@ -67,3 +47,24 @@ def like(now: Any, saved: Any) -> Any:
         return now.fill_(saved)
     kind: Any = type(now)
     return kind(saved) if isinstance(now, (tuple, Mapping)) and saved is not None else saved
+
+
+def settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """The settings of its groups of parameters: learning rate, weight decay, ..."""
+    return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+
+
+def numbers_of(optimizer: Optimizer, scheduler: Any) -> dict[str, Any]:
+    """What `load_numbers` takes over: the settings of the optimizer's groups, and the scheduler's state, if any."""
+    state = None if scheduler is None else scheduler.state_dict()
+    return {"groups": as_json(settings_of(optimizer)), "scheduler": as_json(state)}
+
+
+def load_numbers(optimizer: Optimizer, scheduler: Any, found: Mapping[str, Any]) -> None:
+    """Take over what `numbers_of` gave."""
+    for group, saved in zip(optimizer.param_groups, from_json(found["groups"]), strict=True):
+        for name, value in saved.items():
+            group[name] = like(group.get(name), value)
+    if scheduler is not None:
+        now, saved = scheduler.state_dict(), from_json(found["scheduler"]) or {}
+        scheduler.load_state_dict({name: like(now.get(name), value) for name, value in saved.items()})

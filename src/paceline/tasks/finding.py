@@ -1,0 +1,138 @@
+"""Code by name, `module:name` or `file.py:name`: found without importing it, and imported (no torch here)."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.machinery
+import itertools
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from paceline.disk.owners import other_writers
+from paceline.errors import UsageError
+
+MOST_FILES = 1000  # of a folder that are looked at
+
+
+def check_reference(kind: str, name: str) -> None:
+    """Check without importing it that a module or file is there, and warn of what is imported with it.
+
+    Raises:
+        UsageError: there is no such module or file, or an installed module has its name.
+    """
+    folder, _ = locate(kind, name)
+    if whose := other_writers(folder.resolve()):
+        print(
+            f"paceline: {whose}: what lies beside your {kind}, and who can write there, is imported with it",
+            file=sys.stderr,
+        )
+    if there := shadowed(folder):
+        print(
+            f"paceline: beside the {kind} lies {', '.join(there)}: the installed module of that name is imported, not "
+            f"what lies in {folder}. Rename yours if you mean it",
+            file=sys.stderr,
+        )
+
+
+def imported(name: str) -> Any:
+    """What `module:name` names; None if the module has no such name. What its code raises passes through."""
+    module_name, _, attribute = name.rpartition(":")
+    return getattr(import_module(module_name), attribute, None)
+
+
+def source_of(kind: str, name: str) -> ast.Module | None:
+    """The parsed file that `module:name` names, or None where it cannot be read."""
+    with suppress(OSError, SyntaxError, ValueError):
+        _, file = locate(kind, name)
+        return None if file is None else ast.parse(file.read_text())
+    return None
+
+
+def names_in(tree: ast.Module) -> set[str] | None:
+    """The names that a module has at its top level; None where only importing it would tell."""
+    found: set[str] = set()
+    for node in ast.walk(tree):  # also of functions: too many rather than too few
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            found.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, ast.alias):
+            found.add(node.asname or node.name.partition(".")[0])
+    return None if found & {"*", "__getattr__"} else found
+
+
+def locate(kind: str, name: str) -> tuple[Path, Path | None]:
+    """The folder that must be in the Python path for a user's task (or another `kind`), and the file with the code.
+
+    Raises:
+        UsageError: there is no such task, or an installed module has its name.
+    """
+    module_name, _, attribute = name.rpartition(":")
+    if not attribute.isidentifier():
+        raise UsageError(f"{kind} {name!r}: {attribute!r} after the colon is no Python name. Write module:name")
+    if module_name.endswith(".py"):
+        path = Path(module_name).resolve()
+        if not path.is_file():
+            raise UsageError(f"{kind} {name!r}: there is no file {Path(module_name).absolute()}")
+        if path.name in shadowed(path.parent):
+            raise UsageError(
+                f"{kind} {name!r}: {path.stem} is an installed module, too, which comes first. Rename the file"
+            )
+        return path.parent, path
+    folder, module_name = _apart(module_name)
+    # Without importing any of it (find_spec on a dotted name would import the parents).
+    search: list[str] | None = [*sys.path, str(folder)]
+    origin: str | None = None
+    for depth, part in enumerate(module_name.split(".")):
+        spec = importlib.machinery.PathFinder.find_spec(part, search)
+        if spec is None:
+            missing = ".".join(module_name.split(".")[: depth + 1])
+            raise UsageError(
+                f"{kind} {name!r}: there is no module {missing!r}, neither in {folder} nor in the Python path. "
+                "Start paceline in the folder that holds it, or name the file: path/to/file.py:name"
+            )
+        search, origin = list(spec.submodule_search_locations or ()), spec.origin
+    return folder, None if origin is None else Path(origin)
+
+
+def _apart(module_name: str) -> tuple[Path, str]:
+    """The folder and the module of FOLDER:module, as a run records where it found one; else the working folder."""
+    folder, colon, module = module_name.rpartition(":")
+    return (Path(folder), module) if colon else (Path.cwd(), module_name)
+
+
+def shadowed(folder: Path) -> list[str]:
+    """The modules in a folder that an installed module of the same name hides; of very many files the first."""
+    others = [place for place in sys.path if place and Path(place).resolve() != folder]
+    found: list[str] = []
+    for path in sorted(itertools.islice(folder.iterdir(), MOST_FILES)):
+        if path.suffix != ".py" and not (path / "__init__.py").is_file():
+            continue
+        spec = importlib.machinery.PathFinder.find_spec(path.stem, others)
+        installed = path.stem in sys.stdlib_module_names or (spec is not None and spec.origin is not None)
+        if installed and not (spec is not None and spec.origin and folder in Path(spec.origin).resolve().parents):
+            found.append(path.name)
+    return found
+
+
+def import_module(module_name: str) -> Any:
+    """Import it from its own folder, which comes after all that is installed, so that it can replace none of that."""
+    if not module_name.endswith(".py"):
+        folder, module_name = _apart(module_name)
+        if str(folder) not in sys.path:
+            sys.path.append(str(folder))
+        return importlib.import_module(module_name)
+    path = Path(module_name).resolve()
+    # Under its own name and with its neighbours, as if it had been started as a script: loader workers and pickle must
+    # be able to import it again.
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
+    module = importlib.import_module(path.stem)
+    if module.__file__ is None or Path(module.__file__).resolve() != path:
+        raise UsageError(
+            f"{path} cannot be imported as {path.stem!r}: that name is {module.__file__}. Rename the file."
+        )
+    return module
