@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+import tomllib
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
@@ -252,6 +254,8 @@ class TrainConfig:
     """mnist-cnn, mnist-resnet18, or your own: module:name or file.py:name"""
     strategy: StrategyName | None = None
     """how ranks share the work (default: bucketed for several processes, single for one)"""
+    set: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """NAME=VALUE for a setting of the task: an argument of your function; TASK --help lists them. May be repeated"""
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -274,7 +278,19 @@ def default_strategy(config: TrainConfig, world_size: int) -> StrategyName:
 def task_options(config: TrainConfig) -> dict[str, Any]:
     """The options that are the task's own business, as far as they were set."""
     options = {"data_dir": config.data.data_dir, "stem": config.model.stem}
-    return {name: value for name, value in options.items() if value is not None}
+    return {name: value for name, value in options.items() if value is not None} | settings_given(config.set)
+
+
+def settings_given(texts: Iterable[str]) -> dict[str, str]:
+    """The values of `--set NAME=VALUE`, by name; the last one counts.
+
+    Raises:
+        UsageError: for what is not written so.
+    """
+    for text in texts:
+        if not text.partition("=")[0].isidentifier() or "=" not in text:
+            raise UsageError(f"--set {text}: write NAME=VALUE, e.g. --set n_layer=4")
+    return {name: value for name, _, value in (text.partition("=") for text in texts)}
 
 
 @dataclass(frozen=True)
@@ -362,6 +378,8 @@ def load(path: Path, *, ours: bool) -> TrainConfig:
     except OSError as error:
         raise UsageError(f"--config {path} {error.strerror}") from None
     try:
+        if isinstance(given := table.get("set"), Mapping):
+            table = {**table, "set": [f"{name}={_text(value)}" for name, value in given.items()]}
         _refuse_unknown_keys(table, TrainConfig, "")
         return msgspec.convert(table, TrainConfig, dec_hook=_path)
     except (msgspec.ValidationError, UsageError) as error:
@@ -395,7 +413,24 @@ def dump(config: TrainConfig) -> str:
         known = {name: value for name, value in settings.items() if value is not None}
         return {name: table(value) if isinstance(value, dict) else value for name, value in known.items()}  # pyright: ignore[reportUnknownArgumentType]
 
-    return tomli_w.dumps(table(msgspec.to_builtins(config, enc_hook=str)))
+    found = table(msgspec.to_builtins(config, enc_hook=str))
+    if given := {name: _value(text) for name, text in settings_given(found.pop("set")).items()}:
+        found["set"] = given
+    return tomli_w.dumps(found)
+
+
+def _text(value: Any) -> str:
+    """A value of TOML as `--set` would have it."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _value(text: str) -> Any:
+    """The number or truth value that `_text` turns back into `text`, if there is one; else the text."""
+    with suppress(tomllib.TOMLDecodeError):
+        value = tomllib.loads(f"value = {text}")["value"]
+        if isinstance(value, (bool, int, float)) and _text(value) == text:
+            return value
+    return text
 
 
 _POSITIVE = (

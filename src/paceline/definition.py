@@ -33,6 +33,8 @@ CHANGEABLE = (
 )  # fmt: skip
 """what may change if `--allow-change` names it; everything else (world size, strategy, ...) may change freely"""
 
+OF_TASK = "set."  # begins the names of the task's own settings, which may change likewise
+
 ADDED = {"precision": "fp32", "make_optimizer": None, "make_schedule": None}
 """what the definitions of older checkpoints do not contain, and what it was then"""
 
@@ -84,7 +86,7 @@ def allowed_changes(text: str) -> list[str]:
     for name in names:
         if name in FIXED:
             raise UsageError(f"--allow-change {name}: {_never(name)}")
-        if name not in CHANGEABLE:
+        if name not in CHANGEABLE and not name.startswith(OF_TASK):
             raise unknown("setting to change", name, CHANGEABLE)
     return names
 
@@ -99,7 +101,8 @@ def check_same(saved: Mapping[str, Any], now: Mapping[str, Any], allowed: Collec
     """
     saved = ADDED | dict(saved)
     bits = saved.get("strategy") in EXACT and now.get("strategy") in EXACT
-    compared = [*FIXED, *CHANGEABLE] if bits else [name for name in (*FIXED, *CHANGEABLE) if name not in BITS_ONLY]
+    of_task = sorted(name for name in saved if name.startswith(OF_TASK))
+    compared = [n for n in (*FIXED, *CHANGEABLE, *of_task) if bits or n not in BITS_ONLY]
     differ = [name for name in compared if name in now and name in saved and now[name] != saved[name]]
     told = {
         name: f"{name}: {_words(saved[name], now[name])} in the checkpoint, {_words(now[name], saved[name])} now"
@@ -107,7 +110,7 @@ def check_same(saved: Mapping[str, Any], now: Mapping[str, Any], allowed: Collec
     }
     refused = [name for name in differ if name not in allowed]
     if refused:
-        may = [name for name in refused if name in CHANGEABLE]
+        may = [name for name in refused if name not in FIXED]
         wanted = ",".join([*allowed, *may])
         advice = f" If you mean it, allow it: --allow-change {wanted}" if may else ""
         never = "".join(f" {_never(name)}." for name in refused if name in FIXED)

@@ -14,7 +14,7 @@ import tyro
 from rich.console import Console
 
 from paceline.cli.flags import check_positive, command_words
-from paceline.config import absolute_task
+from paceline.config import absolute_task, settings_given
 from paceline.doctor.report import as_json, print_checks, run_checks
 from paceline.doctor.session import by_ssh, here, host_programs, in_slurm
 from paceline.doctor.survey import Wanted, survey
@@ -50,6 +50,8 @@ class DoctorConfig:
     data_dir: Path | None = None
     """as for train"""
     stem: Literal["imagenet", "small"] | None = None
+    """as for train"""
+    set: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """as for train"""
     python: str | None = None
     """Python on the machines (default: this one's path)"""
@@ -165,4 +167,4 @@ def _task_options(config: DoctorConfig) -> dict[str, Any]:
     if config.task is None:
         return {}
     options = {"data_dir": config.data_dir and config.data_dir.absolute(), "stem": config.stem}
-    return {name: value for name, value in options.items() if value is not None}
+    return {name: value for name, value in options.items() if value is not None} | settings_given(config.set)

@@ -46,6 +46,8 @@ class Measuring:
     """folder of IDX files"""
     stem: Literal["imagenet", "small"] | None = None
     """ResNet18's first layers"""
+    set: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """as for train"""
     out: Path | None = None
     """write all results to this file, as JSON"""
     json: bool = False
@@ -87,7 +89,7 @@ def settings_of(task: str, how: Measuring, *, num_workers: int | None = None) ->
             config = replace(config, **{section: replace(getattr(config, section), **{key: value})})
     task = absolute_task(task)
     optimizer = replace(config.optimizer, optimizer=absolute_task(config.optimizer.optimizer))
-    config = replace(config, task=task, optimizer=optimizer, strategy=None)
+    config = replace(config, task=task, optimizer=optimizer, set=(*config.set, *how.set), strategy=None)
     check_values(config)
     check_task(task, task_options(config))
     check_optimizer(config.optimizer.optimizer)

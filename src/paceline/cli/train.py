@@ -29,6 +29,7 @@ from paceline.host.cgroup import usable_cores
 from paceline.ladder import DEFAULT_ALONE
 from paceline.launch.job import Job
 from paceline.observe.folder import CONFIG
+from paceline.tasks.settings import told
 from paceline.worker.foreign import check_shape, launched
 from paceline.worker.imports import TRAINING, import_all
 
@@ -97,14 +98,19 @@ def parse(arguments: Sequence[str]) -> TrainConfig:
     default = configuration.load(path, ours="--trust" not in rest) if path else TrainConfig()
     if resumed and default.strategy == DEFAULT_ALONE:  # with several processes it continues with their default
         default = replace(default, strategy=None)
-    return tyro.cli(
-        CliTrainConfig,
-        prog="paceline train",
-        args=rest,
-        default=default,
-        description=_DESCRIPTION,
-        console_outputs=os.environ.get("RANK", "0") == "0",  # under torchrun every rank finds the same error
-    )
+    try:
+        return tyro.cli(
+            CliTrainConfig,
+            prog="paceline train",
+            args=rest,
+            default=default,
+            description=_DESCRIPTION,
+            console_outputs=os.environ.get("RANK", "0") == "0",  # under torchrun every rank finds the same error
+        )
+    except SystemExit as end:
+        if end.code == 0 and rest and ":" in rest[0]:  # --help, asked with a task
+            print(told(rest[0]))
+        raise
 
 
 _DESCRIPTION = "Train a model on one process or on many. --config FILE reads settings from TOML; flags win over it."

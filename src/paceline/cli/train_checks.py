@@ -14,6 +14,7 @@ from paceline.observe.folder import CHECKPOINTS, check_is_run, check_not_finishe
 from paceline.observe.track import wanted
 from paceline.store.store import Checkpoints, Damaged
 from paceline.tasks import check_optimizer, check_task
+from paceline.tasks.settings import defined
 
 
 def check_training(config: TrainConfig, nproc: int) -> None:
@@ -90,5 +91,6 @@ def _check_resumable(config: TrainConfig, nproc: int) -> None:
         except Damaged:
             continue
         now = settings(configuration.with_defaults(config, nproc))
+        now |= defined(str(config.task), configuration.task_options(config))
         check_same(saved, now, allowed_changes(config.checkpoint.allow_change), str(path))
         return

@@ -15,6 +15,7 @@ import msgspec
 import tyro
 
 from paceline.cli.flags import check_out_file, check_positive, chosen_names, whole_numbers, write_json
+from paceline.config import settings_given
 from paceline.errors import ExitCode, UsageError
 from paceline.host.cgroup import threads_per_rank, usable_cores
 from paceline.ladder import EXACT, FOR_SEVERAL, LADDER
@@ -60,6 +61,8 @@ class VerifyConfig:
     """as for train"""
     stem: Literal["imagenet", "small"] | None = None
     """as for train"""
+    set: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """as for train"""
     checkpoint_activations: str | None = None
     """as for train: the ranks recompute these modules in backward, the one process does not"""
     json: Path | None = None
@@ -76,6 +79,7 @@ def main(arguments: Sequence[str]) -> int:
     check_positive(config, "steps")
     check_out_file("--json", config.json)
     options = {name: str(value) for name in ("data_dir", "stem") if (value := getattr(config, name)) is not None}
+    options |= settings_given(config.set)
     check_task(config.task, {**options, **({"data_dir": config.data_dir} if config.data_dir else {})})
     spec = Spec(
         task=config.task,

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.datasets.mnist import check_mnist
 from paceline.errors import UsageError, unknown
 from paceline.tasks.finding import check_reference, import_module, names_in, source_of
+from paceline.tasks.settings import converted, settings_in, settings_of
 
 if TYPE_CHECKING:
     from paceline.tasks.task import Task
@@ -57,6 +58,7 @@ def check_task(name: str | None, options: Mapping[str, Any]) -> None:
         near = unknown("task", name, TASKS)
         raise UsageError(f"{near}, or your own as module:name or file.py:name")
     check_reference("task", name)
+    converted(name, settings_in(name), options)
 
 
 def check_optimizer(name: str) -> None:
@@ -93,13 +95,14 @@ def load_task(name: str, options: Mapping[str, Any]) -> Task:
         raise unknown(f"task in {module_name}", attribute, there or ["(it defines no Task, and no function)"])
     if isinstance(found, Task):
         if options:
-            raise UsageError(f"{name} is a Task, so it takes no options; make it a function for {', '.join(options)}")
+            raise UsageError(f"{name} is a Task, so it takes no settings; make it a function for {', '.join(options)}")
         return found
     if callable(found):
+        options = converted(name, settings_of(found), options)
         try:
             signature(found).bind(**options)
         except TypeError as error:
-            raise UsageError(f"{name} does not take these options ({', '.join(options) or 'none'}): {error}") from None
+            raise UsageError(f"{name} does not take these settings ({', '.join(options) or 'none'}): {error}") from None
     task = found(**options) if callable(found) else found
     if not isinstance(task, Task):
         raise UsageError(f"{name} is {type(task).__name__!r}, not a paceline.Task or a function that returns one")

@@ -44,7 +44,9 @@ def imported(name: str) -> Any:
 
 
 def source_of(kind: str, name: str) -> ast.Module | None:
-    """The parsed file that `module:name` names, or None where it cannot be read."""
+    """The parsed file that `module:name` names, or None where it cannot be read; a plain name is none."""
+    if ":" not in name:
+        return None
     with suppress(OSError, SyntaxError, ValueError):
         _, file = locate(kind, name)
         return None if file is None else ast.parse(file.read_text())

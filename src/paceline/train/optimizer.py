@@ -169,7 +169,8 @@ class OwnSchedule:
                 f"Task(make_schedule=...) has given a {type(scheduler).__name__}: it must be a scheduler of torch that "
                 "steps without a score, torch.optim.lr_scheduler.LambdaLR say"
             )
-        self._optimizer, self._scheduler = optimizer, scheduler
+        self._optimizer = optimizer
+        self._scheduler: Any = scheduler
         self.described = scheduler and {"class": _full_name(scheduler), "total_steps": total_steps}
         """what it is, as JSON"""
         if scheduler is not None:

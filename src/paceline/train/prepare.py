@@ -29,6 +29,7 @@ from paceline.strategies.base import MakeOptimizer
 from paceline.sums import check_equal, gather_words, new_group, together, told_once
 from paceline.sums.batchnorm import convert
 from paceline.tasks import load_task
+from paceline.tasks.settings import defined
 from paceline.tasks.task import Task
 from paceline.train.computing import Settled, settle
 from paceline.train.determinism import explained
@@ -109,7 +110,8 @@ def prepare(config: TrainConfig, world: World) -> Parts:
     with together(world):
         schedule = schedule_for(o, peak_lr, task, replica.optimizer, total_steps)
     own = {"make_optimizer": made, "make_schedule": schedule.described}
-    check_equal("the task's optimizer and schedule", own, world)
+    own |= defined(str(config.task), task_options(config))
+    check_equal("the task's settings, optimizer and schedule", own, world)
     return Parts(
         config, task, train_set, test_set, replica, plan, share, schedule, loading, total_steps, data, settled, own
     )

@@ -1,0 +1,151 @@
+"""The settings of a task that is a function: its arguments, given by `--set NAME=VALUE`, typed by their annotations.
+
+They are read from the function's source, without importing it: what is wrong is told before any process starts.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Optional, Union, get_args
+
+import msgspec
+
+from paceline.errors import UsageError, unknown
+from paceline.tasks.finding import source_of
+
+WITH_FLAGS = ("data_dir", "stem")  # arguments that have flags of their own, and are compared by what they lead to
+TYPES: dict[str, Any] = {"int": int, "float": float, "bool": bool, "str": str, "Path": Path}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """An argument of the function."""
+
+    name: str
+    kind: Any
+    """its type; Any: not known, the value stays text"""
+    words: str
+    """the type as it is written"""
+    default: str | None
+    """as it is written; None: a value must be given"""
+
+
+def settings_in(name: str) -> list[Setting] | None:
+    """The settings of the task `module:name`; None if its file does not tell, or the task is no function."""
+    tree = source_of("task", name)
+    attribute = name.rpartition(":")[2]
+    found = [n for n in (tree.body if tree else ()) if isinstance(n, ast.FunctionDef) and n.name == attribute]
+    return _settings(found[-1]) if found and not found[-1].decorator_list else None
+
+
+def settings_of(function: Callable[..., Any]) -> list[Setting] | None:
+    """The settings of a function at hand; None if there is no source to tell them."""
+    with suppress(OSError, TypeError, SyntaxError):
+        node = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
+        return _settings(node) if isinstance(node, ast.FunctionDef) else None
+    return None
+
+
+def converted(task: str, settings: list[Setting] | None, given: Mapping[str, Any]) -> dict[str, Any]:
+    """`given` as values of their types; what is no text is of its type already.
+
+    Raises:
+        UsageError: the function has no such setting, a value is not of its type, or one is missing.
+    """
+    if settings is None:
+        return dict(given)
+    known = {setting.name: setting for setting in settings}
+    for name in given:
+        if name not in known:
+            raise unknown(f"setting of {task}", name, known or ["(it takes none)"])
+    missing = [setting.name for setting in settings if setting.default is None and setting.name not in given]
+    if missing:
+        raise UsageError(f"{task} needs a value for {', '.join(missing)}: --set {missing[0]}=...")
+    return {name: _converted(task, known[name], value) for name, value in given.items()}
+
+
+def defined(task: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """All settings of a task, those that were not given too, as the definition of a run has them."""
+    settings = settings_in(task)
+    values = {s.name: _literal(s.default) for s in settings or () if s.default is not None}
+    values |= converted(task, settings, given)
+    plain = {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
+    return {f"set.{name}": value for name, value in plain.items() if name not in WITH_FLAGS}
+
+
+def told(task: str) -> str:
+    """The settings of a task for people; empty if there are none, or the file does not tell."""
+    settings = [s for s in settings_in(task) or () if s.name not in WITH_FLAGS]
+    rows = [(s.name, s.words, "required" if s.default is None else f"default {s.default}") for s in settings]
+    widths = [max(len(row[column]) for row in rows) for column in (0, 1)] if rows else []
+    lines = [f"  {name:{widths[0]}}  {words:{widths[1]}}  {default}" for name, words, default in rows]
+    return "\n".join([f"settings of {task}, --set NAME=VALUE:", *lines]) if lines else ""
+
+
+def _settings(node: ast.FunctionDef) -> list[Setting] | None:
+    a = node.args
+    if a.kwarg or a.vararg:
+        return None
+    places = [*a.posonlyargs, *a.args]
+    defaults = [*[None] * (len(places) - len(a.defaults)), *a.defaults, *a.kw_defaults]
+    return [_setting(arg, default) for arg, default in zip([*places, *a.kwonlyargs], defaults, strict=True)]
+
+
+def _setting(arg: ast.arg, default: ast.expr | None) -> Setting:
+    text = None if default is None else ast.unparse(default)
+    value = _literal(text)
+    if arg.annotation is None and type(value).__name__ in TYPES and text != value:
+        return Setting(arg.arg, type(value), type(value).__name__, text)
+    kind: Any = Any
+    with suppress(KeyError, SyntaxError, ValueError):
+        kind = _kind(arg.annotation)
+    return Setting(arg.arg, kind, ast.unparse(arg.annotation) if arg.annotation else "", text)
+
+
+def _kind(node: ast.expr | None) -> Any:
+    match node:
+        case ast.Constant(value=None):
+            return None
+        case ast.Constant(value=str(quoted)):
+            return _kind(ast.parse(quoted, mode="eval").body)
+        case ast.Name(id=name) | ast.Attribute(attr=name):
+            return TYPES[name]
+        case ast.BinOp(left=left, op=ast.BitOr(), right=right):
+            return Union[_kind(left), _kind(right)]  # noqa: UP007 - of types that are values
+        case ast.Subscript(value=ast.Name(id="Literal") | ast.Attribute(attr="Literal"), slice=choices):
+            return Literal[ast.literal_eval(choices)]
+        case ast.Subscript(value=ast.Name(id="Optional") | ast.Attribute(attr="Optional"), slice=inner):
+            return Optional[_kind(inner)]  # noqa: UP045
+        case _:
+            raise KeyError(node)
+
+
+def _literal(text: str | None) -> Any:
+    """The value that `text` writes, or the text."""
+    with suppress(ValueError, SyntaxError):
+        return ast.literal_eval(text or "")
+    return text
+
+
+def _converted(task: str, setting: Setting, value: Any) -> Any:
+    if not isinstance(value, str) or (setting.kind is Any and not setting.words):
+        return value
+    if setting.kind is Any:
+        raise UsageError(
+            f"--set {setting.name}={value}: {task} says {setting.name}: {setting.words}, which no text can be turned "
+            f"into. Possible are {', '.join(TYPES)}, Literal[...], and each of them or None"
+        )
+    none = value.lower() == "none" and type(None) in get_args(setting.kind)
+    try:
+        return (
+            None if none else msgspec.convert(value, setting.kind, strict=False, dec_hook=lambda kind, text: kind(text))
+        )
+    except msgspec.ValidationError as error:
+        wanted = f"{setting.name} of {task} is {setting.words}"
+        raise UsageError(f"--set {setting.name}={value}: {wanted}. {error}") from None

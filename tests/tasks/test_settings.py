@@ -1,0 +1,162 @@
+"""`--set name=value`: a task's own settings are typed, listed, recorded and compared."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.cli.conftest import paceline as paceline
+from tests.cli.test_bad_input import WITHOUT_TORCH
+
+from paceline.config import TrainConfig, dump, load
+from paceline.errors import UsageError
+from paceline.tasks import load_task
+from paceline.tasks.settings import converted, defined, settings_in, told
+
+TASK = """
+import sys
+from pathlib import Path
+from typing import Literal, Optional
+import typing
+
+if Path("torchless").exists():
+    raise RuntimeError("imported")
+
+import torch
+from torch import nn
+from paceline import ArrayDataset, Task
+
+SEEN = {}
+
+def data(split):
+    return ArrayDataset(torch.arange(24.0).reshape(12, 2) / 24, torch.zeros(12))
+
+def loss(outputs, targets):
+    return (outputs.sum(1) - targets).square()
+
+def task(
+    width: int, scale: float = 0.5, *, deep: bool = False, act: Literal["relu", "gelu"] = "relu",
+    seed: int | None = None, name: "Optional[str]" = None, corpus: Path = Path("none"), bare=3, odd: nn.Module = None,
+    size: typing.Literal[1, 2] = 1,
+):
+    SEEN.clear()
+    SEEN.update(locals())
+    return Task(lambda: nn.Linear(2, width), data, loss)
+
+plain = task(2)
+open_ended = lambda **given: task(2)
+"""
+
+
+@pytest.fixture
+def mine(tmp_path, monkeypatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "with_settings.py").write_text(TASK)
+    return tmp_path
+
+
+NAME = "with_settings.py:task"
+
+
+@pytest.mark.parametrize(
+    ("given", "value"),
+    [
+        ({"width": "4"}, 4),
+        ({"scale": "1e-3"}, 0.001),
+        ({"scale": "2"}, 2.0),
+        ({"deep": "true"}, True),
+        ({"deep": "False"}, False),
+        ({"act": "gelu"}, "gelu"),
+        ({"seed": "none"}, None),
+        ({"seed": "7"}, 7),
+        ({"name": "None"}, None),
+        ({"name": "007"}, "007"),
+        ({"corpus": "a/b"}, Path("a/b")),
+        ({"bare": "8"}, 8),
+        ({"size": "2"}, 2),
+    ],
+)
+def test_a_value_gets_the_type_of_its_annotation(mine, given, value):
+    found = converted(NAME, settings_in(NAME), {"width": "1", **given})[next(iter(given))]
+    assert (found, type(found)) == (value, type(value))
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"widht": "4"}, "unknown setting of with_settings.py:task 'widht'. Did you mean 'width'? Choose from: width,"),
+        ({"width": "big"}, "--set width=big: width of with_settings.py:task is int. Expected `int`, got `str`"),
+        ({"width": "4.5"}, "is int"),
+        ({"act": "tanh"}, "act of with_settings.py:task is Literal['relu', 'gelu']. Invalid enum value 'tanh'"),
+        ({"deep": "yes"}, "deep of with_settings.py:task is bool"),
+        ({"odd": "x"}, "says odd: nn.Module, which no text can be turned into. Possible are int, float"),
+        ({}, "with_settings.py:task needs a value for width: --set width=..."),
+    ],
+)
+def test_what_is_wrong_is_told(mine, given, words):
+    with pytest.raises(UsageError) as caught:
+        converted(NAME, settings_in(NAME), given if given in ({}, {"widht": "4"}) else {"width": "1", **given})
+    assert words in str(caught.value)
+
+
+def test_the_function_gets_them(mine):
+    task = load_task(NAME, {"width": "3", "act": "gelu"})
+    assert task.make_model().out_features == 3
+    seen = task.make_dataset.__globals__["SEEN"]
+    assert (seen["width"], seen["act"], seen["scale"], seen["corpus"]) == (3, "gelu", 0.5, Path("none"))
+    with pytest.raises(UsageError, match="unknown setting of"):
+        load_task(NAME, {"width": "3", "n_layer": "3"})
+    with pytest.raises(UsageError, match="takes no settings; make it a function for width"):
+        load_task("with_settings.py:plain", {"width": "3"})
+
+
+def test_all_of_them_are_in_the_definition_of_a_run(mine):
+    found = defined(NAME, {"width": "3", "corpus": "a"})
+    assert found == {
+        "set.width": 3, "set.scale": 0.5, "set.deep": False, "set.act": "relu", "set.seed": None, "set.name": None,
+        "set.corpus": "a", "set.bare": 3, "set.odd": None, "set.size": 1,
+    }  # fmt: skip
+    assert defined("mnist-cnn", {"data_dir": Path("x")}) == {}
+
+
+def test_they_are_listed_without_importing_the_task(mine, paceline):
+    (mine / "torchless").touch()
+    run = paceline("train", NAME, "--help", command=("-c", WITHOUT_TORCH))
+    assert run.returncode == 0, run.stderr
+    assert told(NAME) in run.stdout
+    lines = [line.split() for line in told(NAME).splitlines()]
+    assert lines[0] == ["settings", "of", "with_settings.py:task,", "--set", "NAME=VALUE:"]
+    assert lines[1] == ["width", "int", "required"]
+    assert lines[4] == ["act", "Literal['relu',", "'gelu']", "default", "'relu'"]
+    run = paceline("train", NAME, "--set", "width=big", "--nproc", 2, command=("-c", WITHOUT_TORCH))
+    assert run.returncode == 2
+    assert "width of with_settings.py:task is int" in " ".join(run.stderr.split())
+
+
+@pytest.mark.parametrize("texts", [(), ("a=4", "b=0.1", "c=true", "d=gelu", "e=007", "f=1e-3", "g=x=y", "h=nan", "i=")])
+def test_a_file_holds_them_as_a_table(tmp_path, texts):
+    config = TrainConfig(task="mnist-cnn", set=texts)
+    path = tmp_path / "config.toml"
+    path.write_text(dump(config))
+    assert load(path, ours=False) == config
+    assert ("[set]" in path.read_text()) == bool(texts)
+    path.write_text("[set]\nn_layer = 4\ndeep = true\nact = 'gelu'\n")
+    assert load(path, ours=False).set == ("n_layer=4", "deep=true", "act=gelu")
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_they_are_recorded_and_compared_on_resume(mine, paceline):
+    run = paceline("train", NAME, "--set", "width=2", "--set", "width=3", "--steps", 4, "--run-dir", "run")
+    assert run.returncode == 0, run.stderr
+    assert "[set]\nwidth = 3\n" in (mine / "run/config.toml").read_text()
+    resume = ("train", "--resume", "auto", "--run-dir", "run")
+    refused = paceline(*resume, "--set", "scale=0.25", command=("-c", WITHOUT_TORCH))
+    assert refused.returncode == 2, refused.stderr
+    said = " ".join(refused.stderr.split())
+    assert "set.scale: 0.5 in the checkpoint, 0.25 now" in said and "--allow-change set.scale" in said
+    run = paceline(*resume, "--set", "scale=0.25", "--allow-change", "set.scale,steps", "--steps", 6)
+    assert run.returncode == 0, run.stderr
+    assert "changed, as allowed: set.scale" in run.stdout
+    run = paceline("verify", NAME, "--set", "width=3", "--ranks", 1, "--strategies", "bucketed", "--optimizers", "sgd")
+    assert run.returncode == 0, run.stderr
