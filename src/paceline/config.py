@@ -57,6 +57,8 @@ class ModelConfig:
 
     stem: Literal["imagenet", "small"] | None = None
     """ResNet18's first layers: 7x7 stride 2 and max-pool, or 3x3 for small images (default imagenet)"""
+    init_from: Path | None = None
+    """weights to begin with, taken by name: a safetensors file, a state_dict saved by torch, or the folder of a run"""
     batchnorm: Literal["local", "sync"] = "local"
     """batch norm's statistics: of each virtual rank's micro-batch, or over the micro-batches of all ranks"""
     fsdp_wrap: str | None = None
@@ -327,15 +329,20 @@ def with_defaults(config: TrainConfig, world_size: int) -> TrainConfig:
     """`config` with every default that depends on the world size filled in, so that the record repeats the run."""
     shape = dataclasses.asdict(batch_shape(config.data, world_size))
     data = dataclasses.replace(config.data, **shape, batch_size=None)
+    model = config.model
     if data.data_dir is not None:  # absolute: a run may be resumed from another folder
         data = dataclasses.replace(data, data_dir=data.data_dir.absolute())
+    if model.init_from is not None:
+        model = dataclasses.replace(model, init_from=model.init_from.absolute())
     strategy = default_strategy(config, world_size)
     launch = config.launch
     if strategy in EXACT and launch.threads_per_rank is None:  # the one number that every world size can have
         launch = dataclasses.replace(launch, threads_per_rank=1)
     task = config.task and absolute_task(config.task)
     optimizer = dataclasses.replace(config.optimizer, optimizer=absolute_task(config.optimizer.optimizer))
-    return dataclasses.replace(config, task=task, strategy=strategy, data=data, launch=launch, optimizer=optimizer)
+    return dataclasses.replace(
+        config, task=task, strategy=strategy, data=data, model=model, launch=launch, optimizer=optimizer
+    )
 
 
 def absolute_task(task: str) -> str:

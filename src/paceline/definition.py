@@ -21,6 +21,7 @@ FIXED = {
     "optimizer": "it keeps another state",
     "make_optimizer": "it keeps another state, and goes on with the settings of the checkpoint",
     "make_schedule": "it goes on with the numbers of the checkpoint",
+    "init_from": "a run that goes on has its weights from the checkpoint",
     "stem": "it is another model",
     "data": "the samples used so far would not be those left out from now on",
 }
@@ -35,7 +36,7 @@ CHANGEABLE = (
 
 OF_TASK = "set."  # begins the names of the task's own settings, which may change likewise
 
-ADDED = {"precision": "fp32", "make_optimizer": None, "make_schedule": None}
+ADDED = {"precision": "fp32", "make_optimizer": None, "make_schedule": None, "init_from": None}
 """what the definitions of older checkpoints do not contain, and what it was then"""
 
 
@@ -45,6 +46,7 @@ def settings(config: TrainConfig) -> dict[str, Any]:
     found: dict[str, Any] = {
         "task": _in_its_folder(str(config.task)),
         "stem": config.model.stem,
+        "init_from": None if config.model.init_from is None else str(config.model.init_from),
         "batchnorm": config.model.batchnorm,
         "virtual_ranks": config.data.virtual_ranks,
         "global_batch": config.data.global_batch,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,8 @@ open_ended = lambda **given: task(2)
 @pytest.fixture
 def mine(tmp_path, monkeypatch) -> Path:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])  # a task's folder is added to it
+    monkeypatch.delitem(sys.modules, "with_settings", raising=False)
     (tmp_path / "with_settings.py").write_text(TASK)
     return tmp_path
 

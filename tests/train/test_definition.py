@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from paceline.config import TrainConfig, with_defaults
-from paceline.definition import BITS_ONLY, CHANGEABLE, FIXED, allowed_changes, check_same, settings
+from paceline.definition import ADDED, BITS_ONLY, CHANGEABLE, FIXED, allowed_changes, check_same, settings
 from paceline.errors import UsageError
 
 SAVED = {name: f"old-{name}" for name in (*FIXED, *CHANGEABLE)} | {"strategy": "exact"}
@@ -87,7 +87,7 @@ def test_what_is_not_known_yet_is_not_compared():
     """The launcher knows the settings, not the data; the workers compare the rest."""
     known = {name: SAVED[name] for name in ("seed", "lr", "strategy")}
     assert check_same(SAVED, known, [], WHERE) == []
-    older = {**changed("data"), "precision": "fp32"}
+    older = {**changed("data"), **ADDED}
     assert check_same(known, older, [], WHERE) == []  # saved by an older paceline
 
 
@@ -204,4 +204,15 @@ def test_a_checkpoint_of_before_there_was_a_choice_of_precision_is_one_in_fp32()
 
 def test_every_setting_of_the_definition_has_a_rule():
     """A name that is written down, but compared by nobody, would be a promise that nobody keeps."""
-    assert set(settings(TrainConfig())) | {"data", "hardware"} == {*FIXED, *CHANGEABLE, "strategy"}
+    assert set(settings(TrainConfig())) | {"data", "hardware", "make_optimizer", "make_schedule"} == {
+        *FIXED,
+        *CHANGEABLE,
+        "strategy",
+    }
+
+
+def test_a_setting_of_the_task_may_change_if_it_is_allowed_by_its_name():
+    saved, now = {**SAVED, "set.width": 2, "set.old": 1}, {**SAVED, "set.width": 3, "set.new": 1}
+    with pytest.raises(UsageError, match=r"set.width: 2 in .*, 3 now. If .* --allow-change set.width$"):
+        check_same(saved, now, [], WHERE)
+    assert check_same(saved, now, allowed_changes("set.width"), WHERE) == ["set.width: 2 in the checkpoint, 3 now"]

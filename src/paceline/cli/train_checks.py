@@ -28,6 +28,12 @@ def check_training(config: TrainConfig, nproc: int) -> None:
     check_optimizer(config.optimizer.optimizer)
     _check_checkpoints(config, nproc)
     wanted(config.run.track)
+    begins = config.checkpoint.resume == "no" or config.checkpoint.fresh
+    if begins and (path := config.model.init_from) is not None:
+        if not path.exists():
+            raise UsageError(f"--init-from {path}: there is no such file or folder")
+        if path.is_dir():
+            check_is_run(real_path(path), trust=config.run.trust)
     if config.strategy in EXACT and config.model.batchnorm == "sync":
         raise UsageError(
             f"--strategy {config.strategy} gives the same bits at every world size; --batchnorm sync adds up its "

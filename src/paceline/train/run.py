@@ -28,6 +28,7 @@ from paceline.sums import check_equal, together, told_once
 from paceline.sums.sharing import memory_or_hosts, way_taken
 from paceline.train.computing import take_threads
 from paceline.train.determinism import deterministic, holds_for
+from paceline.train.initial import begin_with
 from paceline.train.keeping import Place
 from paceline.train.placing import placed
 from paceline.train.prepare import Parts, check_code, prepare
@@ -88,7 +89,12 @@ def train(config: TrainConfig, *, run_dir: Path | None = None) -> Outcome:
                 if origin is not None:
                     with together(world):
                         parts.take_over(origin)
-                place = replace(place, definition={**place.definition, "unbroken": _unbroken(config, place, origin)})
+                    begun = origin.content.definition.get("init_sha256")
+                elif (begun := config.model.init_from) is not None:
+                    trust, report = config.run.trust, place.notices.append
+                    begun = begin_with(parts.replica, begun, trust=trust, report=report)
+                facts = {"unbroken": _unbroken(config, place, origin), "init_sha256": begun}
+                place = replace(place, definition={**place.definition, **facts})
                 if place.attempt_dir is not None:  # rank 0; not earlier: a refused run must overwrite nothing
                     _write_down(config, place, parts)
                 code = Training(parts, place, origin).run()
