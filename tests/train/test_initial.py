@@ -51,9 +51,14 @@ def other() -> dict[str, torch.Tensor]:
     return {name: torch.full_like(value, index + 2) for index, (name, value) in enumerate(model().state_dict().items())}
 
 
-def begun(net: nn.Module, path: Path, strategy: str = "single") -> tuple[dict[str, torch.Tensor], list[str]]:
+ALONE = World.from_env({}, device="cpu")
+
+
+def begun(
+    net: nn.Module, path: Path, strategy: str = "single", world: World = ALONE
+) -> tuple[dict[str, torch.Tensor], list[str]]:
     lines: list[str] = []
-    replica = STRATEGIES[strategy](net, lambda p: SGD(p, lr=0.1), World.from_env(device="cpu"))
+    replica = STRATEGIES[strategy](net, lambda p: SGD(p, lr=0.1), world)
     begin_with(replica, path, trust=False, report=lines.append)
     return {name: value.clone() for name, value in replica.weights().items()}, lines
 
@@ -131,7 +136,8 @@ def test_a_folder_without_a_run_and_a_file_that_is_not_there_are_told(paceline, 
 
 def on_strategy(rank: int, world_size: int, strategy: str, path: str) -> bool:
     torch.manual_seed(rank)
-    found, _ = begun(model(), Path(path), strategy)
+    world = World(rank, world_size, rank, world_size, torch.device("cpu"), "gloo")
+    found, _ = begun(model(), Path(path), strategy, world)
     return all(torch.equal(found[name], value) for name, value in other().items())
 
 
