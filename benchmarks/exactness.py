@@ -34,6 +34,7 @@ from paceline.checkpoint.snapshot import SnapshotWriter
 from paceline.data.loader import Loading, load_steps
 from paceline.data.plan import BatchPlan, ranks_share
 from paceline.host.procfs import die_with_parent
+from paceline.stepping.votes import Votes
 from paceline.store.store import Checkpoints, Claim
 from paceline.strategies import STRATEGIES, MakeOptimizer, Replica
 from paceline.strategies.base import replica
@@ -46,7 +47,6 @@ from paceline.train.optimizer import Schedule, optimizer_maker
 from paceline.train.prepare import make_model
 from paceline.train.resume import Content
 from paceline.train.saving import Saver
-from paceline.train.votes import Votes
 from paceline.train.watch import check_replicas
 from paceline.worker.world import World, joined
 

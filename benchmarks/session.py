@@ -1,8 +1,9 @@
-"""What a session costs: the same training by `paceline.session` and by `train_step`, in turn, in the same ranks.
+"""What a session costs: the same training by `paceline.session` and by a task's steps, in turn, in the same ranks.
 
     python benchmarks/session.py --out benchmarks/results/session.json
 
-Ratios of seconds, session / train_step, one for each pair of blocks; 1.00 is nothing.
+Step by step in turn, so that other programs disturb both alike. Ratios, session / task, of the lower quartiles of a
+block's steps, one for each block; 1.00 is nothing.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Generator
 from functools import partial
 from pathlib import Path
 from statistics import median, quantiles
@@ -21,55 +23,59 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import paceline
-from paceline import STRATEGIES, BatchPlan, Loading, load_steps, ranks_share, train_step
+from paceline import STRATEGIES, BatchPlan, Loading, Schedule, fit, load_steps, ranks_share
 from paceline.models import CNN
-from paceline.train.order import CallOrder
-from paceline.train.votes import Votes
+from paceline.stepping.order import CallOrder
+from paceline.stepping.votes import Votes
 from paceline.worker.guard import Guard
 
-BLOCK, PAIRS = 60, 8
+BLOCK, BLOCKS = 60, 16
 WORKS = {"cnn": (CNN, (1, 28, 28), 64), "mlp": (lambda: nn.Sequential(nn.Flatten(), nn.Linear(784, 10)), (784,), 64)}
 
 
-def measure(work: str) -> list[float]:
-    """Ratios, on this rank."""
+def measure(work: str) -> dict[str, list[float]]:
+    """Ratios of seconds and of this rank's processor time."""
     make, shape, batch = WORKS[work]
-    ratios: list[float] = []
-    with paceline.session() as s:
+    ratios: dict[str, list[float]] = {"ratios": [], "processor": []}
+    with paceline.session(threads=1) as s:
         torch.manual_seed(0)
-        data = TensorDataset(
-            torch.randn(BLOCK * batch * s.size, *shape), torch.randint(0, 10, (BLOCK * batch * s.size,))
-        )
+        size = BLOCK * batch * s.size
+        data = TensorDataset(torch.randn(size, *shape), torch.randint(0, 10, (size,)))
         model, optimizer = s.prepare(make(), partial(torch.optim.AdamW, fused=True))
         train = s.loader(data, global_batch=batch * s.size)
         replica = STRATEGIES["bucketed"](make(), partial(torch.optim.AdamW, fused=True), s.world)
         plan = BatchPlan(len(data), batch * s.size, s.size)
         mine = ranks_share(s.size, s.rank, s.size)
-        loss = partial(F.cross_entropy, reduction="none")
         guard = Guard.of_process()
         order = CallOrder(s.world, guard.take_order, guard.taken, print)
 
-        def by_session() -> None:
+        def by_session() -> Generator[None]:
             for x, y in train:
                 optimizer.zero_grad()
                 s.backward(F.cross_entropy(model(x), y))
                 optimizer.step()
+                yield
 
-        def by_step() -> None:
-            replica.model.train()
-            for bodies in load_steps(data, plan, mine, Loading(s.device), start=0, stop=plan.steps_per_epoch):
-                train_step(replica, bodies, loss, votes=Votes, enter=guard.box.enter, order=order)
+        def by_task() -> Generator[None]:
+            loss = partial(F.cross_entropy, reduction="none")
+            batches = load_steps(data, plan, mine, Loading(s.device), start=0, stop=plan.steps_per_epoch)
+            schedule = Schedule(1e-3, plan.steps_per_epoch)
+            yield from fit(replica, batches, loss, schedule, votes=Votes, enter=guard.box.enter, order=order)
 
-        for number in range(PAIRS + 1):
-            seconds: list[float] = []
-            for act in (by_step, by_session) if number % 2 else (by_session, by_step):
-                s.sum(0.0)  # together
-                began = time.perf_counter()
-                act()
-                seconds.append(time.perf_counter() - began)
-            first, second = seconds
-            if number:  # the first is a warm-up
-                ratios.append(second / first if number % 2 else first / second)
+        for number in range(BLOCKS + 1):
+            loops = [by_session(), by_task()]
+            spent: list[list[tuple[float, float]]] = [[], []]
+            for step in range(BLOCK):
+                for which in (0, 1) if step % 2 else (1, 0):
+                    began, cpu = time.perf_counter(), time.thread_time()
+                    next(loops[which])
+                    spent[which].append((time.perf_counter() - began, time.thread_time() - cpu))
+            for loop in loops:
+                assert next(loop, None) is None
+            for kind, name in enumerate(ratios):
+                session, task = (quantiles([one[kind] for one in steps], n=4)[0] for steps in spent)
+                if number:  # the first is a warm-up
+                    ratios[name].append(session / task)
     return ratios
 
 
@@ -81,10 +87,11 @@ def main() -> None:
     found: dict[str, Any] = {}
     for nproc in told.nproc:
         for work in WORKS:
-            ratios = paceline.run(measure, nproc, (work,))[0]
-            low, _, high = quantiles(ratios, n=4)
-            found[f"{work}, {nproc} ranks"] = {"ratios": ratios, "median": median(ratios)}
-            print(f"{work}, {nproc} ranks: {median(ratios):.3f} ({low:.3f} to {high:.3f})")
+            name, ratios = f"{work}, {nproc} ranks", paceline.run(measure, nproc, (work,))[0]
+            found[name] = ratios | {"median": median(ratios["ratios"])}
+            for kind, words in (("ratios", "seconds"), ("processor", "processor time")):
+                low, middle, high = quantiles(ratios[kind], n=4)
+                print(f"{name}, {words}: {middle:.3f} ({low:.3f} to {high:.3f})", flush=True)
     if told.out:
         told.out.write_text(json.dumps(found, indent=1) + "\n")
 

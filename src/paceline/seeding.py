@@ -34,7 +34,7 @@ def random_stream(seed: int, device: torch.device) -> Generator[None]:
     All of them: a model may drop layers by a draw of numpy's, which must not depend on the world size either.
     """
     cuda = [device] if device.type == "cuda" else []
-    with preserved_streams(), torch.random.fork_rng(devices=cuda):
+    with preserved_streams(), torch.random.fork_rng(devices=cuda, enabled=bool(cuda)):
         seed_streams(seed)
         if cuda:
             # torch.manual_seed would seed all GPUs of the node, those of other ranks too, and not restore them.

@@ -36,6 +36,8 @@ TOLD = {
     "said_twice": "says that already",
     "no_batch_size": "one of global_batch= and batch_size=",
     "not_finite": "the loss is not finite at epoch 1, batch 1; rank 0: among samples",
+    "not_finite_for_one_sample": "the loss is not finite at epoch 1, batch 2; rank 0: samples 5. The parameters",
+    "not_finite_in_a_gradient": "of all 2 parameters is not finite at epoch 1, batch 1; each loss is finite",
     "fsdp": "Choose from: single",
     "resume_without_a_folder": "needs the folder",
 }
@@ -55,6 +57,10 @@ def test_what_is_wrong_is_refused_in_words(told: dict[str, str], name: str) -> N
 
 
 SCRIPT = "import paceline\ns = paceline.session()\ns.loader([1, 2])\n"
+
+
+def test_it_says_what_leaves_such_a_step_out(told: dict[str, str]) -> None:
+    assert told["not_finite"].endswith('session(not_finite="skip") leaves such steps out.')
 
 
 @pytest.mark.parametrize("launcher", ["python", "paceline"])

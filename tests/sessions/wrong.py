@@ -243,6 +243,26 @@ def not_finite(s: Any) -> None:
         optimizer.step()
 
 
+@case()
+def not_finite_for_one_sample(s: Any) -> None:
+    model, optimizer, _ = ready(s)
+    numbered = TensorDataset(torch.arange(24.0)[:, None].expand(24, 3), torch.zeros(24, dtype=torch.int64))
+    for x, y in s.loader(numbered, global_batch=4, shuffle=False):
+        optimizer.zero_grad()
+        losses = F.cross_entropy(model(x), y, reduction="none")
+        s.backward(torch.where(x[:, 0] == 5, torch.inf, losses))
+        optimizer.step()
+
+
+@case()
+def not_finite_in_a_gradient(s: Any) -> None:
+    model, optimizer, train = ready(s)
+    for x, _ in train:
+        optimizer.zero_grad()
+        s.backward((model(x) * 0).sqrt().mean())
+        optimizer.step()
+
+
 @case(strategy="fsdp")
 def fsdp(s: Any) -> None:
     pass

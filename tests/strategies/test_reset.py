@@ -52,7 +52,7 @@ def train(name: str, world: World, steps: list[list[MicroBatch]], fails: bool) -
 
 
 def backward(replica: Replica, batch: MicroBatch, *, is_last: bool) -> None:
-    with replica.microbatch(batch, is_last):
+    with replica.body(batch, is_last), replica.backward(batch.work, is_last):
         (replica.module(batch.inputs) - batch.targets).square().sum().backward()
 
 

@@ -16,8 +16,8 @@ from paceline.checkpoint.whole import sha256_of
 from paceline.data.arrays import ArrayDataset
 from paceline.data.plan import ranks_share
 from paceline.errors import PacelineError, TrainingError
+from paceline.stepping.nonfinite import LeftOut, NotFinite, are_finite, too_many
 from paceline.strategies import STRATEGIES, Replica
-from paceline.train.nonfinite import LeftOut, NotFinite, are_finite, too_many
 
 CPU = torch.device("cpu")
 MANY = ("manual", "bucketed", "ddp", "exact", "zero", "fsdp")
@@ -150,7 +150,7 @@ def test_many_bad_samples_do_not_take_for_ever(world, monkeypatch):
     replica = made("single", world, 1)
     (step,) = batches(world, 1)
     passes: list[object] = []
-    monkeypatch.setattr("paceline.train.nonfinite.MAX_RUNS", 5)
+    monkeypatch.setattr("paceline.stepping.nonfinite.MAX_RUNS", 5)
     all_bad = ArrayDataset(torch.zeros(24, 4), torch.zeros(24))
     plan = BatchPlan(24, 24, 1)
     (step,) = load_steps(all_bad, plan, range(1), Loading(CPU), start=0, stop=1)

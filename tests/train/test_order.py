@@ -11,7 +11,7 @@ from tests.run_ranks import run_ranks
 
 from paceline.contract.evidence import Op
 from paceline.errors import PacelineError
-from paceline.train.order import CallOrder, Mismatch, compare_orders
+from paceline.stepping.order import CallOrder, Mismatch, compare_orders
 from paceline.worker.guard import Guard
 from paceline.worker.world import World
 

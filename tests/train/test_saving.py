@@ -18,10 +18,10 @@ from tests.run_ranks import run_ranks
 from paceline.checkpoint.shard import ShardFiles
 from paceline.checkpoint.state import Held
 from paceline.observe.events import Checkpointed, Step, read_events
+from paceline.stepping.votes import Votes
 from paceline.store.store import Checkpoints, Claim
 from paceline.train.resume import Content
 from paceline.train.saving import Saver
-from paceline.train.votes import Votes
 from paceline.worker.world import World
 
 SIZE = 20_000

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-import os
-import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -15,9 +13,7 @@ import torch
 
 from paceline.checkpoint.whole import sha256_of
 from paceline.config import CheckpointConfig, DataConfig, RunConfig, TrainConfig, dump
-from paceline.contract.evidence import Phase
-from paceline.data.consumed import add, fingerprint
-from paceline.data.plan import BatchPlan, Work
+from paceline.data.plan import BatchPlan
 from paceline.errors import ExitCode, PacelineError, TrainingError
 from paceline.observe import events
 from paceline.observe import folder as run_folder
@@ -26,11 +22,12 @@ from paceline.observe.summary import Summary, write_summary
 from paceline.observe.track import Tracking
 from paceline.sessions.existing import OwnOrder
 from paceline.sessions.started import Holders
-from paceline.sessions.summing import Stepped
+from paceline.stepping.votes import Votes
 from paceline.sums import check_equal, told_once
+from paceline.train.fit import StepRecord
 from paceline.train.keeping import Keeping, Place, Rhythm
+from paceline.train.records import write_started, write_step
 from paceline.train.resume import Content, Origin
-from paceline.train.votes import Votes
 from paceline.train.weights import rescue_alone, save
 from paceline.train.wording import scores_line
 from paceline.worker.guard import Guard
@@ -98,14 +95,7 @@ class Course:
         )  # fmt: skip
         if world.rank == 0:
             self._tracking = Tracking(self._trackers, place.folder, definition, self._say)
-        self._writer.write(
-            events.Started(
-                attempt=place.attempt, rank=world.rank, world_size=world.size, host=socket.gethostname(),
-                pid=os.getpid(), device=str(world.device), unix_time=time.time(), generation=place.generation,
-                start_step=self.step, num_samples=plan.num_samples, steps_per_epoch=plan.steps_per_epoch,
-                own_order=isinstance(plan, OwnOrder),
-            )
-        )  # fmt: skip
+        write_started(self._writer.write, world, plan, place, self.step, own_order=isinstance(plan, OwnOrder))
         for line in place.notices:
             self._say(line)
         if self.origin:
@@ -115,34 +105,16 @@ class Course:
         """What this rank has to say about the checkpoint on its way."""
         return self._keeping.votes() if self._keeping else Votes()
 
-    def note(
-        self, done: Stepped, work: Sequence[Work], samples: int, share: range, lr: float, seconds: Mapping[str, float]
-    ) -> None:
+    def note(self, record: StepRecord, samples: int, share: range) -> None:
         """A step on a global batch of `samples` samples has ended."""
-        epoch = work[0].epoch
-        self.step, self.samples = self.step + 1, self.samples + samples
+        self.step, self.samples = record.step, self.samples + samples
         Guard.of_process().box.set_step(self.step)
         self._throughput.step(samples)
         if self._writer is None:
             return
         if self._tracking is not None and self.step % TRACK_EVERY == 0:
-            self._tracking.log(self.step, {"loss": done.loss, "lr": lr})
-        used = [one for one in work if one.counted]
-        for one in used if isinstance(self._plan, OwnOrder) else ():
-            indices: list[int] = one.indices.tolist()
-            self._writer.write(events.Samples(self.step, epoch, one.virtual_rank, one.part, indices))
-        if done.left_out is not None:
-            self._writer.write(events.Skipped(self.step, done.left_out.words, done.left_out.samples))
-        self._writer.write(
-            events.Step(
-                step=self.step, epoch=epoch, loss=done.loss if math.isfinite(done.loss) else 0.0, samples=samples,
-                lr=lr, seconds=sum(seconds.values()), data_seconds=seconds.get(Phase.DATA.word, 0.0),
-                unix_time=time.time(), share=(share.start, share.stop), consumed=sum(len(w.indices) for w in used),
-                fingerprint=f"{add(*(fingerprint(w.indices) for w in used)):016x}",
-                skipped=done.left_out is not None,
-                phase_seconds={phase: round(spent, 7) for phase, spent in seconds.items()},
-            )
-        )  # fmt: skip
+            self._tracking.log(self.step, {"loss": record.result.loss, "lr": record.lr})
+        write_step(self._writer.write, record, samples, share, listed=isinstance(self._plan, OwnOrder))
 
     def between(self, votes: Votes, loop: Callable[[], dict[str, Any]], *, save: bool, settled: bool) -> None:
         """Do what is due after the step; `settled`: it is on disk before anything else is done (a collective)."""

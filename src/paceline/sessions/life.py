@@ -18,17 +18,17 @@ from paceline.ladder import EXACT, LADDER
 from paceline.observe.track import wanted
 from paceline.rhythm import steps_or_seconds
 from paceline.sessions.course import Course
+from paceline.sessions.gate import Gate
 from paceline.sessions.loop import Loop
 from paceline.sessions.started import origin_of, script_name
-from paceline.sessions.steps import Steps
+from paceline.stepping.nonfinite import LeftOut
+from paceline.stepping.order import CallOrder
 from paceline.sums import check_equal, told_once
 from paceline.sums.sharing import memory_or_hosts
 from paceline.train.computing import take_threads
 from paceline.train.determinism import DEFAULT_THREADS, deterministic
 from paceline.train.fit import PhaseClock
 from paceline.train.keeping import Rhythm
-from paceline.train.nonfinite import LeftOut
-from paceline.train.order import CallOrder
 from paceline.train.placing import placed
 from paceline.train.preemption import StopRequest, noticing
 from paceline.worker.attach import attach, leave, record_failure
@@ -102,10 +102,11 @@ class Life(Loop):
             check_equal("session settings", {**self._settings, "resume": resume, "threads": threads}, world)
             rhythm = Rhythm(watch_every, 10**9, *steps_or_seconds(checkpoint_every))
             self._course = Course(place, origin, world, self._name, rhythm, keep, trackers, self.print)
-            self._steps = Steps(world, self._virtual_ranks, self._enter, self._exact)
-            self._steps.votes = self._votes
-            self._steps.order = CallOrder(world, self._guard.take_order, self._guard.taken, self.print)
-            self._steps.may_leave_out = not_finite != "stop"
+            self._steps = Gate(
+                world, self._virtual_ranks, self._enter, votes=self._votes,
+                order=CallOrder(world, self._guard.take_order, self._guard.taken, self.print),
+                way_out='session(not_finite="skip")', may_leave_out=not_finite != "stop", exact=self._exact,
+            )  # fmt: skip
             self._left_out = LeftOut(not_finite, world, self.print)
             self._clock = PhaseClock(self._guard.box.enter)
             self._request: StopRequest | None = (
@@ -121,7 +122,7 @@ class Life(Loop):
         self._resumed: dict[str, int] | None = dict(self._where) if origin else None
         self._streams: dict[str, str] | None = loop.get("streams")
         self._numbers: list[dict[str, Any]] = list(loop.get("parts", []))
-        self._parts = self._steps.parts
+        self._parts = []
         self._opened, self._epochs = False, 0
         self._work: list[Any] = []
         self._enter(Phase.USER)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -16,15 +16,15 @@ from paceline.definition import BITS_ONLY, check_same
 from paceline.errors import ExitCode, UsageError
 from paceline.seeding import preserved_streams, remembered_streams
 from paceline.sessions.course import Course
+from paceline.sessions.gate import Gate
 from paceline.sessions.loader import Loader
 from paceline.sessions.prepared import Prepared
 from paceline.sessions.ranks import Ranks
 from paceline.sessions.started import Holders, opening
-from paceline.sessions.steps import Steps
+from paceline.stepping.nonfinite import LeftOut
 from paceline.sums import check_equal, together
 from paceline.train.determinism import holds_for
-from paceline.train.fit import PhaseClock
-from paceline.train.nonfinite import LeftOut
+from paceline.train.fit import PhaseClock, StepRecord
 from paceline.train.preemption import StopRequest
 from paceline.worker.guard import Guard
 
@@ -34,7 +34,7 @@ class Loop(Ranks):
 
     _seed: int
     _share: range
-    _steps: Steps
+    _steps: Gate
     _course: Course
     _guard: Guard
     _clock: PhaseClock
@@ -102,7 +102,7 @@ class Loop(Ranks):
         one_each = plan.virtual_ranks == self.size and plan.accumulation == 1
         self._clock(Phase.DATA)
         for bodies in loader.training(plan, self._share, where["passes"], start):
-            steps.begin(f"epoch {where['epoch'] + 1}, batch {where['batch'] + 1}", one_each, len(bodies))
+            bodies = steps.begin(self._at, bodies, one_each=one_each)
             while True:
                 for batch in bodies:
                     steps.enter(batch, batch is bodies[-1])
@@ -119,7 +119,11 @@ class Loop(Ranks):
             self._clock(Phase.DATA)
         self._next_pass()
 
-    def _left(self, bodies: list[MicroBatch], plan: BatchPlan) -> None:
+    @property
+    def _at(self) -> str:
+        return f"epoch {self._where['epoch'] + 1}, batch {self._where['batch'] + 1}"
+
+    def _left(self, bodies: Sequence[MicroBatch], plan: BatchPlan) -> None:
         """The loop is left by break or return, in a body. What goes wrong here is raised at the next call."""
         steps = self._steps
         try:
@@ -129,10 +133,9 @@ class Loop(Ranks):
                 steps.leave()  # after its last backward: the step is as whole as it will be
                 self._between(bodies, plan, is_end=False)
             else:
-                where = f"epoch {self._where['epoch'] + 1}, batch {self._where['batch'] + 1}"
                 self._broken = UsageError(
-                    f"the loop was left in the middle of the step at {where}, which other ranks may have taken. Leave "
-                    "a loop by `break` between two steps only: at the top of its body, or behind `if s.last:`"
+                    f"the loop was left in the middle of the step at {self._at}, which other ranks may have taken. "
+                    "Leave a loop by `break` between two steps only: at the top of its body, or behind `if s.last:`"
                 )
         except Exception as error:
             self._broken = error
@@ -181,14 +184,17 @@ class Loop(Ranks):
         holders = Holders(self._parts, self.world, self._virtual_ranks)
         self._course.open(holders, plan, definition, seed=self._seed, strategy=self._strategy, epochs=self._epochs or 1)
 
-    def _between(self, bodies: list[MicroBatch], plan: BatchPlan, *, is_end: bool) -> None:
+    def _between(self, bodies: Sequence[MicroBatch], plan: BatchPlan, *, is_end: bool) -> None:
         done = self._steps.end()
         samples = len(plan.global_indices(bodies[0].work.epoch, self._where["batch"]))
         self._where["batch"] += 1
         if done.left_out is not None:
             self._left_out.goes_back(self._course.step + 1, done.left_out)
         lr = float(self._parts[0].rates()[0])
-        self._course.note(done, [batch.work for batch in bodies], samples, self._share, lr, self._clock.take())
+        spent = self._clock.take()
+        seconds, data_seconds = sum(spent.values()), spent.get(Phase.DATA.word, 0.0)
+        record = StepRecord(self._course.step + 1, done, lr, data_seconds, seconds, bodies, spent)
+        self._course.note(record, samples, self._share)
         self._stopped = done.votes.stop > 0
         self._course.between(done.votes, self._loop_state, save=self._stopped or is_end, settled=is_end)
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,27 +23,27 @@ from torch import Tensor, nn
 from paceline.checkpoint.state import Held, Source, Under, needed
 from paceline.errors import UsageError
 from paceline.sessions.elsewhere import Elsewhere
+from paceline.sessions.gate import Gate
+from paceline.stepping.trainee import Trainee
 from paceline.strategies.base import Replica
-from paceline.sums.buckets import trainable
 from paceline.train.numbers import as_json, load_numbers, numbers_of, settings_of
 
 Grads = list[Tensor | None]
 
 
-class Prepared:
+class Prepared(Trainee):
     """What `Session.prepare` was given, and the replica that a strategy has made of it."""
 
     def __init__(self, replica: Replica, scheduler: Any, number: int, gate: Gate) -> None:
         """`number` counts from 0; `gate` knows where in a step the loop is."""
-        self.replica, self.optimizer, self.scheduler, self.number = replica, replica.optimizer, scheduler, number
-        self.prefix = f"{number + 1}/" if number else ""  # of its tensors in a checkpoint
-        self._parameters = trainable(replica.model)
+        super().__init__(replica, number)
+        self.optimizer, self.scheduler = replica.optimizer, scheduler
         self._aside: Grads | None = None  # of this step's micro-batches so far
         self._carried: Grads | None = None  # sums of this step's or an older batch's earlier backwards
         self._at_begin: Grads | None = None  # of a step that adds to the gradients of older batches
         self._waiting = False
         """whether .grad has got something since the last update"""
-        self._before: list[tuple[Tensor | None, int]] = []  # of a backward
+        self._before: list[tuple[Tensor | None, int]] | None = None  # of a backward that is watched
         self._gate = gate
         self._update, self._clear = self.optimizer.step, self.optimizer.zero_grad
         self.optimizer.step = self._step  # pyright: ignore[reportAttributeAccessIssue]
@@ -57,16 +57,18 @@ class Prepared:
         # no method: a copy of the model would copy what it belongs to
         def on_forward(module: nn.Module, _: Any) -> None:
             if not module.training and module is replica.model:
-                gate.check_evaluation(self)
+                gate.check_evaluation()
 
-        replica.model.register_forward_pre_hook(on_forward)
+        if replica.virtual_ranks > 1 and any(buffer.is_floating_point() for buffer in replica.model.buffers()):
+            replica.model.register_forward_pre_hook(on_forward)
+        gate.parts.append(self)
 
     def begin(self) -> None:
         """A step begins."""
         self._at_begin = [p.grad for p in self._parameters] if self._waiting else None
         self.replica.keep_buffers()
 
-    def open(self, wanted: bool) -> None:
+    def open(self, wanted: bool, watched: bool) -> None:
         """Before a backward: what it gives is added to what is put aside; or dropped, where it is not `wanted`."""
         shown: Grads = [p.grad for p in self._parameters]
         if any(grad is not None for grad in shown):
@@ -77,12 +79,16 @@ class Prepared:
                     "s.loader(..., accumulation=N), to add up several losses s.backward(loss, more=True)"
                 )
             self._carried = shown
-        self._put(self._aside if wanted else None)
-        self._before = [(p.grad, _version(p.grad)) for p in self._parameters]
+            self._put(None)
+        if wanted and self._aside is not None:
+            self._put(self._aside)
+        self._before = [(p.grad, _version(p.grad)) for p in self._parameters] if watched else None
 
     @property
     def reached(self) -> bool:
-        """After a backward: whether it has given any of its parameters a gradient."""
+        """After a backward: whether it has given any of its parameters a gradient; True, where nobody watched."""
+        if self._before is None:
+            return True
         now = [(p.grad, _version(p.grad)) for p in self._parameters]
         pairs = zip(now, self._before, strict=True)
         return any(
@@ -110,7 +116,7 @@ class Prepared:
             As `Replica.sync_gradients`.
         """
         self._aside = None
-        known = self.replica.sync_gradients(divisor)
+        known = super().synchronise(divisor)
         self._waiting = True
         if self._carried is not None:
             for parameter, before in zip(self._parameters, self._carried, strict=True):
@@ -128,16 +134,12 @@ class Prepared:
         self._aside = self._carried = None
         self._put(self._at_begin)
         self._waiting = self._at_begin is not None
-        self.replica.put_back_buffers()
+        super().give_up()
 
     @property
     def has_aside(self) -> bool:
         """Whether gradients of this step wait for its last micro-batch."""
         return self._aside is not None
-
-    def rates(self) -> list[Any]:
-        """The learning rates as they are."""
-        return [group["lr"] for group in self.optimizer.param_groups]
 
     def state(self) -> list[Held]:
         """All tensors of its state, under its own names."""
@@ -198,30 +200,12 @@ class Prepared:
             )
 
 
-class Gate(Protocol):
-    """Where in a step the loop is; what `Prepared` asks the session. In no step, everything may act."""
-
-    in_backward: bool
-
-    def may_update(self, prepared: Prepared) -> bool:
-        """Whether `optimizer.step()` is to update now."""
-        ...
-
-    def holds_back(self) -> bool:
-        """Whether more micro-batches of this step follow on this rank."""
-        ...
-
-    def check_evaluation(self, prepared: Prepared) -> None:
-        """Raise UsageError where the model is evaluated with buffers of one virtual rank."""
-        ...
-
-
 def _held_back(scheduler: Any, gate: Gate) -> None:
     """Let `scheduler.step` wait for the end of a step. By its class: whatever hangs on it is saved with its state."""
     kind: Any = type(scheduler)
 
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return None if gate.holds_back() else kind.step(self, *args, **kwargs)
+        return kind.step(self, *args, **kwargs) if gate.is_over else None
 
     scheduler.__class__ = type(kind.__name__, (kind,), {"step": step, "__module__": kind.__module__})
 

@@ -10,7 +10,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from paceline.errors import UsageError
-from paceline.sessions.prepared import Gate, Prepared
+from paceline.sessions.gate import Gate
+from paceline.sessions.prepared import Prepared
 from paceline.strategies.base import MakeOptimizer, Replica
 from paceline.sums import together
 from paceline.train.optimizer import checked_optimizer

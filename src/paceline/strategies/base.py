@@ -7,7 +7,7 @@ are what one device does; a strategy overrides only what it must, so the trainin
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -43,10 +43,8 @@ class Replica:
     world: World
     virtual_ranks: int
     """how many the run is defined for"""
-    microbatch: Callable[[MicroBatch, bool], AbstractContextManager[None]]
-    """(micro-batch, is it the step's last here?): surrounds one forward and backward; it is `body` and `backward`"""
     body: Callable[[MicroBatch, bool], AbstractContextManager[None]]
-    """surrounds all that is computed for a micro-batch: its random stream, its buffers"""
+    """(micro-batch, is it the step's last here?): surrounds all that is computed for it: random stream, buffers"""
     backward: Callable[[Work, bool], AbstractContextManager[Any]]
     """(work, is it the step's last backward here?): surrounds each backward inside `body`"""
     sync_gradients: Callable[[Tensor], bool | None]
@@ -135,7 +133,8 @@ def replica(
         hold: the optimizer's state, where it is not wholly here; and `load`, which takes it over.
     """
     parameters = trainable(model)
-    frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
+    named = [*model.named_parameters()]
+    frozen = {name: p for name, p in named if not p.requires_grad}
     virtual_ranks = virtual_ranks or world.size
     if hold is None:
         refuse_foreign(model, optimizer)
@@ -143,16 +142,8 @@ def replica(
 
     @contextmanager
     def body(batch: MicroBatch, is_last: bool) -> Generator[None]:
-        with ExitStack() as stack:
-            stack.enter_context(alone(batch))
-            stack.enter_context(around(batch.work, is_last))
-            if not batch.work.counted:
-                stack.enter_context(uncounted(model, parameters))
-            yield
-
-    @contextmanager
-    def microbatch(batch: MicroBatch, is_last: bool) -> Generator[None]:
-        with body(batch, is_last), backward(batch.work, is_last):
+        for_nothing = nullcontext() if batch.work.counted else uncounted(model, parameters)
+        with alone(batch), around(batch.work, is_last), for_nothing:
             yield
 
     @contextmanager
@@ -178,7 +169,7 @@ def replica(
         optimizer.zero_grad(set_to_none=True)  # pieces of parameters are not the model's
 
     def own_gradients() -> list[Held]:
-        return [Held(name, p.grad) for name, p in model.named_parameters() if p.grad is not None]
+        return [Held(name, p.grad) for name, p in named if p.grad is not None]
 
     held_gradients = gradients or own_gradients
 
@@ -210,7 +201,6 @@ def replica(
         optimizer=optimizer,
         world=world,
         virtual_ranks=virtual_ranks,
-        microbatch=microbatch,
         body=body,
         backward=backward,
         sync_gradients=sync_all_gradients,

@@ -13,10 +13,10 @@ from torch.utils.data import Dataset
 from paceline.data.loader import Loading, fetch
 from paceline.data.plan import ranks_share
 from paceline.errors import UsageError
+from paceline.stepping.lockstep import Part, as_many_parts_as_any
 from paceline.strategies.base import Replica
 from paceline.sums import start_totals
 from paceline.tasks.task import Loss, Metric
-from paceline.train.lockstep import Part, as_many_parts_as_any
 from paceline.train.step import weighted_losses
 
 

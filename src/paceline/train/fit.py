@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Unpack
 
 from paceline.contract.evidence import Phase
 from paceline.data.loader import MicroBatch
+from paceline.stepping.summing import StepResult
 from paceline.strategies.base import Replica
 from paceline.tasks.task import Loss
 from paceline.train.optimizer import Rates
-from paceline.train.order import CallOrder
-from paceline.train.step import StepResult, ignore, train_step
-from paceline.train.votes import Votes
+from paceline.train.step import StepOptions, TaskSteps, ignore
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class StepRecord:
     data_seconds: float
     seconds: float
     """of the whole step, data included"""
-    microbatches: list[MicroBatch]
+    microbatches: Sequence[MicroBatch]
     phase_seconds: dict[str, float] = field(default_factory=dict[str, float])
     """by the phase's word; together the seconds of the step"""
 
@@ -67,30 +67,21 @@ def fit(
     schedule: Rates,
     *,
     start: int = 0,
-    max_norm: float | None = None,
-    votes: Callable[[], Votes] | None = None,
-    enter: Callable[[Phase], object] = ignore,
-    order: CallOrder | None = None,
-    may_leave_out: bool = False,
+    **options: Unpack[StepOptions],
 ) -> Generator[StepRecord]:
     """Train on `steps`, each the micro-batches of this rank, beginning with step number `start` (0-based).
 
-    `votes`, `enter`, `order` and `may_leave_out` are train_step's.
-
-    Raises:
-        TrainingError: see train_step.
+    `options` and errors are those of TaskSteps.
     """
     replica.model.train()
-    clock = PhaseClock(enter)
+    clock = PhaseClock(options.get("enter", ignore))
+    step = TaskSteps(replica, loss, **{**options, "enter": clock})
     began = time.perf_counter()
     clock(Phase.DATA)
     for number, microbatches in enumerate(steps, start):
         data_seconds = time.perf_counter() - began
         lr = schedule.set(replica.optimizer, number)
-        result = train_step(
-            replica, microbatches, loss,
-            max_norm=max_norm, votes=votes, enter=clock, order=order, may_leave_out=may_leave_out,
-        )  # fmt: skip
+        result = step.take(microbatches)
         spent, seconds = clock.take(), time.perf_counter() - began
         yield StepRecord(number + 1, result, lr, data_seconds, seconds, microbatches, spent)
         clock(Phase.DATA)

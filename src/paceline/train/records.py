@@ -9,17 +9,19 @@ import time
 from collections.abc import Callable
 
 from paceline.data.consumed import add, fingerprint
+from paceline.data.plan import BatchPlan
 from paceline.observe import events
 from paceline.train.fit import StepRecord
 from paceline.train.keeping import Place
-from paceline.train.prepare import Parts
+from paceline.worker.world import World
 
 Write = Callable[[events.Event], None]
 
 
-def write_started(write: Write, parts: Parts, place: Place, start: int) -> None:
-    """Write that this rank begins, with the state after `start` steps."""
-    world, plan = parts.replica.world, parts.plan
+def write_started(
+    write: Write, world: World, plan: BatchPlan, place: Place, start: int, *, own_order: bool = False
+) -> None:
+    """Write that this rank begins, with the state after `start` steps; `own_order`: samples are listed with each."""
     write(
         events.Started(
             attempt=place.attempt,
@@ -33,23 +35,22 @@ def write_started(write: Write, parts: Parts, place: Place, start: int) -> None:
             start_step=start,
             num_samples=plan.num_samples,
             steps_per_epoch=plan.steps_per_epoch,
+            own_order=own_order,
         )
     )
 
 
-def write_step(write: Write, record: StepRecord, parts: Parts, samples: int) -> None:
-    """Write the events of one step on a global batch of `samples` samples.
+def write_step(write: Write, record: StepRecord, samples: int, share: range, *, listed: bool) -> None:
+    """Write the events of one step on a global batch of `samples` samples, all `listed` or not.
 
     Raises:
         OSError: if the disk is full, say.
     """
-    epoch = (record.step - 1) // parts.plan.steps_per_epoch
-    result = record.result
+    result, epoch = record.result, record.microbatches[0].work.epoch
     used = [batch.work for batch in record.microbatches if batch.work.counted]
-    if parts.config.run.record_samples:
-        for work in used:
-            indices: list[int] = work.indices.tolist()
-            write(events.Samples(record.step, epoch, work.virtual_rank, work.part, indices))
+    for work in used if listed else ():
+        indices: list[int] = work.indices.tolist()
+        write(events.Samples(record.step, epoch, work.virtual_rank, work.part, indices))
     if result.left_out is not None:
         write(events.Skipped(record.step, result.left_out.words, result.left_out.samples))
     write(  # after the samples: the record of a step vouches for them
@@ -63,7 +64,7 @@ def write_step(write: Write, record: StepRecord, parts: Parts, samples: int) -> 
             data_seconds=record.data_seconds,
             unix_time=time.time(),
             grad_norm=result.grad_norm,
-            share=(parts.share.start, parts.share.stop),
+            share=(share.start, share.stop),
             consumed=sum(len(work.indices) for work in used),
             fingerprint=f"{add(*(fingerprint(work.indices) for work in used)):016x}",
             skipped=result.left_out is not None,

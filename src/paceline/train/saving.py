@@ -25,13 +25,13 @@ from paceline.checkpoint.shard import ShardLayout, fill, layout, rank_part
 from paceline.checkpoint.state import Held
 from paceline.errors import PacelineError, TrainingError
 from paceline.observe.events import Checkpointed
+from paceline.stepping.votes import Votes
 from paceline.store.files import room_for
 from paceline.store.manifest import FORMAT, Manifest, Piece, ShardFile
 from paceline.store.store import Checkpoints, Claim, write_file
 from paceline.sums import gather_words
 from paceline.train.holder import Holder
 from paceline.train.resume import Content
-from paceline.train.votes import Votes
 from paceline.worker.world import World
 
 Say = Callable[[str], None]

@@ -19,18 +19,18 @@ from paceline.observe import events
 from paceline.observe.progress import Display, Throughput
 from paceline.observe.summary import Summary, write_summary
 from paceline.rhythm import steps_or_seconds
+from paceline.stepping.nonfinite import LeftOut
+from paceline.stepping.order import CallOrder
+from paceline.stepping.votes import Votes
 from paceline.sums import check_equal, told_once
 from paceline.train.costs import Costs, Waiting, all_costs, data_lines
 from paceline.train.evaluations import Evaluations
 from paceline.train.fit import StepRecord, fit
 from paceline.train.keeping import Keeping, Place, Rhythm
-from paceline.train.nonfinite import LeftOut
-from paceline.train.order import CallOrder
 from paceline.train.preemption import StopRequest, noticing
 from paceline.train.prepare import Parts
 from paceline.train.records import write_started, write_step
 from paceline.train.resume import Content, Origin
-from paceline.train.votes import Votes
 from paceline.train.weights import rescue, save, surviving
 from paceline.train.wording import closing_lines, opening_lines, stopped_line, summary_of
 from paceline.worker.guard import Guard
@@ -96,7 +96,7 @@ class Training:
             self._keeping.save_after(error, self._step, self._content)
 
     def _open(self) -> None:
-        write_started(self._writer.write, self._parts, self._place, self._start)
+        write_started(self._writer.write, self._world, self._parts.plan, self._place, self._start)
         for line in [*self._place.notices, *opening_lines(self._parts)]:
             self._say(line)
         if self._config.guard.not_finite == "rollback" and not self._keeping.can_go_back:
@@ -191,7 +191,7 @@ class Training:
         self._guard.box.set_step(self._step)
         self._throughput.step(samples)
         self._waiting.step(record.data_seconds, record.seconds)
-        write_step(self._writer.write, record, self._parts, samples)
+        write_step(self._writer.write, record, samples, self._parts.share, listed=self._config.run.record_samples)
         self._display.step(
             record.step, epoch=epoch, loss=record.result.loss, lr=record.lr, rate=self._throughput.recent(),
             samples_left=(self._parts.total_steps - record.step) * plan.global_batch,

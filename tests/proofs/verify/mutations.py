@@ -29,6 +29,7 @@ from paceline.data import shuffle as shuffle_module
 from paceline.data.loader import MicroBatch
 from paceline.data.plan import BatchPlan, Work
 from paceline.scratch.reduce import all_reduce_gradients
+from paceline.stepping import steps as steps_module
 from paceline.strategies import base
 from paceline.strategies.base import Replica, scale_gradients
 from paceline.strategies.buffers import VirtualBuffers
@@ -90,16 +91,16 @@ def wrong_sync(sync: Callable[[Replica, list[Work], Tensor], None], *modules: Mo
         works: list[Work] = []
 
         @contextmanager
-        def microbatch(batch: MicroBatch, is_last: bool) -> Generator[None]:
+        def body(batch: MicroBatch, is_last: bool) -> Generator[None]:
             works.append(batch.work)
-            with right.microbatch(batch, is_last):
+            with right.body(batch, is_last):
                 yield
 
         def sync_gradients(total_weight: Tensor) -> None:
             sync(right, works, total_weight)
             works.clear()
 
-        return replace(right, microbatch=microbatch, sync_gradients=sync_gradients)
+        return replace(right, body=body, sync_gradients=sync_gradients)
 
     return replicas(change, *modules)
 
@@ -114,17 +115,18 @@ def wrong_sync_points(may_sync: Callable[[int, bool], bool], *modules: ModuleTyp
 
     def change(right: Replica) -> Replica:
         entered: list[Work] = []
+        travels = [False]
 
         @contextmanager
-        def microbatch(batch: MicroBatch, is_last: bool) -> Generator[None]:
-            number = len(entered)
+        def body(batch: MicroBatch, is_last: bool) -> Generator[None]:
+            travels[0] = may_sync(len(entered), is_last)
             entered.append(batch.work)
             if is_last:
                 entered.clear()
-            with right.microbatch(batch, may_sync(number, is_last)):
+            with right.body(batch, travels[0]):
                 yield
 
-        return replace(right, microbatch=microbatch)
+        return replace(right, body=body, backward=lambda work, is_last: right.backward(work, travels[0]))
 
     return replicas(change, *modules)
 
@@ -327,9 +329,9 @@ def mean_of_rank_means() -> AbstractContextManager[None]:
 
     def change(right: Replica, *, before_sync: Callable[[], None]) -> Replica:
         @contextmanager
-        def microbatch(batch: MicroBatch, is_last: bool) -> Generator[None]:
+        def body(batch: MicroBatch, is_last: bool) -> Generator[None]:
             seen.append(batch.work)
-            with right.microbatch(batch, is_last):
+            with right.body(batch, is_last):
                 yield
 
         def sync_gradients(total_weight: Tensor) -> None:
@@ -337,7 +339,7 @@ def mean_of_rank_means() -> AbstractContextManager[None]:
             right.sync_gradients(total_weight.new_tensor(float(right.world.size)))
             seen.clear()
 
-        return replace(right, microbatch=microbatch, sync_gradients=sync_gradients)
+        return replace(right, body=body, sync_gradients=sync_gradients)
 
     def manual(right: Replica) -> Replica:
         def divide() -> None:
@@ -374,12 +376,12 @@ def mean_of_microbatch_means() -> AbstractContextManager[None]:
 def only_last_microbatch() -> AbstractContextManager[None]:
     def change(right: Replica) -> Replica:
         @contextmanager
-        def microbatch(batch: MicroBatch, is_last: bool) -> Generator[None]:
+        def body(batch: MicroBatch, is_last: bool) -> Generator[None]:
             right.model.zero_grad(set_to_none=True)
-            with right.microbatch(batch, is_last):
+            with right.body(batch, is_last):
                 yield
 
-        return replace(right, microbatch=microbatch)
+        return replace(right, body=body)
 
     return planted(*replicas(change))
 
@@ -391,13 +393,13 @@ def buckets_leave_with_first_microbatch() -> AbstractContextManager[None]:
 def reduced_after_each_microbatch() -> AbstractContextManager[None]:
     def change(right: Replica) -> Replica:
         @contextmanager
-        def microbatch(batch: MicroBatch, is_last: bool) -> Generator[None]:
-            with right.microbatch(batch, is_last):
+        def body(batch: MicroBatch, is_last: bool) -> Generator[None]:
+            with right.body(batch, is_last):
                 yield
             if not is_last:
                 all_reduce_gradients(trainable(right.model), 1.0)
 
-        return replace(right, microbatch=microbatch)
+        return replace(right, body=body)
 
     return planted(*replicas(change, MANUAL))
 
@@ -410,15 +412,15 @@ def stale_gradients() -> AbstractContextManager[None]:
             left[:] = [(p, p.grad.clone()) for p in trainable(right.model) if p.grad is not None]
 
         @contextmanager
-        def microbatch(batch: MicroBatch, is_last: bool) -> Generator[None]:
+        def body(batch: MicroBatch, is_last: bool) -> Generator[None]:
             for parameter, grad in left:
                 parameter.grad = grad  # as if the step had not cleared it
             left.clear()
-            with right.microbatch(batch, is_last):
+            with right.body(batch, is_last):
                 yield
 
         right.optimizer.register_step_post_hook(keep)
-        return replace(right, microbatch=microbatch)
+        return replace(right, body=body)
 
     return planted(*replicas(change))
 
@@ -720,7 +722,7 @@ def weights_ignored() -> AbstractContextManager[None]:
 
 
 def own_loss_reported() -> AbstractContextManager[None]:
-    original = step_module.start_totals
+    original = steps_module.start_totals
 
     def start_totals(leaves: Tensor, votes: Sequence[float] = ()) -> Callable[[], Totals]:
         own: list[float] = leaves.sum(0).tolist()  # (loss, weight)
@@ -732,7 +734,7 @@ def own_loss_reported() -> AbstractContextManager[None]:
 
         return finish
 
-    return planted((step_module, "start_totals", start_totals))
+    return planted((steps_module, "start_totals", start_totals))
 
 
 # ---- error -------------------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -85,7 +85,7 @@ class CandidateTraining:
         )  # fmt: skip
         folder.mkdir(parents=True, exist_ok=True)
         self._writer = self._open.enter_context(EventWriter(folder / f"events-{ground.world.rank}.jsonl"))
-        write_started(self._writer.write, self.parts, Place(folder, 1, 0, None), 0)
+        write_started(self._writer.write, ground.world, plan, Place(folder, 1, 0, None), 0)
         batches = load_steps(ground.dataset, plan, share, loading, start=0, stop=steps)
         self._open.enter_context(closing(batches))
         norm = config.optimizer.clip_norm
@@ -96,7 +96,7 @@ class CandidateTraining:
         """Take so many steps (a collective); how many samples they had, over all ranks."""
         return sum(self._note(next(self._records)) for _ in range(steps))
 
-    def take_one(self) -> list[MicroBatch]:
+    def take_one(self) -> Sequence[MicroBatch]:
         """Take a step (a collective); this rank's data of it."""
         record = next(self._records)
         self._note(record)
@@ -105,7 +105,7 @@ class CandidateTraining:
     def _note(self, record: StepRecord) -> int:
         plan = self.parts.plan
         samples = len(plan.global_indices(*divmod(record.step - 1, plan.steps_per_epoch)))
-        write_step(self._writer.write, record, self.parts, samples)
+        write_step(self._writer.write, record, samples, self.parts.share, listed=self.parts.config.run.record_samples)
         return samples
 
     def __enter__(self) -> Self:

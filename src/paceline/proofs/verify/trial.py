@@ -16,9 +16,9 @@ from paceline.proofs.verify.causes import RankDifferences
 from paceline.proofs.verify.comparison import Comparison
 from paceline.proofs.verify.reference import Observed, Reference, stream_fingerprint
 from paceline.proofs.verify.setup import Setting, apply_strategy, build, without_dropout
+from paceline.stepping.summing import StepResult
 from paceline.strategies import Replica
 from paceline.sums import gather_words
-from paceline.train.step import StepResult
 from paceline.verify.spec import Case, Diagnosis
 from paceline.worker.world import World
 
@@ -58,9 +58,9 @@ def _observed(trial: Trial) -> Replica:
     inner = trial.replica
 
     @contextmanager
-    def microbatch(batch: MicroBatch, is_last: bool) -> Generator[None]:
+    def body(batch: MicroBatch, is_last: bool) -> Generator[None]:
         with ExitStack() as stack:
-            stack.enter_context(inner.microbatch(batch, is_last))
+            stack.enter_context(inner.body(batch, is_last))
             # Under "sync" a rank forwards all its virtual ranks at once, and no random number is drawn.
             if batch.work.counted and trial.case.batchnorm != "sync":
                 trial.streams[f"{batch.work.virtual_rank}.{batch.work.part}"] = stream_fingerprint()
@@ -77,7 +77,7 @@ def _observed(trial: Trial) -> Replica:
         trial.stepped = _gradients_of(inner)
 
     inner.optimizer.register_step_pre_hook(before_step)
-    return replace(inner, microbatch=microbatch, sync_gradients=sync_gradients)
+    return replace(inner, body=body, sync_gradients=sync_gradients)
 
 
 def compare_starts(trial: Trial, reference: Reference | None) -> None:

@@ -6,9 +6,8 @@ only the last micro-batch can have. So it runs over all micro-batches once for e
     optimizer_d.zero_grad(); s.backward(loss_d); optimizer_d.step()      # pass 1: this counts, over all micro-batches
     optimizer_g.zero_grad(); s.backward(loss_g); optimizer_g.step()      # pass 2: this counts
 
-The gradient of the global batch's mean is what `train.step` computes: each loss is multiplied by its weight, gradients
-are added up over micro-batches and ranks, and divided once by the sum of all weights. Here the loop is the user's, so
-whatever it does in a body is either right for every number of bodies, or refused in words.
+The loop is the user's, so whatever it does in a body is either right for every number of bodies, or refused in words.
+A task's body has one phase.
 """
 
 from __future__ import annotations
@@ -18,14 +17,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from paceline.sessions.bodies import Body
-from paceline.sessions.prepared import Prepared
+from paceline.stepping.bodies import Body
+from paceline.stepping.trainee import Trainee
 
 
 class Phases:
     """Of the bodies of one rank; in a step of a single micro-batch all of them count at once."""
 
-    def __init__(self, parts: Sequence[Prepared]) -> None:
+    def __init__(self, parts: Sequence[Trainee]) -> None:
         self._parts = parts
         self.number = 1
         """of phases in a body, as far as is known"""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.data.loader import MicroBatch
@@ -27,11 +27,14 @@ from paceline.worker.world import World
 MAX_NAMED = 8  # samples of a rank in a message
 MAX_PARAMETERS = 3
 MAX_RUNS = 64  # forward and backward passes in search of the samples of one micro-batch
+
 MOST, OF_STEPS = 10, 200  # one bad sample may come once in an epoch; more is a training that has broken down
 
 Policy = Literal["stop", "skip", "rollback"]
 Forward = Callable[[Any, Any], Tensor]
 """(inputs, targets) -> the weighted sum of their losses"""
+Seen = list[tuple[MicroBatch, Tensor]]
+"""What this rank has computed: micro-batches that count, and their losses, one for each sample or one for all."""
 
 
 @dataclass(frozen=True)
@@ -70,47 +73,53 @@ def _sum(gradient: Tensor) -> Tensor:
     )
 
 
-def losses_not_finite(replica: Replica, seen: Sequence[tuple[MicroBatch, Tensor]], where: str) -> NotFinite:
+def losses_not_finite(seen: Seen, where: str, world: World) -> NotFinite:
     """Find whose losses are not finite (a collective). `seen` is what this rank has computed."""
     mine: list[int] = []
-    for microbatch, losses in seen:
-        bad = (~losses.isfinite()).reshape(len(losses), -1).any(1)  # (B,)
-        mine += microbatch.work.indices[bad.cpu()].tolist()
-    guilty = {rank: bad for rank, bad in enumerate(gather_words(mine, replica.world)) if bad}
-    named = "; ".join(f"rank {rank}: {_samples(bad)}" for rank, bad in guilty.items())
+    among = ""
+    for batch, losses in seen:
+        bad, indices = ~losses.isfinite(), batch.work.indices
+        if losses.ndim and len(losses) == len(indices):
+            mine += indices[bad.reshape(len(losses), -1).any(1).cpu()].tolist()
+        elif bool(bad.any()):  # a mean of all of them, say
+            mine, among = [*mine, *indices.tolist()], "among "
+    told = gather_words([mine, among], world)
+    guilty = {rank: found for rank, found in enumerate(told) if found[0]}
+    named = "; ".join(f"rank {rank}: {among}{_samples(bad)}" for rank, (bad, among) in guilty.items())
     words = f"the loss is not finite at {where}; {named or 'each loss is finite, but not their sum'}"
-    return NotFinite(words, [i for bad in guilty.values() for i in bad], min(guilty, default=0))
+    return NotFinite(words, [i for bad, _ in guilty.values() for i in bad], min(guilty, default=0))
 
 
 def gradients_not_finite(
-    replica: Replica,
-    microbatches: Sequence[MicroBatch],
-    forward: Forward,
-    where: str,
-    progress: Callable[[], object],
+    replicas: Mapping[str, Replica], seen: Seen, forward: Forward | None, where: str, progress: Callable[[], object]
 ) -> NotFinite:
     """Find whose samples made the gradients so (a collective).
 
-    The replica still has its reduced gradients. Its buffers must be those before the step, and change. `forward` is one
-    of the plain model; `progress` is called before each pass, as the search may be long.
+    The replicas, by what begins the names of their parameters, still have their reduced gradients. `forward` is one of
+    the one plain model, where it is known: its buffers must be those before the step, and change. `progress` is called
+    before each pass, as the search may be long.
     """
-    bad = [held.name for held in replica.gradients() if not bool(held.tensor.isfinite().all())]
-    mine: dict[str, Any] = {"names": bad, "samples": [], "why": ""}
-    with replica.gathered():
-        try:
-            for microbatch in microbatches:
-                if microbatch.work.counted:
+    held = [(prefix + h.name, h.tensor) for prefix, replica in replicas.items() for h in replica.gradients()]
+    (world, *_) = (replica.world for replica in replicas.values())
+    mine: dict[str, Any] = {"names": [n for n, t in held if not bool(t.isfinite().all())], "samples": [], "why": ""}
+    if forward is not None:
+        (replica,) = replicas.values()
+        with replica.gathered():
+            try:
+                for microbatch, _ in seen:
                     search = _Search(replica, microbatch, forward, progress)
                     mine["samples"] += microbatch.work.indices[search.bad()].tolist()
-        except Exception as error:  # the samples stay unknown; the rest is reported all the same
-            mine["why"] = f"{type(error).__name__}: {error}"[:300]
-    told = gather_words(mine, replica.world)
+            except Exception as error:  # the samples stay unknown; the rest is reported all the same
+                mine["why"] = f"{type(error).__name__}: {error}"[:300]
+    told = gather_words(mine, world)
     hit = {name for found in told for name in found["names"]}
-    names = [name for name, _ in replica.model.named_parameters() if name in hit]
+    names = [prefix + n for prefix, r in replicas.items() for n, p in r.model.named_parameters() if p.requires_grad]
     guilty = {rank: found["samples"] for rank, found in enumerate(told) if found["samples"]}
     why = next((found["why"] for found in told if found["why"]), "")
     if guilty:
         who = "; ".join(f"rank {rank}: {_samples(bad)} (their loss is finite)" for rank, bad in guilty.items())
+    elif forward is None:
+        who = "each loss is finite"
     elif why:
         who = f"the samples are not known, because the step could not be computed again ({why})"
     else:
@@ -118,8 +127,17 @@ def gradients_not_finite(
             "computed again, each rank's own gradients are finite: either their sum overflows, or a device, memory "
             "or the network has failed"
         )
-    words = f"the gradient of {_parameters(names, replica.model)} is not finite at {where}; {who}"
+    words = f"the gradient of {_parameters([n for n in names if n in hit], len(names))} is not finite at {where}; {who}"
     return NotFinite(words, [i for bad in guilty.values() for i in bad], min(guilty, default=0))
+
+
+def stopped(found: NotFinite, way_out: str) -> TrainingError:
+    """What ends a run whose step is not finite; `way_out` is what leaves such steps out."""
+    return TrainingError(
+        f"{found.words}. The parameters are still those before this step. Likely: a learning rate too high, or bad "
+        f"values in these samples. {way_out} leaves such steps out.",
+        ExitCode.NOT_FINITE,
+    )
 
 
 class _Alone(TorchDispatchMode):
@@ -188,11 +206,9 @@ def _samples(indices: Sequence[int]) -> str:
     return f"samples {first_few([*map(str, indices)], MAX_NAMED)}"
 
 
-def _parameters(names: Sequence[str], model: nn.Module) -> str:
+def _parameters(names: Sequence[str], of: int) -> str:
     """The last ones first: from there backward carries what is not finite to those before."""
-    if len(names) == len(trainable(model)) > 1:
-        return f"all {len(names)} parameters"
-    return first_few(names[::-1], MAX_PARAMETERS)
+    return f"all {of} parameters" if len(names) == of > 1 else first_few(names[::-1], MAX_PARAMETERS)
 
 
 def too_many(left_out: Collection[int], step: int) -> bool:

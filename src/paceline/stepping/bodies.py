@@ -22,6 +22,8 @@ class Body:
     batch: MicroBatch
     is_last: bool
     """of its pass over this rank's micro-batches"""
+    rates: list[float]
+    """learning rates at its begin, if it is not the last"""
     phase: int = 0
     """how many parts of it, each with its backwards and steps, are over"""
     weights: list[float | Tensor] = field(default_factory=list[float | Tensor])
@@ -47,8 +49,8 @@ class Body:
         return f"{len(self.weights)} backward and {len(self.stepped)} optimizer.step()"
 
 
-def check_alike(body: Body, first: Body | None) -> None:
-    """Refuse a body that has not done what the first one of its step did, or nothing.
+def check_alike(body: Body, first: Body | None, rates: list[float]) -> None:
+    """Refuse a body that has not done what the first one of its step did, or nothing, or has changed the `rates`.
 
     Raises:
         UsageError: says what each has done.
@@ -64,6 +66,11 @@ def check_alike(body: Body, first: Body | None) -> None:
             f"{body.words} in another. A body runs once for each micro-batch, not for each batch: count batches "
             "by s.batch, and to add up several give s.loader(..., accumulation=N)"
         )
+    if rates != body.rates:
+        raise UsageError(
+            "the learning rate changes from micro-batch to micro-batch of one step. Give the scheduler to "
+            "s.prepare(model, optimizer, scheduler): it then steps once for all of them"
+        )
 
 
 def weighted(
@@ -74,7 +81,7 @@ def weighted(
         raise UsageError(f"s.backward takes the loss as a tensor, not a {type(loss).__name__}")
     if reduction not in ("mean", "sum"):
         raise UsageError(f"s.backward(loss, reduction={reduction!r}). Choose from: mean, sum")
-    loss = loss.float() if loss.dtype in (torch.float16, torch.bfloat16) else loss
+    loss = added_in(loss)
     samples = len(body.work.indices) if body.work.counted else 0
     if loss.ndim == 0:
         if reduction == "sum":
@@ -90,10 +97,16 @@ def weighted(
         # a stand-in's mean may be of nothing; what it weighs is no part of any sum
         return loss * (weighed if body.work.counted else 1), weighed if body.work.counted else 0
     if isinstance(weight, Tensor) and weight.shape == loss.shape:
-        return (loss * weight).sum(), weight.detach().double().sum() if body.work.counted else 0
+        weight = added_in(weight)
+        return (loss * weight).sum(), weight.detach().sum() if body.work.counted else 0
     if weight is not None:
         raise UsageError(f"the losses have shape {tuple(loss.shape)}, so their weights must be a tensor of that shape")
     return loss.sum(), loss.numel() if body.work.counted else 0
+
+
+def added_in(values: Tensor) -> Tensor:
+    """In float32 at least: in bfloat16 the sum of 257 ones is 256."""
+    return values.float() if values.dtype in (torch.float16, torch.bfloat16) else values
 
 
 def same(a: float | Tensor, b: float | Tensor) -> bool:

@@ -1,0 +1,57 @@
+"""Where in a step a loop of the user's own is, and so what may act."""
+
+from __future__ import annotations
+
+from paceline.contract.evidence import Phase
+from paceline.errors import UsageError
+from paceline.stepping.steps import Steps
+from paceline.stepping.trainee import Trainee
+
+
+class Gate(Steps):
+    """What `Prepared` and the loop ask. In no step, everything may act."""
+
+    merged = False
+    """whether models have the buffers of all virtual ranks"""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether this is the last micro-batch of the last pass: what is due once a step is due now."""
+        return self.body is None or self.phases.is_last(self.body)
+
+    @property
+    def untouched(self) -> bool:
+        """Whether nothing of this step has been computed yet that another rank may count on."""
+        return self._first is None and (self.body is None or self.body.done == (0, ()))
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the body at hand, the step's last, has done all that the bodies before it did."""
+        body, usual = self.body, self._usual
+        return body is not None and self.is_over and bool(body.weights) and usual in (None, body.done)
+
+    def may_update(self, part: Trainee) -> bool:
+        """Whether `optimizer.step()` is to update now."""
+        body = self.body
+        if body is None:
+            return True
+        body.stepped.append(part.number)
+        body.has_stepped = True
+        self.phases.keep_buffers(body)
+        if not (body.is_last and self.phases.counts(body)) or self.is_left_out:
+            return False
+        if part.has_aside:
+            raise UsageError(
+                "optimizer.step() after s.backward(loss, more=True): the last backward before a step comes without it"
+            )
+        self._enter(Phase.OPTIMIZER)
+        self.updating = True
+        return True
+
+    def check_evaluation(self) -> None:
+        """Raise UsageError where a model is evaluated with buffers of one virtual rank."""
+        if not self.merged and self.body is None:
+            raise UsageError(
+                "the model is evaluated with the buffers (batch norm's statistics, say) of one virtual rank. Evaluate "
+                "in a loop over s.loader(...), or inside `with s.evaluating():`, where they are those of all"
+            )

@@ -1,0 +1,1 @@
+"""One optimizer step, the same for tasks and for loops of your own."""

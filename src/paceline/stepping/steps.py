@@ -1,0 +1,248 @@
+"""One optimizer step, for tasks and for loops of the user's own: bodies, one for each micro-batch, then one update.
+
+The gradient of the mean over the *global* batch is exact because nothing is averaged on the way: each body
+back-propagates its weighted *sum*, gradients are summed over micro-batches and ranks, and divided once by the total
+weight. A mean of means would weigh the samples of a smaller share more. In numbers: 97 samples on 3 ranks are shares
+of 33, 32 and 32; every sample's gradient enters with 1/97, not with 1/(3*33) or 1/(3*32).
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from paceline.contract.evidence import Phase
+from paceline.data.loader import MicroBatch
+from paceline.errors import UsageError
+from paceline.stepping import nonfinite
+from paceline.stepping.bodies import Body, Reduction, check_alike, weighted
+from paceline.stepping.lockstep import as_many_as_any
+from paceline.stepping.order import CallOrder
+from paceline.stepping.phases import Phases
+from paceline.stepping.summing import StepResult, Sums
+from paceline.stepping.trainee import Trainee
+from paceline.stepping.votes import Votes
+from paceline.sums import start_totals, sum_over_ranks, told_once
+from paceline.worker.world import World
+
+
+class Steps:
+    """The state of the step that is under way."""
+
+    def __init__(
+        self,
+        world: World,
+        virtual_ranks: int,
+        enter: Callable[[Phase], object],
+        *,
+        votes: Callable[[], Votes] = Votes,
+        order: CallOrder | None = None,
+        may_leave_out: bool = False,
+        way_out: str = "",
+        exact: bool = False,
+        max_norm: float | None = None,
+        forward: nonfinite.Forward | None = None,
+    ) -> None:
+        """For the models that are put into `parts`; `votes` to `may_leave_out` are those of a task's steps.
+
+        `way_out` is what leaves such steps out, in words; `exact`: gradients are added up in one order at every world
+        size; `max_norm`: they are clipped at once; `forward`: of the one plain model, where it is known.
+        """
+        self.parts: list[Trainee] = []
+        self.phases = Phases(self.parts)
+        self._around = ExitStack()
+        self._usual: tuple[int, tuple[int, ...]] | None = None  # what the bodies of the step before have done
+        self.body: Body | None = None
+        self.in_backward = False
+        self.in_step = False
+        """whether a step has begun that is not over"""
+        self.updating = False
+        """whether parameters may be halfway between two steps"""
+        self._world, self._virtual_ranks, self._enter, self._exact = world, virtual_ranks, enter, exact
+        self._votes, self._order, self._way_out, self._may_leave_out = votes, order, way_out, may_leave_out
+        self._max_norm, self._forward = max_norm, forward
+
+    def begin(self, where: str, bodies: Sequence[MicroBatch], *, one_each: bool = False) -> Sequence[MicroBatch]:
+        """A global batch begins, in `bodies` of this rank; `one_each`: in one of every rank.
+
+        Returns:
+            The micro-batches to go through: where a forward is a collective, stand-ins have joined them.
+        """
+        for part in self.parts:
+            part.begin()
+        if any(part.replica.in_lockstep for part in self.parts):
+            bodies = as_many_as_any(bodies, self._world)
+        self._where, self.in_step = where, True
+        self.phases.begin(len(bodies))
+        self._sums = Sums(self._world, self._virtual_ranks, one_each)
+        self._first: Body | None = None
+        self._summed_up: list[Trainee] = []
+        self._result = StepResult()
+        return bodies
+
+    def enter(self, batch: MicroBatch, is_last: bool) -> None:
+        """The body begins on this micro-batch."""
+        self._enter(Phase.FORWARD)
+        self._around = ExitStack()
+        for part in self.parts:
+            self._around.enter_context(part.replica.body(batch, is_last))
+        self.body = Body(batch, is_last, [] if is_last else self._rates())
+        self._sums.in_round = 0
+
+    def leave(self) -> None:
+        """The body has ended.
+
+        Raises:
+            UsageError: if it did not do what the other bodies of the step did.
+        """
+        body = self.body
+        assert body is not None
+        self.body = None
+        self._around.close()
+        check_alike(body, self._first, [] if body.is_last else self._rates())
+        self._first = self._first or body
+        self.phases.number = self._first.phase + 1
+
+    @property
+    def is_left_out(self) -> bool:
+        """Whether the parameters stay as they are."""
+        return self._result.left_out is not None
+
+    def end(self) -> StepResult:
+        """All bodies have run."""
+        self._usual = self._first.done if self._first else None
+        self._first, self._sums.seen = None, []  # lets go of the batches
+        if self.is_left_out:
+            for part in self.parts:
+                part.replica.put_back_buffers()
+        self.updating = self.in_step = False
+        return self._result
+
+    def give_up(self) -> None:
+        """The step ends in its middle, by an error perhaps: gradients and buffers are again what they were before."""
+        self.body, self.in_step = None, False
+        self._around.__exit__(*sys.exc_info())
+        for part in self.parts:
+            part.give_up()
+
+    def backward(
+        self,
+        loss: Tensor,
+        weight: float | Tensor | None = None,
+        reduction: Reduction = "mean",
+        more: bool = False,
+        only: Sequence[Trainee] = (),
+    ) -> None:
+        """See `Session.backward`."""
+        body = self.body
+        if body is None:
+            raise UsageError("s.backward(loss) belongs into the body of a loop over s.loader(...)")
+        total, weighed = weighted(loss, weight, reduction, body)
+        if body.has_stepped:
+            body.phase, body.has_stepped = body.phase + 1, False
+        if not self.phases.counts(body):
+            body.weights.append(weighed)
+            return
+        last = body.is_last and not more
+        self._sums.count(loss, total, weighed, reduction, body)
+        finish = None
+        if last:
+            first = self._sums.divisor is None
+            said = [*self._votes(), *(self._order.hashes() if self._order else ())] if first else []
+            finish = start_totals(self._sums.rows, said)  # travels during backward
+        wanted = [part for part in self.parts if not only or part in only]
+        watched = len(self.parts) > 1 or bool(body.stepped)
+        for part in self.parts:
+            part.open(part in wanted, watched)
+        self._enter(Phase.BACKWARD)
+        self.in_backward = True
+        try:
+            with ExitStack() as stack:
+                for part in wanted:
+                    # with several models nobody knows yet whom this backward reaches: nothing leaves early
+                    stack.enter_context(part.replica.backward(body.work, last and len(self.parts) == 1))
+                total.backward()
+        finally:
+            self.in_backward = False
+        for part in self.parts:
+            if part not in wanted:
+                part.drop()
+        if finish is None:
+            self._put_aside(wanted, body)
+            return
+        self._enter(Phase.SYNC)
+        totals = finish()
+        if self._sums.divisor is None:
+            self._result.votes = Votes(*totals.votes[: len(Votes._fields)])
+            if self._order is not None:
+                self._order.check(totals.votes[len(Votes._fields) :], self._where)
+        self._synchronise(wanted, totals.sums)
+
+    # inside
+
+    def _rates(self) -> list[float]:
+        return [rate for part in self.parts for rate in part.rates()]
+
+    def _put_aside(self, wanted: Sequence[Trainee], body: Body) -> None:
+        for part in wanted:
+            reached = part.reached
+            if not self.phases.alone and part.number in body.stepped and reached:
+                raise UsageError(
+                    f"a backward after the step of optimizer {part.number + 1} has reached its model again, and this "
+                    "rank's next micro-batches would add up what belongs to two steps. Say whose gradients it is for: "
+                    "s.backward(loss, only=optimizer)"
+                )
+            part.close(reached)
+
+    def _synchronise(self, wanted: Sequence[Trainee], sums: Sequence[float]) -> None:
+        """Gradients of all models that the backward has reached become the global batch's (a collective)."""
+        loss, weight, divide_by = self._sums.divide(sums, self._where)
+        reached = self._reached(wanted) if len(self.parts) > 1 else wanted  # one model is always reached
+        if self._exact and any(part in self._summed_up for part in reached):
+            raise UsageError(
+                "two backwards of one model in one step would be added up in an order that depends on the number of "
+                "ranks. Say more=True in all but the last, s.backward(loss, more=True), or whose gradients are wanted, "
+                "s.backward(loss, only=optimizer)"
+            )
+        self._summed_up += reached
+        result, finite = self._result, math.isfinite(loss)
+        result.loss, result.weight = result.loss + loss, weight
+        for part in reached:
+            known = part.synchronise(torch.tensor(divide_by, dtype=torch.float64, device=self._world.device))
+            if finite and self._max_norm is not None:
+                result.grad_norm = float(part.replica.clip_grad_norm(self._max_norm))
+                known = known or math.isfinite(result.grad_norm)
+            finite = finite and bool(known or nonfinite.gradients_are_finite(part.replica))
+        if not finite:
+            result.left_out = self._not_finite(reached, in_loss=not math.isfinite(loss))
+            result.grad_norm = None
+
+    def _reached(self, wanted: Sequence[Trainee]) -> list[Trainee]:
+        """Of several models each rank asks whether any rank has reached it (a collective)."""
+        flags = torch.tensor([float(part.reached) for part in wanted], dtype=torch.float64, device=self._world.device)
+        found = sum_over_ranks(flags, "models reached by a backward").tolist()
+        for part, ranks in zip(wanted, found, strict=True):
+            if not ranks:
+                part.close(reached=False)
+        return [part for part, ranks in zip(wanted, found, strict=True) if ranks]
+
+    def _not_finite(self, reached: Sequence[Trainee], *, in_loss: bool) -> nonfinite.NotFinite:
+        """Who made it so (a collective)."""
+        if self._forward is not None:  # nothing follows in this body
+            self._around.close()
+            for part in self.parts:
+                part.replica.put_back_buffers()
+        if in_loss:
+            found = nonfinite.losses_not_finite(self._sums.seen, self._where, self._world)
+        else:
+            replicas, tick = {part.prefix: part.replica for part in reached}, partial(self._enter, Phase.BACKWARD)
+            found = nonfinite.gradients_not_finite(replicas, self._sums.seen, self._forward, self._where, tick)
+        if not self._may_leave_out:
+            raise told_once(nonfinite.stopped(found, self._way_out), self._world, by=found.told_by)
+        return found

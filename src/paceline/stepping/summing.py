@@ -1,0 +1,99 @@
+"""The totals of a step: its losses and their weights, over micro-batches and ranks, and what they are divided by."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from paceline.errors import TrainingError, UsageError
+from paceline.stepping.bodies import Body, Reduction, same
+from paceline.stepping.nonfinite import NotFinite, Seen
+from paceline.stepping.votes import Votes
+from paceline.sums import told_once
+from paceline.worker.world import World
+
+
+@dataclass
+class StepResult:
+    """What a step has come to, over all ranks."""
+
+    loss: float = 0.0
+    """the mean of the global batch"""
+    weight: float = 0.0
+    """what it is the mean of: the sum of all weights"""
+    grad_norm: float | None = None
+    """before it was clipped; None: it was not"""
+    votes: Votes = field(default_factory=Votes)
+    """added up over ranks"""
+    left_out: NotFinite | None = None
+    """why the parameters were not changed, if they were not"""
+
+    @property
+    def loss_sum(self) -> float:
+        """The weighted sum of the global batch's losses."""
+        return self.loss * self.weight
+
+
+class Sums:
+    """Of one step."""
+
+    def __init__(self, world: World, virtual_ranks: int, one_each: bool) -> None:
+        """`one_each`: every rank computes the step in one micro-batch, so that each exchange has weights of its own."""
+        self._world, self._one_each = world, one_each
+        self.rows = torch.zeros(virtual_ranks, 2, dtype=torch.float64, device=world.device)
+        """(virtual ranks, 2) float64: of each the sum of its weighted losses, and of their weights"""
+        self.divisor: float | None = None
+        """the sum of all weights, once it is known"""
+        self.in_round = 0
+        """backwards of this body since the last exchange"""
+        self.seen: Seen = []
+        self._reduction: Reduction | None = None
+
+    def count(self, loss: Tensor, total: Tensor, weighed: float | Tensor, reduction: Reduction, body: Body) -> None:
+        """Add a loss and its weight to the totals. Backwards that share one division must have one weight."""
+        shared = bool(body.weights) and (self.in_round > 0 or not self._one_each)
+        if reduction != (self._reduction or reduction) and (shared or not self._one_each):
+            raise UsageError("the losses of one step are sums and means: give each s.backward the same reduction=")
+        self._reduction = reduction
+        if shared and not same(weighed, body.weights[-1]):
+            raise UsageError(
+                f"the losses of one step have different weights, {float(body.weights[-1]):g} and {float(weighed):g}: "
+                "they are divided by the sum of weights together. Give each s.backward the same weight=, or add the "
+                "losses up yourself"
+            )
+        if body.work.counted:
+            row = self._row(body.work.virtual_rank)
+            row[0] += total.detach()
+            if not self.in_round:
+                row[1] += weighed
+            self.seen.append((body.batch, loss.detach()))
+        self.in_round += 1
+        body.weights.append(weighed)
+
+    def divide(self, sums: Sequence[float], where: str) -> tuple[float, float, float]:
+        """From the totals over ranks the mean loss, its weight, and the gradients' divisor; a new round begins.
+
+        Raises:
+            TrainingError: on one rank, if all weights are zero; ToldElsewhere on the others.
+        """
+        loss_total, weight_total = sums
+        if self.divisor is not None and not self._one_each:  # its weights were counted with the first
+            weight_total = self.divisor
+        if weight_total == 0:
+            words = f"the loss weights of the global batch at {where} sum to 0: its mean is undefined"
+            raise told_once(TrainingError(words), self._world)
+        self.divisor = weight_total
+        self.rows.zero_()
+        self.in_round = 0
+        return loss_total / weight_total, weight_total, 1.0 if self._reduction == "sum" else weight_total
+
+    def _row(self, virtual_rank: int) -> Tensor:
+        if virtual_rank >= len(self.rows):
+            raise UsageError(
+                f"a micro-batch of virtual rank {virtual_rank} for a replica of {len(self.rows)}: give the strategy "
+                "the plan's number, virtual_ranks=plan.virtual_ranks"
+            )
+        return self.rows[virtual_rank]

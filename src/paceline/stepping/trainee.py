@@ -1,0 +1,54 @@
+"""A model in the steps of a training, as a step sees it."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from paceline.strategies.base import Replica
+from paceline.sums.buckets import trainable
+
+
+class Trainee:
+    """Whose gradients nobody looks at between two micro-batches: they are added up in .grad."""
+
+    has_aside = False
+    """whether gradients of this step wait for its last micro-batch"""
+    reached = True
+    """after a backward that was watched: whether it has given any of its parameters a gradient"""
+
+    def __init__(self, replica: Replica, number: int = 0) -> None:
+        """`number` counts from 0."""
+        self.replica, self.number = replica, number
+        self.prefix = f"{number + 1}/" if number else ""  # of its tensors in a checkpoint
+        self._parameters = trainable(replica.model)
+
+    def begin(self) -> None:
+        """A step begins."""
+        self.replica.keep_buffers()
+        for parameter in self._parameters:  # not the optimizer's: one that is sharded knows only its share
+            parameter.grad = None
+
+    def open(self, wanted: bool, watched: bool) -> None:
+        """Before a backward: what it gives is dropped, where it is not `wanted`; `watched`: `reached` will be asked."""
+
+    def close(self, reached: bool) -> None:
+        """After a backward that is not the step's last."""
+
+    def drop(self) -> None:
+        """After a backward whose gradients this model does not want, or has not got."""
+
+    def synchronise(self, divisor: Tensor) -> bool | None:
+        """After the step's last backward: .grad becomes the sum over all ranks, divided (a collective).
+
+        Returns:
+            As `Replica.sync_gradients`.
+        """
+        return self.replica.sync_gradients(divisor)
+
+    def give_up(self) -> None:
+        """The step is given up: buffers are those before it."""
+        self.replica.put_back_buffers()
+
+    def rates(self) -> list[float]:
+        """The learning rates as they are."""
+        return [group["lr"] for group in self.replica.optimizer.param_groups]

@@ -1,0 +1,107 @@
+"""The steps of a task, one after the other: what is kept between two of them, and what is not."""
+
+import gc
+import weakref
+from collections.abc import Generator
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD
+
+from paceline import BatchPlan, Loading, Replica, World, joined, load_steps, train_step
+from paceline.contract.evidence import Phase
+from paceline.data.arrays import ArrayDataset
+from paceline.data.loader import MicroBatch
+from paceline.errors import UsageError
+from paceline.strategies import STRATEGIES
+from paceline.train.step import TaskSteps
+
+CPU = torch.device("cpu")
+DATA = ArrayDataset(torch.arange(12.0).reshape(12, 1) / 12, torch.arange(12.0) / 6)
+
+
+@pytest.fixture(scope="module")
+def world() -> Generator[World]:
+    with joined(World.from_env({}, device="cpu")) as world:
+        SGD([torch.zeros(1, requires_grad=True)], lr=0.1)  # what torch imports for it outlives a test
+        yield world
+
+
+def made(world: World) -> Replica:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(1, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    return STRATEGIES["exact"](model, lambda p: SGD(p, lr=0.1, momentum=0.9), world, virtual_ranks=2)
+
+
+def steps() -> list[list[MicroBatch]]:
+    return [*load_steps(DATA, BatchPlan(12, 4, 2), range(2), Loading(CPU), start=0, stop=3)]
+
+
+def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    return (outputs[:, 0] - targets).square()
+
+
+def bits(replica: Replica) -> dict[str, list[float]]:
+    return {held.name: held.tensor.flatten().tolist() for held in replica.state()}
+
+
+def test_steps_that_are_kept_are_those_that_are_made_anew(world: World) -> None:
+    kept, anew = made(world), made(world)
+    take = TaskSteps(kept, loss, max_norm=0.5).take
+    for step in steps():
+        ours, theirs = take(step), train_step(anew, step, loss, max_norm=0.5)
+        assert ours == theirs
+        assert ours.grad_norm is not None and ours.loss_sum == pytest.approx(ours.loss * 4)
+    assert bits(kept) == bits(anew)
+
+
+def test_a_step_that_an_error_ends_is_given_up_and_the_next_one_is_right(world: World) -> None:
+    replica, never = made(world), made(world)
+    fails = False
+
+    def failing(outputs: Tensor, targets: Tensor) -> Tensor:
+        if fails and targets is second[-1].targets:  # in the last of two micro-batches
+            raise ArithmeticError("planted")
+        return loss(outputs, targets)
+
+    take = TaskSteps(replica, failing).take
+    first, second, third = steps()
+    take(first)
+    before, fails = bits(replica), True
+    with pytest.raises(ArithmeticError, match="planted"):
+        take(second)
+    assert bits(replica) == before
+    fails = False
+    take(third)
+    for step in (first, third):
+        train_step(never, step, loss)
+    assert bits(replica) == bits(never)
+
+
+def test_the_phases_of_a_step(world: World) -> None:
+    entered: list[Phase] = []
+    (step, *_) = steps()
+    train_step(made(world), step, loss, enter=entered.append)
+    assert entered == [*[Phase.FORWARD, Phase.BACKWARD] * 2, Phase.SYNC, Phase.OPTIMIZER]
+
+
+def test_batches_are_let_go_with_their_step(world: World) -> None:
+    replica = made(world)
+    take = TaskSteps(replica, loss).take
+    gc.disable()  # a circle would keep them until it runs
+    try:
+        first, second, _ = steps()
+        seen = [weakref.ref(batch) for batch in (*first, *second)]
+        take(first)
+        train_step(replica, second, loss)
+        del first, second, _
+        assert [ref() for ref in seen] == [None] * 4
+    finally:
+        gc.enable()
+
+
+def test_a_batch_for_more_virtual_ranks_is_refused(world: World) -> None:
+    step = next(load_steps(DATA, BatchPlan(12, 12, 3), range(3), Loading(CPU), start=0, stop=1))
+    with pytest.raises(UsageError, match="a micro-batch of virtual rank 2 for a replica of 2"):
+        train_step(made(world), step, loss)
