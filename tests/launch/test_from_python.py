@@ -97,7 +97,7 @@ def test_places_that_cannot_be_are_refused_before_anything_starts() -> None:
         ({"on": "ssh"}, "go together"),
         ({"hosts": ["n1"]}, "go together"),
         ({"on": "slurm"}, "paceline launch --on slurm"),
-        ({"on": "sssh"}, "Did you mean 'ssh'"),
+        ({"on": "sssh"}, "on='local' or 'ssh'"),
     ):
         with pytest.raises(UsageError, match=words):
             paceline.run(total, 1, ([],), **settings)

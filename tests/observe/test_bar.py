@@ -42,14 +42,14 @@ def test_what_ranks_print_stays_above_the_line(tmp_path: Path, monkeypatch: pyte
     stream = Terminal()
     reporter, shown = Reporter(tmp_path / "progress"), Bar(tmp_path / "progress", stream)
     shown.look()  # nothing is there yet
-    reporter.write(EARLY)
+    reporter.step(40, 80, lambda: EARLY)
     shown.look()
     assert screen(stream.getvalue()) == [str(EARLY)]
     shown.show("after step 40: acc")
     assert screen(stream.getvalue()) == ["after step 40: acc"], "a half line must not be drawn over"
     shown.show("uracy 0.9\n")
     assert screen(stream.getvalue()) == ["after step 40: accuracy 0.9", str(EARLY)]
-    reporter.write(LATE)
+    reporter.step(80, 80, lambda: LATE)
     monkeypatch.setenv("COLUMNS", "31")
     shown.look()
     assert screen(stream.getvalue())[-1] == str(LATE)[:30], "a line that is folded cannot be drawn over"
@@ -67,7 +67,7 @@ def test_where_no_line_can_be_drawn_anew_there_are_few(tmp_path: Path, monkeypat
     written = []
     for second in range(25):
         clock[0] = float(second)
-        reporter.write(Report(0, 1, second + 1, 80, 0.5, None, 320))
+        reporter.step(second, 80, lambda step=second + 1: Report(0, 1, step, 80, 0.5, None, 320))
         shown.look()
         written.append(stream.getvalue().count("\n"))
     assert (written[0], written[9], written[10], written[24]) == (1, 1, 2, 3) and "\r" not in stream.getvalue()
@@ -78,10 +78,14 @@ def test_where_no_line_can_be_drawn_anew_there_are_few(tmp_path: Path, monkeypat
 def test_a_training_writes_a_few_times_a_second_and_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
     monkeypatch.setattr(bar.time, "monotonic", lambda: clock[0])
-    reporter = Reporter(tmp_path / "progress")
-    assert reporter.due(1, 80)
-    reporter.write(EARLY)
-    assert not reporter.due(2, 80) and reporter.due(80, 80)
-    clock[0] = bar.REPORT_SECONDS
-    assert reporter.due(2, 80)
-    Reporter(tmp_path / "gone" / "progress").write(EARLY)  # nobody looks any more: no error
+    reporter, reports = Reporter(tmp_path / "progress"), []
+
+    def report() -> Report:
+        reports.append(clock[0])
+        return EARLY
+
+    for step, now in ((1, 0.0), (2, bar.REPORT_SECONDS / 2), (3, bar.REPORT_SECONDS), (80, bar.REPORT_SECONDS)):
+        clock[0] = now
+        reporter.step(step, 80, report)
+    assert reports == [0.0, bar.REPORT_SECONDS, bar.REPORT_SECONDS]
+    Reporter(tmp_path / "gone" / "progress").step(1, 80, report)  # nobody looks any more: no error

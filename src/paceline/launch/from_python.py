@@ -18,7 +18,7 @@ from typing import Any
 import cloudpickle
 
 from paceline.contract.birth import WorkerBirth
-from paceline.errors import ExitCode, TrainingError, UsageError, unknown
+from paceline.errors import ExitCode, TrainingError, UsageError
 from paceline.observe.bar import REPORT_SECONDS, Bar
 from paceline.observe.summary import read_ended
 
@@ -76,7 +76,7 @@ def run(
         raise UsageError(f"paceline.run(nproc={nproc}): there must be one rank at least")
     words = ["launch", "--nproc", str(nproc), "--show", show, *_where(on, hosts, nodes), *options]
     # a folder of mode 0700: what is unpickled out of it, here and by the ranks, is what we and they have put there
-    with tempfile.TemporaryDirectory(prefix="paceline-run-", dir=_parent(on)) as name:
+    with tempfile.TemporaryDirectory(prefix="paceline-run-", dir=None if on == "local" else SHARED.absolute()) as name:
         folder = Path(name)
         try:
             call = cloudpickle.dumps((function, tuple(args), dict(kwargs or {})))
@@ -95,25 +95,16 @@ def run(
 def _where(on: str, hosts: str | Sequence[str], nodes: int | str | None) -> list[str]:
     """The words that say on which machines."""
     if on not in ("local", "ssh"):
-        if on == "slurm":
-            raise UsageError(
-                "paceline.run waits for its ranks, a queue does not: on Slurm put the call into a script, and type "
-                "paceline launch --on slurm -- SCRIPT, with paceline.session() in it"
-            )
-        raise unknown("place for paceline.run to start ranks", on, ["local", "ssh"])
+        raise UsageError(
+            f"paceline.run(on={on!r}): it waits for ranks that start now, on='local' or 'ssh'. On Slurm type paceline "
+            "launch --on slurm -- SCRIPT, with paceline.session() in the script"
+        )
     listed = hosts if isinstance(hosts, str) else ",".join(hosts)
     if (on == "ssh") != bool(listed):
         raise UsageError("paceline.run: on='ssh' and hosts=['n1', 'n2'] go together")
-    words = ["--on", "ssh", "--hosts", listed] if listed else []
-    return words if nodes is None else [*words, "--nodes", str(nodes)]
-
-
-def _parent(on: str) -> Path | None:
-    """Where the folder of the call is made; None: where temporary ones are."""
-    if on == "local":
-        return None
-    SHARED.mkdir(exist_ok=True)
-    return SHARED.absolute()
+    if listed:
+        SHARED.mkdir(exist_ok=True)
+    return ["--on", on, *(["--hosts", listed] if listed else []), *(["--nodes", str(nodes)] if nodes else [])]
 
 
 def _surroundings() -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import shutil
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import ClassVar, TextIO
@@ -35,13 +36,11 @@ class Report(msgspec.Struct, frozen=True):
 
     def __str__(self) -> str:
         filled = CELLS * self.step // self.steps if self.steps else 0
-        bar = f"  [{'#' * filled}{'.' * (CELLS - filled)}]" if self.steps else ""
+        of = f"/{self.epochs}" if self.epochs else ""
+        bar = f"/{self.steps}  [{'#' * filled}{'.' * (CELLS - filled)}]" if self.steps else ""
         loss = "not finite" if self.loss is None else f"{self.loss:.4f}"
-        return (
-            f"epoch {self.epoch + 1}{f'/{self.epochs}' if self.epochs else ''}  "
-            f"step {self.step}{f'/{self.steps}' if self.steps else ''}{bar}  loss {loss}  "
-            f"{speed(self.rate, self.samples_left)}"
-        )
+        fast = speed(self.rate, self.samples_left)
+        return f"epoch {self.epoch + 1}{of}  step {self.step}{bar}  loss {loss}  {fast}"
 
 
 def speed(rate: float | None, samples_left: int) -> str:
@@ -64,15 +63,15 @@ class Reporter:
     def __init__(self, path: Path) -> None:
         self._path, self._due_seconds = path, -math.inf
 
-    def due(self, step: int, steps: int) -> bool:
-        """Whether it is time to write the next one."""
-        return time.monotonic() >= self._due_seconds or step == steps
+    def step(self, step: int, steps: int, report: Callable[[], Report]) -> None:
+        """After each step: write a report whole, in the last one's place, if it is time for it or the pass is over.
 
-    def write(self, report: Report) -> None:
-        """Write it whole, in the last one's place; a full disk does not end a training."""
-        self._due_seconds = time.monotonic() + REPORT_SECONDS
-        with suppress(OSError):
-            writing.replace(self._path, msgspec.json.encode(report))
+        A full disk does not end a training.
+        """
+        if time.monotonic() >= self._due_seconds or step == steps:
+            self._due_seconds = time.monotonic() + REPORT_SECONDS
+            with suppress(OSError):
+                writing.replace(self._path, msgspec.json.encode(report()))
 
 
 class Bar:
@@ -81,9 +80,7 @@ class Bar:
     def __init__(self, path: Path, stream: TextIO) -> None:
         self._path, self._stream = path, stream
         self._live = stream.isatty() or type(stream).__module__.startswith("ipykernel")
-        self._last: Report | None = None
-        self._line = ""
-        self._drawn = 0  # characters of the line that can be drawn anew
+        self._line, self._drawn = "", 0  # characters of the line that can be drawn anew
         self._is_line_start, self._is_shown, self._due_seconds = True, True, -math.inf
 
     def show(self, text: str) -> None:
@@ -97,9 +94,10 @@ class Bar:
     def look(self) -> None:
         """Show how far they are, if there is news."""
         with suppress(OSError):  # there is none yet
-            if (found := decode(self._path, Report)) != self._last:
-                self._last, self._line, self._is_shown = found, str(found), False
-                self._draw()
+            line = str(decode(self._path, Report))
+            self._line, self._is_shown = line, self._is_shown and line == self._line
+        if not self._is_shown:
+            self._draw()
 
     def end(self) -> None:
         """Leave what it shows last."""

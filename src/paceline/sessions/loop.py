@@ -191,8 +191,8 @@ class Loop(Ranks):
             self._left_out.goes_back(self._course.step + 1, done.left_out)
         lr = float(self._parts[0].rates()[0])
         self._course.note(done, [batch.work for batch in bodies], samples, self._share, lr, self._clock.take())
-        if (reporter := Reporter.here) is not None and reporter.due(self._where["batch"], plan.steps_per_epoch):
-            reporter.write(self._report(plan, done.loss))
+        if Reporter.here is not None:
+            Reporter.here.step(self._where["batch"], plan.steps_per_epoch, lambda: self._report(plan, done.loss))
         self._stopped = done.votes.stop > 0
         self._course.between(done.votes, self._loop_state, save=self._stopped or is_end, settled=is_end)
 

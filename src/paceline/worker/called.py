@@ -30,7 +30,8 @@ def main() -> None:
     try:
         result = _sendable(function(*args, **kwargs))
     except BaseException as error:
-        trace = "".join(traceback.format_exception(error.with_traceback(_theirs(error))))
+        below = error.__traceback__ and error.__traceback__.tb_next  # this function
+        trace = "".join(traceback.format_exception(type(error), error, below))
         with suppress(Exception):  # an exception that cannot be pickled is told by its words all the same
             (folder / f"error-{rank}").write_bytes(cloudpickle.dumps((error.with_traceback(None), trace)))
         raise
@@ -57,11 +58,6 @@ def _take_over(path: list[str], argv: list[str], main: str | None, sources: dict
         del sys.modules["__main__"].__file__
     else:
         sys.modules["__main__"].__file__ = main
-
-
-def _theirs(error: BaseException) -> Any:
-    """The part of its traceback below `main`."""
-    return error.__traceback__ and error.__traceback__.tb_next
 
 
 if __name__ == "__main__":
