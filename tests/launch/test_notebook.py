@@ -132,12 +132,13 @@ def started(folder: Path, seconds: float = 30.0) -> list[psutil.Process]:
     raise AssertionError("the ranks have not come")
 
 
-needs_kernel = pytest.mark.needs("jupyter_client", "ipykernel")
+def with_kernel(test: Any) -> Any:
+    for mark in (pytest.mark.needs("jupyter_client", "ipykernel"), pytest.mark.timeout(120)):
+        test = mark(test)
+    return pytest.mark.slow(pytest.mark.filterwarnings("default")(test))  # Jupyter's own deprecations
 
 
-@pytest.mark.slow
-@needs_kernel
-@pytest.mark.filterwarnings("default")
+@with_kernel
 def test_classes_and_errors_of_a_cell_are_those_of_the_cell(kernel: Kernel, tmp_path: Path) -> None:
     printed, error = kernel.run(f"[type(one) is Found for one in paceline.run(train, 2, ('ends', {str(tmp_path)!r}))]")
     assert "[True, True]" in printed, error
@@ -152,9 +153,7 @@ except NoSample:
     assert "NoSample: no such sample\non rank 1" in error and 'raise NoSample("no such sample")' in error
 
 
-@pytest.mark.slow
-@needs_kernel
-@pytest.mark.filterwarnings("default")
+@with_kernel
 def test_an_interrupt_ends_the_ranks_and_not_the_kernel(kernel: Kernel, tmp_path: Path) -> None:
     asked = kernel.begin(f"paceline.run(train, 2, ('endless', {str(tmp_path)!r}))")
     ranks = started(tmp_path)
@@ -167,9 +166,7 @@ def test_an_interrupt_ends_the_ranks_and_not_the_kernel(kernel: Kernel, tmp_path
     assert kernel.run("6 * 7")[0] == "42"
 
 
-@pytest.mark.slow
-@needs_kernel
-@pytest.mark.filterwarnings("default")
+@with_kernel
 def test_a_session_goes_cell_by_cell(kernel: Kernel) -> None:
     assert not kernel.run(SESSION)[1]
     assert "ValueError: in the middle" in kernel.run("fails_at = 1" + LOOP)[1]
@@ -180,9 +177,7 @@ def test_a_session_goes_cell_by_cell(kernel: Kernel) -> None:
         assert "steps 3" in printed, error
 
 
-@pytest.mark.slow
-@needs_kernel
-@pytest.mark.filterwarnings("default")
+@with_kernel
 def test_a_kernel_that_is_killed_takes_the_ranks_with_it(tmp_path: Path) -> None:
     kernel = Kernel()
     try:
