@@ -99,6 +99,11 @@ def test_every_transcript_was_made_and_names_nothing_of_the_machine_it_was_made_
         assert "/tmp/" not in said and "\x1b" not in said, f"{page.name}: {name}"
 
 
+def test_the_diffs_for_newcomers_are_those_of_the_scripts() -> None:
+    done = subprocess.run([sys.executable, ROOT / "tools" / "diffs.py", "--check"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_every_symptom_is_what_the_program_says():
     source = "\n".join(literals(path) for path in sorted((ROOT / "src").rglob("*.py")))
     page = (ROOT / "docs" / "launch" / "troubleshooting.md").read_text()

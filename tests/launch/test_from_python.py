@@ -15,6 +15,11 @@ import paceline
 from paceline.errors import TrainingError, UsageError
 
 
+class Net:
+    def __init__(self, bias: float) -> None:
+        self.bias = bias
+
+
 def total(numbers: list[int]) -> float:
     import torch
 
@@ -48,6 +53,54 @@ def test_the_exception_of_the_rank_that_failed_first_is_raised() -> None:
 def test_a_rank_that_was_killed_is_named() -> None:
     with pytest.raises(TrainingError, match=r"rank 1 .* killed by SIGKILL"):
         paceline.run(fails, 2, ("killed",))
+
+
+def trains(epochs: int) -> Net:
+    import torch
+
+    torch.manual_seed(0)
+    with paceline.session() as s:
+        model, optimizer = s.prepare(torch.nn.Linear(4, 1), lambda p: torch.optim.SGD(p, lr=0.1))
+        data = torch.utils.data.TensorDataset(torch.randn(33, 4))
+        for _ in s.epochs(epochs):
+            for (x,) in s.loader(data, global_batch=8):
+                optimizer.zero_grad()
+                s.backward(model(x).square().mean())
+                optimizer.step()
+            s.log(accuracy=0.5)
+        return Net(s.weights(model)["bias"].item())
+
+
+@pytest.mark.slow
+def test_the_bar_shows_how_far_a_session_is(capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = paceline.run(trains, 2, (3,))
+    shown = capsys.readouterr().out.splitlines()
+    assert first.bias == second.bias
+    assert [line for line in shown if line.startswith("epoch")][-1].startswith("epoch 3/3  step 5/5  [##########]")
+    assert sum("accuracy" in line for line in shown) == 3
+
+
+@pytest.mark.slow
+def test_what_cannot_come_back_is_refused_in_words() -> None:
+    with pytest.raises(UsageError, match=r"has returned, lock, cannot be sent back.*s\.weights"):
+        paceline.run(threading.Lock, 1)
+
+
+@pytest.mark.slow
+def test_a_run_that_is_refused_says_why() -> None:
+    with pytest.raises(UsageError, match=r"^--max-restarts must be 0 or more"):
+        paceline.run(total, 1, ([],), options=["--max-restarts", "-2"])
+
+
+def test_places_that_cannot_be_are_refused_before_anything_starts() -> None:
+    for settings, words in (
+        ({"on": "ssh"}, "go together"),
+        ({"hosts": ["n1"]}, "go together"),
+        ({"on": "slurm"}, "paceline launch --on slurm"),
+        ({"on": "sssh"}, "on='local' or 'ssh'"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            paceline.run(total, 1, ([],), **settings)
 
 
 def test_what_cannot_be_sent_is_refused() -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import codecs
+import linecache
+import os
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -15,10 +19,22 @@ import cloudpickle
 
 from paceline.contract.birth import WorkerBirth
 from paceline.errors import ExitCode, TrainingError, UsageError
+from paceline.observe.bar import REPORT_SECONDS, Bar
 from paceline.observe.summary import read_ended
 
 CALLED = Path(__file__).parents[1] / "worker" / "called.py"
-CALL, RESULT, ERROR = "call", "result-{}", "error-{}"
+CALL, PROGRESS, RESULT, ERROR = "call", "progress", "result-{}", "error-{}"
+SHARED = Path("runs")  # where run folders are made: all hosts of a run see it
+# In a process group of its own, so that a notebook's interrupt reaches the launcher once, through us; and it ends with
+# us, however we do.
+LAUNCHER = """
+import sys
+from paceline.host.procfs import die_with_parent
+die_with_parent(int(sys.argv.pop(1)))
+from paceline.cli import entry
+entry()
+"""
+MAX_TAIL_CHARS = 2000
 
 
 def run(
@@ -27,71 +43,136 @@ def run(
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
+    on: str = "local",
+    hosts: str | Sequence[str] = (),
+    nodes: int | str | None = None,
     show: str = "rank 0",
     options: Sequence[str] = (),
 ) -> list[Any]:
-    """Call `function(*args, **kwargs)` as `nproc` ranks of this machine, and wait for them.
+    """Call `function(*args, **kwargs)` as `nproc` ranks of each machine, show how far they are, and wait for them.
 
     Args:
         function: what each rank calls; inside, `paceline.session()` finds the others. It may be defined in a notebook.
-        nproc: how many ranks.
+        nproc: how many ranks, on each machine.
         args: and `kwargs`: whatever can be pickled.
+        on: "local", this machine; or "ssh", `hosts`, which all see the working folder at the same path.
+        hosts: over ssh: their names, as a list, or as --hosts has them.
+        nodes: over ssh: "MIN:MAX" goes on without a lost host. By default all hosts are needed.
         show: whose output appears here: "rank 0" or "all".
-        options: more words of `paceline launch`, ["--stall-after", "30"] say; or those that start it elsewhere,
-            ["--on", "ssh", "--hosts", "n1,n2"], where all machines share this one's temporary folder (TMPDIR).
+        options: more words of `paceline launch`, ["--stall-after", "30"] say.
 
     Returns:
         What the ranks have returned, by rank.
 
     Raises:
-        UsageError: for arguments that cannot be; inside a rank.
+        UsageError: for arguments that cannot be; inside a rank; for hosts that cannot be used.
         TrainingError: a rank was killed, or the guard has ended the run; with the verdict.
+        KeyboardInterrupt: after an interrupt, once all ranks have ended.
         Exception: whatever the first rank that failed has raised, with its traceback as a note.
     """
     if WorkerBirth.here() is not None:
         raise UsageError("paceline.run inside a rank would start a run from each: call it outside")
     if nproc < 1:
         raise UsageError(f"paceline.run(nproc={nproc}): there must be one rank at least")
+    words = ["launch", "--nproc", str(nproc), "--show", show, *_where(on, hosts, nodes), *options]
     # a folder of mode 0700: what is unpickled out of it, here and by the ranks, is what we and they have put there
-    with tempfile.TemporaryDirectory(prefix="paceline-run-") as name:
+    with tempfile.TemporaryDirectory(prefix="paceline-run-", dir=None if on == "local" else SHARED.absolute()) as name:
         folder = Path(name)
         try:
             call = cloudpickle.dumps((function, tuple(args), dict(kwargs or {})))
-            (folder / CALL).write_bytes(cloudpickle.dumps((sys.path, call)))
+            (folder / CALL).write_bytes(cloudpickle.dumps((_surroundings(), call)))
         except Exception as error:
             raise UsageError(f"paceline.run: {function!r} or its arguments cannot be sent to ranks: {error}") from error
-        words = ["launch", "--nproc", str(nproc), "--show", show, "--run-dir", str(folder / "run"), *options]
-        code = _shown([sys.executable, "-m", "paceline", *words, "--", str(CALLED), name])
+        words += ["--run-dir", str(folder / "run"), "--", str(CALLED), name]
+        shown = _Shown([sys.executable, "-P", "-c", LAUNCHER, str(os.getpid()), *words], folder)
+        code = shown.to_the_end()
         if code != ExitCode.DONE:
-            raise _failure(folder, code)
+            raise _failure(folder, code, shown)
         found = sorted(folder.glob(RESULT.format("*")), key=lambda path: int(path.name.rpartition("-")[2]))
         return [cloudpickle.loads(path.read_bytes()) for path in found]
 
 
-def _shown(command: Sequence[str]) -> int:
-    """Run a command, and print what it prints, also where that is a notebook's cell; its exit code."""
-    with subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
-    ) as process:
-        assert process.stdout is not None
-        while True:
+def _where(on: str, hosts: str | Sequence[str], nodes: int | str | None) -> list[str]:
+    """The words that say on which machines."""
+    if on not in ("local", "ssh"):
+        raise UsageError(
+            f"paceline.run(on={on!r}): it waits for ranks that start now, on='local' or 'ssh'. On Slurm type paceline "
+            "launch --on slurm -- SCRIPT, with paceline.session() in the script"
+        )
+    listed = hosts if isinstance(hosts, str) else ",".join(hosts)
+    if (on == "ssh") != bool(listed):
+        raise UsageError("paceline.run: on='ssh' and hosts=['n1', 'n2'] go together")
+    if listed:
+        SHARED.mkdir(exist_ok=True)
+    return ["--on", on, *(["--hosts", listed] if listed else []), *(["--nodes", str(nodes)] if nodes else [])]
+
+
+def _surroundings() -> dict[str, Any]:
+    """What the ranks take over of this process, beside the call; of a notebook also the source that is in no file."""
+    sources = {name: entry for name, entry in linecache.cache.items() if len(entry) == 4 and entry[1] is None}
+    main = getattr(sys.modules["__main__"], "__file__", None)
+    return {"path": sys.path, "argv": sys.argv, "main": main, "sources": sources}
+
+
+class _Shown:
+    """A launcher whose output appears here, also where that is a notebook's cell."""
+
+    def __init__(self, command: Sequence[str], folder: Path) -> None:
+        self._command, self._folder = command, str(folder)
+        self._bar = Bar(folder / PROGRESS, sys.stdout)
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self.tail = ""
+        self.interrupt: KeyboardInterrupt | None = None
+
+    def to_the_end(self) -> int:
+        """Show what it prints until it ends; its exit code."""
+        with subprocess.Popen(
+            self._command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, process_group=0
+        ) as process:
             try:
-                for line in process.stdout:
-                    print(line, end="", flush=True)
-                return process.wait()
-            except KeyboardInterrupt:  # once more ends it at once
-                process.send_signal(signal.SIGINT)
+                while True:
+                    try:
+                        self._follow(process)
+                        return process.wait()
+                    except KeyboardInterrupt as interrupt:  # once more ends it at once
+                        self.interrupt = interrupt
+                        process.send_signal(signal.SIGINT)
+            except BaseException:  # nobody reads any more
+                process.terminate()
+                raise
+            finally:
+                self._bar.end()
+
+    def _follow(self, process: subprocess.Popen[bytes]) -> None:
+        assert process.stdout is not None
+        poll = select.poll()
+        poll.register(process.stdout)
+        while True:
+            ready = poll.poll(REPORT_SECONDS * 1000)
+            self._bar.look()
+            if ready:
+                if not (data := os.read(process.stdout.fileno(), 65536)):
+                    return
+                lines = self._decoder.decode(data).splitlines(keepends=True)
+                text = "".join(line for line in lines if self._folder not in line)  # it is gone when one looks
+                self.tail = (self.tail + text)[-MAX_TAIL_CHARS:]
+                self._bar.show(text)
 
 
-def _failure(folder: Path, code: int) -> BaseException:
+def _failure(folder: Path, code: int, shown: _Shown) -> BaseException:
     """The exception of the rank that failed first, as its agent says."""
     ended = read_ended(folder / "run" / "attempt-1")
     words = ended.words if ended else ""
+    if shown.interrupt is not None:
+        saved = "; they have saved their state" if code == ExitCode.SAVED else ""
+        return KeyboardInterrupt(words or f"the ranks have ended{saved}")
     first = re.match(r"rank ([0-9]+) ", words)
     path = folder / ERROR.format(first[1] if first else "")
     if path.is_file():
         error, traceback = cloudpickle.loads(path.read_bytes())
-        error.add_note(f"{words}\n{traceback}")
+        error.add_note(f"on {words.partition(': ')[0]}\n{traceback}")
         return error
+    if code == ExitCode.USAGE and ended is None:  # refused before anything was started
+        return UsageError(shown.tail.strip().removeprefix("paceline: "))
     exit_code = ExitCode(code) if code in {*ExitCode} else ExitCode.FAILED
     return TrainingError(words or f"the ranks have ended with exit code {code}", exit_code)

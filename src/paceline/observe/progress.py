@@ -11,6 +11,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
+from paceline.observe.bar import speed
+
 WARMUP_STEPS = 5  # allocators, kernel selection and lazy imports make the first steps slow
 WINDOW_STEPS = 50
 
@@ -52,18 +54,12 @@ class Display:
         due = step % self._interval == 0 or step == self._total
         if self._bar is None and not due:
             return
-        speed = f"{rate:,.0f} samples/s  {_clock(samples_left / rate)} left" if rate else "warming up"
+        fast = speed(rate, samples_left)
         if self._bar is not None:  # short: it must fit into 80 columns
-            self._bar.update(self._task, completed=step, description=f"epoch {epoch + 1}  loss {loss:.4f}  {speed}")
+            self._bar.update(self._task, completed=step, description=f"epoch {epoch + 1}  loss {loss:.4f}  {fast}")
         else:
-            text = f"step {step}/{self._total}  epoch {epoch + 1}  loss {loss:.4f}  lr {lr:.2e}  {speed}"
+            text = f"step {step}/{self._total}  epoch {epoch + 1}  loss {loss:.4f}  lr {lr:.2e}  {fast}"
             self._console.print(text, markup=False)
-
-
-def _clock(seconds: float) -> str:
-    minutes, second = divmod(round(seconds), 60)
-    hours, minute = divmod(minutes, 60)
-    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
 
 
 class Throughput:

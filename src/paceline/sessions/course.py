@@ -67,6 +67,11 @@ class Course:
         """What defines the run."""
         return self._place.definition if self._place else {}
 
+    @property
+    def rate(self) -> float | None:
+        """Samples per second over all ranks; None while warming up."""
+        return self._throughput.recent()
+
     def open(
         self, holders: Holders, plan: BatchPlan, definition: dict[str, Any], *, seed: int, strategy: str, epochs: int
     ) -> None:

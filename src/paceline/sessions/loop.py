@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -14,6 +15,7 @@ from paceline.data.loader import MicroBatch
 from paceline.data.plan import BatchPlan
 from paceline.definition import BITS_ONLY, check_same
 from paceline.errors import ExitCode, UsageError
+from paceline.observe.bar import Report, Reporter
 from paceline.seeding import preserved_streams, remembered_streams
 from paceline.sessions.course import Course
 from paceline.sessions.gate import Gate
@@ -195,8 +197,16 @@ class Loop(Ranks):
         seconds, data_seconds = sum(spent.values()), spent.get(Phase.DATA.word, 0.0)
         record = StepRecord(self._course.step + 1, done, lr, data_seconds, seconds, bodies, spent)
         self._course.note(record, samples, self._share)
+        if Reporter.here is not None:
+            Reporter.here.step(self._where["batch"], plan.steps_per_epoch, lambda: self._report(plan, done.loss))
         self._stopped = done.votes.stop > 0
         self._course.between(done.votes, self._loop_state, save=self._stopped or is_end, settled=is_end)
+
+    def _report(self, plan: BatchPlan, loss: float) -> Report:
+        step, steps = self._where["batch"], plan.steps_per_epoch
+        epoch = self._where["epoch" if self._epochs else "passes"]
+        left = max(0, steps - step) * plan.global_batch
+        return Report(epoch, self._epochs, step, steps, loss if math.isfinite(loss) else None, self._course.rate, left)
 
     def _stop_if_asked(self) -> None:
         if self._stopped:

@@ -2,30 +2,62 @@
 
 from __future__ import annotations
 
+import linecache
 import os
 import sys
 import traceback
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import cloudpickle
+
+from paceline.errors import UsageError
+from paceline.observe.bar import Reporter
 
 
 def main() -> None:
     """Call it."""
-    folder, rank = Path(sys.argv[1]), os.environ["RANK"]
-    sys.path[:], call = cloudpickle.loads((folder / "call").read_bytes())
+    folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
+    surroundings, call = cloudpickle.loads((folder / "call").read_bytes())
+    _take_over(**surroundings)
     function, args, kwargs = cloudpickle.loads(call)  # by modules that are found there
+    if rank == 0:
+        Reporter.here = Reporter(folder / "progress")
+        for stale in folder.glob("result-*"):  # of a generation with more ranks
+            if int(stale.name.rpartition("-")[2]) >= int(os.environ["WORLD_SIZE"]):
+                stale.unlink()
     try:
-        result = function(*args, **kwargs)
+        result = _sendable(function(*args, **kwargs))
     except BaseException as error:
-        trace = "".join(traceback.format_exception(error))
+        below = error.__traceback__ and error.__traceback__.tb_next  # this function
+        trace = "".join(traceback.format_exception(type(error), error, below))
         with suppress(Exception):  # an exception that cannot be pickled is told by its words all the same
             (folder / f"error-{rank}").write_bytes(cloudpickle.dumps((error.with_traceback(None), trace)))
         raise
     partial = folder / f".result-{rank}"
-    partial.write_bytes(cloudpickle.dumps(result))
+    partial.write_bytes(result)
     partial.rename(folder / f"result-{rank}")
+
+
+def _sendable(result: Any) -> bytes:
+    try:
+        return cloudpickle.dumps(result)
+    except Exception as error:
+        raise UsageError(
+            f"what the function has returned, {type(result).__name__}, cannot be sent back: {error}. Of a model return "
+            "s.weights(model)"
+        ) from error
+
+
+def _take_over(path: list[str], argv: list[str], main: str | None, sources: dict[str, Any]) -> None:
+    """Have imports, command line, name and sources of whoever has called."""
+    sys.path[:], sys.argv[:] = path, argv
+    linecache.cache.update(sources)  # a traceback shows the lines of a notebook's cell
+    if main is None:
+        del sys.modules["__main__"].__file__
+    else:
+        sys.modules["__main__"].__file__ = main
 
 
 if __name__ == "__main__":
