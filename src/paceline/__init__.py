@@ -11,7 +11,7 @@ The public parts, each of which works alone in a loop of your own (examples/own_
     STRATEGIES               how ranks share the work: manual, bucketed, ddp, ...
     train_step, fit          one optimizer step; a loop of them
     evaluate                 exact evaluation on all ranks
-    Task                     model, data and loss, for `paceline train module:name`
+    Task, Metric             model, data and loss, for `paceline train module:name`; what is measured beside the loss
     on_device                data held as tensors, on the GPU where they fit
     in_bf16, recompute,      precision, activation checkpointing, torch.compile, CUDA graphs, the allocator: called on a
     compile_model,           model (and keep_memory on the process) before a strategy is applied
@@ -48,6 +48,7 @@ _PARTS = {
     "Replica": "strategies",
     "Strategy": "strategies",
     "Task": "tasks.task",
+    "Metric": "tasks.metric",
     "Moment": "tasks.moment",
     "Schedule": "train.optimizer",
     "evaluate": "train.evaluate",
@@ -77,6 +78,7 @@ if TYPE_CHECKING:
     from paceline.strategies import STRATEGIES as STRATEGIES
     from paceline.strategies import Replica as Replica
     from paceline.strategies import Strategy as Strategy
+    from paceline.tasks.metric import Metric as Metric
     from paceline.tasks.moment import Moment as Moment
     from paceline.tasks.task import Task as Task
     from paceline.train.evaluate import evaluate as evaluate

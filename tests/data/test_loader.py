@@ -89,7 +89,7 @@ def test_a_rank_without_a_share_gets_a_stand_in():
     assert step[0].inputs.shape == (1, 1)
 
 
-@pytest.mark.parametrize("items", [[(torch.zeros(1), 1, 2)] * 23, [torch.zeros(3)] * 23, [{"x": 1}] * 23])
+@pytest.mark.parametrize("items", [[(torch.zeros(1), 1, 2)] * 23, [torch.zeros(3)] * 23, ["ab"] * 23])
 def test_items_that_are_no_pairs_are_refused(items):
     with pytest.raises(UsageError, match="pairs"):
         batches(items)

@@ -35,6 +35,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"loss": 0.5}, "Task\\(loss=...\\): this must be a function, not of type float"),
     ({"metrics": [loss]}, "from names to functions, .*not of type list"),
     ({"metrics": {"accuracy": 1}}, "metrics\\['accuracy'\\]"),
+    ({"metrics": {"loss": loss}}, "'loss' is the mean of the task's loss"),
+    ({"splits": ("test",)}, "a tuple of 'train' and"),
+    ({"splits": ("train", "valid")}, "a tuple of 'train' and"),
+    ({"splits": "train"}, "a tuple of 'train' and"),
     ({"collate": "default"}, "Task\\(collate=...\\)"),
 ]
 

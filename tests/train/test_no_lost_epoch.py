@@ -26,7 +26,7 @@ seen = 0
 def late(outputs, targets):
     global seen
     seen += 1
-    if seen > 1: raise ValueError("the metric fails")
+    if seen > 2: raise ValueError("the metric fails")
     return (outputs.argmax(1) == targets).float()
 
 def data(split):

@@ -56,6 +56,7 @@ def around_forward(module: nn.Module, around: Around) -> None:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return around(partial(kind.forward, self), args, kwargs)
 
+    forward.__dict__["__wrapped__"] = kind.forward  # so that its signature is the model's
     subclassed(module, forward=forward)
 
 

@@ -35,12 +35,16 @@ def data_fingerprint(dataset: Dataset[Any], loading: Loading) -> dict[str, Any]:
     return {"samples": length, f"hash of {PROBES} of them": first if first == again else CHANGING}
 
 
+def probes(length: int) -> list[int]:
+    """A few samples of `length`, evenly spread."""
+    return sorted({i * (length - 1) // (PROBES - 1) for i in range(PROBES)})
+
+
 def _hash_probes(dataset: Dataset[Any], length: int, loading: Loading) -> str:
-    probes = sorted({i * (length - 1) // (PROBES - 1) for i in range(PROBES)})
     on_cpu = replace(loading, device=torch.device("cpu"), num_workers=0)
     sha = hashlib.sha256()
     with preserved_streams():
-        for batch in fetch_batches(dataset, ((0, torch.tensor([i])) for i in probes), 0, on_cpu):
+        for batch in fetch_batches(dataset, ((0, torch.tensor([i])) for i in probes(length)), 0, on_cpu):
             _hash(sha, batch)
     return sha.hexdigest()[:12]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 import signal
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -96,7 +96,7 @@ def fetch(
     """(inputs, targets) on the device for each request, in order.
 
     Raises:
-        UsageError: if the dataset's items are not (input, target) pairs.
+        UsageError: if the dataset's items are neither (input, target) pairs nor dicts, which are both.
     """
     with closing(fetch_batches(dataset, requests, seed, loading)) as batches:
         for batch in batches:
@@ -193,10 +193,12 @@ def _begin_worker(trainer_pid: int, worker: int) -> None:
 
 
 def _as_pair(batch: Any) -> tuple[Any, Any]:
+    if isinstance(batch, Mapping):  # the model and the loss each take from it what they need
+        return batch, batch
     if not isinstance(batch, Sequence) or isinstance(batch, str) or len(batch) != 2:
         kind = type(batch).__name__ + (f" of length {len(batch)}" if isinstance(batch, Sequence) else "")
         raise UsageError(
-            f"the dataset must give (input, target) pairs; a batch of it is a {kind}. Either part may be a tensor, "
-            "or a tuple or dict of tensors: return ((a, b), target) rather than (a, b, target)."
+            f"the dataset must give (input, target) pairs, or dicts; a batch of it is a {kind}. Either part of a pair "
+            "may be a tensor, or a tuple or dict of tensors: return ((a, b), target) rather than (a, b, target)."
         )
     return batch[0], batch[1]

@@ -92,11 +92,12 @@ class Samples(Event, frozen=True, tag="samples"):
 
 
 class Evaluated(Event, frozen=True, tag="evaluated"):
-    """The test split's results, over all ranks, after `step`."""
+    """The results of a split, over all ranks, after `step`; those that are no finite number are left out."""
 
     step: int
     metrics: dict[str, float]
     seconds: float
+    split: str = "test"
 
 
 class Checkpointed(Event, frozen=True, tag="checkpointed"):

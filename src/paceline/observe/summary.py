@@ -27,6 +27,7 @@ class Summary(msgspec.Struct, frozen=True, omit_defaults=True):
     test_accuracy: float | None = None
     test_loss: float | None = None
     test_metrics: dict[str, float] | None = None
+    validation_metrics: dict[str, float] | None = None
     best: dict[str, Any] | None = None
     """with --keep-best or --patience: the best evaluation's step, and what it was judged by"""
     ended_early: str | None = None

@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from statistics import median
 from typing import Any
@@ -31,6 +31,7 @@ from torch import Tensor
 
 from paceline.doctor.messages import Rehearse, Rehearsed
 from paceline.tasks import load_task
+from paceline.tasks.calling import call
 from paceline.worker.world import World, joined
 
 WARM_UP, STEPS, REDUCTIONS = 1, 3, 5
@@ -60,12 +61,13 @@ def _prepare(request: Rehearse) -> tuple[int, Callable[[], None]]:
     parameters = [p for p in model.parameters() if p.requires_grad]
     samples = [dataset[i % len(dataset)] for i in range(request.batch_size)]  # pyright: ignore[reportArgumentType]
     collate = task.collate or torch.utils.data.default_collate
-    inputs, targets = collate(samples)
+    batch = collate(samples)
+    inputs, targets = (batch, batch) if isinstance(batch, Mapping) else batch
     optimizer = torch.optim.SGD(parameters, lr=1e-6)
 
     def step() -> None:
         optimizer.zero_grad()
-        found: Any = task.loss(model(inputs), targets)
+        found: Any = task.loss(call(model, inputs), targets)
         losses = found[0] if isinstance(found, tuple) else found
         losses.mean().backward()
         optimizer.step()

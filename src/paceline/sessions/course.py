@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -29,7 +28,7 @@ from paceline.train.keeping import Keeping, Place, Rhythm
 from paceline.train.records import write_started, write_step
 from paceline.train.resume import Content, Origin
 from paceline.train.weights import rescue_alone, save
-from paceline.train.wording import scores_line
+from paceline.train.wording import finite, scores_line
 from paceline.worker.guard import Guard
 from paceline.worker.world import World
 
@@ -133,8 +132,7 @@ class Course:
         self.metrics |= metrics
         self._evaluated = self.step
         if self._writer is not None:
-            finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
-            self._writer.write(events.Evaluated(self.step, finite, 0.0))
+            self._writer.write(events.Evaluated(self.step, finite(metrics), 0.0))
         if self._tracking is not None:
             self._tracking.log(self.step, metrics)
         self._say(f"after step {self.step}: {scores_line(metrics)}")
@@ -196,8 +194,7 @@ class Course:
             self._writer.__exit__(None, None, None)
 
     def _content(self, loop: dict[str, Any]) -> Content:
-        scores = {name: score for name, score in self.metrics.items() if math.isfinite(score)}
-        return Content(self.samples, scores, self.definition, self._evaluated, loop)
+        return Content(self.samples, finite(self.metrics), self.definition, self._evaluated, loop)
 
     def _end(self, code: ExitCode, sha256: str = "") -> None:
         assert self._place is not None and self._writer is not None

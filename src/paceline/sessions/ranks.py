@@ -9,7 +9,10 @@ import torch
 from torch import Tensor
 
 from paceline.errors import UsageError
-from paceline.sums import gather_words, sum_over_ranks, together, told_once
+from paceline.sums import sum_over_ranks, together, told_once
+from paceline.sums.tensors import gather_tensors
+from paceline.tasks.metric import is_torchmetric, several
+from paceline.train.metrics import joined, state_of
 from paceline.worker.world import World
 
 
@@ -58,30 +61,44 @@ class Ranks:
 
         In an evaluation loop, where they are one for each sample of the batch: in the order of the batch.
         """
-        values = values.detach().contiguous()
+        values = values.detach()
         with together(self.world):
             if values.ndim == 0:
                 raise UsageError("s.gather takes a tensor with a first dimension; for one number use s.sum or s.mean")
-        shapes: list[Any] = gather_words([list(values.shape), str(values.dtype)], self.world)
+        parts: list[Tensor] = gather_tensors(values, self.world, "tensors of the loop")
+        shapes = [([*part.shape], str(part.dtype)) for part in parts]
         if len({(tuple(shape[1:]), kind) for shape, kind in shapes}) > 1:
             raise told_once(
                 UsageError(f"s.gather: the ranks' tensors differ in more than their length: {shapes}"), self.world
             )
-        most = max(shape[0] for shape, _ in shapes)
-        padded = values.new_zeros(most, *values.shape[1:])
-        padded[: len(values)] = values
-        if self.size == 1:
-            return values
-        parts = [torch.empty_like(padded) for _ in range(self.size)]
-        torch.distributed.all_gather(parts, padded)
-        joined_up = torch.cat([part[: shape[0]] for part, (shape, _) in zip(parts, shapes, strict=True)])
-        sizes = [shape[0] for shape, _ in shapes]
+        joined_up = torch.cat(parts)
+        sizes = [len(part) for part in parts]
         if self._evaluated_batch and sum(sizes) == self._evaluated_batch:
             places = [torch.arange(rank, sum(sizes), self.size) for rank in range(self.size)]
             ordered = torch.empty_like(joined_up)
             ordered[torch.cat(places).to(joined_up.device)] = joined_up
             return ordered
         return joined_up
+
+    def compute(self, metric: Any) -> Any:
+        """What an object of torchmetrics, or a collection, comes to over the states of all ranks (a collective).
+
+        Each rank has updated its own on its share. It stays as it is: reset it before the next evaluation.
+
+        Returns:
+            What `metric.compute()` gives on one process, the same on all ranks.
+
+        Raises:
+            UsageError: for anything else, and if no rank has updated it.
+        """
+        with together(self.world):
+            if not is_torchmetric(metric):
+                raise UsageError(f"s.compute takes an object of torchmetrics, not a {type(metric).__name__}")
+        members = several(metric)
+        told = gather_tensors({name: state_of(one) for name, one in members.items()}, self.world, "states of metrics")
+        with together(self.world):
+            found = {name: joined(one, [of_rank[name] for of_rank in told]) for name, one in members.items()}
+        return found.get("", found)
 
     def main(self, act: Callable[..., Any], *arguments: Any) -> Any:
         """Call `act` on rank 0 while the others wait; its result there, None elsewhere (a collective)."""

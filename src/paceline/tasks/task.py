@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from inspect import signature
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -13,13 +12,13 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
 from paceline.errors import UsageError
+from paceline.tasks.metric import AnyMetric, Metric, is_torchmetric, takes
 from paceline.tasks.moment import Callback
 
-Split = Literal["train", "test"]
+Split = Literal["train", "validation", "test"]
+SPLITS: tuple[Split, ...] = get_args(Split)
 Loss = Callable[[Any, Any], Tensor | tuple[Tensor, Tensor]]
 """(outputs, targets) -> one loss per sample, shape (B, ...), or (losses, weights) of equal shapes (B, ...)."""
-Metric = Callable[[Any, Any], Tensor]
-"""(outputs, targets) -> one number per sample, shape (B,), averaged over the data."""
 
 
 @dataclass(frozen=True)
@@ -31,12 +30,15 @@ class Task:
     """
 
     make_model: Callable[[], nn.Module]
-    make_dataset: Callable[[Split], Dataset[Any]]
-    """a map-style dataset of (input, target) pairs, the same on every rank; the split "test" is evaluated"""
+    make_dataset: Callable[[Any], Dataset[Any]]
+    """of a Split the map-style dataset of (input, target) pairs, or dicts, which are both; the same on every rank"""
     loss: Loss
-    metrics: Mapping[str, Metric] = field(default_factory=dict[str, Metric])
+    metrics: Mapping[str, AnyMetric] = field(default_factory=dict[str, AnyMetric])
+    """by name; see AnyMetric"""
     collate: Callable[[list[Any]], Any] | None = None
     """samples -> batch, by default torch's default_collate"""
+    splits: Sequence[Split] = ("train", "test")
+    """which there are; "validation", if there is one, is evaluated on the way, and "test" then only at the end"""
     on_step: Callback | None = None
     """called on every rank after each step, with a Moment: numbers of the step, the model, a way to stop"""
     on_evaluation: Callback | None = None
@@ -59,38 +61,31 @@ class Task:
                 f"Task(make_dataset=...): this is a {kind}. Give a function that makes the dataset of a split: "
                 "make_dataset=lambda split: ..."
             )
-        given = {"make_model": self.make_model, "make_dataset": self.make_dataset, "loss": self.loss}
+        given: dict[str, Any] = {"make_model": self.make_model, "make_dataset": self.make_dataset, "loss": self.loss}
         given |= {f"metrics[{name!r}]": metric for name, metric in _named(self.metrics).items()}
         optional = ("collate", "on_step", "on_evaluation", "on_end", "make_optimizer", "make_schedule")
         given |= {name: getattr(self, name) for name in optional if getattr(self, name) is not None}
         for name, value in given.items():
-            if not callable(value):
+            if not callable(value) and not isinstance(value, Metric):
                 raise UsageError(f"Task({name}=...): this must be a function, not of type {type(value).__name__}")
-        if not _takes(self.make_model, 0):
+        if not takes(self.make_model, 0):
             raise UsageError("Task(make_model=...): it is called without arguments, and asks for some")
-        if not _takes(self.make_dataset, 1):
+        if not takes(self.make_dataset, 1):
             raise UsageError('Task(make_dataset=...): it is called with the split, "train" or "test", and takes none')
-        if self.make_optimizer is not None and not _takes(self.make_optimizer, 1):
+        if self.make_optimizer is not None and not takes(self.make_optimizer, 1):
             raise UsageError("Task(make_optimizer=...): it is called with the model, and takes none, or asks for more")
-        if self.make_schedule is not None and not _takes(self.make_schedule, 2):
+        if self.make_schedule is not None and not takes(self.make_schedule, 2):
             raise UsageError("Task(make_schedule=...): it is called with the optimizer and the number of steps")
+        if not isinstance(self.splits, (tuple, list)) or not {"train"} < {*self.splits} <= {*SPLITS}:
+            raise UsageError(f"Task(splits={self.splits!r}): a tuple of 'train' and 'validation' or 'test' or both")
 
 
 def _named(metrics: Any) -> Mapping[str, Any]:
-    if not isinstance(metrics, Mapping):
+    if not isinstance(metrics, Mapping) and not (is_torchmetric(metrics) and hasattr(metrics, "items")):
         raise UsageError(
             f"Task(metrics=...): this must be a table from names to functions, {{'accuracy': accuracy}} say, not of "
             f"type {type(metrics).__name__}"
         )
+    if "loss" in metrics:
+        raise UsageError("Task(metrics=...): 'loss' is the mean of the task's loss; give this metric another name")
     return metrics
-
-
-def _takes(function: Callable[..., Any], count: int) -> bool:
-    """Whether it can be called with so many arguments, as far as it tells."""
-    try:
-        signature(function).bind(*range(count))
-    except TypeError:
-        return False
-    except ValueError:  # some of C's functions do not tell
-        return True
-    return True

@@ -23,6 +23,7 @@ from paceline.errors import UsageError
 from paceline.host.cgroup import free_memory
 from paceline.seeding import preserved_streams
 from paceline.sums import gather_words, together
+from paceline.tasks.calling import call
 from paceline.tasks.task import Task
 from paceline.train.evaluate import evaluating
 from paceline.train.step import weighted_losses
@@ -131,8 +132,11 @@ def _probed(model: nn.Module, task: Task, dataset: Dataset[Any], loading: Loadin
     with preserved_streams(), evaluating(model), torch.enable_grad():
         (batch,) = fetch(dataset, [(0, indices)], 0, replace(loading, num_workers=0))
 
+        def in_bf16_once(*args: Any, **kwargs: Any) -> Any:
+            return around(model, args, kwargs)
+
         def step(bf16: bool) -> None:
-            outputs = around(model, (batch[0],), {}) if bf16 else model(batch[0])
+            outputs = call(model, batch[0], in_bf16_once if bf16 else None)
             losses, _ = weighted_losses(task.loss, outputs, batch[1])
             if losses.requires_grad:
                 losses.sum().backward()

@@ -7,44 +7,45 @@ from contextlib import closing, contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import Dataset
 
+from paceline.data.fingerprint import probes
 from paceline.data.loader import Loading, fetch
 from paceline.data.plan import ranks_share
-from paceline.errors import UsageError
 from paceline.stepping.lockstep import Part, as_many_parts_as_any
 from paceline.strategies.base import Replica
-from paceline.sums import start_totals
-from paceline.tasks.task import Loss, Metric
-from paceline.train.step import weighted_losses
+from paceline.sums.tensors import gather_tensors
+from paceline.tasks.calling import call
+from paceline.tasks.metric import AnyMetric
+from paceline.tasks.task import Loss
+from paceline.train.metrics import scores, states_of, tallies
 
 
 def evaluate(
     replica: Replica,
     dataset: Dataset[Any],
     loss: Loss,
-    metrics: Mapping[str, Metric],
+    metrics: Mapping[str, AnyMetric],
     loading: Loading,
     *,
     batch_size: int = 256,
     tick: Callable[[], object] = lambda: None,
 ) -> dict[str, float]:
-    """The mean loss (over the loss's weights) and the mean of each metric (over samples) on `dataset`.
+    """The mean loss (over the loss's weights) and each metric, by name, on `dataset` (a collective).
 
-    Each virtual rank takes every V-th sample, and the sums are added up: no sample counts twice, as it would after
-    padding, and an uneven rest is weighted right. Buffers are merged over ranks first, so all ranks evaluate one model.
+    Each virtual rank takes every V-th sample, and their states are combined: no sample counts twice, as it would after
+    padding, and an uneven rest is weighted right. Several numbers of a metric are named `metric/number`. Buffers are
+    merged over ranks first, so all ranks evaluate one model.
     `tick` is called after each batch.
     """
     world, virtual_ranks = replica.world, replica.virtual_ranks
     share = ranks_share(virtual_ranks, world.rank, world.size)
-    mine = {v: torch.arange(v, len(dataset), virtual_ranks) for v in share}  # pyright: ignore[reportArgumentType]
+    mine = {v: torch.arange(len(dataset))[v::virtual_ranks] for v in share}  # pyright: ignore[reportArgumentType]
     work: list[Part] = [(v, indices) for v in share for indices in mine[v].split(batch_size) if len(indices)]
     if replica.in_lockstep:
         work = as_many_parts_as_any(work, len(dataset), virtual_ranks, world, batch_size)  # pyright: ignore[reportArgumentType]
-    totals = torch.zeros(  # (V, 2 + 2M): sum and weight of the loss and of each metric
-        virtual_ranks, 2 + 2 * len(metrics), dtype=torch.float64, device=world.device
-    )
+    found = tallies(loss, metrics, world.device)
     requests = ((0, indices) for _, indices in work)
     with (
         replica.merged_buffers(),
@@ -52,32 +53,28 @@ def evaluate(
         closing(fetch(dataset, requests, 0, loading)) as batches,
     ):
         for (virtual_rank, _), (inputs, targets) in zip(work, batches, strict=True):
-            found = batch_totals(replica.model, inputs, targets, loss, metrics)
+            outputs = call(replica.model, inputs)
             if virtual_rank is not None:
-                totals[virtual_rank] += found
+                for tally in found.values():
+                    tally.add(virtual_rank, outputs, targets)
             tick()
-    names = ["loss", *metrics]
-    sums = iter(start_totals(totals)().sums)
-    return {name: total / weight for name, total, weight in zip(names, sums, sums, strict=True)}
+    told = gather_tensors(states_of(found), world, "states of metrics")
+    return scores(found, told, len(dataset), virtual_ranks)  # pyright: ignore[reportArgumentType]
 
 
-def batch_totals(model: nn.Module, inputs: Any, targets: Any, loss: Loss, metrics: Mapping[str, Metric]) -> Tensor:
-    """Sum and weight of the loss, then of each metric, over a batch: (2 + 2 metrics,) float64.
-
-    Raises:
-        UsageError: for a loss or metric that does not give one value per sample.
-    """
-    outputs = model(inputs)
-    losses, weights = weighted_losses(loss, outputs, targets)
-    if weights is None:
-        weights = torch.ones_like(losses)
-    totals = [(losses * weights).sum(), weights.sum()]
-    for name, metric in metrics.items():
-        values = metric(outputs, targets)
-        if values.ndim == 0:
-            raise UsageError(f"metric {name!r} must give one value per sample, shape (B,), not one for all")
-        totals += [values.sum(), values.new_tensor(values.numel())]
-    return torch.stack([t.double() for t in totals])
+def try_evaluation(
+    model: nn.Module, dataset: Dataset[Any], loss: Loss, metrics: Mapping[str, AnyMetric], loading: Loading
+) -> None:
+    """Go through an evaluation of a few samples, as two virtual ranks, on this rank alone."""
+    found = tallies(loss, metrics, loading.device)
+    indices = torch.tensor(probes(len(dataset)))  # pyright: ignore[reportArgumentType]
+    halves = [indices[v::2] for v in range(min(2, len(indices)))]
+    with evaluating(model):
+        for v, (inputs, targets) in enumerate(fetch(dataset, ((0, half) for half in halves), 0, loading)):
+            outputs = call(model, inputs)
+            for tally in found.values():
+                tally.add(v, outputs, targets)
+        scores(found, [states_of(found)], len(indices), 2)
 
 
 @contextmanager

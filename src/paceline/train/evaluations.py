@@ -15,6 +15,7 @@ from paceline.observe.folder import BEST_WEIGHTS
 from paceline.observe.track import Tracking, wanted
 from paceline.sums import together
 from paceline.tasks.moment import Callback, Moment
+from paceline.tasks.task import Split
 from paceline.train.best import Best
 from paceline.train.evaluate import evaluate
 from paceline.train.fit import StepRecord
@@ -22,7 +23,7 @@ from paceline.train.keeping import Place
 from paceline.train.prepare import Parts
 from paceline.train.resume import Content
 from paceline.train.weights import save
-from paceline.train.wording import scores_line
+from paceline.train.wording import finite, scores_line
 from paceline.worker.guard import Guard
 
 
@@ -47,6 +48,9 @@ class Evaluations:
         self._world, self._run = parts.replica.world, parts.config.run
         self._record: StepRecord | None = None
         self._told_to_end = False
+        self._judged: Split
+        self._judged, *self._unseen = parts.eval_sets
+        self._at_end: dict[Split, dict[str, float]] = {}
         with together(self._world):
             tracked = wanted(self._run.track) if self._world.rank == 0 else []
             self.take(found or Content(0, {}, {}))
@@ -67,10 +71,12 @@ class Evaluations:
 
     def summary(self) -> dict[str, Any]:
         """What the run's summary says of it."""
-        best, metrics = self.best, self.metrics
+        best, found = self.best, {self._judged: finite(self.metrics), **self._at_end}
+        test = finite(found.get("test", {}))
         judged = best.value is not None and (self._run.keep_best or self._run.patience)
         return {
-            "test_accuracy": metrics.get("accuracy"), "test_loss": metrics.get("loss"), "test_metrics": dict(metrics),
+            "test_accuracy": test.get("accuracy"), "test_loss": test.get("loss"),
+            "test_metrics": test if "test" in found else None, "validation_metrics": found.get("validation"),
             "best": {"step": best.step, best.name: best.value} if judged else None,
             "ended_early": self.ended_early or None,
         }  # fmt: skip
@@ -95,28 +101,35 @@ class Evaluations:
     def evaluate(self, step: int) -> float:
         """Evaluate the state after `step`, keep its weights if it is the best (a collective); the seconds it took."""
         parts, began = self._parts, time.perf_counter()
-        guard = Guard.of_process()
-        before = guard.box.enter(Phase.EVALUATE)  # and it stays so after an error: whose it is, is seen by it
-        self.metrics = evaluate(
-            parts.replica, parts.test_set, parts.task.loss, parts.task.metrics,
-            replace(parts.loading, box=guard.box, evaluates=True), tick=guard.box.tick,
-        )  # fmt: skip
-        guard.box.enter(before)
+        self.metrics = self._scores(self._judged, step)
         self.step = step
         if self.best.judge(step, self.metrics) and self.best.keeps:
             with parts.replica.merged_buffers():
                 weights = parts.replica.weights()
                 if self._world.rank == 0:
                     save(weights, self._place.folder / BEST_WEIGHTS)
-        seconds = time.perf_counter() - began
-        self._write(events.Evaluated(step, self.metrics, seconds))
-        self._tracking.log(step, {f"test/{name}": value for name, value in self.metrics.items()})
-        self._show(f"test after step {step}: {scores_line(self.metrics)}")
         if self.best.is_over and step < parts.total_steps:
             self.ended_early = self.best.words
             self._say(f"ends after step {step}: {self.ended_early}")
         self.call(parts.task.on_evaluation, step)
-        return seconds
+        return time.perf_counter() - began
+
+    def evaluate_at_end(self, step: int) -> None:
+        """Evaluate the splits that were not evaluated on the way: no choice was made by them (a collective)."""
+        self._at_end = {split: self._scores(split, step) for split in self._unseen}
+
+    def _scores(self, split: Split, step: int) -> dict[str, float]:
+        parts, began, box = self._parts, time.perf_counter(), Guard.of_process().box
+        before = box.enter(Phase.EVALUATE)  # and it stays so after an error: whose it is, is seen by it
+        found = evaluate(
+            parts.replica, parts.eval_sets[split], parts.task.loss, parts.task.metrics,
+            replace(parts.loading, box=box, evaluates=True), tick=box.tick,
+        )  # fmt: skip
+        box.enter(before)
+        self._write(events.Evaluated(step, finite(found), time.perf_counter() - began, split))
+        self._tracking.log(step, {f"{split}/{name}": value for name, value in found.items()})
+        self._show(f"{split} after step {step}: {scores_line(found)}")
+        return found
 
     def call(self, callback: Callback | None, step: int) -> None:
         """Let a function of the task see where the training is."""

@@ -6,6 +6,7 @@ import hashlib
 import math
 import sys
 import sysconfig
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -29,17 +30,19 @@ from paceline.strategies.base import MakeOptimizer
 from paceline.sums import check_equal, gather_words, new_group, together, told_once
 from paceline.sums.batchnorm import convert
 from paceline.tasks import load_task
+from paceline.tasks.calling import call
 from paceline.tasks.settings import defined
-from paceline.tasks.task import Task
+from paceline.tasks.task import SPLITS, Split, Task
 from paceline.train.computing import Settled, settle
 from paceline.train.determinism import explained
-from paceline.train.evaluate import batch_totals, evaluating
+from paceline.train.evaluate import evaluating, try_evaluation
 from paceline.train.optimizer import Rates, described, maker_for, scaled_lr, schedule_for
 from paceline.train.resume import Origin
 from paceline.train.step import weighted_losses
 from paceline.worker.world import World
 
 MAX_MODULES = 5  # in a message
+NAMES = {"train": "training data", "validation": "validation data", "test": "test data"}
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,8 @@ class Parts:
     config: TrainConfig
     task: Task
     train_set: Dataset[Any]
-    test_set: Dataset[Any]
+    eval_sets: Mapping[Split, Dataset[Any]]
+    """what is evaluated on the way, then what is evaluated at the end only"""
     replica: Replica
     plan: BatchPlan
     share: range
@@ -57,7 +61,7 @@ class Parts:
     loading: Loading
     total_steps: int
     data: dict[str, Any]
-    """what identifies the training and test data"""
+    """what identifies the data of each split"""
     settled: Settled = field(default_factory=Settled)
     own: dict[str, Any] = field(default_factory=dict[str, Any])
     """what the task says in place of settings, for the definition"""
@@ -79,16 +83,14 @@ def prepare(config: TrainConfig, world: World) -> Parts:
         shape = batch_shape(config.data, world.size)
         share = ranks_share(shape.virtual_ranks, world.rank, world.size)
         task = load_task(str(config.task), task_options(config))
-        train_set, test_set = task.make_dataset("train"), task.make_dataset("test")
-        for what, dataset in (("training", train_set), ("test", test_set)):
+        sets: dict[Split, Dataset[Any]] = {split: task.make_dataset(split) for split in SPLITS if split in task.splits}
+        for split, dataset in sets.items():
             if len(dataset) == 0:  # pyright: ignore[reportArgumentType]
-                raise UsageError(f"the {what} data are empty")
+                raise UsageError(f"the {NAMES[split]} are empty")
+        train_set = sets["train"]
         plan = make_plan(config, shape, len(train_set))  # pyright: ignore[reportArgumentType]
         loading = Loading(world.device, config.data.num_workers, task.collate)
-        data = {
-            "training data": data_fingerprint(train_set, loading),
-            "test data": data_fingerprint(test_set, loading),
-        }
+        data = {NAMES[split]: data_fingerprint(dataset, loading) for split, dataset in sets.items()}
         model = make_model(task, config.run.seed, world)
         o = config.optimizer
         peak_lr = scaled_lr(o.lr, o.lr_scaling, shape.global_batch, o.lr_base_batch)
@@ -101,8 +103,10 @@ def prepare(config: TrainConfig, world: World) -> Parts:
         room = Room(largest, config.data.num_workers, world.local_size)
         alone = replace(loading, num_workers=0)
         check_loss(task, model, train_set, alone, room)
-        check_metrics(task, model, test_set, alone)
-        train_set, test_set = on_device(train_set, world.device), on_device(test_set, world.device)
+        with preserved_streams():  # an epoch must not be trained in vain
+            for split in list(sets)[1:]:
+                try_evaluation(model, sets[split], task.loss, task.metrics, alone)
+        sets = {split: on_device(dataset, world.device) for split, dataset in sets.items()}
     for what, content in data.items():
         check_equal(what, content, world)
     replica = make_replica(config, maker, model, world, shape.virtual_ranks)
@@ -112,8 +116,9 @@ def prepare(config: TrainConfig, world: World) -> Parts:
     own = {"make_optimizer": made, "make_schedule": schedule.described}
     own |= defined(str(config.task), task_options(config))
     check_equal("the task's settings, optimizer and schedule", own, world)
+    train_set = sets.pop("train")
     return Parts(
-        config, task, train_set, test_set, replica, plan, share, schedule, loading, total_steps, data, settled, own
+        config, task, train_set, sets, replica, plan, share, schedule, loading, total_steps, data, settled, own
     )
 
 
@@ -177,18 +182,10 @@ def check_loss(task: Task, model: nn.Module, dataset: Dataset[Any], loading: Loa
         for inputs, targets in fetch(dataset, [(0, indices)], 0, loading):
             if room is not None and batch_gatherer(dataset) is None:  # which needs no processes
                 check_room((inputs, targets), len(indices), room)
-            losses, _ = weighted_losses(task.loss, model(inputs), targets)
+            losses, _ = weighted_losses(task.loss, call(model, inputs), targets)
             if losses.requires_grad:  # a model may switch gradients off in eval mode
                 losses.sum().backward()
     model.zero_grad(set_to_none=True)
-
-
-def check_metrics(task: Task, model: nn.Module, dataset: Dataset[Any], loading: Loading) -> None:
-    """Try loss and metrics on the first two samples of the test data: an epoch must not be trained in vain."""
-    indices = torch.arange(min(2, len(dataset)))  # pyright: ignore[reportArgumentType]
-    with preserved_streams(), evaluating(model):
-        for inputs, targets in fetch(dataset, [(0, indices)], 0, loading):
-            batch_totals(model, inputs, targets, task.loss, task.metrics)
 
 
 def check_code(world: World) -> None:

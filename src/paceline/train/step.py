@@ -18,6 +18,7 @@ from paceline.stepping.summing import StepResult
 from paceline.stepping.trainee import Trainee
 from paceline.stepping.votes import Votes
 from paceline.strategies.base import Replica
+from paceline.tasks.calling import call
 from paceline.tasks.task import Loss
 
 
@@ -48,7 +49,7 @@ class TaskSteps:
         """`replica` is from a strategy; `loss` gives one value per sample, or (values, weights)."""
 
         def weighted_sum(inputs: Any, targets: Any) -> Tensor:
-            losses, weights = weighted_losses(loss, replica.model(inputs), targets)
+            losses, weights = weighted_losses(loss, call(replica.model, inputs), targets)
             return losses.sum() if weights is None else (losses * weights).sum()
 
         self._replica, self._loss = replica, loss
@@ -73,7 +74,8 @@ class TaskSteps:
         try:
             for batch in microbatches:
                 steps.enter(batch, batch is microbatches[-1])
-                steps.backward(*weighted_losses(self._loss, replica.module(batch.inputs), batch.targets))
+                outputs = call(replica.model, batch.inputs, replica.module)
+                steps.backward(*weighted_losses(self._loss, outputs, batch.targets))
                 steps.leave()
         except BaseException:
             steps.give_up()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import signal
 import time
@@ -32,7 +31,7 @@ from paceline.train.prepare import Parts
 from paceline.train.records import write_started, write_step
 from paceline.train.resume import Content, Origin
 from paceline.train.weights import rescue, save, surviving
-from paceline.train.wording import closing_lines, opening_lines, stopped_line, summary_of
+from paceline.train.wording import closing_lines, finite, opening_lines, stopped_line, summary_of
 from paceline.worker.guard import Guard
 
 
@@ -72,6 +71,8 @@ class Training:
                 try:
                     with naming_lost_processes(self._guard.box, self._world.rank):
                         asked_to_stop = self._loop()
+                        if not asked_to_stop:
+                            self._evaluations.evaluate_at_end(self._step)
                     self._keeping.end()
                 except Exception as error:
                     self._failed_in = self._guard.box.get("phase")
@@ -170,9 +171,8 @@ class Training:
 
     def _content(self) -> Content:
         found = self._evaluations
-        scores = {name: score for name, score in found.metrics.items() if math.isfinite(score)}  # JSON has no others
         loop = found.content() | self._parts.schedule.numbers()
-        return Content(self._samples, scores, self._place.definition, found.step, loop)
+        return Content(self._samples, finite(found.metrics), self._place.definition, found.step, loop)
 
     def _go_back(self, origin: Origin) -> None:
         self._parts.take_over(origin)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
@@ -54,8 +55,10 @@ def closing_lines(summary: Summary, folder: Path) -> list[str]:
     """How it ended, and where everything lies."""
     rate = f", {summary.samples_per_second:,.0f} samples/s" if summary.samples_per_second else ""
     bits = f", the same for 1 to {summary.virtual_ranks} processes" if summary.bits_hold_for else ""
+    scores = {"validation": summary.validation_metrics, "test": summary.test_metrics}
+    told = "; ".join(f"{split} {scores_line(found)}" for split, found in scores.items() if found is not None)
     return [
-        f"done: test {scores_line(summary.test_metrics or {})}{rate}",
+        f"done: {told}{rate}",
         f"weights {str(summary.weights_sha256)[:16]}...{bits}",
         f"run folder {folder}",
     ]
@@ -109,6 +112,11 @@ def _computed(parts: Parts) -> str:
     }
     told = [words for words, so in ways.items() if so]
     return f"computed: {', '.join(told)}" if told else ""
+
+
+def finite(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Those that can be written down: JSON has no other numbers."""
+    return {name: score for name, score in metrics.items() if math.isfinite(score)}
 
 
 def scores_line(metrics: Mapping[str, float]) -> str:

@@ -80,7 +80,7 @@ class CandidateTraining:
         made = make(config, maker, model, ground.world, shape.virtual_ranks)
         schedule = schedule_for(o, o.lr, ground.task, made.optimizer, steps)
         self.parts = Parts(
-            config, ground.task, ground.dataset, ground.dataset, made, plan, share, schedule, loading, steps, {},
+            config, ground.task, ground.dataset, {}, made, plan, share, schedule, loading, steps, {},
             settled,
         )  # fmt: skip
         folder.mkdir(parents=True, exist_ok=True)

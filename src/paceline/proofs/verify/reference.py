@@ -7,6 +7,7 @@ taken along the gradient of the mean over the global batch.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.optim import Optimizer
 from torch.utils.data import Dataset, default_collate
 
 from paceline.seeding import derive
+from paceline.tasks.calling import call
 from paceline.tasks.task import Task
 from paceline.verify.spec import Spec
 
@@ -117,8 +119,9 @@ class Reference:
 
     def _backward(self, indices: Tensor) -> tuple[float, float]:
         samples = [self.dataset[i] for i in indices.tolist()]
-        inputs, targets = (self.task.collate or default_collate)(samples)
-        result = self.task.loss(self.model(inputs), targets)
+        batch = (self.task.collate or default_collate)(samples)
+        inputs, targets = (batch, batch) if isinstance(batch, Mapping) else batch
+        result = self.task.loss(call(self.model, inputs), targets)
         losses, weights = result if isinstance(result, tuple) else (result, torch.ones_like(result))
         loss = (losses * weights).sum()
         loss.backward()

@@ -91,8 +91,12 @@ def build(task: Task, seed: int) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive(seed, "verify"))
         model = task.make_model().double()
-    model.register_forward_pre_hook(lambda _, inputs: mapped(inputs, _cast))
+    model.register_forward_pre_hook(_cast_all, with_kwargs=True)
     return model
+
+
+def _cast_all(_: nn.Module, *inputs: Any) -> Any:
+    return mapped(inputs, _cast)
 
 
 def _cast(tensor: Tensor) -> Tensor:

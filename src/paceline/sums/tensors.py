@@ -1,0 +1,73 @@
+"""Tensors of any number and shape from every rank, on every rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from paceline.sums.gather import labelled
+from paceline.sums.words import gather_words
+from paceline.worker.world import World
+
+
+def gather_tensors(value: Any, world: World, name: str) -> list[Any]:
+    """Every rank's `value`, by rank, on every rank, the same to the bit, on the world's device (a collective).
+
+    Args:
+        value: tensors in lists and dicts with words as keys, beside whatever else JSON can hold there. Ranks may have
+            different ones.
+        world: of all ranks.
+        name: for the hang guard.
+    """
+    if world.size == 1:
+        return [value]
+    held: list[Tensor] = []
+    told = gather_words([_described(value, held), [[str(t.dtype)[6:], [*t.shape]] for t in held]], world)
+    copies = [t.detach().to(world.device).clone(memory_format=torch.contiguous_format) for t in held]
+    mine = torch.cat([torch.empty(0, dtype=torch.uint8, device=world.device), *(_bytes(t) for t in copies)])
+    sizes = [[math.prod(shape) * getattr(torch, kind).itemsize for kind, shape in kinds] for _, kinds in told]
+    padded = labelled(mine.new_zeros(max(map(sum, sizes))), name)
+    padded[: len(mine)] = mine
+    parts = [torch.empty_like(padded) for _ in told]
+    if len(padded):
+        dist.all_gather(parts, padded)
+    found: list[Any] = []
+    for (described, kinds), of_rank, part in zip(told, sizes, parts, strict=True):
+        pieces = part[: sum(of_rank)].split(of_rank)
+        tensors = [_tensor(piece, *kind) for piece, kind in zip(pieces, kinds, strict=True)]
+        found.append(_filled(described, tensors))
+    return found
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.view(-1).view(torch.uint8)
+
+
+def _tensor(content: Tensor, kind: str, shape: list[int]) -> Tensor:
+    return content.clone().view(getattr(torch, kind)).view(shape)  # a copy begins where a number may
+
+
+def _described(value: Any, held: list[Tensor]) -> Any:
+    """`value` with numbers in place of its tensors, which are put into `held`."""
+    if isinstance(value, Tensor):
+        held.append(value)
+        return {"tensor": len(held) - 1}
+    if isinstance(value, Mapping):
+        return {"table": {key: _described(part, held) for key, part in value.items()}}
+    return [_described(part, held) for part in value] if isinstance(value, (list, tuple)) else value
+
+
+def _filled(told: Any, tensors: list[Tensor]) -> Any:
+    """What `_described` was given."""
+    if isinstance(told, list):
+        return [_filled(part, tensors) for part in told]
+    if not isinstance(told, dict):
+        return told
+    if "tensor" in told:
+        return tensors[told["tensor"]]
+    return {key: _filled(part, tensors) for key, part in told["table"].items()}

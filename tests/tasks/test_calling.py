@@ -1,0 +1,150 @@
+"""A dict batch is given to a model by name where its forward takes names of the dict's keys, and as it is elsewhere."""
+
+from __future__ import annotations
+
+from collections import UserDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests import warm
+from torch import Tensor, nn
+
+from paceline.compute.precision import in_bf16
+from paceline.compute.rules import around_forward
+from paceline.data.loader import Loading, fetch
+from paceline.errors import UsageError
+from paceline.observe.summary import read_summary
+from paceline.tasks.calling import call
+
+BATCH = {"x": torch.ones(2), "mask": torch.zeros(2), "label": torch.ones(2)}
+
+
+class Named(nn.Module):
+    def forward(self, x: Tensor, mask: Tensor | None = None, other: int = 1) -> Any:
+        return {"x": x, "mask": mask, "other": other}
+
+
+class Everything(nn.Module):
+    def forward(self, x: Tensor, **more: Any) -> Any:
+        return {"x": x, **more}
+
+
+class Whole(nn.Module):
+    def forward(self, batch: Any) -> Any:
+        return batch
+
+
+class WholeAndMore(nn.Module):
+    def forward(self, batch: Any, **more: Any) -> Any:
+        return batch
+
+
+def changed() -> nn.Module:
+    model = Named()
+    around_forward(model, lambda forward, args, kwargs: forward(*args, **kwargs))
+    return model
+
+
+def in_16_bits() -> nn.Module:
+    model = Named()
+    in_bf16(model, torch.device("cpu"))
+    return model
+
+
+@pytest.mark.parametrize("inputs", [BATCH, UserDict(BATCH)], ids=["dict", "BatchEncoding"])
+@pytest.mark.parametrize(
+    ("make", "taken"),
+    [
+        (Named, ["x", "mask", "other"]),
+        (Everything, ["x", "mask", "label"]),
+        (Whole, None),
+        (WholeAndMore, None),
+        (changed, ["x", "mask", "other"]),
+        (in_16_bits, ["x", "mask", "other"]),
+    ],
+)
+def test_a_forward_gets_what_it_names(make: Any, taken: list[str] | None, inputs: Any) -> None:
+    found = call(make(), inputs)
+    assert found is inputs if taken is None else [*found] == taken
+
+
+def test_a_wrapper_is_called_with_what_the_model_names() -> None:
+    got = call(Named(), BATCH, lambda *args, **kwargs: (args, kwargs))
+    assert got == ((), {"x": BATCH["x"], "mask": BATCH["mask"]})
+
+
+def test_a_tensor_and_a_pair_are_given_as_they_are() -> None:
+    assert call(Whole(), BATCH["x"]) is BATCH["x"]
+    assert call(Whole(), (1, 2)) == (1, 2)
+
+
+def test_a_dict_is_inputs_and_targets_and_a_triple_is_refused() -> None:
+    samples: Any = [{"x": torch.full((3,), float(i)), "label": i} for i in range(4)]
+    ((inputs, targets),) = fetch(samples, [(0, torch.tensor([1, 3]))], 0, Loading(torch.device("cpu")))
+    assert inputs is targets and inputs["label"].tolist() == [1, 3] and inputs["x"].shape == (2, 3)
+    with pytest.raises(UsageError, match="pairs, or dicts; a batch of it is a list of length 3"):
+        next(fetch([(1, 2, 3)] * 2, [(0, torch.tensor([0]))], 0, Loading(torch.device("cpu"))))  # pyright: ignore
+
+
+TASK = """
+import torch
+from torch import nn
+from paceline import Task
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+    def forward(self, x, scale):
+        return {"logits": self.layer(x * scale[:, None])}
+
+def data(split):
+    g = torch.Generator().manual_seed(len(split))
+    return [{"idx": i, "x": torch.randn(4, generator=g), "scale": 1 + i % 2, "labels": i % 3} for i in range(45)]
+
+def loss(outputs, batch):
+    losses = nn.functional.cross_entropy(outputs["logits"], batch["labels"], reduction="none")
+    total = outputs["logits"].sum(1) * (batch["idx"] != BAD)
+    return losses + 0 * (total * total).sqrt()  # at 0 its gradient is not finite
+
+BAD = -1
+def accuracy(outputs, batch):
+    return (outputs["logits"].argmax(1) == batch["labels"]).float()
+task = Task(Model, data, loss, metrics={"accuracy": accuracy})
+"""
+
+
+def run(folder: Path, *words: str) -> Any:
+    done = warm.run(("-m", "paceline", *words), cwd=folder)
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_a_task_of_dicts_trains(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(TASK)
+    train = ("train", "mine.py:task", "--epochs", "1", "--batch-size", "8", "--nproc", "2", "--strategy", "ddp")
+    code, told = run(tmp_path, *train, "--precision", "bf16", "--run-dir", "run")
+    assert code == 0 and "accuracy" in told, told
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_a_bad_sample_of_dicts_is_named_and_verify_agrees(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(TASK.replace("BAD = -1", "BAD = 13"))
+    code, told = run(tmp_path, "train", "mine.py:task", "--epochs", "1", "--nproc", "2", "--batch-size", "8")
+    assert code == 5 and "samples 13 (their loss is finite)" in " ".join(told.split()), told
+    (tmp_path / "mine.py").write_text(TASK)
+    code, told = run(tmp_path, "verify", "mine.py:task", "--ranks", "1,2", "--steps", "2", "--strategies", "fsdp")
+    assert code == 0, told
+
+
+@pytest.mark.slow
+@pytest.mark.needs("transformers")
+def test_the_example_of_hugging_face_learns(tmp_path: Path) -> None:
+    example = str(Path(__file__).parents[2] / "examples" / "bert_task.py")
+    words = ("train", f"{example}:task", "--nproc", "2", "--epochs", "4", "--batch-size", "8", "--run-dir", "run")
+    words = (*words, "--lr", "0.003", "--warmup-steps", "5")
+    code, told = run(tmp_path, *words)
+    summary = read_summary(tmp_path / "run")
+    assert code == 0 and summary is not None and (summary.test_accuracy or 0.0) > 0.7, told
