@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from paceline.checkpoint.exported import state_names
 from paceline.checkpoint.whole import sha256_of
 from paceline.config import CheckpointConfig, DataConfig, RunConfig, TrainConfig, dump
 from paceline.data.plan import BatchPlan
@@ -18,7 +19,7 @@ from paceline.errors import ExitCode, PacelineError, TrainingError
 from paceline.observe import events
 from paceline.observe import folder as run_folder
 from paceline.observe.progress import Throughput
-from paceline.observe.summary import Summary, write_summary
+from paceline.observe.summary import Summary, scores_line, write_summary
 from paceline.observe.track import Tracking
 from paceline.sessions.existing import OwnOrder
 from paceline.sessions.started import Holders
@@ -29,7 +30,6 @@ from paceline.train.keeping import Keeping, Place, Rhythm
 from paceline.train.records import write_started, write_step
 from paceline.train.resume import Content, Origin
 from paceline.train.weights import rescue_alone, save
-from paceline.train.wording import scores_line
 from paceline.worker.guard import Guard
 from paceline.worker.world import World
 
@@ -77,6 +77,7 @@ class Course:
     ) -> None:
         """The first step is near: write the settings, and take the folder for checkpoints (a collective)."""
         self._holders, self._plan = holders, plan
+        self._names = [state_names(part.replica.model) for part in holders.parts]
         self._facts = {"strategy": strategy, "global_batch": plan.global_batch}
         if self._place is None:
             return
@@ -197,7 +198,7 @@ class Course:
 
     def _content(self, loop: dict[str, Any]) -> Content:
         scores = {name: score for name, score in self.metrics.items() if math.isfinite(score)}
-        return Content(self.samples, scores, self.definition, self._evaluated, loop)
+        return Content(self.samples, scores, self.definition, self._evaluated, loop, self._names)
 
     def _end(self, code: ExitCode, sha256: str = "") -> None:
         assert self._place is not None and self._writer is not None

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from msgspec import structs
 
+from paceline.checkpoint.exported import state_names
 from paceline.checkpoint.whole import sha256_of
 from paceline.contract.evidence import Phase
 from paceline.data.loader import load_steps, naming_lost_processes
@@ -46,6 +47,7 @@ class Training:
         self._throughput, self._waiting = Throughput(), Waiting()
         self._start = self._step = origin.step if origin else 0
         self._samples = origin.content.samples_seen if origin else 0
+        self._names = [state_names(parts.replica.model)]
         self._request = StopRequest()
         self._guard = Guard.of_process()
         self._failed_in: int = Phase.CLOSE
@@ -172,7 +174,7 @@ class Training:
         found = self._evaluations
         scores = {name: score for name, score in found.metrics.items() if math.isfinite(score)}  # JSON has no others
         loop = found.content() | self._parts.schedule.numbers()
-        return Content(self._samples, scores, self._place.definition, found.step, loop)
+        return Content(self._samples, scores, self._place.definition, found.step, loop, self._names)
 
     def _go_back(self, origin: Origin) -> None:
         self._parts.take_over(origin)
