@@ -60,18 +60,16 @@ def runs_in(folder: Path) -> list[RunState]:
         raise UsageError(f"there is no folder {folder}: name the one that your runs are in, `paceline runs FOLDER`")
     if holds_run(folder):
         raise UsageError(f"{folder} is a run, not a folder of runs: `paceline status {folder}` shows it")
-    told = note_strangers(folder)
-    found = [_found(folder / name, told=told) for name in folders(folder)]
-    return sorted((run for run in found if run is not None), key=lambda run: (-run.unix_time, run.run_dir))
+    found = [run for name in folders(folder) if (run := _found(folder / name)) is not None]
+    return sorted(found, key=lambda run: (-run.unix_time, run.run_dir))
 
 
-def _found(run_dir: Path, *, told: bool) -> RunState | None:
+def _found(run_dir: Path) -> RunState | None:
     """The run in a folder, also where it cannot be read; None if it holds none."""
     try:
         if not holds_run(run_dir):
             return None
-        if not told:
-            note_strangers(run_dir)
+        note_strangers(run_dir)
         return run_state(run_dir)
     except (PacelineError, OSError) as error:
         return RunState(run_dir=str(run_dir), state="unknown", words=str(error)[:MOST_CHARS])
