@@ -22,7 +22,9 @@ V = 5
 DATA = ArrayDataset(torch.arange(24 * 4).reshape(24, 4) * 7 % 9, torch.arange(24) % 9)
 
 
-@pytest.mark.parametrize("name", MANY)
+@pytest.mark.parametrize(
+    "name", [name if name in ("zero", "fsdp") else pytest.param(name, marks=pytest.mark.slow) for name in MANY]
+)
 def test_it_is_what_the_run_would_write_under_every_strategy(world, name):
     model = Odd().double()  # in which the order of additions shows
     replica = STRATEGIES[name](model, partial(AdamW, lr=0.1), world, virtual_ranks=V)
