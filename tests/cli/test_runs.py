@@ -119,6 +119,7 @@ def test_what_others_have_written_neither_ends_the_list_nor_steers_the_terminal(
     (folder / "broken-off" / name).write_bytes(HOSTILE[name])
     (folder / "pipe").mkdir()
     os.mkfifo(folder / "pipe" / "config.toml")
+    (folder / "pipe" / "checkpoints").touch()  # no folder: its state cannot be told
     (folder / "closed" / "attempt-1" / "events-0.jsonl").mkdir(parents=True)
     assert runs.main([str(folder)]) == runs.main([str(folder), "--json"]) == 0
     out = capsys.readouterr().out
