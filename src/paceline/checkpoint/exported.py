@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from torch import Tensor, nn
 
+from paceline.checkpoint.shard import ShardFiles
 from paceline.checkpoint.state import Source
-from paceline.store.manifest import Damaged
+from paceline.errors import unknown
+from paceline.store.manifest import Damaged, Manifest
 from paceline.sums.tree import Forest, added
 
 BUFFER = re.compile(r"buffers/(?:([0-9]{1,9})/)?(.+)")  # a virtual rank's, or everybody's
@@ -24,6 +27,20 @@ def state_names(model: nn.Module) -> dict[str, list[str]]:
     for name, tensor in model.state_dict(keep_vars=True).items():
         names.setdefault(saved.get(id(tensor), ""), []).append(name)
     return {name: called for name, called in names.items() if called != [name]}
+
+
+def of_checkpoint(path: Path, manifest: Manifest, model: int = 1) -> dict[str, Tensor]:
+    """The state_dict of a model in a checkpoint: as `exported`; of a session with several, the `model`-th.
+
+    Raises:
+        UsageError: if it has no such model.
+        Damaged: as `exported`.
+    """
+    names: list[dict[str, list[str]]] = manifest.scalars.get("names", [{}])  # an older one notes no names
+    if model > len(names):
+        raise unknown("model", str(model), [str(number + 1) for number in range(len(names))])
+    source = ShardFiles([(path / file.name, file.pieces) for file in manifest.files])
+    return exported(source, f"{model}/" if model > 1 else "", names[model - 1], manifest.virtual_ranks)
 
 
 def exported(source: Source, prefix: str, names: Mapping[str, Sequence[str]], virtual_ranks: int) -> dict[str, Tensor]:

@@ -123,16 +123,9 @@ def _found(config: ExportConfig, run_dir: Path) -> tuple[Weights, str]:
             found = steps[str(config.step)], checkpoints.check(steps[str(config.step)])
         if found is None:
             raise UsageError(f"{run_dir} is not complete, and has no checkpoint that is whole: nothing to export")
-        from paceline.checkpoint.exported import exported
-        from paceline.checkpoint.shard import ShardFiles
+        from paceline.checkpoint.exported import of_checkpoint
 
-        path, manifest = found
-        of_models: list[dict[str, list[str]]] = manifest.scalars.get("names", [{}])
-        if config.model > len(of_models):
-            raise unknown("model", str(config.model), [str(number + 1) for number in range(len(of_models))])
-        source = ShardFiles([(path / file.name, file.pieces) for file in manifest.files])
-        prefix, own = f"{config.model}/" if config.model > 1 else "", of_models[config.model - 1]
-        return exported(source, prefix, own, manifest.virtual_ranks), f"step {manifest.step} of {run_dir.name}"
+        return of_checkpoint(*found, config.model), f"step {found[1].step} of {run_dir.name}"
     except Damaged as error:
         which = "" if config.step is None else f"the checkpoint of step {config.step} is damaged: "
         raise UsageError(f"{which}{error}. `paceline checkpoint verify {run_dir}` looks at all of them") from None
