@@ -13,6 +13,7 @@ import tomllib
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
@@ -400,12 +401,15 @@ def _path(kind: type, value: Any) -> Any:
     raise TypeError(f"Expected a path as text, got {type(value).__name__}")
 
 
+_hints = cache(get_type_hints)
+
+
 def _refuse_unknown_keys(table: Mapping[str, Any], owner: type, section: str) -> None:
-    hints = get_type_hints(owner)
+    hints = _hints(owner)
     for key, value in table.items():
         if key not in hints:
-            elsewhere = next((f"; it belongs into [{s}]" for s, t in get_type_hints(TrainConfig).items()
-                              if dataclasses.is_dataclass(t) and key in get_type_hints(t)), "")  # fmt: skip
+            elsewhere = next((f"; it belongs into [{s}]" for s, t in _hints(TrainConfig).items()
+                              if dataclasses.is_dataclass(t) and key in _hints(t)), "")  # fmt: skip
             raise UsageError(f"{unknown('key', section + key, [section + h for h in hints])}{elsewhere}")
         if isinstance(value, Mapping):
             if not dataclasses.is_dataclass(hints[key]):

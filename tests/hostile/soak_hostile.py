@@ -42,6 +42,8 @@ TASK = (ROOT / "examples" / "own_task.py").read_text()
 COMMANDS: tuple[tuple[tuple[str, ...], bool], ...] = (
     (("status", "{run}"), False),
     (("status", "{run}", "--json"), False),
+    (("runs", "{run}/.."), False),
+    (("export", "{run}", "-o", "/proc/w.pt"), True),  # where nobody can write
     (("logs", "{run}"), False),
     (("logs", "{run}", "--rank", "1", "--lines", "0"), False),
     (("hang", "{run}"), False),
@@ -310,7 +312,13 @@ def soak(numbers: Iterable[int], seed: int, place: Path, told: Callable[[int, di
         victim.own(precious)
         plain, heavy = (
             Typist(victim),
-            Typist(victim, "paceline.cli.ledger", "paceline.train.prepare", "paceline.proofs.ledger.audit"),
+            Typist(
+                victim,
+                "paceline.cli.ledger",
+                "paceline.train.prepare",
+                "paceline.proofs.ledger.audit",
+                "paceline.train.weights",
+            ),
         )
         bystander = victim.popen("sleep", "100000")
         time.sleep(0.3)

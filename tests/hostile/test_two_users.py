@@ -68,6 +68,17 @@ def test_nor_in_a_folder_that_was_unpacked_and_is_ours(users: Users, command: st
     assert "n7, where its agent is, cannot be reached from here. It was started with --ssh" in done.stdout + done.stderr
 
 
+def test_a_neighbours_run_is_listed_as_data_and_its_weights_are_not_believed(users: Users, shared: Path) -> None:
+    file, words = canary(shared)
+    evil = prepared(users, run_folder(shared / "evil", ssh=["/bin/sh", "-c", words]), by=users.mallory)
+    done = users.victim.paceline("runs", shared)
+    assert not file.exists() and done.returncode == 0 and "evil" in done.stdout
+    assert BELONGS.format(users.mallory.name, users.victim.name) in done.stderr
+    done = users.victim.paceline("export", evil, "-o", users.victim.home / "w.pt")
+    assert done.returncode == 2 and BELONGS.format(users.mallory.name, users.victim.name) in done.stderr
+    assert not (users.victim.home / "w.pt").exists()
+
+
 # ---- A2: code and programs that settings name ------------------------------------------------------------------------
 
 

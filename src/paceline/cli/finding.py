@@ -71,10 +71,19 @@ def find_run(asked: str) -> Path:
             raise UsageError(f"{asked!r} is the beginning of {len(found)} runs: {', '.join(found[-20:])}")
         path = RUNS / found[0]
     path = real_path(path)
-    there = names(path)
-    if CONFIG not in there and not any(attempt_number(Path(name)) or submit_number(Path(name)) for name in there):
+    if not holds_run(path):
         raise UsageError(f"{asked} holds no run: there is no {CONFIG} and no start of any")
     return path
+
+
+def holds_run(folder: Path) -> bool:
+    """Whether a folder is a run's: its settings are there, or a start of it.
+
+    Raises:
+        Unreadable: we may not know, or it holds too much.
+    """
+    there = names(folder)
+    return CONFIG in there or any(attempt_number(Path(name)) or submit_number(Path(name)) for name in there)
 
 
 def existing_run(config: RunFlags, *, act: bool = False) -> tuple[Path, Means]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import shlex
-from collections import deque
+from collections.abc import Sequence
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -15,12 +17,14 @@ from paceline.cli.finding import NOTHING, Means, agent_runs, attempts, failure_r
 from paceline.errors import ExitCode, PacelineError, UsageError
 from paceline.launch.slurm import queue
 from paceline.launch.submission import Submission, last_submission
-from paceline.observe.events import Event, Started, Step, last_events
+from paceline.observe.events import Evaluated, Started, Step, last_events, read_events
 from paceline.observe.folder import CHECKPOINTS, CONFIG
-from paceline.observe.summary import read_ended, read_summary
+from paceline.observe.summary import Summary, read_ended, read_summary
 from paceline.store.published import entries
 
 WINDOW_STEPS = 50
+EVENTS = "events-0.jsonl"
+MOST_SCORES, MOST_CHARS = 20, 2000  # that are shown: texts in a folder may have any length
 
 State = Literal["not started", "queued", "running", "done", "saved", "failed", "cancelled", "lost", "unknown"]
 
@@ -37,7 +41,7 @@ class Standing(NamedTuple):
 
 
 class RunState(msgspec.Struct, frozen=True, kw_only=True):
-    """What `paceline status --json` prints."""
+    """What `paceline status --json` prints, and `paceline runs --json` of each run."""
 
     run_dir: str
     state: State
@@ -50,6 +54,20 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     total_steps: int | None = None
     samples_per_second: float | None = None
     checkpoint_step: int | None = None
+    task: str = ""
+    strategy: str = ""
+    world_size: int | None = None
+    epochs: float | None = None  # that are done
+    metrics: dict[str, float | None] = {}  # the newest; null: not finite
+    unix_time: float = 0.0  # when it last wrote something
+
+
+class _Progress(NamedTuple):
+    """How far rank 0 has come, by its events: its newest start, the last steps since then, the newest scores."""
+
+    started: Started | None = None
+    steps: tuple[Step, ...] = ()
+    metrics: dict[str, float] = {}  # noqa: RUF012 - never changed
 
 
 def run_state(run_dir: Path, means: Means = NOTHING) -> RunState:
@@ -60,21 +78,43 @@ def run_state(run_dir: Path, means: Means = NOTHING) -> RunState:
     """
     found = standing(run_dir, means)
     submission = found.submission
-    started, steps = _progress(run_dir)
     saved = entries(run_dir / CHECKPOINTS)
+    summary = None if found.state in LIVE else read_summary(run_dir)  # that of a start before this one
+    told = summary is not None and summary.steps is not None  # events then have nothing to add
+    progress = _Progress() if told else _progress(run_dir)
+    starts = attempts(run_dir)
+    last_sign = next(p for p in (run_dir / EVENTS, *starts[-1:], run_dir) if os.path.lexists(p))
     return RunState(
         run_dir=str(run_dir),
         state=found.state,
-        words=found.words,
+        words=found.words[:MOST_CHARS],
         on=submission.on if submission is not None else "local",
         hosts=_hosts(submission, found.job, run_dir),
         slurm_job=submission.slurm_job if submission is not None else "",
-        attempts=len(attempts(run_dir)),
-        step=steps[-1].step if steps else None,
-        total_steps=_total_steps(run_dir, started),
-        samples_per_second=_rate(steps) if found.state == "running" else None,
+        attempts=len(starts),
+        samples_per_second=_rate(progress.steps) if found.state == "running" else None,
         checkpoint_step=saved[0].step if saved else None,
+        unix_time=last_sign.lstat().st_mtime,
+        **_reached(summary or Summary("", 0), _settings(run_dir) or configuration.TrainConfig(), progress),
     )
+
+
+def _reached(summary: Summary, settings: configuration.TrainConfig, progress: _Progress) -> dict[str, Any]:
+    """What a run is, and how far it has come: by its summary, or else by its events."""
+    started, steps, run = progress.started, progress.steps, settings.run
+    begun = started.start_step or None if started else None
+    step = summary.steps if summary.steps is not None else steps[-1].step if steps else begun
+    an_epoch = started.steps_per_epoch if started else round((summary.steps or 0) / (summary.epochs or 1))
+    metrics = summary.test_metrics or progress.metrics
+    return {
+        "step": step,
+        "total_steps": run.steps or run.epochs * an_epoch or None,
+        "epochs": step / an_epoch if step and an_epoch else None,
+        "task": (summary.task or settings.task or "")[:MOST_CHARS],
+        "strategy": (summary.strategy or settings.strategy or "")[:MOST_CHARS],
+        "world_size": summary.world_size or (started.world_size if started else None),
+        "metrics": {name[:MOST_CHARS]: metrics[name] for name in islice(metrics, MOST_SCORES)},
+    }
 
 
 def _slurm_job(submission: Submission | None, means: Means) -> tuple[queue.JobState | None, str]:
@@ -160,29 +200,34 @@ def _hosts(submission: Submission | None, job: queue.JobState | None, run_dir: P
     return (roster.host,) if roster is not None else ()
 
 
-def _progress(run_dir: Path) -> tuple[Started | None, list[Step]]:
-    """Rank 0's newest start, and its last steps since then."""
+def _progress(run_dir: Path) -> _Progress:
     started: Started | None = None
-    steps: deque[Event] = deque(maxlen=WINDOW_STEPS + 1)
+    steps: list[Step] = []
+    metrics: dict[str, float] = {}
     with suppress(OSError):
-        for event in last_events(run_dir / "events-0.jsonl"):
+        for event in last_events(run_dir / EVENTS):
             if isinstance(event, Started):
-                started = event
-                steps.clear()
-            elif isinstance(event, Step):
+                started = started or event
+            elif isinstance(event, Evaluated):
+                metrics = metrics or event.metrics
+            elif isinstance(event, Step) and started is None and len(steps) <= WINDOW_STEPS:
                 steps.append(event)
-    return started, [step for step in steps if isinstance(step, Step)]
+            if metrics and (started is not None or len(steps) > WINDOW_STEPS):
+                break
+        if started is None:  # too long ago: the first one says as much of the run
+            first = next(read_events(run_dir / EVENTS), None)
+            started = first if isinstance(first, Started) else None
+    return _Progress(started, tuple(reversed(steps)), metrics)
 
 
-def _rate(steps: list[Step]) -> float | None:
+def _rate(steps: Sequence[Step]) -> float | None:
     """Samples per second of the global batch, over the last steps; evaluations and checkpoints take their time too."""
     seconds = steps[-1].unix_time - steps[0].unix_time if steps else 0.0
     return sum(step.samples for step in steps[1:]) / seconds if seconds > 0 else None
 
 
-def _total_steps(run_dir: Path, started: Started | None) -> int | None:
+def _settings(run_dir: Path) -> configuration.TrainConfig | None:
     try:
-        run = configuration.load(run_dir / CONFIG, ours=False).run
+        return configuration.load(run_dir / CONFIG, ours=False)
     except UsageError:  # not there yet, or another version's
         return None
-    return run.steps or (run.epochs * started.steps_per_epoch if started and started.steps_per_epoch else None)

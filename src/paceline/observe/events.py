@@ -10,7 +10,6 @@ import os
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from itertools import islice
 from pathlib import Path
 from types import TracebackType
 from typing import Annotated
@@ -190,14 +189,12 @@ def read_events(path: Path) -> Iterator[Event]:
 
 
 def last_events(path: Path) -> Iterator[Event]:
-    """The first record of a file, and the last ones, whatever its size.
+    """The last records of a file, the newest first, whatever its size; decoded as they are asked for.
 
     Raises:
         OSError: as `read_events`.
     """
-    if path.lstat().st_size > LAST_BYTES:
-        yield from _decoded(islice(read_lines(path), 1))
-    yield from _decoded(read_lines(path, from_end_bytes=LAST_BYTES))
+    return _decoded(reversed([*read_lines(path, from_end_bytes=LAST_BYTES)]))
 
 
 def _decoded(found: Iterable[bytes]) -> Iterator[Event]:

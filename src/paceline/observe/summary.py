@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
@@ -26,8 +28,9 @@ class Summary(msgspec.Struct, frozen=True, omit_defaults=True):
     samples_seen: int | None = None
     test_accuracy: float | None = None
     test_loss: float | None = None
-    test_metrics: dict[str, float] | None = None
-    validation_metrics: dict[str, float] | None = None
+    test_metrics: Mapping[str, float | None] | None = None
+    """JSON has no NaN and no infinity: null"""
+    validation_metrics: Mapping[str, float | None] | None = None
     best: dict[str, Any] | None = None
     """with --keep-best or --patience: the best evaluation's step, and what it was judged by"""
     ended_early: str | None = None
@@ -82,3 +85,9 @@ def read_ended(attempt_dir: Path) -> Ended | None:
     with suppress(OSError):
         return decode(attempt_dir / "ended.json", Ended)
     return None
+
+
+def scores_line(metrics: Mapping[str, float | None]) -> str:
+    """'loss 0.0372  accuracy 98.72%'."""
+    found = {name: math.nan if value is None else value for name, value in metrics.items()}
+    return "  ".join(f"{name} {v:.2%}" if name == "accuracy" else f"{name} {v:.4f}" for name, v in found.items())

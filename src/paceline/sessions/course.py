@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from paceline.checkpoint.exported import state_names
 from paceline.checkpoint.whole import sha256_of
 from paceline.config import CheckpointConfig, DataConfig, RunConfig, TrainConfig, dump
 from paceline.data.plan import BatchPlan
@@ -17,7 +18,7 @@ from paceline.errors import ExitCode, PacelineError, TrainingError
 from paceline.observe import events
 from paceline.observe import folder as run_folder
 from paceline.observe.progress import Throughput
-from paceline.observe.summary import Summary, write_summary
+from paceline.observe.summary import Summary, scores_line, write_summary
 from paceline.observe.track import Tracking
 from paceline.sessions.existing import OwnOrder
 from paceline.sessions.started import Holders
@@ -28,7 +29,7 @@ from paceline.train.keeping import Keeping, Place, Rhythm
 from paceline.train.records import write_started, write_step
 from paceline.train.resume import Content, Origin
 from paceline.train.weights import rescue_alone, save
-from paceline.train.wording import finite, scores_line
+from paceline.train.wording import finite
 from paceline.worker.guard import Guard
 from paceline.worker.world import World
 
@@ -76,6 +77,7 @@ class Course:
     ) -> None:
         """The first step is near: write the settings, and take the folder for checkpoints (a collective)."""
         self._holders, self._plan = holders, plan
+        self._names = [state_names(part.replica.model) for part in holders.parts]
         self._facts = {"strategy": strategy, "global_batch": plan.global_batch}
         if self._place is None:
             return
@@ -194,7 +196,7 @@ class Course:
             self._writer.__exit__(None, None, None)
 
     def _content(self, loop: dict[str, Any]) -> Content:
-        return Content(self.samples, finite(self.metrics), self.definition, self._evaluated, loop)
+        return Content(self.samples, finite(self.metrics), self.definition, self._evaluated, loop, self._names)
 
     def _end(self, code: ExitCode, sha256: str = "") -> None:
         assert self._place is not None and self._writer is not None

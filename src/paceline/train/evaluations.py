@@ -12,6 +12,7 @@ from paceline.contract.evidence import Phase
 from paceline.definition import settings
 from paceline.observe import events
 from paceline.observe.folder import BEST_WEIGHTS
+from paceline.observe.summary import scores_line
 from paceline.observe.track import Tracking, wanted
 from paceline.sums import together
 from paceline.tasks.moment import Callback, Moment
@@ -23,7 +24,7 @@ from paceline.train.keeping import Place
 from paceline.train.prepare import Parts
 from paceline.train.resume import Content
 from paceline.train.weights import save
-from paceline.train.wording import finite, scores_line
+from paceline.train.wording import finite
 from paceline.worker.guard import Guard
 
 

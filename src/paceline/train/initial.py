@@ -8,10 +8,9 @@ from pickle import UnpicklingError
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from paceline.checkpoint.shard import ShardFiles
+from paceline.checkpoint.exported import of_checkpoint
 from paceline.checkpoint.state import Held
 from paceline.checkpoint.whole import sha256_of
 from paceline.disk.reading import real_path
@@ -20,6 +19,7 @@ from paceline.observe.folder import CHECKPOINTS, WEIGHTS, check_is_run
 from paceline.store.store import Checkpoints
 from paceline.strategies.base import Replica
 from paceline.sums import check_equal, together
+from paceline.train.weights import load
 
 MOST = 5  # names in a line
 
@@ -59,11 +59,8 @@ def read_weights(path: Path, *, trust: bool, report: Report) -> dict[str, Tensor
     try:
         if path.suffix != ".safetensors":
             return _of_pickle(torch.load(path, map_location="cpu", weights_only=True), path)
-        with safe_open(path, "pt") as file:
-            found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
-            ties: dict[str, str] = file.metadata() or {}
-        return found | {name: found[first] for name, first in ties.items() if first in found}
-    except (OSError, SafetensorError, UnpicklingError, RuntimeError, EOFError) as error:
+        return load(real_path(path), ours=False)  # it holds no code
+    except (OSError, UnpicklingError, RuntimeError, EOFError) as error:
         raise UsageError(f"--init-from {path} cannot be read: {str(error).splitlines()[0]}") from None
 
 
@@ -79,21 +76,8 @@ def _of_checkpoint(checkpoints: Checkpoints, path: Path, report: Report) -> dict
     newest = checkpoints.newest_valid(report)
     if newest is None:
         raise UsageError(f"--init-from {path.parent}: the run has neither {WEIGHTS} nor a checkpoint that is whole")
-    source = ShardFiles([(newest[0] / file.name, file.pieces) for file in newest[1].files])
     report(f"--init-from: the run's newest checkpoint, {newest[0].name}")
-    found = {name.removeprefix("model/"): source.tensor(name) for name in source.names("model/")}
-    buffers: dict[str, list[Tensor | None]] = {}
-    for name in source.names("buffers/"):
-        first, slash, rest = name.removeprefix("buffers/").partition("/")  # of a virtual rank, or of all
-        buffers.setdefault(rest if slash else first, []).append(source.tensor(name))
-    whole = {name: value for name, value in found.items() if value is not None}
-    return whole | {name: _mean([b for b in each if b is not None]) for name, each in buffers.items()}
-
-
-def _mean(buffers: list[Tensor]) -> Tensor:
-    """Of a buffer's values on all virtual ranks; of numbers that are no floats, the first."""
-    first = buffers[0]
-    return torch.stack(buffers).double().mean(0).to(first.dtype) if first.is_floating_point() else first
+    return of_checkpoint(*newest)
 
 
 class _Fitting:

@@ -29,6 +29,8 @@ class Content(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """the step that the metrics are of"""
     loop: dict[str, Any] = {}
     """where a loop of the user's own is, and the numbers of its optimizers and schedulers"""
+    names: list[dict[str, list[str]]] = []
+    """of each model: see `state_names`"""
 
 
 @dataclass(frozen=True)

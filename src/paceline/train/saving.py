@@ -107,7 +107,8 @@ def _manifest(step: int, content: Content, claim: Claim, virtual_ranks: int, fil
         definition=content.definition,
         metrics=content.metrics,
         samples_seen=content.samples_seen,
-        scalars={"evaluated": content.evaluated} | ({"loop": content.loop} if content.loop else {}),
+        scalars={"evaluated": content.evaluated}
+        | {name: value for name, value in (("names", content.names), ("loop", content.loop)) if value},
         files=files,
     )
 

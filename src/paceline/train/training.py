@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from msgspec import structs
 
+from paceline.checkpoint.exported import state_names
 from paceline.checkpoint.whole import sha256_of
 from paceline.contract.evidence import Phase
 from paceline.data.loader import load_steps, naming_lost_processes
@@ -45,6 +46,7 @@ class Training:
         self._throughput, self._waiting = Throughput(), Waiting()
         self._start = self._step = origin.step if origin else 0
         self._samples = origin.content.samples_seen if origin else 0
+        self._names = [state_names(parts.replica.model)]
         self._request = StopRequest()
         self._guard = Guard.of_process()
         self._failed_in: int = Phase.CLOSE
@@ -172,7 +174,7 @@ class Training:
     def _content(self) -> Content:
         found = self._evaluations
         loop = found.content() | self._parts.schedule.numbers()
-        return Content(self._samples, finite(found.metrics), self._place.definition, found.step, loop)
+        return Content(self._samples, finite(found.metrics), self._place.definition, found.step, loop, self._names)
 
     def _go_back(self, origin: Origin) -> None:
         self._parts.take_over(origin)

@@ -9,11 +9,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from paceline.contract.evidence import Phase
 from paceline.disk import writing
+from paceline.disk.owners import Unreadable, opened
 from paceline.errors import TrainingError
 from paceline.strategies.base import Replica
 
@@ -31,6 +33,17 @@ def save(weights: Mapping[str, Tensor], path: Path) -> None:
             os.chmod(partial, writing.FILE, dir_fd=folder)
     except Exception as error:  # safetensors has an exception of its own for input/output errors
         raise OSError(f"{path} cannot be written: {error}") from error
+
+
+def load(path: Path, *, ours: bool) -> dict[str, Tensor]:
+    """What `save` wrote, under all names. OSError: it is not there, damaged or, with `ours`, not to be trusted."""
+    try:
+        with opened(path, ours=ours) as it, safe_open(f"/proc/self/fd/{it.descriptor}", "pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
+            ties = {name: tensors[kept] for name, kept in (file.metadata() or {}).items() if kept in tensors}
+    except SafetensorError as error:
+        raise Unreadable(path, f"is damaged: {error}") from None
+    return ties | tensors
 
 
 def save_pickled(weights: Mapping[str, Tensor], path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from paceline.errors import ExitCode, plural
-from paceline.observe.summary import Summary
+from paceline.observe.summary import Summary, scores_line
 from paceline.train.keeping import Place
 from paceline.train.optimizer import scaled_lr
 from paceline.train.prepare import Parts
@@ -117,8 +117,3 @@ def _computed(parts: Parts) -> str:
 def finite(metrics: Mapping[str, float]) -> dict[str, float]:
     """Those that can be written down: JSON has no other numbers."""
     return {name: score for name, score in metrics.items() if math.isfinite(score)}
-
-
-def scores_line(metrics: Mapping[str, float]) -> str:
-    """'loss 0.0372  accuracy 98.72%'."""
-    return "  ".join(f"{name} {v:.2%}" if name == "accuracy" else f"{name} {v:.4f}" for name, v in metrics.items())

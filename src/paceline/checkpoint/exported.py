@@ -1,0 +1,84 @@
+"""A model's state_dict out of a saved state: under all its names, with buffers merged over virtual ranks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from paceline.checkpoint.shard import ShardFiles
+from paceline.checkpoint.state import Source
+from paceline.errors import unknown
+from paceline.store.manifest import Damaged, Manifest
+from paceline.sums.tree import Forest, added
+
+BUFFER = re.compile(r"buffers/(?:([0-9]{1,9})/)?(.+)")  # a virtual rank's, or everybody's
+
+
+def state_names(model: nn.Module) -> dict[str, list[str]]:
+    """What the state_dict calls a tensor, where that is not just the name that it is saved under.
+
+    Several names for one that is tied, none for a buffer that is not persistent; "" has those of what is not saved.
+    """
+    saved = {id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    names: dict[str, list[str]] = {name: [] for name in saved.values()}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        names.setdefault(saved.get(id(tensor), ""), []).append(name)
+    return {name: called for name, called in names.items() if called != [name]}
+
+
+def of_checkpoint(path: Path, manifest: Manifest, model: int = 1) -> dict[str, Tensor]:
+    """The state_dict of a model in a checkpoint: as `exported`; of a session with several, the `model`-th.
+
+    Raises:
+        UsageError: if it has no such model.
+        Damaged: as `exported`.
+    """
+    names: list[dict[str, list[str]]] = manifest.scalars.get("names", [{}])  # an older one notes no names
+    if model > len(names):
+        raise unknown("model", str(model), [str(number + 1) for number in range(len(names))])
+    source = ShardFiles([(path / file.name, file.pieces) for file in manifest.files])
+    return exported(source, f"{model}/" if model > 1 else "", names[model - 1], manifest.virtual_ranks)
+
+
+def exported(source: Source, prefix: str, names: Mapping[str, Sequence[str]], virtual_ranks: int) -> dict[str, Tensor]:
+    """The state_dict of a model, bit for bit as at the end of a run that ends here.
+
+    Args:
+        source: the saved state.
+        prefix: of the model's tensors in it.
+        names: as `state_names` gave them.
+        virtual_ranks: of the run.
+
+    Raises:
+        Damaged: if the files do not hold what they should, or the state_dict has something that is never saved.
+    """
+    if "" in names:
+        raise Damaged(f"{names[''][0]} is in the model's state_dict, but no parameter or buffer: it was not saved")
+    found: dict[str, Tensor] = {}
+    buffers: dict[str, dict[int, Tensor]] = {}
+    for full in source.names(prefix):
+        kind, tensor = full.removeprefix(prefix), None
+        if kind.startswith(("model/", "buffers/")):
+            tensor = source.tensor(full)
+        if tensor is not None and (match := BUFFER.fullmatch(kind)):
+            buffers.setdefault(match[2], {})[int(match[1] or 0)] = tensor
+        elif tensor is not None:
+            found[kind.removeprefix("model/")] = tensor
+    found |= {name: _merged(of_ranks, virtual_ranks) for name, of_ranks in buffers.items()}
+    return {name: tensor for saved, tensor in found.items() for name in names.get(saved, [saved])}
+
+
+def _merged(buffers: Mapping[int, Tensor], virtual_ranks: int) -> Tensor:
+    """What `VirtualBuffers.merged` makes of a buffer: the mean in the tree's order; of whole numbers the first."""
+    first = buffers[min(buffers)]
+    if not first.is_floating_point():
+        return first
+    sums = Forest([(0, virtual_ranks)], 0).partial_sums(added)
+    for virtual_rank, buffer in sorted(buffers.items()):
+        sums.add(virtual_rank, buffer.flatten().double())
+    (total,) = sums.finish()
+    assert total is not None
+    return (total / total.new_tensor(len(buffers))).reshape(first.shape).to(first.dtype)

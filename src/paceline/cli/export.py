@@ -1,0 +1,145 @@
+"""`paceline export RUN -o FILE`: a run's weights, as plain torch and Hugging Face read them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import tyro
+
+from paceline.cli.finding import find_run
+from paceline.cli.flags import check_out_file, check_positive
+from paceline.disk.owners import check_ours
+from paceline.disk.reading import is_file, is_folder, names, real_path
+from paceline.errors import ExitCode, PacelineError, UsageError, plural, unknown
+from paceline.observe.folder import BEST_WEIGHTS, CHECKPOINTS, WEIGHTS
+from paceline.observe.summary import read_summary
+from paceline.store.store import Checkpoints, Damaged
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    Weights = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class ExportConfig:
+    """Write a run's weights, from any checkpoint of any strategy, as plain `load_state_dict` takes them."""
+
+    run: tyro.conf.Positional[str]
+    """the run's folder, or the beginning of its name under runs/"""
+    out: Annotated[Path, tyro.conf.arg(aliases=["-o"])]
+    """the file to write; for huggingface, a folder"""
+    step: int | Literal["best"] | None = None
+    """of a checkpoint; best: what --keep-best kept (default: the final weights, else the newest whole checkpoint)"""
+    model: int = 1
+    """which one of a session with several, from 1, in the order in which they were prepared"""
+    format: Literal["safetensors", "torch", "huggingface"] | None = None
+    """huggingface: a folder for `from_pretrained` (default: safetensors for a file of that name, else torch)"""
+    config: Path | None = None
+    """for huggingface: the folder of the model's config.json (default: the config of the task's model)"""
+    overwrite: bool = False
+    """replace what is there"""
+    trust: bool = False
+    """believe a folder that others own or could have written"""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run `paceline export ARGUMENTS`."""
+    config = tyro.cli(ExportConfig, prog="paceline export", args=arguments)
+    check_positive(config, "model")
+    run_dir, out = find_run(config.run), real_path(config.out)
+    if not config.trust:
+        check_ours(run_dir)
+    kind = config.format or ("safetensors" if out.suffix == ".safetensors" else "torch")
+    _check_out(config, out, kind)
+    from paceline.checkpoint.whole import sha256_of  # imports torch
+
+    write = _writer(config, run_dir, out, kind)  # what is wrong with it is told before minutes of reading
+    weights, where = _found(config, run_dir)
+    try:
+        weights = write(weights)
+    except OSError as error:
+        raise PacelineError(str(error)) from None
+    print(f"{where}: {plural(len(weights), 'tensor')} written to {config.out}\nweights {sha256_of(weights)}")
+    return ExitCode.DONE
+
+
+def _writer(config: ExportConfig, run_dir: Path, out: Path, kind: str) -> Callable[[Weights], Weights]:
+    """What writes weights in a format, and returns those that it has written."""
+    if kind == "huggingface":
+        from paceline.cli.huggingface import model_of, save_pretrained
+
+        return partial(save_pretrained, model_of(run_dir, config.config, trust=config.trust), out)
+    from paceline.train.weights import save, save_pickled
+
+    def write(weights: Weights) -> Weights:
+        if kind == "torch":
+            save_pickled(weights, out)
+        else:  # which holds no memory twice: a tied tensor is written under each of its names
+            save({name: tensor.clone() for name, tensor in weights.items()}, out)
+        return weights
+
+    return write
+
+
+def _check_out(config: ExportConfig, out: Path, kind: str) -> None:
+    """Refuse what cannot be written, or would be written over."""
+    if kind != "huggingface":
+        check_out_file("--out", out)
+        if config.config is not None:
+            raise UsageError("--config is for --format huggingface")
+    elif is_file(out) or not is_folder(out.parent):
+        raise UsageError(f"--out {config.out} must be a folder, or a new one in a folder that is there")
+    if not config.overwrite and (is_file(out) or names(out)):
+        raise UsageError(f"--out {config.out} is there already, and nothing is written over without --overwrite")
+
+
+def _found(config: ExportConfig, run_dir: Path) -> tuple[Weights, str]:
+    """The weights that are asked for, under all their names, and where they are from, in words.
+
+    Raises:
+        UsageError: if they are not there, damaged or not to be trusted.
+    """
+    summary = read_summary(run_dir)
+    if config.step == "best":
+        return _complete(config, run_dir, BEST_WEIGHTS), f"the best weights of {run_dir.name}"
+    if config.step is None and summary is not None and summary.exit == ExitCode.DONE:
+        name = WEIGHTS if config.model == 1 else f"model-{config.model}.safetensors"
+        sha256 = summary.weights_sha256 if config.model == 1 else None
+        return _complete(config, run_dir, name, sha256), f"the final weights of {run_dir.name}"
+    checkpoints = Checkpoints(run_dir / CHECKPOINTS, trust=config.trust)
+    steps = {str(entry.step): entry.path for entry in reversed(checkpoints.entries())}
+    if config.step is not None and str(config.step) not in steps:
+        raise unknown("checkpoint of step", str(config.step), steps or ["(it has none)"])
+    try:
+        if config.step is None:
+            found = checkpoints.newest_valid(lambda words: print(f"paceline: {words}", file=sys.stderr))
+        else:
+            found = steps[str(config.step)], checkpoints.check(steps[str(config.step)])
+        if found is None:
+            raise UsageError(f"{run_dir} is not complete, and has no checkpoint that is whole: nothing to export")
+        from paceline.checkpoint.exported import of_checkpoint
+
+        return of_checkpoint(*found, config.model), f"step {found[1].step} of {run_dir.name}"
+    except Damaged as error:
+        which = "" if config.step is None else f"the checkpoint of step {config.step} is damaged: "
+        raise UsageError(f"{which}{error}. `paceline checkpoint verify {run_dir}` looks at all of them") from None
+
+
+def _complete(config: ExportConfig, run_dir: Path, name: str, sha256: str | None = None) -> Weights:
+    """The weights in a file that the run itself has written."""
+    from paceline.checkpoint.whole import sha256_of
+    from paceline.train.weights import load
+
+    there = [name for name in names(run_dir) if name.startswith("model") and name.endswith(".safetensors")]
+    if name not in there:
+        raise unknown("weights of the run", name, there or ["(it has saved none)"])
+    weights = load(run_dir / name, ours=not config.trust)
+    if sha256 is not None and sha256_of(weights) != sha256:
+        raise UsageError(f"{name} is damaged: its digest is not that in summary.json. --step exports a checkpoint")
+    return weights
