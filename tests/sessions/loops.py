@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
 
 import paceline
 from paceline.data.plan import BatchPlan
@@ -238,6 +238,23 @@ def existing(s: Any) -> nn.Module:
     return model
 
 
+def streamed(s: Any) -> nn.Module:
+    """A stream, which nobody asks for a sample by its number."""
+
+    class Stream(IterableDataset[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            return zip(*data().tensors, strict=True)
+
+    model, optimizer = s.prepare(net(6, 8, 3), adam)
+    train = s.loader(DataLoader(Stream(), batch_size=GLOBAL))
+    for _ in s.epochs(EPOCHS):
+        for x, y in train:
+            optimizer.zero_grad()
+            s.backward(F.cross_entropy(model(x), y))
+            optimizer.step()
+    return model
+
+
 def averaged(s: Any) -> nn.Module:
     """An exponential moving average beside it, updated once a step."""
     model, optimizer = s.prepare(net(6, 8, 3), adam)
@@ -267,7 +284,8 @@ def frozen(s: Any) -> nn.Module:
 
 Loop = Callable[[Any], nn.Module]
 EVERYWHERE: tuple[Loop, ...] = (
-    classic, clear_at_the_end, per_sample, summed, tokens, two_losses, gan, penalty, existing, averaged, frozen,
+    classic, clear_at_the_end, per_sample, summed, tokens, two_losses, gan, penalty, existing, streamed, averaged,
+    frozen,
 )  # fmt: skip
 """right for any number of virtual ranks, and the same bits under `exact`"""
 ONE_BODY: tuple[Loop, ...] = (two_rounds, accumulated, gan_as_it_was)

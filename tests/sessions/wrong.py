@@ -210,13 +210,114 @@ def outside_a_loop(s: Any) -> None:
     s.backward(model(torch.ones(2, 3)).sum())
 
 
-@case()
-def a_stream(s: Any) -> None:
-    class Stream(IterableDataset[Any]):
-        def __iter__(self) -> Any:
-            return iter(())
+class Stream(IterableDataset[Any]):
+    num_shards = 1
 
-    s.loader(DataLoader(Stream(), batch_size=2))
+    def __iter__(self) -> Any:
+        return iter([DATA[i] for i in range(9)])
+
+    def shard(self, num_shards: int, index: int) -> Any:
+        raise NotImplementedError
+
+
+class WithState(Stream):
+    def state_dict(self) -> Any:
+        return {"shuffling": torch.ones(2)}
+
+    def load_state_dict(self, state: Any) -> None:
+        pass
+
+
+def trained_on(s: Any, stream: Any, epochs: int = 1) -> None:
+    model, optimizer, _ = ready(s)
+    train = s.loader(stream, global_batch=4)
+    for _ in s.epochs(epochs):
+        for x, y in train:
+            optimizer.zero_grad()
+            s.backward(F.cross_entropy(model(x), y))
+            optimizer.step()
+
+
+@case()
+def a_stream_to_be_shuffled(s: Any) -> None:
+    s.loader(Stream(), global_batch=4, shuffle=True)
+
+
+@case()
+def a_stream_to_be_padded(s: Any) -> None:
+    s.loader(Stream(), global_batch=4, tail="pad")
+
+
+@case()
+def a_stream_in_four_processes(s: Any) -> None:
+    s.loader(DataLoader(Stream(), batch_size=2, num_workers=4))
+
+
+@case()
+def a_stream_without_shards(s: Any) -> None:
+    trained_on_parts(s, iter(()))
+
+
+@case()
+def a_stream_of_few_shards(s: Any) -> None:
+    trained_on_parts(s, Stream())
+
+
+@case(virtual_ranks=None)
+def split_for_nobody_knows_how_many(s: Any) -> None:
+    s.loader(Stream(), global_batch=4, split=True)
+
+
+@case()
+def samples_that_are_split(s: Any) -> None:
+    s.loader(DATA, global_batch=4, split=True)
+
+
+@case()
+def no_data(s: Any) -> None:
+    s.loader(5, global_batch=4)
+
+
+@case()
+def an_empty_stream(s: Any) -> None:
+    trained_on(s, iter(()))
+
+
+@case()
+def an_iterator_in_two_epochs(s: Any) -> None:
+    trained_on(s, iter(Stream()), epochs=2)
+
+
+@case()
+def a_state_that_cannot_be_saved(s: Any) -> None:
+    trained_on(s, WithState())
+
+
+@case()
+def the_length_of_a_stream(s: Any) -> None:
+    try:
+        len(s.loader(Stream(), global_batch=4))
+    except TypeError as error:
+        raise PacelineError(str(error)) from error
+
+
+@case()
+def a_stream_read_twice_at_once(s: Any) -> None:
+    model, optimizer, _ = ready(s)
+    train = s.loader(Stream(), global_batch=2)
+    for x, y in train:
+        optimizer.zero_grad()
+        s.backward(F.cross_entropy(model(x), y))
+        optimizer.step()
+        with torch.no_grad():
+            for _ in train if s.last else ():
+                pass
+
+
+def trained_on_parts(s: Any, stream: Any) -> None:
+    ready(s)
+    for _ in s.loader(stream, global_batch=4, split=True):
+        pass
 
 
 @case()

@@ -68,7 +68,10 @@ def _verdict(found: Audit) -> str:
         return f"NOT proven: {_count(len(found.findings), 'finding')}"
     whole = [epoch for epoch in found.epochs if epoch.steps == found.steps_per_epoch]
     told: list[str] = []
-    if whole and found.tail == "keep":
+    if found.is_stream:
+        numbers, whole = ", ".join(f"{epoch.once:,}" for epoch in found.epochs), found.epochs
+        told.append(f"each sample taken from the stream was used exactly once, {numbers} in {_each(len(whole))}")
+    elif whole and found.tail == "keep":
         told.append(f"each of {found.num_samples:,} samples was used exactly once in {_each(len(whole))}")
     elif whole:
         once, never, repeatedly = whole[0].once, whole[0].never, whole[0].repeatedly
@@ -113,7 +116,7 @@ def _print(found: Audit) -> None:
     for told, group in groupby(found.epochs, lambda e: (e.steps, e.once, e.never, e.repeatedly)):
         epochs = [epoch.epoch for epoch in group]
         name = str(epochs[0]) if len(epochs) == 1 else f"{epochs[0]} to {epochs[-1]}"
-        steps = f"{told[0]} of {found.steps_per_epoch}"
+        steps = str(told[0]) if found.is_stream else f"{told[0]} of {found.steps_per_epoch}"
         table.add_row(name, steps, *("?" if number is None else f"{number:,}" for number in told[1:]))
     if found.epochs:
         console.print(table)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import zlib
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +20,7 @@ from paceline.seeding import preserved_streams
 
 WHOLE_BYTES = 1 << 30  # up to here, data held as tensors are compared whole: 1 s
 PROBES = 8  # samples of other data, evenly spread
+ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # in repr, of an object that says nothing else
 CHANGING = "changes from draw to draw"
 
 
@@ -49,6 +52,14 @@ def _hash_probes(dataset: Dataset[Any], length: int, loading: Loading) -> str:
     return sha.hexdigest()[:12]
 
 
+def hash_of(samples: Iterable[Any]) -> str:
+    """Of what lies in these samples, but not of objects whose content nobody knows."""
+    sha = hashlib.sha256()
+    for sample in samples:
+        _hash(sha, sample)
+    return sha.hexdigest()[:12]
+
+
 def _hash(sha: Any, batch: Any) -> None:
     if isinstance(batch, Tensor):
         sha.update(f"{batch.dtype}{tuple(batch.shape)}".encode())
@@ -60,8 +71,11 @@ def _hash(sha: Any, batch: Any) -> None:
     elif isinstance(batch, (list, tuple)):
         for part in batch:
             _hash(sha, part)
+    elif isinstance(batch, np.ndarray) and not batch.dtype.hasobject:
+        sha.update(f"{batch.dtype}{batch.shape}".encode())
+        sha.update(_bytes(batch))
     else:
-        sha.update(repr(batch).encode())
+        sha.update(ADDRESS.sub("", repr(batch)).encode())
 
 
 def _bytes(rows: Rows) -> memoryview:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 import signal
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -125,10 +125,15 @@ def _by_loader(dataset: Dataset[Any], requests: Iterable[Request], seed: int, lo
         num_workers=loading.num_workers,
         collate_fn=partial(collated, loading.collate) if whole else loading.collate,
         pin_memory=loading.device.type == "cuda",
-        worker_init_fn=partial(_begin_worker, os.getpid()) if loading.num_workers else None,
+        worker_init_fn=partial(begin_worker, os.getpid()) if loading.num_workers else None,
         generator=torch.Generator().manual_seed(0),  # else DataLoader draws its base seed from the global stream
     )
-    iterator = iter(loader)
+    with closing(drained(iter(loader), box)) as batches:
+        yield from batches
+
+
+def drained(iterator: Iterator[Any], box: Box | None) -> Generator[Any]:
+    """What a loader's iterator gives; `box` is told while it is waited for. What it draws changes no random stream."""
     try:
         while True:
             with preserved_streams():  # without workers, samples are drawn, and seeded, in this very process
@@ -145,7 +150,7 @@ def _by_loader(dataset: Dataset[Any], requests: Iterable[Request], seed: int, lo
                         box.put("loading", 0)
             yield batch
     finally:
-        del iterator, loader  # ends the worker processes now, not when the garbage collector gets to it
+        del iterator  # ends the worker processes now, not when the garbage collector gets to it
 
 
 def _with_signal(error: RuntimeError, iterator: object) -> RuntimeError:
@@ -185,7 +190,7 @@ def naming_lost_processes(box: Box, rank: int) -> Generator[None]:
         ) from error
 
 
-def _begin_worker(trainer_pid: int, worker: int) -> None:
+def begin_worker(trainer_pid: int, worker: int) -> None:
     """Runs first in a loader worker: the worker ends with the trainer, however that ends."""
     die_with_parent(trainer_pid)
     for number in STOP_SIGNALS:  # meant for the trainer, which needs us to end its step, and saves

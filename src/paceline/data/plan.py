@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from paceline.data.shuffle import shuffled, stretch
-from paceline.errors import UsageError
+from paceline.errors import UsageError, plural
 from paceline.seeding import derive
 
 Tail = Literal["keep", "drop", "pad"]
@@ -36,6 +36,9 @@ class BatchPlan:
     Raises:
         UsageError: if a number is not positive, or `tail="drop"` would leave nothing to train on.
     """
+
+    own_order = False  # an order that no plan knows beforehand: what is used is written down
+    parts_of_stream = 0  # what is dealt is no stream
 
     num_samples: int
     global_batch: int
@@ -60,6 +63,11 @@ class BatchPlan:
         """Optimizer steps, i.e. global batches, in one epoch."""
         whole, rest = divmod(self.num_samples, self.global_batch)
         return whole + (rest > 0 and self.tail != "drop")
+
+    @property
+    def size_words(self) -> str:
+        """For the opening line."""
+        return f"{self.num_samples:,} samples = {plural(self.steps_per_epoch, 'step')} an epoch"
 
     @property
     def samples_per_epoch(self) -> int:

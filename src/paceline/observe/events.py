@@ -44,6 +44,7 @@ class Started(Event, frozen=True, tag="started"):
     num_samples: Count = 0  # 0: written by an older paceline
     steps_per_epoch: Count = 0
     own_order: bool = False  # of a DataLoader that was taken over: which samples are in which step, no plan says
+    stream_parts: Few = 0  # of a stream, in so many parts: it has neither num_samples nor steps_per_epoch
 
 
 class Step(Event, frozen=True, tag="step"):

@@ -20,7 +20,6 @@ from paceline.observe import folder as run_folder
 from paceline.observe.progress import Throughput
 from paceline.observe.summary import Summary, scores_line, write_summary
 from paceline.observe.track import Tracking
-from paceline.sessions.existing import OwnOrder
 from paceline.sessions.started import Holders
 from paceline.stepping.votes import Votes
 from paceline.sums import check_equal, told_once
@@ -101,7 +100,7 @@ class Course:
         )  # fmt: skip
         if world.rank == 0:
             self._tracking = Tracking(self._trackers, place.folder, definition, self._say)
-        write_started(self._writer.write, world, plan, place, self.step, own_order=isinstance(plan, OwnOrder))
+        write_started(self._writer.write, world, plan, place, self.step)
         for line in place.notices:
             self._say(line)
         if self.origin:
@@ -120,7 +119,7 @@ class Course:
             return
         if self._tracking is not None and self.step % TRACK_EVERY == 0:
             self._tracking.log(self.step, {"loss": record.result.loss, "lr": record.lr})
-        write_step(self._writer.write, record, samples, share, listed=isinstance(self._plan, OwnOrder))
+        write_step(self._writer.write, record, samples, share, listed=self._plan.own_order)
 
     def between(self, votes: Votes, loop: Callable[[], dict[str, Any]], *, save: bool, settled: bool) -> None:
         """Do what is due after the step; `settled`: it is on disk before anything else is done (a collective)."""
@@ -207,7 +206,8 @@ class Course:
     def _summary(self, code: ExitCode, **known: Any) -> Summary:
         return Summary(
             task=self._name, exit=int(code), world_size=self._world.size, steps=self.step, samples_seen=self.samples,
-            virtual_ranks=self._holders.virtual_ranks, epochs=self.step / self._plan.steps_per_epoch,
+            virtual_ranks=self._holders.virtual_ranks,
+            epochs=None if self._plan.parts_of_stream else self.step / self._plan.steps_per_epoch,
             test_metrics=self.metrics or None, test_accuracy=self.metrics.get("accuracy"),
             samples_per_second=self._throughput.overall(), threads_per_rank=torch.get_num_threads(), **self._facts,
             **known,

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, default_collate
+from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, default_collate
 
 from paceline.data.plan import BatchPlan
 from paceline.errors import UsageError
@@ -21,6 +21,7 @@ from paceline.worker.world import World
 class OwnOrder(BatchPlan):
     """The batches of one epoch in an order of the user's own, dealt to virtual ranks as ever."""
 
+    own_order = True
     batches: tuple[Tensor, ...] = ()
 
     @property
@@ -41,7 +42,6 @@ def check_taken(loader: DataLoader[Any]) -> None:
         UsageError: names it, and what to do.
     """
     odd = {
-        "an IterableDataset, which has no numbers to deal": isinstance(loader.dataset, IterableDataset),
         "batch_size=None: its dataset gives whole batches": loader.batch_sampler is None,
         "worker_init_fn (each sample's randomness is seeded by its number)": loader.worker_init_fn is not None,
         "a timeout": loader.timeout > 0,

@@ -83,7 +83,7 @@ class Life(Loop):
             world = World.from_env(device=device, backend=backend)
             self.world = self._stack.enter_context(joined(world, timeout_seconds=timeout))
             self._stack.enter_context(naming_lost_processes(self._guard.box, world.rank))
-            self._virtual_ranks = virtual_ranks or world.size
+            self._virtual_ranks, self._says_virtual_ranks = virtual_ranks or world.size, virtual_ranks is not None
             if self._virtual_ranks < world.size:
                 words = (
                     f"session(virtual_ranks={self._virtual_ranks}): there are {world.size} ranks, and each needs one"
@@ -120,13 +120,18 @@ class Life(Loop):
         loop = origin.content.loop if origin else {}
         self._where: dict[str, int] = {"epoch": 0, "pass": 0, "passes": 0, "batch": 0, **loop.get("where", {})}
         self._resumed: dict[str, int] | None = dict(self._where) if origin else None
-        self._streams: dict[str, str] | None = loop.get("streams")
+        self._streams: dict[str, Any] | None = loop.get("streams")
         self._numbers: list[dict[str, Any]] = list(loop.get("parts", []))
         self._parts = []
         self._opened, self._epochs = False, 0
         self._work: list[Any] = []
         self._enter(Phase.USER)
         open_sessions.append(self)
+
+    def _can_split(self, split: bool) -> bool:
+        if split and not self._says_virtual_ranks:
+            raise UsageError("split=True gives each virtual rank its shards: session(virtual_ranks=...) says how many")
+        return split
 
     def __enter__(self) -> Self:
         return self

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing
 from dataclasses import replace
 from typing import Any
@@ -10,12 +10,14 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from paceline.data.fingerprint import data_fingerprint
 from paceline.data.loader import Loading, MicroBatch, load_work
 from paceline.data.plan import BatchPlan, Work, rank_work
 from paceline.sessions.existing import OwnOrder, draw_order
 from paceline.worker.world import World
 
 Bodies = list[MicroBatch]
+Run = Callable[["Loader"], Iterator[Any]]
 
 
 class Loader:
@@ -28,7 +30,7 @@ class Loader:
 
     def __init__(
         self,
-        run: Callable[[Loader], Iterator[Any]],
+        run: Run,
         dataset: Dataset[Any],
         plan: BatchPlan,
         loading: Loading,
@@ -50,7 +52,11 @@ class Loader:
         """This rank's batches of the next epoch."""
         return self._run(self)
 
-    def drawn(self, world: World, put_back: dict[str, str] | None) -> tuple[BatchPlan, dict[str, str] | None]:
+    def fingerprint(self) -> dict[str, Any]:
+        """What all ranks' data have in common."""
+        return data_fingerprint(self.dataset, self.loading)
+
+    def drawn(self, world: World, put_back: dict[str, Any] | None) -> tuple[BatchPlan, dict[str, Any] | None]:
         """The plan of the epoch that begins, and where the random streams stood (a collective)."""
         if self.existing is None:
             return self.plan, None
@@ -68,6 +74,23 @@ class Loader:
         with closing(load_work(self.dataset, work, plan.seed, self.loading)) as loaded:
             for step in loaded:
                 yield [MicroBatch(batch, None, one, one.random_seed(plan.seed)) for batch, one in step]
+
+    # what a stream knows only as it goes
+
+    coming = 0.0
+    """samples that this rank has of the next batch: a vote"""
+
+    def samples(self, plan: BatchPlan, epoch: int, batch: int) -> int:
+        """Of a global batch that is in training."""
+        return len(plan.global_indices(epoch, batch))
+
+    def is_end(self, batch: int, coming: float) -> bool:
+        """Whether the epoch ends with `batch`; `coming` are the votes of all ranks (for a stream, a collective)."""
+        return batch + 1 == len(self)
+
+    def position(self, where: Mapping[str, int], streams: dict[str, Any] | None, world: World | None) -> Any:
+        """What a checkpoint keeps of the order, beside the number of the batch; with a `world` a collective."""
+        return streams
 
     def evaluation(self, plan: BatchPlan, world: World) -> Generator[tuple[Any, int]]:
         """This rank's share of each batch, and of how many samples; nothing where it has none."""

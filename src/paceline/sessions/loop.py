@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 
 from paceline.contract.evidence import Phase
-from paceline.data.fingerprint import data_fingerprint
 from paceline.data.loader import MicroBatch
 from paceline.data.plan import BatchPlan
 from paceline.definition import BITS_ONLY, check_same
@@ -29,6 +29,7 @@ from paceline.train.determinism import holds_for
 from paceline.train.fit import PhaseClock, StepRecord
 from paceline.train.preemption import StopRequest
 from paceline.worker.guard import Guard
+from paceline.worker.world import World
 
 
 class Loop(Ranks):
@@ -52,7 +53,9 @@ class Loop(Ranks):
     _where: dict[str, int]
     _resumed: dict[str, int] | None
     """the position of the checkpoint that is gone on with, until it is reached"""
-    _streams: dict[str, str] | None
+    _streams: dict[str, Any] | None
+    _loader: Loader | None = None
+    """that was trained from last"""
     _epochs = 0
     _opened = _closed = _stopped = False
     _broken: Exception | None = None
@@ -100,7 +103,7 @@ class Loop(Ranks):
             start = goes_on["batch"]
         plan, self._streams = loader.drawn(self.world, self._streams if goes_on is not None else None)
         self._open(loader, plan)
-        self._resumed, where["batch"] = None, start
+        self._resumed, where["batch"], self._loader = None, start, loader
         one_each = plan.virtual_ranks == self.size and plan.accumulation == 1
         self._clock(Phase.DATA)
         for bodies in loader.training(plan, self._share, where["passes"], start):
@@ -111,12 +114,12 @@ class Loop(Ranks):
                     try:
                         yield batch.inputs
                     except GeneratorExit:
-                        self._left(bodies, plan)
+                        self._left(loader, bodies, plan)
                         raise
                     steps.leave()
                 if not steps.phases.again():
                     break
-            self._between(bodies, plan, is_end=where["batch"] + 1 == len(loader))
+            self._between(loader, bodies, plan)
             self._stop_if_asked()
             self._clock(Phase.DATA)
         self._next_pass()
@@ -125,7 +128,7 @@ class Loop(Ranks):
     def _at(self) -> str:
         return f"epoch {self._where['epoch'] + 1}, batch {self._where['batch'] + 1}"
 
-    def _left(self, bodies: Sequence[MicroBatch], plan: BatchPlan) -> None:
+    def _left(self, loader: Loader, bodies: Sequence[MicroBatch], plan: BatchPlan) -> None:
         """The loop is left by break or return, in a body. What goes wrong here is raised at the next call."""
         steps = self._steps
         try:
@@ -133,7 +136,7 @@ class Loop(Ranks):
                 steps.give_up()
             elif steps.is_whole:
                 steps.leave()  # after its last backward: the step is as whole as it will be
-                self._between(bodies, plan, is_end=False)
+                self._between(loader, bodies, plan, left=True)
             else:
                 self._broken = UsageError(
                     f"the loop was left in the middle of the step at {self._at}, which other ranks may have taken. "
@@ -166,7 +169,7 @@ class Loop(Ranks):
             "threads_per_rank": torch.get_num_threads() if self._exact else None, "hardware": holds_for(self.device),
         }  # fmt: skip
         with preserved_streams(), together(self.world):
-            definition["data"] = {"training data": data_fingerprint(loader.dataset, loader.loading)}
+            definition["data"] = {"training data": loader.fingerprint()}
         if self._exact:
             compared = {name: definition[name] for name in BITS_ONLY}
             check_equal("processors, libraries and threads", compared, self.world)
@@ -186,9 +189,10 @@ class Loop(Ranks):
         holders = Holders(self._parts, self.world, self._virtual_ranks)
         self._course.open(holders, plan, definition, seed=self._seed, strategy=self._strategy, epochs=self._epochs or 1)
 
-    def _between(self, bodies: Sequence[MicroBatch], plan: BatchPlan, *, is_end: bool) -> None:
+    def _between(self, loader: Loader, bodies: Sequence[MicroBatch], plan: BatchPlan, *, left: bool = False) -> None:
         done = self._steps.end()
-        samples = len(plan.global_indices(bodies[0].work.epoch, self._where["batch"]))
+        batch = self._where["batch"]
+        samples = loader.samples(plan, bodies[0].work.epoch, batch)
         self._where["batch"] += 1
         if done.left_out is not None:
             self._left_out.goes_back(self._course.step + 1, done.left_out)
@@ -200,7 +204,9 @@ class Loop(Ranks):
         if Reporter.here is not None:
             Reporter.here.step(self._where["batch"], plan.steps_per_epoch, lambda: self._report(plan, done.loss))
         self._stopped = done.votes.stop > 0
-        self._course.between(done.votes, self._loop_state, save=self._stopped or is_end, settled=is_end)
+        is_end = loader.is_end(batch, done.votes.coming) and not left
+        state = partial(self._loop_state, self.world)
+        self._course.between(done.votes, state, save=self._stopped or is_end, settled=is_end)
 
     def _report(self, plan: BatchPlan, loss: float) -> Report:
         step, steps = self._where["batch"], plan.steps_per_epoch
@@ -236,11 +242,16 @@ class Loop(Ranks):
 
     def _votes(self) -> Any:
         asked = self._request is not None and self._request.by is not None
-        return self._course.votes()._replace(stop=float(asked))
+        coming = self._loader.coming if self._loader is not None else 0.0
+        return self._course.votes()._replace(stop=float(asked), coming=coming)
 
-    def _loop_state(self) -> dict[str, Any]:
+    def _loop_state(self, world: World | None = None) -> dict[str, Any]:
+        """With a `world` a collective; without, as far as this rank knows."""
         found: dict[str, Any] = {"where": dict(self._where), "parts": [part.numbers() for part in self._parts]}
-        return found if self._streams is None else found | {"streams": self._streams}
+        streams = self._streams
+        if self._loader is not None:
+            streams = self._loader.position(self._where, streams, world)
+        return found if streams is None else found | {"streams": streams}
 
     def _enter(self, phase: Phase) -> object:
         return self._clock(phase)

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from paceline.data.loader import Loading
 from paceline.data.plan import BatchPlan, Tail
+from paceline.data.streams import ENDLESS, StreamPlan
 from paceline.errors import UsageError
 from paceline.sessions.existing import check_taken, covers_all, keeps_order, own_collate
-
-Collate = Callable[[list[Any]], Any] | None
+from paceline.sessions.loader import Loader, Run
+from paceline.sessions.streaming import StreamLoader
+from paceline.worker.world import World
 
 
 def planned(
-    data: Dataset[Any] | DataLoader[Any],
+    data: Dataset[Any] | DataLoader[Any] | Iterable[Any],
+    run: Run,
+    world: World,
     virtual_ranks: int,
     seed: int,
+    say: Callable[[str], None],
+    split: bool,
+    loading: Loading,
     *,
     global_batch: int | None,
     batch_size: int | None,
@@ -25,10 +34,8 @@ def planned(
     accumulation: int,
     shuffle: bool | None,
     tail: Tail,
-    num_workers: int,
-    collate: Collate,
-) -> tuple[Any, BatchPlan, DataLoader[Any] | None, int, Collate]:
-    """(dataset, plan, the DataLoader whose own order counts, loader processes, collate function); see `Session.loader`.
+) -> Loader:
+    """What `Session.loader` returns; see there.
 
     Raises:
         UsageError: for what cannot be shared out.
@@ -37,26 +44,52 @@ def planned(
     dataset: Any = data
     if isinstance(data, DataLoader):
         check_taken(data)
-        given = {"shuffle": shuffle, "num_workers": num_workers or None, "collate": collate,
+        given = {"shuffle": shuffle, "num_workers": loading.num_workers or None, "collate": loading.collate,
                  "global_batch": global_batch, "batch_size": batch_size}  # fmt: skip
         if twice := [name for name, value in given.items() if value is not None]:
             raise UsageError(f"s.loader(DataLoader, {twice[0]}=...): the DataLoader says that already")
         existing, dataset = data, data.dataset
-        num_workers, collate = data.num_workers, own_collate(data)
+        loading = replace(loading, num_workers=data.num_workers, collate=own_collate(data))
         batch = data.batch_size or max(len(dataset) // max(1, len(data)), 1)
         global_batch = batch * virtual_ranks * accumulation if per_rank else batch
-        if per_rank:
+        if per_rank and not _is_stream(dataset):
             if data.batch_size is None or not covers_all(data):
                 raise UsageError("s.loader(DataLoader, per_rank=True): its sampler has an order of its own")
             existing, shuffle = None, not keeps_order(data)
-        tail = "drop" if data.drop_last or not covers_all(data) else tail
-    elif isinstance(data, IterableDataset) or not hasattr(data, "__getitem__"):
-        raise UsageError(f"s.loader takes a map-style dataset or a DataLoader, not a {type(data).__name__}")
+        tail = "drop" if data.drop_last or not (_is_stream(dataset) or covers_all(data)) else tail
     if (global_batch is None) == (batch_size is None):
         raise UsageError("s.loader(dataset, ...) needs one of global_batch= and batch_size=")
+    batch = global_batch or (batch_size or 0) * virtual_ranks * accumulation
+    if _is_stream(dataset):
+        _check_stream(dataset, shuffle, tail, loading.num_workers)
+        parts = virtual_ranks if split else 1
+        plan = StreamPlan(ENDLESS, batch, virtual_ranks, accumulation, seed, False, tail, parts)
+        return StreamLoader(run, dataset, plan, loading, world, say)
+    if split:
+        raise UsageError("s.loader(dataset, split=True): only a stream is split; this has samples by number")
     size: int = len(dataset)
     if size == 0:
         raise UsageError("s.loader: the dataset is empty")
-    batch = global_batch or (batch_size or 0) * virtual_ranks * accumulation
     plan = BatchPlan(size, batch, virtual_ranks, accumulation, seed, shuffle is not False, tail)
-    return dataset, plan, existing, num_workers, collate
+    return Loader(run, dataset, plan, loading, existing)
+
+
+def _is_stream(dataset: object) -> bool:
+    return isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
+
+
+def _check_stream(stream: object, shuffle: bool | None, tail: Tail, num_workers: int) -> None:
+    if not isinstance(stream, Iterable):
+        raise UsageError(f"s.loader takes a dataset, a stream or a DataLoader, not a {type(stream).__name__}")
+    if shuffle:
+        raise UsageError(
+            "s.loader(stream, shuffle=True): only a stream itself can shuffle what it gives, through a buffer, say, "
+            "with a seed that is the same on all ranks"
+        )
+    if tail == "pad":
+        raise UsageError("s.loader(stream, tail='pad'): a stream cannot be asked for samples again. Choose: keep, drop")
+    if num_workers > 1:
+        raise UsageError(
+            f"s.loader: a stream is read by one process, and num_workers={num_workers} would each read all of it. Give "
+            "num_workers=1 to read ahead, and split=True to let each rank read a part only"
+        )

@@ -108,7 +108,7 @@ class Session(Life):
 
     def loader(
         self,
-        data: Dataset[Any] | DataLoader[Any],
+        data: Dataset[Any] | DataLoader[Any] | Iterable[Any],
         *,
         global_batch: int | None = None,
         batch_size: int | None = None,
@@ -118,30 +118,30 @@ class Session(Life):
         tail: Tail = "keep",
         num_workers: int = 0,
         collate: Callable[[list[Any]], Any] | None = None,
+        split: bool = False,
     ) -> Loader:
         """Batches of `data`, shared out among ranks.
 
         Args:
-            data: a map-style dataset; or a DataLoader, whose dataset, collate function, workers and own order of
-                batches are taken over. Its batch size is then the global batch, as in the single-device script.
+            data: a map-style dataset; a stream: what else can be iterated; or a DataLoader, whose dataset, collate
+                function, workers and own order are taken over. Its batch size is the global batch, as before.
             global_batch: samples of a step, over all ranks.
             batch_size: instead of it, samples of each virtual rank's micro-batch.
             per_rank: the DataLoader's batch size is that of each virtual rank.
             accumulation: micro-batches that each virtual rank's share is processed in.
             shuffle: whether each epoch has an order of its own; by default it has.
             tail: of an epoch's last, incomplete batch: keep it, drop it, or pad it with repeats.
-            num_workers: loader processes of each rank.
-            collate: samples -> batch, by default torch's default_collate.
+            num_workers, collate: loader processes of each rank; samples -> batch, by default torch's default_collate.
+            split: of a stream with shards, each rank reads those of its virtual ranks only. Else it reads all of it.
 
         Raises:
             UsageError: for what cannot be shared out.
         """
-        dataset, plan, existing, num_workers, collate = planned(
-            data, self._virtual_ranks, self._seed, global_batch=global_batch, batch_size=batch_size, per_rank=per_rank,
-            accumulation=accumulation, shuffle=shuffle, tail=tail, num_workers=num_workers, collate=collate,
+        return planned(
+            data, self._iterate, self.world, self._virtual_ranks, self._seed, self.print, self._can_split(split),
+            Loading(self.device, num_workers, collate, box=self._guard.box), global_batch=global_batch,
+            batch_size=batch_size, per_rank=per_rank, accumulation=accumulation, shuffle=shuffle, tail=tail,
         )  # fmt: skip
-        loading = Loading(self.device, num_workers, collate, box=self._guard.box)
-        return Loader(self._iterate, dataset, plan, loading, existing)
 
     def epochs(self, count: int) -> Generator[int]:
         """The epochs that are left of `count`: 0, 1, ..., or after a resume from the one it broke off in."""

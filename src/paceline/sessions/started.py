@@ -63,9 +63,8 @@ def opening(plan: BatchPlan, world: World, strategy: str, name: str) -> list[str
     exact = micro * plan.virtual_ranks * plan.accumulation == plan.global_batch
     return [
         f"{name}: {plural(world.size, 'process', 'processes')} on {world.device.type}, strategy {strategy}; "
-        f"{plan.num_samples:,} samples = {plural(plan.steps_per_epoch, 'step')} an epoch; global batch "
-        f"{plan.global_batch} = {ranks} x {plural(plan.accumulation, 'micro-batch', 'micro-batches')} x "
-        f"{'' if exact else 'at most '}{micro}"
+        f"{plan.size_words}; global batch {plan.global_batch} = {ranks} x "
+        f"{plural(plan.accumulation, 'micro-batch', 'micro-batches')} x {'' if exact else 'at most '}{micro}"
     ]
 
 

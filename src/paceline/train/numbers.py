@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from paceline.errors import UsageError
 
 
-def as_json(value: Any) -> Any:
+def as_json(value: Any, of: str = "scheduler or optimizer") -> Any:
     """`value` as JSON that `from_json` turns back: numbers, words, lists and tables of them.
 
     Raises:
@@ -24,10 +24,10 @@ def as_json(value: Any) -> Any:
     if isinstance(value, float):
         return {"float": value.hex()}
     if isinstance(value, (list, tuple)):
-        return [as_json(part) for part in value]
+        return [as_json(part, of) for part in value]
     if isinstance(value, Mapping):
-        return {"table": [[as_json(key), as_json(part)] for key, part in value.items()]}
-    raise UsageError(f"a {type(value).__name__} in the state of a scheduler or optimizer cannot be saved: only numbers")
+        return {"table": [[as_json(key, of), as_json(part, of)] for key, part in value.items()]}
+    raise UsageError(f"a {type(value).__name__} in the state of a {of} cannot be saved: only numbers and words")
 
 
 def from_json(value: Any) -> Any:

@@ -18,10 +18,8 @@ from paceline.worker.world import World
 Write = Callable[[events.Event], None]
 
 
-def write_started(
-    write: Write, world: World, plan: BatchPlan, place: Place, start: int, *, own_order: bool = False
-) -> None:
-    """Write that this rank begins, with the state after `start` steps; `own_order`: samples are listed with each."""
+def write_started(write: Write, world: World, plan: BatchPlan, place: Place, start: int) -> None:
+    """Write that this rank begins, with the state after `start` steps."""
     write(
         events.Started(
             attempt=place.attempt,
@@ -33,9 +31,10 @@ def write_started(
             unix_time=time.time(),
             generation=place.generation,
             start_step=start,
-            num_samples=plan.num_samples,
-            steps_per_epoch=plan.steps_per_epoch,
-            own_order=own_order,
+            num_samples=0 if plan.parts_of_stream else plan.num_samples,
+            steps_per_epoch=0 if plan.parts_of_stream else plan.steps_per_epoch,
+            own_order=plan.own_order,
+            stream_parts=plan.parts_of_stream,
         )
     )
 

@@ -534,3 +534,28 @@ def test_a_hosts_name_does_not_steer_the_terminal(tmp_path, capsys):
     main([str(tmp_path)])
     shown = capsys.readouterr().out
     assert "[/bold]n1" in shown and "\x1b" not in shown
+
+
+@pytest.mark.parametrize(
+    ("parts", "second", "told"),
+    [
+        (1, [4, 5], None),
+        (1, [3, 4], "epoch 0: of its stream 0 samples were passed over, 1 repeated"),
+        (1, [5, 6], "epoch 0: of its stream 1 samples were passed over, 0 repeated"),
+        (2, [4, 6, 8], None),  # part 1 has ended before part 0
+        (2, [6, 8], "epoch 0: of its stream 1 samples were passed over, 0 repeated"),
+    ],
+)
+def test_a_streams_samples_are_judged_by_their_numbers(tmp_path, capsys, parts, second, told):
+    shape = DataConfig(global_batch=4, virtual_ranks=2, tail="drop")
+    (tmp_path / "config.toml").write_text(dump(TrainConfig(task="mine", data=shape)))
+    with EventWriter(tmp_path / "events-0.jsonl") as writer:
+        writer.write(Started(1, 0, 1, "host", 1, "cpu", 0.0, own_order=True, stream_parts=parts))
+        for step, used in ((1, [0, 1, 2, 3]), (2, second)):
+            hashed = f"{fingerprint(torch.tensor(used)):016x}"
+            writer.write(Samples(step, 0, 0, 0, used))
+            writer.write(Step(step, 0, 1.0, len(used), 0.1, 0.1, 0.0, 0.0, None, (0, 2), len(used), hashed))
+        writer.write(Ended(2, 0.0))
+    assert main([str(tmp_path)]) == (told is not None)
+    clean = f"each sample taken from the stream was used exactly once, {4 + len(second)} in 1 epoch"
+    assert (told or clean) in capsys.readouterr().out.replace("\n", " ")

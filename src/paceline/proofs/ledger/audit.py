@@ -7,7 +7,7 @@ without the plan: what the ranks say they used must add up to all samples there 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
 
@@ -15,6 +15,7 @@ import torch
 
 from paceline.data.consumed import add, fingerprint
 from paceline.data.plan import BatchPlan, Tail
+from paceline.data.streams import ENDLESS
 from paceline.errors import UsageError
 from paceline.proofs.ledger.starts import RunStart, counting, left_out, read_starts
 from paceline.proofs.ledger.steps import JudgedStep, judge_step, sentences, steps_words
@@ -63,6 +64,8 @@ class Audit:
     """steps that count, and whose samples have changed nothing"""
     notes: list[str] = field(default_factory=list[str])
     findings: list[str] = field(default_factory=list[str])
+    is_stream: bool = False
+    """nobody knows how many samples there are: those that were used are judged by their numbers"""
 
 
 def audit(run_dir: Path, make_plan: Callable[[int], BatchPlan]) -> Audit:
@@ -80,10 +83,13 @@ def audit(run_dir: Path, make_plan: Callable[[int], BatchPlan]) -> Audit:
         raise UsageError(f"{run_dir} holds no events of a rank (events-<rank>.jsonl): nothing was trained there")
     ranges = counting(starts)
     _check_plausible(starts, ranges)
-    plan = make_plan(max(1, starts[0].first.num_samples))
+    parts = starts[0].first.stream_parts
+    plan = make_plan(ENDLESS if parts else max(1, starts[0].first.num_samples))
     incarnations = [_incarnation(start, counts) for start, counts in zip(starts, ranges, strict=True)]
-    result = Audit(plan.num_samples, plan.steps_per_epoch, plan.tail, incarnations)
-    if older := [start.name for start in starts if any(log.started.num_samples == 0 for log in start.logs)]:
+    result = Audit(plan.num_samples, plan.steps_per_epoch, plan.tail, incarnations, is_stream=parts > 0)
+    if parts:
+        result = replace(result, num_samples=0, steps_per_epoch=0)
+    elif older := [start.name for start in starts if any(log.started.num_samples == 0 for log in start.logs)]:
         result.findings.append(
             f"this run was written by an older paceline: {', '.join(older)} did not write down which samples a rank "
             "used, so that each was used once cannot be proven"
@@ -94,9 +100,13 @@ def audit(run_dir: Path, make_plan: Callable[[int], BatchPlan]) -> Audit:
     begin = min(start.first.start_step for start in starts)
     faults += [(step, "missing: every attempt began after it") for step in range(1, begin + 1)]
     judged = (judge_step(step, start, plan) for start, counts in zip(starts, ranges, strict=True) for step in counts)
-    for epoch, group in groupby(judged, lambda one: (one.step - 1) // plan.steps_per_epoch):
+    for epoch, group in groupby(judged, lambda one: one.epoch if parts else (one.step - 1) // plan.steps_per_epoch):
         steps = list(group)
         faults += [(one.step, text) for one in steps for text in one.faults]
+        if parts:
+            result.epochs.append(_epoch_of_stream(epoch, steps, parts))
+            result.findings.extend(_against_the_stream(result.epochs[-1]))
+            continue
         result.epochs.append(_epoch(epoch, steps, plan.num_samples))
         if plan.tail == "keep" and len(steps) == plan.steps_per_epoch:
             result.findings.extend(_against_all_samples(epoch, steps, plan.num_samples))
@@ -149,9 +159,9 @@ def _disagreements(start: RunStart, plan: BatchPlan) -> Iterator[str]:
     ranks = [log.started.rank for log in start.logs]
     for rank in sorted({rank for rank in ranks if ranks.count(rank) > 1}):
         yield f"{start.name}: rank {rank} began twice"
-    for name in ("world_size", "start_step", "num_samples", "steps_per_epoch"):
+    for name in ("world_size", "start_step", "num_samples", "steps_per_epoch", "stream_parts"):
         told = sorted({getattr(log.started, name) for log in start.logs})
-        planned = getattr(plan, name, None)
+        planned = None if start.first.stream_parts else getattr(plan, name, None)
         if len(told) > 1:
             yield f"{start.name}: its ranks disagree about {name}: {', '.join(map(str, told))}"
         elif planned is not None and told != [planned]:
@@ -174,6 +184,20 @@ def _epoch(epoch: int, steps: Sequence[JudgedStep], num_samples: int) -> Epoch:
     return Epoch(epoch, len(steps), once, num_samples - len(values), len(values) - once)
 
 
+def _epoch_of_stream(epoch: int, steps: Sequence[JudgedStep], parts: int) -> Epoch:
+    """Sample n * parts + v is the n-th of part v: of each part all are used, from the first to the last that was."""
+    used = torch.cat([one.indices for one in steps if one.indices is not None] or [torch.empty(0, dtype=torch.int64)])
+    values, counts = used.unique(return_counts=True)
+    given = sum(int(of_part.max()) // parts + 1 for v in range(parts) if len(of_part := values[values % parts == v]))
+    once = int((counts == 1).sum())
+    return Epoch(epoch, len(steps), once, given - len(values), len(values) - once)
+
+
+def _against_the_stream(epoch: Epoch) -> Iterator[str]:
+    if epoch.never or epoch.repeatedly:
+        yield f"epoch {epoch.epoch}: of its stream {epoch.never} samples were passed over, {epoch.repeatedly} repeated"
+
+
 def _against_all_samples(epoch: int, steps: Sequence[JudgedStep], num_samples: int) -> Iterator[str]:
     """The check that does not use the plan: whoever used a sample, and whenever."""
     consumed = sum(one.consumed for one in steps)
@@ -184,9 +208,9 @@ def _against_all_samples(epoch: int, steps: Sequence[JudgedStep], num_samples: i
 
 
 def _notes(last: RunStart, counts: range, plan: BatchPlan, epochs: Sequence[Epoch]) -> Iterator[str]:
-    if epochs and epochs[-1].steps < plan.steps_per_epoch:
+    if epochs and epochs[-1].steps < plan.steps_per_epoch and not last.first.stream_parts:
         yield f"epoch {epochs[-1].epoch} is unfinished: {epochs[-1].steps} of {plan.steps_per_epoch} steps"
-    if plan.tail != "keep":
+    if plan.tail != "keep" and not last.first.stream_parts:
         yield f"tail '{plan.tail}': the steps are compared with the plan only, which does not use each sample once"
     ahead = [log for log in last.logs if log.reached >= counts.stop]
     if ahead:

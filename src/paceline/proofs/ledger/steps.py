@@ -23,6 +23,8 @@ class JudgedStep:
     indices: Tensor | None  # what was used, where that is known
     consumed: int
     fingerprint: int
+    epoch: int = 0
+    """as the ranks say"""
 
 
 def judge_step(step: int, start: RunStart, plan: BatchPlan) -> JudgedStep:
@@ -39,7 +41,8 @@ def judge_step(step: int, start: RunStart, plan: BatchPlan) -> JudgedStep:
         indices = torch.tensor([i for log in logs for i in log.samples.get(step, [])], dtype=torch.int64)
     else:
         indices = None if faults else planned
-    return JudgedStep(step, faults, indices, consumed, add(*map(_fingerprint, lines)))
+    epoch = lines[0].epoch if lines else 0
+    return JudgedStep(step, faults, indices, consumed, add(*map(_fingerprint, lines)), epoch)
 
 
 def _faults(step: int, start: RunStart, logs: Sequence[Log], plan: BatchPlan) -> Iterator[str]:

@@ -1,0 +1,235 @@
+"""Data without end: the samples of a stream, numbered from 0 in each epoch, are dealt to virtual ranks batch by batch.
+
+Whole, a stream is one sequence: global batch b is its next samples, dealt as any batch is. Every rank reads all of it
+and keeps its own. In parts, virtual rank v has a stream of its own, the v-th of V, and a rank reads only those of its
+virtual ranks; the n-th sample of part v has number n * V + v. Either way who computes shows nowhere, and the position
+after so many batches is known without a word between ranks.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+from itertools import count, islice
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, default_collate
+from torch.utils.data._utils import worker
+
+from paceline.data.ahead import moved
+from paceline.data.fingerprint import hash_of
+from paceline.data.loader import Loading, begin_worker, drained
+from paceline.data.plan import BatchPlan
+from paceline.errors import UsageError
+from paceline.seeding import derive, seed_streams
+
+ENDLESS = 1 << 62
+PROBES = 4  # samples of each batch by which two readings are compared
+
+
+@dataclass(frozen=True)
+class StreamPlan(BatchPlan):
+    """The global batches of a stream, as if it never ended."""
+
+    own_order = True
+    parts_of_stream: int = 1
+    """1: it is one sequence; else as many as there are virtual ranks"""
+
+    @property
+    def size_words(self) -> str:
+        """For the opening line."""
+        if self.parts_of_stream == 1:
+            return "a stream that every rank reads, keeping its own samples"
+        return f"a stream in {self.parts_of_stream} parts, one for each virtual rank"
+
+
+def part_of(stream: Any, number: int, parts: int) -> Any:
+    """Part `number` of `parts` of a stream.
+
+    Raises:
+        UsageError: if it cannot be split in so many.
+    """
+    kind, shards = type(stream).__name__, getattr(stream, "num_shards", None)
+    if not callable(getattr(stream, "shard", None)) or not isinstance(shards, int):
+        raise UsageError(
+            f"s.loader(stream, split=True): a {kind} has no num_shards and shard(num_shards, index). Without "
+            "split=True every rank reads the whole stream and keeps its own samples"
+        )
+    if shards < parts:
+        raise UsageError(
+            f"s.loader(stream, split=True): the {kind} has {shards} shards, and each of {parts} virtual ranks needs "
+            "one. Make more shards, take fewer virtual ranks, or leave split=True away: every rank then reads all of it"
+        )
+    return stream.shard(num_shards=parts, index=number)
+
+
+class Part:
+    """A stream, or one part of it, epoch after epoch: gives its samples by number."""
+
+    def __init__(self, stream: Any, seed: int, number: int = 0, parts: int = 1) -> None:
+        self.number, self._stream, self._seed, self._parts = number, stream, seed, parts
+        self._saves = all(callable(getattr(stream, name, None)) for name in ("state_dict", "load_state_dict"))
+        self._blank = self.state()
+
+    def state(self) -> Any:
+        """Where it stands, by its own word; None where it has none."""
+        return copy.deepcopy(self._stream.state_dict()) if self._saves else None
+
+    def begin(self, epoch: int, start: int, state: Any) -> None:
+        """Go to sample `start` of `epoch`: by the `state` that it had there, or without one by counting."""
+        self._epoch, self.taken = epoch, 0
+        if self._saves:  # some begin a second time where they ended
+            self._stream.load_state_dict(copy.deepcopy(self._blank if state is None else state))
+        if callable(set_epoch := getattr(self._stream, "set_epoch", None)):
+            set_epoch(epoch)
+        seed_streams(derive(self._seed, "stream", epoch, self.number))
+        self._samples = iter(self._stream)
+        if state is not None:
+            self.taken = start
+            return
+        for _ in self._drawn(start):
+            pass
+
+    def take(self, most: int) -> list[tuple[int, Any]]:
+        """The next samples, each with its number; fewer than `most` at the end."""
+        return [*self._drawn(most)]
+
+    def _drawn(self, most: int) -> Iterator[tuple[int, Any]]:
+        for _ in range(most):
+            number = self.taken * self._parts + self.number
+            seed_streams(derive(self._seed, "sample", self._epoch, number))
+            try:
+                sample = next(self._samples)
+            except StopIteration:
+                return
+            except Exception as error:
+                error.add_note(f"The stream has raised this for sample {number} of epoch {self._epoch + 1}.")
+                raise
+            self.taken += 1
+            yield number, sample
+
+
+class Share(NamedTuple):
+    """One micro-batch of a virtual rank; a stand-in, for a rank that has none, is not counted."""
+
+    virtual_rank: int
+    part: int
+    numbers: list[int]
+    counted: bool
+    batch: Any
+
+    @property
+    def indices(self) -> Tensor:
+        """(n,) int64: its numbers."""
+        return torch.tensor(self.numbers, dtype=torch.int64)
+
+
+class Chunk(NamedTuple):
+    """What a rank has of one global batch."""
+
+    shares: list[Share]
+    seen: int
+    """samples up to the end of this batch, in all that it reads"""
+    before: dict[int, Any]
+    """the state of each part before this batch, where it has one"""
+    probe: str
+    """a hash of some samples of the first part that it reads"""
+
+    @property
+    def mine(self) -> int:
+        """Samples of this rank."""
+        return sum(len(share.numbers) for share in self.shares if share.counted)
+
+
+class Reader(IterableDataset[Chunk]):
+    """Reads a rank's chunks, one for each global batch from `start` on, for ever: without samples after the end."""
+
+    def __init__(
+        self,
+        parts: Sequence[Part],
+        plan: StreamPlan,
+        share: range,
+        epoch: int,
+        *,
+        start: int = 0,
+        states: Mapping[int, Any] | None = None,
+        least: int = 0,
+        collate: Callable[[list[Any]], Any] | None = None,
+    ) -> None:
+        """`least`: an epoch's last batch of fewer samples belongs to the one before it."""
+        self._parts, self._plan, self._share, self._epoch = parts, plan, share, epoch
+        self._start, self._states, self._least = start, states or {}, least
+        self._collate = collate or default_collate
+
+    def __iter__(self) -> Iterator[Chunk]:
+        """See the class."""
+        worker._worker_info = None  # pyright: ignore[reportPrivateUsage] - a stream splits nothing by itself here
+        plan, spare = self._plan, None
+        for part in self._parts:
+            part.begin(self._epoch, self._start * self._quota(part), self._states.get(part.number))
+        waiting: list[tuple[int, Any]] = []  # read and not yet in a batch
+        for _ in count():
+            before = {part.number: part.state() for part in self._parts}
+            found = [part.take(self._quota(part) + self._least - len(waiting)) for part in self._parts]
+            if self._least:
+                waiting += found[0]
+                last = len(waiting) < plan.global_batch + self._least
+                found = [waiting if last else waiting[: plan.global_batch]]
+                waiting = [] if last else waiting[plan.global_batch :]
+            spare = next((one[0] for one in found if one), spare)
+            seen, probed = (
+                sum(part.taken for part in self._parts) - len(waiting),
+                found[0][:: max(1, len(found[0]) // PROBES)],
+            )
+            shares = [*self._shared_out(found)]
+            if not shares and spare is not None:
+                shares = [self._collated(self._share[0], 0, [spare], counted=False)]
+            yield Chunk(shares, seen, before, hash_of(sample for _, sample in probed))
+
+    def _quota(self, part: Part) -> int:
+        """How many samples of a part are in one global batch."""
+        plan = self._plan
+        if plan.parts_of_stream == 1:
+            return plan.global_batch
+        return len(range(part.number, plan.global_batch, plan.virtual_ranks))
+
+    def _shared_out(self, found: Sequence[list[tuple[int, Any]]]) -> Iterator[Share]:
+        plan = self._plan
+        for at, virtual_rank in enumerate(self._share):
+            mine = found[at] if plan.parts_of_stream > 1 else found[0][virtual_rank :: plan.virtual_ranks]
+            rest, micro = iter(mine), min(plan.accumulation, len(mine))
+            for k in range(micro):
+                one = [*islice(rest, len(range(k, len(mine), micro)))]  # nearly equal, as torch cuts a tensor
+                yield self._collated(virtual_rank, k, one)
+
+    def _collated(self, virtual_rank: int, part: int, one: list[tuple[int, Any]], *, counted: bool = True) -> Share:
+        numbers = [number for number, _ in one]
+        seed_streams(derive(self._plan.seed, "samples", self._epoch, *numbers))  # which other ranks' samples have moved
+        return Share(virtual_rank, part, numbers, counted, self._collate([sample for _, sample in one]))
+
+
+def read_chunks(reader: Reader, loading: Loading) -> Generator[Chunk]:
+    """The chunks of a reader on the device; with a loader process, that one reads ahead."""
+    box, chunks = None, iter(reader)
+    if loading.num_workers:
+        box = loading.box
+        chunks = iter(
+            DataLoader(
+                reader, batch_size=None, num_workers=1, collate_fn=_as_it_is, pin_memory=loading.device.type == "cuda",
+                worker_init_fn=partial(begin_worker, os.getpid()), generator=torch.Generator().manual_seed(0),
+            )
+        )  # fmt: skip
+    with closing(drained(chunks, box)) as read_on:
+        for chunk in read_on:
+            shares = [share._replace(batch=moved(share.batch, loading.device)) for share in chunk.shares]
+            yield chunk._replace(shares=shares)
+
+
+def _as_it_is(chunk: Any) -> Any:
+    return chunk

@@ -1,0 +1,127 @@
+"""A stream's samples reach virtual ranks by their number, whoever reads them and from wherever."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import IterableDataset, get_worker_info
+
+from paceline.data.loader import Loading
+from paceline.data.plan import BatchPlan, ranks_share
+from paceline.data.streams import ENDLESS, Chunk, Part, Reader, StreamPlan, part_of, read_chunks
+
+CPU = Loading(torch.device("cpu"))
+
+
+class Numbers(IterableDataset[Any]):
+    num_shards = 4
+
+    def __init__(self, numbers: list[int]) -> None:
+        self.numbers, self.at = numbers, 0
+
+    def __iter__(self) -> Iterator[Any]:
+        assert get_worker_info() is None  # or a stream might split itself
+        while self.at < len(self.numbers):
+            self.at += 1
+            yield self.numbers[self.at - 1], torch.rand(())
+
+    def state_dict(self) -> Any:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.at = state["at"]
+
+    def shard(self, num_shards: int, index: int) -> Numbers:
+        return Numbers(self.numbers[index::num_shards])
+
+
+def plan(virtual_ranks: int, *, parts: int = 1, accumulation: int = 1) -> StreamPlan:
+    return StreamPlan(ENDLESS, 8, virtual_ranks, accumulation, 7, False, "keep", parts)
+
+
+def chunks(parts: list[Part], of: StreamPlan, share: range, **how: Any) -> list[Chunk]:
+    """All up to the end."""
+    loading = how.pop("loading", CPU)
+    found: list[Chunk] = []
+    for chunk in read_chunks(Reader(parts, of, share, how.pop("epoch", 0), **how), loading):
+        if not chunk.mine and found and chunk.seen == found[-1].seen:
+            return found
+        found.append(chunk)
+    return found
+
+
+def dealt(found: list[list[Chunk]]) -> dict[tuple[int, int, int], tuple[list[int], list[float]]]:
+    """(step, virtual rank, micro-batch) -> its samples' numbers, and what was drawn for each."""
+    return {
+        (step, share.virtual_rank, share.part): (share.numbers, share.batch[1].tolist())
+        for of_rank in found
+        for step, chunk in enumerate(of_rank)
+        for share in chunk.shares
+        if share.counted
+    }
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_it_is_dealt_as_samples_with_numbers_are_on_every_number_of_ranks(accumulation: int) -> None:
+    of, same = plan(3, accumulation=accumulation), BatchPlan(21, 8, 3, accumulation, shuffle=False)
+    alone = None
+    for size in (1, 2, 3):
+        found = dealt(
+            [chunks([Part(Numbers([*range(21)]), 7)], of, ranks_share(3, rank, size)) for rank in range(size)]
+        )
+        alone = alone or found
+        assert found == alone
+    assert alone is not None
+    for (step, virtual_rank, part), (numbers, _) in alone.items():
+        assert numbers == same.microbatch(0, step, virtual_rank, part).tolist()
+    assert sorted(number for numbers, _ in alone.values() for number in numbers) == [*range(21)]
+
+
+def test_in_parts_each_virtual_rank_has_a_stream_of_its_own_and_none_is_cut_short() -> None:
+    of, stream, alone = plan(4, parts=4), Numbers([*range(42)]), None
+    for size in (1, 2, 3):
+        shares = [ranks_share(4, rank, size) for rank in range(size)]
+        found = dealt([chunks([Part(part_of(stream, v, 4), 7, v, 4) for v in share], of, share) for share in shares])
+        alone = alone or found
+        assert found == alone
+    assert alone is not None
+    assert sorted(number for numbers, _ in alone.values() for number in numbers) == [*range(42)]
+    assert all(number % 4 == virtual_rank for (_, virtual_rank, _), (ns, _) in alone.items() for number in ns)
+
+
+@pytest.mark.parametrize("start", [1, 2, 3])
+def test_from_a_state_as_from_counting_as_from_the_begin(start: int) -> None:
+    of, share = plan(3), range(1, 3)
+    whole = chunks([Part(Numbers([*range(21)]), 7)], of, share, epoch=2)
+    whole += [] if len(whole) > start else [whole[-1]._replace(shares=[])]
+    part = Part(Numbers([*range(21)]), 7)
+    for states in ({}, {0: {"at": 8 * start}}, {}):  # the last: it begins again, though it stands at its end
+        found = chunks([part], of, share, epoch=2, start=start, states=states)
+        assert [chunk.probe for chunk in found if chunk.mine] == [chunk.probe for chunk in whole[start:] if chunk.mine]
+        assert dealt([found]) == dealt([whole[start:]])
+
+
+def test_a_process_that_reads_ahead_gives_what_this_one_does() -> None:
+    part, of, ahead = Part(Numbers([*range(21)]), 7), plan(2), Loading(CPU.device, 1)
+    here, there = (chunks([part], of, range(2), loading=loading) for loading in (CPU, ahead))
+    assert dealt([here]) == dealt([there]) and [c.before for c in here] == [c.before for c in there]
+
+
+def test_a_rank_without_a_share_has_a_stand_in_and_a_few_last_ones_join_the_batch_before() -> None:
+    part, of = Part(Numbers([*range(9)]), 7), plan(3)
+    last = chunks([part], of, range(2, 3))[-1]
+    assert [(share.numbers, share.counted) for share in last.shares] == [([8], False)] and last.mine == 0
+    joined = chunks([part], of, range(2, 3), least=3)
+    assert [share.numbers for chunk in joined for share in chunk.shares] == [[2, 5, 8]]
+    exact = chunks([Part(Numbers([*range(11)]), 7)], of, range(2, 3), least=3)
+    assert [share.numbers for chunk in exact for share in chunk.shares] == [[2, 5], [10]]
+
+
+def test_reading_draws_nothing_from_the_streams_outside() -> None:
+    before = torch.get_rng_state()
+    assert len([*islice(read_chunks(Reader([Part(Numbers([*range(21)]), 7)], plan(1), range(1), 0), CPU), 2)]) == 2
+    assert torch.equal(before, torch.get_rng_state())
