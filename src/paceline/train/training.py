@@ -16,6 +16,7 @@ from paceline.contract.evidence import Phase
 from paceline.data.loader import load_steps, naming_lost_processes
 from paceline.errors import ExitCode, PacelineError, TrainingError, UsageError
 from paceline.observe import events
+from paceline.observe.folder import WEIGHTS
 from paceline.observe.progress import Display, Throughput
 from paceline.observe.summary import Summary, write_summary
 from paceline.rhythm import steps_or_seconds
@@ -135,6 +136,8 @@ class Training:
             for record in records:
                 self._note(record)
                 found = record.result.left_out
+                if found is None and parts.average is not None:
+                    parts.average.update()
                 if found is not None and self._left_out.goes_back(self._step, found) and not record.result.votes.stop:
                     if (back := self._keeping.newest()) is not None:
                         return back
@@ -225,8 +228,8 @@ class Training:
             # A rank whose weights differ has not computed this run.
             check_equal("final weights", sha256, self._world, error=TrainingError)
             if self._world.rank == 0:
-                save(weights, self._place.folder / "model.safetensors")
-            self._evaluations.call(self._parts.task.on_end, self._step)
+                save(weights, self._place.folder / WEIGHTS)
+        self._evaluations.end(self._step)
         if self._world.rank == 0:
             summary = self._summary(ExitCode.DONE, costs, sha256, seconds)
             write_summary(self._place.folder, summary)
