@@ -53,13 +53,14 @@ class Training:
         self._failed_in: int = Phase.CLOSE
         self._order = CallOrder(self._world, self._guard.take_order, self._guard.taken, self._say)
         self._left_out = LeftOut(self._config.guard.not_finite, self._world, self._say)
-        shown = self._world.rank == 0
-        self._display = Display(total_steps=parts.total_steps, interval=self._config.run.log_interval, shown=shown)
+        interval, shown = self._config.run.log_interval, self._world.rank == 0
+        self._display = Display(total_steps=parts.total_steps, interval=interval, shown=shown)
         self._writer = events.EventWriter(place.folder / f"events-{self._world.rank}.jsonl")
         c = self._config.checkpoint
         rhythm = Rhythm(c.watch_every, c.snapshot_every, *steps_or_seconds(c.checkpoint_every))
-        found = origin.content if origin else None
-        self._evaluations = Evaluations(parts, place, found, self._writer.write, self._say, self._display.say)
+        self._evaluations = Evaluations(
+            parts, place, origin and origin.content, self._writer.write, self._say, self._display.say
+        )
         self._keeping = Keeping(
             parts.replica, place, origin, rhythm,
             keep=c.keep, writer=self._writer, say=self._say, enter=self._guard.box.enter,
@@ -135,8 +136,7 @@ class Training:
         try:
             for record in records:
                 self._note(record)
-                found = record.result.left_out
-                if found is None and parts.average is not None:
+                if (found := record.result.left_out) is None and parts.average is not None:
                     parts.average.update()
                 if found is not None and self._left_out.goes_back(self._step, found) and not record.result.votes.stop:
                     if (back := self._keeping.newest()) is not None:
