@@ -79,6 +79,9 @@ class OptimizerConfig:
     """decoupled for adamw, an L2 penalty for sgd"""
     momentum: float = 0.9
     """sgd's"""
+    ema: float | None = None
+    """keep an average of the weights, of which so much stays at each step (0.999); it is evaluated, and saved as
+    model-ema.safetensors beside the weights"""
     clip_norm: float | None = None
     """clip the global gradient norm to this"""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
@@ -503,6 +506,8 @@ def check_values(config: TrainConfig) -> None:
                 raise UsageError(f"--{key.replace('_', '-')} must be finite, got {value}")
     _check_compute(config)
     steps_or_seconds(config.checkpoint.checkpoint_every)
+    if config.optimizer.ema is not None and not 0 < config.optimizer.ema < 1:
+        raise UsageError(f"--ema is the part of the average that stays, between 0 and 1, got {config.optimizer.ema}")
     if config.checkpoint.keep < 2:
         raise UsageError(f"--keep must be at least 2, got {config.checkpoint.keep}: the newest may turn out damaged")
     if config.launch.timeout > LONGEST_TIMEOUT:

@@ -30,13 +30,13 @@ FIXED = {
 BITS_ONLY = ("threads_per_rank", "hardware")  # compared only where bits were promised
 CHANGEABLE = (
     "task", "accumulation", "lr", "weight_decay", "momentum", "clip_norm", "schedule", "warmup_steps", "lr_scaling",
-    "lr_base_batch", "epochs", "steps", "precision", *BITS_ONLY,
+    "lr_base_batch", "ema", "epochs", "steps", "precision", *BITS_ONLY,
 )  # fmt: skip
 """what may change if `--allow-change` names it; everything else (world size, strategy, ...) may change freely"""
 
 OF_TASK = "set."  # begins the names of the task's own settings, which may change likewise
 
-ADDED = {"precision": "fp32", "make_optimizer": None, "make_schedule": None, "init_from": None}
+ADDED = {"precision": "fp32", "make_optimizer": None, "make_schedule": None, "init_from": None, "ema": None}
 """what the definitions of older checkpoints do not contain, and what it was then"""
 
 
@@ -60,6 +60,7 @@ def settings(config: TrainConfig) -> dict[str, Any]:
         "weight_decay": o.weight_decay,
         "momentum": o.momentum if o.optimizer == "sgd" else None,
         "clip_norm": o.clip_norm,
+        "ema": o.ema,
         "schedule": o.schedule,
         "warmup_steps": o.warmup_steps,
         "lr_scaling": o.lr_scaling,

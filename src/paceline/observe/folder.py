@@ -29,7 +29,7 @@ from paceline.errors import TrainingError, UsageError
 CONFIG = "config.toml"
 SUMMARY = "summary.json"
 WEIGHTS = "model.safetensors"
-BEST_WEIGHTS = "model-best.safetensors"
+BEST_WEIGHTS, AVERAGE_WEIGHTS = "model-best.safetensors", "model-ema.safetensors"
 CHECKPOINTS = "checkpoints"
 LOCK = ".lock"
 MOST_STARTS = 999_999  # numbers of attempts

@@ -11,7 +11,7 @@ from typing import Any
 from paceline.contract.evidence import Phase
 from paceline.definition import settings
 from paceline.observe import events
-from paceline.observe.folder import BEST_WEIGHTS
+from paceline.observe.folder import AVERAGE_WEIGHTS, BEST_WEIGHTS
 from paceline.observe.summary import scores_line
 from paceline.observe.track import Tracking, wanted
 from paceline.sums import together
@@ -105,10 +105,7 @@ class Evaluations:
         self.metrics = self._scores(self._judged, step)
         self.step = step
         if self.best.judge(step, self.metrics) and self.best.keeps:
-            with parts.replica.merged_buffers():
-                weights = parts.replica.weights()
-                if self._world.rank == 0:
-                    save(weights, self._place.folder / BEST_WEIGHTS)
+            self._save(BEST_WEIGHTS)
         if self.best.is_over and step < parts.total_steps:
             self.ended_early = self.best.words
             self._say(f"ends after step {step}: {self.ended_early}")
@@ -123,7 +120,7 @@ class Evaluations:
         parts, began, box = self._parts, time.perf_counter(), Guard.of_process().box
         before = box.enter(Phase.EVALUATE)  # and it stays so after an error: whose it is, is seen by it
         found = evaluate(
-            parts.replica, parts.eval_sets[split], parts.task.loss, parts.task.metrics,
+            parts.judged, parts.eval_sets[split], parts.task.loss, parts.task.metrics,
             replace(parts.loading, box=box, evaluates=True), tick=box.tick,
         )  # fmt: skip
         box.enter(before)
@@ -131,6 +128,20 @@ class Evaluations:
         self._tracking.log(step, {f"{split}/{name}": value for name, value in found.items()})
         self._show(f"{split} after step {step}: {scores_line(found)}")
         return found
+
+    def end(self, step: int) -> None:
+        """The weights after the last step are saved (a collective)."""
+        if self._parts.average is not None:
+            self._save(AVERAGE_WEIGHTS)
+        self.call(self._parts.task.on_end, step)
+
+    def _save(self, name: str) -> None:
+        """Write the weights that are evaluated into the run folder (a collective)."""
+        judged = self._parts.judged
+        with judged.merged_buffers():
+            weights = judged.weights()
+            if self._world.rank == 0:
+                save(weights, self._place.folder / name)
 
     def call(self, callback: Callback | None, step: int) -> None:
         """Let a function of the task see where the training is."""

@@ -33,6 +33,7 @@ from paceline.tasks import load_task
 from paceline.tasks.calling import call
 from paceline.tasks.settings import defined
 from paceline.tasks.task import SPLITS, Split, Task
+from paceline.train.average import Average, with_average
 from paceline.train.computing import Settled, settle
 from paceline.train.determinism import explained
 from paceline.train.evaluate import evaluating, try_evaluation
@@ -65,6 +66,14 @@ class Parts:
     settled: Settled = field(default_factory=Settled)
     own: dict[str, Any] = field(default_factory=dict[str, Any])
     """what the task says in place of settings, for the definition"""
+    average: Average | None = None
+    judged: Replica = field(init=False)
+    """what is evaluated: the replica, with its average for weights if there is one"""
+
+    def __post_init__(self) -> None:
+        replica, judged = (self.replica,) * 2 if self.average is None else with_average(self.replica, self.average)
+        object.__setattr__(self, "replica", replica)
+        object.__setattr__(self, "judged", judged)
 
     def take_over(self, origin: Origin) -> None:
         """Go on from `origin`."""
@@ -117,9 +126,11 @@ def prepare(config: TrainConfig, world: World) -> Parts:
     own |= defined(str(config.task), task_options(config))
     check_equal("the task's settings, optimizer and schedule", own, world)
     train_set = sets.pop("train")
+    average = None if o.ema is None else Average(replica, o.ema)
     return Parts(
-        config, task, train_set, sets, replica, plan, share, schedule, loading, total_steps, data, settled, own
-    )
+        config, task, train_set, sets, replica, plan, share, schedule, loading, total_steps, data, settled, own,
+        average,
+    )  # fmt: skip
 
 
 def make_model(task: Task, seed: int, world: World) -> nn.Module:

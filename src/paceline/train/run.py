@@ -93,6 +93,8 @@ def train(config: TrainConfig, *, run_dir: Path | None = None) -> Outcome:
                 elif (begun := config.model.init_from) is not None:
                     trust, report = config.run.trust, place.notices.append
                     begun = begin_with(parts.replica, begun, trust=trust, report=report)
+                    if parts.average is not None:
+                        parts.average.begin()
                 facts = {"unbroken": _unbroken(config, place, origin), "init_sha256": begun}
                 place = replace(place, definition={**place.definition, **facts})
                 if place.attempt_dir is not None:  # rank 0; not earlier: a refused run must overwrite nothing

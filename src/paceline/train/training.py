@@ -16,6 +16,7 @@ from paceline.contract.evidence import Phase
 from paceline.data.loader import load_steps, naming_lost_processes
 from paceline.errors import ExitCode, PacelineError, TrainingError, UsageError
 from paceline.observe import events
+from paceline.observe.folder import WEIGHTS
 from paceline.observe.progress import Display, Throughput
 from paceline.observe.summary import Summary, write_summary
 from paceline.rhythm import steps_or_seconds
@@ -52,13 +53,14 @@ class Training:
         self._failed_in: int = Phase.CLOSE
         self._order = CallOrder(self._world, self._guard.take_order, self._guard.taken, self._say)
         self._left_out = LeftOut(self._config.guard.not_finite, self._world, self._say)
-        shown = self._world.rank == 0
-        self._display = Display(total_steps=parts.total_steps, interval=self._config.run.log_interval, shown=shown)
+        interval, shown = self._config.run.log_interval, self._world.rank == 0
+        self._display = Display(total_steps=parts.total_steps, interval=interval, shown=shown)
         self._writer = events.EventWriter(place.folder / f"events-{self._world.rank}.jsonl")
         c = self._config.checkpoint
         rhythm = Rhythm(c.watch_every, c.snapshot_every, *steps_or_seconds(c.checkpoint_every))
-        found = origin.content if origin else None
-        self._evaluations = Evaluations(parts, place, found, self._writer.write, self._say, self._display.say)
+        self._evaluations = Evaluations(
+            parts, place, origin and origin.content, self._writer.write, self._say, self._display.say
+        )
         self._keeping = Keeping(
             parts.replica, place, origin, rhythm,
             keep=c.keep, writer=self._writer, say=self._say, enter=self._guard.box.enter,
@@ -134,7 +136,8 @@ class Training:
         try:
             for record in records:
                 self._note(record)
-                found = record.result.left_out
+                if (found := record.result.left_out) is None and parts.average is not None:
+                    parts.average.update()
                 if found is not None and self._left_out.goes_back(self._step, found) and not record.result.votes.stop:
                     if (back := self._keeping.newest()) is not None:
                         return back
@@ -225,8 +228,8 @@ class Training:
             # A rank whose weights differ has not computed this run.
             check_equal("final weights", sha256, self._world, error=TrainingError)
             if self._world.rank == 0:
-                save(weights, self._place.folder / "model.safetensors")
-            self._evaluations.call(self._parts.task.on_end, self._step)
+                save(weights, self._place.folder / WEIGHTS)
+        self._evaluations.end(self._step)
         if self._world.rank == 0:
             summary = self._summary(ExitCode.DONE, costs, sha256, seconds)
             write_summary(self._place.folder, summary)
