@@ -12,7 +12,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from paceline.data.loader import Loading
 from paceline.data.plan import BatchPlan, ranks_share
-from paceline.data.streams import ENDLESS, Chunk, Part, Reader, StreamPlan, part_of, read_chunks
+from paceline.data.streams import ENDLESS, Part, Reader, StreamPlan, Stretch, part_of, read_chunks
 
 CPU = Loading(torch.device("cpu"))
 
@@ -43,10 +43,10 @@ def plan(virtual_ranks: int, *, parts: int = 1, accumulation: int = 1) -> Stream
     return StreamPlan(ENDLESS, 8, virtual_ranks, accumulation, 7, False, "keep", parts)
 
 
-def chunks(parts: list[Part], of: StreamPlan, share: range, **how: Any) -> list[Chunk]:
+def chunks(parts: list[Part], of: StreamPlan, share: range, **how: Any) -> list[Stretch]:
     """All up to the end."""
     loading = how.pop("loading", CPU)
-    found: list[Chunk] = []
+    found: list[Stretch] = []
     for chunk in read_chunks(Reader(parts, of, share, how.pop("epoch", 0), **how), loading):
         if not chunk.mine and found and chunk.seen == found[-1].seen:
             return found
@@ -54,7 +54,7 @@ def chunks(parts: list[Part], of: StreamPlan, share: range, **how: Any) -> list[
     return found
 
 
-def dealt(found: list[list[Chunk]]) -> dict[tuple[int, int, int], tuple[list[int], list[float]]]:
+def dealt(found: list[list[Stretch]]) -> dict[tuple[int, int, int], tuple[list[int], list[float]]]:
     """(step, virtual rank, micro-batch) -> its samples' numbers, and what was drawn for each."""
     return {
         (step, share.virtual_rank, share.part): (share.numbers, share.batch[1].tolist())

@@ -130,7 +130,7 @@ class Share(NamedTuple):
         return torch.tensor(self.numbers, dtype=torch.int64)
 
 
-class Chunk(NamedTuple):
+class Stretch(NamedTuple):
     """What a rank has of one global batch."""
 
     shares: list[Share]
@@ -147,7 +147,7 @@ class Chunk(NamedTuple):
         return sum(len(share.numbers) for share in self.shares if share.counted)
 
 
-class Reader(IterableDataset[Chunk]):
+class Reader(IterableDataset[Stretch]):
     """Reads a rank's chunks, one for each global batch from `start` on, for ever: without samples after the end."""
 
     def __init__(
@@ -167,7 +167,7 @@ class Reader(IterableDataset[Chunk]):
         self._start, self._states, self._least = start, states or {}, least
         self._collate = collate or default_collate
 
-    def __iter__(self) -> Iterator[Chunk]:
+    def __iter__(self) -> Iterator[Stretch]:
         """See the class."""
         worker._worker_info = None  # pyright: ignore[reportPrivateUsage] - a stream splits nothing by itself here
         plan, spare = self._plan, None
@@ -190,7 +190,7 @@ class Reader(IterableDataset[Chunk]):
             shares = [*self._shared_out(found)]
             if not shares and spare is not None:
                 shares = [self._collated(self._share[0], 0, [spare], counted=False)]
-            yield Chunk(shares, seen, before, hash_of(sample for _, sample in probed))
+            yield Stretch(shares, seen, before, hash_of(sample for _, sample in probed))
 
     def _quota(self, part: Part) -> int:
         """How many samples of a part are in one global batch."""
@@ -214,7 +214,7 @@ class Reader(IterableDataset[Chunk]):
         return Share(virtual_rank, part, numbers, counted, self._collate([sample for _, sample in one]))
 
 
-def read_chunks(reader: Reader, loading: Loading) -> Generator[Chunk]:
+def read_chunks(reader: Reader, loading: Loading) -> Generator[Stretch]:
     """The chunks of a reader on the device; with a loader process, that one reads ahead."""
     box, chunks = None, iter(reader)
     if loading.num_workers:

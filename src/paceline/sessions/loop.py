@@ -13,7 +13,6 @@ import torch
 from paceline.contract.evidence import Phase
 from paceline.data.loader import MicroBatch
 from paceline.data.plan import BatchPlan
-from paceline.definition import BITS_ONLY, check_same
 from paceline.errors import ExitCode, UsageError
 from paceline.observe.bar import Report, Reporter
 from paceline.seeding import preserved_streams, remembered_streams
@@ -22,9 +21,9 @@ from paceline.sessions.gate import Gate
 from paceline.sessions.loader import Loader
 from paceline.sessions.prepared import Prepared
 from paceline.sessions.ranks import Ranks
-from paceline.sessions.started import Holders, opening
+from paceline.sessions.started import Holders, compare, opening
 from paceline.stepping.nonfinite import LeftOut
-from paceline.sums import check_equal, together
+from paceline.sums import together
 from paceline.train.determinism import holds_for
 from paceline.train.fit import PhaseClock, StepRecord
 from paceline.train.preemption import StopRequest
@@ -170,20 +169,7 @@ class Loop(Ranks):
         }  # fmt: skip
         with preserved_streams(), together(self.world):
             definition["data"] = {"training data": loader.fingerprint()}
-        if self._exact:
-            compared = {name: definition[name] for name in BITS_ONLY}
-            check_equal("processors, libraries and threads", compared, self.world)
-        check_equal(
-            "data, optimizers and batches", {k: v for k, v in definition.items() if k not in BITS_ONLY}, self.world
-        )
-        origin = self._course.origin
-        if origin is not None:
-            with together(self.world):
-                check_same(origin.content.definition, definition, (), origin.where)
-                if len(self._parts) != len(self._numbers):
-                    raise UsageError(
-                        f"{origin.where} holds {len(self._numbers)} models, prepared were {len(self._parts)}"
-                    )
+        compare(definition, self._course.origin, len(self._parts), len(self._numbers), self.world, exact=self._exact)
         for line in opening(plan, self.world, self._strategy, self._name):
             self.print(line)
         holders = Holders(self._parts, self.world, self._virtual_ranks)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from paceline.checkpoint.state import Held
 from paceline.data.plan import BatchPlan
-from paceline.errors import plural
+from paceline.definition import BITS_ONLY, check_same
+from paceline.errors import UsageError, plural
 from paceline.observe import folder as run_folder
 from paceline.sessions.prepared import Prepared
 from paceline.store.store import Checkpoints
-from paceline.sums import together
+from paceline.sums import check_equal, together
 from paceline.train.keeping import Place
 from paceline.train.resume import Origin, from_disk, from_memory
 from paceline.worker.world import World
@@ -54,6 +56,24 @@ def origin_of(place: Place, world: World, *, resume: bool, trust: bool) -> Origi
         if place.attempt > 1:
             place.notices.append("there is no checkpoint: it begins again at step 0")
     return origin
+
+
+def compare(
+    definition: Mapping[str, Any], origin: Origin | None, models: int, saved: int, world: World, *, exact: bool
+) -> None:
+    """Compare what defines the run over ranks, and with the state that is gone on with (a collective).
+
+    Raises:
+        UsageError: on one rank, naming what differs; ToldElsewhere on the others.
+    """
+    if exact:
+        check_equal("processors, libraries and threads", {name: definition[name] for name in BITS_ONLY}, world)
+    check_equal("data, optimizers and batches", {k: v for k, v in definition.items() if k not in BITS_ONLY}, world)
+    if origin is not None:
+        with together(world):
+            check_same(origin.content.definition, definition, (), origin.where)
+            if models != saved:
+                raise UsageError(f"{origin.where} holds {saved} models, prepared were {models}")
 
 
 def opening(plan: BatchPlan, world: World, strategy: str, name: str) -> list[str]:

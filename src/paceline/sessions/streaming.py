@@ -9,7 +9,7 @@ from typing import Any
 
 from paceline.data.loader import Loading, MicroBatch
 from paceline.data.plan import BatchPlan, Work
-from paceline.data.streams import Chunk, Part, Reader, Share, StreamPlan, part_of, read_chunks
+from paceline.data.streams import Part, Reader, Share, StreamPlan, Stretch, part_of, read_chunks
 from paceline.errors import PacelineError, TrainingError, UsageError
 from paceline.sessions.loader import Bodies, Loader, Run
 from paceline.sums import check_equal, gather_words, together, told_once
@@ -35,7 +35,7 @@ class StreamLoader(Loader):
         self._whole, self._parts = Part(stream, plan.seed), dict[int, Part]()
         self._is_split = plan.parts_of_stream > 1
         self._saved: dict[str, Any] = {}
-        self._chunks: dict[tuple[int, int], Chunk | Exception] = {}  # by pass and batch: the one at hand, the next
+        self._chunks: dict[tuple[int, int], Stretch | Exception] = {}  # by pass and batch: the one at hand, the next
         self._total, self._short, self._is_read, self._trained = 0, 0, False, False
 
     def __len__(self) -> int:
@@ -61,7 +61,7 @@ class StreamLoader(Loader):
         ends, self._short = not self._goes_on, self._short + (0 < self._total < self.plan.global_batch)
         if self._total < self.plan.global_batch and not self._is_split:
             ahead = self._ahead
-            seen = ahead.seen if isinstance(ahead, Chunk) else None
+            seen = ahead.seen if isinstance(ahead, Stretch) else None
             check_equal("numbers of samples in the stream", seen, self._world, error=TrainingError)
         if ends and self._total:
             self._say(f"the stream has ended: its last {self._total} samples are no whole batch, and left out")
@@ -72,7 +72,7 @@ class StreamLoader(Loader):
     def position(self, where: Mapping[str, int], streams: dict[str, Any] | None, world: World | None) -> Any:
         """A hash of what comes next, and the state of each part before it, where it has one."""
         at = self._chunks.get((where["passes"], where["batch"]))
-        if not isinstance(at, Chunk):
+        if not isinstance(at, Stretch):
             return None
         states = {str(number): as_json(state) for number, state in at.before.items() if state is not None}
         if world is not None and self._is_split:
@@ -82,7 +82,7 @@ class StreamLoader(Loader):
     def training(self, plan: BatchPlan, share: range, epoch: int, start: int) -> Generator[Bodies]:
         """For each step of an epoch from `start` on, this rank's micro-batches (a collective at its begin)."""
         first, chunks = self._begun(share, epoch, start)
-        now: Chunk | Exception
+        now: Stretch | Exception
         step, now, self._short = start, first, 0
         self._chunks = {(epoch, step): now}
         with closing(chunks):
@@ -90,7 +90,7 @@ class StreamLoader(Loader):
                 if isinstance(now, Exception):
                     raise now
                 try:
-                    self._ahead: Chunk | Exception = next(chunks)
+                    self._ahead: Stretch | Exception = next(chunks)
                     self.coming = float(self._ahead.mine)
                 except Exception as error:  # when its turn comes: the batch at hand is whole
                     self._ahead, self.coming = error, float(sum(self._quota(v) for v in share))
@@ -127,7 +127,7 @@ class StreamLoader(Loader):
         work = Work(epoch, step, one.virtual_rank, one.part, one.indices, one.counted)
         return MicroBatch(one.batch, None, work, work.random_seed(self.plan.seed))
 
-    def _begun(self, share: range, epoch: int, start: int) -> tuple[Chunk, Generator[Chunk]]:
+    def _begun(self, share: range, epoch: int, start: int) -> tuple[Stretch, Generator[Stretch]]:
         """The first chunk and those that follow, once all ranks agree that it is the right one (a collective)."""
         saved = {int(number): from_json(state) for number, state in self._saved.get("states", {}).items()}
         for known in (saved, {}) if saved else ({},):
@@ -154,7 +154,7 @@ class StreamLoader(Loader):
             "and give it the same files"
         )
 
-    def _agreed(self, chunks: Generator[Chunk], epoch: int, start: int) -> Chunk | None:
+    def _agreed(self, chunks: Generator[Stretch], epoch: int, start: int) -> Stretch | None:
         """The first chunk; None where it is not that which was saved."""
         with nullcontext() if self._trained else together(self._world):
             first = next(chunks)
@@ -183,7 +183,7 @@ class StreamLoader(Loader):
                 self._parts[v] = Part(part_of(self.dataset, v, count), self.plan.seed, v, count)
         return [self._parts[v] for v in share]
 
-    def _read(self, reader: Reader) -> Generator[Chunk]:
+    def _read(self, reader: Reader) -> Generator[Stretch]:
         if self._is_read:
             raise UsageError(
                 "this stream is being read: an evaluation in the middle of a training needs one of its own"

@@ -33,7 +33,7 @@ class Average:
     @torch.no_grad()
     def update(self) -> None:
         """The weights have changed."""
-        torch._foreach_lerp_(self._average, self._weights, 1 - self._decay)  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType]
+        torch._foreach_lerp_(self._average, self._weights, 1 - self._decay)  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage]
 
     def state(self) -> list[Held]:
         """Its tensors, under names of their own."""

@@ -58,9 +58,8 @@ class Training:
         self._writer = events.EventWriter(place.folder / f"events-{self._world.rank}.jsonl")
         c = self._config.checkpoint
         rhythm = Rhythm(c.watch_every, c.snapshot_every, *steps_or_seconds(c.checkpoint_every))
-        self._evaluations = Evaluations(
-            parts, place, origin and origin.content, self._writer.write, self._say, self._display.say
-        )
+        said = self._writer.write, self._say, self._display.say
+        self._evaluations = Evaluations(parts, place, origin and origin.content, *said)
         self._keeping = Keeping(
             parts.replica, place, origin, rhythm,
             keep=c.keep, writer=self._writer, say=self._say, enter=self._guard.box.enter,
@@ -142,10 +141,8 @@ class Training:
                     if (back := self._keeping.newest()) is not None:
                         return back
                     self._say(f"step {self._step} is left out: nothing is kept yet to go back to")
-                if self._between(record):
-                    return True
-                if self._evaluations.ended_early:
-                    return False
+                if (stopping := self._between(record)) or self._evaluations.ended_early:
+                    return stopping
         finally:  # end the loader's processes also when a step fails
             records.close()
             batches.close()
