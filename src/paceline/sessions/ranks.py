@@ -12,7 +12,7 @@ from paceline.errors import UsageError
 from paceline.sums import sum_over_ranks, together, told_once
 from paceline.sums.tensors import gather_tensors
 from paceline.tasks.metric import is_torchmetric, several
-from paceline.train.metrics import joined, state_of
+from paceline.train.metrics import result_of, state_of
 from paceline.worker.world import World
 
 
@@ -97,7 +97,7 @@ class Ranks:
         members = several(metric)
         told = gather_tensors({name: state_of(one) for name, one in members.items()}, self.world, "states of metrics")
         with together(self.world):
-            found = {name: joined(one, [of_rank[name] for of_rank in told]) for name, one in members.items()}
+            found = {name: result_of(one, [of_rank[name] for of_rank in told]) for name, one in members.items()}
         return found.get("", found)
 
     def main(self, act: Callable[..., Any], *arguments: Any) -> Any:

@@ -168,7 +168,7 @@ class OfTorchmetrics:
 
     def result(self, states: Sequence[Any], order: Tensor) -> Any:
         """As above."""
-        return joined(self._metric, [state for state in states if state is not None], order)
+        return result_of(self._metric, [state for state in states if state is not None], order)
 
 
 def state_of(metric: nn.Module) -> dict[str, Any]:
@@ -179,7 +179,7 @@ def state_of(metric: nn.Module) -> dict[str, Any]:
     }
 
 
-def joined(metric: nn.Module, states: Sequence[dict[str, Any]], order: Tensor | None = None) -> Any:
+def result_of(metric: nn.Module, states: Sequence[dict[str, Any]], order: Tensor | None = None) -> Any:
     """What `metric` computes from several states, joined as it says itself (dist_reduce_fx); it stays as it is.
 
     Raises:
