@@ -51,8 +51,9 @@ soak-kills: $(STAMP)  ## kill launchers at random moments; count what survives
 	$(BIN)/python tests/launch/soak_kills.py --kills 20 --after 1 9 --out benchmarks/results/kills.json -- \
 		$(BIN)/paceline train mnist-cnn --nproc 2 --run-dir {dir}
 
-soak-mutations: $(STAMP)  ## plant every bug of tests/proofs/verify/mutations.py; see what verify says
+soak-mutations: $(STAMP)  ## plant every bug of tests/proofs/verify, in tasks and in loops; see what verify says
 	PYTHONPATH=. $(BIN)/python tests/proofs/verify/mutation_table.py --out benchmarks/results/mutations.md
+	PYTHONPATH=$(CURDIR) $(BIN)/python tests/proofs/verify/loop_table.py --out benchmarks/results/loop-mutations.md
 
 soak-verify: $(STAMP)  ## verify all tasks on 1, 2, 3 and 4 processes (about 15 minutes on 2 cores)
 	for task in mnist-cnn mnist-resnet18 examples/own_task.py:task; do \

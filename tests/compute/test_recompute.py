@@ -83,3 +83,28 @@ def test_a_large_buffer_that_forward_writes_is_refused_and_one_that_it_only_read
                 model(torch.ones(1, 2))
         else:
             model(torch.ones(1, 2)).sum().backward()
+
+
+class Caching(nn.Module):
+    """As Hugging Face's models: each forward adds to a cache, if it is used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.cached = nn.Linear(4, 4), list[torch.Tensor]()
+
+    def get_input_embeddings(self) -> None: ...
+
+    def forward(self, x: torch.Tensor, use_cache: bool | None = None) -> torch.Tensor:
+        if use_cache is not False:
+            self.cached.append(x)
+        return self.inner(x)
+
+
+def test_a_cache_of_keys_and_values_is_used_in_no_training_forward() -> None:
+    model = Caching()
+    recompute(model, "inner")
+    model(torch.ones(2, 4)).sum().backward()
+    assert model.cached == []
+    with torch.no_grad():
+        model(torch.ones(2, 4))
+    assert len(model.cached) == 1

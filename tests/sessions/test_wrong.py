@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +12,9 @@ from pathlib import Path
 import pytest
 from tests import warm
 from tests.sessions import wrong
+
+import paceline
+from paceline.sessions.wording import as_keywords
 
 TOLD = {
     "torchs_own_backward": "Call s.backward(loss)",
@@ -52,6 +57,14 @@ TOLD = {
     "not_finite_in_a_gradient": "of all 2 parameters is not finite at epoch 1, batch 1; each loss is finite",
     "fsdp": "Choose from: single",
     "resume_without_a_folder": "needs the folder",
+    "a_folder_that_is_used": "the folder used is not empty",
+    "begun": "enough",
+    "gone_on_with_another_batch": "global_batch: 4 in the checkpoint, 6 now",
+    "another_device": "unknown device 'tpu'",
+    "a_buffer_made_in_the_first_forward": "mean was None and was made in the first forward",
+    "not_cleared": "NOTE: optimizer.step() without zero_grad() since the last: the gradients of older",
+    "cleared_in_other_ways": "nothing",
+    "evaluated_in_training_mode": "NOTE: a model is evaluated in training mode",
 }
 
 
@@ -66,6 +79,24 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 @pytest.mark.parametrize("name", wrong.CASES)
 def test_what_is_wrong_is_refused_in_words(told: dict[str, str], name: str) -> None:
     assert TOLD[name] in told[name]
+    assert " --" not in told[name] and told[name].count("NOTE") < 2
+
+
+SHARED = ("definition", "observe/*", "store/*", "disk/*", "data/*", "sums/*", "strategies/*", "checkpoint/*", "train/*")
+FLAG = re.compile(r"(?<![\w-])--(?!nproc|nodes|port|stall-after|max-restarts)[a-z]")
+
+
+def test_what_shared_parts_say_of_flags_is_put_into_keywords() -> None:
+    root = Path(str(paceline.__file__)).parent
+    modules = [path for pattern in SHARED for path in root.glob(f"{pattern}.py")]
+    trees = [ast.parse(path.read_text()) for path in modules]
+    words = [n.value for t in trees for n in ast.walk(t) if isinstance(n, ast.Constant) and isinstance(n.value, str)]
+    flags = [text for text in words if FLAG.search(text)]
+    assert len(flags) > 20
+    assert [text for text in flags if FLAG.search(as_keywords(text))] == []
+    assert as_keywords("go on: --resume auto. Or take fewer --num-workers 0; --port is the launcher's") == (
+        "go on: session('...', resume=True). Or take fewer num_workers=0; --port is the launcher's"
+    )
 
 
 SCRIPT = "import paceline\ns = paceline.session()\ns.loader([1, 2])\n"

@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import paceline
-from paceline.errors import PacelineError
+from paceline.errors import PacelineError, UsageError
 
 DATA = TensorDataset(torch.ones(24, 3), torch.zeros(24, dtype=torch.int64))
 Case = Callable[[Any], object]
@@ -374,7 +374,98 @@ def resume_without_a_folder(s: Any) -> None:
     pass
 
 
+@case(run_dir="used")
+def a_folder_that_is_used(s: Any) -> None:
+    pass
+
+
+@case(run_dir="run", resume=True)
+def begun(s: Any) -> None:
+    model, optimizer, train = ready(s)
+    for _ in s.epochs(2):
+        for x, y in train:
+            s.backward(F.cross_entropy(model(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+        raise UsageError("enough")
+
+
+@case(run_dir="run", resume=True)
+def gone_on_with_another_batch(s: Any) -> None:
+    ready(s)
+    for _ in s.epochs(2):
+        for _ in s.loader(DATA, global_batch=6):
+            pass
+
+
+@case(virtual_ranks=2, device="tpu")
+def another_device(s: Any) -> None:
+    pass
+
+
+class MadeLate(nn.Linear):
+    mean: Any
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not hasattr(self, "mean"):
+            self.register_buffer("mean", x.mean(0))
+        return super().forward(x - self.mean)
+
+
+@case()
+def a_buffer_made_in_the_first_forward(s: Any) -> None:
+    model = MadeLate(3, 2)
+    model, optimizer = s.prepare(model, SGD(model.parameters(), lr=0.1))
+    for x, y in s.loader(DATA, global_batch=4):
+        s.backward(F.cross_entropy(model(x), y))
+        optimizer.step()
+
+
+@case()
+def not_cleared(s: Any) -> None:
+    """No error: said once."""
+    words: list[str] = []
+    s.print = words.append
+    model, optimizer, train = ready(s)
+    for x, y in train:
+        s.backward(F.cross_entropy(model(x), y))
+        optimizer.step()
+    raise UsageError("; ".join(word for word in words if "NOTE" in word))
+
+
+@case()
+def cleared_in_other_ways(s: Any) -> None:
+    """Nothing to be said: a GAN's, and gradients added up over batches."""
+    words: list[str] = []
+    s.print = words.append
+    model, optimizer, _ = ready(s)
+    other = nn.Linear(3, 3)
+    other, optimizer_other = s.prepare(other, SGD(other.parameters(), lr=0.1))
+    for x, y in s.loader(DATA, global_batch=4):
+        model.zero_grad(set_to_none=bool(s.batch % 2))
+        s.backward(F.cross_entropy(model(other(x).detach()), y), only=optimizer)
+        optimizer.step()
+        other.zero_grad()
+        s.backward(F.cross_entropy(model(other(x)), y), only=optimizer_other)
+        optimizer_other.step()
+    raise UsageError("; ".join(word for word in words if "NOTE" in word) or "nothing")
+
+
+@case()
+def evaluated_in_training_mode(s: Any) -> None:
+    words: list[str] = []
+    s.print = words.append
+    model = nn.Sequential(nn.Linear(3, 2), nn.Dropout())
+    model, _ = s.prepare(model, SGD(model.parameters(), lr=0.1))
+    with torch.no_grad():
+        for x, _ in s.loader(DATA, global_batch=8):
+            model(x)
+    raise UsageError("; ".join(words))
+
+
 def main() -> None:
+    Path("used").mkdir()
+    Path("used", "notes.txt").write_text("of somebody")
     warnings.simplefilter("ignore")
     told: dict[str, str] = {}
     for name, (loop, settings) in CASES.items():

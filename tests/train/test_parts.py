@@ -8,10 +8,13 @@ import torch
 from safetensors.torch import load_model
 from torch import nn
 
+from paceline import ArrayDataset, Task
 from paceline.checkpoint.whole import sha256_of
+from paceline.data.loader import Loading
 from paceline.errors import TrainingError, UsageError
 from paceline.observe.progress import WARMUP_STEPS, Throughput
 from paceline.train.optimizer import Schedule, scaled_lr
+from paceline.train.prepare import check_loss
 from paceline.train.step import weighted_losses
 from paceline.train.weights import rescue, save
 
@@ -135,3 +138,32 @@ def test_weights_that_cannot_be_rescued_are_said_to_be_lost(tmp_path, monkeypatc
 def test_the_error_tree():
     assert issubclass(TrainingError, Exception)
     assert (TrainingError.exit_code, UsageError.exit_code) == (1, 2)
+
+
+class MadeLate(nn.Linear):
+    """A buffer that the first forward makes, and one that every forward counts in."""
+
+    def __init__(self, *, late: bool) -> None:
+        super().__init__(3, 2)
+        self.late = late
+        self.register_buffer("mean", None)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen += len(x)
+        if self.late and self.mean is None:
+            self.mean = x.mean(0)
+        return super().forward(x)
+
+
+def test_what_is_tried_before_step_1_leaves_no_trace_in_buffers() -> None:
+    data = ArrayDataset(torch.ones(4, 3), torch.zeros(4, dtype=torch.int64))
+    task = Task(
+        lambda: MadeLate(late=True), lambda _: data, lambda o, t: nn.functional.cross_entropy(o, t, reduction="none")
+    )
+    loading = Loading(torch.device("cpu"), 0, None)
+    with pytest.raises(UsageError, match="buffer mean is made in the first forward"):
+        check_loss(task, MadeLate(late=True), data, loading)
+    model = MadeLate(late=False)
+    check_loss(task, model, data, loading)
+    assert float(model.seen) == 0

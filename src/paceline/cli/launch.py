@@ -12,7 +12,7 @@ import tyro
 from msgspec.structs import replace
 
 from paceline.cli.elsewhere import placed_job, planned_job, show, start, taken_run_dir, with_submit_dir
-from paceline.cli.flags import check_positive, threads_of
+from paceline.cli.flags import check_names, check_positive, split_words, threads_of
 from paceline.config import ClusterConfig
 from paceline.contract.birth import BOOTSTRAP
 from paceline.contract.windows import Windows
@@ -26,8 +26,6 @@ from paceline.observe.folder import create_attempt_dir
 from paceline.observe.terminal import say
 from paceline.worker.bootstrap import worker_command
 from paceline.worker.foreign import launched
-
-SEPARATOR = "--"
 
 
 @dataclass(frozen=True)
@@ -69,7 +67,8 @@ class LaunchScript:
 
 def main(arguments: Sequence[str]) -> int:
     """Run `paceline launch ARGUMENTS`."""
-    own, words = _split(arguments)
+    own, words = split_words(arguments)
+    check_names("paceline launch", own, ("--nproc", "--nodes", "--run-dir"))
     options = tyro.cli(
         Annotated[LaunchScript, tyro.conf.OmitArgPrefixes],  # pyright: ignore[reportArgumentType]
         prog="paceline launch",
@@ -99,14 +98,6 @@ def main(arguments: Sequence[str]) -> int:
     if code != ExitCode.DONE or not here:
         say(f"run folder {run_dir}")
     return code
-
-
-def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Our own words, and the script with its own."""
-    if SEPARATOR not in arguments:
-        return list(arguments), []
-    where = list(arguments).index(SEPARATOR)
-    return list(arguments[:where]), list(arguments[where + 1 :])
 
 
 def _check_script(script: ScriptConfig) -> None:

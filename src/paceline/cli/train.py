@@ -18,7 +18,7 @@ from msgspec.structs import replace as replace_fields
 
 from paceline import config as configuration
 from paceline.cli.elsewhere import placed_job, workers
-from paceline.cli.flags import check_gpus, usable_gpus
+from paceline.cli.flags import check_gpus, check_names, usable_gpus
 from paceline.cli.train_checks import check_guard, check_training
 from paceline.cli.train_start import launch, launch_elsewhere, show_plan
 from paceline.config import CliTrainConfig, ClusterConfig, TrainConfig, check_values
@@ -98,6 +98,7 @@ def parse(arguments: Sequence[str]) -> TrainConfig:
     default = configuration.load(path, ours="--trust" not in rest) if path else TrainConfig()
     if resumed and default.strategy == DEFAULT_ALONE:  # with several processes it continues with their default
         default = replace(default, strategy=None)
+    check_names("paceline train", rest)
     try:
         return tyro.cli(
             CliTrainConfig,

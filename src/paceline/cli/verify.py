@@ -14,20 +14,24 @@ from typing import Annotated, Literal, TypeVar
 import msgspec
 import tyro
 
-from paceline.cli.flags import check_out_file, check_positive, chosen_names, whole_numbers, write_json
+from paceline.cli.flags import check_out_file, check_positive, chosen_names, split_words, whole_numbers, write_json
 from paceline.config import settings_given
+from paceline.contract.windows import AUTO, Windows
 from paceline.errors import ExitCode, UsageError
 from paceline.host.cgroup import threads_per_rank, usable_cores
 from paceline.ladder import EXACT, FOR_SEVERAL, LADDER
 from paceline.launch.job import Job
 from paceline.launch.local import local
 from paceline.launch.supervise import run
-from paceline.tasks import check_task
+from paceline.observe.summary import read_ended
+from paceline.tasks import check_task, is_loop
 from paceline.verify.report import print_bits, print_report
-from paceline.verify.spec import BitsReport, Spec, VerifyReport
+from paceline.verify.spec import BitsReport, LoopCase, LoopSpec, Spec, VerifyReport
 
 WORKER = "paceline.proofs.verify.worker"
 BITWISE_WORKER = "paceline.proofs.verify.bitwise"
+LOOP_WORKER = "paceline.proofs.verify.loop"
+STALL_SECONDS = 60.0  # a loop whose ranks part ways, in short epochs
 Report = TypeVar("Report", VerifyReport, BitsReport)
 OPTIMIZERS = ("sgd", "adamw")
 
@@ -37,11 +41,15 @@ class VerifyConfig:
     """Compare N processes with one, step by step, in float64 on ragged data. Exit code 1 if they differ.
 
     With --bitwise: train in float32 on each number of processes, and compare all bits.
+
+    paceline verify mnist-cnn --ranks 1,2,4
+    paceline verify my_loop.py:main                 a function that trains in a paceline.session(), as it is
+    paceline verify my_loop.py:main -- --batch 16   with these words in sys.argv
     """
 
     task: tyro.conf.Positional[str]
-    """mnist-cnn, mnist-resnet18, or your own: module:name or file.py:name"""
-    ranks: str = "1,2,4"
+    """mnist-cnn, mnist-resnet18, or your own: module:name or file.py:name; or a function with a loop of your own"""
+    ranks: str = "1,2,3"
     """world sizes, separated by commas; the run is defined for as many virtual ranks as the largest"""
     bitwise: bool = False
     """check that all world sizes compute the same bits, in float32"""
@@ -71,7 +79,8 @@ class VerifyConfig:
 
 def main(arguments: Sequence[str]) -> int:
     """Run `paceline verify ARGUMENTS`."""
-    config = tyro.cli(VerifyConfig, prog="paceline verify", args=arguments, description=VerifyConfig.__doc__)
+    own, words = split_words(arguments)
+    config = tyro.cli(VerifyConfig, prog="paceline verify", args=own, description=VerifyConfig.__doc__)
     ranks = whole_numbers("--ranks", config.ranks)
     chosen = config.strategies or ",".join(EXACT if config.bitwise else FOR_SEVERAL)
     strategies = chosen_names("strategy", chosen, LADDER)
@@ -81,6 +90,10 @@ def main(arguments: Sequence[str]) -> int:
     options = {name: str(value) for name in ("data_dir", "stem") if (value := getattr(config, name)) is not None}
     options |= settings_given(config.set)
     check_task(config.task, {**options, **({"data_dir": config.data_dir} if config.data_dir else {})})
+    if is_loop(config.task):
+        return _verify_loop(config, ranks, strategies if config.strategies else [""], words)
+    if words:
+        raise UsageError(f"-- {' '.join(words)}: {config.task} is a task, and only a loop of your own takes words")
     spec = Spec(
         task=config.task,
         options=options,
@@ -98,6 +111,31 @@ def main(arguments: Sequence[str]) -> int:
             raise UsageError(f"--bitwise is for the strategies that promise it: {', '.join(EXACT)}; got {chosen}")
         return _verify(spec, ranks, BITWISE_WORKER, BitsReport, print_bits, config.json)
     return _verify(spec, ranks, WORKER, VerifyReport, print_report, config.json)
+
+
+def _verify_loop(config: VerifyConfig, ranks: Sequence[int], strategies: Sequence[str], words: list[str]) -> int:
+    """Run a loop on one process alone, then on each number of them: in float64, and under `exact` for the bits."""
+    for_tasks = ("bitwise", "optimizers", "stem", "checkpoint_activations", "data_dir", "set")
+    usual = VerifyConfig(config.task)
+    if given := [name for name in for_tasks if getattr(config, name) != getattr(usual, name)]:
+        raise UsageError(f"--{given[0].replace('_', '-')} is for tasks, and {config.task} is a loop of your own")
+    most = max(ranks)
+    cases = [LoopCase(1, False), *(LoopCase(most, False, name) for name in strategies), LoopCase(most, True, "exact")]
+    spec = LoopSpec(config.task, words, cases, most, config.steps, config.seed)
+    with tempfile.TemporaryDirectory(prefix="paceline-verify-") as name:
+        folder = Path(name).resolve()
+        ended = {size: _launch(spec, size, LOOP_WORKER, folder)[1] for size in sorted({1, *ranks})}
+        from paceline.proofs.verify.loop_findings import findings  # imports torch
+
+        report, bits = findings(folder, spec, ranks, ended)
+    print(
+        f"{config.task}, {config.steps} steps: one process alone beside {', '.join(map(str, ranks))} as {most} virtual "
+        "ranks, in short, uneven epochs; in float64 without dropout, batch norm as in evaluation"
+    )
+    if config.json:
+        write_json(config.json, [report, bits])
+    equal = print_report(None, [report])
+    return ExitCode.DONE if (not bits or print_bits(None, bits)) and equal else ExitCode.FAILED
 
 
 def _verify(
@@ -124,7 +162,17 @@ def _verify(
 def _run(spec: Spec, nproc: int, worker: str, kind: type[Report]) -> Report | int:
     """Verify one world size; if its workers fail, their exit code, and their logs stay."""
     folder = Path(tempfile.mkdtemp(prefix="paceline-verify-")).resolve()
-    attempt = folder / "attempt"
+    code, _ = _launch(spec, nproc, worker, folder)
+    if code != ExitCode.DONE:
+        return code
+    report = msgspec.json.decode((folder / "report.json").read_bytes(), type=kind)
+    shutil.rmtree(folder)
+    return report
+
+
+def _launch(spec: Spec | LoopSpec, nproc: int, worker: str, folder: Path) -> tuple[int, str]:
+    """Run `worker` on one world size; the exit code, and what the agent says of an end that was none."""
+    attempt = folder / f"attempt-{nproc}"
     attempt.mkdir()
     (folder / "spec.json").write_bytes(msgspec.json.encode(spec))
     files = (str(folder / "spec.json"), str(folder / "report.json"))
@@ -134,10 +182,7 @@ def _run(spec: Spec, nproc: int, worker: str, kind: type[Report]) -> Report | in
         attempt_dir=attempt,
         run_id=secrets.token_hex(8),
         threads=threads_per_rank(usable_cores(), nproc),
+        stall_after=Windows(seconds=STALL_SECONDS) if worker == LOOP_WORKER else AUTO,
     )
-    code = run(local(job), attempt)
-    if code != ExitCode.DONE:
-        return code
-    report = msgspec.json.decode((folder / "report.json").read_bytes(), type=kind)
-    shutil.rmtree(folder)
-    return report
+    code, ended = run(local(job), attempt), read_ended(attempt)
+    return code, ended.words if ended else ""

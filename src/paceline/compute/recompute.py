@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
@@ -34,9 +35,18 @@ def recompute(model: nn.Module, rule: str) -> list[str]:
         UsageError: a pattern matches nothing.
     """
     found = matching(model, rule, flag="--checkpoint-activations")
+    for module in model.modules():
+        # of Hugging Face
+        if hasattr(module, "get_input_embeddings") and "use_cache" in signature(module.forward).parameters:
+            module.register_forward_pre_hook(_without_cache, with_kwargs=True)
     for name, module in found.items():
         around_forward(module, partial(_forward_once_more, module, name))
     return [*found]
+
+
+def _without_cache(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Keys and values that the first forward has put into a cache would be there twice in the second."""
+    return (args, {**kwargs, "use_cache": False}) if torch.is_grad_enabled() else None
 
 
 def _forward_once_more(

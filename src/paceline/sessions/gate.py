@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from paceline.contract.evidence import Phase
 from paceline.errors import UsageError
+from paceline.sessions.notes import Notes
 from paceline.stepping.steps import Steps
 from paceline.stepping.trainee import Trainee
 
@@ -13,6 +14,7 @@ class Gate(Steps):
 
     merged = False
     """whether models have the buffers of all virtual ranks"""
+    notes = Notes()
 
     @property
     def is_over(self) -> bool:

@@ -20,7 +20,9 @@ from paceline.rhythm import steps_or_seconds
 from paceline.sessions.course import Course
 from paceline.sessions.gate import Gate
 from paceline.sessions.loop import Loop
+from paceline.sessions.notes import Notes
 from paceline.sessions.started import origin_of, script_name
+from paceline.sessions.wording import as_keywords, reword
 from paceline.stepping.nonfinite import LeftOut
 from paceline.stepping.order import CallOrder
 from paceline.sums import check_equal, told_once
@@ -101,20 +103,22 @@ class Life(Loop):
             self._settings = {"virtual_ranks": self._virtual_ranks, "seed": seed, "strategy": strategy}
             check_equal("session settings", {**self._settings, "resume": resume, "threads": threads}, world)
             rhythm = Rhythm(watch_every, 10**9, *steps_or_seconds(checkpoint_every))
-            self._course = Course(place, origin, world, self._name, rhythm, keep, trackers, self.print)
+            self._course = Course(place, origin, world, self._name, rhythm, keep, trackers, self._say)
             self._steps = Gate(
                 world, self._virtual_ranks, self._enter, votes=self._votes,
-                order=CallOrder(world, self._guard.take_order, self._guard.taken, self.print),
+                order=CallOrder(world, self._guard.take_order, self._guard.taken, self._say),
                 way_out='session(not_finite="skip")', may_leave_out=not_finite != "stop", exact=self._exact,
             )  # fmt: skip
-            self._left_out = LeftOut(not_finite, world, self.print)
+            self._steps.notes = Notes(self._say)
+            self._left_out = LeftOut(not_finite, world, self._say)
             self._clock = PhaseClock(self._guard.box.enter)
             self._request: StopRequest | None = (
                 self._stack.enter_context(noticing(told=world.rank == 0)) if place is not None else None
             )
             for line in notices:
-                self.print(line)
+                self._say(line)
         except BaseException as error:
+            reword(error)
             self._stack.__exit__(type(error), error, error.__traceback__)
             raise
         loop = origin.content.loop if origin else {}
@@ -149,6 +153,7 @@ class Life(Loop):
         if self._closed or os.getpid() != self._pid:  # a loader's process ends, too, and the session is not its own
             return
         self._closed = True
+        reword(error)
         if isinstance(error, SystemExit) and (self._stopped or not error.code):
             error = None  # an end in good order
         error = error or self._broken
@@ -161,6 +166,7 @@ class Life(Loop):
                 self._guard.box.enter(Phase.CLOSE)
                 self._course.finish()
         except BaseException as late:
+            reword(late)
             error = error or late
             record_failure(late, _code_of(late), traceback=not isinstance(late, PacelineError))
             raise
@@ -169,6 +175,9 @@ class Life(Loop):
                 open_sessions.remove(self)
             self._course.close()
             self._stack.__exit__(type(error) if error else None, error, error.__traceback__ if error else None)
+
+    def _say(self, words: str) -> None:
+        self.print(as_keywords(words))
 
     def _fail(self, error: BaseException) -> None:
         whole = not self._steps.updating and self._opened
@@ -182,6 +191,8 @@ class Life(Loop):
 
 
 open_sessions: list[Life] = []
+made_as: list[type[Life]] = []
+"""what `session` makes in place of a Session: one through which `paceline verify` looks at a loop"""
 
 
 def close_all(error: BaseException | None = None) -> None:

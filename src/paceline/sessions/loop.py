@@ -187,12 +187,16 @@ class Loop(Ranks):
         seconds, data_seconds = sum(spent.values()), spent.get(Phase.DATA.word, 0.0)
         record = StepRecord(self._course.step + 1, done, lr, data_seconds, seconds, bodies, spent)
         self._course.note(record, samples, self._share)
+        self._ended(record)
         if Reporter.here is not None:
             Reporter.here.step(self._where["batch"], plan.steps_per_epoch, lambda: self._report(plan, done.loss))
         self._stopped = done.votes.stop > 0
         is_end = loader.is_end(batch, done.votes.coming) and not left
         state = partial(self._loop_state, self.world)
         self._course.between(done.votes, state, save=self._stopped or is_end, settled=is_end)
+
+    def _ended(self, record: StepRecord) -> None:
+        """A step has ended: `paceline verify` looks at it here."""
 
     def _report(self, plan: BatchPlan, loss: float) -> Report:
         step, steps = self._where["batch"], plan.steps_per_epoch

@@ -13,7 +13,8 @@ state_dict and schedulers that were made before all work.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import weakref
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -24,6 +25,7 @@ from paceline.checkpoint.state import Held, Source, Under, needed
 from paceline.errors import UsageError
 from paceline.sessions.elsewhere import Elsewhere
 from paceline.sessions.gate import Gate
+from paceline.sessions.notes import trains_otherwise
 from paceline.stepping.trainee import Trainee
 from paceline.strategies.base import Replica
 from paceline.train.numbers import as_json, load_numbers, numbers_of, settings_of
@@ -41,7 +43,9 @@ class Prepared(Trainee):
         self._aside: Grads | None = None  # of this step's micro-batches so far
         self._carried: Grads | None = None  # sums of this step's or an older batch's earlier backwards
         self._at_begin: Grads | None = None  # of a step that adds to the gradients of older batches
-        self._waiting = False
+        self._used: Callable[[], Tensor | None] = lambda: None  # the first gradient, as the last update has left it
+        self._used_version = 0
+        self._adds_to_used = self._waiting = False
         """whether .grad has got something since the last update"""
         self._before: list[tuple[Tensor | None, int]] | None = None  # of a backward that is watched
         self._gate = gate
@@ -56,10 +60,15 @@ class Prepared(Trainee):
 
         # no method: a copy of the model would copy what it belongs to
         def on_forward(module: nn.Module, _: Any) -> None:
-            if not module.training and module is replica.model:
+            if module is replica.model and module.training and gate.merged and otherwise:
+                gate.notes.trains_in_evaluation()
+            elif module is replica.model and not module.training and of_virtual_ranks:
                 gate.check_evaluation()
 
-        if replica.virtual_ranks > 1 and any(buffer.is_floating_point() for buffer in replica.model.buffers()):
+        otherwise = trains_otherwise(replica.model)
+        floating = any(buffer.is_floating_point() for buffer in replica.model.buffers())
+        of_virtual_ranks = replica.virtual_ranks > 1 and floating
+        if otherwise or of_virtual_ranks:
             replica.model.register_forward_pre_hook(on_forward)
         gate.parts.append(self)
 
@@ -78,8 +87,13 @@ class Prepared(Trainee):
                     "to them. Call optimizer.zero_grad() in each step; to add up several batches give "
                     "s.loader(..., accumulation=N), to add up several losses s.backward(loss, more=True)"
                 )
+            first = next(grad for grad in shown if grad is not None)
+            as_used = self._used() is first and _version(first) == self._used_version
+            self._adds_to_used = as_used or (self._adds_to_used and bool(first.any()))
             self._carried = shown
             self._put(None)
+        elif self._carried is None:
+            self._adds_to_used = False
         if wanted and self._aside is not None:
             self._put(self._aside)
         self._before = [(p.grad, _version(p.grad)) for p in self._parameters] if watched else None
@@ -179,8 +193,14 @@ class Prepared(Trainee):
             raise UsageError("optimizer.step(closure): a prepared optimizer takes no closure; call s.backward(loss)")
         self.optimizer._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]
         if self._gate.may_update(self):
+            if self._adds_to_used:
+                self._gate.notes.once(
+                    "optimizer.step() without zero_grad() since the last: the gradients of older batches are added"
+                )
             self._update()
-            self._waiting = False
+            self._waiting, first = False, next((p.grad for p in self._parameters if p.grad is not None), None)
+            if first is not None:
+                self._used, self._used_version = weakref.ref(first), _version(first)
             if self.replica.sharded:
                 self._put(None)
 
@@ -188,7 +208,7 @@ class Prepared(Trainee):
 
     def _zero_grad(self, set_to_none: bool = True) -> None:
         # also before the last micro-batch: what is put aside is out of its reach
-        self._waiting = False
+        self._adds_to_used = self._waiting = False
         self._clear(set_to_none=set_to_none)
         self.replica.model.zero_grad(set_to_none=set_to_none)
 

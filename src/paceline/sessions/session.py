@@ -32,7 +32,7 @@ from torch.utils.data import DataLoader, Dataset
 from paceline.data.loader import Loading
 from paceline.data.plan import Tail
 from paceline.errors import UsageError
-from paceline.sessions.life import Life, install, open_sessions
+from paceline.sessions.life import Life, install, made_as, open_sessions
 from paceline.sessions.loader import Loader
 from paceline.sessions.planning import planned
 from paceline.sessions.prepared import Prepared
@@ -242,7 +242,7 @@ def session(run_dir: str | os.PathLike[str] | None = None, **options: Any) -> Se
             raise UsageError("a session is open in this process already: end it first, s.close()")
         open_sessions[-1].close()  # a cell of a notebook that is run again
     install()
-    made = Session(run_dir, **options)
+    made: Any = (made_as[0] if made_as else Session)(run_dir, **options)
     install()  # torch has put a hook of its own before ours, which holds back what is printed
     return made
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ast
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from inspect import signature
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.datasets.mnist import check_mnist
 from paceline.errors import UsageError, unknown
-from paceline.tasks.finding import check_reference, import_module, names_in, source_of
+from paceline.tasks.finding import check_reference, import_module, imported, names_in, source_of
 from paceline.tasks.settings import converted, settings_in, settings_of
 
 if TYPE_CHECKING:
@@ -81,8 +81,8 @@ def load_task(name: str, options: Mapping[str, Any]) -> Task:
     """Import the task `name`; if it is a function, call it with `options`.
 
     Raises:
-        UsageError: if the module has no such name, it is not a task, or takes no such option. What the module's own
-            code raises passes through.
+        UsageError: if the module has no such name, it is not a task, or takes no such option. What a
+            function of the task raises passes through.
     """
     from paceline.tasks.task import Task  # imports torch
 
@@ -107,6 +107,29 @@ def load_task(name: str, options: Mapping[str, Any]) -> Task:
     if not isinstance(task, Task):
         raise UsageError(f"{name} is {type(task).__name__!r}, not a paceline.Task or a function that returns one")
     return task
+
+
+def is_loop(name: str) -> bool:
+    """Whether it is a function in a file with a session, which makes no Task: a training loop. Without importing it."""
+    tree = None if name in TASKS else source_of("loop", name)
+    if tree is None or "session(" not in ast.unparse(tree):
+        return False
+    named = [n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == name.rpartition(":")[2]]
+    return any("Task(" not in ast.unparse(node) for node in named)
+
+
+def load_function(name: str) -> Callable[[], object]:
+    """Import the function `name`, which needs no arguments.
+
+    Raises:
+        UsageError: it is none, or takes some.
+    """
+    found = imported(name)
+    try:
+        signature(found).bind()
+    except TypeError as error:
+        raise UsageError(f"{name} must be a function without arguments: {error}") from None
+    return found
 
 
 def _may_be(value: Any, module_name: str, task: type) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib
 import importlib.machinery
 import itertools
 import sys
@@ -13,6 +12,7 @@ from typing import Any
 
 from paceline.disk.owners import other_writers
 from paceline.errors import UsageError
+from paceline.tasks.importing import check_syntax, executed
 
 MOST_FILES = 1000  # of a folder that are looked at
 
@@ -21,9 +21,11 @@ def check_reference(kind: str, name: str) -> None:
     """Check without importing it that a module or file is there, and warn of what is imported with it.
 
     Raises:
-        UsageError: there is no such module or file, or an installed module has its name.
+        UsageError: there is no such module or file, an installed module has its name, or it is no Python.
     """
-    folder, _ = locate(kind, name)
+    folder, file = locate(kind, name)
+    if file is not None and file.suffix == ".py":
+        check_syntax(file)
     if whose := other_writers(folder.resolve()):
         print(
             f"paceline: {whose}: what lies beside your {kind}, and who can write there, is imported with it",
@@ -38,7 +40,7 @@ def check_reference(kind: str, name: str) -> None:
 
 
 def imported(name: str) -> Any:
-    """What `module:name` names; None if the module has no such name. What its code raises passes through."""
+    """What `module:name` names; None if the module has no such name."""
     module_name, _, attribute = name.rpartition(":")
     return getattr(import_module(module_name), attribute, None)
 
@@ -126,13 +128,13 @@ def import_module(module_name: str) -> Any:
         folder, module_name = _apart(module_name)
         if str(folder) not in sys.path:
             sys.path.append(str(folder))
-        return importlib.import_module(module_name)
+        return executed(module_name, folder.resolve())
     path = Path(module_name).resolve()
     # Under its own name and with its neighbours, as if it had been started as a script: loader workers and pickle must
     # be able to import it again.
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
-    module = importlib.import_module(path.stem)
+    module = executed(path.stem, path.parent)
     if module.__file__ is None or Path(module.__file__).resolve() != path:
         raise UsageError(
             f"{path} cannot be imported as {path.stem!r}: that name is {module.__file__}. Rename the file."

@@ -189,6 +189,7 @@ def check_loss(task: Task, model: nn.Module, dataset: Dataset[Any], loading: Loa
     """
     indices = torch.arange(min(2, len(dataset)))  # pyright: ignore[reportArgumentType]
     # in eval mode: touches no batch statistics and draws no dropout
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     with preserved_streams(), evaluating(model), explained(UsageError), torch.enable_grad():
         for inputs, targets in fetch(dataset, [(0, indices)], 0, loading):
             if room is not None and batch_gatherer(dataset) is None:  # which needs no processes
@@ -197,6 +198,14 @@ def check_loss(task: Task, model: nn.Module, dataset: Dataset[Any], loading: Loa
             if losses.requires_grad:  # a model may switch gradients off in eval mode
                 losses.sum().backward()
     model.zero_grad(set_to_none=True)
+    for name, buffer in model.named_buffers():
+        if name not in before:
+            raise UsageError(
+                f"buffer {name} is made in the first forward, out of the samples that it sees: it cannot be kept for "
+                "each virtual rank. Register it with its values, as zeros say"
+            )
+        if buffer.shape == before[name].shape:
+            buffer.detach().copy_(before[name])
 
 
 def check_code(world: World) -> None:

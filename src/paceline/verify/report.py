@@ -11,6 +11,7 @@ from paceline.verify.spec import (
     ADAPTIVE_TOLERANCE,
     CAUSES,
     KINDS,
+    LOOP_CAUSES,
     TOLERANCE,
     Bits,
     BitsReport,
@@ -23,16 +24,17 @@ WIDTH = 132  # where there is no terminal
 NAMED = 4  # round-off tensors
 
 
-def print_report(spec: Spec, reports: Sequence[VerifyReport]) -> bool:
-    """Print everything; return whether nothing failed and anything was run."""
+def print_report(spec: Spec | None, reports: Sequence[VerifyReport]) -> bool:
+    """Print everything; return whether nothing failed and anything was run. No spec: of a loop."""
     console = Console(width=None if Console().is_terminal else WIDTH, highlight=False, emoji=False)
     results = [result for report in reports for result in report.results]
     largest = reports[-1]
-    console.print(
-        f"{spec.task} in float64, {spec.steps} steps: global batch {largest.global_batch} = {spec.virtual_ranks} "
-        f"virtual ranks x {spec.accumulation} micro-batches (uneven), {largest.samples} samples, ranks start from "
-        f"different seeds, gradients clipped to norm {spec.clip_norm:g}"
-    )
+    if spec:
+        console.print(
+            f"{spec.task} in float64, {spec.steps} steps: global batch {largest.global_batch} = {spec.virtual_ranks} "
+            f"virtual ranks x {spec.accumulation} micro-batches (uneven), {largest.samples} samples, ranks start from "
+            f"different seeds, gradients clipped to norm {spec.clip_norm:g}"
+        )
     console.print(_table(results))
     for note in sorted({note for report in reports for note in report.notes}):
         console.print(f"note: {note}")
@@ -52,15 +54,16 @@ def print_report(spec: Spec, reports: Sequence[VerifyReport]) -> bool:
     return not failed and ran > 0
 
 
-def print_bits(spec: Spec, reports: Sequence[BitsReport]) -> bool:
+def print_bits(spec: Spec | None, reports: Sequence[BitsReport]) -> bool:
     """Print one digest for each world size; return whether they are all the same."""
     console = Console(width=None if Console().is_terminal else WIDTH, highlight=False, emoji=False)
     first = reports[0]
-    console.print(
-        f"{spec.task} in float32, {spec.steps} steps: global batch {first.global_batch} = {spec.virtual_ranks} virtual "
-        f"ranks x {spec.accumulation} micro-batches (uneven), {first.samples} samples, gradients clipped to norm "
-        f"{spec.clip_norm:g}"
-    )
+    if spec:
+        console.print(
+            f"{spec.task} in float32, {spec.steps} steps: global batch {first.global_batch} = {spec.virtual_ranks} "
+            f"virtual ranks x {spec.accumulation} micro-batches (uneven), {first.samples} samples, gradients clipped "
+            f"to norm {spec.clip_norm:g}"
+        )
     table = Table("optimizer", "strategy", "processes", "weights", "whole state", "verdict", title="SHA-256")
     yardstick = {bits.optimizer: bits for bits in reversed(first.bits)}
     differ: list[str] = []
@@ -77,11 +80,12 @@ def print_bits(spec: Spec, reports: Sequence[BitsReport]) -> bool:
     for line in differ:
         console.print(line, style="bold", markup=False)
     held = first.holds_for
-    console.print(
-        f"holds for {spec.virtual_ranks} virtual ranks, global batch {first.global_batch}, 1 thread per rank, torch "
-        f"{held['torch']}, {held['processor']} ({held['capability']})",
-        markup=False,
-    )
+    if spec:
+        console.print(
+            f"holds for {spec.virtual_ranks} virtual ranks, global batch {first.global_batch}, 1 thread per rank, "
+            f"torch {held['torch']}, {held['processor']} ({held['capability']})",
+            markup=False,
+        )
     sizes = ", ".join(str(report.world_size) for report in reports)
     told = f"{len(differ)} DIFFER" if differ else f"bit-identical: one digest per optimizer on {sizes} processes"
     console.print(told)
@@ -93,7 +97,7 @@ def _first_difference(bits: Bits, yardstick: Bits) -> str:
     if not bits.ranks_agree:
         return "its own ranks differ from each other"
     for number, (got, want) in enumerate(zip(bits.steps, yardstick.steps, strict=True), 1):
-        for what in ("loss", "gradients", "grad_norm", "parameters"):  # the norm follows from the gradients
+        for what in ("loss", "gradients", "grad_norm", "parameters", "logged"):  # the norm follows from the gradients
             if getattr(got, what) != getattr(want, what):
                 return f"first in step {number}: {what} {getattr(got, what)[:24]}, not {getattr(want, what)[:24]}"
     if bits.weights != yardstick.weights:
@@ -129,7 +133,7 @@ def _print_finding(console: Console, result: Result) -> None:
     assert finding is not None
     where = f", first in {finding.tensor}" if finding.tensor else ""
     console.print(f"{result.case}: step {finding.step + 1}{where}", style="bold", markup=False)
-    console.print(f"  likely cause: {CAUSES[finding.cause]}. {finding.detail}", markup=False)
+    console.print(f"  likely cause: {(CAUSES | LOOP_CAUSES)[finding.cause]}. {finding.detail}", markup=False)
 
 
 def _cell(error: float | None) -> str:

@@ -33,6 +33,23 @@ CAUSES = {
 }
 
 
+LOOP_CAUSES = {
+    "settings": "the learning rate depends on the rank or on the number of ranks",
+    "input": "the model is given something else: the data depend on the rank, or random numbers are drawn that are not "
+    "torch's, random's or numpy's own streams",
+    "output": "the model computes something else from the same samples: it depends on the rank or the number of ranks",
+    "weights": "the loss, or how it is weighed: a mean over anything but samples needs s.backward(loss, weight=...)",
+    "changed": "gradients are changed between s.backward and optimizer.step by what one rank knows: clip by what .grad "
+    "holds after s.backward, or by s.clip_grad_norm",
+    "outside": "weights are changed outside optimizer.step(), and not on all ranks alike",
+    "own number": "a rank's own number is logged: add it up over all ranks, s.mean(total, count)",
+    "number": "a number of the loop is no mean over all samples: s.mean(total, count) is, an average of ranks is not",
+    "refused": "the loop has failed, or the session has refused it",
+    "ways": "the ranks do not go the same way: decide by a number that all have, s.any(flag) or s.mean(...)",
+}
+"""of a loop of the user's own, beside some of CAUSES"""
+
+
 class Spec(msgspec.Struct, frozen=True):
     """One launch of workers: these strategies, one world size."""
 
@@ -53,6 +70,28 @@ class Spec(msgspec.Struct, frozen=True):
     default it does not, except with batch norm, for the same reason"""
     checkpoint_activations: str | None = None
     """modules that the ranks' backward computes again; the one process computes everything once"""
+
+
+class LoopCase(msgspec.Struct, frozen=True):
+    """One run of a loop: in float64, or with all its own randomness, for the bits."""
+
+    virtual_ranks: int
+    exact: bool
+    strategy: str = ""
+    """empty: the loop's own"""
+
+
+class LoopSpec(msgspec.Struct, frozen=True):
+    """One launch of workers: these runs of a loop, one after the other."""
+
+    target: str
+    """file.py:function or module:function"""
+    words: list[str]
+    """what the loop finds in sys.argv"""
+    cases: list[LoopCase]
+    virtual_ranks: int
+    steps: int
+    seed: int
 
 
 class Case(msgspec.Struct, frozen=True):
@@ -114,6 +153,8 @@ class StepBits(msgspec.Struct, frozen=True):
     """SHA-256 of what the optimizer was given"""
     parameters: str
     """SHA-256 after the step"""
+    logged: str = ""
+    """by a loop"""
 
 
 class Bits(msgspec.Struct, frozen=True):

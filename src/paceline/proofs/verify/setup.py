@@ -91,15 +91,17 @@ def build(task: Task, seed: int) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive(seed, "verify"))
         model = task.make_model().double()
-    model.register_forward_pre_hook(_cast_all, with_kwargs=True)
+    model.register_forward_pre_hook(inputs_to_double, with_kwargs=True)
     return model
 
 
-def _cast_all(_: nn.Module, *inputs: Any) -> Any:
-    return mapped(inputs, _cast)
+def inputs_to_double(_: nn.Module, *inputs: Any) -> Any:
+    """What a forward takes, in float64: a hook before it."""
+    return mapped(inputs, to_double)
 
 
-def _cast(tensor: Tensor) -> Tensor:
+def to_double(tensor: Tensor) -> Tensor:
+    """In float64, if it is a floating-point number."""
     return tensor.double() if tensor.is_floating_point() else tensor
 
 

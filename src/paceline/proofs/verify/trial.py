@@ -69,7 +69,7 @@ def _observed(trial: Trial) -> Replica:
     def sync_gradients(total_weight: Tensor) -> None:
         inner.sync_gradients(total_weight)
         gradients = _gradients_of(inner)
-        trial.gradient_fingerprints = _fingerprints({n: g for n, g in gradients.items() if g is not None})
+        trial.gradient_fingerprints = fingerprints({n: g for n, g in gradients.items() if g is not None})
         if inner.world.rank == 0:
             trial.gradients = {n: None if g is None else g.clone() for n, g in gradients.items()}
 
@@ -83,7 +83,7 @@ def _observed(trial: Trial) -> Replica:
 def compare_starts(trial: Trial, reference: Reference | None) -> None:
     """Compare the parameters before the first step, over ranks and on rank 0 with one process (a collective)."""
     world, mine = trial.replica.world, parameters_of(trial.replica)
-    trial.start_differs = _first_difference(_fingerprints(mine), world)
+    trial.start_differs = _first_difference(fingerprints(mine), world)
     if trial.start_differs is None:
         want = dict(reference.model.named_parameters()) if reference else {}
         off = [name for name, parameter in mine.items() if name in want and not torch.equal(parameter, want[name])]
@@ -110,7 +110,7 @@ def observe(trial: Trial, result: StepResult, microbatches: Sequence[MicroBatch]
         state=_optimizer_state(replica),
     )
     gradients_differ = _first_difference(trial.gradient_fingerprints, world)
-    after_differs = _first_difference(_fingerprints({**got.parameters, **buffers}), world)
+    after_differs = _first_difference(fingerprints({**got.parameters, **buffers}), world)
     return got, RankDifferences(trial.start_differs, gradients_differ, after_differs)
 
 
@@ -132,7 +132,7 @@ def _first_difference(mine: Mapping[str, int], world: World) -> str | None:
     return next((name for name in names if len({each.get(name) for each in everybody}) > 1), None)
 
 
-def _fingerprints(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+def fingerprints(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     """A checksum of all bits of each tensor."""
     flat = {name: tensor.detach().cpu().contiguous().reshape(-1) for name, tensor in tensors.items()}
     return {n: zlib.crc32(f.view(torch.uint8).numpy()) for n, f in flat.items()}  # pyright: ignore[reportArgumentType]

@@ -1,0 +1,165 @@
+"""What the ranks of a loop have noted, beside one process: the first step that differs, and what made it so."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline.errors import UsageError
+from paceline.proofs.verify.comparison import Comparison
+from paceline.proofs.verify.reference import Observed
+from paceline.verify.spec import Bits, BitsReport, Case, Diagnosis, LoopCase, LoopSpec, Result, StepBits, VerifyReport
+
+Run = list[dict[str, Any]]
+"""what each rank has noted"""
+BITS = ("gradients bits", "parameters bits", "numbers")
+ACROSS = {  # what ranks must have alike, in the order in which one makes the next
+    "rates": ("settings", "the learning rate"),
+    "gradients bits": ("sync", "the gradient after s.backward"),
+    "stepped bits": ("changed", "the gradient that optimizer.step() is given"),
+    "parameters bits": ("outside", "a parameter after the step"),
+    "numbers": ("own number", "what the loop logs"),
+}
+
+
+def findings(
+    folder: Path, spec: LoopSpec, ranks: Sequence[int], ended: Mapping[int, str]
+) -> tuple[VerifyReport, list[BitsReport]]:
+    """All that the runs have shown; no bits where not all have come to their end.
+
+    Raises:
+        UsageError: the function has trained nothing.
+    """
+    runs = {(n, i): _read(folder, n, i) for n in {1, *ranks} for i in range(len(spec.cases))}
+    alone = runs[1, 0]
+    if alone and not (alone[0]["error"] or any("stepped" in step for step in alone[0]["steps"])):
+        raise UsageError(
+            f"{spec.target} has taken no optimizer.step() in a paceline.session(), in {len(alone[0]['steps'])} "
+            "batches: there is nothing to verify. For more batches, in longer epochs: --steps"
+        )
+    notes = {note for run in runs.values() for noted in run for note in noted["notes"]}
+    draws = any(noted["draws"] for noted in alone)
+    if draws:
+        notes.add(
+            "the loop draws random numbers, which belong to virtual ranks: the one process that all are compared with "
+            f"is {spec.virtual_ranks} of these"
+        )
+    broken = not alone or alone[0]["error"]
+    results = [
+        _compared(runs[n, i], runs[1, i] if draws else alone, case, n, ended[n])
+        for n in ([1] if broken else ranks)
+        for i, case in enumerate(spec.cases)
+        if not case.exact and (i > 0) != bool(broken)
+    ]
+    last = len(spec.cases) - 1
+    failed = {n: found for n in ranks if (found := _failed(runs[n, last], n, ended[n]))}
+    if not any(result.finding for result in results):  # else a failure of theirs has left the bits out
+        results += [Result(Case("exact", n, "none", "-"), {}, [], 0.0, found) for n, found in failed.items()]
+    bits = [] if failed else [BitsReport(n, 0, 0, [_bits_of(runs[n, last])], {}) for n in ranks]
+    return VerifyReport(max(ranks), 0, 0, results, sorted(notes)), bits
+
+
+def _read(folder: Path, size: int, number: int) -> Run:
+    """What the ranks of a world have noted of a case; none of a rank that has not come to its end."""
+    files = [folder / f"{size}-{number}-{rank}.pt" for rank in range(size)]
+    return [torch.load(file, weights_only=True) for file in files if file.is_file()]
+
+
+def _compared(run: Run, one: Run, case: LoopCase, size: int, ended: str) -> Result:
+    """A run in float64 beside that of one process."""
+    optimizer = next((noted["optimizer"] for noted in run if "optimizer" in noted), "-")
+    strategy = next((noted["strategy"] for noted in run if "strategy" in noted), case.strategy)
+    comparison = Comparison(adaptive=optimizer != "SGD")
+    finding = _compare(run, one, comparison, size, ended)
+    title = Case(strategy, size, "none", optimizer)
+    return Result(title, comparison.errors, sorted(comparison.round_off), comparison.round_off_error, finding)
+
+
+def _bits_of(run: Run) -> Bits:
+    """A run as bits, to be compared with those of other world sizes."""
+    first = run[0]
+    texts = [[str(sorted(step.get(key, {}).items())) for key in BITS] for step in first["steps"]]
+    steps = [StepBits(step["loss"].hex(), "", *text) for step, text in zip(first["steps"], texts, strict=True)]
+    agree = all(noted["weights"] == first["weights"] for noted in run)
+    return Bits(
+        first["strategy"], first["optimizer"], " ".join(first["weights"]), " ".join(first["state"]), steps, agree
+    )
+
+
+def _compare(run: Run, one: Run, comparison: Comparison, size: int, ended: str) -> Diagnosis | None:
+    steps = list(zip(*(noted["steps"] for noted in run), strict=False)) if len(run) == size else []
+    for name in run[0]["start"] if len(run) == size else ():
+        values = [noted["start"].get(name) for noted in run]
+        if len({str(value) for value in values}) > 1:
+            return Diagnosis(0, "start", name, f"it is {', '.join(map(str, values))} on ranks 0 to {size - 1}")
+    for number, (ranks, want) in enumerate(zip(steps, one[0]["steps"], strict=False)):
+        got = ranks[0]
+        samples = sorted(i for rank in ranks for i in rank["samples"])
+        found = comparison.add(_observed(got, samples), _observed(want, want["samples"]))
+        apart = next((key for key in ACROSS if any(rank.get(key) != got.get(key) for rank in ranks)), "")
+        if not (found or apart or samples != want["samples"] or got["numbers"].keys() != want["numbers"].keys()):
+            continue
+        tensor = found[0].tensor if found else ""
+        return Diagnosis(number, *_explained(ranks, want, apart, {f.kind for f in found}, tensor))
+    if failed := _failed(run, size, ended):
+        return failed
+    lengths = [len(noted["steps"]) for noted in [*run, *one]]
+    if len({*lengths}) > 1:
+        return Diagnosis(min(lengths), "ways", "", f"steps of ranks 0 to {size - 1} and of one process: {lengths}")
+    return None
+
+
+def _failed(run: Run, size: int, ended: str) -> Diagnosis | None:
+    """Why not all ranks have come to the end."""
+    errors = [noted["error"] for noted in sorted(run, key=lambda noted: noted["victim"]) if noted["error"]]
+    if not errors and len(run) == size:
+        return None
+    words, steps = [*errors, ended][0], min((len(noted["steps"]) for noted in run), default=0)
+    return Diagnosis(steps, "refused" if errors and "collectives" not in words else "ways", "", words)
+
+
+def _observed(step: dict[str, Any], samples: list[int]) -> Observed:
+    return Observed(
+        samples, {}, {"loss": step["loss"], **step["numbers"]}, step.get("gradients", {}), step.get("stepped", {}),
+        step["parameters"], {}, {},
+    )  # fmt: skip
+
+
+def _explained(ranks: Any, want: Any, apart: str, kinds: set[str], tensor: str) -> tuple[str, str, str]:
+    """(cause, tensor, details) of the first thing that is not as on one process, in the order of a step."""
+    got = ranks[0]
+    looks = {what: sum(rank[what] for rank in ranks) for what in ("input", "output")}
+    close = {what: abs(looks[what] - want[what]) <= 1e-8 * max(1.0, abs(want[what])) for what in looks}
+    if sorted(i for rank in ranks for i in rank["samples"]) != want["samples"]:
+        return "samples", "", ""
+    if apart == "rates" or got["rates"] != want["rates"]:
+        return (
+            "settings",
+            "",
+            f"learning rates {', '.join(str(r['rates'][0]) for r in ranks)}; alone {want['rates'][0]}",
+        )
+    if not close["input"]:
+        return "input", "", f"added up over all samples {looks['input']:.12g}, alone {want['input']:.12g}"
+    if not close["output"]:
+        return "output", "", f"added up over all samples {looks['output']:.12g}, alone {want['output']:.12g}"
+    if abs(got["loss"] - want["loss"]) > 1e-12 * abs(want["loss"]):
+        return "weights", "", f"the loss is {got['loss']:.12g}, alone {want['loss']:.12g}"
+    for key in ("gradients bits", "stepped bits", "parameters bits"):
+        kind = {"gradients bits": "gradient", "stepped bits": "clipped gradient", "parameters bits": "parameter"}[key]
+        if apart == key or kind in kinds:
+            return ACROSS[key][0], tensor, f"{ACROSS[key][1]} differs" + (" between ranks" if apart == key else "")
+    if apart == "numbers":
+        return "own number", "", f"on ranks 0 to {len(ranks) - 1}: {[list(rank['numbers'].values()) for rank in ranks]}"
+    wrong = [
+        n
+        for n in got["numbers"].keys() & want["numbers"]
+        if abs(got["numbers"][n] - want["numbers"][n]) > 1e-12 * abs(want["numbers"][n])
+    ]
+    return (
+        "number",
+        ", ".join(wrong),
+        f"{[got['numbers'][n] for n in wrong]}, alone {[want['numbers'][n] for n in wrong]}",
+    )

@@ -1,0 +1,237 @@
+"""A session that `paceline verify` looks into: short epochs, and a note of what each step does.
+
+What is noted of samples are sums over them, which do not depend on who has which.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Generator, Mapping
+from contextlib import closing
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
+from torch.nn.modules.dropout import _DropoutNd  # pyright: ignore[reportPrivateUsage]
+
+from paceline.checkpoint.whole import sha256_of, whole
+from paceline.data.plan import BatchPlan
+from paceline.nested import mapped, tensors
+from paceline.proofs.verify.setup import inputs_to_double, to_double
+from paceline.proofs.verify.trial import fingerprints
+from paceline.sessions import Session
+from paceline.sessions.existing import OwnOrder
+from paceline.sessions.loader import Bodies, Loader
+from paceline.sessions.prepared import Prepared
+from paceline.train.fit import StepRecord
+from paceline.verify.spec import LoopCase, LoopSpec
+from paceline.worker.world import World
+
+PROBES = 4096  # values of a tensor that are kept, evenly spread
+
+
+class WatchedSession(Session):
+    """In place of the Session that a loop asks for."""
+
+    spec: LoopSpec
+    case: LoopCase
+    noted: dict[str, Any]
+
+    def __init__(self, run_dir: Any = None, **options: Any) -> None:
+        del run_dir  # nothing is written
+        own = options.get("strategy", "bucketed")
+        given: dict[str, Any] = {"device": "cpu", "threads": 1, "resume": False, "track": None}
+        given |= {"virtual_ranks": self.case.virtual_ranks, "strategy": self.case.strategy or own}
+        super().__init__(None, **{**options, **given})
+        self.noted["strategy"] = self._strategy
+        self._of_step: dict[str, Any] = {}
+        self._looks: dict[tuple[int, int], dict[str, float]] = {}
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all steps that were asked for are done."""
+        return self.step >= self.spec.steps
+
+    def modules(self) -> list[nn.Module]:
+        """Of all its models."""
+        return [module for part in self._parts for module in part.replica.model.modules()]
+
+    def prepare(self, model: nn.Module, optimizer: Any, scheduler: Any = None) -> Any:
+        """See Session; in float64 nothing depends on how a batch is cut: no dropout, batch norm with what it knows."""
+        if not self.case.exact:
+            model.double().register_forward_pre_hook(inputs_to_double, with_kwargs=True)
+            for module in model.modules():
+                if isinstance(module, (_BatchNorm, _DropoutNd)):
+                    vars(module.eval())["train"] = partial(_stays, module)
+        found = super().prepare(model, optimizer, scheduler)
+        part = self._parts[-1]
+        part.optimizer.register_step_pre_hook(partial(self._before_step, part))
+        model.register_forward_hook(self._on_forward, with_kwargs=True)
+        self.noted["start"] |= _constants(model) | fingerprints(_parameters(part))
+        self.noted["optimizer"] = type(part.optimizer).__name__
+        return found
+
+    def loader(self, data: Any, **options: Any) -> Loader:
+        """See Session; its epochs are short."""
+        return _Short(super().loader(data, **options), self)
+
+    def epochs(self, count: int) -> Generator[int]:
+        """See Session; no more than the steps need."""
+        with closing(super().epochs(count)) as epochs:
+            for epoch in epochs:
+                yield epoch
+                if self.is_over:
+                    return
+
+    def backward(self, loss: Tensor, *weight: Any, **options: Any) -> None:
+        """See Session."""
+        super().backward(loss, *weight, **options)
+        body = self._steps.body
+        for part in self._parts if body is not None and body.is_last else ():
+            self._note(f"summed {part.number}", part, _gradients(part))
+
+    def log(self, values: Mapping[str, float] | None = None, **more: float) -> None:
+        """See Session."""
+        for name, value in {**(values or {}), **more}.items():
+            self._note_number(f"logged {name}", float(value))
+
+    def mean(self, total: float | Tensor, count: float | Tensor) -> float:
+        """See Session."""
+        found = super().mean(total, count)
+        self._note_number("s.mean", found)
+        return found
+
+    def save(self, model: nn.Module | None, path: Any) -> None:
+        """Nothing is written."""
+
+    def print(self, *words: Any) -> None:
+        """Only what the session has to say against the loop is kept."""
+        if str(words[0] if words else "").startswith("NOTE: "):
+            self.noted["notes"].append(str(words[0]).removeprefix("NOTE: "))
+
+    def close(self, error: BaseException | None = None) -> None:
+        """See Session; a loop that has ended well shows its whole state."""
+        if not self._closed and self._opened and isinstance(error or SystemExit(), SystemExit):
+            self.noted["weights"] = [sha256_of(self.weights(part.replica.model)) for part in self._parts]
+            self.noted["state"] = [sha256_of(whole(part.replica.state(), self.world)) for part in self._parts]
+        super().close(error)
+
+    def _train(self, loader: Loader) -> Generator[Any]:
+        if self.is_over:
+            raise SystemExit(0)
+        with closing(super()._train(loader)) as batches:
+            for batch in batches:
+                if self._steps.body is not None:  # a later pass over the same micro-batch replaces the first
+                    self._looks.pop((self._steps.body.work.virtual_rank, self._steps.body.work.part), None)
+                drawn = random.getstate(), torch.get_rng_state().tolist()
+                yield self._cast(batch)
+                self.noted["draws"] |= drawn != (random.getstate(), torch.get_rng_state().tolist())
+
+    def _evaluate(self, loader: Loader) -> Generator[Any]:
+        with closing(super()._evaluate(loader)) as batches:
+            yield from map(self._cast, batches)
+
+    def _cast(self, batch: Any) -> Any:
+        return batch if self.case.exact else mapped(batch, to_double)
+
+    def _on_forward(self, model: nn.Module, *seen: Any) -> None:
+        """Adds up what goes in and out; a longer row of zeros adds nothing."""
+        work = self._steps.body.work if self._steps.body is not None else None
+        if work is None or not work.counted:
+            return
+        looks = self._looks.setdefault((work.virtual_rank, work.part), {})
+        for what, value in (("input", seen[:2]), ("output", seen[2:])):
+            for tensor in tensors(value):
+                if tensor.ndim and len(tensor) == len(work.indices):
+                    rows = tensor.detach().double().reshape(len(tensor), -1)
+                    looks[what] = looks.get(what, 0.0) + float(
+                        (rows @ torch.arange(rows.shape[1]).double().cos()).sum()
+                    )
+
+    def _note(self, what: str, part: Prepared, named: Mapping[str, Tensor]) -> None:
+        named = {part.prefix + name: tensor.detach() for name, tensor in named.items()}
+        self._of_step.setdefault(f"{what} bits", {}).update(fingerprints(named))
+        if not self.case.exact and self.rank == 0:
+            probes = {n: t.reshape(-1)[:: -(-t.numel() // PROBES) or 1].clone() for n, t in named.items()}
+            self._of_step.setdefault(what, {}).update(probes)
+
+    def _before_step(self, part: Prepared, *_: object) -> None:
+        for kind in ("", " bits"):  # what a step does not use counts for nothing
+            summed = self._of_step.pop(f"summed {part.number}{kind}", {})
+            self._of_step.setdefault(f"gradients{kind}", {}).update(summed)
+        self._note("stepped", part, _gradients(part))
+
+    def _note_number(self, name: str, value: float) -> None:
+        for step in self.noted["steps"][-1:]:
+            step["numbers"][f"{name}, {len(step['numbers']) + 1}"] = value
+
+    def _ended(self, record: StepRecord) -> None:
+        for part in self._parts:
+            self._note("parameters", part, _parameters(part))
+        samples = sorted(i for one in record.microbatches if one.work.counted for i in one.work.indices.tolist())
+        sums = {what: sum(look.get(what, 0.0) for look in self._looks.values()) for what in ("input", "output")}
+        if self._steps.phases.number > 1:  # a later pass has computed them anew, by a model that has stepped
+            sums["output"] = 0.0
+        rates = [str(float(rate)) for part in self._parts for rate in part.rates()]
+        self._of_step |= {"loss": record.result.loss, "samples": samples, "rates": rates, "numbers": {}}
+        self.noted["steps"].append({**self._of_step, **sums})
+        self._of_step, self._looks = {}, {}
+
+
+class _Short(Loader):
+    """Epochs of some whole global batches and an uneven one, which does not reach every virtual rank."""
+
+    def __init__(self, loader: Loader, session: WatchedSession) -> None:
+        self.__dict__ |= vars(loader)
+        self._session, self._whole = session, max(2, session.spec.steps // 2)
+
+    def __len__(self) -> int:
+        full = super().__len__() if self.existing is not None else self._cut(self.plan).steps_per_epoch
+        return min(full, self._whole + 1)
+
+    def drawn(self, world: World, put_back: dict[str, str] | None) -> tuple[BatchPlan, dict[str, str] | None]:
+        """See Loader."""
+        plan, streams = super().drawn(world, put_back)
+        return self._cut(plan), streams
+
+    def training(self, plan: BatchPlan, share: range, epoch: int, start: int) -> Generator[Bodies]:
+        """See Loader."""
+        with closing(super().training(plan, share, epoch, start)) as steps:
+            for bodies in steps:
+                yield bodies
+                if self._session.is_over:
+                    return
+
+    def _cut(self, plan: BatchPlan) -> BatchPlan:
+        most = self._session.spec.virtual_ranks
+        modules = self._session.modules()
+        # batch norm: the statistics of a single value are none
+        tail = 2 * most + 1 if any(isinstance(m, _BatchNorm) for m in modules) else max(1, most - 1)
+        tail = min(tail, plan.global_batch)
+        if not isinstance(plan, OwnOrder):
+            return replace(plan, num_samples=min(plan.num_samples, self._whole * plan.global_batch + tail))
+        whole_ones, last = plan.batches[: self._whole], plan.batches[self._whole : self._whole + 1]
+        return replace(plan, batches=(*whole_ones, *(one if plan.tail == "drop" else one[:tail] for one in last)))
+
+
+def _stays(module: nn.Module, mode: bool = True) -> nn.Module:
+    return module
+
+
+def _gradients(part: Prepared) -> dict[str, Tensor]:
+    named = part.replica.model.named_parameters()
+    return {} if part.replica.sharded else {name: p.grad for name, p in named if p.grad is not None}
+
+
+def _parameters(part: Prepared) -> dict[str, Tensor]:
+    return dict(part.replica.model.named_parameters())
+
+
+def _constants(model: nn.Module) -> dict[str, Any]:
+    """What no broadcast makes the same: the numbers that modules keep."""
+    modules = model.named_modules()
+    found = {f"{name}.{key}".lstrip("."): value for name, module in modules for key, value in vars(module).items()}
+    return {n: v for n, v in found.items() if isinstance(v, (int, float, str)) and not n.endswith("training")}

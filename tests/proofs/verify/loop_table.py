@@ -1,0 +1,103 @@
+"""Plant every bug of loops.py, and see what verify says: `python FOLDER/loop_table.py [--out FILE.md]`."""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests import warm
+from tests.proofs.verify import loops
+
+from paceline.proofs.verify.loop_findings import findings
+from paceline.verify.report import print_bits
+from paceline.verify.spec import CAUSES, LOOP_CAUSES, LoopCase, LoopSpec, VerifyReport
+
+RANKS = (1, 2, 3)
+ENDS = ("stopped_by_one_rank", "lr_by_rank")
+RIGHT = (
+    "right",
+    "right_with_noise_and_batch_norm",
+    "right_with_two_models",
+    "right_with_gradients_added_up",
+)
+
+
+def spec_of(name: str, ranks: Sequence[int] = RANKS) -> LoopSpec:
+    most = max(ranks)
+    cases = [LoopCase(1, exact=False), LoopCase(most, exact=False), LoopCase(most, exact=True, strategy="exact")]
+    return LoopSpec(f"{loops.__file__}:{name}", [], cases, most, steps=4, seed=0)
+
+
+def said_of(names: Sequence[str], folder: Path, ranks: Sequence[int] = RANKS) -> dict[str, str]:
+    """All that verify says against each loop; they run one after the other in the same processes."""
+    for name in names:
+        (folder / name).mkdir()
+    ended: dict[int, str] = {}
+    for size in ranks:
+        launch = (
+            "-m",
+            "paceline",
+            "launch",
+            "--nproc",
+            size,
+            "--run-dir",
+            folder / f"run-{size}",
+            "--stall-after",
+            "20",
+        )
+        program = (Path(__file__).with_name("loop_ranks.py"), folder, *names)
+        done = warm.run(program if ranks == (1,) else (*launch, "--", *program), cwd=folder, timeout=900)
+        ended[size] = "" if done.returncode == 0 else done.stderr
+    return {name: said(*findings(folder / name, spec_of(name), ranks, ended)) for name in names}
+
+
+def said(report: VerifyReport, bits: Sequence[object]) -> str:
+    found = [r.finding for r in report.results if r.finding]
+    first = {f.cause: f for f in reversed(found)}
+    words = [f"{(CAUSES | LOOP_CAUSES)[f.cause]}. {f.detail} {f.tensor}".rstrip() for f in first.values()]
+    equal = bool(bits) and print_bits(None, bits)
+    return "; ".join([*words, *report.notes, *([] if equal or not bits else ["the bits differ"])])
+
+
+def right(name: str, words: str) -> bool:
+    """Whether a bug is called by its name, or nothing is said against a loop without one."""
+    if name in loops.BUGS:
+        return loops.BUGS[name].named in words
+    return not words or (words.startswith("the loop draws random numbers") and ";" not in words)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, help="also write the table to this Markdown file")
+    parser.add_argument("--only", nargs="*", help="names of loops")
+    arguments = parser.parse_args()
+    names = [name for name in (*RIGHT, *loops.BUGS) if not arguments.only or name in arguments.only]
+    lines = ["| planted bug | known from | verify said | verdict |", "|---|---|---|---|"]
+    words: dict[str, str] = {}
+    # one that ends its ranks must not spoil the others
+    for group in ([n for n in names if n not in ENDS], *([n] for n in names if n in ENDS)):
+        with tempfile.TemporaryDirectory() as folder:
+            words |= said_of(group, Path(folder)) if group else {}
+    named = sum(right(name, words[name]) for name in names)
+    for name in names:
+        bug, verdict = loops.BUGS.get(name), "named" if name in loops.BUGS else "right"
+        cells = (
+            name,
+            bug.known_from if bug else "no bug",
+            words[name] or "-",
+            verdict if right(name, words[name]) else "WRONG",
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    warm.close()
+    print(text := "\n".join(lines) + f"\n\n{named} of {len(names)} right, on {', '.join(map(str, RANKS))} ranks.\n")
+    if arguments.out:
+        arguments.out.write_text(
+            "# What verify says of bugs in loops of one's own\n\nMade by `make soak-mutations`.\n\n" + text
+        )
+    return named != len(names)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

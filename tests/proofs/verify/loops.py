@@ -1,0 +1,382 @@
+"""Loops that `paceline verify` must pass, and bugs planted in such loops, each with what it is to be called.
+
+paceline verify tests/proofs/verify/loops.py:metric_averaged
+python loops.py FOLDER RANKS NAME...       as a rank: runs these loops as verify does, for tests that judge many
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import SGD
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import Dataset, TensorDataset
+
+import paceline
+
+Loop = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Planted:
+    """A bug, and words that name it: in the likely cause, in what refused it, or in a note."""
+
+    loop: Loop
+    named: str
+    known_from: str
+
+
+BUGS: dict[str, Planted] = {}
+
+
+def bug(named: str, known_from: str) -> Callable[[Loop], Loop]:
+    def noted(loop: Loop) -> Loop:
+        BUGS[loop.__name__] = Planted(loop, named, known_from)
+        return loop
+
+    return noted
+
+
+def data() -> TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(60, 6, generator=generator)
+    return TensorDataset(inputs, torch.randint(0, 3, (60,), generator=generator))
+
+
+def net(*more: nn.Module) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), *more, nn.Linear(8, 3))
+
+
+def sgd(parameters: Any) -> SGD:
+    return SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def mean_loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(model(x), y)
+
+
+def trained(s: Any, step: Callable[..., object], model: Any = None, samples: Any = None, optimizer: Any = sgd) -> Any:
+    """The loop that all of them have in common; `step(model, optimizer, x, y)` is its body behind zero_grad."""
+    model, optimizer = s.prepare(net() if model is None else model, optimizer)
+    for _ in s.epochs(9):
+        model.train()
+        for x, y in s.loader(data() if samples is None else samples, global_batch=16):
+            optimizer.zero_grad()
+            step(model, optimizer, x, y)
+    return model
+
+
+def usual(s: Any) -> Callable[..., object]:
+    def step(model: nn.Module, optimizer: SGD, x: Tensor, y: Tensor) -> None:
+        s.backward(mean_loss(model, x, y))
+        optimizer.step()
+
+    return step
+
+
+# ---- without a bug -----------------------------------------------------------------------------------------------
+
+
+def right() -> None:
+    """Dropout, a schedule, clipping, an evaluation."""
+    with paceline.session() as s:
+        model, optimizer, scheduler = s.prepare(net(nn.Dropout(0.2)), sgd, lambda o: LambdaLR(o, lambda n: 0.9**n))
+        train, test = s.loader(data(), global_batch=16), s.loader(data(), global_batch=24)
+        for _ in s.epochs(9):
+            model.train()
+            for x, y in train:
+                optimizer.zero_grad()
+                s.backward(mean_loss(model, x, y))
+                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+                optimizer.step()
+                scheduler.step()
+            model.eval()
+            with torch.no_grad():
+                found = [(int((model(x).argmax(1) == y).sum()), len(x)) for x, y in test]
+            s.log(accuracy=s.mean(sum(hits for hits, _ in found), sum(count for _, count in found)))
+
+
+def right_with_noise_and_batch_norm() -> None:
+    """What it draws belongs to virtual ranks."""
+    s = paceline.session("runs/never-made", resume=True, virtual_ranks=8)
+
+    def step(model: nn.Module, optimizer: SGD, x: Tensor, y: Tensor) -> None:
+        s.backward(mean_loss(model, x + 0.1 * torch.randn_like(x), y))
+        optimizer.step()
+
+    s.save(trained(s, step, net(nn.BatchNorm1d(8))), "never.pt")
+
+
+def right_with_two_models() -> None:
+    """A GAN, whose body each rank goes through twice; and gradients that nobody uses."""
+    with paceline.session() as s:
+        d, optimizer_d = s.prepare(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)), sgd)
+        g, optimizer_g = s.prepare(nn.Linear(6, 6), sgd)
+        for _ in s.epochs(9):
+            for x, _ in s.loader(data(), global_batch=16):
+                d.zero_grad()
+                s.backward(F.softplus(-d(x)).mean(), more=True)
+                fake = g(x.flip(1))
+                s.backward(F.softplus(d(fake.detach())).mean())
+                optimizer_d.step()
+                g.zero_grad()
+                s.backward(F.softplus(-d(fake)).mean(), only=optimizer_g)
+                optimizer_g.step()
+
+
+def right_with_gradients_added_up() -> None:
+    """Over two batches; dropout by functions."""
+    with paceline.session() as s:
+        model, optimizer = s.prepare(nn.TransformerEncoderLayer(6, 2, 8, dropout=0.3, batch_first=True), sgd)
+        for _ in s.epochs(9):
+            for x, _ in s.loader(data(), global_batch=16):
+                s.backward(F.dropout(model(x[:, None]), 0.1, training=True).square().mean() / 2)
+                if (s.batch + 1) % 2 == 0:
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+
+# ---- with one ----------------------------------------------------------------------------------------------------
+
+
+@bug("how it is weighed", "transformers before 4.46: a mean of token means")
+def weight_forgotten() -> None:
+    with paceline.session() as s:
+
+        def step(model: nn.Module, optimizer: SGD, x: Tensor, y: Tensor) -> None:
+            mask = y != 2
+            losses = F.cross_entropy(model(x), y, reduction="none") * mask
+            s.backward(losses.sum() / mask.sum().clamp(min=1))  # lacks weight=mask.sum()
+            optimizer.step()
+
+        trained(s, step)
+
+
+@bug("an average of ranks", "Lightning's sync_dist=True: a mean of means")
+def metric_averaged() -> None:
+    with paceline.session() as s:
+        model = trained(s, usual(s))
+        model.eval()
+        hits = count = 0
+        with torch.no_grad():
+            for x, y in s.loader(data(), global_batch=24):
+                hits, count = hits + (model(x).argmax(1) == y).sum(), count + len(x)
+        s.log(accuracy=s.sum(hits / count) / s.size)
+
+
+@bug("a rank's own number", "a loss logged as every rank has it")
+def own_loss_logged() -> None:
+    with paceline.session() as s:
+        seen = []
+
+        def step(model: nn.Module, optimizer: SGD, x: Tensor, y: Tensor) -> None:
+            loss = mean_loss(model, x, y)
+            s.backward(loss)
+            optimizer.step()
+            seen.append(float(loss))
+
+        trained(s, step)
+        s.log(loss=seen[-1])
+
+
+@bug("without zero_grad", "the most common bug of all")
+def no_zero_grad() -> None:
+    with paceline.session() as s:
+        model, optimizer = s.prepare(net(), sgd)
+        for x, y in s.loader(data(), global_batch=16):
+            s.backward(mean_loss(model, x, y))
+            optimizer.step()
+
+
+@bug("evaluated in training mode", "model.eval() forgotten")
+def evaluated_in_training_mode() -> None:
+    with paceline.session() as s:
+        model = trained(s, usual(s), net(nn.Dropout(0.5)))
+        with torch.no_grad():
+            outputs = [(model(x).sum(), len(x)) for x, _ in s.loader(data(), global_batch=24)]
+        s.log(output=s.mean(sum(total for total, _ in outputs), sum(count for _, count in outputs)))
+
+
+@bug("training data", "a dataset cut by hand, beside a sampler that cuts")
+def data_cut_by_rank() -> None:
+    with paceline.session() as s:
+        inputs, labels = data().tensors
+        trained(s, usual(s), samples=TensorDataset(inputs[s.rank :: s.size], labels[s.rank :: s.size]))
+
+
+@bug(
+    "do not start from the same weights",
+    "a seed that depends on the rank, where no broadcast helps",
+)
+def constant_by_rank() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.scale = net(), random.random()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x) * self.scale
+
+    with paceline.session() as s:
+        trained(s, usual(s), Scaled())
+
+
+@bug("the learning rate depends", "goyal et al.'s rule for a batch that has grown; here it has not")
+def lr_by_number_of_ranks() -> None:
+    with paceline.session() as s:
+        trained(s, usual(s), optimizer=lambda p: SGD(p, lr=0.1 * s.size))
+
+
+@bug("the learning rate depends", "warm-up counted by each rank's own samples")
+def lr_by_rank() -> None:
+    with paceline.session() as s:
+
+        def step(model: nn.Module, optimizer: SGD, x: Tensor, y: Tensor) -> None:
+            s.backward(mean_loss(model, x, y))
+            optimizer.param_groups[0]["lr"] *= 1 + 0.1 * s.rank
+            optimizer.step()
+
+        trained(s, step)
+
+
+@bug("the model is given something else", "random.Random(rank) in the loop")
+def augmented_by_rank() -> None:
+    with paceline.session() as s:
+        own = random.Random(s.rank)
+
+        def step(model: nn.Module, optimizer: SGD, x: Tensor, y: Tensor) -> None:
+            s.backward(mean_loss(model, x + own.random(), y))
+            optimizer.step()
+
+        trained(s, step)
+
+
+class Noisy(Dataset[Any]):
+    """Noise from a generator of its own, seeded by the time."""
+
+    def __init__(self) -> None:
+        self.whole, self.noise = data(), np.random.default_rng(time.time_ns())
+
+    def __len__(self) -> int:
+        return len(self.whole)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        x, y = self.whole[index]
+        return x + torch.from_numpy(self.noise.normal(size=6)).to(x), y
+
+
+@bug("the model is given something else", "numpy's default_rng() in a dataset")
+def augmented_by_time() -> None:
+    with paceline.session() as s:
+        trained(s, usual(s), samples=Noisy())
+
+
+@bug("s.any(flag)", "patience counted by each rank")
+def stopped_by_one_rank() -> None:
+    with paceline.session() as s:
+        model, optimizer = s.prepare(net(), sgd)
+        for x, y in s.loader(data(), global_batch=16):
+            optimizer.zero_grad()
+            s.backward(mean_loss(model, x, y))
+            optimizer.step()
+            if s.last and s.batch == 1 and s.rank == s.size - 1 > 0:
+                break
+        s.log(batches=s.mean(s.batch, 1))
+
+
+@bug("Call s.backward(loss)", "the line that was not changed")
+def torchs_own_backward() -> None:
+    with paceline.session() as s:
+
+        def step(model: nn.Module, optimizer: SGD, x: Tensor, y: Tensor) -> None:
+            mean_loss(model, x, y).backward()
+            optimizer.step()
+
+        trained(s, step)
+
+
+@bug("gradients are changed", "clipping by what one rank has")
+def clipped_by_own_norm() -> None:
+    with paceline.session() as s:
+
+        def step(model: nn.Module, optimizer: SGD, x: Tensor, y: Tensor) -> None:
+            loss = mean_loss(model, x, y)
+            own = torch.cat([g.flatten() for g in torch.autograd.grad(loss, [*model.parameters()], retain_graph=True)])
+            s.backward(loss)
+            for parameter in model.parameters() if s.last else ():
+                assert parameter.grad is not None
+                parameter.grad.mul_((0.1 / own.norm()).clamp(max=1.0))
+            optimizer.step()
+
+        trained(s, step)
+
+
+@bug("outside optimizer.step()", "a weight set by rank 0 alone")
+def weights_changed_on_rank_0() -> None:
+    with paceline.session() as s:
+
+        def step(model: Any, optimizer: SGD, x: Tensor, y: Tensor) -> None:
+            s.backward(mean_loss(model, x, y))
+            optimizer.step()
+            if s.rank == 0 and s.last:
+                with torch.no_grad():
+                    model[0].weight.clamp_(-0.2, 0.2)
+
+        trained(s, step)
+
+
+@bug("the loss, or how", "a loss divided by the number of ranks, as for DDP's sum")
+def loss_divided_by_ranks() -> None:
+    with paceline.session() as s:
+
+        def step(model: nn.Module, optimizer: SGD, x: Tensor, y: Tensor) -> None:
+            s.backward(mean_loss(model, x, y) / s.size)
+            optimizer.step()
+
+        trained(s, step)
+
+
+@bug("the loss, or how", "reduction='sum' that nobody told of")
+def sum_taken_for_a_mean() -> None:
+    with paceline.session() as s:
+
+        def step(model: nn.Module, optimizer: SGD, x: Tensor, y: Tensor) -> None:
+            s.backward(F.cross_entropy(model(x), y, reduction="sum"))
+            optimizer.step()
+
+        trained(s, step)
+
+
+@bug("computes something else", "dropout of one's own, by a generator of one's own")
+def output_by_rank() -> None:
+    with paceline.session() as s:
+
+        class Shifted(nn.Linear):
+            def forward(self, x: Tensor) -> Tensor:
+                return super().forward(x) + 0.01 * s.rank
+
+        trained(s, usual(s), net(Shifted(8, 8)))
+
+
+@bug("Say more=True", "two losses: right up to rounding, and refused where every bit counts")
+def two_backwards_for_the_same_bits() -> None:
+    with paceline.session() as s:
+
+        def step(model: nn.Module, optimizer: SGD, x: Tensor, y: Tensor) -> None:
+            s.backward(mean_loss(model, x, y))
+            s.backward(model(x).square().mean())
+            optimizer.step()
+
+        trained(s, step)
+
+
+def trains_nothing() -> None:
+    paceline.session()

@@ -1,0 +1,79 @@
+"""`paceline verify my_loop.py:main`: a loop without a bug equals one process, and planted bugs are called by name.
+
+All of them, with a table: `make soak-mutations`.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.proofs.verify import loops
+from tests.proofs.verify.loop_table import ENDS, RIGHT, right, said_of
+
+from paceline.errors import UsageError
+
+LOOPS = Path(loops.__file__)
+# three virtual ranks on one process show these as well as three ranks do
+ON_ONE = (
+    "right", "right_with_two_models", "right_with_gradients_added_up", "weight_forgotten", "no_zero_grad",
+    "evaluated_in_training_mode", "sum_taken_for_a_mean", "augmented_by_time", "torchs_own_backward",
+    "two_backwards_for_the_same_bits",
+)  # fmt: skip
+
+
+def wrong(said: dict[str, str]) -> dict[str, str]:
+    return {name: words for name, words in said.items() if not right(name, words)}
+
+
+def test_on_one_process_that_is_three_virtual_ranks(tmp_path: Path) -> None:
+    said = said_of(ON_ONE, tmp_path, ranks=(1,))
+    assert wrong(said) == {}
+    assert said["right"] == said["right_with_two_models"] == said["right_with_gradients_added_up"] == ""
+    with pytest.raises(UsageError, match="trains_nothing has taken no optimizer"):
+        said_of(["trains_nothing"], tmp_path, ranks=(1,))
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+@pytest.mark.timeout(300)
+def test_every_planted_bug_is_named_on_three_ranks_and_nothing_else_is(tmp_path: Path) -> None:
+    assert len(loops.BUGS) >= 18
+    said = said_of([name for name in (*RIGHT, *loops.BUGS) if name not in ENDS], tmp_path)
+    assert wrong(said) == {}
+    assert said["right"] == ""
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("name", ENDS)
+def test_a_bug_that_ends_the_ranks_is_named(tmp_path: Path, name: str) -> None:
+    assert wrong(said_of([name], tmp_path)) == {}
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+@pytest.mark.timeout(150)
+def test_the_command_says_what_it_found(paceline: Any, tmp_path: Path) -> None:
+    fine = paceline(
+        "verify", f"{LOOPS}:right", "--ranks", "1,2", "--strategies", "manual,exact", "--json", "found.json"
+    )
+    assert fine.returncode == 0, fine.stdout + fine.stderr
+    assert "all 4 cases equal one process" in fine.stdout
+    assert "bit-identical: one digest per optimizer on 1, 2 processes" in fine.stdout
+    report, bits = json.loads((tmp_path / "found.json").read_text())
+    assert {r["case"]["strategy"] for r in report["results"]} == {"manual", "exact"} and len(bits) == 2
+    assert not list(tmp_path.glob("runs*"))
+    bad = paceline("verify", f"{LOOPS}:lr_by_number_of_ranks", "--ranks", "2")
+    assert bad.returncode == 1, bad.stdout + bad.stderr
+    assert "likely cause: the learning rate depends on the rank or on the number of ranks" in bad.stdout
+
+
+def test_what_is_for_tasks_is_refused_for_a_loop_and_the_other_way_round(paceline: Any) -> None:
+    told = paceline("verify", f"{LOOPS}:right", "--optimizers", "adamw")
+    assert told.returncode == 2 and "--optimizers is for tasks" in told.stderr
+    told = paceline("verify", f"{Path(__file__).with_name('tasks_under_test.py')}:dropout", "--", "--epochs", "3")
+    assert told.returncode == 2 and "-- --epochs 3" in told.stderr
