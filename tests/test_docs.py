@@ -99,8 +99,9 @@ def test_every_transcript_was_made_and_names_nothing_of_the_machine_it_was_made_
         assert "/tmp/" not in said and "\x1b" not in said, f"{page.name}: {name}"
 
 
-def test_the_diffs_for_newcomers_are_those_of_the_scripts() -> None:
-    done = subprocess.run([sys.executable, ROOT / "tools" / "diffs.py", "--check"], capture_output=True, text=True)
+@pytest.mark.parametrize("tool", ["diffs.py", "api.py"])
+def test_what_a_tool_writes_into_the_docs_is_not_stale(tool: str) -> None:
+    done = subprocess.run([sys.executable, ROOT / "tools" / tool, "--check"], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

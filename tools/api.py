@@ -1,0 +1,115 @@
+"""Write docs/api.md from the docstrings of what `paceline` offers: `python tools/api.py`; `--check`: is it so?"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import paceline
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "api.md"
+ROOMS = {
+    "Your own loop": ("session", "Session", "Loader", "run"),
+    "A task": ("Task", "Metric", "Moment"),
+    "The parts, each by itself": (),  # all others
+}
+HEAD = """# The Python interface
+
+Written from the docstrings by `python tools/api.py`; a test says when it is stale. The pages that explain:
+[your own loop](own-loop.md), [Task, field by field](task.md), [evaluation](evaluation.md).
+"""
+
+
+def prose(docstring: str | None) -> str:
+    """A docstring in Google's style as Markdown."""
+    lines = inspect.cleandoc(docstring or "").splitlines()
+    out: list[str] = []
+    in_list = in_code = False
+    for line in lines:
+        if re.fullmatch(r"(Args|Returns|Raises|Yields):", line):
+            out += [f"*{line}*", ""]
+            in_list = True
+        elif in_list and (entry := re.fullmatch(r" {4}([*\w]+(?:, \w+)*): (.*)", line)):
+            out.append(f"- `{entry[1]}`: {entry[2]}")
+        elif in_list and line.strip():
+            out.append(f"  {line.strip()}" if out[-1] else line.strip())
+        elif line.startswith("    ") and not in_list:
+            out += [*(() if in_code else ("```text",)), line[4:]]
+            in_code = True
+        else:
+            if in_code and line.strip():
+                out += ["```", ""]
+                in_code = False
+            in_list = in_list and not line.strip()
+            out.append(line)
+    return "\n".join([*out, "```"] if in_code else out).strip()
+
+
+def called(name: str, function: Any, *, method: bool = False) -> str:
+    """`name(a, b=1)`, without types."""
+    found = inspect.signature(function)
+    plain = [p.replace(annotation=p.empty) for p in found.parameters.values() if p.name != "self" or not method]
+    words = str(found.replace(parameters=plain, return_annotation=found.empty))
+    return f"{name}{re.sub(r'<[^>]*>', '...', words)}"
+
+
+def fields(kind: type) -> list[str]:
+    """Of a record: each field, and the words below it."""
+    (body,) = (n for n in ast.parse(textwrap.dedent(inspect.getsource(kind))).body if isinstance(n, ast.ClassDef))
+    found: list[str] = []
+    for node, after in zip(body.body, [*body.body[1:], None], strict=True):
+        if isinstance(node, ast.AnnAssign) and not ast.unparse(node.target).startswith("_"):
+            words = after.value.value if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) else ""
+            told = f": {' '.join(str(words).split())}" if words else ""
+            found.append(f"- `{ast.unparse(node.target)}` (`{ast.unparse(node.annotation)}`){told}")
+    return found
+
+
+def entry(name: str, thing: Any) -> str:
+    """One part: its signature, words, fields and methods."""
+    if not inspect.isclass(thing):
+        head = called(name, thing) if callable(thing) else name
+        return f"### `{head}`\n\n{prose(thing.__doc__ if callable(thing) else '')}\n"
+    own = getattr(thing, "__dataclass_fields__", None) is not None
+    blocks = [f"### `{name}`", prose(thing.__doc__), *(["\n".join(fields(thing))] if own else [])]
+    for word, member in inspect.getmembers(thing):
+        if word.startswith("_") or not getattr(member, "__doc__", None):
+            continue
+        if isinstance(member, property):
+            blocks += [f"#### `.{word}`", prose(member.__doc__)]
+        elif inspect.isfunction(member) and str(member.__module__).startswith("paceline"):
+            blocks += [f"#### `.{called(word, member, method=True)}`", prose(member.__doc__)]
+    return "\n\n".join(block for block in blocks if block) + "\n"
+
+
+def page() -> str:
+    """The whole page."""
+    from paceline.sessions.loader import Loader
+
+    named = {name for names in ROOMS.values() for name in names}
+    out = [HEAD]
+    for title, names in ROOMS.items():
+        out.append(f"## {title}\n")
+        for name in names or [n for n in paceline.__all__ if n not in named and not n.startswith("__")]:
+            out.append(entry(name, Loader if name == "Loader" else getattr(paceline, name)))
+    return "\n".join(out).rstrip() + "\n"
+
+
+def main(words: list[str]) -> int:
+    """1 if --check finds the page stale."""
+    now = page()
+    if "--check" in words:
+        stale = not PAGE.is_file() or PAGE.read_text() != now
+        print("docs/api.md is not that of the docstrings: python tools/api.py" if stale else "docs/api.md is right")
+        return int(stale)
+    PAGE.write_text(now)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
