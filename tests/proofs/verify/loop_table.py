@@ -21,6 +21,7 @@ RIGHT = (
     "right_with_noise_and_batch_norm",
     "right_with_two_models",
     "right_with_gradients_added_up",
+    "right_with_a_stream",
 )
 
 

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import SGD
 from torch.optim.lr_scheduler import LambdaLR
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 import paceline
 
@@ -142,6 +142,16 @@ def right_with_gradients_added_up() -> None:
                 if (s.batch + 1) % 2 == 0:
                     optimizer.step()
                     optimizer.zero_grad()
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter(data())
+
+
+def right_with_a_stream() -> None:
+    with paceline.session() as s:
+        trained(s, usual(s), samples=Stream())
 
 
 # ---- with one ----------------------------------------------------------------------------------------------------

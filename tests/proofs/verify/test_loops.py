@@ -18,7 +18,8 @@ from paceline.errors import UsageError
 LOOPS = Path(loops.__file__)
 # three virtual ranks on one process show these as well as three ranks do
 ON_ONE = (
-    "right", "right_with_two_models", "right_with_gradients_added_up", "weight_forgotten", "no_zero_grad",
+    "right", "right_with_two_models", "right_with_gradients_added_up", "right_with_a_stream",
+    "weight_forgotten", "no_zero_grad",
     "evaluated_in_training_mode", "sum_taken_for_a_mean", "augmented_by_time", "torchs_own_backward",
     "two_backwards_for_the_same_bits",
 )  # fmt: skip

@@ -76,7 +76,10 @@ class WatchedSession(Session):
 
     def loader(self, data: Any, **options: Any) -> Loader:
         """See Session; its epochs are short."""
-        return _Short(super().loader(data, **options), self)
+        made = super().loader(data, **options)
+        watched: Any = _Short if type(made) is Loader else _Watched  # a stream has no epoch to cut
+        made.__class__ = type(watched.__name__, (watched, type(made)), {"session": self})
+        return made
 
     def epochs(self, count: int) -> Generator[int]:
         """See Session; no more than the steps need."""
@@ -181,39 +184,45 @@ class WatchedSession(Session):
         self._of_step, self._looks = {}, {}
 
 
-class _Short(Loader):
-    """Epochs of some whole global batches and an uneven one, which does not reach every virtual rank."""
+class _Watched(Loader):
+    """Ends when the steps are done."""
 
-    def __init__(self, loader: Loader, session: WatchedSession) -> None:
-        self.__dict__ |= vars(loader)
-        self._session, self._whole = session, max(2, session.spec.steps // 2)
-
-    def __len__(self) -> int:
-        full = super().__len__() if self.existing is not None else self._cut(self.plan).steps_per_epoch
-        return min(full, self._whole + 1)
-
-    def drawn(self, world: World, put_back: dict[str, str] | None) -> tuple[BatchPlan, dict[str, str] | None]:
-        """See Loader."""
-        plan, streams = super().drawn(world, put_back)
-        return self._cut(plan), streams
+    session: WatchedSession
 
     def training(self, plan: BatchPlan, share: range, epoch: int, start: int) -> Generator[Bodies]:
         """See Loader."""
         with closing(super().training(plan, share, epoch, start)) as steps:
             for bodies in steps:
                 yield bodies
-                if self._session.is_over:
+                if self.session.is_over:
                     return
 
+
+class _Short(_Watched):
+    """Epochs of some whole global batches and an uneven one, which does not reach every virtual rank."""
+
+    def __len__(self) -> int:
+        full = super().__len__() if self.existing is not None else self._cut(self.plan).steps_per_epoch
+        return min(full, self._whole_steps + 1)
+
+    def drawn(self, world: World, put_back: dict[str, Any] | None) -> tuple[BatchPlan, dict[str, Any] | None]:
+        """See Loader."""
+        plan, streams = super().drawn(world, put_back)
+        return self._cut(plan), streams
+
+    @property
+    def _whole_steps(self) -> int:
+        return max(2, self.session.spec.steps // 2)
+
     def _cut(self, plan: BatchPlan) -> BatchPlan:
-        most = self._session.spec.virtual_ranks
-        modules = self._session.modules()
+        most = self.session.spec.virtual_ranks
+        modules = self.session.modules()
         # batch norm: the statistics of a single value are none
         tail = 2 * most + 1 if any(isinstance(m, _BatchNorm) for m in modules) else max(1, most - 1)
         tail = min(tail, plan.global_batch)
         if not isinstance(plan, OwnOrder):
-            return replace(plan, num_samples=min(plan.num_samples, self._whole * plan.global_batch + tail))
-        whole_ones, last = plan.batches[: self._whole], plan.batches[self._whole : self._whole + 1]
+            return replace(plan, num_samples=min(plan.num_samples, self._whole_steps * plan.global_batch + tail))
+        whole_ones, last = plan.batches[: self._whole_steps], plan.batches[self._whole_steps : self._whole_steps + 1]
         return replace(plan, batches=(*whole_ones, *(one if plan.tail == "drop" else one[:tail] for one in last)))
 
 
