@@ -65,6 +65,11 @@ class BatchPlan:
         return whole + (rest > 0 and self.tail != "drop")
 
     @property
+    def known_steps(self) -> int:
+        """Steps of an epoch; 0 where nobody knows, of a stream."""
+        return 0 if self.parts_of_stream else self.steps_per_epoch
+
+    @property
     def size_words(self) -> str:
         """For the opening line."""
         return f"{self.num_samples:,} samples = {plural(self.steps_per_epoch, 'step')} an epoch"

@@ -39,13 +39,14 @@ class Report(msgspec.Struct, frozen=True):
         of = f"/{self.epochs}" if self.epochs else ""
         bar = f"/{self.steps}  [{'#' * filled}{'.' * (CELLS - filled)}]" if self.steps else ""
         loss = "not finite" if self.loss is None else f"{self.loss:.4f}"
-        fast = speed(self.rate, self.samples_left)
+        fast = speed(self.rate, self.samples_left if self.steps else None)
         return f"epoch {self.epoch + 1}{of}  step {self.step}{bar}  loss {loss}  {fast}"
 
 
-def speed(rate: float | None, samples_left: int) -> str:
-    """Samples per second, and the time that is left; `rate` is None while warming up."""
-    return f"{rate:,.0f} samples/s  {_clock(samples_left / rate)} left" if rate else "warming up"
+def speed(rate: float | None, samples_left: int | None) -> str:
+    """Samples per second, and the time that is left, if it is known; `rate` is None while warming up."""
+    left = f"  {_clock(samples_left / rate)} left" if rate and samples_left is not None else ""
+    return f"{rate:,.0f} samples/s{left}" if rate else "warming up"
 
 
 def _clock(seconds: float) -> str:

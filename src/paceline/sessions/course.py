@@ -207,7 +207,7 @@ class Course:
         return Summary(
             task=self._name, exit=int(code), world_size=self._world.size, steps=self.step, samples_seen=self.samples,
             virtual_ranks=self._holders.virtual_ranks,
-            epochs=None if self._plan.parts_of_stream else self.step / self._plan.steps_per_epoch,
+            epochs=self.step / self._plan.known_steps if self._plan.known_steps else None,
             test_metrics=self.metrics or None, test_accuracy=self.metrics.get("accuracy"),
             samples_per_second=self._throughput.overall(), threads_per_rank=torch.get_num_threads(), **self._facts,
             **known,

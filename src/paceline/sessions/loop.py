@@ -189,7 +189,7 @@ class Loop(Ranks):
         self._course.note(record, samples, self._share)
         self._ended(record)
         if Reporter.here is not None:
-            Reporter.here.step(self._where["batch"], plan.steps_per_epoch, lambda: self._report(plan, done.loss))
+            Reporter.here.step(self._where["batch"], plan.known_steps, lambda: self._report(plan, done.loss))
         self._stopped = done.votes.stop > 0
         is_end = loader.is_end(batch, done.votes.coming) and not left
         state = partial(self._loop_state, self.world)
@@ -199,7 +199,7 @@ class Loop(Ranks):
         """A step has ended: `paceline verify` looks at it here."""
 
     def _report(self, plan: BatchPlan, loss: float) -> Report:
-        step, steps = self._where["batch"], plan.steps_per_epoch
+        step, steps = self._where["batch"], plan.known_steps
         epoch = self._where["epoch" if self._epochs else "passes"]
         left = max(0, steps - step) * plan.global_batch
         return Report(epoch, self._epochs, step, steps, loss if math.isfinite(loss) else None, self._course.rate, left)

@@ -32,7 +32,7 @@ def write_started(write: Write, world: World, plan: BatchPlan, place: Place, sta
             generation=place.generation,
             start_step=start,
             num_samples=0 if plan.parts_of_stream else plan.num_samples,
-            steps_per_epoch=0 if plan.parts_of_stream else plan.steps_per_epoch,
+            steps_per_epoch=plan.known_steps,
             own_order=plan.own_order,
             stream_parts=plan.parts_of_stream,
         )
