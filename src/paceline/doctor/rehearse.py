@@ -93,4 +93,4 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]], seconds: float) -> str:
 def _last_line(errors: IO[bytes]) -> str:
     errors.seek(max(0, errors.seek(0, os.SEEK_END) - MAX_OUTPUT_BYTES))
     lines = errors.read().decode(errors="replace").strip().splitlines()
-    return lines[-1][:300] if lines else ""
+    return lines[-1].strip()[:300] if lines else ""
