@@ -52,9 +52,12 @@ def save_pickled(weights: Mapping[str, Tensor], path: Path) -> None:
     Raises:
         OSError: if it cannot be written; an older file of that name is then still there.
     """
-    with writing.replacing(path) as (folder, partial):
-        torch.save(dict(weights), f"/proc/self/fd/{folder}/{partial}")
-        os.chmod(partial, writing.FILE, dir_fd=folder)
+    try:
+        with writing.replacing(path) as (folder, partial):
+            torch.save(dict(weights), f"/proc/self/fd/{folder}/{partial}")
+            os.chmod(partial, writing.FILE, dir_fd=folder)
+    except Exception as error:  # torch raises RuntimeError where a file cannot be opened
+        raise OSError(f"{path} cannot be written: {error}") from error
 
 
 def _unique(weights: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
