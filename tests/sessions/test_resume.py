@@ -28,6 +28,8 @@ def ended(folder: Path) -> Summary:
     return found
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(180)
 def test_killed_stopped_and_failed_on_other_numbers_of_ranks_it_comes_to_the_same_bits(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -29,6 +29,7 @@ def wrong(said: dict[str, str]) -> dict[str, str]:
     return {name: words for name, words in said.items() if not right(name, words)}
 
 
+@pytest.mark.slow
 def test_on_one_process_that_is_three_virtual_ranks(tmp_path: Path) -> None:
     said = said_of(ON_ONE, tmp_path, ranks=(1,))
     assert wrong(said) == {}
