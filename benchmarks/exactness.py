@@ -148,7 +148,7 @@ def variants(run: Run) -> dict[str, Variant]:
     return made
 
 
-def training(run: Run, own: Replica, votes: Callable[[], Votes] | None = None) -> Generator[StepRecord]:
+def training(run: Run, own: Replica, votes: Callable[[], Votes] = Votes) -> Generator[StepRecord]:
     """Steps without end."""
     share = ranks_share(run.plan.virtual_ranks, run.world.rank, run.world.size)
     steps = load_steps(run.data, run.plan, share, Loading(run.world.device), start=0, stop=sys.maxsize)
