@@ -45,13 +45,19 @@ def test_a_stream_that_gives_something_else_is_not_gone_on_with(tmp_path: Path) 
     assert done.returncode and "other samples after batch 5 than before" in done.stderr
 
 
-KINDS = ["late", "accumulated", "drop", "split", "split-stateful"]
-HF = [pytest.param(kind, marks=pytest.mark.needs("datasets")) for kind in ("hf", "hf-shuffled", "hf-split")]
+# CI takes one of each way to keep the position; `pytest -m soak` all
+SAMPLED = ("late", "split-stateful", "hf")
+KINDS = [
+    pytest.param(
+        kind, marks=[pytest.mark.needs("datasets")] * kind.startswith("hf") + [pytest.mark.soak] * (kind not in SAMPLED)
+    )
+    for kind in ("late", "accumulated", "drop", "split", "split-stateful", "hf", "hf-shuffled", "hf-split")
+]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(150)
-@pytest.mark.parametrize("kind", [*KINDS, *HF])
+@pytest.mark.parametrize("kind", KINDS)
 def test_killed_and_failed_on_other_numbers_of_ranks_it_comes_to_the_same_bits(
     tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

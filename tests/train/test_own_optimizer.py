@@ -216,8 +216,10 @@ def test_an_optimizer_that_is_not_there_is_told_without_torch(train, name, told)
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize(
     ("task", "more"),
-    [("own", ""), ("plain", "--optimizer torch.optim:RMSprop")],
-    ids=["own", "RMSprop"],
+    [
+        pytest.param("own", "", id="own"),
+        pytest.param("plain", "--optimizer torch.optim:RMSprop", id="RMSprop", marks=pytest.mark.soak),
+    ],
 )
 def test_one_result_on_any_number_of_ranks_also_resumed(train, tmp_path, task, more):
     words = f"mine.py:{task} {more} --global-batch 5 --virtual-ranks 3 --steps 7"
