@@ -55,6 +55,7 @@ def called(name: str, function: Any, *, method: bool = False) -> str:
     found = inspect.signature(function)
     plain = [p.replace(annotation=p.empty) for p in found.parameters.values() if p.name != "self" or not method]
     words = str(found.replace(parameters=plain, return_annotation=found.empty))
+    words = re.sub(r"environ\(\{.*\}\)", "os.environ", words)  # not what is in it here
     return f"{name}{re.sub(r'<.*? at 0x[0-9a-f]+>', '...', words)}"
 
 
