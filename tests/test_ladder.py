@@ -82,6 +82,7 @@ def paceline(extended: Path, tmp_path: Path) -> Paceline:
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.timeout(150)  # 20 s on a quiet machine
 def test_a_strategy_of_one_file_and_one_line_is_found_everywhere(extended: Path, paceline: Paceline, tmp_path: Path):

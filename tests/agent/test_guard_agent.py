@@ -190,6 +190,7 @@ def test_a_killed_rank_is_told_as_before_within_two_seconds_and_with_its_last_co
     assert not list(one.folder.glob("verdict-*"))
 
 
+@pytest.mark.slow
 def test_a_stall_is_worth_a_restart(run: Run) -> None:
     one = run("time.sleep(600) if generation == 0 else None", max_restarts=3, steps=30)
     assert one.finish() == ExitCode.DONE

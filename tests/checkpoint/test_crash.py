@@ -44,6 +44,7 @@ def test_a_writer_killed_at_any_call_leaves_the_old_checkpoint_or_the_new_one(me
     assert set(steps) == {1, 2}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["killed-before", "killed-after"])
 def test_a_writer_killed_while_it_replaces_a_damaged_checkpoint_leaves_the_older_one(memory, fault):
     found = crash_points(memory, 2, fault, "--over-damaged")

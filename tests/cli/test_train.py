@@ -128,6 +128,7 @@ def test_a_batch_larger_than_the_data_is_said(paceline, tmp_path):
     assert "3 steps in all" in run.stdout
 
 
+@pytest.mark.slow
 def test_60001_samples_on_3_ranks_are_seen_once_an_epoch(paceline, tmp_path):
     (tmp_path / "mine.py").write_text(TASKS)
     run = paceline("train", "mine.py:many", "--nproc", 3, "--batch-size", 128, "--lr", 1e-9, "--epochs", 2,

@@ -79,6 +79,7 @@ def test_a_sample_that_cannot_be_read_costs_no_step_and_is_no_full_disk(tmp_path
     assert 'raise OSError("sample 34 cannot be decoded")' in told and "rescued" not in told
 
 
+@pytest.mark.slow
 def test_an_error_in_the_middle_of_an_epoch_saves_what_is_whole(tmp_path: Path) -> None:
     code, told, saved = train(tmp_path, "broken_model", 1)
     assert (code, saved) == (1, [7]) and "the state after step 7 is saved" in told
