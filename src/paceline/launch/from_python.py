@@ -18,12 +18,14 @@ from typing import Any
 import cloudpickle
 
 from paceline.contract.birth import WorkerBirth
+from paceline.disk.reading import read
 from paceline.errors import ExitCode, TrainingError, UsageError
 from paceline.observe.bar import REPORT_SECONDS, Bar
 from paceline.observe.summary import read_ended
 
 CALLED = Path(__file__).parents[1] / "worker" / "called.py"
 CALL, PROGRESS, RESULT, ERROR = "call", "progress", "result-{}", "error-{}"
+_MOST_BYTES = 1 << 40  # of what a rank returns
 SHARED = Path("runs")  # where run folders are made: all hosts of a run see it
 # In a process group of its own, so that a notebook's interrupt reaches the launcher once, through us; and it ends with
 # us, however we do.
@@ -89,7 +91,7 @@ def run(
         if code != ExitCode.DONE:
             raise _failure(folder, code, shown)
         found = sorted(folder.glob(RESULT.format("*")), key=lambda path: int(path.name.rpartition("-")[2]))
-        return [cloudpickle.loads(path.read_bytes()) for path in found]
+        return [cloudpickle.loads(read(path, limit_bytes=_MOST_BYTES, ours=True)) for path in found]
 
 
 def _where(on: str, hosts: str | Sequence[str], nodes: int | str | None) -> list[str]:
@@ -169,7 +171,7 @@ def _failure(folder: Path, code: int, shown: _Shown) -> BaseException:
     first = re.match(r"rank ([0-9]+) ", words)
     path = folder / ERROR.format(first[1] if first else "")
     if path.is_file():
-        error, traceback = cloudpickle.loads(path.read_bytes())
+        error, traceback = cloudpickle.loads(read(path, limit_bytes=_MOST_BYTES, ours=True))
         error.add_note(f"on {words.partition(': ')[0]}\n{traceback}")
         return error
     if code == ExitCode.USAGE and ended is None:  # refused before anything was started

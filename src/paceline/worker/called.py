@@ -12,14 +12,17 @@ from typing import Any
 
 import cloudpickle
 
+from paceline.disk.reading import read
 from paceline.errors import UsageError
 from paceline.observe.bar import Reporter
+
+_MOST_BYTES = 1 << 40  # of what is sent: the data of a closure may be large
 
 
 def main() -> None:
     """Call it."""
     folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
-    surroundings, call = cloudpickle.loads((folder / "call").read_bytes())
+    surroundings, call = cloudpickle.loads(read(folder / "call", limit_bytes=_MOST_BYTES, ours=True))
     _take_over(**surroundings)
     function, args, kwargs = cloudpickle.loads(call)  # by modules that are found there
     if rank == 0:
