@@ -109,8 +109,9 @@ def test_a_limited_cable_carries_no_more_than_its_rate(lab: Lab, ssh_hosts: SshH
 
     lab.rate("n2", "10mbit")
     assert seconds() > 0.7  # 8 Mbit, less what the bucket lets through at once
-    lab.rate("n2", None)
-    assert seconds() < 0.7
+    assert " tbf " in lab.run("n2", "tc", "qdisc", "show", "dev", "eth0").stdout
+    lab.rate("n2", None)  # seen in the kernel's table: how fast a free cable is depends on the machine
+    assert " tbf " not in lab.run("n2", "tc", "qdisc", "show", "dev", "eth0").stdout
 
 
 def test_a_second_interface_is_a_way_of_its_own(lab: Lab) -> None:

@@ -126,7 +126,7 @@ def test_time_goes_to_the_phase_that_was(descriptor: int) -> None:
     time.sleep(0.05)
     assert box.enter(Phase.FORWARD) == Phase.DATA
     seen = boxes.read_counters(descriptor)
-    assert seen.phase == Phase.FORWARD and 0.05 <= seen.phase_seconds[Phase.DATA] < 1.0
+    assert seen.phase == Phase.FORWARD and 0.05 <= seen.phase_seconds[Phase.DATA] < 30
     box.tick()
     assert boxes.read_counters(descriptor).moved != seen.moved
     box.close()

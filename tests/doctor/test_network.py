@@ -39,7 +39,7 @@ def test_who_knows_the_token_gets_through_and_is_measured(port: int) -> None:
     assert try_targets((target, Target("::1", port, TOKEN)), 2.0).reasons == ("ok", "ok")
     found = measure_link(target, 0.1)
     assert found.reason == "ok"
-    assert 0 < found.round_trip_seconds < 0.1
+    assert 0 < found.round_trip_seconds < 5
     assert found.bytes_per_second > 1e6
 
 

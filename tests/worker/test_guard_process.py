@@ -69,7 +69,7 @@ def test_a_rank_whose_peer_was_freed_first_waits_for_its_own_word(mine: Mine) ->
     later.start()
     begun = time.monotonic()
     assert str(mine.guard.stall_error(LOST_PEER)) == "late"
-    assert 0.2 < time.monotonic() - begun < 0.9
+    assert 0.2 < time.monotonic() - begun < 10
     later.join()
 
 
@@ -79,7 +79,7 @@ def test_a_lost_peer_without_a_word_is_no_stall(mine: Mine) -> None:
     assert time.monotonic() - begun < 2.0
     begun = time.monotonic()
     assert mine.guard.stall_error(ValueError("mine")) is None
-    assert time.monotonic() - begun < 0.2
+    assert time.monotonic() - begun < 0.9  # it waits for nobody: a wait is at least a second
 
 
 IMPORTS = """
