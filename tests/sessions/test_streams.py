@@ -46,7 +46,7 @@ def test_a_stream_that_gives_something_else_is_not_gone_on_with(tmp_path: Path) 
 
 
 # CI takes one of each way to keep the position; `pytest -m soak` all
-SAMPLED = ("late", "split-stateful", "hf")
+SAMPLED = ("split-stateful", "hf")
 KINDS = [
     pytest.param(
         kind, marks=[pytest.mark.needs("datasets")] * kind.startswith("hf") + [pytest.mark.soak] * (kind not in SAMPLED)
@@ -107,7 +107,7 @@ def test_a_stream_that_fails_ends_the_run_in_words_and_what_was_trained_is_saved
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words", [(), ("--split",)], ids=["whole", "split"])
+@pytest.mark.parametrize("words", [pytest.param((), marks=pytest.mark.soak), ("--split",)], ids=["whole", "split"])
 def test_the_example_learns_and_stops_where_it_is_told(tmp_path: Path, words: tuple[str, ...]) -> None:
     example, losses = SCRIPT.parents[2] / "examples" / "streaming_text.py", list[float]()
     for steps, ranks in ((5, 1), (60, 2)):

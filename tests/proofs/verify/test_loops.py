@@ -41,9 +41,10 @@ def test_on_one_process_that_is_three_virtual_ranks(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.timeout(300)
-def test_every_planted_bug_is_named_on_three_ranks_and_nothing_else_is(tmp_path: Path) -> None:
+@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.soak)])  # CI takes a sample
+def test_planted_bugs_are_named_on_three_ranks_and_nothing_else_is(tmp_path: Path, every: int) -> None:
     assert len(loops.BUGS) >= 18
-    said = said_of([name for name in (*RIGHT, *loops.BUGS) if name not in ENDS], tmp_path)
+    said = said_of(["right", *[name for name in (*RIGHT[1:], *loops.BUGS) if name not in ENDS][::every]], tmp_path)
     assert wrong(said) == {}
     assert said["right"] == ""
 
