@@ -13,6 +13,7 @@ from tests.hostile.folders import canary, payload, run_folder, write_roster
 from tests.hostile.users import User, Users
 
 from paceline.host.procfs import read_process
+from paceline.worker.called import __file__ as CALLED
 
 LOOKING = (["status"], ["status", "--json"], ["hang"], ["logs", "--follow"], ["checkpoint", "list"], ["ledger"])
 BELONGS = "belongs to user {}, and we are {}"
@@ -34,6 +35,24 @@ def prepared(users: Users, folder: Path, *, by: User) -> Path:
         if not path.is_symlink():
             path.chmod(0o755 if path.is_dir() else 0o644)
     return folder
+
+
+# ---- a call that lies in a folder ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("whose", ["mallory's", "the victim's, but anybody may write it"])
+def test_no_call_is_unpickled_that_others_could_have_written(users: Users, shared: Path, whose: str) -> None:
+    file, command = canary(shared)
+    folder = shared / "paceline-run-x"
+    folder.mkdir(mode=0o755)
+    bomb = b"cposix\nsystem\n(S" + repr(command).encode() + b"\ntR."
+    (folder / "call").write_bytes(bomb)
+    (folder / "call").chmod(0o644 if whose == "mallory's" else 0o666)
+    (users.mallory if whose == "mallory's" else users.victim).own(folder)
+    one = {"RANK": "0", "WORLD_SIZE": "1"}
+    done = users.victim.run(sys.executable, "-P", CALLED, folder, env=one)
+    assert done.returncode != 0 and not file.exists(), done.stdout + done.stderr
+    assert "is not to be trusted" in done.stderr, done.stderr
 
 
 # ---- A1: a program that a folder names -------------------------------------------------------------------------------
