@@ -465,6 +465,7 @@ def _check_compute(config: TrainConfig) -> None:
     again = compute.checkpoint_activations is not None
     rung = LADDER.get(config.strategy or "")
     moves = rung is not None and (rung.sharded or rung.several_gpus)  # weights are gathered, or copied
+    hooked = rung is not None and rung.hooked
     contradictions = {
         f"--compile with --strategy {config.strategy}: which kernels a compiler makes may depend on what it has seen, "
         "and this strategy promises the same bits at every world size. Leave one out": compute.compile and exact,
@@ -477,6 +478,8 @@ def _check_compute(config: TrainConfig) -> None:
         "out": compute.cuda_graphs and again,
         f"--cuda-graphs with --strategy {config.strategy}: a recording holds for weights that stay where they are. "
         "Leave one out": compute.cuda_graphs and moves,
+        f"--cuda-graphs with --strategy {config.strategy}: its hooks cannot be in a recording. Leave one out, or take "
+        f"--strategy {DEFAULT}": compute.cuda_graphs and hooked,
         "--cuda-graphs with --device cpu: it records the work of a GPU. Leave one out": compute.cuda_graphs
         and config.launch.device == "cpu",
         "--checkpoint-activations needs names or classes of modules, e.g. blocks.*,Attention": again

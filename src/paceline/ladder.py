@@ -24,6 +24,8 @@ class Rung:
     """cuts a batch over the GPUs of its process; with fewer than two it only calls the model"""
     sharded: bool = False
     """each rank holds a share only of something that the model's plain training holds whole"""
+    hooked: bool = False
+    """takes each gradient in hooks of torch's own, which no recording can hold"""
     options: Mapping[str, str] = field(default_factory=dict[str, str])
     """its own: the setting in `[model]`, None where not set, and the keyword of its function"""
 
@@ -33,7 +35,7 @@ LADDER: Mapping[str, Rung] = {
     "dp": Rung(one_process=True, several_gpus=True),
     "manual": Rung(),
     "bucketed": Rung(),
-    "ddp": Rung(),
+    "ddp": Rung(hooked=True),
     "exact": Rung(exact=True),
     "zero": Rung(exact=True, sharded=True),
     "fsdp": Rung(sharded=True, options={"fsdp_wrap": "wrap"}),

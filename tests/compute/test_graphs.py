@@ -5,13 +5,27 @@ import torch
 from tests.compute.models import Convolutions
 from torch import nn
 
+from paceline.compute import graphs
 from paceline.compute.graphs import MAX_GRAPHS, graph_model
 from paceline.errors import TrainingError, UsageError
+from paceline.strategies.buffers import uncounted
 
 
 def test_they_are_refused_on_the_cpu():
     with pytest.raises(UsageError, match="--cuda-graphs records the work of a GPU, and this run computes on the CPU"):
         graph_model(nn.Linear(2, 2), torch.device("cpu"))
+
+
+def test_no_stand_in_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded: list[int] = []
+    monkeypatch.setattr(graphs, "_recorded", lambda model, forward, args: (recorded.append(len(args[0])), forward)[1])
+    model = nn.Linear(2, 2)
+    graph_model(model, torch.device("cuda"))
+    with uncounted(model, [*model.parameters()]):
+        model(torch.ones(1, 2))
+    assert recorded == []
+    model(torch.ones(3, 2))
+    assert recorded == [3]
 
 
 @pytest.mark.gpu

@@ -134,6 +134,7 @@ def test_what_does_not_fit_stays_where_it_is():
     size = ROWS.nbytes + LABELS.nbytes
     meta = torch.device("meta")  # has no memory, but is another device
     assert on_device(dataset, meta, free_bytes=size - 1) is dataset
+    assert on_device(dataset, meta, free_bytes=size, collate=list) is dataset  # which gets samples on the CPU
     moved = on_device(dataset, meta, free_bytes=size)
     assert moved.inputs.device == moved.targets.device == meta
     held = on_device(TensorDataset(torch.zeros(4)), meta, free_bytes=size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from pathlib import Path
 
 import pytest
@@ -70,8 +71,12 @@ def memory(rank: int, world_size: int) -> None:
         reducer.finish(1)
         held = sum(p.grad.numel() * 4 for piece in shards.pieces.values() if (p := piece.parameter).grad is not None)
         assert held <= share * 1.01
-        gc.collect()
-        left = sum(size for place, size in storages().items() if place not in old | weights)
+        for _ in range(100):  # a thread of torch may be the last to let go
+            gc.collect()
+            left = sum(size for place, size in storages().items() if place not in old | weights)
+            if left <= share * 1.1 + little:
+                break
+            time.sleep(0.05)
         assert left <= share * 1.1 + little
         assert all(layer.weight.grad is None for layer in layers)
 

@@ -161,6 +161,7 @@ def test_verify_finds_what_is_computed_again_equal_to_one_process_that_keeps_it(
         (TrainConfig(strategy="exact", compute=ComputeConfig(compile=True)), "--compile with --strategy exact"),
         (TrainConfig(strategy="zero", compute=ComputeConfig(cuda_graphs=True)), "--cuda-graphs with --strategy zero"),
         (TrainConfig(strategy="fsdp", compute=ComputeConfig(cuda_graphs=True)), "--cuda-graphs with --strategy fsdp"),
+        (TrainConfig(strategy="ddp", compute=ComputeConfig(cuda_graphs=True)), "--strategy ddp: its hooks"),
         (TrainConfig(compute=ComputeConfig(compile=True, checkpoint_activations="a")), "--compile with --checkpoint"),
         (TrainConfig(compute=ComputeConfig(cuda_graphs=True, compile=True)), "--cuda-graphs with --compile"),
         (TrainConfig(compute=ComputeConfig(cuda_graphs=True), strategy="dp"), "--cuda-graphs with --strategy dp"),

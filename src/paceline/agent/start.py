@@ -103,12 +103,16 @@ def worker_environment(plan: NodePlan, local_rank: int, store: Store) -> dict[st
     env.setdefault("PYTHONUNBUFFERED", "1")
     env.setdefault("PYTHONFAULTHANDLER", "1")
     env.setdefault("TORCH_FR_BUFFER_SIZE", "256")  # collectives that torch remembers: dumping its 2000 takes 20 ms
+    if not plan.stall_after.off:  # else torch's watchdog ends a rank that the guard has freed before it has saved
+        env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+    env.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")  # else two groups on one GPU may wait for each other
+    env.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read once, at the first matrix product
     if plan.master_addr == "127.0.0.1" and sys.platform == "linux":
         # One host: gradients stay on the loopback, and a host whose own name does not resolve does no harm.
         env.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if plan.interface:  # left alone, gloo takes the one that the host's own name resolves to: often the loopback
         env.setdefault("GLOO_SOCKET_IFNAME", plan.interface)
-        env.setdefault("NCCL_SOCKET_IFNAME", plan.interface)
+        env.setdefault("NCCL_SOCKET_IFNAME", f"={plan.interface}")  # else all whose names begin so
     return env
 
 

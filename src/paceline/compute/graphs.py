@@ -7,7 +7,9 @@ all else that runs without gradients is not recorded.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, cast
 
 import torch
@@ -17,11 +19,13 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from paceline.compute.rules import around_forward
 from paceline.errors import TrainingError, UsageError
 from paceline.nested import tensors
+from paceline.worker import recorder
 
 MAX_GRAPHS = 8  # each holds memory for all activations of its shape
 TOLERANCE = 1e-3  # relative, between a recording and the model itself: convolutions may choose another algorithm
 
 Call = Callable[..., Any]
+_plain = ContextVar("plain", default=False)
 
 
 def graph_model(model: nn.Module, device: torch.device) -> None:
@@ -40,7 +44,7 @@ def graph_model(model: nn.Module, device: torch.device) -> None:
 
     def around(forward: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # a dispatch mode looks at each operation, as the search for samples that are not finite does
-        if not (torch.is_grad_enabled() and model.training) or is_in_torch_dispatch_mode():
+        if not (torch.is_grad_enabled() and model.training) or is_in_torch_dispatch_mode() or _plain.get():
             return forward(*args, **kwargs)
         if kwargs or not all(isinstance(argument, Tensor) for argument in args):
             raise TrainingError("--cuda-graphs needs a model whose inputs are tensors: leave it out")
@@ -60,6 +64,16 @@ def graph_model(model: nn.Module, device: torch.device) -> None:
         # A replay gives memory of the recording, which the next replay overwrites: .grad must not be that memory.
         if parameter.requires_grad:
             parameter.register_hook(torch.clone)
+
+
+@contextmanager
+def not_recorded() -> Generator[None]:
+    """Inside, models run as they are: what is computed for nothing must not be what later steps replay."""
+    before = _plain.set(True)
+    try:
+        yield
+    finally:
+        _plain.reset(before)
 
 
 class _Body(nn.Module):
@@ -96,6 +110,7 @@ def _recorded(model: nn.Module, forward: Call, args: tuple[Tensor, ...]) -> Call
     try:
         wanted = gradients(forward)
         as_before()
+        recorder.capturing.set()
         replay: Any = torch.cuda.make_graphed_callables(body, args, allow_unused_input=True)
         found = gradients(replay)
         as_before()
@@ -104,6 +119,8 @@ def _recorded(model: nn.Module, forward: Call, args: tuple[Tensor, ...]) -> Call
             f"--cuda-graphs: this model cannot be recorded ({str(error).splitlines()[0]}). What waits for the GPU "
             "(.item(), printing, shapes that depend on values) cannot be in it. Leave --cuda-graphs out"
         ) from error
+    finally:
+        recorder.capturing.clear()
     if len(found) != len(wanted) or not all(_close(a, b) for a, b in zip(found, wanted, strict=True)):
         raise TrainingError("--cuda-graphs: the recording does not compute what the model computes. Leave it out")
     return replay

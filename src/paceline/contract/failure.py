@@ -25,6 +25,8 @@ PEER_LOST = (  # lower case
     "client socket has timed out",
     "failed to recv, got 0 bytes",
     "ncclremoteerror",
+    "communicator was aborted",
+    "watchdog caught collective operation timeout",
     "remote process exited or there was a network error",
 )
 LOADER_KILLED = re.compile(r"DataLoader worker .* killed by signal: Killed")  # torch's words for it

@@ -42,7 +42,11 @@ SWITCHES = (
     Variable("PYTHONFAULTHANDLER", "you, or the agent", "1: a crashed worker shows its Python stack"),
     Variable("TORCH_FR_BUFFER_SIZE", "you, or the agent", "256: how many collectives torch's flight recorder keeps"),
     Variable("TORCHINDUCTOR_CACHE_DIR", "you, or a rank", "where `--compile` keeps what it has compiled"),
-    Variable("CUBLAS_WORKSPACE_CONFIG", "you, or a rank", "CUDA needs it to give the same bits twice"),
+    Variable("CUBLAS_WORKSPACE_CONFIG", "you, or the agent", "CUDA needs it to give the same bits twice"),
+    Variable("TORCH_NCCL_ASYNC_ERROR_HANDLING", "you, or the agent", "0 under the hang guard, which ends waits itself"),
+    Variable(
+        "NCCL_LAUNCH_ORDER_IMPLICIT", "you, or the agent", "1: groups of one GPU start work in the program's order"
+    ),
 )
 TORCHRUN = (
     Variable("RANK", "the launcher", "this process's place among all, from 0"),

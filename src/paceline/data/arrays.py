@@ -99,14 +99,17 @@ def held_rows(dataset: object) -> Sequence[Rows] | None:
     return dataset.tensors if type(dataset) is TensorDataset else None
 
 
-def on_device(dataset: D, device: torch.device, *, free_bytes: int | None = None) -> D:
+def on_device(
+    dataset: D, device: torch.device, *, free_bytes: int | None = None, collate: Callable[..., Any] | None = None
+) -> D:
     """`dataset` with its rows on `device`, if they are held and fit there; else itself.
 
-    A GPU then gathers its batches by itself, without copies. For the CPU nothing changes. The data may take
-    `free_bytes`, by default a quarter of what is free on the GPU.
+    A GPU then gathers its batches by itself, without copies. For the CPU nothing changes, nor where a `collate` of the
+    user's own makes batches, out of samples on the CPU. The data may take `free_bytes`, by default a quarter of what is
+    free on the GPU.
     """
     held = held_rows(dataset)
-    if device.type == "cpu" or held is None:
+    if device.type == "cpu" or held is None or collate is not None:
         return dataset
     if free_bytes is None:
         free_bytes = torch.cuda.mem_get_info(device)[0] // 4

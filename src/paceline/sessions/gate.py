@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from paceline.contract.evidence import Phase
 from paceline.errors import UsageError
 from paceline.sessions.notes import Notes
 from paceline.stepping.steps import Steps
@@ -46,8 +45,7 @@ class Gate(Steps):
             raise UsageError(
                 "optimizer.step() after s.backward(loss, more=True): the last backward before a step comes without it"
             )
-        self._enter(Phase.OPTIMIZER)
-        self.updating = True
+        self.begin_update()
         return True
 
     def check_evaluation(self) -> None:

@@ -29,6 +29,7 @@ from paceline.stepping.summing import StepResult, Sums
 from paceline.stepping.trainee import Trainee
 from paceline.stepping.votes import Votes
 from paceline.sums import start_totals, sum_over_ranks, told_once
+from paceline.worker.guard import Guard
 from paceline.worker.world import World
 
 
@@ -71,8 +72,7 @@ class Steps:
     def begin(self, where: str, bodies: Sequence[MicroBatch], *, one_each: bool = False) -> Sequence[MicroBatch]:
         """A global batch begins, in `bodies` of this rank; `one_each`: in one of every rank.
 
-        Returns:
-            The micro-batches to go through: where a forward is a collective, stand-ins have joined them.
+        Returns the micro-batches to go through: where a forward is a collective, stand-ins have joined them.
         """
         for part in self.parts:
             part.begin()
@@ -96,11 +96,7 @@ class Steps:
         self._sums.in_round = 0
 
     def leave(self) -> None:
-        """The body has ended.
-
-        Raises:
-            UsageError: if it did not do what the other bodies of the step did.
-        """
+        """The body has ended. Raises UsageError if it did not do what the other bodies of the step did."""
         body = self.body
         assert body is not None
         self.body = None
@@ -113,6 +109,12 @@ class Steps:
     def is_left_out(self) -> bool:
         """Whether the parameters stay as they are."""
         return self._result.left_out is not None
+
+    def begin_update(self) -> None:
+        """Parameters change now. Raises StallError if the guard has freed this rank: then the sums are none."""
+        Guard.of_process().check_freed()
+        self._enter(Phase.OPTIMIZER)
+        self.updating = True
 
     def end(self) -> StepResult:
         """All bodies have run."""

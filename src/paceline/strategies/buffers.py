@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.checkpoint.state import Held, Source, needed
+from paceline.compute.graphs import not_recorded
 from paceline.data.plan import Work, ranks_share
 from paceline.errors import TrainingError
 from paceline.sums.batchnorm import SyncBatchNorm
@@ -232,7 +233,8 @@ def uncounted(model: nn.Module, parameters: list[nn.Parameter]) -> Generator[Non
     for module in synchronised:
         module.counted = False
     try:
-        yield
+        with not_recorded():
+            yield
     finally:
         for module in synchronised:
             module.counted = True

@@ -44,7 +44,7 @@ def laid_out(grad: Tensor | None, parameter: nn.Parameter, strides: Strides) -> 
         raise RuntimeError(f"a gradient of layout {grad.layout}: only dense gradients can be summed over ranks")
     if grad.stride() == strides and grad.dtype == parameter.dtype:
         return grad
-    return torch.empty_strided(parameter.shape, strides, dtype=parameter.dtype).copy_(grad)
+    return torch.empty_strided(parameter.shape, strides, dtype=parameter.dtype, device=grad.device).copy_(grad)
 
 
 def flat(tensor: Tensor | None) -> Tensor | None:

@@ -41,6 +41,7 @@ def start_totals(leaves: Tensor, votes: Sequence[float] = ()) -> Callable[[], To
 
     def wait() -> Totals:
         everything: list[float] = finish().tolist()
+        Guard.of_process().check_freed()
         rows = [everything[i * leaves.shape[1] : (i + 1) * leaves.shape[1]] for i in range(len(leaves))]
         parts = {(v, v + 1): row for v, row in enumerate(rows)}
         sums = tree_sum(parts, lambda a, b: [x + y for x, y in zip(a, b, strict=True)], len(rows))

@@ -115,7 +115,7 @@ def prepare(config: TrainConfig, world: World) -> Parts:
         with preserved_streams():  # an epoch must not be trained in vain
             for split in list(sets)[1:]:
                 try_evaluation(model, sets[split], task.loss, task.metrics, alone)
-        sets = {split: on_device(dataset, world.device) for split, dataset in sets.items()}
+        sets = {split: on_device(dataset, world.device, collate=task.collate) for split, dataset in sets.items()}
     for what, content in data.items():
         check_equal(what, content, world)
     replica = make_replica(config, maker, model, world, shape.virtual_ranks)

@@ -53,7 +53,7 @@ class TaskSteps:
             return losses.sum() if weights is None else (losses * weights).sum()
 
         self._replica, self._loss = replica, loss
-        self._enter = options.setdefault("enter", ignore)
+        options.setdefault("enter", ignore)
         way_out = "--not-finite skip"
         self._steps = Steps(replica.world, replica.virtual_ranks, forward=weighted_sum, way_out=way_out, **options)
         self._steps.parts.append(Trainee(replica))
@@ -81,7 +81,7 @@ class TaskSteps:
             steps.give_up()
             raise
         if not steps.is_left_out:
-            self._enter(Phase.OPTIMIZER)
+            steps.begin_update()
             replica.optimizer.step()
         return steps.end()
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from types import CodeType
@@ -79,6 +79,8 @@ class Group:
     pending: deque[tuple[int, weakref.ref[Any]]] = field(
         default_factory=lambda: deque[tuple[int, weakref.ref[Any]]](maxlen=RECORDS)
     )
+    enqueued: deque[tuple[int, int]] = field(default_factory=deque[tuple[int, int]])
+    """of NCCL, whose calls return when the GPU has only been told: record and number of what may be on its way"""
     checksum: int = 0
     count: int = 0
 
@@ -103,6 +105,31 @@ class Group:
             self.spans.pop()  # the open one
         if after > begun.before:
             self.spans.append((begun.before, after, self.ahead))
+
+    @property
+    def busy(self) -> bool:
+        """Whether something of it may be on its way."""
+        return bool(self.pending or self.enqueued)
+
+    def returned(self, begun: Begun, result: Any, box: Box) -> None:
+        """A call has returned, with a `Work` perhaps; end its record, unless it may be on its way."""
+        if self.polled and hasattr(result, "is_completed"):
+            self.pending.append((begun.record, weakref.ref(result)))
+            return
+        if self.polled or not begun.counts:
+            box.end(begun.record)
+            return
+        self.enqueued.append((begun.record, begun.number))
+        if len(self.enqueued) > RECORDS // 2:  # so long ago that nobody needs to be asked
+            box.end(self.enqueued.popleft()[0])
+
+    def end_enqueued(self, pending: Collection[tuple[str, int]], box: Box) -> None:
+        """End the records of all that is not `pending`, known by group and number."""
+        for entry in [*self.enqueued]:
+            if (self.name, entry[1]) not in pending:
+                with suppress(ValueError):  # pushed out meanwhile, by the main thread
+                    self.enqueued.remove(entry)
+                box.end(entry[0])
 
     def sweep(self, box: Box) -> None:
         """End the records of asynchronous calls that are over by now, up to the first that is not."""
@@ -133,6 +160,7 @@ class Begun(NamedTuple):  # made at every call: half the price of a dataclass
     before: int  # torch's number
     single: bool  # which the call raises by one
     counts: int  # 1 for a collective, 0 for a message
+    number: int  # ours
 
 
 def torch_number(backend: Any, group: Group) -> int:

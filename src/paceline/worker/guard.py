@@ -132,6 +132,15 @@ class Guard:
         """The agent's reason, as JSON, if it has freed this rank; else empty."""
         return (self.box.word().decode(errors="replace") or "{}") if self.box.get("released") else ""
 
+    def check_freed(self) -> None:
+        """Raise StallError if the agent has freed this rank: what collectives have given since then is no result.
+
+        NCCL returns from an aborted collective without an error. To be called after the host has read what came, and
+        before that is believed, applied or saved; the agent says so before this rank aborts.
+        """
+        if self.box.get("released"):
+            raise self.stall_error(RuntimeError()) or StallError("the hang guard has ended this wait")
+
     def stall_error(self, error: BaseException) -> StallError | None:
         """What to raise in place of `error`, out of a collective, if the guard has broken that up; else None.
 

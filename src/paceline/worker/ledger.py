@@ -50,7 +50,7 @@ class Ledger:
     @property
     def waiting(self) -> bool:
         """Whether a call, or a work that somebody still holds, is on its way."""
-        return bool(self._inside) or self._own > 0 or any(group.pending for group in [*self.groups.values()])
+        return bool(self._inside) or self._own > 0 or any(group.busy for group in [*self.groups.values()])
 
     def install(self, distributed: ModuleType, *others: ModuleType, late: bool = False) -> None:
         """Put the wrappers into torch's module, and into those that have imported its functions already.
@@ -201,7 +201,7 @@ class Ledger:
             group.checksum = zlib.crc32(known.text, group.checksum)
             group.count += 1
             self._current.append((known, seq))
-        return Begun(self._box.begin_text(seq, peer, known.text), group, None, 0, True, 0 if message else 1)
+        return Begun(self._box.begin_text(seq, peer, known.text), group, None, 0, True, 0 if message else 1, seq)
 
     def _recall(self, name: str, kind: ReadingRule, passed: Any, group: str) -> Known:
         frame = site_frame(sys._getframe(3))  # pyright: ignore[reportPrivateUsage]
@@ -241,9 +241,6 @@ class Ledger:
                 group.count_ahead(begun)
             if failed:
                 return  # its record stays: begun, and never over
-            if group.polled and hasattr(result, "is_completed"):
-                group.pending.append((begun.record, weakref.ref(result)))
-            else:
-                self._box.end(begun.record)
+            group.returned(begun, result, self._box)
         except Exception as error:
             self._complain(error)

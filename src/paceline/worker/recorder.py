@@ -1,5 +1,6 @@
 """Puts together what torch's flight recorder has recorded and what the ledger has, into one list.
 
+NCCL has a flight recorder of its own beside the one that all other backends share; both are read.
 DDP's buckets are called from C++, where no wrapper sees them: only the flight recorder has them. It does not have
 messages to a peer, nor names; those are the ledger's. A torch without a flight recorder leaves what the ledger has.
 """
@@ -24,6 +25,8 @@ from paceline.worker.calls import KINDS, SAME, Group
 from paceline.worker.ledger import MODULE
 from paceline.worker.sites import frame_of, site_words
 
+capturing = threading.Event()
+"""A CUDA graph is being captured: NCCL's recorder is not read, since it asks the GPU, which would spoil the graph."""
 MAX_OPS, MAX_FRAMES, MAX_THREADS = 64, 48, 24
 Dated = tuple[int, Op]
 """When it began, in ns of CLOCK_MONOTONIC, and what."""
@@ -92,8 +95,13 @@ def sequence_numbers() -> dict[str, int]:
 
 def in_flight() -> bool:
     """Whether torch itself has something on its way, by the flight recorder."""
-    status = _dump(collectives=False).get("pg_status", {})
-    return any(s["last_enqueued_collective"] > s["last_completed_collective"] for s in status.values())
+    found = [status for dump in _dumps(collectives=False) for status in dump.get("pg_status", {}).values()]
+    return any(one["last_enqueued_collective"] > one["last_completed_collective"] for one in found)
+
+
+def pending(groups: Mapping[str, Group]) -> set[tuple[str, int]]:
+    """By group and number what torch has on its way."""
+    return {(op.group, op.seq) for _, op in _recorded(groups) if not op.done}
 
 
 def stacks(main: int) -> tuple[Stack, ...]:
@@ -112,25 +120,25 @@ def stacks(main: int) -> tuple[Stack, ...]:
     return tuple(found)
 
 
-def _dump(*, collectives: bool) -> dict[str, Any]:
-    module = distributed()
+def _dumps(*, collectives: bool) -> list[dict[str, Any]]:
     binding = sys.modules.get("torch._C._distributed_c10d")
-    dump = getattr(binding, "_dump_fr_trace", None) or getattr(binding, "_dump_nccl_trace", None)
-    if module is None or dump is None:
-        return {}
+    names = ["_dump_fr_trace"] if capturing.is_set() else ["_dump_fr_trace", "_dump_nccl_trace"]
+    dumps = [getattr(binding, name, None) for name in names]
+    if distributed() is None:
+        return []
     # Pickle, but of this process's own making: it comes out of its memory, from nobody else.
-    return pickle.loads(dump(collectives, False, False))  # without stacks: see `merged`
+    return [pickle.loads(dump(collectives, False, False)) for dump in dumps if dump]  # without stacks: see `merged`
 
 
 def _recorded(groups: Mapping[str, Group]) -> list[Dated]:
     to_monotonic = time.monotonic_ns() - time.time_ns()
     newest = sequence_numbers()
     found: list[Dated] = []
-    for entry in _dump(collectives=True).get("entries", ()):
+    for entry in [entry for dump in _dumps(collectives=True) for entry in dump.get("entries", ())]:
         group, gloo = entry["process_group"][0], entry["profiling_name"].startswith("gloo:")
         # gloo counts messages among its operations, but does not record them; NCCL counts them apart
         number = entry["op_id"] if gloo else entry["collective_seq_id"]
-        own = groups[group].own(number) if gloo and group in groups else number
+        own = groups[group].own(number) if group in groups else number
         earlier_life = number > newest.get(group, number)
         if not (entry["is_p2p"] or own is None or earlier_life):
             found.append((entry["time_created_ns"] + to_monotonic, _op(entry, group, own)))

@@ -1,7 +1,8 @@
 """Gets a rank out of a collective in which it would wait for ever: its connections are cut, not its life.
 
 Gloo has no way to give up (torch's `abort` unblocks nothing), but its sockets are this process's own: shut down, they
-make the blocked call raise a usual RuntimeError within milliseconds. NCCL's groups can be aborted.
+make the blocked call raise a usual RuntimeError within milliseconds. NCCL's groups can be aborted; what waited for
+them then goes on *without an error*, with whatever lies in its buffers (`Guard.check_freed` is for that).
 
 Gloo's sockets are those that came up while torch made the process group: gloo connects all pairs there, and the
 store has connected before. So neither the store's connection nor the user's own are ever touched, except one that
@@ -46,7 +47,9 @@ class Connections:
                 group = make(*args, **kwargs)
             finally:
                 new = {inode: number for inode, number in open_sockets().items() if inode not in before}
-                self.inodes |= new.keys()
+            if _is_nccl(distributed, group[0]):  # it needs its doors: ranks connect when they first exchange something
+                return group
+            self.inodes |= new.keys()
             if os.environ.get("TORCH_GLOO_LAZY_INIT", "").upper() in ("", "0", "OFF", "FALSE", "N", "NO"):
                 if not doors.shut(new.values()) and os.environ.get("RANK", "0") == "0":
                     print(
@@ -110,7 +113,19 @@ def _shut(descriptor: int) -> bool:
 
 
 def abort_nccl(distributed: ModuleType) -> None:
-    """Give up all collectives of NCCL groups."""
-    for group, backends in [*distributed._world.pg_backend_config.items()]:
-        if "nccl" in str(backends):
+    """Give up all collectives of all NCCL groups at once: one alone would wait for the others (pytorch 119797)."""
+    names: dict[Any, str] = {**distributed._world.pg_names}
+    groups = sorted((group for group in names if _is_nccl(distributed, group)), key=lambda group: names[group])
+    if not groups:
+        return
+    backend = groups[0]._get_backend(sys.modules["torch"].device("cuda"))
+    backend._group_start()
+    try:
+        for group in reversed(groups):
             group.abort()
+    finally:
+        backend._group_end()
+
+
+def _is_nccl(distributed: ModuleType, group: Any) -> bool:
+    return "nccl" in str(distributed._world.pg_backend_config.get(group))

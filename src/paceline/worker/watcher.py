@@ -19,6 +19,7 @@ import msgspec
 from paceline.contract.box import SIGNAL, SIGNAL_SAFE, WATCHED, Box
 from paceline.contract.evidence import Answer
 from paceline.worker import recorder
+from paceline.worker.calls import Group
 from paceline.worker.ledger import Ledger
 from paceline.worker.release import Connections, abort_nccl
 
@@ -41,7 +42,7 @@ class Watcher:
         self._main = threading.main_thread().ident or 0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="paceline-guard", daemon=True)
-        self._last, self._still, self._answered = (0, 0), 0, 0
+        self._last, self._still, self._answered, self._aborted = (0, 0), 0, 0, False
 
     def start(self) -> None:
         """Begin."""
@@ -67,6 +68,11 @@ class Watcher:
         if self._native is not None:
             box.put("ready", self._native.ready())
         self._ledger.end_completed()
+        enqueued = [group for group in [*self._ledger.groups.values()] if group.enqueued]
+        if enqueued and not recorder.capturing.is_set() and (self._still > 0 or not recorder.in_flight()):
+            pending = recorder.pending(self._groups()) if recorder.in_flight() else ()
+            for group in enqueued:
+                group.end_enqueued(pending, box)
         now = (sum(recorder.sequence_numbers().values()), box.get("ops"))
         self._still = self._still + 1 if now == self._last else 0
         self._last = now
@@ -78,7 +84,7 @@ class Watcher:
         if asked <= self._answered:
             return
         self._answered = asked
-        groups = {group.name: group for group in [*self._ledger.groups.values()] if group.still_there() is not None}
+        groups = self._groups()
         stacks = recorder.stacks(self._main)
         answer = Answer(
             ops=tuple(recorder.merged(self._box.ring(), groups, stacks[0] if stacks else None)),
@@ -88,12 +94,16 @@ class Watcher:
         )
         self._box.answer(asked, msgspec.json.encode(answer))
 
+    def _groups(self) -> dict[str, Group]:
+        return {group.name: group for group in [*self._ledger.groups.values()] if group.still_there() is not None}
+
     def _release(self) -> None:
         if not self._box.get("released"):
             return
+        if not self._aborted and (module := recorder.distributed()) is not None:
+            self._aborted = True
+            threading.Thread(target=abort_nccl, args=(module,), name="paceline-abort", daemon=True).start()
         self._connections.shut()
-        if (module := recorder.distributed()) is not None:
-            abort_nccl(module)
 
 
 class NativeStacks:

@@ -11,12 +11,13 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed import HashStore, PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import HashStore, PrefixStore, Store, distributed_c10d  # pyright: ignore[reportPrivateImportUsage]
 
 from paceline.errors import TrainingError, UsageError
 from paceline.worker.foreign import ADDRESS, COUNTS, device_per_task, understood
 from paceline.worker.guard import Guard
 from paceline.worker.meeting import MEETING_SECONDS, meet
+from paceline.worker.release import abort_nccl
 
 DEFAULT_TIMEOUT_SECONDS = 600.0
 TRIES = 10  # to make a group without strangers in it
@@ -143,6 +144,10 @@ def joined(
         _make_group(world, _store(world, timeout, meeting_seconds), timeout)
     try:
         yield world
+    except BaseException:
+        if "nccl" in world.backend:  # its shutdown waits for what is on its way, which may never end
+            abort_nccl(distributed_c10d)
+        raise
     finally:
         # Also on an error: a peer that waits for this rank then fails at once ("connection closed") instead of hanging.
         dist.destroy_process_group()

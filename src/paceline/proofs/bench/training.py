@@ -51,7 +51,7 @@ def load_ground(config: TrainConfig, world: World) -> Ground:
     """
     check_precision(config.compute.precision, world.device)
     task = load_task(str(config.task), task_options(config))
-    return Ground(config, task, on_device(task.make_dataset("train"), world.device), world)
+    return Ground(config, task, on_device(task.make_dataset("train"), world.device, collate=task.collate), world)
 
 
 class CandidateTraining:

@@ -1,0 +1,36 @@
+"""With this folder on PYTHONPATH ranks, and scripts that ask for gloo, meet on the group that is like NCCL's."""
+
+import sys
+from typing import Any
+
+from paceline.worker.imports import when_imported
+
+
+def _double() -> Any:
+    from tests.doubles import nccl
+
+    return nccl
+
+
+def _in_world(*, late: bool) -> None:
+    def backend(asked: str, device: object) -> str:
+        return _double().BACKEND
+
+    module: Any = sys.modules["paceline.worker.world"]
+    module._backend = backend
+
+
+def _in_torch(*, late: bool) -> None:
+    module: Any = sys.modules["torch.distributed"]
+    make = module.init_process_group
+
+    def init_process_group(backend: object = None, *args: Any, **kwargs: Any) -> Any:
+        double = _double()
+        double.register()
+        return make(double.BACKEND if backend in (None, "gloo") else backend, *args, **kwargs)
+
+    module.init_process_group = module.distributed_c10d.init_process_group = init_process_group
+
+
+when_imported("paceline.worker.world", _in_world)
+when_imported("torch.distributed", _in_torch)  # the product's own hook is at distributed_c10d

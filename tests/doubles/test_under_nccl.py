@@ -1,0 +1,83 @@
+"""Whole trainings on a group that behaves as NCCL's: the same bits, and nothing of an aborted step is kept."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.doubles import nccl
+
+from paceline.observe.summary import read_summary
+
+ROOT = Path(__file__).parents[2]
+TASK = f"{ROOT / 'examples' / 'own_task.py'}:task"
+
+pytestmark = [pytest.mark.slow, pytest.mark.ranks, pytest.mark.timeout(180)]
+
+
+def train(folder: Path, strategy: str, *more: str, double: bool = True, **env: str) -> subprocess.CompletedProcess[str]:
+    """Two ranks, 12 steps, a checkpoint after each."""
+    path = [str(ROOT / "src"), str(ROOT), *([str(ROOT / "tests" / "doubles" / "site")] if double else [])]
+    command = [
+        sys.executable, "-m", "paceline", "train", TASK, "--nproc", "2", "--collectives", "torch", "--steps", "12",
+        "--strategy", strategy, "--run-dir", str(folder), "--checkpoint-every", "1", "--keep", "20",
+    ]  # fmt: skip
+    return subprocess.run(
+        [*command, *more], env={**os.environ, "PYTHONPATH": os.pathsep.join(path), **env}, text=True,
+        capture_output=True, timeout=120, check=False,
+    )  # fmt: skip
+
+
+def state(folder: Path, step: int) -> dict[str, bytes]:
+    """The tensors of a checkpoint, as bytes."""
+    files = sorted((folder / "checkpoints" / f"step-{step:08}").rglob("*.safetensors"))
+    assert files
+    return {file.name: file.read_bytes() for file in files}
+
+
+def newest(folder: Path) -> int:
+    """The last step that is kept."""
+    return max(int(one.name.removeprefix("step-")) for one in (folder / "checkpoints").glob("step-*"))
+
+
+@pytest.fixture(scope="module")
+def healthy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run over gloo."""
+    folder = tmp_path_factory.mktemp("healthy") / "run"
+    done = train(folder, "bucketed", double=False)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def digest(folder: Path) -> str | None:
+    """Of the final weights."""
+    summary = read_summary(folder)
+    return summary and summary.weights_sha256
+
+
+RARER = [pytest.param(one, marks=pytest.mark.soak) for one in ("bucketed", "manual", "ddp", "exact", "fsdp")]
+
+
+@pytest.mark.parametrize("strategy", ["zero", *RARER])
+def test_buffers_that_are_late_and_poisoned_change_no_bit(strategy: str, healthy: Path, tmp_path: Path) -> None:
+    done = train(tmp_path / "run", strategy, **{nccl.DELAY: "0.02"})
+    assert done.returncode == 0, done.stderr
+    if strategy == "ddp":  # its buckets are summed in another order
+        assert train(tmp_path / "gloo", strategy, double=False).returncode == 0
+        healthy = tmp_path / "gloo"
+    assert digest(tmp_path / "run") == digest(healthy)
+
+
+def test_a_rank_that_is_freed_in_a_gradient_applies_and_keeps_nothing_of_it(healthy: Path, tmp_path: Path) -> None:
+    hangs = {nccl.HANGS: "1:bucket 0:5"}
+    done = train(tmp_path / "run", "bucketed", "--stall-after", "3", **hangs)
+    assert done.returncode == 3, done.stdout + done.stderr
+    assert "ranks 0, 1 are in all_reduce" in done.stdout + done.stderr
+    kept = newest(tmp_path / "run")
+    assert kept == 4  # the fifth step's gradients never came
+    assert state(tmp_path / "run", kept) == state(healthy, kept)
+    resumed = train(tmp_path / "run", "bucketed", "--resume", "auto")
+    assert resumed.returncode == 0 and digest(tmp_path / "run") == digest(healthy), resumed.stderr
