@@ -38,7 +38,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
-from pathlib import Path
 from types import FrameType, FunctionType
 from typing import Any
 
@@ -69,6 +68,7 @@ class Operation:
     copies: list[Tensor]
     signature: str
     label: str = ""  # the product's name of what it adds up
+    message: int = 0
     created: int = field(default_factory=time.time_ns)
     over: threading.Event = field(default_factory=threading.Event)
     future: torch.futures.Future[Any] = field(default_factory=torch.futures.Future)
@@ -117,6 +117,7 @@ class LikeNccl(dist.ProcessGroup):
         self._gloo._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
         self._store, self._rank, self._size = store, rank, size
         self._count, self._aborted = 0, threading.Event()
+        self._messages = 0
         self._labels: dict[str, int] = {}
         self._random = random.Random(f"{rank} {len(GROUPS)}")
         self._calls: queue.Queue[Operation] = queue.Queue()
@@ -178,11 +179,13 @@ class LikeNccl(dist.ProcessGroup):
         if any(not t.is_contiguous() for t in [*inputs, *outputs]):
             raise ValueError("Tensors must be contiguous")
         signature = f"{kind} {[(str(t.dtype), [*t.shape]) for t in inputs]}"
-        if kind not in ("send", "recv"):
+        if kind in ("send", "recv"):
+            self._messages += 1
+        else:
             self._count += 1
         before = [t.detach().clone() for t in inputs]
         label = str(inputs[0].__dict__.get("collective", "")) if inputs else ""
-        made = Operation(self, kind, self._count, before, outputs, run, copies, signature, label)
+        made = Operation(self, kind, self._count, before, outputs, run, copies, signature, label, self._messages)
         with torch.no_grad(), torch._C.DisableTorchFunction():
             for output in outputs:
                 output.fill_(float("nan") if output.is_floating_point() else torch.iinfo(_int(output.dtype)).max)
@@ -337,7 +340,7 @@ def _entry(one: Operation, number: int, group: str) -> dict[str, Any]:
     over = one.over.is_set()
     return {
         "record_id": number, "pg_id": 0, "process_group": (group, "undefined"), "is_p2p": one.kind in ("send", "recv"),
-        "collective_seq_id": one.number, "p2p_seq_id": 0, "op_id": number + 1,
+        "collective_seq_id": one.number, "p2p_seq_id": one.message, "op_id": number + 1,
         "profiling_name": f"nccl:{_NAMES.get(one.kind, one.kind)}", "time_created_ns": one.created,
         "input_sizes": [[*t.shape] for t in one.inputs], "output_sizes": [[*t.shape] for t in one.outputs],
         "input_dtypes": [_TYPES.get(t.dtype, str(t.dtype)) for t in one.inputs],
@@ -369,7 +372,7 @@ def _as_torchs(owner: type) -> None:
     """Let a stack show these functions as it would show torch's, in C++: they are no line of the user's."""
     for function in [*vars(owner).values()]:
         if isinstance(function, FunctionType):
-            name = f"{Path(torch.__file__).parent}{os.sep}like_nccl.py"
+            name = str(dist.distributed_c10d.__file__)
             function.__code__ = function.__code__.replace(co_filename=name)
 
 

@@ -81,6 +81,7 @@ class Group:
     )
     enqueued: deque[tuple[int, int]] = field(default_factory=deque[tuple[int, int]])
     """of NCCL, whose calls return when the GPU has only been told: record and number of what may be on its way"""
+    sent: int = 0  # and received
     checksum: int = 0
     count: int = 0
 
@@ -116,7 +117,7 @@ class Group:
         if self.polled and hasattr(result, "is_completed"):
             self.pending.append((begun.record, weakref.ref(result)))
             return
-        if self.polled or not begun.counts:
+        if self.polled:
             box.end(begun.record)
             return
         self.enqueued.append((begun.record, begun.number))
@@ -160,7 +161,7 @@ class Begun(NamedTuple):  # made at every call: half the price of a dataclass
     before: int  # torch's number
     single: bool  # which the call raises by one
     counts: int  # 1 for a collective, 0 for a message
-    number: int  # ours
+    number: int  # ours; of a message -1, -2, ...: how many this process has sent and received over the group
 
 
 def torch_number(backend: Any, group: Group) -> int:

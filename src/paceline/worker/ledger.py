@@ -191,6 +191,9 @@ class Ledger:
         if not kind.single:
             found.spans.append((before, float("inf"), found.ahead))  # until it is known how far the number rises
         begun = self._note(known, found, seq, peer, message=kind.message)
+        if kind.message:
+            found.sent += 1
+            begun = begun._replace(number=-found.sent)
         return begun._replace(backend=backend, before=before, single=kind.single and not kind.message)
 
     def _note(self, known: Known, group: Group, seq: int, peer: int, *, message: bool = False) -> Begun:

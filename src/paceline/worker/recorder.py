@@ -11,7 +11,7 @@ import pickle
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from types import ModuleType
 from typing import Any
@@ -62,7 +62,20 @@ def merged(ring: Sequence[Dated], groups: Mapping[str, Group], stack: Stack | No
         known = replace(op, site="" if op.done else line) if ours is None else replace(ours[1], done=op.done)
         called[op.group, op.seq] = (at if ours is None else ours[0], known)
     everything += called.values()
-    return [op for _, op in sorted(everything, key=lambda dated: dated[0])][-MAX_OPS:]
+    ops = [op for _, op in sorted(everything, key=lambda dated: dated[0])]
+    return _begun(ops, {name for name, group in groups.items() if not group.polled})[-MAX_OPS:]
+
+
+def _begun(ops: Sequence[Op], enqueuing: Collection[str]) -> list[Op]:
+    """Without what is enqueued behind a message that is on its way: over the groups `enqueuing` it has not begun."""
+    kept: list[Op] = []
+    behind: set[str] = set()
+    for op in ops:
+        if op.done or op.group not in behind:
+            kept.append(op)
+        if op.is_message and not op.done and op.group in enqueuing:
+            behind.add(op.group)
+    return kept
 
 
 def _line_in_torch(stack: Stack | None) -> str:
@@ -100,8 +113,11 @@ def in_flight() -> bool:
 
 
 def pending(groups: Mapping[str, Group]) -> set[tuple[str, int]]:
-    """By group and number what torch has on its way."""
-    return {(op.group, op.seq) for _, op in _recorded(groups) if not op.done}
+    """By group and number what torch has on its way; messages as -1, -2, ...: NCCL has an account of them."""
+    entries = [entry for dump in _dumps(collectives=True) for entry in dump.get("entries", ())]
+    messages = [one for one in entries if one["is_p2p"] and not one["retired"]]
+    found = {(one["process_group"][0], -one["p2p_seq_id"]) for one in messages}
+    return found | {(op.group, op.seq) for _, op in _recorded(groups) if not op.done}
 
 
 def stacks(main: int) -> tuple[Stack, ...]:

@@ -29,6 +29,8 @@ def _in_torch(*, late: bool) -> None:
         double.register()
         return make(double.BACKEND if backend in (None, "gloo") else backend, *args, **kwargs)
 
+    torchs = make.__code__.co_filename  # in a stack it is torch's
+    init_process_group.__code__ = init_process_group.__code__.replace(co_filename=torchs)
     module.init_process_group = module.distributed_c10d.init_process_group = init_process_group
 
 
