@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -58,6 +60,8 @@ class World:
         # local: the global rank is no device index on the second node
         index, workers = (0, 1) if device_per_task(env) else (local_rank, local_size)
         chosen = _device(device, index, workers)
+        if device == "auto" and chosen.type == "cpu" and rank == 0 and (words := overlooked()):
+            print(f"WARNING: {words}", file=sys.stderr)
         return cls(rank, size, local_rank, local_size, chosen, _backend(backend, chosen))
 
 
@@ -99,6 +103,27 @@ def _device(asked: str, index: int, workers: int) -> torch.device:
             f"Start at most {gpus} processes per node, or use --device cpu."
         )
     return torch.device("cuda", index)
+
+
+def overlooked(devices: Path = Path("/dev")) -> str:
+    """What a run on the CPU leaves idle, and why; empty if nothing. `devices` is the kernel's folder of them."""
+    nvidia, amd = len([*devices.glob("nvidia[0-9]*")]), (devices / "kfd").exists()
+    built = torch.version.cuda or torch.version.hip
+    if (nvidia or amd) and not built:
+        count = f"{nvidia} NVIDIA GPU{'s' * (nvidia > 1)}" if nvidia else "AMD GPUs"
+        return (
+            f"on the CPU, for this torch ({torch.__version__}) was built without CUDA and ROCm; the machine has "
+            f"{count}. Install a torch for them (pytorch.org), or say --device cpu"
+        )
+    if nvidia and os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1"):
+        return (
+            "on the CPU, for torch sees no GPU, though there are devices of NVIDIA's: `nvidia-smi` tells whether the "
+            "driver works. Or say --device cpu"
+        )
+    other = torch.accelerator.current_accelerator(check_available=True)
+    if other is not None and other.type not in ("cuda", "cpu"):
+        return f"on the CPU, for paceline does not train on {other.type}, which this machine has. Or say --device cpu"
+    return ""
 
 
 def _backend(asked: str, device: torch.device) -> str:
