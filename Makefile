@@ -9,7 +9,7 @@ STAMP := $(VENV)/installed
 PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help run test check format lock soak-hostile soak-connections soak-kills soak-mutations soak-verify soak-bits soak-fuzz soak-launch soak-faults soak-quiet \
+.PHONY: help run test check format lock soak-hostile soak-connections soak-kills soak-mutations soak-billion soak-nccl soak-verify soak-bits soak-fuzz soak-launch soak-faults soak-quiet \
 	soak-judge soak-sessions soak-ends bench-guard bench-startup bench-exactness bench-peers bench-collectives bench-epoch bench-hosts bench-scale \
 	bench-summary transcripts clean
 
@@ -54,6 +54,13 @@ soak-kills: $(STAMP)  ## kill launchers at random moments; count what survives
 soak-mutations: $(STAMP)  ## plant every bug of tests/proofs/verify, in tasks and in loops; see what verify says
 	PYTHONPATH=. $(BIN)/python tests/proofs/verify/mutation_table.py --out benchmarks/results/mutations.md
 	PYTHONPATH=$(CURDIR) $(BIN)/python tests/proofs/verify/loop_table.py --out benchmarks/results/loop-mutations.md
+
+soak-billion: $(STAMP)  ## 10^9 samples on two hosts: memory, the first batch, a resume at sample 7 x 10^8 (root; 15 minutes)
+	PYTHONPATH=. $(BIN)/python tests/cluster/soak_billion.py --out benchmarks/results/billion.json
+
+soak-nccl: $(STAMP)  ## all faults and strategies on a group that behaves as NCCL's (half an hour on 2 cores)
+	PYTHONPATH=.:tests/doubles/site $(BIN)/paceline faults --stall-after 8 --out benchmarks/results/nccl-double.md
+	$(BIN)/python -m pytest -q -p no:xdist -m "" tests/doubles
 
 soak-verify: $(STAMP)  ## verify all tasks on 1, 2, 3 and 4 processes (about 15 minutes on 2 cores)
 	for task in mnist-cnn mnist-resnet18 examples/own_task.py:task; do \
