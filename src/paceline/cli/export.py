@@ -75,11 +75,11 @@ def _writer(config: ExportConfig, run_dir: Path, out: Path, kind: str) -> Callab
         from paceline.cli.huggingface import model_of, save_pretrained
 
         return partial(save_pretrained, model_of(run_dir, config.config, trust=config.trust), out)
-    from paceline.train.weights import save, save_pickled
+    from paceline.train.weights import save
 
     def write(weights: Weights) -> Weights:
         if kind == "torch":
-            save_pickled(weights, out)
+            save(weights, out, pickled=True)
         else:  # which holds no memory twice: a tied tensor is written under each of its names
             save({name: tensor.clone() for name, tensor in weights.items()}, out)
         return weights

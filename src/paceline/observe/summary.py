@@ -91,3 +91,8 @@ def scores_line(metrics: Mapping[str, float | None]) -> str:
     """'loss 0.0372  accuracy 98.72%'."""
     found = {name: math.nan if value is None else value for name, value in metrics.items()}
     return "  ".join(f"{name} {v:.2%}" if name == "accuracy" else f"{name} {v:.4f}" for name, v in found.items())
+
+
+def finite(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Those that can be written down: JSON has no other numbers."""
+    return {name: score for name, score in metrics.items() if math.isfinite(score)}

@@ -15,24 +15,23 @@ from paceline.data.loader import naming_lost_processes
 from paceline.data.plan import ranks_share
 from paceline.errors import ExitCode, PacelineError, UsageError, unknown
 from paceline.ladder import EXACT, LADDER
+from paceline.observe.summary import Summary
 from paceline.observe.track import wanted
 from paceline.rhythm import steps_or_seconds
-from paceline.sessions.course import Course
 from paceline.sessions.gate import Gate
 from paceline.sessions.loop import Loop
 from paceline.sessions.notes import Notes
-from paceline.sessions.started import origin_of, script_name
+from paceline.sessions.started import script_name
 from paceline.sessions.wording import as_keywords, reword
-from paceline.stepping.nonfinite import LeftOut
-from paceline.stepping.order import CallOrder
 from paceline.sums import check_equal, told_once
 from paceline.sums.sharing import memory_or_hosts
 from paceline.train.computing import take_threads
+from paceline.train.course import Course
 from paceline.train.determinism import DEFAULT_THREADS, deterministic
 from paceline.train.fit import PhaseClock
 from paceline.train.keeping import Rhythm
-from paceline.train.placing import placed
-from paceline.train.preemption import StopRequest, noticing
+from paceline.train.placing import origin_of, placed
+from paceline.train.preemption import noticing
 from paceline.worker.attach import attach, leave, record_failure
 from paceline.worker.guard import Guard
 from paceline.worker.tell import tell
@@ -71,8 +70,8 @@ class Life(Loop):
             raise UsageError("session(resume=True) needs the folder of the run: session('runs/mine', resume=True)")
         if not_finite not in ("stop", "skip"):
             raise unknown("not_finite", str(not_finite), ["stop", "skip"])
-        trackers = wanted(track)
-        if trackers and run_dir is None:
+        self._track = track
+        if wanted(track) and run_dir is None:
             raise UsageError(f"session(track={track!r}) needs a run folder: session('runs/mine', track=...)")
         attach()
         self._pid = os.getpid()
@@ -102,21 +101,21 @@ class Life(Loop):
             origin = origin_of(place, world, resume=resume, trust=trust) if place is not None else None
             self._settings = {"virtual_ranks": self._virtual_ranks, "seed": seed, "strategy": strategy}
             check_equal("session settings", {**self._settings, "resume": resume, "threads": threads}, world)
-            rhythm = Rhythm(watch_every, 10**9, *steps_or_seconds(checkpoint_every))
-            self._course = Course(place, origin, world, self._name, rhythm, keep, trackers, self._say)
+            rhythm = Rhythm(watch_every, 10**9, *steps_or_seconds(checkpoint_every), keep=keep)
+            self._course = Course(
+                place, origin, world, rhythm, not_finite, lambda line: self.print(line), reword=as_keywords
+            )
             self._steps = Gate(
                 world, self._virtual_ranks, self._enter, votes=self._votes,
-                order=CallOrder(world, self._guard.take_order, self._guard.taken, self._say),
-                way_out='session(not_finite="skip")', may_leave_out=not_finite != "stop", exact=self._exact,
+                order=self._course.order, way_out='session(not_finite="skip")',
+                may_leave_out=not_finite != "stop", exact=self._exact,
             )  # fmt: skip
-            self._steps.notes = Notes(self._say)
-            self._left_out = LeftOut(not_finite, world, self._say)
+            self._steps.notes = Notes(self._course.say)
             self._clock = PhaseClock(self._guard.box.enter)
-            self._request: StopRequest | None = (
-                self._stack.enter_context(noticing(told=world.rank == 0)) if place is not None else None
-            )
+            if place is not None:
+                self._course.request = self._stack.enter_context(noticing(told=world.rank == 0))
             for line in notices:
-                self._say(line)
+                self._course.say(line)
         except BaseException as error:
             reword(error)
             self._stack.__exit__(type(error), error, error.__traceback__)
@@ -128,7 +127,6 @@ class Life(Loop):
         self._numbers: list[dict[str, Any]] = list(loop.get("parts", []))
         self._parts = []
         self._opened, self._epochs = False, 0
-        self._work: list[Any] = []
         self._enter(Phase.USER)
         open_sessions.append(self)
 
@@ -160,11 +158,10 @@ class Life(Loop):
         try:
             if error is not None:
                 self._fail(error)
-            elif self._stopped:
-                self._course.stop()
-            elif self._complete:
+            elif self._stopped or self._complete:
                 self._guard.box.enter(Phase.CLOSE)
-                self._course.finish()
+                if self._course.is_open:
+                    self._course.finish(self._stopped, self._closing)
         except BaseException as late:
             reword(late)
             error = error or late
@@ -176,18 +173,32 @@ class Life(Loop):
             self._course.close()
             self._stack.__exit__(type(error) if error else None, error, error.__traceback__ if error else None)
 
-    def _say(self, words: str) -> None:
-        self.print(as_keywords(words))
+    def _closing(self, summary: Summary) -> list[str]:
+        if summary.exit == ExitCode.SAVED:
+            return [f"asked to stop: saved after step {summary.steps}. Start the script again to go on"]
+        assert self._course.place is not None
+        return [f"weights {str(summary.weights_sha256)[:16]}...", f"run folder {self._course.place.folder}"]
+
+    def _log(self, found: dict[str, float]) -> None:
+        course = self._course
+        course.metrics, course.evaluated = course.metrics | found, course.step
+        course.found(course.step, found)
 
     def _fail(self, error: BaseException) -> None:
-        whole = not self._steps.updating and self._opened
-        if whole and self._steps.in_step:
-            with suppress(Exception):
+        whole, instead = not self._steps.updating and self._opened, None
+        with suppress(Exception):
+            if whole and self._steps.in_step:
                 self._steps.give_up()
-        self._course.fail(error, self._loop_state, whole=whole)
+        with suppress(Exception):
+            instead = self._course.fail(error, self._loop_state, whole=whole)
+            if isinstance(error, OSError) and instead is not None:
+                print(instead, file=sys.stderr, flush=True)
+            code, place = _code_of(error), self._course.place
+            refused = code == ExitCode.USAGE and place is not None and place.attempt > 1
+            if self._course.is_open and self.rank == 0 and not refused:
+                self._course.summarise(code, failure=f"{type(error).__name__}: {error}"[:2000])
         if not isinstance(error, (KeyboardInterrupt, SystemExit)):  # before any teardown: the first to fail is known
-            stalled = None if isinstance(error, PacelineError) else self._guard.stall_error(error)
-            record_failure(stalled or error, _code_of(stalled or error), traceback=not isinstance(error, PacelineError))
+            record_failure(instead or error, _code_of(instead or error), traceback=not isinstance(error, PacelineError))
 
 
 open_sessions: list[Life] = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,19 +17,19 @@ from paceline.data.plan import BatchPlan
 from paceline.errors import ExitCode, UsageError
 from paceline.observe.bar import Report, Reporter
 from paceline.seeding import preserved_streams, remembered_streams
-from paceline.sessions.course import Course
 from paceline.sessions.gate import Gate
 from paceline.sessions.loader import Loader
 from paceline.sessions.prepared import Prepared
 from paceline.sessions.ranks import Ranks
-from paceline.sessions.started import Holders, compare, opening
-from paceline.stepping.nonfinite import LeftOut
+from paceline.sessions.started import compare, opening, write_settings
 from paceline.sums import together
+from paceline.train.course import Course
 from paceline.train.determinism import holds_for
 from paceline.train.fit import PhaseClock, StepRecord
-from paceline.train.preemption import StopRequest
 from paceline.worker.guard import Guard
 from paceline.worker.world import World
+
+TRACK_EVERY = 50  # steps between two reports of the loss
 
 
 class Loop(Ranks):
@@ -40,8 +41,7 @@ class Loop(Ranks):
     _course: Course
     _guard: Guard
     _clock: PhaseClock
-    _left_out: LeftOut
-    _request: StopRequest | None
+    _track: str | None
     _parts: list[Prepared]
     _numbers: list[dict[str, Any]]
     _settings: dict[str, Any]
@@ -106,18 +106,12 @@ class Loop(Ranks):
         one_each = plan.virtual_ranks == self.size and plan.accumulation == 1
         self._clock(Phase.DATA)
         for bodies in loader.training(plan, self._share, where["passes"], start):
-            bodies = steps.begin(self._at, bodies, one_each=one_each)
-            while True:
-                for batch in bodies:
-                    steps.enter(batch, batch is bodies[-1])
-                    try:
-                        yield batch.inputs
-                    except GeneratorExit:
-                        self._left(loader, bodies, plan)
-                        raise
-                    steps.leave()
-                if not steps.phases.again():
-                    break
+            for batch in steps.through(self._at, bodies, one_each=one_each):
+                try:
+                    yield batch.inputs
+                except GeneratorExit:
+                    self._left(loader, bodies, plan)
+                    raise
             self._between(loader, bodies, plan)
             self._stop_if_asked()
             self._clock(Phase.DATA)
@@ -136,6 +130,7 @@ class Loop(Ranks):
             elif steps.is_whole:
                 steps.leave()  # after its last backward: the step is as whole as it will be
                 self._between(loader, bodies, plan, left=True)
+                self._clock(Phase.USER)
             else:
                 self._broken = UsageError(
                     f"the loop was left in the middle of the step at {self._at}, which other ranks may have taken. "
@@ -170,30 +165,33 @@ class Loop(Ranks):
         with preserved_streams(), together(self.world):
             definition["data"] = {"training data": loader.fingerprint()}
         compare(definition, self._course.origin, len(self._parts), len(self._numbers), self.world, exact=self._exact)
-        for line in opening(plan, self.world, self._strategy, self._name):
-            self.print(line)
-        holders = Holders(self._parts, self.world, self._virtual_ranks)
-        self._course.open(holders, plan, definition, seed=self._seed, strategy=self._strategy, epochs=self._epochs or 1)
+        self.print(opening(plan, self.world, self._strategy, self._name))
+        course, epochs = self._course, self._epochs or 1
+        if course.place is not None:
+            course.place = replace(course.place, definition=definition)
+            write_settings(course.place, self._name, plan, self._strategy, seed=self._seed, epochs=epochs)
+        course.open(self._parts, plan, self._share, self._facts, listed=plan.own_order, track=self._track)
+
+    def _facts(self) -> dict[str, Any]:
+        found = self._course.metrics
+        known = {"test_metrics": found or None, "test_accuracy": found.get("accuracy")}
+        return {"task": self._name, "strategy": self._strategy, **known}
 
     def _between(self, loader: Loader, bodies: Sequence[MicroBatch], plan: BatchPlan, *, left: bool = False) -> None:
         done = self._steps.end()
         batch = self._where["batch"]
         samples = loader.samples(plan, bodies[0].work.epoch, batch)
         self._where["batch"] += 1
-        if done.left_out is not None:
-            self._left_out.goes_back(self._course.step + 1, done.left_out)
-        lr = float(self._parts[0].rates()[0])
-        spent = self._clock.take()
-        seconds, data_seconds = sum(spent.values()), spent.get(Phase.DATA.word, 0.0)
-        record = StepRecord(self._course.step + 1, done, lr, data_seconds, seconds, bodies, spent)
-        self._course.note(record, samples, self._share)
+        course, lr = self._course, float(self._parts[0].rates()[0])
+        record = StepRecord(course.step + 1, done, lr, bodies, self._clock.take())
+        course.note(record, samples, tracked=record.step % TRACK_EVERY == 0)
+        course.back(record)
         self._ended(record)
         if Reporter.here is not None:
             Reporter.here.step(self._where["batch"], plan.known_steps, lambda: self._report(plan, done.loss))
         self._stopped = done.votes.stop > 0
         is_end = loader.is_end(batch, done.votes.coming) and not left
-        state = partial(self._loop_state, self.world)
-        self._course.between(done.votes, state, save=self._stopped or is_end, settled=is_end)
+        course.between(done.votes, partial(self._loop_state, self.world), save=self._stopped or is_end, settled=is_end)
 
     def _ended(self, record: StepRecord) -> None:
         """A step has ended: `paceline verify` looks at it here."""
@@ -202,7 +200,8 @@ class Loop(Ranks):
         step, steps = self._where["batch"], plan.known_steps
         epoch = self._where["epoch" if self._epochs else "passes"]
         left = max(0, steps - step) * plan.global_batch
-        return Report(epoch, self._epochs, step, steps, loss if math.isfinite(loss) else None, self._course.rate, left)
+        rate, shown = self._course.throughput.recent(), loss if math.isfinite(loss) else None
+        return Report(epoch, self._epochs, step, steps, shown, rate, left)
 
     def _stop_if_asked(self) -> None:
         if self._stopped:
@@ -231,9 +230,8 @@ class Loop(Ranks):
                 self._steps.merged = before
 
     def _votes(self) -> Any:
-        asked = self._request is not None and self._request.by is not None
         coming = self._loader.coming if self._loader is not None else 0.0
-        return self._course.votes()._replace(stop=float(asked), coming=coming)
+        return self._course.votes()._replace(coming=coming)
 
     def _loop_state(self, world: World | None = None) -> dict[str, Any]:
         """With a `world` a collective; without, as far as this rank knows."""

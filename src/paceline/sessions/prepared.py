@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -157,11 +156,10 @@ class Prepared(Trainee):
 
     def state(self) -> list[Held]:
         """All tensors of its state, under its own names."""
-        held = self.replica.state()
-        if self._waiting:  # gradients that the loop adds up over several batches
-            named = self.replica.model.named_parameters()
-            held = [*held, *(Held(f"gradient/{name}", p.grad) for name, p in named if p.grad is not None)]
-        return [replace(one, name=self.prefix + one.name) for one in held]
+        # gradients that the loop adds up over several batches
+        named = self.replica.model.named_parameters() if self._waiting else ()
+        waiting = [Held(f"{self.prefix}gradient/{name}", p.grad) for name, p in named if p.grad is not None]
+        return super().state() + waiting
 
     def load(self, source: Source) -> None:
         """Take over what `state` gave."""

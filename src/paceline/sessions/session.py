@@ -40,7 +40,7 @@ from paceline.sessions.preparing import OptimizerLike, SchedulerLike, prepared
 from paceline.stepping.bodies import Reduction
 from paceline.strategies import STRATEGIES
 from paceline.sums import together
-from paceline.train.weights import save, save_pickled
+from paceline.train.weights import save
 
 
 class Session(Life):
@@ -200,7 +200,7 @@ class Session(Life):
 
     def log(self, values: Mapping[str, float] | None = None, **more: float) -> None:
         """Numbers found by the loop: rank 0 prints them, the run folder records them."""
-        self._course.log({name: float(value) for name, value in {**(values or {}), **more}.items()})
+        self._log({name: float(value) for name, value in {**(values or {}), **more}.items()})
 
     def weights(self, model: nn.Module | None = None) -> dict[str, Tensor]:
         """The whole model's state, by its own names, with buffers merged over virtual ranks (a collective)."""
@@ -213,7 +213,7 @@ class Session(Life):
         A name that ends with .safetensors gets that format; any other torch.save's.
         """
         found, where = self.weights(model), Path(path)
-        self.main(save if where.suffix == ".safetensors" else save_pickled, found, where)
+        self.main(partial(save, pickled=where.suffix != ".safetensors"), found, where)
 
     def _part(self, model: nn.Module | None) -> Prepared:
         if model is None and len(self._parts) == 1:

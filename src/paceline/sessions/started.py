@@ -1,61 +1,22 @@
-"""What a session is when it starts: its models as one state, the state to go on from, its arithmetic and its name."""
+"""What a session is when it starts: what defines it, its settings, its arithmetic and its name."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from paceline.checkpoint.state import Held
+from paceline.config import CheckpointConfig, DataConfig, RunConfig, TrainConfig, dump
 from paceline.data.plan import BatchPlan
 from paceline.definition import BITS_ONLY, check_same
 from paceline.errors import UsageError, plural
 from paceline.observe import folder as run_folder
-from paceline.sessions.prepared import Prepared
-from paceline.store.store import Checkpoints
 from paceline.sums import check_equal, together
 from paceline.train.keeping import Place
-from paceline.train.resume import Origin, from_disk, from_memory
+from paceline.train.resume import Origin
+from paceline.train.wording import shares_line
 from paceline.worker.world import World
-
-
-@dataclass(frozen=True)
-class Holders:
-    """All models of a session, as one state to be saved."""
-
-    parts: Sequence[Prepared]
-    world: World
-    virtual_ranks: int
-
-    @property
-    def sharded(self) -> bool:
-        """Whether a rank holds a share only of any of them."""
-        return any(part.replica.sharded for part in self.parts)
-
-    def state(self) -> list[Held]:
-        """All tensors of all models."""
-        return [held for part in self.parts for held in part.state()]
-
-
-def origin_of(place: Place, world: World, *, resume: bool, trust: bool) -> Origin | None:
-    """The state to go on from, if any (a collective).
-
-    Raises:
-        UsageError: on one rank: no state that is there can be trusted, or the run is finished.
-    """
-    if not resume and not place.generation:
-        return None
-    origin = from_memory(world) if place.generation else None
-    checkpoints = Checkpoints(place.folder / run_folder.CHECKPOINTS, trust=trust)
-    origin = from_disk(checkpoints, world, place.notices.append, after=origin) or origin
-    if origin is None:
-        with together(world):
-            run_folder.check_not_finished(place.folder)
-        if place.attempt > 1:
-            place.notices.append("there is no checkpoint: it begins again at step 0")
-    return origin
 
 
 def compare(
@@ -76,16 +37,23 @@ def compare(
                 raise UsageError(f"{origin.where} holds {saved} models, prepared were {models}")
 
 
-def opening(plan: BatchPlan, world: World, strategy: str, name: str) -> list[str]:
+def opening(plan: BatchPlan, world: World, strategy: str, name: str) -> str:
     """The arithmetic of a session's first loop."""
-    micro = -(-plan.global_batch // (plan.virtual_ranks * plan.accumulation))
-    ranks = plural(plan.virtual_ranks, "rank" if plan.virtual_ranks == world.size else "virtual rank")
-    exact = micro * plan.virtual_ranks * plan.accumulation == plan.global_batch
-    return [
-        f"{name}: {plural(world.size, 'process', 'processes')} on {world.device.type}, strategy {strategy}; "
-        f"{plan.size_words}; global batch {plan.global_batch} = {ranks} x "
-        f"{plural(plan.accumulation, 'micro-batch', 'micro-batches')} x {'' if exact else 'at most '}{micro}"
-    ]
+    on = f"{plural(world.size, 'process', 'processes')} on {world.device.type}"
+    return f"{name}: {on}, strategy {strategy}; {plan.size_words}; {shares_line(plan, world.size)}"
+
+
+def write_settings(place: Place | None, name: str, plan: BatchPlan, strategy: str, *, seed: int, epochs: int) -> None:
+    """As config.toml, what a task would be given for such a training; on rank 0."""
+    if place is None or place.attempt_dir is None:
+        return
+    shape = DataConfig(
+        global_batch=plan.global_batch, accumulation=plan.accumulation, virtual_ranks=plan.virtual_ranks, tail=plan.tail
+    )
+    run = RunConfig(seed=seed, epochs=epochs)
+    settings = TrainConfig(task=name, data=shape, run=run, checkpoint=CheckpointConfig(), strategy=strategy)
+    run_folder.shelve_summary(place.folder, place.attempt)
+    run_folder.write_settings(place.folder, dump(settings))
 
 
 def script_name() -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack
 from functools import partial
 
@@ -69,31 +69,31 @@ class Steps:
         self._votes, self._order, self._way_out, self._may_leave_out = votes, order, way_out, may_leave_out
         self._max_norm, self._forward = max_norm, forward
 
-    def begin(self, where: str, bodies: Sequence[MicroBatch], *, one_each: bool = False) -> Sequence[MicroBatch]:
-        """A global batch begins, in `bodies` of this rank; `one_each`: in one of every rank.
+    def through(self, where: str, bodies: Sequence[MicroBatch], *, one_each: bool = False) -> Generator[MicroBatch]:
+        """A global batch in `bodies` of this rank, but for its `end`; `one_each`: every rank has one of it.
 
-        Returns the micro-batches to go through: where a forward is a collective, stand-ins have joined them.
+        Yields the micro-batches, with stand-ins where a forward is a collective, while the body of each is entered.
         """
         for part in self.parts:
             part.begin()
         if any(part.replica.in_lockstep for part in self.parts):
             bodies = as_many_as_any(bodies, self._world)
-        self._where, self.in_step = where, True
+        self._where, self.in_step, again = where, True, True
         self.phases.begin(len(bodies))
         self._sums = Sums(self._world, self._virtual_ranks, one_each)
         self._first: Body | None = None
-        self._summed_up: list[Trainee] = []
-        self._result = StepResult()
-        return bodies
-
-    def enter(self, batch: MicroBatch, is_last: bool) -> None:
-        """The body begins on this micro-batch."""
-        self._enter(Phase.FORWARD)
-        self._around = ExitStack()
-        for part in self.parts:
-            self._around.enter_context(part.replica.body(batch, is_last))
-        self.body = Body(batch, is_last, [] if is_last else self._rates())
-        self._sums.in_round = 0
+        self._summed_up, self._result = list[Trainee](), StepResult()
+        while again:
+            for batch in bodies:
+                is_last, self._around = batch is bodies[-1], ExitStack()
+                self._enter(Phase.FORWARD)
+                for part in self.parts:
+                    self._around.enter_context(part.replica.body(batch, is_last))
+                self.body = Body(batch, is_last, [] if is_last else self._rates())
+                self._sums.in_round = 0
+                yield batch
+                self.leave()
+            again = self.phases.again()
 
     def leave(self) -> None:
         """The body has ended. Raises UsageError if it did not do what the other bodies of the step did."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import Tensor
 
+from paceline.checkpoint.state import Held
 from paceline.strategies.base import Replica
 from paceline.sums.buckets import trainable
 
@@ -48,6 +51,10 @@ class Trainee:
     def give_up(self) -> None:
         """The step is given up: buffers are those before it."""
         self.replica.put_back_buffers()
+
+    def state(self) -> list[Held]:
+        """All tensors of its state, under its own names."""
+        return [replace(one, name=self.prefix + one.name) for one in self.replica.state()]
 
     def rates(self) -> list[float]:
         """The learning rates as they are."""

@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-import msgspec
+from typing import Any
+
 import torch
 
 from paceline.compute.allocator import peak_memory
 from paceline.data.arrays import batch_gatherer
 from paceline.data.seeded import asks_for_batches
 from paceline.host.cgroup import usable_cores
+from paceline.observe.summary import Summary
 from paceline.sums import gather_words
 from paceline.train.prepare import Parts
 from paceline.worker.world import World
 
 WARM_UP_STEPS = 5  # the first batches wait for loader processes to start
 WORTH_TELLING = 0.1
-
-
-class Costs(msgspec.Struct, frozen=True):
-    """The largest of all ranks, named as in the run's summary. None: not known."""
-
-    data_share: float | None
-    """of the time of its steps; None if no step was taken"""
-    peak_memory_bytes: int | None
-    """resident"""
-    peak_gpu_memory_bytes: int | None
 
 
 class Waiting:
@@ -49,22 +41,23 @@ class Waiting:
         return data_seconds / seconds if seconds else None
 
 
-def all_costs(waiting: Waiting, world: World) -> tuple[Costs, int]:
-    """The largest of each over all ranks, and the rank that waited most for its data (a collective)."""
+def all_costs(waiting: Waiting, world: World) -> tuple[dict[str, Any], int]:
+    """The largest of each over all ranks, as in the summary, and who waited most for its data (a collective)."""
     gpu = torch.cuda.max_memory_allocated(world.device) if world.device.type == "cuda" else 0
     shares, peaks, gpu_peaks = zip(*gather_words([waiting.share() or 0.0, peak_memory(), gpu], world), strict=True)
     most = max(shares)
     share = None if waiting.share() is None else round(most, 4)
-    return Costs(share, max(peaks) or None, max(gpu_peaks) or None), shares.index(most)
+    costs = {"peak_memory_bytes": max(peaks) or None, "peak_gpu_memory_bytes": max(gpu_peaks) or None}
+    return {"data_share": share, **costs}, shares.index(most)
 
 
-def data_lines(costs: Costs, rank: int, parts: Parts) -> list[str]:
+def data_lines(summary: Summary, rank: int, parts: Parts) -> list[str]:
     """One line on waiting for data, most of all by `rank`, with what may be done about it; none if it is little."""
-    if costs.data_share is None or costs.data_share < WORTH_TELLING:
+    if summary.data_share is None or summary.data_share < WORTH_TELLING:
         return []
     dataset, num_workers, world = parts.train_set, parts.loading.num_workers, parts.replica.world
     who = f"rank {rank}" if world.size > 1 else "it"
-    waited = f"{costs.data_share:.0%} of the time of a step {who} waited for data"
+    waited = f"{summary.data_share:.0%} of the time of a step {who} waited for data"
     spare = usable_cores() - world.local_size * (num_workers + 1)
     if batch_gatherer(dataset) is not None:
         return [f"{waited}: a batch is gathered at once, so the time is that of its transform"]

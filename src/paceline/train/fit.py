@@ -23,12 +23,19 @@ class StepRecord:
     step: int
     result: StepResult
     lr: float
-    data_seconds: float
-    seconds: float
-    """of the whole step, data included"""
     microbatches: Sequence[MicroBatch]
     phase_seconds: dict[str, float] = field(default_factory=dict[str, float])
     """by the phase's word; together the seconds of the step"""
+
+    @property
+    def seconds(self) -> float:
+        """Of the whole step, data included."""
+        return sum(self.phase_seconds.values())
+
+    @property
+    def data_seconds(self) -> float:
+        """Spent waiting for its data."""
+        return self.phase_seconds.get(Phase.DATA.word, 0.0)
 
 
 class PhaseClock:
@@ -76,13 +83,9 @@ def fit(
     replica.model.train()
     clock = PhaseClock(options.get("enter", ignore))
     step = TaskSteps(replica, loss, **{**options, "enter": clock})
-    began = time.perf_counter()
     clock(Phase.DATA)
     for number, microbatches in enumerate(steps, start):
-        data_seconds = time.perf_counter() - began
         lr = schedule.set(replica.optimizer, number)
         result = step.take(microbatches)
-        spent, seconds = clock.take(), time.perf_counter() - began
-        yield StepRecord(number + 1, result, lr, data_seconds, seconds, microbatches, spent)
-        clock(Phase.DATA)
-        began = time.perf_counter()  # what the caller did meanwhile is no part of the next step
+        yield StepRecord(number + 1, result, lr, microbatches, clock.take())
+        clock(Phase.DATA)  # what the caller did meanwhile is no part of the next step

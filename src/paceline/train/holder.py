@@ -2,32 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from paceline.checkpoint.state import Held
+from paceline.stepping.trainee import Trainee
 from paceline.worker.world import World
 
 
-class Holder(Protocol):
-    """What has a state to be saved: a replica, or several of them."""
+@dataclass(frozen=True)
+class Holder:
+    """All models of a training, as one state to be saved."""
 
-    @property
-    def world(self) -> World:
-        """This rank's place."""
-        ...
-
-    @property
-    def virtual_ranks(self) -> int:
-        """See Replica."""
-        ...
+    parts: Sequence[Trainee]
+    world: World
+    virtual_ranks: int
 
     @property
     def sharded(self) -> bool:
-        """See Replica."""
-        ...
+        """Whether a rank holds a share only of any of them."""
+        return any(part.replica.sharded for part in self.parts)
 
-    @property
-    def state(self) -> Callable[[], list[Held]]:
-        """See Replica."""
-        ...
+    def state(self) -> list[Held]:
+        """All tensors of all models."""
+        return [held for part in self.parts for held in part.state()]

@@ -54,6 +54,8 @@ class Rhythm:
     checkpoint: int | None
     seconds: float | None = None
     """between two checkpoints"""
+    keep: int = 2
+    """so many checkpoints stay"""
 
 
 class Keeping:
@@ -66,7 +68,6 @@ class Keeping:
         origin: Origin | None,
         rhythm: Rhythm,
         *,
-        keep: int,
         writer: events.EventWriter,
         say: Callable[[str], None],
         enter: Callable[[Phase], object],
@@ -77,7 +78,7 @@ class Keeping:
             UsageError: if the folder for checkpoints cannot be taken; ToldElsewhere on all ranks but one.
         """
         self._holder, self._world, self._rhythm, self._writer, self._say = holder, holder.world, rhythm, writer, say
-        self._enter, self._keep = enter, keep
+        self._enter = enter
         self._checkpoints = Checkpoints(place.folder / CHECKPOINTS)
         self._claim = Claim(place.attempt, place.generation)
         with together(self._world):
@@ -87,7 +88,7 @@ class Keeping:
                 self._checkpoints.claim(*self._claim, place.notices.append)
         self._saver = Saver(
             self._checkpoints, self._world, holder.virtual_ranks, self._claim,
-            keep=keep, flush_events=writer.flush, say=say,
+            keep=rhythm.keep, flush_events=writer.flush, say=say,
         )  # fmt: skip
         self._snapshot_writer = _snapshot_writer(place, origin, self._world)
         self._snapshots, self._snapshot_seconds, self._snapshot_bytes = 0, 0.0, 0
@@ -177,7 +178,7 @@ class Keeping:
         try:
             self._writer.flush()
             path = save_alone(
-                self._holder, step, content, self._checkpoints, self._claim, keep=self._keep, say=self._say
+                self._holder, step, content, self._checkpoints, self._claim, keep=self._rhythm.keep, say=self._say
             )
             words = f"the state after step {step} is saved: {path}"
         except Exception as error:  # the run ends with the stall, whatever this is

@@ -1,4 +1,7 @@
-"""Takes the folder of a run: one rank makes or finds it and holds its lock, and all learn which start this is."""
+"""Takes the folder of a run: one rank makes or finds it and holds its lock, and all learn which start this is.
+
+And finds the state there that the run goes on from.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,10 @@ from typing import Any
 
 from paceline.contract.birth import WorkerBirth, restarts
 from paceline.observe import folder as run_folder
+from paceline.store.store import Checkpoints
 from paceline.sums import gather_words, together
 from paceline.train.keeping import Place
+from paceline.train.resume import Origin, from_disk, from_memory
 from paceline.worker.world import World
 
 
@@ -68,3 +73,22 @@ def placed(
     finally:
         if lock is not None:
             os.close(lock)
+
+
+def origin_of(place: Place, world: World, *, resume: bool, trust: bool, fresh: bool = False) -> Origin | None:
+    """The state to go on from, if any (a collective); `fresh`: a run that is finished may begin again.
+
+    Raises:
+        UsageError: on one rank: no state that is there can be trusted, or the run is finished.
+    """
+    if not resume and not place.generation:
+        return None
+    origin = from_memory(world) if place.generation else None
+    checkpoints = Checkpoints(place.folder / run_folder.CHECKPOINTS, trust=trust)
+    origin = from_disk(checkpoints, world, place.notices.append, after=origin) or origin
+    if origin is None and not fresh:
+        with together(world):
+            run_folder.check_not_finished(place.folder)
+        if place.attempt > 1:
+            place.notices.append("there is no checkpoint: it begins again at step 0")
+    return origin

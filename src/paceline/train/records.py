@@ -1,4 +1,4 @@
-"""Writes a run's records: that a rank begins, and each of its steps."""
+"""What a rank writes down of a run, and says: that it begins, each step, what evaluations have found."""
 
 from __future__ import annotations
 
@@ -7,66 +7,95 @@ import os
 import socket
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from paceline.data.consumed import add, fingerprint
 from paceline.data.plan import BatchPlan
 from paceline.observe import events
+from paceline.observe.summary import finite, scores_line
+from paceline.observe.track import Tracking, wanted
 from paceline.train.fit import StepRecord
 from paceline.train.keeping import Place
 from paceline.worker.world import World
 
-Write = Callable[[events.Event], None]
 
+class Records:
+    """Without a place, a session's that has no folder, nothing is written down."""
 
-def write_started(write: Write, world: World, plan: BatchPlan, place: Place, start: int) -> None:
-    """Write that this rank begins, with the state after `start` steps."""
-    write(
-        events.Started(
-            attempt=place.attempt,
-            rank=world.rank,
-            world_size=world.size,
-            host=socket.gethostname(),
-            pid=os.getpid(),
-            device=str(world.device),
-            unix_time=time.time(),
-            generation=place.generation,
-            start_step=start,
-            num_samples=0 if plan.parts_of_stream else plan.num_samples,
-            steps_per_epoch=plan.known_steps,
-            own_order=plan.own_order,
-            stream_parts=plan.parts_of_stream,
+    def __init__(
+        self, place: Place | None, world: World, show: Callable[[str], None], reword: Callable[[str], str] = str
+    ) -> None:
+        """`show` prints a line on rank 0; `reword` puts what the shared parts say into the caller's words."""
+        self.place, self.show, self._world, self._reword = place, show, world, reword
+        self._writer: events.EventWriter | None = None
+        self._tracking = Tracking([], Path(), {}, self.say)
+
+    def begin(self, place: Place, track: str | None) -> events.EventWriter:
+        """Take the files; the trackers in `track` are told what defines the run.
+
+        Raises:
+            UsageError: a tracker is not there, or the file cannot be ours.
+        """
+        self._writer = events.EventWriter(place.folder / f"events-{self._world.rank}.jsonl")
+        self._tracking = Tracking(
+            wanted(track) if self._world.rank == 0 else [], place.folder, place.definition, self.say
         )
-    )
+        return self._writer
 
+    def write(self, event: events.Event) -> None:
+        """Write it down. OSError: the disk is full, say."""
+        if self._writer is not None:
+            self._writer.write(event)
 
-def write_step(write: Write, record: StepRecord, samples: int, share: range, *, listed: bool) -> None:
-    """Write the events of one step on a global batch of `samples` samples, all `listed` or not.
+    def say(self, line: str) -> None:
+        """Show a line, and write it down."""
+        self.show(line := self._reword(line))
+        self.write(events.Notice(line))
 
-    Raises:
-        OSError: if the disk is full, say.
-    """
-    result, epoch = record.result, record.microbatches[0].work.epoch
-    used = [batch.work for batch in record.microbatches if batch.work.counted]
-    for work in used if listed else ():
-        indices: list[int] = work.indices.tolist()
-        write(events.Samples(record.step, epoch, work.virtual_rank, work.part, indices))
-    if result.left_out is not None:
-        write(events.Skipped(record.step, result.left_out.words, result.left_out.samples))
-    write(  # after the samples: the record of a step vouches for them
-        events.Step(
-            step=record.step,
-            epoch=epoch,
+    def found(self, step: int, metrics: dict[str, float], split: str = "", seconds: float = 0.0) -> None:
+        """An evaluation after `step` has found these; the same on all ranks."""
+        self.write(events.Evaluated(step, finite(metrics), seconds, split or "test"))
+        self._tracking.log(step, {f"{split}/{name}" if split else name: score for name, score in metrics.items()})
+        self.show(f"{split} after step {step}: {scores_line(metrics)}".lstrip())
+
+    def started(self, plan: BatchPlan, start: int) -> None:
+        """This rank begins, with the state after `start` steps."""
+        assert self.place is not None
+        place, world = self.place, self._world
+        self.write(events.Started(
+            attempt=place.attempt, rank=world.rank, world_size=world.size, host=socket.gethostname(), pid=os.getpid(),
+            device=str(world.device), unix_time=time.time(), generation=place.generation, start_step=start,
+            num_samples=0 if plan.parts_of_stream else plan.num_samples, steps_per_epoch=plan.known_steps,
+            own_order=plan.own_order, stream_parts=plan.parts_of_stream,
+        ))  # fmt: skip
+
+    def stepped(self, record: StepRecord, samples: int, share: range, *, listed: bool, tracked: bool = False) -> None:
+        """A step on a global batch of `samples` samples, all `listed` or not, has ended; trackers are told, or not."""
+        result, epoch = record.result, record.microbatches[0].work.epoch
+        used = [batch.work for batch in record.microbatches if batch.work.counted]
+        if tracked:
+            norm = {} if result.grad_norm is None else {"grad_norm": result.grad_norm}
+            self._tracking.log(record.step, {"loss": result.loss, "lr": record.lr, **norm})
+        if self._writer is None:
+            return
+        for work in used if listed else ():
+            indices: list[int] = work.indices.tolist()
+            self.write(events.Samples(record.step, epoch, work.virtual_rank, work.part, indices))
+        if result.left_out is not None:
+            self.write(events.Skipped(record.step, result.left_out.words, result.left_out.samples))
+        self.write(events.Step(  # after the samples: the record of a step vouches for them
+            step=record.step, epoch=epoch, samples=samples, lr=record.lr, grad_norm=result.grad_norm,
             loss=result.loss if math.isfinite(result.loss) else 0.0,  # JSON has no other number
-            samples=samples,
-            lr=record.lr,
-            seconds=record.seconds,
-            data_seconds=record.data_seconds,
-            unix_time=time.time(),
-            grad_norm=result.grad_norm,
-            share=(share.start, share.stop),
-            consumed=sum(len(work.indices) for work in used),
+            seconds=record.seconds, data_seconds=record.data_seconds, unix_time=time.time(),
+            share=(share.start, share.stop), consumed=sum(len(work.indices) for work in used),
             fingerprint=f"{add(*(fingerprint(work.indices) for work in used)):016x}",
             skipped=result.left_out is not None,
             phase_seconds={phase: round(seconds, 7) for phase, seconds in record.phase_seconds.items()},
-        )
-    )
+        ))  # fmt: skip
+
+    def close(self) -> None:
+        """Let go of the files."""
+        self._tracking.close()
+        if self._writer is not None:
+            self._writer.__exit__(None, None, None)
+            self._writer = None

@@ -23,16 +23,15 @@ from paceline.errors import ExitCode, PacelineError, UsageError
 from paceline.ladder import EXACT
 from paceline.observe import folder as run_folder
 from paceline.observe.summary import Summary, write_summary
-from paceline.store.store import Checkpoints
 from paceline.sums import check_equal, together, told_once
 from paceline.sums.sharing import memory_or_hosts, way_taken
 from paceline.train.computing import take_threads
 from paceline.train.determinism import deterministic, holds_for
 from paceline.train.initial import begin_with
 from paceline.train.keeping import Place
-from paceline.train.placing import placed
+from paceline.train.placing import origin_of, placed
 from paceline.train.prepare import Parts, check_code, prepare
-from paceline.train.resume import Origin, from_disk, from_memory
+from paceline.train.resume import Origin
 from paceline.train.training import Training
 from paceline.worker.guard import Guard
 from paceline.worker.world import World, joined
@@ -136,21 +135,13 @@ def _origin(config: TrainConfig, place: Place, world: World) -> Origin | None:
     Raises:
         UsageError: on one rank: no state that is there can be trusted, or it is of another run.
     """
-    if config.checkpoint.resume != "auto" and not place.generation:
-        return None
-    origin = from_memory(world) if place.generation else None
-    checkpoints = Checkpoints(place.folder / run_folder.CHECKPOINTS, trust=config.run.trust)
-    origin = from_disk(checkpoints, world, place.notices.append, after=origin) or origin
+    c = config.checkpoint
+    origin = origin_of(place, world, resume=c.resume == "auto", trust=config.run.trust, fresh=c.fresh)
     if origin is not None:
         with together(world):
-            allowed = allowed_changes(config.checkpoint.allow_change)
+            allowed = allowed_changes(c.allow_change)
             changes = check_same(origin.content.definition, place.definition, allowed, origin.where)
         place.notices.extend(f"changed, as allowed: {change}" for change in changes)
-    elif not config.checkpoint.fresh:
-        with together(world):
-            run_folder.check_not_finished(place.folder)
-        if place.attempt > 1:
-            place.notices.append("there is no checkpoint: it begins again at step 0")
     return origin
 
 

@@ -70,13 +70,10 @@ class TaskSteps:
         """
         steps, replica, work = self._steps, self._replica, microbatches[0].work
         where = f"epoch {work.epoch + 1}, step {work.step + 1} of that epoch"
-        microbatches = steps.begin(where, microbatches)
         try:
-            for batch in microbatches:
-                steps.enter(batch, batch is microbatches[-1])
+            for batch in steps.through(where, microbatches):
                 outputs = call(replica.model, batch.inputs, replica.module)
                 steps.backward(*weighted_losses(self._loss, outputs, batch.targets))
-                steps.leave()
         except BaseException:
             steps.give_up()
             raise

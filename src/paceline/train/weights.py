@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -13,25 +12,28 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from paceline.contract.evidence import Phase
 from paceline.disk import writing
 from paceline.disk.owners import Unreadable, opened
-from paceline.errors import TrainingError
 from paceline.strategies.base import Replica
 
 
-def save(weights: Mapping[str, Tensor], path: Path) -> None:
-    """Write a model's state as safetensors; a tensor with two names (tied weights) once, as `load_model` expects.
+def save(weights: Mapping[str, Tensor], path: Path, *, pickled: bool = False) -> None:
+    """Write a model's state as safetensors, or as torch.save does.
+
+    As safetensors a tensor with two names (tied weights) is there once, as `load_model` expects.
 
     Raises:
         OSError: if it cannot be written; an older file of that name is then still there.
     """
     try:
-        tensors, ties = _unique(weights)
         with writing.replacing(path) as (folder, partial):
-            save_file(tensors, f"/proc/self/fd/{folder}/{partial}", {"format": "pt", **ties})
+            if pickled:
+                torch.save(dict(weights), f"/proc/self/fd/{folder}/{partial}")
+            else:
+                tensors, ties = _unique(weights)
+                save_file(tensors, f"/proc/self/fd/{folder}/{partial}", {"format": "pt", **ties})
             os.chmod(partial, writing.FILE, dir_fd=folder)
-    except Exception as error:  # safetensors has an exception of its own for input/output errors
+    except Exception as error:  # safetensors has an exception of its own for input/output errors, torch a RuntimeError
         raise OSError(f"{path} cannot be written: {error}") from error
 
 
@@ -44,20 +46,6 @@ def load(path: Path, *, ours: bool) -> dict[str, Tensor]:
     except SafetensorError as error:
         raise Unreadable(path, f"is damaged: {error}") from None
     return ties | tensors
-
-
-def save_pickled(weights: Mapping[str, Tensor], path: Path) -> None:
-    """Write a model's state as torch.save does.
-
-    Raises:
-        OSError: if it cannot be written; an older file of that name is then still there.
-    """
-    try:
-        with writing.replacing(path) as (folder, partial):
-            torch.save(dict(weights), f"/proc/self/fd/{folder}/{partial}")
-            os.chmod(partial, writing.FILE, dir_fd=folder)
-    except Exception as error:  # torch raises RuntimeError where a file cannot be opened
-        raise OSError(f"{path} cannot be written: {error}") from error
 
 
 def _unique(weights: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -95,26 +83,3 @@ def rescue(weights: Mapping[str, Tensor], run_dir: Path) -> str:
             continue
         return f"the weights were rescued to {path}"
     return "and the weights could not be saved anywhere: they are LOST"
-
-
-@contextmanager
-def surviving(
-    replica: Replica, run_dir: Path, steps: Callable[[], tuple[int, int]], phase: Callable[[], int]
-) -> Generator[None]:
-    """Inside, a file that cannot be written ends the run, after the weights have been saved elsewhere.
-
-    `steps`: after which step this start began, and which one is done. `phase`: what the rank is doing; an OSError of
-    the task's own code, a sample that cannot be read say, passes.
-
-    Raises:
-        TrainingError: says where they are.
-    """
-    try:
-        yield
-    except OSError as error:
-        if phase() in (Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.EVALUATE):
-            raise
-        start, step = steps()
-        where = rescue_alone(replica, run_dir) if step > start else "nothing was trained yet"
-        words = f"rank {replica.world.rank} cannot go on after step {step}: {error}; {where}"
-        raise TrainingError(words) from error

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import math
 import shlex
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from paceline.errors import ExitCode, plural
+from paceline.data.plan import BatchPlan
+from paceline.errors import plural
 from paceline.observe.summary import Summary, scores_line
 from paceline.train.keeping import Place
 from paceline.train.optimizer import scaled_lr
@@ -20,14 +19,10 @@ from paceline.train.prepare import Parts
 def opening_lines(parts: Parts) -> list[str]:
     """The run's arithmetic, with everything about it that may surprise."""
     plan, config, world = parts.plan, parts.config, parts.replica.world
-    micro = -(-plan.global_batch // (plan.virtual_ranks * plan.accumulation))
-    exact = micro * plan.virtual_ranks * plan.accumulation == plan.global_batch
-    ranks = plural(plan.virtual_ranks, "rank" if plan.virtual_ranks == world.size else "virtual rank")
     lines = [
         f"{config.task}: {plural(world.size, 'process', 'processes')} on {world.device.type}, strategy "
         f"{config.strategy}, {plural(torch.get_num_threads(), 'CPU thread')} each",
-        f"global batch {plan.global_batch} = {ranks} x {plural(plan.accumulation, 'micro-batch', 'micro-batches')} x "
-        f"{'' if exact else 'at most '}{micro}",
+        shares_line(plan, world.size),
         f"{plan.num_samples:,} samples = {plural(plan.steps_per_epoch, 'step')} an epoch; "
         f"{plural(parts.total_steps, 'step')} in all",
     ]
@@ -51,6 +46,15 @@ def opening_lines(parts: Parts) -> list[str]:
     return lines
 
 
+def shares_line(plan: BatchPlan, world_size: int) -> str:
+    """'global batch 128 = 2 ranks x 1 micro-batch x 64'."""
+    micro = -(-plan.global_batch // (plan.virtual_ranks * plan.accumulation))
+    exact = micro * plan.virtual_ranks * plan.accumulation == plan.global_batch
+    ranks = plural(plan.virtual_ranks, "rank" if plan.virtual_ranks == world_size else "virtual rank")
+    parts = plural(plan.accumulation, "micro-batch", "micro-batches")
+    return f"global batch {plan.global_batch} = {ranks} x {parts} x {'' if exact else 'at most '}{micro}"
+
+
 def closing_lines(summary: Summary, folder: Path) -> list[str]:
     """How it ended, and where everything lies."""
     rate = f", {summary.samples_per_second:,.0f} samples/s" if summary.samples_per_second else ""
@@ -64,41 +68,21 @@ def closing_lines(summary: Summary, folder: Path) -> list[str]:
     ]
 
 
-def summary_of(
-    parts: Parts, place: Place, code: ExitCode, steps: int, samples: int, found: Mapping[str, Any]
-) -> Summary:
-    """The summary of a run that ends in good order after `steps` steps, without its speed and weights.
-
-    `found`: what its evaluations have to say.
-    """
-    return Summary(
-        task=str(parts.config.task),
-        exit=int(code),
-        strategy=parts.config.strategy,
-        world_size=parts.replica.world.size,
-        virtual_ranks=parts.plan.virtual_ranks,
-        global_batch=parts.plan.global_batch,
-        epochs=steps / parts.plan.steps_per_epoch,
-        steps=steps,
-        samples_seen=samples,
-        bits_hold_for=bits_hold_for(place.definition) if place.definition["unbroken"] else None,
-        precision=parts.config.compute.precision,
-        threads_per_rank=torch.get_num_threads(),
-        allocator=parts.settled.allocator,
-        **found,
-    )
+def facts(parts: Parts, place: Place) -> dict[str, Any]:
+    """What the summary says of a task's run, beside what all runs have."""
+    compute, known = parts.config.compute, place.definition
+    names = ("virtual_ranks", "global_batch", "accumulation", "threads_per_rank", "precision")
+    bits = {name: known[name] for name in names} | known["hardware"]  # hold for any world size from 1 to virtual_ranks
+    return {
+        "task": str(parts.config.task), "strategy": parts.config.strategy, "precision": compute.precision,
+        "allocator": parts.settled.allocator, "bits_hold_for": bits if known["unbroken"] else None,
+    }  # fmt: skip
 
 
 def stopped_line(step: int, total_steps: int, folder: Path) -> str:
     """The last line of a run that was asked to stop."""
     command = f"paceline train --resume auto --run-dir {shlex.quote(str(folder))}"
     return f"asked to stop: saved after step {step} of {total_steps}. Go on with: {command}"
-
-
-def bits_hold_for(definition: Mapping[str, Any]) -> dict[str, Any]:
-    """What the digest of an exact run holds for, any world size from 1 to virtual_ranks."""
-    names = ("virtual_ranks", "global_batch", "accumulation", "threads_per_rank", "precision")
-    return {name: definition[name] for name in names} | definition["hardware"]
 
 
 def _computed(parts: Parts) -> str:
@@ -112,8 +96,3 @@ def _computed(parts: Parts) -> str:
     }
     told = [words for words, so in ways.items() if so]
     return f"computed: {', '.join(told)}" if told else ""
-
-
-def finite(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Those that can be written down: JSON has no other numbers."""
-    return {name: score for name, score in metrics.items() if math.isfinite(score)}

@@ -19,7 +19,6 @@ from paceline.data.loader import Loading, MicroBatch, load_steps
 from paceline.data.plan import BatchPlan, ranks_share
 from paceline.errors import UsageError
 from paceline.ladder import options_of_others
-from paceline.observe.events import EventWriter
 from paceline.strategies import Replica
 from paceline.strategies.base import MakeOptimizer, replica
 from paceline.tasks import load_task
@@ -29,7 +28,7 @@ from paceline.train.fit import StepRecord, fit
 from paceline.train.keeping import Place
 from paceline.train.optimizer import maker_for, schedule_for
 from paceline.train.prepare import Parts, make_model, make_plan, make_replica
-from paceline.train.records import write_started, write_step
+from paceline.train.records import Records
 from paceline.worker.world import World
 
 
@@ -84,28 +83,30 @@ class CandidateTraining:
             settled,
         )  # fmt: skip
         folder.mkdir(parents=True, exist_ok=True)
-        self._writer = self._open.enter_context(EventWriter(folder / f"events-{ground.world.rank}.jsonl"))
-        write_started(self._writer.write, ground.world, plan, Place(folder, 1, 0, None), 0)
+        place = Place(folder, 1, 0, None)
+        self._records = self._open.enter_context(closing(Records(place, ground.world, print)))
+        self._records.begin(place, None)
+        self._records.started(plan, 0)
         batches = load_steps(ground.dataset, plan, share, loading, start=0, stop=steps)
         self._open.enter_context(closing(batches))
         norm = config.optimizer.clip_norm
-        records = fit(self.parts.replica, batches, ground.task.loss, schedule, max_norm=norm, enter=enter)
-        self._records = self._open.enter_context(closing(records))
+        taken = fit(self.parts.replica, batches, ground.task.loss, schedule, max_norm=norm, enter=enter)
+        self._taken = self._open.enter_context(closing(taken))
 
     def take(self, steps: int) -> int:
         """Take so many steps (a collective); how many samples they had, over all ranks."""
-        return sum(self._note(next(self._records)) for _ in range(steps))
+        return sum(self._note(next(self._taken)) for _ in range(steps))
 
     def take_one(self) -> Sequence[MicroBatch]:
         """Take a step (a collective); this rank's data of it."""
-        record = next(self._records)
+        record = next(self._taken)
         self._note(record)
         return record.microbatches
 
     def _note(self, record: StepRecord) -> int:
         plan = self.parts.plan
         samples = len(plan.global_indices(*divmod(record.step - 1, plan.steps_per_epoch)))
-        write_step(self._writer.write, record, samples, self.parts.share, listed=self.parts.config.run.record_samples)
+        self._records.stepped(record, samples, self.parts.share, listed=self.parts.config.run.record_samples)
         return samples
 
     def __enter__(self) -> Self:
