@@ -76,7 +76,7 @@ def load_steps(
     steps = (rank_work(plan, *divmod(step, plan.steps_per_epoch), share, merged=merged) for step in range(start, stop))
     with closing(load_work(dataset, steps, plan.seed, loading)) as loaded:
         for step in loaded:
-            yield [MicroBatch(*_as_pair(batch), work, work.random_seed(plan.seed)) for batch, work in step]
+            yield [MicroBatch(*as_pair(batch), work, work.random_seed(plan.seed)) for batch, work in step]
 
 
 def load_work(
@@ -100,7 +100,7 @@ def fetch(
     """
     with closing(fetch_batches(dataset, requests, seed, loading)) as batches:
         for batch in batches:
-            yield _as_pair(batch)
+            yield as_pair(batch)
 
 
 def fetch_batches(dataset: Dataset[Any], requests: Iterable[Request], seed: int, loading: Loading) -> Generator[Any]:
@@ -197,7 +197,8 @@ def begin_worker(trainer_pid: int, worker: int) -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-def _as_pair(batch: Any) -> tuple[Any, Any]:
+def as_pair(batch: Any) -> tuple[Any, Any]:
+    """A batch as (inputs, targets); UsageError if it is none."""
     if isinstance(batch, Mapping):  # the model and the loss each take from it what they need
         return batch, batch
     if not isinstance(batch, Sequence) or isinstance(batch, str) or len(batch) != 2:

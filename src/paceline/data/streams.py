@@ -49,6 +49,16 @@ class StreamPlan(BatchPlan):
         return f"a stream in {self.parts_of_stream} parts, one for each virtual rank"
 
 
+def is_stream(data: object) -> bool:
+    """Whether it is read from its begin, sample after sample."""
+    return isinstance(data, IterableDataset) or not hasattr(data, "__getitem__")
+
+
+def first_of(data: Any, count: int) -> Any:
+    """`data`; of a stream its first samples, `count` at most, which have numbers."""
+    return [*islice(data, count)] if is_stream(data) else data
+
+
 def part_of(stream: Any, number: int, parts: int) -> Any:
     """Part `number` of `parts` of a stream.
 

@@ -18,24 +18,27 @@ WINDOW_STEPS = 50
 
 
 class Display:
-    """Shows progress towards `total_steps`, on rank 0 only: every `interval` steps a line, or a bar on a terminal."""
+    """Shows progress towards `total_steps`, on rank 0 only: every `interval` steps a line, or a bar on a terminal.
+
+    `total_steps` is 0 where nobody knows.
+    """
 
     def __init__(self, *, total_steps: int, interval: int, shown: bool) -> None:
         self._console = Console(quiet=not shown, highlight=False, emoji=False, soft_wrap=True)
-        self._interval, self._total = interval, total_steps
+        self._interval, self._total, self._of = interval, total_steps, f"/{total_steps}" if total_steps else ""
         self._bar: Progress | None = None
         self._task: Any = None
 
     def __enter__(self) -> Display:
         if self._console.is_terminal:
             self._bar = Progress(
-                TextColumn("step {task.completed}/{task.total}"),
+                TextColumn("step {task.completed}" + self._of),
                 BarColumn(bar_width=12),
                 TextColumn("{task.description}"),
                 console=self._console,
                 transient=True,
             )
-            self._task = self._bar.add_task("", total=self._total)
+            self._task = self._bar.add_task("", total=self._total or None)
             self._bar.start()
         return self
 
@@ -49,7 +52,9 @@ class Display:
         """Print one line."""
         self._console.print(text, markup=False)
 
-    def step(self, step: int, *, epoch: int, loss: float, lr: float, rate: float | None, samples_left: int) -> None:
+    def step(
+        self, step: int, *, epoch: int, loss: float, lr: float, rate: float | None, samples_left: int | None
+    ) -> None:
         """After each step: the global loss, the learning rate, samples/s over all ranks (None while warming up)."""
         due = step % self._interval == 0 or step == self._total
         if self._bar is None and not due:
@@ -58,7 +63,7 @@ class Display:
         if self._bar is not None:  # short: it must fit into 80 columns
             self._bar.update(self._task, completed=step, description=f"epoch {epoch + 1}  loss {loss:.4f}  {fast}")
         else:
-            text = f"step {step}/{self._total}  epoch {epoch + 1}  loss {loss:.4f}  lr {lr:.2e}  {fast}"
+            text = f"step {step}{self._of}  epoch {epoch + 1}  loss {loss:.4f}  lr {lr:.2e}  {fast}"
             self._console.print(text, markup=False)
 
 

@@ -19,6 +19,7 @@ from functools import partial
 from statistics import median
 from typing import Any
 
+from paceline.data.streams import first_of
 from paceline.worker.attach import attach, leave
 
 if __name__ == "__main__":  # before anything slow
@@ -57,7 +58,7 @@ def _prepare(request: Rehearse) -> tuple[int, Callable[[], None]]:
     """The number of trainable parameters, and a function that computes one step."""
     task = load_task(request.task, request.options)
     model = task.make_model()
-    dataset = task.make_dataset("train")
+    dataset = first_of(task.make_dataset("train"), request.batch_size)
     parameters = [p for p in model.parameters() if p.requires_grad]
     samples = [dataset[i % len(dataset)] for i in range(request.batch_size)]  # pyright: ignore[reportArgumentType]
     collate = task.collate or torch.utils.data.default_collate

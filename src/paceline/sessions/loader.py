@@ -13,7 +13,9 @@ from torch.utils.data import DataLoader, Dataset
 from paceline.data.fingerprint import data_fingerprint
 from paceline.data.loader import Loading, MicroBatch, load_work
 from paceline.data.plan import BatchPlan, Work, rank_work
+from paceline.data.streams import StreamPlan
 from paceline.sessions.existing import OwnOrder, draw_order
+from paceline.train.streaming import Stream
 from paceline.worker.world import World
 
 Bodies = list[MicroBatch]
@@ -102,3 +104,24 @@ class Loader:
         with closing(load_work(self.dataset, work, plan.seed, replace(self.loading, evaluates=True))) as loaded:
             for ((batch, work_of_one),) in loaded:
                 yield batch, len(found[work_of_one.step])
+
+
+class StreamLoader(Stream, Loader):
+    """Batches of a stream, which has no length."""
+
+    plan: StreamPlan  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    def __init__(
+        self, run: Run, stream: Any, plan: StreamPlan, loading: Loading, world: World, say: Callable[[str], None]
+    ) -> None:
+        Loader.__init__(self, run, stream, plan, loading, None)
+        Stream.__init__(self, stream, plan, loading, world, say)
+
+    def __len__(self) -> int:
+        """Refuses: nobody knows."""
+        raise TypeError("a stream has no length: count steps, and leave its loop by `break` or at its end")
+
+    def drawn(self, world: World, put_back: dict[str, Any] | None) -> tuple[BatchPlan, dict[str, Any] | None]:
+        """The plan; what a checkpoint has kept is looked at when the stream is read."""
+        self.saved = put_back or {}
+        return self.plan, None

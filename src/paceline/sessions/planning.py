@@ -6,15 +6,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset
 
 from paceline.data.loader import Loading
 from paceline.data.plan import BatchPlan, Tail
-from paceline.data.streams import ENDLESS, StreamPlan
+from paceline.data.streams import ENDLESS, StreamPlan, is_stream
 from paceline.errors import UsageError
 from paceline.sessions.existing import check_taken, covers_all, keeps_order, own_collate
-from paceline.sessions.loader import Loader, Run
-from paceline.sessions.streaming import StreamLoader
+from paceline.sessions.loader import Loader, Run, StreamLoader
 from paceline.worker.world import World
 
 
@@ -52,15 +51,15 @@ def planned(
         loading = replace(loading, num_workers=data.num_workers, collate=own_collate(data))
         batch = data.batch_size or max(len(dataset) // max(1, len(data)), 1)
         global_batch = batch * virtual_ranks * accumulation if per_rank else batch
-        if per_rank and not _is_stream(dataset):
+        if per_rank and not is_stream(dataset):
             if data.batch_size is None or not covers_all(data):
                 raise UsageError("s.loader(DataLoader, per_rank=True): its sampler has an order of its own")
             existing, shuffle = None, not keeps_order(data)
-        tail = "drop" if data.drop_last or not (_is_stream(dataset) or covers_all(data)) else tail
+        tail = "drop" if data.drop_last or not (is_stream(dataset) or covers_all(data)) else tail
     if (global_batch is None) == (batch_size is None):
         raise UsageError("s.loader(dataset, ...) needs one of global_batch= and batch_size=")
     batch = global_batch or (batch_size or 0) * virtual_ranks * accumulation
-    if _is_stream(dataset):
+    if is_stream(dataset):
         _check_stream(dataset, shuffle, tail, loading.num_workers)
         parts = virtual_ranks if split else 1
         plan = StreamPlan(ENDLESS, batch, virtual_ranks, accumulation, seed, False, tail, parts)
@@ -72,10 +71,6 @@ def planned(
         raise UsageError("s.loader: the dataset is empty")
     plan = BatchPlan(size, batch, virtual_ranks, accumulation, seed, shuffle is not False, tail)
     return Loader(run, dataset, plan, loading, existing)
-
-
-def _is_stream(dataset: object) -> bool:
-    return isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
 
 
 def _check_stream(stream: object, shuffle: bool | None, tail: Tail, num_workers: int) -> None:

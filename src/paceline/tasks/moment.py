@@ -15,6 +15,7 @@ class Moment:
     step: int
     """optimizer steps done"""
     total_steps: int
+    """of the run; 0 where nobody knows, of passes over a stream"""
     epoch: int
     """that step's, from 0"""
     loss: float

@@ -31,7 +31,8 @@ class Task:
 
     make_model: Callable[[], nn.Module]
     make_dataset: Callable[[Any], Dataset[Any]]
-    """of a Split the map-style dataset of (input, target) pairs, or dicts, which are both; the same on every rank"""
+    """of a Split the dataset of (input, target) pairs, or dicts, which are both; the same on every rank. Map-style; to
+    train on, also a stream"""
     loss: Loss
     metrics: Mapping[str, AnyMetric] = field(default_factory=dict[str, AnyMetric])
     """by name; see AnyMetric"""

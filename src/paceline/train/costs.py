@@ -58,6 +58,8 @@ def data_lines(summary: Summary, rank: int, parts: Parts) -> list[str]:
     dataset, num_workers, world = parts.train_set, parts.loading.num_workers, parts.replica.world
     who = f"rank {rank}" if world.size > 1 else "it"
     waited = f"{summary.data_share:.0%} of the time of a step {who} waited for data"
+    if parts.stream is not None:
+        return [f"{waited}{'' if num_workers else '. Try: --num-workers 1, to read ahead'}"]
     spare = usable_cores() - world.local_size * (num_workers + 1)
     if batch_gatherer(dataset) is not None:
         return [f"{waited}: a batch is gathered at once, so the time is that of its transform"]

@@ -18,6 +18,7 @@ from paceline.train.best import Best
 from paceline.train.course import Course
 from paceline.train.evaluate import evaluate
 from paceline.train.fit import StepRecord
+from paceline.train.passes import Passes
 from paceline.train.prepare import Parts
 from paceline.train.weights import save
 from paceline.worker.guard import Guard
@@ -26,9 +27,9 @@ from paceline.worker.guard import Guard
 class Evaluations:
     """What they have found so far; the same on all ranks."""
 
-    def __init__(self, parts: Parts, course: Course) -> None:
+    def __init__(self, parts: Parts, course: Course, passes: Passes) -> None:
         """A collective; UsageError on one rank, for a metric that is not there."""
-        self._parts, self._course = parts, course
+        self._parts, self._course, self._passes = parts, course, passes
         self._world, self._run = parts.replica.world, parts.config.run
         self._record: StepRecord | None = None
         self.told_to_end = 0.0
@@ -65,7 +66,7 @@ class Evaluations:
     def due(self) -> bool:
         """Whether one is due after the last step: at the end of each epoch, and as --eval-every says."""
         every, step = self._run.eval_every, self._course.step
-        return step % self._parts.plan.steps_per_epoch == 0 or (every is not None and step % every == 0)
+        return self._passes.at_end(step) or (every is not None and step % every == 0)
 
     def after_step(self, record: StepRecord) -> None:
         """A step is done."""
@@ -78,7 +79,7 @@ class Evaluations:
         course.metrics, course.evaluated = self._scores(self._judged), course.step
         if self.best.judge(course.step, course.metrics) and self.best.keeps:
             self._save(BEST_WEIGHTS)
-        if self.best.is_over and course.step < parts.total_steps:
+        if self.best.is_over and not self._passes.is_over(course.step):
             self.ended_early = self.best.words
             course.say(f"ends after step {course.step}: {self.ended_early}")
         self.call(parts.task.on_evaluation)
@@ -122,7 +123,7 @@ class Evaluations:
             (record.result.loss, record.lr, record.result.grad_norm) if record else (math.nan, math.nan, None)
         )
         moment = Moment(
-            step=step, total_steps=parts.total_steps, epoch=max(0, step - 1) // parts.plan.steps_per_epoch, loss=loss,
+            step=step, total_steps=parts.total_steps, epoch=self._passes.epoch(step), loss=loss,
             lr=lr, grad_norm=norm, metrics=dict(self._course.metrics), model=parts.replica.model, rank=world.rank,
             world_size=world.size, stop=lambda: vars(self).update(told_to_end=1.0),
         )  # fmt: skip

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
-import sys
-import sysconfig
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -18,16 +14,17 @@ from torch.utils.data import Dataset
 
 from paceline.config import BatchShape, TrainConfig, batch_shape, default_strategy, task_options
 from paceline.data.arrays import batch_gatherer, on_device
-from paceline.data.fingerprint import data_fingerprint
+from paceline.data.fingerprint import data_fingerprint, hash_of
 from paceline.data.loader import Loading, fetch
 from paceline.data.plan import BatchPlan, ranks_share
 from paceline.data.room import Room, check_room
-from paceline.errors import UsageError, first_few
+from paceline.data.streams import is_stream
+from paceline.errors import UsageError
 from paceline.ladder import LADDER, options_of_others
 from paceline.seeding import derive, preserved_streams, random_stream
 from paceline.strategies import STRATEGIES, Replica
 from paceline.strategies.base import MakeOptimizer
-from paceline.sums import check_equal, gather_words, new_group, together, told_once
+from paceline.sums import check_equal, new_group, together, told_once
 from paceline.sums.batchnorm import convert
 from paceline.tasks import load_task
 from paceline.tasks.calling import call
@@ -40,9 +37,10 @@ from paceline.train.evaluate import evaluating, try_evaluation
 from paceline.train.optimizer import Rates, described, maker_for, scaled_lr, schedule_for
 from paceline.train.resume import Origin
 from paceline.train.step import weighted_losses
+from paceline.train.stream_task import stream_of
+from paceline.train.streaming import Stream
 from paceline.worker.world import World
 
-MAX_MODULES = 5  # in a message
 NAMES = {"train": "training data", "validation": "validation data", "test": "test data"}
 
 
@@ -61,12 +59,15 @@ class Parts:
     schedule: Rates
     loading: Loading
     total_steps: int
+    """0: nobody knows, of passes over a stream"""
     data: dict[str, Any]
     """what identifies the data of each split"""
     settled: Settled = field(default_factory=Settled)
     own: dict[str, Any] = field(default_factory=dict[str, Any])
     """what the task says in place of settings, for the definition"""
     average: Average | None = None
+    stream: Stream | None = None
+    """what is trained on, where it is one; the training set then holds its first samples"""
     judged: Replica = field(init=False)
     """what is evaluated: the replica, with its average for weights if there is one"""
 
@@ -91,21 +92,28 @@ def prepare(config: TrainConfig, world: World) -> Parts:
     with together(world):  # first what each rank does alone, above all the user's own code
         shape = batch_shape(config.data, world.size)
         share = ranks_share(shape.virtual_ranks, world.rank, world.size)
+        largest = math.ceil(shape.global_batch / (shape.virtual_ranks * shape.accumulation))
         task = load_task(str(config.task), task_options(config))
         sets: dict[Split, Dataset[Any]] = {split: task.make_dataset(split) for split in SPLITS if split in task.splits}
+        loading = Loading(world.device, config.data.num_workers, task.collate)
+        stream = stream_of(config, task, sets["train"], shape, loading, world) if is_stream(sets["train"]) else None
+        if stream is not None:
+            sets["train"] = cast("Any", stream.head(largest if config.compute.precision == "auto" else 2))
         for split, dataset in sets.items():
+            if is_stream(dataset):
+                raise UsageError(f"the {NAMES[split]} are a stream: what is evaluated must have samples by number")
             if len(dataset) == 0:  # pyright: ignore[reportArgumentType]
                 raise UsageError(f"the {NAMES[split]} are empty")
         train_set = sets["train"]
-        plan = make_plan(config, shape, len(train_set))  # pyright: ignore[reportArgumentType]
-        loading = Loading(world.device, config.data.num_workers, task.collate)
+        plan = make_plan(config, shape, len(train_set)) if stream is None else stream.plan  # pyright: ignore[reportArgumentType]
         data = {NAMES[split]: data_fingerprint(dataset, loading) for split, dataset in sets.items()}
+        if stream is not None:
+            data[NAMES["train"]] = {"first samples of a stream": hash_of(cast("Any", train_set)[:2])}
         model = make_model(task, config.run.seed, world)
         o = config.optimizer
         peak_lr = scaled_lr(o.lr, o.lr_scaling, shape.global_batch, o.lr_base_batch)
         maker = maker_for(o, peak_lr, task, model)
         made = None if task.make_optimizer is None else described(maker(model.parameters()))
-    largest = math.ceil(shape.global_batch / (shape.virtual_ranks * shape.accumulation))
     settled = settle(config.compute, model, task, train_set, loading, largest, world)
     config = replace(config, compute=replace(config.compute, precision=settled.precision))
     with together(world):
@@ -119,7 +127,7 @@ def prepare(config: TrainConfig, world: World) -> Parts:
     for what, content in data.items():
         check_equal(what, content, world)
     replica = make_replica(config, maker, model, world, shape.virtual_ranks)
-    total_steps = config.run.steps or config.run.epochs * plan.steps_per_epoch
+    total_steps = config.run.steps or config.run.epochs * plan.known_steps
     with together(world):
         schedule = schedule_for(o, peak_lr, task, replica.optimizer, total_steps)
     own = {"make_optimizer": made, "make_schedule": schedule.described}
@@ -129,7 +137,7 @@ def prepare(config: TrainConfig, world: World) -> Parts:
     average = None if o.ema is None else Average(replica, o.ema)
     return Parts(
         config, task, train_set, sets, replica, plan, share, schedule, loading, total_steps, data, settled, own,
-        average,
+        average, stream,
     )  # fmt: skip
 
 
@@ -206,43 +214,3 @@ def check_loss(task: Task, model: nn.Module, dataset: Dataset[Any], loading: Loa
             )
         if buffer.shape == before[name].shape:
             buffer.detach().copy_(before[name])
-
-
-def check_code(world: World) -> None:
-    """Compare the user's code on all ranks (a collective): machines without a shared folder may hold other versions.
-
-    Compared are the modules that ranks have in common, as a rank may import more than others.
-
-    Raises:
-        UsageError: on one rank, naming the modules that differ, and the ranks; ToldElsewhere on the others.
-    """
-    by_rank: list[dict[str, str]] = gather_words(_own_code(), world)
-    differing: list[str] = []
-    for name in sorted({name for rank in by_rank for name in rank}):
-        ranks: dict[str, list[int]] = {}
-        for rank, modules in enumerate(by_rank):
-            if name in modules:
-                ranks.setdefault(modules[name], []).append(rank)
-        if len(ranks) > 1:
-            told = ", ".join(f"{digest} on rank {', '.join(map(str, on))}" for digest, on in ranks.items())
-            differing.append(f"{name} ({told})")
-    if differing:
-        words = f"the ranks run different code: {first_few(differing, MAX_MODULES, '; ')}"
-        advice = "All machines must have the same files: a shared folder, or --sync"
-        raise told_once(UsageError(f"{words}. {advice}"), world)
-
-
-def _own_code() -> dict[str, str]:
-    """Of each imported module that belongs to no installed package, a digest of its file, by name."""
-    paths = sysconfig.get_paths()
-    installed = {Path(paths[name]).resolve() for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-    installed.add(Path(__file__).resolve().parents[1])  # ours
-    found: dict[str, str] = {}
-    for name, module in list(sys.modules.items()):
-        path = getattr(module, "__file__", None)
-        if not isinstance(path, str) or not path.endswith(".py"):
-            continue
-        resolved = Path(path).resolve()
-        if resolved.is_file() and not any(folder in resolved.parents for folder in installed):
-            found[name] = hashlib.sha256(resolved.read_bytes()).hexdigest()[:12]
-    return found

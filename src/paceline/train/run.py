@@ -25,12 +25,13 @@ from paceline.observe import folder as run_folder
 from paceline.observe.summary import Summary, write_summary
 from paceline.sums import check_equal, together, told_once
 from paceline.sums.sharing import memory_or_hosts, way_taken
+from paceline.train.code import check_code
 from paceline.train.computing import take_threads
 from paceline.train.determinism import deterministic, holds_for
 from paceline.train.initial import begin_with
 from paceline.train.keeping import Place
 from paceline.train.placing import origin_of, placed
-from paceline.train.prepare import Parts, check_code, prepare
+from paceline.train.prepare import Parts, prepare
 from paceline.train.resume import Origin
 from paceline.train.training import Training
 from paceline.worker.guard import Guard
@@ -75,7 +76,7 @@ def train(config: TrainConfig, *, run_dir: Path | None = None) -> Outcome:
                 parts = prepare(config, world)
                 config = parts.config
                 check_code(world)
-                if rehearsed is not None and rehearsed >= parts.total_steps:
+                if rehearsed is not None and 0 < parts.total_steps <= rehearsed:
                     steps = f"there are {parts.total_steps} steps"
                     error = UsageError(f"--rehearse-preemption {rehearsed} is not before the end: {steps}")
                     raise told_once(error, world)

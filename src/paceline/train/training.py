@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import signal
 from contextlib import closing
-from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from paceline.contract.evidence import Phase
-from paceline.data.loader import load_steps, naming_lost_processes
+from paceline.data.loader import naming_lost_processes
 from paceline.errors import ExitCode, TrainingError, UsageError
 from paceline.observe.progress import Display
 from paceline.observe.summary import Summary
@@ -21,11 +21,13 @@ from paceline.train.course import Course
 from paceline.train.evaluations import Evaluations
 from paceline.train.fit import StepRecord, fit
 from paceline.train.keeping import Place, Rhythm
+from paceline.train.passes import Passes, StreamPasses
 from paceline.train.preemption import noticing
 from paceline.train.prepare import Parts
 from paceline.train.resume import Origin
 from paceline.train.wording import closing_lines, facts, opening_lines, stopped_line
 from paceline.worker.guard import Guard
+from paceline.worker.world import World
 
 
 class Training:
@@ -41,7 +43,11 @@ class Training:
         c = self._config.checkpoint
         rhythm = Rhythm(c.watch_every, c.snapshot_every, *steps_or_seconds(c.checkpoint_every), keep=c.keep)
         self._course = Course(place, origin, self._world, rhythm, self._config.guard.not_finite, self._display.say)
-        self._evaluations = Evaluations(parts, self._course)
+        stream, say = parts.stream, self._course.say
+        self._passes = Passes(parts, self._box) if stream is None else StreamPasses(parts, stream, self._box, say)
+        if origin is not None:
+            self._passes.take(origin.content.loop)
+        self._evaluations = Evaluations(parts, self._course, self._passes)
 
     def run(self) -> ExitCode:
         """Train, evaluate, save, summarise; SAVED if the run was asked to stop and its state is on disk."""
@@ -51,7 +57,8 @@ class Training:
                 course.open(
                     [Trainee(parts.replica)], parts.plan, parts.share,
                     lambda: facts(parts, self._place) | self._evaluations.summary(), opening_lines(parts),
-                    of=f" of {parts.total_steps}", listed=run.record_samples, track=run.track,
+                    of=f" of {parts.total_steps}" if parts.total_steps else "", track=run.track,
+                    listed=run.record_samples or parts.plan.own_order,
                 )  # fmt: skip
                 with naming_lost_processes(self._box, self._world.rank):
                     stopped = self._loop()
@@ -60,7 +67,7 @@ class Training:
                 return course.finish(stopped, self._closing, self._evaluations.end)
             except Exception as error:
                 whole = self._box.get("phase") != Phase.OPTIMIZER
-                if (instead := course.fail(error, self._numbers, whole=whole)) is not None:
+                if (instead := course.fail(error, partial(self._numbers, None), whole=whole)) is not None:
                     raise instead from error
                 if isinstance(error, UsageError) and course.step > course.start:  # not before the first step
                     raise TrainingError(str(error)) from error
@@ -75,7 +82,7 @@ class Training:
     def _loop(self) -> bool:
         """Take all steps that are left; return whether the run was asked to stop before the last."""
         evaluations, start = self._evaluations, self._course.start
-        is_over = start >= self._parts.total_steps or evaluations.ended_early
+        is_over = self._passes.is_over(start) or evaluations.ended_early
         if is_over or (start and evaluations.due() and self._course.evaluated != start):
             evaluations.evaluate()  # a run that was asked to stop just there had no time for it
         while not evaluations.ended_early:
@@ -83,16 +90,14 @@ class Training:
                 return end
             self._parts.take_over(end)
             self._course.go_back(end)
+            self._passes.take(end.content.loop)
             evaluations.take(end.content.loop)
         return False
 
     def _pass(self) -> bool | Origin:
         """Take steps until none is left (False), the run was asked to stop (True), or has to go back."""
         parts, course = self._parts, self._course
-        batches = load_steps(
-            parts.train_set, parts.plan, parts.share, replace(parts.loading, box=self._box),
-            start=course.step, stop=parts.total_steps, merged=self._config.model.batchnorm == "sync",
-        )  # fmt: skip
+        batches = self._passes.batches(course.step)
         records = fit(
             parts.replica, batches, parts.task.loss, parts.schedule,
             start=course.step, max_norm=self._config.optimizer.clip_norm, votes=self._votes,
@@ -105,41 +110,42 @@ class Training:
                     parts.average.update()
                 if (back := course.back(record)) is not None:
                     return back
+                self._passes.note(record)
                 if (stopping := self._between(record)) or self._evaluations.ended_early:
                     return stopping
         return False
 
     def _note(self, record: StepRecord) -> None:
-        course, plan, total = self._course, self._parts.plan, self._parts.total_steps
-        epoch, step = divmod(record.step - 1, plan.steps_per_epoch)
+        course, total = self._course, self._parts.total_steps
         tracked = record.step % self._config.run.log_interval == 0 or record.step == total
-        course.note(record, len(plan.global_indices(epoch, step)), tracked=tracked)
+        course.note(record, self._passes.samples(record), tracked=tracked)
         self._display.step(
-            record.step, epoch=epoch, loss=record.result.loss, lr=record.lr, rate=course.throughput.recent(),
-            samples_left=(total - record.step) * plan.global_batch,
+            record.step, epoch=self._passes.epoch(record.step), loss=record.result.loss, lr=record.lr,
+            rate=course.throughput.recent(),
+            samples_left=(total - record.step) * self._parts.plan.global_batch if total else None,
         )  # fmt: skip
 
     def _votes(self) -> Votes:
-        return self._course.votes()._replace(end=self._evaluations.told_to_end)
+        return self._course.votes()._replace(end=self._evaluations.told_to_end, coming=self._passes.coming)
 
     def _between(self, record: StepRecord) -> bool:
         """Do what is due between this step and the next; return whether all ranks stop here."""
         config, votes, evaluations = self._config.checkpoint, record.result.votes, self._evaluations
         course, step = self._course, record.step
         evaluations.after_step(record)
-        is_last = step == self._parts.total_steps
+        is_last = self._passes.is_over(step)
         if votes.end and not is_last:
             is_last, evaluations.ended_early = True, "a function of the task has stopped it"
         stopping = votes.stop > 0 and not is_last
-        at_end = is_last or step % self._parts.plan.steps_per_epoch == 0
+        at_end = is_last or self._passes.at_end(step)
         save = stopping or (at_end and (config.checkpoint_epochs or (is_last and config.checkpoint_every is not None)))
         # whatever an evaluation meets, the epoch is on disk
-        course.between(votes, self._numbers, save=save, settled=at_end and not stopping)
+        course.between(votes, partial(self._numbers, self._world), save=save, settled=at_end and not stopping)
         if (at_end or evaluations.due()) and not stopping:
             evaluations.evaluate()
         if step == config.rehearse_preemption and self._world.rank == self._world.size - 1:
             os.kill(os.getpid(), signal.SIGTERM)  # one rank is enough: all agree
         return stopping
 
-    def _numbers(self) -> dict[str, Any]:
-        return self._evaluations.content() | self._parts.schedule.numbers()
+    def _numbers(self, world: World | None) -> dict[str, Any]:
+        return self._evaluations.content() | self._parts.schedule.numbers() | self._passes.numbers(world)

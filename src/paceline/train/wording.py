@@ -23,8 +23,7 @@ def opening_lines(parts: Parts) -> list[str]:
         f"{config.task}: {plural(world.size, 'process', 'processes')} on {world.device.type}, strategy "
         f"{config.strategy}, {plural(torch.get_num_threads(), 'CPU thread')} each",
         shares_line(plan, world.size),
-        f"{plan.num_samples:,} samples = {plural(plan.steps_per_epoch, 'step')} an epoch; "
-        f"{plural(parts.total_steps, 'step')} in all",
+        f"{plan.size_words}; {_length(parts)}",
     ]
     if told := _computed(parts):
         lines.append(told)
@@ -82,7 +81,14 @@ def facts(parts: Parts, place: Place) -> dict[str, Any]:
 def stopped_line(step: int, total_steps: int, folder: Path) -> str:
     """The last line of a run that was asked to stop."""
     command = f"paceline train --resume auto --run-dir {shlex.quote(str(folder))}"
-    return f"asked to stop: saved after step {step} of {total_steps}. Go on with: {command}"
+    of = f" of {total_steps}" if total_steps else ""
+    return f"asked to stop: saved after step {step}{of}. Go on with: {command}"
+
+
+def _length(parts: Parts) -> str:
+    """How long the run is."""
+    total, passes = parts.total_steps, parts.config.run.epochs
+    return f"{plural(total, 'step')} in all" if total else f"{plural(passes, 'pass', 'passes')} over it"
 
 
 def _computed(parts: Parts) -> str:

@@ -17,6 +17,7 @@ from paceline.contract.evidence import Phase
 from paceline.data.arrays import on_device
 from paceline.data.loader import Loading, MicroBatch, load_steps
 from paceline.data.plan import BatchPlan, ranks_share
+from paceline.data.streams import first_of
 from paceline.errors import UsageError
 from paceline.ladder import options_of_others
 from paceline.strategies import Replica
@@ -30,6 +31,8 @@ from paceline.train.optimizer import maker_for, schedule_for
 from paceline.train.prepare import Parts, make_model, make_plan, make_replica
 from paceline.train.records import Records
 from paceline.worker.world import World
+
+MOST_SAMPLES = 4096  # of a stream, taken again and again
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,8 @@ def load_ground(config: TrainConfig, world: World) -> Ground:
     """
     check_precision(config.compute.precision, world.device)
     task = load_task(str(config.task), task_options(config))
-    return Ground(config, task, on_device(task.make_dataset("train"), world.device, collate=task.collate), world)
+    data = first_of(task.make_dataset("train"), MOST_SAMPLES)
+    return Ground(config, task, on_device(data, world.device, collate=task.collate), world)
 
 
 class CandidateTraining:

@@ -20,6 +20,7 @@ from paceline.compute.recompute import recompute
 from paceline.data.arrays import ArrayDataset
 from paceline.data.loader import Loading, MicroBatch, load_steps
 from paceline.data.plan import BatchPlan, ranks_share
+from paceline.data.streams import first_of
 from paceline.errors import UsageError
 from paceline.nested import mapped
 from paceline.seeding import derive
@@ -77,7 +78,7 @@ def _uneven_data(task: Task, spec: Spec, policy: Policy) -> tuple[Dataset[Any], 
     global_batch = max(2, ranks * share - 1)
     tail = max(2, ranks - 1) if short_tail else ranks * (share - 3) + 1
     needed = 2 * global_batch + tail
-    dataset = task.make_dataset("train")
+    dataset = first_of(task.make_dataset("train"), needed)
     there = len(dataset)  # pyright: ignore[reportArgumentType]
     if there < needed:
         raise UsageError(f"verify needs {needed} training samples for {ranks} virtual ranks, the task has {there}")

@@ -1,4 +1,4 @@
-"""A session's loop over a stream: ranks agree batch by batch on what is left of it, and on where a run goes on."""
+"""The passes over a stream: ranks agree batch by batch on what is left of it, and on where a run goes on."""
 
 from __future__ import annotations
 
@@ -7,56 +7,73 @@ from contextlib import closing, nullcontext
 from dataclasses import replace
 from typing import Any
 
+from paceline.data.fingerprint import hash_of
 from paceline.data.loader import Loading, MicroBatch
-from paceline.data.plan import BatchPlan, Work
+from paceline.data.plan import Work
 from paceline.data.streams import Part, Reader, Share, StreamPlan, Stretch, part_of, read_chunks
 from paceline.errors import PacelineError, TrainingError, UsageError
-from paceline.sessions.loader import Bodies, Loader, Run
+from paceline.seeding import preserved_streams
 from paceline.sums import check_equal, gather_words, together, told_once
 from paceline.train.numbers import as_json, from_json
 from paceline.worker.world import World
 
 
-class StreamLoader(Loader):
-    """Batches of a stream, which has no length.
+class Stream:
+    """Gives the global batches of a stream, which has no length, to tasks and sessions.
 
     A rank reads one batch ahead, and says in each step's totals how many samples of it are its own: so all ranks know,
     at no cost, how large the next batch is, and when there is none. What was read ahead is not consumed: a checkpoint
     keeps where the stream stood before it.
     """
 
-    plan: StreamPlan  # pyright: ignore[reportIncompatibleVariableOverride]
+    coming = 0.0
+    """samples that this rank has of the next batch: a vote"""
 
     def __init__(
-        self, run: Run, stream: Any, plan: StreamPlan, loading: Loading, world: World, say: Callable[[str], None]
+        self, dataset: Any, plan: StreamPlan, loading: Loading, world: World, say: Callable[[str], None]
     ) -> None:
-        super().__init__(run, stream, plan, loading, None)
-        self._world, self._say = world, say
-        self._whole, self._parts = Part(stream, plan.seed), dict[int, Part]()
+        self.dataset, self.plan, self.loading = dataset, plan, loading
+        self._world, self.say = world, say
+        self._whole, self._parts = Part(dataset, plan.seed), dict[int, Part]()
         self._is_split = plan.parts_of_stream > 1
-        self._saved: dict[str, Any] = {}
+        self.saved: dict[str, Any] = {}
+        """the `position` that the next pass goes on from"""
         self._chunks: dict[tuple[int, int], Stretch | Exception] = {}  # by pass and batch: the one at hand, the next
         self._total, self._short, self._is_read, self._trained = 0, 0, False, False
-
-    def __len__(self) -> int:
-        """Refuses: nobody knows."""
-        raise TypeError("a stream has no length: count steps, and leave its loop by `break` or at its end")
 
     def fingerprint(self) -> dict[str, Any]:
         """In how many parts it is: its samples are compared when it is read."""
         return {"parts of a stream": self.plan.parts_of_stream}
 
-    def drawn(self, world: World, put_back: dict[str, Any] | None) -> tuple[BatchPlan, dict[str, Any] | None]:
-        """The plan; what a checkpoint has kept is looked at when the stream is read."""
-        self._saved = put_back or {}
-        return self.plan, None
+    def head(self, count: int) -> list[Any]:
+        """Its first samples, `count` at most.
 
-    def samples(self, plan: BatchPlan, epoch: int, batch: int) -> int:
+        Raises:
+            UsageError: it is empty, or gives others when it is read again.
+        """
+        readings: list[list[Any]] = []
+        for _ in range(2):
+            with preserved_streams():
+                self._whole.begin(0, 0, None)
+                readings.append([sample for _, sample in self._whole.take(count)])
+        if not readings[0]:
+            raise UsageError("the training data are an empty stream")
+        if hash_of(readings[0]) != hash_of(readings[1]):
+            raise UsageError(
+                "the training data give other samples when they are read again: they are an iterator, which can be "
+                "read once, or shuffled without a seed. Give a stream that begins anew each time"
+            )
+        return readings[0]
+
+    def samples(self, plan: object = None, epoch: int = 0, batch: int = 0) -> int:
         """Of the batch at hand, over all ranks."""
         return self._total
 
     def is_end(self, batch: int, coming: float) -> bool:
-        """See Loader. Where a batch is not whole, all ranks must have seen the stream end at the same sample."""
+        """Whether the pass ends with `batch`; `coming` are the votes of all ranks (a collective).
+
+        Where a batch is not whole, all ranks must have seen the stream end at the same sample.
+        """
         self._total = int(coming)
         ends, self._short = not self._goes_on, self._short + (0 < self._total < self.plan.global_batch)
         if self._total < self.plan.global_batch and not self._is_split:
@@ -64,12 +81,12 @@ class StreamLoader(Loader):
             seen = ahead.seen if isinstance(ahead, Stretch) else None
             check_equal("numbers of samples in the stream", seen, self._world, error=TrainingError)
         if ends and self._total:
-            self._say(f"the stream has ended: its last {self._total} samples are no whole batch, and left out")
+            self.say(f"the stream has ended: its last {self._total} samples are no whole batch, and left out")
         elif ends and self._short > 1:
-            self._say(f"{self._short} batches were not whole: the parts of the stream have different lengths")
+            self.say(f"{self._short} batches were not whole: the parts of the stream have different lengths")
         return ends
 
-    def position(self, where: Mapping[str, int], streams: dict[str, Any] | None, world: World | None) -> Any:
+    def position(self, where: Mapping[str, int], streams: object, world: World | None) -> Any:
         """A hash of what comes next, and the state of each part before it, where it has one."""
         at = self._chunks.get((where["passes"], where["batch"]))
         if not isinstance(at, Stretch):
@@ -79,7 +96,7 @@ class StreamLoader(Loader):
             states = {number: state for of_rank in gather_words(states, world) for number, state in of_rank.items()}
         return {"probe": at.probe, "states": states}
 
-    def training(self, plan: BatchPlan, share: range, epoch: int, start: int) -> Generator[Bodies]:
+    def training(self, plan: object, share: range, epoch: int, start: int) -> Generator[list[MicroBatch]]:
         """For each step of an epoch from `start` on, this rank's micro-batches (a collective at its begin)."""
         first, chunks = self._begun(share, epoch, start)
         now: Stretch | Exception
@@ -99,8 +116,8 @@ class StreamLoader(Loader):
                 yield [self._micro_batch(one, epoch, step) for one in now.shares]
                 step, now = step + 1, self._ahead
 
-    def evaluation(self, plan: BatchPlan, world: World) -> Generator[tuple[Any, int]]:
-        """See Loader: whole, whatever training does, and dealt to ranks."""
+    def evaluation(self, plan: object, world: World) -> Generator[tuple[Any, int]]:
+        """This rank's share of each batch, and of how many samples: whole, whatever training does."""
         dealt = replace(self.plan, virtual_ranks=world.size, accumulation=1, parts_of_stream=1)
         reader = Reader(
             [self._whole], dealt, range(world.rank, world.rank + 1), 0, least=world.size, collate=self.loading.collate
@@ -129,19 +146,10 @@ class StreamLoader(Loader):
 
     def _begun(self, share: range, epoch: int, start: int) -> tuple[Stretch, Generator[Stretch]]:
         """The first chunk and those that follow, once all ranks agree that it is the right one (a collective)."""
-        saved = {int(number): from_json(state) for number, state in self._saved.get("states", {}).items()}
+        saved = {int(number): from_json(state) for number, state in self.saved.get("states", {}).items()}
         for known in (saved, {}) if saved else ({},):
-            chunks = self._read(
-                Reader(
-                    self._parts_of(share),
-                    self.plan,
-                    share,
-                    epoch,
-                    start=start,
-                    states=known,
-                    collate=self.loading.collate,
-                )
-            )
+            mine, collate = self._parts_of(share), self.loading.collate
+            chunks = self._read(Reader(mine, self.plan, share, epoch, start=start, states=known, collate=collate))
             try:
                 if (first := self._agreed(chunks, epoch, start)) is not None:
                     return first, chunks
@@ -159,7 +167,7 @@ class StreamLoader(Loader):
         with nullcontext() if self._trained else together(self._world):
             first = next(chunks)
             as_json(list(first.before.values()), "stream")  # what cannot be saved is refused before the first step
-        is_saved = self._saved.get("probe") in (None, first.probe)
+        is_saved = self.saved.get("probe") in (None, first.probe)
         told = gather_words([first.mine, bool(first.shares), first.probe, is_saved], self._world)
         if not told[0][3]:
             return None

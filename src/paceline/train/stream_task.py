@@ -1,0 +1,47 @@
+"""Takes the stream that a task trains on, and refuses settings that no stream can have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.data import DataLoader
+
+from paceline.data.loader import Loading
+from paceline.data.streams import ENDLESS, StreamPlan
+from paceline.errors import UsageError
+from paceline.tasks.task import Task
+from paceline.train.streaming import Stream
+from paceline.worker.world import World
+
+if TYPE_CHECKING:
+    from paceline.config import BatchShape, TrainConfig
+
+
+def stream_of(config: TrainConfig, task: Task, data: Any, shape: BatchShape, loading: Loading, world: World) -> Stream:
+    """What gives the global batches of `data`.
+
+    Raises:
+        UsageError: it cannot be read again and again, or a setting has no meaning for it.
+    """
+    if isinstance(data, (DataLoader, Iterator)) or not isinstance(data, Iterable):
+        why = "have neither samples by number nor an order"
+        why = "are batches already" if isinstance(data, DataLoader) else why
+        why = "can be read once" if isinstance(data, Iterator) else why
+        raise UsageError(f"the training data, of type {type(data).__name__}, {why}. Give a dataset or a stream")
+    d, schedule = config.data, config.optimizer.schedule
+    if d.tail == "pad":
+        raise UsageError("--tail pad: a stream cannot be asked for samples again. Choose: keep, drop")
+    if d.num_workers > 1:
+        raise UsageError(f"--num-workers {d.num_workers}: a stream is read by one process. 1 reads ahead")
+    if config.model.batchnorm == "sync":
+        raise UsageError("--batchnorm sync must know a step's micro-batches beforehand, and of a stream nobody does")
+    if config.run.steps is None:
+        needs = "needs the number of steps, and a stream has no length. Give --steps"
+        if task.make_schedule is not None:
+            raise UsageError(f"Task(make_schedule=...) {needs}")
+        if schedule != "constant" and task.make_optimizer is None:
+            raise UsageError(f"--schedule {schedule} {needs}, or --schedule constant")
+    batch, parts = shape.global_batch, shape.accumulation
+    plan = StreamPlan(ENDLESS, batch, shape.virtual_ranks, parts, config.run.seed, shuffle=False, tail=d.tail)
+    return Stream(data, plan, loading, world, print)

@@ -1,0 +1,214 @@
+"""`paceline train` on a stream: torch's own result, the same bits on every number of ranks, stopped or not."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.utils.data import DataLoader
+
+from paceline.cli import ledger
+from paceline.config import BatchShape, TrainConfig
+from paceline.data.loader import Loading
+from paceline.errors import UsageError
+from paceline.seeding import derive, random_stream
+from paceline.train.stream_task import stream_of
+from paceline.worker.world import World
+
+TASK = """
+import os, signal
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import IterableDataset, TensorDataset
+from paceline import Task
+
+class Counted(IterableDataset):  # has no state: its position is counted
+    def __iter__(self):
+        for number in range(39):
+            drawn = torch.Generator().manual_seed(number)
+            x = torch.randn(4, generator=drawn, dtype=torch.float64)
+            yield x + NOISE * torch.randn(4), (x.sum() > 0).long()
+
+class Stateful(Counted):
+    at = 0
+
+    def __iter__(self):
+        for found in list(super().__iter__())[self.at :]:
+            self.at += 1
+            yield found
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+class Onward(Counted):  # a second reading goes on where the first has ended
+    reading = None
+
+    def __iter__(self):
+        self.reading = self.reading or super().__iter__()
+        return self.reading
+
+NOISE = 0.0
+test = TensorDataset(torch.ones(7, 4, dtype=torch.float64), torch.ones(7).long())
+
+def model():
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)).double()
+
+def noisy_model():
+    return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Dropout(0.3), nn.Linear(6, 2))
+
+def loss(outputs, targets):
+    return nn.functional.cross_entropy(outputs, targets, reduction="none")
+
+def stop(moment):  # once: after a resume that step does not come again
+    if moment.step == 7 and moment.rank == moment.world_size - 1 and "STOPS" in os.environ:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+def made(train, make_model=model, **more):
+    return Task(make_model, lambda split: train() if split == "train" else test, loss, on_step=stop, **more)
+
+task = made(Counted)
+scheduled = made(Counted, make_schedule=lambda optimizer, steps: LambdaLR(optimizer, lambda step: 1.0))
+stream_to_judge = Task(model, lambda split: Counted(), loss)
+
+def noisy(kind="Counted"):
+    global NOISE, test
+    NOISE, test = 0.1, TensorDataset(torch.ones(7, 4), torch.ones(7).long())
+    kinds = {"Counted": Counted, "Stateful": Stateful, "Onward": Onward}
+
+    def collate(samples):
+        found = torch.utils.data.default_collate(samples)
+        return found[0].float(), found[1]
+
+    return made(kinds[kind], noisy_model, collate=collate)
+"""
+
+
+@pytest.fixture
+def task_file(tmp_path: Path) -> Path:
+    path = tmp_path / "streamed_task.py"
+    path.write_text(TASK)
+    return path
+
+
+def executed() -> dict[str, Any]:
+    module: dict[str, Any] = {}
+    exec(TASK, module)
+    return module
+
+
+def summary(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "summary.json").read_text())
+
+
+def test_two_passes_give_what_a_plain_loop_gives_and_the_tail_is_weighted_right(
+    paceline, task_file: Path, tmp_path: Path
+) -> None:
+    flags = ("--virtual-ranks", 3, "--global-batch", 8, "--epochs", 2, "--schedule", "constant", "--run-dir", "run")
+    sgd = ("--optimizer", "sgd", "--momentum", 0, "--weight-decay", 0, "--lr", 0.5)
+    done = paceline("train", f"{task_file}:task", *flags, *sgd)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "a stream that every rank reads, keeping its own samples; 2 passes over it" in done.stdout
+    found = summary(tmp_path / "run")
+    assert (found["steps"], found["samples_seen"]) == (10, 78)
+    module = executed()
+    with random_stream(derive(0, "model"), torch.device("cpu")):
+        model = module["model"]()
+    for _ in range(2):
+        for inputs, targets in DataLoader(module["Counted"](), batch_size=8):
+            model.zero_grad()
+            module["loss"](model(inputs), targets).mean().backward()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter -= 0.5 * parameter.grad
+    for name, tensor in load_file(tmp_path / "run/model.safetensors").items():
+        torch.testing.assert_close(tensor, model.state_dict()[name], rtol=1e-12, atol=1e-13)
+
+
+CONFIG = TrainConfig(task="streamed_task.py:task")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({}, "--schedule cosine needs the number of steps, and a stream has no length. Give --steps, or --schedule"),
+        ({"data": replace(CONFIG.data, tail="pad")}, "--tail pad: a stream cannot be asked for samples again"),
+        ({"data": replace(CONFIG.data, num_workers=2)}, "--num-workers 2: a stream is read by one process"),
+        ({"model": replace(CONFIG.model, batchnorm="sync")}, "--batchnorm sync must know a step's micro-batches"),
+        ({"task": "scheduled"}, "Task(make_schedule=...) needs the number of steps"),
+        ({"data_are": iter([1])}, "of type list_iterator, can be read once"),
+        ({"data_are": DataLoader([1])}, "of type DataLoader, are batches already"),
+        ({"data_are": 3}, "of type int, have neither samples by number nor an order"),
+    ],
+)
+def test_what_no_stream_can_have_is_refused_by_name(change: dict[str, Any], words: str) -> None:
+    change = dict(change)
+    task, data = executed()[change.pop("task", "task")], change.pop("data_are", None)
+    world, loading = World(0, 1, 0, 1, torch.device("cpu"), "gloo"), Loading(torch.device("cpu"))
+    data = task.make_dataset("train") if data is None else data
+    with pytest.raises(UsageError) as error:
+        stream_of(replace(CONFIG, **change), task, data, BatchShape(8, 2, 1), loading, world)
+    assert words in str(error.value)
+    longer = replace(CONFIG, run=replace(CONFIG.run, steps=9))  # then the schedules know their end
+    assert (
+        stream_of(longer, task, task.make_dataset("train"), BatchShape(8, 2, 1), loading, world).plan.known_steps == 0
+    )
+
+
+def test_streams_that_cannot_be_read_again_or_are_to_be_judged_are_refused_before_the_first_step(
+    paceline, task_file: Path
+) -> None:
+    for name, words in (
+        ("noisy", "give other samples when they are read again"),
+        ("stream_to_judge", "the test data are a stream: what is evaluated must have samples by number"),
+    ):
+        chance = ("--set", "kind=Onward") if name == "noisy" else ()
+        done = paceline("train", f"{task_file}:{name}", "--steps", 3, *chance)
+        assert done.returncode == 2 and words in done.stderr, done.stdout + done.stderr
+
+
+EXACT = (
+    "--strategy", "exact", "--virtual-ranks", 3, "--global-batch", 12, "--schedule", "constant", "--epochs", 3,
+    "--tail", "drop",
+)  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize("kind", ["Counted", "Stateful"])
+def test_every_number_of_ranks_comes_to_the_same_bits_also_stopped_in_a_pass_and_resumed_on_another(
+    paceline, task_file: Path, tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    task = (f"{task_file}:noisy", "--set", f"kind={kind}")
+    digests: set[str] = set()
+    for ranks in (1, 3):
+        done = paceline("train", *task, *EXACT, "--nproc", ranks, "--run-dir", f"run-{ranks}")
+        assert done.returncode == 0, done.stdout + done.stderr
+        digests.add(summary(tmp_path / f"run-{ranks}")["weights_sha256"])
+    first = (*task, *EXACT, "--run-dir", "stopped")
+    assert paceline("train", *first, "--nproc", 3, env={"STOPS": "1"}).returncode == 75
+    done = paceline("train", *first, "--nproc", 2, "--resume", "auto", "--num-workers", 1)
+    assert done.returncode == 0 and "goes on after step 8," in done.stdout, done.stdout + done.stderr
+    assert {summary(tmp_path / "stopped")["weights_sha256"]} == digests
+    assert ledger.main([str(tmp_path / "stopped")]) == 0
+    assert "used exactly once, 36, 36, 36 in each of 3 epochs" in capsys.readouterr().out.replace("\n", " ")
+
+
+@pytest.mark.slow
+def test_the_last_pass_ends_the_run_a_finished_one_is_judged_and_steps_may_take_several_passes(
+    paceline, task_file: Path, tmp_path: Path
+) -> None:
+    task = (f"{task_file}:task", "--global-batch", 8, "--steps", 12, "--eval-every", 4, "--run-dir", "run")
+    done = paceline("train", *task)
+    assert done.returncode == 0 and "; 12 steps in all" in done.stdout, done.stdout + done.stderr
+    judged = [line.split()[3] for line in done.stdout.splitlines() if line.startswith("test after step")]
+    assert judged == ["4:", "5:", "8:", "10:", "12:"]  # a pass is 5 steps
+    assert summary(tmp_path / "run")["samples_seen"] == 2 * 39 + 16
