@@ -269,6 +269,43 @@ def averaged(s: Any) -> nn.Module:
     return ema.module
 
 
+def averaged_by_hand(s: Any) -> nn.Module:
+    """The same, over whatever model.parameters() are; the average ends up in the model."""
+    model, optimizer = s.prepare(net(6, 8, 3), adam)
+    average = [p.detach().clone() for p in model.parameters()]
+    for _ in s.epochs(EPOCHS):
+        for x, y in s.loader(data(), global_batch=GLOBAL):
+            optimizer.zero_grad()
+            s.backward(F.cross_entropy(model(x), y))
+            optimizer.step()
+            if s.last:
+                for kept, p in zip(average, model.parameters(), strict=True):
+                    kept.mul_(0.9).add_(p.detach(), alpha=0.1)
+    with torch.no_grad():
+        for kept, p in zip(average, model.parameters(), strict=True):
+            p.copy_(kept)
+    return model
+
+
+class Parts(nn.Module):
+    """A model whose parts are called one by one, never as a whole; one twice before its backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = net(6, 8, 4), net(4, 3, seed=1)
+
+
+def part_by_part(s: Any) -> nn.Module:
+    model, optimizer = s.prepare(Parts(), adam)
+    for _ in s.epochs(EPOCHS):
+        for x, y in s.loader(data(), global_batch=GLOBAL):
+            optimizer.zero_grad()
+            code = model.encoder(x) - model.encoder(x.flip(1))
+            s.backward(F.cross_entropy(model.decoder(code), y))
+            optimizer.step()
+    return model
+
+
 def frozen(s: Any) -> nn.Module:
     model = net(6, 8, 8, 3)
     model[0].requires_grad_(False)
@@ -285,12 +322,14 @@ def frozen(s: Any) -> nn.Module:
 Loop = Callable[[Any], nn.Module]
 EVERYWHERE: tuple[Loop, ...] = (
     classic, clear_at_the_end, per_sample, summed, tokens, two_losses, gan, penalty, existing, streamed, averaged,
-    frozen,
+    averaged_by_hand, part_by_part, frozen,
 )  # fmt: skip
 """right for any number of virtual ranks, and the same bits under `exact`"""
 ONE_BODY: tuple[Loop, ...] = (two_rounds, accumulated, gan_as_it_was)
 """right where each rank runs its body once for each batch"""
 DEALT: tuple[Loop, ...] = (classic, clear_at_the_end, gan)
+CUT: tuple[Loop, ...] = tuple(loop for loop in EVERYWHERE if loop not in (penalty, averaged))
+"""right under `fsdp`"""
 VIRTUAL_RANKS = 5  # 2 and 3 for two ranks
 
 
@@ -347,6 +386,8 @@ def main() -> None:
         ("exact", (*EVERYWHERE, noisy), {"strategy": "exact", "virtual_ranks": VIRTUAL_RANKS}),
         ("zero", (classic, tokens, two_losses, noisy), {"strategy": "zero", "virtual_ranks": VIRTUAL_RANKS}),
         ("ddp", (classic, accumulated), {"strategy": "ddp"}),
+        ("fsdp", CUT + ONE_BODY, {"strategy": "fsdp"}),
+        ("fsdp-dealt", DEALT, {"strategy": "fsdp", "virtual_ranks": VIRTUAL_RANKS}),
         ("ddp-dealt", (classic, noisy), {"strategy": "ddp", "virtual_ranks": VIRTUAL_RANKS}),
     ]
     for kind, loops, settings in kinds:

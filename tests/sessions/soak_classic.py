@@ -55,14 +55,17 @@ def run(words: list[str], cwd: Path) -> None:
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
 
 
-def apart(name: str, cwd: Path) -> float:
-    """In float64 without chance: the largest distance of any weight from the original's."""
+def apart(name: str, cwd: Path, settings: str = "") -> float:
+    """In float64 without chance: the largest distance of any weight from the original's; in `session(settings)`."""
+    script = cwd / f"with_{name}.py"
+    script.write_text((CLASSIC / f"{name}.py").read_text().replace("session()", f"session({settings})"))
+    (cwd / "mnist_single.py").write_bytes((CLASSIC / "mnist_single.py").read_bytes())
     words = (*SCRIPTS[name], "0", "--double", "--epochs", "1")
     run([sys.executable, str(CLASSIC / f"{name}_single.py"), *words, "--save", "original"], cwd)
     original = {key.partition("/")[2]: t for key, t in sorted(weights(cwd / "original").items())}
     farthest = 0.0
     for size in SIZES:
-        run(launched(size, CLASSIC / f"{name}.py", *words, "--save", f"on-{size}"), cwd)
+        run(launched(size, script, *words, "--save", f"on-{size}"), cwd)
         ours = {key.partition("/")[2]: t for key, t in sorted(weights(cwd / f"on-{size}").items())}
         assert ours.keys() == original.keys()
         farthest = max(farthest, *(float((ours[k].double() - original[k].double()).abs().max()) for k in ours))

@@ -30,3 +30,19 @@ def test_the_original_is_equalled(name: str, tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(soak_classic, "SIZES", (2,))
     monkeypatch.setitem(SCRIPTS, name, (SCRIPTS[name][0], "200", SCRIPTS[name][2]))
     assert soak_classic.apart(name, tmp_path) <= 1e-12
+
+
+CUT = {"lm": "strategy='fsdp', fsdp_wrap='TransformerEncoderLayer'", "classifier": "strategy='fsdp'"}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("name", CUT)
+def test_it_is_equalled_where_the_model_is_cut_over_ranks(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if name == "classifier" and importlib.util.find_spec("transformers") is None:
+        pytest.skip("needs transformers: pip install -e '.[hf]'")
+    monkeypatch.setattr(soak_classic, "SIZES", (1, 3))
+    monkeypatch.setitem(SCRIPTS, name, (SCRIPTS[name][0], "200", SCRIPTS[name][2]))
+    assert soak_classic.apart(name, tmp_path, CUT[name]) <= 1e-12

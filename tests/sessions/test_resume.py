@@ -6,6 +6,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 from tests import warm
 
 from paceline.cli import ledger, status
@@ -14,12 +15,13 @@ from paceline.observe.summary import Summary, read_summary
 from paceline.store.store import Checkpoints
 
 KILLED = Path(__file__).with_name("killed.py")
+CUT = Path(__file__).with_name("cut.py")
 
 
-def start(ranks: int, folder: Path, *words: object) -> subprocess.CompletedProcess[str]:
+def start(ranks: int, folder: Path, *words: object, script: Path | None = None) -> subprocess.CompletedProcess[str]:
     logs = folder.parent / f"logs-{len([*folder.parent.iterdir()])}"
     launched = ("-m", "paceline", "launch", "--nproc", str(ranks), "--run-dir", str(logs))
-    return warm.run((*launched, "--", KILLED, folder, *words), cwd=folder.parent)
+    return warm.run((*launched, "--", script or KILLED, folder, *words), cwd=folder.parent)
 
 
 def ended(folder: Path) -> Summary:
@@ -82,3 +84,22 @@ def test_each_epoch_is_kept_and_one_that_is_killed_in_its_evaluation_is_not_trai
     assert [step for step, _ in Checkpoints(run / "checkpoints").entries()] == [8]
     done = start(2, run)
     assert done.returncode == 0 and "goes on after step 8" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_a_model_that_is_cut_goes_on_uncut_and_the_other_way_round_in_the_middle_of_an_accumulation(
+    tmp_path: Path,
+) -> None:
+    assert start(1, tmp_path / "whole", "bucketed", script=CUT).returncode == 0
+    run = tmp_path / "run"
+    assert start(3, run, "fsdp", 5, "kill", script=CUT).returncode == 137
+    stopped = start(1, run, "bucketed", 9, "term", script=CUT)
+    assert stopped.returncode == ExitCode.SAVED and "goes on after step 3" in stopped.stdout
+    assert start(2, run, "fsdp", 14, "raise", script=CUT).returncode == 1
+    done = start(2, run, "fsdp", script=CUT)
+    assert done.returncode == 0 and "goes on after step" in done.stdout, done.stdout + done.stderr
+    assert ended(run).steps == 20
+    for name in ("model.safetensors", "model-2.safetensors"):
+        one, other = load_file(tmp_path / "whole" / name), load_file(run / name)
+        assert max(float((one[key] - other[key]).abs().max()) for key in one) <= 1e-12

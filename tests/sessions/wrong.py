@@ -17,10 +17,12 @@ import torch.nn.functional as F
 from torch import nn
 from torch.optim import LBFGS, SGD
 from torch.optim.lr_scheduler import StepLR
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import paceline
 from paceline.errors import PacelineError, UsageError
+from paceline.sessions.wording import reword
 
 DATA = TensorDataset(torch.ones(24, 3), torch.zeros(24, dtype=torch.int64))
 Case = Callable[[Any], object]
@@ -364,9 +366,80 @@ def not_finite_in_a_gradient(s: Any) -> None:
         optimizer.step()
 
 
-@case(strategy="fsdp")
-def fsdp(s: Any) -> None:
+@case(strategy="fdsp")
+def another_strategy(s: Any) -> None:
     pass
+
+
+@case(fsdp_wrap="Block")
+def blocks_for_another_strategy(s: Any) -> None:
+    pass
+
+
+@case(strategy="fsdp")
+def cut_and_copied(s: Any) -> None:
+    AveragedModel(ready(s)[0])
+
+
+@case(strategy="fsdp")
+def cut_and_called_outside_a_loop(s: Any) -> None:
+    ready(s)[0](torch.ones(2, 3))
+
+
+@case(strategy="fsdp")
+def cut_and_torchs_own_backward(s: Any) -> None:
+    torchs_own_backward(s)
+
+
+@case(strategy="fsdp")
+def cut_and_a_gradient_penalty(s: Any) -> None:
+    model, _, train = ready(s)
+    for x, _ in train:
+        x.requires_grad_()
+        torch.autograd.grad(model(x).sum(), x, create_graph=True)
+
+
+@case(strategy="fsdp")
+def cut_after_its_parameters_were_taken(s: Any) -> None:
+    model = nn.Linear(3, 2)
+    before = [*model.parameters()]
+    model, optimizer = s.prepare(model, SGD(before, lr=0.1))
+    for x, y in s.loader(DATA, global_batch=4):
+        optimizer.zero_grad()
+        s.backward(F.cross_entropy(model(x), y))
+        nn.utils.clip_grad_norm_(before, 1.0)
+
+
+@case(strategy="fsdp")
+def cut_after_its_parameters_were_looked_at(s: Any) -> None:
+    model = nn.Linear(3, 2)
+    before = model.weight
+    s.prepare(model, SGD(model.parameters(), lr=0.1))
+    torch.zeros(2, 3).lerp_(before, 0.1)
+
+
+@case(strategy="fsdp")
+def cut_and_used_outside_of_its_block(s: Any) -> None:
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+    s.prepare(model, SGD(model.parameters(), lr=0.1))
+    try:
+        torch.ones(2, 3) @ model[0].weight.t()
+    except RuntimeError as error:
+        reword(error)
+        raise UsageError("; ".join(error.__notes__)) from error
+
+
+@case(strategy="zero")
+def not_cleared_where_gradients_are_cut(s: Any) -> None:
+    model, optimizer, train = ready(s)
+    for x, y in train:
+        s.backward(F.cross_entropy(model(x), y))
+        optimizer.step()
+
+
+@case(strategy="fsdp")
+def not_cleared_where_the_model_is_cut(s: Any) -> None:
+    not_cleared(s)
 
 
 @case(resume=True)

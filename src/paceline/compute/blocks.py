@@ -7,14 +7,15 @@ are a list of equal blocks between a few parts in front and behind.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from paceline.compute.rules import matching
 from paceline.errors import UsageError
@@ -67,6 +68,8 @@ def cut_into_blocks(
         cut.set_gradient_divide_factor(1.0)  # a sum: it is divided by the global weight
         cut.set_force_sum_reduction_for_comms(True)  # gloo has no other
         cut.set_reduce_scatter_unused_params(True)  # else ranks that use different parameters would mix them up
+    # the first forward, which would do it, may be that of a block: a loop of the user's own calls what it likes
+    fully_shard.state(model)._lazy_init()  # pyright: ignore[reportPrivateUsage, reportFunctionMemberAccess]
     return found
 
 
@@ -105,6 +108,21 @@ def gathered(blocks: Mapping[str, FSDPModule]) -> Generator[None]:
         root.set_requires_gradient_sync(True)
         for block in blocks.values():
             block.reshard()
+
+
+def on_backward(blocks: Mapping[str, FSDPModule], act: Callable[[], None]) -> None:
+    """Call `act` in each backward that goes through what a block has given from now on."""
+
+    def heard(_: Tensor) -> None:
+        act()
+
+    def at_forward(_block: nn.Module, _inputs: Any, output: Any) -> None:
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                tensor.register_hook(heard)
+
+    for block in blocks.values():
+        block.register_forward_hook(at_forward)  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
 
 
 def blocks_of(model: nn.Module, rule: str | None, *, flag: str) -> dict[str, nn.Module]:

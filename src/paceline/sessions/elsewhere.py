@@ -1,24 +1,35 @@
-"""What stands in .grad where ranks hold shares of a gradient."""
+"""What stands where ranks hold shares of a tensor, and how the shares are got at.
+
+Under `zero` nobody can reach a gradient that is cut. Under `fsdp` parameters and gradients are torch's DTensors: what
+torch computes with them is right, torch's own clip_grad_norm_ as well.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from paceline.errors import UsageError
+
+AS_WHOLE = ("item", "tolist", "numpy", "__array__", "__float__", "__int__", "__bool__", "__index__", "__reduce_ex__")
 
 
 class Elsewhere(torch.Tensor):
     """Stands for a gradient that ranks hold in shares: whoever computes with it would compute with nothing."""
 
-    @staticmethod
-    def of(parameter: Tensor) -> Tensor:
-        """In place of the gradient of `parameter`."""
+    words = (
+        "on a gradient that is cut over ranks: under this strategy each rank holds a share of it only. To clip, call "
+        "s.clip_grad_norm(max_norm)"
+    )
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Tensor:
+        """In place of `tensor`, or of its gradient."""
         return torch.Tensor._make_wrapper_subclass(  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
-            Elsewhere, parameter.shape, dtype=parameter.dtype, device=parameter.device, strides=parameter.stride()
+            cls, tensor.shape, dtype=tensor.dtype, device=tensor.device, strides=tensor.stride()
         )
 
     @classmethod
@@ -26,7 +37,82 @@ class Elsewhere(torch.Tensor):
         """Whatever it is, refuse."""
         if func is torch.ops.aten.detach.default:
             return args[0]
-        raise UsageError(
-            f"{func} on a gradient that is cut over ranks: under this strategy each rank holds a share of it only. To "
-            "clip, call s.clip_grad_norm(max_norm)"
-        )
+        raise UsageError(f"{func} {cls.words}")
+
+
+class Replaced(Elsewhere):
+    """Stands for a parameter that the model had before it was cut: it would keep its first values for ever."""
+
+    words = (
+        "on a parameter from before s.prepare: strategy 'fsdp' has cut it over ranks, and the model has another now. "
+        "Take model.parameters() after s.prepare"
+    )
+
+    @property
+    def grad(self) -> Tensor | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Never there: it would be None, and nobody would notice."""
+        raise UsageError(f".grad {self.words}")
+
+
+def replace_in_place(given: Iterable[nn.Parameter], model: nn.Module) -> None:
+    """Of the parameters that `model` was given with, make those that it no longer has a `Replaced`, whoever holds them.
+
+    A model that was cut has no whole copy either.
+    """
+    own = {id(parameter) for parameter in model.parameters()}
+    for parameter in given:
+        if id(parameter) not in own:
+            torch.utils.swap_tensors(parameter, Replaced.of(parameter))
+            model.__dict__["__deepcopy__"] = refuse_copy
+            refuse_shares()
+
+
+def refuse_copy(_: object) -> NoReturn:
+    """In place of a copy."""
+    raise UsageError(
+        "a model that strategy 'fsdp' has cut over ranks cannot be copied (copy.deepcopy, torch's AveragedModel). Keep "
+        "an average of its parameters, [p.detach().clone() for p in model.parameters()]; whole are s.weights(model)"
+    )
+
+
+def refuse_shares() -> None:
+    """From now on no share of a DTensor passes for the whole: as a number, an array, or in a file."""
+    from torch.distributed.tensor import DTensor
+
+    for name in AS_WHOLE:
+        if not hasattr(method := getattr(DTensor, name), "only_whole"):
+            setattr(DTensor, name, _only_whole(method))
+
+
+def _only_whole(method: Callable[..., Any]) -> Callable[..., Any]:
+    def asked(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        if tensor.device_mesh.size() > 1 and not all(placed.is_replicate() for placed in tensor.placements):
+            raise UsageError(
+                f"{method.__name__} of a tensor that is cut over ranks would be that of this rank's share. Call "
+                "tensor.full_tensor() first, on all ranks; s.clip_grad_norm(max_norm) returns a norm, and "
+                "s.save(model, path) saves the whole"
+            )
+        return method(tensor, *args, **kwargs)
+
+    asked.only_whole = True  # pyright: ignore[reportFunctionMemberAccess]
+    return asked
+
+
+def is_cut(tensor: Tensor) -> bool:
+    """Whether it is a DTensor: asked so, as the import costs every other strategy a second."""
+    return hasattr(tensor, "device_mesh")
+
+
+def own_share(tensor: Tensor) -> Tensor:
+    """This rank's share of it, in the same memory; itself, where it is not cut."""
+    return tensor.to_local() if is_cut(tensor) else tensor  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def shared_out(whole: Tensor, *, like: Tensor) -> Tensor:
+    """`whole`, which all ranks have, on the device of `like` and cut as it is."""
+    if not is_cut(like):
+        return whole.to(like.device)
+    from torch.distributed.tensor import distribute_tensor
+
+    cut: Any = like
+    return distribute_tensor(whole.to(like.device), cut.device_mesh, cut.placements, src_data_rank=None)

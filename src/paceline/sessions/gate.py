@@ -55,3 +55,19 @@ class Gate(Steps):
                 "the model is evaluated with the buffers (batch norm's statistics, say) of one virtual rank. Evaluate "
                 "in a loop over s.loader(...), or inside `with s.evaluating():`, where they are those of all"
             )
+
+    def check_forward(self) -> None:
+        """Raise UsageError where not every rank may call a model that all ranks must call together."""
+        if not self.merged and self.body is None:
+            raise UsageError(
+                "the model is called outside a loop over s.loader(...), and its weights are cut over ranks: all ranks "
+                "would have to call it together. Call it inside `with s.evaluating():`, where each has all of them"
+            )
+
+    def check_evaluated(self, samples: int, ranks: int) -> None:
+        """Raise UsageError where some rank has no share of a batch, and so would not call such a model."""
+        if samples < ranks and any(part.replica.in_lockstep for part in self.parts):
+            raise UsageError(
+                f"{samples} samples are evaluated on {ranks} ranks, and a model that is cut over ranks needs all of "
+                "them in each forward. Evaluate inside `with s.evaluating():`, or on more samples"
+            )

@@ -37,7 +37,6 @@ from paceline.worker.guard import Guard
 from paceline.worker.tell import tell
 from paceline.worker.world import DEFAULT_TIMEOUT_SECONDS, World, joined
 
-NOT_HERE = ("fsdp",)  # whose forwards are collectives: a loop of one's own cannot promise equally many
 WATCH_EVERY = 100
 
 
@@ -62,10 +61,14 @@ class Life(Loop):
         timeout: float = DEFAULT_TIMEOUT_SECONDS,
         trust: bool = False,
         track: str | None = None,
+        fsdp_wrap: str | None = None,
     ) -> None:
         """See `session`."""
-        if strategy not in LADDER or strategy in NOT_HERE:
-            raise unknown("strategy for a session", strategy, [name for name in LADDER if name not in NOT_HERE])
+        if strategy not in LADDER:
+            raise unknown("strategy", strategy, list(LADDER))
+        if fsdp_wrap is not None and "fsdp_wrap" not in LADDER[strategy].options:
+            raise UsageError(f"session(fsdp_wrap={fsdp_wrap!r}) is for strategy='fsdp', not {strategy!r}")
+        self._options = {} if fsdp_wrap is None else {LADDER[strategy].options["fsdp_wrap"]: fsdp_wrap}
         if resume and run_dir is None:
             raise UsageError("session(resume=True) needs the folder of the run: session('runs/mine', resume=True)")
         if not_finite not in ("stop", "skip"):

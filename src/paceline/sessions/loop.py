@@ -61,8 +61,10 @@ class Loop(Ranks):
 
     @contextmanager
     def evaluating(self) -> Generator[None]:
-        """Inside, models have the buffers of all virtual ranks, merged: to evaluate in your own way (a collective)."""
-        with self._merged(), torch.no_grad():
+        """Inside, each rank has whole models, buffers merged: evaluate in your own way, also alone (a collective)."""
+        with self._merged(), ExitStack() as stack, torch.no_grad():
+            for part in self._parts:
+                stack.enter_context(part.replica.gathered())
             yield
 
     def _iterate(self, loader: Loader) -> Iterator[Any]:
@@ -81,6 +83,7 @@ class Loop(Ranks):
         with self._merged(), self._guard.phase(Phase.EVALUATE):
             try:
                 for batch, samples in loader.evaluation(plan, self.world):
+                    self._steps.check_evaluated(samples, self.size)
                     self._evaluated_batch = samples
                     yield batch
                     self._guard.box.tick()

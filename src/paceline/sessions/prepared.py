@@ -22,13 +22,17 @@ from torch import Tensor, nn
 
 from paceline.checkpoint.state import Held, Source, Under, needed
 from paceline.errors import UsageError
-from paceline.sessions.elsewhere import Elsewhere
+from paceline.sessions.elsewhere import Elsewhere, is_cut, own_share, shared_out
 from paceline.sessions.gate import Gate
 from paceline.sessions.notes import trains_otherwise
 from paceline.stepping.trainee import Trainee
 from paceline.strategies.base import Replica
 from paceline.train.numbers import as_json, load_numbers, numbers_of, settings_of
 
+NO_OTHER_BACKWARD = (
+    ". Or it was torch.autograd.grad, for a gradient penalty say: strategy 'fsdp' has the weights only for a moment, "
+    "and cannot compute it. Use another strategy"
+)
 Grads = list[Tensor | None]
 
 
@@ -54,11 +58,12 @@ class Prepared(Trainee):
         self._given = as_json(settings_of(self.optimizer))  # as the script has them
         if scheduler is not None:
             _held_back(scheduler, gate)
-        for parameter in {id(p): p for p in (self._parameters[0], self._parameters[-1])}.values():
-            parameter.register_post_accumulate_grad_hook(self._on_gradient)
+        replica.on_gradient(self._on_gradient)
 
         # no method: a copy of the model would copy what it belongs to
         def on_forward(module: nn.Module, _: Any) -> None:
+            if replica.in_lockstep:
+                gate.check_forward()
             if module is replica.model and module.training and gate.merged and otherwise:
                 gate.notes.trains_in_evaluation()
             elif module is replica.model and not module.training and of_virtual_ranks:
@@ -67,7 +72,7 @@ class Prepared(Trainee):
         otherwise = trains_otherwise(replica.model)
         floating = any(buffer.is_floating_point() for buffer in replica.model.buffers())
         of_virtual_ranks = replica.virtual_ranks > 1 and floating
-        if otherwise or of_virtual_ranks:
+        if otherwise or of_virtual_ranks or replica.in_lockstep:
             replica.model.register_forward_pre_hook(on_forward)
         gate.parts.append(self)
 
@@ -80,7 +85,7 @@ class Prepared(Trainee):
         """Before a backward: what it gives is added to what is put aside; or dropped, where it is not `wanted`."""
         shown: Grads = [p.grad for p in self._parameters]
         if any(grad is not None for grad in shown):
-            if self.replica.sharded:
+            if any(isinstance(grad, Elsewhere) for grad in shown):
                 raise UsageError(
                     "gradients of an earlier backward are still there: a strategy that cuts them over ranks cannot add "
                     "to them. Call optimizer.zero_grad() in each step; to add up several batches give "
@@ -88,7 +93,7 @@ class Prepared(Trainee):
                 )
             first = next(grad for grad in shown if grad is not None)
             as_used = self._used() is first and _version(first) == self._used_version
-            self._adds_to_used = as_used or (self._adds_to_used and bool(first.any()))
+            self._adds_to_used = as_used or (self._adds_to_used and bool(own_share(first).any()))
             self._carried = shown
             self._put(None)
         elif self._carried is None:
@@ -136,10 +141,9 @@ class Prepared(Trainee):
                 if before is not None:
                     parameter.grad = before if parameter.grad is None else parameter.grad.add_(before)
             self._carried = None
-        if self.replica.sharded:
+        if self.replica.sharded and not any(map(is_cut, self._parameters)):
             for parameter in self._parameters:
-                if parameter.grad is None:
-                    parameter.grad = Elsewhere.of(parameter)
+                parameter.grad = Elsewhere.of(parameter)
         return known
 
     def give_up(self) -> None:
@@ -157,9 +161,8 @@ class Prepared(Trainee):
     def state(self) -> list[Held]:
         """All tensors of its state, under its own names."""
         # gradients that the loop adds up over several batches
-        named = self.replica.model.named_parameters() if self._waiting else ()
-        waiting = [Held(f"{self.prefix}gradient/{name}", p.grad) for name, p in named if p.grad is not None]
-        return super().state() + waiting
+        waiting = self.replica.gradients() if self._waiting else ()
+        return super().state() + [replace(one, name=f"{self.prefix}gradient/{one.name}") for one in waiting]
 
     def load(self, source: Source) -> None:
         """Take over what `state` gave."""
@@ -167,7 +170,7 @@ class Prepared(Trainee):
         self.replica.load(source)
         for name, parameter in self.replica.model.named_parameters():
             if f"gradient/{name}" in source.names(f"gradient/{name}"):
-                parameter.grad = needed(source, f"gradient/{name}", parameter).to(parameter.device)
+                parameter.grad = shared_out(needed(source, f"gradient/{name}", parameter), like=parameter)
                 self._waiting = True
 
     def numbers(self) -> dict[str, Any]:
@@ -195,12 +198,12 @@ class Prepared(Trainee):
                 self._gate.notes.once(
                     "optimizer.step() without zero_grad() since the last: the gradients of older batches are added"
                 )
+            shown: Grads = [p.grad for p in self._parameters]
             self._update()
-            self._waiting, first = False, next((p.grad for p in self._parameters if p.grad is not None), None)
+            self._put(shown)  # a strategy that cuts gradients lets them go
+            self._waiting, first = False, next((grad for grad in shown if grad is not None), None)
             if first is not None:
                 self._used, self._used_version = weakref.ref(first), _version(first)
-            if self.replica.sharded:
-                self._put(None)
 
     _step._wrapped_by_lr_sched = True  # pyright: ignore[reportFunctionMemberAccess] - or torch's schedulers complain
 
@@ -210,11 +213,11 @@ class Prepared(Trainee):
         self._clear(set_to_none=set_to_none)
         self.replica.model.zero_grad(set_to_none=set_to_none)
 
-    def _on_gradient(self, _: Tensor) -> None:
+    def _on_gradient(self) -> None:
         if not self._gate.in_backward:
             raise UsageError(
                 "loss.backward() has reached a prepared model: its gradient would stay on this rank. Call "
-                "s.backward(loss)"
+                f"s.backward(loss){self.replica.in_lockstep * NO_OTHER_BACKWARD}"
             )
 
 
@@ -229,4 +232,4 @@ def _held_back(scheduler: Any, gate: Gate) -> None:
 
 
 def _version(grad: Tensor | None) -> int:
-    return -1 if grad is None else grad._version  # pyright: ignore[reportPrivateUsage]
+    return -1 if grad is None else own_share(grad)._version  # pyright: ignore[reportPrivateUsage]

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from paceline.errors import UsageError
+from paceline.sessions.elsewhere import replace_in_place
 from paceline.sessions.gate import Gate
 from paceline.sessions.prepared import Prepared
 from paceline.strategies.base import MakeOptimizer, Replica
@@ -38,8 +39,10 @@ def prepared(
             raise UsageError("the model has no parameter that requires a gradient: there is nothing to train")
         make = made_optimizer(model, optimizer)
         model = model.to(world.device)
+    given = [*model.parameters()]
     replica = strategy(model, make, world)
     with together(world):
+        replace_in_place(given, model)
         if callable(scheduler) and not hasattr(scheduler, "state_dict"):
             scheduler = scheduler(replica.optimizer)
         return Prepared(replica, scheduler, number, gate)

@@ -92,7 +92,7 @@ class Session(Life):
         """
         if self._opened:
             raise UsageError("s.prepare after the first batch: prepare all models before the loop")
-        make = partial(STRATEGIES[self._strategy], virtual_ranks=self._virtual_ranks)
+        make = partial(STRATEGIES[self._strategy], virtual_ranks=self._virtual_ranks, **self._options)
         part = prepared(model, optimizer, scheduler, make, self.world, len(self._parts), self._steps)
         if (origin := self._course.origin) is not None:
             with together(self.world):
@@ -230,8 +230,8 @@ def session(run_dir: str | os.PathLike[str] | None = None, **options: Any) -> Se
     Args:
         run_dir: the folder for checkpoints, events, weights and a summary; None: nothing is written.
         options: resume: go on with the run in that folder, if there is one. strategy, virtual_ranks, seed, threads:
-            as --strategy, ... of `paceline train`. checkpoint_every: steps, or a time ("10min"), beside each epoch's
-            end. track: "tensorboard", "wandb" or "mlflow", which get what s.log is given. keep, watch_every,
+            fsdp_wrap as --strategy, ... of `paceline train`. checkpoint_every: steps, or a time ("10min"), beside each
+            epoch's end. track: "tensorboard", "wandb" or "mlflow", which get what s.log is given. keep, watch_every,
             not_finite, device, backend, timeout, trust: as the flags of these names.
 
     Raises:

@@ -18,6 +18,12 @@ WORDS = (
     (rf"--(?!(?:{OF_LAUNCHERS})\b)([a-z]+)-?([a-z]*)( [0-9]+)?", None),
 )
 
+CUT = (
+    "strategy 'fsdp' has cut this model's weights over ranks: a block has its own while its forward runs. Here one was "
+    "used elsewhere: by the module around its block (then name other blocks, session(fsdp_wrap='Block'): what is in "
+    "none is there for the whole forward), in a method other than forward, or beside a tensor that is not cut"
+)
+
 
 def as_keywords(text: str) -> str:
     """`text` with session(...) in place of flags."""
@@ -27,7 +33,9 @@ def as_keywords(text: str) -> str:
 
 
 def reword(error: BaseException | None) -> None:
-    """Let an error of ours speak of keywords."""
+    """Let an error of ours speak of keywords, and one of torch's about cut tensors say what to do."""
+    if "mixed torch.Tensor and DTensor" in str(error) and error is not None:
+        error.add_note(CUT)
     if isinstance(error, PacelineError):
         error.args = (as_keywords(str(error)), *error.args[1:])
 

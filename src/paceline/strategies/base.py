@@ -65,6 +65,8 @@ class Replica:
     """makes them what they were when they were last kept"""
     alone: Callable[[MicroBatch], AbstractContextManager[None]]
     """surrounds a forward of the plain model that is only looked at: its random stream, its buffers"""
+    on_gradient: Callable[[Callable[[], None]], None]
+    """(function): calls it in each backward that reaches the model, whoever has called the backward"""
     gradients: Callable[[], list[Held]]
     """the gradients of the global batch's mean that this rank holds, by parameter; none where nobody has used it"""
     sharded: bool
@@ -105,6 +107,7 @@ def replica(
     reset: Callable[[], None] = lambda: None,
     around: Callable[[Work, bool], AbstractContextManager[Any]] = lambda _work, _is_last: nullcontext(),
     backward: Callable[[Work, bool], AbstractContextManager[Any]] = lambda _work, _is_last: nullcontext(),
+    on_gradient: Callable[[Callable[[], None]], None] | None = None,
     gradients: Callable[[], list[Held]] | None = None,
     gradient_norm: Callable[[], Tensor] | None = None,
     sharded: bool = False,
@@ -127,6 +130,7 @@ def replica(
         reset: see Replica; what the other ranks need of this one, beside dropping its gradients.
         around: (work, is it the step's last here?): surrounds a micro-batch from its forward on.
         backward: see Replica; says what becomes of the gradients.
+        on_gradient: see Replica; by default hooks on the first parameter and the last.
         gradients: see Replica; by default the parameters' .grad. `sharded`, `in_lockstep`, `gathered`, `weights` too.
         gradient_norm: the global norm of all gradients, in float64; infinite or NaN only if one of them is.
         hold_parameters: the parameters as this rank holds them, to be saved and overwritten.
@@ -171,6 +175,13 @@ def replica(
     def own_gradients() -> list[Held]:
         return [Held(name, p.grad) for name, p in named if p.grad is not None]
 
+    def on_own_gradient(act: Callable[[], None]) -> None:
+        def heard(_: Tensor) -> None:
+            act()
+
+        for parameter in {id(p): p for p in (parameters[0], parameters[-1])}.values():
+            parameter.register_post_accumulate_grad_hook(heard)
+
     held_gradients = gradients or own_gradients
 
     def clip_grad_norm(max_norm: float) -> Tensor:
@@ -210,6 +221,7 @@ def replica(
         keep_buffers=buffers.keep,
         put_back_buffers=buffers.put_back,
         alone=alone,
+        on_gradient=on_gradient or on_own_gradient,
         gradients=held_gradients,
         sharded=sharded,
         in_lockstep=in_lockstep,

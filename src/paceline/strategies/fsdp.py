@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from paceline.checkpoint.state import Held
 from paceline.checkpoint.whole import whole
-from paceline.compute.blocks import cut_into_blocks, gathered
+from paceline.compute.blocks import cut_into_blocks, gathered, on_backward
 from paceline.compute.precision import rounded_by_autocast
 from paceline.data.plan import Work
 from paceline.strategies.base import MakeOptimizer, Replica, replica
@@ -79,16 +79,19 @@ def fsdp(
     shares = _Shares(model, shapes, world)
     for group, members in zip(optimizer.param_groups, groups, strict=True):
         group["params"] = [p for name in members if (p := shares.trained(name)) is not None]
+    optimizer.register_step_pre_hook(shares.take_gradients)
     optimizer.register_step_post_hook(shares.forget_gradients)
     used = _Used(model, blocks, shares.uncut)
 
     def sync_gradients(total_weight: Tensor) -> None:
         used.agree(model, world)
-        shares.take_gradients(total_weight)
+        for held in shares.gradients():
+            divide(held.tensor, total_weight)
 
     return replica(
         model, optimizer, world, virtual_ranks=virtual_ranks, sync_gradients=sync_gradients, around=used.watching,
         gradients=shares.gradients, gradient_norm=shares.gradient_norm, sharded=True, in_lockstep=True,
+        on_gradient=lambda act: on_backward(blocks, act),
         gathered=lambda: gathered(blocks), weights=shares.weights, hold_parameters=shares.parameters,
         hold=lambda: hold_pieces(shares.pieces, shapes, optimizer, shares.uncut),
         load=lambda source: load_pieces(shares.pieces, shapes, optimizer, source, shares.uncut),
@@ -121,13 +124,14 @@ class _Shares:
         """What the optimizer updates of it here."""
         return self.pieces[name].parameter if name in self.pieces else self.uncut.get(name)
 
-    def take_gradients(self, total_weight: Tensor) -> None:
-        """The sums that have arrived, divided, become the pieces' .grad."""
+    def take_gradients(self, *_: object) -> None:
+        """For an update: the model's .grad, as it is now, becomes the pieces'."""
         for name, piece in self.pieces.items():
-            gradient = self._cut[name].grad
-            piece.parameter.grad = None if gradient is None else gradient.to_local().view(-1)
-        for held in self.gradients():
-            divide(held.tensor, total_weight)
+            piece.parameter.grad = self._gradient(name)
+
+    def _gradient(self, name: str) -> Tensor | None:
+        gradient = self._cut[name].grad
+        return None if gradient is None else gradient.to_local().view(-1)
 
     def forget_gradients(self, *_: object) -> None:
         """Let them go, for the next step's."""
@@ -139,8 +143,8 @@ class _Shares:
         """See Replica."""
         held = [Held(name, p.grad) for name, p in self.uncut.items() if p.grad is not None]
         for name, piece in self.pieces.items():
-            if piece.parameter.grad is not None:
-                held.append(Held(name, piece.parameter.grad, self._shapes[name], piece.start, replicated=False))
+            if (gradient := self._gradient(name)) is not None:
+                held.append(Held(name, gradient, self._shapes[name], piece.start, replicated=False))
         return held
 
     def gradient_norm(self) -> Tensor:
