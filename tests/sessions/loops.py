@@ -223,14 +223,16 @@ def penalty(s: Any) -> nn.Module:
 
 
 def existing(s: Any) -> nn.Module:
-    """A DataLoader that shuffles by torch's stream, and one with an order of its own for weights."""
+    """DataLoaders that shuffle by torch's stream and by a generator, and one with an order of its own for weights."""
     model, optimizer = s.prepare(net(6, 8, 3), adam)
     torch.manual_seed(5)
     weighted = WeightedRandomSampler(torch.arange(1.0, N + 1), 40)
     shuffled = s.loader(DataLoader(data(), batch_size=GLOBAL, shuffle=True, drop_last=True))
     sampled = s.loader(DataLoader(data(), batch_size=10, sampler=weighted))
+    own = torch.Generator().manual_seed(7)
+    by_generator = s.loader(DataLoader(data(), batch_size=GLOBAL, shuffle=True, generator=own))
     for _ in s.epochs(EPOCHS):
-        for loader in (shuffled, sampled):
+        for loader in (shuffled, sampled, by_generator):
             for x, y in loader:
                 optimizer.zero_grad()
                 s.backward(F.cross_entropy(model(x), y))
@@ -306,6 +308,21 @@ def part_by_part(s: Any) -> nn.Module:
     return model
 
 
+def by_closure(s: Any) -> nn.Module:
+    model, optimizer = s.prepare(net(6, 8, 3), adam)
+    for _ in s.epochs(EPOCHS):
+        for x, y in s.loader(data(), global_batch=GLOBAL):
+
+            def closure(x: Tensor = x, y: Tensor = y) -> Tensor:
+                optimizer.zero_grad()
+                loss = F.cross_entropy(model(x), y)
+                s.backward(loss)
+                return loss
+
+            assert optimizer.step(closure) > 0
+    return model
+
+
 def frozen(s: Any) -> nn.Module:
     model = net(6, 8, 8, 3)
     model[0].requires_grad_(False)
@@ -322,7 +339,7 @@ def frozen(s: Any) -> nn.Module:
 Loop = Callable[[Any], nn.Module]
 EVERYWHERE: tuple[Loop, ...] = (
     classic, clear_at_the_end, per_sample, summed, tokens, two_losses, gan, penalty, existing, streamed, averaged,
-    averaged_by_hand, part_by_part, frozen,
+    averaged_by_hand, part_by_part, by_closure, frozen,
 )  # fmt: skip
 """right for any number of virtual ranks, and the same bits under `exact`"""
 ONE_BODY: tuple[Loop, ...] = (two_rounds, accumulated, gan_as_it_was)

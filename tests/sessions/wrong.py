@@ -79,9 +79,14 @@ def scheduler_not_prepared(s: Any) -> None:
         scheduler.step()
 
 
+class Twice(SGD):
+    """It might call a closure at two places."""
+
+
 @case()
 def closure(s: Any) -> None:
-    model, optimizer, train = ready(s)
+    model, _, train = ready(s)
+    model, optimizer = s.prepare(model, Twice(model.parameters(), lr=0.1))
     for x, y in train:
         s.backward(F.cross_entropy(model(x), y))
         optimizer.step(lambda: None)
@@ -325,6 +330,25 @@ def trained_on_parts(s: Any, stream: Any) -> None:
 @case()
 def worker_init(s: Any) -> None:
     s.loader(DataLoader(DATA, batch_size=2, worker_init_fn=print))
+
+
+@case()
+def batches_out_of_order(s: Any) -> None:
+    s.loader(DataLoader(DATA, batch_size=2, num_workers=1, in_order=False))
+
+
+@case()
+def whole_batches(s: Any) -> None:
+    s.loader(DataLoader(DATA, batch_size=None))
+
+
+@case()
+def processes_that_should_stay(s: Any) -> None:
+    """No error: said."""
+    words: list[str] = []
+    s.print = words.append
+    s.loader(DataLoader(DATA, batch_size=2, num_workers=1, persistent_workers=True))
+    raise UsageError("; ".join(words))
 
 
 @case()

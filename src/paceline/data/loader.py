@@ -12,7 +12,7 @@ import re
 import signal
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import tee
 from signal import strsignal
@@ -60,6 +60,8 @@ class Loading:
     box: Box | None = None
     """where the worker processes write which sample they work on"""
     evaluates: bool = False
+    workers: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """settings of torch's DataLoader for these processes, where there are any: timeout, prefetch_factor, ..."""
 
 
 def load_steps(
@@ -127,6 +129,7 @@ def _by_loader(dataset: Dataset[Any], requests: Iterable[Request], seed: int, lo
         pin_memory=loading.device.type == "cuda",
         worker_init_fn=partial(begin_worker, os.getpid()) if loading.num_workers else None,
         generator=torch.Generator().manual_seed(0),  # else DataLoader draws its base seed from the global stream
+        **(loading.workers if loading.num_workers else {}),
     )
     with closing(drained(iter(loader), box)) as batches:
         yield from batches

@@ -233,6 +233,7 @@ def read_chunks(reader: Reader, loading: Loading) -> Generator[Stretch]:
             DataLoader(
                 reader, batch_size=None, num_workers=1, collate_fn=_as_it_is, pin_memory=loading.device.type == "cuda",
                 worker_init_fn=partial(begin_worker, os.getpid()), generator=torch.Generator().manual_seed(0),
+                **loading.workers,
             )
         )  # fmt: skip
     with closing(drained(chunks, box)) as read_on:

@@ -43,9 +43,9 @@ def check_taken(loader: DataLoader[Any]) -> None:
     """
     odd = {
         "batch_size=None: its dataset gives whole batches": loader.batch_sampler is None,
-        "worker_init_fn (each sample's randomness is seeded by its number)": loader.worker_init_fn is not None,
-        "a timeout": loader.timeout > 0,
-        "an in_order=False": not getattr(loader, "in_order", True),
+        "worker_init_fn (randomness is seeded by a sample's number; what a process needs, a file that is open say, "
+        "the dataset can make when it is first asked for a sample)": loader.worker_init_fn is not None,
+        "in_order=False": not getattr(loader, "in_order", True),
     }
     if found := [words for words, so in odd.items() if so]:
         raise UsageError(
@@ -57,6 +57,15 @@ def check_taken(loader: DataLoader[Any]) -> None:
 def own_collate(loader: DataLoader[Any]) -> Any:
     """Its function from samples to a batch; None for torch's own."""
     return None if loader.collate_fn is default_collate else loader.collate_fn
+
+
+def own_workers(loader: DataLoader[Any]) -> dict[str, Any]:
+    """Its settings for its processes, but their number."""
+    return {
+        "timeout": loader.timeout,
+        "prefetch_factor": loader.prefetch_factor,
+        "multiprocessing_context": loader.multiprocessing_context,
+    }
 
 
 def keeps_order(loader: DataLoader[Any]) -> bool:

@@ -12,7 +12,7 @@ from paceline.data.loader import Loading
 from paceline.data.plan import BatchPlan, Tail
 from paceline.data.streams import ENDLESS, StreamPlan, is_stream
 from paceline.errors import UsageError
-from paceline.sessions.existing import check_taken, covers_all, keeps_order, own_collate
+from paceline.sessions.existing import check_taken, covers_all, keeps_order, own_collate, own_workers
 from paceline.sessions.loader import Loader, Run, StreamLoader
 from paceline.worker.world import World
 
@@ -48,7 +48,9 @@ def planned(
         if twice := [name for name, value in given.items() if value is not None]:
             raise UsageError(f"s.loader(DataLoader, {twice[0]}=...): the DataLoader says that already")
         existing, dataset = data, data.dataset
-        loading = replace(loading, num_workers=data.num_workers, collate=own_collate(data))
+        loading = replace(loading, num_workers=data.num_workers, collate=own_collate(data), workers=own_workers(data))
+        if data.persistent_workers:
+            say("NOTE: persistent_workers=True: a session starts a loader's processes anew in each epoch")
         batch = data.batch_size or max(len(dataset) // max(1, len(data)), 1)
         global_batch = batch * virtual_ranks * accumulation if per_rank else batch
         if per_rank and not is_stream(dataset):

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -190,8 +191,12 @@ class Prepared(Trainee):
             parameter.grad = grad
 
     def _step(self, closure: Any = None) -> Any:
-        if closure is not None:
-            raise UsageError("optimizer.step(closure): a prepared optimizer takes no closure; call s.backward(loss)")
+        if closure is not None and not type(self.optimizer).__module__.startswith("torch.optim."):
+            raise UsageError(
+                f"optimizer.step(closure): {type(self.optimizer).__name__} may call it several times in a step. Only "
+                "torch's own optimizers, which call it once, take one here: call s.backward(loss), then step()"
+            )
+        loss = closure() if closure is not None else None
         self.optimizer._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]
         if self._gate.may_update(self):
             if self._adds_to_used:
@@ -204,6 +209,7 @@ class Prepared(Trainee):
             self._waiting, first = False, next((grad for grad in shown if grad is not None), None)
             if first is not None:
                 self._used, self._used_version = weakref.ref(first), _version(first)
+        return loss
 
     _step._wrapped_by_lr_sched = True  # pyright: ignore[reportFunctionMemberAccess] - or torch's schedulers complain
 
