@@ -91,7 +91,7 @@ soak-faults: $(STAMP)  ## let 57 things go wrong, 5 times, torchrun beside it; w
 soak-quiet: $(STAMP)  ## an hour of what only looks like a hang; see that the guard is silent
 	$(BIN)/python tests/launch/soak_quiet.py --minutes 60 --out benchmarks/results/quiet.json
 
-soak-sessions: $(STAMP)  ## the five scripts of examples/classic: equal to their originals, and to themselves after kills
+soak-sessions: $(STAMP)  ## the six scripts of examples/classic: equal to their originals, and to themselves after kills
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[hf]'
 	PYTHONPATH=. $(BIN)/python tests/sessions/soak_classic.py --out benchmarks/results/classic.json
 

@@ -1,4 +1,4 @@
-"""The five scripts of examples/classic: equal to their single-device originals, and to themselves after kills.
+"""The six scripts of examples/classic: equal to their single-device originals, and to themselves after kills.
 
     PYTHONPATH=. python tests/sessions/soak_classic.py --out benchmarks/results/classic.json
 
@@ -35,6 +35,7 @@ SCRIPTS = {
     "gan": ("--samples", "800", "--noise"),
     "lm": ("--samples", "400", "--dropout"),
     "classifier": ("--samples", "300", "--dropout"),
+    "gpt2": ("--samples", "300", "--dropout"),
 }
 SIZES = (1, 2, 3)
 SETTINGS = 'paceline.session({folder!r}, resume=True, strategy="exact", virtual_ranks=6, checkpoint_every=4)'

@@ -1,4 +1,4 @@
-"""The five classic scripts: few lines change, and the result does not. `make soak-sessions` looks at more of them."""
+"""The six classic scripts: few lines change, and the result does not. `make soak-sessions` looks at more of them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import pytest
 from tests.sessions import soak_classic
 from tests.sessions.soak_classic import CLASSIC, SCRIPTS
 
-MOST_LINES = {"mnist": 8, "vae": 7, "gan": 9, "lm": 7, "classifier": 6}
+MOST_LINES = {"mnist": 8, "vae": 7, "gan": 9, "lm": 7, "classifier": 6, "gpt2": 6}
+OF_HUGGING_FACE = ("classifier", "gpt2")
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -25,14 +26,18 @@ def test_few_lines_change(name: str) -> None:
 )
 @pytest.mark.timeout(120)
 def test_the_original_is_equalled(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if name == "classifier" and importlib.util.find_spec("transformers") is None:
+    if name in OF_HUGGING_FACE and importlib.util.find_spec("transformers") is None:
         pytest.skip("needs transformers: pip install -e '.[hf]'")
     monkeypatch.setattr(soak_classic, "SIZES", (2,))
     monkeypatch.setitem(SCRIPTS, name, (SCRIPTS[name][0], "200", SCRIPTS[name][2]))
     assert soak_classic.apart(name, tmp_path) <= 1e-12
 
 
-CUT = {"lm": "strategy='fsdp', fsdp_wrap='TransformerEncoderLayer'", "classifier": "strategy='fsdp'"}
+CUT = {
+    "lm": "strategy='fsdp', fsdp_wrap='TransformerEncoderLayer'",
+    "classifier": "strategy='fsdp'",
+    "gpt2": "strategy='fsdp'",
+}
 
 
 @pytest.mark.slow
@@ -41,7 +46,7 @@ CUT = {"lm": "strategy='fsdp', fsdp_wrap='TransformerEncoderLayer'", "classifier
 def test_it_is_equalled_where_the_model_is_cut_over_ranks(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if name == "classifier" and importlib.util.find_spec("transformers") is None:
+    if name in OF_HUGGING_FACE and importlib.util.find_spec("transformers") is None:
         pytest.skip("needs transformers: pip install -e '.[hf]'")
     monkeypatch.setattr(soak_classic, "SIZES", (1, 3))
     monkeypatch.setitem(SCRIPTS, name, (SCRIPTS[name][0], "200", SCRIPTS[name][2]))
