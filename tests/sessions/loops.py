@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, IterableDataset, StackDataset, TensorDataset, WeightedRandomSampler
 
 import paceline
 from paceline.data.plan import BatchPlan
@@ -323,6 +323,19 @@ def by_closure(s: Any) -> nn.Module:
     return model
 
 
+def paired(s: Any) -> nn.Module:
+    """What two zipped loops are for: labelled and unlabelled samples side by side."""
+    model, optimizer = s.prepare(net(6, 8, 3), adam)
+    unlabelled = TensorDataset(data().tensors[0].flip(0))
+    train = s.loader(DataLoader(StackDataset(data(), unlabelled), batch_size=GLOBAL))
+    for _ in s.epochs(EPOCHS):
+        for (x, y), (u,) in train:
+            optimizer.zero_grad()
+            s.backward(F.cross_entropy(model(x), y) + 0.1 * (model(u) - model(-u)).square().mean())
+            optimizer.step()
+    return model
+
+
 def frozen(s: Any) -> nn.Module:
     model = net(6, 8, 8, 3)
     model[0].requires_grad_(False)
@@ -339,7 +352,7 @@ def frozen(s: Any) -> nn.Module:
 Loop = Callable[[Any], nn.Module]
 EVERYWHERE: tuple[Loop, ...] = (
     classic, clear_at_the_end, per_sample, summed, tokens, two_losses, gan, penalty, existing, streamed, averaged,
-    averaged_by_hand, part_by_part, by_closure, frozen,
+    averaged_by_hand, part_by_part, by_closure, paired, frozen,
 )  # fmt: skip
 """right for any number of virtual ranks, and the same bits under `exact`"""
 ONE_BODY: tuple[Loop, ...] = (two_rounds, accumulated, gan_as_it_was)

@@ -28,7 +28,7 @@ TOLD = {
     "step_before_the_last_backward": "comes without it",
     "into_a_model_that_has_stepped": "only=optimizer",
     "left_in_the_middle_of_a_step": "middle of the step at epoch 1, batch 1",
-    "two_loops_at_once": "two training loops at once",
+    "two_loops_at_once": "s.loader(StackDataset(labelled, unlabelled)",
     "evaluation_before_the_last_micro_batch": "`if s.last:`",
     "evaluated_with_the_buffers_of_one": "with s.evaluating()",
     "clipped_where_gradients_are_cut": "s.clip_grad_norm(max_norm)",

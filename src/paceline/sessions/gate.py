@@ -48,6 +48,14 @@ class Gate(Steps):
         self.begin_update()
         return True
 
+    def check_only_loop(self) -> None:
+        """Raise UsageError where a training loop begins in the body of another."""
+        if self.body is not None:
+            raise UsageError(
+                "two training loops at once: their steps cannot be told apart. Let one follow the other; for pairs of "
+                "two datasets make one of both, s.loader(StackDataset(labelled, unlabelled), ...)"
+            )
+
     def check_evaluation(self) -> None:
         """Raise UsageError where a model is evaluated with buffers of one virtual rank."""
         if not self.merged and self.body is None:

@@ -92,8 +92,7 @@ class Loop(Ranks):
                 restore()
 
     def _train(self, loader: Loader) -> Generator[Any]:
-        if self._steps.body is not None:
-            raise UsageError("two training loops at once: their steps cannot be told apart. Let one follow the other")
+        self._steps.check_only_loop()
         where, steps, start = self._where, self._steps, 0
         goes_on = self._resumed
         if goes_on is not None:
