@@ -22,7 +22,7 @@ import msgspec
 
 from paceline.bench.fit import HeldOut, fit_model, hold_out
 from paceline.bench.model import Machine
-from paceline.bench.network import parse_network
+from paceline.bench.model import parse_network
 from paceline.bench.runs import read_runs, weight_bytes
 from paceline.bench.scale_report import parts_of, usual
 from paceline.host.cgroup import usable_cores

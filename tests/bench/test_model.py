@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.bench.fit import fit_model, hold_out
-from paceline.bench.model import Machine, Model
-from paceline.bench.network import Network
+from paceline.bench.model import Machine, Model, Network
 from paceline.bench.runs import At
 from paceline.bench.shares import StepParts
 

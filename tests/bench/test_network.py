@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.bench.network import Network, parse_network
+from paceline.bench.model import Network, parse_network
 from paceline.errors import UsageError
 
 

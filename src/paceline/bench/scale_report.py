@@ -11,8 +11,7 @@ import msgspec
 
 from paceline.bench.compare_report import Spread, spread
 from paceline.bench.fit import HeldOut, Points, fit_model
-from paceline.bench.model import Machine
-from paceline.bench.network import Network
+from paceline.bench.model import Machine, Network
 from paceline.bench.runs import At, Run, Runs, Spent
 from paceline.bench.shares import Share, StepParts, backward_per_forward, lost_strong, lost_weak, take_apart
 

@@ -14,8 +14,7 @@ from typing import Literal
 import tyro
 
 from paceline.bench.fit import hold_out
-from paceline.bench.model import Machine
-from paceline.bench.network import parse_network
+from paceline.bench.model import Machine, parse_network
 from paceline.bench.rounds import MeasuredRounds, ProcessSet, folder_of
 from paceline.bench.runs import At, Run, Runs, comparable, over_network, read_run, read_runs, weight_bytes
 from paceline.bench.scale_report import Scaled, ahead_of, lost_of, parts_of, usual
