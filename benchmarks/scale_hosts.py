@@ -21,10 +21,9 @@ from typing import Any
 import msgspec
 
 from paceline.bench.fit import HeldOut, fit_model, hold_out
-from paceline.bench.model import Machine
-from paceline.bench.model import parse_network
+from paceline.bench.model import Machine, parse_network
 from paceline.bench.runs import read_runs, weight_bytes
-from paceline.bench.scale_report import parts_of, usual
+from paceline.bench.scale import parts_of, usual
 from paceline.host.cgroup import usable_cores
 from race.quiet import wait_until_idle
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.bench.advice import advise
-from paceline.bench.compare_report import Row, Spread
+from paceline.bench.compare import Row, Spread
 from paceline.bench.spec import Memory
 
 EXACT = ("exact", "zero")

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.bench.compare_report import bits_of, compared_rows, spread
+from paceline.bench.compare import bits_of, compared_rows, spread
 from paceline.bench.spec import Measurement
 
 EXACT = ("exact",)

@@ -10,8 +10,7 @@ from tests.bench.made_up import Rank, lockstep
 from paceline.bench.fit import hold_out
 from paceline.bench.model import Machine
 from paceline.bench.runs import At, Run, Runs
-from paceline.bench.scale_report import Lost, lost_of, parts_of, usual
-from paceline.bench.scale_table import held_words, loss_sentence
+from paceline.bench.scale import Lost, held_words, loss_sentence, lost_of, parts_of, usual
 
 ROOMY, NARROW = Machine(64, 1, 1_000_000), Machine(2, 2, 1_000_000)
 ALONE = lockstep([Rank()])

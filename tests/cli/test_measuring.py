@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from tests.bench.typed import typed
 
-from paceline.bench.compare_report import compared_rows
+from paceline.bench.compare import compared_rows
 from paceline.bench.rounds import MeasuredRounds
 from paceline.bench.spec import Measurement
 from paceline.cli import compare, scale

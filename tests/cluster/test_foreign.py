@@ -18,7 +18,7 @@ from paceline.worker.foreign import device_per_task, understood
 MEETS = """
 import os, sys
 os.environ["GLOO_SOCKET_IFNAME"] = "eth0" if os.uname().nodename in ("n1", "n2", "n3", "n4") else "lo"
-from paceline.worker.tell import tell
+from paceline.worker.attach import tell
 from paceline.worker.attach import leave
 from paceline.worker.world import World, joined
 try:

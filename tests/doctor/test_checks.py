@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from tests.doctor.surveys import HOSTS, facts, gpu, survey
 
-from paceline.doctor.links import rounds
 from paceline.doctor.messages import Disk, Done, File, Files, LinkSpeed, Rehearsed
 from paceline.doctor.report import run_checks
+from paceline.doctor.survey import rounds
 from paceline.host.compare import compare_hosts
 from paceline.host.facts import Address, Limit
 

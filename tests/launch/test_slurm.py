@@ -22,9 +22,8 @@ from paceline.errors import UsageError
 from paceline.launch.job import Allocation, Job
 from paceline.launch.slurm.allocation import Granted, check_allocation, in_allocation
 from paceline.launch.slurm.partitions import Nodes, misfit, parse_sinfo
-from paceline.launch.slurm.plan import slurm
+from paceline.launch.slurm.plan import batch_script, slurm
 from paceline.launch.slurm.queue import JobState, parse_job, submit_environment
-from paceline.launch.slurm.script import batch_script
 
 JOB = Job(
     argv=("/usr/bin/python3", "-m", "paceline", "train", "--config", "/runs/a/submit-1/config.toml"),

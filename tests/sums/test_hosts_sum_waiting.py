@@ -14,7 +14,7 @@ from paceline.contract import boxes
 from paceline.contract.evidence import Evidence, VerdictKind
 from paceline.errors import ExitCode
 from paceline.guard.judge import judge
-from paceline.guard.standing import to_free, waits
+from paceline.guard.pace import to_free, waits
 from paceline.guard.story import read_verdict
 from paceline.worker.bootstrap import worker_command
 

@@ -21,7 +21,7 @@ RANK = """
 import sys
 import paceline.worker.meeting as meeting
 meeting.FIRST_WORD_SECONDS = meeting.NEXT_WORD_SECONDS = 0.5  # 10 s and 30 s for people
-from paceline.worker.tell import tell
+from paceline.worker.attach import tell
 from paceline.worker.attach import leave
 from paceline.worker.world import World, joined
 try:

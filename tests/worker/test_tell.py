@@ -10,7 +10,7 @@ import pytest
 WORKER = """
 import atexit, sys
 from paceline.errors import UsageError
-from paceline.worker.tell import run_worker
+from paceline.worker.attach import run_worker
 
 def main(arguments):
     atexit.register(print, "tidied up")

@@ -51,7 +51,9 @@ def read_plan(options: argparse.Namespace) -> NodePlan | None:
         UsageError: when there is no plan to be had, or it leaves open what nothing says.
     """
     try:
-        line = _first_line() if options.plan is None else _of_file(options.plan)
+        # what a plan says is run: nobody else may have written it
+        file = options.plan and options.plan.parent.resolve() / options.plan.name
+        line = read(file, limit_bytes=MAX_PLAN_BYTES, ours=True) if file else _first_line()
         if not line:
             return None
         plan = msgspec.json.decode(line, type=NodePlan)
@@ -72,11 +74,6 @@ def read_plan(options: argparse.Namespace) -> NodePlan | None:
     if plan.nodes > 1 and plan.node > 0 and not plan.head:
         raise UsageError("which machine is node 0? --head NAME")
     return plan
-
-
-def _of_file(path: Path) -> bytes:
-    """What a plan says is run: nobody else may have written it."""
-    return read(path.parent.resolve() / path.name, limit_bytes=MAX_PLAN_BYTES, ours=True)
 
 
 def _first_line() -> bytes:

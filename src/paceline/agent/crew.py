@@ -11,22 +11,9 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
+from paceline.agent import messages as m
 from paceline.agent.channel import Link
 from paceline.agent.door import Door
-from paceline.agent.messages import (
-    BEAT_SECONDS,
-    Alive,
-    Ask,
-    Beat,
-    Hello,
-    Message,
-    Ordered,
-    Reached,
-    RunOver,
-    Shown,
-    StartOrder,
-    StartReply,
-)
 from paceline.contract.evidence import Evidence, Sample
 from paceline.contract.node_plan import NodePlan
 from paceline.contract.orders import STOP_SIGNALS, Orders
@@ -37,17 +24,17 @@ FAREWELL_SECONDS = 3.0
 class RemoteNode:
     """One other node."""
 
-    def __init__(self, hello: Hello, link: Link) -> None:
+    def __init__(self, hello: m.Hello, link: Link) -> None:
         self.hello, self.link = hello, link
         self.clock_ahead_seconds = hello.facts.wall_seconds - time.time()  # less the milliseconds of the way here
         self.ranks = range(0)  # in this generation
-        self.beat = Beat(-1)
+        self.beat = m.Beat(-1)
         self.asked = 0  # the number of the last question
         self.shown: list[Evidence] | None = None  # its answer, once it is whole
         self._arrived: list[Evidence] = []
         self._samples: dict[int, Sample] = {}  # by rank
-        self.reached: Reached | None = None
-        self.started: StartReply | None = None
+        self.reached: m.Reached | None = None
+        self.started: m.StartReply | None = None
         self.lost = ""  # why it no longer takes part; empty while it does
 
     @property
@@ -55,10 +42,10 @@ class RemoteNode:
         """For people."""
         return f"node {self.hello.node} ({self.hello.facts.host})"
 
-    def start(self, start: StartOrder) -> None:
+    def start(self, start: m.StartOrder) -> None:
         """Have it start its part of a generation."""
         self.ranks = range(start.first_rank, start.first_rank + self.hello.nproc)
-        self.beat, self._samples, self.started = Beat(start.generation), {}, None
+        self.beat, self._samples, self.started = m.Beat(start.generation), {}, None
         self.link.send(start)
 
     def samples(self) -> list[Sample]:
@@ -72,31 +59,31 @@ class RemoteNode:
         lost = f"{self.name} is lost: {self.lost}"
         return replace(known, lost=lost, ended_seconds=self.link.heard_seconds, failure=None, words="")
 
-    def ask(self, question: Ask) -> None:
+    def ask(self, question: m.Ask) -> None:
         """Have it find out what exactly its workers do."""
         self.asked, self.shown, self._arrived = question.question, None, []
         self.link.send(question)
 
-    def hear(self, message: Message) -> None:
+    def hear(self, message: m.Message) -> None:
         """Take in what it says."""
         match message:
-            case Beat() if message.generation < self.beat.generation:
+            case m.Beat() if message.generation < self.beat.generation:
                 pass  # it was on its way when the next generation was started
-            case Beat():
+            case m.Beat():
                 self.beat = message
                 if message.workers:
                     now = time.monotonic()
                     self._samples = {one.rank: one.turned(now) for one in message.workers}
-            case Shown():
+            case m.Shown():
                 self._hear_answer(message)
-            case StartReply():
+            case m.StartReply():
                 self.started = message
-            case Reached():
+            case m.Reached():
                 self.reached = message
             case _:
                 self.link.end("it sent what only a head sends")
 
-    def _hear_answer(self, answer: Shown) -> None:
+    def _hear_answer(self, answer: m.Shown) -> None:
         if answer.question == self.asked and answer.evidence is None:
             self.shown = self._arrived
         elif answer.question == self.asked and answer.evidence and len(self._arrived) < self.hello.nproc:
@@ -144,21 +131,21 @@ class Crew:
         """Return after `seconds`, or earlier when something happens; what other nodes have sent is taken in by then."""
         if self._door is None:
             return self._orders.wait(seconds)
-        links = [m.link for m in self.here if not m.link.ended]
-        self._orders.wait(min(seconds, BEAT_SECONDS), [*self._door.sockets(), *links])
+        links = [one.link for one in self.here if not one.link.ended]
+        self._orders.wait(min(seconds, m.BEAT_SECONDS), [*self._door.sockets(), *links])
         for link, messages in self._door.arrived():
             self._welcome(link, messages)
         for member in self.here:
             self._hear(member, member.link.receive())
             member.lost = member.link.ended
-        if time.monotonic() > self._beat_seconds + BEAT_SECONDS:
+        if time.monotonic() > self._beat_seconds + m.BEAT_SECONDS:
             self._beat_seconds = time.monotonic()
-            self.send(Alive())
+            self.send(m.Alive())
         return None
 
-    def _welcome(self, link: Link, messages: Sequence[Message]) -> None:
+    def _welcome(self, link: Link, messages: Sequence[m.Message]) -> None:
         hello = messages[0]
-        if not isinstance(hello, Hello):
+        if not isinstance(hello, m.Hello):
             return link.end("it did not say who it is")
         who = f"node {hello.node} ({hello.facts.host}, pid {hello.facts.pid})"
         if not 0 < hello.node < self._plan.nodes or hello.nodes != self._plan.nodes:
@@ -169,17 +156,17 @@ class Crew:
         else:
             member = self.members[hello.node] = RemoteNode(hello, link)
             return self._hear(member, messages[1:])
-        link.send(RunOver(2))
+        link.send(m.RunOver(2))
         return link.end("not taken")
 
-    def _hear(self, member: RemoteNode, messages: Sequence[Message]) -> None:
+    def _hear(self, member: RemoteNode, messages: Sequence[m.Message]) -> None:
         for message in messages:
-            if isinstance(message, Ordered):
+            if isinstance(message, m.Ordered):
                 self._told.setdefault(member.hello.node, []).append(message.signal)
             else:
                 member.hear(message)
 
-    def send(self, message: Message) -> None:
+    def send(self, message: m.Message) -> None:
         """Tell all that take part."""
         for member in self.here:
             member.link.send(message)
@@ -190,9 +177,9 @@ class Crew:
 
     def end(self, code: int) -> None:
         """Tell all that the run is over, and wait a little until they are gone: they must be gone before us."""
-        self.send(RunOver(code))
+        self.send(m.RunOver(code))
         deadline = time.monotonic() + FAREWELL_SECONDS
-        while (links := [m.link for m in self.here if not m.link.ended]) and time.monotonic() < deadline:
+        while (links := [one.link for one in self.here if not one.link.ended]) and time.monotonic() < deadline:
             select.select(links, [], [], max(0.0, deadline - time.monotonic()))
             for link in links:
                 link.receive()

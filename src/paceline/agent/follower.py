@@ -10,27 +10,9 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from paceline.agent.answering import Answering
+from paceline.agent import messages as m
 from paceline.agent.channel import Link
-from paceline.agent.gather import interface_of, try_to_reach
-from paceline.agent.join import join
-from paceline.agent.messages import (
-    BEAT_SECONDS,
-    PROOF,
-    Alive,
-    Ask,
-    Beat,
-    Hello,
-    Message,
-    Ordered,
-    Reach,
-    Reached,
-    Release,
-    RunOver,
-    StartOrder,
-    StartReply,
-    Stop,
-)
+from paceline.agent.gather import interface_of, join, try_to_reach
 from paceline.agent.start import Inherited
 from paceline.agent.workers import Workers
 from paceline.contract.node_plan import NodePlan
@@ -38,7 +20,7 @@ from paceline.contract.orders import REMOTE_GRACE_SECONDS, Orders
 from paceline.disk import writing
 from paceline.disk.reading import read
 from paceline.errors import ExitCode, UsageError
-from paceline.guard.collect import ADVANCE_SECONDS
+from paceline.guard.collect import ADVANCE_SECONDS, Collection
 from paceline.guard.samples import sample_seconds
 from paceline.host.facts import gather as gather_facts
 from paceline.observe.terminal import say
@@ -53,7 +35,7 @@ class Follower:
     def __init__(self, plan: NodePlan, orders: Orders, inherited: Inherited, settled: Callable[[], None]) -> None:
         self.plan, self.orders = plan, orders
         self._inherited = inherited
-        self._answering = Answering()
+        self._collection: Collection | None = None  # what the workers are being asked for the head
         self._sample_seconds = min(LOOK_SECONDS, sample_seconds(plan.stall_after))
         self._settled = settled  # called when the workers are started
         self._code: int | None = None
@@ -86,41 +68,41 @@ class Follower:
         plan = self.plan
         self.plan = replace(plan, master_addr=link.peer_address, interface=interface_of(facts, link.own_address))
         with socket.create_server(("", 0)) as probe:  # open until the run ends: others may try it late
-            link.send(Hello(plan.node, plan.nodes, plan.nproc, probe.getsockname()[1], facts))
+            link.send(m.Hello(plan.node, plan.nodes, plan.nproc, probe.getsockname()[1], facts))
             while self._code is None:
-                self.orders.wait(ADVANCE_SECONDS if self._answering.busy else self._sample_seconds, [link])
+                self.orders.wait(ADVANCE_SECONDS if self._collection is not None else self._sample_seconds, [link])
                 for message in link.receive():
                     self._do(message, link)
                 self._pass_on(link)
                 if workers := self._workers:
                     if workers.stopping and not workers.swept and not workers.seconds_left:
                         workers.sweep()
-                    self._answering.work(link, workers)
+                    self._answer(link, workers)
                 self._report(link)
                 if self._code is None and (why := self._head_lost(link)):
                     return self._alone(why)
         return self._code
 
-    def _do(self, message: Message, link: Link) -> None:
+    def _do(self, message: m.Message, link: Link) -> None:
         match message:
-            case Reach(peers):
-                link.send(Reached(tuple(try_to_reach(os.uname().nodename, peers))))
-            case StartOrder():
+            case m.Reach(peers):
+                link.send(m.Reached(tuple(try_to_reach(os.uname().nodename, peers))))
+            case m.StartOrder():
                 link.send(self._start(message))
-            case Ask() | Release():
+            case m.Ask() | m.Release():
                 if self._workers is not None:
-                    self._answering.hear(message, self._workers)
-            case Stop(grace_seconds):
+                    self._answer(link, self._workers, message)
+            case m.Stop(grace_seconds):
                 if self._workers is not None:
                     self._workers.stop(grace_seconds)
-            case RunOver(code):
+            case m.RunOver(code):
                 self._code = code
-            case Alive():
+            case m.Alive():
                 pass
             case _:
                 link.end("it sent what only a node sends")
 
-    def _start(self, start: StartOrder) -> StartReply:
+    def _start(self, start: m.StartOrder) -> m.StartReply:
         plan = replace(
             self.plan,
             first_rank=start.first_rank,
@@ -139,10 +121,10 @@ class Follower:
             self._workers = Workers.start(plan, start.generation, self._inherited)
             self._settled()
         except UsageError as error:
-            return StartReply(start.generation, f"{who}: {error}")
+            return m.StartReply(start.generation, f"{who}: {error}")
         except OSError as error:
-            return StartReply(start.generation, f"{who}: the workers cannot be started: {error}")
-        return StartReply(start.generation)
+            return m.StartReply(start.generation, f"{who}: the workers cannot be started: {error}")
+        return m.StartReply(start.generation)
 
     def _find_folder(self, attempt_dir: Path, proof: str) -> None:
         if not proof:  # any script's: its logs may lie on each host for themselves
@@ -157,28 +139,46 @@ class Follower:
                 )
             time.sleep(0.1)
 
+    def _answer(self, link: Link, workers: Workers, message: m.Ask | m.Release | None = None) -> None:
+        """This node's part in the guard: do what the head asks, or say what there is to say now. Never waits."""
+        try:
+            match message:
+                case m.Ask(question, patience_seconds):
+                    self._collection = workers.collect(question, patience_seconds)
+                case m.Release(ranks, word):
+                    workers.release(ranks, word.encode())
+                case None:
+                    if (collection := self._collection) is not None and collection.advance():
+                        self._collection, now = None, time.monotonic()
+                        for evidence in collection.evidence(workers.samples()):
+                            link.send(m.Shown(collection.question, evidence.turned(now)))
+                        link.send(m.Shown(collection.question, None))
+        except Exception as error:  # the guard is never the cause of anything
+            self._collection = None
+            say(f"warning: the guard of this node has failed, and is off: {type(error).__name__}: {error}")
+
     def _pass_on(self, link: Link) -> None:
         """Orders from outside are the head's to carry out; should it not, this node ends by itself."""
         fresh = self.orders.signals[self._told :]
         self._told += len(fresh)
         for number in fresh:
-            link.send(Ordered(int(number)))
+            link.send(m.Ordered(int(number)))
         if self.orders.launcher_gone and not self._said_gone:
             self._said_gone = True
-            link.send(Ordered(0))
+            link.send(m.Ordered(0))
         if self.orders.given and self._patience_seconds == float("inf"):
             grace = REMOTE_GRACE_SECONDS if self.orders.launcher_gone else self.plan.stop_grace_seconds
             self._patience_seconds = time.monotonic() + grace + HEAD_STOP_SECONDS
 
     def _report(self, link: Link) -> None:
         now = time.monotonic()
-        beat = Beat(self._number, stopped=True)
+        beat = m.Beat(self._number, stopped=True)
         if own := self._workers:
             workers = tuple(one.turned(now) for one in own.samples())
-            beat = Beat(own.number, workers, own.oom_kills(), own.swept, tuple(own.left))
+            beat = m.Beat(own.number, workers, own.oom_kills(), own.swept, tuple(own.left))
         news = [(beat.generation, beat.stopped), *((one.code, one.failure is None) for one in beat.workers)]
         often = self._workers is not None and not self.plan.stall_after.off  # for the guard
-        if news != self._news or now >= self._sent_seconds + (self._sample_seconds / 2 if often else BEAT_SECONDS):
+        if news != self._news or now >= self._sent_seconds + (self._sample_seconds / 2 if often else m.BEAT_SECONDS):
             self._news, self._sent_seconds = news, now
             link.send(beat)
 
@@ -206,6 +206,6 @@ class Follower:
 
 def _holds(attempt_dir: Path, proof: str) -> bool:
     try:
-        return read(attempt_dir / PROOF, limit_bytes=100, ours=True) == proof.encode()
+        return read(attempt_dir / m.PROOF, limit_bytes=100, ours=True) == proof.encode()
     except OSError:  # not there yet
         return False

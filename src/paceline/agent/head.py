@@ -13,14 +13,7 @@ from paceline.agent.crew import Crew
 from paceline.agent.gather import gather_nodes
 from paceline.agent.generation import Generation
 from paceline.agent.guarding import Guarding, Judgement
-from paceline.agent.restart import (
-    FailedGeneration,
-    NoRestart,
-    Restart,
-    announced,
-    decide,
-    without_lost_nodes,
-)
+from paceline.agent.restart import FailedGeneration, NoRestart, Restart, decide, without_lost_nodes
 from paceline.agent.start import Inherited
 from paceline.contract.evidence import Evidence, Sample
 from paceline.contract.failure import GOOD_ENDS
@@ -158,9 +151,8 @@ class Head:
     def _again(self, generation: Generation, failed: FailedGeneration) -> Restart | int:
         """The restart to make, or the exit code; what is done and why is reported."""
         plan, here = self.plan, 1 + len(self.crew.here)
-        if failed.end is RankEnd.LOST or here < 1 + len(
-            generation.members
-        ):  # lost while the others were being stopped, say
+        # also lost while the others were being stopped, say
+        if failed.end is RankEnd.LOST or here < 1 + len(generation.members):
             decision = without_lost_nodes(here, nodes=plan.nodes, min_nodes=plan.min_nodes, nproc=plan.nproc)
         else:
             self._failures.append(failed)
@@ -178,18 +170,21 @@ class Head:
             # it may still write to what the next generation reads
             say(f"not restarted: not even SIGKILL has ended {', '.join(f'pid {pid}' for pid in left)}")
             return failed.exit_code
-        members = self.crew.here
-        words = announced(
-            number=self._number + 1,
-            total=decision.nproc + sum(member.hello.nproc for member in members),
-            nodes=1 + len(members),
-            lost_nodes=len(generation.members) - len(members),
-            used=f"{len(self._failures)} of {plan.max_restarts}",
-            fewer=generation.plan.nproc > decision.nproc,
-            plain=plan.plain_store,
-        )
-        say(words)
+        self._announce(generation, decision)
         return decision
+
+    def _announce(self, generation: Generation, restart: Restart) -> None:
+        members = self.crew.here
+        total, nodes = restart.nproc + sum(member.hello.nproc for member in members), 1 + len(members)
+        words, newest = f"{total} rank{'s' * (total > 1)}", "checkpoint"
+        if len(members) < len(generation.members):
+            words = f"going on without it: {words} on {nodes} node{'s' * (nodes > 1)}"
+        else:
+            fewer = generation.plan.nproc > restart.nproc
+            why = " (one fewer, for the same failure came twice at the same step)" if fewer else ""
+            words = f"restart {len(self._failures)} of {self.plan.max_restarts}: {words}{why}"
+            newest = "checkpoint" if nodes > 1 else "snapshot or checkpoint"
+        say(f"{words} as generation {self._number + 1}{'' if self.plan.plain_store else f', from the newest {newest}'}")
 
 
 def _launcher_gone() -> ExitCode:

@@ -149,24 +149,3 @@ def _not_worth_it(last: FailedGeneration) -> str:
     if last.end is RankEnd.VICTIM and last.ended_well:
         return "a rank ended while others ran, which is an error of the program"
     return ""
-
-
-def announced(*, number: int, total: int, nodes: int, lost_nodes: int, used: str, fewer: bool, plain: bool) -> str:
-    """What is said before it.
-
-    Args:
-        number: of the generation that starts now.
-        total: its ranks on all `nodes`.
-        nodes: those that take part.
-        lost_nodes: those that do no more.
-        used: "1 of 3", of the restarts that were asked for.
-        fewer: whether it has fewer ranks than the one before.
-        plain: whether it is any script, which knows for itself where it goes on.
-    """
-    ranks = f"{total} rank{'s' * (total > 1)}"
-    if lost_nodes:
-        where = "" if plain else ", from the newest checkpoint"
-        return f"going on without it: {ranks} on {nodes} node{'s' * (nodes > 1)} as generation {number}{where}"
-    why = " (one fewer, for the same failure came twice at the same step)" if fewer else ""
-    where = "" if plain else f", from the newest {'checkpoint' if nodes > 1 else 'snapshot or checkpoint'}"
-    return f"restart {used}: {ranks}{why} as generation {number}{where}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from paceline.bench.compare_report import Row
+from paceline.bench.compare import Row
 
 WORTH = 1.05  # times the speed of one process; less is not worth a second process
 EXACT_ENOUGH = 0.9  # of the fastest: so much speed the same bits are worth

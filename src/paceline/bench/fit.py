@@ -15,8 +15,7 @@ from paceline.bench.runs import At
 from paceline.bench.shares import StepParts
 
 SMALL_BYTES = 65536  # where one point must give latency or rate: below this it is latency
-Points = Mapping[At, StepParts]
-"""the mean step on so many ranks with so many samples each"""
+Points = Mapping[At, StepParts]  # the mean step on so many ranks with so many samples each
 
 
 class HeldOut(msgspec.Struct, frozen=True):
@@ -25,8 +24,7 @@ class HeldOut(msgspec.Struct, frozen=True):
     at: At
     measured_seconds: float
     predicted_seconds: float
-    error: float
-    """relative; above 0: it was predicted to take longer"""
+    error: float  # relative; above 0: it was predicted to take longer
 
 
 def fit_model(points: Points, machine: Machine) -> Model:

@@ -39,12 +39,9 @@ class Machine:
     """What all measured points share."""
 
     cores: int
-    threads: int
-    """of each rank"""
-    weight_bytes: int
-    """what ranks exchange in a step"""
-    over_network: bool = False
-    """whether ranks exchange over a network, which is no core's work"""
+    threads: int  # of each rank
+    weight_bytes: int  # what ranks exchange in a step
+    over_network: bool = False  # whether ranks exchange over a network, which is no core's work
 
     def crowd(self, ranks: int) -> float:
         """How many threads there are for each core, at least 1."""
@@ -67,12 +64,10 @@ class Model:
     fixed: float
     per_sample: float
     data_per_sample: float
-    contention: float
-    """relative, for each further rank that computes at the same time"""
+    contention: float  # relative, for each further rank that computes at the same time
     latency: float
     seconds_per_byte: float
-    jitter: float
-    """relative"""
+    jitter: float  # relative
     packing: float = UNKNOWN_PACKING
     """0: ranks that do not divide evenly among the cores share them evenly all the same; 1: some cores have one more"""
 

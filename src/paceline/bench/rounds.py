@@ -43,8 +43,7 @@ class MeasuredRounds:
 
     rounds: list[list[Measurement]] = field(default_factory=list[list[Measurement]])
     failures: list[NotMeasured] = field(default_factory=list[NotMeasured])
-    code: int = ExitCode.DONE
-    """not 0: nothing more could be measured, for a reason that has been printed"""
+    code: int = ExitCode.DONE  # not 0: nothing more could be measured, for a reason that has been printed
 
 
 def folder_of(root: Path, number: int, nproc: int, name: str = "") -> Path:

@@ -25,20 +25,16 @@ class Spent:
     backward: float
     sync: float
     optimizer: float
-    seconds: float
-    """of the whole step, and what was between it and the one before"""
-    between: float = 0.0
-    """what the loop around the step did"""
+    seconds: float  # of the whole step, and what was between it and the one before
+    between: float = 0.0  # what the loop around the step did
 
 
 @dataclass(frozen=True)
 class Run:
     """The steps that all ranks have written down, the warm-up left out."""
 
-    steps: Sequence[Mapping[int, Spent]]
-    """each by rank"""
-    samples: float
-    """in a step of the global batch, on average"""
+    steps: Sequence[Mapping[int, Spent]]  # each by rank
+    samples: float  # in a step of the global batch, on average
     hosts: Mapping[int, str]
 
     @property
@@ -60,8 +56,7 @@ class At(msgspec.Struct, frozen=True, order=True):
     batch: int
 
 
-Runs = Mapping[At, Sequence[Run]]
-"""by round; of all points the same rounds"""
+Runs = Mapping[At, Sequence[Run]]  # by round; of all points the same rounds
 
 
 def read_run(folder: Path, *, skip: int) -> Run:

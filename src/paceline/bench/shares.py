@@ -40,10 +40,8 @@ class StepParts:
     compute: float
     waiting: float
     exchange: float
-    slowest: int | None = None
-    """the rank that is waited for, where it is mostly one"""
-    slow_phase: str = ""
-    """in which it loses most"""
+    slowest: int | None = None  # the rank that is waited for, where it is mostly one
+    slow_phase: str = ""  # in which it loses most
 
     @property
     def busy(self) -> float:
@@ -56,10 +54,8 @@ class Share:
     """One cause of lost efficiency."""
 
     cause: str
-    seconds: float
-    """of a step; negative where more ranks made it faster"""
-    percent: float
-    """of all that was lost"""
+    seconds: float  # of a step; negative where more ranks made it faster
+    percent: float  # of all that was lost
 
 
 def take_apart(run: Run, backward_per_forward: float | None = None) -> StepParts:

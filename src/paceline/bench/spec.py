@@ -5,8 +5,7 @@ from __future__ import annotations
 import msgspec
 
 ORDER, CONFIG, CHUNKS, RUNNING = "order.json", "config.toml", "chunks.jsonl", "running.json"
-LOOKED_AT = 3
-"""first steps in which memory and bytes are counted: the least warm-up"""
+LOOKED_AT = 3  # first steps in which memory and bytes are counted: the least warm-up
 NO_EXCHANGE = "no exchange"
 """the limit: every rank trains alone on its share; the same computation without any communication of gradients"""
 

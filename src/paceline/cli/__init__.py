@@ -82,6 +82,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise unknown("command", arguments[0], COMMANDS)
         return importlib.import_module(f"paceline.cli.{arguments[0]}").main(arguments[1:])
     except (Exception, KeyboardInterrupt) as error:
-        from paceline.worker.tell import tell
+        from paceline.worker.attach import tell
 
         return tell(error)

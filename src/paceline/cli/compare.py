@@ -11,8 +11,7 @@ import psutil
 import tyro
 
 from paceline.bench.advice import advise
-from paceline.bench.compare_report import REFERENCE, Row, compared_rows
-from paceline.bench.compare_table import print_compared
+from paceline.bench.compare import REFERENCE, Row, compared_rows, print_compared
 from paceline.bench.rounds import MeasuredRounds, ProcessSet
 from paceline.bench.spec import NO_EXCHANGE, Candidate, NotMeasured
 from paceline.cli.flags import check_gpus, check_positive, chosen_names, usable_gpus, whole_numbers

@@ -24,9 +24,8 @@ from paceline.launch.job import Allocation, Host, Job, Plan, describe
 from paceline.launch.local import local
 from paceline.launch.slurm.allocation import check_allocation, in_allocation, run_here
 from paceline.launch.slurm.partitions import check_fits
-from paceline.launch.slurm.plan import slurm
+from paceline.launch.slurm.plan import SCRIPT, slurm
 from paceline.launch.slurm.queue import follow, submit
-from paceline.launch.slurm.script import SCRIPT
 from paceline.launch.ssh.plan import ssh
 from paceline.launch.ssh.sync import rsync_commands, sync
 from paceline.launch.submission import Submission, next_submit_dir, write_files, write_submission

@@ -17,8 +17,7 @@ from paceline.bench.fit import hold_out
 from paceline.bench.model import Machine, parse_network
 from paceline.bench.rounds import MeasuredRounds, ProcessSet, folder_of
 from paceline.bench.runs import At, Run, Runs, comparable, over_network, read_run, read_runs, weight_bytes
-from paceline.bench.scale_report import Scaled, ahead_of, lost_of, parts_of, usual
-from paceline.bench.scale_table import print_scaled
+from paceline.bench.scale import Scaled, ahead_of, lost_of, parts_of, print_scaled, usual
 from paceline.bench.spec import NO_EXCHANGE, Candidate
 from paceline.cli.flags import check_gpus, check_positive, usable_gpus, whole_numbers
 from paceline.cli.measuring import CliMeasuring, Measuring, check_measuring, crowd, measured, publish, settings_of

@@ -8,9 +8,8 @@ from collections.abc import Iterator, Mapping
 from statistics import median
 
 from paceline.doctor.check import Check, checked, duration, listed, rate
-from paceline.doctor.links import SLOW_BYTES_PER_SECOND, Pair, slow_pairs
 from paceline.doctor.messages import LinkSpeed, Reason
-from paceline.doctor.survey import Survey, usable_addresses
+from paceline.doctor.survey import SLOW_BYTES_PER_SECOND, Pair, Survey, slow_pairs, usable_addresses
 from paceline.host.compare import Finding
 from paceline.host.facts import Address, Facts
 from paceline.host.reach import is_loopback

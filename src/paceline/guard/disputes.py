@@ -18,8 +18,7 @@ from collections.abc import Collection, Hashable, Mapping, Sequence
 from paceline.contract.evidence import Op, Phase, Verdict, VerdictKind
 from paceline.guard import sentences
 from paceline.guard.deaths import RankEnd
-from paceline.guard.odds import Odds, majority, parties_by
-from paceline.guard.waits import Rank, stream
+from paceline.guard.waits import Odds, Rank, majority, parties_by, stream
 
 Ranks = Mapping[int, Rank]
 Graph = Mapping[int, Collection[int]]  # rank -> those for whom it waits

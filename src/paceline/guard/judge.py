@@ -24,9 +24,18 @@ from paceline.contract.places import shown_frame, site
 from paceline.guard import sentences
 from paceline.guard.deaths import RankEnd, end_of, first_to_fail, parameters
 from paceline.guard.disputes import dispute
-from paceline.guard.odds import Odds, find_odds, majority, parties_by
 from paceline.guard.sentences import conclude
-from paceline.guard.waits import Rank, reached, stands_outside, waiting_graph, without_loose_ends
+from paceline.guard.waits import (
+    Odds,
+    Rank,
+    find_odds,
+    majority,
+    parties_by,
+    reached,
+    stands_outside,
+    waiting_graph,
+    without_loose_ends,
+)
 
 Ranks = Mapping[int, Rank]
 BETTER_THAN_VICTIMS = (

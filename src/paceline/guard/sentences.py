@@ -8,8 +8,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, S
 from paceline.contract.evidence import Evidence, LoaderWorker, Op, Phase, Verdict, VerdictKind
 from paceline.contract.places import shown_frame, site, stands_at
 from paceline.guard.deaths import ODDS, RankEnd
-from paceline.guard.odds import Odds
-from paceline.guard.waits import FROZEN, Rank, stream
+from paceline.guard.waits import FROZEN, Odds, Rank, stream
 from paceline.guard.wording import GONE, called_from, loader_words, named, op_words, signal_name, verb, where
 
 MAX_EACH = 5  # sentences about one party

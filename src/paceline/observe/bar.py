@@ -58,8 +58,7 @@ def _clock(seconds: float) -> str:
 class Reporter:
     """Writes down how far a training is, a few times a second, and at the end of each pass."""
 
-    here: ClassVar[Reporter | None] = None
-    """this process's; None where nobody looks"""
+    here: ClassVar[Reporter | None] = None  # this process's; None where nobody looks
 
     def __init__(self, path: Path) -> None:
         self._path, self._due_seconds = path, -math.inf

@@ -28,24 +28,20 @@ class Summary(msgspec.Struct, frozen=True, omit_defaults=True):
     samples_seen: int | None = None
     test_accuracy: float | None = None
     test_loss: float | None = None
-    test_metrics: Mapping[str, float | None] | None = None
-    """JSON has no NaN and no infinity: null"""
+    test_metrics: Mapping[str, float | None] | None = None  # JSON has no NaN and no infinity: null
     validation_metrics: Mapping[str, float | None] | None = None
     best: dict[str, Any] | None = None
     """with --keep-best or --patience: the best evaluation's step, and what it was judged by"""
-    ended_early: str | None = None
-    """why there were fewer steps than planned, though nothing failed"""
+    ended_early: str | None = None  # why there were fewer steps than planned, though nothing failed
     samples_per_second: float | None = None
     seconds: float | None = None
     weights_sha256: str | None = None
     precision: str | None = None
     threads_per_rank: int | None = None
-    allocator: str | None = None
-    """tuned or system; of rank 0"""
+    allocator: str | None = None  # tuned or system; of rank 0
     data_share: float | None = None
     """the part of the time of all steps that the rank which waits most for its data has waited for them"""
-    peak_memory_bytes: int | None = None
-    """the largest resident memory of any rank"""
+    peak_memory_bytes: int | None = None  # the largest resident memory of any rank
     peak_gpu_memory_bytes: int | None = None
     bits_hold_for: dict[str, Any] | None = None
     failure: str | None = None

@@ -1,6 +1,6 @@
 """Measures for doctor how long a step of a task takes here, and how long the sum of its gradients over all ranks.
 
-`python -m paceline.proofs.rehearsal`, one process for each rank, started by doctor/rehearse.py with torchrun's
+`python -m paceline.proofs.rehearsal`, one process for each rank, started by doctor/host.py with torchrun's
 variables; the request comes on stdin as JSON, and rank 0 writes what it found to stdout.
 
 A step is what a rank computes by itself, forward, backward and optimizer step, on one micro-batch of real samples:

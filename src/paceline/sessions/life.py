@@ -32,9 +32,8 @@ from paceline.train.fit import PhaseClock
 from paceline.train.keeping import Rhythm
 from paceline.train.placing import origin_of, placed
 from paceline.train.preemption import noticing
-from paceline.worker.attach import attach, leave, record_failure
+from paceline.worker.attach import attach, leave, record_failure, tell
 from paceline.worker.guard import Guard
-from paceline.worker.tell import tell
 from paceline.worker.world import DEFAULT_TIMEOUT_SECONDS, World, joined
 
 WATCH_EVERY = 100

@@ -1,6 +1,6 @@
 """The worker's side of the contract with its agent: die when it dies, and say why you fail before you tidy up.
 
-Both do nothing in a process that no agent of ours started (torchrun, srun, a world of one).
+Nothing of it happens in a process that no agent of ours started (torchrun, srun, a world of one).
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from multiprocessing import current_process
 from pathlib import Path
-from traceback import format_exception
+from traceback import format_exception, print_exception
 from typing import NoReturn
 
 import msgspec
@@ -21,10 +22,13 @@ import msgspec
 from paceline.contract.birth import WorkerBirth
 from paceline.contract.failure import Failure, is_victim
 from paceline.disk import writing
+from paceline.errors import ExitCode, PacelineError, ToldElsewhere
 from paceline.host.procfs import die_with_parent, read_process
+from paceline.observe.terminal import clean
 from paceline.worker.guard import Guard
 
 MAX_CHARS = 60_000  # a record is read by people
+INTERRUPTED = 130  # 128 + SIGINT
 
 
 def attach() -> None:
@@ -108,3 +112,41 @@ def error_file_name(rank: int, generation: int) -> str:
 def _clipped(text: str) -> str:
     # a lone surrogate (out of a file name that is no UTF-8) has no JSON; the end of a text says most
     return text.encode(errors="backslashreplace").decode()[-MAX_CHARS:]
+
+
+def run_worker(main: Callable[[Sequence[str]], int]) -> NoReturn:
+    """Be a worker whose whole life is `main`: under its agent from the start, and ended with its exit code.
+
+    Args:
+        main: takes the command line's arguments.
+    """
+    attach()
+    try:
+        code = main(sys.argv[1:])
+    except Exception as error:
+        code = tell(error)
+    leave(code)
+
+
+def tell(error: BaseException) -> int:
+    """Say once what went wrong, and return the exit code for it.
+
+    A worker leaves the report to its agent, which knows whose failure came first. Without an agent (torchrun), rank 0
+    reports what every rank finds alike before it has met the others; anything else the rank that it happened to.
+    """
+    if isinstance(error, KeyboardInterrupt):
+        print("stopped by Ctrl-C", file=sys.stderr)
+        return INTERRUPTED
+    in_words = isinstance(error, PacelineError)
+    code = error.exit_code if in_words else ExitCode.FAILED
+    told_elsewhere = isinstance(error, ToldElsewhere)
+    if record_failure(error, code, traceback=not in_words, victim=told_elsewhere or None) or told_elsewhere:
+        return code
+    found_alike = in_words and "torch.distributed" not in sys.modules
+    if found_alike and os.environ.get("RANK", "0") != "0":
+        return code
+    if in_words:
+        print(f"paceline: {clean(str(error))}", file=sys.stderr)
+    else:
+        print_exception(error)
+    return code

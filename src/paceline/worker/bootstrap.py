@@ -27,9 +27,8 @@ from typing import NoReturn
 
 from paceline.contract.birth import BOOTSTRAP, restarts
 from paceline.errors import ExitCode, PacelineError, UsageError
-from paceline.worker.attach import attach, error_file_name, leave, record_failure
+from paceline.worker.attach import attach, error_file_name, leave, record_failure, tell
 from paceline.worker.guard import Guard
-from paceline.worker.tell import tell
 
 
 def worker_command(script_and_args: Sequence[str], python: str = sys.executable) -> tuple[str, ...]:

@@ -28,8 +28,7 @@ from paceline.worker.sites import frame_of, site_words
 capturing = threading.Event()
 """A CUDA graph is being captured: NCCL's recorder is not read, since it asks the GPU, which would spoil the graph."""
 MAX_OPS, MAX_FRAMES, MAX_THREADS = 64, 48, 24
-Dated = tuple[int, Op]
-"""When it began, in ns of CLOCK_MONOTONIC, and what."""
+Dated = tuple[int, Op]  # When it began, in ns of CLOCK_MONOTONIC, and what.
 
 
 def distributed() -> ModuleType | None:

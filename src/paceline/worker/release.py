@@ -8,23 +8,34 @@ Gloo's sockets are those that came up while torch made the process group: gloo c
 store has connected before. So neither the store's connection nor the user's own are ever touched, except one that
 another thread of the user has opened at that very moment. With TORCH_GLOO_LAZY_INIT the connections come up later,
 and are not known here: such a rank stays blocked until it is stopped.
+
+Gloo listens for its peers where every user of the machine can reach it. Once a group is made all its pairs are
+connected: the port is shut to all who come. Until then, for less than a second, a stranger may have been faster than a
+peer: gloo takes anybody who sends a small number. On one machine the kernel says whose the other end is; a group with a
+stranger in it is not used.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import socket
+import struct
 import sys
-from collections.abc import Callable, Collection, Generator
+from collections.abc import Callable, Collection, Generator, Iterator
 from contextlib import contextmanager, suppress
 from functools import wraps
 from types import ModuleType
 from typing import Any
 
+from paceline.disk.owners import user_name
 from paceline.errors import UsageError
-from paceline.worker import doors
+from paceline.host.procfs import PROC
 
 MAKES_GROUP = "_new_process_group_helper"  # what init_process_group, new_group and split_group all call
+TCP_MD5SIG_EXT, WITH_PREFIX, KEY_BYTES = 32, 1, 80  # Linux: linux/tcp.h
+SO_ATTACH_FILTER, BPF_RETURN = 26, 0x06  # asm-generic/socket.h, linux/bpf_common.h
+LOOPBACK = "127.0.0.1"
 
 
 class Connections:
@@ -51,13 +62,13 @@ class Connections:
                 return group
             self.inodes |= new.keys()
             if os.environ.get("TORCH_GLOO_LAZY_INIT", "").upper() in ("", "0", "OFF", "FALSE", "N", "NO"):
-                if not doors.shut(new.values()) and os.environ.get("RANK", "0") == "0":
+                if not shut(new.values()) and os.environ.get("RANK", "0") == "0":
                     print(
                         "paceline: this system cannot shut the ports by which ranks have met: other users of this "
                         "machine can connect to them, which wastes memory and time, but not be taken for a rank",
                         file=sys.stderr,
                     )
-                self._judge(doors.strangers(new.values()))
+                self._judge(strangers(new.values()))
             return group
 
         setattr(distributed, MAKES_GROUP, made)
@@ -77,18 +88,12 @@ class Connections:
         finally:
             self._tolerated = None
 
-    def note(self, inodes: Collection[str]) -> None:
-        """Add what has been found otherwise."""
-        self.inodes |= set(inodes)
-
-    def shut(self) -> int:
-        """Cut those that are still there; how many."""
-        count = 0
-        for inode, descriptor in open_sockets().items():
-            if inode in self.inodes:
-                with suppress(OSError):  # closed meanwhile, or one that only listens
-                    count += _shut(descriptor)
-        return count
+    def shut(self) -> None:
+        """Cut those that are still there."""
+        for one in _internet([descriptor for inode, descriptor in open_sockets().items() if inode in self.inodes]):
+            if not one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                with suppress(OSError):  # closed meanwhile
+                    one.shutdown(socket.SHUT_RDWR)
 
 
 def open_sockets() -> dict[str, int]:
@@ -100,16 +105,6 @@ def open_sockets() -> dict[str, int]:
             if target.startswith("socket:"):
                 found[target] = int(name)
     return found
-
-
-def _shut(descriptor: int) -> bool:
-    # a duplicate: closing this one does not close gloo's
-    with socket.socket(fileno=os.dup(descriptor)) as one:
-        internet = one.family in (socket.AF_INET, socket.AF_INET6)
-        if not internet or one.type != socket.SOCK_STREAM or one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-            return False
-        one.shutdown(socket.SHUT_RDWR)
-        return True
 
 
 def abort_nccl(distributed: ModuleType) -> None:
@@ -129,3 +124,74 @@ def abort_nccl(distributed: ModuleType) -> None:
 
 def _is_nccl(distributed: ModuleType, group: Any) -> bool:
     return "nccl" in str(distributed._world.pg_backend_config.get(group))
+
+
+def shut(descriptors: Collection[int]) -> bool:
+    """Have the kernel drop whatever comes to ports at which we listen; what is connected already goes on.
+
+    Returns:
+        Whether all of them are shut: a kernel may know neither way.
+    """
+    return all(
+        _sign(one) or _filter(one)
+        for one in _internet(descriptors)
+        if one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+    )
+
+
+def _sign(one: socket.socket) -> bool:
+    """Have every packet from anywhere signed (RFC 2385), with a key that nobody knows."""
+    address = struct.pack("=H", one.family).ljust(128, b"\0")  # with a prefix of 0 bits: all of them
+    key = os.urandom(16)
+    option = address + struct.pack("=BBHi", WITH_PREFIX, 0, len(key), 0) + key.ljust(KEY_BYTES, b"\0")
+    with suppress(OSError):
+        one.setsockopt(socket.IPPROTO_TCP, TCP_MD5SIG_EXT, option)
+        return True
+    return False
+
+
+def _filter(one: socket.socket) -> bool:
+    """A program for the packet filter: one instruction, "return 0 bytes of it". Newer kernels let only root do this."""
+    instruction = ctypes.create_string_buffer(struct.pack("HBBI", BPF_RETURN, 0, 0, 0))
+    with suppress(OSError):
+        one.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, struct.pack("HP", 1, ctypes.addressof(instruction)))
+        return True
+    return False
+
+
+def strangers(descriptors: Collection[int]) -> str:
+    """Who is connected over the loopback and is another user, in words; empty: nobody."""
+    ends: dict[tuple[str, str], None] = {}
+    for one in _internet(descriptors):
+        with suppress(OSError):  # it only listens
+            (address, port), (its_address, its_port) = one.getsockname()[:2], one.getpeername()[:2]
+            if address == its_address == LOOPBACK:
+                ends[_written(its_address, its_port), _written(address, port)] = None
+    users = _users() if ends else {}
+    if strange := {users[end] for end in ends if end in users} - {os.geteuid()}:
+        return (
+            f"a process of user {', '.join(map(user_name, sorted(strange)))} has connected to a port of this training "
+            f"on {os.uname().nodename} while its ranks met, in place of one of them. Nothing was sent there. Start it "
+            "again, and tell your administrator"
+        )
+    return ""
+
+
+def _internet(descriptors: Collection[int]) -> Iterator[socket.socket]:
+    for descriptor in descriptors:
+        with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as one:  # closing this does not close gloo's
+            if one.family in (socket.AF_INET, socket.AF_INET6) and one.type == socket.SOCK_STREAM:
+                yield one
+
+
+def _users() -> dict[tuple[str, str], int]:
+    """(own end, other end) -> user, of all connections over IPv4 in this network, as /proc/net/tcp writes them."""
+    with suppress(OSError):
+        rows = map(str.split, (PROC / "net" / "tcp").read_text().splitlines()[1:])
+        return {(fields[1], fields[2]): int(fields[7]) for fields in rows}
+    return {}
+
+
+def _written(address: str, port: int) -> str:
+    (number,) = struct.unpack("=I", socket.inet_aton(address))
+    return f"{number:08X}:{port:04X}"

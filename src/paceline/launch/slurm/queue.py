@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from paceline.errors import ExitCode, PacelineError, UsageError
 from paceline.launch.job import Plan
-from paceline.launch.slurm.script import SCRIPT
+from paceline.launch.slurm.plan import SCRIPT
 from paceline.launch.tail import Tail
 
 ANSWER_SECONDS = 60.0  # a controller with thousands of jobs may take that long

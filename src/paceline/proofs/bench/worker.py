@@ -39,8 +39,8 @@ from paceline.sums import gather_words, together
 from paceline.sums.sharing import shared_memory
 from paceline.train.determinism import deterministic
 from paceline.train.step import ignore
+from paceline.worker.attach import run_worker
 from paceline.worker.guard import Guard
-from paceline.worker.tell import run_worker
 from paceline.worker.world import World, joined
 
 

@@ -19,7 +19,7 @@ from paceline.train.determinism import deterministic, holds_for
 from paceline.train.prepare import make_model
 from paceline.train.step import train_step
 from paceline.verify.spec import Bits, BitsReport, Spec, StepBits
-from paceline.worker.tell import run_worker
+from paceline.worker.attach import run_worker
 from paceline.worker.world import World
 
 

@@ -23,7 +23,7 @@ from paceline.seeding import derive, seed_streams
 from paceline.sessions.life import close_all, made_as
 from paceline.tasks import load_function
 from paceline.verify.spec import LoopCase, LoopSpec
-from paceline.worker.tell import run_worker
+from paceline.worker.attach import run_worker
 from paceline.worker.world import World
 
 

@@ -23,7 +23,7 @@ from paceline.proofs.verify.trial import Trial, compare_starts, make_trial, obse
 from paceline.sums import gather_words, together
 from paceline.train.step import train_step
 from paceline.verify.spec import Case, Diagnosis, Policy, Result, Spec, VerifyReport
-from paceline.worker.tell import run_worker
+from paceline.worker.attach import run_worker
 from paceline.worker.world import World
 
 
