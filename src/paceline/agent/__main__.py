@@ -45,11 +45,7 @@ MAX_PLAN_BYTES = 1 << 20
 
 
 def read_plan(options: argparse.Namespace) -> NodePlan | None:
-    """The plan, complete; None if stdin ends before it came: the launcher is gone.
-
-    Raises:
-        UsageError: when there is no plan to be had, or it leaves open what nothing says.
-    """
+    """The plan, complete; None if stdin ends before it came: the launcher is gone."""
     try:
         # what a plan says is run: nobody else may have written it
         file = options.plan and options.plan.parent.resolve() / options.plan.name
@@ -90,8 +86,8 @@ def _first_line() -> bytes:
 def detach(log: Path) -> Callable[[], None]:
     """Go on in a child of our own session; return what it has to call once its workers are started.
 
-    Until then its output still reaches the launcher, and its end is ours, with its exit code. From then on they go to
-    `log`, and this process says so and ends. Call it before there are threads or children.
+    Until then its output still reaches the launcher, and its end is ours. From then on they go to `log`, and this
+    process says so and ends. Call it before there are threads or children.
     """
     ready, begun = os.pipe()
     child = os.fork()
@@ -149,11 +145,7 @@ def enter(plan: NodePlan) -> NodePlan:
 
 
 def take_run_dir(plan: NodePlan) -> tuple[NodePlan, tuple[int, ...]]:
-    """On node 0 of a run that no launcher has prepared: lock its folder and make the attempt's; what holds the lock.
-
-    Raises:
-        UsageError: another run is active in it, or it cannot be written.
-    """
+    """On node 0 of a run that no launcher has prepared: lock its folder and make the attempt's; what holds the lock."""
     if plan.node != 0 or plan.attempt_dir or not plan.run_dir:
         return plan, ()
     run_dir = Path(plan.run_dir).resolve()
@@ -168,12 +160,7 @@ def take_run_dir(plan: NodePlan) -> tuple[NodePlan, tuple[int, ...]]:
 
 
 def run_agent(plan: NodePlan, *, lifeline: bool) -> int:
-    """Be the agent that `plan` makes of us; the exit code.
-
-    Raises:
-        PacelineError: says what kept the run from starting or going on.
-        OSError: the workers cannot be started.
-    """
+    """Be the agent that `plan` makes of us; the exit code."""
     settled = detach(Path(plan.run_dir) / f"agent-{plan.node}.log") if plan.detached else lambda: None
     plan = enter(plan)
     with TemporaryDirectory(prefix="paceline-", ignore_cleanup_errors=True) as temporary:

@@ -72,7 +72,7 @@ class Link:
                 self.end(f"the connection broke: {error.strerror}")
 
     def receive(self) -> list[Message]:
-        """All messages that have come, without waiting. A long silence ends the link."""
+        """All messages that have come, without waiting; a long silence ends the link."""
         while not self.ended:
             try:
                 data = self._socket.recv(1 << 16)

@@ -62,11 +62,7 @@ class Door:
 
 
 def _listen(ports: Sequence[int]) -> socket.socket:
-    """Listen on the first of these ports that is free, at every address: nobody knows yet by which one others come.
-
-    Raises:
-        UsageError: when none is.
-    """
+    """Listen on the first of these ports that is free, at every address: nobody knows yet by which one others come."""
     for port in ports:
         for family in (socket.AF_INET6, socket.AF_INET):
             with suppress(OSError):

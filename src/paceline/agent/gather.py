@@ -1,4 +1,4 @@
-"""All nodes of a run come together: the head waits for them, and starts only when each can reach each."""
+"""All nodes of a run come together: they find the head, which waits for them and starts when each can reach each."""
 
 from __future__ import annotations
 
@@ -43,9 +43,7 @@ class NotTogether(PacelineError):  # noqa: N818 - what is true, as ToldElsewhere
 
 
 def gather_nodes(plan: NodePlan, crew: Crew) -> NodePlan:
-    """Wait until all nodes are here and can reach each other; node 0's plan with what only now is known.
-
-    It returns at once when there is an order to stop.
+    """Wait until all nodes are here and can reach each other, or an order comes; node 0's plan, now complete.
 
     Raises:
         NotTogether: when some have not come in time; says which.
@@ -99,10 +97,7 @@ def name_of(plan: NodePlan, node: int) -> str:
 
 
 def unreachable(crew: Crew, seconds: float, interrupted: Callable[[], bool]) -> list[str]:
-    """Which nodes cannot reach which others, and why, as far as they answer within `seconds`; tried now.
-
-    Every node connects to every other, on ports chosen freely.
-    """
+    """Which nodes cannot reach which others at ports chosen freely, and why, as far as they answer within `seconds`."""
     members, host = crew.here, os.uname().nodename
     if not members:
         return []

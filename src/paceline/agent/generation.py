@@ -36,10 +36,8 @@ SHOW_CURSOR = b"\x1b[?25h"
 class Generation:
     """All workers of one start. Use it in a `with`: after it nothing of the generation runs any more.
 
-    Args:
-        plan: the head's, with the ranks of this generation.
-        own: the workers of the head's own node, started.
-        crew: the other nodes; those that are here have been asked to start theirs.
+    `plan` is the head's, with the ranks of this generation; `own` the workers of its node, started; the other nodes of
+    `crew` that are here have been asked to start theirs.
     """
 
     def __init__(self, plan: NodePlan, own: Workers, crew: Crew) -> None:
@@ -52,8 +50,7 @@ class Generation:
         """Start it on all nodes that are here. `plan` is the head's, with the ranks on its own node.
 
         Raises:
-            UsageError: when this node's workers cannot be started; then none are.
-            OSError: the same.
+            UsageError, OSError: when this node's workers cannot be started; then none are.
         """
         members = crew.here
         plan = replace(plan, world_size=plan.nproc + sum(member.hello.nproc for member in members))
@@ -66,11 +63,7 @@ class Generation:
         return cls(plan, own, crew)
 
     def wait_started(self) -> bool:
-        """Wait until all other nodes have started their workers; False when an order comes first.
-
-        Raises:
-            UsageError: when one cannot, or does not within START_SECONDS.
-        """
+        """Wait until all other nodes have started their workers; False when an order comes first."""
         deadline = time.monotonic() + START_SECONDS
         while waiting := [member for member in self.crew.here if member.started is None]:
             if time.monotonic() > deadline:
@@ -119,11 +112,9 @@ class Generation:
         return [*self.own.left, *(pid for member in self.crew.here for pid in member.beat.left)]
 
     def ask(self, patience_seconds: float, *, to_its_end: bool = False) -> list[Evidence]:
-        """What exactly each rank does, by rank. Anything urgent ends the question.
+        """What exactly each rank does, by rank; a worker may take `patience_seconds` to answer.
 
-        Args:
-            patience_seconds: how long a worker may take to answer.
-            to_its_end: whether nothing is more urgent.
+        Anything urgent ends the question, unless it is asked `to_its_end`.
         """
         self._question += 1
         collection = self.own.collect(self._question, patience_seconds)

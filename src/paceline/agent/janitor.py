@@ -1,4 +1,4 @@
-"""The last one out: a fork of the agent that outlives it, and ends whatever an agent killed with SIGKILL leaves behind.
+"""The last one out: a fork of the agent that outlives it, and ends what one killed with SIGKILL leaves behind.
 
 Workers die with their agent by the kernel's hand (worker.attach), but a program that a worker had started does not,
 and with the launcher killed too nobody would be left to end it. The janitor sleeps on a pipe that ends with the agent.
@@ -19,10 +19,8 @@ from paceline.host.sweep import sweep_recorded
 def start_janitor(not_kept: Sequence[int] = (), temporary: str = "") -> int:
     """Fork it; return the descriptor that keeps it asleep as long as this process lives.
 
-    Call `tell_janitor` with the attempt's folder before anything is started: the workers are recorded there.
     Call it before there are threads, sockets or children: a fork holds everything open that its parent has. It closes
-    `not_kept` at once, what the run holds as long as it lives: the janitor may live a little longer. At the end it
-    removes the folder `temporary`.
+    `not_kept`, what the run holds as long as it lives, at once; at the end it removes the folder `temporary`.
     """
     asleep, awake = os.pipe()
     agent_pid = os.getpid()

@@ -17,14 +17,10 @@ LOCK = threading.Lock()  # two workers' lines must not mix
 
 
 def relay(source: IO[bytes], log: int, *, screen: int, prefix: bytes = b"") -> threading.Thread:
-    """Pass what comes out of `source` on, until nobody can write any more; then close `log`.
+    """Pass what comes out of a worker's pipe on, until nobody can write any more; then close `log`.
 
-    Args:
-        source: the reading end of a worker's stdout or stderr.
-        log: gets whole lines, for both may go into one.
-        screen: where people look; gets every byte as it comes, but for what would steer a terminal, or, with a
-            prefix, whole lines.
-        prefix: what each line on the screen begins with.
+    `log` gets whole lines, for stdout and stderr may go into one. `screen` gets every byte as it comes, but for what
+    would steer a terminal, or, with a `prefix`, whole lines that begin with it.
     """
     thread = threading.Thread(target=_relay, args=(source, log, screen, prefix), daemon=True)
     thread.start()

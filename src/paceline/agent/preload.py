@@ -50,11 +50,7 @@ class Forked:
         return self.returncode
 
     def wait(self, timeout: float) -> int:
-        """Its exit code.
-
-        Raises:
-            subprocess.TimeoutExpired: it still runs after so many seconds.
-        """
+        """Its exit code; subprocess.TimeoutExpired if it still runs after so many seconds."""
         deadline = time.monotonic() + timeout
         while (code := self.poll()) is None:
             if time.monotonic() > deadline:
@@ -185,11 +181,7 @@ def start_preloader(argv: Sequence[str], env: Mapping[str, str]) -> Preloader | 
 
 
 def _take_orphans(wanted: bool) -> None:
-    """Have the kernel give us, or no longer give us, the children of descendants that end.
-
-    Raises:
-        OSError: it cannot.
-    """
+    """Have the kernel give us, or no longer give us, the children of descendants that end."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_CHILD_SUBREAPER, int(wanted), 0, 0, 0):
         raise OSError(ctypes.get_errno(), "no PR_SET_CHILD_SUBREAPER")

@@ -87,11 +87,7 @@ def decide(
 ) -> Restart | NoRestart:
     """What to do after the last failure of `history`, which holds one failure per generation, the oldest first.
 
-    Args:
-        history: not empty; every failure but the last was followed by a restart.
-        nproc: ranks of the first generation.
-        min_nproc: ranks that must be left; 0 means nproc.
-        max_restarts: restarts allowed in all.
+    `nproc` are the ranks of the first generation; `min_nproc`, 0 for as many, must be left.
 
     Example: 4 ranks, min_nproc 3. Rank 1 is killed at step 40, restart; again at step 40, restart with 3 ranks, which
     are a new start to the count; rank 1 of them is killed at step 40, restart; again at step 40, the end.

@@ -18,8 +18,8 @@ class Store:
 
     On one host in `memory`: a file without a name that they inherit, and that no other user can reach. On several at a
     port, which rank 0 inherits bound and listening: one that is found and closed again can be lost. On one host the
-    port is for the workers' own code, if it opens one (any script that torchrun could start does): it is only bound,
-    which keeps it from everybody who asks for any free port, but not from whoever asks for this one with SO_REUSEADDR.
+    port is for the workers' own code (any script that torchrun could start opens one): it is only bound, which keeps it
+    from everybody who asks for any free port, but not from whoever asks for this one with SO_REUSEADDR.
     """
 
     port: socket.socket | None

@@ -91,9 +91,9 @@ class Workers:
         self._deadline_seconds = min(self._deadline_seconds, time.monotonic() + grace_seconds)
 
     def _ask_to_stop(self) -> None:
-        """SIGTERM to each running worker, also to one that is stopped.
+        """SIGTERM to each running worker, also to one that is stopped; not to its group or session.
 
-        Not to its group or session: a trainer's DataLoader workers must not die under it while it stops in good order.
+        A trainer's DataLoader workers must not die under it while it stops in good order.
         """
         for worker in self._workers:
             worker.process.send_signal(signal.SIGTERM)  # nothing happens to one that has ended

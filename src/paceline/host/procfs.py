@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,31 +52,41 @@ def processes() -> Iterator[Process]:
             yield process
 
 
+def open_files(pid: int | str = "self") -> dict[int, str]:
+    """What the descriptors of a process are: paths, `socket:[inode]`, `/memfd:name (deleted)`.
+
+    Raises:
+        OSError: it is another user's, or gone.
+    """
+    found: dict[int, str] = {}
+    for name in os.listdir(PROC / str(pid) / "fd"):  # noqa: PTH208 - names only
+        with suppress(OSError):  # closed again, as the listing's own
+            found[int(name)] = os.readlink(PROC / str(pid) / "fd" / name)  # noqa: PTH115 - no file behind it
+    return found
+
+
+def tcp_connections(table: str) -> list[list[str]]:
+    """The rows of /proc/net/tcp or tcp6, split into words; none where there is no such table."""
+    with suppress(OSError):
+        return [row.split() for row in (PROC / "net" / table).read_text().splitlines()[1:]]
+    return []
+
+
 def port_holder(port: int) -> str | None:
     """`pid 4711 (python server.py)` for the process that listens on the port; None where /proc does not show it."""
-    wanted = {f"socket:[{inode}]" for inode in _listening_inodes(port)}
+    rows = [*tcp_connections("tcp"), *tcp_connections("tcp6")]
+    its = [row for row in rows if row[3] == LISTENING and int(row[1].rpartition(":")[2], 16) == port]
+    wanted = {f"socket:[{row[9]}]" for row in its}
     for process in processes() if wanted else ():
-        folder = PROC / str(process.pid)
         try:
-            links = [str(link.readlink()) for link in (folder / "fd").iterdir()]
-            words = (folder / "cmdline").read_bytes().decode(errors="replace").split("\0")
+            links = open_files(process.pid).values()
+            words = (PROC / str(process.pid) / "cmdline").read_bytes().decode(errors="replace").split("\0")
         except OSError:  # another user's, or just ended
             continue
         if wanted.intersection(links):
             # Two words say which program it is; further ones may hold passwords.
             return f"pid {process.pid} ({' '.join(words[:2]).strip()[:80]})"
     return None
-
-
-def _listening_inodes(port: int) -> Iterator[str]:
-    for table in ("tcp", "tcp6"):
-        try:
-            lines = (PROC / "net" / table).read_text().splitlines()[1:]
-        except OSError:
-            continue
-        for fields in map(str.split, lines):
-            if fields[3] == LISTENING and int(fields[1].rpartition(":")[2], 16) == port:
-                yield fields[9]
 
 
 def die_with_parent(parent_pid: int) -> None:

@@ -53,11 +53,11 @@ def mark_of(pid: int, started: int, generation: int | None = None) -> str:
     return f"{pid}-{started}-" + ("" if generation is None else f"{generation}-")
 
 
-def sweep(workers: Sequence[Member], mark: str = "", *, seconds: float = SWEEP_SECONDS) -> list[int]:
-    """SIGKILL to every process in these workers' sessions, until none is left or `seconds` are over.
+def sweep(workers: Sequence[Member], mark: str = "", *, variable: str = AGENT_MARK) -> list[int]:
+    """SIGKILL to every process in these workers' sessions, until none is left or SWEEP_SECONDS are over.
 
-    By session, since neither death signals nor groups reach what a user's code has started; and by the agent's `mark`,
-    which processes carry into sessions of their own.
+    By session, since neither death signals nor groups reach what a user's code has started; and by the `mark` in
+    an environment variable, the agent's, which processes carry into sessions of their own.
 
     Returns:
         The pids that are left, which only the kernel can keep alive; none without /proc, where nobody can say.
@@ -67,8 +67,8 @@ def sweep(workers: Sequence[Member], mark: str = "", *, seconds: float = SWEEP_S
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(worker.pid, signal.SIGKILL)
         return []
-    deadline = time.monotonic() + seconds
-    while (living := _living_members(workers, mark)) and time.monotonic() < deadline:
+    deadline = time.monotonic() + SWEEP_SECONDS
+    while (living := _living_members(workers, mark, variable)) and time.monotonic() < deadline:
         for process in living:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(process.pid, signal.SIGKILL)
@@ -76,7 +76,7 @@ def sweep(workers: Sequence[Member], mark: str = "", *, seconds: float = SWEEP_S
     return [process.pid for process in living]
 
 
-def _living_members(workers: Sequence[Member], mark: str) -> list[Process]:
+def _living_members(workers: Sequence[Member], mark: str, variable: str) -> list[Process]:
     started = {worker.pid: worker.started for worker in workers}
     everybody = [*processes()]
     members = [process for process in everybody if process.session in started]
@@ -85,12 +85,13 @@ def _living_members(workers: Sequence[Member], mark: str) -> list[Process]:
     strangers = {p.pid for p in members if p.pid == p.session and p.start != started[p.pid]}
     living = [p for p in members if p.runs and p.session not in strangers and p.start >= started[p.session]]
     others = (p for p in everybody if p.runs and p.session not in started)
-    return [*living, *(p for p in others if mark and _carries(p.pid, mark))]
+    return [*living, *(p for p in others if mark and carries(p.pid, variable, mark))]
 
 
-def _carries(pid: int, mark: str) -> bool:
+def carries(pid: int, variable: str, mark: str) -> bool:
+    """Whether the environment of a process has this variable, with a value that begins with `mark`."""
     try:
-        return f"\0{AGENT_MARK}={mark}".encode() in b"\0" + (PROC / str(pid) / "environ").read_bytes()
+        return f"\0{variable}={mark}".encode() in b"\0" + (PROC / str(pid) / "environ").read_bytes()
     except OSError:  # another user's, or gone
         return False
 

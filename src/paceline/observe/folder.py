@@ -62,11 +62,7 @@ def open_run_dir(asked: Path | None, task: str, *, resume: bool = False, trust: 
 
 
 def _check_private(run_dir: Path, *, trust: bool) -> None:
-    """Refuse a folder that others could have written, or with links that lead our writing elsewhere.
-
-    Raises:
-        UsageError: says whose it is, or which link is there.
-    """
+    """Refuse a folder that others could have written, or with links that lead our writing elsewhere."""
     if not trust:
         check_ours(run_dir)
     for folder in (run_dir, run_dir / CHECKPOINTS):
@@ -140,11 +136,7 @@ def lock_run_dir(run_dir: Path, *, wait_seconds: float = LOCK_SECONDS) -> int:
 
 
 def create_run_dir(asked: Path | None, task: str) -> Path:
-    """Make the folder of a new run and return its absolute path.
-
-    Raises:
-        UsageError: if it holds something already, or cannot be written.
-    """
+    """Make the folder of a new run and return its absolute path."""
     if asked is not None:
         run_dir = real_path(asked)
         if is_folder(run_dir) and not _never_began(run_dir):

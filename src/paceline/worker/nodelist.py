@@ -46,11 +46,7 @@ def _numbers(text: str, whole: str, most: int) -> Iterator[str]:
 
 
 def tasks_of_node(text: str, node: int) -> int:
-    """The tasks on node number `node`, counted from 0, out of `2(x3),1`: 2 on each of three nodes, 1 on the fourth.
-
-    Raises:
-        UsageError: if it is no such text, or has fewer nodes.
-    """
+    """The tasks on node number `node`, counted from 0, out of `2(x3),1`: 2 on each of three nodes, 1 on the fourth."""
     left = node
     for entry in text.split(","):
         match = _TASKS.fullmatch(entry)

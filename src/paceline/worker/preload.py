@@ -25,7 +25,7 @@ import msgspec
 from paceline.contract.birth import WorkerBirth
 from paceline.contract.forking import MAX_DESCRIPTORS, MAX_ORDER_BYTES, READY, ForkOrder
 from paceline.contract.variables import AGENT_MARK
-from paceline.host.procfs import die_with_parent
+from paceline.host.procfs import die_with_parent, open_files
 from paceline.worker.calls import KINDS
 from paceline.worker.guard import Guard
 from paceline.worker.imports import import_all
@@ -97,9 +97,7 @@ def why_not(known: set[int]) -> str:
         if time.monotonic() > deadline:
             return f"has {threads} threads after its imports"
         time.sleep(0.005)
-    others = {int(name) for name in os.listdir("/proc/self/fd")} - known  # noqa: PTH208
-    opened = [link for descriptor in sorted(others) if (link := _target(descriptor))]
-    if opened:
+    if opened := [link for descriptor, link in sorted(open_files().items()) if descriptor not in known]:
         return f"has opened files while importing: {', '.join(opened)}"
     cuda: Any = sys.modules.get("torch.cuda")
     if cuda is not None and cuda.is_initialized():
@@ -107,20 +105,10 @@ def why_not(known: set[int]) -> str:
     return ""
 
 
-def _target(descriptor: int) -> str:
-    try:
-        return os.readlink(f"/proc/self/fd/{descriptor}")  # noqa: PTH115
-    except OSError:  # the listing's own
-        return ""
-
-
 def fork_away() -> int:
     """Fork a process whose parent is at once no longer this one: 0 in it, its pid here.
 
     Its parent, a fork too, ends; the kernel looks for the next ancestor that takes orphans, which is the agent.
-
-    Raises:
-        OSError: there can be no more processes.
     """
     reader, writer = os.pipe()
     middle = os.fork()

@@ -30,7 +30,7 @@ from typing import Any
 
 from paceline.disk.owners import user_name
 from paceline.errors import UsageError
-from paceline.host.procfs import PROC
+from paceline.host.procfs import open_files, tcp_connections
 
 MAKES_GROUP = "_new_process_group_helper"  # what init_process_group, new_group and split_group all call
 TCP_MD5SIG_EXT, WITH_PREFIX, KEY_BYTES = 32, 1, 80  # Linux: linux/tcp.h
@@ -98,13 +98,7 @@ class Connections:
 
 def open_sockets() -> dict[str, int]:
     """All sockets of this process: inode -> a descriptor of it."""
-    found: dict[str, int] = {}
-    for name in os.listdir("/proc/self/fd"):  # noqa: PTH208 - names only
-        with suppress(OSError):  # the listing's own is closed again
-            target = os.readlink(f"/proc/self/fd/{name}")  # noqa: PTH115
-            if target.startswith("socket:"):
-                found[target] = int(name)
-    return found
+    return {target: descriptor for descriptor, target in open_files().items() if target.startswith("socket:")}
 
 
 def abort_nccl(distributed: ModuleType) -> None:
@@ -167,7 +161,8 @@ def strangers(descriptors: Collection[int]) -> str:
             (address, port), (its_address, its_port) = one.getsockname()[:2], one.getpeername()[:2]
             if address == its_address == LOOPBACK:
                 ends[_written(its_address, its_port), _written(address, port)] = None
-    users = _users() if ends else {}
+    # (own end, other end) -> user, of all connections over IPv4 in this network
+    users = {(row[1], row[2]): int(row[7]) for row in tcp_connections("tcp")} if ends else {}
     if strange := {users[end] for end in ends if end in users} - {os.geteuid()}:
         return (
             f"a process of user {', '.join(map(user_name, sorted(strange)))} has connected to a port of this training "
@@ -182,14 +177,6 @@ def _internet(descriptors: Collection[int]) -> Iterator[socket.socket]:
         with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as one:  # closing this does not close gloo's
             if one.family in (socket.AF_INET, socket.AF_INET6) and one.type == socket.SOCK_STREAM:
                 yield one
-
-
-def _users() -> dict[tuple[str, str], int]:
-    """(own end, other end) -> user, of all connections over IPv4 in this network, as /proc/net/tcp writes them."""
-    with suppress(OSError):
-        rows = map(str.split, (PROC / "net" / "tcp").read_text().splitlines()[1:])
-        return {(fields[1], fields[2]): int(fields[7]) for fields in rows}
-    return {}
 
 
 def _written(address: str, port: int) -> str:

@@ -179,11 +179,7 @@ def joined(
 
 
 def _make_group(world: World, store: Store, timeout: timedelta) -> None:
-    """Make the default group; again, where another user of the machine was faster than a rank of ours.
-
-    Raises:
-        UsageError: he was, each time.
-    """
+    """Make the default group; again, where another user of the machine was faster than a rank of ours."""
     met: list[str] = []
     for number in range(TRIES):
         attempt = PrefixStore(f"group-{number}", store)

@@ -20,24 +20,10 @@ import torch.distributed as dist
 from strikes import FOR_EVER_SECONDS, State
 from torch import Tensor
 
-REST_SECONDS = 8.0
-
-# ---- a rank ends -------------------------------------------------------------------------------------------------
-
 
 def recursion(state: State) -> None:
     """Calls itself for ever."""
     recursion(state)  # FAULT: recursion
-
-
-def short_list(state: State) -> None:
-    """A list with room for too few ranks: torch refuses it on this rank alone."""
-    dist.all_gather([torch.zeros(2)], torch.zeros(2))  # FAULT: short-list
-
-
-def left_breakpoint(state: State) -> None:
-    """Forgotten after a search for a bug; nobody sits at this rank's keyboard."""
-    breakpoint()  # FAULT: left-breakpoint
 
 
 def fork_outlives(state: State) -> None:
@@ -55,20 +41,12 @@ def leaves_the_group(state: State) -> None:
     time.sleep(FOR_EVER_SECONDS)  # FAULT: leaves-the-group
 
 
-# ---- a rank stands still -----------------------------------------------------------------------------------------
-
-
 def lock_file(state: State) -> None:
     """A lock on a file of the data's cache, which somebody holds for ever."""
     path = state.plan.folder / "cache.lock"
     with path.open("w") as held, path.open("w") as mine:
         fcntl.flock(held, fcntl.LOCK_EX)
         fcntl.flock(mine, fcntl.LOCK_EX)  # FAULT: lock-file
-
-
-def child_hangs(state: State) -> None:
-    """A tool that unpacks, downloads, converts, and does not come back."""
-    subprocess.run(["sleep", str(int(FOR_EVER_SECONDS))], check=True)  # FAULT: child-hangs
 
 
 def thread_deadlock(state: State) -> None:
@@ -107,11 +85,6 @@ def waits_for_a_key(state: State) -> None:
     store.wait(["ready"])  # FAULT: waits-for-a-key
 
 
-def metric_on_one(state: State) -> None:
-    """Minutes of work in native code without the interpreter's lock, only here."""
-    torch.linalg.eigvals(torch.randn(5000, 5000))  # FAULT: metric-on-one
-
-
 def hook_sleeps(state: State) -> None:
     """Stands still in the midst of the backward."""
     next(state.model.parameters()).register_hook(_sleep)
@@ -119,9 +92,6 @@ def hook_sleeps(state: State) -> None:
 
 def _sleep(gradient: Tensor) -> None:
     time.sleep(FOR_EVER_SECONDS)  # FAULT: hook-sleeps
-
-
-# ---- collectives that do not fit ---------------------------------------------------------------------------------
 
 
 def no_sync(state: State) -> None:
@@ -148,18 +118,27 @@ def group_not_made(state: State) -> None:
         dist.new_group([0, 2])
 
 
-# ---- nothing is wrong --------------------------------------------------------------------------------------------
-
-
-def all_rest(state: State) -> None:
-    """On all ranks: nobody moves for longer than the window, but nobody waits for anybody."""
-    time.sleep(REST_SECONDS)
-
-
-_LATE: tuple[Callable[[State], None], ...] = (
-    recursion, short_list, left_breakpoint, fork_outlives, leaves_the_group, lock_file, child_hangs, thread_deadlock,
-    prefetcher_dies, connects, waits_for_a_key, metric_on_one, hook_sleeps, no_sync,
-)  # fmt: skip
-LATE = {strike.__name__.replace("_", "-"): strike for strike in _LATE}
-_TOGETHER: tuple[Callable[[State], None], ...] = (other_root, group_not_made, all_rest)
-TOGETHER = {strike.__name__.replace("_", "-"): strike for strike in _TOGETHER}  # all ranks call these in that step
+LATE: dict[str, Callable[[State], object]] = {
+    "recursion": recursion,
+    # a list with room for too few ranks: torch refuses it on this rank alone
+    "short-list": lambda state: dist.all_gather([torch.zeros(2)], torch.zeros(2)),  # FAULT: short-list
+    "left-breakpoint": lambda state: breakpoint(),  # FAULT: left-breakpoint
+    "fork-outlives": fork_outlives,
+    "leaves-the-group": leaves_the_group,
+    "lock-file": lock_file,
+    # a tool that unpacks, downloads, converts, and does not come back
+    "child-hangs": lambda state: subprocess.run(["sleep", "3600"], check=True),  # FAULT: child-hangs
+    "thread-deadlock": thread_deadlock,
+    "prefetcher-dies": prefetcher_dies,
+    "connects": connects,
+    "waits-for-a-key": waits_for_a_key,
+    # minutes of work in native code without the interpreter's lock, only here
+    "metric-on-one": lambda state: torch.linalg.eigvals(torch.randn(5000, 5000)),  # FAULT: metric-on-one
+    "hook-sleeps": hook_sleeps,
+    "no-sync": no_sync,
+}
+TOGETHER: dict[str, Callable[[State], object]] = {  # all ranks call these in that step
+    "other-root": other_root,
+    "group-not-made": group_not_made,
+    "all-rest": lambda state: time.sleep(8.0),  # longer than the window, but nobody waits for anybody
+}

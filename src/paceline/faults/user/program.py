@@ -8,10 +8,8 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,6 +27,7 @@ from strikes import (
     Plan,
     State,
     sample,
+    two_sums,
 )  # fmt: skip
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -110,7 +109,7 @@ def main() -> None:
             strike(state)
             loss = F.cross_entropy(model(x), y)
             if others or plan.name == "swapped-collectives":
-                two_sums(state, others)
+                two_sums(plan, state.now(), others)
             optimizer.zero_grad()
             loss.backward()  # FAULT: group-not-made
             optimizer.step()
@@ -140,23 +139,8 @@ def strike(state: State) -> None:
         TOGETHER[plan.name](state)
     if state.now() and plan.name not in ELSEWHERE:
         plan.strike()
-        (AT_STEP | LATE).get(plan.name, nothing)(state)  # whoever does the others waits for this moment
-
-
-def nothing(state: State) -> None:
-    """Go on."""
-
-
-def two_sums(state: State, groups: Sequence[Any]) -> None:
-    """Two sums over ranks of one shape; the guilty rank takes the second one first."""
-    first, second = groups or [dist.group.WORLD] * 2
-    if state.now():
-        state.plan.strike()
-        dist.all_reduce(torch.ones(4), group=second)  # FAULT: swapped-groups, swapped-collectives
-        dist.all_reduce(torch.zeros(4), group=first)  # FAULT: swapped-groups, swapped-collectives
-    else:
-        dist.all_reduce(torch.zeros(4), group=first)
-        dist.all_reduce(torch.ones(4), group=second)
+        if act := (AT_STEP | LATE).get(plan.name):  # whoever does the others waits for this moment
+            act(state)
 
 
 def reduce_totals(state: State, loss: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""One function for each fault; for program.py and task.py, beside which this file is copied.
+"""What each fault does; for program.py and task.py, beside which this file is copied.
 
 A plain user's file: torch and nothing of paceline. A comment `FAULT: name` marks the line that is to blame.
 The variables FAULT, FAULT_RANKS, FAULT_STEP and FAULT_FOLDER say which fault, of whom, when, and in which folder the
@@ -16,9 +16,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -81,17 +82,7 @@ def sample(plan: Plan, index: int) -> tuple[Tensor, Tensor]:
     return values, torch.tensor(index % CLASSES)
 
 
-# ---- a rank ends -------------------------------------------------------------------------------------------------
-
-
-def killed(state: State) -> None:
-    """As the kernel's OOM killer does."""
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def segfault(state: State) -> None:
-    """As a wrong pointer in C."""
-    ctypes.string_at(0)
+# ---- what takes more than a line ---------------------------------------------------------------------------------
 
 
 def raises(state: State) -> None:
@@ -108,11 +99,6 @@ def raises_and_cleans_up(state: State) -> None:
         time.sleep(3)
 
 
-def out_of_memory(state: State) -> None:
-    """The allocator refuses."""
-    torch.empty(1 << 50)  # FAULT: out-of-memory
-
-
 def oom_killed(state: State) -> None:
     """The kernel does not wait to be asked."""
     held: list[bytes] = []
@@ -126,12 +112,7 @@ def too_many_files(state: State) -> None:
     _ = [open(os.devnull) for _ in range(300)]  # noqa: SIM115, PTH123 # FAULT: too-many-files
 
 
-def exits_early(state: State) -> None:
-    """Without a word."""
-    sys.exit(0)
-
-
-def fewer_batches(state: State) -> None:
+def no_more_batches(state: State) -> None:
     """Uneven data."""
     raise NoMoreBatches
 
@@ -146,14 +127,6 @@ def launcher_killed(state: State) -> None:
     """Whoever started this rank is gone without a chance to end it."""
     os.kill(os.getppid(), signal.SIGKILL)
     time.sleep(FOR_EVER_SECONDS)
-
-
-# ---- a rank stands still -----------------------------------------------------------------------------------------
-
-
-def frozen(state: State) -> None:
-    """A debugger, or a scheduler that suspends."""
-    os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def short_stop(state: State) -> None:
@@ -171,61 +144,10 @@ def uninterruptible(state: State) -> None:
     libc.clone(pause, top, how, None)  # FAULT: uninterruptible
 
 
-def sleeps(state: State) -> None:
-    """Waits for what does not come."""
-    time.sleep(FOR_EVER_SECONDS)  # FAULT: sleeps, two-ranks-sleep
-
-
-def reads_for_ever(state: State) -> None:
-    """A server that does not answer."""
-    os.read(os.pipe()[0], 1)  # FAULT: reads-for-ever
-
-
 def spins(state: State) -> None:
     """An endless loop."""
     while True:  # FAULT: spins
         pass  # FAULT: spins
-
-
-def holds_the_gil(state: State) -> None:
-    """A regular expression that backtracks for years: no other thread of this process runs meanwhile."""
-    re.match(r"(a+)+$", "a" * 64 + "b")  # FAULT: holds-the-gil
-
-
-def recv_without_send(state: State) -> None:
-    """A message that nobody sends."""
-    dist.recv(torch.zeros(1), src=0)  # FAULT: recv-without-send
-
-
-# ---- collectives that do not fit ---------------------------------------------------------------------------------
-
-
-def extra_collective(state: State) -> None:
-    """One more than the others."""
-    dist.all_reduce(torch.ones(3))  # FAULT: extra-collective
-
-
-def unused_parameters(state: State) -> None:
-    """A branch that depends on the data."""
-    vars(state.model.module)["skips"] = True
-
-
-def other_collective(totals: Tensor) -> None:
-    """Stands in for the reduction of the totals, as all of this kind."""
-    dist.broadcast(totals, src=1)  # FAULT: other-collective
-
-
-def other_shape(totals: Tensor) -> None:
-    """7 numbers instead of 5."""
-    dist.all_reduce(torch.zeros(7))  # FAULT: other-shape, other-shape-of-two
-
-
-def other_dtype(totals: Tensor) -> None:
-    """float64 instead of float32."""
-    dist.all_reduce(totals.double())  # FAULT: other-dtype
-
-
-# ---- nobody sees it ----------------------------------------------------------------------------------------------
 
 
 def flip_a_bit(model: nn.Module) -> None:
@@ -235,16 +157,47 @@ def flip_a_bit(model: nn.Module) -> None:
         weight.copy_((weight.view(torch.int32) ^ (1 << 23)).view(torch.float32))
 
 
-def replica_flip(state: State) -> None:
-    """A bit of the first weight."""
-    flip_a_bit(state.model)
+def two_sums(plan: Plan, now: bool, groups: Sequence[Any] = ()) -> None:
+    """Two sums over ranks of one shape; where the fault strikes `now`, the second one is taken first."""
+    first, second = groups or [dist.group.WORLD] * 2
+    if now:
+        plan.strike()
+        dist.all_reduce(torch.ones(4), group=second)  # FAULT: swapped-groups, swapped-collectives
+        dist.all_reduce(torch.zeros(4), group=first)  # FAULT: swapped-groups, swapped-collectives
+    else:
+        dist.all_reduce(torch.zeros(4), group=first)
+        dist.all_reduce(torch.ones(4), group=second)
 
 
-_AT_STEP: tuple[Callable[[State], None], ...] = (
-    killed, segfault, raises, raises_and_cleans_up, out_of_memory, oom_killed, too_many_files, exits_early,
-    fewer_batches, fewer_batches_then_barrier, launcher_killed, frozen, short_stop, uninterruptible, sleeps,
-    reads_for_ever, spins, holds_the_gil, recv_without_send, extra_collective, unused_parameters, replica_flip,
-)  # fmt: skip
-AT_STEP = {strike.__name__.replace("_", "-"): strike for strike in _AT_STEP} | {"two-ranks-sleep": sleeps}
-_REDUCTIONS: tuple[Callable[[Tensor], None], ...] = (other_collective, other_shape, other_dtype)
-REDUCTIONS = {one.__name__.replace("_", "-"): one for one in _REDUCTIONS} | {"other-shape-of-two": other_shape}
+AT_STEP: dict[str, Callable[[State], object]] = {
+    "killed": lambda state: os.kill(os.getpid(), signal.SIGKILL),  # as the kernel's OOM killer does
+    "segfault": lambda state: ctypes.string_at(0),  # as a wrong pointer in C
+    "raises": raises,
+    "raises-and-cleans-up": raises_and_cleans_up,
+    "out-of-memory": lambda state: torch.empty(1 << 50),  # FAULT: out-of-memory
+    "oom-killed": oom_killed,
+    "too-many-files": too_many_files,
+    "exits-early": lambda state: sys.exit(0),
+    "fewer-batches": no_more_batches,
+    "fewer-batches-then-barrier": fewer_batches_then_barrier,
+    "launcher-killed": launcher_killed,
+    "frozen": lambda state: os.kill(os.getpid(), signal.SIGSTOP),  # a debugger, or a scheduler that suspends
+    "short-stop": short_stop,
+    "uninterruptible": uninterruptible,
+    "sleeps": lambda state: time.sleep(FOR_EVER_SECONDS),  # FAULT: sleeps
+    "two-ranks-sleep": lambda state: time.sleep(FOR_EVER_SECONDS),  # FAULT: two-ranks-sleep
+    "reads-for-ever": lambda state: os.read(os.pipe()[0], 1),  # FAULT: reads-for-ever
+    "spins": spins,
+    # a regular expression that backtracks for years: no other thread of this process runs meanwhile
+    "holds-the-gil": lambda state: re.match(r"(a+)+$", "a" * 64 + "b"),  # FAULT: holds-the-gil
+    "recv-without-send": lambda state: dist.recv(torch.zeros(1), src=0),  # FAULT: recv-without-send
+    "extra-collective": lambda state: dist.all_reduce(torch.ones(3)),  # FAULT: extra-collective
+    "unused-parameters": lambda state: vars(state.model.module).update(skips=True),  # a branch that depends on data
+    "replica-flip": lambda state: flip_a_bit(state.model),
+}
+REDUCTIONS: dict[str, Callable[[Tensor], object]] = {  # in the place of the reduction of the totals, 5 numbers
+    "other-collective": lambda totals: dist.broadcast(totals, src=1),  # FAULT: other-collective
+    "other-shape": lambda totals: dist.all_reduce(torch.zeros(7)),  # FAULT: other-shape
+    "other-shape-of-two": lambda totals: dist.all_reduce(torch.zeros(7)),  # FAULT: other-shape-of-two
+    "other-dtype": lambda totals: dist.all_reduce(totals.double()),  # FAULT: other-dtype
+}

@@ -14,9 +14,8 @@ import time
 from functools import partial
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
-from strikes import BATCH, CLASSES, FEATURES, FOR_EVER_SECONDS, LATE_SECONDS, Plan, flip_a_bit, sample
+from strikes import BATCH, CLASSES, FEATURES, FOR_EVER_SECONDS, LATE_SECONDS, Plan, flip_a_bit, sample, two_sums
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
@@ -92,18 +91,8 @@ class Loss:
         losses = F.cross_entropy(logits, classes, reduction="none")  # (B,)
         if self.plan.name == "swapped-collectives" and torch.is_grad_enabled() and len(losses) == BATCH:
             self.calls += 1
-            self._two_sums()
+            two_sums(self.plan, self.plan.hits(self.plan.name) and self.calls == self.plan.step)
         return losses
-
-    def _two_sums(self) -> None:
-        first, second = torch.zeros(4), torch.ones(4)
-        if self.plan.hits(self.plan.name) and self.calls == self.plan.step:
-            self.plan.strike()
-            dist.all_reduce(second)  # FAULT: swapped-collectives
-            dist.all_reduce(first)  # FAULT: swapped-collectives
-        else:
-            dist.all_reduce(first)
-            dist.all_reduce(second)
 
 
 def accuracy(plan: Plan, logits: Tensor, classes: Tensor) -> Tensor:

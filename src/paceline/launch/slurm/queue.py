@@ -61,12 +61,7 @@ class JobState(NamedTuple):
 
 
 def run_slurm(*argv: str, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    """Run one of Slurm's commands.
-
-    Raises:
-        UsageError: if this machine does not have it.
-        PacelineError: if it does not answer.
-    """
+    """Run one of Slurm's commands."""
     environment = {**(os.environ if env is None else env), "LC_ALL": "C", "SLURM_TIME_FORMAT": "standard"}
     try:
         return subprocess.run(

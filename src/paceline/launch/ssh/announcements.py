@@ -37,10 +37,6 @@ def await_agents(every: Sessions, *, seconds: float) -> list[Facts]:
 
     Returns:
         What each says of its host, in the order of the hosts.
-
-    Raises:
-        UsageError: naming every host without an agent, why, and what to do.
-        Stopped: by a signal.
     """
     begun = time.monotonic()
     deadline, next_word = begun + seconds, begun + FIRST_WORD_SECONDS
