@@ -11,8 +11,7 @@ from typing import Any
 
 from paceline.errors import UsageError
 from paceline.launch.job import Allocation, Job
-from paceline.launch.slurm.allocation import check_allocation, in_allocation, run_here
-from paceline.launch.slurm.partitions import check_fits
+from paceline.launch.slurm.fits import check_allocation, check_fits, in_allocation, run_here
 from paceline.launch.slurm.plan import slurm
 from paceline.launch.slurm.queue import follow, submit
 from paceline.launch.submission import Submission, next_submit_dir, write_files, write_submission

@@ -31,7 +31,7 @@ from paceline.launch.hosts import parse_hosts
 from paceline.launch.job import Job
 from paceline.launch.ssh.plan import ssh
 from paceline.launch.supervise import run
-from paceline.launch.ssh.sync import rsync_commands, sync
+from paceline.launch.ssh.plan import rsync_commands, sync
 told = json.loads(sys.argv[1])
 told |= {"ssh": tuple(told["ssh"]), "argv": tuple(told["argv"]), "hosts": parse_hosts(told["hosts"])}
 told["run_dir"] = Path(told["run_dir"])

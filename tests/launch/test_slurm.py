@@ -20,8 +20,7 @@ from msgspec.structs import replace as replace_fields
 from paceline.contract.node_plan import NodePlan
 from paceline.errors import UsageError
 from paceline.launch.job import Allocation, Job
-from paceline.launch.slurm.allocation import Granted, check_allocation, in_allocation
-from paceline.launch.slurm.partitions import Nodes, misfit, parse_sinfo
+from paceline.launch.slurm.fits import Granted, Nodes, check_allocation, in_allocation, misfit, parse_sinfo
 from paceline.launch.slurm.plan import batch_script, slurm
 from paceline.launch.slurm.queue import JobState, parse_job, submit_environment
 

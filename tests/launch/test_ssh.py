@@ -15,8 +15,7 @@ from paceline.errors import UsageError
 from paceline.launch.hosts import parse_hosts
 from paceline.launch.job import Host, Job, describe
 from paceline.launch.node_plans import head_ports
-from paceline.launch.ssh.plan import agent_command, ssh
-from paceline.launch.ssh.sync import rsync_commands, sync
+from paceline.launch.ssh.plan import agent_command, rsync_commands, ssh, sync
 
 OPTIONS = (
     "-T -x -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=5 -o ServerAliveCountMax=3 "

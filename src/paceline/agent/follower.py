@@ -21,7 +21,7 @@ from paceline.disk import writing
 from paceline.disk.reading import read
 from paceline.errors import ExitCode, UsageError
 from paceline.guard.collect import ADVANCE_SECONDS, Collection
-from paceline.guard.samples import sample_seconds
+from paceline.guard.pace import sample_seconds
 from paceline.host.facts import gather as gather_facts
 from paceline.observe.terminal import say
 

@@ -26,8 +26,7 @@ from paceline.errors import ExitCode
 from paceline.guard import story
 from paceline.guard.collect import ANSWER_SECONDS
 from paceline.guard.judge import judge, judge_samples
-from paceline.guard.pace import Alarm, Pace, perhaps_waiting, stands_still, to_free, waits
-from paceline.guard.samples import sample_seconds
+from paceline.guard.pace import Alarm, Pace, perhaps_waiting, sample_seconds, stands_still, to_free, waits
 from paceline.guard.slow import Slowness
 from paceline.guard.verdict import failure_page, in_a_line, page, warning
 from paceline.guard.wording import named, verb

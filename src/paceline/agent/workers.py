@@ -23,7 +23,7 @@ from paceline.contract.failure import GOOD_ENDS, Failure
 from paceline.contract.node_plan import NodePlan
 from paceline.disk import writing
 from paceline.guard.collect import Collection
-from paceline.guard.samples import Stillness
+from paceline.guard.pace import Stillness
 from paceline.host.cgroup import oom_kills
 from paceline.host.procfs import read_process
 from paceline.host.sweep import Roster, mark_of, roster_path, sweep

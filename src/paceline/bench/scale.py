@@ -16,11 +16,8 @@ from paceline.bench.fit import HeldOut, Points, fit_model
 from paceline.bench.model import Machine, Network
 from paceline.bench.runs import At, Run, Runs, Spent
 from paceline.bench.shares import (
+    CAUSES,
     COMPUTE,
-    DATA,
-    EXCHANGE,
-    REST,
-    SMALLER,
     WAITING,
     Share,
     StepParts,
@@ -28,15 +25,10 @@ from paceline.bench.shares import (
     lost_strong,
     lost_weak,
     take_apart,
-)
+)  # fmt: skip
 
 MACHINES = (2, 4, 8, 16, 64)  # for which a stated network is extrapolated to
-
 WIDTH = 160  # where there is no terminal
-CAUSES = {
-    COMPUTE: "compute", SMALLER: "smaller batch", DATA: "data",
-    EXCHANGE: "communication", WAITING: "waiting", REST: "rest",
-}  # fmt: skip
 LOST = ("ranks", "batch each", "samples/s", "step ms", "efficiency", "lost ms")
 AHEAD = ("scaling", "ranks", "batch each", "step ms", "samples/s", "efficiency", "on")
 NOISE = 0.02  # of the efficiency: less is not worth a word

@@ -22,12 +22,10 @@ from paceline.launch.by_hand import by_hand, typed
 from paceline.launch.hosts import parse_hosts
 from paceline.launch.job import Allocation, Host, Job, Plan, describe
 from paceline.launch.local import local
-from paceline.launch.slurm.allocation import check_allocation, in_allocation, run_here
-from paceline.launch.slurm.partitions import check_fits
+from paceline.launch.slurm.fits import check_allocation, check_fits, in_allocation, run_here
 from paceline.launch.slurm.plan import SCRIPT, slurm
 from paceline.launch.slurm.queue import follow, submit
-from paceline.launch.ssh.plan import ssh
-from paceline.launch.ssh.sync import rsync_commands, sync
+from paceline.launch.ssh.plan import rsync_commands, ssh, sync
 from paceline.launch.submission import Submission, next_submit_dir, write_files, write_submission
 from paceline.launch.supervise import run
 from paceline.observe.folder import lock_run_dir, move_aside, new_run_dir, open_run_dir

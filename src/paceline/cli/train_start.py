@@ -19,7 +19,7 @@ from paceline.errors import ExitCode
 from paceline.host.gpus import count_gpus
 from paceline.launch.job import Job
 from paceline.launch.local import local
-from paceline.launch.slurm.allocation import in_allocation
+from paceline.launch.slurm.fits import in_allocation
 from paceline.launch.supervise import run
 from paceline.observe.events import Step, read_events
 from paceline.observe.folder import CONFIG, create_attempt_dir, write_settings

@@ -9,7 +9,7 @@ import msgspec
 from rich.console import Console
 from rich.text import Text
 
-from paceline.doctor import checks_hosts, checks_network, checks_training
+from paceline.doctor import checks, checks_network
 from paceline.doctor.check import Check, counted, duration, rate
 from paceline.doctor.messages import LinkSpeed
 from paceline.doctor.survey import Survey, usable_addresses
@@ -24,26 +24,26 @@ def run_checks(survey: Survey) -> list[Check]:
 
 def _checks(survey: Survey) -> Iterator[Check]:
     several = len(survey.wanted.hosts) > 1
-    yield checks_hosts.logins(survey)
+    yield checks.logins(survey)
     if not survey.facts:
         return
-    yield checks_hosts.software(survey)
-    yield checks_hosts.resources(survey)
+    yield checks.software(survey)
+    yield checks.resources(survey)
     if any(one.gpus for one in survey.facts.values()):
-        yield checks_hosts.gpus(survey)
+        yield checks.gpus(survey)
     if several:
         yield checks_network.host_names(survey)
         yield checks_network.pairs(survey)
         yield checks_network.interfaces(survey)
-        yield checks_hosts.clocks(survey)
-    yield checks_training.run_folder(survey)
-    yield checks_training.disk_room(survey)
+        yield checks.clocks(survey)
+    yield checks.run_folder(survey)
+    yield checks.disk_room(survey)
     if survey.wanted.quick:
         return
-    yield checks_training.data(survey)
+    yield checks.data(survey)
     if several:
         yield checks_network.link_speeds(survey)
-    yield checks_training.gradients(survey)
+    yield checks.gradients(survey)
 
 
 def print_checks(console: Console, survey: Survey, checks: Sequence[Check]) -> None:

@@ -1,4 +1,4 @@
-"""Finds when a run stands still. Pure: from how long each rank has not moved to a warning, and then an alarm.
+"""Finds when a run stands still: from how long each rank has not moved to a warning, and then an alarm.
 
 Nobody in the world has moved for a *window*, and at least one rank waits for something: that is a stall. How long the
 window is depends on what the ranks do, and on the run itself:
@@ -24,6 +24,7 @@ from typing import Literal
 
 from msgspec.structs import replace
 
+from paceline.contract.boxes import read_counters
 from paceline.contract.evidence import Evidence, Phase, Sample, Verdict, VerdictKind
 from paceline.contract.places import Activity, activity_of, imports_torch
 from paceline.contract.windows import JUMP_SECONDS, LEARNED, OF_STEPS, WARM_UP_STEPS, Stage, Windows
@@ -32,6 +33,9 @@ CLOCKS_SECONDS = 1.5  # what two looks at a rank may differ by where it has not 
 BUSY_CPU_SECONDS = 0.5  # in a second
 IDLE_CPU_SECONDS = 0.05  # in a second; a rank that imports or compiles uses more
 GUILTY_WAIT_TOO = (VerdictKind.MISMATCH, VerdictKind.DEADLOCK, VerdictKind.NETWORK, VerdictKind.UNKNOWN)
+
+SAMPLE_SECONDS, SHORT_SAMPLE_SECONDS = 1.0, 0.25
+SHORT_WINDOW_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -168,3 +172,43 @@ def to_free(verdict: Verdict, evidence: Sequence[Evidence]) -> tuple[int, ...]:
     """The ranks that shall get an exception out of their collective: those that have only waited."""
     kept = () if verdict.kind in GUILTY_WAIT_TOO else verdict.guilty
     return tuple(one.rank for one in evidence if one.runs and one.rank not in kept)
+
+
+class Stillness:
+    """When each worker of one generation moved last.
+
+    Its clock is not asked: an age is how long the agent, by its own clock, has seen nothing of it move.
+    """
+
+    def __init__(self) -> None:
+        # rank -> its counters, since when they have been so, and when they were read
+        self._seen: dict[int, tuple[tuple[int, ...], float, float]] = {}
+
+    def read(self, worker: Sample, box: int, now_seconds: float) -> Sample:
+        """`worker` with what its box shows; to be called at least every second or two.
+
+        Args:
+            worker: what is known of its process.
+            box: the box's descriptor.
+            now_seconds: on one monotonic clock.
+        """
+        counters = read_counters(box)
+        moved, since_seconds, read_seconds = self._seen.get(worker.rank, ((), now_seconds, now_seconds))
+        if moved != counters.moved or now_seconds - read_seconds > JUMP_SECONDS:
+            since_seconds = now_seconds
+        self._seen[worker.rank] = counters.moved, since_seconds, now_seconds
+        return replace(
+            worker,
+            step=counters.step,
+            phase=counters.phase,
+            phase_seconds=counters.phase_seconds,
+            still_seconds=now_seconds - since_seconds if worker.runs else 0.0,
+            waiting=counters.waiting,
+            met=counters.met,
+        )
+
+
+def sample_seconds(windows: Windows) -> float:
+    """How often boxes are read."""
+    short = windows.seconds is not None and windows.seconds < SHORT_WINDOW_SECONDS
+    return SHORT_SAMPLE_SECONDS if short else SAMPLE_SECONDS
