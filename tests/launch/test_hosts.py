@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.errors import UsageError
-from paceline.launch.hosts import labels, parse_hosts, plain_name
-from paceline.launch.job import Host
+from paceline.launch.hosts import parse_hosts
+from paceline.launch.job import Host, labels, plain_name
 
 
 def test_a_list_names_hosts_with_ports() -> None:

@@ -11,9 +11,8 @@ import pytest
 from paceline.contract.node_plan import NodePlan, Shared
 from paceline.contract.windows import Windows
 from paceline.host.cgroup import oom_kills, threads_per_rank, usable_cores
-from paceline.launch.job import Job, describe
+from paceline.launch.job import Job, describe, node_plan
 from paceline.launch.local import local
-from paceline.launch.node_plans import node_plan
 
 GOLDEN = """\
 # agent 0

@@ -6,8 +6,9 @@ from collections.abc import Generator
 
 import pytest
 
+from paceline.guard.wording import in_runs
 from paceline.launch import relay as module
-from paceline.launch.relay import Relay, Screen, cleaned, name_ranges
+from paceline.launch.relay import Relay, Screen, cleaned
 from paceline.launch.ssh.refusal import why_lost, why_no_agent
 
 NAMES = ("n1", "n2", "n3", "n4", "n5")
@@ -120,7 +121,7 @@ def test_what_could_move_the_cursor_or_hide_words_is_gone() -> None:
     ],
 )
 def test_names_together(names: tuple[str, ...], text: str) -> None:
-    assert name_ranges(names) == text
+    assert in_runs(names, ",") == text
 
 
 def test_a_screen_that_nobody_reads_says_that_it_is_full() -> None:

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from paceline.errors import UsageError
 from paceline.launch.hosts import parse_hosts
-from paceline.launch.job import Host, Job, describe
-from paceline.launch.node_plans import head_ports
+from paceline.launch.job import Host, Job, describe, head_ports
 from paceline.launch.ssh.plan import agent_command, rsync_commands, ssh, sync
 
 OPTIONS = (

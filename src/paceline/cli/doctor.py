@@ -19,8 +19,8 @@ from paceline.doctor.report import as_json, print_checks, run_checks
 from paceline.doctor.session import by_ssh, here, host_programs, in_slurm
 from paceline.doctor.survey import Wanted, survey
 from paceline.errors import ExitCode, UsageError
-from paceline.launch.hosts import labels, parse_hosts, plain_name
-from paceline.launch.job import Command
+from paceline.launch.hosts import parse_hosts
+from paceline.launch.job import Command, labels, plain_name
 from paceline.tasks import check_task
 from paceline.worker.nodelist import expand_nodes
 

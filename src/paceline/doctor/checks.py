@@ -1,4 +1,4 @@
-"""Checks of each host (it answers, software, cores, limits, GPUs, clock), and of what a training needs on all of them."""
+"""Checks of each host (it answers, software, cores, limits, GPUs, clock), and of what a training needs on all."""
 
 from __future__ import annotations
 

@@ -13,6 +13,7 @@ from paceline.doctor import checks, checks_network
 from paceline.doctor.check import Check, counted, duration, rate
 from paceline.doctor.messages import LinkSpeed
 from paceline.doctor.survey import Survey, usable_addresses
+from paceline.guard.wording import printable
 
 STYLES = {"ok": "green", "warning": "yellow", "error": "bold red", "-": "dim"}
 
@@ -56,7 +57,7 @@ def print_checks(console: Console, survey: Survey, checks: Sequence[Check]) -> N
         for number, finding in enumerate(check.findings):
             if number:
                 line.append(f"\n{'':20}")
-            line.append(f"{finding.host}: {_printable(finding.what)}\n{'':20}-> {_printable(finding.remedy)}")
+            line.append(f"{finding.host}: {printable(finding.what)}\n{'':20}-> {printable(finding.remedy)}")
         console.print(line, soft_wrap=True)
     if len(survey.links) > 2:
         console.print(_table(survey), soft_wrap=True)
@@ -79,11 +80,6 @@ def as_json(survey: Survey, checks: Sequence[Check]) -> bytes:
         "facts": survey.facts,
     }
     return msgspec.json.format(msgspec.json.encode(found), indent=2)
-
-
-def _printable(text: str) -> str:
-    """Without control characters: what a host says must not steer the terminal."""
-    return "".join(letter if letter.isprintable() else " " for letter in text)
 
 
 def _table(survey: Survey) -> str:

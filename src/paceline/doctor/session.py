@@ -15,8 +15,7 @@ from typing import TypeVar
 import msgspec
 
 from paceline.doctor.messages import MAX_LINE_BYTES, Refused, Request
-from paceline.launch.hosts import labels
-from paceline.launch.job import Command, Host
+from paceline.launch.job import Command, Host, labels
 from paceline.launch.ssh.plan import client, destination
 from paceline.launch.ssh.refusal import why_no_agent
 

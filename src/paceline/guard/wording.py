@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Iterable
 from pathlib import PurePath
@@ -10,6 +11,7 @@ from paceline.contract.evidence import Evidence, LoaderWorker, Op, Phase
 from paceline.contract.places import shown_frame
 from paceline.guard.waits import FROZEN
 
+NUMBERED = re.compile(r"(.*?)([0-9]+)")
 FROM = ("recv", "irecv", "broadcast", "scatter")
 GONE = ("", "Z", "X")  # states of a process that is no more
 BUSY_CPU_SECONDS = 0.2  # of the last second or so
@@ -20,21 +22,28 @@ STATES = {
 }
 
 
-def _in_runs(ranks: Iterable[int]) -> str:
-    """Ranks in a list, runs of three and more as one: "0, 1, 3-7"."""
-    runs: list[list[int]] = []
-    for rank in sorted(set(ranks)):
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
+def in_runs(names: Iterable[str], separator: str = ", ") -> str:
+    """A list in which three or more names that count up are one: "0, 1, 3-7", "n1,n3-n5"."""
+    runs: list[list[str]] = []
+    for name in names:
+        if runs and _follows(runs[-1][-1], name):
+            runs[-1].append(name)
         else:
-            runs.append([rank])
-    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs)
+            runs.append([name])
+    return separator.join(f"{run[0]}-{run[-1]}" if len(run) > 2 else separator.join(run) for run in runs)
+
+
+def _follows(name: str, following: str) -> bool:
+    first, second = NUMBERED.fullmatch(name), NUMBERED.fullmatch(following)
+    if first is None or second is None or first[1] != second[1]:
+        return False
+    return second[2] == str(int(first[2]) + 1).zfill(len(first[2]))
 
 
 def named(ranks: Iterable[int]) -> str:
     """ "rank 2" or "ranks 0, 1, 3-7"."""
     ranks = set(ranks)
-    return f"rank{'s' if len(ranks) > 1 else ''} {_in_runs(ranks)}"
+    return f"rank{'s' if len(ranks) > 1 else ''} {in_runs(map(str, sorted(ranks)))}"
 
 
 def signal_name(number: int) -> str:

@@ -10,9 +10,7 @@ import msgspec
 from paceline.contract.birth import BOOTSTRAP
 from paceline.contract.variables import RUN_ID, SECRET_NAME
 from paceline.errors import UsageError
-from paceline.launch.hosts import labels, plain_name
-from paceline.launch.job import Command, Job, Plan
-from paceline.launch.node_plans import head_ports, node_plan
+from paceline.launch.job import Command, Job, Plan, head_ports, labels, node_plan, plain_name
 
 PLAN_FILE = "plan.json"
 NODE0 = "NODE0"  # in the place of a name that we do not know

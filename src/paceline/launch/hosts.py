@@ -9,7 +9,7 @@ from pathlib import Path
 
 from paceline.disk.reading import read
 from paceline.errors import UsageError
-from paceline.launch.job import Host
+from paceline.launch.job import Host, plain_name
 
 MAX_FILE_BYTES = 1 << 20
 MAX_SLOTS = 1024
@@ -50,20 +50,6 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
     if not hosts:
         raise UsageError(f"--hosts {text}: no host in it. Write name[:port],name,... or a file with one on each line")
     return tuple(hosts)
-
-
-def plain_name(host: Host) -> str:
-    """What other machines call it: without the user, and an IPv6 address without brackets."""
-    return host.name.rpartition("@")[2].strip("[]")
-
-
-def labels(hosts: tuple[Host, ...]) -> tuple[str, ...]:
-    """What people are shown: the plain names; with the port where two have the same."""
-    names = [plain_name(host) for host in hosts]
-    return tuple(
-        f"{name}:{host.port}" if host.port and names.count(name) > 1 else name
-        for name, host in zip(names, hosts, strict=True)
-    )
 
 
 def _list_entries(text: str) -> Iterator[tuple[str, list[str]]]:

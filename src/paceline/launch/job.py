@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 import shlex
 import sys
@@ -15,6 +16,8 @@ import msgspec
 from paceline.contract.node_plan import NodePlan, Shared
 from paceline.contract.variables import SECRET_NAME
 
+FIRST_PORT, PORTS = 20000, 10000  # below the ports that kernels give to outgoing connections (Linux: from 32768)
+NUM_PORTS = 8
 _JSON_VALUE = re.compile(rf'("[^"\s]*(?:{SECRET_NAME.pattern})[^"\s]*":\s*)"(?:[^"\\]|\\.)+"', re.IGNORECASE)
 _SHELL_VALUE = re.compile(rf"(?m)^(\s*(?:export\s+)?\w*(?:{SECRET_NAME.pattern})\w*=)\S.*$", re.IGNORECASE)
 
@@ -74,6 +77,43 @@ def for_node(job: Job, nproc: int) -> dict[str, Any]:
     same: dict[str, Any] = {name: getattr(job, name) for name in Shared.__struct_fields__}
     folders = {"attempt_dir": str(job.attempt_dir or ""), "run_dir": str(job.run_dir or "")}
     return same | folders | {"nproc": nproc}
+
+
+def plain_name(host: Host) -> str:
+    """What other machines call it: without the user, and an IPv6 address without brackets."""
+    return host.name.rpartition("@")[2].strip("[]")
+
+
+def labels(hosts: tuple[Host, ...]) -> tuple[str, ...]:
+    """What people are shown: the plain names; with the port where two have the same."""
+    names = [plain_name(host) for host in hosts]
+    return tuple(
+        f"{name}:{host.port}" if host.port and names.count(name) > 1 else name
+        for name, host in zip(names, hosts, strict=True)
+    )
+
+
+def node_plan(job: Job, *, node: int, nproc: int, head: tuple[str, ...], silence_seconds: float = 0.0) -> NodePlan:
+    """The plan for one node; `node` is -1 where its agent learns it elsewhere."""
+    return NodePlan(
+        **for_node(job, nproc),
+        node=node,
+        port=job.port if job.nodes == 1 else 0,  # of several nodes the head listens at it, and the ranks cannot as well
+        head=head,
+        head_ports=head_ports(job),
+        names=labels(job.hosts),
+        silence_seconds=silence_seconds,
+    )
+
+
+def head_ports(job: Job) -> tuple[int, ...]:
+    """Where node 0's agent may listen: the port that was asked for; or some, the same for all nodes of the run."""
+    if job.port:
+        return (job.port,)
+    digest = hashlib.sha256(job.run_id.encode()).digest()
+    first = int.from_bytes(digest[:4]) % PORTS
+    stride = 2 * (int.from_bytes(digest[4:8]) % 2000) + 1
+    return tuple(FIRST_PORT + (first + k * stride) % PORTS for k in range(NUM_PORTS))
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from queue import SimpleQueue
 
+from paceline.guard.wording import in_runs
 from paceline.observe.terminal import LiveFilter, harmless
 
 FOLD_SECONDS = 0.3  # how long a line waits for the same one of other hosts
@@ -25,7 +26,6 @@ MAX_UNWRITTEN_BYTES = 1 << 20
 
 _COLOURS = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
 _CONTROLS = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]")
-_NUMBERED = re.compile(r"(.*?)([0-9]+)")
 
 
 class Screen:
@@ -158,8 +158,8 @@ class Relay:
     def _write(self, line: _Line) -> None:
         if self._half_since.pop(line.descriptor, None) is not None:
             self._screen.put(line.descriptor, b"\n")
-        text = f"[{name_ranges([self._names[node] for node in sorted(line.nodes)])}] {line.text}\n"
-        self._screen.put(line.descriptor, text.encode(errors="replace"))
+        names = in_runs((self._names[node] for node in sorted(line.nodes)), ",")
+        self._screen.put(line.descriptor, f"[{names}] {line.text}\n".encode(errors="replace"))
 
 
 def cleaned(line: bytes) -> str:
@@ -167,21 +167,3 @@ def cleaned(line: bytes) -> str:
     text = _COLOURS.sub("", line.decode(errors="replace"))
     drawn = [part for part in text.split("\r") if part]  # a progress bar: what it shows last
     return _CONTROLS.sub("\N{REPLACEMENT CHARACTER}", drawn[-1] if drawn else "")
-
-
-def name_ranges(names: Sequence[str]) -> str:
-    """Several names as one short text; three or more that count up are a range: `n1,n3-n5`."""
-    groups: list[list[str]] = []
-    for name in names:
-        if groups and _follows(groups[-1][-1], name):
-            groups[-1].append(name)
-        else:
-            groups.append([name])
-    return ",".join(f"{group[0]}-{group[-1]}" if len(group) > 2 else ",".join(group) for group in groups)
-
-
-def _follows(name: str, following: str) -> bool:
-    first, second = _NUMBERED.fullmatch(name), _NUMBERED.fullmatch(following)
-    if first is None or second is None or first[1] != second[1]:
-        return False
-    return second[2] == str(int(first[2]) + 1).zfill(len(first[2]))

@@ -9,7 +9,6 @@ RUN/submit-1/     of each start on other machines, numbered from 1
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
@@ -19,10 +18,10 @@ import msgspec
 from paceline.disk import writing
 from paceline.disk.reading import decode, names
 from paceline.errors import TrainingError, UsageError
+from paceline.observe.folder import MOST_STARTS, attempt_number
 
 SUBMITTED = "submitted.json"
 MAX_LOOKED_AT, MAX_BYTES = 10, 1 << 18
-MOST_STARTS = 999_999
 
 
 class Submission(msgspec.Struct, frozen=True):
@@ -63,8 +62,7 @@ def next_submit_dir(run_dir: Path) -> Path:
 
 def submit_number(folder: Path) -> int:
     """Which start a folder belongs to; 0 if its name does not say."""
-    match = re.fullmatch(r"submit-([0-9]{1,9})", folder.name)
-    return int(match[1]) if match else 0
+    return attempt_number(folder, "submit")
 
 
 def write_files(submit_dir: Path, files: Mapping[str, str]) -> None:

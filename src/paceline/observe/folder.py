@@ -216,9 +216,9 @@ def write_settings(folder: Path, text: str) -> None:
         ) from None
 
 
-def attempt_number(attempt_dir: Path) -> int:
-    """Which start of the run a folder belongs to; 0 if its name does not say."""
-    match = re.fullmatch(r"attempt-([0-9]{1,9})", attempt_dir.name)
+def attempt_number(folder: Path, kind: str = "attempt") -> int:
+    """Which start of the run a folder belongs to, of those called `kind`-N; 0 if its name does not say."""
+    match = re.fullmatch(rf"{kind}-([0-9]{{1,9}})", folder.name)
     return int(match[1]) if match else 0
 
 

@@ -7,7 +7,6 @@ dies with its agent, and an uncaught exception is written down for the agent bef
 
 from __future__ import annotations
 
-import atexit
 import builtins
 import difflib
 import io
@@ -17,9 +16,7 @@ import runpy
 import shutil
 import signal
 import sys
-import threading
 from collections.abc import Sequence
-from contextlib import suppress
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
@@ -185,14 +182,6 @@ def _end(code: int) -> NoReturn:
     """End this process: threads, exit handlers and output as always, torch's static destructors left out."""
     if code >= 0 and "torch" not in sys.modules:
         sys.exit(code)
-    # As the interpreter's own end does, before exit handlers: also tells idle thread pools to finish.
-    threading._shutdown()  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
-    if code < 0:  # a shell stops its loop only if Ctrl-C has *killed* what it ran
-        atexit._run_exitfuncs()  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue, reportUnknownMemberType]
-        signal.signal(-code, signal.SIG_DFL)
-        with suppress(OSError, ValueError):
-            sys.stdout.flush()
-        os.kill(os.getpid(), -code)
     leave(code)
 
 

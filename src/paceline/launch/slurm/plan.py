@@ -15,8 +15,7 @@ from pathlib import Path
 import msgspec
 
 from paceline.errors import UsageError
-from paceline.launch.job import Command, Job, Plan
-from paceline.launch.node_plans import node_plan
+from paceline.launch.job import Command, Job, Plan, node_plan
 
 SIGNAL_SECONDS = 60  # Slurm may send the signal before the time limit so much too early
 LONGEST_WARNING_SECONDS = 65535  # of sbatch --signal
@@ -70,7 +69,6 @@ def slurm(job: Job) -> Plan:
 
 
 def _check(job: Job) -> None:
-    """Refuse what contradicts itself, before it waits in a queue."""
     asked = job.slurm
     if job.min_nodes < job.nodes:
         raise UsageError(

@@ -8,9 +8,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from paceline.errors import UsageError
-from paceline.launch.hosts import labels, plain_name
-from paceline.launch.job import Command, Host, Job, Plan
-from paceline.launch.node_plans import node_plan
+from paceline.launch.job import Command, Host, Job, Plan, labels, node_plan, plain_name
 
 SILENCE_SECONDS = 30.0  # an agent that hears nothing for so long ends its workers: the network is cut
 CONNECT_SECONDS = 10
