@@ -10,8 +10,6 @@ head of all. Whatever happens, an agent leaves no process behind.
     --head NAME    a name or address of node 0; may be repeated, the best first
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import signal

@@ -9,8 +9,6 @@ Neither side believes a stranger, and no message can be repeated, reordered or t
 is hidden: there is nothing secret in the messages. No pickle; sizes are bounded before anything is read.
 """
 
-from __future__ import annotations
-
 import hmac
 import os
 import select

@@ -3,8 +3,6 @@
 The head waits in here, and nowhere else: until the time is over, or an order, another node or the end of a child comes.
 """
 
-from __future__ import annotations
-
 import select
 import time
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The head's listening socket: who connects there and, where the port is taken, which process holds it."""
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Sequence
 from contextlib import suppress

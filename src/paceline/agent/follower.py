@@ -1,7 +1,5 @@
 """The agent of every node but the first: it does what the head says; without the head it ends what it has started."""
 
-from __future__ import annotations
-
 import os
 import socket
 import time

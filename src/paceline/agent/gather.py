@@ -1,7 +1,5 @@
 """All nodes of a run come together: they find the head, which waits for them and starts when each can reach each."""
 
-from __future__ import annotations
-
 import errno
 import os
 import select

@@ -1,7 +1,5 @@
 """One generation on all nodes, as the head has it: started, observed, asked, freed, stopped."""
 
-from __future__ import annotations
-
 import os
 import secrets
 import time

@@ -4,8 +4,6 @@ What becomes of the run is the head's business. The guard is never the cause of 
 reported once, and the run goes on without a guard; a failure is then judged by samples alone.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """The agent of node 0: it starts each generation, names the first failure, decides on restarts, and ends the run."""
 
-from __future__ import annotations
-
 import signal
 import time
 from collections.abc import Callable, Sequence

@@ -4,8 +4,6 @@ Workers die with their agent by the kernel's hand (worker.attach), but a program
 and with the launcher killed too nobody would be left to end it. The janitor sleeps on a pipe that ends with the agent.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

@@ -3,8 +3,6 @@
 Times are ages in seconds, never clock readings: no two hosts' clocks can be compared.
 """
 
-from __future__ import annotations
-
 import msgspec
 
 from paceline.contract.evidence import Evidence, Sample

@@ -1,7 +1,5 @@
 """A worker's output goes into its log and, of those that are to be seen, onto the agent's own output."""
 
-from __future__ import annotations
-
 import os
 import re
 import threading

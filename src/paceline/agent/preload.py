@@ -5,8 +5,6 @@ worker's interpreter, arguments, flags and working folder. The kernel gives each
 it had started it. Whatever goes wrong with the preloader is said once, and from then on workers are started as always.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import select

@@ -1,7 +1,5 @@
 """Start one node's workers: their environment, where their output goes, what they inherit."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

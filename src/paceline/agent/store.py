@@ -1,7 +1,5 @@
 """Where the ranks of a generation meet; where they cannot, which process holds the port."""
 
-from __future__ import annotations
-
 import os
 import socket
 from dataclasses import dataclass

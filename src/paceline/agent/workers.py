@@ -1,7 +1,5 @@
 """The workers of one node in one generation: started, observed, asked to stop, swept away."""
 
-from __future__ import annotations
-
 import math
 import os
 import signal

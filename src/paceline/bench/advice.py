@@ -1,7 +1,5 @@
 """Recommends a strategy in one sentence, with the numbers that it rests on. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from paceline.bench.compare import Row

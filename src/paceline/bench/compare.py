@@ -1,7 +1,5 @@
 """The ladder measured: for each strategy medians over rounds, ratios within rounds, whose bits it has; two tables."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from statistics import median, quantiles
 

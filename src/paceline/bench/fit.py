@@ -3,8 +3,6 @@
 Everything is fitted by least squares, and nothing may be below 0.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 

@@ -5,8 +5,6 @@ in each round. So whatever else the machine does at a time meets all candidates 
 are fair. A candidate that fails ends its set; it is not tried again, and the set is started again for those after it.
 """
 
-from __future__ import annotations
-
 import secrets
 import sys
 import time

@@ -1,7 +1,5 @@
 """Reads what the ranks of a run did in each step: seconds by phase, for every step and rank, from the run's events."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Scaling from points measured: efficiency, what is lost to which cause, what is to be expected; and its tables."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

@@ -17,8 +17,6 @@ from a run without exchange (or from one rank, in proportion to forward, which n
 docs/scaling.md says what the shares mean.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """What a set of processes is asked to measure, and what it found: plain data between command and workers."""
 
-from __future__ import annotations
-
 import msgspec
 
 ORDER, CONFIG, CHUNKS, RUNNING = "order.json", "config.toml", "chunks.jsonl", "running.json"

@@ -14,8 +14,6 @@ reader may see a record half written, and knows it by the number at both of its 
    1 MiB        native stacks        faulthandler, on SIGNAL: text, appended
 """
 
-from __future__ import annotations
-
 import itertools
 import mmap
 import os

@@ -3,8 +3,6 @@
 Whatever is in a box was written by a worker, perhaps a broken one: readers take nothing in it for granted.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -7,8 +7,6 @@
 How a rank failed, in its own words, is a `Failure`. No two hosts' clocks can be compared, so only ages travel.
 """
 
-from __future__ import annotations
-
 from enum import IntEnum
 from typing import Self
 

@@ -1,7 +1,5 @@
 """How a worker says that it fails, and which errors only say that others are gone."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 

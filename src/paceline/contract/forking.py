@@ -9,8 +9,6 @@
 All over one socket that keeps messages apart; nothing in it is executed or unpickled.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 

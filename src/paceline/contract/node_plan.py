@@ -1,7 +1,5 @@
 """The plan that a launcher hands to an agent: one line of JSON on its stdin, or a private file."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 import msgspec

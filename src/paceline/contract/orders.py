@@ -1,7 +1,5 @@
 """Orders to a launcher or an agent from outside: stop signals, and the lifeline: what it says, and its end."""
 
-from __future__ import annotations
-
 import os
 import select
 import signal

@@ -4,8 +4,6 @@ Frames are of four kinds: the user's own, torch's, Python's, and ours. People wa
 the judge wants to know whether the innermost of all waits for other ranks. `ACTIVITIES` says which code does.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from enum import Enum

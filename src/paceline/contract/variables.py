@@ -6,8 +6,6 @@ Not in it: what srun and mpirun tell their tasks (`worker.foreign` turns that in
 read by themselves.
 """
 
-from __future__ import annotations
-
 import re
 from typing import NamedTuple
 

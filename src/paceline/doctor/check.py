@@ -1,7 +1,5 @@
 """The outcome of a check, and the words that checks have in common."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import msgspec

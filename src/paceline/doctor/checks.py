@@ -1,7 +1,5 @@
 """Checks of each host (it answers, software, cores, limits, GPUs, clock), and of what a training needs on all."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from statistics import median
 

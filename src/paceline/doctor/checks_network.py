@@ -1,7 +1,5 @@
 """Checks between hosts: that each reaches each other one, by which interface, and how fast."""
 
-from __future__ import annotations
-
 import ipaddress
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping

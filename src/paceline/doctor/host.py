@@ -4,8 +4,6 @@ One JSON line in, one out. Whoever can write to our stdin has logged in as this 
 that are counted.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re

@@ -3,8 +3,6 @@
 A request names no program and no code: a host does these few things and nothing else.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 import msgspec

@@ -1,7 +1,5 @@
 """Finds out who can reach whom, and how fast: one half listens, the other connects with a token."""
 
-from __future__ import annotations
-
 import errno
 import hmac
 import socket

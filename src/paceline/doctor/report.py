@@ -1,7 +1,5 @@
 """Runs all checks and reports them: a line for each, with how to fix what is wrong; or the same as JSON."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Doctor's end of the program on each host: how it is started, asked and ended, and why it cannot be reached."""
 
-from __future__ import annotations
-
 import os
 import selectors
 import shlex

@@ -1,7 +1,5 @@
 """Asks the hosts everything that the checks need: what they have, who reaches whom, how fast they are together."""
 
-from __future__ import annotations
-
 import itertools
 import secrets
 import time

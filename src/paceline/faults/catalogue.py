@@ -4,8 +4,6 @@ Not made: a rank in a network file system that does not answer (`uninterruptible
 with a fork that the kernel waits for), a slow network (kernels often lack netem), a damaged GPU.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 

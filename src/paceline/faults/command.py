@@ -1,7 +1,5 @@
 """Runs a command in a session and folder of its own: what it prints and when, how it ends, what it leaves behind."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import threading

@@ -1,7 +1,5 @@
 """Reads from the screen, as a person would, whom a launcher blames, and for what. Pure."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Lets a fault strike in a run of paceline or torchrun, and scores what is said of it."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import sys

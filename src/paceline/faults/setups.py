@@ -1,7 +1,5 @@
 """Sets up what some faults need before they can strike: a small disk, a taken port, a damaged checkpoint."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import socket

@@ -1,7 +1,5 @@
 """The score table: per fault who was named, how fast, and what was left; torchrun's beside it; totals."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from statistics import median
 

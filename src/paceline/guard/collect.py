@@ -5,8 +5,6 @@ stacks without the interpreter. Nothing here waits: an agent has others to talk 
 second until that returns True. Nothing that a worker has written can make it fail, or grow without bound.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Mapping, Sequence

@@ -6,8 +6,6 @@ dies last. What counts is the kind of end, in the order of `RankEnd`; and within
 judging agent's monotonic clock (other hosts report ages, not times).
 """
 
-from __future__ import annotations
-
 import re
 import signal
 from collections.abc import Iterable, Sequence

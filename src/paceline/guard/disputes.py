@@ -11,8 +11,6 @@ is in every circle: taken away, it leaves none.
     0 waits for 1, and 1 for 0                one circle: 0 or 1 is wrong, and nobody can say which
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Hashable, Mapping, Sequence
 
 from paceline.contract.evidence import Op, Phase, Verdict, VerdictKind

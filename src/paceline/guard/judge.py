@@ -12,8 +12,6 @@ Where nobody can say who is wrong, the parties are named and nobody is blamed: o
 right. No clocks are compared; what came first is told by the numbers of collectives, and of failures by their ages.
 """
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Mapping, Sequence
 

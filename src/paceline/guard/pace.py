@@ -15,8 +15,6 @@ of a step, for nothing of it repeats exactly: a new epoch starts new loader proc
 First steps are those that compile and warm up: one where the user has given a number, else five.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Makes verdicts of the judge's findings: sentences that say what each party did, the guilty first."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 

@@ -9,8 +9,6 @@ With DDP the waiting is in the others' backward pass instead, 0.6, 0.1, 0.6 s; s
 forward, optimizer) are also compared alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from statistics import median
 

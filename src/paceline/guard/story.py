@@ -5,8 +5,6 @@ runs/mnist-cnn-20260131-093000/attempt-1/verdict-1/
     rank-<r>.txt    for people: where the rank stands, its last collectives, the stacks of all its threads
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path

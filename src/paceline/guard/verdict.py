@@ -1,7 +1,5 @@
 """Tells a verdict on the screen: the page of a stall, or what a rank failed of; and the warning before. Pure."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Sequence
 from pathlib import Path

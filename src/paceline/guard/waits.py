@@ -10,8 +10,6 @@ A rank may have called several without waiting (#5 to #8, the buckets of a backw
 of these is what it waits for.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar

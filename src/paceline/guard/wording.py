@@ -1,7 +1,5 @@
 """Puts ranks, collectives and places into words, for the judge's sentences and for what is told around them."""
 
-from __future__ import annotations
-
 import re
 import signal
 from collections.abc import Iterable

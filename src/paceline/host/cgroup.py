@@ -1,7 +1,5 @@
 """What the kernel lets this process have, and what it took: cores, memory, and processes killed for it."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Whether machines fit together, and each its share of a run: from facts to findings. Pure."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Literal

@@ -3,8 +3,6 @@
 An agent announces them before it is sent its plan, and doctor asks every host for them.
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib.metadata
 import ipaddress

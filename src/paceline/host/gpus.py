@@ -1,7 +1,5 @@
 """The NVIDIA GPUs of this machine, and who else is at work on them, as the driver says. Without torch."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """The processes of this machine, read from /proc: their states, their sessions, and who holds a port."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal

@@ -1,7 +1,5 @@
 """Tries a connection to another machine, and says in plain words what hinders it."""
 
-from __future__ import annotations
-
 import errno
 import ipaddress
 import socket

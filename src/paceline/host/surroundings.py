@@ -4,8 +4,6 @@ The user's own lines run as in his shell: without `set -u` (activate scripts rea
 Names and paths are arguments of the bash script, never part of its text.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import signal

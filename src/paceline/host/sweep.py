@@ -1,7 +1,5 @@
 """The roster of an agent's workers, and SIGKILL to all that they have started."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """Commands to be typed on each node, torchrun's or our agent's, for those who start their nodes themselves."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Iterator
 

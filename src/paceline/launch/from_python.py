@@ -1,7 +1,5 @@
 """`paceline.run(function, nproc=2)`: ranks from a script or a notebook, and what they return."""
 
-from __future__ import annotations
-
 import codecs
 import linecache
 import os

@@ -1,7 +1,5 @@
 """The machines that the user means: `n1,n2:2222`, or a file with one `name[:port] [slots=N]` on each line."""
 
-from __future__ import annotations
-
 import ipaddress
 import re
 from collections.abc import Iterator

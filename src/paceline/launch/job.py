@@ -1,7 +1,5 @@
 """What is to run where, as data: a `Job` says what is wanted, a `Plan` the exact commands and what each is told."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 import shlex

@@ -1,7 +1,5 @@
 """All ranks on this machine: one agent, one node, the loopback address."""
 
-from __future__ import annotations
-
 from paceline.contract.node_plan import NodePlan
 from paceline.launch.job import Command, Job, Plan, for_node
 

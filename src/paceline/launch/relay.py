@@ -3,8 +3,6 @@
 Their lines begin with the host, and the same line of several hosts is shown once: `[n2-n4] out of memory`.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import re

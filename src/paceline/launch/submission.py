@@ -7,8 +7,6 @@ RUN/submit-1/     of each start on other machines, numbered from 1
     submitted.json    this file's Submission
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal

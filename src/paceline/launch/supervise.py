@@ -7,8 +7,6 @@ Who ends the workers, when one of us is killed with SIGKILL:
     both           the kernel ends the workers (worker.attach), the agent's janitor ends what they had started
 """
 
-from __future__ import annotations
-
 import math
 import os
 import select

@@ -1,7 +1,5 @@
 """What has been written to a text file since the last look: whole lines, and nothing that steers a terminal."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path

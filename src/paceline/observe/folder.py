@@ -13,8 +13,6 @@ runs/mnist-cnn-20260131-093000/
     submit-1/           of each start on other machines, see launch/submission.py
 """
 
-from __future__ import annotations
-
 import os
 import re
 import time

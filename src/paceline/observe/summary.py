@@ -1,7 +1,5 @@
 """How a run ended: summary.json, for people and scripts; ended.json, how by its agent's word."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from contextlib import suppress

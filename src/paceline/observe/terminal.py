@@ -1,7 +1,5 @@
 """What may reach a terminal: words of ours, and of others without what would steer it."""
 
-from __future__ import annotations
-
 import os
 import re
 from contextlib import suppress

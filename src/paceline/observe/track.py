@@ -4,8 +4,6 @@ A tracker is a guest: it gets its numbers in a thread of its own, and whatever g
 disk, a server that does not answer) is told once and never stops a training.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Callable, Mapping

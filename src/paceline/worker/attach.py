@@ -3,8 +3,6 @@
 Nothing of it happens in a process that no agent of ours started (torchrun, srun, a world of one).
 """
 
-from __future__ import annotations
-
 import atexit
 import os
 import signal

@@ -5,8 +5,6 @@ that name (loader workers under spawn, multiprocessing) finds the script and not
 dies with its agent, and an uncaught exception is written down for the agent before anything is torn down.
 """
 
-from __future__ import annotations
-
 import builtins
 import difflib
 import io

@@ -1,7 +1,5 @@
 """A rank of `paceline.run`: python called.py FOLDER calls the function that lies there, and leaves what it returns."""
 
-from __future__ import annotations
-
 import linecache
 import os
 import sys

@@ -1,7 +1,5 @@
 """Imports modules that make a million objects, and calls back when somebody imports one."""
 
-from __future__ import annotations
-
 import gc
 import importlib
 import importlib.util

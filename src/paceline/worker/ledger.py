@@ -5,8 +5,6 @@ order of what they have called (`take_order`). What a wrapper does besides never
 result, and costs a few microseconds.
 """
 
-from __future__ import annotations
-
 import hashlib
 import sys
 import weakref

@@ -6,8 +6,6 @@ once for all looks like a hang. Store calls may block for ever (a frozen rank 0,
 says nothing), whatever timeout torch is told: so a thread makes them, and the main thread keeps the time and speaks.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import stat

@@ -1,7 +1,5 @@
 """Expands Slurm's short forms. Pure: `n[1-3,7]` names four nodes, `2(x3),1` counts the tasks of four nodes."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from itertools import product

@@ -5,8 +5,6 @@ this is the only thread, and no file and no CUDA device is open: that is looked 
 from its start (environment, descriptors, session, signals) it gets after the fork.
 """
 
-from __future__ import annotations
-
 import ctypes
 import fcntl
 import gc

@@ -5,8 +5,6 @@ DDP's buckets are called from C++, where no wrapper sees them: only the flight r
 messages to a peer, nor names; those are the ledger's. A torch without a flight recorder leaves what the ledger has.
 """
 
-from __future__ import annotations
-
 import pickle
 import sys
 import threading

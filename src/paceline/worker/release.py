@@ -15,8 +15,6 @@ peer: gloo takes anybody who sends a small number. On one machine the kernel say
 stranger in it is not used.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import socket

@@ -5,8 +5,6 @@ named so that every host has the same word for them: `torch/distributed/...`, `p
 `python3.11/threading.py`, and what is the user's by its last parts.
 """
 
-from __future__ import annotations
-
 import sysconfig
 from enum import IntEnum
 from functools import cache

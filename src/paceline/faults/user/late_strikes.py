@@ -3,8 +3,6 @@
 A plain user's file, too. Nobody who wrote these had read how the judge thinks.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import queue

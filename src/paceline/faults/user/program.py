@@ -3,8 +3,6 @@
 Copied into a folder with strikes.py and late_strikes.py, and run there: a user's script, with nothing of paceline.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -4,8 +4,6 @@ Copied into a folder with strikes.py and used there as `task.py:task`. The fault
 the batches that it has loaded, the forward passes in training.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import signal

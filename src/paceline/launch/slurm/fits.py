@@ -1,7 +1,5 @@
 """Refuses a job that can never start, which a queue would keep for ever; inside an allocation, runs it right there."""
 
-from __future__ import annotations
-
 import ctypes
 import re
 import select

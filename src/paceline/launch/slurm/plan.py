@@ -4,8 +4,6 @@ The script starts one agent on each node with srun. It is for reading, and for u
 run goes on; `bash` it inside an allocation (salloc) and the run uses that.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 import unicodedata

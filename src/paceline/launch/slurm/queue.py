@@ -1,7 +1,5 @@
 """Jobs submitted, watched and cancelled by Slurm's own commands, and its words translated."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

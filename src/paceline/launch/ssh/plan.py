@@ -1,7 +1,5 @@
 """Hosts reached by the user's own OpenSSH client: a session and an agent on each; the working folder by his rsync."""
 
-from __future__ import annotations
-
 import shlex
 import subprocess
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Why there is no agent on a host, or no longer: what ssh and the remote shell have said, in words that help."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Sequence

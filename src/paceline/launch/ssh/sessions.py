@@ -1,7 +1,5 @@
 """The launcher's session with each host: an ssh client that passes orders on, and ends when the agent there ends."""
 
-from __future__ import annotations
-
 import math
 import os
 import select
