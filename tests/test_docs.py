@@ -99,7 +99,7 @@ def test_every_transcript_was_made_and_names_nothing_of_the_machine_it_was_made_
         assert "/tmp/" not in said and "\x1b" not in said, f"{page.name}: {name}"
 
 
-@pytest.mark.parametrize("tool", ["diffs.py", "api.py"])
+@pytest.mark.parametrize("tool", ["diffs.py", "api.py", "environment.py"])
 def test_what_a_tool_writes_into_the_docs_is_not_stale(tool: str) -> None:
     done = subprocess.run([sys.executable, ROOT / "tools" / tool, "--check"], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -122,8 +122,7 @@ def test_the_table_of_exit_codes_is_the_programs():
     assert [int(row) for row in rows] == [code.value for code in ExitCode]
 
 
-def test_the_page_of_variables_is_the_table_and_the_table_has_them_all() -> None:
-    assert (ROOT / "docs" / "environment.md").read_text() == variables.as_page()
+def test_the_table_of_variables_has_them_all() -> None:
     ours = {
         name for path in (ROOT / "src").rglob("*.py") for name in re.findall(r'"(PACELINE_[A-Z_]+)"', path.read_text())
     }

@@ -12,18 +12,18 @@ from contextlib import closing
 import pytest
 
 from paceline.agent import channel
-from paceline.agent.channel import LENGTH, MAC_BYTES, MAGIC, MAX_MESSAGE_BYTES, Knock, Link, Stranger, introduce
+from paceline.agent.channel import LENGTH, MAC_BYTES, MAGIC, MAX_MESSAGE_BYTES, Knock, Link, introduce
 from paceline.agent.messages import Alive, Message, Ordered, RunOver, Stop
 
 SECRET = b"s" * 32
 
 
-def met(head_secret: bytes = SECRET, node_secret: bytes = SECRET) -> tuple[Link | None, Link | Stranger]:
+def met(head_secret: bytes = SECRET, node_secret: bytes = SECRET) -> tuple[Link | None, Link | str]:
     """Both ends after a meeting: the head's (None: a stranger) and the node's."""
     with socket.create_server(("127.0.0.1", 0)) as door:
         near = socket.create_connection(door.getsockname())
         knock = Knock(door.accept()[0], head_secret)
-    found: list[Link | Stranger] = []
+    found: list[Link | str] = []
     node = threading.Thread(target=lambda: found.append(introduce(near, node_secret)))
     node.start()
     link = None
@@ -92,7 +92,7 @@ def test_a_long_message_arrives_whole(pair: tuple[Link, Link]) -> None:
 def test_a_wrong_secret_opens_no_door_on_either_side(head: bytes, node: bytes) -> None:
     link, answer = met(head, node)
     assert link is None
-    assert isinstance(answer, Stranger) and "does not know this job's secret" in answer.words
+    assert isinstance(answer, str) and "does not know this job's secret" in answer
 
 
 def test_a_false_head_is_not_believed() -> None:
@@ -103,7 +103,7 @@ def test_a_false_head_is_not_believed() -> None:
     with closing(far):
         far.sendall(MAGIC + bytes(32) + bytes(MAC_BYTES))
         answer = introduce(near, SECRET)
-    assert isinstance(answer, Stranger)
+    assert isinstance(answer, str)
 
 
 def test_a_program_of_another_kind_is_told_apart() -> None:
@@ -113,7 +113,7 @@ def test_a_program_of_another_kind_is_told_apart() -> None:
     with closing(far):
         far.sendall(b"HTTP/1.1 400 Bad Request\r\nServer: something\r\nConnection: close\r\n\r\n")
         answer = introduce(near, SECRET)
-    assert isinstance(answer, Stranger) and "another program" in answer.words
+    assert isinstance(answer, str) and "another program" in answer.words
 
 
 def test_a_stranger_who_says_nothing_is_shown_the_door(monkeypatch: pytest.MonkeyPatch) -> None:

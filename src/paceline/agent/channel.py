@@ -16,7 +16,6 @@ import socket
 import struct
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import msgspec
 
@@ -178,31 +177,24 @@ class Knock:
             self._socket.close()
 
 
-@dataclass(frozen=True)
-class Stranger:
-    """Somebody listens there, but it is not this job's head."""
-
-    words: str
-
-
-def introduce(connection: socket.socket, secret: bytes) -> Link | Stranger:
-    """A node's side of the meeting, on a connection that has just been made."""
+def introduce(connection: socket.socket, secret: bytes) -> Link | str:
+    """A node's side of the meeting, on a connection that has just been made; why it is not this job's head, else."""
     connection.settimeout(MEET_SECONDS)
     try:
         greeting = _exactly(connection, len(MAGIC) + NONCE_BYTES)
         if not greeting.startswith(MAGIC):
             connection.close()
-            return Stranger("another program listens there")
+            return "another program listens there"
         nonce = os.urandom(NONCE_BYTES)
         nonces = greeting[len(MAGIC) :] + nonce
         connection.sendall(nonce + _proof(secret, b"node", nonces))
         proof = _exactly(connection, MAC_BYTES)
     except OSError:
         connection.close()
-        return Stranger("who listens there did not answer as an agent of paceline does")
+        return "who listens there did not answer as an agent of paceline does"
     if not hmac.compare_digest(proof, _proof(secret, b"head", nonces)):  # b"" if it closed the door
         connection.close()
-        return Stranger("another job of paceline listens there: it does not know this job's secret")
+        return "another job of paceline listens there: it does not know this job's secret"
     return Link(connection, _proof(secret, b"key", nonces), mine=b"node", theirs=b"head")
 
 

@@ -77,7 +77,8 @@ def _wait_for_all(plan: NodePlan, crew: Crew) -> None:
         if lost := [m for m in crew.members.values() if m.lost]:
             raise NotTogether(f"{lost[0].name} came, and is lost again: {lost[0].lost}")
         now = time.monotonic()
-        missing = ", ".join(name_of(plan, node) for node in range(1, plan.nodes) if node not in crew.members)
+        absent = [node for node in range(1, plan.nodes) if node not in crew.members]
+        missing = ", ".join(f"node {n} ({plan.names[n]})" if n < len(plan.names) else f"node {n}" for n in absent)
         words = f"{1 + len(crew.members)} of {plan.nodes} nodes are here; missing: {missing}"
         if missing and now >= end:
             raise NotTogether(
@@ -87,11 +88,6 @@ def _wait_for_all(plan: NodePlan, crew: Crew) -> None:
         if missing and now >= next_word:
             next_word += NEXT_WORD_SECONDS
             say(f"{words} (after {now - begun:.0f} s)")
-
-
-def name_of(plan: NodePlan, node: int) -> str:
-    """A node that has not said its name yet."""
-    return f"node {node} ({plan.names[node]})" if node < len(plan.names) else f"node {node}"
 
 
 def unreachable(crew: Crew, seconds: float, interrupted: Callable[[], bool]) -> list[str]:
@@ -191,7 +187,7 @@ def _try_all(plan: NodePlan, strangers: dict[int, str]) -> Link | None:
                 met = introduce(connection, secret)
                 if isinstance(met, Link):
                     return met
-                strangers[port] = met.words
+                strangers[port] = met
         return None
     finally:
         for connection in trying:

@@ -97,10 +97,6 @@ class Generation:
         """How those get on that have not ended."""
         return [one for one in self.samples() if one.runs]
 
-    def step_reached(self) -> int:
-        """Steps done by the rank that has come furthest; of the dead, too."""
-        return max(one.step for one in self.samples())
-
     def oom_kills(self) -> int:
         """How many processes the kernels have killed for memory."""
         return self.own.oom_kills() + sum(member.beat.oom_kills for member in self.crew.here)

@@ -9,7 +9,7 @@ import re
 import shutil
 import stat
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -186,7 +186,8 @@ class Guarding:
         """Write the verdict down, if it is on more than a failure."""
         if verdict.failed is not None:
             return Judgement(verdict, evidence, self._plan.attempt_dir)
-        folder = next(_free_folders(Path(self._plan.attempt_dir)))
+        folders = (Path(self._plan.attempt_dir) / f"verdict-{n}" for n in range(1, 1000))
+        folder = next(folder for folder in folders if not folder.exists())
         shown = run = ""
         try:
             story.write_verdict(folder, verdict, evidence, waited_seconds=waited_seconds)
@@ -219,10 +220,6 @@ def _take_asks(folder: Path) -> list[str]:
                 Path(entry.path).unlink()
                 found.append(match[1])
     return found
-
-
-def _free_folders(attempt_dir: Path) -> Iterator[Path]:
-    return (path for n in range(1, 1000) if not (path := attempt_dir / f"verdict-{n}").exists())
 
 
 def _short(path: Path) -> str:

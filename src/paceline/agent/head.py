@@ -142,7 +142,7 @@ class Head:
             judgement.verdict,
             judgement.evidence,
             judgement.exit_code,
-            step=generation.step_reached(),
+            step=max(one.step for one in generation.samples()),  # of the dead, too
             nproc=generation.plan.nproc,
         )
 

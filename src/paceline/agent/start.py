@@ -164,7 +164,9 @@ def start_workers(plan: NodePlan, store: Store, generation: int, inherited: Inhe
         prefix = b"" if plan.show == "rank 0" else b"[rank %d] " % rank
         relays = [relay(os.fdopen(reader, "rb"), os.dup(log), screen=s, prefix=prefix) for reader, _, s in pipes]
         os.close(log)
-        yield Worker(_member(rank, process.pid), process, path, log_start, relays, record, box)
+        seen = read_process(process.pid)
+        member = Member(rank, process.pid, seen.start if seen else 0)
+        yield Worker(member, process, path, log_start, relays, record, box)
     if inherited.preloader is not None and not plan.max_restarts and plan.min_nodes == plan.nodes:
         inherited.preloader.close()  # there will be no other start
 
@@ -194,8 +196,3 @@ def _open_log(path: Path, generation: int) -> int:
         with suppress(OSError):  # a full disk does not keep a run from going on
             os.write(log, f"---- generation {generation} ----\n".encode())
     return log
-
-
-def _member(rank: int, pid: int) -> Member:
-    seen = read_process(pid)
-    return Member(rank, pid, seen.start if seen else 0)

@@ -73,7 +73,6 @@ def _packing(model: Model, points: Points) -> float:
 
 
 def _with_exchange(model: Model, points: Points) -> Model:
-    """With latency and rate."""
     size, network = model.machine.weight_bytes, model.machine.over_network
     rows = [
         (ring_messages(at.ranks), (ring_volume(at.ranks) if network else 1.0) * size,

@@ -125,7 +125,6 @@ def _start_set(order: MeasureOrder, settings: str, nproc: int) -> int:
 
 
 def _read_measurements(folder: Path) -> list[Measurement]:
-    """What rank 0 has written down."""
     path = folder / CHUNKS
     lines = path.read_bytes().splitlines() if path.is_file() else []
     return [msgspec.json.decode(line, type=Measurement) for line in lines if line.endswith(b"}")]

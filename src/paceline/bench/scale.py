@@ -155,7 +155,6 @@ def _longest(step: Mapping[int, Spent]) -> float:
 
 
 def _middle(found: Sequence[Run]) -> Run:
-    """The run of the round whose steps were of middle length."""
     middle = median([run.step_seconds for run in found])
     return min(found, key=lambda run: abs(run.step_seconds - middle))
 

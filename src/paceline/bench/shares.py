@@ -131,7 +131,6 @@ def _shares(lost: float, causes: Mapping[str, float]) -> list[Share]:
 
 
 def _means(run: Run, ranks: list[int]) -> dict[int, dict[str, float]]:
-    """Seconds in each phase, by rank."""
     steps = run.steps
     return {rank: {p: sum(getattr(step[rank], p) for step in steps) / len(steps) for p in WORK} for rank in ranks}
 

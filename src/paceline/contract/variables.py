@@ -1,6 +1,4 @@
-"""The environment variables of a run, in one table: docs/environment.md is made of it, and a test compares them.
-
-    python -m paceline.contract.variables > docs/environment.md
+"""The environment variables of a run, in one table: docs/environment.md is made of it (tools/environment.py).
 
 Not in it: what srun and mpirun tell their tasks (`worker.foreign` turns that into torchrun's words), and what libraries
 read by themselves.
@@ -64,41 +62,3 @@ OURS = (
     Variable(AGENT_MARK, "the agent", "inherited by whatever a worker starts, so that the agent can find and end it"),
     Variable(FAULTS_MARK, "`paceline faults`", "the same, for what a planted fault starts"),
 )
-PAGE = """# Environment variables
-
-Made from the table in `src/paceline/contract/variables.py`, by
-`python -m paceline.contract.variables > docs/environment.md`.
-
-## Switches
-
-Yours are kept; the agent sets what you have not set.
-
-{switches}
-
-## Who a process is: torchrun's variables
-
-Set by our agent and by torchrun; what srun and mpirun say instead is understood, too. A partly set environment is an
-error, never a world of one.
-
-{torchrun}
-
-## Between an agent and its workers
-
-Set by paceline. Those of an outer run do not reach an inner one, but for the switches above.
-
-{ours}
-"""
-
-
-def as_page() -> str:
-    """The page for people."""
-    return PAGE.format(switches=_rows(SWITCHES), torchrun=_rows(TORCHRUN), ours=_rows(OURS))
-
-
-def _rows(variables: tuple[Variable, ...]) -> str:
-    lines = [f"| {one.name} | {one.setter} | {one.meaning} |" for one in variables]
-    return "\n".join(["| name | set by | says |", "|---|---|---|", *lines])
-
-
-if __name__ == "__main__":
-    print(as_page(), end="")

@@ -125,7 +125,6 @@ def _throughput(connection: socket.socket, seconds: float) -> float:
 
 
 def _meet(target: Target, seconds: float, talk: Callable[[socket.socket], None]) -> Reason:
-    """Connect, make sure that it is the right program that answers, and talk."""
     try:
         with socket.create_connection((target.address, target.port), timeout=seconds) as connection:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -139,7 +138,6 @@ def _meet(target: Target, seconds: float, talk: Callable[[socket.socket], None])
 
 
 def _reason_of(error: Exception) -> Reason:
-    """The word for an error of connect."""
     if isinstance(error, (socket.gaierror, UnicodeError)):
         return "name unknown"
     if isinstance(error, TimeoutError):  # ETIMEDOUT of the kernel as well

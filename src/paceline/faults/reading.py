@@ -76,7 +76,6 @@ def said_by_torchrun(lines: Lines, code: int | None, pattern: str = "") -> Said:
 
 
 def _told(lines: Lines, code: int | None, pattern: str) -> Said:
-    """Whether there is a line like that."""
     for at, line in lines:
         if re.search(pattern, line):
             return Said(Fate.REFUSED if code == ExitCode.USAGE else Fate.TOLD, (), False, at, line)

@@ -144,7 +144,6 @@ def _right_rank(fault: Fault, said: Said, ran: Ran) -> bool:
 
 
 def _right_line(fault: Fault, folder: Path, words: str) -> bool:
-    """Whether the words name a line with the fault's marker."""
     for file in USERS.glob("*.py"):
         for number in marked_lines(file, fault.name):
             if re.search(rf"{re.escape(file.name)}(?::|\", line ){number}\b", words):
@@ -159,7 +158,6 @@ def marked_lines(file: Path, name: str) -> list[int]:
 
 
 def _verdict(folder: Path) -> Verdict | None:
-    """What the judge has written down, the last one."""
     found = sorted(folder.glob("*run/attempt-*/verdict-[0-9]*"))
     try:
         return read_verdict(found[-1]).verdict if found else None

@@ -46,8 +46,6 @@ _decoder = msgspec.json.Decoder(Answer)
 
 @dataclass
 class _Asked:
-    """One worker that is being asked."""
-
     pid: int
     box: int
     states: list[str]  # of its process, at each look

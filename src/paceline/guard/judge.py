@@ -104,7 +104,6 @@ def _died(ranks: Ranks, odds: Sequence[Odds]) -> Verdict | None:
 
 
 def _waited_for(ranks: Ranks, tied_up: Ranks) -> Verdict | None:
-    """Ranks that are waited for, and wait for nobody."""
     waiting = [n for n, one in tied_up.items() if one.waits_for]
     heads = sorted(reached(waiting, {n: one.waits_for for n, one in tied_up.items()}))
     guilty = [n for n in heads if _is_free(ranks[n])] or [n for n, one in ranks.items() if one.frozen]

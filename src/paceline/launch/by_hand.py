@@ -77,7 +77,6 @@ def _torchrun(job: Job, node: int, nproc: int) -> tuple[str, ...]:
 
 
 def _nodes(job: Job) -> list[tuple[str, int]]:
-    """The name and number of workers of each node."""
     if not job.hosts:
         return [(f"node {node}", job.nproc) for node in range(job.nodes)]
     names = labels(job.hosts)

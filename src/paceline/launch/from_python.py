@@ -93,7 +93,6 @@ def run(
 
 
 def _where(on: str, hosts: str | Sequence[str], nodes: int | str | None) -> list[str]:
-    """The words that say on which machines."""
     if on not in ("local", "ssh"):
         raise UsageError(
             f"paceline.run(on={on!r}): it waits for ranks that start now, on='local' or 'ssh'. On Slurm type paceline "

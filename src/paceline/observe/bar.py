@@ -120,6 +120,5 @@ class Bar:
         self._stream.flush()
 
     def _wiped(self) -> str:
-        """What takes the drawn line away."""
         drawn, self._drawn = self._drawn, 0
         return f"\r{' ' * drawn}\r" if drawn else ""

@@ -52,7 +52,6 @@ def _sendable(result: Any) -> bytes:
 
 
 def _take_over(path: list[str], argv: list[str], main: str | None, sources: dict[str, Any]) -> None:
-    """Have imports, command line, name and sources of whoever has called."""
     sys.path[:], sys.argv[:] = path, argv
     linecache.cache.update(sources)  # a traceback shows the lines of a notebook's cell
     if main is None:

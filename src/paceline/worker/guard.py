@@ -36,8 +36,6 @@ OTHERS_FIRST_SECONDS = 1.0  # a rank that is freed a little earlier closes its s
 
 
 class _Word(msgspec.Struct, frozen=True):
-    """Why the agent has freed this rank."""
-
     kind: str = ""
     page: str = ""
     exit_code: int = ExitCode.STALLED

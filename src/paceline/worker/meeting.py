@@ -109,7 +109,6 @@ def meet(rank: int, size: int, env: Mapping[str, str], *, seconds: float = MEETI
 
 
 def _come(meeting: _Meeting, env: Mapping[str, str]) -> None:
-    """The thread: connect, compare, claim, wait."""
     try:
         store = _open(meeting, env)
         if store is not None:

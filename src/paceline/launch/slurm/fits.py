@@ -114,7 +114,6 @@ def _nodes(count: int) -> str:
 
 
 def _choices(nodes: Sequence[Nodes]) -> str:
-    """What there is, a partition each."""
     shown = [
         f"{n.partition} ({_nodes(n.count)} with {n.cpus} CPUs, {n.gpus} GPUs, {n.minutes:.0f} minutes)" for n in nodes
     ]

@@ -24,19 +24,11 @@ MAX_GREETING_BYTES = 1 << 16  # of a login profile that writes to stdout, and of
 MAX_QUOTE_CHARS = 80
 
 
-class Stopped(Exception):  # noqa: N818 - no error
-    """A stop signal came before anything was started."""
-
-    def __init__(self, number: signal.Signals) -> None:
-        super().__init__(number.name)
-        self.number = number
-
-
-def await_agents(every: Sessions, *, seconds: float) -> list[Facts]:
+def await_agents(every: Sessions, *, seconds: float) -> list[Facts] | signal.Signals:
     """Wait until the agents of all hosts have announced themselves, and say who is missing; `seconds` at most.
 
     Returns:
-        What each says of its host, in the order of the hosts.
+        What each says of its host, in the order of the hosts; or the stop signal that came first.
     """
     begun = time.monotonic()
     deadline, next_word = begun + seconds, begun + FIRST_WORD_SECONDS
@@ -46,7 +38,7 @@ def await_agents(every: Sessions, *, seconds: float) -> list[Facts]:
     while len(facts) + len(wrong) < len(every.all) and (left := deadline - time.monotonic()) > 0:
         pieces, signals = every.wait(max(0.0, min(left, next_word - time.monotonic())))
         if signals:
-            raise Stopped(signals[0])
+            return signals[0]
         if time.monotonic() >= next_word:
             next_word += NEXT_WORD_SECONDS
             silent = [s.name for s in every.all if s.node not in facts and s.node not in wrong]

@@ -23,7 +23,7 @@ from paceline.contract.orders import STOP_SIGNALS, signal_inbox
 from paceline.errors import ExitCode
 from paceline.launch.job import Plan
 from paceline.launch.relay import Relay, Screen
-from paceline.launch.ssh.announcements import Stopped, await_agents
+from paceline.launch.ssh.announcements import await_agents
 from paceline.launch.ssh.refusal import SSH_FAILED, why_lost
 from paceline.launch.ssh.sessions import HostSession, Output, Sessions, open_sessions
 from paceline.observe.terminal import say
@@ -53,11 +53,12 @@ def run_remote(plan: Plan, check: Check | None = None) -> int:
         UsageError: when a host cannot be used; names all of them. Nothing was started then.
     """
     with signal_inbox((*STOP_SIGNALS, signal.SIGCHLD)) as inbox, open_sessions(plan.agents, inbox) as every:
-        try:
-            facts = await_agents(every, seconds=plan.nodes[0].join_seconds) if _announces(plan) else []
-        except Stopped as stopped:
-            say(f"stopped by {stopped.number.name} before anything was started")
-            return 128 + stopped.number
+        # a detached agent on this machine does not announce itself: there is nothing to compare
+        announced = any(command.argv[-1].endswith("--announce") for command in plan.agents)
+        facts = await_agents(every, seconds=plan.nodes[0].join_seconds) if announced else []
+        if isinstance(facts, signal.Signals):
+            say(f"stopped by {facts.name} before anything was started")
+            return 128 + facts
         if check is not None and facts:
             check(facts)
         watch = _Watch(plan, every)
@@ -66,11 +67,6 @@ def run_remote(plan: Plan, check: Check | None = None) -> int:
             return watch.run()
         finally:
             watch.end()
-
-
-def _announces(plan: Plan) -> bool:
-    """Whether its agents announce themselves. A detached one on this machine does not: there is nothing to compare."""
-    return any(command.argv[-1].endswith("--announce") for command in plan.agents)
 
 
 class _Watch:
