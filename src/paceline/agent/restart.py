@@ -56,16 +56,11 @@ class FailedGeneration:
         op = None if self.verdict is None else self.verdict.op
         return self.step, 0 if self.step or op is None else op.seq
 
-    @property
-    def what(self) -> tuple[RankEnd | None, int, int]:
-        """What makes two failures the same one."""
-        return self.end, self.rank, self.exit_code
-
     def is_like(self, other: FailedGeneration) -> bool:
         """Whether the other one was the same failure."""
         if self.verdict is not None and other.verdict is not None:
             return same_verdict(self.verdict, other.verdict)
-        return self.what == other.what
+        return (self.end, self.rank, self.exit_code) == (other.end, other.rank, other.exit_code)
 
 
 @dataclass(frozen=True)

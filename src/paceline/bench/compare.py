@@ -50,11 +50,8 @@ class Row(msgspec.Struct, frozen=True):
 def compared_rows(rounds: Sequence[Sequence[Measurement]], base: str, promised: Sequence[str], steps: int) -> list[Row]:
     """One row for each candidate that was measured, in the order of the first round.
 
-    Args:
-        rounds: what was measured.
-        base: the name of the candidate that the others are compared with.
-        promised: strategies that promise the same bits at every world size.
-        steps: of a chunk.
+    `base` names the candidate that the others are compared with; `promised` are the strategies that promise the same
+    bits at every world size; a chunk has so many `steps`.
     """
     by_name: dict[str, list[Measurement]] = {}
     for chunk in sorted((chunk for found in rounds for chunk in found), key=lambda chunk: chunk.batch_size):

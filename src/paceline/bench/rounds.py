@@ -52,16 +52,10 @@ def folder_of(root: Path, number: int, nproc: int, name: str = "") -> Path:
 def measure_rounds(
     sets: Sequence[ProcessSet], settings: str, root: Path, *, rounds: int, warmup: int, steps: int, memory: bool
 ) -> MeasuredRounds:
-    """Measure all sets, `rounds` times.
+    """Measure all sets, `rounds` times: `steps` that count, after `warmup` steps, at least LOOKED_AT.
 
-    Args:
-        sets: one for each world size.
-        settings: the training's, as TOML.
-        root: an existing folder, for everything that is written.
-        rounds: how often.
-        warmup: steps before those that count, at least LOOKED_AT.
-        steps: that count.
-        memory: whether memory is looked at, in the first round.
+    Everything is written into `root`, an existing folder. `settings` are the training's, as TOML. `memory` is looked at
+    in the first round.
     """
     found = MeasuredRounds()
     for number in range(rounds):

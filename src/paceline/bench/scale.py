@@ -90,15 +90,7 @@ def usual(runs: Runs) -> Runs:
 
 
 def lost_of(runs: Runs, parts: Points, machine: Machine, mode: str, batch: int) -> list[Lost]:
-    """What each number of ranks above 1 loses.
-
-    Args:
-        runs: all that was measured.
-        parts: of it.
-        machine: on which.
-        mode: weak or strong.
-        batch: of each rank (weak), or of all together (strong).
-    """
+    """What each number of ranks above 1 loses; `batch` is of each rank (weak), or of all together (strong)."""
     found: list[Lost] = []
     for ranks in sorted({at.ranks for at in runs}):
         at = At(ranks, batch if mode == "weak" else batch // ranks)

@@ -74,10 +74,8 @@ def read_inbox(inbox: socket.socket) -> list[signal.Signals]:
 class Orders:
     """All orders to an agent so far; none is ever taken back, so a later look still finds them.
 
-    Args:
-        inbox: from `signal_inbox`.
-        lifeline: whether a launcher holds stdin open; under Slurm or typed by hand, nobody does.
-        silence_seconds: how long the lifeline may be silent until the launcher counts as gone; 0: for ever.
+    `inbox` is from `signal_inbox`; `lifeline`: a launcher holds stdin open (under Slurm or typed by hand, nobody does),
+    and counts as gone after `silence_seconds` of silence; 0: never.
     """
 
     def __init__(self, inbox: socket.socket, *, lifeline: bool = True, silence_seconds: float = 0.0) -> None:

@@ -56,12 +56,8 @@ def resources(survey: Survey) -> Check:
     return checked("resources", "; ".join(sorted(told)), shares(survey.facts, workers, threads))
 
 
-def gpus(survey: Survey) -> Check:
-    """There are enough GPUs, free and whole."""
-    return checked("gpus", _cards(survey), _gpu_findings(survey))
-
-
-def _cards(survey: Survey) -> str:
+def cards(survey: Survey) -> str:
+    """The GPUs of each host, and how they are joined."""
     told: list[str] = []
     for name, one in survey.facts.items():
         links = sorted({link for gpu in one.gpus for link in gpu.links} - {"-"})
@@ -70,7 +66,8 @@ def _cards(survey: Survey) -> str:
     return "; ".join(told)
 
 
-def _gpu_findings(survey: Survey) -> Iterator[Finding]:
+def gpus(survey: Survey) -> Iterator[Finding]:
+    """There are enough GPUs, free and whole."""
     for name, workers in zip(survey.wanted.hosts, survey.wanted.workers, strict=True):
         cards = survey.facts[name].gpus if name in survey.facts else ()
         if cards and workers > len(cards):
@@ -107,14 +104,8 @@ def clocks(survey: Survey) -> Check:
     return checked("clocks", f"all within {duration(max(LEAST_OFFSET_SECONDS, *map(abs, wrong.values())))}", findings)
 
 
-def run_folder(survey: Survey) -> Check:
+def run_folder(survey: Survey) -> Iterator[Finding]:
     """All hosts see one folder, and it can be written to."""
-    folder, several = survey.wanted.run_dir, len(survey.wanted.hosts) > 1
-    summary = f"{folder} can be written to" + (", and all hosts see it" if several else "")
-    return checked("run folder", summary, _run_folder(survey))
-
-
-def _run_folder(survey: Survey) -> Iterator[Finding]:
     writer = next(iter(survey.facts))
     if survey.written is None:
         return  # the host is lost, which is reported already

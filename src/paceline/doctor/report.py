@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.text import Text
 
 from paceline.doctor import checks, checks_network
-from paceline.doctor.check import Check, counted, duration, rate
+from paceline.doctor.check import Check, checked, counted, duration, rate
 from paceline.doctor.messages import LinkSpeed
 from paceline.doctor.survey import Survey, usable_addresses
 from paceline.guard.wording import printable
@@ -29,13 +29,16 @@ def _checks(survey: Survey) -> Iterator[Check]:
     yield checks.software(survey)
     yield checks.resources(survey)
     if any(one.gpus for one in survey.facts.values()):
-        yield checks.gpus(survey)
+        yield checked("gpus", checks.cards(survey), checks.gpus(survey))
     if several:
-        yield checks_network.host_names(survey)
-        yield checks_network.pairs(survey)
+        right = "each host's name means that host, on all of them"
+        yield checked("names", right, checks_network.host_names(survey))
+        ways = f"all {len(survey.reach)} ways between {len(survey.facts)} hosts are open"
+        yield checked("network", ways, checks_network.pairs(survey))
         yield checks_network.interfaces(survey)
         yield checks.clocks(survey)
-    yield checks.run_folder(survey)
+    writable = f"{survey.wanted.run_dir} can be written to{', and all hosts see it' if several else ''}"
+    yield checked("run folder", writable, checks.run_folder(survey))
     yield checks.disk_room(survey)
     if survey.wanted.quick:
         return

@@ -83,9 +83,7 @@ class HostProgram:
     def read(self, kind: type[T], deadline: float) -> T | None:
         """The answer to what was sent; None if it was refused, or the host is lost.
 
-        Args:
-            kind: of answer.
-            deadline: on time.monotonic()'s clock; a host that has not answered by then is lost.
+        One that has not answered by `deadline`, on time.monotonic()'s clock, is lost.
         """
         while (line := self._line(deadline)) is not None:
             if line.startswith(b"{"):
@@ -171,16 +169,9 @@ def host_programs(commands: Sequence[Command]) -> Generator[list[HostProgram]]:
 def ask_hosts(
     programs: Sequence[HostProgram], requests: Mapping[str, Request], kind: type[T], seconds: float
 ) -> dict[str, T]:
-    """Ask several hosts at the same time.
+    """Ask several hosts at the same time, for `seconds` in all: the answers, of this `kind`, by host.
 
-    Args:
-        programs: all that run.
-        requests: what to ask of each host, by its name; those that are not named are not asked.
-        kind: of answer.
-        seconds: for all together.
-
-    Returns:
-        The answers, by name, of the hosts that gave one; the programs of the others say why not.
+    A host without a request is not asked; the program of one that gave no answer says why not.
     """
     asked = [program for program in programs if program.name in requests]
     deadline = time.monotonic() + seconds

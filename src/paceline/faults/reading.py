@@ -44,13 +44,9 @@ PAGE_LINES = 16
 
 
 def said_by_paceline(lines: Lines, code: int | None, verdict: Verdict | None, pattern: str = "") -> Said:
-    """What paceline said.
+    """What paceline said, by the screen (with the seconds at which each line came) and by the judge's written verdict.
 
-    Args:
-        lines: what stood on the screen, with the seconds at which it came.
-        code: the exit code; None if it had to be ended.
-        verdict: the judge's, if it has written one.
-        pattern: what is to be said where no rank is to be named.
+    `code` is None if the run had to be ended; `pattern` is what is to be said where no rank is to be named.
     """
     if pattern:
         return _told(lines, code, pattern)

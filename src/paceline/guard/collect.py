@@ -57,11 +57,8 @@ class _Asked:
 class Collection:
     """One question to all workers of a node, and what has come of it so far.
 
-    Args:
-        workers: all of them; those that have ended are not asked.
-        boxes: rank -> the descriptor of its box.
-        question: its number, larger than that of the one before.
-        patience_seconds: how long an answer may take; with less than ANSWER_SECONDS nobody is sent a signal.
+    Workers that have ended are not asked. `boxes` are descriptors by rank; the `question`'s number is larger than that
+    of the one before. With a patience below ANSWER_SECONDS nobody is sent a signal.
     """
 
     def __init__(

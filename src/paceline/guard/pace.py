@@ -64,8 +64,7 @@ class Pace:
     def see(self, now_seconds: float, ranks: Sequence[Sample]) -> Alarm | None:
         """Look at all ranks that run; at least once a second, `now_seconds` on one monotonic clock.
 
-        Returns:
-            A warning, once in a standstill; an alarm, again after each further window; mostly None.
+        A warning comes once in a standstill, an alarm again after each further window; mostly None.
         """
         if self._seen_seconds is not None and now_seconds - self._seen_seconds > JUMP_SECONDS:
             self._began_seconds, self._moved_seconds = now_seconds, None
@@ -183,13 +182,7 @@ class Stillness:
         self._seen: dict[int, tuple[tuple[int, ...], float, float]] = {}
 
     def read(self, worker: Sample, box: int, now_seconds: float) -> Sample:
-        """`worker` with what its box shows; to be called at least every second or two.
-
-        Args:
-            worker: what is known of its process.
-            box: the box's descriptor.
-            now_seconds: on one monotonic clock.
-        """
+        """`worker` with what its box shows; to be called at least every second or two, on one monotonic clock."""
         counters = read_counters(box)
         moved, since_seconds, read_seconds = self._seen.get(worker.rank, ((), now_seconds, now_seconds))
         if moved != counters.moved or now_seconds - read_seconds > JUMP_SECONDS:

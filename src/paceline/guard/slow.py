@@ -69,12 +69,7 @@ def _per_step(base: Sample, now: Sample) -> tuple[float, ...]:
 
 
 def slow_rank(spent: Spent, hosts: Mapping[int, str]) -> tuple[str, str, float] | None:
-    """Which rank is slower than the others: what it is about, the sentence, how many seconds a step.
-
-    Args:
-        spent: of at least two ranks.
-        hosts: where each rank is.
-    """
+    """Which of two ranks or more is slower than the others: what it is about, the sentence, how many seconds a step."""
     own = {rank: sum(seconds[phase] for phase in OWN) for rank, seconds in spent.items()}
     alone = {rank: sum(seconds[phase] for phase in NEVER_WAITING) for rank, seconds in spent.items()}
     for work in (own, alone):

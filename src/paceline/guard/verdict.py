@@ -24,12 +24,8 @@ OWN_WORDS = (
 def page(verdict: Verdict, evidence: Sequence[Evidence], *, waited_seconds: float, folder: Path | str, run: str) -> str:
     """The verdict on ranks that hold others up: at most 15 lines of 160 characters, the guilty in the first.
 
-    Args:
-        verdict: what `judge` made of the evidence.
-        evidence: of all ranks.
-        waited_seconds: how long nothing had moved; 0 where nobody waited.
-        folder: the verdict's, "" for none.
-        run: how `paceline hang` finds the run, "" if it cannot.
+    `waited_seconds` is how long nothing had moved, 0 where nobody waited; `folder` the verdict's; `run` how `paceline
+    hang` finds the run; both are empty where there is none.
     """
     lines = [_line(_headline(verdict, evidence, waited_seconds))]
     lines += (line for sentence in verdict.sentences for line in _wrapped(sentence))
@@ -111,11 +107,7 @@ def in_a_line(verdict: Verdict, evidence: Sequence[Evidence], waited_seconds: fl
 def failure_page(verdict: Verdict, evidence: Sequence[Evidence], *, oom_kills: int, attempt_dir: str) -> str:
     """The verdict on a run that failed (`verdict.failed`): which rank, how, why, and where to read on.
 
-    Args:
-        verdict: what `judge` made of the evidence.
-        evidence: of all ranks.
-        oom_kills: how many processes the kernel's OOM killer took during the run.
-        attempt_dir: the folder of the logs.
+    `oom_kills` is how many processes the kernel killed for memory; `attempt_dir` has the logs.
     """
     first = next(one for one in evidence if one.rank == verdict.failed)
     end = end_of(first)

@@ -19,7 +19,6 @@ from paceline.contract.places import stands_at, waits_for_ranks
 from paceline.guard.deaths import RankEnd, end_in_collective
 
 Stream = tuple[str, tuple[int, int] | None]  # what is numbered together: a group's collectives, messages from -> to
-Edges = Mapping[int, Mapping[int, Op | None]]
 FROZEN = ("T", "t")
 OF_ALL = "0"  # what torch calls the group of all ranks
 ANYBODY = -1  # of whom a message is taken

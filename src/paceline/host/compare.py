@@ -26,10 +26,8 @@ class Finding(msgspec.Struct, frozen=True):
 def compare_hosts(hosts: Mapping[str, Facts], workers: Mapping[str, int], threads: int) -> list[Finding]:
     """What is wrong with a set of hosts, or with one: errors first.
 
-    Args:
-        hosts: the facts of each, by name, node 0 first.
-        workers: processes on each.
-        threads: CPU threads of each process; 0: the cores are shared among them.
+    `hosts` are the facts of each, by name, node 0 first; `workers` the processes on each, with so many CPU `threads`;
+    0: the cores are shared among them.
     """
     found = [*differences(hosts), *shares(hosts, workers, threads)]
     return sorted(found, key=lambda finding: finding.severity)  # stable; "error" < "warning"

@@ -63,11 +63,8 @@ def environment_after(
 ) -> dict[str, str]:
     """The environment `base` after loading `modules` and sourcing `activate`, and with `env` added.
 
-    Args:
-        modules: environment modules, loaded in this order.
-        activate: a script for bash, or conda:NAME; empty for none.
-        env: variables the user has set himself: the scripts see them, and they win over what the scripts set.
-        base: the environment to begin with.
+    `activate` is a script for bash, or conda:NAME; empty for none. The scripts see `env`, what the user has set
+    himself, and it wins over what they set.
 
     Raises:
         UsageError: a module, script, conda or bash is missing or fails; with its last words.

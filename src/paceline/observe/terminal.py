@@ -16,10 +16,10 @@ BEGUN = re.compile(rb"(?:\x1b(?:\[[0-?]*[ -/]*|\][^\x07\x1b]*\x1b?)?|\xc2)\Z")
 MAX_SEQUENCE_BYTES = 4096
 
 
-def say(text: str, end: str = "\n") -> None:
+def say(text: str) -> None:
     """Write to stderr, cleaned, for the words may be others'. Never an error: the terminal may be gone."""
     with suppress(OSError):
-        data = harmless(f"{text}{end}".encode(errors="replace"))
+        data = harmless(f"{text}\n".encode(errors="replace"))
         while data:
             data = data[os.write(2, data) :]
 

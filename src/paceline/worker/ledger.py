@@ -86,11 +86,8 @@ class Ledger:
     def begin_own(self, owner: object, ranks: tuple[int, ...], op: Op, *, of_all: bool = True) -> Begun | None:
         """Note that an operation begins that is none of torch's, for `end_own`; None where nothing is noted.
 
-        Args:
-            owner: what its ranks have in common, as a process group is; numbers count up as long as it lives.
-            ranks: of the world.
-            op: without its number and line, which are found here.
-            of_all: whether these are all ranks of the world.
+        `owner` is what its `ranks` (of the world) have in common, as a process group is: numbers count up as long as it
+        lives. `op` comes without number and line, which are found here; `of_all`: these are all ranks of the world.
         """
         if not self.active:
             return None

@@ -36,14 +36,11 @@ def distributed() -> ModuleType | None:
 
 
 def merged(ring: Sequence[Dated], groups: Mapping[str, Group], stack: Stack | None = None) -> list[Op]:
-    """The last 64 operations of this process, the oldest first.
+    """The last 64 operations of this process, the oldest first: of the `ring`, and what torch has called in `groups`.
 
-    Args:
-        ring: what the ledger has written, the oldest first.
-        groups: by torch's name of the group, as far as the ledger has met it.
-        stack: the main thread's: where it is in torch, that is the line of what torch itself has called and is on
-            its way. The flight recorder knows the lines, too, but its first answer with them takes seconds of a core,
-            in which this process answers nothing and looks as if it held the interpreter's lock.
+    The main thread's `stack`, where it is in torch, is the line of what torch itself has called and is on its way. The
+    flight recorder knows the lines, too, but its first answer with them takes seconds of a core, in which this process
+    answers nothing and looks as if it held the interpreter's lock.
     """
     line = _line_in_torch(stack)
     everything: list[Dated] = []

@@ -197,9 +197,6 @@ def follow(
         say: given every change of state.
         show: given the output as it comes, whole lines.
         cancel_on_interrupt: whether Ctrl-C cancels the job; a second one then only stops following.
-
-    Raises:
-        UsageError: if there is no Slurm here.
     """
     tail = Tail(output)
     try:

@@ -57,12 +57,10 @@ _LOST = re.compile(
 
 
 def why_no_agent(argv: Sequence[str], code: int | None, words: bytes) -> str:
-    """Why a session has not brought an agent, and what to do.
+    """Why a session has not brought an agent, and what to do, by its stderr.
 
-    Args:
-        argv: the session's command: the user's ssh command, our options from `-T` on, `--`, the host, a command.
-        code: its exit code; None when it still ran at the end of our patience.
-        words: what it has written to stderr.
+    `argv` is the user's ssh command, our options from `-T` on, `--`, the host, a command; `code` its exit code, None
+    when it still ran at the end of our patience.
     """
     text = "\n".join(cleaned(line) for line in words.split(b"\n"))
     said = [line.strip() for line in text.split("\n") if line.strip()]

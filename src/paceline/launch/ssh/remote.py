@@ -45,9 +45,7 @@ Check = Callable[[Sequence["Facts"]], None]
 def run_remote(plan: Plan, check: Check | None = None) -> int:
     """Run the plan on other hosts to its end; the exit code. Main thread only. See supervise.run.
 
-    Args:
-        plan: its agents announce themselves (`--announce`), node 0 first.
-        check: compares the hosts' facts, in the order of the hosts, before anything is started; UsageError refuses.
+    `check` compares the hosts' facts, node 0's first, before anything is started; UsageError refuses.
 
     Raises:
         UsageError: when a host cannot be used; names all of them. Nothing was started then.

@@ -73,9 +73,7 @@ class Sessions:
     def wait(self, seconds: float, *, read: bool = True) -> tuple[list[Output], list[signal.Signals]]:
         """What came within `seconds`, and the stop signals to us; earlier when there is something, or one has ended.
 
-        Args:
-            seconds: how long to wait at most.
-            read: False leaves the output where it is; what can be sent is sent all the same.
+        Without `read` the output stays where it is; what can be sent is sent all the same.
         """
         self._breathe()
         poll = select.poll()
