@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from paceline.errors import UsageError
 from paceline.launch.hosts import parse_hosts
 from paceline.launch.job import Host, Job, describe, head_ports
-from paceline.launch.ssh.plan import agent_command, rsync_commands, ssh, sync
+from paceline.launch.ssh.plan import rsync_commands, ssh, sync
 
 OPTIONS = (
     "-T -x -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=5 -o ServerAliveCountMax=3 "
@@ -87,7 +87,8 @@ def test_no_path_of_python_can_inject_a_command(name: str) -> None:
         stub = Path(folder, name)
         stub.write_text('#!/bin/sh\nprintf "%s\\0" "$@"\n')
         stub.chmod(0o755)
-        done = subprocess.run(["sh", "-c", agent_command(str(stub))], capture_output=True, timeout=10, check=True)
+        line = ssh(job_on("n1", python=str(stub))).agents[0].argv[-1]
+        done = subprocess.run(["sh", "-c", line], capture_output=True, timeout=10, check=True)
         assert done.stdout.split(b"\0") == [b"-P", b"-m", b"paceline.agent", b"--announce", b""]
         assert [path.name for path in Path(folder).iterdir()] == [name] and done.stderr == b""
 

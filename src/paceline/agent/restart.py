@@ -4,8 +4,6 @@ What comes from outside (a killed process, memory that ran out, a network that b
 program does by itself it would do again, and the try would only hide the error and burn hours.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
@@ -56,7 +54,7 @@ class FailedGeneration:
         op = None if self.verdict is None else self.verdict.op
         return self.step, 0 if self.step or op is None else op.seq
 
-    def is_like(self, other: FailedGeneration) -> bool:
+    def is_like(self, other: Self) -> bool:
         """Whether the other one was the same failure."""
         if self.verdict is not None and other.verdict is not None:
             return same_verdict(self.verdict, other.verdict)

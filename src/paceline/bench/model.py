@@ -17,8 +17,6 @@ share a core to its end, and all take the time of 2. Which of these happens depe
 docs/scaling.md says what the model leaves out. Predictions for more machines take each of them to be like this one.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from dataclasses import dataclass
@@ -32,6 +30,14 @@ _SCALE = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "Ki": 2.0**10, "Mi":
 _RATE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?(k|K|M|m|G|g|T|t|Ki|Mi|Gi)?(bit|bps|B)(?:/s|ps)?")
 _TIME = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?(ns|us|\u00b5s|\u03bcs|ms|s)")  # two letters look like a Greek mu
 _SECONDS = {"ns": 1e-9, "us": 1e-6, "\u00b5s": 1e-6, "\u03bcs": 1e-6, "ms": 1e-3, "s": 1.0}
+
+
+@dataclass(frozen=True)
+class Network:
+    """One link, as each rank has it to itself."""
+
+    bytes_per_second: float
+    latency_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -120,14 +126,6 @@ def ring_volume(ranks: int) -> float:
 def largest_deviation(ranks: int) -> float:
     """By how many standard deviations the largest of so many normal numbers exceeds their mean, about."""
     return math.sqrt(2 * math.log(ranks)) if ranks > 1 else 0.0
-
-
-@dataclass(frozen=True)
-class Network:
-    """One link, as each rank has it to itself."""
-
-    bytes_per_second: float
-    latency_seconds: float = 0.0
 
 
 def parse_network(text: str) -> Network:

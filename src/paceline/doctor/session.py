@@ -2,7 +2,6 @@
 
 import os
 import selectors
-import shlex
 import subprocess
 import tempfile
 import time
@@ -13,8 +12,8 @@ from typing import TypeVar
 import msgspec
 
 from paceline.doctor.messages import MAX_LINE_BYTES, Refused, Request
-from paceline.launch.job import Command, Host, labels
-from paceline.launch.ssh.plan import client, destination
+from paceline.launch.job import Command, Host
+from paceline.launch.ssh.plan import sessions
 from paceline.launch.ssh.refusal import why_no_agent
 
 T = TypeVar("T")
@@ -31,11 +30,7 @@ def here(python: str, name: str) -> Command:
 
 def by_ssh(ssh: Sequence[str], hosts: tuple[Host, ...], python: str) -> tuple[Command, ...]:
     """By the user's ssh, as a run is started, with nothing of the user's but the path of Python on the command line."""
-    remote = f"exec {shlex.join((python, *PROGRAM))}"
-    return tuple(
-        Command(label, (*client(ssh, host), "--", destination(host), remote))
-        for label, host in zip(labels(hosts), hosts, strict=True)
-    )
+    return sessions(ssh, hosts, python, *PROGRAM)
 
 
 def in_slurm(job_id: str, nodes: Sequence[str], cores: int, python: str) -> tuple[Command, ...]:

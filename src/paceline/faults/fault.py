@@ -1,9 +1,8 @@
 """What a fault is, and what must be said of it. Data."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Self
 
 from paceline.contract.evidence import VerdictKind
 
@@ -55,7 +54,7 @@ class Fate(StrEnum):
     HUNG = "hung"  # until our own limit
 
     @classmethod
-    def of(cls, kind: VerdictKind) -> Fate:
+    def of(cls, kind: VerdictKind) -> Self:
         """The judge's class."""
         return cls(kind.name.lower())
 

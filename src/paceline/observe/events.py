@@ -4,14 +4,12 @@ The only thing that observation and analysis share with training. Readers skip k
 run can be read by an older paceline.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Self
 
 import msgspec
 
@@ -160,7 +158,7 @@ class EventWriter:
         """
         os.fsync(self._file.fileno())
 
-    def __enter__(self) -> EventWriter:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

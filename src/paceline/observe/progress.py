@@ -1,11 +1,9 @@
 """What a person sees of a run: a progress bar on a terminal, plain lines elsewhere, and samples per second."""
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
@@ -28,7 +26,7 @@ class Display:
         self._bar: Progress | None = None
         self._task: Any = None
 
-    def __enter__(self) -> Display:
+    def __enter__(self) -> Self:
         if self._console.is_terminal:
             self._bar = Progress(
                 TextColumn("step {task.completed}" + self._of),

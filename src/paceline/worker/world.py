@@ -1,7 +1,5 @@
 """Who am I among whom: read once from the environment that the launcher made, and never changed."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time
@@ -10,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Self
 
 import torch
 import torch.distributed as dist
@@ -43,7 +42,7 @@ class World:
         *,
         device: str = "auto",
         backend: str = "auto",
-    ) -> World:
+    ) -> Self:
         """The world that torchrun's variables describe, or srun's or mpirun's; a world of one where none is set.
 
         Args:

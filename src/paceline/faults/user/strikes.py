@@ -5,8 +5,6 @@ The variables FAULT, FAULT_RANKS, FAULT_STEP and FAULT_FOLDER say which fault, o
 moment is written down: struck-<rank>, in seconds of CLOCK_MONOTONIC.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os
@@ -19,7 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -44,7 +42,7 @@ class Plan:
     folder: Path
 
     @classmethod
-    def from_env(cls) -> Plan:
+    def from_env(cls) -> Self:
         """As the variables say; a fault without a name never strikes."""
         get = os.environ.get
         ranks = tuple(int(rank) for rank in get("FAULT_RANKS", "").split(",") if rank)

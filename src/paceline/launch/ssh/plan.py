@@ -44,13 +44,9 @@ def ssh(job: Job) -> Plan:
         raise UsageError("--on ssh needs --hosts: name[:port],name,... or a file with one `name[:port]` on each line")
     if job.nodes != len(job.hosts):
         raise UsageError(f"--nodes {job.nodes} with {len(job.hosts)} hosts: leave --nodes out, or give as many hosts")
-    remote = agent_command(job.python)
     head = (plain_name(job.hosts[0]),)  # its addresses are added when it has announced them
     return Plan(
-        agents=tuple(
-            Command(label, (*client(job.ssh, host), "--", destination(host), remote))
-            for label, host in zip(labels(job.hosts), job.hosts, strict=True)
-        ),
+        agents=sessions(job.ssh, job.hosts, job.python, "-P", "-m", "paceline.agent", "--announce"),  # -P: see local.py
         nodes=tuple(
             node_plan(job, node=node, nproc=host.slots or job.nproc, head=head, silence_seconds=SILENCE_SECONDS)
             for node, host in enumerate(job.hosts)
@@ -58,10 +54,13 @@ def ssh(job: Job) -> Plan:
     )
 
 
-def agent_command(python: str) -> str:
-    """The line for the remote shell, whatever shell that is: words in single quotes mean themselves in all of them."""
-    # exec: no shell stays between the session and the agent. -P: see local.py
-    return "exec " + shlex.join([python, "-P", "-m", "paceline.agent", "--announce"])
+def sessions(ssh: Sequence[str], hosts: tuple[Host, ...], python: str, *words: str) -> tuple[Command, ...]:
+    """A session to each host that runs `python` with these words, in whatever shell: quoted words mean themselves."""
+    remote = "exec " + shlex.join([python, *words])  # exec: no shell stays between the session and the program
+    return tuple(
+        Command(label, (*client(ssh, host), "--", destination(host), remote))
+        for label, host in zip(labels(hosts), hosts, strict=True)
+    )
 
 
 def client(command: Sequence[str], host: Host) -> tuple[str, ...]:
