@@ -27,7 +27,6 @@ from paceline.agent.head import Head
 from paceline.agent.janitor import start_janitor
 from paceline.agent.preload import start_preloader
 from paceline.agent.start import Inherited, make_snapshots, worker_environment
-from paceline.agent.store import Store
 from paceline.contract.node_plan import NodePlan
 from paceline.contract.orders import LIFELINE, STOP_SIGNALS, Orders, hold_standard_descriptors, signal_inbox
 from paceline.disk import writing
@@ -164,7 +163,7 @@ def run_agent(plan: NodePlan, *, lifeline: bool) -> int:
     with TemporaryDirectory(prefix="paceline-", ignore_cleanup_errors=True) as temporary:
         janitor = start_janitor(not_kept=plan.keep_open, temporary=temporary)
         # before all else that takes time: it imports while we look at folders and ports
-        preloader = start_preloader(plan.argv, worker_environment(plan, 0, Store(None))) if plan.preload else None
+        preloader = start_preloader(plan.argv, worker_environment(plan, 0, plan.port)) if plan.preload else None
         try:
             plan, locks = take_run_dir(plan)
             pairs = make_snapshots(plan.nproc) if plan.max_restarts and plan.nodes == 1 else ()

@@ -88,7 +88,7 @@ class Worker:
             relay_.join(1.0)
 
 
-def worker_environment(plan: NodePlan, local_rank: int, store: Store) -> dict[str, str]:
+def worker_environment(plan: NodePlan, local_rank: int, port: int) -> dict[str, str]:
     """What a worker sees: torchrun's variables, the whole contract between launching and training, and ours."""
     rank = plan.first_rank + local_rank
     env = {name: value for name, value in os.environ.items() if not name.startswith(OURS) or name in THE_USERS}
@@ -99,7 +99,7 @@ def worker_environment(plan: NodePlan, local_rank: int, store: Store) -> dict[st
         "LOCAL_WORLD_SIZE": str(plan.nproc),
         "GROUP_RANK": str(plan.group_rank),
         "MASTER_ADDR": plan.master_addr,
-        "MASTER_PORT": str(store.port_number(plan)),
+        "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": str(plan.threads),
         RUN_ID: plan.run_id,
     }
@@ -151,7 +151,7 @@ def start_workers(plan: NodePlan, store: Store, generation: int, inherited: Inhe
             temporary=inherited.temporary,
             guarded=not plan.stall_after.off,
         )
-        env = worker_environment(plan, local_rank, store) | birth.variable()
+        env = worker_environment(plan, local_rank, store.port_number(plan)) | birth.variable()
         if agent is not None:
             env[AGENT_MARK] = mark_of(agent.pid, agent.start, generation)
         pipes = [(*os.pipe(), screen) for screen in ((2,) if direct else (1, 2)) if shown]

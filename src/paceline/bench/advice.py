@@ -22,7 +22,7 @@ def advise(rows: Sequence[Row], alone: Row | None, promised: Sequence[str], room
         if alone is None:
             return "Nothing could be measured: see the reasons above."
         return f"Train on one process: none of the strategies could be measured, it reached {_rate(alone)}."
-    whole = [row for row in rows if _fits(row, room_bytes)]
+    whole = [row for row in rows if room_bytes is None or _need(row) <= FULL * room_bytes]
     small = min(rows, key=_need)
     if not whole:
         return (
@@ -60,10 +60,6 @@ def advise(rows: Sequence[Row], alone: Row | None, promised: Sequence[str], room
 def _need(row: Row) -> int:
     """What a rank of it needs, in bytes; 0 where nobody knows."""
     return row.memory.needed if row.memory else 0
-
-
-def _fits(row: Row, room_bytes: int | None) -> bool:
-    return room_bytes is None or _need(row) <= FULL * room_bytes
 
 
 def _is_sharded(row: Row, rows: Sequence[Row]) -> bool:

@@ -28,7 +28,8 @@ def dispute(ranks: Ranks, odds: Sequence[Odds]) -> Verdict | None:
     if not _a_circle(graph):
         return None
     early = [n for n, one in ranks.items() if _left_amid_steps(one) and graph[n]]
-    suspects = early or _in_every_circle(graph)
+    # in every circle; empty if several ranks are wrong
+    suspects = early or [rank for rank in sorted(_a_circle(graph)) if not _a_circle(graph, without=rank)]
     parties = _parties(ranks, odds, suspects, graph)
     if early or len(suspects) == 1:
         guilty = suspects
@@ -110,11 +111,6 @@ def _rivals(ranks: Ranks, guilty: Sequence[int], graph: Graph) -> list[list[int]
 
 def _held(one: Rank, groups: Sequence[Sequence[int]]) -> Op | None:
     return sentences.held_in(one, [n for group in groups for n in group])
-
-
-def _in_every_circle(graph: Graph) -> list[int]:
-    """The ranks without each of which there is no circle; empty if there is none, or if several ranks are wrong."""
-    return [rank for rank in sorted(_a_circle(graph)) if not _a_circle(graph, without=rank)]
 
 
 def _a_circle(graph: Graph, *, without: int | None = None) -> set[int]:

@@ -77,7 +77,8 @@ class Pace:
             self._learn(moved_seconds)
         self._stage = max(self._stage_of(rank) for rank in ranks)
         window_seconds = self.windows.of(self._stage, self._largest_gap_seconds[self._stage])
-        return self._alarm(now_seconds - moved_seconds, window_seconds) if _anybody_waits(ranks) else None
+        waiting = any(rank.waiting or rank.phase in (Phase.DATA, Phase.SYNC) for rank in ranks)
+        return self._alarm(now_seconds - moved_seconds, window_seconds) if waiting else None
 
     def _learn(self, moved_seconds: float) -> None:
         if self._moved_seconds is not None:
@@ -119,10 +120,6 @@ class Pace:
         if rank.stepped is None and rank.step == self._first_step:
             return Stage.LONG
         return Stage.DATA if rank.phase is Phase.DATA else Stage.STEP
-
-
-def _anybody_waits(ranks: Sequence[Sample]) -> bool:
-    return any(rank.waiting or rank.phase in (Phase.DATA, Phase.SYNC) for rank in ranks)
 
 
 def perhaps_waiting(samples: Sequence[Sample], world_size: int) -> list[Sample]:

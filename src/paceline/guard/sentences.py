@@ -62,16 +62,13 @@ def _not_entered(ranks: Ranks, group: Sequence[int], op: Op | None) -> str:
         begins = f"{named(group)} {verb(group, 'is', 'are')} in {op_words(missed or op or one.pending[0])}"
     elif missed is not None and missed.is_message:
         half = "send to" if "recv" in missed.kind else "receive from"
-        begins = f"{named(group)} did not {half} rank {_waiter(ranks, group[0], missed)} what it waits for"
+        waiter = next(n for n, other in ranks.items() if other.waits_for.get(group[0]) == missed)
+        begins = f"{named(group)} did not {half} rank {waiter} what it waits for"
     elif missed is not None:
         begins = f"{named(group)} did not enter {op_words(missed)}"
     else:
         begins = f"{named(group)} {verb(group, 'has', 'have')} not come to where others wait"
     return f"{begins}; {verb(group, 'it', 'they')} {_where(one, many=len(group) > 1)}"
-
-
-def _waiter(ranks: Ranks, guilty: int, missed: Op) -> int:
-    return next(n for n, one in ranks.items() if one.waits_for.get(guilty) == missed)
 
 
 def _where(one: Rank, *, many: bool = False) -> str:

@@ -66,16 +66,13 @@ class Connections:
                         "machine can connect to them, which wastes memory and time, but not be taken for a rank",
                         file=sys.stderr,
                     )
-                self._judge(strangers(new.values()))
+                if words := strangers(new.values()):
+                    if self._tolerated is None:
+                        raise UsageError(words)
+                    self._tolerated.append(words)
             return group
 
         setattr(distributed, MAKES_GROUP, made)
-
-    def _judge(self, strangers: str) -> None:
-        if strangers and self._tolerated is None:
-            raise UsageError(strangers)
-        if strangers and self._tolerated is not None:
-            self._tolerated.append(strangers)
 
     @contextmanager
     def tolerating(self) -> Generator[list[str]]:

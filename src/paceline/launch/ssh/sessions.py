@@ -85,7 +85,8 @@ class Sessions:
             if session.unsent and session.process.stdin is not None:
                 poll.register(session.process.stdin, select.POLLOUT)
         until_breath = self._breath_seconds + BREATH_SECONDS - time.monotonic()
-        ready = poll.poll(1000 * max(0.0, min(seconds, until_breath)) if not self._ending() else 0)
+        ending = any(not session.ended and session.process.poll() is not None for session in self.all)
+        ready = poll.poll(0 if ending else 1000 * max(0.0, min(seconds, until_breath)))
         signals = read_inbox(self._inbox)
         for session in self.all:
             self._send(session)
@@ -132,9 +133,6 @@ class Sessions:
         for session in self.all:
             for pipe in list(session.pipes):
                 self._close(session, pipe)
-
-    def _ending(self) -> bool:
-        return any(not session.ended and session.process.poll() is not None for session in self.all)
 
     def _breathe(self) -> None:
         now = time.monotonic()
