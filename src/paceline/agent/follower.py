@@ -49,7 +49,7 @@ class Follower:
         """Take part to the end; the exit code, which is the head's.
 
         Raises:
-            NotTogether: when the head cannot be found.
+            PacelineError: when the head cannot be found.
         """
         link = join(self.plan, self.orders)
         if link is None:

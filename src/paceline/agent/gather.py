@@ -16,7 +16,7 @@ from paceline.agent.crew import Crew, RemoteNode
 from paceline.agent.messages import PeerAddress, Reach
 from paceline.contract.node_plan import NodePlan
 from paceline.contract.orders import Orders
-from paceline.errors import ExitCode, PacelineError, UsageError
+from paceline.errors import PacelineError, UsageError
 from paceline.host.compare import compare_hosts
 from paceline.host.facts import Facts
 from paceline.host.facts import gather as gather_facts
@@ -34,17 +34,11 @@ CONNECT_SECONDS = 2.0
 PAUSE_SECONDS = 0.5
 
 
-class NotTogether(PacelineError):  # noqa: N818 - what is true, as ToldElsewhere
-    """The nodes of a run have not come together in the time they were given."""
-
-    exit_code = ExitCode.FAILED
-
-
 def gather_nodes(plan: NodePlan, crew: Crew) -> NodePlan:
     """Wait until all nodes are here and can reach each other, or an order comes; node 0's plan, now complete.
 
     Raises:
-        NotTogether: when some have not come in time; says which.
+        PacelineError: when some have not come in time; says which.
         UsageError: when a node may not take part, or cannot: it is another paceline, or a firewall keeps it apart.
     """
     if plan.nodes == 1:
@@ -75,13 +69,13 @@ def _wait_for_all(plan: NodePlan, crew: Crew) -> None:
         if crew.wrong:
             raise UsageError("; ".join(crew.wrong))
         if lost := [m for m in crew.members.values() if m.lost]:
-            raise NotTogether(f"{lost[0].name} came, and is lost again: {lost[0].lost}")
+            raise PacelineError(f"{lost[0].name} came, and is lost again: {lost[0].lost}")
         now = time.monotonic()
         absent = [node for node in range(1, plan.nodes) if node not in crew.members]
         missing = ", ".join(f"node {n} ({plan.names[n]})" if n < len(plan.names) else f"node {n}" for n in absent)
         words = f"{1 + len(crew.members)} of {plan.nodes} nodes are here; missing: {missing}"
         if missing and now >= end:
-            raise NotTogether(
+            raise PacelineError(
                 f"{words}. Given up after {now - begun:.0f} s (--join-timeout). Each missing node says on its own "
                 "output why it cannot come, if it was started at all"
             )
@@ -143,7 +137,7 @@ def join(plan: NodePlan, orders: Orders) -> Link | None:
     """Connect to the head; None when ordered to stop while it is not to be found.
 
     Raises:
-        NotTogether: when it was not found in time; says why.
+        PacelineError: when it was not found in time; says why.
     """
     begun = time.monotonic()
     next_word = begun + FIRST_WORD_SECONDS
@@ -156,7 +150,7 @@ def join(plan: NodePlan, orders: Orders) -> Link | None:
         if waited >= plan.join_seconds or time.monotonic() >= next_word:
             words = f"node {plan.node} ({os.uname().nodename}) waits for node 0: {_why(plan, strangers)}"
             if waited >= plan.join_seconds:
-                raise NotTogether(f"{words}. Given up after {waited:.0f} s (--join-timeout)")
+                raise PacelineError(f"{words}. Given up after {waited:.0f} s (--join-timeout)")
             next_word += NEXT_WORD_SECONDS
             say(f"{words} (after {waited:.0f} s)")
         orders.wait(PAUSE_SECONDS)

@@ -41,10 +41,6 @@ EARLY = (VerdictKind.LEFT, VerdictKind.NOT_MET, VerdictKind.STOPPED)  # what can
 PROGRAM_ERRORS = (VerdictKind.MISMATCH, VerdictKind.DEADLOCK)
 
 
-class UnseenError(Exception):
-    """A rank into which the guard does not see: nobody can be judged."""
-
-
 @dataclass(frozen=True)
 class Judgement:
     """A run that is to be ended, why, and how that is told."""
@@ -128,9 +124,7 @@ class Guarding:
 
     def _give_up(self, error: Exception) -> None:
         self._off = True
-        unseen = isinstance(error, UnseenError)
-        why = f"is off: {error}" if unseen else f"has failed, and is off: {type(error).__name__}: {error}"
-        say(f"warning: the hang guard {why}")
+        say(f"warning: the hang guard has failed, and is off: {type(error).__name__}: {error}")
 
     def _look(self) -> Judgement | None:
         running = self._generation.running()
@@ -146,7 +140,10 @@ class Guarding:
         warned_only = alarm.kind == "warn"
         evidence = self._generation.ask(WARNING_SECONDS if warned_only else ANSWER_SECONDS)
         if blind := [one.rank for one in evidence if not one.watched]:
-            raise UnseenError(f"{named(blind)} {verb(blind, 'has', 'have')} become another program (exec)")
+            self._off = True  # into that nobody sees: nobody can be judged
+            who = f"{named(blind)} {verb(blind, 'has', 'have')}"
+            say(f"warning: the hang guard is off: {who} become another program (exec)")
+            return None
         if self._generation.interrupted or not stands_still(evidence, alarm, self._windows):
             return None
         if not warned_only:
