@@ -15,8 +15,8 @@ SIZES = (1, 2)
 TOLERANCE = 1e-12
 
 
-# the first test waits for the fixture, 60 sessions on one rank and on two; test_classic.py is the quick sample
-pytestmark = [pytest.mark.timeout(150), pytest.mark.slow]
+# the first test waits for the fixture, 50 sessions on one rank and on two; test_classic.py is the quick sample
+pytestmark = [pytest.mark.timeout(240), pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +25,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("loops")
     for size in SIZES:
         words = ("-m", "paceline", "launch", "--nproc", str(size), "--run-dir", str(folder / f"run-{size}"), "--")
-        done = warm.run((*words, loops.__file__, str(folder)), cwd=folder, timeout=120)
+        done = warm.run((*words, loops.__file__, str(folder)), cwd=folder, timeout=180)
         assert done.returncode == 0, done.stdout + done.stderr
     return folder
 
@@ -37,7 +37,7 @@ def weights(folder: Path, kind: str, loop: loops.Loop, size: int) -> dict[str, T
 CASES = [("plain", loop) for loop in loops.EVERYWHERE + loops.ONE_BODY] + [("dealt", loop) for loop in loops.DEALT]
 CASES += [("exact", loop) for loop in loops.EVERYWHERE] + [("zero", loop) for loop in (loops.classic, loops.tokens)]
 CASES += [("ddp", loop) for loop in (loops.classic, loops.accumulated)] + [("ddp-dealt", loops.classic)]
-CASES += [("fsdp", loop) for loop in loops.CUT + loops.ONE_BODY] + [("fsdp-dealt", loop) for loop in loops.DEALT]
+CASES += [("fsdp", loop) for loop in loops.CUT] + [("fsdp-dealt", loop) for loop in loops.DEALT]
 
 
 @pytest.mark.parametrize(("kind", "loop"), CASES, ids=lambda value: getattr(value, "__name__", value))
