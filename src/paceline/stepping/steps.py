@@ -218,7 +218,7 @@ class Steps:
         for part in reached:
             known = part.synchronise(torch.tensor(divide_by, dtype=torch.float64, device=self._world.device))
             if finite and self._max_norm is not None:
-                result.grad_norm = float(part.replica.clip_grad_norm(self._max_norm))
+                result.grad_norm = part.replica.clip_grad_norm(self._max_norm)
                 known = known or math.isfinite(result.grad_norm)
             finite = finite and bool(known or nonfinite.gradients_are_finite(part.replica))
         if not finite:

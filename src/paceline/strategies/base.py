@@ -54,7 +54,7 @@ class Replica:
     """after an error in a forward or backward of your own loop, in place of `sync_gradients`: drops the step's
     gradients, so that the next one can begin. Every rank calls it, or `sync_gradients`, whose result is then worth
     nothing (a collective). `ddp` and `fsdp` can go on only where all ranks have failed before their first backward"""
-    clip_grad_norm: Callable[[float], Tensor]
+    clip_grad_norm: Callable[[float], float]
     """(largest norm allowed): scales all gradients alike, unless the global norm before, which it returns, is not
     finite (a collective where gradients are sharded)"""
     merged_buffers: Callable[[], AbstractContextManager[None]]
@@ -109,7 +109,7 @@ def replica(
     backward: Callable[[Work, bool], AbstractContextManager[Any]] = lambda _work, _is_last: nullcontext(),
     on_gradient: Callable[[Callable[[], None]], None] | None = None,
     gradients: Callable[[], list[Held]] | None = None,
-    gradient_norm: Callable[[], Tensor] | None = None,
+    gradient_norm: Callable[[], float] | None = None,
     sharded: bool = False,
     in_lockstep: bool = False,
     gathered: Callable[[], AbstractContextManager[None]] = nullcontext,
@@ -132,7 +132,7 @@ def replica(
         backward: see Replica; says what becomes of the gradients.
         on_gradient: see Replica; by default hooks on the first parameter and the last.
         gradients: see Replica; by default the parameters' .grad. `sharded`, `in_lockstep`, `gathered`, `weights` too.
-        gradient_norm: the global norm of all gradients, in float64; infinite or NaN only if one of them is.
+        gradient_norm: the global norm of all gradients; infinite or NaN only if one of them is.
         hold_parameters: the parameters as this rank holds them, to be saved and overwritten.
         hold: the optimizer's state, where it is not wholly here; and `load`, which takes it over.
     """
@@ -184,7 +184,7 @@ def replica(
 
     held_gradients = gradients or own_gradients
 
-    def clip_grad_norm(max_norm: float) -> Tensor:
+    def clip_grad_norm(max_norm: float) -> float:
         tensors = [held.tensor for held in held_gradients()]
         norm = total_norm(tensors) if gradient_norm is None else gradient_norm()
         scale_to_norm(tensors, norm, max_norm)

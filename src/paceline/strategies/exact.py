@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from torch import nn
 
 from paceline.strategies.base import MakeOptimizer, Replica, leaf_of, replica
 from paceline.strategies.buffers import forest_of
@@ -35,7 +35,7 @@ def exact(
     shares = even_shares(sizes, world.size)
     norm = SharedNorm(sizes, shares, world.rank, world.device)
 
-    def gradient_norm() -> Tensor:
+    def gradient_norm() -> float:
         own = [(i, parameters[i].grad, start, stop) for i, start, stop in shares[world.rank]]
         return norm({i: grad.reshape(-1)[start:stop] for i, grad, start, stop in own if grad is not None})
 

@@ -9,6 +9,7 @@ The optimizer gets this rank's runs of elements as plain tensors: names, checkpo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -147,14 +148,14 @@ class _Shares:
                 held.append(Held(name, gradient, self._shapes[name], piece.start, replicated=False))
         return held
 
-    def gradient_norm(self) -> Tensor:
-        """() float64, on all ranks alike (a collective)."""
+    def gradient_norm(self) -> float:
+        """The same on all ranks (a collective)."""
         total = torch.zeros((), dtype=torch.float64, device=self._world.device)
         for held in self.gradients():
             if not held.replicated or self._world.rank == 0:  # what all hold counts once
                 total += held.tensor.double().square().sum()
         dist.all_reduce(labelled(total, "norm of the gradients"))
-        return total.sqrt()
+        return math.sqrt(float(total))
 
     def parameters(self) -> list[Held]:
         """For a checkpoint."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from torch import nn
 
 from paceline.checkpoint.state import Held, Source
 from paceline.strategies.base import MakeOptimizer, Replica, leaf_of, replica
@@ -49,7 +49,7 @@ def zero(
         held = {name: (piece.parameter.grad, piece.start) for name, piece in pieces.items()}
         return [Held(n, g, shapes[n], start, replicated=False) for n, (g, start) in held.items() if g is not None]
 
-    def gradient_norm() -> Tensor:
+    def gradient_norm() -> float:
         own = {i: shards.pieces[p].parameter.grad for i, p in enumerate(parameters) if p in shards.pieces}
         return norm({i: gradient for i, gradient in own.items() if gradient is not None})
 

@@ -109,15 +109,15 @@ class SharedNorm:
         self._places = [[place for run in of_rank for place in self._tree.places(run)] for of_rank in runs]
         self._rank = rank
 
-    def __call__(self, gradients: Mapping[int, Tensor]) -> Tensor:
-        """() float64, on all ranks alike (a collective); NaN or infinite only if an element is, or its square is.
+    def __call__(self, gradients: Mapping[int, Tensor]) -> float:
+        """The same on all ranks (a collective); NaN or infinite only if an element is, or its square is.
 
         `gradients` are those of this rank's shares, flat, by the parameter's position; what is missing is zeros.
         """
         total = self._total(gradients, None)
         if not math.isfinite(total):
             total = self._total(gradients, torch.float64)
-        return torch.tensor(math.sqrt(total), dtype=torch.float64, device=self._device)
+        return math.sqrt(total)
 
     def _total(self, gradients: Mapping[int, Tensor], dtype: torch.dtype | None) -> float:
         of_blocks = [
@@ -150,19 +150,18 @@ def even_shares(sizes: Sequence[int], holders: int) -> list[list[OwnShare]]:
     return shares
 
 
-def total_norm(gradients: Sequence[Tensor]) -> Tensor:
-    """() the norm of all elements together; in float64 if the square of one is beyond float32."""
-    norm = nn.utils.get_total_norm(gradients)
-    return norm if bool(norm.isfinite()) else nn.utils.get_total_norm([gradient.double() for gradient in gradients])
+def total_norm(gradients: Sequence[Tensor]) -> float:
+    """The norm of all elements together; in float64 if the square of one is beyond float32."""
+    norm = float(nn.utils.get_total_norm(gradients))
+    return norm if math.isfinite(norm) else float(nn.utils.get_total_norm([one.double() for one in gradients]))
 
 
 @torch.no_grad()
-def scale_to_norm(gradients: Sequence[Tensor], norm: Tensor, max_norm: float) -> None:
+def scale_to_norm(gradients: Sequence[Tensor], norm: float, max_norm: float) -> None:
     """Make a norm above `max_norm` equal to it; one that is not finite is left to be looked into."""
-    factor = max_norm / (float(norm) + 1e-6)  # as torch's clip_grad_norm_
-    if factor < 1.0 and bool(norm.isfinite()):
-        for gradient in gradients:
-            gradient.mul_(factor)
+    factor = max_norm / (norm + 1e-6)  # as torch's clip_grad_norm_
+    if factor < 1.0 and math.isfinite(norm) and gradients:
+        torch._foreach_mul_([*gradients], factor)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
 
 
 def joined_runs(runs: Sequence[BlockRun]) -> list[BlockRun]:

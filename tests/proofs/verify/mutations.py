@@ -513,7 +513,9 @@ def clipped_before_sync() -> AbstractContextManager[None]:
             right.sync_gradients(total_weight.new_tensor(float(right.world.size)))
 
         return replace(
-            right, sync_gradients=sync_gradients, clip_grad_norm=lambda _: nn.utils.get_total_norm(gradients_of(right))
+            right,
+            sync_gradients=sync_gradients,
+            clip_grad_norm=lambda _: float(nn.utils.get_total_norm(gradients_of(right))),
         )
 
     return planted(*replicas(change, MANUAL))
@@ -527,9 +529,9 @@ def clipped_by_own_norm() -> AbstractContextManager[None]:
             own[0] = nn.utils.get_total_norm(gradients_of(right)) * right.world.size / total_weight
             right.sync_gradients(total_weight)
 
-        def clip_grad_norm(max_norm: float) -> Tensor:
+        def clip_grad_norm(max_norm: float) -> float:
             nn.utils.clip_grads_with_norm_(trainable(right.model), max_norm, own[0])
-            return own[0]
+            return float(own[0])
 
         return replace(right, sync_gradients=sync_gradients, clip_grad_norm=clip_grad_norm)
 
@@ -541,30 +543,30 @@ def clipped_to_twice_the_norm() -> AbstractContextManager[None]:
 
 
 def clipped_by_value() -> AbstractContextManager[None]:
-    def clip(right: Replica, max_norm: float) -> Tensor:
+    def clip(right: Replica, max_norm: float) -> float:
         norm = nn.utils.get_total_norm(gradients_of(right))
         nn.utils.clip_grad_value_(trainable(right.model), max_norm)
-        return norm
+        return float(norm)
 
     return planted(*wrong_clip(clip))
 
 
 def clipped_each_tensor_alone() -> AbstractContextManager[None]:
-    def clip(right: Replica, max_norm: float) -> Tensor:
+    def clip(right: Replica, max_norm: float) -> float:
         norm = nn.utils.get_total_norm(gradients_of(right))
         for parameter in trainable(right.model):
             nn.utils.clip_grad_norm_([parameter], max_norm)
-        return norm
+        return float(norm)
 
     return planted(*wrong_clip(clip))
 
 
 def norm_summed_over_copies() -> AbstractContextManager[None]:
-    def clip(right: Replica, max_norm: float) -> Tensor:
+    def clip(right: Replica, max_norm: float) -> float:
         squared = nn.utils.get_total_norm(gradients_of(right)).square()
         dist.all_reduce(squared)
         nn.utils.clip_grads_with_norm_(trainable(right.model), max_norm, squared.sqrt())
-        return squared.sqrt()
+        return float(squared.sqrt())
 
     return planted(*wrong_clip(clip))
 
