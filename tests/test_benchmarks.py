@@ -86,7 +86,7 @@ def check_machine(result: dict[str, Any], folder: Path) -> None:
     assert str(folder) not in text and str(BENCHMARKS.parent) not in text
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.ranks
 @pytest.mark.timeout(150)  # 25 s on a quiet machine
 def test_the_guard_benchmark_measures_all_it_promises(tmp_path: Path) -> None:
@@ -100,7 +100,7 @@ def test_the_guard_benchmark_measures_all_it_promises(tmp_path: Path) -> None:
     assert all(abs(cost) < 1e5 for cost in result["us"].values()) and len(result["us"]) == 3  # one is a difference
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.ranks
 @pytest.mark.timeout(240)  # 9 s on a quiet machine
 def test_the_peers_benchmark_compares_equal_work_and_leaves_only_its_result(tmp_path: Path) -> None:

@@ -18,12 +18,12 @@ POSSIBLE = [fault for fault in FAULTS.values() if fault.needs is Needs.NOTHING a
 
 
 def drawn() -> list[Fault]:
-    """Three that are told at once, two that stand still, one of the trainer."""
+    """Two that are told at once, one that stands still, one of the trainer."""
     dice = random.Random(SEED)
     hangs = [fault for fault in POSSIBLE if 3 in fault.codes and fault.way is Way.SCRIPT and 1 not in fault.codes]
     sudden = [fault for fault in POSSIBLE if fault.fast]
     trainer = [fault for fault in POSSIBLE if fault.way is Way.TASK and 3 not in fault.codes]
-    return [*dice.sample(sudden, 3), *dice.sample(hangs, 2), *dice.sample(trainer, 1)]
+    return [*dice.sample(sudden, 2), *dice.sample(hangs, 1), *dice.sample(trainer, 1)]
 
 
 @pytest.mark.slow

@@ -22,9 +22,9 @@ def test_no_hostile_folder_of_a_sample_does_anything(tmp_path: Path) -> None:
             tried.extend(result["codes"])
             wrong.extend((number, result["done"], words) for words in result["wrong"])
 
-        soak_hostile.soak(range(40_000, 40_040), 1, Path(folder), told)
+        soak_hostile.soak(range(40_000, 40_020), 1, Path(folder), told)
     assert not wrong
-    assert len(tried) >= 40 * soak_hostile.TRIED and {0, 2} <= {*tried}
+    assert len(tried) >= 20 * soak_hostile.TRIED and {0, 2} <= {*tried}
 
 
 @pytest.mark.slow

@@ -34,7 +34,7 @@ def reports(rank: int, world_size: int, virtual_ranks: int) -> list:
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     ("world_size", "virtual_ranks"),
-    [(1, 1), pytest.param(1, 4, marks=pytest.mark.soak), (2, 3), pytest.param(3, 4, marks=pytest.mark.slow)],
+    [(1, 1), pytest.param(1, 4, marks=pytest.mark.soak), (2, 3), pytest.param(3, 4, marks=pytest.mark.soak)],
 )
 def test_equals_one_process(world_size, virtual_ranks, tmp_path):
     everybody = run_ranks(reports, world_size, tmp_path, virtual_ranks, timeout=220)

@@ -224,7 +224,7 @@ def test_an_optimizer_that_is_not_there_is_told_without_torch(train, name, told)
 def test_one_result_on_any_number_of_ranks_also_resumed(train, tmp_path, task, more):
     words = f"mine.py:{task} {more} --global-batch 5 --virtual-ranks 3 --steps 7"
     found = set()
-    for strategy, nproc in (("exact", 1), ("exact", 3), ("zero", 2)):
+    for strategy, nproc in (("zero", 1), ("exact", 3)):
         run = train(f"{words} --strategy {strategy} --nproc {nproc} --run-dir {strategy}{nproc} --checkpoint-every 2")
         assert run.returncode == 0, run.stderr
         found.add(digest(tmp_path / f"{strategy}{nproc}"))

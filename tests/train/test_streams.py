@@ -183,7 +183,7 @@ EXACT = (
 
 @pytest.mark.slow
 @pytest.mark.timeout(150)
-@pytest.mark.parametrize("kind", ["Counted", "Stateful"])
+@pytest.mark.parametrize("kind", ["Counted", pytest.param("Stateful", marks=pytest.mark.soak)])
 def test_every_number_of_ranks_comes_to_the_same_bits_also_stopped_in_a_pass_and_resumed_on_another(
     paceline, task_file: Path, tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

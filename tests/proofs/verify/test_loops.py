@@ -52,7 +52,7 @@ def test_planted_bugs_are_named_on_three_ranks_and_nothing_else_is(tmp_path: Pat
 @pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("name", ENDS)
+@pytest.mark.parametrize("name", [ENDS[0], *(pytest.param(name, marks=pytest.mark.soak) for name in ENDS[1:])])
 def test_a_bug_that_ends_the_ranks_is_named(tmp_path: Path, name: str) -> None:
     assert wrong(said_of([name], tmp_path)) == {}
 
