@@ -28,8 +28,9 @@ ALLOWED = {
     ("agent/__main__.py", "open"): "/dev/null",
     ("agent/start.py", "open"): "the log of a worker of ours",
     ("agent/guarding.py", "rmtree"): "a verdict that could not be written whole",
-    ("train/prepare.py", "read_bytes"): "the user's own code, compared between ranks",
+    ("train/code.py", "read_bytes"): "the user's own code, compared between ranks",
     ("train/determinism.py", "read_text"): "/proc",
+    ("train/training.py", "open"): "the course of a run, which is no file",
 }
 
 

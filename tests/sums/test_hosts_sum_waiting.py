@@ -60,7 +60,8 @@ while rank == 3 and not (folder / "go").exists():
 try:
     step()
 except RuntimeError:
-    (folder / f"noticed-{{rank}}").write_text(str(time.monotonic()))
+    (folder / f"noticing-{{rank}}").write_text(str(time.monotonic()))
+    (folder / f"noticing-{{rank}}").rename(folder / f"noticed-{{rank}}")
     dist.destroy_process_group()  # as whoever raises does on the way out
     if rank == 2 and not (folder / "end").exists():
         time.sleep(600)

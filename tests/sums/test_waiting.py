@@ -28,7 +28,8 @@ while rank == WHO and not (folder / "go").exists():
 try:
     barrier(memory)
 except RuntimeError as error:
-    (folder / f"noticed-{{rank}}").write_text(str(time.monotonic()))
+    (folder / f"noticing-{{rank}}").write_text(str(time.monotonic()))
+    (folder / f"noticing-{{rank}}").rename(folder / f"noticed-{{rank}}")
     raise
 """
 IN_TIME_SECONDS = 10.0  # a tenth of a second is meant; machines are busy
