@@ -42,7 +42,7 @@ CUT = {
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("name", CUT)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.soak] * (name != "lm")) for name in CUT])
 def test_it_is_equalled_where_the_model_is_cut_over_ranks(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
