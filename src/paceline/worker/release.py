@@ -56,7 +56,8 @@ class Connections:
                 group = make(*args, **kwargs)
             finally:
                 new = {inode: number for inode, number in open_sockets().items() if inode not in before}
-            if _is_nccl(distributed, group[0]):  # it needs its doors: ranks connect when they first exchange something
+            # NCCL alone needs its doors: ranks connect when they first exchange something
+            if _is_nccl(distributed, group[0]) and "gloo" not in str(distributed._world.pg_backend_config[group[0]]):
                 return group
             self.inodes |= new.keys()
             if os.environ.get("TORCH_GLOO_LAZY_INIT", "").upper() in ("", "0", "OFF", "FALSE", "N", "NO"):

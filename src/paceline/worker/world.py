@@ -4,7 +4,7 @@ import os
 import sys
 import time
 from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -170,7 +170,8 @@ def joined(
         yield world
     except BaseException:
         if "nccl" in world.backend:  # its shutdown waits for what is on its way, which may never end
-            abort_nccl(distributed_c10d)
+            with suppress(Exception):  # never hides the error that ends this
+                abort_nccl(distributed_c10d)
         raise
     finally:
         # Also on an error: a peer that waits for this rank then fails at once ("connection closed") instead of hanging.
