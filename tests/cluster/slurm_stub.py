@@ -36,8 +36,11 @@ def main() -> int:
         if told:
             note(f"told {signal.Signals(told[0]).name}")
             return save(note, 1.5 + 0.5 * node)
-    if code and node == 0:
-        time.sleep(1)  # node 1 ends first
+    if code:  # node 1 ends first, and not before node 0 can be told: srun tells all to end as soon as one has failed
+        if node == 0:
+            time.sleep(1)
+        while (run / "agents.txt").read_text().count(f"{turn} 0 started") == 0:
+            time.sleep(0.02)
     note(f"ended {code}")
     return code if turn == "0" else 0
 

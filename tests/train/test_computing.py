@@ -115,9 +115,10 @@ def test_what_a_run_waited_for_and_how_it_was_computed_is_told_and_written_down(
         run = paceline("train", f"mine.py:{task}", "--epochs", 1, "--batch-size", 4, "--run-dir", task, *flags)
         assert run.returncode == 0, run.stderr
         summary = json.loads((tmp_path / task / "summary.json").read_text())
-        told = summary["data_share"] > 0.1  # on a busy machine the other one may wait, too: then it is told as well
-        assert told or task != "slow"
-        assert ("waited for data. Try: " in run.stdout and "__getitems__" in run.stdout) == told
+        told = summary["data_share"] >= 0.1  # on a busy machine the other one may wait, too: then it is told as well
+        assert ("waited for data" in run.stdout) == told
+        if task == "slow":
+            assert told and "waited for data. Try: " in run.stdout and "__getitems__" in run.stdout
         assert 50 << 20 < summary["peak_memory_bytes"] < 1 << 40 and summary["allocator"] in ("tuned", "system")
         assert ["--precision", summary["precision"]] == list(flags or ("--precision", "fp32"))
         assert ("forward and backward in bf16 (another run than in fp32" in run.stdout) == ("bf16" in flags)
