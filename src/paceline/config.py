@@ -5,8 +5,6 @@ Torch-free, so a wrong setting is reported before anything starts. Only the modu
 ...), and `definition`. All others take plain arguments, so they work alone in a loop of the user's own.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import tomllib

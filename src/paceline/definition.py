@@ -3,8 +3,6 @@
 No torch here: settings that differ are reported before any process starts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from typing import Any
 

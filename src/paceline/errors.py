@@ -10,8 +10,6 @@
 A process killed by signal n ends with 128 + n. docs/exit-codes.md holds the table for users.
 """
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterable, Sequence
 from enum import IntEnum

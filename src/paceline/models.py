@@ -1,7 +1,5 @@
 """Models that know nothing of parallelism, as a user would write them for one device."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from torch import Tensor, nn

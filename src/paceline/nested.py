@@ -1,7 +1,5 @@
 """Finds the tensors in a batch or in a model's outputs: in tuples, lists, mappings and dataclasses, however deep."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, MutableMapping

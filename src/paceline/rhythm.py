@@ -1,7 +1,5 @@
 """How often a checkpoint is due, as users say it: 500 steps, or 10min (no torch here)."""
 
-from __future__ import annotations
-
 import re
 
 from paceline.errors import UsageError

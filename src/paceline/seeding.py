@@ -5,8 +5,6 @@ rank, micro-batch), the augmentation of (epoch, sample). So a run draws the same
 a resume.
 """
 
-from __future__ import annotations
-
 import hashlib
 import random
 import sys

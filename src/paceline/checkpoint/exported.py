@@ -1,7 +1,5 @@
 """A model's state_dict out of a saved state: under all its names, with buffers merged over virtual ranks."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path

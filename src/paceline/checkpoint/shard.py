@@ -4,8 +4,6 @@ The bytes are laid out once; after that, saving a state means copying tensors in
 can open them; what paceline needs besides is in the file's own metadata.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence

@@ -5,8 +5,6 @@ turn, so one whole state is always there. Ranks write at the same steps, and no 
 all have taken a step since the last one; so the parts of the same step make up a whole state.
 """
 
-from __future__ import annotations
-
 import mmap
 import os
 from collections.abc import Sequence

@@ -11,8 +11,6 @@ Names belong to the model, never to a strategy or a rank, so any strategy on any
 Random streams and the order of samples need no tensor: both are derived from the seed and the number of steps done.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol

@@ -1,7 +1,5 @@
 """Brings the whole state together on every rank, to be compared; and digests it."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping, Sequence
 

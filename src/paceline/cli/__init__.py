@@ -1,7 +1,5 @@
 """The commands. Each is a module with `main(arguments) -> exit code`, imported only when it is called."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import sys

@@ -1,7 +1,5 @@
 """`paceline cancel RUN`: ends a run, wherever it was started, and says what it has saved."""
 
-from __future__ import annotations
-
 import shlex
 import signal
 import sys

@@ -1,7 +1,5 @@
 """`paceline checkpoint`: lists a run's checkpoints, whether they are whole, and from which one it would go on."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time

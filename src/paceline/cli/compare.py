@@ -1,7 +1,5 @@
 """`paceline compare`: measures every strategy beside the others, on this task and this machine."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial

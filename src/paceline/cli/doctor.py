@@ -1,7 +1,5 @@
 """`paceline doctor`: checks that these machines are fit to train on, and says what is wrong and how to fix it."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys

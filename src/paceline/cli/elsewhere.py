@@ -1,7 +1,5 @@
 """Runs on other machines, in a queue or by hand: from settings to a job, and from the job to what starts it."""
 
-from __future__ import annotations
-
 import os
 import secrets
 import sys

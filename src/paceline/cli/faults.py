@@ -1,7 +1,5 @@
 """`paceline faults`: injects faults into small trainings, and scores who names the right rank; torchrun beside it."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys

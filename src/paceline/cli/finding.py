@@ -3,8 +3,6 @@
 A run of another user is shown as data: no process is signalled, no host asked and nothing written for its sake.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import re

@@ -1,7 +1,5 @@
 """`paceline hang RUN`: shows which rank holds a run up, and where every rank is; also while it still hangs."""
 
-from __future__ import annotations
-
 import os
 import re
 import secrets

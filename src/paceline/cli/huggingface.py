@@ -1,7 +1,5 @@
 """Weights as a folder that Hugging Face's `from_pretrained` reads."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory

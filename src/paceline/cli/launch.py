@@ -1,7 +1,5 @@
 """`paceline launch -- SCRIPT ARGS`: starts any script that torchrun could, unchanged, on one machine or on many."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

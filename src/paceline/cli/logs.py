@@ -1,7 +1,5 @@
 """`paceline logs RUN`: shows what a run's workers have printed."""
 
-from __future__ import annotations
-
 import re
 import sys
 import time

@@ -1,7 +1,5 @@
 """Shared by `compare` and `scale`: the flags of a measurement, the training that it measures, where its results go."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager

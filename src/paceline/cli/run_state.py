@@ -1,7 +1,5 @@
 """How a run goes on or has ended, from what it has written, who holds its folder, and what Slurm says."""
 
-from __future__ import annotations
-
 import os
 import shlex
 from collections.abc import Sequence

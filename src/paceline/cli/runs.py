@@ -1,7 +1,5 @@
 """`paceline runs`: lists the runs of a folder, the newest first, and what each of them has reached."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """`paceline scale`: measures efficiency on 1, 2, 4, ... ranks, says where the rest is lost, and extrapolates."""
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """`paceline shards`: shows who sees which sample, and what the textbook variants repeat, miss and mix up."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """`paceline status RUN`: shows how a run goes on or has ended, wherever it was started."""
 
-from __future__ import annotations
-
 import os
 import shlex
 from collections.abc import Iterator, Sequence

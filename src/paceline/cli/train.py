@@ -3,8 +3,6 @@
 The same command is the worker's: where a launcher's variables are set (torchrun's, or our own agent's), it is a rank.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Refuses, without torch, settings of a training that contradict each other, this machine or an earlier run."""
 
-from __future__ import annotations
-
 from paceline import config as configuration
 from paceline.config import TrainConfig, batch_shape
 from paceline.contract.birth import WorkerBirth

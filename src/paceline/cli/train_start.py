@@ -1,7 +1,5 @@
 """Starts a training whose settings have been checked: under an agent here, or through a launcher elsewhere."""
 
-from __future__ import annotations
-
 import os
 import sys
 from contextlib import AbstractContextManager, suppress

@@ -1,7 +1,5 @@
 """`paceline verify`: proves that N processes compute what one computes, in float64, tensor by tensor."""
 
-from __future__ import annotations
-
 import secrets
 import shutil
 import sys

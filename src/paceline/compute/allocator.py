@@ -7,8 +7,6 @@ only where there is room, and never under an allocator or a setting of the user'
 No torch here: it may be called before anything is imported.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import re

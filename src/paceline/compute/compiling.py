@@ -4,8 +4,6 @@ It keeps no promise of bits: fused kernels round differently, and which kernels 
 came first.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import shutil

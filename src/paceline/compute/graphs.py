@@ -5,8 +5,6 @@ such set, at its first use in training, and compared once, on the batch at hand,
 all else that runs without gradients is not recorded.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar

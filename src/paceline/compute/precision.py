@@ -4,8 +4,6 @@ Weights, gradients, losses and the optimizer stay float32. Convolutions get thei
 their bf16 kernels are written for. It rounds differently from fp32: another run, as docs/speed.md says.
 """
 
-from __future__ import annotations
-
 import platform
 import re
 import time

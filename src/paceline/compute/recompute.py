@@ -4,8 +4,6 @@ This takes the same random numbers (torch's streams, `random`'s and numpy's) and
 must not count a batch twice, and code that reads a buffer must read what the first forward has read.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial

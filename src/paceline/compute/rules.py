@@ -1,7 +1,5 @@
 """Finds the modules that a rule like `blocks.*,Attention` names, and changes the forward of a module."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from fnmatch import fnmatchcase
 from functools import partial

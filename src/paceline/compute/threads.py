@@ -7,8 +7,6 @@ Ranks exchange where they may run; from that follows who shares cores with whom,
     srun --cpus-per-task, mpirun --bind-to: each on cores of its own       these
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 

@@ -4,8 +4,6 @@ The next batch is requested, and its copy begun on a stream of its own, before t
 ends with a wait for the GPU, and would wait for a copy begun after it. On the CPU nothing is done ahead.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Generator, Iterator
 from typing import Any, TypeVar
 

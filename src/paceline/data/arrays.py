@@ -1,7 +1,5 @@
 """Data held as tensors or arrays: a whole micro-batch is gathered at once, without Python per sample."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar, cast

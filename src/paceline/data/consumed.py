@@ -4,8 +4,6 @@ It is the sum modulo 2**64 of a mixing hash of each index, so the fingerprints o
 steps, add up to that of all their samples together.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor

@@ -4,8 +4,6 @@ A generator gives numbers in the order of the draws, so a sample's would depend 
 of (seed, epoch, sample, how many were drawn before), made for the whole batch at once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

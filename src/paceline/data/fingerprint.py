@@ -1,7 +1,5 @@
 """Fingerprints of datasets, compared over ranks before the first step: of the whole, or of length and a few samples."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 import zlib

@@ -5,8 +5,6 @@ workers. Either way the samples come in the plan's order, and a sample's random 
 sample) only, never on the worker that loads it (see `seeded` for datasets that give whole batches).
 """
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -10,8 +10,6 @@ The k-th global batch never depends on the number of (virtual) ranks, every samp
 uneven (by one) rather than padded: the step weights by samples, so nothing needs to be repeated or left out.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

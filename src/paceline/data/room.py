@@ -6,8 +6,6 @@ Loader processes pass tensors through /dev/shm, each with a descriptor of its ow
     files = tensors of a batch x (2 ahead x processes + 1 in use)
 """
 
-from __future__ import annotations
-
 import os
 import resource
 import sys

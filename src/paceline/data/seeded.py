@@ -5,8 +5,6 @@ a whole micro-batch, and they restart for each (epoch, micro-batch): the same at
 micro-batches are, but not for another number of virtual ranks, global batch or accumulation.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial

@@ -1,7 +1,5 @@
 """The order of an epoch: of few samples a list, of very many a permutation that is computed for each position."""
 
-from __future__ import annotations
-
 from functools import lru_cache
 
 import numpy as np

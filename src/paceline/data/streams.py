@@ -6,8 +6,6 @@ virtual ranks; the n-th sample of part v has number n * V + v. Either way who co
 after so many batches is known without a word between ranks.
 """
 
-from __future__ import annotations
-
 import copy
 import os
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence

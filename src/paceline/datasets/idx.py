@@ -4,8 +4,6 @@ An IDX file is two zero bytes, a type code, the number of dimensions, each dimen
 values. Files may be gzipped. Format: the "File formats" section of the original MNIST page (LeCun, Cortes, Burges).
 """
 
-from __future__ import annotations
-
 import gzip
 import math
 import struct

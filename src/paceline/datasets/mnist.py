@@ -3,8 +3,6 @@
 Fashion-MNIST and EMNIST come in the same files. Source: LeCun, Cortes, Burges, "The MNIST database".
 """
 
-from __future__ import annotations
-
 import hashlib
 from pathlib import Path
 from typing import Literal

@@ -10,8 +10,6 @@ What is above the nearest folder that is ours alone, or sticky, does not count: 
 not ours, and seen to be none. Root has no exemption: what another user has left is not root's word.
 """
 
-from __future__ import annotations
-
 import errno
 import grp
 import os

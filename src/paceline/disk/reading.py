@@ -4,8 +4,6 @@ What comes through it is data, whoever wrote it. Whether it may be acted on is a
 what anybody else could have changed (owners.py).
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import stat

@@ -1,7 +1,5 @@
 """One door for everything that is written into a run: private whatever the umask, new, and never through a link."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import secrets

@@ -9,8 +9,6 @@ The sum is one gloo all-reduce of a vector as long as the gradients, the median 
 hides behind the backward pass, so its share of a step is an upper bound.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import time

@@ -1,7 +1,5 @@
 """What the examples at the end of each textbook file share: join the world, and let rank 0 speak for all."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Generator
 from contextlib import contextmanager

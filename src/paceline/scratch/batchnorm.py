@@ -13,8 +13,6 @@ Not (mean of the means) = 4, and not E[x^2] - E[x]^2, which loses all digits whe
 Run me: `torchrun --nproc-per-node 2 -m paceline.scratch.batchnorm`, or alone with `python -m`.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

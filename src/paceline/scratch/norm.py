@@ -9,8 +9,6 @@ left (an odd one out goes up alone). Shares begin at a block, so each holder add
 Run me: `python -m paceline.scratch.norm`. In `paceline.sums.norm` a holder hands on few sums, those of whole subtrees.
 """
 
-from __future__ import annotations
-
 import math
 from itertools import pairwise
 

@@ -11,8 +11,6 @@ travel while backward still computes the gradients of earlier layers (`Overlappi
 Run me: `torchrun --nproc-per-node 2 -m paceline.scratch.reduce`, or alone with `python -m`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import torch

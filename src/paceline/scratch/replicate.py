@@ -7,8 +7,6 @@ position, not by name: `paceline.sums.replicate` compares the models first, and 
 Run me: `torchrun --nproc-per-node 2 -m paceline.scratch.replicate`, or alone with `python -m`.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn

@@ -14,8 +14,6 @@ together are {0 4, 1 5, 2 6, 3 7}: the same. Chunked, they are {0 1, 3 4, 6 7, 9
 `python -m paceline.scratch.sampler` prints this page.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator, Sequence, Sized
 from itertools import cycle, islice

@@ -9,8 +9,6 @@ of the gradients' memory: that is what `zero` needs. The sums have the order of 
 Run me: `torchrun --nproc-per-node 2 -m paceline.scratch.scatter`, or alone with `python -m`.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 from torch import Tensor

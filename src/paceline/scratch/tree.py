@@ -15,8 +15,6 @@ subtrees among them, and what is left of the tree above is added from the subtre
 Run me: `torchrun --nproc-per-node 3 -m paceline.scratch.tree`, or alone with `python -m`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 

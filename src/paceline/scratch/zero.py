@@ -14,8 +14,6 @@ Memory of each rank, for P parameters and Adam: P weights, P/N gradients, 2P/N s
 Run me: `torchrun --nproc-per-node 2 -m paceline.scratch.zero`, or alone with `python -m`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -4,8 +4,6 @@ Under `zero` nobody can reach a gradient that is cut. Under `fsdp` parameters an
 torch computes with them is right, torch's own clip_grad_norm_ as well.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 

@@ -1,7 +1,5 @@
 """An existing DataLoader, taken over: its data, its collate function, its own order of batches."""
 
-from __future__ import annotations
-
 import base64
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Where in a step a loop of the user's own is, and so what may act."""
 
-from __future__ import annotations
-
 from paceline.errors import UsageError
 from paceline.sessions.notes import Notes
 from paceline.stepping.steps import Steps

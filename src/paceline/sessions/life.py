@@ -1,7 +1,5 @@
 """The life of a session: it joins the ranks, finds the state to go on from, and ends in good order."""
 
-from __future__ import annotations
-
 import os
 import sys
 import threading

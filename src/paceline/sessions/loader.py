@@ -1,7 +1,5 @@
 """What `Session.loader` gives: a loop over global batches, of which this rank gets its share, body by body."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The loops over data of a session: where in the run they are, what is due between two steps, and how they are left."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager

@@ -1,7 +1,5 @@
 """What a session says about a loop without refusing it: likely a mistake, though it may be meant."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from torch import nn

@@ -1,7 +1,5 @@
 """From what a user gives `Session.loader` to the plan of who sees which sample."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any

@@ -11,8 +11,6 @@ The objects stay the user's own. Only the methods that must wait are replaced on
 state_dict and schedulers that were made before all work.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Makes a user's model, optimizer and scheduler parts of a training."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What the ranks of a session tell each other: sums, means, agreements, and what one does for all."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

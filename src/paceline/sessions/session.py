@@ -15,8 +15,6 @@
 It works under `paceline launch`, torchrun, srun, plain python and in a notebook, where it is a world of one.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Generator, Iterable, Mapping
 from functools import partial

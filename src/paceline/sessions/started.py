@@ -1,7 +1,5 @@
 """What a session is when it starts: what defines it, its settings, its arithmetic and its name."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What parts that the command shares say of its flags, in a session's words."""
 
-from __future__ import annotations
-
 import re
 
 from paceline.errors import PacelineError

@@ -1,7 +1,5 @@
 """One run of a loop's body, on one micro-batch: what it has done, and the loss that it gives."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Literal
 

@@ -3,8 +3,6 @@
 A rank with fewer runs stand-ins, whose outputs and gradients count for nothing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

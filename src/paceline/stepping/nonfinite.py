@@ -6,8 +6,6 @@ is the vote. Only then, and before the optimizer runs, is the step examined: eac
 again, alone, and finds the bad samples by halving. The run then ends, leaves the step out, or goes back.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal

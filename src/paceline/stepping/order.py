@@ -11,8 +11,6 @@ exchanged the two: that is an error, too. Code that means it gives the tensors n
 lines (`tensor.collective = "sum of weights"`).
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Sequence

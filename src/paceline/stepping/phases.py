@@ -10,8 +10,6 @@ The loop is the user's, so whatever it does in a body is either right for every 
 A task's body has one phase.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -6,8 +6,6 @@ weight. A mean of means would weigh the samples of a smaller share more. In numb
 of 33, 32 and 32; every sample's gradient enters with 1/97, not with 1/(3*33) or 1/(3*32).
 """
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Callable, Generator, Sequence

@@ -1,7 +1,5 @@
 """The totals of a step: its losses and their weights, over micro-batches and ranks, and what they are divided by."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 

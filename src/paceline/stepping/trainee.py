@@ -1,7 +1,5 @@
 """A model in the steps of a training, as a step sees it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from torch import Tensor

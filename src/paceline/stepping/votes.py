@@ -1,7 +1,5 @@
 """What ranks agree on between two steps: named numbers that travel in a step's totals."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 

@@ -4,8 +4,6 @@ After a restart a process of the generation before may still be alive, frozen or
 up in the middle of its checkpoint, the fence stops it. The file is read and changed only under its lock.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os

@@ -1,7 +1,5 @@
 """Files of a checkpoint: written so that nothing is lost, read so that nothing is taken on trust."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import hashlib

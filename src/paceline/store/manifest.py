@@ -11,8 +11,6 @@ Two ranks share a weight of 10 elements; each wrote its half into its own file:
 A hash finds accidents. It is no signature: who can write the folder can write a matching hash as well.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import math

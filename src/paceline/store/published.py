@@ -1,7 +1,5 @@
 """What is published, and whether a checkpoint is what its manifest says. Needs no claim, changes nothing."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection
 from pathlib import Path

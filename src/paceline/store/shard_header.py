@@ -4,8 +4,6 @@ A file is: 8 bytes, how long the header is; the header, JSON of `name: {dtype, s
 Every bound is checked here that the reader of a resumed run would meet, so that `verify` and a resume agree.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Annotated
 

@@ -11,8 +11,6 @@ Everything is on the disk before the rename, so that at every moment either the 
 the new one. A crash leaves a .tmp or .trash folder, which the next claim removes.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import re

@@ -4,8 +4,6 @@ A strategy turns a single-device model into this rank's part of a training. What
 are what one device does; a strategy overrides only what it must, so the training step never asks which one it is.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass

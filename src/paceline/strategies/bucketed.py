@@ -1,7 +1,5 @@
 """Our own data parallelism: gradients travel in buckets while backward runs, or at once where all share memory."""
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager
 
 from torch import nn

@@ -4,8 +4,6 @@ Each virtual rank sees its own samples, so its buffers drift apart from the othe
 must not matter: its buffers are put into the module before its forward, and taken out after it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 

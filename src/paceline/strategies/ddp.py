@@ -1,7 +1,5 @@
 """torch's DistributedDataParallel, under the same step as every other strategy."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from inspect import signature
 from typing import Any

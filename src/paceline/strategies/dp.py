@@ -1,7 +1,5 @@
 """One process, many GPUs: torch's nn.DataParallel, kept to show what came before one process per GPU."""
 
-from __future__ import annotations
-
 from torch import nn
 
 from paceline.strategies.base import MakeOptimizer, Replica, replica

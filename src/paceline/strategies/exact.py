@@ -1,7 +1,5 @@
 """The same bits at every world size: gradients are added up over virtual ranks, in the order of one fixed tree."""
 
-from __future__ import annotations
-
 from torch import nn
 
 from paceline.strategies.base import MakeOptimizer, Replica, leaf_of, replica

@@ -1,7 +1,5 @@
 """What an optimizer keeps for each parameter, under the parameter's name in the model."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 

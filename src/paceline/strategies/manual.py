@@ -1,7 +1,5 @@
 """The textbook's first page: broadcast the model once, then all-reduce every gradient after backward."""
 
-from __future__ import annotations
-
 from torch import Tensor, nn
 
 from paceline.scratch.reduce import all_reduce_gradients

@@ -1,7 +1,5 @@
 """What a strategy cannot train, refused before the first step."""
 
-from __future__ import annotations
-
 from torch import nn, optim
 from torch.optim import Optimizer
 

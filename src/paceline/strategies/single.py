@@ -1,7 +1,5 @@
 """One process, one device: the first rung, and the yardstick of all others."""
 
-from __future__ import annotations
-
 from torch import nn
 
 from paceline.strategies.base import MakeOptimizer, Replica, replica

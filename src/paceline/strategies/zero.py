@@ -1,7 +1,5 @@
 """The bits of `exact`, with an N-th of the gradients' and of the optimizer's memory on each of N ranks."""
 
-from __future__ import annotations
-
 from torch import nn
 
 from paceline.checkpoint.state import Held, Source

@@ -4,8 +4,6 @@ Every rank learns the mean and variance of the union. torch's own SyncBatchNorm 
 wherever its process group does. `scratch.batchnorm` says why, with an example, and is the same on one page.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple, cast
 
 import torch

@@ -1,7 +1,5 @@
 """How gradients of many parameters travel together: which ones, in which order, packed into one tensor each."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Sequence
 

@@ -30,8 +30,6 @@ ARM and others may show a counter before its slot. They have instructions agains
 lock's own would do by accident of its implementation. So there is no shared memory on them: see `handshake.MACHINES`.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable, Sequence

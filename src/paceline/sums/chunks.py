@@ -4,8 +4,6 @@ A large tensor is cut into equal pieces, each a chunk of its own, which is summe
 together, as many as there is room for.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property

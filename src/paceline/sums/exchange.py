@@ -4,8 +4,6 @@ Each rank finishes a share of every sum: an all-to-all brings it the others' sub
 brings everybody the sums. That moves as many bytes as an all-reduce, once per subtree that a rank owns.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """What every rank has to say, on every rank, over torch.distributed alone."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -6,8 +6,6 @@ that do not see each other, or of other users, fail somewhere on that way. After
 went well, so that all of them use shared memory, each with the ranks of its host, or none.
 """
 
-from __future__ import annotations
-
 import fcntl
 import mmap
 import os

@@ -6,8 +6,6 @@ Each rank exchanges its share of what its host has added up with the ranks that 
 So a host sends what one rank alone would have to send, whatever the number of its ranks.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ in a lane of its own:
     slot of rank 1     | lane 0: its first subtree's piece | lane 1: its second subtree's piece | ...
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """How gradients lie in memory, so that ranks can add them up place by place, and optimizers read them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

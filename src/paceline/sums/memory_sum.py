@@ -5,8 +5,6 @@ that is little), or each rank adds up its share of the chunk and hands that out,
 comes in. Nothing is made flat first: what autograd hands out as .grad is read, and written, once.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Sequence
 

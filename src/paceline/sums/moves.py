@@ -3,8 +3,6 @@
 Each is made of ticks (see `channel`), as many as its size takes; all ranks call the same ones in the same order.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from itertools import chain

@@ -15,8 +15,6 @@ That is log2 of the number of blocks in sums for each run. Shares must begin at 
 `scratch.norm` is the same on one page, to be run.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ always on one rank. In this rank's last backward of a step a bucket leaves as so
 same order on all ranks. How the sums of all ranks come together is the transport's part: see `transports`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import Protocol

@@ -5,8 +5,6 @@ broadcast fits by position, not by name: ranks that built different models would
 word, or wait for ever. So the models are compared first.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Sequence
 from itertools import zip_longest

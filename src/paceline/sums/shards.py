@@ -17,8 +17,6 @@ Memory of each rank, for P parameters and Adam: P weights, P/N gradients, 2P/N s
 page, to be run.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 

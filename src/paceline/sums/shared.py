@@ -17,8 +17,6 @@ For other parts (all ranks that share it call the same ones in the same order; t
     TreeSum(memory, sizes, dtypes, forest).run(nodes, divisor)   # the sum of lists of tensors, in place
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable, Generator, Sequence

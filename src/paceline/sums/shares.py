@@ -8,8 +8,6 @@ several micro-batches for each rank the gradients are added up before they leave
                         rank 0 keeps the sum of share 0, rank 1 of share 1
 """
 
-from __future__ import annotations
-
 from collections import deque
 
 from torch import Tensor

@@ -7,8 +7,6 @@ What their gradients then travel over:
     else                                                   "torch"    torch.distributed
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import weakref

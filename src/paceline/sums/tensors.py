@@ -1,7 +1,5 @@
 """Tensors of any number and shape from every rank, on every rank."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

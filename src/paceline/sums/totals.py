@@ -1,7 +1,5 @@
 """Sums of metrics over virtual ranks, which travel while a step computes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """The ways by which sums of gradients come together over ranks: memory, memory and hosts, or torch.distributed."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from torch import Tensor, nn

@@ -16,8 +16,6 @@ Memory: a rank that owns L leaves adds as a binary counter counts, and keeps up 
 2 log2(L) where its run does not begin with a large subtree. `scratch.tree` is the same on two pages, to be run.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar

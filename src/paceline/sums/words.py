@@ -3,8 +3,6 @@
 Words travel as JSON in byte tensors: torch's own object collectives unpickle what a peer sends, i.e. run its code.
 """
 
-from __future__ import annotations
-
 import json
 import traceback
 from collections import Counter

@@ -1,7 +1,5 @@
 """How a task's model is called: with its inputs, or by name with those of a dict that its forward takes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from inspect import Parameter, signature
 from typing import Any

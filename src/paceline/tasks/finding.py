@@ -1,7 +1,5 @@
 """Code by name, `module:name` or `file.py:name`: found without importing it, and imported (no torch here)."""
 
-from __future__ import annotations
-
 import ast
 import importlib.machinery
 import itertools

@@ -1,7 +1,5 @@
 """Imports what a user has written, so that its errors begin with the user's own lines (no torch here)."""
 
-from __future__ import annotations
-
 import argparse
 import ast
 import importlib

@@ -1,7 +1,5 @@
 """What is measured of a model beside its loss, by data that several ranks go through."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from inspect import signature

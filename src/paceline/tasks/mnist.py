@@ -1,7 +1,5 @@
 """MNIST, and whatever else comes in the same files: the small CNN and ResNet18."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a task's own functions are told while it is trained."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 

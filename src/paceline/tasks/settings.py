@@ -3,8 +3,6 @@
 They are read from the function's source, without importing it: what is wrong is told before any process starts.
 """
 
-from __future__ import annotations
-
 import ast
 import inspect
 import textwrap

@@ -1,7 +1,5 @@
 """A task is what a user brings: a model, data and a loss, which know nothing of ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args

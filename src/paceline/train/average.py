@@ -1,7 +1,5 @@
 """The exponential moving average of the weights (--ema): kept beside them, evaluated and saved in their place."""
 
-from __future__ import annotations
-
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import replace

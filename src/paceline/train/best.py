@@ -1,7 +1,5 @@
 """Which evaluation of a run is the best so far, and whether the run has waited long enough for a better one."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Compares the user's code on all ranks."""
 
-from __future__ import annotations
-
 import hashlib
 import sys
 import sysconfig

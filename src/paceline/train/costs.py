@@ -1,7 +1,5 @@
 """What a run costs beside computing, over all ranks, reported at its end: time waiting for data, and memory."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

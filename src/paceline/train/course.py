@@ -4,8 +4,6 @@
 is evaluated, which lines are said, and what a checkpoint keeps beside tensors (`numbers`).
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any

@@ -4,8 +4,6 @@ Beside the tree of `strategies.exact` this takes kernels that always add in the 
 per rank for every world size, since it decides how torch cuts its loops.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Generator

@@ -1,7 +1,5 @@
 """Exact evaluation on all ranks: every sample once, at any world size."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Generator, Mapping
 from contextlib import closing, contextmanager
 from typing import Any

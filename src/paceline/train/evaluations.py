@@ -1,7 +1,5 @@
 """The evaluations on a training's way: when one is due, what follows from it, and who else is told."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Mapping

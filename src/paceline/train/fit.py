@@ -1,7 +1,5 @@
 """The loop over steps. It yields after each one, so that its caller can log, evaluate, save or stop."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, field

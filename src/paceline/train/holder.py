@@ -1,7 +1,5 @@
 """What has a state to be saved."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

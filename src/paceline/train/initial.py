@@ -1,7 +1,5 @@
 """Takes the weights that a training begins with from a file or another run: `--init-from`, for fine-tuning."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from pickle import UnpicklingError

@@ -1,7 +1,5 @@
 """Keeps a training's state safe between two steps: compares replicas, takes snapshots, saves checkpoints."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """The numbers of optimizers and schedulers as JSON: what a checkpoint keeps of them beside tensors."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The passes of a task over its training data: where the run is in them, and what comes next."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Generator, Mapping
 from contextlib import closing
 from dataclasses import replace

@@ -3,8 +3,6 @@
 And finds the state there that the run goes on from.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Generator
 from contextlib import contextmanager

@@ -4,8 +4,6 @@ A signal only sets a flag. The stop comes between two steps, when all ranks have
 or a file could be half done.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

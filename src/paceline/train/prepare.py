@@ -1,7 +1,5 @@
 """Builds from a configuration the parts of a training, and checks them on all ranks before the first step."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace

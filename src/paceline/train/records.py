@@ -1,7 +1,5 @@
 """What a rank writes down of a run, and says: that it begins, each step, what evaluations have found."""
 
-from __future__ import annotations
-
 import math
 import os
 import socket

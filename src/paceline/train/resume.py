@@ -1,7 +1,5 @@
 """Finds the state that a training goes on from: a snapshot in memory, or the newest checkpoint that is whole."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path

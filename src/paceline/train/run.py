@@ -1,7 +1,5 @@
 """A whole training on this rank: from the configuration to the weights on disk."""
 
-from __future__ import annotations
-
 import os
 import platform
 import socket

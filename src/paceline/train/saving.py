@@ -9,8 +9,6 @@ is then no longer possible, so the lowest rank that is not guilty saves the stat
 of it: its parameters are those after the last complete step, its buffers are put back.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """One optimizer step of a task, whose loss is computed here; what makes it a step is `stepping`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, TypedDict, Unpack
 

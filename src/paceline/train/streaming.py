@@ -1,7 +1,5 @@
 """The passes over a stream: ranks agree batch by batch on what is left of it, and on where a run goes on."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Generator, Mapping
 from contextlib import closing, nullcontext
 from dataclasses import replace

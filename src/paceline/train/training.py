@@ -1,7 +1,5 @@
 """Takes one rank of `paceline train` through all steps, and evaluates between them; the rest is the run's course."""
 
-from __future__ import annotations
-
 import os
 import signal
 from contextlib import closing

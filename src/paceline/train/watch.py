@@ -5,8 +5,6 @@ buffers and optimizer state as far as every rank holds them; what a single rank 
 share of `zero`'s state) has nothing to be compared with, until it has changed a parameter.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Saves weights, whole or not at all, and elsewhere when the disk is full."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 from collections.abc import Mapping

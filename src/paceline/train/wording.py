@@ -1,7 +1,5 @@
 """The words of a run at its start and end, and its summary."""
 
-from __future__ import annotations
-
 import shlex
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The verdict as a table: one line a case, the largest difference of each kind, and what explains a failure."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from rich.console import Console

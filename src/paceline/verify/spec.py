@@ -1,7 +1,5 @@
 """What is verified, and what was found: plain data between the command and its workers (no torch here)."""
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 import msgspec

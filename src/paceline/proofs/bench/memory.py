@@ -4,8 +4,6 @@ Weights, gradients and optimizer state are counted where they lie, each piece of
 any moment, also in C++ (DDP's buckets), comes from torch's profiler, which reports each allocation and release.
 """
 
-from __future__ import annotations
-
 import ctypes
 import gc
 from collections.abc import Generator, Iterable, Sequence

@@ -6,8 +6,6 @@ where all ranks must get all of n ranks' sums: 2 (n-1)/n of an all-reduce's byte
 all-gather, (n-1)/n of what each puts into a reduce-scatter or an all-to-all.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 import time

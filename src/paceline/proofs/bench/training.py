@@ -1,7 +1,5 @@
 """A candidate on this rank: a whole training, taken some steps at a time."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace

@@ -5,8 +5,6 @@ config.toml; rank 0 adds a line to chunks.jsonl for each candidate, and every ra
 into FOLDER/<candidate>/events-<rank>.jsonl.
 """
 
-from __future__ import annotations
-
 import gc
 import os
 import time

@@ -4,8 +4,6 @@ Each step that counts is compared with the plan, rank by rank (see steps). Each 
 without the plan: what the ranks say they used must add up to all samples there are, each once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby

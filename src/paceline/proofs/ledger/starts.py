@@ -7,8 +7,6 @@ Each start begins after the step of its checkpoint; later steps of earlier start
     attempt 2, 3 ranks: begins after step 6, logs steps 7 to 20: all count
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby

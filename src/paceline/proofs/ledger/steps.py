@@ -1,7 +1,5 @@
 """Judges the steps that count, one by one against the plan, and puts what is wrong into sentences."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@
 the world sizes are compared with each other.
 """
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Sequence
 

@@ -5,8 +5,6 @@ these parts, and the mixture, found by least squares, says what was done: all sh
 mean), each by its own size (a mean of means), some not at all (left out), or nothing that fits.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ The error of a tensor is max|a - b| / s, with s the largest magnitude of its kin
 gradient of 1e-15 that should be 0 is no difference, while its neighbours are of size 1.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 

@@ -4,8 +4,6 @@
 beside the report that other workers would write.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager, nullcontext

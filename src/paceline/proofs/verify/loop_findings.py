@@ -1,7 +1,5 @@
 """What the ranks of a loop have noted, beside one process: the first step that differs, and what made it so."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

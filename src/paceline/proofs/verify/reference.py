@@ -5,8 +5,6 @@ of one shuffle, cut into global batches, each dealt to V virtual ranks, each sha
 taken along the gradient of the mean over the global batch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any

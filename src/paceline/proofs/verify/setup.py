@@ -1,7 +1,5 @@
 """What a verification trains: the task's model in float64, uneven data, and a strategy applied to the model."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial

@@ -1,7 +1,5 @@
 """A strategy under verification, with a look at everything that it does in a step."""
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager

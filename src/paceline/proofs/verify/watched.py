@@ -3,8 +3,6 @@
 What is noted of samples are sums over them, which do not depend on who has which.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Generator, Mapping
 from contextlib import closing

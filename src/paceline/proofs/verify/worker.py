@@ -4,8 +4,6 @@
 reference, so nothing but the report leaves the workers.
 """
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Sequence
 
