@@ -69,7 +69,7 @@ def test_equal_ranks_and_differences_of_milliseconds_are_not_told() -> None:
 def test_where_everybody_waits_it_is_the_network() -> None:
     waits = times(forward=0.05, backward=0.05, sync=0.4)
     found = slow_network({0: waits, 1: times(forward=0.05, backward=0.05, sync=0.3)})
-    assert found is not None and "at least 0.30 s a step" in found[1]
+    assert found is not None and "at least 0.30 s a step" in found[0]
     assert slow_network({0: waits, 1: times(forward=0.05, backward=0.05, sync=0.05)}) is None, "one does not wait"
     assert slow_network({0: times(sync=0.02), 1: times(sync=0.02)}) is None, "20 ms a step is no slow network"
 

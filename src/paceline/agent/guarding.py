@@ -129,7 +129,7 @@ class Guarding:
     def _look(self) -> Judgement | None:
         running = self._generation.running()
         alarm = self._pace.see(time.monotonic(), perhaps_waiting(running, self._plan.world_size))
-        for words in (self._pace.notice, self._slowness.see(running)):
+        for words in (self._pace.notice, self._slow(running)):
             if words:
                 say(words)
         self._pace.notice = ""
@@ -151,6 +151,14 @@ class Guarding:
         ranks = [replace(one, waiting=waits(one)) for one in evidence if one.runs]
         say(warning(ranks, still_seconds=alarm.still_seconds, window_seconds=alarm.window_seconds))
         return None
+
+    def _slow(self, running: Sequence[Sample]) -> str:
+        """Who slows the run down, and what its GPU suffers from."""
+        words = self._slowness.see(running)
+        if words and self._slowness.rank is not None:
+            evidence = self._generation.ask(WARNING_SECONDS)
+            words += "".join(f". {one.gpu}" for one in evidence if one.rank == self._slowness.rank and one.gpu)
+        return words
 
     def _early_alarm(self, running: Sequence[Sample]) -> Alarm | None:
         """An alarm before the window is over, where looking closer shows all that waiting could.

@@ -20,6 +20,7 @@ import os
 import signal
 import struct
 import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Self
 
@@ -70,6 +71,8 @@ class Box:
         self._steps = self._loaders = self._memory
         self._phase, self._since_ns = Phase.USER, time.monotonic_ns()
         self._spent_ns = [0] * len(Phase)
+        self.on_device: Callable[[Phase], Iterable[tuple[Phase, int]]] | None = None
+        """told of each phase, where the host only launches what is done; gives those that have passed, and their ns"""
         self._numbers = itertools.count(self.get("ops") + 1)  # threads may write at once: next() is one step for Python
 
     @classmethod
@@ -97,13 +100,21 @@ class Box:
     def enter(self, phase: Phase) -> Phase:
         """Say what begins now; returns what was going on until now."""
         before, now = self._phase, time.monotonic_ns()
-        self._spent_ns[before] += now - self._since_ns
-        WORD.pack_into(self._memory, PHASES_AT + before * WORD.size, self._spent_ns[before])
+        if self.on_device is None:
+            self._spend(before, now - self._since_ns)
+        else:
+            self._spend(before, 0 if self._spent_ns[before] else 1)  # it has been there; how long is known later
+            for passed, spent_ns in self.on_device(phase):
+                self._spend(passed, spent_ns)
         self._phase, self._since_ns = phase, now
         self.put("phase_since_ns", now)
         self.put("phase", phase)
         self.tick()
         return before
+
+    def _spend(self, phase: Phase, spent_ns: int) -> None:
+        self._spent_ns[phase] += spent_ns
+        WORD.pack_into(self._memory, PHASES_AT + phase * WORD.size, self._spent_ns[phase])
 
     def begin(self, op: Op) -> int:
         """Write down that `op` begins; the number of its record, for `end`."""

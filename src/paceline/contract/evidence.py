@@ -171,6 +171,7 @@ class Evidence(Sample, frozen=True, omit_defaults=True):
     stacks: tuple[Stack, ...] = ()  # the main thread first
     native: str = ""  # faulthandler's text, where the interpreter did not answer
     loaders: tuple[LoaderWorker, ...] = ()
+    gpu: str = ""  # what holds its GPU back, in words
 
     @classmethod
     def of(cls, sample: Sample) -> Self:

@@ -27,6 +27,7 @@ from paceline.contract.boxes import (
     takes_signal,
 )
 from paceline.contract.evidence import Answer, Evidence, Frame, LoaderWorker, Op, Sample, Stack
+from paceline.host.gpu_trouble import ask_gpus
 from paceline.host.procfs import read_process
 
 ANSWER_SECONDS = 2.0  # for an interpreter to answer; its watcher looks four times a second
@@ -81,6 +82,7 @@ class Collection:
                 process = read_process(worker.pid)
                 cpu_seconds = process.cpu_seconds if process else 0.0
                 self._asked[worker.rank] = _Asked(worker.pid, box, [process.state if process else ""], cpu_seconds)
+        self._gpus = ask_gpus([one.pid for one in self._asked.values()])
 
     def advance(self) -> bool:
         """Do what is to be done now; whether all is here, or will not come any more."""
@@ -145,6 +147,7 @@ class Collection:
             stacks=tuple(answer.stacks) if answer else (),
             native=native,
             loaders=tuple(_loader(one, worker.pid) for one in read_loaders(box)),
+            gpu=self._gpus.get(worker.pid, ""),
         )
 
 
@@ -184,6 +187,7 @@ def bounded_evidence(evidence: Evidence) -> Evidence:
         native=evidence.native[-MAX_NATIVE:],
         loaders=evidence.loaders[:MAX_LOADERS],
         words=evidence.words[-MAX_WORDS:],
+        gpu=evidence.gpu[:MAX_TEXT],
     )
     few = small.ops[-8:]
     named = {op.group for op in few}

@@ -35,6 +35,8 @@ class Slowness:
         self._first: dict[int, int] = {}
         self._base: dict[int, Sample] = {}
         self._said: dict[str, float] = {}
+        self.rank: int | None = None
+        """that the last sentence was about"""
 
     def see(self, samples: Sequence[Sample]) -> str:
         """A sentence that is new, or empty. To be called with all ranks that run, again and again."""
@@ -48,7 +50,11 @@ class Slowness:
             return ""
         spent = {one.rank: _per_step(self._base[one.rank], one) for one in samples}
         self._base = {one.rank: one for one in samples}
-        return self._new(*(slow_rank(spent, self._hosts) or slow_network(spent) or ("", "", 0.0)))
+        found = slow_rank(spent, self._hosts)
+        self.rank = found[0] if found else None
+        if found:
+            return self._new(f"rank {self.rank}", *found[1:])
+        return self._new("network", *(slow_network(spent) or ("", 0.0)))
 
     def _ripe(self, one: Sample) -> bool:
         base = self._base.get(one.rank)
@@ -68,8 +74,8 @@ def _per_step(base: Sample, now: Sample) -> tuple[float, ...]:
     return tuple((b - a) / steps for a, b in zip(base.phase_seconds, now.phase_seconds, strict=True))
 
 
-def slow_rank(spent: Spent, hosts: Mapping[int, str]) -> tuple[str, str, float] | None:
-    """Which of two ranks or more is slower than the others: what it is about, the sentence, how many seconds a step."""
+def slow_rank(spent: Spent, hosts: Mapping[int, str]) -> tuple[int, str, float] | None:
+    """Which of two ranks or more is slower than the others, the sentence, by how many seconds a step."""
     own = {rank: sum(seconds[phase] for phase in OWN) for rank, seconds in spent.items()}
     alone = {rank: sum(seconds[phase] for phase in NEVER_WAITING) for rank, seconds in spent.items()}
     for work in (own, alone):
@@ -85,11 +91,11 @@ def slow_rank(spent: Spent, hosts: Mapping[int, str]) -> tuple[str, str, float] 
         f"rank {rank} ({hosts.get(rank, '?')}) is slow: {_seconds(work[rank])} of its own work a step, "
         f"{'the other' if len(spent) == 2 else 'the others'} {_seconds(usual)}; most of it in {phase.word}"
     )
-    return f"rank {rank}", words, excess
+    return rank, words, excess
 
 
-def slow_network(spent: Spent) -> tuple[str, str, float] | None:
-    """Whether all ranks wait most of the time, also the one that waits least: the same three things."""
+def slow_network(spent: Spent) -> tuple[str, float] | None:
+    """Whether all ranks wait most of the time, also the one that waits least: the sentence, seconds a step."""
     own = {rank: sum(seconds[phase] for phase in OWN) for rank, seconds in spent.items()}
     sync_seconds = min(seconds[Phase.SYNC] for seconds in spent.values())
     if sync_seconds < LEAST_SYNC_SECONDS or sync_seconds <= max(own.values()):
@@ -98,7 +104,7 @@ def slow_network(spent: Spent) -> tuple[str, str, float] | None:
         f"slow network or collective: every rank waits at least {_seconds(sync_seconds)} a step for the others, and "
         f"works {_seconds(median(own.values()))}"
     )
-    return "network", words, sync_seconds
+    return words, sync_seconds
 
 
 def _others(of: Mapping[int, float], rank: int) -> float:

@@ -28,7 +28,8 @@ def page(verdict: Verdict, evidence: Sequence[Evidence], *, waited_seconds: floa
     hang` finds the run; both are empty where there is none.
     """
     lines = [_line(_headline(verdict, evidence, waited_seconds))]
-    lines += (line for sentence in verdict.sentences for line in _wrapped(sentence))
+    gpus = (f"rank {one.rank}'s {one.gpu}" for one in evidence if one.gpu)
+    lines += (line for sentence in (*verdict.sentences, *gpus) for line in _wrapped(sentence))
     shown = [f"all stacks: {folder}/"] if folder else []
     shown += [f"details: paceline hang {run}"] if run else []
     pointer = _line("    ".join(shown), most=10**6)  # never shortened: a path that is cut is of no use

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
+from paceline.compute.phase_events import phase_events
 from paceline.contract.evidence import Phase
 from paceline.data.loader import naming_lost_processes
 from paceline.data.plan import ranks_share
@@ -111,7 +112,8 @@ class Life(Loop):
                 may_leave_out=not_finite != "stop", exact=self._exact,
             )  # fmt: skip
             self._steps.notes = Notes(self._course.say)
-            self._clock = PhaseClock(self._guard.box.enter)
+            self._guard.box.on_device = on_device = phase_events(world.device)
+            self._clock = PhaseClock(self._guard.box.enter, on_device=on_device)
             if place is not None:
                 self._course.request = self._stack.enter_context(noticing(told=world.rank == 0))
             for line in notices:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Unpack
 
+from paceline.compute.phase_events import PhaseEvents
 from paceline.contract.evidence import Phase
 from paceline.data.loader import MicroBatch
 from paceline.stepping.summing import StepResult
@@ -37,10 +38,18 @@ class StepRecord:
 
 
 class PhaseClock:
-    """Passes each phase on to `enter`, and adds up the seconds of each since the last `take`: two readings a phase."""
+    """Passes each phase on to `enter`, and adds up the seconds of each since the last `take`: two readings a phase.
 
-    def __init__(self, enter: Callable[[Phase], object], clock: Callable[[], float] = time.perf_counter) -> None:
-        self._enter, self._clock = enter, clock
+    Where `enter` tells a device's events of it, their times count.
+    """
+
+    def __init__(
+        self,
+        enter: Callable[[Phase], object],
+        clock: Callable[[], float] = time.perf_counter,
+        on_device: PhaseEvents | None = None,
+    ) -> None:
+        self._enter, self._clock, self._on_device = enter, clock, on_device
         self._spent: dict[str, float] = {}
         self._phase: Phase | None = None
         self._since = 0.0
@@ -56,7 +65,8 @@ class PhaseClock:
         self._end()
         self._phase = None
         spent, self._spent = self._spent, {}
-        return spent
+        on_device = self._on_device.take() if self._on_device else {}
+        return on_device or spent
 
     def _end(self) -> None:
         now = self._clock()
@@ -72,14 +82,15 @@ def fit(
     schedule: Rates,
     *,
     start: int = 0,
+    on_device: PhaseEvents | None = None,
     **options: Unpack[StepOptions],
 ) -> Generator[StepRecord]:
     """Train on `steps`, each the micro-batches of this rank, beginning with step number `start` (0-based).
 
-    `options` and errors are those of TaskSteps.
+    `options` and errors are those of TaskSteps; where `enter` tells `on_device` of the phases, its times count.
     """
     replica.model.train()
-    clock = PhaseClock(options.get("enter", ignore))
+    clock = PhaseClock(options.get("enter", ignore), on_device=on_device)
     step = TaskSteps(replica, loss, **{**options, "enter": clock})
     clock(Phase.DATA)
     for number, microbatches in enumerate(steps, start):

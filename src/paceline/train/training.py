@@ -6,6 +6,7 @@ from contextlib import closing
 from functools import partial
 from typing import Any
 
+from paceline.compute.phase_events import phase_events
 from paceline.contract.evidence import Phase
 from paceline.data.loader import naming_lost_processes
 from paceline.errors import ExitCode, TrainingError, UsageError
@@ -36,6 +37,7 @@ class Training:
         self._parts, self._place = parts, place
         self._world, self._config = parts.replica.world, parts.config
         self._box = Guard.of_process().box
+        self._box.on_device = self._on_device = phase_events(self._world.device)
         interval, shown = self._config.run.log_interval, self._world.rank == 0
         self._display = Display(total_steps=parts.total_steps, interval=interval, shown=shown)
         c = self._config.checkpoint
@@ -99,7 +101,8 @@ class Training:
         records = fit(
             parts.replica, batches, parts.task.loss, parts.schedule,
             start=course.step, max_norm=self._config.optimizer.clip_norm, votes=self._votes,
-            enter=self._box.enter, order=course.order, may_leave_out=self._config.guard.not_finite != "stop",
+            on_device=self._on_device, enter=self._box.enter, order=course.order,
+            may_leave_out=self._config.guard.not_finite != "stop",
         )  # fmt: skip
         with closing(batches), closing(records):  # ends the loader's processes also when a step fails
             for record in records:

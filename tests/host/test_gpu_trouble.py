@@ -1,0 +1,83 @@
+"""What a driver says of GPUs that are held back: a stand-in for NVIDIA's library, whose real bits and names it has."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pynvml
+import pytest
+
+from paceline.contract.evidence import Evidence, Verdict, VerdictKind
+from paceline.guard.verdict import page
+from paceline.host import gpu_trouble
+from paceline.host.gpu_trouble import ask_gpus, gpu_troubles
+
+
+class Driver:
+    """Four GPUs, each a dictionary; asked for what is not in it, or about a lost one, it raises."""
+
+    NVMLError = pynvml.NVMLError
+    NVML_MEMORY_ERROR_TYPE_UNCORRECTED = pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED
+    NVML_VOLATILE_ECC = pynvml.NVML_VOLATILE_ECC
+
+    def __init__(self, *gpus: dict[str, Any]) -> None:
+        self._gpus = gpus
+
+    def nvmlDeviceGetCount(self) -> int:  # noqa: N802 - the library's
+        return len(self._gpus)
+
+    def __getattr__(self, name: str) -> Any:
+        def ask(gpu: Any, *kind: int) -> Any:
+            told = self._gpus[gpu] if isinstance(gpu, int) else gpu
+            if name == "nvmlDeviceGetHandleByIndex" and told:
+                return told
+            if name not in told:
+                raise pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
+            return told[name]
+
+        return ask
+
+
+def running(*pids: int) -> dict[str, Any]:
+    return {"nvmlDeviceGetComputeRunningProcesses": [SimpleNamespace(pid=pid) for pid in pids]}
+
+
+HOT = running(11) | {
+    "nvmlDeviceGetCurrentClocksThrottleReasons": pynvml.nvmlClocksThrottleReasonSwThermalSlowdown,
+    "nvmlDeviceGetClockInfo": 405, "nvmlDeviceGetMaxClockInfo": 1980, "nvmlDeviceGetTemperature": 91,
+}  # fmt: skip
+SHARED = running(12, 4711) | {"nvmlDeviceGetTotalEccErrors": 3, "nvmlDeviceGetCurrentClocksThrottleReasons": 1}
+HEALTHY = running(13) | {"nvmlDeviceGetTotalEccErrors": 0, "nvmlDeviceGetCurrentClocksThrottleReasons": 1}  # idle
+
+
+def test_each_cause_is_told_of_its_process_and_a_lost_gpu_hides_nothing() -> None:
+    found = gpu_troubles([11, 12, 13, 14], Driver({}, HOT, SHARED, HEALTHY))
+    assert found == {
+        11: "GPU 1: slowed down by its temperature (405 of 1,980 MHz, 91 °C)",
+        12: "GPU 2: 3 memory errors that could not be corrected; shared with process 4711",
+    }
+
+
+def test_the_bits_are_the_drivers() -> None:
+    assert set(gpu_trouble.SLOWED) == {
+        pynvml.nvmlClocksThrottleReasonSwThermalSlowdown, pynvml.nvmlClocksThrottleReasonHwThermalSlowdown,
+        pynvml.nvmlClocksThrottleReasonHwPowerBrakeSlowdown, pynvml.nvmlClocksThrottleReasonSwPowerCap,
+    }  # fmt: skip
+    assert (pynvml.NVML_CLOCK_SM, pynvml.NVML_TEMPERATURE_GPU) == (1, 0)
+
+
+def test_without_a_driver_nobody_is_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    monkeypatch.setattr(gpu_trouble, "DRIVER", tmp_path / "none")
+    monkeypatch.setattr(gpu_trouble.threading, "Thread", None)  # would fail if it were begun
+    assert ask_gpus([1]) == {}
+
+
+def test_a_verdict_says_it() -> None:
+    verdict = Verdict(VerdictKind.BEHIND, (1,), sentences=("rank 1 is behind",))
+    shown = page(
+        verdict,
+        [Evidence(0, "n1", 1), Evidence(1, "n1", 2, gpu="GPU 1: slowed down")],
+        waited_seconds=9,
+        folder="",
+        run="",
+    )
+    assert "rank 1's GPU 1: slowed down" in shown
