@@ -180,10 +180,10 @@ class LaunchConfig:
 
     nproc: int | Literal["auto"] | None = None
     """worker processes on each machine; auto: one per GPU, or per core. Default: this process alone"""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: GPUs if there are any"""
-    backend: Literal["auto", "nccl", "gloo", "mpi"] = "auto"
-    """of torch.distributed; auto: nccl for GPUs, gloo for CPUs"""
+    device: Literal["auto", "cpu", "cuda", "xpu"] = "auto"
+    """auto: GPUs if there are any; cuda: NVIDIA's, and AMD's with a torch for ROCm; xpu: Intel's"""
+    backend: Literal["auto", "nccl", "xccl", "gloo", "mpi"] = "auto"
+    """of torch.distributed; auto: nccl for GPUs (xccl for xpu), gloo for CPUs"""
     collectives: Literal["auto", "shared", "torch"] = "auto"
     """sums over ranks; auto: in the memory that CPU ranks of a host share, else over torch.distributed"""
     threads_per_rank: int | None = None

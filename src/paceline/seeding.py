@@ -31,13 +31,13 @@ def random_stream(seed: int, device: torch.device) -> Generator[None]:
 
     All of them: a model may drop layers by a draw of numpy's, which must not depend on the world size either.
     """
-    cuda = [device] if device.type == "cuda" else []
-    with preserved_streams(), torch.random.fork_rng(devices=cuda, enabled=bool(cuda)):
+    on_gpu = device.type not in ("cpu", "meta")
+    with preserved_streams(), torch.random.fork_rng([device], enabled=on_gpu, device_type=device.type):
         seed_streams(seed)
-        if cuda:
+        if on_gpu:
             # torch.manual_seed would seed all GPUs of the node, those of other ranks too, and not restore them.
-            with torch.cuda.device(device):
-                torch.cuda.manual_seed(seed)
+            with torch.accelerator.device_index(device.index):
+                torch.get_device_module(device).manual_seed(seed)
         yield
 
 

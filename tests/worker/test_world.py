@@ -1,13 +1,11 @@
 """The world comes from the environment, whole or not at all."""
 
-from pathlib import Path
-
 import pytest
 import torch
 import torch.distributed as dist
 
 from paceline.errors import UsageError
-from paceline.worker.world import World, joined, overlooked
+from paceline.worker.world import World, joined
 
 FULL = {
     "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1",
@@ -84,17 +82,3 @@ def test_the_one_gpu_of_a_slurm_task_is_device_0(monkeypatch):
     assert World.from_env(task, backend="gloo").device == torch.device("cuda", 0)
     with pytest.raises(UsageError, match="need 2 GPUs, torch sees 1"):  # torchrun in the task: its workers share it
         World.from_env({**task, **FULL, "TORCHELASTIC_RUN_ID": "x"})
-
-
-def test_a_run_on_the_cpu_says_which_gpus_it_leaves_idle_and_why(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert overlooked(tmp_path) == ""
-    monkeypatch.setattr(torch.version, "cuda", None)
-    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
-        (tmp_path / name).touch()
-    assert "was built without CUDA and ROCm; the machine has 2 NVIDIA GPUs" in overlooked(tmp_path)
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    assert "torch sees no GPU, though there are devices of NVIDIA's" in overlooked(tmp_path)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # as asked
-    assert overlooked(tmp_path) == ""

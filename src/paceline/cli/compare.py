@@ -12,7 +12,7 @@ from paceline.bench.advice import advise
 from paceline.bench.compare import REFERENCE, Row, compared_rows, print_compared
 from paceline.bench.rounds import MeasuredRounds, ProcessSet
 from paceline.bench.spec import NO_EXCHANGE, Candidate, NotMeasured
-from paceline.cli.flags import check_gpus, check_positive, chosen_names, usable_gpus, whole_numbers
+from paceline.cli.flags import check_gpus, check_positive, chosen_names, nproc_auto, usable_gpus, whole_numbers
 from paceline.cli.measuring import CliMeasuring, Measuring, check_measuring, crowd, measured, publish, settings_of
 from paceline.config import DEFAULT_BATCH_SIZE
 from paceline.errors import ExitCode
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str]) -> int:
     settings = settings_of(config.task, how)
     gpus = usable_gpus(settings.launch.device)
     cores = usable_cores()
-    nproc = config.nproc or gpus or cores
+    nproc = config.nproc or nproc_auto(settings.launch.device)
     check_gpus(f"--nproc {nproc}", nproc, gpus)
     threads = how.threads_per_rank or settings.launch.threads_per_rank
     usual = threads or threads_per_rank(cores, nproc)

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from paceline.errors import UsageError, unknown
-from paceline.host.gpus import count_gpus
+from paceline.errors import UsageError, plural, unknown
+from paceline.host.cgroup import usable_cores
+from paceline.host.gpus import SHARE_GPUS, count_gpus
 from paceline.observe.terminal import escaped
 
 if TYPE_CHECKING:
@@ -122,28 +123,41 @@ def threads_of(asked: int | None) -> int:
     return asked or (int(users) if users.isdecimal() else 0)
 
 
-def usable_gpus(device: str) -> int:
-    """How many GPUs of this machine ranks may use; with --device cpu none.
+def usable_gpus(device: str) -> int | None:
+    """How many GPUs of this machine ranks may use; with --device cpu none. None: only the workers can know.
 
     Raises:
         UsageError: --device cuda where there is none.
     """
-    gpus = 0 if device == "cpu" else count_gpus()
+    gpus = None if device == "xpu" else 0 if device == "cpu" else count_gpus()
     if device == "cuda" and gpus == 0:
-        raise UsageError("--device cuda: this machine has no NVIDIA GPU (counted by NVML). Use --device cpu")
+        raise UsageError("--device cuda: this machine has no NVIDIA GPU, and none of AMD's. Use --device cpu")
     return gpus
 
 
-def check_gpus(asked: str, nproc: int, gpus: int) -> None:
-    """Refuse more workers than this machine has GPUs; on one without, the CPU computes.
+def nproc_auto(device: str) -> int:
+    """What `--nproc auto` means here: one for each GPU, or each core.
+
+    Raises:
+        UsageError: there are GPUs, and only the workers can count them; or as `usable_gpus`.
+    """
+    gpus = usable_gpus(device)
+    if gpus is None:
+        raise UsageError("--nproc auto: the GPUs of this machine cannot be counted without torch: give their number")
+    return gpus or usable_cores()
+
+
+def check_gpus(asked: str, nproc: int, gpus: int | None, backend: str = "auto") -> None:
+    """Refuse more workers than this machine has GPUs, where the `backend` wants one for each; without any, the CPU
+    computes.
 
     Raises:
         UsageError: says how many there are.
     """
-    if gpus and nproc > gpus:
+    if gpus and nproc > gpus and backend not in SHARE_GPUS:
         raise UsageError(
-            f"{asked} needs {nproc} GPUs, this machine has {gpus} (counted by NVML). Use {gpus} processes, or --device "
-            "cpu"
+            f"{asked} needs {nproc} GPUs, this machine has {gpus}. Use {plural(gpus, 'process', 'processes')}, let "
+            "several share a GPU (--backend gloo), or use --device cpu"
         )
 
 

@@ -10,13 +10,11 @@ import tyro
 from msgspec.structs import replace
 
 from paceline.cli.elsewhere import placed_job, planned_job, show, start, taken_run_dir, with_submit_dir
-from paceline.cli.flags import check_names, check_positive, split_words, threads_of
+from paceline.cli.flags import check_names, check_positive, nproc_auto, split_words, threads_of
 from paceline.config import ClusterConfig
 from paceline.contract.birth import BOOTSTRAP
 from paceline.contract.windows import Windows
 from paceline.errors import ExitCode, UsageError
-from paceline.host.cgroup import usable_cores
-from paceline.host.gpus import count_gpus
 from paceline.launch.job import Job
 from paceline.launch.local import local
 from paceline.launch.supervise import run
@@ -127,7 +125,7 @@ def _script_job(options: LaunchScript, words: Sequence[str]) -> Job:
     if nproc == "auto":
         if cluster.on != "local":
             raise UsageError(f"--nproc auto counts this machine, not those of --on {cluster.on}: give a number")
-        nproc = count_gpus() or usable_cores()
+        nproc = nproc_auto("auto")
     where = placed_job(cluster, nproc)
     return replace(
         where,

@@ -34,7 +34,7 @@ class Measuring:
     """CPU threads of each rank (default: cores / most ranks; exact and zero: 1)"""
     config: Path | None = None
     """a config.toml with all other settings of the training"""
-    device: Literal["auto", "cpu", "cuda"] | None = None
+    device: Literal["auto", "cpu", "cuda", "xpu"] | None = None
     """as for train, as all below"""
     optimizer: str | None = None
     """as for train"""

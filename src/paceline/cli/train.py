@@ -16,14 +16,13 @@ from msgspec.structs import replace as replace_fields
 
 from paceline import config as configuration
 from paceline.cli.elsewhere import placed_job, workers
-from paceline.cli.flags import check_gpus, check_names, usable_gpus
+from paceline.cli.flags import check_gpus, check_names, nproc_auto, usable_gpus
 from paceline.cli.train_checks import check_guard, check_training
 from paceline.cli.train_start import launch, launch_elsewhere, show_plan
 from paceline.config import CliTrainConfig, ClusterConfig, TrainConfig, check_values
 from paceline.contract.birth import WorkerBirth
 from paceline.disk.reading import real_path
 from paceline.errors import ExitCode, UsageError
-from paceline.host.cgroup import usable_cores
 from paceline.ladder import DEFAULT_ALONE
 from paceline.launch.job import Job
 from paceline.observe.folder import CONFIG
@@ -44,9 +43,9 @@ def main(arguments: Sequence[str]) -> int:
     if config.cluster.on != "local":
         return _elsewhere(config, job)
     gpus = usable_gpus(config.launch.device)
-    nproc = gpus or usable_cores() if config.launch.nproc == "auto" else config.launch.nproc
+    nproc = nproc_auto(config.launch.device) if config.launch.nproc == "auto" else config.launch.nproc
     check_training(config, nproc or 1)
-    check_gpus(f"--nproc {nproc or 1}", nproc or 1, gpus)
+    check_gpus(f"--nproc {nproc or 1}", nproc or 1, gpus, config.launch.backend)
     config = replace(config, launch=replace(config.launch, nproc=nproc))
     if nproc is None and config.cluster != ClusterConfig():
         raise UsageError("--detach, --env, --module, --activate and --python are for workers: give --nproc")

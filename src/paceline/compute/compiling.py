@@ -68,7 +68,7 @@ def _keep_results_private() -> None:
 
 def lacks_compiler(device: torch.device) -> str:
     """What torch.compile lacks here, and what to install, in words; empty if nothing."""
-    if device.type == "cuda":
+    if device.type != "cpu":
         if importlib.util.find_spec("triton") is None:
             return "torch compiles for GPUs with Triton, which is not installed: pip install triton"
         names = [os.environ["CC"]] if "CC" in os.environ else ["cc", "gcc", "clang"]

@@ -116,5 +116,5 @@ def compared(steps: Mapping[str, Callable[[], object]], device: torch.device) ->
 
 
 def _wait_for(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)

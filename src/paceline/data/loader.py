@@ -124,7 +124,7 @@ def _by_loader(dataset: Dataset[Any], requests: Iterable[Request], seed: int, lo
         batch_sampler=keys,  # the whole run is one pass, so workers prefetch across epochs
         num_workers=loading.num_workers,
         collate_fn=partial(collated, loading.collate) if whole else loading.collate,
-        pin_memory=loading.device.type == "cuda",
+        pin_memory=loading.device.type != "cpu",
         worker_init_fn=partial(begin_worker, os.getpid()) if loading.num_workers else None,
         generator=torch.Generator().manual_seed(0),  # else DataLoader draws its base seed from the global stream
         **(loading.workers if loading.num_workers else {}),

@@ -229,7 +229,7 @@ def read_chunks(reader: Reader, loading: Loading) -> Generator[Stretch]:
         box = loading.box
         chunks = iter(
             DataLoader(
-                reader, batch_size=None, num_workers=1, collate_fn=_as_it_is, pin_memory=loading.device.type == "cuda",
+                reader, batch_size=None, num_workers=1, collate_fn=_as_it_is, pin_memory=loading.device.type != "cpu",
                 worker_init_fn=partial(begin_worker, os.getpid()), generator=torch.Generator().manual_seed(0),
                 **loading.workers,
             )

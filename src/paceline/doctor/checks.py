@@ -71,9 +71,12 @@ def gpus(survey: Survey) -> Iterator[Finding]:
     for name, workers in zip(survey.wanted.hosts, survey.wanted.workers, strict=True):
         cards = survey.facts[name].gpus if name in survey.facts else ()
         if cards and workers > len(cards):
-            what = f"{workers} workers, but {len(cards)} GPUs"
-            yield Finding("error", name, what, f"use --nproc {len(cards)}, or --device cpu when you train")
+            what, fewer = f"{workers} workers, but {len(cards)} GPUs", f"use --nproc {len(cards)}"
+            yield Finding("error", name, what, f"{fewer}, or --backend gloo or --device cpu when you train")
         for gpu in cards:
+            if gpu.lost:
+                words = f"GPU {gpu.index} does not answer: {gpu.lost}"
+                yield Finding("error", name, words, "restart the machine, or leave it out with CUDA_VISIBLE_DEVICES")
             who = f" by {listed(f'pid {pid}' for pid in gpu.processes)}" if gpu.processes else ""
             if gpu.processes or gpu.memory_used > max(BUSY_BYTES, gpu.memory // 20):
                 what = f"GPU {gpu.index} is in use{who}: {gpu.memory_used >> 20} of {gpu.memory >> 20} MiB"

@@ -1,13 +1,19 @@
-"""The NVIDIA GPUs of this machine, and who else is at work on them, as the driver says. Without torch."""
+"""The GPUs of this machine, and who else is at work on them, as drivers and the kernel say. Without torch.
+
+One that is lost, or a question that a driver does not answer (MIG, memory shared with the CPU), hides nothing else.
+"""
 
 import os
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
 T = TypeVar("T")
+SHARE_GPUS = ("gloo", "mpi")  # backends over which several ranks may compute on one GPU
+DEV, KFD = Path("/dev"), Path("/sys/class/kfd/kfd/topology/nodes")
 
 
 class Gpu(msgspec.Struct, frozen=True):
@@ -16,27 +22,47 @@ class Gpu(msgspec.Struct, frozen=True):
     index: int
     name: str
     driver: str
-    memory: int  # bytes
+    memory: int  # bytes; 0: the driver does not say
     memory_used: int  # bytes
     processes: tuple[int, ...] = ()  # of others, as far as the driver shows them
     ecc_errors: int = 0  # uncorrected, since the machine started
     links: tuple[str, ...] = ()
+    lost: str = ""  # why it does not answer, in the driver's words
 
 
 def gpus_here() -> tuple[Gpu, ...]:
-    """All GPUs of this machine; none without a driver."""
+    """All NVIDIA GPUs of this machine; none without a driver."""
     return _driver_says(_gpus, ())
 
 
-def count_gpus() -> int:
-    """NVIDIA GPUs of this machine that CUDA_VISIBLE_DEVICES leaves visible; 0 without a driver."""
-    count = _driver_says(lambda nvml: int(nvml.nvmlDeviceGetCount()), 0)
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return count if visible is None else min(count, len([v for v in visible.split(",") if v.strip() not in ("", "-1")]))
+def count_gpus() -> int | None:
+    """GPUs of this machine that ranks may use: NVIDIA's or AMD's that no variable hides; None: nobody says how many."""
+    if count := _driver_says(lambda nvml: int(nvml.nvmlDeviceGetCount()), 0):
+        return _visible(count, "CUDA_VISIBLE_DEVICES")
+    amd = _amd_gpus()
+    return amd and _visible(amd, "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
+
+
+def _amd_gpus() -> int | None:
+    """As the kernel counts them: NVML knows none."""
+    if not (DEV / "kfd").exists():
+        return 0
+    found = 0
+    for node in KFD.glob("*/gpu_id"):
+        with suppress(OSError):  # of another container
+            found += node.read_text().strip() not in ("", "0")  # 0: a CPU
+    return found or None
+
+
+def _visible(count: int, *variables: str) -> int:
+    for variable in variables:
+        if (value := os.environ.get(variable)) is not None:
+            count = min(count, len([v for v in value.split(",") if v.strip() not in ("", "-1")]))
+    return count
 
 
 def _driver_says(question: Callable[[Any], T], otherwise: T) -> T:
-    """The answer; `otherwise` without a driver, or where a GPU has fallen off the bus."""
+    """The answer; `otherwise` without a driver."""
     import pynvml  # takes longer than all other facts together where there is no driver
 
     with suppress(pynvml.NVMLError):
@@ -51,35 +77,46 @@ def _driver_says(question: Callable[[Any], T], otherwise: T) -> T:
 
 def _gpus(nvml: Any) -> tuple[Gpu, ...]:
     driver = str(nvml.nvmlSystemGetDriverVersion())
-    handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(int(nvml.nvmlDeviceGetCount()))]
-    return tuple(_gpu(nvml, driver, i, handles) for i in range(len(handles)))
+    handles: list[Any] = []
+    lost: dict[int, str] = {}
+    for index in range(int(nvml.nvmlDeviceGetCount())):
+        try:
+            handles.append(nvml.nvmlDeviceGetHandleByIndex(index))
+        except nvml.NVMLError as error:
+            handles.append(None)
+            lost[index] = str(error)
+    return tuple(
+        Gpu(i, "?", driver, 0, 0, lost=lost[i]) if handle is None else _gpu(nvml, driver, i, handles)
+        for i, handle in enumerate(handles)
+    )
 
 
 def _gpu(nvml: Any, driver: str, index: int, handles: list[Any]) -> Gpu:
     handle = handles[index]
-    memory = nvml.nvmlDeviceGetMemoryInfo(handle)
-    processes: list[int] = []
-    errors = 0
-    with suppress(nvml.NVMLError):  # not every GPU, driver or container says
-        processes = [int(process.pid) for process in nvml.nvmlDeviceGetComputeRunningProcesses(handle)]
-    with suppress(nvml.NVMLError):
-        errors = int(
-            nvml.nvmlDeviceGetTotalEccErrors(handle, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC)
-        )
+
+    def told(question: Callable[[], T], otherwise: T) -> T:
+        with suppress(nvml.NVMLError):
+            return question()
+        return otherwise
+
+    kinds = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
+    memory = told(lambda: nvml.nvmlDeviceGetMemoryInfo(handle), None)
     return Gpu(
         index=index,
-        name=str(nvml.nvmlDeviceGetName(handle)),
+        name=told(lambda: str(nvml.nvmlDeviceGetName(handle)), "?"),
         driver=driver,
-        memory=int(memory.total),
-        memory_used=int(memory.used),
-        processes=tuple(processes),
-        ecc_errors=errors,
-        links=tuple("-" if other is handle else _link(nvml, handle, other) for other in handles),
+        memory=int(memory.total) if memory else 0,
+        memory_used=int(memory.used) if memory else 0,
+        processes=told(lambda: tuple(int(p.pid) for p in nvml.nvmlDeviceGetComputeRunningProcesses(handle)), ()),
+        ecc_errors=told(lambda: int(nvml.nvmlDeviceGetTotalEccErrors(handle, *kinds)), 0),
+        links=tuple("-" if i == index else _link(nvml, handle, other) for i, other in enumerate(handles)),
     )
 
 
 def _link(nvml: Any, handle: Any, other: Any) -> str:
     """How two GPUs reach each other, the best first: nvlink, switch, bridge, cpu, node, sockets."""
+    if other is None:
+        return "?"
     with suppress(nvml.NVMLError):
         if nvml.nvmlDeviceGetP2PStatus(handle, other, nvml.NVML_P2P_CAPS_INDEX_NVLINK) == nvml.NVML_P2P_STATUS_OK:
             return "nvlink"

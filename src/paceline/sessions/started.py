@@ -14,6 +14,7 @@ from paceline.sums import check_equal, together
 from paceline.train.keeping import Place
 from paceline.train.resume import Origin
 from paceline.train.wording import shares_line
+from paceline.worker.device import device_words
 from paceline.worker.world import World
 
 
@@ -37,7 +38,7 @@ def compare(
 
 def opening(plan: BatchPlan, world: World, strategy: str, name: str) -> str:
     """The arithmetic of a session's first loop."""
-    on = f"{plural(world.size, 'process', 'processes')} on {world.device.type}"
+    on = f"{plural(world.size, 'process', 'processes')} on {device_words(world.device)}"
     return f"{name}: {on}, strategy {strategy}; {plan.size_words}; {shares_line(plan, world.size)}"
 
 

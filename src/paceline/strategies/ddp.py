@@ -43,7 +43,7 @@ def ddp(
     buffers_stay: dict[str, Any] = {"forward_sync_buffers" if renamed else "broadcast_buffers": False}
     wrapped = DistributedDataParallel(
         model,
-        device_ids=[world.device] if world.device.type == "cuda" else None,
+        device_ids=[world.device] if world.device.type != "cpu" else None,
         init_sync=False,
         find_unused_parameters=find_unused_parameters,
         **buffers_stay,

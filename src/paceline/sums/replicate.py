@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from paceline.sums.gather import CPU
 from paceline.sums.moves import broadcast_in_memory
 from paceline.sums.sharing import shared_memory
 from paceline.sums.words import gather_over_ranks
@@ -88,7 +89,7 @@ def _described(name: str, tensor: Tensor) -> str:
 
 def _default_device() -> torch.device:
     # Only for a module without any tensor: it still has to take part in the comparison.
-    return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+    return torch.accelerator.current_accelerator() or CPU if dist.get_backend() in ("nccl", "xccl") else CPU
 
 
 def _name_ranks(ranks: Sequence[int]) -> str:

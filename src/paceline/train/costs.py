@@ -41,7 +41,7 @@ class Waiting:
 
 def all_costs(waiting: Waiting, world: World) -> tuple[dict[str, Any], int]:
     """The largest of each over all ranks, as in the summary, and who waited most for its data (a collective)."""
-    gpu = torch.cuda.max_memory_allocated(world.device) if world.device.type == "cuda" else 0
+    gpu = torch.accelerator.max_memory_allocated(world.device) if world.device.type != "cpu" else 0
     shares, peaks, gpu_peaks = zip(*gather_words([waiting.share() or 0.0, peak_memory(), gpu], world), strict=True)
     most = max(shares)
     share = None if waiting.share() is None else round(most, 4)

@@ -32,6 +32,7 @@ from paceline.train.placing import origin_of, placed
 from paceline.train.prepare import Parts, prepare
 from paceline.train.resume import Origin
 from paceline.train.training import Training
+from paceline.worker.device import device_words
 from paceline.worker.guard import Guard
 from paceline.worker.world import World, joined
 
@@ -163,7 +164,6 @@ def _summarise_failure(config: TrainConfig, folder: Path, world: World, error: B
 
 
 def _environment(world: World) -> Mapping[str, Any]:
-    gpu = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else None
     return {
         "paceline": __version__,
         "torch": str(torch.__version__),
@@ -171,7 +171,7 @@ def _environment(world: World) -> Mapping[str, Any]:
         "platform": platform.platform(),
         "host": socket.gethostname(),
         "device": str(world.device),
-        "gpu": gpu,
+        "gpu": None if world.device.type == "cpu" else device_words(world.device),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "backend": world.backend,
         "collectives": way_taken(),

@@ -194,7 +194,7 @@ class Saver:
 
     def _copied(self, part: Sequence[Held], places: ShardLayout, content: Content, step: int) -> Tensor:
         if self._buffer is None or len(self._buffer) != places.total_bytes:
-            on_gpu = self._world.device.type == "cuda"
+            on_gpu = self._world.device.type != "cpu"
             self._buffer = torch.empty(places.total_bytes, dtype=torch.uint8, pin_memory=on_gpu)
         meta = {"step": step, "rank": self._world.rank, "world_size": self._world.size}
         fill(self._buffer, part, places, {**meta, "samples_seen": content.samples_seen})

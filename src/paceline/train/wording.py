@@ -12,13 +12,14 @@ from paceline.observe.summary import Summary, scores_line
 from paceline.train.keeping import Place
 from paceline.train.optimizer import scaled_lr
 from paceline.train.prepare import Parts
+from paceline.worker.device import device_words
 
 
 def opening_lines(parts: Parts) -> list[str]:
     """The run's arithmetic, with everything about it that may surprise."""
     plan, config, world = parts.plan, parts.config, parts.replica.world
     lines = [
-        f"{config.task}: {plural(world.size, 'process', 'processes')} on {world.device.type}, strategy "
+        f"{config.task}: {plural(world.size, 'process', 'processes')} on {device_words(world.device)}, strategy "
         f"{config.strategy}, {plural(torch.get_num_threads(), 'CPU thread')} each",
         shares_line(plan, world.size),
         f"{plan.size_words}; {_length(parts)}",

@@ -7,7 +7,6 @@ from collections.abc import Generator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Self
 
 import torch
@@ -15,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store, distributed_c10d  # pyright: ignore[reportPrivateImportUsage]
 
 from paceline.errors import TrainingError, UsageError
+from paceline.worker.device import BACKENDS, chosen_backend, chosen_device, overlooked
 from paceline.worker.foreign import ADDRESS, COUNTS, device_per_task, understood
 from paceline.worker.guard import Guard
 from paceline.worker.meeting import MEETING_SECONDS, meet
@@ -47,8 +47,8 @@ class World:
 
         Args:
             env: the environment, by default this process's.
-            device: "auto" (a GPU if there is one), "cpu" or "cuda"; the GPU is the one of `local_rank`.
-            backend: "auto" (nccl for GPUs, gloo for CPUs), "nccl", "gloo" or "mpi".
+            device: "auto" (a GPU if there is one), "cpu", "cuda" or "xpu"; the GPU is the one of `local_rank`.
+            backend: "auto" (nccl or xccl for GPUs, gloo for CPUs), "nccl", "xccl", "gloo" or "mpi".
 
         Raises:
             UsageError: when only some of the variables are set (a forgotten one must not become a silent world of
@@ -58,10 +58,10 @@ class World:
         rank, size, local_rank, local_size = _counts({**env, **understood(env)})
         # local: the global rank is no device index on the second node
         index, workers = (0, 1) if device_per_task(env) else (local_rank, local_size)
-        chosen = _device(device, index, workers)
+        chosen = chosen_device(device, index, workers, backend)
         if device == "auto" and chosen.type == "cpu" and rank == 0 and (words := overlooked()):
-            print(f"WARNING: {words}", file=sys.stderr)
-        return cls(rank, size, local_rank, local_size, chosen, _backend(backend, chosen))
+            print(f"WARNING: cpu: {words}; or say --device cpu", file=sys.stderr)
+        return cls(rank, size, local_rank, local_size, chosen, chosen_backend(backend, chosen))
 
 
 def _counts(env: Mapping[str, str]) -> tuple[int, int, int, int]:
@@ -90,58 +90,6 @@ def _counts(env: Mapping[str, str]) -> tuple[int, int, int, int]:
     return rank, size, local_rank, local_size
 
 
-def _device(asked: str, index: int, workers: int) -> torch.device:
-    gpus = torch.cuda.device_count()
-    if asked == "cpu" or (asked == "auto" and gpus == 0):
-        return torch.device("cpu")
-    if asked not in ("auto", "cuda"):
-        raise UsageError(f"unknown device {asked!r}. Choose from: auto, cpu, cuda")
-    if workers > gpus:
-        raise UsageError(
-            f"{workers} processes on this node need {workers} GPUs, torch sees {gpus}. "
-            f"Start at most {gpus} processes per node, or use --device cpu."
-        )
-    return torch.device("cuda", index)
-
-
-def overlooked(devices: Path = Path("/dev")) -> str:
-    """What a run on the CPU leaves idle, and why; empty if nothing. `devices` is the kernel's folder of them."""
-    nvidia, amd = len([*devices.glob("nvidia[0-9]*")]), (devices / "kfd").exists()
-    built = torch.version.cuda or torch.version.hip
-    if (nvidia or amd) and not built:
-        count = f"{nvidia} NVIDIA GPU{'s' * (nvidia > 1)}" if nvidia else "AMD GPUs"
-        return (
-            f"on the CPU, for this torch ({torch.__version__}) was built without CUDA and ROCm; the machine has "
-            f"{count}. Install a torch for them (pytorch.org), or say --device cpu"
-        )
-    if nvidia and os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1"):
-        return (
-            "on the CPU, for torch sees no GPU, though there are devices of NVIDIA's: `nvidia-smi` tells whether the "
-            "driver works. Or say --device cpu"
-        )
-    other = torch.accelerator.current_accelerator(check_available=True)
-    if other is not None and other.type not in ("cuda", "cpu"):
-        return f"on the CPU, for paceline does not train on {other.type}, which this machine has. Or say --device cpu"
-    return ""
-
-
-def _backend(asked: str, device: torch.device) -> str:
-    chosen = {"cuda": "nccl", "cpu": "gloo"}[device.type] if asked == "auto" else asked
-    available = {
-        "nccl": dist.is_nccl_available(),
-        "gloo": dist.is_gloo_available(),
-        "mpi": dist.is_mpi_available(),
-    }
-    if chosen not in available:
-        raise UsageError(f"unknown backend {chosen!r}. Choose from: auto, {', '.join(available)}")
-    if not available[chosen]:
-        usable = ", ".join(name for name, there in available.items() if there)
-        raise UsageError(f"this torch ({torch.__version__}) was built without {chosen}. Available here: {usable}")
-    if chosen == "nccl" and device.type == "cpu":
-        raise UsageError("backend nccl moves GPU memory only; for device cpu use gloo (or auto)")
-    return chosen
-
-
 @contextmanager
 def joined(
     world: World,
@@ -160,8 +108,8 @@ def joined(
     """
     Guard.of_process().watch_torch()  # before the group: its connections are the guard's to cut
     timeout = timedelta(seconds=timeout_seconds)
-    if world.device.type == "cuda":
-        torch.cuda.set_device(world.device)
+    if world.device.type != "cpu":
+        torch.accelerator.set_device_index(world.device)
     if world.backend == "mpi":
         dist.init_process_group(world.backend, timeout=timeout)
     else:
@@ -190,7 +138,7 @@ def _make_group(world: World, store: Store, timeout: timedelta) -> None:
                 rank=world.rank,
                 world_size=world.size,
                 timeout=timeout,
-                device_id=world.device if world.backend == "nccl" else None,
+                device_id=world.device if world.backend in BACKENDS.values() else None,
             )
         if world.size == 1 or _all_among_themselves(world, attempt, timeout, strange=bool(strangers)):
             return

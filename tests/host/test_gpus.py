@@ -1,0 +1,96 @@
+"""GPUs counted and described by drivers that do not answer everything, and by the kernel alone."""
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pynvml
+import pytest
+from tests.host.test_gpu_trouble import Driver, running
+
+from paceline.cli.flags import check_gpus, nproc_auto, usable_gpus
+from paceline.errors import UsageError
+from paceline.host import gpus
+from paceline.host.gpus import count_gpus, gpus_here
+
+VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+H100 = running(7) | {
+    "nvmlDeviceGetName": "H100",
+    "nvmlDeviceGetMemoryInfo": SimpleNamespace(total=80 << 30, used=1 << 30),
+    "nvmlDeviceGetTotalEccErrors": 2,
+}
+UNIFIED = {"nvmlDeviceGetName": "GB10"}  # its memory is the CPU's: every other question is "not supported"
+LOST: dict[str, Any] = {}
+
+
+class Machine(Driver):
+    """With a driver that is there."""
+
+    NVML_P2P_CAPS_INDEX_NVLINK = pynvml.NVML_P2P_CAPS_INDEX_NVLINK
+
+    def nvmlInit(self) -> None:  # noqa: N802 - the library's
+        """Nothing to do."""
+
+    nvmlShutdown = nvmlInit  # noqa: N815
+
+    def nvmlSystemGetDriverVersion(self) -> str:  # noqa: N802
+        return "580"
+
+
+@pytest.fixture(autouse=True)
+def bare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A machine without GPUs and variables, whose folders of the kernel are made up."""
+    for name in VISIBLE:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(gpus, "DEV", tmp_path)
+    monkeypatch.setattr(gpus, "KFD", tmp_path / "nodes")
+    return tmp_path
+
+
+def driver(monkeypatch: pytest.MonkeyPatch, *found: dict[str, Any]) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", Machine(*found))
+
+
+def amd(folder: Path, *ids: int) -> None:
+    (folder / "kfd").touch()
+    for node, number in enumerate(ids):
+        (folder / "nodes" / str(node)).mkdir(parents=True)
+        (folder / "nodes" / str(node) / "gpu_id").write_text(f"{number}\n")
+
+
+def test_a_lost_gpu_and_one_that_does_not_say_its_memory_hide_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver(monkeypatch, H100, LOST, UNIFIED)
+    first, lost, unified = gpus_here()
+    assert (first.name, first.memory, first.processes, first.ecc_errors) == ("H100", 80 << 30, (7,), 2)
+    assert lost.lost == "GPU is lost" and lost.index == 1
+    assert (unified.name, unified.memory, unified.lost, unified.index) == ("GB10", 0, "", 2)
+    assert unified.links == ("?", "?", "-")
+    assert count_gpus() == 3
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,2")
+    assert count_gpus() == usable_gpus("cuda") == nproc_auto("auto") == 2
+
+
+def test_amds_gpus_are_counted_by_the_kernel(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver(monkeypatch)
+    with pytest.raises(UsageError, match="no NVIDIA GPU, and none of AMD's"):
+        usable_gpus("cuda")
+    amd(bare, 0, 51234, 51235)  # a CPU and two GPUs
+    assert count_gpus() == usable_gpus("cuda") == 2
+    monkeypatch.setenv("HIP_VISIBLE_DEVICES", "1")
+    assert count_gpus() == 1
+
+
+def test_what_only_the_workers_can_count_is_not_refused(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver(monkeypatch)
+    amd(bare)  # a container that shows no nodes
+    assert usable_gpus("cuda") is usable_gpus("auto") is usable_gpus("xpu") is None
+    check_gpus("--nproc 8", 8, usable_gpus("cuda"))
+    with pytest.raises(UsageError, match="give their number"):
+        nproc_auto("cuda")
+
+
+def test_ranks_may_share_a_gpu_over_gloo_only() -> None:
+    check_gpus("--nproc 2", 2, 1, "gloo")
+    with pytest.raises(UsageError, match=r"needs 2 GPUs, this machine has 1\. Use 1 process, .*--backend gloo"):
+        check_gpus("--nproc 2", 2, 1, "auto")
