@@ -51,7 +51,7 @@ class OnGpu(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return run(func, args, kwargs or {})
+        return run(func, args, dict(kwargs or {}))
 
     @property
     def data(self) -> "OnGpu":  # pyright: ignore
@@ -85,7 +85,7 @@ class Everywhere(TorchDispatchMode):
     """Sees what makes tensors, and what moves them to the device."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return run(func, args, kwargs or {})
+        return run(func, args, dict(kwargs or {}))
 
 
 def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -94,6 +94,7 @@ def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     shells = [value for value in flat if isinstance(value, OnGpu)]
     asked = kwargs.get("device")
     to_gpu = asked is not None and torch.device(asked).type == NAME
+    kwargs.pop("pin_memory", None)
     if not shells and not to_gpu:
         return func(*args, **kwargs)
     plain = [v for v in flat if isinstance(v, Tensor) and not isinstance(v, OnGpu) and v.dim() and not v.is_meta]
@@ -104,7 +105,6 @@ def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         )
     used[str(func)] = used.get(str(func), 0) + 1
     given = {**kwargs, "device": CPU} if "device" in kwargs else dict(kwargs)
-    given.pop("pin_memory", None)
     inner = tree_map(lambda v: v.raw if isinstance(v, OnGpu) else v, (args, given))
     by_raw = {id(shell.raw): shell for shell in shells}
     results = _seeded(func, lambda: func(*inner[0], **inner[1]))
@@ -178,7 +178,7 @@ class Module:
         answers = {
             "device_count": 1, "is_available": True, "current_device": 0, "is_initialized": True,
             "_is_in_bad_fork": False, "set_device": None, "synchronize": None, "stream": nullcontext(),
-            "device": nullcontext(), "get_amp_supported_dtype": [torch.float32, torch.bfloat16],
+            "device": nullcontext(), "mem_get_info": (1 << 30, 1 << 31), "get_amp_supported_dtype": [torch.float32, torch.bfloat16],
         }  # fmt: skip
         if name not in answers:
             raise AttributeError(name)
@@ -193,5 +193,7 @@ def install() -> None:
     """Put the device into this process, for this thread and those of torch's engine."""
     _setup_privateuseone_for_python_backend(NAME, Module())
     torch.Event = Passed  # pyright: ignore
+    Tensor.pin_memory = Tensor.clone  # pyright: ignore
+    torch.accelerator.max_memory_allocated = lambda *_: 1 << 20  # it has no allocator
     torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device=) goes through here, too
     Everywhere().__enter__()

@@ -65,7 +65,6 @@ def test_every_strategy_does(strategy: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.xfail(reason="random streams of other devices than CUDA's are not set yet", strict=True)
 def test_dropout_draws_from_the_devices_own_stream_and_is_the_same_on_one_rank_and_two(tmp_path: Path) -> None:
     found = [
         run_ranks(trained, size, folder, "exact", where, 0.5)[0][0]

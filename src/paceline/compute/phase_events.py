@@ -46,6 +46,7 @@ class PhaseEvents:
 
 def phase_events(device: torch.device) -> PhaseEvents | None:
     """For a device that runs behind the host; None for the CPU."""
-    if device.type == "cpu" or not hasattr(torch, "Event"):
+    if device.type == "cpu":
         return None
-    return PhaseEvents(lambda: torch.Event(device, enable_timing=True), torch.cuda.is_current_stream_capturing)
+    recording = torch.cuda.is_current_stream_capturing if device.type == "cuda" else lambda: False
+    return PhaseEvents(lambda: torch.Event(device, enable_timing=True), recording)

@@ -1,0 +1,12 @@
+"""With this folder on PYTHONPATH every process that imports torch has the GPU in Python."""
+
+from paceline.worker.imports import when_imported
+
+
+def _install(*, late: bool) -> None:
+    from tests.doubles import gpu
+
+    gpu.install()
+
+
+when_imported("torch", _install)
