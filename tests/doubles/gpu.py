@@ -178,7 +178,8 @@ class Module:
         answers = {
             "device_count": 1, "is_available": True, "current_device": 0, "is_initialized": True,
             "_is_in_bad_fork": False, "set_device": None, "synchronize": None, "stream": nullcontext(),
-            "device": nullcontext(), "mem_get_info": (1 << 30, 1 << 31), "get_amp_supported_dtype": [torch.float32, torch.bfloat16],
+            "device": nullcontext(), "mem_get_info": (1 << 30, 1 << 31),
+            "get_amp_supported_dtype": [torch.float32, torch.bfloat16],
         }  # fmt: skip
         if name not in answers:
             raise AttributeError(name)
@@ -195,5 +196,6 @@ def install() -> None:
     torch.Event = Passed  # pyright: ignore
     Tensor.pin_memory = Tensor.clone  # pyright: ignore
     torch.accelerator.max_memory_allocated = lambda *_: 1 << 20  # it has no allocator
+    torch.__future__.set_swap_module_params_on_conversion(True)  # parameters stay the same objects, as on CUDA
     torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device=) goes through here, too
     Everywhere().__enter__()

@@ -63,6 +63,8 @@ class VerifyConfig:
     """optimizer steps to compare; an epoch has 3 here"""
     seed: int = 0
     """of weights, order and dropout"""
+    device: Literal["auto", "cpu", "cuda", "xpu"] = "cpu"
+    """of all processes, also of the one; more processes than GPUs share them"""
     data_dir: Path | None = None
     """as for train"""
     stem: Literal["imagenet", "small"] | None = None
@@ -103,6 +105,7 @@ def main(arguments: Sequence[str]) -> int:
         seed=config.seed,
         clip_norm=1.0,
         checkpoint_activations=config.checkpoint_activations,
+        device=config.device,
     )
     if config.bitwise:
         if {*strategies} - {*EXACT}:
@@ -119,7 +122,7 @@ def _verify_loop(config: VerifyConfig, ranks: Sequence[int], strategies: Sequenc
         raise UsageError(f"--{given[0].replace('_', '-')} is for tasks, and {config.task} is a loop of your own")
     most = max(ranks)
     cases = [LoopCase(1, False), *(LoopCase(most, False, name) for name in strategies), LoopCase(most, True, "exact")]
-    spec = LoopSpec(config.task, words, cases, most, config.steps, config.seed)
+    spec = LoopSpec(config.task, words, cases, most, config.steps, config.seed, config.device)
     with tempfile.TemporaryDirectory(prefix="paceline-verify-") as name:
         folder = Path(name).resolve()
         ended = {size: _launch(spec, size, LOOP_WORKER, folder)[1] for size in sorted({1, *ranks})}

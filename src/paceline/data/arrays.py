@@ -110,7 +110,7 @@ def on_device(
     if device.type == "cpu" or held is None or collate is not None:
         return dataset
     if free_bytes is None:
-        free_bytes = torch.get_device_module(device).mem_get_info(device)[0] // 4
+        free_bytes = int(torch.get_device_module(device).mem_get_info(device)[0]) // 4
     if sum(rows.nbytes for rows in held) > free_bytes:
         return dataset
     moved = [(r if isinstance(r, Tensor) else torch.from_numpy(np.array(r))).to(device) for r in held]

@@ -68,6 +68,8 @@ class Spec(msgspec.Struct, frozen=True):
     default it does not, except with batch norm, for the same reason"""
     checkpoint_activations: str | None = None
     """modules that the ranks' backward computes again; the one process computes everything once"""
+    device: str = "cpu"
+    """of all of them, as for train"""
 
 
 class LoopCase(msgspec.Struct, frozen=True):
@@ -90,6 +92,7 @@ class LoopSpec(msgspec.Struct, frozen=True):
     virtual_ranks: int
     steps: int
     seed: int
+    device: str = "cpu"
 
 
 class Case(msgspec.Struct, frozen=True):

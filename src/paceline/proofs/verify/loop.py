@@ -16,6 +16,7 @@ import torch.nn.functional as F
 
 from paceline.contract.failure import is_victim
 from paceline.errors import PacelineError
+from paceline.proofs.verify.setup import world_on
 from paceline.proofs.verify.watched import WatchedSession
 from paceline.seeding import derive, seed_streams
 from paceline.sessions.life import close_all, made_as
@@ -72,7 +73,7 @@ def _undropped(input: Any, *_: Any, **__: Any) -> Any:
 def main(arguments: Sequence[str]) -> int:
     """Be a rank of the spec in file `arguments[0]`, and write what each case has shown beside file `arguments[1]`."""
     spec = msgspec.json.decode(Path(arguments[0]).read_bytes(), type=LoopSpec)
-    run_spec(spec, Path(arguments[1]).parent, World.from_env(device="cpu"))
+    run_spec(spec, Path(arguments[1]).parent, world_on(spec.device))
     return 0
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import Dataset, default_collate
 
+from paceline.nested import mapped
 from paceline.seeding import derive
 from paceline.tasks.calling import call
 from paceline.tasks.task import Task
@@ -118,6 +119,7 @@ class Reference:
     def _backward(self, indices: Tensor) -> tuple[float, float]:
         samples = [self.dataset[i] for i in indices.tolist()]
         batch = (self.task.collate or default_collate)(samples)
+        batch = mapped(batch, lambda tensor: tensor.to(next(self.model.parameters()).device))
         inputs, targets = (batch, batch) if isinstance(batch, Mapping) else batch
         result = self.task.loss(call(self.model, inputs), targets)
         losses, weights = result if isinstance(result, tuple) else (result, torch.ones_like(result))

@@ -85,11 +85,11 @@ def _uneven_data(task: Task, spec: Spec, policy: Policy) -> tuple[Dataset[Any], 
     return Subset(dataset, range(needed)), global_batch
 
 
-def build(task: Task, seed: int) -> nn.Module:
-    """The task's model in float64; its inputs are cast to it, whatever the data are."""
+def build(task: Task, seed: int, device: torch.device) -> nn.Module:
+    """The task's model in float64 on `device`; its inputs are cast to it, whatever the data are."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive(seed, "verify"))
-        model = task.make_model().double()
+        model = task.make_model().double().to(device)
     model.register_forward_pre_hook(inputs_to_double, with_kwargs=True)
     return model
 
@@ -145,13 +145,20 @@ def without_dropout(model: nn.Module, policy: Policy) -> nn.Module:
     return model
 
 
+def world_on(device: str) -> World:
+    """This rank's world, over gloo where it shares its GPU with others."""
+    world = World.from_env(device=device, backend="gloo")
+    alone = world.device.type == "cpu" or world.local_size > torch.accelerator.device_count()
+    return world if alone else World.from_env(device=device)
+
+
 def write_report(
     arguments: Sequence[str], make: Callable[[Spec, World], msgspec.Struct], *, timeout_seconds: float
 ) -> int:
     """Be a rank of the spec in file `arguments[0]`; rank 0 writes what `make` reports into file `arguments[1]`."""
     spec = msgspec.json.decode(Path(arguments[0]).read_bytes(), type=Spec)
     torch.set_num_threads(DEFAULT_THREADS)
-    world = World.from_env(device="cpu")
+    world = world_on(spec.device)
     with joined(world, timeout_seconds=timeout_seconds):
         report = make(spec, world)
         if world.rank == 0:

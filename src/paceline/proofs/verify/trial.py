@@ -44,7 +44,8 @@ class Trial:
 
 def make_trial(case: Case, setting: Setting) -> Trial:
     """Build the model, apply the strategy and prepare its batches (a collective)."""
-    model = without_dropout(build(setting.task, setting.spec.seed + setting.world.rank), setting.policy)
+    seed = setting.spec.seed + setting.world.rank
+    model = without_dropout(build(setting.task, seed, setting.world.device), setting.policy)
     replica, batches = apply_strategy(setting, case.strategy, case.optimizer, model)
     trial = Trial(case, replica, batches, Comparison(adaptive=case.optimizer == "adamw"))
     trial.replica = _observed(trial)

@@ -18,7 +18,7 @@ from torch.nn.modules.dropout import _DropoutNd  # pyright: ignore[reportPrivate
 from paceline.checkpoint.whole import sha256_of, whole
 from paceline.data.plan import BatchPlan
 from paceline.nested import mapped, tensors
-from paceline.proofs.verify.setup import inputs_to_double, to_double
+from paceline.proofs.verify.setup import inputs_to_double, to_double, world_on
 from paceline.proofs.verify.trial import fingerprints
 from paceline.sessions import Session
 from paceline.sessions.existing import OwnOrder
@@ -41,7 +41,9 @@ class WatchedSession(Session):
     def __init__(self, run_dir: Any = None, **options: Any) -> None:
         del run_dir  # nothing is written
         own = options.get("strategy", "bucketed")
-        given: dict[str, Any] = {"device": "cpu", "threads": 1, "resume": False, "track": None}
+        world = world_on(self.spec.device)
+        given: dict[str, Any] = {"threads": 1, "resume": False, "track": None}
+        given |= {"device": world.device.type, "backend": world.backend}
         given |= {"virtual_ranks": self.case.virtual_ranks, "strategy": self.case.strategy or own}
         super().__init__(None, **{**options, **given})
         self.noted["strategy"] = self._strategy
@@ -127,9 +129,9 @@ class WatchedSession(Session):
             for batch in batches:
                 if self._steps.body is not None:  # a later pass over the same micro-batch replaces the first
                     self._looks.pop((self._steps.body.work.virtual_rank, self._steps.body.work.part), None)
-                drawn = random.getstate(), torch.get_rng_state().tolist()
+                drawn = _streams(self.device)
                 yield self._cast(batch)
-                self.noted["draws"] |= drawn != (random.getstate(), torch.get_rng_state().tolist())
+                self.noted["draws"] |= drawn != _streams(self.device)
 
     def _evaluate(self, loader: Loader) -> Generator[Any]:
         with closing(super()._evaluate(loader)) as batches:
@@ -148,15 +150,14 @@ class WatchedSession(Session):
             for tensor in tensors(value):
                 if tensor.ndim and len(tensor) == len(work.indices):
                     rows = tensor.detach().double().reshape(len(tensor), -1)
-                    looks[what] = looks.get(what, 0.0) + float(
-                        (rows @ torch.arange(rows.shape[1]).double().cos()).sum()
-                    )
+                    signs = torch.arange(rows.shape[1], device=rows.device).double().cos()
+                    looks[what] = looks.get(what, 0.0) + float((rows @ signs).sum())
 
     def _note(self, what: str, part: Prepared, named: Mapping[str, Tensor]) -> None:
         named = {part.prefix + name: tensor.detach() for name, tensor in named.items()}
         self._of_step.setdefault(f"{what} bits", {}).update(fingerprints(named))
         if not self.case.exact and self.rank == 0:
-            probes = {n: t.reshape(-1)[:: -(-t.numel() // PROBES) or 1].clone() for n, t in named.items()}
+            probes = {n: t.reshape(-1)[:: -(-t.numel() // PROBES) or 1].to("cpu", copy=True) for n, t in named.items()}
             self._of_step.setdefault(what, {}).update(probes)
 
     def _before_step(self, part: Prepared, *_: object) -> None:
@@ -242,3 +243,9 @@ def _constants(model: nn.Module) -> dict[str, Any]:
     modules = model.named_modules()
     found = {f"{name}.{key}".lstrip("."): value for name, module in modules for key, value in vars(module).items()}
     return {n: v for n, v in found.items() if isinstance(v, (int, float, str)) and not n.endswith("training")}
+
+
+def _streams(device: torch.device) -> Any:
+    """Where the random streams are that a loop may draw from."""
+    on_device = torch.get_device_module(device).get_rng_state(device).tolist() if device.type != "cpu" else None
+    return random.getstate(), torch.get_rng_state().tolist(), on_device

@@ -29,7 +29,7 @@ def verify(spec: Spec, world: World) -> VerifyReport:
     """Run every case of `spec` on this world (a collective); rank 0's report counts."""
     with together(world):
         task = task_of(spec)
-        model = build(task, spec.seed)
+        model = build(task, spec.seed, world.device)
     policies: list[Policy] = ["local", "sync"] if setup.has_batch_norm(model) else ["none"]
     notes: list[str] = []
     if len(policies) == 2 and setup.has_dropout(model):
@@ -72,7 +72,7 @@ def _verify_strategies(setting: Setting, optimizer: str) -> list[Result]:
 
 def _reference(setting: Setting, optimizer: str) -> Reference:
     spec, global_batch = setting.spec, setting.plan.global_batch
-    model = without_dropout(build(setting.task, spec.seed), setting.policy)
+    model = without_dropout(build(setting.task, spec.seed, setting.world.device), setting.policy)
     made = setup.OPTIMIZERS[optimizer](model.parameters())
     return Reference(setting.task, model, made, setting.dataset, global_batch, spec, union=setting.policy == "sync")
 

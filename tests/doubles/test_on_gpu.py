@@ -1,0 +1,89 @@
+"""Whole commands on the GPU in Python: train, checkpoint, resume on another number of ranks, verify."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.doubles import gpu
+
+from paceline.observe.summary import read_summary
+
+ROOT = Path(__file__).parents[2]
+pytestmark = [pytest.mark.slow, pytest.mark.ranks, pytest.mark.timeout(180)]
+
+TASK = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import Dataset, default_collate
+
+from paceline import Task
+
+
+class Rows(Dataset):
+    def __init__(self, split):
+        self.rows = torch.randn(121, 4, generator=torch.Generator().manual_seed(len(split)))
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        return self.rows[index], index % 3
+
+
+def model():
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.5), nn.Linear(8, 3))
+
+
+task = Task(
+    make_model=model, make_dataset=Rows, collate=lambda samples: default_collate(samples),
+    loss=lambda outputs, targets: F.cross_entropy(outputs, targets, reduction="none"),
+)
+"""
+
+
+def paceline(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    path = [str(ROOT / "src"), str(ROOT), str(ROOT / "tests" / "doubles" / "site_gpu")]
+    (folder / "mine.py").write_text(TASK)
+    done = subprocess.run(
+        [sys.executable, "-m", "paceline", *words], cwd=folder, env=os.environ | {"PYTHONPATH": os.pathsep.join(path)},
+        text=True, capture_output=True, timeout=150, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+def digest(folder: Path) -> str | None:
+    summary = read_summary(folder)
+    return summary and summary.weights_sha256
+
+
+def test_a_training_is_the_same_on_one_rank_and_two_resumed_on_three_and_with_loader_processes(tmp_path: Path) -> None:
+    common = ("--strategy", "exact", "--virtual-ranks", "3", "--batch-size", "4", "--backend", "gloo")
+    train = ("train", "mine.py:task", *common, "--steps")
+    one = paceline(tmp_path, *train, "8", "--run-dir", "one", "--num-workers", "2")
+    assert f"1 process on {gpu.NAME}" in one.stdout
+    paceline(tmp_path, *train, "8", "--run-dir", "two", "--nproc", "2")
+    paceline(tmp_path, *train, "8", "--run-dir", "three", "--checkpoint-every", "2", "--keep", "9")
+    (tmp_path / "three" / "checkpoints" / "step-00000008").rename(tmp_path / "gone")
+    again = paceline(tmp_path, "train", "--resume", "auto", "--run-dir", "three", "--nproc", "3")
+    assert "goes on after step" in again.stdout
+    assert digest(tmp_path / "one") == digest(tmp_path / "two") == digest(tmp_path / "three") is not None
+
+
+@pytest.mark.soak
+def test_verify_proves_it_there_in_float64_and_to_the_bit(tmp_path: Path) -> None:
+    common = ("verify", "mine.py:task", "--ranks", "1,2", "--device", "auto")
+    equal = paceline(tmp_path, *common, "--strategies", "bucketed,zero", "--optimizers", "adamw")
+    assert "equal one process" in equal.stdout
+    bits = paceline(tmp_path, *common, "--bitwise", "--optimizers", "sgd")
+    assert "bit-identical" in bits.stdout
+
+
+@pytest.mark.soak
+def test_verify_proves_a_loop_there(tmp_path: Path) -> None:
+    loop = str(ROOT / "examples" / "classic" / "vae.py")
+    proven = paceline(tmp_path, "verify", f"{loop}:main", "--ranks", "1,2", "--device", "auto")
+    assert "all 2 cases equal one process" in proven.stdout and "bit-identical" in proven.stdout
