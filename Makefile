@@ -9,7 +9,7 @@ STAMP := $(VENV)/installed
 PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help run test check format lock soak-hostile soak-connections soak-kills soak-mutations soak-billion soak-nccl soak-verify soak-bits soak-fuzz soak-launch soak-faults soak-quiet \
+.PHONY: help run test gpu-day check format lock soak-hostile soak-connections soak-kills soak-mutations soak-billion soak-nccl soak-verify soak-bits soak-fuzz soak-launch soak-faults soak-quiet \
 	soak-judge soak-sessions soak-ends bench-guard bench-startup bench-exactness bench-peers bench-collectives bench-epoch bench-hosts bench-scale \
 	bench-summary transcripts clean
 
@@ -106,6 +106,9 @@ bench-guard: $(STAMP)  ## what the hang guard costs
 
 bench-startup: $(STAMP)  ## measure the time from the command to the first step
 	$(BIN)/python benchmarks/startup.py --out benchmarks/results/startup.json
+
+gpu-day: $(STAMP)  ## the ten things that must hold on a GPU; without one, on the stand-ins (10 minutes; type it again to go on)
+	$(BIN)/python benchmarks/gpu_day.py
 
 bench-exactness: $(STAMP)  ## what the same bits, snapshots and checkpoints cost
 	$(BIN)/python benchmarks/exactness.py --out benchmarks/results/exactness.json

@@ -294,3 +294,32 @@ def test_the_benchmark_of_two_hosts_compares_equal_work(tmp_path: Path) -> None:
     assert losses["default"] == pytest.approx(losses["vanilla"], rel=1e-5)
     assert 0 < result["works"]["tiny 1gbit"]["wire_ms"] < 1
     check_machine(result, tmp_path)
+
+
+def test_a_gpu_day_tells_right_from_wrong_and_unknown_and_goes_on_with_what_was_not_right(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    day = importlib.import_module("gpu_day")
+    tried: list[str] = []
+
+    def found(words: str) -> Any:
+        def run(folder: Path) -> str:
+            tried.append(words)
+            if words.startswith("differ"):
+                raise day.Wrong(words)
+            return words
+
+        return day.Step(words, "", run)
+
+    monkeypatch.setattr(day, "STEPS", {1: found("98 %"), 2: found(day.NEEDS), 3: found("differ: a, b")})
+    out = ["--steps", "1,2,3", "--out", str(tmp_path / "day.json")]
+    assert day.main(out) == 1
+    assert [one["right"] for one in json.loads((tmp_path / "day.json").read_text())["steps"].values()] == [
+        True,
+        None,
+        False,
+    ]
+    assert "1 of 3 right: wrong 3" in capsys.readouterr().out
+    day.STEPS[3] = found("one digest")
+    assert day.main(out) == 0 and tried == ["98 %", day.NEEDS, "differ: a, b", day.NEEDS, "one digest"]
