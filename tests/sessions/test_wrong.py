@@ -126,3 +126,27 @@ def test_it_ends_with_code_2_and_is_said_once_without_a_traceback(tmp_path: Path
     done = subprocess.run((sys.executable, *words), cwd=tmp_path, capture_output=True, text=True, timeout=50)
     assert (done.returncode, done.stderr.count("needs one of")) == (2, 1), done.stdout + done.stderr
     assert "Traceback" not in done.stderr + done.stdout
+
+
+LATE = """
+import torch, paceline
+from torch import nn
+
+with paceline.session("run") as s:
+    model, optimizer = s.prepare(nn.Linear(2, 1), lambda p: torch.optim.SGD(p, lr=0.1))
+    for number, (x,) in enumerate(s.loader([(torch.ones(2),)] * 12, global_batch=4)):
+        optimizer.zero_grad()
+        loss = model(x).mean()
+        loss.backward() if number == 2 else s.backward(loss)
+        optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("launcher", ["python", "paceline"])
+def test_what_is_refused_after_steps_ends_with_code_1_and_keeps_them(tmp_path: Path, launcher: str) -> None:
+    (tmp_path / "mine.py").write_text(LATE)
+    words = ("mine.py",) if launcher == "python" else ("-m", "paceline", "launch", "--nproc", "2", "--", "mine.py")
+    done = subprocess.run((sys.executable, *words), cwd=tmp_path, capture_output=True, text=True, timeout=50)
+    assert done.returncode == 1 and "s.backward(loss)" in done.stderr, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr + done.stdout
+    assert (tmp_path / "run" / "checkpoints" / "step-00000002").is_dir()
