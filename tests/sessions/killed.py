@@ -52,3 +52,6 @@ for _ in s.epochs(3):
     other.train()
     scheduler.step(round(s.mean(lost, seen), 3))
     s.log(loss=s.mean(lost, seen))
+    s.saved.setdefault("losses", []).append(round(s.mean(lost, seen), 3))
+    if s.rank == 0 and len(s.saved["losses"]) == 3:
+        print("losses", s.saved["losses"])

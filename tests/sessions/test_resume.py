@@ -35,7 +35,8 @@ def ended(folder: Path) -> Summary:
 def test_killed_stopped_and_failed_on_other_numbers_of_ranks_it_comes_to_the_same_bits(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert start(2, tmp_path / "whole").returncode == 0
+    whole = start(2, tmp_path / "whole")
+    assert whole.returncode == 0
     run = tmp_path / "run"
     assert start(3, run, 6, "kill", 2).returncode == 137
     assert start(1, run, 13, "raise", 5).returncode == 1
@@ -46,6 +47,8 @@ def test_killed_stopped_and_failed_on_other_numbers_of_ranks_it_comes_to_the_sam
     done = start(3, run)
     assert done.returncode == 0, done.stdout + done.stderr
     assert ended(run).weights_sha256 == ended(tmp_path / "whole").weights_sha256
+    losses = [run.stdout.partition("losses [")[2].partition("]")[0] for run in (whole, done)]  # in s.saved
+    assert losses[0].count(",") == 2 and losses[1] == losses[0]
     assert (run / "model-2.safetensors").is_file()
     capsys.readouterr()
     assert ledger.main([str(run)]) == 0

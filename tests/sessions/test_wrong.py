@@ -142,6 +142,17 @@ with paceline.session("run") as s:
 """
 
 
+def test_what_cannot_be_saved_is_named_and_the_rest_is_saved(tmp_path: Path) -> None:
+    kept = LATE.replace("loss.backward() if number == 2 else ", "").replace(
+        "        loss =", "        s.saved |= {'best': 0.5, 'model': model} if number == 2 else {}\n        loss ="
+    )
+    (tmp_path / "mine.py").write_text(kept)
+    done = subprocess.run((sys.executable, "mine.py"), cwd=tmp_path, capture_output=True, text=True, timeout=50)
+    assert done.returncode == 1 and "s.saved['model'] cannot be saved" in done.stderr, done.stdout + done.stderr
+    manifest = next((tmp_path / "run" / "checkpoints" / "step-00000003").glob("*.json")).read_text()
+    assert '"best"' in manifest and '"model"' not in manifest.split('"saved"')[1].split("}")[0]
+
+
 @pytest.mark.parametrize("launcher", ["python", "paceline"])
 def test_what_is_refused_after_steps_ends_with_code_1_and_keeps_them(tmp_path: Path, launcher: str) -> None:
     (tmp_path / "mine.py").write_text(LATE)

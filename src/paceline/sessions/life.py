@@ -126,6 +126,7 @@ class Life(Loop):
         self._where: dict[str, int] = {"epoch": 0, "pass": 0, "passes": 0, "batch": 0, **loop.get("where", {})}
         self._resumed: dict[str, int] | None = dict(self._where) if origin else None
         self._streams: dict[str, Any] | None = loop.get("streams")
+        self.saved = dict(loop.get("saved", {}))
         self._numbers: list[dict[str, Any]] = list(loop.get("parts", []))
         self._parts = []
         self._opened, self._epochs = False, 0

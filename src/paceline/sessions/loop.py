@@ -20,6 +20,7 @@ from paceline.sessions.loader import Loader
 from paceline.sessions.prepared import Prepared
 from paceline.sessions.ranks import Ranks
 from paceline.sessions.started import compare, opening, write_settings
+from paceline.sessions.wording import savable
 from paceline.sums import together
 from paceline.train.course import Course
 from paceline.train.determinism import holds_for
@@ -53,6 +54,8 @@ class Loop(Ranks):
     _streams: dict[str, Any] | None
     _loader: Loader | None = None
     """that was trained from last"""
+    saved: dict[str, Any]
+    """what else is saved with each checkpoint (rank 0's): numbers, strings, lists and dictionaries of them"""
     _epochs = 0
     _opened = _closed = _stopped = False
     _broken: Exception | None = None
@@ -236,6 +239,7 @@ class Loop(Ranks):
     def _loop_state(self, world: World | None = None) -> dict[str, Any]:
         """With a `world` a collective; without, as far as this rank knows."""
         found: dict[str, Any] = {"where": dict(self._where), "parts": [part.numbers() for part in self._parts]}
+        found["saved"] = savable(self.saved, strict=world is not None)
         streams = self._streams
         if self._loader is not None:
             streams = self._loader.position(self._where, streams, world)

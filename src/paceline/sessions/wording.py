@@ -1,8 +1,12 @@
-"""What parts that the command shares say of its flags, in a session's words."""
+"""What parts that the command shares say of its flags, in words of a session; what of a loop's own can be written."""
 
+import math
 import re
+from collections.abc import Mapping
+from copy import deepcopy
+from typing import Any
 
-from paceline.errors import PacelineError
+from paceline.errors import PacelineError, UsageError
 
 OF_LAUNCHERS = "nproc|nodes|port|stall-after|max-restarts"  # `paceline launch` has them for own loops, too
 WORDS = (
@@ -28,6 +32,31 @@ def as_keywords(text: str) -> str:
     for pattern, words in WORDS:
         text = re.sub(pattern, words or _keyword, text)
     return text
+
+
+def savable(saved: Mapping[str, Any], *, strict: bool) -> dict[str, Any]:
+    """A copy of what a file of JSON gives back as it was.
+
+    Raises:
+        UsageError: where `strict`, for anything else; otherwise that is left out.
+    """
+    wrong = [name for name, value in saved.items() if not _is_plain({name: value})]
+    if wrong and strict:
+        raise UsageError(
+            f"s.saved[{wrong[0]!r}] cannot be saved, a {type(saved[wrong[0]]).__name__}: it takes finite numbers, "
+            "strings, None, and lists and dictionaries of them, with strings as keys"
+        )
+    return deepcopy({name: value for name, value in saved.items() if name not in wrong})
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, float):
+        return math.isfinite(value)
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _is_plain(one) for key, one in value.items())  # pyright: ignore
+    if isinstance(value, list):
+        return all(_is_plain(one) for one in value)  # pyright: ignore
+    return value is None or isinstance(value, (bool, int, str))
 
 
 def reword(error: BaseException | None) -> None:
