@@ -16,17 +16,22 @@ from torch.nn import functional
 
 from paceline.data.loader import MicroBatch
 from paceline.data.plan import Work
+from paceline.stepping.order import CallOrder
+from paceline.stepping.votes import Votes
 from paceline.strategies import STRATEGIES
+from paceline.sums import shards
 from paceline.sums.gather import gather_over_torch
 from paceline.train.step import TaskSteps
 from paceline.worker.world import World
 
+THE_READ = "sums/pending.py"
+META = torch.device("meta")
 
-def reads(rank: int, world_size: int, strategy: str, clip: float | None) -> dict[str, int]:
-    """Of the second step of rank 0 of 2, by the line that asks."""
+
+def begin() -> None:
+    """Be rank 0 of 2 on the meta device."""
     dist.destroy_process_group()
-    syncs.register()
-    dist.init_process_group(syncs.BACKEND, store=dist.HashStore(), rank=0, world_size=2)
+    syncs.join()
 
     def alike(words: Any, size: int, device: object = None) -> list[Any]:
         return [words] * size  # what ranks tell each other before the first step
@@ -34,31 +39,81 @@ def reads(rank: int, world_size: int, strategy: str, clip: float | None) -> dict
     for module in [*sys.modules.values()]:
         if vars(module).get("gather_over_torch") is gather_over_torch:
             vars(module)["gather_over_torch"] = alike
-    meta = torch.device("meta")
-    with meta:
-        model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
-    world = World(0, 2, 0, 2, meta, syncs.BACKEND)
-    replica = STRATEGIES[strategy](model, lambda p: torch.optim.AdamW(p, lr=1e-3), world, virtual_ranks=2)
+    vars(shards)["_refuse_views"] = lambda parameters: None  # all lie at address 0
+
+
+def of_a_step(rank: int, world_size: int, strategy: str, clip: float | None, micro_batches: int) -> dict[str, int]:
+    """The waits of one step, with votes and the order of collectives in it, by the line that asks."""
+    begin()
+    if strategy == "fsdp":
+        syncs.let_fsdp_in()
+    with META:
+        model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.BatchNorm1d(8), nn.Linear(8, 4))
+    world = World(0, 2, 0, 2, META, syncs.BACKEND)
+    replica = STRATEGIES[strategy](model, lambda p: torch.optim.AdamW(p, lr=1e-3), world, virtual_ranks=4)
     steps = TaskSteps(
-        replica, lambda outputs, targets: functional.mse_loss(outputs, targets, reduction="none").mean(1), max_norm=clip
+        replica,
+        lambda outputs, targets: functional.mse_loss(outputs, targets, reduction="none").mean(1),
+        max_norm=clip,
+        votes=lambda: Votes(written=1),
+        order=CallOrder(world, lambda: 0, list, print),
     )
     counter = syncs.HostReads()
-    for step in range(2):
-        batch = MicroBatch(
-            torch.empty(4, 8, device=meta), torch.empty(4, 4, device=meta), Work(0, step, 0, 0, torch.arange(4)), 5
-        )
+    for step in range(3):  # in the second, DDP makes its buckets anew
+        batches = [
+            MicroBatch(
+                torch.empty(4, 8, device=META), torch.empty(4, 4, device=META), Work(0, step, v, 0, torch.arange(4)), 5
+            )
+            for v in range(micro_batches)
+        ]
         counter.lines.clear()
         with counter:
-            steps.take([batch])
+            steps.take(batches)
     return dict(counter.lines)
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("strategy", ["bucketed", "exact"])
 @pytest.mark.parametrize("clip", [None, 1.0])
-def test_a_step_waits_for_the_totals_and_for_whether_gradients_are_finite(
-    strategy: str, clip: float | None, tmp_path: Path
-) -> None:
-    (found,) = run_ranks(reads, 1, tmp_path, strategy, clip)
-    assert sum(found.values()) == 2, found  # with clipping it was five
-    assert sum("sums/totals.py" in line for line in found) == 1
+@pytest.mark.parametrize("strategy", ["bucketed", "ddp", "exact", "zero"])
+def test_a_step_waits_once(strategy: str, clip: float | None, tmp_path: Path) -> None:
+    (found,) = run_ranks(of_a_step, 1, tmp_path, strategy, clip, 2)
+    assert sum(found.values()) == 1, found
+    assert next(iter(found)).startswith(THE_READ)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_fsdp_asks_for_the_number_of_micro_batches_as_well(clip: float | None, tmp_path: Path) -> None:
+    (found,) = run_ranks(of_a_step, 1, tmp_path, "fsdp", clip, 2)
+    assert sorted(line.partition(":")[0] for line in found) == ["stepping/lockstep.py", THE_READ]
+    assert sum(found.values()) == 2, found
+
+
+@pytest.mark.ranks
+def test_the_textbook_asks_who_uses_what(tmp_path: Path) -> None:
+    (found,) = run_ranks(of_a_step, 1, tmp_path, "manual", None, 2)
+    assert sum(found.values()) == 3, found
+
+
+def test_the_counter_sees_what_waits() -> None:
+    there, here = torch.empty(3, device="meta"), torch.ones(3)
+    with syncs.HostReads() as quiet:
+        there.add_(1.0).mul_(torch.full((), 2.0, device="meta"))
+        here.to("meta", non_blocking=True)
+        torch.tensor([1.0])
+        there.copy_(here, non_blocking=True)
+    assert not quiet.lines
+    for waits in (
+        lambda: there.tolist(),
+        lambda: float(there[0]),
+        lambda: bool((there > 1).all()),
+        lambda: there.cpu(),
+        lambda: here.to("meta"),
+        lambda: torch.tensor([1.0], device="meta"),
+        lambda: there.new_tensor([1.0]),
+        lambda: there.copy_(here),
+        lambda: here.copy_(there),
+    ):
+        with syncs.HostReads() as seen:
+            waits()
+        assert sum(seen.lines.values()) == 1

@@ -57,7 +57,7 @@ def test_the_tree_is_cut_as_the_products(owned):
 def test_the_norm_is_the_products(size):
     values = torch.randn(size, generator=torch.Generator().manual_seed(size)).exp2() ** 9
     mine = math.sqrt(norm.pairwise_sum(norm.squares(values)))
-    assert mine == float(SharedNorm([size], [[(0, 0, size)]], 0, torch.device("cpu"))({0: values}))
+    assert mine == SharedNorm([size], [[(0, 0, size)]], 0, torch.device("cpu"))({0: values}).now()
 
 
 def net(salt: int) -> nn.Sequential:

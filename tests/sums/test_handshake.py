@@ -113,7 +113,7 @@ def falls_back(rank: int, world_size: int) -> tuple[str, list, list]:
     with contextlib.redirect_stderr(io.StringIO()) as said, stage("memfd refused" if rank == 1 else ""):
         assert shared_memory() is None
         assert shared_memory() is None
-    totals = start_totals(torch.ones(2, 1, dtype=torch.float64) * rank, [1.0])()
+    totals = start_totals(torch.ones(2, 1, dtype=torch.float64) * rank, [1.0])().now()
     world = World(rank, world_size, rank, world_size, torch.device("cpu"), "gloo")
     return said.getvalue(), [totals.sums, totals.votes], gather_words(rank, world)
 

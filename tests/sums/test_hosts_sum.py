@@ -197,7 +197,7 @@ def sends(rank: int, world_size: int, folder: Path) -> list[object]:
     assert shared_memory() is None is shared_memory_if_made() and way_taken() == "hosts"
     model = nn.Linear(999, 1000)
     broadcast_module(model)
-    totals = start_totals(torch.ones(4, 1, dtype=torch.float64) * rank, [1.0])()
+    totals = start_totals(torch.ones(4, 1, dtype=torch.float64) * rank, [1.0])().now()
     assert (totals.sums, totals.votes) == ([24.0], [4.0])
     world = World(rank, world_size, rank, world_size, torch.device("cpu"), "gloo")
     assert gather_words(rank, world) == [0, 1, 2, 3]

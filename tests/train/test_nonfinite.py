@@ -16,8 +16,9 @@ from paceline.checkpoint.whole import sha256_of
 from paceline.data.arrays import ArrayDataset
 from paceline.data.plan import ranks_share
 from paceline.errors import PacelineError, TrainingError
-from paceline.stepping.nonfinite import LeftOut, NotFinite, are_finite, too_many
+from paceline.stepping.nonfinite import LeftOut, NotFinite, too_many
 from paceline.strategies import STRATEGIES, Replica
+from paceline.sums.norm import are_finite
 
 CPU = torch.device("cpu")
 MANY = ("manual", "bucketed", "ddp", "exact", "zero", "fsdp")
@@ -88,12 +89,12 @@ def test_finite_means_that_each_element_is(dtype, bad):
     gradients = [torch.full((10,), 3.0, dtype=dtype) for _ in range(2)]
     for at, value in bad:
         gradients[at // 10][at % 10] = value
-    assert are_finite(gradients) == (not bad)
+    assert are_finite(gradients, CPU).now() == (not bad)
 
 
 def test_a_sum_that_overflows_is_no_false_alarm():
-    assert are_finite([torch.full((100,), 3e38)])
-    assert are_finite([])
+    assert are_finite([torch.full((100,), 3e38)], CPU).now()
+    assert are_finite([], CPU).now()
 
 
 # ---- one process -------------------------------------------------------------------------------------------------

@@ -194,7 +194,8 @@ class Session(Life):
         """
         if self._steps.body is not None and not self._steps.body.is_last:
             return torch.zeros((), device=self.device)
-        return torch.tensor(self._part(model).replica.clip_grad_norm(max_norm), dtype=torch.float64, device=self.device)
+        norm = self._part(model).replica.clip_grad_norm(max_norm).now()
+        return torch.full((), norm, dtype=torch.float64, device=self.device)
 
     def log(self, values: Mapping[str, float] | None = None, **more: float) -> None:
         """Numbers found by the loop: rank 0 prints them, the run folder records them."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from paceline.data.loader import MicroBatch
 from paceline.data.plan import ranks_share
-from paceline.sums import labelled
+from paceline.sums import labelled, sent
 from paceline.worker.world import World
 
 Part = tuple[int | None, Tensor]
@@ -21,7 +21,7 @@ Part = tuple[int | None, Tensor]
 
 def as_many_as_any(microbatches: Sequence[MicroBatch], world: World) -> Sequence[MicroBatch]:
     """A step's micro-batches of this rank, and stand-ins after them, as many on every rank (a collective)."""
-    most = torch.tensor([len(microbatches)], device=world.device)
+    most = sent([len(microbatches)], world.device)
     dist.all_reduce(labelled(most, "number of micro-batches"), op=dist.ReduceOp.MAX)
     first, missing = microbatches[0], int(most) - len(microbatches)
     # each an object of its own: the step knows its last one by identity

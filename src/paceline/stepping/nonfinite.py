@@ -18,8 +18,9 @@ from paceline.data.loader import MicroBatch
 from paceline.errors import ExitCode, TrainingError, first_few
 from paceline.nested import mapped
 from paceline.strategies.base import Replica
-from paceline.sums import gather_words, sum_over_ranks, told_once
+from paceline.sums import Pending, gather_words, sent, sum_over_ranks, told_once
 from paceline.sums.buckets import trainable
+from paceline.sums.norm import are_finite
 from paceline.worker.world import World
 
 MAX_NAMED = 8  # samples of a rank in a message
@@ -45,30 +46,20 @@ class NotFinite:
     """the first rank that made it so"""
 
 
-def gradients_are_finite(replica: Replica) -> bool:
+def gradients_are_finite(replica: Replica) -> Pending[bool]:
     """Whether no gradient holds an infinity or NaN, on all ranks alike (a collective where they are sharded)."""
-    finite = are_finite([held.tensor for held in replica.gradients()])
+    gradients, device = [held.tensor for held in replica.gradients()], replica.world.device
+    finite = are_finite(gradients, device)
     if not replica.sharded or replica.world.size == 1:
         return finite
-    bad = torch.tensor([0.0 if finite else 1.0], dtype=torch.float64, device=replica.world.device)
-    return float(sum_over_ranks(bad, "gradients that are not finite")) == 0
 
+    def over_ranks(bad: Tensor) -> Pending[bool]:
+        return Pending(sum_over_ranks(bad, "gradients that are not finite"), lambda ranks: not ranks[0])
 
-def are_finite(gradients: Sequence[Tensor]) -> bool:
-    """Whether none of them holds an infinity or NaN."""
-    if not gradients:
-        return True
-    # A sum is several times faster than a look at each element, and never finite where an element is not. As a sum
-    # of finite elements may overflow, too, each element is then looked at.
-    sums = torch.stack([_sum(gradient) for gradient in gradients])
-    return bool(sums.isfinite().all()) or all(bool(gradient.isfinite().all()) for gradient in gradients)
+    def looked_at(fine: bool) -> bool:  # the same on all ranks
+        return fine or over_ranks(sent([not finite.now()], device)).now()
 
-
-def _sum(gradient: Tensor) -> Tensor:
-    small = gradient.dtype in (torch.float16, torch.bfloat16)
-    return (gradient.sum(dtype=torch.float32) if small else gradient.sum()).to(
-        torch.promote_types(gradient.dtype, torch.float32)
-    )
+    return over_ranks(finite.numbers).then(looked_at)
 
 
 def losses_not_finite(seen: Seen, where: str, world: World) -> NotFinite:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack
 from functools import partial
 
-import torch
 from torch import Tensor
 
 from paceline.contract.evidence import Phase
@@ -24,9 +23,9 @@ from paceline.stepping.lockstep import as_many_as_any
 from paceline.stepping.order import CallOrder
 from paceline.stepping.phases import Phases
 from paceline.stepping.summing import StepResult, Sums
-from paceline.stepping.trainee import Trainee
+from paceline.stepping.trainee import Trainee, reached_anywhere
 from paceline.stepping.votes import Votes
-from paceline.sums import start_totals, sum_over_ranks, told_once
+from paceline.sums import Pending, Totals, costs, read_at_once, start_totals, told_once
 from paceline.worker.guard import Guard
 from paceline.worker.world import World
 
@@ -177,14 +176,7 @@ class Steps:
             self._put_aside(wanted, body)
             return
         self._enter(Phase.SYNC)
-        totals = finish()
-        if self._sums.divisor is None:
-            self._result.votes = Votes(*totals.votes[: len(Votes._fields)])
-            if self._order is not None:
-                self._order.check(totals.votes[len(Votes._fields) :], self._where)
-        self._synchronise(wanted, totals.sums)
-
-    # inside
+        self._synchronise(wanted, finish())
 
     def _rates(self) -> list[float]:
         return [rate for part in self.parts for rate in part.rates()]
@@ -200,10 +192,17 @@ class Steps:
                 )
             part.close(reached)
 
-    def _synchronise(self, wanted: Sequence[Trainee], sums: Sequence[float]) -> None:
-        """Gradients of all models that the backward has reached become the global batch's (a collective)."""
-        loss, weight, divide_by = self._sums.divide(sums, self._where)
-        reached = self._reached(wanted) if len(self.parts) > 1 else wanted  # one model is always reached
+    def _synchronise(self, wanted: Sequence[Trainee], totals: Pending[Totals]) -> None:
+        """Gradients of all models that the backward has reached become the global batch's (a collective).
+
+        The host waits for a GPU once, at the end. On the CPU what is wrong is found before gradients travel.
+        """
+        divisor, loss, late = self._sums.divisor_of(totals.numbers), 0.0, costs(self._world.device)
+        if not late:
+            loss = self._heard(totals.now())
+        reached = (
+            reached_anywhere(wanted, self._world) if len(self.parts) > 1 else wanted
+        )  # one model is always reached
         if self._exact and any(part in self._summed_up for part in reached):
             raise UsageError(
                 "two backwards of one model in one step would be added up in an order that depends on the number of "
@@ -211,26 +210,29 @@ class Steps:
                 "s.backward(loss, only=optimizer)"
             )
         self._summed_up += reached
-        result, finite = self._result, math.isfinite(loss)
-        result.loss, result.weight = result.loss + loss, weight
-        for part in reached:
-            known = part.synchronise(torch.tensor(divide_by, dtype=torch.float64, device=self._world.device))
-            if finite and self._max_norm is not None:
-                result.grad_norm = part.replica.clip_grad_norm(self._max_norm)
-                known = known or math.isfinite(result.grad_norm)
-            finite = finite and bool(known or nonfinite.gradients_are_finite(part.replica))
+        known = [part.synchronise(divisor) and self._max_norm is None for part in reached]
+        asked = [part for part, is_finite in zip(reached, known, strict=True) if not is_finite and math.isfinite(loss)]
+        judged = [part.judged(self._max_norm) for part in asked]
+        found = read_at_once([*([totals] if late else []), *judged])
+        if late:
+            loss = self._heard(totals.made(found.pop(0)))
+        finite = math.isfinite(loss)
+        for one, numbers in zip(judged, found, strict=True):
+            if finite:
+                finite, self._result.grad_norm = one.made(numbers)
         if not finite:
-            result.left_out = self._not_finite(reached, in_loss=not math.isfinite(loss))
-            result.grad_norm = None
+            self._result.left_out = self._not_finite(reached, in_loss=not math.isfinite(loss))
+            self._result.grad_norm = None
 
-    def _reached(self, wanted: Sequence[Trainee]) -> list[Trainee]:
-        """Of several models each rank asks whether any rank has reached it (a collective)."""
-        flags = torch.tensor([float(part.reached) for part in wanted], dtype=torch.float64, device=self._world.device)
-        found = sum_over_ranks(flags, "models reached by a backward").tolist()
-        for part, ranks in zip(wanted, found, strict=True):
-            if not ranks:
-                part.close(reached=False)
-        return [part for part, ranks in zip(wanted, found, strict=True) if ranks]
+    def _heard(self, totals: Totals) -> float:
+        """Take note of what all ranks have said, and give the mean loss. Raises if they do not agree."""
+        if self._sums.divisor is None:
+            self._result.votes = Votes(*totals.votes[: len(Votes._fields)])
+            if self._order is not None:
+                self._order.check(totals.votes[len(Votes._fields) :], self._where)
+        loss, self._result.weight = self._sums.divide(totals.sums, self._where)
+        self._result.loss += loss
+        return loss
 
     def _not_finite(self, reached: Sequence[Trainee], *, in_loss: bool) -> nonfinite.NotFinite:
         """Who made it so (a collective)."""

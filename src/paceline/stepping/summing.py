@@ -71,22 +71,33 @@ class Sums:
         self.in_round += 1
         body.weights.append(weighed)
 
-    def divide(self, sums: Sequence[float], where: str) -> tuple[float, float, float]:
-        """From the totals over ranks the mean loss, its weight, and the gradients' divisor; a new round begins.
+    def divisor_of(self, totals: Tensor) -> Tensor:
+        """From the totals over ranks, on their device, what gradients are divided by, a scalar there."""
+        if self._reduction == "sum":
+            return torch.ones_like(totals[1])
+        return totals[1] if self._counted_before is None else torch.full_like(totals[1], self._counted_before)
+
+    def divide(self, sums: Sequence[float], where: str) -> tuple[float, float]:
+        """From the totals over ranks the mean loss and its weight; a new round begins.
 
         Raises:
             TrainingError: on one rank, if all weights are zero; ToldElsewhere on the others.
         """
         loss_total, weight_total = sums
-        if self.divisor is not None and not self._one_each:  # its weights were counted with the first
-            weight_total = self.divisor
+        if self._counted_before is not None:
+            weight_total = self._counted_before
         if weight_total == 0:
             words = f"the loss weights of the global batch at {where} sum to 0: its mean is undefined"
             raise told_once(TrainingError(words), self._world)
         self.divisor = weight_total
         self.rows.zero_()
         self.in_round = 0
-        return loss_total / weight_total, weight_total, 1.0 if self._reduction == "sum" else weight_total
+        return loss_total / weight_total, weight_total
+
+    @property
+    def _counted_before(self) -> float | None:
+        """The weight of this round, if it was counted with the first."""
+        return None if self._one_each else self.divisor
 
     def _row(self, virtual_rank: int) -> Tensor:
         if virtual_rank >= len(self.rows):

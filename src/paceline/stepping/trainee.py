@@ -1,12 +1,17 @@
 """A model in the steps of a training, as a step sees it."""
 
+import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 from torch import Tensor
 
 from paceline.checkpoint.state import Held
+from paceline.stepping.nonfinite import gradients_are_finite
 from paceline.strategies.base import Replica
+from paceline.sums import Pending, sent, sum_over_ranks
 from paceline.sums.buckets import trainable
+from paceline.worker.world import World
 
 
 class Trainee:
@@ -46,6 +51,16 @@ class Trainee:
         """
         return self.replica.sync_gradients(divisor)
 
+    def judged(self, max_norm: float | None) -> Pending[tuple[bool, float | None]]:
+        """After `synchronise`: (are all gradients finite? their norm, if they are clipped, to `max_norm`)."""
+        if max_norm is None:
+            return gradients_are_finite(self.replica).then(lambda finite: (finite, None))
+
+        def made(norm: float) -> tuple[bool, float]:  # the norm is the vote, unless a square was beyond its type
+            return math.isfinite(norm) or gradients_are_finite(self.replica).now(), norm
+
+        return self.replica.clip_grad_norm(max_norm).then(made)
+
     def give_up(self) -> None:
         """The step is given up: buffers are those before it."""
         self.replica.put_back_buffers()
@@ -57,3 +72,13 @@ class Trainee:
     def rates(self) -> list[float]:
         """The learning rates as they are."""
         return [group["lr"] for group in self.replica.optimizer.param_groups]
+
+
+def reached_anywhere(wanted: Sequence[Trainee], world: World) -> list[Trainee]:
+    """Those whose parameters a watched backward has reached on any rank; the others are closed (a collective)."""
+    flags = sent([float(part.reached) for part in wanted], world.device)
+    found = sum_over_ranks(flags, "models reached by a backward").tolist()
+    for part, ranks in zip(wanted, found, strict=True):
+        if not ranks:
+            part.close(reached=False)
+    return [part for part, ranks in zip(wanted, found, strict=True) if ranks]

@@ -23,6 +23,7 @@ from paceline.strategies.held import hold_optimizer, load_optimizer
 from paceline.strategies.refusals import refuse_foreign
 from paceline.sums.buckets import trainable
 from paceline.sums.norm import scale_to_norm, total_norm
+from paceline.sums.pending import Pending
 from paceline.sums.reducer import Reducer
 from paceline.worker.world import World
 
@@ -52,9 +53,9 @@ class Replica:
     """after an error in a forward or backward of your own loop, in place of `sync_gradients`: drops the step's
     gradients, so that the next one can begin. Every rank calls it, or `sync_gradients`, whose result is then worth
     nothing (a collective). `ddp` and `fsdp` can go on only where all ranks have failed before their first backward"""
-    clip_grad_norm: Callable[[float], float]
-    """(largest norm allowed): scales all gradients alike, unless the global norm before, which it returns, is not
-    finite (a collective where gradients are sharded)"""
+    clip_grad_norm: Callable[[float], Pending[float]]
+    """(largest norm allowed): the global norm of the gradients (a collective where they are sharded); once that is
+    read all of them are scaled alike, unless it is not finite"""
     merged_buffers: Callable[[], AbstractContextManager[None]]
     """inside, the model's buffers are the same on all ranks (a collective)"""
     keep_buffers: Callable[[], None]
@@ -107,7 +108,7 @@ def replica(
     backward: Callable[[Work, bool], AbstractContextManager[Any]] = lambda _work, _is_last: nullcontext(),
     on_gradient: Callable[[Callable[[], None]], None] | None = None,
     gradients: Callable[[], list[Held]] | None = None,
-    gradient_norm: Callable[[], float] | None = None,
+    gradient_norm: Callable[[], Pending[float]] | None = None,
     sharded: bool = False,
     in_lockstep: bool = False,
     gathered: Callable[[], AbstractContextManager[None]] = nullcontext,
@@ -182,11 +183,14 @@ def replica(
 
     held_gradients = gradients or own_gradients
 
-    def clip_grad_norm(max_norm: float) -> float:
+    def clip_grad_norm(max_norm: float) -> Pending[float]:
         tensors = [held.tensor for held in held_gradients()]
-        norm = total_norm(tensors) if gradient_norm is None else gradient_norm()
-        scale_to_norm(tensors, norm, max_norm)
-        return norm
+
+        def clipped(norm: float) -> float:
+            scale_to_norm(tensors, norm, max_norm)
+            return norm
+
+        return (total_norm(tensors) if gradient_norm is None else gradient_norm()).then(clipped)
 
     def parameters_here() -> list[Held]:
         return [Held(f"model/{name}", parameter.detach()) for name, parameter in model.named_parameters()]

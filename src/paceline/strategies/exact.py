@@ -7,6 +7,7 @@ from paceline.strategies.buffers import forest_of
 from paceline.strategies.refusals import refuse_synchronised
 from paceline.sums.buckets import trainable
 from paceline.sums.norm import SharedNorm, even_shares
+from paceline.sums.pending import Pending
 from paceline.sums.reducer import sum_by_leaf
 from paceline.sums.replicate import broadcast_module
 from paceline.worker.world import World
@@ -33,7 +34,7 @@ def exact(
     shares = even_shares(sizes, world.size)
     norm = SharedNorm(sizes, shares, world.rank, world.device)
 
-    def gradient_norm() -> float:
+    def gradient_norm() -> Pending[float]:
         own = [(i, parameters[i].grad, start, stop) for i, start, stop in shares[world.rank]]
         return norm({i: grad.reshape(-1)[start:stop] for i, grad, start, stop in own if grad is not None})
 

@@ -28,6 +28,7 @@ from paceline.strategies.held import hold_pieces, load_pieces
 from paceline.strategies.refusals import refuse_foreign, refuse_whole
 from paceline.sums.buckets import divide
 from paceline.sums.gather import labelled
+from paceline.sums.pending import Pending, sent
 from paceline.sums.replicate import broadcast_module
 from paceline.sums.shards import Piece
 from paceline.worker.world import World
@@ -148,14 +149,14 @@ class _Shares:
                 held.append(Held(name, gradient, self._shapes[name], piece.start, replicated=False))
         return held
 
-    def gradient_norm(self) -> float:
+    def gradient_norm(self) -> Pending[float]:
         """The same on all ranks (a collective)."""
-        total = torch.zeros((), dtype=torch.float64, device=self._world.device)
+        total = torch.zeros(1, dtype=torch.float64, device=self._world.device)
         for held in self.gradients():
             if not held.replicated or self._world.rank == 0:  # what all hold counts once
                 total += held.tensor.double().square().sum()
         dist.all_reduce(labelled(total, "norm of the gradients"))
-        return math.sqrt(float(total))
+        return Pending(total, lambda squares: math.sqrt(squares[0]))
 
     def parameters(self) -> list[Held]:
         """For a checkpoint."""
@@ -207,9 +208,10 @@ class _Used:
         uncut = {name: p for name, p in self._uncut.items() if p.requires_grad}
         flags = [float(name in self._used) for name in self._names]
         values = [(torch.zeros_like(p) if p.grad is None else p.grad).double().view(-1) for p in uncut.values()]
-        summed = torch.cat([torch.tensor(flags, dtype=torch.float64, device=world.device), *values])
+        summed = torch.cat([sent(flags, world.device), *values])
         dist.all_reduce(labelled(summed, "who uses which parameter"))
-        everywhere = dict(zip(self._names, summed.tolist(), strict=False))
+        # looked at only if this rank did not use all of them itself: on a GPU, looking means waiting
+        everywhere = dict(zip(self._names, flags if all(flags) else summed[: len(flags)].tolist(), strict=True))
         sums = iter(summed[len(flags) :].split([p.numel() for p in uncut.values()]))
         for name, parameter in model.named_parameters():
             if name in uncut:

@@ -9,6 +9,7 @@ from paceline.strategies.held import hold_pieces, load_pieces
 from paceline.strategies.refusals import refuse_foreign, refuse_synchronised, refuse_whole
 from paceline.sums.buckets import trainable
 from paceline.sums.norm import SharedNorm
+from paceline.sums.pending import Pending
 from paceline.sums.reducer import sum_to_shares
 from paceline.sums.replicate import broadcast_module
 from paceline.sums.shards import Shards
@@ -47,7 +48,7 @@ def zero(
         held = {name: (piece.parameter.grad, piece.start) for name, piece in pieces.items()}
         return [Held(n, g, shapes[n], start, replicated=False) for n, (g, start) in held.items() if g is not None]
 
-    def gradient_norm() -> float:
+    def gradient_norm() -> Pending[float]:
         own = {i: shards.pieces[p].parameter.grad for i, p in enumerate(parameters) if p in shards.pieces}
         return norm({i: gradient for i, gradient in own.items() if gradient is not None})
 

@@ -74,9 +74,10 @@ def packed_size(parameters: Sequence[nn.Parameter]) -> int:
 def unpack(flat: Tensor, parameters: Sequence[nn.Parameter], used_here: Sequence[bool]) -> None:
     """Give each parameter its piece of `flat`, a sum of unpadded `pack`s, as .grad; None where no rank has used it."""
     *pieces, used = flat.split([*(p.numel() for p in parameters), len(parameters)])
-    for index, (parameter, piece) in enumerate(zip(parameters, pieces, strict=True)):
-        # Looked at only if this rank did not use it itself: on a GPU, looking means waiting.
-        if used_here[index] or used[index] != 0:
+    # Looked at only if this rank did not use all of them itself: on a GPU, looking means waiting.
+    used_anywhere: Sequence[float] = used_here if all(used_here) else used.tolist()
+    for parameter, piece, is_used in zip(parameters, pieces, used_anywhere, strict=True):
+        if is_used:
             grad = piece.view(parameter.shape)
             # A gradient has its parameter's strides: torch's fused optimizers walk both through memory side by side.
             parameter.grad = grad if parameter.is_contiguous() else torch.empty_like(parameter).copy_(grad)

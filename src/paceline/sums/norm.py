@@ -23,7 +23,9 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
+from paceline.sums.pending import Pending, costs
 from paceline.sums.totals import sum_over_ranks
+from paceline.sums.tree import neighbours_added
 
 BLOCK = 64  # elements
 CHUNK = 1 << 18  # elements squared at a time: their squares stay in a core's cache
@@ -75,7 +77,7 @@ class BlockTree:
                 found.append(of_blocks[0])
             if right:
                 found.append(of_blocks[-1])
-            of_blocks = _pairs(of_blocks[int(left) : len(of_blocks) - int(right)])
+            of_blocks = neighbours_added(of_blocks[int(left) : len(of_blocks) - int(right)])
         return found
 
     def root(self, sums: Mapping[TreePlace, float]) -> float:
@@ -107,17 +109,20 @@ class SharedNorm:
         self._places = [[place for run in of_rank for place in self._tree.places(run)] for of_rank in runs]
         self._rank = rank
 
-    def __call__(self, gradients: Mapping[int, Tensor]) -> float:
+    def __call__(self, gradients: Mapping[int, Tensor]) -> Pending[float]:
         """The same on all ranks (a collective); NaN or infinite only if an element is, or its square is.
 
         `gradients` are those of this rank's shares, flat, by the parameter's position; what is missing is zeros.
         """
-        total = self._total(gradients, None)
-        if not math.isfinite(total):
-            total = self._total(gradients, torch.float64)
-        return math.sqrt(total)
 
-    def _total(self, gradients: Mapping[int, Tensor], dtype: torch.dtype | None) -> float:
+        def root(total: float) -> float:
+            if not math.isfinite(total):
+                total = self._total(gradients, torch.float64).now()
+            return math.sqrt(total)
+
+        return self._total(gradients, None).then(root)
+
+    def _total(self, gradients: Mapping[int, Tensor], dtype: torch.dtype | None) -> Pending[float]:
         of_blocks = [
             square_sums(gradients[index], dtype)
             if index in gradients
@@ -133,7 +138,7 @@ class SharedNorm:
         if len(self._places) > 1:
             # each slot is one rank's and zero elsewhere, so no order of additions shows
             slots = sum_over_ranks(slots, "norm of the gradients")
-        return self._tree.root(dict(zip(chain(*self._places), slots.tolist(), strict=True)))
+        return Pending(slots, lambda sums: self._tree.root(dict(zip(chain(*self._places), sums, strict=True))))
 
 
 def even_shares(sizes: Sequence[int], holders: int) -> list[list[OwnShare]]:
@@ -148,10 +153,35 @@ def even_shares(sizes: Sequence[int], holders: int) -> list[list[OwnShare]]:
     return shares
 
 
-def total_norm(gradients: Sequence[Tensor]) -> float:
+def total_norm(gradients: Sequence[Tensor]) -> Pending[float]:
     """The norm of all elements together; in float64 if the square of one is beyond float32."""
-    norm = float(nn.utils.get_total_norm(gradients))
-    return norm if math.isfinite(norm) else float(nn.utils.get_total_norm([one.double() for one in gradients]))
+
+    def made(numbers: list[float]) -> float:
+        (norm,) = numbers
+        return norm if math.isfinite(norm) else float(nn.utils.get_total_norm([one.double() for one in gradients]))
+
+    return Pending(nn.utils.get_total_norm(gradients).double().view(1), made)
+
+
+def are_finite(gradients: Sequence[Tensor], device: torch.device) -> Pending[bool]:
+    """Whether none of them, all on `device`, holds an infinity or NaN; `numbers` are [0], or [1]: perhaps one does."""
+    if not gradients:
+        return Pending(torch.zeros(1, dtype=torch.float64, device=device), lambda _: True)
+    if not costs(device):
+        # A sum is several times faster than a look at each element, and never finite where an element is not. As a
+        # sum of finite elements may overflow, too, each element is then looked at.
+        quick = torch.stack([_sum(gradient) for gradient in gradients]).isfinite().all()
+    else:  # one kernel for many of them, and it cannot overflow
+        quick = nn.utils.get_total_norm(gradients, math.inf).isfinite()
+    perhaps = (~quick).double().view(1)
+    return Pending(perhaps, lambda bad: not bad[0] or all(bool(gradient.isfinite().all()) for gradient in gradients))
+
+
+def _sum(gradient: Tensor) -> Tensor:
+    small = gradient.dtype in (torch.float16, torch.bfloat16)
+    return (gradient.sum(dtype=torch.float32) if small else gradient.sum()).to(
+        torch.promote_types(gradient.dtype, torch.float32)
+    )
 
 
 @torch.no_grad()
@@ -206,9 +236,3 @@ def _levels(run: BlockRun, blocks: int) -> Generator[tuple[int, int, int, bool, 
         if is_root:
             return
         first, stop, blocks, level = -(-first // 2), (stop // 2 if right else -(-stop // 2)), -(-blocks // 2), level + 1
-
-
-def _pairs(values: Tensor) -> Tensor:
-    even = values[: len(values) // 2 * 2]
-    added = even[0::2] + even[1::2]
-    return added if len(even) == len(values) else torch.cat([added, values[-1:]])

@@ -9,7 +9,9 @@ several micro-batches for each rank the gradients are added up before they leave
 """
 
 from collections import deque
+from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from paceline.sums.buckets import divide
@@ -36,6 +38,7 @@ class Shares:
         """See `reducer.Transport`."""
         bucket, memory, name = self._shards.buckets[number], self._shards.memory, f"bucket {number}"
         packed = [_packed(bucket, grads, self._shards.world_size) for grads in own]
+        self._used.append([any(grads and grads[i] is not None for grads in own) for i in range(len(bucket.parameters))])
         own.clear()  # the gradients are copied: let them go before those of others come
         if memory is not None:
             share = packed[0].new_empty(len(packed[0]) // memory.size)
@@ -50,21 +53,26 @@ class Shares:
         while self._under_way:
             self._end_first()
         if divisor is not None:
-            for bucket, share in zip(self._shards.buckets, self._arrived, strict=True):
-                self._hand_out(bucket, share, divisor)
+            shares = [*zip(self._shards.buckets, self._arrived, self._used, strict=True)]
+            # Looked at only if this rank did not use all of them itself: on a GPU, looking means waiting.
+            flags = [share[bucket.share :] for bucket, share, used in shares if not all(used)]
+            told: list[float] = torch.cat(flags).tolist() if flags else []
+            for bucket, share, used in shares:
+                size = 0 if all(used) else len(share) - bucket.share
+                self._hand_out(bucket, divide(share[: bucket.share], divisor), told[:size] or used)
+                del told[:size]
         return False
 
     def forget(self) -> None:
         """See `reducer.Transport`."""
         self._under_way = deque[AllToAll]()
         self._arrived: list[Tensor] = []
+        self._used: list[Sequence[float]] = []
 
     def _end_first(self) -> None:
         self._arrived.append(self._under_way.popleft().end())
 
-    def _hand_out(self, bucket: CutBucket, share: Tensor, divisor: float | Tensor) -> None:
-        sums = divide(share[: bucket.share], divisor)
-        used: list[float] = share[bucket.share :].tolist()
+    def _hand_out(self, bucket: CutBucket, sums: Tensor, used: Sequence[float]) -> None:
         for run in bucket.runs[self._shards.rank]:
             if used[run.index]:
                 piece = self._shards.pieces[bucket.parameters[run.index]]

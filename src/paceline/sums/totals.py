@@ -9,9 +9,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.sums.gather import labelled
+from paceline.sums.pending import Pending, sent
 from paceline.sums.shared import SharedMemory
 from paceline.sums.sharing import shared_memory
-from paceline.sums.tree import tree_sum
+from paceline.sums.tree import sum_of_rows
 from paceline.worker.guard import Guard
 
 _NAME = "totals of the step"
@@ -25,25 +26,26 @@ class Totals:
     votes: list[float]
 
 
-def start_totals(leaves: Tensor, votes: Sequence[float] = ()) -> Callable[[], Totals]:
-    """Start adding up over ranks; the returned function waits and gives the sums.
+def start_totals(leaves: Tensor, votes: Sequence[float] = ()) -> Callable[[], Pending[Totals]]:
+    """Start adding up over ranks; the returned function waits for the other ranks, but not for the device.
 
     Args:
         leaves: (V, k) float64, row v what virtual rank v has to add; rows of other ranks' virtual ranks are zeros. The
             rows are added up in the order of `tree`, so that the world size does not show in a single bit.
         votes: what this rank has to say, m numbers; added up over ranks in no particular order.
+
+    Returns:
+        To be called once; `numbers` are the k sums, then the m votes.
     """
     # One slot for each virtual rank: adding zeros to it changes nothing, so everybody gets all leaves as they are.
-    slots = torch.cat([leaves.flatten(), leaves.new_tensor(votes)])
-    finish = _started(slots, _NAME)
+    slots = torch.cat([leaves.flatten(), sent(votes, leaves.device)])
+    finish, (_, columns) = _started(slots, _NAME), leaves.shape
 
-    def wait() -> Totals:
-        everything: list[float] = finish().tolist()
-        Guard.of_process().check_freed()
-        rows = [everything[i * leaves.shape[1] : (i + 1) * leaves.shape[1]] for i in range(len(leaves))]
-        parts = {(v, v + 1): row for v, row in enumerate(rows)}
-        sums = tree_sum(parts, lambda a, b: [x + y for x, y in zip(a, b, strict=True)], len(rows))
-        return Totals(sums, everything[leaves.numel() :])
+    def wait() -> Pending[Totals]:
+        everything = finish()
+        sums = sum_of_rows(everything[: leaves.numel()].view(leaves.shape))
+        numbers = torch.cat([sums, everything[leaves.numel() :]])
+        return Pending(numbers, lambda found: Totals(found[:columns], found[columns:]))
 
     return wait
 

@@ -33,7 +33,7 @@ from paceline.stepping import steps as steps_module
 from paceline.strategies import base
 from paceline.strategies.base import Replica, scale_gradients
 from paceline.strategies.buffers import VirtualBuffers
-from paceline.sums import Totals, batchnorm, reducer, transports
+from paceline.sums import Pending, Totals, batchnorm, reducer, transports
 from paceline.sums.batchnorm import Moments, SyncBatchNorm
 from paceline.sums.buckets import trainable
 from paceline.sums.reducer import Reducer
@@ -105,9 +105,14 @@ def wrong_sync(sync: Callable[[Replica, list[Work], Tensor], None], *modules: Mo
     return replicas(change, *modules)
 
 
-def wrong_clip(clip: Callable[[Replica, float], Tensor]) -> list[Patch]:
+def wrong_clip(clip: Callable[[Replica, float], float]) -> list[Patch]:
     """Patches that call clip(the right replica, largest norm) instead of clip_grad_norm."""
-    return replicas(lambda right: replace(right, clip_grad_norm=lambda max_norm: clip(right, max_norm)))
+    return replicas(lambda right: replace(right, clip_grad_norm=lambda max_norm: known(clip(right, max_norm))))
+
+
+def known(number: float) -> Pending[float]:
+    """One that need not be read."""
+    return Pending(torch.zeros(0), lambda _: number)
 
 
 def wrong_sync_points(may_sync: Callable[[int, bool], bool], *modules: ModuleType) -> list[Patch]:
@@ -509,13 +514,13 @@ def clipped_before_sync() -> AbstractContextManager[None]:
     def change(right: Replica) -> Replica:
         def sync_gradients(total_weight: Tensor) -> None:
             scale_gradients(trainable(right.model), right.world.size / total_weight)
-            right.clip_grad_norm(1.0)
+            right.clip_grad_norm(1.0).now()
             right.sync_gradients(total_weight.new_tensor(float(right.world.size)))
 
         return replace(
             right,
             sync_gradients=sync_gradients,
-            clip_grad_norm=lambda _: float(nn.utils.get_total_norm(gradients_of(right))),
+            clip_grad_norm=lambda _: known(float(nn.utils.get_total_norm(gradients_of(right)))),
         )
 
     return planted(*replicas(change, MANUAL))
@@ -529,9 +534,9 @@ def clipped_by_own_norm() -> AbstractContextManager[None]:
             own[0] = nn.utils.get_total_norm(gradients_of(right)) * right.world.size / total_weight
             right.sync_gradients(total_weight)
 
-        def clip_grad_norm(max_norm: float) -> float:
+        def clip_grad_norm(max_norm: float) -> Pending[float]:
             nn.utils.clip_grads_with_norm_(trainable(right.model), max_norm, own[0])
-            return float(own[0])
+            return known(float(own[0]))
 
         return replace(right, sync_gradients=sync_gradients, clip_grad_norm=clip_grad_norm)
 
@@ -539,7 +544,7 @@ def clipped_by_own_norm() -> AbstractContextManager[None]:
 
 
 def clipped_to_twice_the_norm() -> AbstractContextManager[None]:
-    return planted(*wrong_clip(lambda right, max_norm: right.clip_grad_norm(2 * max_norm)))
+    return planted(*wrong_clip(lambda right, max_norm: right.clip_grad_norm(2 * max_norm).now()))
 
 
 def clipped_by_value() -> AbstractContextManager[None]:
@@ -726,15 +731,14 @@ def weights_ignored() -> AbstractContextManager[None]:
 def own_loss_reported() -> AbstractContextManager[None]:
     original = steps_module.start_totals
 
-    def start_totals(leaves: Tensor, votes: Sequence[float] = ()) -> Callable[[], Totals]:
+    def start_totals(leaves: Tensor, votes: Sequence[float] = ()) -> Callable[[], Pending[Totals]]:
         own: list[float] = leaves.sum(0).tolist()  # (loss, weight)
         wait = original(leaves, votes)
 
-        def finish() -> Totals:
-            total = wait()
+        def mine(total: Totals) -> Totals:
             return Totals(own, total.votes) if own[1] > 0 else total  # a rank without samples has no loss of its own
 
-        return finish
+        return lambda: wait().then(mine)
 
     return planted((steps_module, "start_totals", start_totals))
 
