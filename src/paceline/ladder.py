@@ -28,6 +28,8 @@ class Rung:
     """takes each gradient in hooks of torch's own, which no recording can hold"""
     options: Mapping[str, str] = field(default_factory=dict[str, str])
     """its own: the setting in `[model]`, None where not set, and the keyword of its function"""
+    in_own_loops: Mapping[str, bool] = field(default_factory=dict[str, bool])
+    """arguments of its function there, where whoever looks at gradients is not known"""
 
 
 LADDER: Mapping[str, Rung] = {
@@ -35,7 +37,7 @@ LADDER: Mapping[str, Rung] = {
     "dp": Rung(one_process=True, several_gpus=True),
     "manual": Rung(),
     "bucketed": Rung(),
-    "ddp": Rung(hooked=True),
+    "ddp": Rung(hooked=True, in_own_loops={"gradient_as_bucket_view": False}),
     "exact": Rung(exact=True),
     "zero": Rung(exact=True, sharded=True),
     "fsdp": Rung(sharded=True, options={"fsdp_wrap": "wrap"}),

@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import paceline
-from paceline.sums.pending import costs
+from paceline.sums import pending
 
 BACKEND, NAME = "does_nothing", "default_pg"
 ROOT = Path(paceline.__file__).parent
@@ -91,14 +91,15 @@ def on_the_cpu() -> Generator[None]:
     def far(device: torch.device) -> bool:
         return True
 
-    users = [module for module in [*sys.modules.values()] if vars(module).get("costs") is costs]
+    near = pending.costs
+    users = [module for module in [*sys.modules.values()] if vars(module).get("costs") is near]
     for module in users:
         vars(module)["costs"] = far
     try:
         yield
     finally:
         for module in users:
-            vars(module)["costs"] = costs
+            vars(module)["costs"] = near
 
 
 def _line() -> str:

@@ -14,13 +14,16 @@ from tests.run_ranks import run_ranks
 from torch import nn
 from torch.nn import functional
 
-from paceline.data.loader import MicroBatch
+from paceline.data.arrays import ArrayDataset
+from paceline.data.loader import Loading, MicroBatch
 from paceline.data.plan import Work
 from paceline.stepping.order import CallOrder
 from paceline.stepping.votes import Votes
 from paceline.strategies import STRATEGIES
 from paceline.sums import shards
 from paceline.sums.gather import gather_over_torch
+from paceline.train import evaluate as evaluations
+from paceline.train.evaluate import evaluate
 from paceline.train.step import TaskSteps
 from paceline.worker.world import World
 
@@ -93,6 +96,35 @@ def test_fsdp_asks_for_the_number_of_micro_batches_as_well(clip: float | None, t
 def test_the_textbook_asks_who_uses_what(tmp_path: Path) -> None:
     (found,) = run_ranks(of_a_step, 1, tmp_path, "manual", None, 2)
     assert sum(found.values()) == 3, found
+
+
+def of_an_evaluation(rank: int, world_size: int, batches: int) -> dict[str, int]:
+    """The waits of an evaluation of so many batches, with two metrics beside the loss."""
+    begin()
+    vars(evaluations)["gather_tensors"] = lambda states, world, name: [states]
+    with META:
+        model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
+    world = World(0, 2, 0, 2, META, syncs.BACKEND)
+    replica = STRATEGIES["bucketed"](model, lambda p: torch.optim.AdamW(p, lr=1e-3), world, virtual_ranks=2)
+    samples = 2 * 4 * batches  # of two virtual ranks
+    data = ArrayDataset(torch.zeros(samples, 8), torch.zeros(samples, dtype=torch.int64))
+
+    def hit(outputs: Any, targets: Any) -> Any:
+        return (outputs.argmax(1) == targets).float()
+
+    def loss(outputs: Any, targets: Any) -> Any:
+        return functional.cross_entropy(outputs, targets, reduction="none")
+
+    with syncs.HostReads() as counter:
+        evaluate(replica, data, loss, {"one": hit, "two": hit}, Loading(META), batch_size=4)
+    return dict(counter.lines)
+
+
+@pytest.mark.ranks
+def test_an_evaluation_waits_at_its_end_and_for_no_batch(tmp_path: Path) -> None:
+    (few,), (many,) = (run_ranks(of_an_evaluation, 1, tmp_path, batches) for batches in (2, 20))
+    assert few == many
+    assert sum(many.values()) <= 5  # buffers, and a state of each metric: the loss has two
 
 
 def test_the_counter_sees_what_waits() -> None:

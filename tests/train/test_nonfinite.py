@@ -18,7 +18,7 @@ from paceline.data.plan import ranks_share
 from paceline.errors import PacelineError, TrainingError
 from paceline.stepping.nonfinite import LeftOut, NotFinite, too_many
 from paceline.strategies import STRATEGIES, Replica
-from paceline.sums.norm import are_finite
+from paceline.sums.finite import are_finite
 
 CPU = torch.device("cpu")
 MANY = ("manual", "bucketed", "ddp", "exact", "zero", "fsdp")

@@ -66,7 +66,9 @@ class Life(Loop):
             raise unknown("strategy", strategy, list(LADDER))
         if fsdp_wrap is not None and "fsdp_wrap" not in LADDER[strategy].options:
             raise UsageError(f"session(fsdp_wrap={fsdp_wrap!r}) is for strategy='fsdp', not {strategy!r}")
-        self._options = {} if fsdp_wrap is None else {LADDER[strategy].options["fsdp_wrap"]: fsdp_wrap}
+        self._options: dict[str, Any] = dict(LADDER[strategy].in_own_loops)
+        if fsdp_wrap is not None:
+            self._options[LADDER[strategy].options["fsdp_wrap"]] = fsdp_wrap
         if resume and run_dir is None:
             raise UsageError("session(resume=True) needs the folder of the run: session('runs/mine', resume=True)")
         if not_finite not in ("stop", "skip"):

@@ -20,7 +20,7 @@ from paceline.nested import mapped
 from paceline.strategies.base import Replica
 from paceline.sums import Pending, gather_words, sent, sum_over_ranks, told_once
 from paceline.sums.buckets import trainable
-from paceline.sums.norm import are_finite
+from paceline.sums.finite import are_finite
 from paceline.worker.world import World
 
 MAX_NAMED = 8  # samples of a rank in a message

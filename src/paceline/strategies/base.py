@@ -21,7 +21,7 @@ from paceline.seeding import random_stream
 from paceline.strategies.buffers import VirtualBuffers, uncounted
 from paceline.strategies.held import hold_optimizer, load_optimizer
 from paceline.strategies.refusals import refuse_foreign
-from paceline.sums.buckets import trainable
+from paceline.sums.buckets import by_type, trainable
 from paceline.sums.norm import scale_to_norm, total_norm
 from paceline.sums.pending import Pending
 from paceline.sums.reducer import Reducer
@@ -237,9 +237,8 @@ def replica(
 @torch.no_grad()
 def scale_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:
     """Multiply every gradient there is by the scalar `factor`."""
-    for parameter in parameters:
-        if parameter.grad is not None:
-            parameter.grad.mul_(factor)
+    for group, number in by_type((p.grad for p in parameters if p.grad is not None), factor):
+        torch._foreach_mul_(group, number)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
 
 
 def leaf_of(reducer: Reducer) -> Callable[[Work, bool], AbstractContextManager[None]]:

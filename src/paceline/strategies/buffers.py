@@ -149,7 +149,7 @@ class VirtualBuffers:
         """In the tree's order, so that the world size does not show; in float64, so that the order hardly matters."""
         floating = {n: b for n, b in self._initial.items() if b.is_floating_point()}
         root = self._tree_sum(floating)
-        count = root[-1]
+        count = float(root[-1])
         pieces = root[:-1].split([b.numel() for b in floating.values()]) if floating else []
         mean: _Buffers = {}
         for (name, initial), piece in zip(floating.items(), pieces, strict=True):

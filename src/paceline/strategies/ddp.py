@@ -21,6 +21,7 @@ def ddp(
     *,
     virtual_ranks: int | None = None,
     find_unused_parameters: bool = False,
+    gradient_as_bucket_view: bool = True,
 ) -> Replica:
     """Wrap the model in DDP.
 
@@ -31,6 +32,8 @@ def ddp(
         virtual_ranks: see Strategy.
         find_unused_parameters: DDP's option for models that do not use all parameters in every forward; bind it with
             functools.partial.
+        gradient_as_bucket_view: DDP's option: saves a copy of all gradients, but the next step writes over them. A loop
+            of the user's own may want to add to them, or keep them.
 
     Raises:
         ValueError: if the ranks' models differ in names, shapes or types.
@@ -46,6 +49,7 @@ def ddp(
         device_ids=[world.device] if world.device.type != "cpu" else None,
         init_sync=False,
         find_unused_parameters=find_unused_parameters,
+        gradient_as_bucket_view=gradient_as_bucket_view,
         **buffers_stay,
     )
 

@@ -26,7 +26,7 @@ from paceline.data.plan import Work
 from paceline.strategies.base import MakeOptimizer, Replica, replica
 from paceline.strategies.held import hold_pieces, load_pieces
 from paceline.strategies.refusals import refuse_foreign, refuse_whole
-from paceline.sums.buckets import divide
+from paceline.sums.buckets import divide_each
 from paceline.sums.gather import labelled
 from paceline.sums.pending import Pending, sent
 from paceline.sums.replicate import broadcast_module
@@ -87,8 +87,7 @@ def fsdp(
 
     def sync_gradients(total_weight: Tensor) -> None:
         used.agree(model, world)
-        for held in shares.gradients():
-            divide(held.tensor, total_weight)
+        divide_each([held.tensor for held in shares.gradients()], total_weight)
 
     return replica(
         model, optimizer, world, virtual_ranks=virtual_ranks, sync_gradients=sync_gradients, around=used.watching,

@@ -1,7 +1,7 @@
 """How gradients of many parameters travel together: which ones, in which order, packed into one tensor each."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Generator, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -92,3 +92,22 @@ def divide(total: Tensor, divisor: float | Tensor) -> Tensor:
     if total.element_size() < 4:
         return total.copy_(total.float().div_(divisor))
     return total.div_(divisor)
+
+
+def divide_each(totals: Iterable[Tensor], divisor: float | Tensor) -> None:
+    """`divide` for all of them, in few kernels."""
+    for group, number in by_type(totals, divisor):
+        if group[0].element_size() < 4:
+            for total in group:
+                divide(total, divisor)
+        else:
+            torch._foreach_div_(group, number)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+
+
+def by_type(tensors: Iterable[Tensor], number: float | Tensor) -> Generator[tuple[list[Tensor], float | Tensor]]:
+    """The tensors of each type together, and `number` as a kernel for many of them takes it: a GPU's in their type."""
+    groups: dict[torch.dtype, list[Tensor]] = defaultdict(list)
+    for tensor in tensors:
+        groups[tensor.dtype].append(tensor)
+    for dtype, group in groups.items():
+        yield group, number.to(dtype) if isinstance(number, Tensor) and number.device.type != "cpu" else number

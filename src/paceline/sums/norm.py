@@ -29,6 +29,7 @@ from paceline.sums.tree import neighbours_added
 
 BLOCK = 64  # elements
 CHUNK = 1 << 18  # elements squared at a time: their squares stay in a core's cache
+CHUNK_OF_GPU = 1 << 26  # as many as possible, in memory that may be there
 
 TreePlace = tuple[int, int]
 """Where a sum stands in the tree: level (0: a block), and position in that level."""
@@ -124,10 +125,10 @@ class SharedNorm:
 
     def _total(self, gradients: Mapping[int, Tensor], dtype: torch.dtype | None) -> Pending[float]:
         of_blocks = [
-            square_sums(gradients[index], dtype)
-            if index in gradients
-            else torch.zeros(-(-(stop - start) // BLOCK), dtype=torch.float64, device=self._device)
-            for index, start, stop in self._own
+            square_sums(_joined([gradients[index] for index, _, _ in shares]), dtype)
+            if shares[0][0] in gradients
+            else torch.zeros(-(-(shares[0][2] - shares[0][1]) // BLOCK), dtype=torch.float64, device=self._device)
+            for shares in self._at_once(gradients)
         ]
         slots = torch.zeros(sum(map(len, self._places)), dtype=torch.float64, device=self._device)
         if of_blocks:
@@ -139,6 +140,25 @@ class SharedNorm:
             # each slot is one rank's and zero elsewhere, so no order of additions shows
             slots = sum_over_ranks(slots, "norm of the gradients")
         return Pending(slots, lambda sums: self._tree.root(dict(zip(chain(*self._places), sums, strict=True))))
+
+    def _at_once(self, gradients: Mapping[int, Tensor]) -> list[list[OwnShare]]:
+        """Our shares, one by one; on a GPU those of one type together, as far as a chunk has room."""
+        found: list[list[OwnShare]] = []
+        room, kind = 0, None
+        for share in self._own:
+            size, now = share[2] - share[1], gradients[share[0]].dtype if share[0] in gradients else None
+            if now is None or now != kind or size > room:
+                found.append([])
+                room, kind = CHUNK_OF_GPU if costs(self._device) else 0, now
+            found[-1].append(share)
+            room -= size
+        return found
+
+
+def _joined(tensors: Sequence[Tensor]) -> Tensor:
+    """One after another, each filled up to whole blocks with zeros."""
+    zeros = tensors[0].new_zeros(BLOCK)
+    return tensors[0] if len(tensors) == 1 else torch.cat([p for t in tensors for p in (t, zeros[: -len(t) % BLOCK])])
 
 
 def even_shares(sizes: Sequence[int], holders: int) -> list[list[OwnShare]]:
@@ -161,27 +181,6 @@ def total_norm(gradients: Sequence[Tensor]) -> Pending[float]:
         return norm if math.isfinite(norm) else float(nn.utils.get_total_norm([one.double() for one in gradients]))
 
     return Pending(nn.utils.get_total_norm(gradients).double().view(1), made)
-
-
-def are_finite(gradients: Sequence[Tensor], device: torch.device) -> Pending[bool]:
-    """Whether none of them, all on `device`, holds an infinity or NaN; `numbers` are [0], or [1]: perhaps one does."""
-    if not gradients:
-        return Pending(torch.zeros(1, dtype=torch.float64, device=device), lambda _: True)
-    if not costs(device):
-        # A sum is several times faster than a look at each element, and never finite where an element is not. As a
-        # sum of finite elements may overflow, too, each element is then looked at.
-        quick = torch.stack([_sum(gradient) for gradient in gradients]).isfinite().all()
-    else:  # one kernel for many of them, and it cannot overflow
-        quick = nn.utils.get_total_norm(gradients, math.inf).isfinite()
-    perhaps = (~quick).double().view(1)
-    return Pending(perhaps, lambda bad: not bad[0] or all(bool(gradient.isfinite().all()) for gradient in gradients))
-
-
-def _sum(gradient: Tensor) -> Tensor:
-    small = gradient.dtype in (torch.float16, torch.bfloat16)
-    return (gradient.sum(dtype=torch.float32) if small else gradient.sum()).to(
-        torch.promote_types(gradient.dtype, torch.float32)
-    )
 
 
 @torch.no_grad()
@@ -213,8 +212,9 @@ def square_sums(values: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     values = values.abs() if values.is_complex() else values
     kind = dtype or torch.promote_types(values.dtype, torch.float32)
     found = values.new_empty(-(-len(values) // BLOCK), dtype=torch.float64)
-    for start in range(0, len(values), CHUNK):
-        chunk = values[start : start + CHUNK].to(kind)
+    size = CHUNK_OF_GPU if costs(values.device) else CHUNK
+    for start in range(0, len(values), size):
+        chunk = values[start : start + size].to(kind)
         if missing := -len(chunk) % BLOCK:
             chunk = torch.nn.functional.pad(chunk, (0, missing))
         squares = (chunk * chunk).view(-1, BLOCK)

@@ -88,11 +88,16 @@ def _packed(bucket: CutBucket, grads: Grads | None, world_size: int) -> Tensor:
     parameters = bucket.parameters
     flat = [None] * len(parameters) if grads is None else [None if g is None else g.reshape(-1) for g in grads]
     packed = parameters[0].new_zeros(world_size, bucket.share + round_up(len(parameters), ALIGNED))
+    places, pieces = list[Tensor](), list[Tensor]()
     for row, runs in zip(packed, bucket.runs, strict=True):
         for run in runs:
             if (gradient := flat[run.index]) is not None:
-                row[run.at : run.at + run.stop - run.start] = gradient[run.start : run.stop]
+                places.append(row[run.at : run.at + run.stop - run.start])
+                pieces.append(gradient[run.start : run.stop])
+    if places:
+        torch._foreach_copy_(places, pieces)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+    packed[:, bucket.share : bucket.share + len(flat)] = 1
     for index, gradient in enumerate(flat):
-        if gradient is not None:
-            packed[:, bucket.share + index] = 1
+        if gradient is None:
+            packed[:, bucket.share + index] = 0
     return packed.flatten()

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from paceline.sums.buckets import divide, pack, packed_size, unpack
+from paceline.sums.buckets import divide, divide_each, pack, packed_size, unpack
 from paceline.sums.exchange import Exchange
 from paceline.sums.hosts import Hosts
 from paceline.sums.hosts_sum import BUNDLE_BYTES, HostsSum, Nesting
@@ -149,7 +149,6 @@ def _flat(grads: Grads | None) -> Flat | None:
 
 
 def _divided(sums: Sequence[Tensor | None], divisor: float | Tensor | None) -> Sequence[Tensor | None]:
-    for total in sums:
-        if total is not None and divisor is not None:
-            divide(total, divisor)
+    if divisor is not None:
+        divide_each([total for total in sums if total is not None], divisor)
     return sums

@@ -148,7 +148,10 @@ def added_each(left: Grads | None, right: Grads | None) -> Grads | None:
     if left is None and right is None:
         return None
     nothing: Grads = [None] * len(left or right or [])
-    return [added(a, b) for a, b in zip(left or nothing, right or nothing, strict=True)]
+    pairs = [*zip(left or nothing, right or nothing, strict=True)]
+    if both := [(a, b) for a, b in pairs if a is not None and b is not None]:
+        torch._foreach_add_(*map(list, zip(*both, strict=True)))  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+    return [a if a is not None and b is not None else added(a, b) for a, b in pairs]
 
 
 @dataclass(frozen=True)
