@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from paceline.data.ahead import on_its_way, one_ahead
+from paceline.data.ahead import Ahead, on_its_way, one_ahead
 
 
 def counting(number, log):
@@ -45,3 +45,41 @@ def test_on_the_cpu_a_batch_is_made_when_it_is_asked_for():
     log = []
     batches = on_its_way(counting(3, log), torch.device("cpu"))
     assert int(next(batches)) == 0 and log == ["begin 0"]
+
+
+def test_a_step_says_when_as_many_are_begun_as_it_had():
+    log, ahead = [], Ahead()
+    things = counting(7, log)
+    items = one_ahead(lambda: next(things), int, ahead)
+    assert [next(items), next(items)] == [0, 1] and len(log) == 2  # not before the step is launched
+    ahead.begin()
+    assert log[2:] == ["begin 2", "begin 3"]
+    ahead.begin()  # nothing was handed out since
+    assert len(log) == 4
+    assert [next(items) for _ in range(3)] == [2, 3, 4] and len(log) == 5
+    ahead.begin()
+    assert log[5:] == ["begin 5", "begin 6"] and list(items) == [5, 6]
+    ahead.begin()  # of data that have ended
+
+
+def test_what_goes_wrong_in_a_step_ahead_is_raised_when_it_is_due():
+    def source():
+        yield from (1, 2)
+        raise OSError("disk")
+
+    things, ahead = source(), Ahead()
+    items = one_ahead(lambda: next(things), int, ahead)
+    assert [next(items), next(items)] == [1, 2]
+    ahead.begin()  # the step that is under way is not disturbed
+    with pytest.raises(OSError, match="disk"):
+        next(items)
+
+
+def test_data_that_are_left_are_not_loaded_any_more():
+    log, ahead = [], Ahead()
+    things = counting(5, log)
+    items = one_ahead(lambda: next(things), int, ahead)
+    assert next(items) == 0
+    items.close()
+    ahead.begin()
+    assert log == ["begin 0"]

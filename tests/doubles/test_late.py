@@ -15,8 +15,10 @@ from tests.train.test_nonfinite import BAD, CPU, MANY, batches, bits, good, made
 from torch import Tensor
 
 from paceline import Replica, World, joined
+from paceline.data.ahead import Ahead
 from paceline.errors import StallError, TrainingError
-from paceline.sums.norm import are_finite
+from paceline.stepping import steps
+from paceline.sums.finite import are_finite
 from paceline.train.step import TaskSteps
 from paceline.worker.guard import Guard
 
@@ -119,3 +121,24 @@ def test_gradients_of_several_types_are_looked_at_at_once(bad: float) -> None:
             gradient[7] = bad
             assert not are_finite(gradients, CPU).now()
             gradient[7] = 1
+
+
+def test_the_next_batches_are_begun_while_the_device_is_busy_with_the_step(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (step,), said, ahead = batches(world, 2), list[str](), Ahead()
+    replica = made("exact", world, 2)
+    ahead.more = lambda: said.append("begin")
+    freed, start = Guard.check_freed, steps.start_totals
+    monkeypatch.setattr(Guard, "check_freed", lambda self: (said.append("read"), freed(self)))
+    monkeypatch.setattr(steps, "start_totals", lambda *args: (said.append("last backward"), start(*args))[1])
+    replica.optimizer.register_step_pre_hook(lambda *_: said.append("update"))
+    for around, wanted in (
+        (on_the_cpu, ["last backward", "begin", "begin", "read", "read", "update"]),  # the last read looks again
+        (nullcontext, ["last backward", "read", "read", "read", "update"]),
+    ):
+        ahead.taken = 2
+        with around():
+            TaskSteps(replica, good, ahead=ahead).take(step)
+        assert [*said] == wanted
+        said.clear()

@@ -137,8 +137,8 @@ class Session(Life):
         """
         return planned(
             data, self._iterate, self.world, self._virtual_ranks, self._seed, self.print, self._can_split(split),
-            Loading(self.device, num_workers, collate, box=self._guard.box), global_batch=global_batch,
-            batch_size=batch_size, per_rank=per_rank, accumulation=accumulation, shuffle=shuffle, tail=tail,
+            Loading(self.device, num_workers, collate, box=self._guard.box, ahead=self._steps.ahead), shuffle=shuffle,
+            global_batch=global_batch, batch_size=batch_size, per_rank=per_rank, accumulation=accumulation, tail=tail,
         )  # fmt: skip
 
     def epochs(self, count: int) -> Generator[int]:

@@ -15,6 +15,7 @@ from functools import partial
 from torch import Tensor
 
 from paceline.contract.evidence import Phase
+from paceline.data.ahead import Ahead
 from paceline.data.loader import MicroBatch
 from paceline.errors import UsageError
 from paceline.stepping import nonfinite
@@ -23,7 +24,7 @@ from paceline.stepping.lockstep import as_many_as_any
 from paceline.stepping.order import CallOrder
 from paceline.stepping.phases import Phases
 from paceline.stepping.summing import StepResult, Sums
-from paceline.stepping.trainee import Trainee, reached_anywhere
+from paceline.stepping.trainee import Trainee, check_summed_once, reached_anywhere
 from paceline.stepping.votes import Votes
 from paceline.sums import Pending, Totals, costs, read_at_once, start_totals, told_once
 from paceline.worker.guard import Guard
@@ -41,6 +42,7 @@ class Steps:
         *,
         votes: Callable[[], Votes] = Votes,
         order: CallOrder | None = None,
+        ahead: Ahead | None = None,
         may_leave_out: bool = False,
         way_out: str = "",
         exact: bool = False,
@@ -64,7 +66,7 @@ class Steps:
         """whether parameters may be halfway between two steps"""
         self._world, self._virtual_ranks, self._enter, self._exact = world, virtual_ranks, enter, exact
         self._votes, self._order, self._way_out, self._may_leave_out = votes, order, way_out, may_leave_out
-        self._max_norm, self._forward = max_norm, forward
+        self._max_norm, self._forward, self.ahead = max_norm, forward, ahead or Ahead()
 
     def through(self, where: str, bodies: Sequence[MicroBatch], *, one_each: bool = False) -> Generator[MicroBatch]:
         """A global batch in `bodies` of this rank, but for its `end`; `one_each`: every rank has one of it.
@@ -203,16 +205,14 @@ class Steps:
         reached = (
             reached_anywhere(wanted, self._world) if len(self.parts) > 1 else wanted
         )  # one model is always reached
-        if self._exact and any(part in self._summed_up for part in reached):
-            raise UsageError(
-                "two backwards of one model in one step would be added up in an order that depends on the number of "
-                "ranks. Say more=True in all but the last, s.backward(loss, more=True), or whose gradients are wanted, "
-                "s.backward(loss, only=optimizer)"
-            )
+        if self._exact:
+            check_summed_once(self._summed_up, reached)
         self._summed_up += reached
         known = [part.synchronise(divisor) and self._max_norm is None for part in reached]
-        asked = [part for part, is_finite in zip(reached, known, strict=True) if not is_finite and math.isfinite(loss)]
+        asked = [part for part, fine in zip(reached, known, strict=True) if not fine and math.isfinite(loss)]
         judged = [part.judged(self._max_norm) for part in asked]
+        if late:  # all is launched, and the GPU busy with it
+            self.ahead.begin()
         found = read_at_once([*([totals] if late else []), *judged])
         if late:
             loss = self._heard(totals.made(found.pop(0)))

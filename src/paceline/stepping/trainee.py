@@ -7,6 +7,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from paceline.checkpoint.state import Held
+from paceline.errors import UsageError
 from paceline.stepping.nonfinite import gradients_are_finite
 from paceline.strategies.base import Replica
 from paceline.sums import Pending, sent, sum_over_ranks
@@ -82,3 +83,13 @@ def reached_anywhere(wanted: Sequence[Trainee], world: World) -> list[Trainee]:
         if not ranks:
             part.close(reached=False)
     return [part for part, ranks in zip(wanted, found, strict=True) if ranks]
+
+
+def check_summed_once(before: Sequence[Trainee], now: Sequence[Trainee]) -> None:
+    """Raise UsageError if the gradients of one model are summed over ranks a second time in a step."""
+    if any(part in before for part in now):
+        raise UsageError(
+            "two backwards of one model in one step would be added up in an order that depends on the number of "
+            "ranks. Say more=True in all but the last, s.backward(loss, more=True), or whose gradients are wanted, "
+            "s.backward(loss, only=optimizer)"
+        )

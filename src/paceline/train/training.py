@@ -102,7 +102,7 @@ class Training:
             parts.replica, batches, parts.task.loss, parts.schedule,
             start=course.step, max_norm=self._config.optimizer.clip_norm, votes=self._votes,
             on_device=self._on_device, enter=self._box.enter, order=course.order,
-            may_leave_out=self._config.guard.not_finite != "stop",
+            may_leave_out=self._config.guard.not_finite != "stop", ahead=parts.loading.ahead,
         )  # fmt: skip
         with closing(batches), closing(records):  # ends the loader's processes also when a step fails
             for record in records:

@@ -92,7 +92,9 @@ class CandidateTraining:
         batches = load_steps(ground.dataset, plan, share, loading, start=0, stop=steps)
         self._open.enter_context(closing(batches))
         norm = config.optimizer.clip_norm
-        taken = fit(self.parts.replica, batches, ground.task.loss, schedule, max_norm=norm, enter=enter)
+        taken = fit(
+            self.parts.replica, batches, ground.task.loss, schedule, max_norm=norm, enter=enter, ahead=loading.ahead
+        )
         self._taken = self._open.enter_context(closing(taken))
 
     def take(self, steps: int) -> int:
