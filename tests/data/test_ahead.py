@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from paceline.data.ahead import Ahead, on_its_way, one_ahead
+from paceline.data.ahead import Prefetch, on_its_way, one_ahead
 
 
 def counting(number, log):
@@ -48,7 +48,7 @@ def test_on_the_cpu_a_batch_is_made_when_it_is_asked_for():
 
 
 def test_a_step_says_when_as_many_are_begun_as_it_had():
-    log, ahead = [], Ahead()
+    log, ahead = [], Prefetch()
     things = counting(7, log)
     items = one_ahead(lambda: next(things), int, ahead)
     assert [next(items), next(items)] == [0, 1] and len(log) == 2  # not before the step is launched
@@ -67,7 +67,7 @@ def test_what_goes_wrong_in_a_step_ahead_is_raised_when_it_is_due():
         yield from (1, 2)
         raise OSError("disk")
 
-    things, ahead = source(), Ahead()
+    things, ahead = source(), Prefetch()
     items = one_ahead(lambda: next(things), int, ahead)
     assert [next(items), next(items)] == [1, 2]
     ahead.begin()  # the step that is under way is not disturbed
@@ -76,7 +76,7 @@ def test_what_goes_wrong_in_a_step_ahead_is_raised_when_it_is_due():
 
 
 def test_data_that_are_left_are_not_loaded_any_more():
-    log, ahead = [], Ahead()
+    log, ahead = [], Prefetch()
     things = counting(5, log)
     items = one_ahead(lambda: next(things), int, ahead)
     assert next(items) == 0

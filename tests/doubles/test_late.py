@@ -15,7 +15,7 @@ from tests.train.test_nonfinite import BAD, CPU, MANY, batches, bits, good, made
 from torch import Tensor
 
 from paceline import Replica, World, joined
-from paceline.data.ahead import Ahead
+from paceline.data.ahead import Prefetch
 from paceline.errors import StallError, TrainingError
 from paceline.stepping import steps
 from paceline.sums.finite import are_finite
@@ -126,7 +126,7 @@ def test_gradients_of_several_types_are_looked_at_at_once(bad: float) -> None:
 def test_the_next_batches_are_begun_while_the_device_is_busy_with_the_step(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (step,), said, ahead = batches(world, 2), list[str](), Ahead()
+    (step,), said, ahead = batches(world, 2), list[str](), Prefetch()
     replica = made("exact", world, 2)
     ahead.more = lambda: said.append("begin")
     freed, start = Guard.check_freed, steps.start_totals

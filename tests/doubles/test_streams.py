@@ -9,7 +9,7 @@ import torch
 from tests.doubles.streams import Event, Recorder, Stream
 from torch import Tensor
 
-from paceline.data.ahead import Ahead, on_its_way
+from paceline.data.ahead import Prefetch, on_its_way
 
 CUDA = torch.device("cuda")
 BATCHES = 5
@@ -20,7 +20,7 @@ def batches() -> Iterator[dict[str, Tensor]]:
         yield {"inputs": torch.full((3,), float(number)), "targets": torch.full((2, 2), number)}
 
 
-def consumed(recorder: Recorder, ahead: Ahead | None) -> list[float]:
+def consumed(recorder: Recorder, ahead: Prefetch | None) -> list[float]:
     """Each batch is read, and let go, before the next one is asked for."""
     found: list[float] = []
     on_device: Generator[dict[str, Tensor]] = on_its_way(batches(), CUDA, ahead)
@@ -33,8 +33,8 @@ def consumed(recorder: Recorder, ahead: Ahead | None) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("ahead", [None, Ahead()], ids=["by itself", "when a step says so"])
-def test_every_batch_has_arrived_before_it_is_read_and_is_kept_until_then(ahead: Ahead | None) -> None:
+@pytest.mark.parametrize("ahead", [None, Prefetch()], ids=["by itself", "when a step says so"])
+def test_every_batch_has_arrived_before_it_is_read_and_is_kept_until_then(ahead: Prefetch | None) -> None:
     with Recorder() as recorder:
         assert consumed(recorder, ahead) == [7.0 * number for number in range(BATCHES)]
     assert recorder.copies == 2 * BATCHES

@@ -20,6 +20,7 @@ from paceline.checkpoint.shard import LENGTH_BYTES, ShardFiles, fill, layout, ra
 from paceline.checkpoint.state import Held
 from paceline.contract.birth import WorkerBirth
 from paceline.store.manifest import Piece
+from paceline.sums.pending import costs
 
 Pair = tuple[int, int]
 
@@ -59,6 +60,8 @@ class SnapshotWriter:
         self._files, self._rank, self._world_size, self._generation = files, rank, world_size, generation
         self._next = files[1] if spared == files[0] else files[0]
         self._buffers: dict[int, Tensor] = {}
+        self._locked: set[int] = set()
+        """the addresses of those into which a GPU copies by itself"""
 
     def write(self, held: Sequence[Held], step: int, content: dict[str, Any]) -> int:
         """Copy this rank's part of the state; return its bytes.
@@ -68,21 +71,41 @@ class SnapshotWriter:
         """
         descriptor = self._next
         part, places = layout(rank_part(held, self._rank, self._world_size), room_bytes=65536)
-        buffer = self._buffer(descriptor, places.total_bytes)
+        buffer = self._buffer(descriptor, places.total_bytes, any(costs(held.tensor.device) for held in part))
         mark = _Mark(self._generation, step, self._rank, self._world_size, content)
         fill(buffer, part, places, msgspec.to_builtins(mark))
         self._next = self._files[0] if descriptor == self._files[1] else self._files[1]
         return places.total_bytes
 
-    def _buffer(self, descriptor: int, size_bytes: int) -> Tensor:
+    def _buffer(self, descriptor: int, size_bytes: int, far: bool) -> Tensor:
         buffer = self._buffers.get(descriptor)
         if buffer is None or len(buffer) != size_bytes:
-            self._buffers.pop(descriptor, None)
+            if (old := self._buffers.pop(descriptor, None)) is not None and old.data_ptr() in self._locked:
+                _cudart().cudaHostUnregister(old.data_ptr())  # before its memory goes
+                self._locked.remove(old.data_ptr())
+            del buffer, old
             os.ftruncate(descriptor, 0)  # what is in it is no longer a state
             os.posix_fallocate(descriptor, 0, size_bytes)  # fails now; a write without room would kill the process
             buffer = torch.frombuffer(mmap.mmap(descriptor, size_bytes), dtype=torch.uint8)
             self._buffers[descriptor] = buffer
+            if far and _is_page_locked(buffer):
+                self._locked.add(buffer.data_ptr())
         return buffer
+
+
+def _is_page_locked(buffer: Tensor) -> bool:
+    """Ask CUDA for it; without, or if it refuses, the host waits for each copy."""
+    if not torch.cuda.is_available():
+        return False
+    refused = int(_cudart().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0))
+    if refused:
+        with suppress(RuntimeError):  # else the next kernel would report this as an error of its own
+            torch.zeros(1, device="cuda")
+    return not refused
+
+
+def _cudart() -> Any:
+    return torch.cuda.cudart()
 
 
 def newest(pairs: Sequence[Pair]) -> Snapshot | None:

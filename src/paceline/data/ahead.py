@@ -1,6 +1,6 @@
 """Brings batches onto the device; on a GPU, the next ones while the current ones are computed.
 
-A step says when all of its work is launched (`Ahead.begin`): while the GPU is busy with it, the host loads as many
+A step says when all of its work is launched (`Prefetch.begin`): while the GPU is busy with it, the host loads as many
 batches as the step had, into page-locked memory, and begins their copies on a stream of its own. Where no step says so,
 in an evaluation, one batch is begun before the one in front of it is handed out. On the CPU nothing is done ahead.
 """
@@ -17,7 +17,7 @@ from paceline.nested import mapped, tensors
 Begun = TypeVar("Begun")
 
 
-class Ahead:
+class Prefetch:
     """What a step calls to have the next one's batches begun."""
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class Ahead:
             self.more()
 
 
-def on_its_way(batches: Iterator[Any], device: torch.device, ahead: Ahead | None = None) -> Generator[Any]:
+def on_its_way(batches: Iterator[Any], device: torch.device, ahead: Prefetch | None = None) -> Generator[Any]:
     """`batches` on `device`, in order; begun when `ahead` says so, or by themselves."""
     if device.type != "cuda":
         for batch in batches:
@@ -60,7 +60,7 @@ def on_its_way(batches: Iterator[Any], device: torch.device, ahead: Ahead | None
     yield from one_ahead(begin, end, ahead)
 
 
-def one_ahead(begin: Callable[[], Begun], end: Callable[[Begun], Any], ahead: Ahead | None = None) -> Generator[Any]:
+def one_ahead(begin: Callable[[], Begun], end: Callable[[Begun], Any], ahead: Prefetch | None = None) -> Generator[Any]:
     """What `end` makes of each thing that `begin` gives, until that raises StopIteration.
 
     Things are begun when `ahead` says so, or when they are due; without it one is begun before another is handed out.

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset
 from paceline.contract.box import Box
 from paceline.contract.boxes import read_loaders
 from paceline.contract.orders import STOP_SIGNALS
-from paceline.data.ahead import Ahead, on_its_way
+from paceline.data.ahead import Prefetch, on_its_way
 from paceline.data.arrays import batch_gatherer
 from paceline.data.draws import SampleDraws
 from paceline.data.plan import BatchPlan, Work, rank_work
@@ -58,7 +58,7 @@ class Loading:
     box: Box | None = None
     """where the worker processes write which sample they work on"""
     evaluates: bool = False
-    ahead: Ahead = field(default_factory=Ahead)
+    ahead: Prefetch = field(default_factory=Prefetch)
     """in training: where a step says that the next one's batches can be begun"""
     workers: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """settings of torch's DataLoader for these processes, where there are any: timeout, prefetch_factor, ..."""

@@ -15,7 +15,7 @@ from functools import partial
 from torch import Tensor
 
 from paceline.contract.evidence import Phase
-from paceline.data.ahead import Ahead
+from paceline.data.ahead import Prefetch
 from paceline.data.loader import MicroBatch
 from paceline.errors import UsageError
 from paceline.stepping import nonfinite
@@ -42,7 +42,7 @@ class Steps:
         *,
         votes: Callable[[], Votes] = Votes,
         order: CallOrder | None = None,
-        ahead: Ahead | None = None,
+        ahead: Prefetch | None = None,
         may_leave_out: bool = False,
         way_out: str = "",
         exact: bool = False,
@@ -66,7 +66,7 @@ class Steps:
         """whether parameters may be halfway between two steps"""
         self._world, self._virtual_ranks, self._enter, self._exact = world, virtual_ranks, enter, exact
         self._votes, self._order, self._way_out, self._may_leave_out = votes, order, way_out, may_leave_out
-        self._max_norm, self._forward, self.ahead = max_norm, forward, ahead or Ahead()
+        self._max_norm, self._forward, self.ahead = max_norm, forward, ahead or Prefetch()
 
     def through(self, where: str, bodies: Sequence[MicroBatch], *, one_each: bool = False) -> Generator[MicroBatch]:
         """A global batch in `bodies` of this rank, but for its `end`; `one_each`: every rank has one of it.

@@ -6,7 +6,7 @@ from typing import Any, TypedDict, Unpack
 from torch import Tensor
 
 from paceline.contract.evidence import Phase
-from paceline.data.ahead import Ahead
+from paceline.data.ahead import Prefetch
 from paceline.data.loader import MicroBatch
 from paceline.errors import UsageError
 from paceline.nested import batch_size
@@ -36,7 +36,7 @@ class StepOptions(TypedDict, total=False):
     """told what begins"""
     order: CallOrder | None
     """compares which collectives the ranks have called"""
-    ahead: Ahead
+    ahead: Prefetch
     """told when a GPU is busy with the step, so that the next one's batches can be loaded"""
     may_leave_out: bool
     """where the loss or a gradient is not finite, leave parameters and buffers as they are, on all ranks, and return,
