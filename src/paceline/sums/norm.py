@@ -25,7 +25,6 @@ from torch import Tensor, nn
 
 from paceline.sums.pending import Pending, costs
 from paceline.sums.totals import sum_over_ranks
-from paceline.sums.tree import neighbours_added
 
 BLOCK = 64  # elements
 CHUNK = 1 << 18  # elements squared at a time: their squares stay in a core's cache
@@ -78,7 +77,7 @@ class BlockTree:
                 found.append(of_blocks[0])
             if right:
                 found.append(of_blocks[-1])
-            of_blocks = neighbours_added(of_blocks[int(left) : len(of_blocks) - int(right)])
+            of_blocks = _pairs(of_blocks[int(left) : len(of_blocks) - int(right)])
         return found
 
     def root(self, sums: Mapping[TreePlace, float]) -> float:
@@ -236,3 +235,9 @@ def _levels(run: BlockRun, blocks: int) -> Generator[tuple[int, int, int, bool, 
         if is_root:
             return
         first, stop, blocks, level = -(-first // 2), (stop // 2 if right else -(-stop // 2)), -(-blocks // 2), level + 1
+
+
+def _pairs(values: Tensor) -> Tensor:
+    even = values[: len(values) // 2 * 2]
+    added = even[0::2] + even[1::2]
+    return added if len(even) == len(values) else torch.cat([added, values[-1:]])

@@ -12,7 +12,7 @@ from paceline.sums.gather import labelled
 from paceline.sums.pending import Pending, sent
 from paceline.sums.shared import SharedMemory
 from paceline.sums.sharing import shared_memory
-from paceline.sums.tree import sum_of_rows
+from paceline.sums.tree import tree_sum
 from paceline.worker.guard import Guard
 
 _NAME = "totals of the step"
@@ -43,7 +43,8 @@ def start_totals(leaves: Tensor, votes: Sequence[float] = ()) -> Callable[[], Pe
 
     def wait() -> Pending[Totals]:
         everything = finish()
-        sums = sum_of_rows(everything[: leaves.numel()].view(leaves.shape))
+        rows = everything[: leaves.numel()].view(leaves.shape).unbind()
+        sums = tree_sum({(v, v + 1): row for v, row in enumerate(rows)}, torch.add, len(rows))
         numbers = torch.cat([sums, everything[leaves.numel() :]])
         return Pending(numbers, lambda found: Totals(found[:columns], found[columns:]))
 

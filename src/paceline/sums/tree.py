@@ -82,20 +82,6 @@ def _sum_of(node: Node, parts: dict[Node, _T], add: Callable[[_T, _T], _T]) -> _
     return add(_sum_of((node[0], cut), parts, add), _sum_of((cut, node[1]), parts, add))
 
 
-def sum_of_rows(rows: Tensor) -> Tensor:
-    """(V, ...) -> (...): the same sum, of V >= 1 leaves that lie in one tensor."""
-    while len(rows) > 1:
-        rows = neighbours_added(rows)
-    return rows[0]
-
-
-def neighbours_added(rows: Tensor) -> Tensor:
-    """(n, ...) -> (ceil(n / 2), ...): one level of the tree; an odd one out goes up alone."""
-    even = rows[: len(rows) // 2 * 2]
-    added = even[0::2] + even[1::2]
-    return added if len(even) == len(rows) else torch.cat([added, rows[-1:]])
-
-
 class PartialSums(Generic[_T]):
     """Adds up leaves as they come, from left to right, and never keeps more sums than the tree needs.
 
