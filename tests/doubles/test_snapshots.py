@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Generator
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
@@ -48,44 +49,36 @@ class Cudart:
         return 0
 
 
-@pytest.fixture
-def waits(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
-    found: list[torch.device] = []
-    monkeypatch.setattr(torch.accelerator, "synchronize", found.append)
-    return found
-
-
 def state(device: str, size: int = 50) -> list[Held]:
     return [Held(f"model/{number}", torch.full((size,), float(number), device=device)) for number in range(20)]
 
 
-def test_it_waits_once_for_all_tensors(files: tuple[int, int], waits: list[torch.device]) -> None:
+class Copies(HostReads):
+    """Notes whether each copy off the device waits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wait: list[bool] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before = sum(self.lines.values())
+        found = super().__torch_dispatch__(func, types, args, kwargs)
+        if func.name() == "aten::copy_" and args[1].is_meta:
+            self.wait.append(sum(self.lines.values()) > before)
+        return found
+
+
+def test_the_last_copy_waits_for_all(files: tuple[int, int]) -> None:
     writer = SnapshotWriter(files, 0, 1, 0, spared=None)
-    with HostReads() as reads:
-        writer.write(state("meta"), 3, {})
-    assert not reads.lines
-    assert waits == [torch.device("meta")]
-
-
-def test_on_the_cpu_nothing_waits(files: tuple[int, int], waits: list[torch.device]) -> None:
-    SnapshotWriter(files, 0, 1, 0, spared=None).write(state("cpu"), 3, {})
-    assert not waits
-
-
-def test_no_half_copied_state_is_taken(files: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    writer, seen = SnapshotWriter(files, 0, 1, 0, spared=None), list[bool]()
-    monkeypatch.setattr(torch.accelerator, "synchronize", lambda device: seen.append(newest([files]) is None))
-    with on_the_cpu():
-        writer.write(state("cpu"), 3, {})
-    assert seen == [True]  # it counts as a state only once the copies are over
-    found = newest([files])
-    assert found is not None and found.step == 3
-    assert torch.equal(found.source.tensor("model/7"), torch.full((50,), 7.0))  # pyright: ignore[reportArgumentType]
+    with Copies() as copies:
+        writer.write([*state("meta"), Held("z", torch.empty(0, device="meta"))], 3, {})
+    assert copies.wait == [False] * 19 + [True]
+    assert sum(copies.lines.values()) == 1
 
 
 @pytest.mark.parametrize("refuses", [False, True])
 def test_its_memory_is_page_locked_as_long_as_it_is_there(
-    refuses: bool, files: tuple[int, int], waits: list[torch.device], monkeypatch: pytest.MonkeyPatch
+    refuses: bool, files: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cudart, kernels = Cudart(refuses), list[str]()
 
@@ -113,9 +106,7 @@ def test_its_memory_is_page_locked_as_long_as_it_is_there(
     assert found is not None and found.step == 5
 
 
-def test_without_cuda_none_is_asked(
-    files: tuple[int, int], waits: list[torch.device], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_cuda_none_is_asked(files: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "cudart", lambda: pytest.fail("asked"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with on_the_cpu():

@@ -20,7 +20,6 @@ from paceline.checkpoint.state import Held
 from paceline.errors import UsageError
 from paceline.store.manifest import Damaged, Piece
 from paceline.store.shard_header import LENGTH_BYTES
-from paceline.sums.pending import costs
 
 WORDS = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
@@ -102,13 +101,14 @@ def fill(buffer: Tensor, part: Sequence[Held], places: ShardLayout, meta: Mappin
     mistaken for a state.
     """
     buffer[:LENGTH_BYTES] = 0
+    last = {held.tensor.device: held for held in part if held.tensor.numel()}  # it waits, and so for those before it
     for held, offset in zip(part, places.offsets, strict=True):
         start = places.header_bytes + offset
         place = buffer[start : start + held.tensor.nbytes]
         if place.numel():
-            place.view(held.tensor.dtype).view(held.tensor.shape).copy_(held.tensor, non_blocking=True)
-    for device in {held.tensor.device for held in part if costs(held.tensor.device)}:
-        torch.accelerator.synchronize(device)  # once, for all copies
+            place.view(held.tensor.dtype).view(held.tensor.shape).copy_(
+                held.tensor, non_blocking=last[held.tensor.device] is not held
+            )
     pieces = msgspec.json.encode(places.pieces).decode()
     words = {OURS: msgspec.json.encode(meta).decode(), "pieces": pieces}
     text = _describe(places.pieces, part, places.offsets, words)
