@@ -96,8 +96,9 @@ class OptimizerConfig:
 class ComputeConfig:
     """How a step is computed."""
 
-    precision: Literal["fp32", "bf16", "auto"] = "fp32"
-    """of forward and backward; bf16: weights and gradients stay fp32, other roundings; auto: bf16 where it is faster"""
+    precision: Literal["fp32", "tf32", "bf16", "fp16", "auto"] = "fp32"
+    """of forward and backward; tf32: of NVIDIA's GPUs; bf16, fp16: weights and gradients stay fp32, other roundings,
+    for fp16 losses are scaled; auto: bf16 where it is faster"""
     checkpoint_activations: str | None = None
     """modules, by name or class (blocks.*,Block), that backward computes again instead of keeping what is inside"""
     compile: bool = False
@@ -478,6 +479,8 @@ def _check_compute(config: TrainConfig) -> None:
         "Leave one out": compute.cuda_graphs and moves,
         f"--cuda-graphs with --strategy {config.strategy}: its hooks cannot be in a recording. Leave one out, or take "
         f"--strategy {DEFAULT}": compute.cuda_graphs and hooked,
+        "--precision tf32 with --device cpu: it is a mode of NVIDIA's GPUs. Leave one out": compute.precision == "tf32"
+        and config.launch.device == "cpu",
         "--cuda-graphs with --device cpu: it records the work of a GPU. Leave one out": compute.cuda_graphs
         and config.launch.device == "cpu",
         "--checkpoint-activations needs names or classes of modules, e.g. blocks.*,Attention": again

@@ -10,7 +10,9 @@ import torch
 from tests.compute.models import Convolutions
 from torch import nn
 
-from paceline.compute.precision import compared, in_bf16, lacks_bf16
+from paceline.compute.precision import compared, in_bf16, in_fp16, lacks_bf16, lacks_tf32, take_float32
+from paceline.errors import UsageError
+from paceline.train.computing import check_precision
 
 CPU = torch.device("cpu")
 
@@ -84,3 +86,31 @@ def test_kernels_that_may_not_use_the_instructions_count_as_a_processor_without(
     run = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
     assert "no bf16 instructions" in run.stdout
     assert isinstance(lacks_bf16(CPU), str)
+
+
+def test_fp16_is_computed_in_half_and_gives_float32():
+    model, seen = Convolutions(), []
+    in_fp16(model, CPU)
+    model.body[3].register_forward_hook(lambda _module, _inputs, output: seen.append(output))
+    output = model(torch.randn(4, 1, 12, 12))
+    assert seen[0].dtype == torch.float16 and output.dtype == torch.float32
+
+
+@pytest.fixture
+def tf32_put_back():
+    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    yield
+    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
+
+
+@pytest.mark.usefixtures("tf32_put_back")
+def test_tf32_is_on_for_matrix_products_and_convolutions_or_for_neither():
+    for precision, taken in (("tf32", "tf32"), ("fp32", "none"), ("bf16", "none")):
+        take_float32(precision, torch.device("cuda", 0))
+        assert torch.backends.cuda.matmul.fp32_precision in (taken, "ieee")
+        assert torch.backends.cudnn.conv.fp32_precision == torch.backends.cudnn.rnn.fp32_precision == taken
+        take_float32("tf32" if precision == "fp32" else "fp32", CPU)  # the CPU's float32 is left alone
+    assert (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32) == (False, False)
+    assert "compute capability 8.0" in lacks_tf32(CPU)
+    with pytest.raises(UsageError, match="--precision tf32: tf32 is a mode of NVIDIA's GPUs"):
+        check_precision("tf32", CPU)

@@ -38,7 +38,7 @@ class Measuring:
     """as for train, as all below"""
     optimizer: str | None = None
     """as for train"""
-    precision: Literal["fp32", "bf16", "auto"] | None = None
+    precision: Literal["fp32", "tf32", "bf16", "fp16", "auto"] | None = None
     """of forward and backward"""
     data_dir: Path | None = None
     """folder of IDX files"""

@@ -1,7 +1,8 @@
-"""bf16 as a declared fast mode: forward and backward in bfloat16 where torch's autocast says so, the rest in float32.
+"""bf16 and fp16 as declared fast modes: forward and backward in them where torch's autocast says so, else in float32.
 
 Weights, gradients, losses and the optimizer stay float32. Convolutions get their inputs channels last, the format that
-their bf16 kernels are written for. It rounds differently from fp32: another run, as docs/speed.md says.
+their half kernels are written for. It rounds differently from fp32: another run, as docs/speed.md says. So does tf32,
+NVIDIA's float32 with 10 bits of fraction in matrix products and convolutions; torch's own default mixes the two.
 """
 
 import platform
@@ -27,8 +28,24 @@ PROBE_SECONDS = 0.3
 GAIN = 1.05  # by which bf16 must be faster to be worth its roundings
 
 
+def lacks_tf32(device: torch.device) -> str:
+    """Why `device` cannot compute in tf32, in words; empty if it can."""
+    if device.type == "cuda" and torch.version.cuda and torch.cuda.get_device_capability(device) >= (8, 0):
+        return ""
+    return "tf32 is a mode of NVIDIA's GPUs of compute capability 8.0 and newer"
+
+
+def take_float32(precision: str, device: torch.device) -> None:
+    """Let float32 on a GPU be tf32 or not, in matrix products and convolutions alike. For the CPU nothing changes."""
+    if device.type == "cuda":
+        # The older of torch's two ways: it sets both, and torch.compile asks the older one only.
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = precision == "tf32"
+
+
 def lacks_bf16(device: torch.device) -> str:
     """Why `device` cannot compute in bf16, in words; empty if it can."""
+    if device.type not in ("cpu", "cuda"):
+        return ""
     if device.type == "cuda":
         if torch.cuda.get_device_capability(device) >= (8, 0):
             return ""
@@ -52,8 +69,13 @@ def in_bf16(model: nn.Module, device: torch.device) -> None:
 
     Call it before a strategy is applied, and after `recompute`. Loss and metrics are then computed in float32.
     """
-    around_forward(model, bf16_of(model, device))
+    around_forward(model, half_of(model, device, torch.bfloat16))
     subclassed(model, computes_in_bf16=True)
+
+
+def in_fp16(model: nn.Module, device: torch.device) -> None:
+    """As `in_bf16`, for fp16, whose range is so small that losses must be scaled (see `stepping.scaling`)."""
+    around_forward(model, half_of(model, device, torch.float16))
 
 
 def rounded_by_autocast(model: nn.Module) -> set[nn.Parameter]:
@@ -70,16 +92,18 @@ def rounded_by_autocast(model: nn.Module) -> set[nn.Parameter]:
     return {parameter for parameter, rounds in known.items() if rounds}
 
 
-def bf16_of(model: nn.Module, device: torch.device) -> Around:
-    """How `in_bf16` calls `model`: (a forward of it, args, kwargs) -> what it gives."""
+def half_of(model: nn.Module, device: torch.device, dtype: torch.dtype) -> Around:
+    """How `in_bf16` and `in_fp16` call `model`: (a forward of it, args, kwargs) -> what it gives."""
     convolves = any(isinstance(m, (nn.Conv2d, nn.ConvTranspose2d)) for m in model.modules())
-    return partial(_forward, device.type, convolves)
+    return partial(_forward, device.type, dtype, convolves)
 
 
-def _forward(device_type: str, convolves: bool, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _forward(
+    device_type: str, dtype: torch.dtype, convolves: bool, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     if convolves:
         args, kwargs = mapped((args, kwargs), _channels_last)
-    with torch.autocast(device_type, torch.bfloat16):
+    with torch.autocast(device_type, dtype):
         return mapped(forward(*args, **kwargs), _float32)
 
 
@@ -95,7 +119,7 @@ def _channels_last(tensor: Tensor) -> Tensor:
 
 
 def _float32(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.dtype == torch.bfloat16 else tensor
+    return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
 
 
 def compared(steps: Mapping[str, Callable[[], object]], device: torch.device) -> dict[str, float]:

@@ -44,6 +44,8 @@ class NotFinite:
     samples: list[int] = field(default_factory=list[int])
     told_by: int = 0
     """the first rank that made it so"""
+    by_scale: bool = False
+    """whether only the loss scale was too large: in fp16 that is nothing to worry about"""
 
 
 def gradients_are_finite(replica: Replica) -> Pending[bool]:
@@ -221,6 +223,9 @@ class LeftOut:
         Raises:
             TrainingError: with NOT_FINITE, if there were too many; ToldElsewhere on all ranks but one.
         """
+        if found.by_scale:
+            self._say(f"step {step} is left out: {found.words}")
+            return False
         again = step in self._steps
         self._steps.add(step)
         if too_many(self._steps, step):

@@ -168,7 +168,7 @@ class Steps:
                 for part in wanted:
                     # with several models nobody knows yet whom this backward reaches: nothing leaves early
                     stack.enter_context(part.replica.backward(body.work, last and len(self.parts) == 1))
-                total.backward()
+                self.parts[0].backward(total)
         finally:
             self.in_backward = False
         for part in self.parts:
@@ -235,7 +235,9 @@ class Steps:
         return loss
 
     def _not_finite(self, reached: Sequence[Trainee], *, in_loss: bool) -> nonfinite.NotFinite:
-        """Who made it so (a collective)."""
+        """Who made it so (a collective, unless it is the loss scale)."""
+        if not in_loss and (found := self.parts[0].overflowed(self._where)):
+            return found
         if self._forward is not None:  # nothing follows in this body
             self._around.close()
             for part in self.parts:

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from paceline.checkpoint.state import Held
 from paceline.errors import UsageError
-from paceline.stepping.nonfinite import gradients_are_finite
+from paceline.stepping.nonfinite import NotFinite, gradients_are_finite
+from paceline.stepping.scaling import LossScale
 from paceline.strategies.base import Replica
 from paceline.sums import Pending, sent, sum_over_ranks
 from paceline.sums.buckets import trainable
@@ -23,9 +24,9 @@ class Trainee:
     reached = True
     """after a backward that was watched: whether it has given any of its parameters a gradient"""
 
-    def __init__(self, replica: Replica, number: int = 0) -> None:
-        """`number` counts from 0."""
-        self.replica, self.number = replica, number
+    def __init__(self, replica: Replica, number: int = 0, scale: LossScale | None = None) -> None:
+        """`number` counts from 0; `scale` is that of the losses."""
+        self.replica, self.number, self.scale = replica, number, scale
         self.prefix = f"{number + 1}/" if number else ""  # of its tensors in a checkpoint
         self._parameters = trainable(replica.model)
 
@@ -37,6 +38,15 @@ class Trainee:
 
     def open(self, wanted: bool, watched: bool) -> None:
         """Before a backward: what it gives is dropped, where it is not `wanted`; `watched`: `reached` will be asked."""
+
+    def backward(self, total: Tensor) -> None:
+        """Back-propagate a loss of the step, of all models."""
+        total.backward() if self.scale is None else (total * self.scale.value).backward()
+
+    def overflowed(self, where: str) -> NotFinite | None:
+        """Whether gradients of the step at `where` that are not finite are the loss scale's fault; halves it."""
+        words = "" if self.scale is None else self.scale.overflow(where)
+        return NotFinite(words, by_scale=True) if words else None
 
     def close(self, reached: bool) -> None:
         """After a backward that is not the step's last."""
@@ -50,7 +60,7 @@ class Trainee:
         Returns:
             As `Replica.sync_gradients`.
         """
-        return self.replica.sync_gradients(divisor)
+        return self.replica.sync_gradients(divisor if self.scale is None else divisor * self.scale.value)
 
     def judged(self, max_norm: float | None) -> Pending[tuple[bool, float | None]]:
         """After `synchronise`: (are all gradients finite? their norm, if they are clipped, to `max_norm`)."""

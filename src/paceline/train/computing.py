@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 from paceline.compute.allocator import keep_memory
 from paceline.compute.compiling import compile_model
 from paceline.compute.graphs import graph_model
-from paceline.compute.precision import GAIN, bf16_of, compared, in_bf16, lacks_bf16
+from paceline.compute.precision import GAIN, compared, half_of, in_bf16, in_fp16, lacks_bf16, lacks_tf32, take_float32
 from paceline.compute.recompute import recompute
 from paceline.compute.threads import Seat, complaints, own_seat, share
 from paceline.data.loader import Loading, fetch
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 STATE_COPIES = 4  # weights, gradients, and two numbers that an optimizer keeps for each weight
 
-Precision = Literal["fp32", "bf16"]
+Precision = Literal["fp32", "tf32", "bf16", "fp16"]
 
 
 @dataclass(frozen=True)
@@ -87,18 +87,23 @@ def settle(
     why = ""
     with together(world):
         check_precision(wish.precision, world.device)
+        take_float32(wish.precision, world.device)
         why = lacks_bf16(world.device) if wish.precision == "auto" else ""
         if wish.checkpoint_activations:
             recompute(model, wish.checkpoint_activations)
         if wish.precision == "auto" and not why:
             seconds = _probed(model, task, dataset, loading, samples)
-    precision, notices = "bf16" if wish.precision == "bf16" else "fp32", list[str]()
+    notices = list[str]()
     if wish.precision == "auto":
         precision, notice = _chosen(gather_words([why, seconds], world))
         notices.append(notice)
+    else:
+        precision = wish.precision
     with together(world):
         if precision == "bf16":
             in_bf16(model, world.device)
+        elif precision == "fp16":
+            in_fp16(model, world.device)
         if wish.cuda_graphs:
             graph_model(model, world.device)
         if wish.compile:
@@ -109,8 +114,9 @@ def settle(
 
 def check_precision(asked: str, device: torch.device) -> None:
     """Raise UsageError if `device` cannot compute in the precision `asked`."""
-    if asked == "bf16" and (why := lacks_bf16(device)):
-        raise UsageError(f"--precision bf16: {why}. Use --precision auto, or fp32")
+    why = lacks_bf16(device) if asked == "bf16" else lacks_tf32(device) if asked == "tf32" else ""
+    if why:
+        raise UsageError(f"--precision {asked}: {why}. Use --precision auto, or fp32")
 
 
 def _chosen(told: list[Any]) -> tuple[Precision, str]:
@@ -128,7 +134,7 @@ def _chosen(told: list[Any]) -> tuple[Precision, str]:
 def _probed(model: nn.Module, task: Task, dataset: Dataset[Any], loading: Loading, samples: int) -> dict[str, float]:
     """Seconds of forward and backward on the first `samples` samples, in each precision; changes nothing."""
     indices = torch.arange(min(samples, len(dataset)))  # pyright: ignore[reportArgumentType]
-    around = bf16_of(model, loading.device)
+    around = half_of(model, loading.device, torch.bfloat16)
     with preserved_streams(), evaluating(model), torch.enable_grad():
         (batch,) = fetch(dataset, [(0, indices)], 0, replace(loading, num_workers=0))
 

@@ -8,6 +8,7 @@ from typing import Unpack
 from paceline.compute.phase_events import PhaseEvents
 from paceline.contract.evidence import Phase
 from paceline.data.loader import MicroBatch
+from paceline.stepping.scaling import LossScale
 from paceline.stepping.summing import StepResult
 from paceline.strategies.base import Replica
 from paceline.tasks.task import Loss
@@ -83,15 +84,16 @@ def fit(
     *,
     start: int = 0,
     on_device: PhaseEvents | None = None,
+    scale: LossScale | None = None,
     **options: Unpack[StepOptions],
 ) -> Generator[StepRecord]:
     """Train on `steps`, each the micro-batches of this rank, beginning with step number `start` (0-based).
 
-    `options` and errors are those of TaskSteps; where `enter` tells `on_device` of the phases, its times count.
+    `scale`, `options` and errors are those of TaskSteps. Where `enter` tells `on_device` of phases, its times count.
     """
     replica.model.train()
     clock = PhaseClock(options.get("enter", ignore), on_device=on_device)
-    step = TaskSteps(replica, loss, **{**options, "enter": clock})
+    step = TaskSteps(replica, loss, scale=scale, **{**options, "enter": clock})
     clock(Phase.DATA)
     for number, microbatches in enumerate(steps, start):
         lr = schedule.set(replica.optimizer, number)

@@ -12,6 +12,7 @@ from paceline.errors import UsageError
 from paceline.nested import batch_size
 from paceline.stepping.bodies import added_in
 from paceline.stepping.order import CallOrder
+from paceline.stepping.scaling import LossScale
 from paceline.stepping.steps import Steps
 from paceline.stepping.summing import StepResult
 from paceline.stepping.trainee import Trainee
@@ -46,8 +47,13 @@ class StepOptions(TypedDict, total=False):
 class TaskSteps:
     """The steps of a task, one after the other."""
 
-    def __init__(self, replica: Replica, loss: Loss, **options: Unpack[StepOptions]) -> None:
-        """`replica` is from a strategy; `loss` gives one value per sample, or (values, weights)."""
+    def __init__(
+        self, replica: Replica, loss: Loss, *, scale: LossScale | None = None, **options: Unpack[StepOptions]
+    ) -> None:
+        """`replica` is from a strategy; `loss` gives one value per sample, or (values, weights).
+
+        With a `scale` of losses, for fp16, a step whose gradients overflow is left out in any case.
+        """
 
         def weighted_sum(inputs: Any, targets: Any) -> Tensor:
             losses, weights = weighted_losses(loss, call(replica.model, inputs), targets)
@@ -55,9 +61,9 @@ class TaskSteps:
 
         self._replica, self._loss = replica, loss
         options.setdefault("enter", ignore)
-        way_out = "--not-finite skip"
+        way_out, self._scale = "--not-finite skip", scale
         self._steps = Steps(replica.world, replica.virtual_ranks, forward=weighted_sum, way_out=way_out, **options)
-        self._steps.parts.append(Trainee(replica))
+        self._steps.parts.append(Trainee(replica, scale=scale))
 
     def take(self, microbatches: Sequence[MicroBatch]) -> StepResult:
         """Take one step on this rank's micro-batches of a global batch, at least one, as the loader gives them.
@@ -81,6 +87,8 @@ class TaskSteps:
         if not steps.is_left_out:
             steps.begin_update()
             replica.optimizer.step()
+            if self._scale is not None:
+                self._scale.good()
         return steps.end()
 
 

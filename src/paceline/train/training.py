@@ -9,10 +9,11 @@ from typing import Any
 from paceline.compute.phase_events import phase_events
 from paceline.contract.evidence import Phase
 from paceline.data.loader import naming_lost_processes
-from paceline.errors import ExitCode, TrainingError, UsageError
+from paceline.errors import ExitCode, TrainingError, UsageError, plural
 from paceline.observe.progress import Display
 from paceline.observe.summary import Summary
 from paceline.rhythm import steps_or_seconds
+from paceline.stepping.scaling import loss_scale
 from paceline.stepping.trainee import Trainee
 from paceline.stepping.votes import Votes
 from paceline.train.costs import data_lines
@@ -45,8 +46,9 @@ class Training:
         self._course = Course(place, origin, self._world, rhythm, self._config.guard.not_finite, self._display.say)
         stream, say = parts.stream, self._course.say
         self._passes = Passes(parts, self._box) if stream is None else StreamPasses(parts, stream, self._box, say)
+        self._scale = loss_scale(self._config.compute.precision)
         if origin is not None:
-            self._passes.take(origin.content.loop)
+            self._take(origin)
         self._evaluations = Evaluations(parts, self._course, self._passes)
 
     def run(self) -> ExitCode:
@@ -77,7 +79,8 @@ class Training:
         course, parts, folder = self._course, self._parts, self._place.folder
         if summary.exit == ExitCode.SAVED:
             return [stopped_line(course.step, parts.total_steps, folder)]
-        return [*data_lines(summary, course.waited, parts), *closing_lines(summary, folder)]
+        scaled = [f"fp16: {plural(self._scale.left_out, 'step')} left out by overflows"] if self._scale else []
+        return [*scaled, *data_lines(summary, course.waited, parts), *closing_lines(summary, folder)]
 
     def _loop(self) -> bool:
         """Take all steps that are left; return whether the run was asked to stop before the last."""
@@ -90,7 +93,7 @@ class Training:
                 return end
             self._parts.take_over(end)
             self._course.go_back(end)
-            self._passes.take(end.content.loop)
+            self._take(end)
             evaluations.take(end.content.loop)
         return False
 
@@ -102,7 +105,7 @@ class Training:
             parts.replica, batches, parts.task.loss, parts.schedule,
             start=course.step, max_norm=self._config.optimizer.clip_norm, votes=self._votes,
             on_device=self._on_device, enter=self._box.enter, order=course.order,
-            may_leave_out=self._config.guard.not_finite != "stop", ahead=parts.loading.ahead,
+            may_leave_out=self._config.guard.not_finite != "stop", ahead=parts.loading.ahead, scale=self._scale,
         )  # fmt: skip
         with closing(batches), closing(records):  # ends the loader's processes also when a step fails
             for record in records:
@@ -115,6 +118,11 @@ class Training:
                 if (stopping := self._between(record)) or self._evaluations.ended_early:
                     return stopping
         return False
+
+    def _take(self, origin: Origin) -> None:
+        self._passes.take(origin.content.loop)
+        if self._scale is not None:
+            self._scale.take(origin.content.loop)
 
     def _note(self, record: StepRecord) -> None:
         course, total = self._course, self._parts.total_steps
@@ -149,4 +157,5 @@ class Training:
         return stopping
 
     def _numbers(self, world: World | None) -> dict[str, Any]:
-        return self._evaluations.content() | self._parts.schedule.numbers() | self._passes.numbers(world)
+        scale = self._scale.numbers() if self._scale else {}
+        return self._evaluations.content() | self._parts.schedule.numbers() | self._passes.numbers(world) | scale

@@ -92,9 +92,9 @@ def _length(parts: Parts) -> str:
 
 def _computed(parts: Parts) -> str:
     """How it is computed, where that is not the usual way."""
-    compute = parts.config.compute
+    compute, precision = parts.config.compute, parts.config.compute.precision
     ways = {
-        "forward and backward in bf16 (another run than in fp32: it rounds otherwise)": compute.precision == "bf16",
+        f"forward and backward in {precision} (another run than in fp32: it rounds otherwise)": precision != "fp32",
         f"backward computes {compute.checkpoint_activations} again": compute.checkpoint_activations is not None,
         "compiled": compute.compile,
         "replayed as CUDA graphs": compute.cuda_graphs,

@@ -18,6 +18,7 @@ from paceline.data.plan import BatchPlan, ranks_share
 from paceline.data.streams import first_of
 from paceline.errors import UsageError
 from paceline.ladder import options_of_others
+from paceline.stepping.scaling import loss_scale
 from paceline.strategies import Replica
 from paceline.strategies.base import MakeOptimizer, replica
 from paceline.tasks import load_task
@@ -93,8 +94,9 @@ class CandidateTraining:
         self._open.enter_context(closing(batches))
         norm = config.optimizer.clip_norm
         taken = fit(
-            self.parts.replica, batches, ground.task.loss, schedule, max_norm=norm, enter=enter, ahead=loading.ahead
-        )
+            self.parts.replica, batches, ground.task.loss, schedule, max_norm=norm, enter=enter, ahead=loading.ahead,
+            scale=loss_scale(settled.precision),
+        )  # fmt: skip
         self._taken = self._open.enter_context(closing(taken))
 
     def take(self, steps: int) -> int:
