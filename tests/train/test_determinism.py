@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from paceline.errors import PacelineError, TrainingError, UsageError
+from paceline.train import determinism
 from paceline.train.determinism import deterministic, explained, holds_for
 
 CPU = torch.device("cpu")
@@ -100,6 +101,26 @@ def test_what_bits_hold_for_is_plain_json_and_the_same_each_time():
     assert held["torch"] == torch.__version__
     assert isinstance(held["processor"], str) and held["processor"]
     assert held["capability"] == torch.backends.cpu.get_cpu_capability()
+
+
+def test_on_a_gpu_they_hold_for_its_model_driver_and_libraries(monkeypatch, tmp_path):
+    torch.backends.cuda.matmul.allow_tf32, before = False, torch.backends.cuda.matmul.allow_tf32
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H100")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91002)
+    monkeypatch.setattr(determinism.dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
+    monkeypatch.setattr(determinism, "version", {"nvidia-cublas": "13.1.0"}.__getitem__)
+    monkeypatch.setattr(determinism, "PackageNotFoundError", KeyError)
+    held = holds_for(torch.device("cuda", 0))
+    assert {"CUDA 13.0", "cuDNN 91002", "NCCL 2.28.9", "cuBLAS 13.1.0"} <= {*held["libraries"]}
+    assert (held["processor"], held["capability"]) == ("NVIDIA H100", "9.0")
+    assert held["float32"] == "fp32 products, tf32 convolutions"  # torch's own mixture
+    assert json.loads(json.dumps(held)) == held
+    torch.backends.cuda.matmul.allow_tf32 = before
+    (tmp_path / "version").write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.65.06  Sun Jul 27\n")
+    assert determinism._driver((tmp_path / "none", tmp_path / "version")) == "580.65.06"
 
 
 TASK = """

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 BUCKET_BYTES = 25 << 20  # large enough to use the network well, small enough that the first bucket leaves early
+ALIGNED_BYTES = 64
 
 
 def trainable(module: nn.Module) -> list[nn.Parameter]:
@@ -52,31 +53,40 @@ def buckets_of(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> list[li
 def pack(parameters: Sequence[nn.Parameter], grads: Sequence[Tensor | None] | None, padded: int = 0) -> Tensor:
     """All gradients in one tensor, then one number for each: 1 where there is a gradient, 0 where it is None.
 
-    (2, 3) and (4,), the second without gradient -> (12,): 6 numbers, 4 zeros, 1, 0. After the sum over ranks the last
-    ones tell how many ranks used each parameter; a message of their own would cost a round trip. Zeros fill it up to
-    the length `padded`. `grads` of None are None for each.
+    (2, 3) and (4,) float32, the second without gradient -> (34,): 6 numbers, 10 zeros; 4 zeros, 12 more; 1, 0. Each
+    begins at a multiple of 64 bytes, as autograd's own gradients do: a fused optimizer may choose another kernel by it.
+    After the sum over ranks the last ones tell how many ranks used each parameter; a message of their own would cost a
+    round trip. Zeros fill it up to the length `padded`. `grads` of None are None for each.
     """
     grads = [None] * len(parameters) if grads is None else grads
     used = parameters[0].new_ones(len(parameters))
     for index, grad in enumerate(grads):
         if grad is None:
             used[index] = 0
-    pieces = [(torch.zeros_like(p) if g is None else g).flatten() for p, g in zip(parameters, grads, strict=True)]
+    pieces: list[Tensor] = []
+    for parameter, grad in zip(parameters, grads, strict=True):
+        pieces.append((torch.zeros_like(parameter) if grad is None else grad).flatten())
+        pieces += [used.new_zeros(gap)] if (gap := _gap(parameter)) else []
     padding = max(0, padded - sum(p.numel() for p in pieces) - len(used))
     return torch.cat([*pieces, used, used.new_zeros(padding)])
 
 
 def packed_size(parameters: Sequence[nn.Parameter]) -> int:
     """The elements of an unpadded `pack`."""
-    return sum(p.numel() for p in parameters) + len(parameters)
+    return sum(p.numel() + _gap(p) for p in parameters) + len(parameters)
+
+
+def _gap(parameter: Tensor) -> int:
+    """Elements after it, up to a multiple of 64 bytes."""
+    return -parameter.numel() % (ALIGNED_BYTES // parameter.element_size())
 
 
 def unpack(flat: Tensor, parameters: Sequence[nn.Parameter], used_here: Sequence[bool]) -> None:
     """Give each parameter its piece of `flat`, a sum of unpadded `pack`s, as .grad; None where no rank has used it."""
-    *pieces, used = flat.split([*(p.numel() for p in parameters), len(parameters)])
+    *pieces, used = flat.split([*(n for p in parameters for n in (p.numel(), _gap(p))), len(parameters)])
     # Looked at only if this rank did not use all of them itself: on a GPU, looking means waiting.
     used_anywhere: Sequence[float] = used_here if all(used_here) else used.tolist()
-    for parameter, piece, is_used in zip(parameters, pieces, used_anywhere, strict=True):
+    for parameter, piece, is_used in zip(parameters, pieces[::2], used_anywhere, strict=True):
         if is_used:
             grad = piece.view(parameter.shape)
             # A gradient has its parameter's strides: torch's fused optimizers walk both through memory side by side.

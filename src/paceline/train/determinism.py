@@ -7,15 +7,19 @@ per rank for every world size, since it decides how torch cuts its loops.
 import os
 import re
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from paceline.errors import PacelineError, TrainingError
 from paceline.ladder import DEFAULT
+from paceline.worker.device import device_words
 
+DRIVERS = Path("/proc/driver/nvidia/version"), Path("/sys/module/amdgpu/version")
 DEFAULT_THREADS = 1  # the largest number that every world size can have
 
 
@@ -62,13 +66,44 @@ def holds_for(device: torch.device) -> dict[str, Any]:
     libraries = re.findall(
         r"(Intel\(R\) oneAPI Math Kernel Library Version \S+|Intel\(R\) MKL-DNN v\S+|oneDNN v\S+)", built
     )
-    on_gpu = device.type == "cuda"
+    if device.type == "cuda":
+        return {
+            "torch": str(torch.__version__),
+            "libraries": sorted({*libraries, *_gpu_libraries()}),
+            "processor": torch.cuda.get_device_name(device),
+            "capability": ".".join(map(str, torch.cuda.get_device_capability(device))),
+            "driver": _driver(),
+            "float32": f"{_tf32(torch.backends.cuda.matmul)} products, {_tf32(torch.backends.cudnn)} convolutions",
+        }
     return {
         "torch": str(torch.__version__),
         "libraries": sorted(set(libraries)),
-        "processor": torch.cuda.get_device_name(device) if on_gpu else _cpu_model(),
-        "capability": None if on_gpu else torch.backends.cpu.get_cpu_capability(),
+        "processor": _cpu_model() if device.type == "cpu" else device_words(device),
+        "capability": torch.backends.cpu.get_cpu_capability() if device.type == "cpu" else None,
     }
+
+
+def _gpu_libraries() -> Generator[str]:
+    yield f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
+    yield f"cuDNN {torch.backends.cudnn.version()}"
+    if dist.is_nccl_available():
+        yield f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"
+    for package in ("nvidia-cublas", "nvidia-cublas-cu12", "nvidia-cublas-cu13"):
+        with suppress(PackageNotFoundError):  # a torch of another source has it built in
+            yield f"cuBLAS {version(package)}"
+
+
+def _driver(files: tuple[Path, ...] = DRIVERS) -> str:
+    for file in files:
+        with suppress(OSError):
+            found = re.search(r"\b\d+(\.\d+)+\b", file.read_text())
+            if found:
+                return found[0]
+    return "unknown"
+
+
+def _tf32(kind: Any) -> str:
+    return "tf32" if kind.allow_tf32 else "fp32"
 
 
 def _cpu_model() -> str:
