@@ -239,8 +239,8 @@ class ClusterConfig:
     """minutes that the job may take"""
     gpus_per_node: int | None = None
     """GPUs of each node (default with --device cuda: --nproc)"""
-    cpus_per_rank: int = 1
-    """CPU cores of each worker process"""
+    cpus_per_rank: int | None = None
+    """CPU cores of each worker process (default: 1; with GPUs 8, or as many as the nodes have)"""
     save_before: int = 120
     """seconds before the time limit at which a run saves its state and puts itself into the queue again; 0: never"""
     sbatch: tyro.conf.UseAppendAction[tuple[str, ...]] = ()

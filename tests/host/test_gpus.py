@@ -1,5 +1,6 @@
 """GPUs counted and described by drivers that do not answer everything, and by the kernel alone."""
 
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ from tests.host.test_gpu_trouble import Driver, running
 from paceline.cli.flags import check_gpus, nproc_auto, usable_gpus
 from paceline.errors import UsageError
 from paceline.host import gpus
-from paceline.host.gpus import count_gpus, gpus_here
+from paceline.host.gpus import cores_near, count_gpus, gpus_here, show_own_mig
 
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 H100 = running(7) | {
@@ -94,3 +95,58 @@ def test_ranks_may_share_a_gpu_over_gloo_only() -> None:
     check_gpus("--nproc 2", 2, 1, "gloo")
     with pytest.raises(UsageError, match=r"needs 2 GPUs, this machine has 1\. Use 1 process, .*--backend gloo"):
         check_gpus("--nproc 2", 2, 1, "auto")
+
+
+def cut(*parts: str) -> dict[str, Any]:
+    """A GPU in MIG mode; its second place is free."""
+    places = {0: parts[0], 2: parts[1]}
+
+    def part(_: Any, number: int) -> dict[str, Any]:
+        if number not in places:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
+        return {"nvmlDeviceGetUUID": places[number]}
+
+    return {"nvmlDeviceGetMigMode": [1, 1], "nvmlDeviceGetMaxMigDeviceCount": 7, "part": part}
+
+
+class Cut(Machine):
+    """Whose parts are asked for by number."""
+
+    def nvmlDeviceGetMigDeviceHandleByIndex(self, gpu: Any, number: int) -> Any:  # noqa: N802
+        return gpu["part"](gpu, number)
+
+
+def test_the_parts_of_a_gpu_count_as_gpus_and_each_rank_is_shown_its_own(
+    bare: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (bare / "nvidiactl").touch()
+    monkeypatch.setitem(sys.modules, "pynvml", Cut(cut("MIG-a", "MIG-b"), cut("MIG-c", "MIG-d")))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-d")  # so that it is put back
+    show_own_mig(0, 1)
+    assert count_gpus() == 1 and os.environ["CUDA_VISIBLE_DEVICES"] == "MIG-d"
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert count_gpus() == 4
+    show_own_mig(2, 4)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "MIG-c"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-b, MIG-d")
+    show_own_mig(1, 2)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "MIG-d"
+    monkeypatch.setitem(sys.modules, "pynvml", Cut(H100, LOST))  # whole ones
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    show_own_mig(1, 2)
+    assert count_gpus() == 2 and "CUDA_VISIBLE_DEVICES" not in os.environ
+
+
+def test_the_cores_beside_a_gpu_are_those_of_its_numa_node(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Found(Machine):
+        def nvmlDeviceGetHandleByUUID(self, uuid: str) -> Any:  # noqa: N802
+            if uuid != "GPU-1234":
+                raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
+            return {"nvmlDeviceGetPciInfo": SimpleNamespace(busId="00000000:3B:00.0")}
+
+    monkeypatch.setitem(sys.modules, "pynvml", Found())
+    monkeypatch.setattr(gpus, "PCI", bare)
+    assert cores_near("1234") == cores_near("77") == cores_near("") == set()
+    (bare / "0000:3b:00.0").mkdir()
+    (bare / "0000:3b:00.0" / "local_cpulist").write_text("0-2,8,10-11\n")
+    assert cores_near("1234") == {0, 1, 2, 8, 10, 11}

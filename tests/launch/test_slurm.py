@@ -20,6 +20,7 @@ from msgspec.structs import replace as replace_fields
 from paceline.contract.node_plan import NodePlan
 from paceline.errors import UsageError
 from paceline.launch.job import Allocation, Job
+from paceline.launch.slurm import fits
 from paceline.launch.slurm.fits import Granted, Nodes, check_allocation, in_allocation, misfit, parse_sinfo
 from paceline.launch.slurm.plan import batch_script, slurm
 from paceline.launch.slurm.queue import JobState, parse_job, submit_environment
@@ -281,6 +282,21 @@ def test_what_would_queue_for_ever_is_told(
     job = replace_fields(JOB, nodes=nodes, nproc=nproc, slurm=asked)
     found = misfit(partition, [one for one in parse_sinfo(CLUSTER) if one.partition == partition], job)
     assert words in found and bool(words) == bool(found)
+
+
+@pytest.mark.parametrize(
+    ("partition", "nodes", "nproc", "gpus", "cores"),
+    [("gpu", 2, 8, 8, 8), ("gpu", 2, 4, 4, 16), ("gpu", 3, 4, 4, 8), ("gpu", 8, 3, 1, 10), ("gpu", 9, 1, 1, 1),
+     ("main", 1, 4, 0, 1)],
+)  # fmt: skip
+def test_ranks_with_gpus_get_no_more_cores_than_there_are(
+    monkeypatch: pytest.MonkeyPatch, partition: str, nodes: int, nproc: int, gpus: int, cores: int
+) -> None:
+    monkeypatch.setattr(fits, "run_slurm", lambda *_: subprocess.CompletedProcess((), 0, CLUSTER, ""))
+    asked = Allocation(partition=partition, gpus_per_node=gpus)
+    job = replace_fields(JOB, nodes=nodes, nproc=nproc, slurm=asked)
+    assert fits.cores_there(None, job, {}) == cores
+    assert fits.cores_there(Granted("12", 2, 12, 2, "gpu"), job, {}) == 12 // nproc
 
 
 # ---- inside an allocation --------------------------------------------------------------------------------------------

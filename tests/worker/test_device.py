@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed import HashStore
 
 from paceline.errors import UsageError
+from paceline.worker import device
 from paceline.worker.device import chosen_backend, chosen_device, device_words, overlooked
 
 CPU = torch.device("cpu")
@@ -62,6 +64,50 @@ def test_several_ranks_share_a_gpu_over_gloo_only(has: Torch) -> None:
     assert [chosen_device("auto", i, 4, "gloo").index for i in range(4)] == [0, 1, 0, 1]
     with pytest.raises(UsageError, match=r"need 4 GPUs, torch sees 2.*2 processes.*--backend gloo"):
         chosen_device("auto", 0, 4, "auto")
+
+
+def test_a_wrapper_may_show_each_rank_another_gpu(has: Torch, monkeypatch: pytest.MonkeyPatch) -> None:
+    has("cuda", 1)
+    with pytest.raises(UsageError, match="need 4 GPUs, torch sees 1"):
+        chosen_device("auto", 3, 4, "auto")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    assert chosen_device("auto", 3, 4, "auto") == torch.device("cuda", 0)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")  # both: then one of them does not work
+    with pytest.raises(UsageError, match="need 4 GPUs, torch sees 1"):
+        chosen_device("auto", 3, 4, "auto")
+
+
+@pytest.mark.parametrize("backend", ["nccl", "gloo"])
+def test_two_ranks_on_one_gpu_are_found_when_they_meet(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], backend: str
+) -> None:
+    """All call it cuda:0; only its UUID tells."""
+    store, gpu = HashStore(), torch.device("cuda", 0)
+
+    def meets(rank: int, uuid: str) -> None:
+        monkeypatch.setattr(device, "identity", lambda _: uuid)
+        device.check_placement(rank, 4, gpu, backend, store)
+
+    for rank, uuid in ((0, "a"), (1, "b"), (2, ""), (3, "")):
+        meets(rank, uuid)
+    assert capsys.readouterr().err == ""
+    if backend == "nccl":
+        with pytest.raises(UsageError, match=r"ranks 1 and 2 compute on one GPU, b \(cuda:0\), and nccl wants one"):
+            meets(2, "b")
+    else:
+        meets(2, "b")
+        assert "ranks 1 and 2 compute on one GPU, b (cuda:0): they take turns" in capsys.readouterr().err
+
+
+def test_a_rank_goes_to_the_cores_beside_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    gone: list[set[int]] = []
+    monkeypatch.setattr(device, "identity", lambda _: "a")
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2, 3})
+    monkeypatch.setattr("os.sched_setaffinity", lambda _, cores: gone.append(cores))
+    for near in ({2, 3, 4, 5}, {0, 1, 2, 3, 4}, {8, 9}, set[int]()):  # the last three: nothing is better
+        monkeypatch.setattr(device, "cores_near", lambda _, near=near: near)
+        device.go_near(torch.device("cuda", 0))
+    assert gone == [{2, 3}]
 
 
 def test_each_kind_of_device_has_its_backend() -> None:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.errors import UsageError
-from paceline.worker.foreign import check_shape, device_per_task, job_token, launched, understood
+from paceline.worker.foreign import check_shape, job_token, launched, understood
 from paceline.worker.nodelist import expand_nodes, tasks_of_node
 
 STEP = {  # task 3 of `srun -N 2 -n 4` in Slurm 22.05, with what surrounds it in the job
@@ -145,14 +145,6 @@ def test_a_token_is_the_jobs_and_nobody_elses() -> None:
     assert job_token({**STEP, **understood(STEP)}) == "4711.2"
     assert job_token({**STEP, **TORCHRUN}) == ""  # by hand in two steps of one job: no step in common
     assert job_token(OPEN_MPI) == "400752641"
-
-
-def test_the_one_gpu_of_a_task_is_its_own_unless_an_agent_shares_it() -> None:
-    assert device_per_task({**STEP, "CUDA_VISIBLE_DEVICES": "1"})
-    assert not device_per_task({**STEP, "CUDA_VISIBLE_DEVICES": "0,1"})
-    assert not device_per_task(STEP)
-    assert not device_per_task({**STEP, "CUDA_VISIBLE_DEVICES": "1", "TORCHELASTIC_RUN_ID": "x"})
-    assert not device_per_task({"CUDA_VISIBLE_DEVICES": "1"})
 
 
 def test_half_a_job_does_not_run_as_a_whole_one() -> None:

@@ -1,5 +1,6 @@
 """Runs on other machines, in a queue or by hand: from settings to a job, and from the job to what starts it."""
 
+import dataclasses
 import os
 import secrets
 import sys
@@ -18,9 +19,9 @@ from paceline.errors import ExitCode, UsageError
 from paceline.host.surroundings import parse_env
 from paceline.launch.by_hand import by_hand, typed
 from paceline.launch.hosts import parse_hosts
-from paceline.launch.job import Allocation, Host, Job, Plan, describe
+from paceline.launch.job import GPU_CORES, Allocation, Host, Job, Plan, describe
 from paceline.launch.local import local
-from paceline.launch.slurm.fits import check_allocation, check_fits, in_allocation, run_here
+from paceline.launch.slurm.fits import check_allocation, check_fits, cores_there, in_allocation, run_here
 from paceline.launch.slurm.plan import SCRIPT, slurm
 from paceline.launch.slurm.queue import follow, submit
 from paceline.launch.ssh.plan import rsync_commands, ssh, sync
@@ -61,7 +62,7 @@ def check_cluster(cluster: ClusterConfig) -> None:
             raise UsageError(f"{flag} has a meaning only with --on {' or '.join(meant)}, this is --on {cluster.on}")
     if cluster.join_timeout <= 0:
         raise UsageError(f"--join-timeout must be greater than 0 (seconds), got {cluster.join_timeout:g}")
-    if cluster.cpus_per_rank < 1:
+    if cluster.cpus_per_rank is not None and cluster.cpus_per_rank < 1:
         raise UsageError(f"--cpus-per-rank must be at least 1, got {cluster.cpus_per_rank}")
     if cluster.cancel_on_interrupt and not cluster.follow:
         raise UsageError("--cancel-on-interrupt has a meaning only with --follow")
@@ -101,7 +102,7 @@ def placed_job(cluster: ClusterConfig, nproc: int | None) -> Job:
             minutes=cluster.time,
             partition=cluster.partition or "",
             gpus_per_node=cluster.gpus_per_node or 0,
-            cpus_per_rank=cluster.cpus_per_rank,
+            cpus_per_rank=cluster.cpus_per_rank or (GPU_CORES if cluster.gpus_per_node else 1),
             save_seconds=cluster.save_before,
             options=cluster.sbatch,
         ),
@@ -200,6 +201,9 @@ def start(cluster: ClusterConfig, job: Job) -> int:
 
 def _start_slurm(cluster: ClusterConfig, job: Job, submit_dir: Path) -> int:
     held = in_allocation(os.environ)
+    if cluster.cpus_per_rank is None and job.slurm.gpus_per_node:
+        cores = min(GPU_CORES, cores_there(held, job, os.environ))
+        job = replace(job, slurm=dataclasses.replace(job.slurm, cpus_per_rank=cores))
     if held is not None:
         check_allocation(held, job)
     plan = slurm(job)

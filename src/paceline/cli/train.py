@@ -24,7 +24,7 @@ from paceline.contract.birth import WorkerBirth
 from paceline.disk.reading import real_path
 from paceline.errors import ExitCode, UsageError
 from paceline.ladder import DEFAULT_ALONE
-from paceline.launch.job import Job
+from paceline.launch.job import GPU_CORES, Job
 from paceline.observe.folder import CONFIG
 from paceline.tasks.settings import told
 from paceline.worker.foreign import check_shape, launched
@@ -73,7 +73,8 @@ def _elsewhere(config: TrainConfig, job: Job) -> int:
         raise UsageError("--min-nproc has a meaning on one machine only. Whole machines: --nodes MIN:MAX")
     config = replace(config, launch=replace(config.launch, nproc=job.nproc))
     if on == "slurm" and config.launch.device == "cuda" and config.cluster.gpus_per_node is None:
-        job = replace_fields(job, slurm=replace(job.slurm, gpus_per_node=job.nproc))
+        cores = config.cluster.cpus_per_rank or GPU_CORES
+        job = replace_fields(job, slurm=replace(job.slurm, gpus_per_node=job.nproc, cpus_per_rank=cores))
     check_training(config, size)
     if job.min_nodes < job.nodes and config.checkpoint.checkpoint_every is None:
         raise UsageError(

@@ -14,6 +14,8 @@ import msgspec
 T = TypeVar("T")
 SHARE_GPUS = ("gloo", "mpi")  # backends over which several ranks may compute on one GPU
 DEV, KFD = Path("/dev"), Path("/sys/class/kfd/kfd/topology/nodes")
+PCI = Path("/sys/bus/pci/devices")
+VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
 
 class Gpu(msgspec.Struct, frozen=True):
@@ -37,10 +39,57 @@ def gpus_here() -> tuple[Gpu, ...]:
 
 def count_gpus() -> int | None:
     """GPUs of this machine that ranks may use: NVIDIA's or AMD's that no variable hides; None: nobody says how many."""
-    if count := _driver_says(lambda nvml: int(nvml.nvmlDeviceGetCount()), 0):
-        return _visible(count, "CUDA_VISIBLE_DEVICES")
+    if count := sum(len(parts) if parts is not None else 1 for parts in _driver_says(_mig, [])):
+        return _visible(count, *VISIBLE[:1])
     amd = _amd_gpus()
-    return amd and _visible(amd, "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
+    return amd and _visible(amd, *VISIBLE)
+
+
+def show_own_mig(local_rank: int, local_size: int) -> None:
+    """Where GPUs are cut up (MIG), let CUDA show this process the part of its rank: it takes the first one, else.
+
+    Before CUDA is used. What shows one part to this process already stays.
+    """
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if not (DEV / "nvidiactl").exists() or (given is not None and "MIG-" not in given):
+        return
+    found = _driver_says(_mig, [])
+    parts = given.split(",") if given else [part for gpu in found for part in gpu or ()]
+    if len(parts) >= max(2, local_size) and all(gpu is not None for gpu in found):
+        os.environ["CUDA_VISIBLE_DEVICES"] = parts[local_rank].strip()
+
+
+def cores_near(uuid: str) -> set[int]:
+    """The cores of the NUMA node of the NVIDIA GPU `uuid`, as torch writes it; none where nobody says."""
+
+    def address(nvml: Any) -> str:
+        found = nvml.nvmlDeviceGetPciInfo(nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")).busId
+        return (found if isinstance(found, str) else found.decode()).lower()[-12:]  # the kernel's has 4 digits less
+
+    if not uuid or not (where := _driver_says(address, "")):
+        return set()
+    cores: set[int] = set()
+    with suppress(OSError, ValueError):
+        for run in (PCI / where / "local_cpulist").read_text().strip().split(","):
+            first, _, last = run.partition("-")
+            cores |= {*range(int(first), int(last or first) + 1)}
+    return cores
+
+
+def _mig(nvml: Any) -> list[list[str] | None]:
+    """Of each GPU the parts that it is cut into; None: it is whole."""
+    found: list[list[str] | None] = []
+    for index in range(int(nvml.nvmlDeviceGetCount())):
+        parts: list[str] | None = None
+        with suppress(nvml.NVMLError):
+            gpu = nvml.nvmlDeviceGetHandleByIndex(index)
+            if nvml.nvmlDeviceGetMigMode(gpu)[0]:
+                parts = []
+                for number in range(int(nvml.nvmlDeviceGetMaxMigDeviceCount(gpu))):
+                    with suppress(nvml.NVMLError):  # a place without a part
+                        parts.append(str(nvml.nvmlDeviceGetUUID(nvml.nvmlDeviceGetMigDeviceHandleByIndex(gpu, number))))
+        found.append(parts)
+    return found
 
 
 def _amd_gpus() -> int | None:

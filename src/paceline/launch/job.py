@@ -38,6 +38,9 @@ class Host:
     slots: int | None = None  # None: as many as --nproc says
 
 
+GPU_CORES = 8  # of a rank with a GPU: it prepares batches, and launches kernels without a pause
+
+
 @dataclass(frozen=True)
 class Allocation:
     """What is asked of Slurm, beside the nodes."""

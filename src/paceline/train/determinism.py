@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.cuda import nccl
 
 from paceline.errors import PacelineError, TrainingError
 from paceline.ladder import DEFAULT
@@ -87,7 +88,7 @@ def _gpu_libraries() -> Generator[str]:
     yield f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
     yield f"cuDNN {torch.backends.cudnn.version()}"
     if dist.is_nccl_available():
-        yield f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"
+        yield f"NCCL {'.'.join(map(str, nccl.version()))}"
     for package in ("nvidia-cublas", "nvidia-cublas-cu12", "nvidia-cublas-cu13"):
         with suppress(PackageNotFoundError):  # a torch of another source has it built in
             yield f"cuBLAS {version(package)}"

@@ -1,13 +1,15 @@
 """Which device this rank computes on, and over which backend it exchanges; and why on no other."""
 
 import os
+import sys
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
 from paceline.errors import UsageError, plural
-from paceline.host.gpus import DEV, SHARE_GPUS
+from paceline.host.gpus import DEV, SHARE_GPUS, VISIBLE, cores_near
 
 BACKENDS = {"cuda": "nccl", "xpu": "xccl"}
 """of each kind of device; gloo for all others"""
@@ -20,7 +22,7 @@ def chosen_device(asked: str, index: int, workers: int, backend: str) -> torch.d
         asked: "auto" (the accelerator that torch has here, else the CPU), "cpu", or a kind of accelerator: "cuda" (also
             for AMD's, with a torch built for ROCm), "xpu".
         index: counts among the devices that this process sees.
-        workers: on a device each, but for a `backend` that lets several share one.
+        workers: on a device each, but for a `backend` that lets several share one, or where each is shown another one.
 
     Raises:
         UsageError: there is no such device, or there are too few.
@@ -37,13 +39,56 @@ def chosen_device(asked: str, index: int, workers: int, backend: str) -> torch.d
     if asked not in ("auto", kind):
         has = f"torch has {kind} here" if kind else overlooked() or "torch sees no accelerator here"
         raise UsageError(f"--device {asked}: {has}. Use --device {kind or 'cpu'}")
-    if workers > count and backend not in SHARE_GPUS:
+    if workers > count and backend not in SHARE_GPUS and not (count == 1 and shown_one()):
         raise UsageError(
             f"{workers} processes on this node need {workers} GPUs, torch sees {count}. "
             f"Start at most {plural(count, 'process', 'processes')} per node, let several share a GPU "
             "(--backend gloo), or use --device cpu."
         )
     return torch.device(kind, index % count)
+
+
+def shown_one() -> bool:
+    """Whether a variable shows this process one GPU: as `srun --gpus-per-task=1` and wrappers do, each rank another."""
+    values = [os.environ.get(name, "").strip() for name in VISIBLE]
+    return any(value and "," not in value for value in values)
+
+
+def identity(device: torch.device) -> str:
+    """What tells this GPU from all others, on any machine; empty for a CPU, or where nobody says."""
+    if device.type == "cpu":
+        return ""
+    properties = getattr(torch.get_device_module(device), "get_device_properties", None)
+    return str(getattr(properties(device), "uuid", "")) if properties else ""
+
+
+def check_placement(rank: int, size: int, device: torch.device, backend: str, store: Store) -> None:
+    """Compare which GPU each rank has. Two on one are slow over gloo; over NCCL they are an error, or wait for ever.
+
+    Raises:
+        UsageError: on the later one of two ranks with one GPU, over a backend that needs one for each.
+    """
+    mine = identity(device) if size > 1 else ""
+    if not mine:
+        return
+    if store.add(f"ranks on {mine}", 1) == 1:
+        store.set(f"first on {mine}", str(rank))
+        return
+    words = f"ranks {store.get(f'first on {mine}').decode()} and {rank} compute on one GPU, {mine} ({device})"
+    if backend not in SHARE_GPUS:
+        raise UsageError(
+            f"{words}, and {backend} wants one for each: does a launcher or wrapper show both the same "
+            "(CUDA_VISIBLE_DEVICES)? Start fewer processes, or let them share it: --backend gloo"
+        )
+    print(f"WARNING: {words}: they take turns", file=sys.stderr)
+
+
+def go_near(device: torch.device) -> None:
+    """Let this process, and what it starts, run on cores beside its GPU only, if it may run on any of them."""
+    own = os.sched_getaffinity(0)
+    near = own & cores_near(identity(device))
+    if near and near != own:
+        os.sched_setaffinity(0, near)
 
 
 def lacks(kind: str) -> str:
@@ -66,7 +111,7 @@ def overlooked(devices: Path = DEV) -> str:
             f"torch sees no GPU, but the machine has {plural(nvidia, 'NVIDIA GPU')}: `nvidia-smi` tells whether the "
             "driver works"
         )
-    hidden = {os.environ.get(name) for name in ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")}
+    hidden = {os.environ.get(name) for name in VISIBLE}
     if amd and torch.version.hip and not hidden & {"", "-1"}:
         return "torch sees no GPU, but the machine has AMD GPUs: `rocminfo` tells whether this user may use them"
     other = torch.accelerator.current_accelerator(check_available=True)

@@ -71,16 +71,6 @@ def job_token(env: Mapping[str, str]) -> str:
     return ""
 
 
-def device_per_task(env: Mapping[str, str]) -> bool:
-    """Whether the one GPU that this process sees is its own: `srun --gpus-per-task=1` shows each task another one.
-
-    Then every task calls its GPU cuda:0. An agent (torchrun, ours) in such a task would share it among its workers.
-    """
-    agent = any(name in env for name in ("TORCHELASTIC_RUN_ID", RUN_ID))
-    visible = env.get("CUDA_VISIBLE_DEVICES", "")
-    return not agent and _in_step(env) and visible != "" and "," not in visible
-
-
 def check_shape(env: Mapping[str, str], nodes: int, nproc: int) -> None:
     """Refuse a world that is not the one asked for: `nproc` ranks on each of `nodes` nodes.
 

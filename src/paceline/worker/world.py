@@ -14,8 +14,9 @@ import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store, distributed_c10d  # pyright: ignore[reportPrivateImportUsage]
 
 from paceline.errors import TrainingError, UsageError
-from paceline.worker.device import BACKENDS, chosen_backend, chosen_device, overlooked
-from paceline.worker.foreign import ADDRESS, COUNTS, device_per_task, understood
+from paceline.host.gpus import show_own_mig
+from paceline.worker.device import BACKENDS, check_placement, chosen_backend, chosen_device, go_near, overlooked
+from paceline.worker.foreign import ADDRESS, COUNTS, understood
 from paceline.worker.guard import Guard
 from paceline.worker.meeting import MEETING_SECONDS, meet
 from paceline.worker.release import abort_nccl
@@ -56,9 +57,10 @@ class World:
         """
         env = os.environ if env is None else env
         rank, size, local_rank, local_size = _counts({**env, **understood(env)})
+        if device != "cpu":
+            show_own_mig(local_rank, local_size)
         # local: the global rank is no device index on the second node
-        index, workers = (0, 1) if device_per_task(env) else (local_rank, local_size)
-        chosen = chosen_device(device, index, workers, backend)
+        chosen = chosen_device(device, local_rank, local_size, backend)
         if device == "auto" and chosen.type == "cpu" and rank == 0 and (words := overlooked()):
             print(f"WARNING: cpu: {words}; or say --device cpu", file=sys.stderr)
         return cls(rank, size, local_rank, local_size, chosen, chosen_backend(backend, chosen))
@@ -110,6 +112,7 @@ def joined(
     timeout = timedelta(seconds=timeout_seconds)
     if world.device.type != "cpu":
         torch.accelerator.set_device_index(world.device)
+        go_near(world.device)
     if world.backend == "mpi":
         dist.init_process_group(world.backend, timeout=timeout)
     else:
@@ -128,6 +131,7 @@ def joined(
 
 def _make_group(world: World, store: Store, timeout: timedelta) -> None:
     """Make the default group; again, where another user of the machine was faster than a rank of ours."""
+    check_placement(world.rank, world.size, world.device, world.backend, store)
     met: list[str] = []
     for number in range(TRIES):
         attempt = PrefixStore(f"group-{number}", store)

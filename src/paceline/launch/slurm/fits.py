@@ -43,15 +43,7 @@ def check_fits(job: Job, env: Mapping[str, str]) -> None:
         UsageError: what was asked, what there is, and what to do.
         PacelineError: if Slurm does not answer.
     """
-    done = run_slurm("sinfo", "-h", "-e", "-o", FORMAT)
-    if done.returncode != 0:
-        raise PacelineError(f"Slurm does not say which partitions there are: {slurm_words(done)}")
-    all_nodes = parse_sinfo(done.stdout)
-    names = (
-        job.slurm.partition
-        or env.get("SBATCH_PARTITION", "")
-        or next((n.partition for n in all_nodes if n.default), "")
-    )
+    all_nodes, names = _asked(job, env)
     if not names:
         raise UsageError(f"this cluster has no default partition: {_choices(all_nodes)}")
     for name in names.split(","):
@@ -60,6 +52,16 @@ def check_fits(job: Job, env: Mapping[str, str]) -> None:
     found = [misfit(name, [n for n in all_nodes if n.partition == name], job) for name in names.split(",")]
     if all(found):
         raise UsageError(f"{'; '.join(found)}. {_choices(all_nodes)}")
+
+
+def _asked(job: Job, env: Mapping[str, str]) -> tuple[list[Nodes], str]:
+    """All nodes, and the partitions that the job is for, separated by commas."""
+    done = run_slurm("sinfo", "-h", "-e", "-o", FORMAT)
+    if done.returncode != 0:
+        raise PacelineError(f"Slurm does not say which partitions there are: {slurm_words(done)}")
+    found = parse_sinfo(done.stdout)
+    usual = next((n.partition for n in found if n.default), "")
+    return found, job.slurm.partition or env.get("SBATCH_PARTITION", "") or usual
 
 
 def misfit(name: str, nodes: Sequence[Nodes], job: Job) -> str:
@@ -146,6 +148,20 @@ def in_allocation(env: Mapping[str, str]) -> Granted | None:
         gpus=sum(map(_number, gpus)),
         partition=env.get("SLURM_JOB_PARTITION", ""),
     )
+
+
+def cores_there(held: Granted | None, job: Job, env: Mapping[str, str]) -> int:
+    """Cores for each rank of a job with GPUs, at least 1: of the allocation `held`, else of nodes that it may get.
+
+    Raises:
+        PacelineError: if Slurm does not answer.
+    """
+    if held is not None:
+        return max(1, held.cpus // job.nproc)
+    all_nodes, names = _asked(job, env)
+    fit = [n for n in all_nodes if n.partition in names.split(",") and n.gpus >= job.slurm.gpus_per_node]
+    cpus = sorted((cpus for n in fit for cpus in [n.cpus] * min(n.count, job.nodes)), reverse=True)
+    return max(1, cpus[job.nodes - 1] // job.nproc) if len(cpus) >= job.nodes else 1
 
 
 def _number(text: str) -> int:
