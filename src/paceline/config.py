@@ -38,6 +38,8 @@ class DataConfig:
     """folder of IDX files (MNIST, Fashion-MNIST, EMNIST layout; .gz or not); default: the packaged MNIST"""
     num_workers: int = 0
     """loader processes per rank, for datasets that are not held as tensors"""
+    data_on_device: Literal["auto", "off"] = "auto"
+    """auto: data held as tensors are kept on the GPU, if they take a quarter at most of what training leaves free"""
     batch_size: int | None = None
     """samples per virtual rank and micro-batch (default 64)"""
     accumulation: int | None = None

@@ -103,6 +103,14 @@ def tf32_put_back():
     torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
 
 
+@pytest.mark.parametrize("convert", [in_bf16, in_fp16])
+def test_on_a_gpu_weights_have_the_format_of_inputs(convert):
+    model = Convolutions().to("meta")  # no CPU
+    convert(model, torch.device("meta"))
+    weights = [m.weight for m in model.modules() if isinstance(m, nn.Conv2d)]
+    assert weights and all(w.is_contiguous(memory_format=torch.channels_last) for w in weights)
+
+
 @pytest.mark.usefixtures("tf32_put_back")
 def test_tf32_is_on_for_matrix_products_and_convolutions_or_for_neither():
     for precision, taken in (("tf32", "tf32"), ("fp32", "none"), ("bf16", "none")):

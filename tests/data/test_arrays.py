@@ -1,5 +1,7 @@
 """Data held as tensors or arrays: the same batches as sample by sample, whatever holds them."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -139,6 +141,15 @@ def test_what_does_not_fit_stays_where_it_is():
     assert moved.inputs.device == moved.targets.device == meta
     held = on_device(TensorDataset(torch.zeros(4)), meta, free_bytes=size)
     assert type(held) is TensorDataset and held.tensors[0].device == meta
+
+
+def test_what_training_needs_is_not_taken_by_data(monkeypatch):
+    dataset, meta = ArrayDataset(ROWS, LABELS), torch.device("meta")
+    size = ROWS.nbytes + LABELS.nbytes
+    module = SimpleNamespace(mem_get_info=lambda _: (4 * size + 100, 1 << 30))
+    monkeypatch.setattr(torch, "get_device_module", lambda _: module)
+    assert on_device(dataset, meta, reserved=100).inputs.device == meta
+    assert on_device(dataset, meta, reserved=101) is dataset
 
 
 def test_a_transform_that_needs_the_cpu_keeps_the_data_there():

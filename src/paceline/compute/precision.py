@@ -69,13 +69,23 @@ def in_bf16(model: nn.Module, device: torch.device) -> None:
 
     Call it before a strategy is applied, and after `recompute`. Loss and metrics are then computed in float32.
     """
-    around_forward(model, half_of(model, device, torch.bfloat16))
+    _in_half(model, device, torch.bfloat16)
     subclassed(model, computes_in_bf16=True)
 
 
 def in_fp16(model: nn.Module, device: torch.device) -> None:
     """As `in_bf16`, for fp16, whose range is so small that losses must be scaled (see `stepping.scaling`)."""
-    around_forward(model, half_of(model, device, torch.float16))
+    _in_half(model, device, torch.float16)
+
+
+def _in_half(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+    around_forward(model, half_of(model, device, dtype))
+    if device.type != "cpu" and _convolves(model):  # cuDNN would bring each weight into its inputs' format, each time
+        model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
+
+
+def _convolves(model: nn.Module) -> bool:
+    return any(isinstance(m, (nn.Conv2d, nn.ConvTranspose2d)) for m in model.modules())
 
 
 def rounded_by_autocast(model: nn.Module) -> set[nn.Parameter]:
@@ -94,8 +104,7 @@ def rounded_by_autocast(model: nn.Module) -> set[nn.Parameter]:
 
 def half_of(model: nn.Module, device: torch.device, dtype: torch.dtype) -> Around:
     """How `in_bf16` and `in_fp16` call `model`: (a forward of it, args, kwargs) -> what it gives."""
-    convolves = any(isinstance(m, (nn.Conv2d, nn.ConvTranspose2d)) for m in model.modules())
-    return partial(_forward, device.type, dtype, convolves)
+    return partial(_forward, device.type, dtype, _convolves(model))
 
 
 def _forward(

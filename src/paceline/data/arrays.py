@@ -98,19 +98,24 @@ def held_rows(dataset: object) -> Sequence[Rows] | None:
 
 
 def on_device(
-    dataset: D, device: torch.device, *, free_bytes: int | None = None, collate: Callable[..., Any] | None = None
+    dataset: D,
+    device: torch.device,
+    *,
+    reserved: int = 0,
+    free_bytes: int | None = None,
+    collate: Callable[..., Any] | None = None,
 ) -> D:
     """`dataset` with its rows on `device`, if they are held and fit there; else itself.
 
     A GPU then gathers its batches by itself, without copies. For the CPU nothing changes, nor where a `collate` of the
     user's own makes batches, out of samples on the CPU. The data may take `free_bytes`, by default a quarter of what is
-    free on the GPU.
+    free on the GPU beside `reserved` bytes.
     """
     held = held_rows(dataset)
     if device.type == "cpu" or held is None or collate is not None:
         return dataset
     if free_bytes is None:
-        free_bytes = int(torch.get_device_module(device).mem_get_info(device)[0]) // 4
+        free_bytes = (int(torch.get_device_module(device).mem_get_info(device)[0]) - reserved) // 4
     if sum(rows.nbytes for rows in held) > free_bytes:
         return dataset
     moved = [(r if isinstance(r, Tensor) else torch.from_numpy(np.array(r))).to(device) for r in held]

@@ -29,7 +29,7 @@ from paceline.tasks.calling import call
 from paceline.tasks.settings import defined
 from paceline.tasks.task import SPLITS, Split, Task
 from paceline.train.average import Average, with_average
-from paceline.train.computing import Settled, settle
+from paceline.train.computing import STATE_COPIES, Settled, settle
 from paceline.train.determinism import explained
 from paceline.train.evaluate import evaluating, try_evaluation
 from paceline.train.optimizer import Rates, described, maker_for, scaled_lr, schedule_for
@@ -117,11 +117,14 @@ def prepare(config: TrainConfig, world: World) -> Parts:
     with together(world):
         room = Room(largest, config.data.num_workers, world.local_size)
         alone = replace(loading, num_workers=0)
-        check_loss(task, model, train_set, alone, room)
+        sample_bytes = check_loss(task, model, train_set, alone, room)
         with preserved_streams():  # an epoch must not be trained in vain
             for split in list(sets)[1:]:
                 try_evaluation(model, sets[split], task.loss, task.metrics, alone)
-        sets = {split: on_device(dataset, world.device, collate=task.collate) for split, dataset in sets.items()}
+        if config.data.data_on_device == "auto":
+            reserved = sample_bytes * largest + (STATE_COPIES - 1) * sum(p.nbytes for p in model.parameters())
+            move = partial(on_device, device=world.device, reserved=reserved, collate=task.collate)
+            sets = {split: move(dataset) for split, dataset in sets.items()}
     for what, content in data.items():
         check_equal(what, content, world)
     replica = make_replica(config, maker, model, world, shape.virtual_ranks)
@@ -188,11 +191,18 @@ def make_replica(
         raise told_once(UsageError(str(error)), world) from None
 
 
-def check_loss(task: Task, model: nn.Module, dataset: Dataset[Any], loading: Loading, room: Room | None = None) -> None:
+def check_loss(task: Task, model: nn.Module, dataset: Dataset[Any], loading: Loading, room: Room | None = None) -> int:
     """Try loss and backward on the first two samples, so that what cannot work fails before the first step.
 
     `room`, where given, must suffice for batches of their kind.
+
+    Returns:
+        The bytes of a GPU's memory that one sample's batch and activations take; 0 on the CPU.
     """
+    on_gpu, before_bytes = loading.device.type != "cpu", 0
+    if on_gpu:
+        torch.accelerator.reset_peak_memory_stats(loading.device)
+        before_bytes = torch.accelerator.memory_allocated(loading.device)
     indices = torch.arange(min(2, len(dataset)))  # pyright: ignore[reportArgumentType]
     # in eval mode: touches no batch statistics and draws no dropout
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
@@ -212,3 +222,8 @@ def check_loss(task: Task, model: nn.Module, dataset: Dataset[Any], loading: Loa
             )
         if buffer.shape == before[name].shape:
             buffer.detach().copy_(before[name])
+    if not on_gpu:
+        return 0
+    gradients = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    taken = torch.accelerator.max_memory_allocated(loading.device) - before_bytes - gradients
+    return max(0, taken) // len(indices)

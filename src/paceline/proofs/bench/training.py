@@ -53,7 +53,9 @@ def load_ground(config: TrainConfig, world: World) -> Ground:
     check_precision(config.compute.precision, world.device)
     task = load_task(str(config.task), task_options(config))
     data = first_of(task.make_dataset("train"), MOST_SAMPLES)
-    return Ground(config, task, on_device(data, world.device, collate=task.collate), world)
+    if config.data.data_on_device == "auto":
+        data = on_device(data, world.device, collate=task.collate)
+    return Ground(config, task, data, world)
 
 
 class CandidateTraining:
