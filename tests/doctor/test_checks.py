@@ -158,6 +158,14 @@ FAULTS: dict[str, tuple[dict[str, Any], tuple[str, str, str], str]] = {
         "1.6 Gbit/s, most others 9.6 Gbit/s",
     ),
     "a rehearsal that failed": ({"rehearsed": Rehearsed(why="boom")}, ("all-reduce", "error", "n1, n2 and n3"), "boom"),
+    "a GPU that is slower than the others": (
+        {
+            "wanted": {"workers": (1, 2, 1)},
+            "rehearsed": Rehearsed(1_200_000, 4_800_000, 0.1, 0.01, 4.8e8, "cuda (H100)", (0.1, 0.11, 0.2, 0.1)),
+        },
+        ("all-reduce", "warning", "n2"),
+        "the GPU of rank 2 takes 200 ms for a step, others 100 ms",
+    ),
     "a network that costs most of a step": (
         {"rehearsed": Rehearsed(1_200_000, 4_800_000, 0.1, 0.3, 1.6e7)},
         ("all-reduce", "warning", "n1, n2 and n3"),

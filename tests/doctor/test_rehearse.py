@@ -64,6 +64,7 @@ def test_a_task_that_prints_is_measured_on_all_ranks(tmp_path: Path) -> None:
     (tmp_path / "noisy.py").write_text(TASK)
     found = rehearse(rehearsal(tmp_path, f"{tmp_path}/noisy.py:task", workers=2))
     assert found.why == ""
+    assert found.device == "cpu" and len(found.step_seconds_of) == 2
     assert (found.parameters, found.gradient_bytes) == (33, 132)
     assert found.step_seconds > 0
     assert found.bytes_per_second == pytest.approx(found.gradient_bytes / found.reduce_seconds)

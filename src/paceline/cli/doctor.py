@@ -39,6 +39,10 @@ class DoctorConfig:
     """for slurm: how many machines (default: all of the allocation; 1 outside of one)"""
     nproc: int = 1
     """worker processes on each machine"""
+    device: Literal["auto", "cpu", "cuda", "xpu"] = "auto"
+    """as for train: steps and sums are tried there, on each worker's own GPU"""
+    backend: Literal["auto", "nccl", "xccl", "gloo", "mpi"] = "auto"
+    """as for train"""
     threads_per_rank: int | None = None
     """CPU threads of each worker (default: cores / workers)"""
     batch_size: int = 64
@@ -86,6 +90,8 @@ def main(arguments: Sequence[str]) -> int:
         threads=config.threads_per_rank or 0,
         cwd=str(Path.cwd()),
         quick=config.quick,
+        device=config.device,
+        backend=config.backend,
     )
     with host_programs(ways.commands) as opened:
         found = survey(wanted, opened)

@@ -139,15 +139,16 @@ def compared(steps: Mapping[str, Callable[[], object]], device: torch.device) ->
     began = time.perf_counter()
     while True:
         for name, step in steps.items():
-            _wait_for(device)
+            await_device(device)
             start = time.perf_counter()
             step()
-            _wait_for(device)
+            await_device(device)
             shortest[name] = min(shortest[name], time.perf_counter() - start)
         if time.perf_counter() - began > PROBE_SECONDS:
             return shortest
 
 
-def _wait_for(device: torch.device) -> None:
+def await_device(device: torch.device) -> None:
+    """Wait until all that was begun on `device` has ended."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)

@@ -1,7 +1,7 @@
 """Checks of each host (it answers, software, cores, limits, GPUs, clock), and of what a training needs on all."""
 
-from collections.abc import Iterator
-from statistics import median
+from collections.abc import Iterator, Sequence
+from statistics import median, median_low
 
 from paceline.doctor.check import Check, checked, counted, duration, listed, rate, size
 from paceline.doctor.survey import Survey
@@ -10,6 +10,7 @@ from paceline.host.facts import Address
 
 MAX_CLOCK_OFFSET_SECONDS = 2.0
 LEAST_OFFSET_SECONDS = 1e-3  # finer is of no use
+SLOW_GPU = 1.25  # times what the others take
 BUSY_BYTES = 1 << 30  # of a GPU's memory in use: more than a driver and a desktop need
 
 LITTLE_ROOM_BYTES = 1 << 30
@@ -163,6 +164,16 @@ def _data(survey: Survey) -> Iterator[Finding]:
         yield from differing("error", name, told, remedy)
 
 
+def _slow_gpus(survey: Survey, seconds: Sequence[float]) -> Iterator[Finding]:
+    """GPUs that take much longer for the same step than the others do."""
+    wanted = survey.wanted
+    hosts = [name for name, workers in zip(wanted.hosts, wanted.workers, strict=True) for _ in range(workers)]
+    for rank, (host, own) in enumerate(zip(hosts, seconds, strict=False)):
+        if own > SLOW_GPU * (usual := median_low(seconds)):
+            what = f"the GPU of rank {rank} takes {duration(own)} for a step, others {duration(usual)}"
+            yield Finding("warning", host, what, "see whether it is hot, or shared (nvidia-smi -q -d PERFORMANCE)")
+
+
 def gradients(survey: Survey) -> Check:
     """What the sum of the gradients over all ranks takes, and how much of a step that is."""
     found = survey.rehearsed
@@ -174,8 +185,8 @@ def gradients(survey: Survey) -> Check:
     ranks = sum(survey.wanted.workers)
     what = "gradients" if survey.wanted.task else "vectors"
     told = f"{what} of {size(found.gradient_bytes)} take {duration(found.reduce_seconds)} over {ranks} ranks"
-    told += f" ({rate(found.bytes_per_second)})"
-    findings: list[Finding] = []
+    told += f" ({rate(found.bytes_per_second)}, on {found.device})"
+    findings = [*_slow_gpus(survey, found.step_seconds_of)] if found.device != "cpu" else []
     if found.step_seconds and ranks > 1:
         share = found.reduce_seconds / (found.reduce_seconds + found.step_seconds)
         told += (

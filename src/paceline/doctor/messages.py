@@ -98,6 +98,8 @@ class Rehearse(_Request, frozen=True):
     batch_size: int
     cwd: str
     seconds: float
+    device: str = "cpu"
+    backend: str = "auto"
 
 
 Request = (
@@ -176,6 +178,8 @@ class Rehearsed(msgspec.Struct, frozen=True):
     step_seconds: float = 0.0
     reduce_seconds: float = 0.0
     bytes_per_second: float = 0.0  # gradient_bytes / reduce_seconds
+    device: str = "cpu"  # of rank 0, with its name
+    step_seconds_of: tuple[float, ...] = ()  # each rank
     why: str = ""
 
 

@@ -42,6 +42,8 @@ class Wanted:
     threads: int = 0  # of each worker; 0: the cores are shared
     cwd: str = ""
     quick: bool = False
+    device: str = "cpu"
+    backend: str = "auto"
 
 
 @dataclass(frozen=True)
@@ -195,6 +197,8 @@ def _rehearse(
             batch_size=wanted.batch_size,
             cwd=wanted.cwd,
             seconds=REHEARSAL_SECONDS,
+            device=wanted.device,
+            backend=wanted.backend,
         )
         for name, workers, first in zip(wanted.hosts, wanted.workers, first_ranks, strict=False)
     }

@@ -3,9 +3,10 @@
 `python -m paceline.proofs.rehearsal`, one process for each rank, started by doctor/host.py with torchrun's
 variables; the request comes on stdin as JSON, and rank 0 writes what it found to stdout.
 
+On the run's own device and over its backend: each rank on its GPU, so that one that does not work is found before.
 A step is what a rank computes by itself, forward, backward and optimizer step, on one micro-batch of real samples:
 the median of STEPS after WARM_UP, while all other ranks do the same, since they share its machine when they train.
-The sum is one gloo all-reduce of a vector as long as the gradients, the median of REDUCTIONS. In training a part of it
+The sum is one all-reduce of a vector as long as the gradients, the median of REDUCTIONS. In training a part of it
 hides behind the backward pass, so its share of a step is an upper bound.
 """
 
@@ -28,9 +29,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from paceline.compute.precision import await_device
+from paceline.data.ahead import moved
 from paceline.doctor.messages import Rehearse, Rehearsed
+from paceline.sums import gather_words
 from paceline.tasks import load_task
 from paceline.tasks.calling import call
+from paceline.worker.device import device_words
 from paceline.worker.world import World, joined
 
 WARM_UP, STEPS, REDUCTIONS = 1, 3, 5
@@ -42,25 +47,32 @@ PLAIN_BYTES = 25 << 20  # without a task: torch's usual bucket
 def _rehearse(request: Rehearse) -> Rehearsed:
     """Take part as the rank that the environment says, and measure; rank 0's numbers count."""
     torch.set_num_threads(max(1, request.threads))
-    world = World.from_env(device="cpu", backend="gloo")
-    parameters, step = _prepare(request) if request.task else (PLAIN_BYTES // 4, None)
-    with joined(world, timeout_seconds=request.seconds):
-        dist.barrier()  # no rank has the machine to itself while others still import
-        step_seconds = _median(step, WARM_UP, STEPS) if step else 0.0
-        reduce_seconds = _reduce_seconds(torch.zeros(parameters))
-    gradient_bytes = 4 * parameters
-    return Rehearsed(parameters, gradient_bytes, step_seconds, reduce_seconds, gradient_bytes / reduce_seconds)
+    world = World.from_env(device=request.device, backend=request.backend)
+    try:
+        parameters, step = _prepare(request, world.device) if request.task else (PLAIN_BYTES // 4, None)
+        with joined(world, timeout_seconds=request.seconds):
+            dist.barrier()  # no rank has the machine to itself while others still import
+            step_seconds = _median(step, WARM_UP, STEPS, world.device) if step else 0.0
+            reduce_seconds = _reduce_seconds(torch.zeros(parameters, device=world.device))
+            of_ranks = tuple(gather_words(step_seconds, world))
+    except RuntimeError as error:
+        if world.device.type == "cpu":
+            raise
+        raise RuntimeError(f"rank {world.rank} on {world.device}: {str(error).splitlines()[0]}") from error
+    gradient_bytes, rate = 4 * parameters, 4 * parameters / reduce_seconds
+    device = device_words(world.device)
+    return Rehearsed(parameters, gradient_bytes, step_seconds, reduce_seconds, rate, device, of_ranks)
 
 
-def _prepare(request: Rehearse) -> tuple[int, Callable[[], None]]:
+def _prepare(request: Rehearse, device: torch.device) -> tuple[int, Callable[[], None]]:
     """The number of trainable parameters, and a function that computes one step."""
     task = load_task(request.task, request.options)
-    model = task.make_model()
+    model = task.make_model().to(device)
     dataset = first_of(task.make_dataset("train"), request.batch_size)
     parameters = [p for p in model.parameters() if p.requires_grad]
     samples = [dataset[i % len(dataset)] for i in range(request.batch_size)]  # pyright: ignore[reportArgumentType]
     collate = task.collate or torch.utils.data.default_collate
-    batch = collate(samples)
+    batch = moved(collate(samples), device)
     inputs, targets = (batch, batch) if isinstance(batch, Mapping) else batch
     optimizer = torch.optim.SGD(parameters, lr=1e-6)
 
@@ -78,19 +90,20 @@ def _reduce_seconds(gradients: Tensor) -> float:
     """What one all-reduce takes; of a long vector on a slow network a part is measured, and its time scaled up."""
     trial = gradients[:TRIAL_ELEMENTS]
     dist.all_reduce(trial)  # connections are made
-    seconds = torch.tensor([_median(partial(dist.all_reduce, trial), 0, 1)])
+    seconds = torch.tensor([_median(partial(dist.all_reduce, trial), 0, 1, trial.device)], device=trial.device)
     dist.all_reduce(seconds, op=dist.ReduceOp.MAX)  # all must measure the same part
     predicted_seconds = float(seconds) * len(gradients) / len(trial)
     length = int(len(gradients) * min(1.0, LONGEST_SECONDS / predicted_seconds))
     part = gradients[: max(length, len(trial))]
-    return _median(partial(dist.all_reduce, part), WARM_UP, REDUCTIONS) * len(gradients) / len(part)
+    return _median(partial(dist.all_reduce, part), WARM_UP, REDUCTIONS, part.device) * len(gradients) / len(part)
 
 
-def _median(action: Callable[[], Any], warm_up: int, times: int) -> float:
+def _median(action: Callable[[], Any], warm_up: int, times: int, device: torch.device) -> float:
     seconds: list[float] = []
     for _ in range(warm_up + times):
         start = time.perf_counter()
         action()
+        await_device(device)
         seconds.append(time.perf_counter() - start)
     return median(seconds[warm_up:])
 
