@@ -41,9 +41,9 @@ class WatchedSession(Session):
     def __init__(self, run_dir: Any = None, **options: Any) -> None:
         del run_dir  # nothing is written
         own = options.get("strategy", "bucketed")
-        world = world_on(self.spec.device)
-        given: dict[str, Any] = {"threads": 1, "resume": False, "track": None}
-        given |= {"device": world.device.type, "backend": world.backend}
+        where = world_on(self.spec.device)
+        given: dict[str, Any] = {"device": where.device.type, "backend": where.backend, "threads": 1, "resume": False}
+        given["track"] = None
         given |= {"virtual_ranks": self.case.virtual_ranks, "strategy": self.case.strategy or own}
         super().__init__(None, **{**options, **given})
         self.noted["strategy"] = self._strategy
