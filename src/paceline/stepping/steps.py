@@ -202,9 +202,7 @@ class Steps:
         divisor, loss, late = self._sums.divisor_of(totals.numbers), 0.0, costs(self._world.device)
         if not late:
             loss = self._heard(totals.now())
-        reached = (
-            reached_anywhere(wanted, self._world) if len(self.parts) > 1 else wanted
-        )  # one model is always reached
+        reached = reached_anywhere(wanted, self._world) if len(self.parts) > 1 else wanted  # one is always reached
         if self._exact:
             check_summed_once(self._summed_up, reached)
         self._summed_up += reached
