@@ -43,8 +43,7 @@ class WatchedSession(Session):
         own = options.get("strategy", "bucketed")
         where = world_on(self.spec.device)
         given: dict[str, Any] = {"device": where.device.type, "backend": where.backend, "threads": 1, "resume": False}
-        given["track"] = None
-        given |= {"virtual_ranks": self.case.virtual_ranks, "strategy": self.case.strategy or own}
+        given |= {"track": None, "virtual_ranks": self.case.virtual_ranks, "strategy": self.case.strategy or own}
         super().__init__(None, **{**options, **given})
         self.noted["strategy"] = self._strategy
         self._of_step: dict[str, Any] = {}
