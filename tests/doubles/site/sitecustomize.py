@@ -17,7 +17,7 @@ def _in_world(*, late: bool) -> None:
         return _double().BACKEND
 
     module: Any = sys.modules["paceline.worker.world"]
-    module._backend = backend
+    module.chosen_backend = backend
 
 
 def _in_torch(*, late: bool) -> None:
