@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from tests import warm
 from tests.sessions import wrong
 
@@ -161,3 +162,28 @@ def test_what_is_refused_after_steps_ends_with_code_1_and_keeps_them(tmp_path: P
     assert done.returncode == 1 and "s.backward(loss)" in done.stderr, done.stdout + done.stderr
     assert "Traceback" not in done.stderr + done.stdout
     assert (tmp_path / "run" / "checkpoints" / "step-00000002").is_dir()
+
+
+def refused() -> list[tuple[str, int]]:
+    """What ranks raise, and its exit code, before any step and after some."""
+    found: list[tuple[str, int]] = []
+    for act in (lambda s: s.gather(torch.ones(2, s.rank + 1)), lambda s: s.main(Path("nowhere").read_text)):
+        for number in (0, 8):
+            try:
+                with paceline.session() as s:
+                    model, optimizer = s.prepare(torch.nn.Linear(2, 1), lambda p: torch.optim.SGD(p, lr=0.1))
+                    for (x,) in s.loader([(torch.ones(2),)] * number, global_batch=4) if number else ():
+                        optimizer.zero_grad()
+                        s.backward(model(x).mean())
+                        optimizer.step()
+                    act(s)
+            except Exception as error:
+                found.append((type(error).__name__, int(getattr(error, "exit_code", 1))))
+    return found
+
+
+@pytest.mark.slow
+def test_what_all_ranks_find_wrong_after_steps_has_code_1_on_each_and_an_error_of_the_users_own_stays_it() -> None:
+    first, second = paceline.run(refused, 2)
+    assert first == [("UsageError", 2), ("UsageError", 1), ("FileNotFoundError", 1), ("FileNotFoundError", 1)]
+    assert second == [("ToldElsewhere", code) for code in (2, 1, 1, 1)]

@@ -39,6 +39,13 @@ def make(**more):
 fine = make()
 wrong_metric = make(metrics={"accuracy": lambda o, t: (o.argmax(1) == t).float().mean()})
 late_metric = make(metrics={"accuracy": late})
+losses = 0
+def late_mean(outputs, targets):
+    global losses
+    losses += torch.is_grad_enabled()
+    found = nn.functional.cross_entropy(outputs, targets, reduction="none")
+    return found.mean() if losses > 4 else found
+late_loss = make(loss=late_mean)
 corrupt_test = make(make_dataset=lambda split: Corrupt() if split == "test" else data(split))
 corrupt_train = make(make_dataset=lambda split: Corrupt() if split == "train" else data(split))
 class Broken(nn.Linear):
@@ -77,6 +84,14 @@ def test_a_sample_that_cannot_be_read_costs_no_step_and_is_no_full_disk(tmp_path
     code, told, saved = train(tmp_path, "corrupt_train", 1)
     assert code == 1 and 0 < saved[-1] < 5 and f"the state after step {saved[-1]} is saved" in told
     assert 'raise OSError("sample 34 cannot be decoded")' in told and "rescued" not in told
+
+
+@pytest.mark.parametrize("nproc", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_wrong_use_that_shows_after_steps_ends_with_code_1_and_keeps_them(tmp_path: Path, nproc: int) -> None:
+    code, told, saved = train(tmp_path, "late_loss", nproc)
+    assert code == 1 and 0 < saved[-1] < 5 and "one value per sample" in told and "Traceback" not in told
+    summary = read_summary(tmp_path / "run")
+    assert summary is not None and summary.exit == 1
 
 
 @pytest.mark.slow

@@ -160,8 +160,6 @@ class Life(Loop):
         if isinstance(error, SystemExit) and (self._stopped or not error.code):
             error = None  # an end in good order
         error = error or self._broken
-        if isinstance(error, UsageError) and self._course.step > self._course.start:
-            error.exit_code = ExitCode.FAILED  # 2 would say that nothing was trained
         try:
             if error is not None:
                 self._fail(error)

@@ -94,13 +94,16 @@ class Ranks:
                 raise UsageError(f"s.compute takes an object of torchmetrics, not a {type(metric).__name__}")
         members = several(metric)
         told = gather_tensors({name: state_of(one) for name, one in members.items()}, self.world, "states of metrics")
-        with together(self.world):
+        with together(self.world, prepares=False):
             found = {name: result_of(one, [of_rank[name] for of_rank in told]) for name, one in members.items()}
         return found.get("", found)
 
     def main(self, act: Callable[..., Any], *arguments: Any) -> Any:
-        """Call `act` on rank 0 while the others wait; its result there, None elsewhere (a collective)."""
-        with together(self.world):
+        """Call `act` on rank 0 while the others wait; its result there, None elsewhere (a collective).
+
+        What it raises is raised on rank 0, and ends the other ranks.
+        """
+        with together(self.world, prepares=False):
             return act(*arguments) if self.rank == 0 else None
 
     def print(self, *words: Any) -> None:

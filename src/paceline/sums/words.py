@@ -41,13 +41,18 @@ def gather_over_ranks(words: Any, size: int, device: torch.device) -> list[Any]:
 
 
 @contextmanager
-def together(world: World) -> Generator[None]:
+def together(world: World, *, prepares: bool = True) -> Generator[None]:
     """Inside, what fails on one rank fails on all of them: nobody is left waiting for a rank that has gone.
 
     Nothing inside may be a collective: a rank that has failed answers here, and the others would wait there.
 
+    Args:
+        world: the ranks.
+        prepares: whether this comes before the first step: then anything that fails there is wrong use.
+
     Raises:
         UsageError: on the first rank that failed, with its own words, or its own traceback as the cause.
+        Exception: in its place the rank's own error, unless this `prepares`.
         ToldElsewhere: on all other ranks.
     """
     error: Exception | None = None
@@ -55,13 +60,16 @@ def together(world: World) -> Generator[None]:
         yield
     except Exception as caught:
         error = caught
-    failures = gather_words(None if error is None else type(error).__name__, world)
+    code = int(error.exit_code) if isinstance(error, PacelineError) else ExitCode.FAILED
+    failures = gather_words(None if error is None else ExitCode.USAGE if prepares else code, world)
     failed = [rank for rank, failure in enumerate(failures) if failure is not None]
     if not failed:
         return
     if world.rank != failed[0]:
-        raise ToldElsewhere(f"rank {failed[0]} failed", ExitCode.USAGE) from None
+        raise ToldElsewhere(f"rank {failed[0]} failed", ExitCode(failures[failed[0]])) from None
     assert error is not None
+    if not prepares:
+        raise error
     who = "every rank" if len(failed) == world.size else "rank " + ", ".join(map(str, failed))
     where = f" (on {who} of {world.size})" if world.size > 1 else ""
     if isinstance(error, PacelineError):

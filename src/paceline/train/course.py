@@ -157,11 +157,12 @@ class Course(Records):
         Returns:
             What to raise in its place: it is the guard's doing; or a file cannot be written, and where the weights are.
         """
-        phase = self._guard.box.get("phase")
+        phase, new = self._guard.box.get("phase"), self.step > self.start
+        if new and isinstance(error, PacelineError) and error.exit_code == ExitCode.USAGE:
+            error.exit_code = ExitCode.FAILED  # 2 would say that nothing was trained
         stalled = None if isinstance(error, PacelineError) else self._guard.stall_error(error)
         if self._keeping is None or self.place is None or not whole:
             return stalled
-        new = self.step > self.start
         if new and phase != Phase.CLOSE:
             self._keeping.save_after(error, self.step, lambda: self._content(numbers))
         if stalled is not None or not isinstance(error, OSError) or phase in NOT_OURS:

@@ -9,7 +9,7 @@ from typing import Any
 from paceline.compute.phase_events import phase_events
 from paceline.contract.evidence import Phase
 from paceline.data.loader import naming_lost_processes
-from paceline.errors import ExitCode, TrainingError, UsageError, plural
+from paceline.errors import ExitCode, plural
 from paceline.observe.progress import Display
 from paceline.observe.summary import Summary
 from paceline.rhythm import steps_or_seconds
@@ -71,8 +71,6 @@ class Training:
                 whole = self._box.get("phase") != Phase.OPTIMIZER
                 if (instead := course.fail(error, partial(self._numbers, None), whole=whole)) is not None:
                     raise instead from error
-                if isinstance(error, UsageError) and course.step > course.start:  # not before the first step
-                    raise TrainingError(str(error)) from error
                 raise
 
     def _closing(self, summary: Summary) -> list[str]:
