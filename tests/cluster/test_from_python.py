@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,9 @@ from tests.cluster.lab import Lab
 from tests.cluster.ssh import SshHosts
 
 SCRIPT = """
-import os, sys
-import paceline
+import os, sys, time
+from pathlib import Path
+import paceline, paceline.errors
 
 def where(fails):
     with paceline.session() as s:
@@ -20,26 +22,60 @@ def where(fails):
             raise KeyError(f"not on {os.uname().nodename}")
         return os.uname().nodename, s.rank, s.sum(1.0)
 
-def go(fails=False):
-    return paceline.run(where, 1, (fails,), on="ssh", hosts=["n1", "n2"], options=["--ssh", sys.argv[1]])
+def waits():
+    with paceline.session() as s:
+        if s.size == 2:
+            Path(f"waits-{s.rank}").touch()
+            time.sleep(100)
+        return os.uname().nodename, s.size
 
-print(go())
-try:
-    go(fails=True)
-except KeyError as error:
-    print("raised", error, error.__notes__[0].splitlines()[0])
+def go(function, *args, **more):
+    return paceline.run(function, 1, args, on="ssh", hosts=["n1", "n2"], options=["--ssh", sys.argv[1]], **more)
+
+if sys.argv[2] == "lost":
+    print(go(waits, nodes="1:2"))
+else:
+    print(go(where, False, nodes=2))
+    try:
+        go(where, True)
+    except KeyError as error:
+        print("raised", error, error.__notes__[0].splitlines()[0])
+    try:
+        go(where, nodes=0)
+    except paceline.errors.UsageError as error:
+        print("refused", error)
 """
+
+
+def script(lab: Lab, ssh_hosts: SshHosts, folder: Path, act: str) -> subprocess.Popen[str]:
+    (folder / "mine.py").write_text(SCRIPT)
+    return lab.popen(
+        "n1", sys.executable, "mine.py", ssh_hosts.command, act, cwd=folder, text=True,
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(150)
 def test_a_function_on_two_hosts(lab: Lab, ssh_hosts: SshHosts, tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(SCRIPT)
-    done = lab.popen(
-        "n1", sys.executable, "mine.py", ssh_hosts.command, cwd=tmp_path, text=True,
-        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
-    said, _ = done.communicate(timeout=140)
+    said, _ = script(lab, ssh_hosts, tmp_path, "all").communicate(timeout=140)
     assert "[('n1', 0, 2.0), ('n2', 1, 2.0)]" in said, said
     assert "raised 'not on n2' on rank 1 (n2)" in said
+    assert "refused --nodes 0: at least 1" in said
     assert [*(tmp_path / "runs").iterdir()] == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(100)
+def test_a_function_goes_on_without_a_lost_host(lab: Lab, ssh_hosts: SshHosts, tmp_path: Path) -> None:
+    process = script(lab, ssh_hosts, tmp_path, "lost")
+    try:
+        while not all((tmp_path / f"waits-{rank}").exists() for rank in range(2)):
+            assert process.poll() is None, process.communicate()[0]
+            time.sleep(0.1)
+        lab.kill("n2")
+        said, _ = process.communicate(timeout=60)
+    finally:
+        process.kill()
+        lab.boot("n2")
+    assert "[('n1', 1)]" in said and "going on without it" in said, said

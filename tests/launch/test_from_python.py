@@ -98,6 +98,7 @@ def test_places_that_cannot_be_are_refused_before_anything_starts() -> None:
         ({"hosts": ["n1"]}, "go together"),
         ({"on": "slurm"}, "paceline launch --on slurm"),
         ({"on": "sssh"}, "on='local' or 'ssh'"),
+        ({"nodes": 2}, "this machine is one node"),
     ):
         with pytest.raises(UsageError, match=words):
             paceline.run(total, 1, ([],), **settings)

@@ -57,7 +57,7 @@ def run(
         args: and `kwargs`: whatever can be pickled.
         on: "local", this machine; or "ssh", `hosts`, which all see the working folder at the same path.
         hosts: over ssh: their names, as a list, or as --hosts has them.
-        nodes: over ssh: "MIN:MAX" goes on without a lost host. By default all hosts are needed.
+        nodes: over ssh: how many hosts, all by default; "MIN:MAX": if one is lost, `function` is called anew without it.
         show: whose output appears here: "rank 0" or "all".
         options: more words of `paceline launch`, ["--stall-after", "30"] say.
 
@@ -101,9 +101,18 @@ def _where(on: str, hosts: str | Sequence[str], nodes: int | str | None) -> list
     listed = hosts if isinstance(hosts, str) else ",".join(hosts)
     if (on == "ssh") != bool(listed):
         raise UsageError("paceline.run: on='ssh' and hosts=['n1', 'n2'] go together")
+    if nodes is not None and not listed:
+        raise UsageError(
+            f"paceline.run(nodes={nodes!r}): this machine is one node. For several say on='ssh', hosts=[...]"
+        )
     if listed:
         SHARED.mkdir(exist_ok=True)
-    return ["--on", on, *(["--hosts", listed] if listed else []), *(["--nodes", str(nodes)] if nodes else [])]
+    return [
+        "--on",
+        on,
+        *(["--hosts", listed] if listed else []),
+        *(["--nodes", str(nodes)] if nodes is not None else []),
+    ]
 
 
 def _surroundings() -> dict[str, Any]:
