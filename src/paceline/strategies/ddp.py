@@ -46,7 +46,7 @@ def ddp(
     buffers_stay: dict[str, Any] = {"forward_sync_buffers" if renamed else "broadcast_buffers": False}
     wrapped = DistributedDataParallel(
         model,
-        device_ids=[world.device] if world.device.index is not None else None,
+        device_ids=None if world.device.type in ("cpu", "meta") else [world.device],
         init_sync=False,
         find_unused_parameters=find_unused_parameters,
         gradient_as_bucket_view=gradient_as_bucket_view,
