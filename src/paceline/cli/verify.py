@@ -24,14 +24,14 @@ from paceline.launch.supervise import run
 from paceline.observe.summary import read_ended
 from paceline.tasks import check_task, is_loop
 from paceline.verify.report import print_bits, print_report
-from paceline.verify.spec import BitsReport, LoopCase, LoopSpec, Spec, VerifyReport
+from paceline.verify.spec import OWN, BitsReport, LoopCase, LoopSpec, Spec, VerifyReport
 
 WORKER = "paceline.proofs.verify.worker"
 BITWISE_WORKER = "paceline.proofs.verify.bitwise"
 LOOP_WORKER = "paceline.proofs.verify.loop"
 STALL_SECONDS = 60.0  # a loop whose ranks part ways, in short epochs
 Report = TypeVar("Report", VerifyReport, BitsReport)
-OPTIMIZERS = ("sgd", "adamw")
+OPTIMIZERS = ("sgd", "adamw", OWN)
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,8 @@ class VerifyConfig:
             help=f"which, separated by commas (default: {','.join(FOR_SEVERAL)}, with --bitwise {','.join(EXACT)})"
         ),
     ] = None
-    optimizers: str = "sgd,adamw"
-    """which, separated by commas"""
+    optimizers: str | None = None
+    """which, separated by commas: sgd, adamw, task (default: task, if it makes its own, else sgd,adamw)"""
     steps: int = 4
     """optimizer steps to compare; an epoch has 3 here"""
     seed: int = 0
@@ -84,7 +84,7 @@ def main(arguments: Sequence[str]) -> int:
     ranks = whole_numbers("--ranks", config.ranks)
     chosen = config.strategies or ",".join(EXACT if config.bitwise else FOR_SEVERAL)
     strategies = chosen_names("strategy", chosen, LADDER)
-    optimizers = chosen_names("optimizer", config.optimizers, OPTIMIZERS)
+    optimizers = chosen_names("optimizer", config.optimizers, OPTIMIZERS) if config.optimizers else []
     check_positive(config, "steps")
     check_out_file("--json", config.json)
     options = {name: str(value) for name in ("data_dir", "stem") if (value := getattr(config, name)) is not None}

@@ -57,7 +57,7 @@ def run(
         args: and `kwargs`: whatever can be pickled.
         on: "local", this machine; or "ssh", `hosts`, which all see the working folder at the same path.
         hosts: over ssh: their names, as a list, or as --hosts has them.
-        nodes: over ssh: how many hosts, all by default; "MIN:MAX": if one is lost, `function` is called again without.
+        nodes: over ssh: how many hosts, all by default; "MIN:MAX": without a lost one `function` is called anew.
         show: whose output appears here: "rank 0" or "all".
         options: more words of `paceline launch`, ["--stall-after", "30"] say.
 

@@ -116,12 +116,12 @@ def _table(results: Sequence[Result]) -> Table:
 
 
 def _print_round_off(console: Console, results: Sequence[Result]) -> None:
-    names = sorted({name for r in results if r.case.optimizer == "adamw" for name in r.round_off})
+    names = sorted({name for r in results for name in r.round_off})
     if names:
         worst = max(r.round_off_error for r in results)
         more = ", ..." if len(names) > NAMED else ""
         console.print(
-            f"round-off tensors: {len(names)}, whose gradient is what rounding left of 0, which AdamW blows up: "
+            f"round-off tensors: {len(names)}, whose gradient is what rounding left of 0, which all but SGD blow up: "
             f"{', '.join(names[:NAMED])}{more}; largest difference {worst:.1e}, allowed {ADAPTIVE_TOLERANCE:.0e}"
         )
 

@@ -8,9 +8,12 @@ Policy = Literal["none", "local", "sync"]  # batch norm's; "none" where the mode
 
 KINDS = ("loss", "gradient", "parameter", "buffer", "optimizer state")
 
+OWN = "task"
+"""of the optimizers: the one that the task makes"""
+
 TOLERANCE = 1e-12  # relative, for losses, gradients, buffers, and for parameters under SGD
 ADAPTIVE_TOLERANCE = 1e-9  # for what Adam divides by the root of its own square: round-off is blown up by up to 1/eps
-"""relative for parameters and state under AdamW, absolute for those whose gradient is nothing but round-off"""
+"""relative for parameters and state under all but SGD, absolute for those whose gradient is nothing but round-off"""
 
 
 CAUSES = {
@@ -55,6 +58,7 @@ class Spec(msgspec.Struct, frozen=True):
     options: dict[str, str]
     strategies: list[str]
     optimizers: list[str]
+    """none: the task's own, if it makes one, else all"""
     virtual_ranks: int
     accumulation: int
     steps: int

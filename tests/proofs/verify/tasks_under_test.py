@@ -77,3 +77,19 @@ class _Strided(nn.Module):
 
 
 strided = Task(_Strided, _images, _cross_entropy)
+
+
+def _groups(model: nn.Module) -> torch.optim.Optimizer:
+    """Weights decay and learn faster, biases do not."""
+    weights, biases = ([p for p in model.parameters() if (p.ndim > 1) == wanted] for wanted in (True, False))
+    return torch.optim.RMSprop([{"params": weights, "weight_decay": 0.3, "lr": 0.03}, {"params": biases}], lr=0.003)
+
+
+def _falling(optimizer: torch.optim.Optimizer, steps: int) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=steps)
+
+
+own = Task(_mlp, _images, _cross_entropy, make_optimizer=_groups, make_schedule=_falling)
+scheduled = Task(_mlp, _images, _cross_entropy, make_schedule=_falling)
+whole = Task(_mlp, _images, _cross_entropy, make_optimizer=lambda model: torch.optim.Adafactor(model.parameters()))
+lbfgs = Task(_mlp, _images, _cross_entropy, make_optimizer=lambda model: torch.optim.LBFGS(model.parameters()))

@@ -10,7 +10,15 @@ from collections.abc import Sequence
 import msgspec
 
 from paceline.checkpoint.whole import sha256_of, whole
-from paceline.proofs.verify.setup import Setting, apply_strategy, has_batch_norm, make_setting, task_of, write_report
+from paceline.proofs.verify.setup import (
+    Setting,
+    apply_strategy,
+    has_batch_norm,
+    make_setting,
+    optimizers_of,
+    task_of,
+    write_report,
+)
 from paceline.proofs.verify.trial import parameters_of
 from paceline.sums import gather_words, together
 from paceline.train.determinism import deterministic, holds_for
@@ -25,9 +33,11 @@ def collect_bits(spec: Spec, world: World) -> BitsReport:
     """Train every strategy with every optimizer (a collective); rank 0's report counts."""
     with together(world):
         task = task_of(spec)
-        policy = "local" if has_batch_norm(make_model(task, spec.seed, world)) else "none"
+        model = make_model(task, spec.seed, world)
+        optimizers = optimizers_of(spec, task, model)
+        policy = "local" if has_batch_norm(model) else "none"
     setting = make_setting(spec, task, policy, world)
-    bits = [_train(setting, strategy, optimizer) for strategy in spec.strategies for optimizer in spec.optimizers]
+    bits = [_train(setting, strategy, optimizer) for strategy in spec.strategies for optimizer in optimizers]
     return BitsReport(world.size, setting.plan.global_batch, setting.plan.num_samples, bits, holds_for(world.device))
 
 

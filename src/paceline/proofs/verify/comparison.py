@@ -40,14 +40,15 @@ class Comparison:
         for name, value in want.scalars.items():
             self._note(found, "loss", name, abs(got.scalars[name] - value) / max(abs(value), 1e-300), TOLERANCE)
         scale = _largest(want.gradients)
-        self.round_off |= {n for n, g in want.gradients.items() if g is not None and _size(g) < ROUND_OFF * scale}
+        if self.adaptive:
+            self.round_off |= {n for n, g in want.gradients.items() if g is not None and _size(g) < ROUND_OFF * scale}
         loose = ADAPTIVE_TOLERANCE if self.adaptive else TOLERANCE
         self._kind(found, "gradient", got.gradients, want.gradients, TOLERANCE)
         self._kind(found, CLIPPED, got.stepped, want.stepped, TOLERANCE)
         self._kind(found, "optimizer state", got.state, want.state, loose)
         self._kind(found, "parameter", got.parameters, want.parameters, loose)
         # A bias that is nothing but round-off moves the running mean of the batch norm behind it, and only that.
-        loose = ADAPTIVE_TOLERANCE if self.adaptive and self.round_off else TOLERANCE
+        loose = ADAPTIVE_TOLERANCE if self.round_off else TOLERANCE
         self._kind(found, "buffer", got.buffers, want.buffers, loose)
         return found
 
@@ -68,7 +69,7 @@ class Comparison:
                 self._note(found, kind, name, float("inf"), tolerance)
                 continue
             absolute = _size(a.double() - b.double())
-            if self.adaptive and kind == "parameter" and name in self.round_off:
+            if kind == "parameter" and name in self.round_off:
                 self.round_off_error = max(self.round_off_error, absolute)
                 if not absolute <= ADAPTIVE_TOLERANCE:
                     found.append(TensorDifference(kind, name, absolute))

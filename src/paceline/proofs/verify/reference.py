@@ -51,6 +51,8 @@ class Reference:
     task: Task
     model: nn.Module
     optimizer: Optimizer
+    scheduler: Any
+    """None, or one of torch's, stepped after the optimizer"""
     dataset: Dataset[Any]
     global_batch: int
     spec: Spec
@@ -96,6 +98,8 @@ class Reference:
         norm = float(nn.utils.clip_grad_norm_(self._names.values(), self.spec.clip_norm))
         stepped = gradients_of(self.model)
         self.optimizer.step()
+        if self.scheduler is not None:
+            self.scheduler.step()
         return Observed(
             samples=sorted(batch.tolist()),
             streams=streams,

@@ -15,6 +15,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.utils.data import Dataset, Subset
 
 from paceline.compute.recompute import recompute
+from paceline.config import OptimizerConfig
 from paceline.data.arrays import ArrayDataset
 from paceline.data.loader import Loading, MicroBatch, load_steps
 from paceline.data.plan import BatchPlan, ranks_share
@@ -23,12 +24,14 @@ from paceline.errors import UsageError
 from paceline.nested import mapped
 from paceline.seeding import derive
 from paceline.strategies import STRATEGIES, Replica
+from paceline.strategies.base import MakeOptimizer
 from paceline.sums import new_group, together
 from paceline.sums.batchnorm import convert
 from paceline.tasks import load_task
 from paceline.tasks.task import Task
 from paceline.train.determinism import DEFAULT_THREADS
-from paceline.verify.spec import Policy, Spec
+from paceline.train.optimizer import maker_for, schedule_for
+from paceline.verify.spec import OWN, Policy, Spec
 from paceline.worker.world import World, joined
 
 LR = 1e-3
@@ -54,6 +57,33 @@ class Setting:
 def task_of(spec: Spec) -> Task:
     """Load the task with its options."""
     return load_task(spec.task, {k: Path(v) if k == "data_dir" else v for k, v in spec.options.items()})
+
+
+def optimizers_of(spec: Spec, task: Task, model: nn.Module) -> dict[str, type[Optimizer]]:
+    """Which are verified, and of what type they are; each is made once for `model`, also its schedule.
+
+    Raises:
+        UsageError: the task makes none, or none that can be trained with.
+    """
+    own = task.make_optimizer is not None
+    names = spec.optimizers or ([OWN] if own else [*OPTIMIZERS])
+    if OWN in names and not own:
+        raise UsageError(f"--optimizers {OWN}: the task makes none. Choose from: {', '.join(OPTIMIZERS)}")
+    made = {name: maker_of(name, task, model)(model.parameters()) for name in names}
+    for name, optimizer in made.items():
+        if has_schedule(name, task):
+            schedule_for(OptimizerConfig(), LR, task, optimizer, spec.steps)
+    return {name: type(optimizer) for name, optimizer in made.items()}
+
+
+def maker_of(name: str, task: Task, model: nn.Module) -> MakeOptimizer:
+    """What makes the optimizer of `model`."""
+    return maker_for(OptimizerConfig(), LR, task, model) if name == OWN else OPTIMIZERS[name]
+
+
+def has_schedule(name: str, task: Task) -> bool:
+    """Whether the task's own schedule is meant for this optimizer."""
+    return task.make_schedule is not None and (name == OWN or task.make_optimizer is None)
 
 
 def make_setting(spec: Spec, task: Task, policy: Policy, world: World) -> Setting:
@@ -112,13 +142,15 @@ def apply_strategy(
     Give each rank a model from another seed: only a broadcast from rank 0, whose seed is the run's, makes them start
     alike.
     """
-    spec, world = setting.spec, setting.world
+    spec, world, maker = setting.spec, setting.world, maker_of(optimizer, setting.task, model)
     if spec.checkpoint_activations:
         recompute(model, spec.checkpoint_activations)
     merged = setting.policy == "sync"
     if merged:
         model = convert(model, new_group())
-    replica = STRATEGIES[strategy](model, OPTIMIZERS[optimizer], world, virtual_ranks=spec.virtual_ranks)
+    replica = STRATEGIES[strategy](model, maker, world, virtual_ranks=spec.virtual_ranks)
+    if has_schedule(optimizer, setting.task):
+        schedule_for(OptimizerConfig(), LR, setting.task, replica.optimizer, spec.steps)
     replica.model.train()
     share = ranks_share(spec.virtual_ranks, world.rank, world.size)
     loading = Loading(world.device, 0, setting.task.collate)

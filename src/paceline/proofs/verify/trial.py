@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
+from torch.optim import SGD, Optimizer
 
 from paceline.checkpoint.whole import whole
 from paceline.data.loader import MicroBatch
@@ -42,12 +43,12 @@ class Trial:
     finding: Diagnosis | None = None
 
 
-def make_trial(case: Case, setting: Setting) -> Trial:
+def make_trial(case: Case, setting: Setting, optimizer: type[Optimizer]) -> Trial:
     """Build the model, apply the strategy and prepare its batches (a collective)."""
     seed = setting.spec.seed + setting.world.rank
     model = without_dropout(build(setting.task, seed, setting.world.device), setting.policy)
     replica, batches = apply_strategy(setting, case.strategy, case.optimizer, model)
-    trial = Trial(case, replica, batches, Comparison(adaptive=case.optimizer == "adamw"))
+    trial = Trial(case, replica, batches, Comparison(adaptive=not issubclass(optimizer, SGD)))
     trial.replica = _observed(trial)
     return trial
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import msgspec
 import torch
+from torch.optim import Optimizer
 
 from paceline.data.loader import MicroBatch
 from paceline.errors import ToldElsewhere, UsageError
@@ -18,9 +19,10 @@ from paceline.proofs.verify.causes import RankDifferences, explain
 from paceline.proofs.verify.reference import Observed, Reference
 from paceline.proofs.verify.setup import Setting, build, make_setting, task_of, without_dropout, write_report
 from paceline.proofs.verify.trial import Trial, compare_starts, make_trial, observe
+from paceline.strategies.refusals import ELEMENT_WISE
 from paceline.sums import gather_words, together
 from paceline.train.step import train_step
-from paceline.verify.spec import Case, Diagnosis, Policy, Result, Spec, VerifyReport
+from paceline.verify.spec import OWN, Case, Diagnosis, Policy, Result, Spec, VerifyReport
 from paceline.worker.attach import run_worker
 from paceline.worker.world import World
 
@@ -30,21 +32,25 @@ def verify(spec: Spec, world: World) -> VerifyReport:
     with together(world):
         task = task_of(spec)
         model = build(task, spec.seed, world.device)
+        optimizers = setup.optimizers_of(spec, task, model)
     policies: list[Policy] = ["local", "sync"] if setup.has_batch_norm(model) else ["none"]
     notes: list[str] = []
     if len(policies) == 2 and setup.has_dropout(model):
         notes.append("dropout is off under synchronised batch norm: its masks would depend on the world size")
+    if OWN in optimizers:
+        schedule = ", with its schedule over these steps" if task.make_schedule else ""
+        notes.append(f"optimizer {OWN}: {optimizers[OWN].__name__}, as the task makes it{schedule}")
     results: list[Result] = []
     settings = [make_setting(spec, task, policy, world) for policy in policies]
     for setting in settings:
-        for optimizer in spec.optimizers:
+        for optimizer, kind in optimizers.items():
             gc.collect()  # the last round's models hang in cycles of hooks and closures, gigabytes of them
-            results += _verify_strategies(setting, optimizer)
+            results += _verify_strategies(setting, optimizer, kind)
     plan = settings[-1].plan
     return VerifyReport(world.size, plan.global_batch, plan.num_samples, results, notes)
 
 
-def _verify_strategies(setting: Setting, optimizer: str) -> list[Result]:
+def _verify_strategies(setting: Setting, optimizer: str, kind: type[Optimizer]) -> list[Result]:
     """All strategies under one batch norm policy and optimizer, in step with one reference."""
     spec, world, policy = setting.spec, setting.world, setting.policy
     reference = _reference(setting, optimizer) if world.rank == 0 else None
@@ -52,11 +58,11 @@ def _verify_strategies(setting: Setting, optimizer: str) -> list[Result]:
     trials: list[Trial] = []
     for name in spec.strategies:
         case = Case(name, world.size, policy, optimizer)
-        reason = _not_run(name, policy, world)
+        reason = _not_run(name, policy, world, kind)
         if reason:
             results.append(Result(case, {}, [], 0.0, not_run=reason))
         else:
-            trials.append(make_trial(case, setting))
+            trials.append(make_trial(case, setting, kind))
     for trial in trials:
         compare_starts(trial, reference)
     for number in range(spec.steps):
@@ -73,8 +79,11 @@ def _verify_strategies(setting: Setting, optimizer: str) -> list[Result]:
 def _reference(setting: Setting, optimizer: str) -> Reference:
     spec, global_batch = setting.spec, setting.plan.global_batch
     model = without_dropout(build(setting.task, spec.seed, setting.world.device), setting.policy)
-    made = setup.OPTIMIZERS[optimizer](model.parameters())
-    return Reference(setting.task, model, made, setting.dataset, global_batch, spec, union=setting.policy == "sync")
+    task = setting.task
+    made = setup.maker_of(optimizer, task, model)(model.parameters())
+    scheduler = task.make_schedule(made, spec.steps) if setup.has_schedule(optimizer, task) else None
+    union = setting.policy == "sync"
+    return Reference(task, model, made, scheduler, setting.dataset, global_batch, spec, union=union)
 
 
 def _step(trial: Trial, number: int, setting: Setting, want: Observed | None, reference: Reference | None) -> None:
@@ -102,10 +111,12 @@ def _step(trial: Trial, number: int, setting: Setting, want: Observed | None, re
     trial.finding = msgspec.convert(gather_words(msgspec.to_builtins(finding), world)[0], Diagnosis | None)
 
 
-def _not_run(strategy: str, policy: Policy, world: World) -> str | None:
+def _not_run(strategy: str, policy: Policy, world: World, optimizer: type[Optimizer]) -> str | None:
     rung = LADDER[strategy]
     if rung.exact and policy == "sync":
         return "has local batch norm only"
+    if rung.sharded and optimizer not in ELEMENT_WISE:
+        return f"cuts parameters into pieces, and {optimizer.__name__} may look at a whole one"
     if rung.one_process and world.size > 1:
         return "lives in one process"
     if rung.several_gpus and torch.cuda.device_count() < 2:
