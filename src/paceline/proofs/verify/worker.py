@@ -81,7 +81,8 @@ def _reference(setting: Setting, optimizer: str) -> Reference:
     model = without_dropout(build(setting.task, spec.seed, setting.world.device), setting.policy)
     task = setting.task
     made = setup.maker_of(optimizer, task, model)(model.parameters())
-    scheduler = task.make_schedule(made, spec.steps) if setup.has_schedule(optimizer, task) else None
+    schedule = task.make_schedule if setup.has_schedule(optimizer, task) else None
+    scheduler = None if schedule is None else schedule(made, spec.steps)
     union = setting.policy == "sync"
     return Reference(task, model, made, scheduler, setting.dataset, global_batch, spec, union=union)
 
