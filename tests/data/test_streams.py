@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import random
 from collections.abc import Iterator
 from itertools import islice
 from typing import Any
@@ -103,6 +105,40 @@ def test_from_a_state_as_from_counting_as_from_the_begin(start: int) -> None:
         found = chunks([part], of, share, epoch=2, start=start, states=states)
         assert [chunk.probe for chunk in found if chunk.mine] == [chunk.probe for chunk in whole[start:] if chunk.mine]
         assert dealt([found]) == dealt([whole[start:]])
+
+
+@pytest.mark.needs("webdataset")
+def test_a_stream_of_webdataset_is_shuffled_by_the_epoch_however_often_it_was_read() -> None:
+    wds: Any = importlib.import_module("webdataset")
+
+    def order(part: Part, epoch: int) -> list[Any]:
+        part.begin(epoch, 0, None)
+        return [one["url"] for _, one in part.take(99)]
+
+    def made(*more: Any) -> Any:
+        return wds.DataPipeline(
+            wds.SimpleShardList([f"{n:02}.tar" for n in range(50)]), wds.detshuffle(20, 10, seed=3), *more
+        )
+
+    again, fresh = (Part(made(wds.shuffle(9, rng=random)), 7) for _ in range(2))
+    orders = [order(again, epoch) for epoch in (0, 0, 1, 2)]
+    assert orders[0] == orders[1] and order(fresh, 2) == orders[3]
+    assert len(set(orders[0])) == 50 and len({tuple(one) for one in orders}) == 3
+    script, part = made(), Part(made(), 7)
+    assert [order(part, epoch) for epoch in range(3)] == [[one["url"] for one in script] for _ in range(3)]
+
+
+@pytest.mark.needs("webdataset")
+def test_a_stream_of_webdataset_that_refuses_several_ranks_says_what_to_give(monkeypatch: pytest.MonkeyPatch) -> None:
+    wds: Any = importlib.import_module("webdataset")
+
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    part = Part(wds.WebDataset(["no.tar"], shardshuffle=False), 7)
+    part.begin(0, 0, None)
+    with pytest.raises(ValueError, match="nodesplitter") as error:
+        part.take(1)
+    assert "WebDataset(nodesplitter=None)" in error.value.__notes__[0]
 
 
 def test_a_process_that_reads_ahead_gives_what_this_one_does() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import random
@@ -108,6 +109,22 @@ def hugging_face(folder: Path, buffer: int) -> Any:
     return found.shuffle(seed=3, buffer_size=buffer) if buffer else found
 
 
+def webdataset(folder: Path) -> Any:
+    wds: Any = importlib.import_module("webdataset")
+
+    folder.mkdir(exist_ok=True)
+    for shard in range(4):
+        path = folder / f"{shard}.tar"
+        if not path.exists():
+            with wds.TarWriter(str(path.with_suffix(f".{os.getpid()}"))) as tar:
+                for number in range(SAMPLES)[shard::4]:
+                    tar.write({"__key__": f"{number:03}", "cls": number})
+            path.with_suffix(f".{os.getpid()}").rename(path)
+    files = sorted(str(path) for path in folder.glob("*.tar"))
+    found = wds.WebDataset(files, shardshuffle=4, detshuffle=True, seed=3, nodesplitter=None)
+    return found.shuffle(12, rng=random).decode().map(lambda one: sample(one["cls"]))
+
+
 def stream(kind: str, folder: Path) -> tuple[Any, dict[str, Any]]:
     numbers, rank = list(range(SAMPLES)), int(os.environ.get("RANK", "0"))
     cuts = [sum(SHARDS[:at]) for at in range(len(SHARDS) + 1)]
@@ -125,6 +142,7 @@ def stream(kind: str, folder: Path) -> tuple[Any, dict[str, Any]]:
         "hf": lambda: (hugging_face(folder, 0), {"collate": of_numbers}),
         "hf-split": lambda: (hugging_face(folder, 0), {"collate": of_numbers, "split": True}),
         "hf-shuffled": lambda: (hugging_face(folder, 12), {"collate": of_numbers}),
+        "wds": lambda: (webdataset(folder), {}),
         "fails": lambda: (Failing(numbers), {}),
         "by-rank": lambda: (Counted(numbers[rank::2]), {}),
         "by-chance": lambda: (Counted(random.Random(os.getpid()).sample(numbers, SAMPLES)), {}),

@@ -46,12 +46,15 @@ def test_a_stream_that_gives_something_else_is_not_gone_on_with(tmp_path: Path) 
 
 
 # CI takes one of each way to keep the position; `pytest -m soak` all
-SAMPLED = ("split-stateful",)
+SAMPLED = ("split-stateful", "wds")
+LIBRARIES = {"hf": "datasets", "wds": "webdataset"}
 KINDS = [
     pytest.param(
-        kind, marks=[pytest.mark.needs("datasets")] * kind.startswith("hf") + [pytest.mark.soak] * (kind not in SAMPLED)
+        kind,
+        marks=[pytest.mark.needs(name) for start, name in LIBRARIES.items() if kind.startswith(start)]
+        + [pytest.mark.soak] * (kind not in SAMPLED),
     )
-    for kind in ("late", "accumulated", "drop", "split", "split-stateful", "hf", "hf-shuffled", "hf-split")
+    for kind in ("late", "accumulated", "drop", "split", "split-stateful", "hf", "hf-shuffled", "hf-split", "wds")
 ]
 
 

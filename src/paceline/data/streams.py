@@ -96,6 +96,10 @@ class Part:
             self._stream.load_state_dict(copy.deepcopy(self._blank if state is None else state))
         if callable(set_epoch := getattr(self._stream, "set_epoch", None)):
             set_epoch(epoch)
+        if getattr(self._stream, "repetitions", 0) == 1:  # webdataset: its stages count how often they were read
+            for stage in self._stream.pipeline:
+                if isinstance(getattr(stage, "epoch", None), int):
+                    stage.epoch = epoch - 1
         seed_streams(derive(self._seed, "stream", epoch, self.number))
         self._samples = iter(self._stream)
         if state is not None:
@@ -117,7 +121,8 @@ class Part:
             except StopIteration:
                 return
             except Exception as error:
-                error.add_note(f"The stream has raised this for sample {number} of epoch {self._epoch + 1}.")
+                way = " Give WebDataset(nodesplitter=None): each rank reads all." * ("nodesplitter" in str(error))
+                error.add_note(f"The stream has raised this for sample {number} of epoch {self._epoch + 1}.{way}")
                 raise
             self.taken += 1
             yield number, sample
