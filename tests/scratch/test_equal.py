@@ -24,6 +24,7 @@ from paceline.scratch.replicate import copy_from_rank
 from paceline.scratch.sampler import dealt
 from paceline.scratch.scatter import sum_of_share
 from paceline.scratch.zero import ShardedOptimizer
+from paceline.sums import buckets
 from paceline.sums.batchnorm import SyncBatchNorm
 from paceline.sums.norm import SharedNorm
 from paceline.sums.reducer import sum_to_shares
@@ -112,6 +113,13 @@ def five_lines(rank: int, size: int) -> None:
 
 
 def reduce(rank: int, size: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        # the textbook packs without gaps, and the order in which gloo adds up depends on the length
+        patch.setattr(buckets, "ALIGNED_BYTES", 4)
+        overlapping(rank, size)
+
+
+def overlapping(rank: int, size: int) -> None:
     mine, products = net(0), net(0)
     for model in (mine, products):
         model.unused = nn.Module()
