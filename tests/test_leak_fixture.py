@@ -25,6 +25,7 @@ def orphan(work):
             work()
         os._exit(0)
     os.waitpid(child, 0)
+    time.sleep(0.3)  # until it has become what it will be: in the middle of exec a process shows nothing
 
 def test_child():
     global kept
