@@ -15,7 +15,6 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.utils.data import Dataset, Subset
 
 from paceline.compute.recompute import recompute
-from paceline.config import OptimizerConfig
 from paceline.data.arrays import ArrayDataset
 from paceline.data.loader import Loading, MicroBatch, load_steps
 from paceline.data.plan import BatchPlan, ranks_share
@@ -30,7 +29,7 @@ from paceline.sums.batchnorm import convert
 from paceline.tasks import load_task
 from paceline.tasks.task import Task
 from paceline.train.determinism import DEFAULT_THREADS
-from paceline.train.optimizer import maker_for, schedule_for
+from paceline.train.optimizer import OwnSchedule, checked_optimizer
 from paceline.verify.spec import OWN, Policy, Spec
 from paceline.worker.world import World, joined
 
@@ -72,18 +71,27 @@ def optimizers_of(spec: Spec, task: Task, model: nn.Module) -> dict[str, type[Op
     made = {name: maker_of(name, task, model)(model.parameters()) for name in names}
     for name, optimizer in made.items():
         if has_schedule(name, task):
-            schedule_for(OptimizerConfig(), LR, task, optimizer, spec.steps)
+            add_schedule(task, optimizer, spec.steps)
     return {name: type(optimizer) for name, optimizer in made.items()}
 
 
 def maker_of(name: str, task: Task, model: nn.Module) -> MakeOptimizer:
     """What makes the optimizer of `model`."""
-    return maker_for(OptimizerConfig(), LR, task, model) if name == OWN else OPTIMIZERS[name]
+    if name != OWN or task.make_optimizer is None:
+        return OPTIMIZERS[name]
+    made = checked_optimizer(task.make_optimizer(model))
+    return lambda _: made
 
 
 def has_schedule(name: str, task: Task) -> bool:
     """Whether the task's own schedule is meant for this optimizer."""
     return task.make_schedule is not None and (name == OWN or task.make_optimizer is None)
+
+
+def add_schedule(task: Task, optimizer: Optimizer, steps: int) -> None:
+    """Let the task's own schedule step after the optimizer."""
+    assert task.make_schedule is not None
+    OwnSchedule(optimizer, task.make_schedule(optimizer, steps), steps)
 
 
 def make_setting(spec: Spec, task: Task, policy: Policy, world: World) -> Setting:
@@ -150,7 +158,7 @@ def apply_strategy(
         model = convert(model, new_group())
     replica = STRATEGIES[strategy](model, maker, world, virtual_ranks=spec.virtual_ranks)
     if has_schedule(optimizer, setting.task):
-        schedule_for(OptimizerConfig(), LR, setting.task, replica.optimizer, spec.steps)
+        add_schedule(setting.task, replica.optimizer, spec.steps)
     replica.model.train()
     share = ranks_share(spec.virtual_ranks, world.rank, world.size)
     loading = Loading(world.device, 0, setting.task.collate)
