@@ -59,7 +59,10 @@ def test_two_ranks_on_a_device_give_the_bits_of_the_cpu(tmp_path: Path) -> None:
 
 @pytest.mark.ranks
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["manual", "bucketed", "ddp", "zero", "fsdp"])
+@pytest.mark.parametrize(
+    "strategy",
+    [pytest.param(s, marks=[pytest.mark.soak] * (s != "zero")) for s in ("manual", "bucketed", "ddp", "zero", "fsdp")],
+)
 def test_every_strategy_does(strategy: str, tmp_path: Path) -> None:
     both(2, tmp_path, strategy)
 
