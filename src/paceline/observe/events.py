@@ -115,6 +115,26 @@ class Snapshotted(Event, frozen=True, tag="snapshotted"):
     size_bytes: int  # of each, this rank's part
 
 
+class Anatomy(Event, frozen=True, tag="anatomy"):
+    """What this rank holds, and how it is exchanged; once in each start, after its first step."""
+
+    parameters: list[tuple[str, list[int], Count]]  # name, shape, bytes; in the model's order
+    weight_bytes: Count
+    gradient_bytes: Count
+    optimizer_bytes: Count
+    buffer_bytes: Count
+    buckets: list[tuple[str, Count]] = []  # as the exchange calls them, and their bytes; in the order in which they go
+
+
+class Traced(Event, frozen=True, tag="traced"):
+    """A step of this rank in detail. Of many steps fewer and fewer are; the last ones always."""
+
+    step: Count
+    unix_time: float  # when it began
+    phases: list[tuple[str, float, float]]  # name, from when, for how long: seconds since it began
+    calls: list[tuple[str, float, float]] = []  # collectives, likewise; -1: how long is not known
+
+
 class Notice(Event, frozen=True, tag="notice"):
     """Something that people were shown."""
 
@@ -128,7 +148,10 @@ class Ended(Event, frozen=True, tag="ended"):
     unix_time: float
 
 
-_Known = Started | Step | Skipped | RolledBack | Samples | Evaluated | Checkpointed | Snapshotted | Notice | Ended
+_Known = (
+    Started | Step | Skipped | RolledBack | Samples | Evaluated | Checkpointed | Snapshotted | Anatomy | Traced | Notice
+    | Ended
+)  # fmt: skip
 
 
 class EventWriter:

@@ -1,0 +1,86 @@
+"""What a machine does, once a second: machine-<node>.jsonl in a run's folder (no torch here).
+
+One file a node, written by its agent, or by local rank 0 where no agent of ours is. Bounded: see `observe.bounded`.
+"""
+
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from paceline.disk.reading import names, read_lines
+
+FILE = re.compile(r"machine-([0-9]{1,9})\.jsonl")
+
+
+class GpuUse(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One GPU, as its driver sees it; None: the driver does not say."""
+
+    index: int
+    name: str = ""
+    busy: float | None = None  # 0..1
+    memory_bytes: int | None = None
+    memory_total_bytes: int | None = None
+    watts: float | None = None
+    degrees: float | None = None  # Celsius
+    mhz: float | None = None
+    most_mhz: float | None = None
+    held_back: str = ""  # by heat, by power, in words
+
+
+class RankUse(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a rank's process uses."""
+
+    cores: float  # of processor time, all its threads together; 1.0: one core wholly
+    memory_bytes: int  # resident
+
+
+class MachineUse(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="kind", tag="machine"):
+    """A machine at `unix_time`; what is a rate, is one since the record before."""
+
+    unix_time: float
+    host: str
+    cores: int
+    cores_busy: float  # 0..cores, whoever uses them
+    memory_bytes: int  # in use, as the kernel counts what is not available
+    memory_total_bytes: int
+    sent_bytes: float = 0.0  # a second, over all interfaces but the loopback
+    received_bytes: float = 0.0
+    ranks: dict[int, RankUse] = {}
+    gpus: tuple[GpuUse, ...] = ()
+
+
+class ClockAhead(msgspec.Struct, frozen=True, tag_field="kind", tag="clock"):
+    """By how much a node's clock is ahead of node 0's, and how wrong that may be; written by node 0."""
+
+    unix_time: float
+    node: int
+    ahead_seconds: float
+    error_seconds: float
+
+
+Record = MachineUse | ClockAhead
+
+
+def machine_files(run_dir: Path) -> dict[int, Path]:
+    """The files in a run folder, by node.
+
+    Raises:
+        OSError: the folder cannot be read.
+    """
+    matches = (FILE.fullmatch(name) for name in names(run_dir))
+    return dict(sorted((int(match[1]), run_dir / match[0]) for match in matches if match))
+
+
+def read_machine(path: Path) -> Iterator[Record]:
+    """The records of a file, in order; what cannot be read is skipped.
+
+    Raises:
+        OSError: it is not there, or is no such file.
+    """
+    decode = msgspec.json.Decoder(Record).decode
+    for line in read_lines(path):
+        with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            yield decode(line)
