@@ -52,13 +52,14 @@ WATCHED, SIGNAL_SAFE = 1, 2
 PHASES_AT = 256
 SLOTS_AT, SLOTS, SLOT = 512, 32, struct.Struct("@QQQQ")  # pid, epoch, item, busy
 RING_AT, RECORDS, RECORD = 4096, 256, struct.Struct("@QIIIiQ200sQ")
+STATE_AT, BEGAN_AT = 12, 24  # in a record
 TEXT_BYTES = 200
 WORD_AT, WORD_MAX = 65536, 65536
 ANSWER_AT, ANSWER_MAX = 131072, (1 << 20) - 131072
 BOX_BYTES = 1 << 20  # what nobody touches takes no memory
 NATIVE_MAX = 1 << 18
 SEPARATOR = "\x1f"
-IN_FLIGHT, DONE = 0, 1
+IN_FLIGHT = 0  # as a record's state; else it is over: 1 + the microseconds that it took
 NO_PEER = -1
 
 
@@ -134,7 +135,8 @@ class Box:
         """Write down that the operation with this record is over for this rank."""
         at = RING_AT + (number - 1) % RECORDS * RECORD.size
         if WORD.unpack_from(self._memory, at)[0] == number:  # else its record has been taken by a later one
-            struct.pack_into("@I", self._memory, at + 12, DONE)
+            took_ns = time.monotonic_ns() - WORD.unpack_from(self._memory, at + BEGAN_AT)[0]
+            struct.pack_into("@I", self._memory, at + STATE_AT, min(1 + max(0, took_ns) // 1000, 2**32 - 1))
 
     def set_loader(self, worker: int, *, epoch: int, item: int, busy: bool) -> None:
         """Say, in loader process number `worker`, which item it begins (or has ended)."""
@@ -155,6 +157,19 @@ class Box:
     def ring(self) -> list[tuple[int, Op]]:
         """What this process has written into the ring: when each began, by CLOCK_MONOTONIC, and what."""
         return records(self._memory[RING_AT : RING_AT + RECORDS * RECORD.size])
+
+    def calls_since(self, since_ns: int) -> list[tuple[int, float, Op]]:
+        """What began after `since_ns`, the oldest first: when, for how many seconds (-1: not over yet), and what."""
+        found: list[tuple[int, float, Op]] = []
+        newest = self.get("ops")
+        for number in range(newest, max(0, newest - RECORDS), -1):
+            at = RING_AT + (number - 1) % RECORDS * RECORD.size
+            data = self._memory[at : at + RECORD.size]
+            if WORD.unpack_from(data, BEGAN_AT)[0] < since_ns:
+                break
+            (state,) = struct.unpack_from("@I", data, STATE_AT)
+            found += [(began_ns, (state - 1) / 1e6 if state else -1.0, op) for began_ns, op in records(data)]
+        return found[::-1]
 
     def keep_for_steps(self) -> None:
         """The guard is off: from now on only steps and the items of loader processes are seen."""
@@ -192,7 +207,7 @@ def records(data: bytes) -> list[tuple[int, Op]]:
             continue
         words = raw[:length].decode(errors="replace").split(SEPARATOR)  # a long one has lost its end
         group, kind, shape, dtype, name, site = [*words, *[""] * 6][:6]
-        done = state == DONE
+        done = state != IN_FLIGHT
         op = Op(group, seq, kind, name, shape, dtype, site, None if peer < 0 else peer, done)
         found.append((first, began_ns, op))
     return [(began_ns, op) for _, began_ns, op in sorted(found, key=lambda record: record[0])]

@@ -116,14 +116,13 @@ class Snapshotted(Event, frozen=True, tag="snapshotted"):
 
 
 class Anatomy(Event, frozen=True, tag="anatomy"):
-    """What this rank holds, and how it is exchanged; once in each start, after its first step."""
+    """What this rank holds; once in each start, after its first step."""
 
     parameters: list[tuple[str, list[int], Count]]  # name, shape, bytes; in the model's order
     weight_bytes: Count
     gradient_bytes: Count
     optimizer_bytes: Count
     buffer_bytes: Count
-    buckets: list[tuple[str, Count]] = []  # as the exchange calls them, and their bytes; in the order in which they go
 
 
 class Traced(Event, frozen=True, tag="traced"):
@@ -132,7 +131,8 @@ class Traced(Event, frozen=True, tag="traced"):
     step: Count
     unix_time: float  # when it began
     phases: list[tuple[str, float, float]]  # name, from when, for how long: seconds since it began
-    calls: list[tuple[str, float, float]] = []  # collectives, likewise; -1: how long is not known
+    calls: list[tuple[str, float, float, Count]] = []
+    """collectives, likewise, until they were seen to be over (-1: not yet); and bytes of their tensors, 0: unknown"""
 
 
 class Notice(Event, frozen=True, tag="notice"):

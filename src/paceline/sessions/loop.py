@@ -186,7 +186,7 @@ class Loop(Ranks):
         samples = loader.samples(plan, bodies[0].work.epoch, batch)
         self._where["batch"] += 1
         course, lr = self._course, float(self._parts[0].rates()[0])
-        record = StepRecord(course.step + 1, done, lr, bodies, self._clock.take())
+        record = StepRecord(course.step + 1, done, lr, bodies, self._clock.take(), self._clock.borders)
         course.note(record, samples, tracked=record.step % TRACK_EVERY == 0)
         course.back(record)
         self._ended(record)

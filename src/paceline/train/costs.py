@@ -1,8 +1,10 @@
 """What a run costs beside computing, over all ranks, reported at its end: time waiting for data, and memory."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from paceline.compute.allocator import peak_memory
 from paceline.data.arrays import batch_gatherer
@@ -47,6 +49,17 @@ def all_costs(waiting: Waiting, world: World) -> tuple[dict[str, Any], int]:
     share = None if waiting.share() is None else round(most, 4)
     costs = {"peak_memory_bytes": max(peaks) or None, "peak_gpu_memory_bytes": max(gpu_peaks) or None}
     return {"data_share": share, **costs}, shares.index(most)
+
+
+def held_bytes(tensors: Iterable[Any]) -> int:
+    """The memory that these tensors lie in, each piece once; of a sharded one, this rank's part."""
+    found: dict[int, int] = {}
+    for value in tensors:
+        local: Any = value.to_local() if hasattr(value, "to_local") else value
+        if isinstance(local, Tensor):
+            storage = local.untyped_storage()
+            found[storage.data_ptr()] = storage.nbytes()
+    return sum(found.values())
 
 
 def data_lines(summary: Summary, rank: int, parts: Parts) -> list[str]:

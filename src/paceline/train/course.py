@@ -31,6 +31,7 @@ from paceline.train.keeping import Keeping, Place, Rhythm
 from paceline.train.preemption import StopRequest
 from paceline.train.records import Records
 from paceline.train.resume import Content, Origin
+from paceline.train.traces import Traces
 from paceline.train.weights import rescue, rescue_alone, save
 from paceline.worker.guard import Guard
 from paceline.worker.world import World
@@ -60,7 +61,7 @@ class Course(Records):
         self.order = CallOrder(world, self._guard.take_order, self._guard.taken, self.say)
         self.request: StopRequest | None = None
         self._left_out, self._policy = LeftOut(not_finite, world, self.say), not_finite
-        self.throughput, self._waiting = Throughput(), Waiting()
+        self.throughput, self._waiting, self._traces = Throughput(), Waiting(), Traces(self._guard.box)
         self._began, self._costs = time.perf_counter(), dict[str, Any]()
         self._keeping: Keeping | None = None
         self.is_open = False
@@ -116,6 +117,8 @@ class Course(Records):
         self.throughput.step(samples)
         self._waiting.step(record.data_seconds, record.seconds)
         self.stepped(record, samples, self._share, listed=self._listed, tracked=tracked)
+        if self.is_open:
+            self.in_detail(self._traces.of(record, self._replicas if self.step == self.start + 1 else ()))
 
     def back(self, record: StepRecord) -> Origin | None:
         """The older state to go on from, if the step was left out and that is the policy (a collective then).
@@ -235,4 +238,6 @@ class Course(Records):
         """Wait for threads and let go of the files; a checkpoint not published by now never will be."""
         if self._keeping is not None:
             self._keeping.abandon()
+        if self.is_open:
+            self.in_detail(self._traces.rest())
         super().close()

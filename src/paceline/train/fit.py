@@ -15,6 +15,9 @@ from paceline.tasks.task import Loss
 from paceline.train.optimizer import Rates
 from paceline.train.step import StepOptions, TaskSteps, ignore
 
+Border = tuple[str, float]
+"""A phase's word, and when it began: seconds of CLOCK_MONOTONIC."""
+
 
 @dataclass(frozen=True)
 class StepRecord:
@@ -26,6 +29,9 @@ class StepRecord:
     microbatches: Sequence[MicroBatch]
     phase_seconds: dict[str, float] = field(default_factory=dict[str, float])
     """by the phase's word; together the seconds of the step"""
+
+    borders: Sequence[Border] = ()
+    """when each phase began, on this host; the last one is the step's end"""
 
     @property
     def seconds(self) -> float:
@@ -54,17 +60,22 @@ class PhaseClock:
         self._spent: dict[str, float] = {}
         self._phase: Phase | None = None
         self._since = 0.0
+        self._borders: list[Border] = []
+        self.borders: Sequence[Border] = ()
+        """of the step that was taken last: when each phase began, and with an empty word when the last one ended"""
 
     def __call__(self, phase: Phase) -> None:
         """Begin `phase`, and end the one before."""
         self._end()
         self._phase = phase
+        self._borders.append((phase.word, self._since))
         self._enter(phase)
 
     def take(self) -> dict[str, float]:
         """Seconds by the phase's word since the last take; time counts again when the next phase begins."""
         self._end()
         self._phase = None
+        self.borders, self._borders = [*self._borders, ("", self._since)], []
         spent, self._spent = self._spent, {}
         on_device = self._on_device.take() if self._on_device else {}
         return on_device or spent
@@ -98,5 +109,5 @@ def fit(
     for number, microbatches in enumerate(steps, start):
         lr = schedule.set(replica.optimizer, number)
         result = step.take(microbatches)
-        yield StepRecord(number + 1, result, lr, microbatches, clock.take())
+        yield StepRecord(number + 1, result, lr, microbatches, clock.take(), clock.borders)
         clock(Phase.DATA)  # what the caller did meanwhile is no part of the next step

@@ -4,7 +4,8 @@ import math
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from paceline.data.consumed import add, fingerprint
@@ -44,6 +45,12 @@ class Records:
         """Write it down. OSError: the disk is full, say."""
         if self._writer is not None:
             self._writer.write(event)
+
+    def in_detail(self, found: Iterable[events.Event]) -> None:
+        """Write down what only people look at: a disk without room for it does not end a training."""
+        with suppress(OSError):
+            for event in found:
+                self.write(event)
 
     def say(self, line: str) -> None:
         """Show a line, and write it down."""

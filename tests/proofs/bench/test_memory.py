@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from tests.run_ranks import run_ranks
 from torch import nn
 
-from paceline.proofs.bench.memory import held_bytes, levels
+from paceline.proofs.bench.memory import levels
+from paceline.train.costs import held_bytes
 
 WIDTH, DEPTH, BATCH = 512, 4, 64
 

@@ -6,7 +6,7 @@ any moment, also in C++ (DDP's buckets), comes from torch's profiler, which repo
 
 import ctypes
 import gc
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from paceline.contract.evidence import Phase
 from paceline.data.loader import MicroBatch
 from paceline.nested import tensors
 from paceline.strategies import Replica
+from paceline.train.costs import held_bytes
 
 MARK = "paceline: "
 
@@ -103,17 +104,6 @@ def levels(events: Sequence[int | str], known: int) -> tuple[int, int, int]:
         if phase == Phase.SYNC.word:
             exchange = max(exchange, level - known)
     return activations, exchange, peak
-
-
-def held_bytes(tensors: Iterable[Any]) -> int:
-    """The memory that these tensors lie in, each piece once; of a sharded one, this rank's part."""
-    found: dict[int, int] = {}
-    for value in tensors:
-        local: Any = value.to_local() if hasattr(value, "to_local") else value
-        if isinstance(local, Tensor):
-            storage = local.untyped_storage()
-            found[storage.data_ptr()] = storage.nbytes()
-    return sum(found.values())
 
 
 def _trained(replica: Replica) -> list[Tensor]:
