@@ -59,3 +59,14 @@ def options_of_others(strategy: str) -> dict[str, str]:
     """The settings that `strategy` does not take, each with the strategy that does."""
     own = LADDER[strategy].options
     return {setting: name for name, rung in LADDER.items() for setting in rung.options if setting not in own}
+
+
+def middle(node: tuple[int, int]) -> int:
+    """Where a node of the tree of exact sums is cut: at the largest power of two, as a binary counter carries.
+
+    A node is the leaves [first, stop), two or more.
+
+    middle((0, 6)) == 4, middle((0, 4)) == 2, middle((4, 6)) == 5
+    """
+    first, stop = node
+    return first + (1 << ((stop - first - 1).bit_length() - 1))

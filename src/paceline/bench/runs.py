@@ -8,7 +8,7 @@ import msgspec
 
 from paceline.disk.reading import is_file, real_path
 from paceline.errors import UsageError
-from paceline.observe.events import Event, Started, Step, event_files, read_events
+from paceline.observe.events import Anatomy, Event, Started, Step, Traced, event_files, read_events
 from paceline.observe.folder import WEIGHTS
 
 PHASES = ("data", "forward", "backward", "sync", "optimizer")
@@ -76,7 +76,8 @@ def read_run(folder: Path, *, skip: int) -> Run:
             elif isinstance(event, Step):
                 steps.setdefault(rank, {})[event.step] = _spent(event, before)
                 samples[event.step] = event.samples
-            before = event
+            if not isinstance(event, Traced | Anatomy):
+                before = event
     size = max((one.world_size for one in started.values()), default=0)
     missing = sorted({*range(size)} - {*started})
     if not started or missing:
@@ -96,17 +97,21 @@ def read_run(folder: Path, *, skip: int) -> Run:
 
 
 def _spent(step: Step, before: Event | None) -> Spent:
-    """From the end of one synchronisation to that of the next, for there all ranks meet.
-
-    So the optimizer is that of the step before: a rank late in it keeps the others waiting in this step. Only where
-    `before`, the event before, is a step, what lies between belongs to training.
-    """
     phases = {name: step.phase_seconds.get(name, 0.0) for name in PHASES}
     if not isinstance(before, Step):
         return Spent(**phases, seconds=step.seconds)
-    between = max(0.0, step.unix_time - before.unix_time - step.seconds)  # a clock may be set back
-    earlier = before.phase_seconds.get("optimizer", 0.0)
-    seconds = step.seconds + between + earlier - phases["optimizer"]
+    between = step.unix_time - before.unix_time - step.seconds
+    return between_meetings(phases, step.seconds, between, before.phase_seconds.get("optimizer", 0.0))
+
+
+def between_meetings(phases: Mapping[str, float], seconds: float, between: float, earlier: float) -> Spent:
+    """A step from the end of one synchronisation to that of the next, for there all ranks meet.
+
+    So the optimizer is that of the step before, `earlier`: a rank late in it keeps the others waiting in this step.
+    `between` are the seconds between the two steps: they belong to training where nothing else was done.
+    """
+    between = max(0.0, between)  # a clock may be set back
+    seconds += between + earlier - phases["optimizer"]
     return Spent(**{**phases, "optimizer": earlier}, seconds=seconds, between=between)
 
 

@@ -11,11 +11,12 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor
 
+from paceline.ladder import middle
 from paceline.sums.buckets import divide
 from paceline.sums.chunks import Chunk
 from paceline.sums.lanes import Flat, Lanes, Results, Scratch, by_node, hand_out
 from paceline.sums.shared import SharedMemory
-from paceline.sums.tree import ALIGNED, Forest, Node, middle, tree_sum
+from paceline.sums.tree import ALIGNED, Forest, Node, tree_sum
 
 WIDEST_BYTES = 8  # of an element
 DIRECT_BYTES = 128 << 10  # up to here another tick costs more than to add up everything everywhere

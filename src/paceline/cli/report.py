@@ -1,0 +1,87 @@
+"""`paceline report RUN [RUN ...]`: one page that explains a run, or compares several."""
+
+import shlex
+import webbrowser
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from paceline.cli.finding import find_run
+from paceline.cli.flags import check_out_file
+from paceline.cli.run_state import standing
+from paceline.disk import writing
+from paceline.disk.owners import note_strangers
+from paceline.disk.reading import is_file, real_path
+from paceline.errors import ExitCode, PacelineError, UsageError
+from paceline.view.explain import drawings
+from paceline.view.page import MARK, page
+from paceline.view.run import WholeRun, read_whole
+
+MOST_RUNS, MARK_BYTES = 16, 4096
+
+
+@dataclass(frozen=True)
+class ReportConfig:
+    """Write a page that explains a run: whether it went well, where its time went, how to repeat it."""
+
+    runs: tyro.conf.Positional[tuple[str, ...]]
+    """the run's folder, or the beginning of its name under runs/; several are compared"""
+    out: Annotated[Path | None, tyro.conf.arg(aliases=["-o"])] = None
+    """the file to write (default: report.html in the run's folder; of several runs, and of others' runs, here)"""
+    explain: bool = False
+    """draw how it works as well, from this very run: one step, who saw which sample, who keeps what"""
+    open: bool = False
+    """show the page in a browser"""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run `paceline report ARGUMENTS`."""
+    config = tyro.cli(ReportConfig, prog="paceline report", args=arguments)
+    if not 1 <= len(config.runs) <= MOST_RUNS:
+        raise UsageError(f"name 1 to {MOST_RUNS} runs, got {len(config.runs)}: paceline report RUN [RUN ...]")
+    if config.explain and len(config.runs) > 1:
+        raise UsageError("--explain draws how one run works: name one")
+    folders = [find_run(name) for name in config.runs]
+    if len({*folders}) < len(folders):
+        raise UsageError("a run is named twice: each is compared with others")
+    strange = [note_strangers(folder) for folder in folders]
+    out = real_path(config.out or Path("report.html") if config.out or len(folders) > 1 or any(strange)
+                    else folders[0] / "report.html")  # fmt: skip
+    _check_out(out)
+    runs = [_read(folder) for folder in folders]
+    told = shlex.join(("paceline", "report", *(folder.name for folder in folders)))
+    text = page(runs, told, drawings(runs[0]) if config.explain else ())
+    try:
+        writing.replace(out, text.encode("utf-8", "replace"))
+    except OSError as error:
+        raise UsageError(f"{out} cannot be written: {error.strerror}. Name another file: -o FILE") from None
+    print(f"{out}  ({len(text) / 1e6:.1f} MB, opens in any browser)")
+    if config.open and not webbrowser.open(out.as_uri()):
+        raise PacelineError(f"the page is written, but there is no browser here to open it: copy {out} to where one is")
+    return ExitCode.DONE
+
+
+def _check_out(out: Path) -> None:
+    """Refuse a file that is something else than a page of ours: it would be lost."""
+    check_out_file("--out", out)
+    with suppress(OSError):
+        if is_file(out):
+            with out.open("rb") as file:
+                if MARK.encode() not in file.read(MARK_BYTES):
+                    raise UsageError(
+                        f"{out} is there already, and is no report: it is not written over. Name another file"
+                    )
+
+
+def _read(folder: Path) -> WholeRun:
+    run = read_whole(folder)
+    try:
+        found = standing(folder)
+        run.state, run.words = found.state, found.words
+    except PacelineError as error:
+        run.state, run.words = "unknown", str(error)
+    return run

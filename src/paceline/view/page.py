@@ -1,0 +1,136 @@
+"""The page of a run, or of several beside each other: one file of HTML that needs nothing else and asks nobody."""
+
+import base64
+import hashlib
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from importlib.resources import files
+from typing import Any
+
+import msgspec
+from jinja2 import Environment
+from markupsafe import Markup
+
+from paceline.view.drawing import Drawing
+from paceline.view.figures import Figure, curves, phases, waiting
+from paceline.view.happened import happenings, timeline
+from paceline.view.machine_figures import devices
+from paceline.view.run import WholeRun
+from paceline.view.tables import (
+    Table,
+    differences,
+    exchange,
+    held,
+    ledger,
+    moments,
+    repeat,
+    results,
+    settings,
+    time_spent,
+)
+from paceline.view.why import Why, why
+
+COLOUR_OF = {"computing": "blue", "waiting for data": "orange", "waiting for the slowest rank": "red",
+             "the exchange": "green", "between steps": "yellow", "not explained": "grey"}  # fmt: skip
+MARK = "a page of paceline report"  # by which one is known, and may be written over
+GOOD, BAD = ("done", "saved", "running", "queued"), ("failed", "lost", "cancelled")
+
+
+@dataclass
+class Section:
+    """One part of the page."""
+
+    id: str
+    name: str
+    figures: list[Figure] = field(default_factory=list[Figure])
+    tables: list[Table] = field(default_factory=list[Table])
+    texts: list[str] = field(default_factory=list[str])
+    codes: list[str] = field(default_factory=list[str])
+    drawings: list[Drawing] = field(default_factory=list[Drawing])
+
+    def __bool__(self) -> bool:
+        return bool(self.figures or self.tables or self.texts or self.codes or self.drawings)
+
+
+def page(runs: Sequence[WholeRun], command: str, drawings: Sequence[Drawing] = ()) -> str:
+    """The page of one run, or the comparison of several, as HTML.
+
+    Args:
+        runs: at least one.
+        command: what it was made by.
+        drawings: how it works, drawn from the run (`explain`).
+    """
+    whys = [why(run) for run in runs]
+    body = [section for section in _sections(runs, whys, drawings) if section]
+    figures = {figure.name: asdict(figure) for section in body for figure in section.figures}
+    title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs compared"
+    data = msgspec.json.encode({"name": runs[0].name if len(runs) == 1 else "compared", "figures": figures}).decode()
+    plotly, js = _plotly(), _template("report.js")
+    hashes = " ".join(
+        f"'sha256-{base64.b64encode(hashlib.sha256(s.encode()).digest()).decode()}'" for s in (plotly, js)
+    )
+    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    return environment.from_string(_template("report.html")).render(
+        policy=f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data: blob:; "
+        "base-uri 'none'; form-action 'none'",
+        title=title, command=command, mark=MARK,
+        runs=[_head(run, found) for run, found in zip(runs, whys, strict=True)],
+        sections=[(section.id, section.name) for section in body], body=body, css=Markup(_template("report.css")),
+        data=Markup(data.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")),
+        plotly=Markup(plotly), js=Markup(js),
+    )  # fmt: skip
+
+
+def _sections(runs: Sequence[WholeRun], whys: Sequence[Why], drawings: Sequence[Drawing]) -> list[Section]:
+    run, several = runs[0], len(runs) > 1
+    learning = Section("learning", "Learning", [*curves(runs)])
+    speed = [figure for figure in learning.figures if figure.name == "throughput"]
+    learning.figures = [figure for figure in learning.figures if figure.name != "throughput"]
+    if several:
+        return [
+            Section("compared", "Side by side", tables=[*results(runs), *differences(runs)]),
+            learning,
+            Section("speed", "Speed", [*speed, *phases(runs)]),
+        ]
+    happened = happenings(run)
+    return [
+        learning,
+        Section("speed", "Speed", [*speed, *phases(runs), *waiting(run, whys[0])],
+                [*time_spent(run), *exchange(run, whys[0])]),
+        Section("explained", "How it works", drawings=[*drawings],
+                texts=["Drawn from this very run: its times, its parameters, its ranks."] if drawings else []),
+        Section("memory", "Memory", tables=[*held(run)]),
+        Section("machines", "Machines", [*devices(run)]),
+        Section("happened", "What happened", [*timeline(happened)], [*moments(happened)]),
+        Section("samples", "Samples", tables=[*ledger(run)]),
+        repeat_section(run),
+    ]  # fmt: skip
+
+
+def repeat_section(run: WholeRun) -> Section:
+    """How to repeat the run, and what it was."""
+    return Section("repeat", "Repeat it", tables=[*settings(run)], codes=[repeat(run)])
+
+
+def _head(run: WholeRun, found: Why) -> dict[str, Any]:
+    tone = "good" if run.state in GOOD else "bad" if run.state in BAD else ""
+    shares = [
+        {"name": name, "percent": f"{share:.0%}", "grow": f"{max(0.0, share):.4f}", "colour": COLOUR_OF[name]}
+        for name, share in found.shares.items()
+        if share > 0.004
+    ]
+    return {
+        "name": run.name, "state": run.state or "unknown", "words": run.words, "tone": tone, "why": found.first,
+        "advice": found.advice, "shares": shares, "missing": run.missing, "tiles": results([run])[0].tiles(),
+        "shares_words": ", ".join(f"{share['name']} {share['percent']}" for share in shares),
+    }  # fmt: skip
+
+
+def _template(name: str) -> str:
+    return (files("paceline.view") / "templates" / name).read_text(encoding="utf-8")
+
+
+def _plotly() -> str:
+    """plotly's JavaScript, as its package brings it along; that ends no script of the page."""
+    text = (files("plotly") / "package_data" / "plotly.min.js").read_text(encoding="utf-8")
+    return text.replace("</script", "<\\/script")

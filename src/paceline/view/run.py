@@ -1,0 +1,278 @@
+"""A whole run as its folder tells it: what each rank did in each step, what was found, saved, said. In bounded memory.
+
+Whatever cannot be read is left out and noted: a page that lacks a part is better than none.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from paceline.disk.reading import decode, decode_toml, folders
+from paceline.errors import PacelineError, UsageError
+from paceline.guard.story import Told, read_verdict
+from paceline.observe.events import (
+    Anatomy,
+    Ended,
+    Event,
+    RolledBack,
+    Samples,
+    Started,
+    Step,
+    Traced,
+    event_files,
+    read_events,
+)
+from paceline.observe.folder import CONFIG, attempt_number
+from paceline.observe.machine import ClockAhead, MachineUse, machine_files, read_machine
+from paceline.observe.summary import Summary, read_summary
+from paceline.observe.terminal import clean
+
+PHASES = ("data", "forward", "backward", "sync", "optimizer")
+MOST_RANKS, MOST_OF_A_KIND, MOST_CHARS = 4096, 2000, 2000
+MOST_SAMPLES = 20_000  # of a machine
+
+
+@dataclass
+class Steps:
+    """The steps of one rank, a column each, in the order in which they were written down."""
+
+    step: array[int] = field(default_factory=lambda: array("q"))
+    epoch: array[int] = field(default_factory=lambda: array("q"))
+    samples: array[int] = field(default_factory=lambda: array("q"))  # of the global batch
+    consumed: array[int] = field(default_factory=lambda: array("q"))  # by this rank
+    ended: array[float] = field(default_factory=lambda: array("d"))  # unix time, on node 0's clock
+    seconds: array[float] = field(default_factory=lambda: array("d"))
+    loss: array[float] = field(default_factory=lambda: array("d"))
+    follows: array[int] = field(default_factory=lambda: array("b"))  # 1: nothing was between it and the row before
+    lr: array[float] = field(default_factory=lambda: array("d"))
+    norm: array[float] = field(default_factory=lambda: array("d"))  # NaN: not known
+    phases: tuple[array[float], ...] = field(default_factory=lambda: tuple(array("d") for _ in PHASES))
+
+    def add(self, event: Step, *, follows: bool) -> None:
+        """Append a row."""
+        self.follows.append(follows)
+        self.step.append(event.step)
+        self.epoch.append(event.epoch)
+        self.samples.append(event.samples)
+        self.consumed.append(event.consumed)
+        self.ended.append(event.unix_time)
+        self.seconds.append(event.seconds)
+        self.loss.append(event.loss if not event.skipped else float("nan"))
+        self.lr.append(event.lr)
+        self.norm.append(float("nan") if event.grad_norm is None else event.grad_norm)
+        for name, column in zip(PHASES, self.phases, strict=True):
+            column.append(event.phase_seconds.get(name, event.data_seconds if name == "data" else 0.0))
+
+
+@dataclass
+class RankLog:
+    """What one rank has written down, over all starts."""
+
+    rank: int
+    started: list[Started] = field(default_factory=list[Started])
+    steps: Steps = field(default_factory=Steps)
+    rows: list[int] = field(default_factory=list[int])
+    """rows of `steps` that count: later starts have not repeated them"""
+    thrown_away: int = 0
+    share: tuple[int, int] | None = None  # the virtual ranks [a, b) that it computes
+    samples: list[Samples] = field(default_factory=list[Samples])  # of the first step that lists them
+    anatomy: Anatomy | None = None  # the newest
+    traced: dict[int, Traced] = field(default_factory=dict[int, Traced])
+    told: list[tuple[float, Event]] = field(default_factory=list[tuple[float, Event]])
+    """evaluations, checkpoints, notices, steps left out, the end: when (as near as is known), and what"""
+
+    _after_step = False
+
+    def take(self, event: Event) -> None:
+        """Take in the next record."""
+        steps, follows = self.steps, self._after_step
+        self._after_step = isinstance(event, Step) or (follows and isinstance(event, Traced | Anatomy))
+        match event:
+            case Step():
+                steps.add(event, follows=follows)
+                self.rows.append(len(steps.step) - 1)
+                self.share = event.share
+            case Samples():
+                if not self.samples or self.samples[0].step == event.step:
+                    self.samples.append(event)
+            case Traced():
+                self.traced[event.step] = event
+                if len(self.traced) > MOST_OF_A_KIND:
+                    del self.traced[next(iter(self.traced))]
+            case Anatomy():
+                self.anatomy = event
+            case Started():
+                self.started.append(event)
+                self._back_to(event.start_step)
+            case RolledBack():
+                self._back_to(event.to)
+                self._tell(event)
+            case _:
+                self._tell(event)
+
+    def _back_to(self, step: int) -> None:
+        while self.rows and self.steps.step[self.rows[-1]] > step:
+            self.rows.pop()
+            self.thrown_away += 1
+
+    def _tell(self, event: Event) -> None:
+        own = event.unix_time if isinstance(event, Ended) else 0.0
+        last = self.steps.ended[-1] if self.steps.ended else self.started[-1].unix_time if self.started else 0.0
+        if len(self.told) < MOST_OF_A_KIND:
+            self.told.append((own or last, event))
+
+    def of(self, kind: type[Event]) -> Iterator[tuple[float, Any]]:
+        """Those records of `told` that are of a kind, with their times."""
+        return ((at, event) for at, event in self.told if isinstance(event, kind))
+
+
+@dataclass
+class WholeRun:
+    """All of a run's folder."""
+
+    folder: Path
+    state: str = ""  # done, failed, running, ...: see `paceline status`
+    words: str = ""  # more about it
+    settings: dict[str, Any] = field(default_factory=dict[str, Any])
+    """as in config.toml, without the tables' names"""
+    environment: dict[str, Any] = field(default_factory=dict[str, Any])
+    summary: Summary | None = None
+    ranks: dict[int, RankLog] = field(default_factory=dict[int, RankLog])
+    machines: dict[int, list[MachineUse]] = field(default_factory=dict[int, list[MachineUse]])
+    clocks: dict[int, ClockAhead] = field(default_factory=dict[int, ClockAhead])
+    """by node: its newest reading"""
+    verdicts: list[Told] = field(default_factory=list[Told])
+    starts: int = 0
+    missing: list[str] = field(default_factory=list[str])
+    """what could not be read, and why"""
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return clean(self.folder.name)[:120] or str(self.folder)
+
+    @property
+    def first(self) -> RankLog | None:
+        """The lowest rank that has written anything: what is global is taken from it."""
+        return next((log for log in self.ranks.values() if log.started), None)
+
+    @property
+    def newest(self) -> Started | None:
+        """The newest start."""
+        return self.first.started[-1] if self.first else None
+
+    @property
+    def world_size(self) -> int:
+        """Of the newest start; 0 where nobody says."""
+        told = self.summary.world_size if self.summary else None
+        return (self.newest.world_size if self.newest else told) or 0
+
+    @property
+    def hosts(self) -> dict[int, str]:
+        """Where each rank of the newest start was."""
+        size = self.world_size
+        return {rank: log.started[-1].host for rank, log in self.ranks.items() if log.started and rank < size}
+
+    @property
+    def strategy(self) -> str:
+        """Which one it was."""
+        told = self.summary.strategy if self.summary else None
+        return str(told or self.settings.get("strategy") or "")
+
+    def latest(self) -> list[RankLog]:
+        """The ranks that the newest start has, if all of them have written."""
+        return [self.ranks[rank] for rank in range(self.world_size) if rank in self.ranks]
+
+
+def read_whole(folder: Path) -> WholeRun:
+    """The run in `folder`.
+
+    Raises:
+        UsageError: nothing of a run can be read there.
+    """
+    run = WholeRun(folder)
+    with _noting(run, CONFIG):
+        run.settings = _flat(decode_toml(folder / CONFIG))
+    with _noting(run, "environment.json"):
+        run.environment = decode(folder / "environment.json", dict[str, Any])
+    run.summary = read_summary(folder)
+    with _noting(run, "events"):
+        files = event_files(folder)
+        for rank in [*files][:MOST_RANKS]:
+            run.ranks[rank] = log = RankLog(rank)
+            with _noting(run, files[rank].name):
+                for event in read_events(files[rank]):
+                    log.take(event)
+    with _noting(run, "machine"):
+        for node, path in machine_files(folder).items():
+            with _noting(run, path.name):
+                for record in read_machine(path):
+                    if isinstance(record, ClockAhead):
+                        run.clocks[record.node] = record
+                    elif len(found := run.machines.setdefault(node, [])) < MOST_SAMPLES:
+                        found.append(record)
+    _read_starts(run)
+    if not run.ranks and not run.starts and not run.settings:
+        why = f": {'; '.join(run.missing)}" if run.missing else ""
+        raise UsageError(f"{folder} holds nothing of a run that can be read{why}")
+    _align(run)
+    return run
+
+
+def _read_starts(run: WholeRun) -> None:
+    with _noting(run, "attempts"):
+        for name in sorted(folders(run.folder), key=lambda name: attempt_number(Path(name))):
+            if not attempt_number(Path(name)):
+                continue
+            run.starts += 1
+            for inner in folders(run.folder / name):
+                if inner.startswith("verdict-") and not inner.startswith("verdict-live"):
+                    with _noting(run, f"{name}/{inner}"):
+                        run.verdicts.append(read_verdict(run.folder / name / inner))
+
+
+def _align(run: WholeRun) -> None:
+    """Put all times on node 0's clock, where it is known by how much another host's is ahead."""
+    ahead = {clean(run.machines[node][-1].host): clock.ahead_seconds
+             for node, clock in run.clocks.items() if run.machines.get(node)}  # fmt: skip
+    for log in run.ranks.values():
+        by = ahead.get(clean(log.started[-1].host), 0.0) if log.started else 0.0
+        if by:
+            log.steps.ended = array("d", (at - by for at in log.steps.ended))
+            log.traced = {
+                step: msgspec.structs.replace(one, unix_time=one.unix_time - by) for step, one in log.traced.items()
+            }
+
+
+class _noting(suppress):  # noqa: N801 - as `suppress`
+    """Inside, what cannot be read is noted, and left out."""
+
+    def __init__(self, run: WholeRun, what: str) -> None:
+        super().__init__(OSError, PacelineError, ValueError)
+        self._run, self._what = run, what
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> bool:
+        if isinstance(error, OSError | PacelineError | ValueError) and not isinstance(error, FileNotFoundError):
+            self._run.missing.append(f"{self._what}: {clean(str(error))[:MOST_CHARS]}")
+        return super().__exit__(kind, error, trace)
+
+
+def _flat(table: dict[str, Any]) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in table.items():
+        flat.update(value if isinstance(value, dict) else {name: value})
+    return flat
+
+
+def thinned(rows: Sequence[int], most: int) -> Sequence[int]:
+    """At most so many of `rows`, evenly, the first and the last among them."""
+    if len(rows) <= most:
+        return rows
+    return [rows[round(index * (len(rows) - 1) / (most - 1))] for index in range(most)]

@@ -1,0 +1,203 @@
+"""The tables of a run's page: results, what differs, who holds how much, which samples were used, how to repeat it."""
+
+import shlex
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from statistics import mean
+from typing import Any
+
+from paceline.observe.summary import scores_line
+from paceline.observe.terminal import clean
+from paceline.view.happened import wall
+from paceline.view.run import WholeRun
+from paceline.view.why import Why, sent_bytes
+
+MOST_ROWS, MOST_CELL = 500, 300
+KINDS = ("weights", "gradients", "optimizer")
+HOLDS = {  # which part of weights, gradients and optimizer state a rank of N has (docs/memory.md); 1: all
+    "every rank alike": (False, False, False), "zero": (False, True, True), "fsdp": (True, True, True),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Table:
+    """One table; cells are words."""
+
+    title: str
+    head: Sequence[str]
+    rows: list[list[str]] = field(default_factory=list[list[str]])
+    words: str = ""
+    numbers: bool = False  # all but the first column are
+    folded: bool = False  # shown when it is asked for
+
+    def tiles(self) -> list[tuple[str, str]]:
+        """A table of one row of values, as pairs of name and value."""
+        return [(name, row[1]) for name, row in ((row[0], row) for row in self.rows)]
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    text = f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else clean(str(value))
+    return text if len(text) <= MOST_CELL else f"{text[: MOST_CELL - 3]}..."
+
+
+def results(runs: Sequence[WholeRun]) -> list[Table]:
+    """What each run is, and what it reached: a column each."""
+    columns = [_result(run) for run in runs]
+    names = [*dict.fromkeys(name for column in columns for name in column)]
+    rows = [[name, *(_cell(column.get(name)) for column in columns)] for name in names]
+    return [Table("Results", ["", *(run.name for run in runs)], rows)]
+
+
+def _result(run: WholeRun) -> dict[str, Any]:
+    summary, first = run.summary, run.first
+    step = (
+        summary.steps
+        if summary and summary.steps
+        else first.steps.step[first.rows[-1]]
+        if first and first.rows
+        else None
+    )
+    metrics = (summary.test_metrics if summary else None) or {}
+    hosts = len({*run.hosts.values()})
+    seconds = summary.seconds if summary and summary.seconds else sum(wall(run).values())
+    rate = summary.samples_per_second if summary else None
+    found: dict[str, Any] = {
+        "task": run.settings.get("task") or (summary.task if summary else None), "strategy": run.strategy or None,
+        "ranks": f"{run.world_size}{f' on {hosts} hosts' if hosts > 1 else ''}" if run.world_size else None,
+        "steps": step, "epochs": f"{summary.epochs:.3g}" if summary and summary.epochs else None,
+        "scores": scores_line(metrics) or None,
+        "last loss": f"{first.steps.loss[first.rows[-1]]:.4f}" if first and first.rows else None,
+        "samples/s": f"{rate:,.0f}" if rate else None, "took": _lasted(seconds) if seconds else None,
+        "starts": run.starts if run.starts > 1 else None,
+        "peak memory": f"{summary.peak_memory_bytes / 1e9:.2f} GB a rank"
+        if summary and summary.peak_memory_bytes else None,
+        "weights": f"{summary.weights_sha256[:16]}..." if summary and summary.weights_sha256 else None,
+    }  # fmt: skip
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _lasted(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{seconds:.1f} s"
+
+
+def differences(runs: Sequence[WholeRun]) -> Iterable[Table]:
+    """The settings that are not the same in all runs."""
+    names = [*dict.fromkeys(name for run in runs for name in run.settings)]
+    told = [[name, *(_cell(run.settings.get(name)) for run in runs)] for name in names]
+    rows = [row for row in told if len({*row[1:]}) > 1]
+    words = "" if rows else "All settings are the same."
+    yield Table("What differs in the settings", ["setting", *(run.name for run in runs)], rows[:MOST_ROWS], words)
+
+
+def settings(run: WholeRun) -> Iterable[Table]:
+    """All settings, and what they ran on."""
+    for title, found in (("All settings", run.settings), ("What it ran on", run.environment)):
+        if found:
+            rows = [[_cell(name), _cell(value)] for name, value in found.items()]
+            yield Table(
+                title, ["setting" if title == "All settings" else "what", "value"], rows[:MOST_ROWS], folded=True
+            )
+
+
+def repeat(run: WholeRun) -> str:
+    """The command that repeats the run."""
+    folder, versions = shlex.quote(str(run.folder)), run.environment
+    about = ", ".join(
+        f"{name} {clean(str(versions[name]))[:60]}" for name in ("paceline", "torch", "python") if name in versions
+    )
+    digest = (
+        f"\n# weights: sha256 {clean(run.summary.weights_sha256)}" if run.summary and run.summary.weights_sha256 else ""
+    )
+    command = f"paceline train --config {folder}/config.toml --run-dir runs/again"
+    if ":" not in str(run.settings.get("task", ":")) and not run.settings.get("epochs"):
+        command = f"paceline status {folder}"
+    return f"{command}\n# {about or 'versions are not known'}{digest}"
+
+
+def time_spent(run: WholeRun) -> Iterable[Table]:
+    """Where the hours of the clock went."""
+    found = wall(run)
+    if (total := sum(found.values())) > 0:
+        rows = [[name, _lasted(seconds), f"{seconds / total:.1%}"] for name, seconds in found.items() if seconds > 0]
+        yield Table("From the first start to the last record", ["", "time", "part"], rows, numbers=True)
+
+
+def exchange(run: WholeRun, found: Why) -> Iterable[Table]:
+    """What ranks exchange in a step: bytes, how often, how long, and how much of it while backward computes."""
+    log = run.first
+    traced = [*log.traced.values()][-100:] if log else []
+    calls: dict[str, list[tuple[float, float, int, float]]] = {}
+    for one in traced:
+        backward = next(((at, at + lasts) for name, at, lasts in one.phases if name == "backward"), (0.0, 0.0))
+        for name, at, lasts, size in one.calls:
+            over = max(0.0, min(at + lasts, backward[1]) - max(at, backward[0])) if lasts > 0 else 0.0
+            calls.setdefault(name, []).append((at, max(0.0, lasts), size, over))
+    rows: list[list[str]] = []
+    for name, each in [*calls.items()][:MOST_ROWS]:
+        _, lasts, size, over = (mean(column) for column in zip(*each, strict=True))
+        speed = f"{size / lasts / 1e6:,.0f}" if lasts > 0 and size else "-"
+        hidden = f"{over / lasts:.0%}" if lasts > 0 else "-"
+        rows.append(
+            [_cell(name), f"{len(each) / len(traced):.3g}", f"{size / 1e6:,.3f}", f"{1e3 * lasts:,.2f}", speed, hidden]
+        )
+    size = sent_bytes(run)
+    if rows:
+        words = (
+            f"The gradients of a step are {size / 1e6:,.2f} MB on a rank. A time lasts from the call until the "
+            "collective was seen to be over, so waiting for a late rank is part of it."
+        )
+        head = ["collective", "a step", "MB", "ms", "MB/s", "while backward computes"]
+        yield Table("What ranks exchange in a step", head, rows, words, numbers=True)
+
+
+def held(run: WholeRun) -> Iterable[Table]:
+    """What a rank holds, by kind, and what it would hold under strategies that share it out."""
+    anatomy = run.first.anatomy if run.first else None
+    if anatomy is None:
+        return
+    size, own = run.world_size, (anatomy.weight_bytes, anatomy.gradient_bytes, anatomy.optimizer_bytes)
+    shared = HOLDS.get(run.strategy, (False, False, False))
+    whole = [b * (size if is_shared else 1) for b, is_shared in zip(own, shared, strict=True)]
+    rows = [["this run", *(f"{b / 1e6:,.2f}" for b in own), f"{sum(own) / 1e6:,.2f}"]]
+    for name, parts in HOLDS.items():
+        each = [b / (size if is_shared else 1) for b, is_shared in zip(whole, parts, strict=True)]
+        rows.append([name, *(f"{b / 1e6:,.2f}" for b in each), f"{sum(each) / 1e6:,.2f}"])
+    words = (
+        f"MB of tensors on each of {size} rank{'s' if size > 1 else ''} between two steps; the first row is counted on "
+        "rank 0, the others are its arithmetic. Beside them: what forward keeps for backward, and the libraries."
+    )
+    yield Table("What a rank holds", ["strategy", *KINDS, "together"], rows, words, numbers=True)
+
+
+def ledger(run: WholeRun) -> Iterable[Table]:
+    """How many samples each epoch has used, over all ranks."""
+    used: dict[int, list[int]] = {}
+    for log in run.ranks.values():
+        for row in log.rows:
+            one = used.setdefault(log.steps.epoch[row], [0, 0])
+            one[0] += log.steps.consumed[row]
+    if run.first:
+        for row in run.first.rows:
+            used[run.first.steps.epoch[row]][1] += 1
+    of = run.newest.num_samples if run.newest else 0
+    rows = [[f"{epoch + 1}", f"{steps:,}", f"{samples:,}", f"{of:,}" if of else "-"]
+            for epoch, (samples, steps) in sorted(used.items())]  # fmt: skip
+    if rows:
+        thrown = run.first.thrown_away if run.first else 0
+        words = f"{thrown:,} steps were thrown away, and taken again. " if thrown else ""
+        words += f"`paceline ledger {run.name}` proves that each sample was used once."
+        yield Table("Samples used", ["epoch", "steps", "samples used", "of"], rows[:MOST_ROWS], words, numbers=True)
+
+
+def moments(found: Sequence[tuple[float, str, str]]) -> Iterable[Table]:
+    """What happened beside steps, in order."""
+    rows = [[_lasted(max(0.0, at)), kind, words] for at, kind, words in found]
+    if len(rows) > MOST_ROWS:
+        half = MOST_ROWS // 2
+        rows = [*rows[:half], ["", "", f"{len(rows) - MOST_ROWS:,} more are left out here"], *rows[-half:]]
+    if rows:
+        yield Table("In order", ["after", "what", "in words"], rows, folded=len(rows) > 40)
