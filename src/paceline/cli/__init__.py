@@ -17,6 +17,7 @@ COMMANDS = {
     "runs": "list the runs of a folder, and what each has reached",
     "status": "show how a run goes on, or how it ended",
     "report": "write a page that explains a run, or compares several",
+    "trace": "write a run as a trace for Perfetto: every rank on one clock",
     "logs": "show what the ranks of a run have printed",
     "hang": "show which rank holds a run up, and where every rank is",
     "cancel": "end a run after it has saved its state",

@@ -18,8 +18,8 @@ from paceline.disk.owners import note_strangers
 from paceline.disk.reading import is_file, real_path
 from paceline.errors import ExitCode, PacelineError, UsageError
 from paceline.view.explain import drawings
-from paceline.view.page import MARK, page
-from paceline.view.run import WholeRun, read_whole
+from paceline.view.page import MARK, report_page
+from paceline.view.run import WholeRun, whole_run
 
 MOST_RUNS, MARK_BYTES = 16, 4096
 
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str]) -> int:
     _check_out(out)
     runs = [_read(folder) for folder in folders]
     told = shlex.join(("paceline", "report", *(folder.name for folder in folders)))
-    text = page(runs, told, drawings(runs[0]) if config.explain else ())
+    text = report_page(runs, told, drawings(runs[0]) if config.explain else ())
     try:
         writing.replace(out, text.encode("utf-8", "replace"))
     except OSError as error:
@@ -78,7 +78,7 @@ def _check_out(out: Path) -> None:
 
 
 def _read(folder: Path) -> WholeRun:
-    run = read_whole(folder)
+    run = whole_run(folder)
     try:
         found = standing(folder)
         run.state, run.words = found.state, found.words

@@ -11,13 +11,18 @@ import tyro
 
 from paceline.cli.finding import RunFlags, existing_run
 from paceline.cli.flags import print_json
-from paceline.cli.run_state import RunState, run_state
+from paceline.cli.run_state import LIVE, RunState, run_state
 from paceline.config import load
 from paceline.errors import ExitCode, PacelineError
-from paceline.observe.folder import CONFIG
+from paceline.observe.events import event_files
+from paceline.observe.folder import AVERAGE_WEIGHTS, BEST_WEIGHTS, CONFIG, WEIGHTS
+from paceline.observe.summary import scores_line
 from paceline.observe.terminal import clean
 from paceline.tasks import TASKS
+from paceline.view.run import whole_run
+from paceline.view.why import why
 
+GLANCE_BYTES = 64 << 20  # of events: read within a second or two
 MAX_CHARS = 2000  # of a line: texts in a folder may have any length
 
 
@@ -51,9 +56,30 @@ def _lines(found: RunState) -> Iterator[tuple[str, str]]:
     job = f", job {found.slurm_job}" if found.slurm_job else ""
     yield "where", f"{found.on}{job}" + (f", on {', '.join(found.hosts)}" if found.hosts else "")
     yield "starts", str(found.attempts)
-    yield "saved", "nothing yet" if found.checkpoint_step is None else f"checkpoint of step {found.checkpoint_step}"
+    if found.metrics:
+        yield "scores", scores_line(found.metrics)
+    yield "saved", _saved(found)
+    if found.state not in LIVE and (words := _time_spent(Path(found.run_dir))):
+        yield "time", words
     if hint := _hint(found):
         yield "next", hint
+
+
+def _saved(found: RunState) -> str:
+    """The weights of a run that is done, and its newest checkpoint."""
+    folder = Path(found.run_dir)
+    weights = [name for name in (WEIGHTS, BEST_WEIGHTS, AVERAGE_WEIGHTS) if os.path.lexists(folder / name)]
+    steps = [] if found.checkpoint_step is None else [f"checkpoint of step {found.checkpoint_step}"]
+    return ", ".join([*weights, *steps]) or ("nothing yet" if found.state in LIVE else "nothing")
+
+
+def _time_spent(run_dir: Path) -> str:
+    """What held it up, in a sentence; empty where there is too much to read for a glance, or nothing."""
+    with suppress(PacelineError, OSError):
+        files = event_files(run_dir).values()
+        if files and sum(path.lstat().st_size for path in files) <= GLANCE_BYTES:
+            return why(whole_run(run_dir)).first
+    return ""
 
 
 def _again(run_dir: Path) -> str:
@@ -75,5 +101,7 @@ def _hint(found: RunState) -> str:
         case "saved" | "lost" | "failed" | "cancelled":
             again = f"; to go on: {words}" if (words := _again(Path(found.run_dir))) else ""
             return f"paceline logs {run}{again}"
+        case "done":
+            return f"paceline report {run}"
         case _:
             return ""

@@ -31,6 +31,7 @@ from paceline.train.fit import PhaseClock
 from paceline.train.keeping import Rhythm
 from paceline.train.placing import origin_of, placed
 from paceline.train.preemption import noticing
+from paceline.train.wording import see_it
 from paceline.worker.attach import attach, leave, record_failure, tell
 from paceline.worker.guard import Guard
 from paceline.worker.world import DEFAULT_TIMEOUT_SECONDS, World, joined
@@ -182,7 +183,8 @@ class Life(Loop):
         if summary.exit == ExitCode.SAVED:
             return [f"asked to stop: saved after step {summary.steps}. Start the script again to go on"]
         assert self._course.place is not None
-        return [f"weights {str(summary.weights_sha256)[:16]}...", f"run folder {self._course.place.folder}"]
+        folder = self._course.place.folder
+        return [f"weights {str(summary.weights_sha256)[:16]}...", f"run folder {folder}", see_it(folder)]
 
     def _log(self, found: dict[str, float]) -> None:
         course = self._course

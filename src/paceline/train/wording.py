@@ -63,7 +63,13 @@ def closing_lines(summary: Summary, folder: Path) -> list[str]:
         f"done: {told}{rate}",
         f"weights {str(summary.weights_sha256)[:16]}...{bits}",
         f"run folder {folder}",
+        see_it(folder),
     ]
+
+
+def see_it(folder: Path) -> str:
+    """The line that makes the page of a run."""
+    return f"see it: paceline report {shlex.quote(str(folder))}"
 
 
 def facts(parts: Parts, place: Place) -> dict[str, Any]:

@@ -7,13 +7,14 @@ from paceline.ladder import middle
 from paceline.observe.events import Traced
 from paceline.observe.terminal import clean
 from paceline.view.drawing import Canvas, Drawing, colour_of_rank
+from paceline.view.figures import PHASE_COLOURS
 from paceline.view.run import WholeRun
 from paceline.view.tables import HOLDS, KINDS
 
 MOST_RANKS, MOST_LEAVES = 8, 32
-PHASE_COLOURS = {"data": "orange", "forward": "sky", "backward": "blue", "sync": "grey", "optimizer": "green"}
 WIDTH, LABEL = 880.0, 74.0
 EXACT_TREE = ("exact", "zero")
+UPDATES = {"zero": "updates its share, gets the others'", "fsdp": "updates the share that it keeps"}
 
 
 def drawings(run: WholeRun) -> list[Drawing]:
@@ -71,7 +72,10 @@ def _stages(run: WholeRun, steps: dict[int, Traced]) -> Iterator[Drawing]:
                         f"loss of its own, {_ms(_lasts(one, 'forward'))}",
                     ],
                     "backward": ["gradients of its own samples", _ms(_lasts(one, "backward"))],
-                    "optimizer": ["the same update everywhere", _ms(_lasts(one, "optimizer"))],
+                    "optimizer": [
+                        UPDATES.get(run.strategy, "the same update everywhere"),
+                        _ms(_lasts(one, "optimizer")),
+                    ],
                 }[name]
             )
             for index, line in enumerate(lines):
@@ -128,7 +132,7 @@ def _one_step(run: WholeRun, steps: dict[int, Traced]) -> Iterator[Drawing]:
     bottom = 8 + lane * len(steps)
     for tick in range(5):
         at = max(ends) * tick / 4
-        canvas.text(LABEL + at * scale - (40 if tick == 4 else 0), bottom + 14, _ms(at), soft=True)
+        canvas.text(LABEL + at * scale - (60 if tick == 4 else 0), bottom + 14, _ms(at), soft=True)
     step = next(iter(steps.values())).step
     keys = [
         *PHASE_COLOURS.items(),

@@ -1,15 +1,15 @@
 """The figures of a run's page, as plotly's JavaScript takes them: plain data, thinned, without any text of HTML."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import mean
 from typing import Any
 
 from paceline.observe.events import Evaluated
 from paceline.observe.terminal import clean
-from paceline.view.run import PHASES, RankLog, WholeRun
-from paceline.view.why import Why
+from paceline.view.rank_log import PHASES, RankLog
+from paceline.view.run import WholeRun
 
 POINTS = 600  # of a line, at most; of each stretch its lowest and its highest are kept
 MOST_LINES = 16
@@ -17,6 +17,7 @@ MOST_ROWS = 64  # ranks in a bar chart or a matrix
 # Okabe and Ito's colours, which the colour-blind can tell apart; the page has darker or lighter ones of the same hue
 COLOURS = ("blue", "orange", "green", "pink", "sky", "red", "yellow", "grey")
 DASHES = ("solid", "dash", "dot", "dashdot")
+PHASE_COLOURS = {"data": "orange", "forward": "sky", "backward": "blue", "sync": "grey", "optimizer": "green"}
 PATTERNS = ("", "/", "", "\\", "x", ".")  # beside the colour, so that a print in grey can be read
 
 
@@ -54,12 +55,12 @@ def line(name: str, axes: Sequence[Sequence[float]], ys: Sequence[float], style:
     rows = points(axes[0], ys)
     trace: dict[str, Any] = {
         "name": clean(name)[:80], "colour": COLOURS[style % len(COLOURS)],
-        "dash": DASHES[style // len(COLOURS) % len(DASHES)], "y": [short(ys[row]) for row in rows],
+        "dash": DASHES[style // len(COLOURS) % len(DASHES)], "y": [shown_number(ys[row]) for row in rows],
     }  # fmt: skip
-    return trace | {f"x{number}": [short(axis[row]) for row in rows] for number, axis in enumerate(axes)}
+    return trace | {f"x{number}": [shown_number(axis[row]) for row in rows] for number, axis in enumerate(axes)}
 
 
-def short(number: float) -> float | None:
+def shown_number(number: float) -> float | None:
     """With the digits that can be seen in a figure; None for what JSON has no number for."""
     if not math.isfinite(number):
         return None
@@ -131,7 +132,7 @@ def _scores(runs: Sequence[WholeRun]) -> Iterable[Figure]:
             found = (
                 [(at, e) for at, e in first.of(Evaluated) if e.split == split and metric in e.metrics] if first else []
             )
-            if not first or not found:
+            if not first or len(found) < 2:  # one alone stands in the results
                 continue
             began, samples, _, steps = first.started[0].unix_time, *_axes(first)
             of_step = dict(zip(steps, samples, strict=True))
@@ -159,21 +160,21 @@ def phases(runs: Sequence[WholeRun]) -> Iterable[Figure]:
         return
     names = [name for name, _ in rows]
     traces = [
-        {"name": phase, "colour": COLOURS[number], "pattern": PATTERNS[number], "y": names,
-         "x0": [short(1e3 * found[number]) for _, found in rows]}
+        {"name": phase, "colour": PHASE_COLOURS[phase], "pattern": PATTERNS[number], "y": names,
+         "x0": [shown_number(1e3 * found[number]) for _, found in rows]}
         for number, phase in enumerate(PHASES)
     ]  # fmt: skip
     words = "The mean step, in milliseconds, by phase. In lockstep all bars are about equally long; sync is waiting."
     yield Figure("phases", "Where a step's time goes", words, traces, x="ms of a step", kind="bars")
 
 
-def waiting(run: WholeRun, found: Why) -> Iterable[Figure]:
-    """Who waited for whom."""
+def waiting(run: WholeRun, waits: Mapping[int, Mapping[int, float]]) -> Iterable[Figure]:
+    """Who waited for whom; `waits` as in Why."""
     ranks = sorted(log.rank for log in run.latest())[:MOST_ROWS]
-    if len(ranks) < 2 or not found.waits:
+    if len(ranks) < 2 or not waits:
         return
-    total = sum(sum(of.values()) for of in found.waits.values()) or 1.0
-    cells = [[round(100 * found.waits.get(a, {}).get(b, 0.0) / total, 1) for b in ranks] for a in ranks]
+    total = sum(sum(of.values()) for of in waits.values()) or 1.0
+    cells = [[None if a == b else round(100 * waits.get(a, {}).get(b, 0.0) / total, 1) for b in ranks] for a in ranks]
     trace = {"name": "waiting", "z": cells, "y": [f"rank {r}" for r in ranks], "x0": [f"rank {r}" for r in ranks]}
     words = "Each cell: which part of all waiting for the slowest rank was this row's rank waiting for that column's."
     yield Figure("waits", "Who waited for whom", words, [trace], x="for", y="waited", kind="matrix")

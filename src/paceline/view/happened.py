@@ -6,7 +6,8 @@ from itertools import pairwise
 from paceline.observe.events import Checkpointed, Ended, Evaluated, Notice, RolledBack, Skipped
 from paceline.observe.terminal import clean
 from paceline.view.figures import COLOURS, Figure
-from paceline.view.run import RankLog, WholeRun
+from paceline.view.rank_log import RankLog
+from paceline.view.run import WholeRun
 
 MOST_MARKS = 256  # of a kind
 

@@ -18,14 +18,14 @@ from paceline.view.machine_figures import devices
 from paceline.view.run import WholeRun
 from paceline.view.tables import (
     Table,
-    differences,
     exchange,
     held,
     ledger,
     moments,
     repeat,
     results,
-    settings,
+    setting_differences,
+    settings_tables,
     time_spent,
 )
 from paceline.view.why import Why, why
@@ -52,7 +52,7 @@ class Section:
         return bool(self.figures or self.tables or self.texts or self.codes or self.drawings)
 
 
-def page(runs: Sequence[WholeRun], command: str, drawings: Sequence[Drawing] = ()) -> str:
+def report_page(runs: Sequence[WholeRun], command: str, drawings: Sequence[Drawing] = ()) -> str:
     """The page of one run, or the comparison of several, as HTML.
 
     Args:
@@ -88,14 +88,14 @@ def _sections(runs: Sequence[WholeRun], whys: Sequence[Why], drawings: Sequence[
     learning.figures = [figure for figure in learning.figures if figure.name != "throughput"]
     if several:
         return [
-            Section("compared", "Side by side", tables=[*results(runs), *differences(runs)]),
+            Section("compared", "Side by side", tables=[*results(runs), *setting_differences(runs)]),
             learning,
             Section("speed", "Speed", [*speed, *phases(runs)]),
         ]
     happened = happenings(run)
     return [
         learning,
-        Section("speed", "Speed", [*speed, *phases(runs), *waiting(run, whys[0])],
+        Section("speed", "Speed", [*speed, *phases(runs), *waiting(run, whys[0].waits)],
                 [*time_spent(run), *exchange(run, whys[0])]),
         Section("explained", "How it works", drawings=[*drawings],
                 texts=["Drawn from this very run: its times, its parameters, its ranks."] if drawings else []),
@@ -103,13 +103,8 @@ def _sections(runs: Sequence[WholeRun], whys: Sequence[Why], drawings: Sequence[
         Section("machines", "Machines", [*devices(run)]),
         Section("happened", "What happened", [*timeline(happened)], [*moments(happened)]),
         Section("samples", "Samples", tables=[*ledger(run)]),
-        repeat_section(run),
+        Section("repeat", "Repeat it", tables=[*settings_tables(run)], codes=[repeat(run)]),
     ]  # fmt: skip
-
-
-def repeat_section(run: WholeRun) -> Section:
-    """How to repeat the run, and what it was."""
-    return Section("repeat", "Repeat it", tables=[*settings(run)], codes=[repeat(run)])
 
 
 def _head(run: WholeRun, found: Why) -> dict[str, Any]:

@@ -6,7 +6,7 @@ Whatever cannot be read is left out and noted: a page that lacks a part is bette
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,14 +18,7 @@ from paceline.disk.reading import decode, decode_toml, folders
 from paceline.errors import PacelineError, UsageError
 from paceline.guard.story import Told, read_verdict
 from paceline.observe.events import (
-    Anatomy,
-    Ended,
-    Event,
-    RolledBack,
-    Samples,
     Started,
-    Step,
-    Traced,
     event_files,
     read_events,
 )
@@ -33,104 +26,10 @@ from paceline.observe.folder import CONFIG, attempt_number
 from paceline.observe.machine import ClockAhead, MachineUse, machine_files, read_machine
 from paceline.observe.summary import Summary, read_summary
 from paceline.observe.terminal import clean
+from paceline.view.rank_log import RankLog
 
-PHASES = ("data", "forward", "backward", "sync", "optimizer")
-MOST_RANKS, MOST_OF_A_KIND, MOST_CHARS = 4096, 2000, 2000
+MOST_RANKS, MOST_CHARS = 4096, 2000
 MOST_SAMPLES = 20_000  # of a machine
-
-
-@dataclass
-class Steps:
-    """The steps of one rank, a column each, in the order in which they were written down."""
-
-    step: array[int] = field(default_factory=lambda: array("q"))
-    epoch: array[int] = field(default_factory=lambda: array("q"))
-    samples: array[int] = field(default_factory=lambda: array("q"))  # of the global batch
-    consumed: array[int] = field(default_factory=lambda: array("q"))  # by this rank
-    ended: array[float] = field(default_factory=lambda: array("d"))  # unix time, on node 0's clock
-    seconds: array[float] = field(default_factory=lambda: array("d"))
-    loss: array[float] = field(default_factory=lambda: array("d"))
-    follows: array[int] = field(default_factory=lambda: array("b"))  # 1: nothing was between it and the row before
-    lr: array[float] = field(default_factory=lambda: array("d"))
-    norm: array[float] = field(default_factory=lambda: array("d"))  # NaN: not known
-    phases: tuple[array[float], ...] = field(default_factory=lambda: tuple(array("d") for _ in PHASES))
-
-    def add(self, event: Step, *, follows: bool) -> None:
-        """Append a row."""
-        self.follows.append(follows)
-        self.step.append(event.step)
-        self.epoch.append(event.epoch)
-        self.samples.append(event.samples)
-        self.consumed.append(event.consumed)
-        self.ended.append(event.unix_time)
-        self.seconds.append(event.seconds)
-        self.loss.append(event.loss if not event.skipped else float("nan"))
-        self.lr.append(event.lr)
-        self.norm.append(float("nan") if event.grad_norm is None else event.grad_norm)
-        for name, column in zip(PHASES, self.phases, strict=True):
-            column.append(event.phase_seconds.get(name, event.data_seconds if name == "data" else 0.0))
-
-
-@dataclass
-class RankLog:
-    """What one rank has written down, over all starts."""
-
-    rank: int
-    started: list[Started] = field(default_factory=list[Started])
-    steps: Steps = field(default_factory=Steps)
-    rows: list[int] = field(default_factory=list[int])
-    """rows of `steps` that count: later starts have not repeated them"""
-    thrown_away: int = 0
-    share: tuple[int, int] | None = None  # the virtual ranks [a, b) that it computes
-    samples: list[Samples] = field(default_factory=list[Samples])  # of the first step that lists them
-    anatomy: Anatomy | None = None  # the newest
-    traced: dict[int, Traced] = field(default_factory=dict[int, Traced])
-    told: list[tuple[float, Event]] = field(default_factory=list[tuple[float, Event]])
-    """evaluations, checkpoints, notices, steps left out, the end: when (as near as is known), and what"""
-
-    _after_step = False
-
-    def take(self, event: Event) -> None:
-        """Take in the next record."""
-        steps, follows = self.steps, self._after_step
-        self._after_step = isinstance(event, Step) or (follows and isinstance(event, Traced | Anatomy))
-        match event:
-            case Step():
-                steps.add(event, follows=follows)
-                self.rows.append(len(steps.step) - 1)
-                self.share = event.share
-            case Samples():
-                if not self.samples or self.samples[0].step == event.step:
-                    self.samples.append(event)
-            case Traced():
-                self.traced[event.step] = event
-                if len(self.traced) > MOST_OF_A_KIND:
-                    del self.traced[next(iter(self.traced))]
-            case Anatomy():
-                self.anatomy = event
-            case Started():
-                self.started.append(event)
-                self._back_to(event.start_step)
-            case RolledBack():
-                self._back_to(event.to)
-                self._tell(event)
-            case _:
-                self._tell(event)
-
-    def _back_to(self, step: int) -> None:
-        while self.rows and self.steps.step[self.rows[-1]] > step:
-            self.rows.pop()
-            self.thrown_away += 1
-
-    def _tell(self, event: Event) -> None:
-        own = event.unix_time if isinstance(event, Ended) else 0.0
-        last = self.steps.ended[-1] if self.steps.ended else self.started[-1].unix_time if self.started else 0.0
-        if len(self.told) < MOST_OF_A_KIND:
-            self.told.append((own or last, event))
-
-    def of(self, kind: type[Event]) -> Iterator[tuple[float, Any]]:
-        """Those records of `told` that are of a kind, with their times."""
-        return ((at, event) for at, event in self.told if isinstance(event, kind))
 
 
 @dataclass
@@ -191,7 +90,7 @@ class WholeRun:
         return [self.ranks[rank] for rank in range(self.world_size) if rank in self.ranks]
 
 
-def read_whole(folder: Path) -> WholeRun:
+def whole_run(folder: Path) -> WholeRun:
     """The run in `folder`.
 
     Raises:

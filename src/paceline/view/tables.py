@@ -47,7 +47,7 @@ def results(runs: Sequence[WholeRun]) -> list[Table]:
     columns = [_result(run) for run in runs]
     names = [*dict.fromkeys(name for column in columns for name in column)]
     rows = [[name, *(_cell(column.get(name)) for column in columns)] for name in names]
-    return [Table("Results", ["", *(run.name for run in runs)], rows)]
+    return [Table("Results", ["what", *(run.name for run in runs)], rows)]
 
 
 def _result(run: WholeRun) -> dict[str, Any]:
@@ -84,7 +84,7 @@ def _lasted(seconds: float) -> str:
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{seconds:.1f} s"
 
 
-def differences(runs: Sequence[WholeRun]) -> Iterable[Table]:
+def setting_differences(runs: Sequence[WholeRun]) -> Iterable[Table]:
     """The settings that are not the same in all runs."""
     names = [*dict.fromkeys(name for run in runs for name in run.settings)]
     told = [[name, *(_cell(run.settings.get(name)) for run in runs)] for name in names]
@@ -93,7 +93,7 @@ def differences(runs: Sequence[WholeRun]) -> Iterable[Table]:
     yield Table("What differs in the settings", ["setting", *(run.name for run in runs)], rows[:MOST_ROWS], words)
 
 
-def settings(run: WholeRun) -> Iterable[Table]:
+def settings_tables(run: WholeRun) -> Iterable[Table]:
     """All settings, and what they ran on."""
     for title, found in (("All settings", run.settings), ("What it ran on", run.environment)):
         if found:
@@ -123,7 +123,7 @@ def time_spent(run: WholeRun) -> Iterable[Table]:
     found = wall(run)
     if (total := sum(found.values())) > 0:
         rows = [[name, _lasted(seconds), f"{seconds / total:.1%}"] for name, seconds in found.items() if seconds > 0]
-        yield Table("From the first start to the last record", ["", "time", "part"], rows, numbers=True)
+        yield Table("From the first start to the last record", ["what", "time", "part"], rows, numbers=True)
 
 
 def exchange(run: WholeRun, found: Why) -> Iterable[Table]:

@@ -11,10 +11,13 @@ from statistics import median
 
 from paceline.bench.runs import Run, Spent, between_meetings
 from paceline.bench.shares import StepParts, take_apart
-from paceline.view.run import PHASES, RankLog, WholeRun, thinned
+from paceline.view.happened import wall
+from paceline.view.rank_log import PHASES, RankLog
+from paceline.view.run import WholeRun, thinned
 
 WARM_UP, MOST_STEPS = 5, 1000
 WORTH = 0.03  # of a step: less is not worth a word
+MUCH, LONG_SECONDS = 0.15, 20.0  # of the clock's time, in a run that is not over at once
 CROWDED = 1.25  # threads for each core, from which on they are in each other's way
 LITTLE = 0.75  # of the processor time that the others get
 COMPUTING, DATA, WAITING, EXCHANGE = "computing", "waiting for data", "waiting for the slowest rank", "the exchange"
@@ -63,6 +66,7 @@ def why(run: WholeRun) -> Why:
     shares = {cause: seconds / total for cause, seconds in shares.items()}
     shares[REST] = 1.0 - sum(shares.values())
     first, advice = _in_words(run, parts, shares, logs)
+    first += _beside_steps(run)
     return Why(first, advice, shares, parts.step, parts.slowest, _waits(steps))
 
 
@@ -125,6 +129,15 @@ def _in_words(
     if crowd >= CROWDED:
         return f"{crowded}, so they slow each other down. {lead}{rest}.", advice
     return f"{lead}{rest}.", advice
+
+
+def _beside_steps(run: WholeRun) -> str:
+    """What took much of the clock's time beside steps."""
+    found = wall(run)
+    total = sum(found.values())
+    much = [f"{name} took {seconds / total:.0%}" for name, seconds in found.items() if seconds > MUCH * total]
+    much = [words for words in much if not words.startswith("steps took")]
+    return f" Of all its time, {_joined(much)}." if much and total > LONG_SECONDS else ""
 
 
 def _joined(causes: Sequence[str]) -> str:

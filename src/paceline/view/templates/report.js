@@ -25,7 +25,7 @@
   const trace = (figure, one, state) => {
     const colour = css(one.colour || "blue"), x = one["x" + state.axis] || one.x0;
     if (figure.kind === "bars") return { type: "bar", orientation: "h", name: one.name, x, y: one.y, hovertemplate: "%{y} " + "%{x:.2f} ms", marker: { color: colour, pattern: { shape: one.pattern, fgcolor: css("ground"), fgopacity: 0.6, solidity: 0.2, fillmode: "overlay" } } };
-    if (figure.kind === "matrix") return { type: "heatmap", x, y: one.y, z: one.z, colorscale: [[0, css("card")], [1, css("orange")]], showscale: false, texttemplate: one.y.length <= 16 ? "%{z:.0f} %" : "", hovertemplate: "%{y} for %{x}: %{z} %<extra></extra>" };
+    if (figure.kind === "matrix") return { type: "heatmap", x, y: one.y, z: one.z, zmin: 0, hoverongaps: false, colorscale: [[0, css("card")], [1, css("orange")]], showscale: false, text: one.z.map((row) => row.map((value) => value === null ? "" : Math.round(value) + " %")), texttemplate: one.y.length <= 16 ? "%{text}" : "", hovertemplate: "%{y} for %{x}: %{z} %<extra></extra>" };
     if (figure.kind === "marks") return { type: "scatter", mode: "markers", name: one.name, x, y: one.y, text: one.text, hovertemplate: "%{x:.2f} min: %{text}<extra></extra>", marker: { color: colour, size: 10, symbol: one.marks } };
     return { type: "scatter", mode: one.markers ? "lines+markers" : "lines", name: one.name, x, y: one.y, line: { color: colour, width: 1.7, dash: one.dash } };
   };
