@@ -117,9 +117,7 @@ def _in_words(
             advice += [remedy] if remedy else []
     crowd, crowded = crowding(run)
     if crowd >= CROWDED:
-        advice.insert(
-            0, f"Fewer threads: --threads {max(1, int((run.summary and run.summary.threads_per_rank) or 1) // 2)}"
-        )
+        advice.insert(0, "Fewer threads for each rank: leave out --threads-per-rank, or give 1")
     if size > 1:
         lead = f"{size} ranks did the work of {size * worked:.1f}"
         rest = f": of the missing {size * (1 - worked):.1f}, {_joined(causes)}" if causes else ", nearly all there is"

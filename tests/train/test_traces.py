@@ -1,0 +1,95 @@
+"""Which steps are written down in detail, and what is in them."""
+
+from __future__ import annotations
+
+import time
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.contract.box import RECORDS, Box, make_box
+from paceline.contract.evidence import Op, Phase
+from paceline.strategies.single import single
+from paceline.train.fit import PhaseClock, StepRecord
+from paceline.train.traces import LAST, Traces, anatomy, is_due, size_of
+from paceline.worker.world import World
+
+ALL_REDUCE = Op("shared", 1, "all_reduce", "gradients", "[10, 3] [4]", "float32")
+NO_RESULT: Any = None
+WORLD = World(0, 1, 0, 1, torch.device("cpu"), "gloo")
+
+
+def test_every_doubling_has_about_as_many_steps_in_detail() -> None:
+    assert [step for step in range(1, 64) if not is_due(step)] == []
+    counts = [sum(map(is_due, range(2**bits, 2 ** (bits + 1)))) for bits in range(6, 14)]
+    assert set(counts) == {32}
+
+
+def test_a_call_is_known_with_its_begin_and_how_long_it_took() -> None:
+    box, clock = Box(make_box(0)), time.monotonic_ns
+    for _ in range(RECORDS + 10):  # the ring has gone round
+        box.end(box.begin(ALL_REDUCE))
+    since = clock()
+    number, began = box.begin(ALL_REDUCE), clock()
+    time.sleep(0.02)
+    box.end(number)
+    until = clock()
+    box.begin(ALL_REDUCE)  # not over
+    (first, second) = box.calls_since(since)
+    assert since <= first[0] <= began
+    assert 0.02 <= first[1] <= (until - since) / 1e9
+    assert (second[1], second[2].done, first[2].done) == (-1.0, False, True)
+    assert box.calls_since(clock()) == []
+
+
+def _stepped(clock: PhaseClock, box: Box, step: int) -> StepRecord:
+    for phase in (Phase.DATA, Phase.FORWARD, Phase.BACKWARD):
+        clock(phase)
+    box.end(box.begin(ALL_REDUCE))
+    clock(Phase.OPTIMIZER)
+    return StepRecord(step, NO_RESULT, 0.1, [], clock.take(), clock.borders)
+
+
+def test_phases_follow_each_other_without_a_gap_and_calls_lie_in_them() -> None:
+    box = Box(make_box(0))
+    traces, clock = Traces(box), PhaseClock(box.enter)
+    found: list[Any] = [one for step in (1, 2) for one in traces.of(_stepped(clock, box, step), ())]
+    assert [one.step for one in found] == [1, 2]
+    for one in found:
+        assert [name for name, _, _ in one.phases] == ["data", "forward", "backward", "optimizer"]
+        for (_, at, lasts), (_, after, _) in pairwise(one.phases):
+            assert abs(at + lasts - after) < 1e-6
+        [(name, at, lasts, size)] = one.calls  # not those of the step before
+        assert (name, size) == ("gradients", 34 * 4)
+        assert one.phases[2][1] <= at + 1e-6 and at + lasts <= one.phases[3][1] + 1e-6
+
+
+def test_the_last_steps_are_always_in_detail() -> None:
+    box = Box(make_box(0))
+    traces, clock = Traces(box), PhaseClock(box.enter)
+    for step in range(2**12 + 1, 2**12 + 40):
+        assert traces.of(_stepped(clock, box, step), ()) == []
+    assert [one.step for one in traces.rest()] == [*range(2**12 + 40 - LAST, 2**12 + 40)]
+    assert traces.rest() == []
+
+
+def test_anatomy_counts_what_a_rank_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "unused")  # an optimizer's step sets it
+    model = torch.nn.Linear(10, 3)
+    replica = single(model, torch.optim.AdamW, WORLD)
+    model(torch.ones(2, 10)).sum().backward()
+    replica.optimizer.step()
+    found = anatomy([replica])
+    assert found.parameters == [("weight", [3, 10], 120), ("bias", [3], 12)]
+    steps = 2 * 4  # AdamW's own counters
+    assert (found.weight_bytes, found.gradient_bytes, found.optimizer_bytes) == (132, 132, 264 + steps)
+
+
+def test_sizes_are_read_from_the_guards_words() -> None:
+    assert size_of("[10, 3] [4]", "float32") == 136
+    assert size_of("[7]", "bfloat16, float64") == 56  # the widest: an upper bound
+    assert size_of("", "float32") == 0
+    assert size_of("[12, 3", "float32") == 144
+    assert size_of("[12, x]", "float32") == 0

@@ -1,0 +1,165 @@
+"""The page of a run is whole, says what is missing, and nothing in a hostile run becomes markup or code in it."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html.parser
+import json
+import re
+from pathlib import Path
+
+import pytest
+from tests.view.folders import make_run
+
+from paceline.cli import report
+from paceline.errors import UsageError
+from paceline.view.explain import drawings
+from paceline.view.page import report_page
+from paceline.view.run import whole_run
+
+EVIL = (
+    "</script><script>alert(1)</script><img src=x onerror=alert(1)> \x1b[31mred\x1b]0;title\x07 \"' {{ 7 * 7 }} \u2028"
+)
+
+
+class Elements(html.parser.HTMLParser):
+    """Every element with its attributes, and the scripts' text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.found: list[tuple[str, dict[str, str | None]]] = []
+        self.scripts: list[str] = []
+        self._in_script = False
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, dict(attrs)))
+        self._in_script = tag == "script"
+        if self._in_script:
+            self.scripts.append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        self._in_script = False
+
+    def handle_data(self, data: str) -> None:
+        if self._in_script:
+            self.scripts[-1] += data
+
+
+def made(*folders: Path) -> tuple[str, Elements]:
+    runs = [whole_run(folder) for folder in folders]
+    text = report_page(runs, "paceline report", drawings(runs[0]) if len(runs) == 1 else ())
+    return text, Elements(text)
+
+
+def test_only_the_two_scripts_of_the_page_may_run_and_nothing_is_fetched(tmp_path: Path) -> None:
+    _, page = made(make_run(tmp_path / "run"))
+    policy = next(a["content"] or "" for tag, a in page.found if tag == "meta" and "http-equiv" in a)
+    allowed = re.findall(r"'sha256-([^']+)'", policy)
+    ours = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in page.scripts[1:]]
+    assert allowed == ours
+    assert "default-src 'none'" in policy
+    sources = [
+        a
+        for tag, a in page.found
+        if tag in ("script", "link", "img", "iframe", "object") and ("src" in a or "href" in a)
+    ]
+    assert not sources
+
+
+def test_a_hostile_run_is_inert(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "evil<b>", notices=(EVIL, "x" * 2_000_000), hosts=(EVIL, "n2"))
+    (folder / "config.toml").write_text(f"task = {json.dumps(EVIL)}\nstrategy = '<i>'\n[run]\nepochs = 1\n")
+    with (folder / "events-0.jsonl").open("ab") as file:
+        file.write(b'{"kind":"step","step":99,"epoch":0,"loss":NaN}\n{"kind":"evaluated","step":5,"metrics":{"')
+        file.write(b'<b>":1e999},"seconds":0}\n\xff\xfe\n{"kind":"notice","text":')
+    text, page = made(folder)
+    assert [tag for tag, a in page.found if tag == "img" or any(name.startswith("on") for name in a)] == []
+    assert len(page.scripts) == 3  # data, plotly, ours
+    assert json.loads(page.scripts[0])["name"] == "evil<b>"
+    assert "\x1b" not in text and "49" not in re.findall(r"red.{0,40}", text)
+    assert len(text) < 6_000_000
+
+
+def test_what_cannot_be_read_is_said_and_the_rest_is_shown(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run")
+    (folder / "config.toml").write_text("no toml at all")
+    (folder / "events-1.jsonl").unlink()
+    (folder / "events-1.jsonl").mkdir()
+    text, _ = made(folder)
+    assert "2 part(s) of this run could not be read" in text
+    assert "config.toml: " in text and "events-1.jsonl: " in text
+    assert 'data-figure="loss"' in text
+
+
+@pytest.mark.parametrize("kind", ["clocks that jump", "an older paceline", "running", "only a launch"])
+def test_odd_folders_are_shown_as_far_as_they_go(kind: str, tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run")
+    events = (folder / "events-0.jsonl").read_text()
+    if kind == "clocks that jump":
+        jumps = iter(range(10**6))
+        text = re.sub(r'"unix_time":[0-9.]+', lambda m: f'"unix_time":{(-1) ** next(jumps) * 1e12}', events)
+        (folder / "events-0.jsonl").write_text(text)
+    elif kind == "an older paceline":
+        (folder / "events-0.jsonl").write_text(re.sub(r',"phase_seconds":\{[^}]*\}', "", events))
+    elif kind == "running":
+        (folder / "summary.json").unlink()
+        (folder / "events-0.jsonl").write_text(events[: len(events) // 2])
+    else:
+        for path in [*folder.glob("events-*"), *folder.glob("*.json"), folder / "config.toml"]:
+            path.unlink()
+    _, page = made(folder)
+    assert len(page.scripts) == 3
+
+
+def test_several_runs_are_compared(tmp_path: Path) -> None:
+    text, page = made(make_run(tmp_path / "one"), make_run(tmp_path / "two", seed=7, exchange=0.02))
+    figures = json.loads(page.scripts[0])["figures"]
+    assert [trace["name"] for trace in figures["loss"]["traces"]] == ["one", "two"]
+    assert re.search(r"<td>seed</td><td[^>]*>0</td><td[^>]*>7</td>", text)
+    assert "<td>epochs</td><td>1" not in text  # they do not differ in it
+
+
+def test_figures_of_long_runs_are_thinned_and_keep_their_extremes(tmp_path: Path) -> None:
+    _, page = made(make_run(tmp_path / "run", steps=3000))
+    [loss] = json.loads(page.scripts[0])["figures"]["loss"]["traces"]
+    assert len(loss["y"]) <= 600
+    assert (loss["y"][0], loss["x2"][-1]) == (2.0, 3000)
+
+
+def test_the_command_writes_into_the_run_and_over_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    one, two = make_run(tmp_path / "runs" / "one"), make_run(tmp_path / "runs" / "two")
+    assert report.main([str(one), "--explain"]) == 0
+    assert str(one / "report.html") in capsys.readouterr().out
+    assert report.main(["one"]) == 0  # a page of its own may be written again
+    assert report.main([str(one), str(two)]) == 0
+    assert (tmp_path / "report.html").is_file()
+    (tmp_path / "mine.html").write_text("<p>mine")
+    for words, told in (
+        (["one", "-o", "mine.html"], "is no report"),
+        (["one", "-o", "nowhere/page.html"], "does not exist"),
+        (["three"], "three"),
+        ([], "name 1 to 16 runs"),
+        (["one", "runs/one"], "named twice"),
+        (["one", "two", "--explain"], "name one"),
+    ):
+        with pytest.raises(UsageError, match=re.escape(told)):
+            report.main(words)
+    assert (tmp_path / "mine.html").read_text() == "<p>mine"
+
+
+def test_the_drawings_show_this_run(tmp_path: Path) -> None:
+    found = {one.title: one for one in drawings(whole_run(make_run(tmp_path / "run", ranks=3)))}
+    assert [*found] == [
+        "The four stages of a step", found and next(t for t in found if t.startswith("Step ")), "Who sees which sample",
+        "The tree in which gradients are added up", "Who keeps what",
+    ]  # fmt: skip
+    assert "1 tensors, 30 numbers" in found["The four stages of a step"].svg
+    tree = found["The tree in which gradients are added up"].svg
+    assert tree.count("<circle") == 5 and "leaves 0 to 1: over ranks" in tree
+    keeps = {s: drawings(whole_run(make_run(tmp_path / s, strategy=s)))[-1].svg for s in ("bucketed", "zero", "fsdp")}
+    assert [keeps[s].count("a share each") for s in ("bucketed", "zero", "fsdp")] == [0, 2, 3]
