@@ -22,7 +22,7 @@ from paceline.launch.job import Job
 from paceline.launch.local import local
 from paceline.launch.supervise import run
 from paceline.observe.summary import read_ended
-from paceline.tasks import check_task, is_loop
+from paceline.tasks import check_loop, check_task, is_loop
 from paceline.verify.report import print_bits, print_report
 from paceline.verify.spec import OWN, BitsReport, LoopCase, LoopSpec, Spec, VerifyReport
 
@@ -89,6 +89,7 @@ def main(arguments: Sequence[str]) -> int:
     check_out_file("--json", config.json)
     options = {name: str(value) for name in ("data_dir", "stem") if (value := getattr(config, name)) is not None}
     options |= settings_given(config.set)
+    check_loop(config.task)
     check_task(config.task, {**options, **({"data_dir": config.data_dir} if config.data_dir else {})})
     if is_loop(config.task):
         return _verify_loop(config, ranks, strategies if config.strategies else [""], words)

@@ -16,7 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.datasets.mnist import check_mnist
 from paceline.errors import UsageError, unknown
-from paceline.tasks.finding import check_reference, import_module, imported, names_in, source_of
+from paceline.tasks.finding import (
+    check_reference,
+    import_module,
+    imported,
+    names_in,
+    session_at_import,
+    source_of,
+)  # fmt: skip
 from paceline.tasks.settings import converted, settings_in, settings_of
 
 if TYPE_CHECKING:
@@ -116,6 +123,23 @@ def is_loop(name: str) -> bool:
         return False
     named = [n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == name.rpartition(":")[2]]
     return any("Task(" not in ast.unparse(node) for node in named)
+
+
+def check_loop(name: str) -> None:
+    """Check a training loop without importing it: it must not begin before its function is called.
+
+    Raises:
+        UsageError: the file begins its session while it is imported; says where, and what to do.
+    """
+    script, colon, _ = name.rpartition(":")
+    script = script if colon else name
+    tree = source_of("loop", f"{script}:main") if Path(script).is_file() and script.endswith(".py") else None
+    if tree is not None and (line := session_at_import(tree)) is not None:
+        raise UsageError(
+            f"{script}:{line} begins a paceline.session() as soon as the file is imported, and verify calls a loop, on "
+            "each number of processes anew. Put it into a function, `def main():`, with "
+            f'`if __name__ == "__main__": main()` below it, and name that: paceline verify {script}:main'
+        )
 
 
 def load_function(name: str) -> Callable[[], object]:

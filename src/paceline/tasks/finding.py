@@ -4,6 +4,7 @@ import ast
 import importlib.machinery
 import itertools
 import sys
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,32 @@ def names_in(tree: ast.Module) -> set[str] | None:
         elif isinstance(node, ast.alias):
             found.add(node.asname or node.name.partition(".")[0])
     return None if found & {"*", "__getattr__"} else found
+
+
+def session_at_import(tree: ast.Module) -> int | None:
+    """The line in which a file begins a paceline.session() while it is imported; None where it does not.
+
+    Also by a call of one of its own functions, and not where `if __name__ == "__main__"` stands before it.
+    """
+    names: set[str] = set()  # what it is called in this file
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {f"{one.asname or one.name}.session" for one in node.names if one.name == "paceline"}
+        elif isinstance(node, ast.ImportFrom) and node.module == "paceline":
+            names |= {one.asname or one.name for one in node.names if one.name == "session"}
+    own = {n.name for n in tree.body if isinstance(n, ast.FunctionDef) and any(_calls(n.body, names))}
+    top = [n for n in tree.body if not (isinstance(n, ast.If) and "__name__" in ast.unparse(n.test))]
+    return min(_calls(top, names | own), default=None)
+
+
+def _calls(nodes: Iterable[ast.AST], names: Collection[str]) -> Iterator[int]:
+    """The lines in which any of `names` is called as these statements run."""
+    for node in nodes:
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)):
+            continue
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in names:
+            yield node.lineno
+        yield from _calls(ast.iter_child_nodes(node), names)
 
 
 def locate(kind: str, name: str) -> tuple[Path, Path | None]:

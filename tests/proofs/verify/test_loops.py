@@ -13,7 +13,9 @@ import pytest
 from tests.proofs.verify import loops
 from tests.proofs.verify.loop_table import ENDS, RIGHT, right, said_of
 
+from paceline.cli import verify
 from paceline.errors import UsageError
+from paceline.tasks import check_loop
 
 LOOPS = Path(loops.__file__)
 # three virtual ranks on one process show these as well as three ranks do
@@ -73,6 +75,42 @@ def test_the_command_says_what_it_found(paceline: Any, tmp_path: Path) -> None:
     bad = paceline("verify", f"{LOOPS}:lr_by_number_of_ranks", "--ranks", "2")
     assert bad.returncode == 1, bad.stdout + bad.stderr
     assert "likely cause: the learning rate depends on the rank or on the number of ranks" in bad.stdout
+
+
+FLAT = "import paceline\n\ns = paceline.session()\n"
+AT_IMPORT = {
+    "flat": (FLAT, 3),
+    "with": ("from paceline import session\nwith session() as s:\n    pass\n", 2),
+    "under another name": ("import torch\nimport paceline as p\nif torch:\n    s = p.session('runs/x')\n", 4),
+    "its function is called": ("import paceline\ndef main():\n    s = paceline.session()\nmain()\n", 4),
+}
+BY_CALL = {
+    "guarded": "import paceline\ndef main():\n    s = paceline.session()\nif __name__ == '__main__':\n    main()\n",
+    "another session": "import requests\nsession = requests.session\ns = requests.session()\n",
+    "in a class": "import paceline\nclass Loop:\n    def run(self):\n        paceline.session()\nloop = Loop()\n",
+    "a later call": "import paceline\ndef main():\n    return lambda: paceline.session()\nmain()\n",
+}
+
+
+@pytest.mark.parametrize("name", AT_IMPORT)
+@pytest.mark.parametrize("asked", ["", ":main", ":s"])
+def test_a_script_that_trains_while_it_is_imported_is_refused_before_anything_starts(
+    tmp_path: Path, name: str, asked: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text, line = AT_IMPORT[name]
+    monkeypatch.chdir(tmp_path)
+    Path("loop.py").write_text(text)
+    monkeypatch.setattr(verify, "run", None)  # would fail if a process were started
+    with pytest.raises(UsageError) as error:
+        verify.main([f"loop.py{asked}", "--ranks", "1,2"])
+    assert str(error.value).startswith(f"loop.py:{line} begins a paceline.session() as soon as the file is imported")
+    assert str(error.value).endswith("name that: paceline verify loop.py:main")
+
+
+@pytest.mark.parametrize("name", BY_CALL)
+def test_a_script_that_begins_no_session_while_it_is_imported_is_not_refused_for_it(tmp_path: Path, name: str) -> None:
+    (tmp_path / "loop.py").write_text(BY_CALL[name])
+    check_loop(f"{tmp_path}/loop.py:main")
 
 
 def test_what_is_for_tasks_is_refused_for_a_loop_and_the_other_way_round(paceline: Any) -> None:
