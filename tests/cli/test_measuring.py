@@ -79,6 +79,14 @@ def test_more_ranks_than_cores_are_said_and_not_refused() -> None:
     )
 
 
+def test_what_was_not_measured_is_a_note_of_either_command_once() -> None:
+    told = [msgspec.structs.replace(chunk(ranks), notes=("the data are a stream",)) for ranks in (1, 2)]
+    found = MeasuredRounds([told, told])
+    assert found.notes() == ["the data are a stream"]
+    compared = compare._compared(compare.CompareConfig("mnist-cnn"), found, [], 8, None, 2, 1)  # pyright: ignore[reportPrivateUsage]
+    assert compared.notes[-1] == "the data are a stream"
+
+
 def test_an_empty_network_is_refused_as_any_that_cannot_be_read() -> None:
     with pytest.raises(UsageError, match=r"--network '': '' is no rate above 0.*Examples: 100Gbit,5us"):
         scale.main(["mnist-cnn", "--network", ""])

@@ -76,6 +76,18 @@ def test_a_task_that_fails_is_told_by_its_last_words(tmp_path: Path) -> None:
     assert found.why == "a rank ended with exit code 1: KeyError: 'no data'"
 
 
+@pytest.mark.parametrize("empty", ["TensorDataset(torch.randn(0, 10), torch.ones(0))", "Nothing()"])
+def test_empty_data_are_told_as_what_they_are(tmp_path: Path, empty: str) -> None:
+    data = "TensorDataset(torch.randn(3, 10), torch.tensor([0, 1, 2]))  # fewer samples than a batch"
+    stream = "class Nothing(torch.utils.data.IterableDataset):\n    def __iter__(self):\n        return iter(())\n"
+    assert data in TASK
+    (tmp_path / "empty.py").write_text(
+        TASK.replace(data, empty).replace("def make_dataset", f"{stream}\ndef make_dataset")
+    )
+    found = rehearse(rehearsal(tmp_path, f"{tmp_path}/empty.py:task"))
+    assert found.why == "a rank ended with exit code 1: the training data are empty"
+
+
 def test_a_working_folder_that_is_not_there_is_told(tmp_path: Path) -> None:
     assert "none does not exist here" in rehearse(rehearsal(tmp_path / "none", "mnist-cnn")).why
 

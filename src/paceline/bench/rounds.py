@@ -43,6 +43,10 @@ class MeasuredRounds:
     failures: list[NotMeasured] = field(default_factory=list[NotMeasured])
     code: int = ExitCode.DONE  # not 0: nothing more could be measured, for a reason that has been printed
 
+    def notes(self) -> list[str]:
+        """What the measurements have to tell, each once."""
+        return [*dict.fromkeys(note for chunks in self.rounds for chunk in chunks for note in chunk.notes)]
+
 
 def folder_of(root: Path, number: int, nproc: int, name: str = "") -> Path:
     """Where the events of a candidate in round `number` (from 0) are; without a name, those of its set."""

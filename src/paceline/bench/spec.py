@@ -69,6 +69,8 @@ class Measurement(msgspec.Struct, frozen=True):
     weight_bytes: int  # of all parameters that are trained: what ranks exchange
     sent_bytes: float | None = None  # per step and rank
     memory: Memory | None = None
+    notes: tuple[str, ...] = ()
+    """what was not measured, and what held a GPU back"""
 
     @property
     def rate(self) -> float:

@@ -114,7 +114,8 @@ def _compared(
     alone = [row for row in rows if row.strategy == DEFAULT_ALONE and f"b{batch}" == row.name.rpartition("-")[2]]
     best = max(alone, key=lambda row: row.rate.median, default=None)
     advice = advise(chosen, best, EXACT, room_bytes)
-    return Compared(config.task, rows, [*refused, *found.failures], advice, comparison_notes(rows, cores, threads))
+    notes = [*comparison_notes(rows, cores, threads), *found.notes()]
+    return Compared(config.task, rows, [*refused, *found.failures], advice, notes)
 
 
 def comparison_notes(rows: Sequence[Row], cores: int, threads: int) -> list[str]:

@@ -125,7 +125,7 @@ def _measure(config: ScaleConfig) -> Points | int:
         f"{config.task}, {config.strategy}, {threads} thread{'s' if threads > 1 else ''} a rank, {cores} cores, "
         f"{size / 1e6:.1f} MB of gradients"
     )
-    notes = scaling_notes(ranks, found, cores, threads)
+    notes = [*scaling_notes(ranks, found, cores, threads), *found.notes()]
     return Points(what, runs, alone, Machine(cores, threads, size), (weak, strong), notes)
 
 

@@ -32,6 +32,7 @@ from torch import Tensor
 from paceline.compute.precision import await_device
 from paceline.data.ahead import moved
 from paceline.doctor.messages import Rehearse, Rehearsed
+from paceline.errors import PacelineError, UsageError
 from paceline.sums import gather_words
 from paceline.tasks import load_task
 from paceline.tasks.calling import call
@@ -69,6 +70,8 @@ def _prepare(request: Rehearse, device: torch.device) -> tuple[int, Callable[[],
     task = load_task(request.task, request.options)
     model = task.make_model().to(device)
     dataset = first_of(task.make_dataset("train"), request.batch_size)
+    if len(dataset) == 0:  # pyright: ignore[reportArgumentType]
+        raise UsageError("the training data are empty")
     parameters = [p for p in model.parameters() if p.requires_grad]
     samples = [dataset[i % len(dataset)] for i in range(request.batch_size)]  # pyright: ignore[reportArgumentType]
     collate = task.collate or torch.utils.data.default_collate
@@ -113,7 +116,11 @@ def main() -> int:
     request = msgspec.json.decode(sys.stdin.buffer.read(), type=Rehearse)
     answer = os.dup(1)
     os.dup2(2, 1)  # a task may print
-    os.write(answer, msgspec.json.encode(_rehearse(request)))
+    try:
+        os.write(answer, msgspec.json.encode(_rehearse(request)))
+    except PacelineError as error:  # doctor shows the last line
+        print(error, file=sys.stderr)
+        return 1
     return 0
 
 

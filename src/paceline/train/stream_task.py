@@ -18,24 +18,34 @@ if TYPE_CHECKING:
     from paceline.config import BatchShape, TrainConfig
 
 
-def stream_of(config: TrainConfig, task: Task, data: Any, shape: BatchShape, loading: Loading, world: World) -> Stream:
-    """What gives the global batches of `data`.
+def check_stream(config: TrainConfig, data: Any) -> None:
+    """Refuse what no training can take as a stream, and settings that have no meaning for one.
 
     Raises:
-        UsageError: it cannot be read again and again, or a setting has no meaning for it.
+        UsageError: `data` cannot be read again and again, or a setting needs samples by number.
     """
     if isinstance(data, (DataLoader, Iterator)) or not isinstance(data, Iterable):
         why = "have neither samples by number nor an order"
         why = "are batches already" if isinstance(data, DataLoader) else why
         why = "can be read once" if isinstance(data, Iterator) else why
         raise UsageError(f"the training data, of type {type(data).__name__}, {why}. Give a dataset or a stream")
-    d, schedule = config.data, config.optimizer.schedule
+    d = config.data
     if d.tail == "pad":
         raise UsageError("--tail pad: a stream cannot be asked for samples again. Choose: keep, drop")
     if d.num_workers > 1:
         raise UsageError(f"--num-workers {d.num_workers}: a stream is read by one process. 1 reads ahead")
     if config.model.batchnorm == "sync":
         raise UsageError("--batchnorm sync must know a step's micro-batches beforehand, and of a stream nobody does")
+
+
+def stream_of(config: TrainConfig, task: Task, data: Any, shape: BatchShape, loading: Loading, world: World) -> Stream:
+    """What gives the global batches of `data`.
+
+    Raises:
+        UsageError: it is none that can be trained on, or its length would have to be known.
+    """
+    check_stream(config, data)
+    schedule = config.optimizer.schedule
     if config.run.steps is None:
         needs = "needs the number of steps, and a stream has no length. Give --steps"
         if task.make_schedule is not None:
@@ -43,5 +53,5 @@ def stream_of(config: TrainConfig, task: Task, data: Any, shape: BatchShape, loa
         if schedule != "constant" and task.make_optimizer is None:
             raise UsageError(f"--schedule {schedule} {needs}, or --schedule constant")
     batch, parts = shape.global_batch, shape.accumulation
-    plan = StreamPlan(ENDLESS, batch, shape.virtual_ranks, parts, config.run.seed, shuffle=False, tail=d.tail)
+    plan = StreamPlan(ENDLESS, batch, shape.virtual_ranks, parts, config.run.seed, shuffle=False, tail=config.data.tail)
     return Stream(data, plan, loading, world, print)

@@ -1,6 +1,6 @@
 """A candidate on this rank: a whole training, taken some steps at a time."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,12 +10,12 @@ import torch
 from torch.utils.data import Dataset
 
 from paceline.bench.spec import NO_EXCHANGE, Candidate
-from paceline.config import BatchShape, TrainConfig, batch_shape, task_options
+from paceline.config import TrainConfig, batch_shape, task_options
 from paceline.contract.evidence import Phase
 from paceline.data.arrays import on_device
 from paceline.data.loader import Loading, MicroBatch, load_steps
-from paceline.data.plan import BatchPlan, ranks_share
-from paceline.data.streams import first_of
+from paceline.data.plan import ranks_share
+from paceline.data.streams import first_of, is_stream
 from paceline.errors import UsageError
 from paceline.ladder import options_of_others
 from paceline.stepping.scaling import loss_scale
@@ -29,6 +29,7 @@ from paceline.train.keeping import Place
 from paceline.train.optimizer import maker_for, schedule_for
 from paceline.train.prepare import Parts, make_model, make_plan, make_replica
 from paceline.train.records import Records
+from paceline.train.stream_task import check_stream
 from paceline.worker.world import World
 
 MOST_SAMPLES = 4096  # of a stream, taken again and again
@@ -42,20 +43,38 @@ class Ground:
     task: Task
     dataset: Dataset[Any]
     world: World
+    notes: tuple[str, ...] = ()
+    """what is not measured"""
 
 
-def load_ground(config: TrainConfig, world: World) -> Ground:
+def load_ground(config: TrainConfig, candidates: Iterable[Candidate], world: World) -> Ground:
     """Load what all candidates train on.
 
     Raises:
-        UsageError: for what would fail with each of them.
+        UsageError: for what would fail with each of them, or give one of them smaller batches than it is named for.
     """
     check_precision(config.compute.precision, world.device)
     task = load_task(str(config.task), task_options(config))
-    data = first_of(task.make_dataset("train"), MOST_SAMPLES)
+    data, notes = task.make_dataset("train"), ()
+    largest = max(batch_shape(_configured(config, one).data, world.size).global_batch for one in candidates)
+    if is_stream(data):
+        check_stream(config, data)
+        data = first_of(data, max(MOST_SAMPLES, largest))
+        notes = (
+            f"the training data are a stream: its first {len(data):,} samples were read before, and taken from memory, "
+            "so the time of reading it is in no step",
+        )
+    samples: int = len(data)  # pyright: ignore[reportArgumentType]
+    if samples == 0:
+        raise UsageError("the training data are empty")
+    if samples < largest:
+        raise UsageError(
+            f"a step of {largest:,} samples on {world.size} rank{'s' if world.size > 1 else ''} was asked for, and "
+            f"there are {samples:,} to train on: smaller batches than named would be measured. Lower the batch size"
+        )
     if config.data.data_on_device == "auto":
         data = on_device(data, world.device, collate=task.collate)
-    return Ground(config, task, data, world)
+    return Ground(config, task, data, world, notes)
 
 
 class CandidateTraining:
@@ -72,7 +91,8 @@ class CandidateTraining:
         self._open = ExitStack()
         config = _configured(ground.config, candidate)
         shape = batch_shape(config.data, ground.world.size)
-        plan = _plan(config, shape, ground)
+        samples: int = len(ground.dataset)  # pyright: ignore[reportArgumentType]
+        plan = make_plan(replace(config, data=replace(config.data, tail="drop")), shape, samples)
         share = ranks_share(shape.virtual_ranks, ground.world.rank, ground.world.size)
         model = make_model(ground.task, config.run.seed, ground.world)
         make = _without_exchange if candidate.strategy == NO_EXCHANGE else make_replica
@@ -131,15 +151,6 @@ def _configured(config: TrainConfig, candidate: Candidate) -> TrainConfig:
         return replace(config, data=data)
     model = replace(config.model, **dict.fromkeys(options_of_others(candidate.strategy)))
     return replace(config, data=data, model=model, strategy=candidate.strategy)
-
-
-def _plan(config: TrainConfig, shape: BatchShape, ground: Ground) -> BatchPlan:
-    """Steps of one size, where the data suffice for it."""
-    samples: int = len(ground.dataset)  # pyright: ignore[reportArgumentType]
-    if samples < ground.world.size:
-        raise UsageError(f"{samples} training samples cannot be shared by {ground.world.size} ranks")
-    tail = "drop" if samples >= shape.global_batch else "keep"
-    return make_plan(replace(config, data=replace(config.data, tail=tail)), shape, samples)
 
 
 def _without_exchange(

@@ -110,6 +110,7 @@ def _measure(order: MeasureOrder, ground: Ground, candidate: Candidate, launched
         weight_bytes=sum(p.numel() * p.element_size() for p in replica.model.parameters() if p.requires_grad),
         sent_bytes=_most(each["sent"] for each in everybody),
         memory=memory,
+        notes=ground.notes,
     )
 
 
@@ -134,7 +135,7 @@ def main(arguments: Sequence[str]) -> int:
     with joined(world, timeout_seconds=config.launch.timeout):
         shared_memory(config.launch.collectives)
         with together(world):
-            ground = load_ground(config, world)
+            ground = load_ground(config, order.candidates, world)
         measure_candidates(order, ground)
     return 0
 
