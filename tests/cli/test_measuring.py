@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import ModuleType
+from typing import NoReturn
 
 import msgspec
 import pytest
@@ -83,8 +85,32 @@ def test_what_was_not_measured_is_a_note_of_either_command_once() -> None:
     told = [msgspec.structs.replace(chunk(ranks), notes=("the data are a stream",)) for ranks in (1, 2)]
     found = MeasuredRounds([told, told])
     assert found.notes() == ["the data are a stream"]
+    hot = msgspec.structs.replace(chunk(2), gpus={1: "GPU 1: slowed down by its temperature (405 of 1,980 MHz)"})
+    hotter = msgspec.structs.replace(chunk(2), gpus={1: "GPU 1: slowed down by its temperature (400 of 1,980 MHz)"})
+    assert MeasuredRounds([[chunk(1), hot], [chunk(1), hotter], [chunk(1), chunk(2)]]).notes() == [
+        "rank 1 of 2, in 2 of 3 measurements: its GPU 1: slowed down by its temperature (405 of 1,980 MHz)"
+    ]
     compared = compare._compared(compare.CompareConfig("mnist-cnn"), found, [], 8, None, 2, 1)  # pyright: ignore[reportPrivateUsage]
     assert compared.notes[-1] == "the data are a stream"
+
+
+@pytest.mark.parametrize(("command", "ranks"), [(scale, "--ranks=1,2"), (compare, "--nproc=2")])
+def test_several_processes_share_a_gpu_over_gloo_only(
+    command: ModuleType, ranks: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Begun(Exception):  # noqa: N818
+        pass
+
+    def begin(groups: object, settings: TrainConfig, how: object, *, memory: bool) -> NoReturn:
+        assert settings.launch.backend == "gloo"
+        raise Begun
+
+    monkeypatch.setattr(command, "usable_gpus", lambda device: 1)
+    monkeypatch.setattr(command, "measured", begin)
+    with pytest.raises(Begun):
+        command.main(["mnist-cnn", ranks, "--backend", "gloo"])
+    with pytest.raises(UsageError, match=r"needs 2 GPUs, this machine has 1\. .*--backend gloo"):
+        command.main(["mnist-cnn", ranks])
 
 
 def test_an_empty_network_is_refused_as_any_that_cannot_be_read() -> None:

@@ -80,6 +80,26 @@ def test_doctor_tries_a_step_and_the_sum_on_the_device_of_the_run(tmp_path: Path
 
 
 @pytest.mark.soak
+def test_scale_measures_it_there_where_ranks_share_a_gpu(tmp_path: Path) -> None:
+    how = (
+        "--ranks",
+        "1,2",
+        "--backend",
+        "gloo",
+        "--mode",
+        "weak",
+        "--batch-size",
+        "4",
+        "--steps",
+        "5",
+        "--warmup",
+        "3",
+    )
+    said = paceline(tmp_path, "scale", "mine.py:task", *how, "--rounds", "1").stdout
+    assert f"mine.py:task on {gpu.NAME}, bucketed" in said and "2 ranks, weak: " in said
+
+
+@pytest.mark.soak
 def test_verify_proves_it_there_in_float64_and_to_the_bit(tmp_path: Path) -> None:
     common = ("verify", "mine.py:task", "--ranks", "1,2", "--device", "auto")
     equal = paceline(tmp_path, *common, "--strategies", "bucketed,zero", "--optimizers", "adamw")

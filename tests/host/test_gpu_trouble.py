@@ -1,5 +1,7 @@
 """What a driver says of GPUs that are held back: a stand-in for NVIDIA's library, whose real bits and names it has."""
 
+import sys
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -69,6 +71,28 @@ def test_without_a_driver_nobody_is_asked(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.setattr(gpu_trouble, "DRIVER", tmp_path / "none")
     monkeypatch.setattr(gpu_trouble.threading, "Thread", None)  # would fail if it were begun
     assert ask_gpus([1]) == {}
+
+
+def test_who_waits_for_the_driver_has_its_answer_and_nobody_waits_for_ever(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    driver: Any = Driver(HOT)
+    entered, never = threading.Event(), threading.Event()
+    driver.nvmlInit = lambda: None
+    monkeypatch.setattr(gpu_trouble, "DRIVER", tmp_path)
+    monkeypatch.setitem(sys.modules, "pynvml", driver)
+    assert ask_gpus([11], wait_seconds=50) == {11: "GPU 0: slowed down by its temperature (405 of 1,980 MHz, 91 °C)"}
+
+    def hang() -> None:
+        entered.set()
+        never.wait()
+
+    driver.nvmlInit = hang
+    try:
+        assert ask_gpus([11], wait_seconds=0.05) == {}
+        assert entered.wait(50)
+    finally:
+        never.set()
 
 
 def test_a_verdict_says_it() -> None:

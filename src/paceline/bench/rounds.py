@@ -8,6 +8,7 @@ are fair. A candidate that fails ends its set; it is not tried again, and the se
 import secrets
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,7 +46,17 @@ class MeasuredRounds:
 
     def notes(self) -> list[str]:
         """What the measurements have to tell, each once."""
-        return [*dict.fromkeys(note for chunks in self.rounds for chunk in chunks for note in chunk.notes)]
+        measured = [chunk for chunks in self.rounds for chunk in chunks]
+        held_back: dict[tuple[int, int], list[str]] = {}
+        for chunk in measured:
+            for rank, words in chunk.gpus.items():
+                held_back.setdefault((chunk.world_size, rank), []).append(words)
+        times = Counter(chunk.world_size for chunk in measured)
+        told = [
+            f"rank {rank} of {size}, in {len(words)} of {times[size]} measurements: its {words[0]}"
+            for (size, rank), words in sorted(held_back.items())
+        ]
+        return [*dict.fromkeys(note for chunk in measured for note in chunk.notes), *told]
 
 
 def folder_of(root: Path, number: int, nproc: int, name: str = "") -> Path:

@@ -69,8 +69,11 @@ class Measurement(msgspec.Struct, frozen=True):
     weight_bytes: int  # of all parameters that are trained: what ranks exchange
     sent_bytes: float | None = None  # per step and rank
     memory: Memory | None = None
+    device: str = "cpu"
     notes: tuple[str, ...] = ()
-    """what was not measured, and what held a GPU back"""
+    """what was not measured"""
+    gpus: dict[int, str] = {}
+    """by rank, what held its GPU back at the end: heat, power, memory errors, other processes"""
 
     @property
     def rate(self) -> float:

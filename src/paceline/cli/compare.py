@@ -59,7 +59,7 @@ def main(arguments: Sequence[str]) -> int:
     gpus = usable_gpus(settings.launch.device)
     cores = usable_cores()
     nproc = config.nproc or nproc_auto(settings.launch.device)
-    check_gpus(f"--nproc {nproc}", nproc, gpus)
+    check_gpus(f"--nproc {nproc}", nproc, gpus, settings.launch.backend)
     threads = how.threads_per_rank or settings.launch.threads_per_rank
     usual = threads or threads_per_rank(cores, nproc)
     refused = [NotMeasured(name, name, nproc, batches[0], why) for name in asked if (why := _not_run(name, nproc))]

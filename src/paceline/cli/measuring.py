@@ -36,6 +36,8 @@ class Measuring:
     """a config.toml with all other settings of the training"""
     device: Literal["auto", "cpu", "cuda", "xpu"] | None = None
     """as for train, as all below"""
+    backend: Literal["auto", "nccl", "xccl", "gloo", "mpi"] | None = None
+    """gloo: several processes may share a GPU"""
     optimizer: str | None = None
     """as for train"""
     precision: Literal["fp32", "tf32", "bf16", "fp16", "auto"] | None = None
@@ -77,8 +79,9 @@ def settings_of(task: str, how: Measuring, *, num_workers: int | None = None) ->
         UsageError: for a wrong file, value or task.
     """
     flags = {
-        "launch.device": how.device, "compute.precision": how.precision, "optimizer.optimizer": how.optimizer,
-        "data.data_dir": how.data_dir, "model.stem": how.stem, "data.num_workers": num_workers,
+        "launch.device": how.device, "launch.backend": how.backend, "compute.precision": how.precision,
+        "optimizer.optimizer": how.optimizer, "data.data_dir": how.data_dir, "model.stem": how.stem,
+        "data.num_workers": num_workers,
     }  # fmt: skip
     config = configuration.load(real_path(how.config), ours=True) if how.config else TrainConfig()
     for name, value in flags.items():

@@ -103,7 +103,7 @@ def _measure(config: ScaleConfig) -> Points | int:
     ranks = sorted({1, *whole_numbers("--ranks", config.ranks)})
     settings, how = settings_of(str(config.task), config.how, num_workers=config.num_workers), config.how
     gpus = usable_gpus(settings.launch.device)
-    check_gpus(f"--ranks {config.ranks}", ranks[-1], gpus)
+    check_gpus(f"--ranks {config.ranks}", ranks[-1], gpus, settings.launch.backend)
     cores = usable_cores()
     asked = how.threads_per_rank or settings.launch.threads_per_rank
     threads = asked or (1 if config.strategy in EXACT else threads_per_rank(cores, min(cores, ranks[-1])))
@@ -121,9 +121,10 @@ def _measure(config: ScaleConfig) -> Points | int:
         runs = _runs(folder, points, config, config.strategy)
         alone = _runs(folder, [at for at in points if at.ranks > 1], config, NO_EXCHANGE)
     size = max(chunk.weight_bytes for chunks in found.rounds for chunk in chunks)
+    device = found.rounds[0][0].device
     what = (
-        f"{config.task}, {config.strategy}, {threads} thread{'s' if threads > 1 else ''} a rank, {cores} cores, "
-        f"{size / 1e6:.1f} MB of gradients"
+        f"{config.task} on {device}, {config.strategy}, {threads} thread{'s' if threads > 1 else ''} a rank, "
+        f"{cores} cores, {size / 1e6:.1f} MB of gradients"
     )
     notes = [*scaling_notes(ranks, found, cores, threads), *found.notes()]
     return Points(what, runs, alone, Machine(cores, threads, size), (weak, strong), notes)

@@ -15,11 +15,13 @@ SLOWED = {  # NVML's bits: why the clocks are lower than they might be
 }
 
 
-def ask_gpus(pids: Collection[int]) -> dict[int, str]:
-    """By pid, in words: filled in by a thread of its own, since a driver may never answer."""
+def ask_gpus(pids: Collection[int], *, wait_seconds: float = 0.0) -> dict[int, str]:
+    """By pid, in words: filled in by a thread of its own, since a driver may never answer; it is awaited so long."""
     found: dict[int, str] = {}
     if pids and DRIVER.exists():
-        threading.Thread(target=_ask, args=(pids, found), name="paceline-gpus", daemon=True).start()
+        asking = threading.Thread(target=_ask, args=(pids, found), name="paceline-gpus", daemon=True)
+        asking.start()
+        asking.join(wait_seconds)
     return found
 
 

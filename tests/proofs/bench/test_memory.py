@@ -55,14 +55,15 @@ def looked_at(rank: int, world_size: int, folder: str) -> dict[str, dict[str, ob
 
     from paceline.bench.spec import CHUNKS, NO_EXCHANGE, Candidate, Measurement, MeasureOrder
     from paceline.config import TrainConfig
+    from paceline.proofs.bench import worker
     from paceline.proofs.bench.training import Ground
-    from paceline.proofs.bench.worker import measure_candidates
     from paceline.worker.world import World
 
+    worker.ask_gpus = lambda pids, *, wait_seconds: dict.fromkeys(pids, "GPU 0: at its power limit") if rank else {}
     names = [NO_EXCHANGE, "manual", "bucketed", "ddp", "exact", "zero"]
     order = MeasureOrder([Candidate(name, name, BATCH, 1) for name in names], 3, 2, folder, 0.0, memory=True)
     world = World(rank, world_size, rank, world_size, torch.device("cpu"), "gloo")
-    measure_candidates(order, Ground(TrainConfig(task="none"), task(), task().make_dataset("train"), world))
+    worker.measure_candidates(order, Ground(TrainConfig(task="none"), task(), task().make_dataset("train"), world))
     lines = Path(folder, CHUNKS).read_bytes().splitlines() if rank == 0 else []
     found = [msgspec.json.decode(one, type=Measurement) for one in lines]
     return {one.strategy: msgspec.to_builtins(one) for one in found}
@@ -94,6 +95,7 @@ def test_every_part_of_memory_and_every_byte_sent_is_what_arithmetic_says(tmp_pa
         assert memory["rss_peak"] > memory["peak"] > weights, strategy
         assert chunk["samples"] == 2 * 2 * BATCH
         assert chunk["seconds"] > 0 and chunk["cpu_seconds"] > 0
+        assert chunk["gpus"] == {1: "GPU 0: at its power limit"}
     state = {strategy: chunk["memory"]["optimizer"] for strategy, chunk in found.items()}
     assert state["ddp"] == pytest.approx(2 * weights, rel=0.01)
     assert state["zero"] == pytest.approx(weights, rel=0.05)  # half of it on each of 2 ranks

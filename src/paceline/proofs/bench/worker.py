@@ -29,6 +29,7 @@ from paceline.bench.spec import (
     Memory,
 )  # fmt: skip
 from paceline.checkpoint.whole import sha256_of, whole
+from paceline.host.gpu_trouble import ask_gpus
 from paceline.ladder import EXACT
 from paceline.proofs.bench.memory import inspected
 from paceline.proofs.bench.traffic import Traffic
@@ -38,8 +39,11 @@ from paceline.sums.sharing import shared_memory
 from paceline.train.determinism import deterministic
 from paceline.train.step import ignore
 from paceline.worker.attach import run_worker
+from paceline.worker.device import device_words
 from paceline.worker.guard import Guard
 from paceline.worker.world import World, joined
+
+DRIVER_SECONDS = 2.0  # to say what holds a GPU back
 
 
 def measure_candidates(order: MeasureOrder, ground: Ground) -> None:
@@ -87,6 +91,7 @@ def _measure(order: MeasureOrder, ground: Ground, candidate: Candidate, launched
             "seconds": time.perf_counter() - began, "cpu": sum(os.times()[:2]) - cpu, "first": first, "sent": sent,
             "memory": msgspec.to_builtins(inspection.found) if inspection else None,
         }  # fmt: skip
+        mine["gpu"] = ask_gpus([os.getpid()], wait_seconds=DRIVER_SECONDS).get(os.getpid(), "")  # while it is still hot
         weights = [held for held in replica.state() if held.name.startswith("model/")]
         digest = sha256_of(whole(weights, world))
     everybody = gather_words(mine, world)
@@ -110,7 +115,9 @@ def _measure(order: MeasureOrder, ground: Ground, candidate: Candidate, launched
         weight_bytes=sum(p.numel() * p.element_size() for p in replica.model.parameters() if p.requires_grad),
         sent_bytes=_most(each["sent"] for each in everybody),
         memory=memory,
+        device=device_words(world.device),
         notes=ground.notes,
+        gpus={rank: each["gpu"] for rank, each in enumerate(everybody) if each["gpu"]},
     )
 
 
