@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,8 @@ from tests import warm
 from tests.sessions import wrong
 
 import paceline
-from paceline.sessions.wording import as_keywords
+from paceline.errors import UsageError
+from paceline.sessions.wording import as_keywords, savable
 
 TOLD = {
     "torchs_own_backward": "Call s.backward(loss)",
@@ -141,6 +143,18 @@ with paceline.session("run") as s:
         loss.backward() if number == 2 else s.backward(loss)
         optimizer.step()
 """
+
+
+@pytest.mark.parametrize(
+    "value", [float("nan"), float("inf"), {1: "one"}, (1, 2), {3}, b"x", [0, [{"deep": float("-inf")}]], torch.ones(1)]
+)
+def test_what_a_file_would_give_back_as_something_else_is_not_saved(value: Any) -> None:
+    right = {"best": 0.5, "seen": [1, True, None, "x", {"a": []}]}
+    found = savable(right, strict=True)
+    assert found == right and found["seen"] is not right["seen"]
+    with pytest.raises(UsageError, match=r"s\.saved\['odd'\] cannot be saved, a "):
+        savable({**right, "odd": value}, strict=True)
+    assert savable({**right, "odd": value}, strict=False) == right
 
 
 def test_what_cannot_be_saved_is_named_and_the_rest_is_saved(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from paceline import Metric, Task
 SAMPLES = {"train": 40, "validation": 21, "test": 9}
 
 def data(split):
+    if split == "validation" and EMPTY: return TensorDataset(torch.ones(0, 4), torch.ones(0).long())
     drawn = torch.Generator().manual_seed(len(split))
     x = torch.randn(SAMPLES[split], 4, generator=drawn)
     if split == "validation": x += BAD * int(os.environ["RANK"])
@@ -32,7 +33,7 @@ def data(split):
 def loss(outputs, targets):
     return nn.functional.cross_entropy(outputs, targets, reduction="none")
 
-BAD = 0
+BAD, EMPTY = 0, False
 metrics = {
     "count": Metric(lambda o, t: len(t), float),
     "undefined": Metric(lambda o, t: len(t), lambda total: math.nan),
@@ -48,13 +49,15 @@ def make(**more):
     return Task(lambda: nn.Linear(4, 2), data, loss, **more)
 three = make()
 no_test = make(splits=("train", "validation"))
+empty = three
 fails = make(metrics={"fails": Metric(lambda o, t: len(t), lambda total: total["x"])})
 fails_late = make(metrics={"late": Metric(lambda o, t: len(t), bad)})
 """
 
 
 def train(folder: Path, task: str, *words: str) -> tuple[int, str, Summary | None]:
-    (folder / "mine.py").write_text(TASK if task != "differs" else TASK.replace("BAD = 0", "BAD = 1"))
+    changed = {"differs": "BAD, EMPTY = 1, False", "empty": "BAD, EMPTY = 0, True"}.get(task, "BAD, EMPTY = 0, False")
+    (folder / "mine.py").write_text(TASK.replace("BAD, EMPTY = 0, False", changed))
     name = "three" if task == "differs" else task
     words = ("--epochs", "2", "--batch-size", "10", "--run-dir", "run", "--nproc", "2", *words)
     done = warm.run(("-m", "paceline", "train", f"mine.py:{name}", *words), cwd=folder)
@@ -99,6 +102,7 @@ def test_there_may_be_no_test_split(tmp_path: Path) -> None:
     ("task", "words"),
     [
         ("fails", "This is metric 'fails', computed for 8 samples"),
+        ("empty", "the validation data are empty"),
         pytest.param("differs", "the ranks' validation data differ", marks=pytest.mark.slow),
     ],
 )
