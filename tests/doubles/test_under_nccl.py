@@ -90,7 +90,8 @@ def test_a_thousand_healthy_steps_with_late_operations_raise_no_alarm(tmp_path: 
     done = train(tmp_path / "run", "bucketed", "--steps", "1000", *less, DOUBLE_NCCL_DELAY="0.02")
     assert done.returncode == 0, done.stderr
     said = done.stdout + done.stderr
-    assert not [word for word in ("nothing has moved", "STALL", "slow", "GUILTY") if word in said], said
+    # that a rank or the network is slow may be said: on a busy machine it is true
+    assert not [word for word in ("nothing has moved", "STALL", "DISAGREE", "GUILTY") if word in said], said
     assert not [*(tmp_path / "run").rglob("verdict-*")]
     summary = read_summary(tmp_path / "run")
     assert summary is not None and summary.steps == 1000
