@@ -25,6 +25,7 @@ from typing import Any
 from tests import warm
 
 POLL_SECONDS = 0.02
+LEAST_PATIENCE_SECONDS = 30.0  # for the others, in a collective
 LAST_LINES = 40  # of a failed rank's output, in the error
 
 
@@ -51,7 +52,8 @@ def run_ranks(
     folder.mkdir()
     # The module by name, not the function: a test file is imported in the child as pytest imported it here.
     call = (function.__module__, function.__qualname__)
-    (folder / "call.pickle").write_bytes(pickle.dumps(call) + pickle.dumps(args))
+    patience = max(LEAST_PATIENCE_SECONDS, timeout / 2)  # a soak shares its machine: ranks start far apart
+    (folder / "call.pickle").write_bytes(pickle.dumps(call) + pickle.dumps(args) + pickle.dumps(patience))
     processes = [_start(folder, rank, world_size) for rank in range(world_size)]
     try:
         _wait(processes, folder, time.monotonic() + timeout)
@@ -116,9 +118,9 @@ def rank_of(folder_name: str, rank: int, world_size: int) -> None:
         with (folder / "call.pickle").open("rb") as file:
             module, name = pickle.load(file)
             function = getattr(importlib.import_module(module), name)
-            args = pickle.load(file)
+            args, patience = pickle.load(file), timedelta(seconds=pickle.load(file))
         store = dist.FileStore(str(folder / "store"), world_size)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=30))
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=patience)
         try:
             result = function(rank, world_size, *args)
         except BaseException:
