@@ -62,7 +62,8 @@ def judge(evidence: Sequence[Evidence]) -> Verdict:
     first = first_to_fail(evidence)
     if first is None or _explains(verdict, first, evidence):
         return verdict
-    return replace(verdict, failed=first.rank)
+    outvoted = verdict.kind is VerdictKind.MISMATCH and end_of(first).by_itself and verdict.guilty
+    return replace(verdict, failed=verdict.guilty[0] if outvoted else first.rank)  # all raise at once: who was first?
 
 
 def judge_samples(samples: Sequence[Sample]) -> Verdict:
