@@ -63,6 +63,7 @@ TOLD = {
     "not_finite_in_a_gradient": "of all 2 parameters is not finite at epoch 1, batch 1; each loss is finite",
     "another_strategy": "Choose from: single",
     "blocks_for_another_strategy": "fsdp_wrap='Block') is for strategy='fsdp'",
+    "blocks_that_are_not_there": "fsdp_wrap Block: no module matches 'Block'",
     "cut_and_copied": "cannot be copied",
     "cut_and_called_outside_a_loop": "with s.evaluating()",
     "cut_and_torchs_own_backward": "Call s.backward(loss)",

@@ -400,6 +400,11 @@ def blocks_for_another_strategy(s: Any) -> None:
     pass
 
 
+@case(strategy="fsdp", fsdp_wrap="Block")
+def blocks_that_are_not_there(s: Any) -> None:
+    ready(s)
+
+
 @case(strategy="fsdp")
 def cut_and_copied(s: Any) -> None:
     AveragedModel(ready(s)[0])
