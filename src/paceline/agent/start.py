@@ -1,7 +1,6 @@
 """Start one node's workers: their environment, where their output goes, what they inherit."""
 
 import os
-import re
 import subprocess
 import sys
 import threading
@@ -9,9 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 from paceline.agent.preload import Forked, Preloader
+from paceline.agent.relay import relay
 from paceline.agent.store import Store
 from paceline.contract.birth import WorkerBirth
 from paceline.contract.box import make_box
@@ -20,14 +19,9 @@ from paceline.contract.variables import AGENT_MARK, RUN_ID, SHARED_MEMORY
 from paceline.disk import writing
 from paceline.host.procfs import read_process
 from paceline.host.sweep import Member, mark_of
-from paceline.observe.terminal import LiveFilter, harmless
 
 OURS = "PACELINE_"
 THE_USERS = (SHARED_MEMORY,)  # named as ours, and yet a wish of whoever starts a run
-
-MAX_LINE_BYTES = 1 << 16  # a longer line appears in pieces
-LINE_END = re.compile(rb"(\r?\n|\r)")  # a progress bar ends its lines with \r
-LOCK = threading.Lock()  # two workers' lines must not mix
 
 
 @dataclass(frozen=True)
@@ -202,44 +196,3 @@ def _open_log(path: Path, generation: int) -> int:
         with suppress(OSError):  # a full disk does not keep a run from going on
             os.write(log, f"---- generation {generation} ----\n".encode())
     return log
-
-
-def relay(source: IO[bytes], log: int, *, screen: int, prefix: bytes = b"") -> threading.Thread:
-    """Pass what comes out of a worker's pipe on, until nobody can write any more; then close `log`.
-
-    `log` gets whole lines, for stdout and stderr may go into one. `screen` gets every byte as it comes, but for what
-    would steer a terminal, or, with a `prefix`, whole lines that begin with it.
-    """
-    thread = threading.Thread(target=_relay, args=(source, log, screen, prefix), daemon=True)
-    thread.start()
-    return thread
-
-
-def _relay(source: IO[bytes], log: int, screen: int, prefix: bytes) -> None:
-    rest, shown = b"", LiveFilter()
-    with source:
-        while data := os.read(source.fileno(), 65536):
-            if not prefix:
-                _write(screen, shown.passed(data))
-            *lines, rest = LINE_END.split(rest + data)
-            lines = [line + end for line, end in zip(lines[::2], lines[1::2], strict=True)]
-            if len(rest) > MAX_LINE_BYTES:
-                lines, rest = [*lines, rest], b""
-            _pass_on(lines, log, screen, prefix)
-    if rest:
-        _pass_on([rest], log, screen, prefix)
-    os.close(log)
-
-
-def _pass_on(lines: Sequence[bytes], log: int, screen: int, prefix: bytes) -> None:
-    if lines:
-        _write(log, b"".join(lines))
-    if lines and prefix:
-        whole = b"".join(prefix + line.rstrip(b"\r\n") + b"\n" for line in lines)
-        _write(screen, harmless(whole))
-
-
-def _write(target: int, data: bytes) -> None:
-    with suppress(OSError), LOCK:  # the terminal is gone or the disk is full: the worker must not feel it
-        while data:
-            data = data[os.write(target, data) :]

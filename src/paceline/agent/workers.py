@@ -25,6 +25,7 @@ from paceline.guard.pace import Stillness
 from paceline.host.cgroup import oom_kills
 from paceline.host.procfs import read_process
 from paceline.host.sweep import Roster, mark_of, roster_path, sweep
+from paceline.observe.log_times import TimesWriter
 
 MAX_RECORD_BYTES = 1 << 20
 LOG_TAIL_BYTES = 8192
@@ -42,6 +43,7 @@ class Workers:
         self.left: Sequence[int] = ()  # what not even SIGKILL has ended
         self.stopping = self.swept = False
         self._workers: list[Worker] = []
+        self._times: list[TimesWriter] = []
         self._deadline_seconds = math.inf
         self._ended: dict[int, tuple[int, float]] = {}  # rank -> exit code, when seen
         self._drained: set[int] = set()  # ranks whose last words have been waited for
@@ -63,6 +65,7 @@ class Workers:
         try:
             for worker in start_workers(plan, store, number, inherited):
                 workers._workers.append(worker)
+                workers._times.append(TimesWriter(worker.log))
                 workers._write_roster()  # after each: whoever sweeps must know all that run
         except BaseException:
             workers.sweep()
@@ -117,6 +120,8 @@ class Workers:
         for worker, code in zip(self._workers, self._codes(), strict=True):
             if code is not None:
                 self._ended.setdefault(worker.rank, (code, now))
+        for times in self._times:
+            times.look()
         return [self._stillness.read(self._sample(worker), worker.box, now) for worker in self._workers]
 
     def _sample(self, worker: Worker) -> Sample:
@@ -164,6 +169,8 @@ class Workers:
             with suppress(subprocess.TimeoutExpired):  # in an uninterruptible system call: not even SIGKILL ends it yet
                 worker.process.wait(1.0)
             worker.finish()
+        for times in self._times:
+            times.look(last=True)
         self.swept = True
 
     def close(self) -> None:
@@ -171,6 +178,8 @@ class Workers:
         for worker in self._workers:
             os.close(worker.record)
             os.close(worker.box)
+        for times in self._times:
+            times.close()
 
 
 def read_record(descriptor: int) -> Failure | None:

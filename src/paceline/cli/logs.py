@@ -3,118 +3,221 @@
 import re
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from datetime import datetime, timedelta
 from pathlib import Path
 
 import tyro
 
 from paceline.cli.finding import Means, RunFlags, attempts, existing_run
 from paceline.cli.run_state import LIVE, standing
-from paceline.disk.reading import is_file, names
-from paceline.errors import ExitCode, UsageError
+from paceline.disk.reading import is_file
+from paceline.errors import ExitCode, UsageError, plural
+from paceline.guard.wording import in_runs, named
 from paceline.launch.submission import last_submission
-from paceline.launch.tail import MAX_ALL_BYTES, Tail, all_lines, last_lines
+from paceline.launch.tail import Tail
+from paceline.view.rank_logs import MAX_ALL_BYTES, Folding, RankLogs, Said, Together, Wanted, rank_logs
 
 POLL_SECONDS = 0.5
 LOOK_SECONDS = 5.0  # between two looks whether the run still runs
+OTHERS_SECONDS = 0.6  # how long a line that is followed waits for the same one of other ranks
+LAST_LINES = 40
+AGO = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)(s|min|m|h|d)")
+UNITS = {"s": "seconds", "min": "minutes", "m": "minutes", "h": "hours", "d": "days"}
 
 
 @dataclass(frozen=True)
 class LogsConfig(RunFlags):
-    """Show the output of a run's workers; of a job that waits or failed early, its output in Slurm."""
+    """Show the output of a run's workers, in the order of time; what several ranks say alike is shown once.
 
-    rank: int = 0
-    """whose output"""
+    Of a job that waits or failed early: its output in Slurm.
+    """
+
+    rank: str = "all"
+    """whose output: all, a rank, or several (0,2,5-7)"""
+    grep: str | None = None
+    """only lines in which this regular expression (Python's) is found"""
+    since: str | None = None
+    """only what was written since then: 10m, 2h (ago), 13:05, 2026-01-31, 2026-01-31T13:05"""
     attempt: int | None = None
     """in which start of the run (default: the last)"""
     follow: bool = False
     """continue until the run ends, over all its starts; Ctrl-C stops following, not the run"""
-    lines: int = 40
-    """how many of the last lines; 0: all"""
+    lines: int | None = None
+    """how many of the last lines; 0: all (default: 40, with --grep or --since all)"""
+    times: bool = False
+    """begin each line with the time at which it was written"""
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """The flags, understood."""
+
+    ranks: tuple[range, ...]  # empty: all
+    wanted: Wanted
+    attempt: int | None
+    times: bool
+
+    def has(self, rank: int) -> bool:
+        return not self.ranks or any(rank in several for several in self.ranks)
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run `paceline logs ARGUMENTS`."""
     config = tyro.cli(LogsConfig, prog="paceline logs", args=arguments)
+    asked = _understood(config)
     run_dir, means = existing_run(config)
-    if config.lines < 0 or config.rank < 0:
-        raise UsageError(f"--lines and --rank must be 0 or more, got {config.lines} and {config.rank}")
-    if config.follow and config.attempt is not None:
-        raise UsageError("--follow shows the last start as it goes on: leave out --attempt")
-    path = _log(run_dir, config.rank, config.attempt)
-    if path is None and not config.follow:
-        raise UsageError(_nothing(run_dir, config))
-    end = 0 if path is None else _print_log(path, config.lines)
-    if config.follow:
-        try:
-            _follow(run_dir, means, config.rank, path, end)
-        except KeyboardInterrupt:
-            print("no longer following; the run is left alone", file=sys.stderr)
+    logs = _logs(run_dir, asked)
+    if not logs and not config.follow:
+        raise UsageError(_nothing(run_dir, config, asked))
+    found = RankLogs(logs)
+    if found.without_times and asked.wanted.since is not None:
+        raise UsageError(
+            f"--since: when the lines of {named(found.without_times)} were written is not known: an older paceline ran "
+            "it, or Slurm wrote the file. Leave out --since; --lines shows the last ones"
+        )
+    try:
+        _print_all(found, asked)
+        if config.follow:
+            _follow(run_dir, means, asked, found)
+    except KeyboardInterrupt:
+        if not config.follow:
+            raise
+        print("no longer following; the run is left alone", file=sys.stderr)
     return ExitCode.DONE
 
 
-def _print_log(path: Path, lines: int) -> int:
-    """Print the last lines, or with 0 all; how many bytes the file had."""
-    if lines:
-        text, end = last_lines(path, lines)
-        sys.stdout.write(text)
-    else:
-        end = path.stat().st_size
-        if end > MAX_ALL_BYTES:
-            print(f"of {end:,} bytes the last {MAX_ALL_BYTES:,}:", file=sys.stderr)
-        sys.stdout.writelines(all_lines(path))
-    sys.stdout.flush()
-    return end
+def _understood(config: LogsConfig) -> _Asked:
+    if config.follow and config.attempt is not None:
+        raise UsageError("--follow shows the last start as it goes on: leave out --attempt")
+    if config.lines is not None and config.lines < 0:
+        raise UsageError(f"--lines must be 0 or more, got {config.lines}")
+    pattern = None
+    if config.grep is not None:
+        try:
+            pattern = re.compile(config.grep)
+        except (re.error, OverflowError, RecursionError) as error:
+            raise UsageError(
+                f"--grep {config.grep!r} is no regular expression: {error}. Write \\ in front of a sign that is meant"
+            ) from None
+    since = _since(config.since, time.time()) if config.since is not None else None
+    last = LAST_LINES if pattern is None and since is None else 0
+    wanted = Wanted(last if config.lines is None else config.lines, since, pattern)
+    return _Asked(_ranks(config.rank), wanted, config.attempt, config.times)
 
 
-def _log(run_dir: Path, rank: int, attempt: int | None) -> Path | None:
-    """A worker's log; of rank 0 of a run that has no start yet, the job's own output."""
-    folders = attempts(run_dir)[-1:] if attempt is None else [run_dir / f"attempt-{attempt}"]
-    last = last_submission(run_dir)
-    if folders:
-        path = folders[0] / f"rank-{rank}.log"
-    elif rank == 0 and last is not None and last[1].slurm_job:
-        path = last[0] / f"slurm-{last[1].slurm_job}.out"
-    else:
-        return None
-    return path if is_file(path) else None
+def _ranks(text: str) -> tuple[range, ...]:
+    if text == "all":
+        return ()
+    found: list[range] = []
+    for word in text.split(","):
+        match = re.fullmatch(r"\s*([0-9]{1,9})(?:-([0-9]{1,9}))?\s*", word)
+        if match is None or int(match[2] or match[1]) < int(match[1]):
+            raise UsageError(f"--rank must be all, a rank, or several like 0,2,5-7; got {text!r}")
+        found.append(range(int(match[1]), int(match[2] or match[1]) + 1))
+    return tuple(found)
 
 
-def _nothing(run_dir: Path, config: LogsConfig) -> str:
-    numbers = [path.name.removeprefix("attempt-") for path in attempts(run_dir)]
-    if config.attempt is not None and str(config.attempt) not in numbers:
-        return f"the run has no start {config.attempt}. Choose from: {', '.join(numbers) or '(none yet)'}"
-    if not numbers:
-        return f"{run_dir} has not been started yet: see paceline status {run_dir}"
-    folder = run_dir / f"attempt-{config.attempt or numbers[-1]}"
-    matches = (re.fullmatch(r"rank-([0-9]{1,9})\.log", name) for name in names(folder))
-    ranks = sorted(int(match[1]) for match in matches if match)
-    return (
-        f"there is no output of rank {config.rank} in {folder}. Choose from: {', '.join(map(str, ranks)) or '(none)'}"
+def _since(text: str, now: float) -> float:
+    """The Unix time that is meant."""
+    with suppress(ValueError, OverflowError, OSError):
+        if (ago := AGO.fullmatch(text)) is not None:
+            return now - timedelta(**{UNITS[ago[2]]: float(ago[1])}).total_seconds()
+        if re.fullmatch(r"[0-9]{1,2}:[0-9]{2}(:[0-9]{2})?", text):
+            clock = datetime.strptime(text, "%H:%M:%S" if text.count(":") > 1 else "%H:%M").time()
+            today = datetime.combine(datetime.fromtimestamp(now).date(), clock)
+            return (today if today.timestamp() <= now else today - timedelta(days=1)).timestamp()
+        return datetime.fromisoformat(text).timestamp()
+    raise UsageError(
+        f"--since {text!r} is no time. Write how long ago (90s, 10m, 2h, 1d), a time of day (13:05) or a date "
+        "(2026-01-31, 2026-01-31T13:05)"
     )
 
 
-def _follow(run_dir: Path, means: Means, rank: int, path: Path | None, offset_bytes: int) -> None:
+def _logs(run_dir: Path, asked: _Asked) -> dict[int, Path]:
+    """The logs that are asked for; of a run that has no start yet, the job's own output, as rank 0's."""
+    folders = attempts(run_dir)[-1:] if asked.attempt is None else [run_dir / f"attempt-{asked.attempt}"]
+    last = last_submission(run_dir)
+    if folders:
+        found = rank_logs(folders[0])
+    elif last is not None and last[1].slurm_job:
+        found = {0: last[0] / f"slurm-{last[1].slurm_job}.out"}
+    else:
+        found = {}
+    return {rank: path for rank, path in found.items() if asked.has(rank) and is_file(path)}
+
+
+def _nothing(run_dir: Path, config: LogsConfig, asked: _Asked) -> str:
+    numbers = [path.name.removeprefix("attempt-") for path in attempts(run_dir)]
+    if asked.attempt is not None and str(asked.attempt) not in numbers:
+        return f"the run has no start {asked.attempt}. Choose from: {', '.join(numbers) or '(none yet)'}"
+    if not numbers:
+        return f"{run_dir} has not been started yet: see paceline status {run_dir}"
+    folder = run_dir / f"attempt-{asked.attempt or numbers[-1]}"
+    there = in_runs(map(str, rank_logs(folder))) or "(none)"
+    whose = "any rank" if config.rank == "all" else f"rank {config.rank}"
+    return f"there is no output of {whose} in {folder}. Choose from: {there}"
+
+
+def _print_all(found: RankLogs, asked: _Asked) -> None:
+    """What there is now."""
+    missing = found.without_times
+    if len(found.logs) > 1 and missing:
+        whose = "these ranks" if len(missing) == len(found.logs) else named(missing)
+        print(
+            f"when {whose} wrote {'its' if len(missing) == 1 else 'their'} lines is not known (an older paceline ran "
+            "it): one rank after the other is shown",
+            file=sys.stderr,
+        )
+    if cut := found.cut(asked.wanted):
+        print(
+            f"of the {plural(len(cut), 'log')} of {named(cut)} only the last {MAX_ALL_BYTES:,} bytes are shown",
+            file=sys.stderr,
+        )
+    _print(found.lines(asked.wanted), asked, prefixed=len(found.logs) > 1)
+
+
+def _print(lines: Iterable[Together], asked: _Asked, *, prefixed: bool) -> None:
+    for line in lines:
+        when = f"{_clock(line.unix_time)} " if asked.times else ""
+        who = f"[{in_runs(map(str, line.ranks), ',')}] " if prefixed else ""
+        sys.stdout.write(f"{when}{who}{line.text}\n")
+    sys.stdout.flush()
+
+
+def _clock(unix_time: float) -> str:
+    with suppress(OSError, OverflowError, ValueError):
+        if unix_time:
+            return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(unix_time))
+    return f"{'-':19}"
+
+
+def _follow(run_dir: Path, means: Means, asked: _Asked, found: RankLogs) -> None:
     """Print new output until the run has ended."""
-    tail = Tail(path, offset_bytes) if path is not None else None
-    looked = 0.0
+    tails = {rank: Tail(path, found.ends[rank]) for rank, path in found.logs.items()}
+    folding, looked = Folding(), 0.0
+
+    def show(until: float, *, to_the_end: bool = False) -> None:
+        for rank, tail in tails.items():
+            for text in tail.read(to_the_end=to_the_end).splitlines():
+                wanted = asked.wanted.pattern is None or asked.wanted.pattern.search(text)
+                if wanted and (text.strip() or len(tails) == 1):
+                    folding.add(Said(time.time(), rank, text))
+        _print(folding.ready(until), asked, prefixed=len(tails) > 1)
+
     while True:
         ended = False
         if time.monotonic() > looked + LOOK_SECONDS:
             ended = standing(run_dir, means).state not in LIVE
             looked = time.monotonic()
-        newest = _log(run_dir, rank, None)
-        if newest is not None and (tail is None or tail.path != newest):
-            _show(tail, to_the_end=True)
-            tail = Tail(newest)
-        _show(tail, to_the_end=ended)
+        newest = _logs(run_dir, asked)
+        if {path.parent for path in newest.values()} - {tail.path.parent for tail in tails.values()}:  # another start
+            show(float("inf"), to_the_end=True)
+            tails.clear()
+        tails |= {rank: Tail(path) for rank, path in newest.items() if rank not in tails}
+        show(float("inf") if ended or len(tails) == 1 else time.time() - OTHERS_SECONDS, to_the_end=ended)
         if ended:
             return
         time.sleep(POLL_SECONDS)
-
-
-def _show(tail: Tail | None, *, to_the_end: bool) -> None:
-    if tail is not None and (text := tail.read(to_the_end=to_the_end)):
-        sys.stdout.write(text)
-        sys.stdout.flush()

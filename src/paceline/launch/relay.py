@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 
 from paceline.guard.wording import in_runs
-from paceline.observe.terminal import LiveFilter, harmless
+from paceline.observe.terminal import LiveFilter, harmless, last_drawn
 
 FOLD_SECONDS = 0.3  # how long a line waits for the same one of other hosts
 HALF_LINE_SECONDS = 1.0  # how long the others wait for the end of a line of node 0
@@ -163,5 +163,4 @@ class Relay:
 def cleaned(line: bytes) -> str:
     """The line without what could move the cursor or hide words: other machines' output is not trusted."""
     text = _COLOURS.sub("", line.decode(errors="replace"))
-    drawn = [part for part in text.split("\r") if part]  # a progress bar: what it shows last
-    return _CONTROLS.sub("\N{REPLACEMENT CHARACTER}", drawn[-1] if drawn else "")
+    return _CONTROLS.sub("\N{REPLACEMENT CHARACTER}", last_drawn(text))

@@ -8,8 +8,8 @@ runs/mnist-cnn-20260131-093000/
     model.safetensors   the weights
     summary.json        how it ended
     .lock               held by the processes of the run that is active here
-    attempt-1/          of each start: config.toml, agent-<node>.json, rank-<r>.log, error-<r>.json,
-                        ended.json (the exit code and the verdict)
+    attempt-1/          of each start: config.toml, agent-<node>.json, rank-<r>.log, rank-<r>.times,
+                        error-<r>.json, ended.json (the exit code and the verdict)
     submit-1/           of each start on other machines, see launch/submission.py
 """
 

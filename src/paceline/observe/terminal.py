@@ -34,6 +34,12 @@ def clean(text: str) -> str:
     return CONTROL.sub("", text.replace("\r\n", "\n").replace("\r", "\n"))
 
 
+def last_drawn(line: str) -> str:
+    """What a line shows in the end: a progress bar returns to its beginning (\\r) and draws over it."""
+    drawn = [part for part in line.split("\r") if part]
+    return drawn[-1] if drawn else ""
+
+
 def harmless(data: bytes) -> bytes:
     """`data` without what would steer a terminal, but for colours and \\r; nor does what is left come to mean that."""
     while (less := STEERS.sub(b"", data)) != data:
