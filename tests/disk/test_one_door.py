@@ -7,11 +7,12 @@ import pytest
 
 SOURCE = Path(__file__).parents[2] / "src" / "paceline"
 COMMANDS = ("finding", "run_state", "status", "logs", "hang", "cancel", "ledger", "checkpoint", "train", "train_start",
-            "launch", "elsewhere", "runs", "export", "huggingface")  # fmt: skip
+            "launch", "elsewhere", "runs", "export", "huggingface", "analyze")  # fmt: skip
 OF_RUNS = (
     *(f"cli/{name}.py" for name in COMMANDS), "observe/*.py", "checkpoint/*.py", "store/*.py", "train/*.py",
     "config.py", *(f"launch/{name}.py" for name in ("submission", "tail", "hosts")), "host/sweep.py",
     "guard/story.py", "worker/attach.py", "agent/*.py", "proofs/ledger/*.py", "bench/runs.py",
+    "view/rank_logs.py", "view/analyzed.py",
 )  # fmt: skip
 PAST_THE_DOOR = {
     "read_text", "read_bytes", "write_text", "write_bytes", "touch", "mkdir", "glob", "rglob", "iterdir", "symlink_to",

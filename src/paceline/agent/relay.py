@@ -108,7 +108,7 @@ class _Bar:
         if now - self.seconds < (REDRAW_SECONDS if mine else SILENT_SECONDS):
             return
         with suppress(OSError):
-            text = clean((prefix + state).decode(errors="replace"))[: os.get_terminal_size(screen).columns - 1]
+            text = clean((prefix + state).decode(errors="replace"))[: (os.get_terminal_size(screen).columns or 80) - 1]
             _put(screen, text.encode(errors="replace") + TO_THE_END + b"\r")
             self.owner, self.seconds, self.shown = prefix, now, True
 

@@ -93,8 +93,8 @@ def _page(found: Analysis) -> str:
     lines = [f"{found.name}: {plural(found.lines, 'line')} ({kinds or 'none tells a loss'}){ranks}"]
     for rate in found.throughput:
         lines.append(
-            f"throughput    {rate.median:,.4g} {rate.unit} (median of {rate.count:,}, {rate.source}); lowest "
-            f"{rate.lowest.value:,.4g}{_where(rate.lowest)}, highest {rate.highest.value:,.4g}{_where(rate.highest)}"
+            f"throughput    {_speed(rate.median)} {rate.unit} (median of {rate.count:,}, {rate.source}); lowest "
+            f"{_fast(rate.lowest)}, highest {_fast(rate.highest)}"
         )
     if not found.throughput and found.loss is not None:
         lines.append(
@@ -116,6 +116,14 @@ def _curve(name: str, curve: Curve, *, percent: bool) -> list[str]:
     best = f"best {shown(curve.best)}{_where(curve.best)}" if curve.best is not None else "never finite"
     words = f"{name:13} first {shown(curve.first)}, last {shown(curve.last)}, {best}; {curve.count:,} told"
     return [words, *([f"{'':13} {sparkline(curve)}"] if curve.count > 2 else [])]
+
+
+def _fast(point: Point) -> str:
+    return f"{_speed(point.value)}{_where(point)}"
+
+
+def _speed(rate: float) -> str:
+    return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
 
 
 def _where(point: Point) -> str:

@@ -18,7 +18,7 @@ from paceline.errors import ExitCode, UsageError, plural
 from paceline.guard.wording import in_runs, named
 from paceline.launch.submission import last_submission
 from paceline.launch.tail import Tail
-from paceline.view.rank_logs import MAX_ALL_BYTES, Folding, RankLogs, Said, Together, Wanted, rank_logs
+from paceline.view.rank_logs import MAX_ALL_BYTES, RankLogs, Said, Together, Wanted, rank_logs, together
 
 POLL_SECONDS = 0.5
 LOOK_SECONDS = 5.0  # between two looks whether the run still runs
@@ -168,7 +168,7 @@ def _print_all(found: RankLogs, asked: _Asked) -> None:
         whose = "these ranks" if len(missing) == len(found.logs) else named(missing)
         print(
             f"when {whose} wrote {'its' if len(missing) == 1 else 'their'} lines is not known (an older paceline ran "
-            "it): one rank after the other is shown",
+            "it): they are in the order of the ranks, not of time",
             file=sys.stderr,
         )
     if cut := found.cut(asked.wanted):
@@ -197,15 +197,18 @@ def _clock(unix_time: float) -> str:
 def _follow(run_dir: Path, means: Means, asked: _Asked, found: RankLogs) -> None:
     """Print new output until the run has ended."""
     tails = {rank: Tail(path, found.ends[rank]) for rank, path in found.logs.items()}
-    folding, looked = Folding(), 0.0
+    waiting, looked = list[Said](), 0.0
 
-    def show(until: float, *, to_the_end: bool = False) -> None:
+    def show(*, to_the_end: bool = False) -> None:
         for rank, tail in tails.items():
             for text in tail.read(to_the_end=to_the_end).splitlines():
                 wanted = asked.wanted.pattern is None or asked.wanted.pattern.search(text)
                 if wanted and (text.strip() or len(tails) == 1):
-                    folding.add(Said(time.time(), rank, text))
-        _print(folding.ready(until), asked, prefixed=len(tails) > 1)
+                    waiting.append(Said(time.time(), rank, text))
+        due = waiting and time.time() >= waiting[0].unix_time + OTHERS_SECONDS
+        if due or to_the_end or len(tails) == 1:
+            _print(together(waiting), asked, prefixed=len(tails) > 1)
+            waiting.clear()
 
     while True:
         ended = False
@@ -214,10 +217,10 @@ def _follow(run_dir: Path, means: Means, asked: _Asked, found: RankLogs) -> None
             looked = time.monotonic()
         newest = _logs(run_dir, asked)
         if {path.parent for path in newest.values()} - {tail.path.parent for tail in tails.values()}:  # another start
-            show(float("inf"), to_the_end=True)
+            show(to_the_end=True)
             tails.clear()
         tails |= {rank: Tail(path) for rank, path in newest.items() if rank not in tails}
-        show(float("inf") if ended or len(tails) == 1 else time.time() - OTHERS_SECONDS, to_the_end=ended)
+        show(to_the_end=ended)
         if ended:
             return
         time.sleep(POLL_SECONDS)

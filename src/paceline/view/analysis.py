@@ -12,13 +12,11 @@ import msgspec
 from paceline.view.curves import Curve, Point, Rate, Series
 from paceline.view.log_formats import EXCEPTION, Reading
 
-MOST_OF_A_KIND = 8  # of what is out of order; all are counted
-MOST_RANKS, MOST_CHARS = 4096, 200
+MOST_OF_A_KIND, MOST_RANKS, MOST_CHARS = 8, 4096, 200  # of what is out of order; all are counted
 WINDOW_SECONDS = 5.0  # of times to the second: a rate over less would be noise
-GAP_SECONDS, GAP_TIMES = 10.0, 10.0
+GAP_SECONDS, GAP_TIMES, DROP = 10.0, 10.0, 0.5
 SPIKE_SIGMAS, SPIKE_TIMES, WARM_UP = 8.0, 1.5, 10
-PLATEAU_SHARE, PLATEAU_POINTS, PLATEAU_GAIN = 0.4, 30, 0.01
-DROP = 0.5
+PLATEAU_SHARE, PLATEAU_POINTS, PLATEAU_GAIN = 0.3, 30, 0.01
 
 
 class Anomaly(msgspec.Struct, frozen=True):
@@ -61,8 +59,8 @@ class _Rank:
     unix_time: float | None = None
     gap_seconds: float = 0.0
     anchor: tuple[float, float, float | None] | None = None  # time, samples or steps, epoch
-    rate_mean: float = math.nan
-    dropped: bool = False
+    usual: dict[str, float] = field(default_factory=dict[str, float])  # by source: throughput
+    slow: set[str] = field(default_factory=set[str])  # which of them is below its half
     traceback: str = ""  # where one began that has not told its error yet
 
 
@@ -85,9 +83,8 @@ class Analyzer:
     def add(self, where: str, reading: Reading, *, only_trouble: bool = False) -> None:
         """One more line, and where it stands."""
         self.lines += 1
-        if reading.rank not in self._ranks and len(self._ranks) >= MOST_RANKS:
-            return
-        rank = self._ranks.setdefault(reading.rank, _Rank())
+        label = reading.rank if len(self._ranks) < MOST_RANKS else ""
+        rank = self._ranks.setdefault(label, _Rank())
         self._trouble(where, reading, rank)
         if only_trouble:
             return
@@ -168,14 +165,13 @@ class Analyzer:
 
     def _rate(self, where: str, unit: str, source: str, value: float, reading: Reading, rank: _Rank) -> None:
         self._rates.setdefault((unit, source), Series()).add(Point(where, value, rank.epoch))
-        usual = rank.rate_mean
-        if value < DROP * usual:
-            if not rank.dropped:  # once, until it is as fast again
-                self.note("slow", where, reading.rank, f"{value:,.4g} {unit}, usually {usual:,.4g}")
-            rank.dropped = True
-        else:
-            rank.dropped = False
-            rank.rate_mean = value if math.isnan(usual) else 0.9 * usual + 0.1 * value
+        usual, kind = rank.usual.get(unit + source, value), unit + source
+        if value >= DROP * usual:
+            rank.slow.discard(kind)
+            rank.usual[kind] = 0.9 * usual + 0.1 * value
+        elif kind not in rank.slow:  # once, until it is as fast again
+            rank.slow.add(kind)
+            self.note("slow", where, reading.rank, f"{value:,.4g} {unit}, usually {usual:,.4g}")
 
     def _loss(self, where: str, reading: Reading, rank: _Rank, loss: float) -> None:
         rank.loss.add(Point(where, loss, rank.epoch))
@@ -201,13 +197,11 @@ class Analyzer:
                 self.note("traceback", rank.traceback, label, "a traceback whose error is not told")
             flat = rank.loss.count - rank.improved
             if flat >= max(PLATEAU_POINTS, PLATEAU_SHARE * rank.loss.count):
-                words = (
-                    f"the last {flat:,} of {rank.loss.count:,} losses are no better by a percent: about {rank.mean:.4g}"
-                )
+                words = f"the last {flat:,} of {rank.loss.count:,} losses are within a percent: {rank.mean:.4g}"
                 self.note("plateau", rank.improved_at, label, words)
         self._compare()
-        tellers = [rank for _, rank in sorted(self._ranks.items(), key=_by_number) if rank.loss.count]
-        testers = [rank for _, rank in sorted(self._ranks.items(), key=_by_number) if rank.held_out]
+        ranks = [rank for _, rank in sorted(self._ranks.items(), key=_by_number)]
+        tellers, testers = [rank for rank in ranks if rank.loss.count], [rank for rank in ranks if rank.held_out]
         held_out = {name: series.curve() for name, series in testers[0].held_out.items()} if testers else {}
         rates = [series.rate(*kind) for kind, series in self._rates.items()]
         return Analysis(
@@ -234,7 +228,7 @@ class Analyzer:
             if rank.loss.count < 0.9 * most - 1:
                 words = f"tells {rank.loss.count:,} losses, others {most:,}: it ends at {_at(rank.place)}"
                 self.note("ranks differ", where, label, words)
-            if len(tell) > 2 and abs(rank.mean - usual) > 0.5 * abs(usual):
+            elif len(tell) > 2 and abs(rank.mean - usual) > 0.5 * abs(usual):
                 self.note("ranks differ", where, label, f"its loss is about {rank.mean:.4g}, the others' {usual:.4g}")
         for name in ("loss", "accuracy"):
             ends = {label: rank.held_out[name].last for label, rank in self._ranks.items() if name in rank.held_out}

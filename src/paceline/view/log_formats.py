@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 
 NUMBER = r"(?:tensor\()?([-+]?(?:[0-9][0-9,]*(?:\.[0-9]*)?(?:e[-+]?[0-9]+)?|\.[0-9]+|nan|inf(?:inity)?)(?![\w.]))"
-MOST_CHARS = 4000  # of a line: what is looked at
+MOST_CHARS = 2000  # of a line: what is looked at
 
 PREFIXES = (
     re.compile(r"\[default([0-9]+)\]:"),  # torchrun --tee
@@ -91,6 +91,10 @@ TROUBLES = (
     ("restart", re.compile(r"^---- generation [0-9]+ ----$|[Rr]estart(?:ing|ed) (?:worker|the worker|all)")),
     ("traceback", re.compile(r"Traceback \(most recent call last\)")),
 )  # fmt: skip
+OF_USE = ("loss", "acc", "epoch", "%|", "samples", "images", "img", "examples", "throughput")  # one is in each format
+OF_TROUBLE = ("memory", "oom", "nccl", "watchdog", "error", "gloo", "connection", "signal", "exitcode", "time limit",
+              "killed", "fault", "restart", "generation", "traceback")  # fmt: skip
+MAY_BEGIN = "[0123456789 rR"
 EXCEPTION = re.compile(r"[\w.]*(?:Error|Exception|Interrupt|Exit|Warning)\b.*")
 
 
@@ -118,15 +122,19 @@ def read_line(line: str) -> Reading:
     """What a line says."""
     found = Reading()
     text = line[:MOST_CHARS]
-    for pattern in PREFIXES * 2:  # torchrun's --tee before torch's own
+    for pattern in PREFIXES * 2 if text[:1] in MAY_BEGIN else ():  # torchrun's --tee before torch's own
         if (match := pattern.match(text)) is not None and not (pattern is PREFIXES[3] and found.rank):
             found.rank, text = found.rank or match[1], text[match.end() :]
-    for pattern in TIMES:
+    for pattern in TIMES if text[:1] in MAY_BEGIN else ():
         if (match := pattern.match(text)) is not None:
             found.unix_time, text = _time(match[1]), text[match.end() :].lstrip()
             break
     found.text = text
-    found.trouble = next((name for name, pattern in TROUBLES if pattern.search(text)), "")
+    small = text.lower()
+    if any(word in small for word in OF_TROUBLE):
+        found.trouble = next((name for name, pattern in TROUBLES if pattern.search(text)), "")
+    if not any(word in small for word in OF_USE):  # most lines of most logs
+        return found
     form = next((form for form in FORMATS if form.pattern.search(text)), VALUES)
     _read_groups(found, form, text)
     _read_values(found, form, text)

@@ -2,7 +2,7 @@
 
 import heapq
 import re
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,8 +12,8 @@ from paceline.disk.reading import names
 from paceline.launch.tail import lines_of, start_of_last
 from paceline.observe.log_times import LogTimes
 
-FOLD_SECONDS = 2.0  # the agents of two hosts look at their logs once a second each
-MAX_WAITING = 2000  # lines that may still be said by others
+FOLD_SECONDS = 0.9  # an agent looks at the logs of all its ranks at once, every second
+MAX_WAITING = 20_000  # lines that may still be said by others
 MAX_ALL_BYTES = 64 << 20  # what is shown of a log at most, unless it is searched
 LOG = re.compile(r"rank-([0-9]{1,9})\.log")
 
@@ -26,14 +26,12 @@ class Said(NamedTuple):
     text: str
 
 
-@dataclass
-class Together:
+class Together(NamedTuple):
     """A line of one rank or several."""
 
     unix_time: float
     ranks: list[int]
     text: str
-    number: int  # counts up
 
 
 @dataclass(frozen=True)
@@ -55,44 +53,51 @@ def rank_logs(attempt: Path) -> dict[int, Path]:
     return dict(sorted((int(match[1]), attempt / match[0]) for match in matches if match))
 
 
-class Folding:
-    """Puts the same line of several ranks together; what one rank says stays in its order."""
+def together(lines: Sequence[Said]) -> Iterator[Together]:
+    """Lines of about the same time: each rank's in their order, the same ones of several ranks as one.
 
-    def __init__(self) -> None:
-        self._waiting: deque[Together] = deque()
-        self._by_text: dict[str, Together] = {}  # the newest of each that waits
-        self._last: dict[int, int] = {}  # of each rank: the number of its last line
-        self._number = 0
+    A rank's own lines come before the next one that others say as well: ranks that say "step 5" after a loss of their
+    own each are shown as the losses, one after the other, and one "step 5".
+    """
+    queues: dict[int, deque[Said]] = {}
+    left: dict[str, Counter[int]] = {}  # how often each rank will still say a text
+    for said in lines:
+        queues.setdefault(said.rank, deque()).append(said)
+        left.setdefault(said.text, Counter())[said.rank] += 1
 
-    def add(self, said: Said) -> None:
-        """One more line of a rank."""
-        same = self._by_text.get(said.text)
-        if same is not None and same.number > self._last.get(said.rank, -1):
-            same.ranks.append(said.rank)
-        else:
-            same = Together(said.unix_time, [said.rank], said.text, self._number)
-            self._number += 1
-            self._waiting.append(same)
-            self._by_text[said.text] = same
-        self._last[said.rank] = same.number
+    def taken(rank: int) -> Said:
+        said = queues[rank].popleft()
+        ranks = left[said.text]
+        ranks[rank] -= 1
+        if not ranks[rank]:
+            del ranks[rank]
+        return said
 
-    def ready(self, until: float) -> Iterator[Together]:
-        """The lines that were first said before `until`, or for which there is no room."""
-        while self._waiting and (self._waiting[0].unix_time < until or len(self._waiting) > MAX_WAITING):
-            first = self._waiting.popleft()
-            if self._by_text[first.text] is first:
-                del self._by_text[first.text]
-            first.ranks.sort()
-            yield first
+    moved, at = sorted(queues), dict[str, list[int]]()  # at: which ranks stand at a line that others say, too
+    while moved or at:
+        for rank in moved:
+            while queues[rank] and len(left[queues[rank][0].text]) == 1:
+                said = taken(rank)
+                yield Together(said.unix_time, [rank], said.text)
+            if queues[rank]:
+                at.setdefault(queues[rank][0].text, []).append(rank)
+        if not at:
+            return
+        # the line for which the fewest ranks are still to come
+        moved = sorted(at.pop(min(at, key=lambda text: (len(left[text]) - len(at[text]), min(at[text])))))
+        several = [taken(rank) for rank in moved]
+        yield Together(several[0].unix_time, moved, several[0].text)
 
 
-def folded(said: Iterable[Said]) -> Iterator[Together]:
+def folded(lines: Iterable[Said]) -> Iterator[Together]:
     """Lines in the order of time, the same ones of several ranks together."""
-    folding = Folding()
-    for line in said:
-        yield from folding.ready(line.unix_time - FOLD_SECONDS)
-        folding.add(line)
-    yield from folding.ready(float("inf"))
+    batch: list[Said] = []
+    for said in lines:
+        if batch and (said.unix_time >= batch[0].unix_time + FOLD_SECONDS or len(batch) == MAX_WAITING):
+            yield from together(batch)
+            batch = []
+        batch.append(said)
+    yield from together(batch)
 
 
 class RankLogs:

@@ -1,0 +1,36 @@
+"""The log of a Slurm job whose tasks print into one file, each line with its task's number."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from paceline.view.analysis import Analyzer
+from paceline.view.analyzed import read_log
+from tests.cluster.slurm import Slurm
+
+SCRIPT = """
+import os, sys
+rank = int(os.environ["SLURM_PROCID"])
+for epoch in (1, 2):
+    for batch in range(20):
+        loss = "nan" if (rank, epoch, batch) == (1, 2, 7) else f"{2.3 / (20 * epoch + batch):.6f}"
+        print(f"Train Epoch: {epoch} [{batch * 64}/2560] Loss: {loss}")
+    print(f"Throughput: {1000 + rank} samples/s")
+if rank == 1:
+    raise RuntimeError("the end")
+"""
+
+
+def test_the_output_of_srun_with_labels(slurm: Slurm, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    log = tmp_path / "job.out"
+    submit = ("sbatch", "--parsable", "-N2", "--ntasks-per-node=1", f"--output={log}")
+    job = slurm.run(*submit, f"--wrap=srun --label python3 {tmp_path}/script.py").stdout.strip()
+    assert slurm.wait(job) == "FAILED"
+    analyzer = Analyzer("job.out")
+    read_log(analyzer, log)
+    found = analyzer.result()
+    assert found.ranks == ["0", "1"] and found.formats == {"classic": 80, "key and value": 4}
+    assert found.throughput[0].highest.value == 1001
+    assert {(one.kind, one.rank) for one in found.anomalies} >= {("not finite", "1"), ("traceback", "1")}
+    assert "killed" in found.counts  # srun: error: n2: task 1: Exited with exit code 1
