@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from paceline.agent import relay as relay_module
-from paceline.agent.relay import Piece, Thinned, relay
+from paceline.agent.relay import LinePart, Thinned, relay
 
 SCRIPT = """
 import os, time
@@ -33,7 +33,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def test_of_a_bar_one_state_in_ten_seconds_is_kept_and_its_end(clock: list[float]) -> None:
-    lines, found = Thinned(), list[Piece]()
+    lines, found = Thinned(), list[LinePart]()
     for percent in range(100):
         clock[0] += 1.0
         found += lines.feed(f"\r {percent}%|".encode())
@@ -46,7 +46,7 @@ def test_a_bar_that_stands_still_is_told_and_not_again_at_its_end(clock: list[fl
     lines = Thinned()
     assert lines.feed(b"\r 40%|") == [] and lines.wait_seconds == 10
     clock[0] += 11
-    assert lines.due() == [Piece(b" 40%|\n", drawn=True)]
+    assert lines.due() == [LinePart(b" 40%|\n", drawn=True)]
     assert lines.due() == [] and lines.wait_seconds is None and lines.end() == []
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from paceline.view.analysis import Analyzer
-from paceline.view.analyzed import read_log
 from tests.cluster.slurm import Slurm
+
+from paceline.view.analysis import Analyzer
+from paceline.view.analyzed import add_log
 
 SCRIPT = """
 import os, sys
@@ -28,7 +29,7 @@ def test_the_output_of_srun_with_labels(slurm: Slurm, tmp_path: Path) -> None:
     job = slurm.run(*submit, f"--wrap=srun --label python3 {tmp_path}/script.py").stdout.strip()
     assert slurm.wait(job) == "FAILED"
     analyzer = Analyzer("job.out")
-    read_log(analyzer, log)
+    add_log(analyzer, log)
     found = analyzer.result()
     assert found.ranks == ["0", "1"] and found.formats == {"classic": 80, "key and value": 4}
     assert found.throughput[0].highest.value == 1001

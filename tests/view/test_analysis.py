@@ -17,7 +17,7 @@ from paceline.observe.events import Ended, Evaluated, EventWriter, Skipped, Star
 from paceline.observe.folder import create_attempt_dir
 from paceline.observe.log_times import TimesWriter
 from paceline.view.analysis import Analysis, Analyzer
-from paceline.view.analyzed import read_log
+from paceline.view.analyzed import add_log
 from paceline.view.curves import MOST_POINTS, Point, Series, sparkline
 
 LOSSES = [2.3 * 0.97**number for number in range(100)]
@@ -30,7 +30,7 @@ def classic(epoch: int, number: int, loss: float) -> str:
 def analyzed(folder: Path, lines: Iterable[str]) -> Analysis:
     (folder / "train.log").write_text("".join(f"{line}\n" for line in lines))
     analyzer = Analyzer("train.log")
-    read_log(analyzer, folder / "train.log")
+    add_log(analyzer, folder / "train.log")
     return analyzer.result()
 
 
@@ -184,7 +184,7 @@ def test_the_log_of_a_classic_script_under_torchrun(tmp_path: Path, small_mnist:
         script = (str(Path(__file__).parent / "classic_mnist.py"), str(small_mnist))
         assert subprocess.run([*words, *script], stdout=file, stderr=file, timeout=50).returncode == 0
     analyzer = Analyzer("torchrun.log")
-    read_log(analyzer, log)
+    add_log(analyzer, log)
     found = analyzer.result()
     assert found.ranks == (["0", "1"] if tee else [])
     assert {"classic", "test set", "key and value"} == {*found.formats}

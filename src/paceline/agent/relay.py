@@ -27,7 +27,7 @@ LOCK = threading.Lock()  # two workers' lines must not mix
 TO_THE_END = b"\x1b[K"  # of the terminal's line: wipes what was drawn there
 
 
-class Piece(NamedTuple):
+class LinePart(NamedTuple):
     """A line with its end, or a state of a bar."""
 
     text: bytes
@@ -54,9 +54,9 @@ class Thinned:
             return None
         return max(0.0, self._due_seconds - time.monotonic())
 
-    def feed(self, data: bytes) -> list[Piece]:
+    def feed(self, data: bytes) -> list[LinePart]:
         """The lines that are whole by now, and a bar's state if one is due."""
-        found: list[Piece] = []
+        found: list[LinePart] = []
         *pieces, self._rest = LINE_END.split(self._rest + data)
         for text, end in zip(pieces[::2], pieces[1::2], strict=True):
             self._redraws = end == b"\r"
@@ -65,14 +65,14 @@ class Thinned:
                 if shown:  # blanks: a bar that wipes itself out
                     self._drawn = shown if shown.strip() else b""
                 continue
-            found.append(Piece((text or self._drawn) + end))
+            found.append(LinePart((text or self._drawn) + end))
             self._drawn = b""
         if len(self._rest) > MAX_LINE_BYTES:
-            found.append(Piece(self._rest))
+            found.append(LinePart(self._rest))
             self._rest = b""
         return found + self.due()
 
-    def due(self) -> list[Piece]:
+    def due(self) -> list[LinePart]:
         """A bar's state, if ten seconds have gone by since the last one, or since the first."""
         state = self.state
         if not state or state == self._told:
@@ -83,14 +83,14 @@ class Thinned:
         if now < self._due_seconds:
             return []
         self._due_seconds, self._told, self._drawn = now + THIN_SECONDS, state, b""
-        return [Piece(state + b"\n", drawn=True)]
+        return [LinePart(state + b"\n", drawn=True)]
 
-    def end(self) -> list[Piece]:
+    def end(self) -> list[LinePart]:
         """What is left when nothing more comes: the last line may have no end, and a bar stands where it stood."""
         state = self.state
         if self._rest and not self._redraws:
-            return [Piece(self._rest)]
-        return [Piece(state + b"\n")] if state and state != self._told else []
+            return [LinePart(self._rest)]
+        return [LinePart(state + b"\n")] if state and state != self._told else []
 
 
 @dataclass
@@ -159,7 +159,7 @@ def _relay(source: IO[bytes], log: int, screen: int, prefix: bytes) -> None:
     os.close(log)
 
 
-def _pass_on(pieces: Sequence[Piece], log: int, screen: int, prefix: bytes, *, redrawn: bool) -> None:
+def _pass_on(pieces: Sequence[LinePart], log: int, screen: int, prefix: bytes, *, redrawn: bool) -> None:
     if pieces:
         _write(log, b"".join(piece.text for piece in pieces))
     lines = [piece.text.rstrip(b"\r\n") for piece in pieces if not (redrawn and piece.drawn)]

@@ -15,7 +15,7 @@ from paceline.errors import ExitCode, PacelineError, UsageError, plural
 from paceline.guard.wording import in_runs
 from paceline.observe.terminal import clean
 from paceline.view.analysis import Analysis, Analyzer
-from paceline.view.analyzed import UnknownFormat, read_log, read_run
+from paceline.view.analyzed import UnknownFormat, add_log, add_run
 from paceline.view.curves import Curve, Point, sparkline
 from paceline.view.log_formats import FORMATS, VALUES
 
@@ -53,11 +53,11 @@ def _analyzed(asked: str) -> Analysis:
     analyzer = Analyzer(asked)
     try:
         if os.path.lexists(asked) and not is_folder(Path(asked)):
-            read_log(analyzer, real_path(Path(asked)))
+            add_log(analyzer, real_path(Path(asked)))
         else:
             run_dir = _run(asked)
             note_strangers(run_dir)
-            read_run(analyzer, run_dir)
+            add_run(analyzer, run_dir)
     except UnknownFormat as error:
         raise UsageError(_unknown(asked, error)) from None
     except PacelineError:

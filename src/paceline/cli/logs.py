@@ -18,7 +18,7 @@ from paceline.errors import ExitCode, UsageError, plural
 from paceline.guard.wording import in_runs, named
 from paceline.launch.submission import last_submission
 from paceline.launch.tail import Tail
-from paceline.view.rank_logs import MAX_ALL_BYTES, RankLogs, Said, Together, Wanted, rank_logs, together
+from paceline.view.rank_logs import MAX_ALL_BYTES, LinesWanted, RankLine, RankLogs, Together, put_together, rank_logs
 
 POLL_SECONDS = 0.5
 LOOK_SECONDS = 5.0  # between two looks whether the run still runs
@@ -56,7 +56,7 @@ class _Asked:
     """The flags, understood."""
 
     ranks: tuple[range, ...]  # empty: all
-    wanted: Wanted
+    wanted: LinesWanted
     attempt: int | None
     times: bool
 
@@ -104,7 +104,7 @@ def _understood(config: LogsConfig) -> _Asked:
             ) from None
     since = _since(config.since, time.time()) if config.since is not None else None
     last = LAST_LINES if pattern is None and since is None else 0
-    wanted = Wanted(last if config.lines is None else config.lines, since, pattern)
+    wanted = LinesWanted(last if config.lines is None else config.lines, since, pattern)
     return _Asked(_ranks(config.rank), wanted, config.attempt, config.times)
 
 
@@ -197,17 +197,17 @@ def _clock(unix_time: float) -> str:
 def _follow(run_dir: Path, means: Means, asked: _Asked, found: RankLogs) -> None:
     """Print new output until the run has ended."""
     tails = {rank: Tail(path, found.ends[rank]) for rank, path in found.logs.items()}
-    waiting, looked = list[Said](), 0.0
+    waiting, looked = list[RankLine](), 0.0
 
     def show(*, to_the_end: bool = False) -> None:
         for rank, tail in tails.items():
             for text in tail.read(to_the_end=to_the_end).splitlines():
                 wanted = asked.wanted.pattern is None or asked.wanted.pattern.search(text)
                 if wanted and (text.strip() or len(tails) == 1):
-                    waiting.append(Said(time.time(), rank, text))
+                    waiting.append(RankLine(time.time(), rank, text))
         due = waiting and time.time() >= waiting[0].unix_time + OTHERS_SECONDS
         if due or to_the_end or len(tails) == 1:
-            _print(together(waiting), asked, prefixed=len(tails) > 1)
+            _print(put_together(waiting), asked, prefixed=len(tails) > 1)
             waiting.clear()
 
     while True:

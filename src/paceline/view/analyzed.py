@@ -28,7 +28,7 @@ class UnknownFormat(Exception):  # noqa: N818 - says what was met
         self.lines, self.number, self.line = lines, number, line
 
 
-def read_log(analyzer: Analyzer, path: Path, *, prefix: str = "", rank: str = "", only_trouble: bool = False) -> None:
+def add_log(analyzer: Analyzer, path: Path, *, prefix: str = "", rank: str = "", only_trouble: bool = False) -> None:
     """Add all lines of a log; `prefix` is put before their numbers, `rank` is whose they are if they do not say it.
 
     Raises:
@@ -82,7 +82,7 @@ def _text(line: bytes) -> str:
     return clean(line[:MAX_LINE_BYTES].decode(errors="replace"))
 
 
-def read_run(analyzer: Analyzer, run_dir: Path) -> None:
+def add_run(analyzer: Analyzer, run_dir: Path) -> None:
     """Add a run: its events, and what went wrong by its logs; of a run without events, what the logs say.
 
     Raises:
@@ -99,7 +99,7 @@ def read_run(analyzer: Analyzer, run_dir: Path) -> None:
         for rank, path in rank_logs(attempt).items() if attempt_number(attempt) else ():
             prefix = f"{attempt.name}/{path.name}:"
             try:
-                read_log(analyzer, path, prefix=prefix, rank=str(rank), only_trouble=bool(events))
+                add_log(analyzer, path, prefix=prefix, rank=str(rank), only_trouble=bool(events))
             except UnknownFormat as error:
                 unknown = unknown or error
     if not analyzer.knows:

@@ -18,7 +18,7 @@ MAX_ALL_BYTES = 64 << 20  # what is shown of a log at most, unless it is searche
 LOG = re.compile(r"rank-([0-9]{1,9})\.log")
 
 
-class Said(NamedTuple):
+class RankLine(NamedTuple):
     """A line of one rank."""
 
     unix_time: float  # 0: nobody knows
@@ -35,7 +35,7 @@ class Together(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Wanted:
+class LinesWanted:
     """Which lines are asked for; `last` of each rank, or 0: all."""
 
     last: int = 0
@@ -53,19 +53,19 @@ def rank_logs(attempt: Path) -> dict[int, Path]:
     return dict(sorted((int(match[1]), attempt / match[0]) for match in matches if match))
 
 
-def together(lines: Sequence[Said]) -> Iterator[Together]:
+def put_together(lines: Sequence[RankLine]) -> Iterator[Together]:
     """Lines of about the same time: each rank's in their order, the same ones of several ranks as one.
 
     A rank's own lines come before the next one that others say as well: ranks that say "step 5" after a loss of their
     own each are shown as the losses, one after the other, and one "step 5".
     """
-    queues: dict[int, deque[Said]] = {}
+    queues: dict[int, deque[RankLine]] = {}
     left: dict[str, Counter[int]] = {}  # how often each rank will still say a text
     for said in lines:
         queues.setdefault(said.rank, deque()).append(said)
         left.setdefault(said.text, Counter())[said.rank] += 1
 
-    def taken(rank: int) -> Said:
+    def taken(rank: int) -> RankLine:
         said = queues[rank].popleft()
         ranks = left[said.text]
         ranks[rank] -= 1
@@ -89,15 +89,15 @@ def together(lines: Sequence[Said]) -> Iterator[Together]:
         yield Together(several[0].unix_time, moved, several[0].text)
 
 
-def folded(lines: Iterable[Said]) -> Iterator[Together]:
+def folded(lines: Iterable[RankLine]) -> Iterator[Together]:
     """Lines in the order of time, the same ones of several ranks together."""
-    batch: list[Said] = []
+    batch: list[RankLine] = []
     for said in lines:
         if batch and (said.unix_time >= batch[0].unix_time + FOLD_SECONDS or len(batch) == MAX_WAITING):
-            yield from together(batch)
+            yield from put_together(batch)
             batch = []
         batch.append(said)
-    yield from together(batch)
+    yield from put_together(batch)
 
 
 class RankLogs:
@@ -108,7 +108,7 @@ class RankLogs:
         self.ends = {rank: path.stat().st_size for rank, path in logs.items()}
         self.without_times = [rank for rank, path in logs.items() if _times(path) is None]
 
-    def lines(self, wanted: Wanted) -> Iterator[Together]:
+    def lines(self, wanted: LinesWanted) -> Iterator[Together]:
         """What is wanted of them, merged; without times, one rank after the other.
 
         Raises:
@@ -119,13 +119,13 @@ class RankLogs:
         found = folded(heapq.merge(*streams, key=lambda said: (said.unix_time, said.rank)))
         return iter(deque(found, wanted.last)) if wanted.last else found
 
-    def cut(self, wanted: Wanted) -> Sequence[int]:
+    def cut(self, wanted: LinesWanted) -> Sequence[int]:
         """The ranks of whose logs only the end is shown."""
         if wanted.last or wanted.pattern is not None or wanted.since is not None:
             return []
         return [rank for rank, end in self.ends.items() if end > MAX_ALL_BYTES]
 
-    def _of(self, rank: int, wanted: Wanted, *, with_times: bool) -> Iterator[Said]:
+    def _of(self, rank: int, wanted: LinesWanted, *, with_times: bool) -> Iterator[RankLine]:
         path, end = self.logs[rank], self.ends[rank]
         times = _times(path) if with_times or wanted.since is not None else None
         start = 0
@@ -143,7 +143,7 @@ class RankLogs:
                 continue
             if times is not None and with_times:  # a clock that was set back does not change a rank's order
                 newest = max(newest, times.at(line.end))
-            yield Said(newest, rank, line.text)
+            yield RankLine(newest, rank, line.text)
 
 
 def _times(log: Path) -> LogTimes | None:
