@@ -94,16 +94,36 @@ def add_run(analyzer: Analyzer, run_dir: Path) -> None:
         for event in read_events(path):
             if rank == min(events) or isinstance(event, Step):  # the others say the same
                 _add_event(analyzer, str(rank), event)
+    unknown = add_logs(analyzer, run_dir, only_trouble=bool(events))
+    if not analyzer.knows:
+        raise unknown or UnknownFormat(0, 0, "")
+
+
+def add_logs(
+    analyzer: Analyzer, run_dir: Path, *, only_trouble: bool, most_bytes: int | None = None
+) -> UnknownFormat | None:
+    """Add what a run's ranks have printed in all its starts; what is unknown in it, if nothing is known.
+
+    Args:
+        analyzer: to be fed.
+        run_dir: the run's folder.
+        only_trouble: leave out what its events say better.
+        most_bytes: leave out logs that are larger.
+
+    Raises:
+        OSError: it cannot be read.
+    """
     unknown: UnknownFormat | None = None
     for attempt in sorted((run_dir / name for name in folders(run_dir)), key=attempt_number):
         for rank, path in rank_logs(attempt).items() if attempt_number(attempt) else ():
+            if most_bytes is not None and path.lstat().st_size > most_bytes:
+                continue
             prefix = f"{attempt.name}/{path.name}:"
             try:
-                add_log(analyzer, path, prefix=prefix, rank=str(rank), only_trouble=bool(events))
+                add_log(analyzer, path, prefix=prefix, rank=str(rank), only_trouble=only_trouble)
             except UnknownFormat as error:
                 unknown = unknown or error
-    if not analyzer.knows:
-        raise unknown or UnknownFormat(0, 0, "")
+    return unknown
 
 
 def _add_event(analyzer: Analyzer, rank: str, event: Event) -> None:

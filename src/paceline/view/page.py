@@ -14,6 +14,7 @@ from markupsafe import Markup
 from paceline.view.drawing import Drawing
 from paceline.view.figures import Figure, curves, phases, waiting
 from paceline.view.happened import happenings, timeline
+from paceline.view.logged import logged
 from paceline.view.machine_figures import devices
 from paceline.view.run import WholeRun
 from paceline.view.tables import (
@@ -92,7 +93,9 @@ def _sections(runs: Sequence[WholeRun], whys: Sequence[Why], drawings: Sequence[
             learning,
             Section("speed", "Speed", [*speed, *phases(runs)]),
         ]
-    happened = happenings(run)
+    happened, from_logs = happenings(run), logged(run)
+    learning.figures += from_logs.figures
+    learning.texts = [from_logs.sentence] if from_logs.sentence else []
     return [
         learning,
         Section("speed", "Speed", [*speed, *phases(runs), *waiting(run, whys[0].waits)],
@@ -101,9 +104,9 @@ def _sections(runs: Sequence[WholeRun], whys: Sequence[Why], drawings: Sequence[
                 texts=["Drawn from this very run: its times, its parameters, its ranks."] if drawings else []),
         Section("memory", "Memory", tables=[*held(run)]),
         Section("machines", "Machines", [*devices(run)]),
-        Section("happened", "What happened", [*timeline(happened)], [*moments(happened)]),
+        Section("happened", "What happened", [*timeline(happened)], [*from_logs.tables, *moments(happened)]),
         Section("samples", "Samples", tables=[*ledger(run)]),
-        Section("repeat", "Repeat it", tables=[*settings_tables(run)], codes=[repeat(run)]),
+        Section("repeat", "Repeat it", tables=[*settings_tables(run)], codes=[repeat(run)] if run.settings else []),
     ]  # fmt: skip
 
 
