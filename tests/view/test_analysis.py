@@ -6,6 +6,7 @@ import json
 import math
 import subprocess
 import sys
+import tracemalloc
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -70,8 +71,7 @@ def test_a_loss_that_falls_no_more_is_a_plateau(tmp_path: Path) -> None:
 def test_a_restart_is_told_and_ranks_without_names_are_none(tmp_path: Path) -> None:
     once = [classic(1, number, LOSSES[number]) for number in range(10)]
     assert kinds(analyzed(tmp_path, [*once, *once[4:]])) == [("restart", "11", "")]
-    mixed = [classic(epoch, number, 1.0) for epoch in (1, 2) for number in range(3) for _ in range(4)]
-    mixed[9], mixed[13] = mixed[13], mixed[9]  # one of the four is late
+    mixed = [classic(1, n, LOSSES[n]) for number in range(5) for n in (number + 1, number, number, number)]  # 4 ranks
     assert kinds(analyzed(tmp_path, mixed)) == []
 
 
@@ -107,7 +107,13 @@ def test_memory_is_bounded_and_long_lines_are_cut(tmp_path: Path) -> None:
     for number in range(100_000):
         series.add(Point(str(number), float(number)))
     assert len(series.points) <= MOST_POINTS and series.count == 100_000
-    found = analyzed(tmp_path, ["x" * 3_000_000, classic(1, 1, 0.5), "loss: 1 " + "y" * 3_000_000, "\r".join("abc")])
+    tracemalloc.start()
+    found = analyzed(tmp_path, ["x" * 10_000_000, classic(1, 1, 0.5), "loss: 1 " + "y" * 3_000_000, "\r".join("abc")])
+    tracemalloc.reset_peak()
+    add_log(Analyzer("again"), tmp_path / "train.log")
+    peak_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak_bytes < 4_000_000
     assert found.lines == 6 and found.formats == {"classic": 1, "key and value": 1}
     assert found.loss is not None and found.loss.last.where == "3"
 

@@ -16,6 +16,7 @@ LINES: list[tuple[str, str, dict[str, Any]]] = [
     ("Train Epoch: 3 [2560/60000] Loss: 0.120000", "classic", CLASSIC),  # seed 003
     ("1: Train Epoch: 3 [2560/60000] Loss: 0.12", "classic", {"rank": "1", **CLASSIC}),
     ("[default2]:[rank2]: Train Epoch: 3 [2560/60000] Loss: .12", "classic", {"rank": "2", **CLASSIC}),
+    ("4: [default2]:Train Epoch: 3 [2560/60000] Loss: .12", "classic", {"rank": "4.2", **CLASSIC}),
     ("[rank 3] Train Epoch: 3 [2560/60000] Loss: 1.2e-1", "classic", {"rank": "3", **CLASSIC}),
     (
         "Test set: Average loss: 0.0300, Accuracy: 9876/10000 (99%)", "test set",

@@ -124,7 +124,9 @@ def read_line(line: str) -> Reading:
     text = line[:MOST_CHARS]
     for pattern in PREFIXES * 2 if text[:1] in MAY_BEGIN else ():  # torchrun's --tee before torch's own
         if (match := pattern.match(text)) is not None and not (pattern is PREFIXES[3] and found.rank):
-            found.rank, text = found.rank or match[1], text[match.end() :]
+            if match[1] != found.rank:  # of srun --label around torchrun --tee both count
+                found.rank = f"{found.rank}.{match[1]}" if found.rank else match[1]
+            text = text[match.end() :]
     for pattern in TIMES if text[:1] in MAY_BEGIN else ():
         if (match := pattern.match(text)) is not None:
             found.unix_time, text = _time(match[1]), text[match.end() :].lstrip()
