@@ -164,12 +164,13 @@ class Analyzer:
             rank.anchor = now, done, reading.epoch
 
     def _rate(self, where: str, unit: str, source: str, value: float, reading: Reading, rank: _Rank) -> None:
-        self._rates.setdefault((unit, source), Series()).add(Point(where, value, rank.epoch))
+        series = self._rates.setdefault((unit, source), Series())
+        series.add(Point(where, value, rank.epoch))
         usual, kind = rank.usual.get(unit + source, value), unit + source
         if value >= DROP * usual:
             rank.slow.discard(kind)
             rank.usual[kind] = 0.9 * usual + 0.1 * value
-        elif kind not in rank.slow:  # once, until it is as fast again
+        elif kind not in rank.slow and series.count > WARM_UP // 2:  # once, until it is as fast again
             rank.slow.add(kind)
             self.note("slow", where, reading.rank, f"{value:,.4g} {unit}, usually {usual:,.4g}")
 
