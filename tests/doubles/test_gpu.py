@@ -14,6 +14,7 @@ from torch import nn
 from paceline import STRATEGIES, BatchPlan, Loading, Schedule, fit, load_steps, ranks_share
 from paceline.checkpoint.whole import sha256_of, whole
 from paceline.data.arrays import ArrayDataset
+from paceline.seeding import random_stream
 from paceline.worker.world import World
 
 VIRTUAL_RANKS = 2
@@ -75,6 +76,30 @@ def test_dropout_draws_from_the_devices_own_stream_and_is_the_same_on_one_rank_a
         if not (folder := tmp_path / f"{where}-{size}").mkdir()
     ]
     assert found[0] == found[1], "drawn anew, or as the rank says"
+
+
+def drawn(rank: int, size: int) -> list[list[float]]:
+    gpu.install()
+    there = gpu.device()
+
+    def draw() -> list[float]:
+        return torch.rand(4, device=there).tolist()
+
+    def seeded(seed: int) -> list[float]:
+        with random_stream(seed, there):
+            return draw()
+
+    torch.get_device_module(there).manual_seed(5)
+    before = draw()
+    torch.get_device_module(there).manual_seed(5)
+    return [seeded(1), seeded(2), seeded(1), draw(), before]
+
+
+@pytest.mark.ranks
+def test_a_random_stream_on_a_device_is_that_of_its_seed_and_leaves_the_devices_own_as_it_was(tmp_path: Path) -> None:
+    one, two, again, outside, before = run_ranks(drawn, 1, tmp_path)[0]
+    assert one == again != two
+    assert outside == before
 
 
 def mixed(rank: int, size: int) -> list[str]:

@@ -50,6 +50,14 @@ def test_sigkill_with_and_without_a_counted_kill() -> None:
     assert "OOM" not in told(seen(1, -signal.SIGSEGV), oom_kills=1)
 
 
+def test_a_lost_node_is_told_with_all_its_ranks() -> None:
+    lost = [Evidence(rank, "n1", 40 + rank, lost="node 1 (n1) is lost: cut off") for rank in (2, 3)]
+    text = told(seen(0, None), *lost, seen(1, 1, words="Connection closed by peer", victim=True))
+    assert text.splitlines() == [
+        "node 1 (n1) is lost: cut off", "with it rank 2, 3; output of the ranks: /runs/a/attempt-0/rank-<rank>.log",
+    ]  # fmt: skip
+
+
 def test_last_lines_of_the_log() -> None:
     text = told(seen(1, 3, log="".join(f"line {n}\n" for n in range(40))))
     assert text.splitlines()[1:4] == ["its last lines:", "  line 25", "  line 26"]

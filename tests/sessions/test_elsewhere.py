@@ -22,6 +22,11 @@ s = paceline.session(strategy="fsdp")
 net = torch.nn.Linear(3, 2)
 whole = float(net(torch.ones(2, 3)).sum())
 model, optimizer = s.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+try:
+    float(model.weight.sum())
+    raise SystemExit("a rank's share has passed for the whole")
+except Exception as error:
+    assert "full_tensor" in str(error), error
 with s.evaluating():
     assert s.main(lambda: float(model(torch.ones(2, 3)).sum())) == (whole if s.rank == 0 else None)
 with torch.no_grad():
