@@ -4,10 +4,10 @@ import signal
 
 import pytest
 
-from paceline.contract.evidence import Evidence
+from paceline.contract.evidence import Evidence, Verdict, VerdictKind
 from paceline.contract.failure import Failure
 from paceline.guard.judge import judge
-from paceline.guard.verdict import MAX_TRACEBACK_LINES, failure_page
+from paceline.guard.verdict import MAX_LINES, MAX_TRACEBACK_LINES, failure_page, page
 from paceline.observe.terminal import LiveFilter, clean
 
 
@@ -48,6 +48,15 @@ def test_sigkill_with_and_without_a_counted_kill() -> None:
     assert "killed by SIGKILL (the kernel's OOM killer: cgroup counted 1 kill)" in told(killed, oom_kills=1)
     assert "if nobody sent it, the kernel's OOM killer may have: see dmesg" in told(killed)
     assert "OOM" not in told(seen(1, -signal.SIGSEGV), oom_kills=1)
+
+
+def test_a_page_has_fifteen_lines_however_much_there_is_to_say() -> None:
+    verdict = Verdict(VerdictKind.BEHIND, (1,), sentences=tuple(f"sentence {number}" for number in range(40)))
+    shown = page(verdict, [seen(0, None), seen(1, None)], waited_seconds=9, folder="/runs/a/verdict-1", run="/runs/a")
+    lines = shown.splitlines()
+    assert len(lines) <= MAX_LINES and "GUILTY: rank 1 (node7, pid 41)" in lines[0]
+    assert lines[-1].strip().startswith("... 28 more lines: verdict.json"), lines
+    assert "all stacks: /runs/a/verdict-1/    details: paceline hang /runs/a" in shown
 
 
 def test_a_lost_node_is_told_with_all_its_ranks() -> None:
