@@ -1,0 +1,253 @@
+"""Write docs/reference/*.md: `python tools/reference.py`; `--check`: are they those of the program?
+
+commands.md     what each command's own --help says
+settings.md     the keys of config.toml, from the docstrings of config.py
+events.md       the records of a run folder, from observe/events.py and observe/machine.py
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import importlib
+import io
+import os
+import re
+import sys
+import tokenize
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCE = ROOT / "src" / "paceline"
+WIDTH = "100"  # of the help that is read: in one column of boxes
+
+COMMANDS = """# Commands
+
+Written from each command's own `--help` by `python tools/reference.py`; a test says when it is stale. A task may have
+options of its own: `paceline train TASK --help` lists them. What a command ends with: [exit codes](../exit-codes.md).
+
+{index}
+
+"""
+SETTINGS = """# Settings
+
+The keys of a run's `config.toml`, and of the file that `paceline train --config FILE` reads. Written from the
+docstrings of `src/paceline/config.py` by `python tools/reference.py`; a test says when it is stale.
+
+- A key stands in the table of its section: `[data]`, then `batch_size = 64`. `task`, `strategy` and `set` stand above
+  all tables.
+- The flag is the key with `-` for `_`, without the section: `--batch-size 64`. A flag wins over the file.
+- *none* is the default where nothing is set: leave the key out.
+
+"""
+EVENTS = """# Events
+
+What a run writes down as it goes: `events-RANK.jsonl`, one line of JSON for each record, one file for each rank; and
+`machine-NODE.jsonl`, what the machines do. `kind` says which record it is. Readers skip kinds that they do not know.
+Written from `src/paceline/observe/events.py` and `machine.py` by `python tools/reference.py`; a test says when it is
+stale. What else is in the folder: [the run folder](../run-folder.md).
+
+Times of the day are seconds since 1970 (`unix_time`), durations are in seconds.
+
+"""
+COUNTS = {"Count": "int, 0 or more", "Few": "int, 0 to 1,000,000"}
+
+
+def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    """For people, in Markdown."""
+
+    def line(cells: tuple[str, ...]) -> str:
+        return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+
+    return "\n".join([line(head), "|" + "---|" * len(head), *map(line, rows)]) + "\n"
+
+
+# ---- commands --------------------------------------------------------------------------------------------------------
+
+
+def help_of(command: str) -> str:
+    """What `paceline COMMAND --help` prints on a terminal of WIDTH columns."""
+    os.environ["COLUMNS"] = WIDTH
+    out = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")  # boxes are drawn only for who says that he can read them
+    with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
+        importlib.import_module(f"paceline.cli.{command}").main(["--help"])
+    out.seek(0)
+    return re.sub(r"\x1b\[[0-9;]*m", "", out.read())
+
+
+def boxes(text: str) -> Iterator[tuple[str, list[str]]]:
+    """(title, lines) of each of its boxes."""
+    for title, body in re.findall(r"^╭─ (.*?) ─*╮\n(.*?)^╰─*╯", text, re.MULTILINE | re.DOTALL):
+        yield title, [line.removeprefix("│").removesuffix("│").rstrip()[1:] for line in body.splitlines()]
+
+
+def options(lines: list[str]) -> tuple[str, list[tuple[str, ...]]]:
+    """What is said of a box as a whole, and (option, meaning, default) of what is in it."""
+    rule = next((i for i, line in enumerate(lines) if line and not line.strip("─")), -1)
+    found: list[list[str]] = []
+    for line in lines[rule + 1 :]:
+        if not line.startswith(" "):
+            found.append(re.split(r" {2,}", line, maxsplit=1))
+        elif len(found[-1]) == 1:
+            found[-1].append(line.strip())
+        else:
+            found[-1][1] += " " + line.strip()
+    rows: list[tuple[str, ...]] = []
+    for name, *said in found:
+        if name.startswith("-h,"):
+            continue
+        words, default = re.fullmatch(r"(.*?) ?(?:\(default: ([^()]*)\)|\((?:required|repeatable)\))?", *said).groups()  # type: ignore[union-attr]
+        shown = "" if default in (None, "None", "", "''") else f"`{default}`"
+        choices = re.sub(r",(?=[^{}]*\})", ", ", name.replace("{None}|", "").replace("{None,", "{"))
+        rows.append((f"`{choices}`", _plain(words), shown))
+    return " ".join(line.strip() for line in lines[: max(rule, 0)]), rows
+
+
+def _plain(words: str) -> str:
+    """Text that Markdown leaves as it is, but for `code`."""
+    parts = re.split("(`[^`]*`)", words)
+    return "".join(p if p.startswith("`") else re.sub(r"([*\[\]])", r"\\\1", p).replace("<", "&lt;") for p in parts)
+
+
+def commands() -> str:
+    """The page of the commands."""
+    from paceline.cli import COMMANDS as KNOWN
+
+    index = "\n".join(f"- [`paceline {name}`](#paceline-{name}): {text}" for name, text in KNOWN.items())
+    parts = [COMMANDS.format(index=index)]
+    for name in KNOWN:
+        text = help_of(name)
+        usage, _, rest = text.partition("\n\n")
+        about = rest[: rest.index("╭")] if "╭" in rest else rest
+        parts.append(f"## `paceline {name}`\n\n```text\n{usage.strip()}\n```\n\n")
+        parts.append(_about(about))
+        for title, lines in boxes(text):
+            said, rows = options(lines)
+            if rows:
+                parts.append(f"### {title.capitalize()}\n\n" + (f"{said}\n\n" if said else ""))
+                parts.append(table(("option", "meaning", "default"), rows) + "\n")
+    return "".join(parts).rstrip() + "\n"
+
+
+def _about(text: str) -> str:
+    """Prose as it is, indented examples as code."""
+    out = list[str]()
+    for block in re.split(r"\n{2,}", text.strip("\n")):
+        lines = block.splitlines()
+        indented = all(line.startswith("    ") for line in lines)
+        out.append("```text\n" + "\n".join(line[4:] for line in lines) + "\n```" if indented else block)
+    return "\n\n".join(out) + "\n\n"
+
+
+# ---- settings and events: the fields of records, as their modules have them -----------------------------------------
+
+
+@dataclass
+class Record:
+    """A class of fields: (name, type, default, words)."""
+
+    name: str
+    tag: str
+    words: str
+    fields: list[tuple[str, str, str, str]] = field(default_factory=list[tuple[str, str, str, str]])
+
+
+def records(path: Path) -> list[Record]:
+    """The public classes of a module that have fields; a field's words are below it, or behind it as a comment."""
+    text = path.read_text()
+    comments = {
+        token.start[0]: token.string.lstrip("# ")
+        for token in tokenize.generate_tokens(io.StringIO(text).readline)
+        if token.type == tokenize.COMMENT
+    }
+    found: list[Record] = []
+    for node in ast.parse(text).body:
+        if not isinstance(node, ast.ClassDef) or node.name.startswith("_"):
+            continue
+        tags = [ast.literal_eval(word.value) for word in node.keywords if word.arg == "tag"]
+        record = Record(node.name, tags[0] if tags else "", " ".join((ast.get_docstring(node) or "").split()))
+        for line, after in zip(node.body, [*node.body[1:], None], strict=True):
+            if isinstance(line, ast.AnnAssign):
+                below = (
+                    after.value.value if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) else ""
+                )
+                words = str(below) or comments.get(line.lineno, "")
+                default = "" if line.value is None else ast.unparse(line.value)
+                record.fields.append(
+                    (ast.unparse(line.target), _type(line.annotation), default, " ".join(words.split()))
+                )
+        if record.fields:
+            found.append(record)
+    return found
+
+
+def _type(annotation: ast.expr) -> str:
+    """As people read it."""
+    words = ast.unparse(annotation).replace(" | None", "").replace("tyro.conf.UseAppendAction", "")
+    if choices := re.fullmatch(r"Literal\[(.*)\]", words):
+        return ", ".join(re.findall(r"'([^']*)'", choices[1]))
+    words = re.sub(r"(?:int \| )?Literal\['(\w+)'\]", lambda m: m[0].split("Literal")[0] + m[1], words)
+    words = re.sub(r"\[?tyro\.conf\.Positional\[(.*?)\]\]?", r"\1", words)
+    words = re.sub(r"^\[tuple\[str, \.\.\.\]\]$", "list of str", words)
+    if words not in COUNTS:
+        words = re.sub(r"\b(Count|Few)\b", "int", words)
+    return COUNTS.get(words, words).replace("StrategyName", "name of a strategy").replace("Path", "path")
+
+
+def settings() -> str:
+    """The page of the settings."""
+    found = {record.name: record for record in records(SOURCE / "config.py")}
+    whole = found["TrainConfig"]
+    sections = {name: kind for name, kind, _, _ in whole.fields if kind in found}
+    own = [row for row in whole.fields if row[0] not in sections]
+    parts = [SETTINGS]
+    for title, said, rows in [
+        ("Above all tables", "", own),
+        *((f"`[{name}]`", found[kind].words, found[kind].fields) for name, kind in sections.items()),
+    ]:
+        cells = [(f"`{name}`", kind, _default(default), _plain(words)) for name, kind, default, words in rows]
+        parts.append(f"## {title}\n\n" + (f"{said}\n\n" if said else ""))
+        parts.append(table(("key", "value", "default", "meaning"), cells) + "\n")
+    return "".join(parts).rstrip() + "\n"
+
+
+def _default(code: str) -> str:
+    if code in ("None", "()", "''"):
+        return "none"
+    return f"`{code.lower() if code in ('True', 'False') else ast.literal_eval(code)}`"
+
+
+def events() -> str:
+    """The page of the events."""
+    parts = [EVENTS]
+    for title, module in (("Of each rank", "events"), ("Of each machine", "machine")):
+        parts.append(f"## {title}: `{'events-RANK' if module == 'events' else 'machine-NODE'}.jsonl`\n\n")
+        for record in records(SOURCE / "observe" / f"{module}.py"):
+            name = f"`{record.tag}`" if record.tag else f"`{record.name}`, inside another record"
+            parts.append(f"### {name}\n\n{_plain(record.words)}\n\n")
+            rows = [
+                (f"`{name}`", kind if kind in COUNTS.values() else f"`{kind}`", _plain(words))
+                for name, kind, _, words in record.fields
+            ]
+            parts.append(table(("field", "type", "says"), rows) + "\n")
+    return "".join(parts).rstrip() + "\n"
+
+
+def main(words: list[str]) -> int:
+    """1 if --check finds a page stale."""
+    stale = 0
+    for name, make in (("commands", commands), ("settings", settings), ("events", events)):
+        page, now = ROOT / "docs" / "reference" / f"{name}.md", make()
+        if "--check" not in words:
+            page.parent.mkdir(exist_ok=True)
+            page.write_text(now)
+        elif not page.is_file() or page.read_text() != now:
+            print(f"docs/reference/{name}.md is not what the program says: python tools/reference.py")
+            stale = 1
+    return stale
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
