@@ -5,13 +5,14 @@ PYTHON := python3
 VENV := .venv
 BIN := $(VENV)/bin
 PEERS := $(VENV)/installed-bench
+BOOK := $(VENV)/installed-docs
 STAMP := $(VENV)/installed
 PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help run test gpu-day check format lock soak-hostile soak-connections soak-kills soak-mutations soak-billion soak-nccl soak-verify soak-bits soak-fuzz soak-launch soak-faults soak-quiet \
+.PHONY: help docs run test gpu-day check format lock soak-hostile soak-connections soak-kills soak-mutations soak-billion soak-nccl soak-verify soak-bits soak-fuzz soak-launch soak-faults soak-quiet \
 	soak-judge soak-sessions soak-ends bench-guard bench-startup bench-exactness bench-peers bench-collectives bench-epoch bench-hosts bench-scale \
-	bench-summary transcripts clean
+	bench-ladder bench-summary transcripts clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -28,6 +29,10 @@ check: $(STAMP)  ## lint, formatting, types, import rules, then the test-suite: 
 	$(BIN)/basedpyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports --no-logo
 	$(PYTEST)
+
+docs: $(BOOK)  ## build the book: docs/ as pages with a search, for a browser without a network
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@echo "the book: $(CURDIR)/site/index.html"
 
 format: $(STAMP)  ## put the code into its standard form
 	$(BIN)/ruff format
@@ -130,14 +135,19 @@ bench-hosts: $(STAMP)  ## two hosts, network namespaces with a link of 1 Gbit/s 
 bench-scale: $(STAMP)  ## does `paceline scale` name what was planted, and predict what was held out? (root)
 	$(BIN)/python benchmarks/scale_causes.py --out benchmarks/results/scale.json
 
+bench-ladder: $(STAMP)  ## the tables of docs/ladder (20 minutes; quiet)
+	$(BIN)/paceline compare mnist-resnet18 --nproc 2 --rounds 5 --steps 10 --warmup 4 --out benchmarks/results/ladder.json
+	$(BIN)/python tools/includes.py
+
 bench-summary: $(STAMP)  ## which goals do the committed results reach?
 	$(BIN)/python benchmarks/summary.py
 
-transcripts: $(STAMP)  ## type the commands of docs/launch on real hosts, and write down what comes out (root)
+transcripts: $(STAMP)  ## type the commands of docs/launch on real hosts and of docs/ladder here; write down what comes out (root)
 	$(BIN)/python docs/launch/transcripts.py
+	$(BIN)/python tools/typed.py
 
 clean:  ## remove the environment and the caches; runs/ stays
-	rm -rf $(VENV) dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) dist site .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find src tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Always with the constraints: whatever depends on torch may otherwise bring another torch. `venv` on an environment
@@ -151,4 +161,8 @@ $(STAMP): pyproject.toml constraints.txt
 
 $(PEERS): $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
+	@touch $@
+
+$(BOOK): $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	@touch $@

@@ -21,7 +21,7 @@ TASK = f"{ROOT / 'tests' / 'proofs' / 'verify' / 'tasks_under_test.py'}:dropout"
 LISTS = {  # where a page lists the strategies, and what its words are there
     "CHANGELOG.md": (r"^- The strategies (.*?), under one training step", r"`(\w+)`"),
     "docs/design.md": (r"^strategies/ +the ladder: (.*?)$", r"\w+"),
-    "docs/textbook.md": (r"^Then the ladder, (.*?) they all share", r"/strategies/(\w+)\.py"),
+    "docs/textbook.md": (r"^\| rung \|.*?\n\|[-|]+\n(.*?)\n\n", r"ladder/(\w+)\.md"),
     "docs/memory.md": (r"^\| strategy \|.*?\n\|[-|]+\n(.*?)\n\n", r"(?:^\| |, )(\w+)(?=[, ])"),
 }
 Paceline = Callable[..., subprocess.CompletedProcess[str]]

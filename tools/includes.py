@@ -28,13 +28,13 @@ OPEN = re.compile(r"(<!-- (measured|picture) (.*?) -->\n)(.*?)(^<!-- end -->$)",
 
 ROWS: dict[str, Callable[[dict[str, Any]], str]] = {
     "processes": lambda row: f"{row['world_size']}",
-    "samples a second": lambda row: f"{row['rate']['median']:,.0f}",
-    "times one process": lambda row: _range(row["ratio"]),
+    "speed, one process = 1": lambda row: _range(row["ratio"]),
     "sent by a rank in a step": lambda row: _megabytes(row["sent_bytes"]),
     "weights": lambda row: _megabytes(row["memory"]["weights"]),
     "gradients": lambda row: _megabytes(row["memory"]["gradients"]),
     "optimizer": lambda row: _megabytes(row["memory"]["optimizer"]),
     "on the way between ranks": lambda row: _megabytes(row["memory"]["exchange"]),
+    "all tensors, at the peak": lambda row: _megabytes(row["memory"]["peak"]),
     "the same bits as": lambda row: row["bits"],
 }
 
