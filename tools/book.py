@@ -17,6 +17,7 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).resolve().parents[1]
 LANGUAGES = {".py": "python", ".sh": "bash", ".toml": "toml", ".yml": "yaml", ".txt": "text", "": "text"}
 LINK = re.compile(r"(\]\()([^)#\s]+)")
+CODE = re.compile(r"`[^`\n]+`")
 FENCED = re.compile(r"(^(?P<fence>`{3,}).*?^(?P=fence)$)", re.MULTILINE | re.DOTALL)
 
 _pages: dict[str, str] = {}
@@ -41,7 +42,7 @@ def on_files(files: Files, *, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Files) -> str:
-    """Turn links between files of the repository into links between pages of the book."""
+    """Turn links between files of the repository into links between pages of the book; pipes in code stay pipes."""
     here = next(path for path, uri in _pages.items() if uri == page.file.src_uri)
 
     def moved(match: re.Match[str]) -> str:
@@ -52,7 +53,9 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Files) -> 
 
     parts = re.split(FENCED, markdown)[::3]
     fences = [match[0] for match in FENCED.finditer(markdown)] + [""]
-    return "".join(LINK.sub(moved, part) + fence for part, fence in zip(parts, fences, strict=True))
+    # in a table the forge wants \| also in code; here the backslash would be seen
+    parts = [CODE.sub(lambda code: code[0].replace("\\|", "|"), LINK.sub(moved, part)) for part in parts]
+    return "".join(part + fence for part, fence in zip(parts, fences, strict=True))
 
 
 def _targets(path: str, text: str) -> list[str]:
