@@ -83,5 +83,6 @@ def _page(path: str) -> tuple[str, str]:
         return f"source/{path}.md", hidden + "\n\n".join(shown)
     if file.suffix in LANGUAGES:
         fence = f"`````{LANGUAGES[file.suffix]}\n{file.read_text()}\n`````\n"
-        return f"source/{path}.md", f"{hidden}# {file.name}\n\n`{path}`\n\n{fence}"
+        wide = hidden.replace("---\n", "---\nhide: [navigation, toc]\n", 1)  # lines have 120 columns
+        return f"source/{path}.md", f"{wide}# {file.name}\n\n`{path}`\n\n{fence}"
     return f"source/{path}", file.read_text()
