@@ -80,7 +80,15 @@ def test_two_processes_leave_a_whole_run_folder(paceline, small_mnist, tmp_path)
     assert "global batch 64 = 2 ranks x 1 micro-batch x 32" in run.stdout
     assert "learning rate 0.002 = 0.001 x linear scaling by 64/32" in run.stdout
     assert str(run_dir) in run.stdout
-    names = {"config.toml", "environment.json", "events-0.jsonl", "events-1.jsonl", "model.safetensors", "summary.json"}
+    names = {
+        "config.toml",
+        "environment.json",
+        "events-0.jsonl",
+        "events-1.jsonl",
+        "machine-0.jsonl",
+        "model.safetensors",
+        "summary.json",
+    }
     assert names <= {p.name for p in run_dir.iterdir()}
     summary = summary_of(run_dir)
     assert summary["exit"] == 0

@@ -11,6 +11,7 @@ COMMANDS = ("finding", "run_state", "status", "logs", "hang", "cancel", "ledger"
 OF_RUNS = (
     *(f"cli/{name}.py" for name in COMMANDS), "observe/*.py", "checkpoint/*.py", "store/*.py", "train/*.py",
     "config.py", *(f"launch/{name}.py" for name in ("submission", "tail", "hosts")), "host/sweep.py",
+    "host/machine_log.py", "view/*.py",
     "guard/story.py", "worker/attach.py", "agent/*.py", "proofs/ledger/*.py", "bench/runs.py",
     "view/rank_logs.py", "view/analyzed.py",
 )  # fmt: skip

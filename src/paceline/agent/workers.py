@@ -23,6 +23,7 @@ from paceline.disk import writing
 from paceline.guard.collect import Collection
 from paceline.guard.pace import Stillness
 from paceline.host.cgroup import oom_kills
+from paceline.host.machine_log import MachineLog
 from paceline.host.procfs import read_process
 from paceline.host.sweep import Roster, mark_of, roster_path, sweep
 from paceline.observe.log_times import TimesWriter
@@ -49,6 +50,8 @@ class Workers:
         self._drained: set[int] = set()  # ranks whose last words have been waited for
         self._oom_kills_before = oom_kills()
         self._stillness = Stillness()
+        self.machine: MachineLog | None = None
+        """what this machine does, in the run's folder; None for a run without one"""
 
     @classmethod
     def start(cls, plan: NodePlan, number: int, inherited: Inherited) -> Self:
@@ -73,7 +76,15 @@ class Workers:
             raise
         finally:
             store.close()
+        workers._log_machine()
         return workers
+
+    def _log_machine(self) -> None:
+        folder = Path(self.plan.run_dir).resolve()  # as the node sees it: perhaps behind links of its own
+        if self.plan.run_dir and folder.is_dir():
+            pids = {worker.rank: worker.process.pid for worker in self._workers}
+            self.machine = MachineLog(folder, self.plan.node, pids)
+            self.machine.start()
 
     def _write_roster(self) -> None:
         agent = read_process(os.getpid())
@@ -162,6 +173,8 @@ class Workers:
     def sweep(self) -> None:
         """End all workers and all they have started, at once."""
         self.stopping = True
+        if self.machine is not None:
+            self.machine.close()
         agent = read_process(os.getpid())
         mark = mark_of(os.getpid(), agent.start, self.number) if agent else ""  # the next one may be on its way
         self.left = sweep([worker.member for worker in self._workers], mark)

@@ -25,6 +25,29 @@ def usable_cores(root: Path = ROOT, own: Path = OWN, env: Mapping[str, str] = os
     return max(1, int(min([float(cores), *quotas, *slurm])))
 
 
+def quota_used_seconds(root: Path = ROOT, own: Path = OWN) -> float | None:
+    """Processor seconds used so far by all processes that share our tightest quota; None where there is no quota."""
+    folders = _folders("cpu", root, own)
+    quotas = [(quota, index) for index, folder in enumerate(folders) if (quota := _quota(folder)) is not None]
+    if not quotas:
+        return None
+    index = min(quotas)[1]
+    if used := re.search(r"^usage_usec ([0-9]+)$", _read(folders[index] / "cpu.stat"), re.MULTILINE):
+        return int(used[1]) / 1e6
+    accounts = _folders("cpuacct", root, own)  # version 1: a controller of its own, often in the same folder
+    used = _read(accounts[index] / "cpuacct.usage").strip() if len(accounts) == len(folders) else ""
+    return int(used) / 1e9 if used.isdecimal() else None
+
+
+def memory_limit(root: Path = ROOT, own: Path = OWN, memory: Path = MEMORY) -> int:
+    """Bytes of memory that this machine has, or less where a container's limit says so; 0 where nobody says."""
+    found = re.search(r"^MemTotal:\s*([0-9]+) kB", _read(memory), re.MULTILINE)
+    limits = [int(found[1]) << 10] if found else []
+    names = ("memory.max", "memory.limit_in_bytes")
+    texts = [_read(folder / name).strip() for folder in _folders("memory", root, own) for name in names]
+    return min([*limits, *(int(text) for text in texts if text.isdecimal())], default=0)
+
+
 def free_memory(root: Path = ROOT, own: Path = OWN, memory: Path = MEMORY) -> int | None:
     """Bytes that this process may still take before the kernel kills for memory; None where it does not say.
 

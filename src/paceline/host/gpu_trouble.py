@@ -48,10 +48,19 @@ def gpu_troubles(pids: Collection[int], nvml: Any) -> dict[int, str]:
     return found
 
 
+def slowed_by(nvml: Any, gpu: Any) -> list[str]:
+    """Why a GPU's clocks are lower than they might be.
+
+    Raises:
+        NVMLError: the driver does not say.
+    """
+    reasons = int(nvml.nvmlDeviceGetCurrentClocksThrottleReasons(gpu))
+    return [text for bit, text in SLOWED.items() if reasons & bit]
+
+
 def _slowed(nvml: Any, gpu: Any) -> list[str]:
     with suppress(nvml.NVMLError):
-        reasons = int(nvml.nvmlDeviceGetCurrentClocksThrottleReasons(gpu))
-        words = [text for bit, text in SLOWED.items() if reasons & bit]
+        words = slowed_by(nvml, gpu)
         if words:
             now, most = nvml.nvmlDeviceGetClockInfo(gpu, 1), nvml.nvmlDeviceGetMaxClockInfo(gpu, 1)  # 1: NVML_CLOCK_SM
             degrees = nvml.nvmlDeviceGetTemperature(gpu, 0)  # 0: NVML_TEMPERATURE_GPU

@@ -4,6 +4,7 @@ runs/mnist-cnn-20260131-093000/
     config.toml         every setting, resolved: `paceline train --config` repeats the run
     environment.json    versions, host, device, threads
     events-<rank>.jsonl what happened, step by step
+    machine-<node>.jsonl what each node did, once a second
     checkpoints/        step-<steps done>/ each, see store/store.py
     model.safetensors   the weights
     summary.json        how it ended
@@ -164,7 +165,7 @@ def new_run_dir(task: str) -> Path:
 def _never_began(run_dir: Path) -> bool:
     """Whether all that is there was left by starts that failed before the first step, so that nothing can be lost."""
     ours = (CONFIG, "environment.json", SUMMARY, LOCK)
-    starts = ("attempt-", "submit-", "agent-")
+    starts = ("attempt-", "submit-", "agent-", "machine-")
     return all(
         name in ours
         or name.startswith(starts)

@@ -64,6 +64,11 @@ class ClockAhead(msgspec.Struct, frozen=True, tag_field="kind", tag="clock"):
 Record = MachineUse | ClockAhead
 
 
+def file_name(node: int) -> str:
+    """What a node's file is called."""
+    return f"machine-{node}.jsonl"
+
+
 def machine_files(run_dir: Path) -> dict[int, Path]:
     """The files in a run folder, by node.
 

@@ -8,11 +8,14 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 
+from paceline.contract.birth import WorkerBirth
 from paceline.data.consumed import add, fingerprint
 from paceline.data.plan import BatchPlan
+from paceline.host.machine_log import MachineLog
 from paceline.observe import events
 from paceline.observe.summary import finite, scores_line
 from paceline.observe.track import Tracking, wanted
+from paceline.sums import gather_words
 from paceline.train.fit import StepRecord
 from paceline.train.keeping import Place
 from paceline.worker.world import World
@@ -28,6 +31,7 @@ class Records:
         self.place, self.show, self._world, self._reword = place, show, world, reword
         self._writer: events.EventWriter | None = None
         self._tracking = Tracking([], Path(), {}, self.say)
+        self._machine: MachineLog | None = None
 
     def begin(self, place: Place, track: str | None) -> events.EventWriter:
         """Take the files; the trackers in `track` are told what defines the run.
@@ -40,6 +44,19 @@ class Records:
             wanted(track) if self._world.rank == 0 else [], place.folder, place.definition, self.say
         )
         return self._writer
+
+    def watch_machine(self) -> None:
+        """Have what this machine does written down, by its first rank, where no agent of ours does (a collective)."""
+        assert self.place is not None
+        birth, world = WorkerBirth.here(), self._world
+        if birth is not None and Path(birth.attempt_dir).resolve().parent == self.place.folder:
+            return
+        node = int(os.environ.get("GROUP_RANK", world.rank // world.local_size))  # torchrun's
+        places: list[tuple[int, int, int]] = gather_words((node, world.rank, os.getpid()), world)
+        if world.local_rank == 0:
+            pids = {rank: pid for its, rank, pid in places if its == node}
+            self._machine = MachineLog(self.place.folder, node, pids)
+            self._machine.start()
 
     def write(self, event: events.Event) -> None:
         """Write it down. OSError: the disk is full, say."""
@@ -100,6 +117,9 @@ class Records:
 
     def close(self) -> None:
         """Let go of the files."""
+        if self._machine is not None:
+            self._machine.close()
+            self._machine = None
         self._tracking.close()
         if self._writer is not None:
             self._writer.__exit__(None, None, None)
