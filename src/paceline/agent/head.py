@@ -13,6 +13,7 @@ from paceline.agent.generation import Generation
 from paceline.agent.guarding import Guarding, Judgement
 from paceline.agent.restart import FailedGeneration, NoRestart, Restart, decide, without_lost_nodes
 from paceline.agent.start import Inherited
+from paceline.agent.watching import Watching
 from paceline.contract.evidence import Evidence, Sample
 from paceline.contract.failure import GOOD_ENDS
 from paceline.contract.node_plan import NodePlan
@@ -76,9 +77,10 @@ class Head:
 
     def _watch(self, generation: Generation) -> int | Judgement:
         """Wait for the generation's end; the exit code, or what it failed of."""
-        guarding = Guarding(generation)
+        guarding, watching = Guarding(generation), Watching(generation)
         while True:
             ranks = generation.samples()
+            watching.look(ranks)
             if all(one.code in GOOD_ENDS for one in ranks):
                 return good_code(ranks)
             due = due_seconds(ranks)

@@ -15,7 +15,7 @@ import msgspec
 from paceline.agent.janitor import tell_janitor
 from paceline.agent.start import Inherited, Worker, start_workers
 from paceline.agent.store import Store
-from paceline.contract.boxes import release
+from paceline.contract.boxes import ask_to_save, release
 from paceline.contract.evidence import Sample
 from paceline.contract.failure import GOOD_ENDS, Failure
 from paceline.contract.node_plan import NodePlan
@@ -49,7 +49,7 @@ class Workers:
         self._ended: dict[int, tuple[int, float]] = {}  # rank -> exit code, when seen
         self._drained: set[int] = set()  # ranks whose last words have been waited for
         self._oom_kills_before = oom_kills()
-        self._stillness = Stillness()
+        self._stillness, self._saves_asked = Stillness(), 0
         self.machine: MachineLog | None = None
         """what this machine does, in the run's folder; None for a run without one"""
 
@@ -164,6 +164,14 @@ class Workers:
         for worker in self._workers:
             if worker.rank in ranks:
                 release(worker.box, word)
+
+    def ask_to_save(self) -> None:
+        """Have the first one vote for a checkpoint after its next step; a script does not hear it.
+
+        One alone: two that hear it at different steps would save twice.
+        """
+        self._saves_asked += 1
+        ask_to_save(self._workers[0].box, self._saves_asked)
 
     def oom_kills(self) -> int:
         """How many processes the kernel has killed for memory since this generation's start."""

@@ -18,6 +18,7 @@ COMMANDS = {
     "status": "show how a run goes on, or how it ended",
     "report": "write a page that explains a run, or compares several",
     "trace": "write a run as a trace for Perfetto: every rank on one clock",
+    "watch": "watch a run rank by rank on the terminal; see stacks, save, stop",
     "logs": "show what the ranks of a run have printed",
     "analyze": "find throughput, loss and what is out of order in any training's log, or in a run",
     "hang": "show which rank holds a run up, and where every rank is",

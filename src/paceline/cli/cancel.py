@@ -50,6 +50,17 @@ def main(arguments: Sequence[str]) -> int:
         words = f" ({found.words})" if found.words else ""
         print(clean(f"there is nothing to cancel: the run is {found.state}{words}"), file=sys.stderr)
         return ExitCode.FAILED if found.state == "unknown" else ExitCode.DONE
+    ask_to_stop(run_dir, means, now=config.now)
+    return _wait(run_dir, means)
+
+
+def ask_to_stop(run_dir: Path, means: Means, *, now: bool = False) -> None:
+    """Have Slurm or the run's agent end it after it has saved its state, or `now`; its end is not waited for.
+
+    Raises:
+        UsageError: what is recorded as its job or its agent is something else.
+        TrainingError: it cannot be told from here.
+    """
     last = last_submission(run_dir)
     slurm_job = last[1].slurm_job if last is not None else ""
     if last is not None and slurm_job and (job := queue.state(slurm_job)) is not None and job.lives:
@@ -58,10 +69,9 @@ def main(arguments: Sequence[str]) -> int:
                 f"Slurm job {slurm_job} is recorded as this run's, but its output goes elsewhere than {last[0]}: it is "
                 "another job, and left alone"
             )
-        queue.cancel(slurm_job, now=config.now)
+        queue.cancel(slurm_job, now=now)
     else:
-        _stop_agent(run_dir, found.submission, means, now=config.now)
-    return _wait(run_dir, means)
+        _stop_agent(run_dir, last[1] if last is not None else None, means, now=now)
 
 
 def _stop_agent(run_dir: Path, submission: Submission | None, means: Means, *, now: bool) -> None:

@@ -71,7 +71,7 @@ def _report(run_dir: Path, means: Means) -> HangReport:
     if not attempts(run_dir):
         raise UsageError(f"{run_dir} has not been started yet: see paceline status {run_dir}")
     may_ask = means != NOTHING  # a question is a file, and we write into no run of others
-    told = _ask(attempts(run_dir)[-1]) if state == "running" and may_ask else None
+    told = ask_agent(attempts(run_dir)[-1]) if state == "running" and may_ask else None
     if told is not None:
         return HangReport(str(run_dir), state, True, _live_words(told), "", told)
     state = standing(run_dir, means).state  # it may have ended meanwhile
@@ -110,7 +110,7 @@ def _newest_verdict(run_dir: Path) -> Path | None:
     return None
 
 
-def _ask(attempt: Path) -> Told | None:
+def ask_agent(attempt: Path) -> Told | None:
     """Have the head agent of a running start judge it now; None if it does not answer."""
     nonce = secrets.token_hex(8)
     question, answer = attempt / f"ask-{os.getpid()}-{nonce}", attempt / f"verdict-live-{nonce}"

@@ -5,7 +5,7 @@ is a store to memory, so a step may do it many times; what a killed process has 
 reader may see a record half written, and knows it by the number at both of its ends. The readers' side is boxes.py.
 
     offset      what                 by whom
-         0      counters             worker: steps done, phase, heartbeat, ... (`COUNTERS_AT`); agent: asked, released
+         0      counters             worker: steps done, phase, heartbeat, ... (`COUNTERS_AT`); agent: asked, ...
        256      phase times          worker: nanoseconds spent in each phase so far
        512      loader slots         loader processes: pid, item
       4096      ring                 worker: its last 256 collectives
@@ -45,6 +45,7 @@ _NAMES = (
     "released",  # by the agent: 1: leave your collective, the word to the worker says why
     "word_bytes",
     "loading",  # 1: the main thread waits for a batch of its loader processes
+    "saves_asked",  # by the agent: how many checkpoints somebody has asked for
     "waiting",  # 1: when the watcher last woke, a collective or a message was on its way
 )
 COUNTERS_AT = {name: index * WORD.size for index, name in enumerate(_NAMES)}
@@ -88,6 +89,11 @@ class Box:
     def get(self, name: str) -> int:
         """One counter; the agent sets some."""
         return WORD.unpack_from(self._memory, COUNTERS_AT[name])[0]
+
+    @property
+    def saves_asked(self) -> int:
+        """How many checkpoints the agent has been asked for in this generation; also where the guard is off."""
+        return WORD.unpack_from(self._steps, COUNTERS_AT["saves_asked"])[0]
 
     def tick(self) -> None:
         """Say that something has moved."""

@@ -52,6 +52,11 @@ def put_question(descriptor: int, question: int) -> None:
     os.pwrite(descriptor, box.WORD.pack(question), box.COUNTERS_AT["asked"])
 
 
+def ask_to_save(descriptor: int, times: int) -> None:
+    """Say how many times this worker has been asked for a checkpoint."""
+    os.pwrite(descriptor, box.WORD.pack(times), box.COUNTERS_AT["saves_asked"])
+
+
 def release(descriptor: int, why: bytes) -> None:
     """Have the worker leave the collective that it is in, with `why` (JSON) as the reason."""
     why = why[: box.WORD_MAX]

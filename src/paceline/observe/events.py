@@ -152,6 +152,7 @@ _Known = (
     Started | Step | Skipped | RolledBack | Samples | Evaluated | Checkpointed | Snapshotted | Anatomy | Traced | Notice
     | Ended
 )  # fmt: skip
+_decode = msgspec.json.Decoder(_Known).decode
 
 
 class EventWriter:
@@ -216,8 +217,12 @@ def last_events(path: Path) -> Iterator[Event]:
     return _decoded(reversed([*read_lines(path, from_end_bytes=LAST_BYTES)]))
 
 
+def decode_event(line: bytes) -> Event | None:
+    """The record in a line; None if its kind is not known, or it is torn."""
+    with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return _decode(line)
+    return None
+
+
 def _decoded(found: Iterable[bytes]) -> Iterator[Event]:
-    decode = msgspec.json.Decoder(_Known).decode
-    for line in found:
-        with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            yield decode(line)
+    return (event for line in found if (event := decode_event(line)) is not None)

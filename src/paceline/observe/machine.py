@@ -62,6 +62,7 @@ class ClockAhead(msgspec.Struct, frozen=True, tag_field="kind", tag="clock"):
 
 
 Record = MachineUse | ClockAhead
+_decode = msgspec.json.Decoder(Record).decode
 
 
 def file_name(node: int) -> str:
@@ -85,7 +86,11 @@ def read_machine(path: Path) -> Iterator[Record]:
     Raises:
         OSError: it is not there, or is no such file.
     """
-    decode = msgspec.json.Decoder(Record).decode
-    for line in read_lines(path):
-        with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            yield decode(line)
+    return (record for line in read_lines(path) if (record := decode_record(line)) is not None)
+
+
+def decode_record(line: bytes) -> Record | None:
+    """The record in a line; None if it is torn, or of a kind that is not known."""
+    with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return _decode(line)
+    return None

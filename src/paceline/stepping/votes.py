@@ -16,5 +16,7 @@ class Votes(NamedTuple):
     """finds by its clock that a checkpoint is due; rank 0 alone looks"""
     end: float = 0.0
     """has been told by a callback that the training is over"""
+    save: float = 0.0
+    """was asked to save a checkpoint now"""
     coming: float = 0.0
     """how many samples of a stream it has for the next global batch; 0 where the data are no stream"""

@@ -64,6 +64,7 @@ class Course(Records):
         self.throughput, self._waiting, self._traces = Throughput(), Waiting(), Traces(self._guard.box)
         self._began, self._costs = time.perf_counter(), dict[str, Any]()
         self._keeping: Keeping | None = None
+        self._saves_seen = self._saves_done = 0  # asked for by people: when it voted last, and dealt with
         self.is_open = False
         """whether there is a folder, and it is taken"""
         self._take(origin)
@@ -108,7 +109,11 @@ class Course(Records):
     def votes(self) -> Votes:
         """What this rank has to say in the next step: on the checkpoint on its way, and whether it is asked to stop."""
         votes = self._keeping.votes() if self._keeping else Votes()
-        return votes._replace(stop=float(self.request is not None and self.request.by is not None))
+        self._saves_seen = self._guard.box.saves_asked
+        return votes._replace(
+            stop=float(self.request is not None and self.request.by is not None),
+            save=float(self._saves_seen > self._saves_done),
+        )
 
     def note(self, record: StepRecord, samples: int, *, tracked: bool) -> None:
         """A step on a global batch of `samples` samples has ended; `tracked`: trackers are told of it."""
@@ -145,6 +150,8 @@ class Course(Records):
     def between(self, votes: Votes, numbers: Numbers, *, save: bool, settled: bool) -> None:
         """Do what is due after the step; `settled`: it is on disk before anything else is done (a collective)."""
         if self._keeping is not None:
+            if votes.save > 0:
+                self._saves_done, save = self._saves_seen, True
             self.throughput.pause(self._keeping.between(self.step, votes, lambda: self._content(numbers), save=save))
             if settled:
                 self.throughput.pause(self._keeping.settle())

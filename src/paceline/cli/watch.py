@@ -1,0 +1,154 @@
+"""`paceline watch RUN`: how a run goes on, rank by rank, on the terminal; and what to do about it, by keys."""
+
+import os
+import secrets
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+from paceline.cli.cancel import ask_to_stop
+from paceline.cli.finding import NOTHING, Means, RunFlags, attempts, existing_run
+from paceline.cli.hang import ask_agent
+from paceline.cli.run_state import LIVE, run_state, standing
+from paceline.contract.live import CHECKPOINT_ASK
+from paceline.disk import writing
+from paceline.errors import ExitCode, UsageError
+from paceline.guard.story import description
+from paceline.launch.tail import last_lines
+from paceline.observe.terminal import clean
+from paceline.view.live import LiveReader, RunNow
+from paceline.view.watch_lines import Standing, summary_line
+
+STATE_SECONDS = 5.0  # between two looks at how the run stands as a whole
+END_SECONDS = 2.0  # between two looks whether it has ended: a lock, or one question to its host
+PLAIN_SECONDS = 10.0  # between two lines where there is no terminal
+LOG_LINES, MOST_CHARS = 40, 20_000
+
+
+@dataclass(frozen=True)
+class WatchConfig(RunFlags):
+    """Watch a run until it ends: a line per rank, and keys to see stacks and logs, to save and to stop. q leaves it."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run `paceline watch ARGUMENTS`."""
+    config = tyro.cli(WatchConfig, prog="paceline watch", args=arguments)
+    run_dir, means = existing_run(config)
+    run = _Run(run_dir, means)
+    try:
+        if run.standing.state in LIVE:
+            if sys.stdout.isatty() and sys.stdin.isatty():
+                _on_terminal(run)
+            else:
+                _in_lines(run)
+        now, found = run.look()
+    except KeyboardInterrupt:
+        print("no longer watched; the run is left alone", file=sys.stderr)
+        return ExitCode.DONE
+    finally:
+        run.close()
+    _say(summary_line(now, found))
+    if found.state not in LIVE:
+        _say(f"see paceline status {run_dir}")
+    return ExitCode.DONE
+
+
+class _Run:
+    """One run, looked at and acted upon."""
+
+    def __init__(self, run_dir: Path, means: Means) -> None:
+        self.run_dir, self.means, self.may_act = run_dir, means, means != NOTHING
+        self._reader = LiveReader(run_dir, may_ask=self.may_act)
+        self.standing = self._standing()
+
+    def look(self) -> tuple[RunNow, Standing]:
+        """It now. From one thread at a time."""
+        now = time.monotonic()
+        if now > self._stood_seconds + STATE_SECONDS or (
+            now > self._ended_seconds + END_SECONDS and not self._goes_on(now)
+        ):
+            self.standing = self._standing()
+        return self._reader.look(self._attempt), self.standing
+
+    def _goes_on(self, now: float) -> bool:
+        self._ended_seconds = now
+        return standing(self.run_dir, self.means).state in LIVE
+
+    def _standing(self) -> Standing:
+        found = run_state(self.run_dir, self.means)
+        self._attempt = next(reversed(attempts(self.run_dir)), None)
+        self._stood_seconds = self._ended_seconds = time.monotonic()
+        return Standing(
+            self.run_dir.name, found.state, found.words, Path(found.task).name, found.strategy, found.world_size,
+            found.step, found.total_steps, found.checkpoint_step, tuple(found.metrics.items()),
+        )  # fmt: skip
+
+    def close(self) -> None:
+        """Let go of its files."""
+        self._reader.close()
+
+    def stack(self, rank: int) -> str:
+        """Where a rank is at this moment."""
+        told = ask_agent(self._newest())
+        if told is None:
+            raise UsageError("the run's agent does not answer; a run of torchrun's or of one process has none")
+        found = next((one for one in told.evidence if one.rank == rank), None)
+        return description(found, most_ops=5, most_stacks=1)[:MOST_CHARS] if found else f"rank {rank} is not there"
+
+    def log(self, rank: int) -> str:
+        """The last lines that a rank has printed."""
+        if self._attempt is None:
+            return "nothing yet"
+        return clean(last_lines(self._attempt / f"rank-{rank}.log", LOG_LINES)[0])[-MOST_CHARS:] or "nothing yet"
+
+    def save(self) -> str:
+        """Ask all ranks for a checkpoint."""
+        if self._reader.look(self._attempt).step is None:
+            raise UsageError("there is no step yet, or the script saves by itself: no checkpoint is asked for")
+        try:
+            os.close(writing.create(self._newest() / f"{CHECKPOINT_ASK}{secrets.token_hex(8)}"))
+        except OSError as error:
+            raise UsageError(f"the run cannot be asked: {error.strerror}") from error
+        return "asked for a checkpoint: it is taken after the next step"
+
+    def stop(self) -> str:
+        """Ask for the end."""
+        self._newest()
+        ask_to_stop(self.run_dir, self.means)
+        return "asked to stop: it saves its state first"
+
+    def _newest(self) -> Path:
+        if not self.may_act or self._attempt is None:
+            raise UsageError("others could have written this run's folder, so nothing is asked of it: it is only shown")
+        return self._attempt
+
+
+def _on_terminal(run: _Run) -> None:
+    from paceline.view.watch_app import Deeds, WatchApp  # textual takes a third of a second
+
+    app = WatchApp(Deeds(run.look, run.stack, run.log, run.save, run.stop, run.may_act))
+    app.run()
+    if app.failure is not None:
+        raise app.failure
+
+
+def _in_lines(run: _Run) -> None:
+    """For a file or a pipe: a line now and then, where something has changed, until the end."""
+    shown = ""
+    while run.standing.state in LIVE:
+        line = summary_line(*run.look())
+        if line != shown:
+            shown = line
+            _say(line)
+        due = time.monotonic() + PLAIN_SECONDS
+        while time.monotonic() < due and run.standing.state in LIVE:
+            time.sleep(1.0)
+            run.look()
+
+
+def _say(line: str) -> None:
+    print(clean(line), flush=True)
