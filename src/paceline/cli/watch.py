@@ -21,7 +21,7 @@ from paceline.guard.story import description
 from paceline.launch.tail import last_lines
 from paceline.observe.terminal import clean
 from paceline.view.live import LiveReader, RunNow
-from paceline.view.watch_lines import Standing, summary_line
+from paceline.view.watch_lines import Heading, summary_line
 
 STATE_SECONDS = 5.0  # between two looks at how the run stands as a whole
 END_SECONDS = 2.0  # between two looks whether it has ended: a lock, or one question to its host
@@ -65,7 +65,7 @@ class _Run:
         self._reader = LiveReader(run_dir, may_ask=self.may_act)
         self.standing = self._standing()
 
-    def look(self) -> tuple[RunNow, Standing]:
+    def look(self) -> tuple[RunNow, Heading]:
         """It now. From one thread at a time."""
         now = time.monotonic()
         if now > self._stood_seconds + STATE_SECONDS or (
@@ -78,11 +78,11 @@ class _Run:
         self._ended_seconds = now
         return standing(self.run_dir, self.means).state in LIVE
 
-    def _standing(self) -> Standing:
+    def _standing(self) -> Heading:
         found = run_state(self.run_dir, self.means)
         self._attempt = next(reversed(attempts(self.run_dir)), None)
         self._stood_seconds = self._ended_seconds = time.monotonic()
-        return Standing(
+        return Heading(
             self.run_dir.name, found.state, found.words, Path(found.task).name, found.strategy, found.world_size,
             found.step, found.total_steps, found.checkpoint_step, tuple(found.metrics.items()),
         )  # fmt: skip

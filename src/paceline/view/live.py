@@ -21,6 +21,7 @@ from paceline.observe.events import Checkpointed, Event, Started, Step, decode_e
 from paceline.observe.machine import MachineUse, decode_record, machine_files
 from paceline.view.growing import Growing
 from paceline.view.rank_now import HISTORY, History, RankNow
+from paceline.view.words import one_line
 
 SILENT_SECONDS = 5.0  # an agent that writes each second
 WINDOW_STEPS = 50
@@ -61,7 +62,7 @@ class LiveReader:
             self._ranks = {}
         if self.may_ask and attempt is not None:
             with suppress(OSError):  # a full disk: then we see what the ranks write
-                touch(attempt / WATCHED)
+                refresh(attempt / WATCHED)
         live = self._read_live(attempt) if attempt is not None else None
         with suppress(OSError):
             self._read_events(all_ranks=live is None)
@@ -70,7 +71,8 @@ class LiveReader:
         machines = self._read_machines()
         rates = _rates(self._steps)
         ranks = [history.now() for _, history in sorted(self._ranks.items())]
-        slow = slow_rank(spent, {}) if len(spent := self._spent()) > 1 else None
+        hosts = {rank: one_line(history.host, 30) for rank, history in self._ranks.items()}
+        slow = slow_rank(spent, hosts) if len(spent := self._spent()) > 1 else None
         return RunNow(
             ranks=tuple(_with_use(one, machines, self._ranks[one.rank], slow) for one in ranks),
             live=live is not None,
@@ -173,7 +175,7 @@ def _likely(machines: dict[int, MachineUse], history: History) -> Iterator[Machi
     yield from (machine for node, machine in machines.items() if node != history.node)
 
 
-def touch(path: Path) -> None:
+def refresh(path: Path) -> None:
     """Make a file of ours, or make it younger.
 
     Raises:

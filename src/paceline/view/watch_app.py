@@ -14,7 +14,7 @@ from textual.widgets import DataTable, Footer, Static
 
 from paceline.errors import PacelineError
 from paceline.view.live import RunNow
-from paceline.view.watch_lines import COLUMNS, ORDERS, Column, Standing, footnote, ordered, progress, title
+from paceline.view.watch_lines import COLUMNS, ORDERS, Column, Heading, footnote, ordered, progress, title
 from paceline.view.words import one_line
 
 EVERY_SECONDS = 1.0
@@ -25,7 +25,7 @@ LIVE_STATES = ("queued", "running", "unknown")
 class Deeds:
     """What the screen can have done; each may take seconds, and raises PacelineError or OSError where it cannot."""
 
-    look: Callable[[], tuple[RunNow, Standing]]
+    look: Callable[[], tuple[RunNow, Heading]]
     stack: Callable[[int], str]
     log: Callable[[int], str]
     save: Callable[[], str]
@@ -79,7 +79,7 @@ class Details(ModalScreen[None]):
             self.query_one(f"#{name}", Static).update(Text(text))
 
 
-class Ranks(DataTable[Text]):
+class RankTable(DataTable[Text]):
     """The table; it says in the footer what Enter does."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("enter", "select_cursor", "stack and log")]
@@ -110,7 +110,7 @@ class WatchApp(App[None]):
         self._deeds = deeds
         self._order = 0
         self._shown: list[tuple[int, list[Text]]] = []  # the table as it is: rank, cells
-        self.seen: tuple[RunNow, Standing] | None = None
+        self.seen: tuple[RunNow, Heading] | None = None
         """the last look"""
         self.failure: BaseException | None = None
         """why it ended by itself"""
@@ -119,13 +119,13 @@ class WatchApp(App[None]):
         """From top to bottom."""
         yield Static("", id="title", markup=False)
         yield Static("", id="progress", markup=False)
-        yield Ranks(id="ranks", cursor_type="row", zebra_stripes=True, cell_padding=1)
+        yield RankTable(id="ranks", cursor_type="row", zebra_stripes=True, cell_padding=1)
         yield Static("", id="note", markup=False)
         yield Footer()
 
     def on_mount(self) -> None:
         """Begin to look."""
-        self.query_one(Ranks).focus()
+        self.query_one(RankTable).focus()
         self.run_worker(self._follow(), exclusive=True)
 
     async def _follow(self) -> None:
@@ -160,7 +160,7 @@ class WatchApp(App[None]):
 
     def _draw_table(self, now: RunNow) -> None:
         """Only what has changed is drawn anew: of 200 ranks that is little."""
-        table = self.screen_stack[0].query_one("#ranks", Ranks)
+        table = self.screen_stack[0].query_one("#ranks", RankTable)
         width = self.size.width
         columns = [one for one in COLUMNS if one.least_width <= width and _is_used(one.title, now)]
         ranks = ordered(now.ranks, self._order)
@@ -189,7 +189,7 @@ class WatchApp(App[None]):
 
     def on_data_table_row_selected(self, _: DataTable.RowSelected) -> None:
         """Enter, in the table: show the rank under the cursor."""
-        row = self.query_one(Ranks).cursor_row
+        row = self.query_one(RankTable).cursor_row
         if 0 <= row < len(self._shown):
             self.push_screen(Details(self._shown[row][0], self._deeds))
 

@@ -17,7 +17,7 @@ STATE_STYLES = {"running": "cyan", "queued": "cyan", "done": "green", "saved": "
 
 
 @dataclass(frozen=True)
-class Standing:
+class Heading:
     """What is known of a run besides its ranks: a `RunState` of the commands has all of it."""
 
     name: str
@@ -32,7 +32,7 @@ class Standing:
     metrics: tuple[tuple[str, float | None], ...] = ()
 
 
-def title(standing: Standing) -> Text:
+def title(standing: Heading) -> Text:
     """Which run, and how it stands."""
     text = Text(one_line(standing.name, 60), "bold")
     words = [one_line(word, 40) for word in (standing.task, standing.strategy) if word]
@@ -44,7 +44,7 @@ def title(standing: Standing) -> Text:
     return text
 
 
-def progress(now: RunNow, standing: Standing, width: int = 0) -> Text:
+def progress(now: RunNow, standing: Heading, width: int = 0) -> Text:
     """How far it is, and how fast; with a curve of the loss where `width` leaves room for one."""
     step = now.step if now.step is not None else standing.step
     parts: list[str] = []
@@ -175,11 +175,11 @@ ORDERS: tuple[tuple[str, Callable[[RankNow], tuple[float, ...]]], ...] = (
 )
 
 
-def summary_line(now: RunNow, standing: Standing) -> str:
+def summary_line(now: RunNow, standing: Heading) -> str:
     """All in one plain line."""
     ranks = [one for one in now.ranks if one.still_seconds >= STILL_SECONDS and not one.ended]
     still = f"  {len(ranks)} of {len(now.ranks)} ranks stand still" if ranks else ""
-    slow = f"  {one_line(now.words, 120)}" if now.words else ""
+    slow = f"  {one_line(now.words, 120)}" if now.words and standing.state == "running" else ""
     return f"{title(standing).plain}  {progress(now, standing).plain}{still}{slow}"
 
 
