@@ -27,7 +27,7 @@ from paceline.view.live import LiveReader, RunNow
 from paceline.view.rank_now import RankNow
 from paceline.view.watch_app import Deeds, Details, RankTable, WatchApp
 from paceline.view.watch_lines import Heading, summary_line
-from paceline.view.words import one_line, size_words, sparkline, time_words
+from paceline.view.words import last_bars, one_line, size_words, time_words
 
 HOSTILE = "[red]n1[/red]\x1b]0;owned\x07\x1b[2J\u202e[@click=app.quit]x[/]" + "A" * 5000
 RUNNING = Heading("demo", "running", task="mnist-cnn", strategy="bucketed", world_size=2, total_steps=100)
@@ -226,9 +226,9 @@ def test_nothing_is_asked_of_a_run_that_is_not_ours(run: Path) -> None:
 
 
 def test_words_and_curves() -> None:
-    assert sparkline([1, 2, 3, float("nan")], 10) == "▁▅█" or sparkline([1, 2, 3], 10) == "▁▄█"
-    assert sparkline([1.0, 1.0, 1.001], 10) == "▂▂▂"
-    assert sparkline([], 5) == sparkline([1], 0) == ""
+    assert last_bars([1, 2, 3, float("nan")], 10) == "▁▅█" or last_bars([1, 2, 3], 10) == "▁▄█"
+    assert last_bars([1.0, 1.0, 1.001], 10) == "▂▂▂"
+    assert last_bars([], 5) == last_bars([1], 0) == ""
     assert (size_words(0), size_words(1536), size_words(1 << 40)) == ("0 B", "1.5 KiB", "1.0 TiB")
     assert [time_words(s) for s in (0.0031, 2, 245, 12_000, 190_800, -1, float("nan"))] == [
         "3 ms", "2.0 s", "4:05", "3:20:00", "2 d 5 h", "?", "?",

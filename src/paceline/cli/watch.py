@@ -18,7 +18,7 @@ from paceline.contract.live import CHECKPOINT_ASK
 from paceline.disk import writing
 from paceline.errors import ExitCode, UsageError
 from paceline.guard.story import description
-from paceline.launch.tail import last_lines
+from paceline.launch.tail import lines_of, start_of_last
 from paceline.observe.terminal import clean
 from paceline.view.live import LiveReader, RunNow
 from paceline.view.watch_lines import Heading, summary_line
@@ -103,7 +103,9 @@ class _Run:
         """The last lines that a rank has printed."""
         if self._attempt is None:
             return "nothing yet"
-        return clean(last_lines(self._attempt / f"rank-{rank}.log", LOG_LINES)[0])[-MOST_CHARS:] or "nothing yet"
+        path = self._attempt / f"rank-{rank}.log"
+        start, end = start_of_last(path, LOG_LINES)
+        return "\n".join(line.text for line in lines_of(path, start, end))[-MOST_CHARS:] or "nothing yet"
 
     def save(self) -> str:
         """Ask all ranks for a checkpoint."""

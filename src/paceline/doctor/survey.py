@@ -99,20 +99,11 @@ def survey(wanted: Wanted, programs: Sequence[HostProgram]) -> Survey:
         if len(names) == len(wanted.hosts) and len(best) == len(names) * (len(names) - 1):
             rehearsed = _rehearse(programs, wanted, facts, usable_addresses(facts, reach))
     return Survey(
-        wanted=wanted,
-        lost={program.name: program.lost for program in programs if program.lost},
-        facts=facts,
-        clock_offsets=offsets,
-        resolved={name: answer.names for name, answer in resolved.items()},
-        reach=reach,
-        links=links,
-        written=written,
-        seen=seen,
-        disks=disks,
-        files=files,
-        rehearsed=rehearsed,
+        wanted=wanted, lost={program.name: program.lost for program in programs if program.lost}, facts=facts,
+        clock_offsets=offsets, resolved={name: answer.names for name, answer in resolved.items()}, reach=reach,
+        links=links, written=written, seen=seen, disks=disks, files=files, rehearsed=rehearsed,
         seconds=time.monotonic() - start,
-    )
+    )  # fmt: skip
 
 
 def usable_addresses(facts: Mapping[str, Facts], reach: Mapping[Pair, Mapping[str, m.Reason]]) -> dict[str, Address]:

@@ -95,7 +95,6 @@ class Course(Records):
         writer, enter = self.begin(place, track), self._guard.box.enter
         self._keeping = Keeping(holder, place, self.origin, self._rhythm, writer=writer, say=self.say, enter=enter)
         self.started(plan, self.step)
-        self.watch_machine()
         for line in [*place.notices, *lines]:
             self.say(line)
         if self._policy == "rollback" and not self._keeping.can_go_back:

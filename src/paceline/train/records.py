@@ -45,7 +45,7 @@ class Records:
         )
         return self._writer
 
-    def watch_machine(self) -> None:
+    def _watch_machine(self) -> None:
         """Have what this machine does written down, by its first rank, where no agent of ours does (a collective)."""
         assert self.place is not None
         birth, world = WorkerBirth.here(), self._world
@@ -81,8 +81,9 @@ class Records:
         self.show(f"{split} after step {step}: {scores_line(metrics)}".lstrip())
 
     def started(self, plan: BatchPlan, start: int) -> None:
-        """This rank begins, with the state after `start` steps."""
+        """This rank begins, with the state after `start` steps (a collective)."""
         assert self.place is not None
+        self._watch_machine()
         place, world = self.place, self._world
         self.write(events.Started(
             attempt=place.attempt, rank=world.rank, world_size=world.size, host=socket.gethostname(), pid=os.getpid(),

@@ -1,6 +1,7 @@
 """`paceline watch` on a terminal: a head line, a table with a line per rank, and keys. Nothing in it is markup."""
 
 import asyncio
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
@@ -18,6 +19,7 @@ from paceline.view.watch_lines import COLUMNS, ORDERS, Column, Heading, footnote
 from paceline.view.words import one_line
 
 EVERY_SECONDS = 1.0
+ROWS_A_LOOK = 32  # of a higher terminal not every look is drawn: to draw a row takes half a millisecond
 LIVE_STATES = ("queued", "running", "unknown")
 
 
@@ -110,6 +112,8 @@ class WatchApp(App[None]):
         self._deeds = deeds
         self._order = 0
         self._shown: list[tuple[int, list[Text]]] = []  # the table as it is: rank, cells
+        self._form: list[str] = []  # its columns
+        self._widths: list[int] = []
         self.seen: tuple[RunNow, Heading] | None = None
         """the last look"""
         self.failure: BaseException | None = None
@@ -129,15 +133,17 @@ class WatchApp(App[None]):
         self.run_worker(self._follow(), exclusive=True)
 
     async def _follow(self) -> None:
-        while True:
+        for look in itertools.count():
             try:
                 self.seen = await asyncio.to_thread(self._deeds.look)
             except Exception as error:  # the folder has gone, say: told once the terminal is whole again
                 self.failure = error
                 self.exit()
                 return
-            self._draw()
-            if self.seen[1].state not in LIVE_STATES:
+            over = self.seen[1].state not in LIVE_STATES
+            if over or look % (1 + self.size.height // ROWS_A_LOOK) == 0:
+                self._draw()
+            if over:
                 self.exit()
                 return
             await asyncio.sleep(EVERY_SECONDS)
@@ -165,21 +171,27 @@ class WatchApp(App[None]):
         columns = [one for one in COLUMNS if one.least_width <= width and _is_used(one.title, now)]
         ranks = ordered(now.ranks, self._order)
         rows = [(one.rank, [column.cell(one) for column in columns]) for one in ranks]
-        titles = [column.title for column in columns]
-        if [str(column.label) for column in table.ordered_columns] != titles or len(rows) != len(self._shown):
+        widths = [max(len(one.title), *(cells[n].cell_len for _, cells in rows), 0) for n, one in enumerate(columns)]
+        if (
+            self._form != (form := [one.title for one in columns])
+            or len(rows) != len(self._shown)
+            or any(new > old for new, old in zip(widths, self._widths, strict=True))
+        ):
             at, where = table.cursor_row, table.scroll_y
             table.clear(columns=True)
-            for column in columns:
-                table.add_column(Text(column.title, justify="right" if column.right else "left"), key=column.title)
+            for column, width in zip(columns, widths, strict=True):
+                label = Text(column.title, justify="right" if column.right else "left")
+                table.add_column(label, key=column.title, width=width)  # given: to measure all cells takes long
             for number, (_, cells) in enumerate(rows):
                 table.add_row(*(_aligned(c, cell) for c, cell in zip(columns, cells, strict=True)), key=str(number))
             table.move_cursor(row=at)
             table.scroll_to(y=where, animate=False)
+            self._form, self._widths = form, widths
         else:
             for number, ((_, cells), (_, before)) in enumerate(zip(rows, self._shown, strict=True)):
                 for column, cell, old in zip(columns, cells, before, strict=True):
                     if cell.plain != old.plain or cell.style != old.style:
-                        table.update_cell(str(number), column.title, _aligned(column, cell), update_width=True)
+                        table.update_cell(str(number), column.title, _aligned(column, cell))
         self._shown = rows
 
     def action_sort(self) -> None:

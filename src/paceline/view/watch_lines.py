@@ -8,7 +8,7 @@ from rich.text import Text
 from paceline.observe.machine import GpuUse
 from paceline.view.live import RunNow
 from paceline.view.rank_now import RankNow
-from paceline.view.words import one_line, size_words, sparkline, time_words
+from paceline.view.words import last_bars, one_line, size_words, time_words
 
 STILL_SECONDS = 5.0  # below it a rank moves
 WAITS_LITTLE = 0.02
@@ -68,7 +68,7 @@ def progress(now: RunNow, standing: Heading, width: int = 0) -> Text:
     line = "  ".join(parts)
     room = min(60, width - len(line) - 9)
     if room >= 10 and len(now.losses) > 1:
-        line += f"  loss {sparkline(now.losses, room)}"
+        line += f"  loss {last_bars(now.losses, room)}"
     return Text(line)
 
 
@@ -115,7 +115,7 @@ def _work(one: RankNow) -> Text:
 
 
 def _curve(one: RankNow) -> Text:
-    return Text(sparkline(one.work_seconds, 12), "yellow" if one.slowest else "cyan")
+    return Text(last_bars(one.work_seconds, 12), "yellow" if one.slowest else "cyan")
 
 
 def _waits(one: RankNow) -> Text:

@@ -4,12 +4,12 @@ import math
 from collections.abc import Sequence
 
 from paceline.observe.terminal import clean
+from paceline.view.curves import BARS
 
-BARS = "▁▂▃▄▅▆▇█"
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
-def sparkline(values: Sequence[float], width: int) -> str:
+def last_bars(values: Sequence[float], width: int) -> str:
     """The last values, each a bar of one to eight eighths: from the least to the most of them."""
     shown = [value for value in values[-width:] if math.isfinite(value)] if width > 0 else []
     if not shown:
