@@ -19,6 +19,7 @@ COMMANDS = {
     "report": "write a page that explains a run, or compares several",
     "trace": "write a run as a trace for Perfetto: every rank on one clock",
     "watch": "watch a run rank by rank on the terminal; see stacks, save, stop",
+    "monitor": "show what machines do now: cores, memory, network, GPUs, and who uses them",
     "logs": "show what the ranks of a run have printed",
     "analyze": "find throughput, loss and what is out of order in any training's log, or in a run",
     "hang": "show which rank holds a run up, and where every rank is",
