@@ -86,7 +86,8 @@ def _process(pid: int, cores: float, gpu_bytes: int) -> ProcessUse:
 
 def _program(words: list[str]) -> str:
     """The program, and its script or module: the first argument that is no option."""
-    what = next((word for word in words[1:4] if not word.startswith("-")), "")
+    options = words[1:4]
+    what = "-c" if "-c" in options else next((word for word in options if not word.startswith("-")), "")
     return f"{Path(words[0]).name} {what}".strip()[:200]
 
 
