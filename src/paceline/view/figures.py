@@ -34,6 +34,7 @@ class Figure:
     kind: str = "lines"  # lines, bars, matrix, marks
     axes: list[str] = field(default_factory=list[str])
     """names of other x axes that a trace has, as x0, x1, ...: the reader can choose"""
+    from_zero: bool = False  # whether the y axis begins at 0
     log: bool = False  # whether a logarithmic y axis is worth offering
 
 

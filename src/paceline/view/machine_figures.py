@@ -7,6 +7,7 @@ from paceline.observe.machine import MachineUse
 from paceline.view.figures import MOST_LINES, Figure, line
 from paceline.view.run import WholeRun
 
+NOTHING = 0.005  # of a figure's unit: what never gets higher is left out
 OF_GPUS = (  # name, title, unit, field, factor
     ("gpu", "GPU busy", "%", "busy", 100.0),
     ("gpu-memory", "GPU memory", "GB", "memory_bytes", 1e-9),
@@ -33,8 +34,8 @@ def devices(run: WholeRun) -> Iterable[Figure]:
                         xs.append((one.unix_time - began) / 60)
                         ys.append(number)
         traces = [line(label, [xs], ys, n) for n, (label, (xs, ys)) in enumerate([*columns.items()][:MOST_LINES])]
-        if any(any(trace["y"]) for trace in traces):
-            yield Figure(name, title, f"{title}, once a second, thinned.", traces, x="minutes", y=y)
+        if any(value and value > NOTHING for trace in traces for value in trace["y"]):
+            yield Figure(name, title, f"{title}, once a second, thinned.", traces, x="minutes", y=y, from_zero=True)
 
     yield from figure("cores", "Processor", "cores busy", lambda m: {m.host: m.cores_busy, f"{m.host}: all": m.cores})
     yield from figure("memory", "Memory in use", "GB", lambda m: {m.host: m.memory_bytes / 1e9})

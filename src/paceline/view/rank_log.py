@@ -98,7 +98,7 @@ class RankLog:
 
     def _tell(self, event: Event) -> None:
         own = event.unix_time if isinstance(event, Ended) else 0.0
-        last = self.steps.ended[-1] if self.steps.ended else self.started[-1].unix_time if self.started else 0.0
+        last = max([*self.steps.ended[-1:], *(one.unix_time for one in self.started[-1:])], default=0.0)
         if len(self.told) < MOST_OF_A_KIND:
             self.told.append((own or last, event))
 

@@ -13,7 +13,7 @@
       paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", margin: { l: 50, r: 12, t: 8, b: 40 },
       font: { color: css("ink"), family: "system-ui, sans-serif", size: 12 }, dragmode: false,
       legend: { orientation: "h", y: -0.25 }, showlegend: figure.traces.length > 1 && figure.kind !== "marks",
-      xaxis: { ...axis, title: { text: shown } }, yaxis: { ...axis, title: { text: figure.y }, type: state.log ? "log" : "-" },
+      xaxis: { ...axis, title: { text: shown } }, yaxis: { ...axis, title: { text: figure.y }, type: state.log ? "log" : "-", rangemode: figure.from_zero ? "tozero" : "normal" },
       hoverlabel: { bgcolor: css("card"), bordercolor: css("line"), font: { color: css("ink") } },
     };
     if (figure.kind === "bars") Object.assign(found, { barmode: "stack", yaxis: { ...axis, autorange: "reversed", type: "category" } });
