@@ -40,7 +40,7 @@ LINK = "the exchange between"
 def judged(folder: Path, wanted: str) -> dict[str, Any]:
     """What is said of a run, and whether it is right: the wanted cause is the first that is named."""
     found = why(whole_run(folder))
-    causes = found.first.split(": of the missing")[-1]
+    causes = found.first.partition("; ")[2]
     first = found.first if "compete" in wanted else causes.split(",")[0].split(" and ")[0]
     total = sum(share for cause, share in found.shares.items() if cause != "not explained")
     return {

@@ -5,7 +5,6 @@ A run of another user is shown as data: no process is signalled, no host asked a
 
 import fcntl
 import os
-import re
 import shlex
 import signal
 import subprocess
@@ -27,7 +26,6 @@ from paceline.observe.folder import CONFIG, LOCK, attempt_number
 
 RUNS = Path("runs")
 SSH_SECONDS = 20.0
-RECORD = re.compile(r"error-[0-9]{1,9}(-generation-[0-9]{1,9})?\.json")
 
 
 @dataclass(frozen=True)
@@ -207,8 +205,3 @@ def _on_head(submission: Submission | None, ssh: Sequence[str], command: str) ->
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout if done.returncode == 0 else None
-
-
-def failure_records(attempt: Path) -> list[str]:
-    """The files in which a start's workers have recorded their failures; which came first only its agent knows."""
-    return sorted(name for name in names(attempt) if RECORD.fullmatch(name))

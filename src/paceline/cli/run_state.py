@@ -11,12 +11,12 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from paceline import config as configuration
-from paceline.cli.finding import NOTHING, Means, agent_runs, attempts, failure_records, head_roster, is_locked
+from paceline.cli.finding import NOTHING, Means, agent_runs, attempts, head_roster, is_locked
 from paceline.errors import ExitCode, PacelineError, UsageError
 from paceline.launch.slurm import queue
 from paceline.launch.submission import Submission, last_submission
 from paceline.observe.events import Evaluated, Started, Step, last_events, read_events
-from paceline.observe.folder import CHECKPOINTS, CONFIG
+from paceline.observe.folder import CHECKPOINTS, CONFIG, failure_records
 from paceline.observe.summary import Summary, read_ended, read_summary
 from paceline.store.published import entries
 

@@ -31,6 +31,7 @@ WEIGHTS = "model.safetensors"
 BEST_WEIGHTS, AVERAGE_WEIGHTS = "model-best.safetensors", "model-ema.safetensors"
 CHECKPOINTS = "checkpoints"
 LOCK = ".lock"
+FAILURE = re.compile(r"error-[0-9]{1,9}(-generation-[0-9]{1,9})?\.json")
 MOST_STARTS = 999_999  # numbers of attempts
 LOCK_SECONDS = 10.0  # the workers of a launcher that was just killed need a moment to end
 
@@ -219,6 +220,11 @@ def attempt_number(folder: Path, kind: str = "attempt") -> int:
     """Which start of the run a folder belongs to, of those called `kind`-N; 0 if its name does not say."""
     match = re.fullmatch(rf"{kind}-([0-9]{{1,9}})", folder.name)
     return int(match[1]) if match else 0
+
+
+def failure_records(attempt: Path) -> list[str]:
+    """The files in which a start's workers have recorded their failures; which came first only its agent knows."""
+    return sorted(name for name in names(attempt) if FAILURE.fullmatch(name))
 
 
 def _make(folder: Path, *, exist_ok: bool) -> None:

@@ -218,7 +218,7 @@ def _who_keeps_what(run: WholeRun) -> Iterator[Drawing]:
     size = min(run.world_size, MOST_RANKS)
     if run.first is None or run.first.anatomy is None or size < 2:
         return
-    shared = HOLDS.get(run.strategy, HOLDS["every rank alike"])
+    shared = HOLDS.get(run.strategy, HOLDS["all on every rank"])
     canvas, lane = Canvas(WIDTH, 34 + 44 * size), (WIDTH - LABEL) / 3
     for place, kind in enumerate(KINDS):
         canvas.text(

@@ -92,7 +92,7 @@ def _of_first(
     """A line for each run, of what is global."""
     traces: list[dict[str, Any]] = []
     for number, run in enumerate(runs[:MOST_LINES]):
-        if (first := run.first) and first.rows and any(map(math.isfinite, ys := column(first))):
+        if (first := run.first) and sum(map(math.isfinite, ys := column(first))) > 1:
             traces.append(line(run.name if len(runs) > 1 else y, _axes(first), ys, number))
     if traces:
         yield Figure(name, title, words, traces, y=y, axes=AXES, log=log)
@@ -172,10 +172,10 @@ def phases(runs: Sequence[WholeRun]) -> Iterable[Figure]:
 def waiting(run: WholeRun, waits: Mapping[int, Mapping[int, float]]) -> Iterable[Figure]:
     """Who waited for whom; `waits` as in Why."""
     ranks = sorted(log.rank for log in run.latest())[:MOST_ROWS]
-    if len(ranks) < 2 or not waits:
+    if len(ranks) < 3 or not waits:  # of two, the first sentence says it
         return
     total = sum(sum(of.values()) for of in waits.values()) or 1.0
     cells = [[None if a == b else round(100 * waits.get(a, {}).get(b, 0.0) / total, 1) for b in ranks] for a in ranks]
     trace = {"name": "waiting", "z": cells, "y": [f"rank {r}" for r in ranks], "x0": [f"rank {r}" for r in ranks]}
-    words = "Each cell: which part of all waiting for the slowest rank was this row's rank waiting for that column's."
+    words = "The row's rank waited for the column's: its part of all waiting."
     yield Figure("waits", "Who waited for whom", words, [trace], x="for", y="waited", kind="matrix")

@@ -6,9 +6,11 @@ from itertools import pairwise
 from paceline.observe.events import Checkpointed, Ended, Evaluated, Notice, RolledBack, Skipped
 from paceline.observe.terminal import clean
 from paceline.view.figures import COLOURS, Figure
+from paceline.view.outcome import breakdowns
 from paceline.view.rank_log import RankLog
 from paceline.view.run import WholeRun
 
+SHORT_SECONDS = 2.0  # of a run over so soon there is nothing to draw
 MOST_MARKS = 256  # of a kind
 
 
@@ -37,6 +39,8 @@ def happenings(run: WholeRun) -> list[tuple[float, str, str]]:
                 found.append((at - began, "notice", event.text))
             case _:
                 pass
+    last = max((at for at, _, _ in found), default=0.0)
+    found += [(last, "failed", f"{who}: {what}") for who, what in breakdowns(run)]
     for told in run.verdicts:
         found.append((told.unix_time - began, "verdict", " ".join(told.verdict.sentences)))
     if (newest := run.newest) and first:
@@ -56,7 +60,7 @@ def timeline(found: Sequence[tuple[float, str, str]]) -> Iterable[Figure]:
          "text": [words[:120] for _, k, words in found if k == kind][:MOST_MARKS]}
         for n, kind in enumerate(kinds)
     ]  # fmt: skip
-    if len(found) > 1 and traces:
+    if len(traces) > 1 and max(at for at, _, _ in found) > SHORT_SECONDS:
         yield Figure("timeline", "What happened when", "Starts, checkpoints, evaluations and what went wrong.", traces,
                      x="minutes", kind="marks")  # fmt: skip
 
@@ -74,7 +78,7 @@ def wall(run: WholeRun) -> dict[str, float]:
     gaps = sum(max(0.0, later.unix_time - _last_before(first, later.unix_time)) for _, later in pairwise(started))
     rest = total - kept - thrown - evaluated - stalls - gaps
     return {"steps": kept, "evaluations": evaluated, "checkpoints": stalls, "steps thrown away": thrown,
-            "not running": gaps, "start and rest": max(0.0, rest)}  # fmt: skip
+            "time between two starts": gaps, "start-up and other": max(0.0, rest)}  # fmt: skip
 
 
 def _last_before(log: RankLog, at: float) -> float:

@@ -35,9 +35,7 @@ def logged(run: WholeRun) -> Logged:
     rows = [[one.kind, one.rank, one.where, one.words] for one in result.anomalies]
     if rows:
         many = ", ".join(f"{kind}: {count:,}" for kind, count in result.counts.items())
-        found.tables.append(
-            Table("Out of order in the logs", ["kind", "rank", "where", "words"], rows, f"All of them: {many}.")
-        )
+        found.tables.append(Table("Unusual lines in the logs", ["kind", "rank", "where", "words"], rows, f"{many}."))
     if run.ranks:
         return found
     for name, curve in (("loss", result.loss), *((f"test {name}", one) for name, one in result.held_out.items())):

@@ -31,13 +31,15 @@ def devices(run: WholeRun) -> Iterable[Figure]:
                 for label, number in value(one).items():
                     if number is not None and len(columns) <= MOST_LINES:
                         xs, ys = columns.setdefault(label, ([], []))
-                        xs.append((one.unix_time - began) / 60)
+                        xs.append(max(0.0, one.unix_time - began) / 60)
                         ys.append(number)
         traces = [line(label, [xs], ys, n) for n, (label, (xs, ys)) in enumerate([*columns.items()][:MOST_LINES])]
         if any(value and value > NOTHING for trace in traces for value in trace["y"]):
-            yield Figure(name, title, f"{title}, once a second, thinned.", traces, x="minutes", y=y, from_zero=True)
+            yield Figure(name, title, "Of each machine, about once a second.", traces, x="minutes", y=y, from_zero=True)
 
-    yield from figure("cores", "Processor", "cores busy", lambda m: {m.host: m.cores_busy, f"{m.host}: all": m.cores})
+    yield from figure(
+        "cores", "Processor", "cores busy", lambda m: {m.host: m.cores_busy, f"{m.host}: cores there are": m.cores}
+    )
     yield from figure("memory", "Memory in use", "GB", lambda m: {m.host: m.memory_bytes / 1e9})
     yield from figure("rss", "Memory of each rank", "GB",
                       lambda m: {f"rank {r}": use.memory_bytes / 1e9 for r, use in m.ranks.items()})  # fmt: skip

@@ -11,11 +11,13 @@ import msgspec
 from jinja2 import Environment
 from markupsafe import Markup
 
+from paceline.observe.terminal import clean
 from paceline.view.drawing import Drawing
 from paceline.view.figures import Figure, curves, phases, waiting
 from paceline.view.happened import happenings, timeline
 from paceline.view.logged import logged
 from paceline.view.machine_figures import devices
+from paceline.view.outcome import breakdowns, learned, remedy, restarts
 from paceline.view.run import WholeRun
 from paceline.view.tables import (
     Table,
@@ -64,7 +66,7 @@ def report_page(runs: Sequence[WholeRun], command: str, drawings: Sequence[Drawi
     whys = [why(run) for run in runs]
     body = [section for section in _sections(runs, whys, drawings) if section]
     figures = {figure.name: asdict(figure) for section in body for figure in section.figures}
-    title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs compared"
+    title = _title(runs[0]) if len(runs) == 1 else f"{len(runs)} runs compared"
     data = msgspec.json.encode({"name": runs[0].name if len(runs) == 1 else "compared", "figures": figures}).decode()
     plotly, js = _plotly(), _template("report.js")
     hashes = " ".join(
@@ -110,16 +112,32 @@ def _sections(runs: Sequence[WholeRun], whys: Sequence[Why], drawings: Sequence[
     ]  # fmt: skip
 
 
+def _title(run: WholeRun) -> str:
+    told = str(run.settings.get("task") or "").rpartition("/")[2]
+    return f"{run.name}: {clean(told)[:80]}" if told and told not in run.name else run.name
+
+
 def _head(run: WholeRun, found: Why) -> dict[str, Any]:
     tone = "good" if run.state in GOOD else "bad" if run.state in BAD else ""
+    late = found.slowest if found.slow_phase == "data" else None
+    names = {"waiting for data": "its own data", "waiting for the slowest rank": f"waiting for rank {late}'s data"}
     shares = [
-        {"name": name, "percent": f"{share:.0%}", "grow": f"{max(0.0, share):.4f}", "colour": COLOUR_OF[name]}
+        {
+            "name": names.get(name, name) if late is not None else name,
+            "percent": f"{share:.0%}" if share >= 0.01 else "<1%", "grow": f"{share:.4f}",
+            "colour": "orange" if late is not None and "slowest" in name else COLOUR_OF[name],
+        }
         for name, share in found.shares.items()
         if share > 0.004
-    ]
+    ]  # fmt: skip
+    failed = run.state in BAD
     return {
-        "name": run.name, "state": run.state or "unknown", "words": run.words, "tone": tone, "why": found.first,
-        "advice": found.advice, "shares": shares, "missing": run.missing, "tiles": results([run])[0].tiles(),
+        "name": run.name, "state": run.state or "unknown", "tone": tone, "shares": shares,
+        "words": "" if failed and run.failures else run.words,
+        "failed": breakdowns(run) if failed else [], "again": restarts(run),
+        "learned": learned(run), "why": found.first,
+        "advice": [*remedy(run), *found.advice] if failed else found.advice,
+        "missing": run.missing, "tiles": [row[:2] for row in results([run])[0].rows],
         "shares_words": ", ".join(f"{share['name']} {share['percent']}" for share in shares),
     }  # fmt: skip
 

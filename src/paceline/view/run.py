@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from paceline.contract.failure import Failure
 from paceline.disk.reading import decode, decode_toml, folders
 from paceline.errors import PacelineError, UsageError
 from paceline.guard.story import Told, read_verdict
@@ -22,7 +23,7 @@ from paceline.observe.events import (
     event_files,
     read_events,
 )
-from paceline.observe.folder import CONFIG, attempt_number
+from paceline.observe.folder import CONFIG, attempt_number, failure_records
 from paceline.observe.machine import ClockAhead, MachineUse, machine_files, read_machine
 from paceline.observe.summary import Summary, read_summary
 from paceline.observe.terminal import clean
@@ -47,6 +48,8 @@ class WholeRun:
     machines: dict[int, list[MachineUse]] = field(default_factory=dict[int, list[MachineUse]])
     clocks: dict[int, ClockAhead] = field(default_factory=dict[int, ClockAhead])
     """by node: its newest reading"""
+    failures: list[Failure] = field(default_factory=list[Failure])
+    """of all starts, in the ranks' own words"""
     verdicts: list[Told] = field(default_factory=list[Told])
     starts: int = 0
     missing: list[str] = field(default_factory=list[str])
@@ -131,6 +134,9 @@ def _read_starts(run: WholeRun) -> None:
             if not attempt_number(Path(name)):
                 continue
             run.starts += 1
+            for record in failure_records(run.folder / name):
+                with _noting(run, f"{name}/{record}"):
+                    run.failures.append(decode(run.folder / name / record, Failure))
             for inner in folders(run.folder / name):
                 if inner.startswith("verdict-") and not inner.startswith("verdict-live"):
                     with _noting(run, f"{name}/{inner}"):

@@ -1,12 +1,13 @@
 """The tables of a run's page: results, what differs, who holds how much, which samples were used, how to repeat it."""
 
 import shlex
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import mean
 from typing import Any
 
-from paceline.observe.summary import scores_line
+from paceline.observe.summary import Summary, scores_line
 from paceline.observe.terminal import clean
 from paceline.view.happened import wall
 from paceline.view.run import WholeRun
@@ -15,7 +16,7 @@ from paceline.view.why import Why, sent_bytes
 MOST_ROWS, MOST_CELL = 500, 300
 KINDS = ("weights", "gradients", "optimizer")
 HOLDS = {  # which part of weights, gradients and optimizer state a rank of N has (docs/memory.md); 1: all
-    "every rank alike": (False, False, False), "zero": (False, True, True), "fsdp": (True, True, True),
+    "all on every rank": (False, False, False), "zero": (False, True, True), "fsdp": (True, True, True),
 }  # fmt: skip
 
 
@@ -29,10 +30,6 @@ class Table:
     words: str = ""
     numbers: bool = False  # all but the first column are
     folded: bool = False  # shown when it is asked for
-
-    def tiles(self) -> list[tuple[str, str]]:
-        """A table of one row of values, as pairs of name and value."""
-        return [(name, row[1]) for name, row in ((row[0], row) for row in self.rows)]
 
 
 def _cell(value: Any) -> str:
@@ -51,31 +48,27 @@ def results(runs: Sequence[WholeRun]) -> list[Table]:
 
 
 def _result(run: WholeRun) -> dict[str, Any]:
-    summary, first = run.summary, run.first
-    step = (
-        summary.steps
-        if summary and summary.steps
-        else first.steps.step[first.rows[-1]]
-        if first and first.rows
-        else None
-    )
-    metrics = (summary.test_metrics if summary else None) or {}
-    hosts = len({*run.hosts.values()})
-    seconds = summary.seconds if summary and summary.seconds else sum(wall(run).values())
-    rate = summary.samples_per_second if summary else None
+    summary, first, newest = run.summary or Summary("", 0), run.first, run.newest
+    rows = first.rows if first else []
+    step = first.steps.step[rows[-1]] if first and rows else summary.steps
+    planned = run.settings.get("steps") or (run.settings.get("epochs") or 0) * (newest.steps_per_epoch if newest else 0)
+    hosts, seconds, rate = len({*run.hosts.values()}), sum(wall(run).values()), summary.samples_per_second
+    an_epoch = newest.steps_per_epoch if newest else 0
     found: dict[str, Any] = {
-        "task": run.settings.get("task") or (summary.task if summary else None), "strategy": run.strategy or None,
+        "task": str(run.settings.get("task") or summary.task).rpartition("/")[2],
         "ranks": f"{run.world_size}{f' on {hosts} hosts' if hosts > 1 else ''}" if run.world_size else None,
-        "steps": step, "epochs": f"{summary.epochs:.3g}" if summary and summary.epochs else None,
-        "scores": scores_line(metrics) or None,
-        "last loss": f"{first.steps.loss[first.rows[-1]]:.4f}" if first and first.rows else None,
-        "samples/s": f"{rate:,.0f}" if rate else None, "took": _lasted(seconds) if seconds else None,
-        "starts": run.starts if run.starts > 1 else None,
-        "peak memory": f"{summary.peak_memory_bytes / 1e9:.2f} GB a rank"
-        if summary and summary.peak_memory_bytes else None,
-        "weights": f"{summary.weights_sha256[:16]}..." if summary and summary.weights_sha256 else None,
+        "device": newest.device if newest else None, "strategy": run.strategy,
+        "steps": f"{step:,}{f' of {planned:,}' if planned and planned != step else ''}" if step else None,
+        "epochs": f"{step / an_epoch:.3g}" if step and an_epoch else None,
+        "test": scores_line(summary.test_metrics or {}),
+        "last training loss": f"{first.steps.loss[rows[-1]]:.4f}" if first and rows else None,
+        "global batch": summary.global_batch or run.settings.get("global_batch"),
+        "optimizer": run.settings.get("optimizer"), "learning rate": run.settings.get("lr"),
+        "samples/s": f"{rate:,.0f}" if rate else None, "took": _lasted(seconds or summary.seconds or 0),
+        "began": time.strftime("%Y-%m-%d %H:%M", time.localtime(first.started[0].unix_time)) if first else None,
+        "peak memory": f"{summary.peak_memory_bytes / 1e9:.2f} GB a rank" if summary.peak_memory_bytes else None,
     }  # fmt: skip
-    return {name: value for name, value in found.items() if value is not None}
+    return {name: value for name, value in found.items() if value}
 
 
 def _lasted(seconds: float) -> str:
@@ -123,7 +116,7 @@ def time_spent(run: WholeRun) -> Iterable[Table]:
     found = wall(run)
     if (total := sum(found.values())) > 0:
         rows = [[name, _lasted(seconds), f"{seconds / total:.1%}"] for name, seconds in found.items() if seconds > 0]
-        yield Table("From the first start to the last record", ["what", "time", "part"], rows, numbers=True)
+        yield Table("Where the whole run's time went", ["what", "time", "share"], rows, numbers=True)
 
 
 def exchange(run: WholeRun, found: Why) -> Iterable[Table]:
@@ -139,7 +132,7 @@ def exchange(run: WholeRun, found: Why) -> Iterable[Table]:
     rows: list[list[str]] = []
     for name, each in [*calls.items()][:MOST_ROWS]:
         _, lasts, size, over = (mean(column) for column in zip(*each, strict=True))
-        speed = f"{size / lasts / 1e6:,.0f}" if lasts > 0 and size else "-"
+        speed = f"{size / lasts / 1e6:,.0f}" if lasts > 0 and size > 1e4 else ""
         hidden = f"{over / lasts:.0%}" if lasts > 0 else "-"
         rows.append(
             [_cell(name), f"{len(each) / len(traced):.3g}", f"{size / 1e6:,.3f}", f"{1e3 * lasts:,.2f}", speed, hidden]
@@ -147,10 +140,10 @@ def exchange(run: WholeRun, found: Why) -> Iterable[Table]:
     size = sent_bytes(run)
     if rows:
         words = (
-            f"The gradients of a step are {size / 1e6:,.2f} MB on a rank. A time lasts from the call until the "
-            "collective was seen to be over, so waiting for a late rank is part of it."
+            "A collective is a call in which all ranks take part. Times include waiting for a late rank. The gradients "
+            f"of a step are {size / 1e6:,.2f} MB on a rank."
         )
-        head = ["collective", "a step", "MB", "ms", "MB/s", "while backward computes"]
+        head = ["collective", "times a step", "MB", "ms", "MB/s", "overlapped with backward"]
         yield Table("What ranks exchange in a step", head, rows, words, numbers=True)
 
 
@@ -167,8 +160,9 @@ def held(run: WholeRun) -> Iterable[Table]:
         each = [b / (size if is_shared else 1) for b, is_shared in zip(whole, parts, strict=True)]
         rows.append([name, *(f"{b / 1e6:,.2f}" for b in each), f"{sum(each) / 1e6:,.2f}"])
     words = (
-        f"MB of tensors on each of {size} rank{'s' if size > 1 else ''} between two steps; the first row is counted on "
-        "rank 0, the others are its arithmetic. Beside them: what forward keeps for backward, and the libraries."
+        f"MB of tensors on each of {size} rank{'s' if size > 1 else ''} between two steps: counted in the first row, "
+        "computed in the others. zero shares out gradients and optimizer state, fsdp the weights, too. Not counted: "
+        "activations and libraries."
     )
     yield Table("What a rank holds", ["strategy", *KINDS, "together"], rows, words, numbers=True)
 
@@ -189,7 +183,7 @@ def ledger(run: WholeRun) -> Iterable[Table]:
     if rows:
         thrown = run.first.thrown_away if run.first else 0
         words = f"{thrown:,} steps were thrown away, and taken again. " if thrown else ""
-        words += f"`paceline ledger {run.name}` proves that each sample was used once."
+        words += f"To prove that none was used twice: paceline ledger {run.name}"
         yield Table("Samples used", ["epoch", "steps", "samples used", "of"], rows[:MOST_ROWS], words, numbers=True)
 
 
@@ -200,4 +194,4 @@ def moments(found: Sequence[tuple[float, str, str]]) -> Iterable[Table]:
         half = MOST_ROWS // 2
         rows = [*rows[:half], ["", "", f"{len(rows) - MOST_ROWS:,} more are left out here"], *rows[-half:]]
     if rows:
-        yield Table("In order", ["after", "what", "in words"], rows, folded=len(rows) > 40)
+        yield Table("Event list", ["after", "what", "in words"], rows, folded=len(rows) > 40)

@@ -16,12 +16,17 @@ from paceline.view.rank_log import PHASES, RankLog
 from paceline.view.run import WholeRun, thinned
 
 WARM_UP, MOST_STEPS = 5, 1000
+NAMED = 0.08  # of a step: waiting for less blames nobody
 WORTH = 0.03  # of a step: less is not worth a word
 MUCH, LONG_SECONDS = 0.15, 20.0  # of the clock's time, in a run that is not over at once
 CROWDED = 1.25  # threads for each core, from which on they are in each other's way
 LITTLE = 0.75  # of the processor time that the others get
 COMPUTING, DATA, WAITING, EXCHANGE = "computing", "waiting for data", "waiting for the slowest rank", "the exchange"
 BETWEEN, REST = "between steps", "not explained"
+BESIDE = {  # remedies for what takes long beside steps
+    "evaluations": "Evaluate less often, or on fewer samples: --eval-every STEPS",
+    "checkpoints": "Save less often: --checkpoint-every 10min",
+}
 PLAIN = {  # a cause in words, and its remedy
     DATA: ("was waiting for data, on every rank", "Read ahead in other processes: --num-workers 2 (docs/speed.md)"),
     BETWEEN: ("was between steps (logging, checks)", "Log and record less often: --log-interval, --record-samples"),
@@ -41,6 +46,8 @@ class Why:
     """of a step's time, by cause; together 1"""
     step_seconds: float = 0.0
     slowest: int | None = None
+    slow_phase: str = ""
+    """in which the slowest rank loses most"""
     waits: dict[int, dict[int, float]] = field(default_factory=dict[int, dict[int, float]])
     """who waited for whom: seconds in all steps looked at, by the rank that waited and the one it waited for"""
 
@@ -66,8 +73,9 @@ def why(run: WholeRun) -> Why:
     shares = {cause: seconds / total for cause, seconds in shares.items()}
     shares[REST] = 1.0 - sum(shares.values())
     first, advice = _in_words(run, parts, shares, logs)
-    first += _beside_steps(run)
-    return Why(first, advice, shares, parts.step, parts.slowest, _waits(steps))
+    beside, more = _beside_steps(run)
+    first, advice = first + beside, advice + more
+    return Why(first, advice, shares, parts.step, parts.slowest, parts.slow_phase, _waits(steps))
 
 
 def _common_steps(logs: Sequence[RankLog]) -> list[dict[int, Spent]]:
@@ -112,37 +120,36 @@ def _in_words(
     causes: list[str] = []
     for share, cause in lost:
         if share >= WORTH:
-            words, remedy = _cause(run, cause, parts, logs)
-            causes.append(f"{size * share:.2f} {words}" if size > 1 else f"{share:.0%} {words}")
-            advice += [remedy] if remedy else []
+            words, remedy = _cause(run, cause, share, parts, logs)
+            causes.append(f"{share:.0%} {words}")
+            advice += [f"{remedy} (up to {share:.0%} of the time)"] if remedy else []
     crowd, crowded = crowding(run)
     if crowd >= CROWDED:
         advice.insert(0, "Fewer threads for each rank: leave out --threads-per-rank, or give 1")
-    if size > 1:
-        lead = f"{size} ranks did the work of {size * worked:.1f}"
-        rest = f": of the missing {size * (1 - worked):.1f}, {_joined(causes)}" if causes else ", nearly all there is"
-    else:
-        lead = f"It computed {worked:.0%} of the time of a step"
-        rest = f"; of the rest {_joined(causes)}" if causes else ""
+    lead = f"{worked:.0%} of each step was computing"
+    lead += f", so {size} ranks did the work of {size * worked:.1f}" if size > 1 else ""
+    rest = f"; {_joined(causes)}" if causes else ""
     if crowd >= CROWDED:
         return f"{crowded}, so they slow each other down. {lead}{rest}.", advice
     return f"{lead}{rest}.", advice
 
 
-def _beside_steps(run: WholeRun) -> str:
-    """What took much of the clock's time beside steps."""
-    found = wall(run)
-    total = sum(found.values())
-    much = [f"{name} took {seconds / total:.0%}" for name, seconds in found.items() if seconds > MUCH * total]
-    much = [words for words in much if not words.startswith("steps took")]
-    return f" Of all its time, {_joined(much)}." if much and total > LONG_SECONDS else ""
+def _beside_steps(run: WholeRun) -> tuple[str, list[str]]:
+    """What took much of the clock's time beside steps, and what to do about it."""
+    found = {name: seconds for name, seconds in wall(run).items() if name != "steps"}
+    total = sum(wall(run).values())
+    if total <= LONG_SECONDS:
+        return "", []
+    much = {name: seconds / total for name, seconds in found.items() if seconds > MUCH * total}
+    words = _joined([f"{share:.0%} went to {name}" for name, share in much.items()]) if much else ""
+    return f" Of the whole time {words}." if words else "", [BESIDE[name] for name in much if name in BESIDE]
 
 
 def _joined(causes: Sequence[str]) -> str:
     return causes[0] if len(causes) == 1 else f"{', '.join(causes[:-1])} and {causes[-1]}"
 
 
-def _cause(run: WholeRun, cause: str, parts: StepParts, logs: Sequence[RankLog]) -> tuple[str, str]:
+def _cause(run: WholeRun, cause: str, share: float, parts: StepParts, logs: Sequence[RankLog]) -> tuple[str, str]:
     """A cause in words, and its remedy."""
     rank, hosts = parts.slowest, {*run.hosts.values()}
     where = f" on {run.hosts[rank]}" if rank is not None and len(hosts) > 1 else ""
@@ -150,12 +157,13 @@ def _cause(run: WholeRun, cause: str, parts: StepParts, logs: Sequence[RankLog])
         return _exchange(run, parts)
     if cause != WAITING:
         return PLAIN[cause]
-    if rank is None:
-        return "was waiting for whichever rank was late", "See what else this machine does: paceline monitor"
+    if rank is None or (share < NAMED and parts.slow_phase != "data"):
+        return "was waiting for each other, for no rank in particular", ""
     if parts.slow_phase == "data":
         return (
             f"was waiting for rank {rank}'s data{where}",
-            f"Look at what rank {rank} reads{where}: its data come late",
+            f"Rank {rank}'s data come late{where}: compare its files and disk with the others', keep them in "
+            "memory, or read ahead with --num-workers 2",
         )
     phase = f" in {parts.slow_phase}" if parts.slow_phase not in ("", "between") else ""
     words = f"was waiting for rank {rank}{where}, which is slower than the others{phase}{_held_back(run, rank, logs)}"

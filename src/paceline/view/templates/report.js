@@ -12,7 +12,7 @@
     const found = {
       paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", margin: { l: 50, r: 12, t: 8, b: 40 },
       font: { color: css("ink"), family: "system-ui, sans-serif", size: 12 }, dragmode: false,
-      legend: { orientation: "h", y: -0.25 }, showlegend: figure.traces.length > 1 && figure.kind !== "marks",
+      legend: { orientation: "h", y: 1.02, yanchor: "bottom", x: 0, traceorder: "normal" }, showlegend: figure.traces.length > 1 && figure.kind !== "marks",
       xaxis: { ...axis, title: { text: shown } }, yaxis: { ...axis, title: { text: figure.y }, type: state.log ? "log" : "-", rangemode: figure.from_zero ? "tozero" : "normal" },
       hoverlabel: { bgcolor: css("card"), bordercolor: css("line"), font: { color: css("ink") } },
     };
@@ -27,7 +27,7 @@
     if (figure.kind === "bars") return { type: "bar", orientation: "h", name: one.name, x, y: one.y, hovertemplate: "%{y} " + "%{x:.2f} ms", marker: { color: colour, pattern: { shape: one.pattern, fgcolor: css("ground"), fgopacity: 0.6, solidity: 0.2, fillmode: "overlay" } } };
     if (figure.kind === "matrix") return { type: "heatmap", x, y: one.y, z: one.z, zmin: 0, hoverongaps: false, colorscale: [[0, css("card")], [1, css("orange")]], showscale: false, text: one.z.map((row) => row.map((value) => value === null ? "" : Math.round(value) + " %")), texttemplate: one.y.length <= 16 ? "%{text}" : "", hovertemplate: "%{y} for %{x}: %{z} %<extra></extra>" };
     if (figure.kind === "marks") return { type: "scatter", mode: "markers", name: one.name, x, y: one.y, text: one.text, hovertemplate: "%{x:.2f} min: %{text}<extra></extra>", marker: { color: colour, size: 10, symbol: one.marks } };
-    return { type: "scatter", mode: one.markers ? "lines+markers" : "lines", name: one.name, x, y: one.y, line: { color: colour, width: 1.7, dash: one.dash } };
+    return { type: "scatter", mode: one.markers || one.y.length < 4 ? "lines+markers" : "lines", name: one.name, x, y: one.y, line: { color: colour, width: 1.7, dash: one.dash } };
   };
 
   const draw = (box) => {
