@@ -17,7 +17,7 @@ from paceline.view.run import whole_run
 
 def test_a_loss_that_falls_and_one_that_does_not(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run")
-    assert learned(whole_run(folder)) == "Training loss 0.8333 to 0.05128 in 40 steps."
+    assert learned(whole_run(folder)) == "Training loss 0.8333 to 0.05196 in 40 steps."
     text = (folder / "events-0.jsonl").read_text()
     (folder / "events-0.jsonl").write_text(text.replace('"loss":', '"loss":1.0,"was":'))
     assert learned(whole_run(folder)) == "Training loss 1 to 1 in 40 steps: it did not fall."
