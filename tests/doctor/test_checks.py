@@ -189,22 +189,6 @@ FAULTS: dict[str, tuple[dict[str, Any], tuple[str, str, str], str]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("task", "data_dir", "said"),
-    [
-        ("", "", "the packaged MNIST"),
-        ("mnist-cnn", "", "the packaged MNIST"),
-        ("mnist-cnn", "/data", "the same on all hosts: /data"),
-        ("/home/me/own.py:task", "/data", "the same on all hosts: /data"),
-        ("/home/me/own.py:task", "", "not compared: only the task knows where they are"),
-    ],
-)
-def test_data_are_called_packaged_only_where_they_are(task: str, data_dir: str, said: str) -> None:
-    [check] = [one for one in run_checks(survey(wanted={"task": task, "data_dir": data_dir})) if one.name == "data"]
-    assert said in check.summary
-    assert check.done == (not said.startswith("not compared"))
-
-
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_is_named_with_its_host_and_a_remedy(name: str) -> None:
     changes, expected, words = FAULTS[name]

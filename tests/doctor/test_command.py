@@ -7,9 +7,13 @@ import shlex
 from pathlib import Path
 
 import pytest
+from tests.doctor import surveys
 
+from paceline.cli import doctor
 from paceline.cli.doctor import main
+from paceline.datasets.mnist import PACKAGED
 from paceline.doctor.session import by_ssh, in_slurm
+from paceline.doctor.survey import Survey, Wanted
 from paceline.errors import UsageError
 from paceline.launch.job import Host
 
@@ -37,6 +41,31 @@ def test_a_line_for_each_check_and_a_remedy_for_each_finding(
 def test_a_folder_that_cannot_be_written_to_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--quick", "--run-dir", "/proc/nowhere"]) == 1
     assert "/proc cannot be written to" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((), "the same on all hosts: the packaged MNIST"),
+        (("mnist-cnn",), "the same on all hosts: the packaged MNIST"),
+        (("mnist-cnn", "--data-dir", PACKAGED), f"the same on all hosts: {PACKAGED}"),
+        (("own.py:task", "--data-dir", PACKAGED), f"the same on all hosts: {PACKAGED}"),
+        (("own.py:task",), "not compared: only the task knows where they are"),
+    ],
+)
+def test_data_are_called_packaged_only_where_they_are(
+    arguments: tuple[object, ...], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    def surveyed(wanted: Wanted, programs: object) -> Survey:
+        return surveys.survey(wanted={"task": wanted.task, "data_dir": wanted.data_dir})
+
+    monkeypatch.chdir(tmp_path)
+    Path("own.py").write_text("def task(data_dir=None): ...\n")
+    monkeypatch.setattr(doctor, "survey", surveyed)
+    main([*map(str, arguments), "--json"])
+    [check] = [one for one in json.loads(capsys.readouterr().out)["checks"] if one["name"] == "data"]
+    assert (said in check["summary"], check["done"]) == (True, not said.startswith("not compared"))
 
 
 @pytest.mark.parametrize(

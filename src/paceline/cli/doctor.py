@@ -83,7 +83,7 @@ def main(arguments: Sequence[str]) -> int:
         workers=ways.workers,
         names=ways.names,
         run_dir=str((config.run_dir or Path("runs")).absolute()),
-        data_dir=str(config.data_dir.absolute()) if config.data_dir else "",
+        data_dir=str(config.data_dir.absolute()) if config.data_dir else None if ":" in (config.task or "") else "",
         task=absolute_task(config.task or ""),
         options={name: str(value) for name, value in _task_options(config).items()},
         batch_size=config.batch_size,

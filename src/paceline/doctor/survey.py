@@ -35,7 +35,7 @@ class Wanted:
     workers: tuple[int, ...]  # on each
     run_dir: str
     names: Mapping[str, str] = field(default_factory=dict[str, str])  # what hosts call it, where that is another name
-    data_dir: str = ""  # empty: the packaged data
+    data_dir: str | None = ""  # empty: the packaged data; None: only the task knows where they are
     task: str = ""
     options: Mapping[str, str] = field(default_factory=dict[str, str])
     batch_size: int = 64  # samples of a rank in a step
@@ -44,11 +44,6 @@ class Wanted:
     quick: bool = False
     device: str = "cpu"
     backend: str = "auto"
-
-    @property
-    def has_files(self) -> bool:
-        """Whether it is known where the data lie: only the user's own task knows what it trains on."""
-        return bool(self.data_dir) or ":" not in self.task
 
 
 @dataclass(frozen=True)
@@ -91,7 +86,7 @@ def survey(wanted: Wanted, programs: Sequence[HostProgram]) -> Survey:
     links: Mapping[Pair, m.LinkSpeed] = {}
     rehearsed: m.Rehearsed | None = None
     if not wanted.quick:
-        files = ask_all(m.HashData(wanted.data_dir), m.Files, 3 * SECONDS) if wanted.has_files else {}
+        files = {} if wanted.data_dir is None else ask_all(m.HashData(wanted.data_dir), m.Files, 3 * SECONDS)
         best = {pair: open_ways[0] for pair, found in reach.items()
                 if (open_ways := [address for address, reason in found.items() if reason == "ok"])}  # fmt: skip
         doors = {(a, b): m.Target(address, ports[b].port, tokens[b]) for (a, b), address in best.items()}
