@@ -85,6 +85,7 @@ def test_what_was_not_measured_is_a_note_of_either_command_once() -> None:
     told = [msgspec.structs.replace(chunk(ranks), notes=("the data are a stream",)) for ranks in (1, 2)]
     found = MeasuredRounds([told, told])
     assert found.notes() == ["the data are a stream"]
+    assert scale.scaling_notes([1, 2], found, 2, 1)[-1] == "the data are a stream"
     hot = msgspec.structs.replace(chunk(2), gpus={1: "GPU 1: slowed down by its temperature (405 of 1,980 MHz)"})
     hotter = msgspec.structs.replace(chunk(2), gpus={1: "GPU 1: slowed down by its temperature (400 of 1,980 MHz)"})
     assert MeasuredRounds([[chunk(1), hot], [chunk(1), hotter], [chunk(1), chunk(2)]]).notes() == [

@@ -126,7 +126,7 @@ def _measure(config: ScaleConfig) -> Points | int:
         f"{config.task} on {device}, {config.strategy}, {threads} thread{'s' if threads > 1 else ''} a rank, "
         f"{cores} cores, {size / 1e6:.1f} MB of gradients"
     )
-    notes = [*scaling_notes(ranks, found, cores, threads), *found.notes()]
+    notes = scaling_notes(ranks, found, cores, threads)
     return Points(what, runs, alone, Machine(cores, threads, size), (weak, strong), notes)
 
 
@@ -180,7 +180,7 @@ def _runs(folder: Path, points: Sequence[At], config: ScaleConfig, strategy: str
 
 
 def scaling_notes(ranks: Sequence[int], found: MeasuredRounds, cores: int, threads: int) -> list[str]:
-    """Notes on the machine, and on what the steps leave out."""
+    """Notes on the machine and its GPUs, and on what the steps leave out."""
     crowded = [words for size in ranks if (words := crowd(size, threads, cores))]
     notes = [f"{words}: they take turns, so slower compute must be expected" for words in crowded]
     launch = {
@@ -188,4 +188,4 @@ def scaling_notes(ranks: Sequence[int], found: MeasuredRounds, cores: int, threa
         for size in ranks
     }
     told = ", ".join(f"{seconds:.1f} s for {size}" for size, seconds in launch.items())
-    return [*notes, f"not in the steps: launch, from the command until all ranks are ready: {told}"]
+    return [*notes, f"not in the steps: launch, from the command until all ranks are ready: {told}", *found.notes()]
