@@ -21,8 +21,8 @@ from paceline.tasks.finding import (
     import_module,
     imported,
     names_in,
-    session_at_import,
     source_of,
+    trains_at_import,
 )  # fmt: skip
 from paceline.tasks.settings import converted, settings_in, settings_of
 
@@ -131,13 +131,13 @@ def check_loop(name: str) -> None:
     Raises:
         UsageError: the file begins its session while it is imported; says where, and what to do.
     """
-    script, colon, _ = name.rpartition(":")
+    script, colon, function = name.rpartition(":")
     script = script if colon else name
     tree = source_of("loop", f"{script}:main") if Path(script).is_file() and script.endswith(".py") else None
-    if tree is not None and (line := session_at_import(tree)) is not None:
+    if tree is not None and (line := trains_at_import(tree, function)) is not None:
         raise UsageError(
-            f"{script}:{line} begins a paceline.session() as soon as the file is imported, and verify calls a loop, on "
-            "each number of processes anew. Put it into a function, `def main():`, with "
+            f"{script}:{line} trains in a paceline.session() as soon as the file is imported, and verify calls a loop, "
+            "on each number of processes anew. Put it into a function, `def main():`, with "
             f'`if __name__ == "__main__": main()` below it, and name that: paceline verify {script}:main'
         )
 

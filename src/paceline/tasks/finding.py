@@ -67,10 +67,11 @@ def names_in(tree: ast.Module) -> set[str] | None:
     return None if found & {"*", "__getattr__"} else found
 
 
-def session_at_import(tree: ast.Module) -> int | None:
-    """The line in which a file begins a paceline.session() while it is imported; None where it does not.
+def trains_at_import(tree: ast.Module, function: str) -> int | None:
+    """The line in which a file trains in a paceline.session() while it is imported; None where it does not.
 
-    Also by a call of one of its own functions, and not where `if __name__ == "__main__"` stands before it.
+    Also by a call of one of its own functions, and not where `if __name__ == "__main__"` stands before it. Without a
+    `function` of its own that could train, it is the line that begins the session.
     """
     names: set[str] = set()  # what it is called in this file
     for node in ast.walk(tree):
@@ -78,9 +79,15 @@ def session_at_import(tree: ast.Module) -> int | None:
             names |= {f"{one.asname or one.name}.session" for one in node.names if one.name == "paceline"}
         elif isinstance(node, ast.ImportFrom) and node.module == "paceline":
             names |= {one.asname or one.name for one in node.names if one.name == "session"}
-    own = {n.name for n in tree.body if isinstance(n, ast.FunctionDef) and any(_calls(n.body, names))}
+    made = [(n.value, n.targets[0]) for n in ast.walk(tree) if isinstance(n, ast.Assign)]
+    made += [
+        (n.context_expr, n.optional_vars) for n in ast.walk(tree) if isinstance(n, ast.withitem) and n.optional_vars
+    ]
+    steps = {f"{ast.unparse(to)}.backward" for call, to in made if any(_calls([call], names))}
+    functions = {n.name: n for n in tree.body if isinstance(n, ast.FunctionDef)}
+    own = {name for name, found in functions.items() if any(_calls(found.body, names | steps))}
     top = [n for n in tree.body if not (isinstance(n, ast.If) and "__name__" in ast.unparse(n.test))]
-    return min(_calls(top, names | own), default=None)
+    return min(_calls(top, own | steps | (set() if function in functions else names)), default=None)
 
 
 def _calls(nodes: Iterable[ast.AST], names: Collection[str]) -> Iterator[int]:

@@ -78,14 +78,19 @@ def test_the_command_says_what_it_found(paceline: Any, tmp_path: Path) -> None:
 
 
 FLAT = "import paceline\n\ns = paceline.session()\n"
-AT_IMPORT = {
-    "flat": (FLAT, 3),
-    "with": ("from paceline import session\nwith session() as s:\n    pass\n", 2),
-    "under another name": ("import torch\nimport paceline as p\nif torch:\n    s = p.session('runs/x')\n", 4),
-    "its function is called": ("import paceline\ndef main():\n    s = paceline.session()\nmain()\n", 4),
+LOOP = "for x in s.loader([1], global_batch=1):\n    s.backward(x)\n"
+MAIN = "import paceline\ns = paceline.session()\ndef main():\n    s.backward(1)\n"
+AT_IMPORT = {  # the line that is told; and that where a function `main` is there
+    "flat": (FLAT, 3, 3),
+    "with": ("from paceline import session\nwith session() as s:\n    pass\n", 2, 2),
+    "under another name": ("import torch\nimport paceline as p\nif torch:\n    s = p.session('runs/x')\n", 4, 4),
+    "its function is called": ("import paceline\ndef main():\n    s = paceline.session()\nmain()\n", 4, 4),
+    "its function is called, the session is outside": (f"{MAIN}main()\n", 2, 5),
+    "a loop beside a function": (f"{FLAT}def main():\n    pass\n{LOOP}", 3, 7),
 }
 BY_CALL = {
     "guarded": "import paceline\ndef main():\n    s = paceline.session()\nif __name__ == '__main__':\n    main()\n",
+    "guarded, the session is outside": f"{MAIN}if __name__ == '__main__':\n    main()\n",
     "another session": "import requests\nsession = requests.session\ns = requests.session()\n",
     "in a class": "import paceline\nclass Loop:\n    def run(self):\n        paceline.session()\nloop = Loop()\n",
     "a later call": "import paceline\ndef main():\n    return lambda: paceline.session()\nmain()\n",
@@ -97,13 +102,14 @@ BY_CALL = {
 def test_a_script_that_trains_while_it_is_imported_is_refused_before_anything_starts(
     tmp_path: Path, name: str, asked: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    text, line = AT_IMPORT[name]
+    text, line, in_main = AT_IMPORT[name]
+    line = in_main if asked == ":main" else line
     monkeypatch.chdir(tmp_path)
     Path("loop.py").write_text(text)
     monkeypatch.setattr(verify, "run", None)  # would fail if a process were started
     with pytest.raises(UsageError) as error:
         verify.main([f"loop.py{asked}", "--ranks", "1,2"])
-    assert str(error.value).startswith(f"loop.py:{line} begins a paceline.session() as soon as the file is imported")
+    assert str(error.value).startswith(f"loop.py:{line} trains in a paceline.session() as soon as the file is imported")
     assert str(error.value).endswith("name that: paceline verify loop.py:main")
 
 
