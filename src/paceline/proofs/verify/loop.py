@@ -33,7 +33,7 @@ def run_case(spec: LoopSpec, case: LoopCase, rank: int) -> dict[str, Any]:
     made_as[:] = [WatchedSession]
     torch.set_default_dtype(torch.float32 if case.exact else torch.float64)
     seed_streams(derive(spec.seed, "loop", rank))  # only a broadcast makes the ranks alike
-    before = set(sys.modules)
+    before, folder = set(sys.modules), Path(spec.target.rpartition(":")[0]).resolve().parent
     try:
         with nullcontext() if case.exact else _without_dropout():
             load_function(spec.target)()
@@ -44,7 +44,7 @@ def run_case(spec: LoopSpec, case: LoopCase, rank: int) -> dict[str, Any]:
             kind = "" if isinstance(error, PacelineError) else f"{type(error).__name__}: "
             noted |= {"error": f"{kind}{error}", "victim": is_victim(error)}
     for name in set(sys.modules) - before:  # what the loop's own modules keep is not the next run's
-        if Path(str(getattr(sys.modules[name], "__file__", ""))).parent == Path(spec.target.rpartition(":")[0]).parent:
+        if Path(str(getattr(sys.modules[name], "__file__", ""))).resolve().parent == folder:
             del sys.modules[name]
     return noted
 
