@@ -15,6 +15,8 @@ import psutil
 import pytest
 from tests.agent.nodes_harness import Nodes, several
 
+from paceline.observe.machine import ClockAhead, read_machine
+
 SAVES = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))\nforever()"
 
 
@@ -279,12 +281,19 @@ def test_the_same_number_twice_or_another_number_of_nodes_is_refused(nodes) -> N
 
 @pytest.mark.needs("faketime")
 def test_a_clock_that_is_a_minute_behind_is_told_and_does_no_harm(nodes) -> None:
-    run = nodes("(folder / f'world-{os.environ[\"WORLD_SIZE\"]}-{rank}').touch()")
+    run = nodes(
+        "log = folder.parent / 'machine-0.jsonl'\n"
+        "while not (log.exists() and b'\"clock\"' in log.read_bytes()): time.sleep(0.05)\n"
+        "(folder / f'world-{os.environ[\"WORLD_SIZE\"]}-{rank}').touch()"
+    )
     run.start(0)
     run.start(1, through=("env", "FAKETIME_DONT_FAKE_MONOTONIC=1", "faketime", "-f", "-60s"))
     assert run.codes() == [0, 0]
     assert "its clock is -60.0 s off node 0's" in run.said(0) or "its clock is -59.9 s off" in run.said(0)
     assert len(list((run.run_dir / "attempt-1").glob("world-4-*"))) == 4
+    clocks = [one for one in read_machine(run.run_dir / "machine-0.jsonl") if isinstance(one, ClockAhead)]
+    assert clocks and {one.node for one in clocks} == {1}
+    assert all(abs(one.ahead_seconds + 60.0) <= one.error_seconds < 1.0 for one in clocks), clocks
 
 
 @pytest.mark.slow

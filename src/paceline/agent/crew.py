@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from paceline.agent import messages as m
 from paceline.agent.channel import Link
+from paceline.agent.clocks import ClockBounds
 from paceline.agent.door import Door
 from paceline.contract.evidence import Evidence, Sample
 from paceline.contract.node_plan import NodePlan
@@ -25,6 +26,7 @@ class RemoteNode:
     def __init__(self, hello: m.Hello, link: Link) -> None:
         self.hello, self.link = hello, link
         self.clock_ahead_seconds = hello.facts.wall_seconds - time.time()  # less the milliseconds of the way here
+        self.clock = ClockBounds()  # the same, better known with every beat
         self.ranks = range(0)  # in this generation
         self.beat = m.Beat(-1)
         self.asked = 0  # the number of the last question
@@ -64,6 +66,8 @@ class RemoteNode:
 
     def hear(self, message: m.Message) -> None:
         """Take in what it says."""
+        if isinstance(message, m.Beat):
+            self._compare_clocks(message)
         match message:
             case m.Beat() if message.generation < self.beat.generation:
                 pass  # it was on its way when the next generation was started
@@ -80,6 +84,13 @@ class RemoteNode:
                 self.reached = message
             case _:
                 self.link.end("it sent what only a head sends")
+
+    def _compare_clocks(self, beat: m.Beat) -> None:
+        now = time.monotonic()
+        if beat.unix_time is not None:
+            self.clock.see(now, least_seconds=beat.unix_time - time.time())
+        if beat.alive_took_seconds is not None:
+            self.clock.see(now, most_seconds=beat.alive_took_seconds)
 
     def _hear_answer(self, answer: m.Shown) -> None:
         if answer.question == self.asked and answer.evidence is None:
@@ -138,7 +149,8 @@ class Crew:
             member.lost = member.link.ended
         if time.monotonic() > self._beat_seconds + m.BEAT_SECONDS:
             self._beat_seconds = time.monotonic()
-            self.send(m.Alive())
+            for member in self.here:
+                member.link.send(m.Alive(time.time()))  # a time for each: a send may wait
         return None
 
     def _welcome(self, link: Link, messages: Sequence[m.Message]) -> None:
@@ -153,6 +165,7 @@ class Crew:
             self.wrong.append(f"{who} came, but that number has {there.host}, pid {there.pid}, already")
         else:
             member = self.members[hello.node] = RemoteNode(hello, link)
+            link.send(m.Alive(time.time()))  # also of a run that is over at once the clocks shall be known
             return self._hear(member, messages[1:])
         link.send(m.RunOver(2))
         return link.end("not taken")

@@ -44,6 +44,7 @@ class Follower:
         self._workers: Workers | None = None  # this generation's, where they could be started
         self._news: Sequence[object] = []
         self._sent_seconds = 0.0
+        self._alive_took_seconds: float | None = None  # for the head to compare clocks
 
     def run(self) -> int:
         """Take part to the end; the exit code, which is the head's.
@@ -95,8 +96,8 @@ class Follower:
                     self._workers.stop(grace_seconds)
             case m.RunOver(code):
                 self._code = code
-            case m.Alive():
-                pass
+            case m.Alive(unix_time):
+                self._alive_took_seconds = None if unix_time is None else time.time() - unix_time
             case _:
                 link.end("it sent what only a node sends")
 
@@ -176,9 +177,10 @@ class Follower:
             beat = m.Beat(own.number, workers, own.oom_kills(), own.swept, tuple(own.left))
         news = [(beat.generation, beat.stopped), *((one.code, one.failure is None) for one in beat.workers)]
         often = self._workers is not None and not self.plan.stall_after.off  # for the guard
-        if news != self._news or now >= self._sent_seconds + (self._sample_seconds / 2 if often else m.BEAT_SECONDS):
-            self._news, self._sent_seconds = news, now
-            link.send(beat)
+        late = now >= self._sent_seconds + (self._sample_seconds / 2 if often else m.BEAT_SECONDS)
+        if late or news != self._news or self._alive_took_seconds is not None:
+            link.send(replace(beat, unix_time=time.time(), alive_took_seconds=self._alive_took_seconds))
+            self._news, self._sent_seconds, self._alive_took_seconds = news, now, None
 
     def _head_lost(self, link: Link) -> str:
         """Why this node is on its own now; empty while it is not."""

@@ -123,6 +123,14 @@ class Generation:
         found |= {one.rank: one for member in self.crew.here for one in member.shown or ()}
         return [_whole(one, found.get(one.rank)) for one in sorted(self.samples(), key=lambda one: one.rank)]
 
+    def write_clocks(self) -> None:
+        """Write down by how much other nodes' clocks are ahead of this one's, where that has become better known."""
+        if (machine := self.own.machine) is None:
+            return
+        for member in self.crew.here:
+            if (record := member.clock.due(member.hello.node, time.monotonic())) is not None:
+                machine.write(record)
+
     # ---- its end ----
 
     def free(self, ranks: Sequence[int], word: str) -> None:

@@ -81,6 +81,7 @@ class Head:
         while True:
             ranks = generation.samples()
             watching.look(ranks)
+            generation.write_clocks()
             if all(one.code in GOOD_ENDS for one in ranks):
                 return good_code(ranks)
             due = due_seconds(ranks)

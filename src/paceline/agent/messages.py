@@ -1,6 +1,7 @@
 """What the agents of one job say to each other; see channel.py for how, head.py and follower.py for when.
 
-Times are ages in seconds, never clock readings: no two hosts' clocks can be compared.
+Times are ages in seconds, never clock readings: no two hosts' clocks can be compared. Only the signs of life carry
+readings, for finding out by how much the clocks differ: see clocks.py.
 """
 
 import msgspec
@@ -70,6 +71,8 @@ class Beat(msgspec.Struct, frozen=True, tag=True):
     oom_kills: int = 0
     stopped: bool = False  # the generation is ended, and nothing of it runs any more
     left: tuple[int, ...] = ()  # but for these pids, which not even SIGKILL has ended
+    unix_time: float | None = None  # when it was sent, by the node's clock
+    alive_took_seconds: float | None = None  # of an `Alive` since the last beat: sent by head's, come by node's clock
 
 
 class Ask(msgspec.Struct, frozen=True, tag=True):
@@ -106,7 +109,9 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
 
 
 class Alive(msgspec.Struct, frozen=True, tag=True):
-    """Head to node, every two seconds."""
+    """Head to node, first and then every two seconds."""
+
+    unix_time: float | None = None  # when it was sent, by the head's clock
 
 
 class RunOver(msgspec.Struct, frozen=True, tag=True):
