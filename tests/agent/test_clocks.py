@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from paceline.agent.clocks import AGAIN_SECONDS, DRIFT, ClockBounds
+from paceline.agent.clocks import AGAIN_SECONDS, ClockBounds
 
 BEAT_SECONDS = 2.0
 
@@ -62,7 +62,7 @@ def test_nothing_is_said_before_both_directions_were_heard() -> None:
         (jittery(0.02, 0.2), jittery(0.0002, 0.001)),
     ],
 )
-@pytest.mark.parametrize("drift", [0.0, 0.8 * DRIFT, -0.8 * DRIFT])
+@pytest.mark.parametrize("drift", [0.0, 8e-5, -8e-5])
 def test_the_truth_stays_within_the_error_while_delays_vary_and_clocks_part(
     to_head: Callable[[], float], to_node: Callable[[], float], drift: float
 ) -> None:
@@ -72,6 +72,7 @@ def test_the_truth_stays_within_the_error_while_delays_vary_and_clocks_part(
         truth = next(beats)
         assert abs(bounds.ahead_seconds - truth) <= bounds.error_seconds + 1e-9
         errors.append(bounds.error_seconds)
+    assert max(errors) < 1.0  # never taken for a clock that was set
     assert sorted(errors)[900] < 0.03  # the quickest of many count, not the usual
 
 
