@@ -10,7 +10,7 @@ from tests.view.folders import make_run
 
 from paceline.contract.failure import Failure
 from paceline.observe.events import EventWriter, Started, Step
-from paceline.view.outcome import breakdowns, learned, remedy, restarts
+from paceline.view.outcome import breakdowns, learned, remedy, started_again
 from paceline.view.page import report_page
 from paceline.view.run import whole_run
 
@@ -25,12 +25,12 @@ def test_a_loss_that_falls_and_one_that_does_not(tmp_path: Path) -> None:
 
 def test_restarts_are_told(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run")
-    assert restarts(whole_run(folder)) == ""
+    assert started_again(whole_run(folder)) == ""
     with EventWriter(folder / "events-0.jsonl") as writer:
         writer.write(Started(1, 0, 2, "n1", 2, "cpu", 2000.0, generation=1, start_step=30))
         writer.write(Step(31, 0, 1.0, 64, 1e-3, 0.1, 0.0, 2001.0))
     run = whole_run(folder)
-    assert restarts(run) == "It was started again once, and went on after step 30."
+    assert started_again(run) == "It was started again once, and went on after step 30."
     assert run.first is not None and (run.first.thrown_away, len(run.first.rows)) == (10, 31)
     assert "It was started again once" in report_page([run], "x")
 

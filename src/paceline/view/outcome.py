@@ -34,7 +34,7 @@ def learned(run: WholeRun) -> str:
     return f"Training loss {before:.4g} to {after:.4g} in {len(first.rows):,} steps{fell}{reached}."
 
 
-def restarts(run: WholeRun) -> str:
+def started_again(run: WholeRun) -> str:
     """That it was started more than once, and from where it went on; empty where it was not."""
     again = run.first.started[1:] if run.first else []
     if not again:

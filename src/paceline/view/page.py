@@ -17,7 +17,7 @@ from paceline.view.figures import Figure, curves, phases, waiting
 from paceline.view.happened import happenings, timeline
 from paceline.view.logged import logged
 from paceline.view.machine_figures import devices
-from paceline.view.outcome import breakdowns, learned, remedy, restarts
+from paceline.view.outcome import breakdowns, learned, remedy, started_again
 from paceline.view.run import WholeRun
 from paceline.view.tables import (
     Table,
@@ -134,7 +134,7 @@ def _head(run: WholeRun, found: Why) -> dict[str, Any]:
     return {
         "name": run.name, "state": run.state or "unknown", "tone": tone, "shares": shares,
         "words": "" if failed and run.failures else run.words,
-        "failed": breakdowns(run) if failed else [], "again": restarts(run),
+        "failed": breakdowns(run) if failed else [], "again": started_again(run),
         "learned": learned(run), "why": found.first,
         "advice": [*remedy(run), *found.advice] if failed else found.advice,
         "missing": run.missing, "tiles": [row[:2] for row in results([run])[0].rows],
