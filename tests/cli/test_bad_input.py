@@ -1,6 +1,9 @@
 """Wrong use: exit code 2, in words, before torch is imported and before anything is started or written."""
 
+import signal
 import socket
+import subprocess
+import sys
 
 import pytest
 
@@ -119,3 +122,17 @@ def test_nproc_within_a_launcher_that_decided_otherwise(paceline):
     run = paceline("train", "mnist-cnn", "--nproc", 2, env=env, command=("-c", WITHOUT_TORCH))
     assert run.returncode == 2
     assert "leave out --nproc" in run.stderr
+
+
+def test_a_reader_that_goes_away_is_no_error() -> None:
+    command = subprocess.Popen(
+        [sys.executable, "-m", "paceline", "launch", "--help"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        bufsize=0,
+    )
+    assert command.stdout is not None and command.stderr is not None
+    command.stdout.close()
+    assert command.stderr.read() == b""
+    command.stderr.close()
+    assert command.wait(20) == 128 + signal.SIGPIPE

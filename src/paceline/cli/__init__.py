@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -46,6 +47,16 @@ commands:
 """
 
 
+def _reader_is_gone() -> bool:
+    """Whether nobody reads what we print any more, as with `| head`; then the rest goes nowhere."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return True
+    return False
+
+
 def entry() -> None:
     """The program `paceline`: `main`, and then the end of the process."""
     code = main()
@@ -85,6 +96,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise unknown("command", arguments[0], COMMANDS)
         return importlib.import_module(f"paceline.cli.{arguments[0]}").main(arguments[1:])
     except (Exception, KeyboardInterrupt) as error:
+        if birth is None and isinstance(error, BrokenPipeError) and _reader_is_gone():
+            return 128 + signal.SIGPIPE
         from paceline.worker.attach import tell
 
         return tell(error)
