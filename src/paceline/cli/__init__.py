@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import select
 import signal
 import sys
 from collections.abc import Sequence
@@ -49,12 +50,12 @@ commands:
 
 def _reader_is_gone() -> bool:
     """Whether nobody reads what we print any more, as with `| head`; then the rest goes nowhere."""
-    try:
-        sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return True
-    return False
+    asked = select.poll()
+    asked.register(sys.stdout.fileno(), 0)
+    if not any(event & select.POLLERR for _, event in asked.poll(0)):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return True
 
 
 def entry() -> None:
