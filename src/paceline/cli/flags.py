@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from paceline.disk.reading import real_path
 from paceline.errors import UsageError, plural, unknown
 from paceline.host.cgroup import usable_cores
 from paceline.host.gpus import SHARE_GPUS, count_gpus
@@ -171,6 +172,18 @@ def check_out_file(flag: str, path: Path | None) -> None:
         raise UsageError(f"{flag} {path} is a folder: name a file in it")
     if path and not path.absolute().parent.is_dir():
         raise UsageError(f"{flag} {path}: the folder {path.absolute().parent} does not exist")
+
+
+def out_path(flag: str, path: Path) -> Path:
+    """The file that is to be replaced: a link of that name, which others may have put there, not what it leads to.
+
+    Raises:
+        UsageError: as `check_out_file`; or there is something that is no plain file.
+    """
+    check_out_file(flag, path)
+    if path.exists() and not path.is_file():  # /dev/null would be a file from then on
+        raise UsageError(f"{flag} {path} is no plain file: name one")
+    return real_path(path.parent) / path.name
 
 
 def write_json(path: Path, found: object) -> None:

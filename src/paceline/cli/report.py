@@ -11,11 +11,11 @@ from typing import Annotated
 import tyro
 
 from paceline.cli.finding import find_run
-from paceline.cli.flags import check_out_file
+from paceline.cli.flags import out_path
 from paceline.cli.run_state import standing
 from paceline.disk import writing
 from paceline.disk.owners import note_strangers
-from paceline.disk.reading import is_file, real_path
+from paceline.disk.reading import is_file
 from paceline.errors import ExitCode, PacelineError, UsageError
 from paceline.view.explain import drawings
 from paceline.view.page import MARK, report_page
@@ -49,8 +49,8 @@ def main(arguments: Sequence[str]) -> int:
     if len({*folders}) < len(folders):
         raise UsageError("a run is named twice: each is compared with others")
     strange = [note_strangers(folder) for folder in folders]
-    out = real_path(config.out or Path("report.html") if config.out or len(folders) > 1 or any(strange)
-                    else folders[0] / "report.html")  # fmt: skip
+    out = out_path("--out", config.out or Path("report.html") if config.out or len(folders) > 1 or any(strange)
+                   else folders[0] / "report.html")  # fmt: skip
     _check_out(out)
     runs = [_read(folder) for folder in folders]
     told = shlex.join(("paceline", "report", *(folder.name for folder in folders)))
@@ -67,7 +67,6 @@ def main(arguments: Sequence[str]) -> int:
 
 def _check_out(out: Path) -> None:
     """Refuse a file that is something else than a page of ours: it would be lost."""
-    check_out_file("--out", out)
     with suppress(OSError):
         if is_file(out):
             with out.open("rb") as file:

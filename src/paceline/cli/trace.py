@@ -1,5 +1,6 @@
 """`paceline trace RUN -o trace.json`: every rank's steps, phases and collectives on one clock, for Perfetto."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,10 +10,9 @@ import msgspec
 import tyro
 
 from paceline.cli.finding import find_run
-from paceline.cli.flags import check_out_file
+from paceline.cli.flags import out_path
 from paceline.disk import writing
 from paceline.disk.owners import note_strangers
-from paceline.disk.reading import real_path
 from paceline.errors import ExitCode, UsageError
 from paceline.view.run import whole_run
 from paceline.view.trace import trace_events
@@ -33,17 +33,16 @@ class TraceConfig:
 def main(arguments: Sequence[str]) -> int:
     """Run `paceline trace ARGUMENTS`."""
     config = tyro.cli(TraceConfig, prog="paceline trace", args=arguments)
-    folder, out = find_run(config.run), real_path(config.out)
+    folder, out = find_run(config.run), out_path("--out", config.out)
     note_strangers(folder)
-    check_out_file("--out", out)
-    if out.exists() and not config.overwrite:
+    if os.path.lexists(out) and not config.overwrite:
         raise UsageError(f"{config.out} is there already: name another file (-o FILE), or replace it: --overwrite")
     run = whole_run(folder)
-    found = [*trace_events(run)]
-    if not any(one["ph"] == "X" for one in found):
+    found = [*map(msgspec.json.encode, trace_events(run))]  # as bytes: of a large run they are millions
+    if not any(one.startswith(b'{"ph":"X"') for one in found):
         raise UsageError(f"{config.run} has no steps yet: there is nothing to trace")
     try:
-        writing.replace(out, msgspec.json.encode({"traceEvents": found, "displayTimeUnit": "ms"}))
+        writing.replace(out, b'{"displayTimeUnit":"ms","traceEvents":[' + b",\n".join(found) + b"]}\n")
     except OSError as error:
         raise UsageError(f"{config.out} cannot be written: {error.strerror}") from None
     for words in run.missing:

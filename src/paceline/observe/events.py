@@ -7,7 +7,6 @@ run can be read by an older paceline.
 import os
 import re
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Self
 
@@ -20,6 +19,7 @@ LAST_BYTES = 4 << 20  # of a file of events: enough to know how a run is now
 _FILE = re.compile(r"events-([0-9]{1,9})\.jsonl")
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 Few = Annotated[int, msgspec.Meta(ge=0, le=1_000_000)]  # ranks
+Seconds = Annotated[float, msgspec.Meta(ge=-1e12, le=1e12)]  # sums and differences of them stay finite
 
 
 class Event(msgspec.Struct, frozen=True, tag_field="kind"):
@@ -35,7 +35,7 @@ class Started(Event, frozen=True, tag="started"):
     host: str
     pid: int
     device: str
-    unix_time: float
+    unix_time: Seconds
     generation: Count = 0
     start_step: Count = 0
     num_samples: Count = 0  # 0: written by an older paceline
@@ -52,23 +52,23 @@ class Step(Event, frozen=True, tag="step"):
     loss: float
     samples: Count
     lr: float
-    seconds: float
-    data_seconds: float
-    unix_time: float
+    seconds: Seconds
+    data_seconds: Seconds
+    unix_time: Seconds
     grad_norm: float | None = None
     share: tuple[Few, Few] | None = None  # the virtual ranks [a, b) that this rank computed
     consumed: Count = 0  # samples this rank used; stand-ins are not counted
     fingerprint: str = ""  # hex of data.consumed.fingerprint of their indices
     skipped: bool = False  # it did not change the parameters (see Skipped); a loss that is not finite is written as 0
-    phase_seconds: dict[str, float] = {}  # data, forward, backward, sync, optimizer; empty: by an older paceline
+    phase_seconds: dict[str, Seconds] = {}  # data, forward, backward, sync, optimizer; empty: by an older paceline
 
 
 class Skipped(Event, frozen=True, tag="skipped"):
     """Step `step` did not change the parameters, on any rank: something in it was not finite. Before its Step."""
 
-    step: int
+    step: Count
     reason: str
-    samples: list[int]  # that made it so, of all ranks, as far as they are known
+    samples: list[Count]  # that made it so, of all ranks, as far as they are known
 
 
 class RolledBack(Event, frozen=True, tag="rolled-back"):
@@ -85,40 +85,40 @@ class Samples(Event, frozen=True, tag="samples"):
     epoch: Count
     virtual_rank: Few
     part: Count
-    indices: list[int]
+    indices: list[Count]
 
 
 class Evaluated(Event, frozen=True, tag="evaluated"):
     """The results of a split, over all ranks, after `step`; those that are no finite number are left out."""
 
-    step: int
+    step: Count
     metrics: dict[str, float]
-    seconds: float
+    seconds: Seconds
     split: str = "test"
 
 
 class Checkpointed(Event, frozen=True, tag="checkpointed"):
     """A checkpoint of the state after `step` is on disk, or why not (rank 0 only)."""
 
-    step: int
+    step: Count
     failure: str
-    stall_seconds: float  # that training stood still
-    write_seconds: float  # until it was published, while training went on
-    size_bytes: int
+    stall_seconds: Seconds  # that training stood still
+    write_seconds: Seconds  # until it was published, while training went on
+    size_bytes: Count
 
 
 class Snapshotted(Event, frozen=True, tag="snapshotted"):
     """All snapshots in memory that this rank took."""
 
-    count: int
-    seconds: float  # all together
-    size_bytes: int  # of each, this rank's part
+    count: Count
+    seconds: Seconds  # all together
+    size_bytes: Count  # of each, this rank's part
 
 
 class Anatomy(Event, frozen=True, tag="anatomy"):
     """What this rank holds; once in each start, after its first step."""
 
-    parameters: list[tuple[str, list[int], Count]]  # name, shape, bytes; in the model's order
+    parameters: list[tuple[str, list[Count], Count]]  # name, shape, bytes; in the model's order
     weight_bytes: Count
     gradient_bytes: Count
     optimizer_bytes: Count
@@ -129,9 +129,9 @@ class Traced(Event, frozen=True, tag="traced"):
     """A step of this rank in detail. Of many steps fewer and fewer are; the last ones always."""
 
     step: Count
-    unix_time: float  # when it began
-    phases: list[tuple[str, float, float]]  # name, from when, for how long: seconds since it began
-    calls: list[tuple[str, float, float, Count]] = []
+    unix_time: Seconds  # when it began
+    phases: list[tuple[str, Seconds, Seconds]]  # name, from when, for how long: seconds since it began
+    calls: list[tuple[str, Seconds, Seconds, Count]] = []
     """collectives, likewise, until they were seen to be over (-1: not yet); and bytes of their tensors, 0: unknown"""
 
 
@@ -145,7 +145,7 @@ class Ended(Event, frozen=True, tag="ended"):
     """A rank ends in good order."""
 
     step: Count
-    unix_time: float
+    unix_time: Seconds
 
 
 _Known = (
@@ -219,9 +219,10 @@ def last_events(path: Path) -> Iterator[Event]:
 
 def decode_event(line: bytes) -> Event | None:
     """The record in a line; None if its kind is not known, or it is torn."""
-    with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    try:  # not `suppress`: there may be a million
         return _decode(line)
-    return None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
 
 
 def _decoded(found: Iterable[bytes]) -> Iterator[Event]:

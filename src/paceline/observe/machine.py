@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 
 from paceline.disk.reading import names, read_lines
+from paceline.observe.events import Count, Few, Seconds
 
 FILE = re.compile(r"machine-([0-9]{1,9})\.jsonl")
 
@@ -18,11 +19,11 @@ FILE = re.compile(r"machine-([0-9]{1,9})\.jsonl")
 class GpuUse(msgspec.Struct, frozen=True, omit_defaults=True):
     """One GPU, as its driver sees it; None: the driver does not say."""
 
-    index: int
+    index: Few
     name: str = ""
     busy: float | None = None  # 0..1
-    memory_bytes: int | None = None
-    memory_total_bytes: int | None = None
+    memory_bytes: Count | None = None
+    memory_total_bytes: Count | None = None
     watts: float | None = None
     degrees: float | None = None  # Celsius
     mhz: float | None = None
@@ -34,31 +35,31 @@ class RankUse(msgspec.Struct, frozen=True, omit_defaults=True):
     """What a rank's process uses."""
 
     cores: float  # of processor time, all its threads together; 1.0: one core wholly
-    memory_bytes: int  # resident
+    memory_bytes: Count  # resident
 
 
 class MachineUse(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="kind", tag="machine"):
     """A machine at `unix_time`; what is a rate, is one since the record before."""
 
-    unix_time: float
+    unix_time: Seconds
     host: str
-    cores: int
+    cores: Few
     cores_busy: float  # 0..cores, whoever uses them
-    memory_bytes: int  # in use, as the kernel counts what is not available
-    memory_total_bytes: int
+    memory_bytes: Count  # in use, as the kernel counts what is not available
+    memory_total_bytes: Count
     sent_bytes: float = 0.0  # a second, over all interfaces but the loopback
     received_bytes: float = 0.0
-    ranks: dict[int, RankUse] = {}
+    ranks: dict[Few, RankUse] = {}
     gpus: tuple[GpuUse, ...] = ()
 
 
 class ClockAhead(msgspec.Struct, frozen=True, tag_field="kind", tag="clock"):
     """By how much a node's clock is ahead of node 0's, and how wrong that may be; written by node 0."""
 
-    unix_time: float
-    node: int
-    ahead_seconds: float
-    error_seconds: float
+    unix_time: Seconds
+    node: Few
+    ahead_seconds: Seconds
+    error_seconds: Seconds
 
 
 Record = MachineUse | ClockAhead

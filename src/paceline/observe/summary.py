@@ -10,6 +10,7 @@ import msgspec
 
 from paceline.disk import writing
 from paceline.disk.reading import decode
+from paceline.observe.events import Count, Seconds
 
 
 class Summary(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -18,12 +19,12 @@ class Summary(msgspec.Struct, frozen=True, omit_defaults=True):
     task: str
     exit: Annotated[int, msgspec.Meta(ge=-255, le=255)]
     strategy: str | None = None
-    world_size: int | None = None
-    virtual_ranks: int | None = None
-    global_batch: int | None = None
+    world_size: Count | None = None
+    virtual_ranks: Count | None = None
+    global_batch: Count | None = None
     epochs: float | None = None
-    steps: int | None = None
-    samples_seen: int | None = None
+    steps: Count | None = None
+    samples_seen: Count | None = None
     test_accuracy: float | None = None
     test_loss: float | None = None
     test_metrics: Mapping[str, float | None] | None = None  # JSON has no NaN and no infinity: null
@@ -32,15 +33,15 @@ class Summary(msgspec.Struct, frozen=True, omit_defaults=True):
     """with --keep-best or --patience: the best evaluation's step, and what it was judged by"""
     ended_early: str | None = None  # why there were fewer steps than planned, though nothing failed
     samples_per_second: float | None = None
-    seconds: float | None = None
+    seconds: Seconds | None = None
     weights_sha256: str | None = None
     precision: str | None = None
-    threads_per_rank: int | None = None
+    threads_per_rank: Count | None = None
     allocator: str | None = None  # tuned or system; of rank 0
     data_share: float | None = None
     """the part of the time of all steps that the rank which waits most for its data has waited for them"""
-    peak_memory_bytes: int | None = None  # the largest resident memory of any rank
-    peak_gpu_memory_bytes: int | None = None
+    peak_memory_bytes: Count | None = None  # the largest resident memory of any rank
+    peak_gpu_memory_bytes: Count | None = None
     bits_hold_for: dict[str, Any] | None = None
     failure: str | None = None
 

@@ -108,7 +108,7 @@ def add_logs(
         analyzer: to be fed.
         run_dir: the run's folder.
         only_trouble: leave out what its events say better.
-        most_bytes: leave out logs that are larger.
+        most_bytes: leave out logs that are larger together.
 
     Raises:
         OSError: it cannot be read.
@@ -116,9 +116,13 @@ def add_logs(
     unknown: UnknownFormat | None = None
     for attempt in sorted((run_dir / name for name in folders(run_dir)), key=attempt_number):
         for rank, path in rank_logs(attempt).items() if attempt_number(attempt) else ():
-            if most_bytes is not None and path.lstat().st_size > most_bytes:
-                continue
             prefix = f"{attempt.name}/{path.name}:"
+            if most_bytes is not None:
+                size = path.lstat().st_size
+                if size > most_bytes:
+                    analyzer.note("not read", f"{prefix}1", str(rank), f"{size:,} bytes are too many for a page")
+                    continue
+                most_bytes -= size
             try:
                 add_log(analyzer, path, prefix=prefix, rank=str(rank), only_trouble=only_trouble)
             except UnknownFormat as error:

@@ -75,6 +75,11 @@ class Series:
         return Rate(unit, source, statistics.median(values), self.low, self.high, self.count)
 
 
+def _part(value: float, low: float, high: float) -> float:
+    """How far up it is, 0 to 1; halved, so that no difference is infinite."""
+    return min(1.0, (value / 2 - low / 2) / (high / 2 - low / 2)) if high / 2 > low / 2 else 0.0
+
+
 def sparkline(curve: Curve, width: int = 60) -> str:
     """A curve in one line of text; the highest two percent look alike, ! is a value that is not finite."""
     points = curve.points
@@ -87,8 +92,8 @@ def sparkline(curve: Curve, width: int = 60) -> str:
         several = points[index * len(points) // width if len(points) > width else index :]
         several = several[: max(1, len(points) // width)]
         if all(math.isfinite(point.value) for point in several):
-            mean = statistics.fmean(point.value for point in several)
-            line += BARS[min(7, int(8 * (mean - low) / (high - low)))] if high > low else BARS[0]
+            part = statistics.fmean(_part(point.value, low, high) for point in several)
+            line += BARS[min(7, int(8 * part))]
         else:
             line += "!"
     return line

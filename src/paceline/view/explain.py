@@ -1,5 +1,6 @@
 """How a run works, drawn from that very run (`paceline report --explain`): for a class to look at beside the code."""
 
+import math
 from collections.abc import Iterator
 from statistics import median
 
@@ -11,7 +12,7 @@ from paceline.view.figures import PHASE_COLOURS
 from paceline.view.run import WholeRun
 from paceline.view.tables import HOLDS, KINDS
 
-MOST_RANKS, MOST_LEAVES = 8, 32
+MOST_RANKS, MOST_LEAVES, MOST_BOXES = 8, 32, 300
 WIDTH, LABEL = 880.0, 74.0
 EXACT_TREE = ("exact", "zero")
 UPDATES = {"zero": "updates its share, gets the others'", "fsdp": "updates the share that it keeps"}
@@ -53,10 +54,11 @@ def _stages(run: WholeRun, steps: dict[int, Traced]) -> Iterator[Drawing]:
     ranks, lane = [*steps][:4], (WIDTH - LABEL) / min(4, len(steps))
     canvas = Canvas(WIDTH, 398)
     number = sum(_product(shape) for _, shape, _ in anatomy.parameters)
-    each = max(1, round((run.first.steps.samples[-1] if run.first else 0) / max(1, run.world_size)))
+    batch = run.first.steps.samples[-1] if run.first and run.first.steps.samples else 0
+    each = max(1, round(batch / max(1, run.world_size)))
     exchanged = max((call for one in steps.values() for call in one.calls), key=lambda call: call[3], default=None)
     rows = [
-        ("construct", 24, [f"{len(anatomy.parameters)} tensors, {number:,} numbers", "alike on every rank"]),
+        ("construct", 24, [f"{len(anatomy.parameters)} tensors, {number:,.0f} numbers", "alike on every rank"]),
         ("forward", 108, []), ("backward", 192, []), ("optimizer", 334, []),
     ]  # fmt: skip
     for name, top, words in rows:
@@ -102,11 +104,8 @@ def _stages(run: WholeRun, steps: dict[int, Traced]) -> Iterator[Drawing]:
     )
 
 
-def _product(shape: list[int]) -> int:
-    found = 1
-    for size in shape:
-        found *= size
-    return found
+def _product(shape: list[int]) -> float:
+    return math.prod(shape, start=1.0)  # of floats: a stranger's numbers may have thousands of digits
 
 
 def _one_step(run: WholeRun, steps: dict[int, Traced]) -> Iterator[Drawing]:
@@ -120,12 +119,12 @@ def _one_step(run: WholeRun, steps: dict[int, Traced]) -> Iterator[Drawing]:
     for place, (rank, one) in enumerate(steps.items()):
         top, offset = 8 + place * lane, one.unix_time - began
         canvas.text(0, top + 20, f"rank {rank}")
-        for name, at, lasts in one.phases:
+        for name, at, lasts in one.phases[:MOST_BOXES]:
             left, width = LABEL + (offset + at) * scale, max(1.0, lasts * scale)
             canvas.box(left, top, width, 30, PHASE_COLOURS.get(name, "pink"), told=f"rank {rank}: {name}, {_ms(lasts)}")
             if width > 8 * len(name):
                 canvas.text(left + 4, top + 20, name, on=True)
-        for name, at, lasts, size in one.calls:
+        for name, at, lasts, size in one.calls[:MOST_BOXES]:
             left, width = LABEL + (offset + at) * scale, max(2.0, max(0.0, lasts) * scale)
             words = f"{clean(name)[:60]}: {size / 1e6:,.3f} MB, {_ms(lasts) if lasts >= 0 else 'not over'}"
             canvas.box(left, top + 34 + 9 * (size < 1024), width, 7, "red" if size >= 1024 else "yellow", told=words)
@@ -156,6 +155,8 @@ def _who_saw_what(run: WholeRun) -> Iterator[Drawing]:
     if not logs:
         return
     virtual = max(log.share[1] for log in logs if log.share)
+    if virtual > MOST_BOXES:
+        return
     batch, width = logs[0].steps.samples[logs[0].rows[0]], (WIDTH - LABEL) / max(1, virtual)
     canvas = Canvas(WIDTH, 108)
     canvas.text(0, 30, "the batch")

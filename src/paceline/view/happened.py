@@ -1,13 +1,11 @@
 """What happened in a run beside its steps, and where the hours of the clock went."""
 
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
 
 from paceline.observe.events import Checkpointed, Ended, Evaluated, Notice, RolledBack, Skipped
 from paceline.observe.terminal import clean
 from paceline.view.figures import COLOURS, Figure
 from paceline.view.outcome import breakdowns
-from paceline.view.rank_log import RankLog
 from paceline.view.run import WholeRun
 
 SHORT_SECONDS = 2.0  # of a run over so soon there is nothing to draw
@@ -75,11 +73,7 @@ def wall(run: WholeRun) -> dict[str, float]:
     thrown = sum(steps.seconds) - kept
     evaluated = sum(event.seconds for _, event in first.of(Evaluated))
     stalls = sum(event.stall_seconds for _, event in first.of(Checkpointed))
-    gaps = sum(max(0.0, later.unix_time - _last_before(first, later.unix_time)) for _, later in pairwise(started))
+    gaps = first.idle_seconds
     rest = total - kept - thrown - evaluated - stalls - gaps
     return {"steps": kept, "evaluations": evaluated, "checkpoints": stalls, "steps thrown away": thrown,
             "time between two starts": gaps, "start-up and other": max(0.0, rest)}  # fmt: skip
-
-
-def _last_before(log: RankLog, at: float) -> float:
-    return max((ended for ended in log.steps.ended if ended < at), default=at)

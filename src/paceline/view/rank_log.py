@@ -10,7 +10,7 @@ from typing import Any
 from paceline.observe.events import Anatomy, Ended, Event, RolledBack, Samples, Started, Step, Traced
 
 PHASES = ("data", "forward", "backward", "sync", "optimizer")
-MOST_OF_A_KIND = 2000
+MOST_OF_A_KIND, MOST_LISTED = 2000, 64
 
 
 @dataclass
@@ -41,8 +41,12 @@ class StepColumns:
         self.loss.append(event.loss if not event.skipped else float("nan"))
         self.lr.append(event.lr)
         self.norm.append(float("nan") if event.grad_norm is None else event.grad_norm)
-        for name, column in zip(PHASES, self.phases, strict=True):
-            column.append(event.phase_seconds.get(name, event.data_seconds if name == "data" else 0.0))
+        spent, (data, forward, backward, sync, optimizer) = event.phase_seconds.get, self.phases
+        data.append(spent("data", event.data_seconds))  # no loop: there may be a million
+        forward.append(spent("forward", 0.0))
+        backward.append(spent("backward", 0.0))
+        sync.append(spent("sync", 0.0))
+        optimizer.append(spent("optimizer", 0.0))
 
 
 @dataclass
@@ -50,11 +54,13 @@ class RankLog:
     """What one rank has written down, over all starts."""
 
     rank: int
+    most_traced: int = MOST_OF_A_KIND
     started: list[Started] = field(default_factory=list[Started])
     steps: StepColumns = field(default_factory=StepColumns)
-    rows: list[int] = field(default_factory=list[int])
+    rows: array[int] = field(default_factory=lambda: array("q"))
     """rows of `steps` that count: later starts have not repeated them"""
     thrown_away: int = 0
+    idle_seconds: float = 0.0  # between starts
     share: tuple[int, int] | None = None  # the virtual ranks [a, b) that it computes
     samples: list[Samples] = field(default_factory=list[Samples])  # of the first step that lists them
     anatomy: Anatomy | None = None  # the newest
@@ -74,15 +80,18 @@ class RankLog:
                 self.rows.append(len(steps.step) - 1)
                 self.share = event.share
             case Samples():
-                if not self.samples or self.samples[0].step == event.step:
+                if not self.samples or (self.samples[0].step == event.step and len(self.samples) < MOST_LISTED):
                     self.samples.append(event)
             case Traced():
                 self.traced[event.step] = event
-                if len(self.traced) > MOST_OF_A_KIND:
+                if len(self.traced) > self.most_traced:
                     del self.traced[next(iter(self.traced))]
             case Anatomy():
                 self.anatomy = event
             case Started():
+                if self.started:
+                    self.idle_seconds += max(0.0, event.unix_time - self._last())
+                del self.started[MOST_OF_A_KIND:]
                 self.started.append(event)
                 self._back_to(event.start_step)
             case RolledBack():
@@ -98,9 +107,11 @@ class RankLog:
 
     def _tell(self, event: Event) -> None:
         own = event.unix_time if isinstance(event, Ended) else 0.0
-        last = max([*self.steps.ended[-1:], *(one.unix_time for one in self.started[-1:])], default=0.0)
         if len(self.told) < MOST_OF_A_KIND:
-            self.told.append((own or last, event))
+            self.told.append((own or self._last(), event))
+
+    def _last(self) -> float:
+        return max([*self.steps.ended[-1:], *(one.unix_time for one in self.started[-1:])], default=0.0)
 
     def of(self, kind: type[Event]) -> Iterator[tuple[float, Any]]:
         """Those records of `told` that are of a kind, with their times."""

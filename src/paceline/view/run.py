@@ -6,7 +6,7 @@ Whatever cannot be read is left out and noted: a page that lacks a part is bette
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,22 +15,25 @@ from typing import Any
 import msgspec
 
 from paceline.contract.failure import Failure
-from paceline.disk.reading import decode, decode_toml, folders
+from paceline.disk.reading import decode, decode_toml, folders, read_lines
 from paceline.errors import PacelineError, UsageError
 from paceline.guard.story import Told, read_verdict
 from paceline.observe.events import (
     Started,
+    decode_event,
     event_files,
-    read_events,
 )
 from paceline.observe.folder import CONFIG, attempt_number, failure_records
-from paceline.observe.machine import ClockAhead, MachineUse, machine_files, read_machine
+from paceline.observe.machine import ClockAhead, MachineUse, decode_record, machine_files
 from paceline.observe.summary import Summary, read_summary
 from paceline.observe.terminal import clean
-from paceline.view.rank_log import RankLog
+from paceline.view.rank_log import MOST_OF_A_KIND, RankLog
 
 MOST_RANKS, MOST_CHARS = 4096, 2000
+MOST_BYTES, MOST_TRACED = 1 << 30, 64 * MOST_OF_A_KIND  # of all ranks
+MOST_LINE_BYTES, ANATOMY = 1 << 15, b'{"kind":"anatomy"'  # which may be longer
 MOST_SAMPLES = 20_000  # of a machine
+MOST_VERDICTS, MOST_NOTED = 100, 100
 
 
 @dataclass
@@ -90,7 +93,7 @@ class WholeRun:
 
     def latest(self) -> list[RankLog]:
         """The ranks that the newest start has, if all of them have written."""
-        return [self.ranks[rank] for rank in range(self.world_size) if rank in self.ranks]
+        return [self.ranks[rank] for rank in range(self.world_size) if rank in self.ranks and self.ranks[rank].started]
 
 
 def whole_run(folder: Path) -> WholeRun:
@@ -108,17 +111,20 @@ def whole_run(folder: Path) -> WholeRun:
     with _noting(run, "events"):
         files = event_files(folder)
         for rank in [*files][:MOST_RANKS]:
-            run.ranks[rank] = log = RankLog(rank)
+            run.ranks[rank] = log = RankLog(rank, min(MOST_OF_A_KIND, MOST_TRACED // len(files)))
             with _noting(run, files[rank].name):
-                for event in read_events(files[rank]):
-                    log.take(event)
+                for line in _lines(files[rank], MOST_BYTES // len(files)):
+                    if (event := decode_event(line)) is not None:
+                        log.take(event)
     with _noting(run, "machine"):
-        for node, path in machine_files(folder).items():
+        machines = machine_files(folder)
+        most = min(MOST_SAMPLES, 5 * MOST_SAMPLES // max(1, len(machines)))
+        for node, path in machines.items():
             with _noting(run, path.name):
-                for record in read_machine(path):
+                for record in map(decode_record, _lines(path, MOST_BYTES // len(machines))):
                     if isinstance(record, ClockAhead):
                         run.clocks[record.node] = record
-                    elif len(found := run.machines.setdefault(node, [])) < MOST_SAMPLES:
+                    elif record is not None and len(found := run.machines.setdefault(node, [])) < most:
                         found.append(record)
     _read_starts(run)
     if not run.ranks and not run.starts and not run.settings:
@@ -126,6 +132,16 @@ def whole_run(folder: Path) -> WholeRun:
         raise UsageError(f"{folder} holds nothing of a run that can be read{why}")
     _align(run)
     return run
+
+
+def _lines(path: Path, most_bytes: int) -> Iterator[bytes]:
+    """A file's lines, without those that are longer than any of ours; so many bytes of them."""
+    for line in read_lines(path):
+        most_bytes -= len(line)
+        if most_bytes < 0:
+            raise UsageError("it is not read to its end: it is too long")
+        if len(line) < MOST_LINE_BYTES or line.startswith(ANATOMY):
+            yield line
 
 
 def _read_starts(run: WholeRun) -> None:
@@ -138,9 +154,11 @@ def _read_starts(run: WholeRun) -> None:
                 with _noting(run, f"{name}/{record}"):
                     run.failures.append(decode(run.folder / name / record, Failure))
             for inner in folders(run.folder / name):
-                if inner.startswith("verdict-") and not inner.startswith("verdict-live"):
+                found = inner.startswith("verdict-") and not inner.startswith("verdict-live")
+                if found and len(run.verdicts) < MOST_VERDICTS:
                     with _noting(run, f"{name}/{inner}"):
-                        run.verdicts.append(read_verdict(run.folder / name / inner))
+                        told = read_verdict(run.folder / name / inner)
+                        run.verdicts.append(msgspec.structs.replace(told, evidence=()))
 
 
 def _align(run: WholeRun) -> None:
@@ -164,7 +182,8 @@ class _noting(suppress):  # noqa: N801 - as `suppress`
         self._run, self._what = run, what
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> bool:
-        if isinstance(error, OSError | PacelineError | ValueError) and not isinstance(error, FileNotFoundError):
+        known = isinstance(error, OSError | PacelineError | ValueError) and not isinstance(error, FileNotFoundError)
+        if known and len(self._run.missing) < MOST_NOTED:
             self._run.missing.append(f"{self._what}: {clean(str(error))[:MOST_CHARS]}")
         return super().__exit__(kind, error, trace)
 

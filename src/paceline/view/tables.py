@@ -72,6 +72,8 @@ def _result(run: WholeRun) -> dict[str, Any]:
 
 
 def _lasted(seconds: float) -> str:
+    if not abs(seconds) < 1e15:
+        return "?"
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{seconds:.1f} s"

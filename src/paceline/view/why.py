@@ -15,7 +15,7 @@ from paceline.view.happened import wall
 from paceline.view.rank_log import PHASES, RankLog
 from paceline.view.run import WholeRun, thinned
 
-WARM_UP, MOST_STEPS = 5, 1000
+WARM_UP, MOST_STEPS, MOST_SPENT = 5, 1000, 200_000
 NAMED = 0.08  # of a step: waiting for less blames nobody
 WORTH = 0.03  # of a step: less is not worth a word
 MUCH, LONG_SECONDS = 0.15, 20.0  # of the clock's time, in a run that is not over at once
@@ -86,7 +86,7 @@ def _common_steps(logs: Sequence[RankLog]) -> list[dict[int, Spent]]:
     common = [n for n in common if all(log.steps.follows[of[n]] for log, of in zip(logs, rows, strict=True))] or common
     return [
         {log.rank: _spent(log, of[number]) for log, of in zip(logs, rows, strict=True)}
-        for number in thinned(common, MOST_STEPS)
+        for number in thinned(common, min(MOST_STEPS, MOST_SPENT // len(logs)))
     ]
 
 
@@ -138,7 +138,7 @@ def _beside_steps(run: WholeRun) -> tuple[str, list[str]]:
     """What took much of the clock's time beside steps, and what to do about it."""
     found = {name: seconds for name, seconds in wall(run).items() if name != "steps"}
     total = sum(wall(run).values())
-    if total <= LONG_SECONDS:
+    if not total > LONG_SECONDS:
         return "", []
     much = {name: seconds / total for name, seconds in found.items() if seconds > MUCH * total}
     words = _joined([f"{share:.0%} went to {name}" for name, share in much.items()]) if much else ""
@@ -205,9 +205,8 @@ def _held_back(run: WholeRun, rank: int, logs: Sequence[RankLog]) -> str:
 
 def crowding(run: WholeRun) -> tuple[float, str]:
     """Threads for each core on the fullest host, and that in words; 0 where it is not known."""
-    threads = (
-        int(run.summary.threads_per_rank or 0) if run.summary else int(run.environment.get("threads_per_rank") or 0)
-    )
+    told = run.summary.threads_per_rank if run.summary else run.environment.get("threads_per_rank")
+    threads = told if isinstance(told, int) else 0
     cores = {one.host: one.cores for found in run.machines.values() for one in found[-1:]}
     most, words = 0.0, ""
     for host, count in cores.items():

@@ -15,7 +15,7 @@ def last_bars(values: Sequence[float], width: int) -> str:
     if not shown:
         return ""
     low, span = min(shown), max(shown) - min(shown)
-    if span <= abs(max(shown, key=abs)) * 0.02:  # noise is no curve
+    if not abs(max(shown, key=abs)) * 0.02 < span < math.inf:  # noise is no curve
         return BARS[1] * len(shown)
     return "".join(BARS[round((value - low) / span * (len(BARS) - 1))] for value in shown)
 
