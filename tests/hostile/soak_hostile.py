@@ -31,6 +31,7 @@ from tests.hostile.folders import write_roster
 from tests.hostile.users import ROOT, User, Users, two_users
 
 from paceline.contract.failure import Failure
+from paceline.contract.live import Live, LiveRank
 from paceline.guard.judge import judge
 from paceline.guard.story import write_verdict
 
@@ -55,6 +56,12 @@ COMMANDS: tuple[tuple[tuple[str, ...], bool], ...] = (
     (("train", "{home}/mine.py:task", "--resume", "auto", "--run-dir", "{run}", "--nproc", "1", "--dry-run"), False),
     (("train", "--config", "{run}/config.toml", "--nproc", "1", "--dry-run"), False),
     (("scale", "--runs", "{run},{home}/one"), False),
+    (("report", "{run}", "--explain", "-o", "{home}/found/page.html"), False),
+    (("report", "{run}", "{home}/one", "-o", "{home}/found/page.html"), False),
+    (("report", "{run}", "-o", "/dev/null"), False),  # where nobody can write
+    (("trace", "{run}", "--overwrite", "-o", "{home}/found/trace.json"), False),
+    (("analyze", "{run}", "--json"), False),
+    (("watch", "{run}"), False),
 )
 ONLY_OF_OTHERS = (("train", "--resume", "auto", "--run-dir", "{run}", "--nproc", "1"), False)  # ours would be trained
 
@@ -75,6 +82,9 @@ def real_run(victim: User) -> Path:
     (run / "submit-1" / "plan.json").write_text("{}")
     failure = Failure(1, "n1", 9, 1, "ValueError", "no", "", False, 1.0)
     (run / "attempt-1" / "error-1.json").write_bytes(msgspec.json.encode(failure))
+    (run / "attempt-1" / "watched").touch()
+    live = Live(1.0, 0, tuple(LiveRank(rank, "n1", 9, phase_seconds=(1.0, 2.0)) for rank in range(2)))
+    (run / "attempt-1" / "live.json").write_bytes(msgspec.json.encode(live))
     write_verdict(run / "attempt-1" / "verdict-1", judge(STALLED), STALLED, waited_seconds=5.0)
     return run
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.view.folders import make_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180), pytest.mark.needs("chromium", "playwright")]
 QUIET = [
@@ -89,4 +90,16 @@ def test_axes_theme_and_files_by_keyboard_alone(browser: Any, page_file: Path) -
     rows = Path(waited.value.path()).read_text().splitlines()
     assert rows[0] == '"name","samples","minutes","steps","loss"'
     assert [row.split(",")[3] for row in rows[1:]] == [f'"{step}"' for step in range(1, 13)]
+    assert wrong == []
+
+
+def test_a_hostile_run_runs_nothing_in_the_page_nor_in_a_spreadsheet(browser: Any, tmp_path: Path) -> None:
+    hosts = ("=1+cmd|' /C calc'!A0", "-1+1", "</script><img src=x onerror=console.log(1)>")
+    folder = make_run(tmp_path / "run", ranks=3, hosts=hosts)
+    subprocess.run([sys.executable, "-m", "paceline", "report", str(folder)], check=True, capture_output=True)
+    page, wrong = opened(browser, folder / "report.html", 1440, "light")
+    with page.expect_download() as waited:
+        page.locator("#figure-cores button", has_text="CSV").click()
+    rows = Path(waited.value.path()).read_text().splitlines()
+    assert {row[:3] for row in rows[1:]} == {"\"'=", "\"'-", '"</'}
     assert wrong == []

@@ -134,6 +134,16 @@ def test_a_link_in_the_folder_leads_the_page_nowhere(
 
 
 @pytest.mark.parametrize("command", [report, trace])
+def test_a_name_does_not_steer_the_terminal(
+    command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make_run(tmp_path / "\x1b[2Jrun", steps=12)
+    monkeypatch.chdir(tmp_path)
+    command.main([folder.name, *(["-o", f"{folder.name}.json"] if command is trace else [])])
+    assert "run" in (shown := capsys.readouterr().out) and "\x1b" not in shown
+
+
+@pytest.mark.parametrize("command", [report, trace])
 def test_a_pipe_or_device_is_not_replaced(command: Any, tmp_path: Path) -> None:
     folder, pipe = make_run(tmp_path / "run", steps=12), tmp_path / "pipe"
     os.mkfifo(pipe)

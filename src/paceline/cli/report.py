@@ -17,6 +17,7 @@ from paceline.disk import writing
 from paceline.disk.owners import note_strangers
 from paceline.disk.reading import is_file
 from paceline.errors import ExitCode, PacelineError, UsageError
+from paceline.observe.terminal import clean
 from paceline.view.explain import drawings
 from paceline.view.page import MARK, report_page
 from paceline.view.run import WholeRun, whole_run
@@ -59,7 +60,7 @@ def main(arguments: Sequence[str]) -> int:
         writing.replace(out, text.encode("utf-8", "replace"))
     except OSError as error:
         raise UsageError(f"{out} cannot be written: {error.strerror}. Name another file: -o FILE") from None
-    print(f"{out}  ({len(text) / 1e6:.1f} MB, opens in any browser)")
+    print(clean(f"{out}  ({len(text) / 1e6:.1f} MB, opens in any browser)"))
     if config.open and not webbrowser.open(out.as_uri()):
         raise PacelineError(f"the page is written, but there is no browser here to open it: copy {out} to where one is")
     return ExitCode.DONE

@@ -14,6 +14,7 @@ from paceline.cli.flags import out_path
 from paceline.disk import writing
 from paceline.disk.owners import note_strangers
 from paceline.errors import ExitCode, UsageError
+from paceline.observe.terminal import clean
 from paceline.view.run import whole_run
 from paceline.view.trace import trace_events
 
@@ -47,5 +48,5 @@ def main(arguments: Sequence[str]) -> int:
         raise UsageError(f"{config.out} cannot be written: {error.strerror}") from None
     for words in run.missing:
         print(f"left out: {words}")
-    print(f"{len(found):,} events written to {config.out}: open it in ui.perfetto.dev or chrome://tracing")
+    print(clean(f"{len(found):,} events written to {config.out}: open it in ui.perfetto.dev or chrome://tracing"))
     return ExitCode.DONE

@@ -12,6 +12,7 @@ from paceline.view.words import last_bars, one_line, size_words, time_words
 
 STILL_SECONDS = 5.0  # below it a rank moves
 WAITS_LITTLE = 0.02
+OVER = ("done", "saved", "failed", "cancelled", "lost")
 PHASE_STYLES = {"sync": "yellow", "data": "magenta", "evaluate": "cyan", "checkpoint": "cyan", "init": "dim"}
 STATE_STYLES = {"running": "cyan", "queued": "cyan", "done": "green", "saved": "yellow", "failed": "red", "lost": "red"}
 
@@ -178,7 +179,7 @@ ORDERS: tuple[tuple[str, Callable[[RankNow], tuple[float, ...]]], ...] = (
 def summary_line(now: RunNow, standing: Heading) -> str:
     """All in one plain line."""
     ranks = [one for one in now.ranks if one.still_seconds >= STILL_SECONDS and not one.ended]
-    still = f"  {len(ranks)} of {len(now.ranks)} ranks stand still" if ranks else ""
+    still = f"  {len(ranks)} of {len(now.ranks)} ranks stand still" if ranks and standing.state not in OVER else ""
     slow = f"  {one_line(now.words, 120)}" if now.words and standing.state == "running" else ""
     return f"{title(standing).plain}  {progress(now, standing).plain}{still}{slow}"
 

@@ -53,7 +53,7 @@
   });
 
   const csv = (figure) => {
-    const axes = figure.axes.length ? figure.axes : [figure.x || "x"], cell = (value) => '"' + String(value ?? "").replaceAll('"', '""').replace(/^[=+@-](?![\d.])/, "'$&") + '"';
+    const axes = figure.axes.length ? figure.axes : [figure.x || "x"], cell = (value) => '"' + String(value ?? "").replaceAll('"', '""').replace(/^\s*[=+@-].*/s, (text) => (isNaN(text) ? "'" : "") + text) + '"';
     const rows = [["name", ...axes, figure.y || "y"]];
     for (const one of figure.traces) {
       if (one.z) one.z.forEach((row, i) => row.forEach((value, j) => rows.push([one.y[i], one.x0[j], value])));
