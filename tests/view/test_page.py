@@ -158,7 +158,7 @@ def test_the_drawings_show_this_run(tmp_path: Path) -> None:
         "The four stages of a step", found and next(t for t in found if t.startswith("Step ")), "Who sees which sample",
         "The tree in which gradients are added up", "Who keeps what",
     ]  # fmt: skip
-    assert "1 tensors, 30 numbers" in found["The four stages of a step"].svg
+    assert "1 tensor, 30 numbers; the same on every rank" in found["The four stages of a step"].svg
     tree = found["The tree in which gradients are added up"].svg
     assert tree.count("<circle") == 5 and "leaves 0 to 1: over ranks" in tree
     keeps = {s: drawings(whole_run(make_run(tmp_path / s, strategy=s)))[-1].svg for s in ("bucketed", "zero", "fsdp")}

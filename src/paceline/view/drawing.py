@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from markupsafe import Markup, escape
 
 RANK_COLOURS = ("blue", "orange", "green", "pink", "sky", "red", "yellow", "grey")
+WIDTH, LABEL = 880.0, 74.0  # of a drawing, and of the words at its left
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ class Canvas:
         for words, colour in keys:
             self.box(x, y - 10, 12, 12, colour)
             self.text(x + 17, y, words)
-            x += 34 + 7 * len(words)
+            x += 36 + 6.6 * len(words)
 
     def svg(self) -> Markup:
         """All of it."""
