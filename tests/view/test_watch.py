@@ -14,6 +14,7 @@ import msgspec
 import pytest
 from tests import warm
 from tests.small_mnist import small_mnist as small_mnist
+from textual.widgets import Static
 
 from paceline.cli import main
 from paceline.cli import watch as command
@@ -187,6 +188,17 @@ def test_200_ranks_with_hostile_names_stay_readable_and_inert(width: int) -> Non
 
     on_screen(deeds(lambda: (many(200), standing), told), act, width)
     assert sorted(told) == ["save", "stop"]
+
+
+@pytest.mark.parametrize(
+    ("words", "note"), [("", "slowest first"), ("rank 1 is slow", "slowest first  ·  rank 1 is slow")]
+)
+def test_the_order_is_said_before_what_else_there_is_to_say(words: str, note: str) -> None:
+    async def sort(app: WatchApp, pilot: Any) -> None:
+        await pilot.press("s")
+        assert str(app.query_one("#note", Static).content) == note
+
+    on_screen(deeds(lambda: (RunNow(live=True, words=words), RUNNING)), sort)
 
 
 def test_it_leaves_when_the_run_ends_and_says_why_it_cannot_look() -> None:

@@ -161,7 +161,7 @@ class WatchApp(App[None]):
         self._draw_table(now)
         note = footnote(now, may_act=self._deeds.may_act)
         if self._order:
-            note = Text.assemble((f"{ORDERS[self._order][0]}  ·  ", "dim"), note)
+            note = Text("  ·  ", "dim").join([Text(ORDERS[self._order][0], "dim"), *([note] if note else [])])
         self.screen_stack[0].query_one("#note", Static).update(note)
 
     def _draw_table(self, now: RunNow) -> None:
