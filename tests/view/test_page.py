@@ -163,3 +163,23 @@ def test_the_drawings_show_this_run(tmp_path: Path) -> None:
     assert tree.count("<circle") == 5 and "leaves 0 to 1: over ranks" in tree
     keeps = {s: drawings(whole_run(make_run(tmp_path / s, strategy=s)))[-1].svg for s in ("bucketed", "zero", "fsdp")}
     assert [keeps[s].count("a share each") for s in ("bucketed", "zero", "fsdp")] == [0, 2, 3]
+
+
+def test_what_travels_ends_where_it_was_needed_and_hides_nothing_else(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", ranks=2)
+    for path in folder.glob("events-*.jsonl"):
+        records = [json.loads(line) for line in path.read_text().splitlines()]
+        for one in records:
+            if one["kind"] == "traced":
+                begins = one["phases"][2][1]
+                late = [[f"bucket {n}", begins + n / 1000, -1.0, 5000] for n in range(2)]  # nobody saw their ends
+                one["calls"] = [*late, ["totals of the step", begins, 0.001, 72]]
+        path.write_text("".join(json.dumps(one) + "\n" for one in records))
+    svg = next(one.svg for one in drawings(whole_run(folder)) if one.title.startswith("Step "))
+    places = re.findall(r'<rect x="([\d.]+)" y="([\d.]+)" width="([\d.]+)" height="7.0" [^>]*f-(red|yellow)', svg)
+    sync = re.findall(r'<rect x="([\d.]+)" y="8.0" width="([\d.]+)"[^>]*f-grey"><title>rank 0', svg)[0]
+    ends = [float(x) + float(width) for x, _, width, _ in places]
+    assert [colour for *_, colour in places] == ["red", "red", "yellow"] * 2
+    assert ends[:2] == pytest.approx([sum(map(float, sync))] * 2, abs=0.2)
+    assert len({y for _, y, _, _ in places[:3]}) == 3
+    assert "seen to be over later" in svg

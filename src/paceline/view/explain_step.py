@@ -13,6 +13,7 @@ from paceline.view.run import WholeRun
 
 MOST_RANKS, MOST_LANES, MOST_NAMES, MOST_BOXES = 8, 4, 3, 300
 SMALL_BYTES = 1024
+ROWS = 2  # below the phases, for tensors that travel at one time
 OPTIMIZER = {"zero": ("updates its share", "sends it, "), "fsdp": ("updates its share", "")}
 TRAVELS = {"zero": "gradients and weights travel", "fsdp": "weights and gradients travel"}
 UNSEEN = "DDP's buckets leave during backward; torch does not say when"
@@ -47,6 +48,25 @@ def _ms(seconds: float) -> str:
 
 def _lasts(one: Traced, phase: str) -> float:
     return sum(seconds for name, _, seconds in one.phases if name == phase)
+
+
+def _needed(one: Traced, at: float) -> float:
+    """When a collective that has begun then is over at the latest: nothing goes on after `sync` without it."""
+    ends = [begins + lasts for name, begins, lasts in one.phases if name == "sync" and begins + lasts > at]
+    return ends[0] if ends else max(at, *(begins + lasts for _, begins, lasts in one.phases))
+
+
+def _in_rows(one: Traced) -> Iterator[tuple[int, str, float, float, str]]:
+    """The collectives, with when they end: tensors in rows in which none hides another, below them totals and votes."""
+    free = [0.0] * ROWS
+    for name, at, lasts, size in one.calls:
+        until = min(at + lasts, _needed(one, at)) if lasts >= 0 else _needed(one, at)
+        row = ROWS
+        if not _is_small(name, size):
+            row = next((n for n, end in enumerate(free) if end <= at), 0)
+            free[row] = max(free[row], until)
+        words = f"{size / 1e6:,.3f} MB, {_ms(lasts) if lasts >= 0 else 'seen to be over later'}"
+        yield row, clean(name)[:60], at, until, words
 
 
 def _is_small(name: str, size: int) -> bool:
@@ -116,7 +136,7 @@ def _one_step(run: WholeRun, steps: dict[int, Traced]) -> Iterator[Drawing]:
         return
     began = min(one.unix_time for one in steps.values())
     ends = [one.unix_time - began + at + lasts for one in steps.values() for _, at, lasts in one.phases[-1:]]
-    scale, lane = (WIDTH - LABEL - 10) / max(*ends, 1e-6), 64.0 if run.world_size > 1 else 42.0
+    scale, lane = (WIDTH - LABEL - 10) / max(*ends, 1e-6), 72.0 if run.world_size > 1 else 42.0
     canvas = Canvas(WIDTH, 50 + lane * len(steps))
     for place, (rank, one) in enumerate(steps.items()):
         top, offset = 8 + place * lane, one.unix_time - began
@@ -126,11 +146,9 @@ def _one_step(run: WholeRun, steps: dict[int, Traced]) -> Iterator[Drawing]:
             canvas.box(left, top, width, 30, PHASE_COLOURS.get(name, "pink"), told=f"rank {rank}: {name}, {_ms(lasts)}")
             if width > 8 * len(name):
                 canvas.text(left + 4, top + 20, name, on=True)
-        for name, at, lasts, size in one.calls[:MOST_BOXES] if run.world_size > 1 else ():
-            left, width = LABEL + (offset + at) * scale, max(2.0, max(0.0, lasts) * scale)
-            words = f"{clean(name)[:60]}: {size / 1e6:,.3f} MB, {_ms(lasts) if lasts >= 0 else 'not over'}"
-            small = _is_small(name, size)
-            canvas.box(left, top + (44 if small else 34), width, 7, "yellow" if small else "red", told=words)
+        for row, name, at, until, words in [*_in_rows(one)][:MOST_BOXES] if run.world_size > 1 else ():
+            left, width = LABEL + (offset + at) * scale, max(2.0, (until - at) * scale)
+            canvas.box(left, top + 34 + 10 * row, width, 7, "yellow" if row == ROWS else "red", told=f"{name}: {words}")
     bottom = 8 + lane * len(steps)
     for tick in range(5):
         at = max(ends) * tick / 4
@@ -139,7 +157,11 @@ def _one_step(run: WholeRun, steps: dict[int, Traced]) -> Iterator[Drawing]:
     if run.strategy != "ddp":
         travels.insert(0, (TRAVELS.get(run.strategy, "gradients travel"), "red"))
     canvas.legend(LABEL, bottom + 34, [*PHASE_COLOURS.items(), *(travels if run.world_size > 1 else [])])
-    words = "Phases of each rank" + (", and below them what travels." if run.world_size > 1 else ".")
+    words = (
+        "Phases of each rank, and below them what travels, until it was seen to be over or was needed."
+        if run.world_size > 1
+        else "Its phases."
+    )
     words += f" {UNSEEN}." if run.strategy == "ddp" and run.world_size > 1 else ""
     clocks = [clock.error_seconds for clock in run.clocks.values()]
     words += f" Clocks of hosts agree within {_ms(max(clocks))}." if clocks else ""
