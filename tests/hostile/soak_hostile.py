@@ -112,7 +112,9 @@ class Case:
             way = self.random.choice(ways)
             if path in self.usable(run):
                 self.done.append(f"{way.__name__} {path.relative_to(run)}")
-                with suppress(OSError, ValueError, LookupError, TypeError):  # another way has left nothing for it
+                with suppress(
+                    OSError, ValueError, LookupError, TypeError, RecursionError
+                ):  # another way has left nothing for it
                     way(path, run)
 
     @staticmethod

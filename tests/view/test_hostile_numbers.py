@@ -50,6 +50,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "shapes beyond all numbers": ("anatomy", {"parameters": [["w", [2**62] * 1000, 2**63 - 1]]}),
     "a shape of thousands of digits": ("anatomy", {"parameters": [["w", [HUGE], 1]]}),
     "a million virtual ranks": ("step", {"share": [0, 1_000_000]}),
+    "virtual ranks that every rank has": ("step", {"share": [0, 290]}),
     "times from the ends of all floats": ("step", {"unix_time": 1e308, "seconds": 1e308}),
     "times as far apart as can be": ("step", {"unix_time": -1e12, "seconds": 1e12}),
     "steps that went backwards": ("step", {"seconds": -1e11, "phase_seconds": {"sync": -1e11}}),

@@ -90,9 +90,10 @@ def add_run(analyzer: Analyzer, run_dir: Path) -> None:
         UnknownFormat: there are no events, and nothing in its logs is known.
     """
     events = event_files(run_dir)
+    first = next(iter(events), None)
     for rank, path in events.items():
         for event in read_events(path):
-            if rank == min(events) or isinstance(event, Step):  # the others say the same
+            if rank == first or isinstance(event, Step):  # the others say the same
                 _add_event(analyzer, str(rank), event)
     unknown = add_logs(analyzer, run_dir, only_trouble=bool(events))
     if not analyzer.knows:

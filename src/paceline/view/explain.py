@@ -39,8 +39,13 @@ def _who_saw_what(run: WholeRun) -> Iterator[Drawing]:
     canvas = Canvas(WIDTH, 108)
     canvas.text(0, 30, "the batch")
     canvas.text(0, 76, "ranks")
+    drawn = 0
     for log in logs:
-        for number in range(*(log.share or (0, 0))):
+        first, stop = log.share or (0, 0)
+        if first < drawn:  # each is one rank's
+            continue
+        drawn = stop
+        for number in range(first, stop):
             left = LABEL + number * width
             canvas.box(left, 10, max(1.0, width - 4), 32, colour_of_rank(log.rank), told=f"virtual rank {number}")
             if width > 30:

@@ -11,7 +11,7 @@ from paceline.view.figures import Figure, line
 from paceline.view.run import WholeRun
 from paceline.view.tables import Table
 
-MOST_BYTES = 16 << 20  # of all logs: a page is made in seconds
+MOST_BYTES = 8 << 20  # of all logs: a page is made in seconds
 
 
 @dataclass
