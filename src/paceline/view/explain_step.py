@@ -136,7 +136,9 @@ def _one_step(run: WholeRun, steps: dict[int, Traced]) -> Iterator[Drawing]:
         return
     began = min(one.unix_time for one in steps.values())
     ends = [one.unix_time - began + at + lasts for one in steps.values() for _, at, lasts in one.phases[-1:]]
-    scale, lane = (WIDTH - LABEL - 10) / max(*ends, 1e-6), 72.0 if run.world_size > 1 else 42.0
+    calls = {rank: [*_in_rows(one)] if run.world_size > 1 else [] for rank, one in steps.items()}
+    rows = max((row + 1 for found in calls.values() for row, *_ in found if row < ROWS), default=0)
+    scale, lane = (WIDTH - LABEL - 10) / max(*ends, 1e-6), 52.0 + 10 * rows if run.world_size > 1 else 42.0
     canvas = Canvas(WIDTH, 50 + lane * len(steps))
     for place, (rank, one) in enumerate(steps.items()):
         top, offset = 8 + place * lane, one.unix_time - began
@@ -146,9 +148,10 @@ def _one_step(run: WholeRun, steps: dict[int, Traced]) -> Iterator[Drawing]:
             canvas.box(left, top, width, 30, PHASE_COLOURS.get(name, "pink"), told=f"rank {rank}: {name}, {_ms(lasts)}")
             if width > 8 * len(name):
                 canvas.text(left + 4, top + 20, name, on=True)
-        for row, name, at, until, words in [*_in_rows(one)][:MOST_BOXES] if run.world_size > 1 else ():
+        for row, name, at, until, words in calls[rank][:MOST_BOXES]:
             left, width = LABEL + (offset + at) * scale, max(2.0, (until - at) * scale)
-            canvas.box(left, top + 34 + 10 * row, width, 7, "yellow" if row == ROWS else "red", told=f"{name}: {words}")
+            colour = "yellow" if row == ROWS else "red"
+            canvas.box(left, top + 34 + 10 * min(row, rows), width, 7, colour, told=f"{name}: {words}")
     bottom = 8 + lane * len(steps)
     for tick in range(5):
         at = max(ends) * tick / 4
