@@ -52,7 +52,7 @@ stale. What else is in the folder: [the run folder](../run-folder.md).
 Times of the day are seconds since 1970 (`unix_time`), durations are in seconds.
 
 """
-COUNTS = {"Count": "int, 0 or more", "Few": "int, 0 to 1,000,000"}
+COUNTS = {"Count": "int, 0 or more", "Few": "int, 0 to 1,000,000", "Seconds": "float"}
 
 
 def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
