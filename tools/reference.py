@@ -52,7 +52,7 @@ stale. What else is in the folder: [the run folder](../run-folder.md).
 Times of the day are seconds since 1970 (`unix_time`), durations are in seconds.
 
 """
-COUNTS = {"Count": "int, 0 or more", "Few": "int, 0 to 1,000,000", "Seconds": "float"}
+COUNTS = {"Count": "int, 0 or more", "Few": "int, 0 to 1,000,000", "Seconds": "float, up to 1e12"}
 
 
 def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
@@ -192,7 +192,7 @@ def _type(annotation: ast.expr) -> str:
     words = re.sub(r"\[?tyro\.conf\.Positional\[(.*?)\]\]?", r"\1", words)
     words = re.sub(r"^\[tuple\[str, \.\.\.\]\]$", "list of str", words)
     if words not in COUNTS:
-        words = re.sub(r"\b(Count|Few)\b", "int", words)
+        words = re.sub(r"\b(Count|Few)\b", "int", words).replace("Seconds", "float")
     return COUNTS.get(words, words).replace("StrategyName", "name of a strategy").replace("Path", "path")
 
 
