@@ -99,6 +99,7 @@ def options(lines: list[str]) -> tuple[str, list[tuple[str, ...]]]:
         if name.startswith("-h,"):
             continue
         words, default = re.fullmatch(r"(.*?) ?(?:\(default: ([^()]*)\)|\((?:required|repeatable)\))?", *said).groups()  # type: ignore[union-attr]
+        default = "this Python" if default == sys.executable else default
         shown = "" if default in (None, "None", "", "''") else f"`{default}`"
         choices = re.sub(r",(?=[^{}]*\})", ", ", name.replace("{None}|", "").replace("{None,", "{"))
         rows.append((f"`{choices}`", _plain(words), shown))
