@@ -85,7 +85,6 @@ def test_two_processes_leave_a_whole_run_folder(paceline, small_mnist, tmp_path)
         "environment.json",
         "events-0.jsonl",
         "events-1.jsonl",
-        "machine-0.jsonl",
         "model.safetensors",
         "summary.json",
     }
