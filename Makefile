@@ -139,6 +139,11 @@ bench-ladder: $(STAMP)  ## the tables of docs/ladder (20 minutes; quiet)
 	$(BIN)/paceline compare mnist-resnet18 --nproc 2 --rounds 5 --steps 10 --warmup 4 --out benchmarks/results/ladder.json
 	$(BIN)/python tools/includes.py
 
+bench-report: $(STAMP)  ## is the page's first sentence right, and how fast is it on a million events? (5 minutes; root: hosts, too)
+	$(BIN)/python benchmarks/report_causes.py --out benchmarks/results/report-causes.json
+	folder=$$(mktemp -d) && $(BIN)/paceline train mnist-cnn --nproc 2 --steps 80 --run-dir $$folder/run && \
+		$(BIN)/python benchmarks/report.py $$folder/run --out benchmarks/results/report.json; rm -rf $$folder
+
 bench-summary: $(STAMP)  ## which goals do the committed results reach?
 	$(BIN)/python benchmarks/summary.py
 

@@ -42,7 +42,9 @@ def test_more_threads_than_cores_come_first(tmp_path: Path) -> None:
     found = why(whole_run(make_run(tmp_path / "run", threads=4, cores=2)))
     assert found.first.startswith("8 threads compete for 2 cores, so they slow each other down.")
     assert "--threads-per-rank" in found.advice[0]
-    assert not why(whole_run(make_run(tmp_path / "fine", threads=1, cores=2))).first.startswith("8")
+    assert "compete" not in why(whole_run(make_run(tmp_path / "fine", threads=1, cores=2))).first
+    more_ranks = why(whole_run(make_run(tmp_path / "more", ranks=3, threads=1, cores=2))).first
+    assert more_ranks.endswith(". 3 threads compete for 2 cores.")  # it is not what a rank can change, so not the first
 
 
 def test_a_run_that_nothing_held_up_says_so(tmp_path: Path) -> None:

@@ -123,15 +123,16 @@ def _in_words(
             words, remedy = _cause(run, cause, share, parts, logs)
             causes.append(f"{share:.0%} {words}")
             advice += [f"{remedy} (up to {share:.0%} of the time)"] if remedy else []
-    crowd, crowded = crowding(run)
-    if crowd >= CROWDED:
-        advice.insert(0, "Fewer threads for each rank: leave out --threads-per-rank, or give 1")
     lead = f"{worked:.0%} of each step was computing"
     lead += f", so {size} ranks did the work of {size * worked:.1f}" if size > 1 else ""
-    rest = f"; {_joined(causes)}" if causes else ""
-    if crowd >= CROWDED:
-        return f"{crowded}, so they slow each other down. {lead}{rest}.", advice
-    return f"{lead}{rest}.", advice
+    told = f"{lead}; {_joined(causes)}." if causes else f"{lead}."
+    crowd, threads, crowded = crowding(run)
+    if crowd < CROWDED:
+        return told, advice
+    if threads == 1:  # it may be meant so
+        return f"{told} {crowded}.", [*advice, "Fewer ranks, or more cores"]
+    fewer = "Fewer threads for each rank: leave out --threads-per-rank, or give 1"
+    return f"{crowded}, so they slow each other down. {told}", [fewer, *advice]
 
 
 def _beside_steps(run: WholeRun) -> tuple[str, list[str]]:
@@ -203,8 +204,8 @@ def _held_back(run: WholeRun, rank: int, logs: Sequence[RankLog]) -> str:
     return f": a GPU is {min(troubles - {''})}" if troubles - {""} else ""
 
 
-def crowding(run: WholeRun) -> tuple[float, str]:
-    """Threads for each core on the fullest host, and that in words; 0 where it is not known."""
+def crowding(run: WholeRun) -> tuple[float, int, str]:
+    """Threads for each core on the fullest host, those of a rank, and that in words; 0 where it is not known."""
     told = run.summary.threads_per_rank if run.summary else run.environment.get("threads_per_rank")
     threads = told if isinstance(told, int) else 0
     cores = {one.host: one.cores for found in run.machines.values() for one in found[-1:]}
@@ -214,4 +215,4 @@ def crowding(run: WholeRun) -> tuple[float, str]:
         if count and threads * ranks / count > most:
             most = threads * ranks / count
             words = f"{threads * ranks} threads compete for {count} cores{f' on {host}' if len(cores) > 1 else ''}"
-    return most, words
+    return most, threads, words
