@@ -51,7 +51,7 @@ def test_a_killed_worker_costs_no_bit(lab: Lab, expected: str) -> None:
     assert (result.code, result.digest, result.faults) == (0, expected, []), lab.log.read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.soak  # `make soak-bits` kills 27; CI kills a worker and stops a run
 def test_a_killed_launcher_costs_no_bit_on_another_world_size(lab: Lab, expected: str) -> None:
     saved = lab.folder / "checkpoints"
     lab.start("mnist-cnn", {**SMALL, "nproc": 2, "checkpoint_every": 4})

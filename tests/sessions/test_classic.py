@@ -21,9 +21,13 @@ def test_few_lines_change(name: str) -> None:
     assert len(changed) <= MOST_LINES[name], changed
 
 
-@pytest.mark.parametrize(
-    "name", [name if name == "mnist" else pytest.param(name, marks=pytest.mark.slow) for name in SCRIPTS]
-)
+MARKS = {
+    "mnist": (),
+    **dict.fromkeys(("gpt2", "classifier"), pytest.mark.soak),
+}  # 15 to 20 s each: `make soak-sessions`
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS.get(name, pytest.mark.slow)) for name in SCRIPTS])
 @pytest.mark.timeout(120)
 def test_the_original_is_equalled(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if name in OF_HUGGING_FACE and importlib.util.find_spec("transformers") is None:

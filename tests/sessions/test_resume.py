@@ -89,7 +89,7 @@ def test_each_epoch_is_kept_and_one_that_is_killed_in_its_evaluation_is_not_trai
     assert done.returncode == 0 and "goes on after step 8" in done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.soak  # half a minute; the law is sampled by the other tests, and tests/strategies/test_state.py
 @pytest.mark.timeout(180)
 def test_a_model_that_is_cut_goes_on_uncut_and_the_other_way_round_in_the_middle_of_an_accumulation(
     tmp_path: Path,
