@@ -12,6 +12,7 @@ from paceline.observe.terminal import clean
 from paceline.view.happened import wall
 from paceline.view.run import WholeRun
 from paceline.view.why import Why, sent_bytes
+from paceline.view.words import time_words
 
 MOST_ROWS, MOST_CELL = 500, 300
 KINDS = ("weights", "gradients", "optimizer")
@@ -64,19 +65,11 @@ def _result(run: WholeRun) -> dict[str, Any]:
         "last training loss": f"{first.steps.loss[rows[-1]]:.4f}" if first and rows else None,
         "global batch": summary.global_batch or run.settings.get("global_batch"),
         "optimizer": run.settings.get("optimizer"), "learning rate": run.settings.get("lr"),
-        "samples/s": f"{rate:,.0f}" if rate else None, "took": _lasted(seconds or summary.seconds or 0),
+        "samples/s": f"{rate:,.0f}" if rate else None, "took": time_words(seconds or summary.seconds or 0.0) if seconds or summary.seconds else None,
         "began": time.strftime("%Y-%m-%d %H:%M", time.localtime(first.started[0].unix_time)) if first else None,
         "peak memory": f"{summary.peak_memory_bytes / 1e9:.2f} GB a rank" if summary.peak_memory_bytes else None,
     }  # fmt: skip
     return {name: value for name, value in found.items() if value}
-
-
-def _lasted(seconds: float) -> str:
-    if not abs(seconds) < 1e15:
-        return "?"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{seconds:.1f} s"
 
 
 def setting_differences(runs: Sequence[WholeRun]) -> Iterable[Table]:
@@ -117,7 +110,7 @@ def time_spent(run: WholeRun) -> Iterable[Table]:
     """Where the hours of the clock went."""
     found = wall(run)
     if (total := sum(found.values())) > 0:
-        rows = [[name, _lasted(seconds), f"{seconds / total:.1%}"] for name, seconds in found.items() if seconds > 0]
+        rows = [[name, time_words(seconds), f"{seconds / total:.1%}"] for name, seconds in found.items() if seconds > 0]
         yield Table("Where the whole run's time went", ["what", "time", "share"], rows, numbers=True)
 
 
@@ -191,7 +184,7 @@ def ledger(run: WholeRun) -> Iterable[Table]:
 
 def moments(found: Sequence[tuple[float, str, str]]) -> Iterable[Table]:
     """What happened beside steps, in order."""
-    rows = [[_lasted(max(0.0, at)), kind, words] for at, kind, words in found]
+    rows = [[time_words(max(0.0, at)), kind, words] for at, kind, words in found]
     if len(rows) > MOST_ROWS:
         half = MOST_ROWS // 2
         rows = [*rows[:half], ["", "", f"{len(rows) - MOST_ROWS:,} more are left out here"], *rows[-half:]]
