@@ -53,7 +53,11 @@ def _result(run: WholeRun) -> dict[str, Any]:
     rows = first.rows if first else []
     step = first.steps.step[rows[-1]] if first and rows else summary.steps
     planned = run.settings.get("steps") or (run.settings.get("epochs") or 0) * (newest.steps_per_epoch if newest else 0)
-    hosts, seconds, rate = len({*run.hosts.values()}), sum(wall(run).values()), summary.samples_per_second
+    hosts, seconds, rate = (
+        len({*run.hosts.values()}),
+        sum(wall(run).values()) or summary.seconds,
+        summary.samples_per_second,
+    )
     an_epoch = newest.steps_per_epoch if newest else 0
     found: dict[str, Any] = {
         "task": str(run.settings.get("task") or summary.task).rpartition("/")[2],
@@ -65,7 +69,7 @@ def _result(run: WholeRun) -> dict[str, Any]:
         "last training loss": f"{first.steps.loss[rows[-1]]:.4f}" if first and rows else None,
         "global batch": summary.global_batch or run.settings.get("global_batch"),
         "optimizer": run.settings.get("optimizer"), "learning rate": run.settings.get("lr"),
-        "samples/s": f"{rate:,.0f}" if rate else None, "took": time_words(seconds or summary.seconds or 0.0) if seconds or summary.seconds else None,
+        "samples/s": f"{rate:,.0f}" if rate else None, "took": time_words(seconds) if seconds else None,
         "began": time.strftime("%Y-%m-%d %H:%M", time.localtime(first.started[0].unix_time)) if first else None,
         "peak memory": f"{summary.peak_memory_bytes / 1e9:.2f} GB a rank" if summary.peak_memory_bytes else None,
     }  # fmt: skip
