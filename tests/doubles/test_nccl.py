@@ -30,6 +30,13 @@ def group(rank: int, size: int, folder: str, **env: str) -> Generator[nccl.LikeN
     yield nccl.GROUPS[0]
 
 
+def met(rank: int) -> None:
+    """Return when both ranks are here: one that ends at once closes the other's connections while it still makes them."""
+    here = torch.ones(1)
+    dist.all_reduce(here)
+    assert here.item() == 2, rank
+
+
 def late(rank: int, size: int, folder: str) -> list[Any]:
     with group(rank, size, folder, DOUBLE_NCCL_DELAY="0.05"), torch.no_grad():
         tensor, lines = torch.full((3,), float(rank + 1)), []
@@ -83,6 +90,7 @@ def test_all_operations_give_what_gloo_gives(tmp_path: Path) -> None:
 
 def aborted(rank: int, size: int, folder: str) -> list[Any]:
     with group(rank, size, folder) as one:
+        met(rank)
         other = dist.new_group([0, 1])
         tensor, small = torch.full((2,), float(rank + 1)), torch.ones(1)
         if rank == 0:  # the other rank never comes
@@ -124,6 +132,7 @@ def test_ranks_that_disagree_wait_in_silence_and_the_recorder_shows_it(tmp_path:
 
 def refused(rank: int, size: int, folder: str) -> list[str]:
     with group(rank, size, folder):
+        met(rank)
         words: list[str] = []
         for call in (
             lambda: dist.monitored_barrier(),
