@@ -31,7 +31,7 @@ def group(rank: int, size: int, folder: str, **env: str) -> Generator[nccl.LikeN
 
 
 def met(rank: int) -> None:
-    """Return when both ranks are here: one that ends at once closes the other's connections while it still makes them."""
+    """Return when both are here: a rank that ends at once closes connections that the other still makes."""
     here = torch.ones(1)
     dist.all_reduce(here)
     assert here.item() == 2, rank

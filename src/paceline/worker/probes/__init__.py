@@ -1,0 +1,1 @@
+"""What sees into a script that nobody changed, from outside: hooks on torch, and what is made of what they see."""
