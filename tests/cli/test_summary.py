@@ -2,7 +2,8 @@
 
 from paceline.cli.train_start import failed_summary
 from paceline.config import DataConfig, TrainConfig
-from paceline.observe.events import EventWriter, Step
+from paceline.observe.event_writer import EventWriter
+from paceline.observe.events import Step
 from paceline.observe.summary import Summary, write_summary
 
 CONFIG = TrainConfig(task="t", data=DataConfig(batch_size=8))

@@ -7,7 +7,8 @@ import pytest
 
 from paceline.disk import writing
 from paceline.errors import UsageError
-from paceline.observe.events import Evaluated, EventWriter, Samples, Started, Step, read_events
+from paceline.observe.event_writer import EventWriter
+from paceline.observe.events import Evaluated, Samples, Started, Step, read_events
 from paceline.observe.folder import create_attempt_dir, create_run_dir
 from paceline.observe.summary import Summary, read_summary, write_summary
 

@@ -14,7 +14,8 @@ import pytest
 
 from paceline.cli import analyze
 from paceline.errors import UsageError
-from paceline.observe.events import Ended, Evaluated, EventWriter, Skipped, Started, Step
+from paceline.observe.event_writer import EventWriter
+from paceline.observe.events import Ended, Evaluated, Skipped, Started, Step
 from paceline.observe.folder import create_attempt_dir
 from paceline.observe.log_times import TimesWriter
 from paceline.view.analysis import Analysis, Analyzer

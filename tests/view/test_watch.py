@@ -21,7 +21,8 @@ from paceline.cli import watch as command
 from paceline.cli.finding import NOTHING, Means
 from paceline.contract.evidence import Phase
 from paceline.contract.live import LIVE, WATCHED, Live, LiveRank
-from paceline.observe.events import EventWriter, Started, Step
+from paceline.observe.event_writer import EventWriter
+from paceline.observe.events import Started, Step
 from paceline.observe.machine import GpuUse, MachineUse, RankUse, file_name
 from paceline.view.growing import Growing
 from paceline.view.live import LiveReader, RunNow

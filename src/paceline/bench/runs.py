@@ -73,7 +73,7 @@ def read_run(folder: Path, *, skip: int) -> Run:
             if isinstance(event, Started):
                 started[rank] = event
                 steps[rank] = {}  # an earlier start's steps had other companions
-            elif isinstance(event, Step):
+            elif isinstance(event, Step) and event.steps == 1:  # nobody can take several apart
                 steps.setdefault(rank, {})[event.step] = _spent(event, before)
                 samples[event.step] = event.samples
             if not isinstance(event, Traced | Anatomy):
@@ -98,7 +98,7 @@ def read_run(folder: Path, *, skip: int) -> Run:
 
 def _spent(step: Step, before: Event | None) -> Spent:
     phases = {name: step.phase_seconds.get(name, 0.0) for name in PHASES}
-    if not isinstance(before, Step):
+    if not isinstance(before, Step) or before.steps > 1:
         return Spent(**phases, seconds=step.seconds)
     between = step.unix_time - before.unix_time - step.seconds
     return between_meetings(phases, step.seconds, between, before.phase_seconds.get("optimizer", 0.0))

@@ -4,17 +4,16 @@ The only thing that observation and analysis share with training. Readers skip k
 run can be read by an older paceline.
 """
 
-import os
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated
 
 import msgspec
 
-from paceline.disk import writing
 from paceline.disk.reading import names, read_lines
 
+MOST_FOLDED = 1 << 20
 LAST_BYTES = 4 << 20  # of a file of events: enough to know how a run is now
 _FILE = re.compile(r"events-([0-9]{1,9})\.jsonl")
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
@@ -61,6 +60,9 @@ class Step(Event, frozen=True, tag="step"):
     fingerprint: str = ""  # hex of data.consumed.fingerprint of their indices
     skipped: bool = False  # it did not change the parameters (see Skipped); a loss that is not finite is written as 0
     phase_seconds: dict[str, Seconds] = {}  # data, forward, backward, sync, optimizer; empty: by an older paceline
+    steps: Annotated[int, msgspec.Meta(ge=1, le=MOST_FOLDED)] = 1
+    """how many steps it stands for, those up to `step`: of a long run old ones are put together (`folding`). Then loss
+    and grad_norm are means, samples, consumed, fingerprint and all seconds sums"""
 
 
 class Skipped(Event, frozen=True, tag="skipped"):
@@ -153,40 +155,6 @@ _Known = (
     | Ended
 )  # fmt: skip
 _decode = msgspec.json.Decoder(_Known).decode
-
-
-class EventWriter:
-    """Appends records to one rank's file; each is whole on disk's side of the process before `write` returns."""
-
-    def __init__(self, path: Path) -> None:
-        descriptor = writing.keep(path, append=True)
-        self._file = os.fdopen(descriptor, "ab", buffering=0)  # unbuffered: a killed rank's last record counts most
-        self._encode = msgspec.json.Encoder().encode
-        end = os.fstat(descriptor).st_size
-        if end and os.pread(descriptor, 1, end - 1) != b"\n":
-            self._file.write(b"\n")  # a line torn by a kill must not swallow the first record of its successor
-
-    def write(self, event: Event) -> None:
-        """Append `event`.
-
-        Raises:
-            OSError: if the disk is full, say.
-        """
-        self._file.write(self._encode(event) + b"\n")
-
-    def flush(self) -> None:
-        """Return when all records are on the disk itself: a checkpoint must never be newer than they are.
-
-        Raises:
-            OSError: if the disk fails.
-        """
-        os.fsync(self._file.fileno())
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
 
 
 def event_files(run_dir: Path) -> dict[int, Path]:

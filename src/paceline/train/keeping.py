@@ -14,6 +14,7 @@ from paceline.checkpoint.state import Held
 from paceline.contract.evidence import Phase
 from paceline.errors import ExitCode, PacelineError
 from paceline.observe import events
+from paceline.observe.event_writer import EventWriter
 from paceline.observe.folder import CHECKPOINTS
 from paceline.stepping.votes import Votes
 from paceline.store.store import Checkpoints, Claim
@@ -66,7 +67,7 @@ class Keeping:
         origin: Origin | None,
         rhythm: Rhythm,
         *,
-        writer: events.EventWriter,
+        writer: EventWriter,
         say: Callable[[str], None],
         enter: Callable[[Phase], object],
     ) -> None:

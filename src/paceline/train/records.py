@@ -13,6 +13,7 @@ from paceline.data.consumed import add, fingerprint
 from paceline.data.plan import BatchPlan
 from paceline.host.machine_log import MachineLog
 from paceline.observe import events
+from paceline.observe.event_writer import EventWriter
 from paceline.observe.summary import finite, scores_line
 from paceline.observe.track import Tracking, wanted
 from paceline.sums import gather_words
@@ -29,17 +30,17 @@ class Records:
     ) -> None:
         """`show` prints a line on rank 0; `reword` puts what the shared parts say into the caller's words."""
         self.place, self.show, self._world, self._reword = place, show, world, reword
-        self._writer: events.EventWriter | None = None
+        self._writer: EventWriter | None = None
         self._tracking = Tracking([], Path(), {}, self.say)
         self._machine: MachineLog | None = None
 
-    def begin(self, place: Place, track: str | None) -> events.EventWriter:
+    def begin(self, place: Place, track: str | None) -> EventWriter:
         """Take the files; the trackers in `track` are told what defines the run.
 
         Raises:
             UsageError: a tracker is not there, or the file cannot be ours.
         """
-        self._writer = events.EventWriter(place.folder / f"events-{self._world.rank}.jsonl")
+        self._writer = EventWriter(place.folder / f"events-{self._world.rank}.jsonl")
         self._tracking = Tracking(
             wanted(track) if self._world.rank == 0 else [], place.folder, place.definition, self.say
         )

@@ -22,6 +22,10 @@ class Growing:
         with suppress(OSError):
             if self._descriptor < 0:
                 self._open()
+            elif self._path.lstat().st_ino != os.fstat(self._descriptor).st_ino:  # thinned: old ones are put together
+                self.close()
+                self._open()
+                self._offset, self._rest = os.fstat(self._descriptor).st_size, b""
             size = os.fstat(self._descriptor).st_size
             if size - self._offset > LOOK_BYTES:  # more than anybody reads in a second: what is old is left out
                 self._offset, self._rest = size - LOOK_BYTES, b""

@@ -76,7 +76,8 @@ class RankLog:
         self._after_step = isinstance(event, Step) or (follows and isinstance(event, Traced | Anatomy))
         match event:
             case Step():
-                steps.add(event, follows=follows)
+                steps.add(event, follows=follows and event.steps == 1)
+                self._after_step = event.steps == 1
                 self.rows.append(len(steps.step) - 1)
                 self.share = event.share
             case Samples():

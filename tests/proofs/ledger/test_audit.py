@@ -17,7 +17,9 @@ from paceline.config import DataConfig, TrainConfig, dump
 from paceline.data.consumed import fingerprint
 from paceline.data.plan import BatchPlan, ranks_share
 from paceline.errors import UsageError
-from paceline.observe.events import Ended, Event, EventWriter, RolledBack, Samples, Started, Step
+from paceline.observe.event_writer import EventWriter
+from paceline.observe.events import Ended, Event, RolledBack, Samples, Started, Step
+from paceline.observe.folding import fold
 from paceline.proofs.ledger.audit import Audit, audit
 
 Place = tuple[int, int, int]
@@ -42,6 +44,7 @@ class History:
 
     plan: BatchPlan
     recorded: bool = False
+    thinned: int = 0  # how often old steps were put together
     starts: list[Start] = field(default_factory=list)
     used: dict[Place, list[int]] = field(default_factory=dict)
     shares: dict[Place, tuple[int, int]] = field(default_factory=dict)
@@ -80,6 +83,15 @@ class History:
                     with path.open("ab") as file:
                         file.write(b'{"kind":"step","step":7,"ep')
 
+        for rank in range(
+            self.starts[-1].world_size if self.thinned else 0
+        ):  # the others' files are not written any more
+            path = folder / f"events-{rank}.jsonl"
+            for part in range(self.thinned):  # ranks do so at times of their own
+                lines = [line for line in path.read_bytes().split(b"\n") if line]
+                half = max(0, len(lines) - rank - 1) * (part + 2) // (part + 3)
+                path.write_bytes(b"".join(line + b"\n" for line in [*fold(lines[:half], lines[half:]), *lines[half:]]))
+
     def _events(self, number: int, start: Start, rank: int) -> Iterator[Event]:
         n, per_epoch = self.plan.num_samples, self.plan.steps_per_epoch
         yield Started(
@@ -115,7 +127,7 @@ class History:
 def histories(draw, tail="keep") -> History:
     num_samples, virtual_ranks = draw(st.integers(8, 40)), draw(st.integers(1, 5))
     plan = BatchPlan(num_samples, draw(st.integers(4, min(12, num_samples))), virtual_ranks, seed=7, tail=tail)
-    history = History(plan, recorded=draw(st.booleans()))
+    history = History(plan, recorded=draw(st.booleans()), thinned=draw(st.integers(0, 3)))
     total, done, attempt, generation = plan.steps_per_epoch * draw(st.integers(1, 3)), 0, 1, 0
     for is_last in [False] * draw(st.integers(0, 3)) + [True]:
         begin = draw(st.integers(0, done))  # the newest checkpoint, or one before it
@@ -220,6 +232,7 @@ def samples_exchanged_between_ranks(history: History, data: st.DataObject) -> in
 def samples_exchanged_between_steps(history: History, data: st.DataObject) -> int:
     one, other = some_line(history, data), some_line(history, data)
     assume(one[1] != other[1])
+    history.thinned = 0  # of steps that were put together only what they used together is known
     samples_exchanged(history, one, other)
     return one[1]
 

@@ -20,6 +20,7 @@ from paceline.proofs.ledger.steps import JudgedStep, judge_step, sentences, step
 
 MOST_STEPS = 10_000  # that nobody has logged
 MOST_SAMPLES, SAMPLES_A_LINE = 10_000_000, 10_000  # whose order is computed; more where many steps are logged
+MOST_OF_A_LINE = 256  # steps for which one line may stand, on average
 MAX_NAMED = 10  # steps in a note
 
 
@@ -96,17 +97,18 @@ def audit(run_dir: Path, make_plan: Callable[[int], BatchPlan]) -> Audit:
     result.findings.extend(text for start in starts for text in _disagreements(start, plan))
     faults = [fault for start in starts for fault in _out_of_place(start)]
     begin = min(start.first.start_step for start in starts)
-    faults += [(step, "missing: every attempt began after it") for step in range(1, begin + 1)]
-    judged = (judge_step(step, start, plan) for start, counts in zip(starts, ranges, strict=True) for step in counts)
-    for epoch, group in groupby(judged, lambda one: one.epoch if parts else (one.step - 1) // plan.steps_per_epoch):
+    faults += [(range(1, begin + 1), "missing: every attempt began after it")] if begin else []
+    spans = ((span, start) for start, counts in zip(starts, ranges, strict=True) for span in start.spans(counts))
+    judged = (judge_step(span, start, plan) for span, start in spans)
+    for epoch, group in groupby(judged, lambda one: one.epoch if parts else (one.span[0] - 1) // plan.steps_per_epoch):
         steps = list(group)
-        faults += [(one.step, text) for one in steps for text in one.faults]
+        faults += [(one.span, text) for one in steps for text in one.faults]
         if parts:
             result.epochs.append(_epoch_of_stream(epoch, steps, parts))
             result.findings.extend(_against_the_stream(result.epochs[-1]))
             continue
         result.epochs.append(_epoch(epoch, steps, plan.num_samples))
-        if plan.tail == "keep" and len(steps) == plan.steps_per_epoch:
+        if plan.tail == "keep" and result.epochs[-1].steps == plan.steps_per_epoch:
             result.findings.extend(_against_all_samples(epoch, steps, plan.num_samples))
     result.findings.extend(sentences(faults))
     if not result.epochs:
@@ -126,7 +128,7 @@ def _check_plausible(starts: Sequence[RunStart], ranges: Sequence[range]) -> Non
     logs = [log for start in starts for log in start.logs]
     lines = [line for log in logs for found in log.steps.values() for line in found]
     steps, samples = max(counts.stop for counts in ranges), starts[0].first.num_samples
-    if steps > MOST_STEPS + 10 * len(lines):
+    if steps > MOST_STEPS + 10 * sum(min(line.steps, MOST_OF_A_LINE) for line in lines):
         raise UsageError(f"the events speak of {steps:,} steps, of which {len(lines):,} are logged: no run wrote that")
     epochs = 1 + steps // max(1, starts[0].first.steps_per_epoch)
     most = MOST_SAMPLES + SAMPLES_A_LINE * len(lines)
@@ -166,20 +168,20 @@ def _disagreements(start: RunStart, plan: BatchPlan) -> Iterator[str]:
             yield f"{start.name}: {name} is {told[0]}, but by config.toml and the first attempt's data it is {planned}"
 
 
-def _out_of_place(start: RunStart) -> Iterator[tuple[int, str]]:
+def _out_of_place(start: RunStart) -> Iterator[tuple[range, str]]:
     begin = start.first.start_step
     for step in start.steps():
         if step <= begin:
-            yield step, f"{start.name} logged it, although it began after step {begin}"
+            yield range(step, step + 1), f"{start.name} logged it, although it began after step {begin}"
 
 
 def _epoch(epoch: int, steps: Sequence[JudgedStep], num_samples: int) -> Epoch:
-    known = [one.indices for one in steps if one.indices is not None]
+    known, count = [one.indices for one in steps if one.indices is not None], sum(len(one.span) for one in steps)
     if len(known) < len(steps):
-        return Epoch(epoch, len(steps), None, None, None)
+        return Epoch(epoch, count, None, None, None)
     values, counts = torch.cat(known).unique(return_counts=True)
     once = int((counts == 1).sum())
-    return Epoch(epoch, len(steps), once, num_samples - len(values), len(values) - once)
+    return Epoch(epoch, count, once, num_samples - len(values), len(values) - once)
 
 
 def _epoch_of_stream(epoch: int, steps: Sequence[JudgedStep], parts: int) -> Epoch:
@@ -188,7 +190,7 @@ def _epoch_of_stream(epoch: int, steps: Sequence[JudgedStep], parts: int) -> Epo
     values, counts = used.unique(return_counts=True)
     given = sum(int(of_part.max()) // parts + 1 for v in range(parts) if len(of_part := values[values % parts == v]))
     once = int((counts == 1).sum())
-    return Epoch(epoch, len(steps), once, given - len(values), len(values) - once)
+    return Epoch(epoch, sum(len(one.span) for one in steps), once, given - len(values), len(values) - once)
 
 
 def _against_the_stream(epoch: Epoch) -> Iterator[str]:

@@ -7,7 +7,8 @@ Each start begins after the step of its checkpoint; later steps of earlier start
     attempt 2, 3 ranks: begins after step 6, logs steps 7 to 20: all count
 """
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -20,7 +21,7 @@ class Log:
     """What one rank wrote down in one start."""
 
     started: Started
-    steps: dict[int, list[Step]] = field(default_factory=dict[int, list[Step]])
+    steps: dict[int, list[Step]] = field(default_factory=dict[int, list[Step]])  # by their last step, see Step.steps
     samples: dict[int, list[int]] = field(default_factory=dict[int, list[int]])  # step -> indices, if recorded
     ended: list[int] = field(default_factory=list[int])
     undone: list[int] = field(default_factory=list[int])  # steps that were taken back
@@ -28,9 +29,8 @@ class Log:
     def roll_back(self, to: int) -> None:
         """Forget the steps after `to`, which were taken back: they are taken once more."""
         for step in [step for step in self.steps if step > to]:
-            del self.steps[step]
+            self.undone.extend(covered(self.steps.pop(step)[0]))
             self.samples.pop(step, None)
-            self.undone.append(step)
 
     @property
     def reached(self) -> int:
@@ -62,7 +62,28 @@ class RunStart:
 
     def steps(self) -> list[int]:
         """All steps that any rank wrote down, ascending."""
-        return sorted({step for log in self.logs for step in log.steps})
+        records = (record for log in self.logs for found in log.steps.values() for record in found)
+        return sorted({step for record in records for step in covered(record)})
+
+    def spans(self, counts: range) -> Iterator[range]:
+        """All of `counts` in pieces: no record stands for steps of two of them. Most pieces are single steps."""
+        records = (record for log in self.logs for found in log.steps.values() for record in found)
+        several = deque(sorted((covered(record)[0], record.step) for record in records if record.steps > 1))
+        begin = counts.start
+        while begin < counts.stop:
+            while several and several[0][1] < begin:
+                several.popleft()
+            end = begin
+            while several and several[0][0] <= end:  # another rank's may overlap
+                end = max(end, several.popleft()[1])
+            end = min(end, counts.stop - 1)
+            yield range(begin, end + 1)
+            begin = end + 1
+
+
+def covered(record: Step) -> range:
+    """The steps that a record stands for."""
+    return range(record.step - record.steps + 1, record.step + 1)
 
 
 def read_starts(run_dir: Path) -> list[RunStart]:

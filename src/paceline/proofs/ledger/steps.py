@@ -9,14 +9,14 @@ from torch import Tensor
 from paceline.data.consumed import add, fingerprint
 from paceline.data.plan import BatchPlan
 from paceline.observe.events import Step
-from paceline.proofs.ledger.starts import Log, RunStart
+from paceline.proofs.ledger.starts import Log, RunStart, covered
 
 
 @dataclass(frozen=True)
 class JudgedStep:
-    """One step that counts."""
+    """One step that counts; or several, of which the ranks have written down only what they come to together."""
 
-    step: int
+    span: range
     faults: list[str]
     indices: Tensor | None  # what was used, where that is known
     consumed: int
@@ -25,62 +25,84 @@ class JudgedStep:
     """as the ranks say"""
 
 
-def judge_step(step: int, start: RunStart, plan: BatchPlan) -> JudgedStep:
-    """Compare what the ranks of `start` have logged of `step` with the plan."""
-    logs = [log for log in start.logs if step in log.steps]
-    lines = [line for log in logs for line in log.steps[step]]
+def judge_step(span: range, start: RunStart, plan: BatchPlan) -> JudgedStep:
+    """Compare what the ranks of `start` have logged of a step, or of a span of them, with the plan."""
+    logs = [log for log in start.logs if any(step in log.steps for step in span)]
+    lines = [line for log in logs for line in _lines(span, log)]
     own = start.first.own_order
-    planned = None if own else plan.global_indices(*divmod(step - 1, plan.steps_per_epoch))
+    planned = None if own else torch.cat([_planned(step, plan) for step in span])
     consumed = sum(line.consumed for line in lines)
-    faults = list(_faults(step, start, logs, plan)) if logs else [f"missing: {start.name} did not log it"]
+    faults = list(_faults(span, start, logs, plan)) if logs else [f"missing: {start.name} did not log it"]
     if planned is not None and logs and consumed != len(planned):
         faults.append(f"{consumed} samples were used instead of {len(planned)}")
     if logs and all(log.samples for log in logs):
-        indices = torch.tensor([i for log in logs for i in log.samples.get(step, [])], dtype=torch.int64)
+        indices = torch.tensor([i for log in logs for s in span for i in log.samples.get(s, [])], dtype=torch.int64)
     else:
         indices = None if faults else planned
     epoch = lines[0].epoch if lines else 0
-    return JudgedStep(step, faults, indices, consumed, add(*map(_fingerprint, lines)), epoch)
+    return JudgedStep(span, faults, indices, consumed, add(*map(_fingerprint, lines)), epoch)
 
 
-def _faults(step: int, start: RunStart, logs: Sequence[Log], plan: BatchPlan) -> Iterator[str]:
+def _lines(span: range, log: Log) -> list[Step]:
+    return [line for step in span for line in log.steps.get(step, [])]
+
+
+def _planned(step: int, plan: BatchPlan) -> Tensor:
+    return plan.global_indices(*divmod(step - 1, plan.steps_per_epoch))
+
+
+def _faults(span: range, start: RunStart, logs: Sequence[Log], plan: BatchPlan) -> Iterator[str]:
     """Where the ranks' share of the step is not what the plan gives them."""
     ranks, size = [log.started.rank for log in logs], start.first.world_size
+    lines = [_lines(span, log) for log in logs]
     if ranks != list(range(size)):
         yield f"logged by ranks {_listed(ranks)} of {size} only"
-    shares = sorted(log.steps[step][0].share or (0, 0) for log in logs)
+    shares = sorted(share or (0, 0) for found in lines for share in {line.share for line in found})
     if [a for a, _ in shares] + [plan.virtual_ranks] != [0] + [b for _, b in shares]:
         told = ", ".join(f"[{a}, {b})" for a, b in shares)
         yield f"its ranks computed the virtual ranks {told}, which do not make up [0, {plan.virtual_ranks})"
-    left_out = [rank for rank, log in zip(ranks, logs, strict=True) if log.steps[step][0].skipped]
-    if 0 < len(left_out) < len(ranks):
+    skipped = [{line.step for line in found if line.skipped} for found in lines]
+    if different := [rank for rank, steps in zip(ranks, skipped, strict=True) if steps != skipped[0]]:
+        left_out = different if not skipped[0] else [rank for rank in ranks if rank not in different]
         yield f"left out by ranks {_listed(left_out)} only: the others have changed their parameters"
     for log in logs:
-        for text in _rank_faults(step, log, plan):
+        for text in _rank_faults(span, log, plan):
             yield f"rank {log.started.rank} {text}"
 
 
-def _rank_faults(step: int, log: Log, plan: BatchPlan) -> Iterator[str]:
-    epoch, number = divmod(step - 1, plan.steps_per_epoch)
-    line, count = log.steps[step][0], len(log.steps[step])
+def _rank_faults(span: range, log: Log, plan: BatchPlan) -> Iterator[str]:
+    lines = _lines(span, log)
     if log.started.own_order:
-        recorded = torch.tensor(log.samples.get(step, []), dtype=torch.int64)
-        if line.consumed != len(recorded) or _fingerprint(line) != fingerprint(recorded):
-            yield f"recorded other samples than it used: {len(recorded)} where it used {line.consumed}"
+        for line in lines:
+            recorded = torch.tensor([i for s in covered(line) for i in log.samples.get(s, [])], dtype=torch.int64)
+            if line.consumed != len(recorded) or _fingerprint(line) != fingerprint(recorded):
+                yield f"recorded other samples than it used: {len(recorded)} where it used {line.consumed}"
         return
-    if count > 1:
-        yield f"logged it {count} times"
+    if len(span) == 1 and len(lines) > 1:
+        yield f"logged it {len(lines)} times"
+    elif len(span) > 1 and [step for line in lines for step in covered(line)] != [*span]:
+        yield "logged them together with others, or not all of them once: which samples were used nobody can tell"
+        return
+    for line in lines[:1] if len(span) == 1 else lines:
+        yield from _line_faults(line, log, plan)
+
+
+def _line_faults(line: Step, log: Log, plan: BatchPlan) -> Iterator[str]:
+    epoch = (line.step - 1) // plan.steps_per_epoch
     if line.epoch != epoch:
         yield f"took it for a step of epoch {line.epoch} instead of {epoch}"
     a, b = line.share or (0, 0)
     if not 0 <= a < b <= plan.virtual_ranks:
         return  # reported with the shares of all ranks
-    whole = plan.global_indices(epoch, number)
-    share = range(a, min(b, max(a + 1, len(whole))))  # later virtual ranks have nothing of it
-    expected = torch.cat([whole[v :: plan.virtual_ranks] for v in share])
+    parts: list[Tensor] = []
+    for step in covered(line):
+        whole = _planned(step, plan)
+        share = range(a, min(b, max(a + 1, len(whole))))  # later virtual ranks have nothing of it
+        parts += [whole[v :: plan.virtual_ranks] for v in share]
+    expected = torch.cat(parts)
     if line.consumed != len(expected) or _fingerprint(line) != fingerprint(expected):
         yield f"used other samples than the plan's: {line.consumed} where there are {len(expected)}"
-    if log.samples and sorted(log.samples.get(step, [])) != sorted(expected.tolist()):
+    if log.samples and line.steps == 1 and sorted(log.samples.get(line.step, [])) != sorted(expected.tolist()):
         yield "recorded other samples than the plan's"
 
 
@@ -95,17 +117,17 @@ def _listed(ranks: Iterable[int]) -> str:
     return ", ".join(map(str, ranks))
 
 
-def sentences(faults: Iterable[tuple[int, str]]) -> Iterator[str]:
+def sentences(faults: Iterable[tuple[range, str]]) -> Iterator[str]:
     """One sentence for all consecutive steps with the same fault."""
     spans: list[tuple[int, int, str]] = []
     newest: dict[str, int] = {}
-    for step, text in sorted(faults):
+    for steps, text in sorted(faults, key=lambda fault: (fault[0].start, fault[1])):
         at = newest.get(text)
-        if at is not None and spans[at][1] == step - 1:
-            spans[at] = (spans[at][0], step, text)
+        if at is not None and spans[at][1] == steps.start - 1:
+            spans[at] = (spans[at][0], steps.stop - 1, text)
         else:
             newest[text] = len(spans)
-            spans.append((step, step, text))
+            spans.append((steps.start, steps.stop - 1, text))
     return (f"{steps_words(first, last)}: {text}" for first, last, text in spans)
 
 
