@@ -76,11 +76,19 @@ class Lanes:
             for i, flat in enumerate(first)
         ]
 
-    def load(self, chunk: Chunk, own: Sequence[Flat | None], slot: int, *, for_others: bool = False) -> None:
-        """Write the chunk of each of this rank's subtrees into its lane.
+    def load(
+        self,
+        chunk: Chunk,
+        own: Sequence[Flat | None],
+        slot: int,
+        *,
+        for_others: bool = False,
+        factor: float | None = None,
+    ) -> None:
+        """Write the chunk of each of this rank's subtrees into its lane, multiplied by `factor`.
 
         With `for_others` without the share that this rank itself adds up, where it can read that where it is: in the
-        piece of a large tensor that is there.
+        piece of a large tensor that is there, and is added as it is.
         """
         mine = self._memory.bulk.typed(chunk.dtype)[slot][self._memory.rank]
         room, only = self._rooms[chunk.dtype], chunk.only
@@ -91,6 +99,9 @@ class Lanes:
                 place.zero_()
             elif only is not None and (tensor := flat[only.tensor]) is not None:
                 part = tensor[only.start : only.stop]
+                if factor is not None:
+                    torch.mul(part, factor, out=place)
+                    continue
                 place[:start].copy_(part[:start])
                 place[stop:].copy_(part[stop:])
             else:
@@ -98,6 +109,8 @@ class Lanes:
                     [_or_zeros(flat[p.tensor], mine, n) for p, n in zip(chunk.pieces, chunk.lengths, strict=True)],
                     out=place,
                 )
+                if factor is not None:
+                    place.mul_(factor)
 
     def parts(self, lanes: Mapping[Node, Lane], chunk: Chunk, slot: int, start: int, stop: int) -> dict[Node, Tensor]:
         """Elements [start, stop) of the chunk, of these subtrees; they are other ranks' memory."""

@@ -35,7 +35,7 @@ class TreeSum:
         name: str = "gradients",
     ) -> None:
         """For tensors of `sizes` elements and these types, the same on all ranks; at most `lanes.MAX_TENSORS`."""
-        self._memory, self._leaves = memory, forest.leaves
+        self._memory, self._leaves, self._sizes = memory, forest.leaves, sizes
         nodes = forest.nodes()
         self._nodes, self._own_nodes = by_node(nodes), nodes[memory.rank]
         self._spares = spare_count(self._nodes, self._leaves)
@@ -52,12 +52,15 @@ class TreeSum:
         self.finite = False
         """Whether the last sums are known to hold no infinity or NaN, on all ranks alike; False: nobody has looked."""
 
-    def run(self, own: Sequence[Flat | None], divisor: float | Tensor | None = None) -> list[Tensor | None]:
+    def run(
+        self, own: Sequence[Flat | None], divisor: float | Tensor | None = None, *, factor: float | None = None
+    ) -> list[Tensor | None]:
         """The sum over all leaves, divided as `buckets.divide` does (a collective).
 
         Args:
             own: for each of this rank's subtrees its sums, contiguous; None for all zeros. They are written over.
             divisor: see `divide`; the same on every rank.
+            factor: what each element of ours is multiplied by before it is added.
 
         Returns:
             (n,) for each tensor: that of the first subtree, if it is there, with the sum in it. None where it is None
@@ -65,16 +68,16 @@ class TreeSum:
         """
         self.finite = False
         with self._memory.operation(self._memory.bulk, self._call):
-            return (self._run_shares if self._shares else self._run_direct)(own, divisor)
+            return (self._run_shares if self._shares else self._run_direct)(own, divisor, factor)
 
-    def _run_direct(self, own: Sequence[Flat | None], divisor: float | Tensor | None):
+    def _run_direct(self, own: Sequence[Flat | None], divisor: float | Tensor | None, factor: float | None):
         bulk, lanes, results = self._memory.bulk, self._lanes, list[Tensor | None]()
         for number, chunk in enumerate(lanes.chunks or [None]):
             slot = bulk.write()
             if number == 0:
                 lanes.set_flags(slot, own)
             if chunk is not None:
-                lanes.load(chunk, own, slot)
+                lanes.load(chunk, own, slot, factor=factor)
             bulk.publish()
             bulk.wait()
             if number == 0:
@@ -83,7 +86,7 @@ class TreeSum:
                 self._add_up(chunk, slot, results, divisor)
         return results
 
-    def _run_shares(self, own: Sequence[Flat | None], divisor: float | Tensor | None):
+    def _run_shares(self, own: Sequence[Flat | None], divisor: float | Tensor | None, factor: float | None):
         """In tick k chunk k comes in, shares of chunk k - 1 are added up and go out: one tick for each chunk."""
         bulk, lanes, results, finite = self._memory.bulk, self._lanes, list[Tensor | None](), True
         for number in range(len(lanes.chunks) + 1):
@@ -91,9 +94,11 @@ class TreeSum:
             if number == 0:
                 lanes.set_flags(slot, own)
             if number < len(lanes.chunks):
-                lanes.load(lanes.chunks[number], own, slot, for_others=True)
+                lanes.load(lanes.chunks[number], own, slot, for_others=True, factor=factor)
             if number > 0:
-                finite &= self._add_share(lanes.chunks[number - 1], own, slot, divisor)
+                # with a factor ours is in memory, too: what lies here is without it
+                here = own if factor is None else [None] * len(own)
+                finite &= self._add_share(lanes.chunks[number - 1], here, slot, divisor)
             if number == len(lanes.chunks):
                 bulk.set_flags(slot, not finite, 1)
             bulk.publish()
@@ -113,13 +118,13 @@ class TreeSum:
         return all_bytes // lanes // unit * unit
 
     def _add_up(self, chunk: Chunk, slot: int, results: Results, divisor: float | Tensor | None) -> None:
-        parts, spare = self._lanes.parts(self._nodes, chunk, slot, 0, chunk.size), self._spare(chunk.dtype, chunk.size)
+        parts = self._lanes.parts(self._nodes, chunk, slot, 0, chunk.size)
         if (only := chunk.only) is None:
             whole = self._lanes.whole(chunk)
-            root_of(parts, self._leaves, whole, spare, divisor)
+            self._make_root(chunk, 0, parts, whole, divisor)
             hand_out(whole, chunk, results)
         elif (result := results[only.tensor]) is not None:
-            root_of(parts, self._leaves, result[only.start : only.stop], spare, divisor)
+            self._make_root(chunk, 0, parts, result[only.start : only.stop], divisor)
 
     def _add_share(self, chunk: Chunk, own: Sequence[Flat | None], slot: int, divisor: float | Tensor | None) -> bool:
         """Whether the sum is finite, found out while it is still in the cache; False: it may be."""
@@ -132,12 +137,16 @@ class TreeSum:
         for node, flat in zip(self._own_nodes, own, strict=True):
             if only is not None and flat is not None and (tensor := flat[only.tensor]) is not None:
                 parts[node] = tensor[only.start + start : only.start + stop]
-        root_of(parts, self._leaves, out, self._spare(chunk.dtype, stop - start), divisor)
+        self._make_root(chunk, start, parts, out, divisor)
         # never finite where one element is not; it may overflow by itself
         return math.isfinite(out.sum(dtype=torch.float32 if out.element_size() < 4 else None))
 
-    def _spare(self, dtype: torch.dtype, size: int) -> list[Tensor]:
-        return self._lanes.spare(dtype, self._spares, size)
+    def _make_root(
+        self, chunk: Chunk, start: int, parts: dict[Node, Tensor], out: Tensor, divisor: float | Tensor | None
+    ) -> None:
+        """The sum of these parts, which begin at element `start` of the chunk, in `out`."""
+        del start
+        root_of(parts, self._leaves, out, self._lanes.spare(chunk.dtype, self._spares, len(out)), divisor)
 
 
 def in_words(sizes: Sequence[int], dtypes: Sequence[torch.dtype]) -> tuple[str, str]:
