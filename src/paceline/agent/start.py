@@ -144,6 +144,7 @@ def start_workers(plan: NodePlan, store: Store, generation: int, inherited: Inhe
             snapshots=inherited.snapshots,
             temporary=inherited.temporary,
             guarded=not plan.stall_after.off,
+            shares_gradients=plan.collectives == "shared",
         )
         env = worker_environment(plan, local_rank, store.port_number(plan)) | birth.variable()
         if agent is not None:

@@ -38,6 +38,8 @@ class ScriptConfig:
     """use a folder that others own or could have written"""
     threads_per_rank: int | None = None
     """OMP_NUM_THREADS of each rank (default: yours if set, else cores / ranks)"""
+    collectives: Literal["torch", "shared"] = "torch"
+    """shared: where DDP's ranks are CPUs of one host, it adds up gradients in their shared memory; the same bits"""
     port: int = 0
     """where the ranks meet; 0: a free one"""
     max_restarts: int = 0
@@ -78,6 +80,7 @@ def main(arguments: Sequence[str]) -> int:
     job = _script_job(options, words)
     if BOOTSTRAP not in job.argv and not job.stall_after.off:
         say(f"{words[0]} runs as it is: the hang guard does not see into it. To be watched, name the .py file itself")
+    _check_collectives(options, job)
     cluster = options.cluster
     if cluster.dry_run:
         return show(cluster, planned_job(job, options.script.run_dir, job.name))
@@ -108,6 +111,17 @@ def _check_script(script: ScriptConfig) -> None:
         raise UsageError("; ".join(said))
 
 
+def _check_collectives(options: LaunchScript, job: Job) -> None:
+    """Refuse --collectives shared where it can do nothing."""
+    impossible = {
+        f"memory is shared on one host, and here are {job.nodes} nodes": job.nodes > 1,
+        "torchrun's commands know nothing of it; --agent paceline does": options.cluster.on == "print" and job.torchrun,
+        f"{job.argv[0]} runs as it is; name the .py file itself": BOOTSTRAP not in job.argv,
+    }
+    if options.script.collectives == "shared" and (why := [words for words, true in impossible.items() if true]):
+        raise UsageError(f"--collectives shared: {'; '.join(why)}. Choose from: torch, shared")
+
+
 def _check_no_rank(env: Mapping[str, str]) -> None:
     """Refuse to start a run from each rank of another one."""
     if launched(env):
@@ -135,6 +149,7 @@ def _script_job(options: LaunchScript, words: Sequence[str]) -> Job:
         max_restarts=script.max_restarts,
         stop_grace_seconds=script.stop_grace,
         stall_after=Windows.parse(script.stall_after),
+        collectives=script.collectives,
         name=Path(words[1] if words[0] == "-m" and len(words) > 1 else words[0]).stem,
         plain_store=True,
         show=script.show,

@@ -30,6 +30,7 @@ class WorkerBirth(msgspec.Struct, frozen=True, omit_defaults=True):
     snapshots: tuple[tuple[int, int], ...] = ()  # two memory files for each rank of the node, kept over restarts
     temporary: str = ""  # a folder that goes with the agent, however it ends
     guarded: bool = True  # False: no hang guard, --stall-after off
+    shares_gradients: bool = False  # DDP's, through shared memory: --collectives shared
     preload: int = -1  # of what workers are forked from, and is none: the socket on which the agent orders them
 
     @classmethod

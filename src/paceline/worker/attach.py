@@ -24,6 +24,7 @@ from paceline.disk import writing
 from paceline.errors import ExitCode, PacelineError, ToldElsewhere
 from paceline.host.procfs import die_with_parent, read_process
 from paceline.observe.terminal import clean
+from paceline.worker.ddp import share_gradients
 from paceline.worker.guard import Guard
 
 MAX_CHARS = 60_000  # a record is read by people
@@ -39,6 +40,8 @@ def attach() -> None:
         # for the sockets of multiprocessing, which a killed process leaves behind: the agent removes them
         vars(current_process())["_config"]["tempdir"] = birth.temporary
     Guard.of_process().start().watch_torch()
+    if birth.shares_gradients:
+        share_gradients()
     if os.getppid() != birth.agent_pid:
         agent = read_process(birth.agent_pid)
         if agent is not None and agent.runs:
