@@ -11,7 +11,7 @@ PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscop
 
 .DEFAULT_GOAL := help
 .PHONY: help docs run test gpu-day check format lock soak-hostile soak-connections soak-kills soak-mutations soak-billion soak-nccl soak-verify soak-bits soak-fuzz soak-launch soak-faults soak-quiet \
-	soak-judge soak-sessions soak-ends bench-guard bench-startup bench-exactness bench-peers bench-collectives bench-epoch bench-hosts bench-scale \
+	soak-judge soak-sessions soak-ends bench-guard bench-startup bench-exactness bench-peers bench-collectives bench-ddp-hook bench-epoch bench-hosts bench-scale \
 	bench-ladder bench-summary transcripts clean
 
 help:  ## list the targets
@@ -125,6 +125,9 @@ bench-peers: $(PEERS)  ## training speed and memory beside DDP, Accelerate, Fabr
 
 bench-collectives: $(STAMP)  ## sums in shared memory beside gloo and memcpy
 	$(BIN)/python benchmarks/collectives.py --out benchmarks/results/collectives.json
+
+bench-ddp-hook: $(STAMP)  ## a DDP script with and without --collectives shared, four models (15 minutes, quiet)
+	$(BIN)/python benchmarks/ddp_hook.py --out benchmarks/results/ddp-hook.json
 
 bench-epoch: $(STAMP)  ## one epoch of the MNIST CNN, from the command to the accuracy, beside the tutorial's script
 	$(BIN)/python benchmarks/epoch.py --out benchmarks/results/epoch.json
