@@ -52,7 +52,7 @@ def share_memory(ddp: Any, *, in_step: bool = True) -> None:
     why, memory = _found({  # here nothing may be asked of the others; the same is found on all ranks
         "it was made with init_sync=False": not in_step,
         "its process group is not that of all ranks": group is not dist.group.WORLD,
-        f"its backend is {dist.get_backend(group)!r}, not 'gloo'": "cpu:gloo" not in str(dist.get_backend_config(group)),
+        f"its backend is {dist.get_backend(group)}, not gloo": "cpu:gloo" not in str(dist.get_backend_config(group)),
     }), None  # fmt: skip
     if not why:
         why = next(filter(None, gather_over_torch(_obstacle(ddp, size), size)), "")
