@@ -32,7 +32,7 @@ sys.exit(99 if "torch" in sys.modules else code)
         ("train mnist-cnn --learning_rate=3", "Did you mean --lr?"),
         ("train mnist-cnn --num-processes 2", "Did you mean --nproc?"),
         ("train mnist-cnn --n_epochs 2", "Did you mean --epochs?"),
-        ("launch --nproc-per-node 2 -- x.py", "paceline launch has no --nproc-per-node. Did you mean --nproc?"),
+        ("launch --num-processes 2 -- x.py", "paceline launch has no --num-processes. Did you mean --nproc?"),
         ("launch --nproc 2 -- no_such.py --learning-rate 3", "there is no script"),
         ("train mnist-cnn --lr fast", "--lr"),
         ("train mnist-cnn --batch-size 0", "--batch-size must be greater than 0, got 0"),

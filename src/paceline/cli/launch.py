@@ -1,6 +1,9 @@
-"""`paceline launch -- SCRIPT ARGS`: starts any script that torchrun could, unchanged, on one machine or on many."""
+"""`paceline launch SCRIPT ARGS`: starts any script that torchrun could, unchanged, on one machine or on many."""
 
+import dataclasses
 import os
+import shlex
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,7 +13,8 @@ import tyro
 from msgspec.structs import replace
 
 from paceline.cli.elsewhere import placed_job, planned_job, show, start, taken_run_dir, with_submit_dir
-from paceline.cli.flags import check_names, check_positive, nproc_auto, split_words, threads_of
+from paceline.cli.flags import check_positive, nproc_auto, threads_of, usable_gpus
+from paceline.cli.torchrun import Typed, ignored, our_words, read_words, script_words, torchrun_command
 from paceline.config import ClusterConfig
 from paceline.contract.birth import BOOTSTRAP
 from paceline.contract.windows import Windows
@@ -18,7 +22,7 @@ from paceline.errors import ExitCode, UsageError
 from paceline.launch.job import Job
 from paceline.launch.local import local
 from paceline.launch.supervise import run
-from paceline.observe.folder import create_attempt_dir
+from paceline.observe.folder import create_attempt_dir, new_run_dir
 from paceline.observe.terminal import say
 from paceline.worker.bootstrap import worker_command
 from paceline.worker.foreign import launched
@@ -28,8 +32,8 @@ from paceline.worker.foreign import launched
 class ScriptConfig:
     """What is started, and how."""
 
-    nproc: int | Literal["auto"] = 1
-    """worker processes on each machine; auto: one per GPU, or per core, of this machine"""
+    nproc: int | Literal["auto", "cpu", "gpu"] = 1
+    """worker processes on each machine; auto: one per GPU, or per core, of this machine; cpu, gpu: per these"""
     show: Literal["all", "rank 0"] = "all"
     """whose output appears here; every rank's is in its log"""
     run_dir: Path | None = None
@@ -53,10 +57,10 @@ class ScriptConfig:
 
 @dataclass(frozen=True)
 class LaunchScript:
-    """Start a script on one machine or on many, as torchrun would: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR are set.
+    """Start a script on one machine or on many, as torchrun would, whose options are understood, too.
 
-    paceline launch --nproc 2 -- my_script.py --epochs 5
-    paceline launch --nproc 2 -- -m my_package.train --epochs 5
+    paceline launch --nproc 2 my_script.py --epochs 5
+    paceline launch --nproc 2 -m my_package.train --epochs 5
     """
 
     script: ScriptConfig = field(default_factory=ScriptConfig)
@@ -65,27 +69,32 @@ class LaunchScript:
 
 def main(arguments: Sequence[str]) -> int:
     """Run `paceline launch ARGUMENTS`."""
-    own, words = split_words(arguments)
-    check_names("paceline launch", own, ("--nproc", "--nodes", "--run-dir"))
+    typed = read_words(arguments, os.environ, known_options())
+    by_torchrun = typed.script and typed.for_torchrun
     options = tyro.cli(
         Annotated[LaunchScript, tyro.conf.OmitArgPrefixes],  # pyright: ignore[reportArgumentType]
         prog="paceline launch",
-        args=own,
+        args=list(typed.own) if by_torchrun else our_words(typed),
         description=LaunchScript.__doc__,
     )
-    if not words:
-        raise UsageError("what is to be launched? paceline launch [OPTIONS] -- SCRIPT [ARGUMENTS]")
+    words = script_words(typed)
     _check_script(options.script)
+    if by_torchrun:
+        return _hand_over(typed, dry_run=options.cluster.dry_run)
     _check_no_rank(os.environ)
+    if unused := ignored(typed):
+        say(f"ignored: {unused}")
     job = _script_job(options, words)
     if BOOTSTRAP not in job.argv and not job.stall_after.off:
         say(f"{words[0]} runs as it is: the hang guard does not see into it. To be watched, name the .py file itself")
     _check_collectives(options, job)
-    cluster = options.cluster
+    cluster, run_dir, log_dir = options.cluster, options.script.run_dir, typed.value("--log-dir")
+    if run_dir is None and log_dir is not None:
+        run_dir = new_run_dir(job.name, Path(log_dir))
     if cluster.dry_run:
-        return show(cluster, planned_job(job, options.script.run_dir, job.name))
+        return show(cluster, planned_job(job, run_dir, job.name))
     here, code = cluster.on == "local" and not cluster.detach, ExitCode.DONE
-    with taken_run_dir(options.script.run_dir, job.name, trust=options.script.trust) as (run_dir, lock):
+    with taken_run_dir(run_dir, job.name, trust=options.script.trust) as (run_dir, lock):
         job = replace(job, run_dir=run_dir)
         if here:
             attempt_dir = create_attempt_dir(run_dir)[1]
@@ -97,6 +106,26 @@ def main(arguments: Sequence[str]) -> int:
     if code != ExitCode.DONE or not here:
         say(f"run folder {run_dir}")
     return code
+
+
+def known_options() -> dict[str, bool]:
+    """Our options, and whether each takes a value."""
+    fields = (*dataclasses.fields(ScriptConfig), *dataclasses.fields(ClusterConfig))
+    found = {"--" + field.name.replace("_", "-"): field.type is not bool for field in fields}
+    return {"-h": False, "--help": False, **found} | {f"--no-{name[2:]}": False for name in found if not found[name]}
+
+
+def _hand_over(typed: Typed, *, dry_run: bool) -> int:
+    """Become torchrun, which starts several nodes by its own words: we have no secret that ours could share."""
+    command, env = torchrun_command(typed, sys.executable)
+    if typed.value("--no-python") is None:
+        worker_command(script_words(typed))  # for its refusals
+    shown = shlex.join(("torchrun", *command[4:]))
+    if not dry_run:
+        say(f"torchrun starts this, with paceline's guard in front of the script: {shown}")
+        os.execve(command[0], command, {**os.environ, **env})
+    print(shown)
+    return ExitCode.DONE
 
 
 def _check_script(script: ScriptConfig) -> None:
@@ -136,10 +165,12 @@ def _script_job(options: LaunchScript, words: Sequence[str]) -> Job:
     """The workers: each runs the script."""
     script, cluster = options.script, options.cluster
     nproc = script.nproc
-    if nproc == "auto":
+    if isinstance(nproc, str):
         if cluster.on != "local":
-            raise UsageError(f"--nproc auto counts this machine, not those of --on {cluster.on}: give a number")
-        nproc = nproc_auto("auto")
+            raise UsageError(f"--nproc {nproc} counts this machine, not those of --on {cluster.on}: give a number")
+        if nproc == "gpu" and usable_gpus("auto") == 0:
+            raise UsageError("--nproc gpu: this machine has no GPU. Use --nproc cpu, or give a number")
+        nproc = nproc_auto("cpu" if nproc == "cpu" else "auto")
     where = placed_job(cluster, nproc)
     return replace(
         where,

@@ -152,10 +152,10 @@ def create_run_dir(asked: Path | None, task: str) -> Path:
     return run_dir
 
 
-def new_run_dir(task: str) -> Path:
+def new_run_dir(task: str, where: Path = Path("runs")) -> Path:
     """The folder for a run without --run-dir; it is not made."""
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", task).strip("-.") or "run"
-    stem = Path("runs").resolve() / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    stem = where.resolve() / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     for attempt in range(1000):  # several runs may start within a second
         run_dir = stem if attempt == 0 else stem.with_name(f"{stem.name}-{attempt + 1}")
         if not run_dir.exists():

@@ -1,0 +1,154 @@
+"""torchrun's words: every one that its own parser knows has a meaning here, and means what it means there."""
+
+from __future__ import annotations
+
+import pytest
+from torch.distributed.argparse_util import check_env, env
+from torch.distributed.run import get_args_parser
+
+from paceline.cli.launch import known_options
+from paceline.cli.torchrun import (
+    FLAGS,
+    NO_VARIABLE,
+    SHORT,
+    TORCHRUN,
+    Typed,
+    ignored,
+    our_words,
+    read_words,
+    script_words,
+    torchrun_command,
+)
+from paceline.errors import UsageError
+
+NODES = "--nnodes 2 --node-rank 1 --master-addr n1 --master-port 29500"
+RUN = ("python", "-P", "-m", "torch.distributed.run")
+
+
+def typed(line: str, environ: dict[str, str] | None = None) -> Typed:
+    return read_words(line.split(), environ or {}, known_options())
+
+
+def test_every_option_of_torchruns_own_parser_is_in_the_table() -> None:
+    actions = [action for action in get_args_parser()._actions if action.option_strings and action.dest != "help"]
+    names = {f"--{action.dest.replace('_', '-')}": action for action in actions}
+    assert names.keys() <= set(TORCHRUN) and len(TORCHRUN) == len(set(TORCHRUN))
+    for name, action in names.items():
+        assert (name in FLAGS) is (action.nargs == 0), name
+        assert (name in NO_VARIABLE) is not isinstance(action, env | check_env), name
+        assert {SHORT.get(one, one.replace("_", "-")) for one in action.option_strings} == {name}
+
+
+@pytest.mark.parametrize(
+    ("line", "own", "script"),
+    [
+        ("--nproc 4 train.py --nproc 3", "--nproc 4", "train.py --nproc 3"),
+        ("--nproc_per_node=4 train.py -- --epochs 5", "--nproc=4", "train.py -- --epochs 5"),
+        ("--nproc-per-node auto -- train.py", "--nproc=auto", "train.py"),
+        ("-m --nproc-per-node 2 pkg.train -r 3", "--nproc=2", "-m pkg.train -r 3"),
+        ("--module pkg.train", "", "-m pkg.train"),
+        ("--module gcc/12 --trust -- train.py", "--module gcc/12 --trust", "train.py"),
+        ("--module=gcc/12 train.py", "--module=gcc/12", "train.py"),
+        ("-- -m pkg.train --module x", "", "-m pkg.train --module x"),
+        ("--standalone --nnodes 1:1 --nproc-per-node 2 --tee 3 a.py", "--nproc=2", "a.py"),
+        ("--master_port 29501 --max_restarts 3 a.py", "--max_restarts 3 --port=29501", "a.py"),
+        ("--master-port 29501 --standalone a.py", "", "a.py"),
+        ("--shutdown-timeout 5 --local-ranks-filter 0 a.py", "--stop-grace=5 --show=rank 0", "a.py"),
+        ("--on slurm --nnodes 2:4 --nproc 2 a.py", "--on slurm --nproc 2 --nodes=2:4", "a.py"),
+        ("--nproc 4 --nproc-per-node 4 a.py", "--nproc 4", "a.py"),
+        ("--no-python ./run.sh a.py", "", "./run.sh a.py"),
+    ],
+)
+def test_torchruns_words_become_ours(line: str, own: str, script: str) -> None:
+    found = typed(line)
+    assert (" ".join(our_words(found)), " ".join(script_words(found))) == (own, script)
+    assert not found.for_torchrun
+
+
+def test_torchruns_variables_count_as_its_options_which_win() -> None:
+    environ = {"PET_NPROC_PER_NODE": "4", "PET_STANDALONE": "1", "PET_NNODES": "2", "PET_MODULE": "0", "PET_ROLE": "x"}
+    found = typed("train.py", environ)
+    assert our_words(found) == ["--nproc=4"] and script_words(found) == ("train.py",)
+    assert not found.for_torchrun and ignored(found).startswith("PET_ROLE: ")
+    assert our_words(typed("--nproc 2 train.py", environ)) == ["--nproc", "2"]
+    assert our_words(typed("--nproc-per-node 3 train.py", environ)) == ["--nproc=3"]
+    assert typed("--nnodes 2 train.py", environ).for_torchrun
+
+
+def test_what_has_no_meaning_here_is_said_in_one_line() -> None:
+    said = ignored(typed("--rdzv-backend c10d --rdzv_id 7 -r3 --start-method fork --log-dir x --tee 3 a.py"))
+    assert said.startswith("--rdzv-backend, --rdzv-id: the ranks meet by themselves; --redirects: ")
+    assert "--start-method: " in said and "\n" not in said and "--tee" not in said and "--log-dir" not in said
+    assert ignored(typed("--standalone --nnodes 1 --nproc-per-node 2 --tee 3 a.py")) == ""
+    assert ignored(typed("--local-ranks-filter 0,1 a.py")) == "--local-ranks-filter: --show knows all ranks, or rank 0"
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("--nproc 2 --nproc-per-node 4 a.py", "--nproc 2 and --nproc-per-node 4: which one?"),
+        ("--nproc-per-nod 4 a.py", "Did you mean '--nproc-per-node'?"),
+        ("--num-processes 4 a.py", "Did you mean --nproc?"),
+        ("--nproc-per-node two a.py", "--nproc-per-node must be a number, auto, cpu, gpu, got 'two'"),
+        ("--master-port x a.py", "--master-port must be a number, got 'x'"),
+        ("--standalone=1 a.py", "--standalone takes no value"),
+        ("--nnodes 2:1 a.py", "--nnodes must be a number from 1 on, or MIN:MAX, got '2:1'"),
+        ("--nnodes two a.py", "got 'two'"),
+        ("--standalone --nnodes 2 a.py", "this machine alone"),
+        ("--node-rank 1 a.py", "there is one node"),
+        ("--on ssh --hosts n1,n2 --node-rank 1 a.py", "--on ssh starts all nodes"),
+        ("-m --no-python pkg", "leave one of them out"),
+        ("-m a/b.py", "-m needs a module's name, got 'a/b.py'"),
+        ("--nproc 2", "what is to be launched?"),
+        ("--rdzv-id", "--rdzv-id needs a value"),
+        (f"{NODES} --show all a.py", "--show has no effect where torchrun starts the nodes"),
+        (f"{NODES} --port 1 a.py", "--port 1 and --master-port 29500: which one?"),
+    ],
+)
+def test_what_contradicts_or_means_nothing_is_refused(line: str, words: str) -> None:
+    with pytest.raises(UsageError) as told:
+        found = typed(line)
+        script_words(found)
+        torchrun_command(found, "python") if found.for_torchrun else our_words(found)
+    assert words in str(told.value)
+
+
+@pytest.mark.parametrize(
+    ("line", "behind"),
+    [
+        (f"{NODES} --nproc 4 --stall-after 30 a.py --x 1", ("--nproc-per-node=4", "--stall-after=30", "a.py --x 1")),
+        (f"{NODES} --nproc_per_node gpu -m pkg.train", ("--nproc-per-node=gpu", "", "-m pkg.train")),
+        (f"{NODES} --dry-run a.py", ("", "", "a.py")),
+    ],
+)
+def test_several_nodes_by_torchruns_words_are_torchruns_with_the_guard_in_front(
+    line: str, behind: tuple[str, str, str]
+) -> None:
+    found = typed(line, {"PET_RUN_PATH": "1"})
+    command, env = torchrun_command(found, "python")
+    options, guard, script = (words.split() for words in behind)
+    nodes = ("--nnodes=2", "--node-rank=1", "--master-addr=n1", "--master-port=29500")
+    assert found.for_torchrun and env == {"PET_RUN_PATH": "0"}
+    assert command == (*RUN, *nodes, *options, "-m", "paceline", "watchover", *guard, *script)
+
+
+def test_elastic_nodes_and_gpus_that_each_rank_sees_as_the_first_are_torchruns_too() -> None:
+    assert typed("--nnodes 1:4 --rdzv-endpoint n1 a.py").for_torchrun
+    assert typed("--virtual-local-rank a.py").for_torchrun
+    command, env = torchrun_command(typed("--nnodes=1:4 --threads-per-rank 2 --no-python ./run.sh"), "python")
+    assert command == (*RUN, "--nnodes=1:4", "--no-python", "./run.sh") and env == {"OMP_NUM_THREADS": "2"}
+
+
+SCRIPT = 'import os, sys\nprint(os.environ["WORLD_SIZE"], *sys.argv[1:])'
+
+
+def test_a_script_starts_as_it_does_under_torchrun(paceline, tmp_path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    words = ("launch", "--standalone", "--rdzv-backend=c10d", "--nproc_per_node=2", "--local-ranks-filter", 0)
+    run = paceline(*words, "--log-dir", "logs", "train.py", "--nproc", 3, env={"PET_NPROC_PER_NODE": "7"})
+    assert (run.returncode, run.stdout) == (0, "2 --nproc 3\n"), run.stderr
+    assert run.stderr == "ignored: --rdzv-backend: the ranks meet by themselves\n"
+    (folder,) = (tmp_path / "logs").iterdir()
+    assert folder.name.startswith("train-") and (folder / "attempt-1" / "rank-1.log").exists()
+    dry = paceline("launch", *NODES.split(), "--dry-run", "train.py")
+    assert dry.stdout.startswith("torchrun --nnodes=2 ") and dry.stdout.endswith(" -m paceline watchover train.py\n")
