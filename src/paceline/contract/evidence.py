@@ -46,7 +46,7 @@ class Op(msgspec.Struct, frozen=True, omit_defaults=True):
     name: str = ""  # "bucket 3"; empty where the caller gave none
     shape: str = ""  # "[1732]", several "[4, 3] [4]"
     dtype: str = ""  # float32
-    site: str = ""  # "train.py:97 in step": the first frame that is neither torch's nor ours, else ours
+    site: str = ""  # "train.py:97 in step": see worker.sites
     peer: int | None = None  # a rank of the world: the other one of a message; the root of a broadcast, gather, ...
     done: bool = False  # for this rank
 
@@ -61,12 +61,13 @@ class Op(msgspec.Struct, frozen=True, omit_defaults=True):
         return self.kind, self.name, self.shape, self.dtype
 
 
-class Frame(msgspec.Struct, frozen=True):
+class Frame(msgspec.Struct, frozen=True, omit_defaults=True):
     """One line of a stack."""
 
     file: str
     line: int
     function: str
+    library: bool = False  # somebody else's, which is neither the user's nor torch's
 
 
 class Stack(msgspec.Struct, frozen=True):

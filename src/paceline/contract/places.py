@@ -1,7 +1,8 @@
 """Reads from a rank's stacks where it is, in the interpreter's words or in faulthandler's.
 
-Frames are of four kinds: the user's own, torch's, Python's, and ours. People want to see the innermost of their own;
-the judge wants to know whether the innermost of all waits for other ranks. `ACTIVITIES` says which code does.
+Frames are of five kinds: the user's own, other libraries', torch's, Python's, and ours. People want to see the
+innermost of their own, and by which line of a library that goes on; the judge wants to know whether the innermost of
+all waits for other ranks. `ACTIVITIES` says which code does.
 """
 
 import re
@@ -15,6 +16,7 @@ _NATIVE_FRAME = re.compile(r'^\s+File "([^"\n]*)", line (\d+) in (.*)$')
 _NATIVE_THREAD = re.compile(r"^(?:Current thread|Thread|Stack) .*most recent call first")
 _PYTHON = re.compile(r"(?:^|/)python3(?:\.\d+t?)?/(?!.*(?:site|dist)-packages/)|^<frozen ")
 MAX_NATIVE_LINES = 5000
+SITE_CHARS, BY = 72, ", by "
 
 
 class Activity(Enum):
@@ -67,6 +69,11 @@ def _is_ours(frame: Frame) -> bool:
     return _in_package(frame.file).startswith("paceline/")
 
 
+def _is_library(frame: Frame) -> bool:
+    """Whether it is somebody else's; faulthandler's frames have the whole path."""
+    return (frame.library or "-packages/" in frame.file) and not (_is_torch(frame) or _is_ours(frame))
+
+
 def frames(evidence: Evidence) -> Sequence[Frame]:
     """The main thread's stack, the innermost frame first; from faulthandler where the interpreter did not answer."""
     return evidence.stacks[0].frames if evidence.stacks else native_frames(evidence.native)
@@ -84,15 +91,41 @@ def native_frames(text: str) -> list[Frame]:
 
 
 def shown_frame(evidence: Evidence) -> Frame | None:
-    """The frame to show: the innermost of the user's own code, else of ours, else of any."""
-    return shown_frame_of(frames(evidence))
+    """The frame to show: the innermost of the user's own code, else of a library, else of ours, else of any."""
+    return _shown(frames(evidence))[0]
 
 
-def shown_frame_of(stack: Sequence[Frame]) -> Frame | None:
+def shown_site(evidence: Evidence) -> str:
+    """The frame to show, in words: "train.py:40 in main, by transformers/trainer.py:3700"; empty without any."""
+    return shown_site_of(frames(evidence))
+
+
+def shown_site_of(stack: Sequence[Frame]) -> str:
     """The same for a stack."""
-    own = (frame for frame in stack if not (_is_torch(frame) or _is_ours(frame) or _PYTHON.search(frame.file)))
+    return called_at(*_shown(stack))
+
+
+def shown_library(evidence: Evidence) -> Frame | None:
+    """The library's line that the frame to show has called."""
+    return _shown(frames(evidence))[1]
+
+
+def _shown(stack: Sequence[Frame]) -> tuple[Frame | None, Frame | None]:
+    """The frame to show, and of the libraries inside it the one that it has called, by its innermost line."""
+    library: Frame | None = None
+    for frame in stack:
+        if _is_library(frame):
+            if library is None or _package(frame) != _package(library):
+                library = frame
+        elif not (_is_torch(frame) or _is_ours(frame) or _PYTHON.search(frame.file)):
+            return frame, library
+    libraries = (frame for frame in stack if _is_library(frame))
     ours = (frame for frame in stack if _is_ours(frame) and activity_of(frame.file) is not Activity.GUARD)
-    return next(own, None) or next(ours, None) or (stack[0] if stack else None)
+    return next(libraries, None) or next(ours, None) or (stack[0] if stack else None), None
+
+
+def _package(frame: Frame) -> str:
+    return _in_package(frame.file).partition("/")[0]
 
 
 def waits_for_ranks(evidence: Evidence) -> bool | None:
@@ -117,10 +150,27 @@ def imports_torch(stack: Sequence[Frame]) -> bool:
 
 def stands_at(evidence: Evidence, op: Op) -> bool:
     """Whether the line that called `op` is still on the stack."""
-    line = op.site.partition(" ")[0]
-    return bool(line) and any(site(frame).partition(" ")[0] == line for frame in frames(evidence))
+    called, _, inside = op.site.partition(BY)
+    lines = {called.partition(" ")[0], *([inside] if inside else [])}
+    return bool(called) and lines <= {line_of(frame) for frame in frames(evidence)}
+
+
+def line_of(frame: Frame) -> str:
+    """Its file, a library's with the package, and its line: "train.py:88"."""
+    return f"{_in_package(frame.file) if _is_library(frame) else PurePath(frame.file).name}:{frame.line}"
 
 
 def site(frame: Frame | None) -> str:
     """A frame in words: "train.py:88 in load_batch"; empty for none."""
-    return f"{PurePath(frame.file).name}:{frame.line} in {frame.function}" if frame is not None else ""
+    return f"{line_of(frame)} in {frame.function}" if frame is not None else ""
+
+
+def by(library: Frame | None) -> str:
+    """What follows a user's line that has called this one: ", by transformers/trainer.py:3700"; empty for none."""
+    return f"{BY}{line_of(library)}" if library is not None else ""
+
+
+def called_at(frame: Frame | None, library: Frame | None) -> str:
+    """A user's line, and that of a library which it has called; no longer than there is room in the box."""
+    inner = by(library)
+    return site(frame)[: SITE_CHARS - len(inner)] + inner

@@ -38,7 +38,7 @@ CPU_SECONDS = 0.5  # the least time over which the use of the processor says any
 ADVANCE_SECONDS = 0.1  # between two calls of `advance`
 
 MAX_EVIDENCE_BYTES = 200_000
-MAX_OPS, MAX_THREADS, MAX_FRAMES, MAX_GROUPS, MAX_LOADERS = 64, 32, 64, 64, 32
+MAX_OPS, MAX_THREADS, MAX_FRAMES, MAX_GROUPS, MAX_LOADERS = 64, 32, 96, 64, 32
 MAX_NUMBER = 1 << 53
 MAX_TEXT, MAX_WORDS, MAX_NATIVE = 200, 8_000, 32_000
 
@@ -209,7 +209,7 @@ def _op(op: Op) -> Op:
 
 
 def _frame(frame: Frame) -> Frame:
-    return Frame(frame.file[-MAX_TEXT:], _number(frame.line), frame.function[:MAX_TEXT])
+    return Frame(frame.file[-MAX_TEXT:], _number(frame.line), frame.function[:MAX_TEXT], frame.library)
 
 
 def _number(number: int) -> int:

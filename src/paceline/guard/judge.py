@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from msgspec.structs import replace
 
 from paceline.contract.evidence import Evidence, Sample, Verdict, VerdictKind
-from paceline.contract.places import shown_frame, site
+from paceline.contract.places import shown_site
 from paceline.guard import sentences
 from paceline.guard.deaths import RankEnd, end_of, first_to_fail, parameters
 from paceline.guard.disputes import dispute
@@ -166,7 +166,7 @@ def _elsewhere(ranks: Ranks) -> Verdict:
     kind = VerdictKind.BEHIND if met else VerdictKind.NOT_MET
     if len(ranks) == len(running) == 1:
         return conclude(VerdictKind.BEHIND, ranks, lines, guilty=list(running))
-    sites = {n: site(shown_frame(one.evidence)) for n, one in running.items()}
+    sites = {n: shown_site(one.evidence) for n, one in running.items()}
     parties = parties_by({n: where for n, where in sites.items() if where}, lambda where: where)
     right = majority(parties)
     if right is None or len(right) == len(running):

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 
 from paceline.contract.evidence import Evidence, LoaderWorker, Op, Phase, Verdict, VerdictKind
-from paceline.contract.places import shown_frame, site, stands_at
+from paceline.contract.places import shown_site, stands_at
 from paceline.guard.deaths import ODDS, RankEnd
 from paceline.guard.waits import FROZEN, Odds, Rank, stream
 from paceline.guard.wording import GONE, called_from, loader_words, named, op_words, signal_name, verb, where
@@ -27,7 +27,7 @@ def conclude(
     """A verdict with all that goes with it; `at` is where the first guilty rank was, if not where it stands."""
     step = max((one.evidence.step for one in ranks.values()), default=0)
     first = ranks[guilty[0]].evidence if guilty else None
-    stands = "" if first is None else at or site(shown_frame(first)) or (first.ops[-1].site if first.ops else "")
+    stands = "" if first is None else at or shown_site(first) or (first.ops[-1].site if first.ops else "")
     parties = tuple(sorted(tuple(sorted(party)) for party in tie))
     return Verdict(kind, tuple(guilty), parties, tuple(lines), op, stands, step)
 
@@ -85,7 +85,7 @@ def _waiting(ranks: Ranks, op: Op | None, *, without: Collection[int]) -> list[s
         one = ranks[group[0]]
         held = _held(one)
         if held is None:
-            at = site(shown_frame(one.evidence)) or "a place unknown"
+            at = shown_site(one.evidence) or "a place unknown"
             lines.append(f"{named(group)} {verb(group, 'waits', 'wait')} at {at}")
             continue
         same = op is not None and (stream(op, -1), op.seq) == (stream(held, -1), held.seq)
@@ -96,7 +96,7 @@ def _waiting(ranks: Ranks, op: Op | None, *, without: Collection[int]) -> list[s
 
 def _position(one: Rank, number: int) -> Hashable:
     held = _held(one)
-    return site(shown_frame(one.evidence)) if held is None else (stream(held, number), held.seq)
+    return shown_site(one.evidence) if held is None else (stream(held, number), held.seq)
 
 
 def _held(one: Rank) -> Op | None:

@@ -3,10 +3,9 @@
 import re
 import signal
 from collections.abc import Iterable
-from pathlib import PurePath
 
 from paceline.contract.evidence import Evidence, LoaderWorker, Op, Phase
-from paceline.contract.places import shown_frame
+from paceline.contract.places import by, line_of, shown_frame, shown_library
 from paceline.guard.waits import FROZEN
 
 NUMBERED = re.compile(r"(.*?)([0-9]+)")
@@ -92,7 +91,7 @@ def _place(one: Evidence) -> str:
     frame = shown_frame(one)
     if frame is None:
         return ""
-    at = f"at {PurePath(frame.file).name}:{frame.line}"
+    at = f"at {line_of(frame)}{by(shown_library(one))}"
     return at if frame.function in ("", "<module>") else f"in {frame.function} {at}"
 
 

@@ -147,7 +147,8 @@ class Group:
 class Known:
     """One call as it comes again and again: at this line, with these arguments."""
 
-    code: CodeType  # kept, so that no other code can have its address
+    code: CodeType  # kept, as the next one, so that no other code can have its address
+    inner: CodeType
     op: Op
     text: bytes
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from functools import wraps
 from inspect import signature
 from threading import get_ident
-from types import FrameType, ModuleType
+from types import ModuleType
 from typing import Any
 
 import msgspec.structs
@@ -22,7 +22,7 @@ import msgspec.structs
 from paceline.contract.box import NO_PEER, Box, ring_text
 from paceline.contract.evidence import Op
 from paceline.worker.calls import KINDS, SAME, Begun, Group, Known, ReadingRule, leave_untraced, peer_of, torch_number
-from paceline.worker.sites import frame_of, site_frame, site_words
+from paceline.worker.sites import Site, call_site
 
 MODULE = "torch.distributed.distributed_c10d"
 MAX_TAKEN, MAX_CACHED = 256, 4096
@@ -96,8 +96,8 @@ class Ledger:
             if group is not None:
                 self._gone.append(group)
             group = self.groups[id(owner)] = Group(op.group, of_all, ranks, True, weakref.ref(owner))
-        frame = site_frame(sys._getframe(1))  # pyright: ignore[reportPrivateUsage]
-        known = self._known_at(frame, (op,), lambda site: msgspec.structs.replace(op, site=site))
+        place = call_site(sys._getframe(1))  # pyright: ignore[reportPrivateUsage]
+        known = self._known_at(place, (op,), lambda site: msgspec.structs.replace(op, site=site))
         group.calls += 1
         self._own += 1
         return self._note(known, group, group.calls, NO_PEER if op.peer is None else op.peer)
@@ -202,7 +202,7 @@ class Ledger:
         return Begun(self._box.begin_text(seq, peer, known.text), group, None, 0, True, 0 if message else 1, seq)
 
     def _recall(self, name: str, kind: ReadingRule, passed: Any, group: str) -> Known:
-        frame = site_frame(sys._getframe(3))  # pyright: ignore[reportPrivateUsage]
+        place = call_site(sys._getframe(3))  # pyright: ignore[reportPrivateUsage]
         shape = dtype = None
         label, several = "", isinstance(passed, list | tuple)
         if passed is not None and not (several and not passed):
@@ -216,17 +216,19 @@ class Ledger:
             shown = " ".join(str([*one]) for one in shapes)
             return Op(group, 0, name, str(label), shown, str(dtype).removeprefix("torch.") if dtype else "", site)
 
-        return self._known_at(frame, (name, shape, dtype, label, group), made)
+        return self._known_at(place, (name, shape, dtype, label, group), made)
 
-    def _known_at(self, frame: FrameType | None, asked: tuple[object, ...], made: Callable[[str], Op]) -> Known:
-        """The call of this kind from this line, which is described once."""
+    def _known_at(self, place: Site, asked: tuple[object, ...], made: Callable[[str], Op]) -> Known:
+        """The call of this kind from this line, and this line of a library, which is described once."""
+        frame, library = place
         code = sys._getframe().f_code if frame is None else frame.f_code  # pyright: ignore[reportPrivateUsage]
-        key = (id(code), -1 if frame is None else frame.f_lasti, *asked)
+        inner = code if library is None else library.f_code
+        key = (id(code), -1 if frame is None else frame.f_lasti, id(inner), library and library.f_lasti, *asked)
         known = self._known.get(key)
-        if known is not None and known.code is code:
+        if known is not None and known.code is code and known.inner is inner:
             return known
-        op = made("" if frame is None else site_words(frame_of(frame)))
-        known = Known(code, op, ring_text(op))
+        op = made(place.words())
+        known = Known(code, inner, op, ring_text(op))
         if len(self._known) >= MAX_CACHED:  # shapes that never come again
             self._known.clear()
         self._known[key] = known

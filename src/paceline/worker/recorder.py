@@ -18,14 +18,14 @@ from msgspec.structs import replace
 
 from paceline.contract.boxes import of_this_life
 from paceline.contract.evidence import Frame, Op, Stack
-from paceline.contract.places import shown_frame_of
+from paceline.contract.places import shown_site_of
 from paceline.worker.calls import KINDS, SAME, Group
 from paceline.worker.ledger import MODULE
-from paceline.worker.sites import frame_of, site_words
+from paceline.worker.sites import frame_of
 
 capturing = threading.Event()
 """A CUDA graph is being captured: NCCL's recorder is not read, since it asks the GPU, which would spoil the graph."""
-MAX_OPS, MAX_FRAMES, MAX_THREADS = 64, 48, 24
+MAX_OPS, MAX_FRAMES, MAX_THREADS = 64, 96, 24
 Dated = tuple[int, Op]  # When it began, in ns of CLOCK_MONOTONIC, and what.
 
 
@@ -75,8 +75,7 @@ def _begun(ops: Sequence[Op], enqueuing: Collection[str]) -> list[Op]:
 def _line_in_torch(stack: Stack | None) -> str:
     frames = stack.frames if stack is not None else ()
     inside = bool(frames) and frames[0].file.startswith("torch/")
-    shown = shown_frame_of(frames) if inside else None
-    return site_words(shown) if shown is not None else ""
+    return shown_site_of(frames) if inside else ""
 
 
 def group_members() -> dict[str, tuple[int, ...]]:

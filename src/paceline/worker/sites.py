@@ -1,8 +1,9 @@
 """Finds the line of the user's program in a stack. Pure: from files and frames to words like `train.py:97 in step`.
 
-A stack that ends in a collective has torch's lines inside, then perhaps ours, then those of the program. Files are
-named so that every host has the same word for them: `torch/distributed/...`, `paceline/train/step.py`,
-`python3.11/threading.py`, and what is the user's by its last parts.
+A stack that ends in a collective has torch's lines inside, then perhaps ours or a framework's, then those of the
+program: `train.py:40 in main, by transformers/trainer.py:3700`. Files are named so that every host has the same word
+for them: `torch/distributed/...`, `paceline/train/step.py`, `python3.11/threading.py`, and what is the user's by its
+last parts.
 """
 
 import sysconfig
@@ -10,14 +11,15 @@ from enum import IntEnum
 from functools import cache
 from pathlib import Path
 from types import FrameType
+from typing import NamedTuple
 
 from paceline.contract.evidence import Frame
-from paceline.contract.places import Activity, activity_of, site
+from paceline.contract.places import SITE_CHARS, Activity, activity_of, called_at, site
 
-MAX_DEPTH = 24  # frames to look at from inside; a backward of ours is under a dozen deep
-SITE_CHARS = 72
+MAX_DEPTH = 100  # frames to look at from inside; a framework's are some 30, a backward of ours under a dozen
 _OURS = str(Path(__file__).resolve().parents[1])  # .../paceline
 _STDLIB = sysconfig.get_path("stdlib")
+_PROGRAMS = sysconfig.get_path("scripts") + "/"  # `paceline`, `accelerate`: no suffix, and nobody's code
 
 
 class Owner(IntEnum):
@@ -26,9 +28,21 @@ class Owner(IntEnum):
     USER = 0
     OURS = 1
     NOBODY = 2  # torch, the standard library, what is between us and them
+    LIBRARY = 3  # somebody else's: a framework
 
 
-USER, OURS = Owner.USER, Owner.OURS  # asked for each frame of each call
+USER, OURS, NOBODY, LIBRARY = Owner
+
+
+class Site(NamedTuple):
+    """Where something was called: in the user's program, and there by which line of a library."""
+
+    frame: FrameType | None = None  # where nothing is the user's, the library's; else ours
+    library: FrameType | None = None
+
+    def words(self) -> str:
+        """`train.py:40 in main, by transformers/trainer.py:3700`; empty where it is unknown."""
+        return called_at(*(frame and frame_of(frame) for frame in self))
 
 
 @cache
@@ -38,10 +52,9 @@ def owner(filename: str) -> Owner:
         return Owner.NOBODY if activity_of(short(filename)) in (Activity.GUARD, Activity.WAITS) else Owner.OURS
     if "/site-packages/torch/" in filename or "/torch/distributed/" in filename:
         return Owner.NOBODY
-    if "-packages/" in filename:  # somebody else's library calls collectives: its line says most
-        return Owner.USER
-    # `<frozen runpy>`; the console script `paceline`, which has no suffix
-    if filename.startswith((_STDLIB, "<frozen")) or filename.endswith("/bin/paceline"):
+    if "-packages/" in filename:
+        return Owner.LIBRARY
+    if filename.startswith((_STDLIB, "<frozen", _PROGRAMS)) or filename.endswith("/bin/paceline"):  # <frozen runpy>
         return Owner.NOBODY
     return Owner.USER
 
@@ -66,20 +79,44 @@ def site_words(frame: Frame) -> str:
     return site(frame)[:SITE_CHARS]
 
 
-def site_frame(frame: FrameType | None) -> FrameType | None:
-    """From `frame` outwards, the first one of the user's program; else the first of ours; else None."""
-    ours: FrameType | None = None
-    depth = 0
+class _Packages(dict[str, str | None]):
+    """By file, asked for each frame of each call: a library's package, "paceline", "" for nobody; None: a user's."""
+
+    def __missing__(self, filename: str) -> str | None:
+        whose = owner(filename)
+        name = "" if whose is NOBODY else short(filename).partition("/")[0]
+        found = self[filename] = None if whose is USER else name
+        return found
+
+
+_packages = _Packages()
+
+
+def call_site(frame: FrameType | None) -> Site:
+    """From `frame` outwards, the first one of the user's program; else the first of a library; else of ours.
+
+    Of the libraries inside it that one counts which the program has called, by its innermost line.
+    """
+    ours = library = first = None
+    package, depth = "", 0
     while frame is not None and depth < MAX_DEPTH:
-        whose = owner(frame.f_code.co_filename)
-        if whose is USER:
-            return frame
-        if ours is None and whose is OURS:
-            ours = frame
+        name = _packages[frame.f_code.co_filename]
+        if name is None:
+            return Site(frame, library)
+        if name == "paceline":
+            ours = ours or frame
+        elif name and name != package:
+            first, library, package = first or frame, frame, name
         frame, depth = frame.f_back, depth + 1
-    return ours
+    return Site(first or ours)
+
+
+def site_frame(frame: FrameType | None) -> FrameType | None:
+    """The frame of its `call_site`."""
+    return call_site(frame).frame
 
 
 def frame_of(frame: FrameType) -> Frame:
     """The record of a running frame, its file called as everywhere."""
-    return Frame(short(frame.f_code.co_filename), frame.f_lineno, frame.f_code.co_name)
+    file = frame.f_code.co_filename
+    return Frame(short(file), frame.f_lineno, frame.f_code.co_name, owner(file) is LIBRARY)
