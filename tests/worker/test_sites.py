@@ -40,6 +40,7 @@ def nested(lines: Sequence[str], innermost: Callable[[], list[str]]) -> list[str
         ([TORCH, TRAINER, OUTER, "/u/train.py:3"], "train.py:3, by transformers/trainer.py:5"),
         ([TORCH, GATHER, TRAINER, OUTER, "/u/train.py:3"], "train.py:3, by transformers/trainer.py:5"),
         ([TORCH, *[GATHER] * 60, "/u/train.py:3"], "train.py:3, by accelerate/utils/operations.py:7"),
+        ([TORCH, f"{PACKAGES}six.py:4", "/u/train.py:3"], "train.py:3, by six.py:4"),
         (["/u/collate.py:8", TRAINER, "/u/train.py:3"], "collate.py:8"),
         ([TORCH, GATHER, *[TRAINER] * 110], "accelerate/utils/operations.py:7"),  # nothing is the user's
     ],
@@ -61,9 +62,9 @@ def test_the_line_is_the_users_and_beside_it_that_of_a_library(lines: list[str],
 
 
 def test_long_words_leave_the_librarys_line_whole() -> None:
-    frames = [Frame("accelerate/utils/operations.py", 412, "g", **LIBRARY), Frame("train.py", 3, "f" * 90)]
+    frames = [Frame("lightning/pytorch/loops/fit.py", 41, "g", **LIBRARY), Frame("train.py", 3, "f" * 90)]
     said = shown_site_of(frames)
-    assert len(said) == SITE_CHARS and said.endswith("fff, by accelerate/utils/operations.py:412")
+    assert len(said) == SITE_CHARS and said.endswith("fff, by lightning/.../fit.py:41")
 
 
 def test_a_rank_stands_at_a_call_only_in_the_same_line_of_the_library() -> None:

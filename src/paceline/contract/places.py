@@ -156,8 +156,11 @@ def stands_at(evidence: Evidence, op: Op) -> bool:
 
 
 def line_of(frame: Frame) -> str:
-    """Its file, a library's with the package, and its line: "train.py:88"."""
-    return f"{_in_package(frame.file) if _is_library(frame) else PurePath(frame.file).name}:{frame.line}"
+    """Its file, a library's with the package, and its line: "train.py:88", "lightning/.../result.py:270"."""
+    if not _is_library(frame):
+        return f"{PurePath(frame.file).name}:{frame.line}"
+    *folders, name = _in_package(frame.file).split("/")
+    return "/".join([*(folders if len(folders) < 3 else [folders[0], "..."]), f"{name}:{frame.line}"])
 
 
 def site(frame: Frame | None) -> str:
