@@ -129,7 +129,7 @@ def test_several_nodes_by_torchruns_words_are_torchruns_with_the_guard_in_front(
     options, guard, script = (words.split() for words in behind)
     nodes = ("--nnodes=2", "--node-rank=1", "--master-addr=n1", "--master-port=29500")
     assert found.for_torchrun and env == {"PET_RUN_PATH": "0"}
-    assert command == (*RUN, *nodes, *options, "-m", "paceline", "watchover", *guard, *script)
+    assert command == (*RUN, *nodes, *options, "-m", "paceline", "watchover", "--end", *guard, *script)
 
 
 def test_elastic_nodes_and_gpus_that_each_rank_sees_as_the_first_are_torchruns_too() -> None:
@@ -151,4 +151,6 @@ def test_a_script_starts_as_it_does_under_torchrun(paceline, tmp_path) -> None:
     (folder,) = (tmp_path / "logs").iterdir()
     assert folder.name.startswith("train-") and (folder / "attempt-1" / "rank-1.log").exists()
     dry = paceline("launch", *NODES.split(), "--dry-run", "train.py")
-    assert dry.stdout.startswith("torchrun --nnodes=2 ") and dry.stdout.endswith(" -m paceline watchover train.py\n")
+    assert dry.stdout.startswith("torchrun --nnodes=2 ") and dry.stdout.endswith(
+        " -m paceline watchover --end train.py\n"
+    )

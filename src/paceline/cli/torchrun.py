@@ -245,5 +245,6 @@ def torchrun_command(typed: Typed, python: str) -> tuple[tuple[str, ...], dict[s
                 "--on ssh --hosts n1,n2, --on slurm"
             )
     options = [f"{name}={value}" if value else name for name, value in theirs.items()]
-    through = () if typed.value("--no-python") is not None else ("-m", "paceline", "watchover", *guard)
+    # --end: as ours does, it ends a run that hangs
+    through = () if typed.value("--no-python") is not None else ("-m", "paceline", "watchover", "--end", *guard)
     return (python, "-P", "-m", "torch.distributed.run", *options, *through, *script_words(typed)), env
