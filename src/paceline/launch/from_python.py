@@ -96,7 +96,7 @@ def _where(on: str, hosts: str | Sequence[str], nodes: int | str | None) -> list
     if on not in ("local", "ssh"):
         raise UsageError(
             f"paceline.run(on={on!r}): it waits for ranks that start now, on='local' or 'ssh'. On Slurm type paceline "
-            "launch --on slurm -- SCRIPT, with paceline.session() in the script"
+            "launch --on slurm SCRIPT, with paceline.session() in the script"
         )
     listed = hosts if isinstance(hosts, str) else ",".join(hosts)
     if (on == "ssh") != bool(listed):

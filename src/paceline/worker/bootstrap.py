@@ -36,14 +36,14 @@ def worker_command(script_and_args: Sequence[str], python: str = sys.executable)
         UsageError: when there is nothing to run, or what is named does not exist.
     """
     if not script_and_args:
-        raise UsageError("nothing to run. After -- give a script with its arguments: SCRIPT.py ARGS, or -m MODULE ARGS")
+        raise UsageError("nothing to run. Give a script with its arguments: SCRIPT.py ARGS, or -m MODULE ARGS")
     script, arguments = script_and_args[0], tuple(script_and_args[1:])
     if arguments and _is_this_python(script, python) and (arguments[0].endswith(".py") or arguments[0] == "-m"):
         script, arguments = arguments[0], arguments[1:]  # out of habit: `-- python train.py`
     through = (python, "-P", "-m", BOOTSTRAP)  # -P: what lies in the working folder is not ours to import
     if script == "-m":
         if not arguments or arguments[0].startswith("-"):
-            raise UsageError("-m needs the name of a module, e.g. -- -m my_package.train --epochs 5")
+            raise UsageError("-m needs the name of a module, e.g. -m my_package.train --epochs 5")
         return (*through, "-m", *arguments)
     if script.endswith(".py"):
         _check_file(script)
