@@ -27,7 +27,7 @@ class RemoteNode:
         self.hello, self.link = hello, link
         self.clock_ahead_seconds = hello.facts.wall_seconds - time.time()  # less the milliseconds of the way here
         self.clock = ClockBounds()  # the same, better known with every beat
-        self.ranks = range(0)  # in this generation
+        self.ranks: Sequence[int] = hello.ranks  # in this generation
         self.beat = m.Beat(-1)
         self.asked = 0  # the number of the last question
         self.shown: list[Evidence] | None = None  # its answer, once it is whole
@@ -44,7 +44,7 @@ class RemoteNode:
 
     def start(self, start: m.StartOrder) -> None:
         """Have it start its part of a generation."""
-        self.ranks = range(start.first_rank, start.first_rank + self.hello.nproc)
+        self.ranks = self.hello.ranks or range(start.first_rank, start.first_rank + self.hello.nproc)
         self.beat, self._samples, self.started = m.Beat(start.generation), {}, None
         self.link.send(start)
 

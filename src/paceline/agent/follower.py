@@ -40,6 +40,7 @@ class Follower:
         self._told = 0
         self._said_gone = False
         self._patience_seconds = float("inf")
+        self._ranks: tuple[int, ...] = ()  # of workers that another launcher has started
         self._number = -1  # the generation's, also of one that could not be started
         self._workers: Workers | None = None  # this generation's, where they could be started
         self._news: Sequence[object] = []
@@ -67,7 +68,7 @@ class Follower:
         plan = self.plan
         self.plan = replace(plan, master_addr=link.peer_address, interface=interface_of(facts, link.own_address))
         with socket.create_server(("", 0)) as probe:  # open until the run ends: others may try it late
-            link.send(m.Hello(plan.node, plan.nodes, plan.nproc, probe.getsockname()[1], facts))
+            link.send(m.Hello(plan.node, plan.nodes, plan.nproc, probe.getsockname()[1], facts, self._ranks))
             while self._code is None:
                 self.orders.wait(ADVANCE_SECONDS if self._collection is not None else self._sample_seconds, [link])
                 for message in link.receive():

@@ -191,6 +191,9 @@ class Guarding:
         """Write the verdict down, if it is on more than a failure."""
         if verdict.failed is not None:
             return Judgement(verdict, evidence, self._plan.attempt_dir)
+        if not self._plan.attempt_dir:  # watched without a folder: the page is all there is
+            told = page(verdict, evidence, waited_seconds=waited_seconds, folder="", run="")
+            return Judgement(verdict, evidence, "", waited_seconds, told)
         folders = (Path(self._plan.attempt_dir) / f"verdict-{n}" for n in range(1, 1000))
         folder = next(folder for folder in folders if not folder.exists())
         shown = run = ""
@@ -204,7 +207,7 @@ class Guarding:
 
     def _answer_asks(self) -> None:
         """Answer `paceline hang`, which puts a file into the attempt's folder and waits for a verdict."""
-        if time.monotonic() < self._asked_seconds + ASK_SECONDS:
+        if time.monotonic() < self._asked_seconds + ASK_SECONDS or not self._plan.attempt_dir:
             return
         self._asked_seconds = time.monotonic()
         folder = Path(self._plan.attempt_dir)

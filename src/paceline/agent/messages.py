@@ -22,6 +22,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     nproc: int
     probe_port: int
     facts: Facts
+    ranks: tuple[int, ...] = ()  # where another launcher has given them out: see `observer.py`
 
 
 class PeerAddress(msgspec.Struct, frozen=True):

@@ -15,6 +15,7 @@ from paceline.worker.foreign import understood
 COMMANDS = {
     "train": "train a model on one process or on many",
     "launch": "start any script that torchrun could, on one machine or on many",
+    "watchover": "guard the ranks that torchrun, srun or mpirun have started",
     "doctor": "check that these machines are fit to train on, and say how to fix what is wrong",
     "runs": "list the runs of a folder, and what each has reached",
     "status": "show how a run goes on, or how it ended",

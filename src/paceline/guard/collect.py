@@ -168,7 +168,8 @@ def _read(box: int) -> Answer | None:
 def _loader(one: LoaderWorker, parent: int) -> LoaderWorker:
     process = read_process(one.pid) if 0 < one.pid < 1 << 31 else None
     # a number may be another process's by now: what loads data for a worker is in the worker's session
-    ours = process is not None and process.runs and process.session == parent
+    rank = read_process(parent)
+    ours = process is not None and process.runs and rank is not None and process.session == rank.session
     return replace(one, state=process.state if ours and process else "")
 
 

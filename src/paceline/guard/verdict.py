@@ -126,7 +126,7 @@ def failure_page(verdict: Verdict, evidence: Sequence[Evidence], *, oom_kills: i
     if first.ops and end is not RankEnd.EXCEPTION:  # whose traceback says more
         op = first.ops[-1]
         lines.append(clean(f"its last collective: {op_words(op)}{called_from(op)}"))
-    if len(evidence) > 1:
+    if len(evidence) > 1 and attempt_dir:
         lines.append(f"output of the ranks: {attempt_dir}/rank-<rank>.log")
     return "\n".join(lines)
 

@@ -62,6 +62,8 @@ def leave(code: int) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):  # closed, or a reader that is gone
             stream.flush()
+    if code >= 0:
+        Guard.of_process().leave(code)
     if code < 0:  # a shell stops its loop only if Ctrl-C has *killed* what it ran
         signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
@@ -84,7 +86,8 @@ def record_failure(error: BaseException, exit_code: int, *, traceback: bool, vic
         Whether the agent will tell this failure, so that the worker need not print it. False without an agent.
     """
     birth, rank = WorkerBirth.here(), os.environ.get("RANK", "")
-    if birth is None or birth.record < 0 or not rank.isdecimal():
+    record = Guard.of_process().record if birth is None else birth.record
+    if record < 0 or not rank.isdecimal():
         return False
     failure = Failure(
         rank=int(rank),
@@ -99,10 +102,12 @@ def record_failure(error: BaseException, exit_code: int, *, traceback: bool, vic
     )
     encoded = msgspec.json.encode(failure)
     try:
-        if os.fstat(birth.record).st_size:  # what fails after the first failure is teardown
-            return True
-        os.pwrite(birth.record, encoded, 0)
+        if os.fstat(record).st_size:  # what fails after the first failure is teardown
+            return birth is not None
+        os.pwrite(record, encoded, 0)
     except OSError:  # no such descriptor: this is no worker, but a process that a worker has started
+        return False
+    if birth is None:  # an observer may be gone by now: nobody is sure to tell it
         return False
     with suppress(OSError):
         writing.replace(Path(birth.attempt_dir) / error_file_name(int(rank), birth.generation), encoded)

@@ -94,6 +94,11 @@ def _near(path: Path) -> str:
 def main(arguments: Sequence[str]) -> NoReturn:
     """Run `arguments`, a script or -m and a module, and end this process as Python would."""
     attach()
+    run_script(arguments)
+
+
+def run_script(arguments: Sequence[str]) -> NoReturn:
+    """The same, in a process that is a worker already, or that others have started."""
     pid = os.getpid()
     if not arguments or arguments == ["-m"]:
         print(f"usage: python -m {BOOTSTRAP} SCRIPT ARGS | -m MODULE ARGS", file=sys.stderr)
@@ -179,6 +184,7 @@ def _told_failure(error: BaseException, *, is_worker: bool) -> int:
 def _end(code: int) -> NoReturn:
     """End this process: threads, exit handlers and output as always, torch's static destructors left out."""
     if code >= 0 and "torch" not in sys.modules:
+        Guard.of_process().leave(code)
         sys.exit(code)
     leave(code)
 

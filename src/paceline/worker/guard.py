@@ -15,7 +15,7 @@ import atexit
 import os
 import sys
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import ClassVar, Self
 
@@ -50,6 +50,7 @@ class Guard:
         """`box` is the agent's; None in a process without an agent of ours, where nobody asks and nobody frees."""
         self.on = on
         self._has_agent = box is not None
+        self.record = -1  # memory for the record of a failure, where an observer is to read it
         self.box = box or Box(make_box(0))
         self._complained = False
         self._ledger = Ledger(self.box, self._complain)
@@ -69,8 +70,19 @@ class Guard:
             os.register_at_fork(after_in_child=guard._in_child)
         return Guard._of_process
 
-    def start(self) -> Self:
-        """Begin to speak for this process, where an agent listens: a worker's first act. Never raises."""
+    @classmethod
+    def observed(cls, box: int, record: int) -> Guard:
+        """Make this process's guard, where no agent of ours has started it: another process is to read these two."""
+        Guard._of_process = guard = cls(Box(box), on=True)
+        guard.record = record
+        os.register_at_fork(after_in_child=guard._in_child)
+        return guard
+
+    def start(self, also: Callable[[], None] = bool) -> Self:
+        """Begin to speak for this process, where an agent listens: a worker's first act. Never raises.
+
+        The watcher's thread calls `also` four times a second.
+        """
         if not (self.on and self._has_agent) or self._watcher is not None:
             return self
         native: NativeStacks | None = None
@@ -79,7 +91,7 @@ class Guard:
             native = NativeStacks(self.box)
         except Exception as error:
             self._complain(error)
-        self._watcher = Watcher(self.box, self._ledger, self.connections, native, self._complain)
+        self._watcher = Watcher(self.box, self._ledger, self.connections, native, self._complain, also)
         self._watcher.start()
         atexit.register(self._watcher.stop)
         return self
@@ -126,6 +138,10 @@ class Guard:
         """What the last `take_order` covered, the oldest first; of more than 256 the last."""
         return self._ledger.taken()
 
+    def leave(self, code: int) -> None:
+        """Say with which exit code this process is about to end: whoever did not start it may not learn it."""
+        self.box.put("leaving", 1 + code)
+
     def released(self) -> str:
         """The agent's reason, as JSON, if it has freed this rank; else empty."""
         return (self.box.word().decode(errors="replace") or "{}") if self.box.get("released") else ""
@@ -169,6 +185,7 @@ class Guard:
         self.box.keep_for_loaders()
         self._ledger.active = False
         self.on = self._has_agent = False
+        self.record = -1
 
     def _complain(self, error: BaseException) -> None:
         if not self._complained:

@@ -36,9 +36,11 @@ class Watcher:
         connections: Connections,
         native: NativeStacks | None,
         complain: Callable[[BaseException], None],
+        also: Callable[[], None] = bool,
     ) -> None:
         self._box, self._ledger, self._connections, self._native = box, ledger, connections, native
         self._complain = complain
+        self._parts = (self._beat, self._reply, self._release, also)
         self._main = threading.main_thread().ident or 0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="paceline-guard", daemon=True)
@@ -56,7 +58,7 @@ class Watcher:
 
     def _run(self) -> None:
         while not self._stop.wait(WAKE_SECONDS):
-            for part in (self._beat, self._reply, self._release):
+            for part in self._parts:
                 try:
                     part()
                 except Exception as error:
