@@ -131,7 +131,8 @@ class Observer:
             self.plan, head=meeting.addresses, head_ports=(meeting.port,), secret=meeting.secret, join_seconds=30.0
         )
         try:
-            Subordinate(plan, self.orders, self.own).run()
+            # that one tells what there is to tell, unless it is lost before
+            self._failed = Subordinate(plan, self.orders, self.own).run() == ExitCode.DONE
         except PacelineError as error:
             say(f"hangs between this node and others are not judged: {error}")
         self._apart = True
@@ -140,7 +141,6 @@ class Observer:
 
     def _look(self, samples: Sequence[Sample]) -> None:
         """Judge what is to be judged now, and say it once."""
-        assert self._guarding is not None or not samples
         now = time.monotonic()
         if self._failed or self._guarding is None:
             return
@@ -210,9 +210,10 @@ class Subordinate(Follower):
         return "all its ranks have ended" if self._own.over else super()._head_lost(link)
 
     def _alone(self, why: str) -> int:
-        if not self._own.over:
-            say(f"hangs between this node and others are no longer judged: node 0's observer is lost: {why}")
-        return ExitCode.DONE
+        if self._own.over or self._own.stopping:
+            return ExitCode.DONE
+        say(f"hangs between this node and others are no longer judged: node 0's observer is lost: {why}")
+        return ExitCode.FAILED
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -5,7 +5,7 @@ import subprocess
 import threading
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +17,7 @@ from paceline.host.sweep import carries, sweep
 SETTLE_SECONDS = 2.0  # what is just ending is not left behind
 LAST_LINES_SECONDS = 0.05  # longer only if what is left behind holds the pipe open
 SHM = Path("/dev/shm")
+Popen = Callable[..., subprocess.Popen[bytes]]
 
 
 @dataclass(frozen=True)
@@ -36,13 +37,18 @@ class Ran:
         return "\n".join(line for _, line in self.lines)
 
 
-def run_command(argv: Sequence[str], folder: Path, env: Mapping[str, str], *, limit_seconds: float) -> Ran:
-    """Run `argv` in `folder`, with an empty TMPDIR of its own; whatever it leaves running is counted and killed."""
+def run_command(
+    argv: Sequence[str], folder: Path, env: Mapping[str, str], *, limit_seconds: float, popen: Popen = subprocess.Popen
+) -> Ran:
+    """Run `argv` in `folder`, with an empty TMPDIR of its own; whatever it leaves running is counted and killed.
+
+    `popen` starts it, perhaps on another host.
+    """
     temporary, mark = folder / "tmp", uuid.uuid4().hex
     temporary.mkdir(exist_ok=True)
     shared = _names(SHM)
     began = time.monotonic()
-    process = subprocess.Popen(
+    process = popen(
         argv,
         cwd=folder,
         env={**os.environ, **env, FAULTS_MARK: mark, "TMPDIR": str(temporary)},
