@@ -52,9 +52,7 @@ def replace_score(found: Score) -> Score:
     return msgspec.structs.replace(found, right_code=None)
 
 
-def torchrun_here(
-    world: int, own: list[str], hosts: Hosts, slurm: Slurm, folder: Path, env: Mapping[str, str]
-) -> Ran:
+def torchrun_here(world: int, own: list[str], hosts: Hosts, slurm: Slurm, folder: Path, env: Mapping[str, str]) -> Ran:
     argv = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world), "-m", "paceline", *own]
     return on_host(hosts, HEAD, argv, folder, {**env, "GLOO_SOCKET_IFNAME": "lo"})
 

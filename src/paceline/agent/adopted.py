@@ -25,8 +25,10 @@ from paceline.contract.node_plan import NodePlan
 from paceline.contract.orders import STOP_SIGNALS, Orders, Readable
 from paceline.host.procfs import exit_code, read_process
 from paceline.host.sweep import Member
+from paceline.observe.terminal import say
 
 KILL_SECONDS = 2.0
+LOOK_SECONDS = 1.0  # between two looks for the launcher
 
 
 class Stranger:
@@ -78,6 +80,7 @@ class Adopted(Workers):
         self._door: socket.socket | None = door
         self._knocks: dict[socket.socket, int] = {}  # connection -> the pid at its other end
         self._strangers: dict[int, Stranger] = {}
+        self._parents: dict[int, int] = {}  # rank -> its launcher's process on this node
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -93,6 +96,12 @@ class Adopted(Workers):
     def over(self) -> bool:
         """Whether none of those that came runs any more."""
         return all(one.code is not None for one in self._strangers.values())
+
+    def orphans(self) -> list[int]:
+        """The pids of those that run, and whose launcher does not any more."""
+        running = [worker for worker in self._workers if self._strangers[worker.rank].code is None]
+        now = {worker.rank: read_process(worker.process.pid) for worker in running}
+        return [one.pid for rank, one in now.items() if one and one.runs and one.parent != self._parents[rank]]
 
     # ---- they come and end ----
 
@@ -147,6 +156,7 @@ class Adopted(Workers):
         box, record = descriptors
         process = read_process(pid)
         member = Member(rank, pid, process.start if process else 0)
+        self._parents[rank] = process.parent if process else 0
         self._workers.append(Worker(member, stranger, Path(os.devnull), 0, (), record, box))
         self._workers.sort(key=lambda worker: worker.rank)
         if self.all_here and self._door is not None:
@@ -211,11 +221,22 @@ class Adopted(Workers):
 
 
 class Bystander(Orders):
-    """Nobody gives an observer orders; it waits for its ranks, and for other observers."""
+    """Nobody gives an observer orders; it waits for its ranks, and for other observers.
+
+    Where it may end ranks, the end of their launcher is an order to.
+    """
 
     def __init__(self, adopted: Adopted) -> None:
         self.signals, self.launcher_gone, self._adopted = [], False, adopted
+        self._looked_seconds, self._told = time.monotonic(), False
 
     def wait(self, seconds: float, also: Sequence[Readable] = ()) -> None:
         """Return after `seconds`, or earlier when a rank comes, ends or speaks, or one of `also` can be read."""
         self._adopted.look(select.select([*self._adopted.readables(), *also], [], [], max(0.0, seconds))[0])
+        if self._told or time.monotonic() < self._looked_seconds + LOOK_SECONDS:
+            return
+        self._looked_seconds = time.monotonic()
+        if pids := self._adopted.orphans():
+            self._told, self.launcher_gone = True, self._adopted.may_end
+            remedy = "they are ended" if self._adopted.may_end else f"to end them: kill {' '.join(map(str, pids))}"
+            say(f"the launcher of the ranks on {os.uname().nodename} is gone, and they run on; {remedy}")

@@ -25,7 +25,7 @@ from msgspec.structs import replace
 from paceline.agent import messages as m
 from paceline.agent.adopted import Adopted, Bystander
 from paceline.agent.channel import Link
-from paceline.agent.crew import Crew, RemoteNode
+from paceline.agent.crew import Crew
 from paceline.agent.follower import Follower
 from paceline.agent.generation import Generation
 from paceline.agent.guarding import Guarding, Judgement
@@ -34,7 +34,7 @@ from paceline.agent.start import Inherited
 from paceline.contract.evidence import Sample
 from paceline.contract.introduction import Meeting
 from paceline.contract.node_plan import NodePlan
-from paceline.contract.orders import STOP_SIGNALS
+from paceline.contract.orders import LIFELINE_GRACE_SECONDS, STOP_SIGNALS
 from paceline.errors import ExitCode, PacelineError
 from paceline.guard.deaths import due_seconds, first_to_fail
 from paceline.guard.wording import named, verb
@@ -51,7 +51,7 @@ class Observer:
 
     def __init__(self, plan: NodePlan, own: Adopted) -> None:
         self.plan, self.own, self.orders = plan, own, Bystander(own)
-        self.heads = 0 in range(plan.first_rank, plan.first_rank + 1) and plan.nodes > 1
+        self.heads = plan.first_rank == 0 and plan.nodes > 1
         self.crew = Crew(plan if self.heads else replace(plan, nodes=1), self.orders)
         self._generation = Generation(plan, own, self.crew)
         self._guarding: Guarding | None = None
@@ -78,8 +78,7 @@ class Observer:
             say(f"watchover sees {here} of the {self.plan.nproc} on this node: the others have not come")
 
     def _watch(self) -> None:
-        meets = self.heads and self.crew.port
-        if meets:
+        if self.heads:
             addresses = tuple(dict.fromkeys((*self.plan.head, os.uname().nodename)))
             self.own.tell_first(Meeting(addresses, self.crew.port, self.plan.secret))
         while self._goes_on():
@@ -90,6 +89,8 @@ class Observer:
             if self.own.meeting is not None and not self.heads and not self._apart:
                 self._follow(self.own.meeting)
             self._count_nodes()
+            if self.crew.launcher_gone and not self._failed:
+                self._end_all(LIFELINE_GRACE_SECONDS)
             self._look(self._generation.samples())
 
     def _goes_on(self) -> bool:
@@ -117,7 +118,7 @@ class Observer:
                 member.start(m.StartOrder(0, 0, self.plan.world_size, 0, "", ""))
         for member in before:
             if member.lost and any(one.code is None for one in member.samples()):
-                say(f"no word of {_ranks_of(member)} any more, for {member.name} {_gone(member)}")
+                say(f"{member.name} is lost, or its observer: {member.lost}. With it {named(member.ranks)}")
                 self._apart = True
         now = [member for member in self.crew.members.values() if not (member.lost and self._apart)]
         if now != before:
@@ -151,7 +152,8 @@ class Observer:
                 self._tell_failure(samples)
             return
         if self._told_seconds is not None:
-            moved = [one for one in samples if one.runs and one.still_seconds < now - self._told_seconds - MOVED_SECONDS]
+            least = now - self._told_seconds - MOVED_SECONDS
+            moved = [one for one in samples if one.runs and one.still_seconds < least]
             if not moved:
                 return
             self._told_seconds = None
@@ -160,16 +162,19 @@ class Observer:
         judgement = self._guarding.look()
         if judgement is not None:
             self._told_seconds = time.monotonic()
-            if self._whole or judgement.verdict.guilty:  # of some nodes alone nothing else can be known
-                self._tell_stall(judgement)
+            self._tell_stall(judgement, len(samples))
 
-    def _tell_stall(self, judgement: Judgement) -> None:
+    def _tell_stall(self, judgement: Judgement, seen: int) -> None:
+        if not self._whole and not 0 < len(judgement.verdict.guilty) < seen:  # those that are waited for are elsewhere
+            where = "".join(f"\n  {sentence}" for sentence in judgement.verdict.sentences)
+            return say(f"nothing moves on {os.uname().nodename}, and other nodes are not seen from here:{where}")
         say(judgement.page())
         if self.own.may_end:
             self._generation.free(judgement.freed, judgement.word)
-            self._end_all()
+            self._end_all(self.plan.grace_seconds)
         else:
             say("watchover ends nobody: stop the job, or start it with --end")
+        return None
 
     def _tell_failure(self, samples: Sequence[Sample]) -> None:
         first = first_to_fail(samples)
@@ -179,20 +184,12 @@ class Observer:
         judgement = self._guarding.judge_failure(samples)
         say(changed(judgement, attempt_dir="").page(self._generation.oom_kills()))
         if self.own.may_end:
-            self._end_all()
+            self._end_all(self.plan.grace_seconds)
         return None
 
-    def _end_all(self) -> None:
+    def _end_all(self, grace_seconds: float) -> None:
         self._failed = True
-        self._generation.stop(self.plan.grace_seconds)
-
-
-def _ranks_of(member: RemoteNode) -> str:
-    return named(member.ranks)
-
-
-def _gone(member: RemoteNode) -> str:
-    return f"is lost, or its observer: {member.lost}"
+        self._generation.stop(grace_seconds)
 
 
 class Subordinate(Follower):

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from paceline.agent.preload import Forked, Preloader
 from paceline.agent.relay import relay
@@ -48,12 +49,30 @@ def make_snapshots(nproc: int) -> tuple[tuple[int, int], ...]:
     )
 
 
+class Running(Protocol):
+    """A process, as far as an agent has to do with it: `subprocess.Popen` is one."""
+
+    pid: int
+
+    def poll(self) -> int | None:
+        """Its exit code, -n if signal n killed it; None while it runs."""
+        ...
+
+    def wait(self, timeout: float, /) -> object:
+        """Wait for its end, so long at most."""
+        ...
+
+    def send_signal(self, number: int, /) -> None:
+        """Nothing happens to one that has ended."""
+        ...
+
+
 @dataclass(frozen=True)
 class Worker:
     """One worker, what it shares with its agent, and the relay of its error output if it has one."""
 
     member: Member
-    process: subprocess.Popen[bytes] | Forked
+    process: Running
     log: Path
     log_start: int  # its first byte in the log; what is before it is an earlier generation's
     relays: Sequence[threading.Thread]

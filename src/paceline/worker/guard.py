@@ -78,7 +78,7 @@ class Guard:
         os.register_at_fork(after_in_child=guard._in_child)
         return guard
 
-    def start(self, also: Callable[[], None] = bool) -> Self:
+    def start(self, also: Callable[[], None] | None = None) -> Self:
         """Begin to speak for this process, where an agent listens: a worker's first act. Never raises.
 
         The watcher's thread calls `also` four times a second.

@@ -36,11 +36,11 @@ class Watcher:
         connections: Connections,
         native: NativeStacks | None,
         complain: Callable[[BaseException], None],
-        also: Callable[[], None] = bool,
+        also: Callable[[], None] | None = None,
     ) -> None:
         self._box, self._ledger, self._connections, self._native = box, ledger, connections, native
         self._complain = complain
-        self._parts = (self._beat, self._reply, self._release, also)
+        self._parts = (self._beat, self._reply, self._release, *([also] if also is not None else []))
         self._main = threading.main_thread().ident or 0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="paceline-guard", daemon=True)
