@@ -1,4 +1,4 @@
-"""How does a fault strike a script under `paceline watchover`? Started by torchrun, srun or mpirun, on one host or two."""
+"""How does a fault strike a script under `paceline watchover`, started by torchrun, srun or mpirun?"""
 
 from __future__ import annotations
 

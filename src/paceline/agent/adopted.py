@@ -17,10 +17,9 @@ from msgspec.structs import replace
 
 from paceline.agent.start import Worker
 from paceline.agent.workers import Workers
-from paceline.contract.boxes import read_counters
 from paceline.contract.evidence import Sample
-from paceline.contract.failure import Failure
-from paceline.contract.introduction import Introduction, Meeting, own_peer, receive_word, send_word
+from paceline.contract.failure import GOOD_ENDS, Failure
+from paceline.contract.introduction import Introduction, Leaving, Meeting, own_peer, receive_word, send_word
 from paceline.contract.node_plan import NodePlan
 from paceline.contract.orders import STOP_SIGNALS, Orders, Readable
 from paceline.host.procfs import exit_code, read_process
@@ -28,6 +27,7 @@ from paceline.host.sweep import Member
 from paceline.observe.terminal import say
 
 KILL_SECONDS = 2.0
+IN_SLURM, FAREWELL_SECONDS = "SLURM_PROCID", 1.0  # srun ends us with the last rank: it waits until all is told
 LOOK_SECONDS = 1.0  # between two looks for the launcher
 
 
@@ -48,11 +48,9 @@ class Stranger:
         """Its exit code, once it has ended."""
         return self.code
 
-    def ended(self, box: int) -> None:
-        """Find out how: by the kernel, by its own last word; whoever is gone without any was killed."""
-        said = read_counters(box).leaving
-        code = exit_code(self.pid, self.pidfd)
-        self.code = code if code is not None else said - 1 if 0 < said <= 256 else -signal.SIGKILL
+    def end(self, code: int | None) -> None:
+        """Note how it has ended; None: without a word, and the kernel does not say: then it was killed."""
+        self.code = -signal.SIGKILL if code is None else code
         self.ended_seconds = time.monotonic()
 
     def send_signal(self, number: int) -> None:
@@ -80,6 +78,7 @@ class Adopted(Workers):
         self._door: socket.socket | None = door
         self._knocks: dict[socket.socket, int] = {}  # connection -> the pid at its other end
         self._strangers: dict[int, Stranger] = {}
+        self._farewells: dict[socket.socket, float] = {}  # to ranks that leave, and when at the latest
         self._parents: dict[int, int] = {}  # rank -> its launcher's process on this node
 
     @property
@@ -114,7 +113,7 @@ class Adopted(Workers):
         """Take in what has come of `readables`."""
         for worker in self._workers:
             if (one := self._strangers[worker.rank]) in ready:
-                one.ended(worker.box)
+                one.end(exit_code(one.pid, one.pidfd))
         for connection in [one for one in self._knocks if one in ready]:
             self._hear(connection)
         if self._door is not None and self._door in ready:
@@ -140,11 +139,25 @@ class Adopted(Workers):
             case Meeting():
                 self.meeting = word
                 return
+            case Leaving(code):
+                for one in self._strangers.values():
+                    if one.pid == self._knocks[connection] and one.code is None:
+                        one.end(code)
+                failed = code not in GOOD_ENDS and IN_SLURM in os.environ
+                self._farewells[connection] = time.monotonic() + (FAREWELL_SECONDS if failed else 0.0)
+                return
             case _:
                 for descriptor in descriptors:
                     os.close(descriptor)
                 del self._knocks[connection]
                 connection.close()
+
+    def let_go(self, *, all_of_them: bool = False) -> None:
+        """Answer the ranks that leave, once what they have said has been passed on, or all of them."""
+        for connection in [at for at, due in self._farewells.items() if all_of_them or time.monotonic() >= due]:
+            del self._farewells[connection]
+            with suppress(OSError):
+                send_word(connection, Leaving(0))
 
     def _welcome(self, rank: int, pid: int, descriptors: Sequence[int]) -> bool:
         if len(descriptors) != 2 or rank in self._strangers or self.all_here:
@@ -232,6 +245,7 @@ class Bystander(Orders):
 
     def wait(self, seconds: float, also: Sequence[Readable] = ()) -> None:
         """Return after `seconds`, or earlier when a rank comes, ends or speaks, or one of `also` can be read."""
+        self._adopted.let_go()
         self._adopted.look(select.select([*self._adopted.readables(), *also], [], [], max(0.0, seconds))[0])
         if self._told or time.monotonic() < self._looked_seconds + LOOK_SECONDS:
             return

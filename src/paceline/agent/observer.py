@@ -56,7 +56,7 @@ class Observer:
         self._generation = Generation(plan, own, self.crew)
         self._guarding: Guarding | None = None
         self._told_seconds: float | None = None  # when a standstill was told that still lasts
-        self._failed = self._apart = False  # a failure is told; a node is lost, or was never found
+        self._failed = self._apart = False  # a failure is told; node 0 is lost, or was never found
         self._over_seconds = 0.0
 
     def run(self) -> None:
@@ -111,16 +111,12 @@ class Observer:
         return len(self._generation.samples()) == self.plan.world_size
 
     def _count_nodes(self) -> None:
-        """Take in the other nodes' observers that have come, and do without those that are gone."""
+        """Take in the other nodes' observers that have come."""
         before = [*self._generation.members]
         for member in self.crew.here:
             if member not in before:
                 member.start(m.StartOrder(0, 0, self.plan.world_size, 0, "", ""))
-        for member in before:
-            if member.lost and any(one.code is None for one in member.samples()):
-                say(f"{member.name} is lost, or its observer: {member.lost}. With it {named(member.ranks)}")
-                self._apart = True
-        now = [member for member in self.crew.members.values() if not (member.lost and self._apart)]
+        now = [*self.crew.members.values()]
         if now != before:
             self._generation.members = now
             if self._whole:
@@ -183,6 +179,7 @@ class Observer:
         assert self._guarding is not None
         judgement = self._guarding.judge_failure(samples)
         say(changed(judgement, attempt_dir="").page(self._generation.oom_kills()))
+        self.own.let_go(all_of_them=True)
         if self.own.may_end:
             self._end_all(self.plan.grace_seconds)
         return None

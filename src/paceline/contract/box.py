@@ -47,7 +47,6 @@ _NAMES = (
     "loading",  # 1: the main thread waits for a batch of its loader processes
     "saves_asked",  # by the agent: how many checkpoints somebody has asked for
     "waiting",  # 1: when the watcher last woke, a collective or a message was on its way
-    "leaving",  # 1 + the exit code with which the process is about to end
 )
 COUNTERS_AT = {name: index * WORD.size for index, name in enumerate(_NAMES)}
 WATCHED, SIGNAL_SAFE = 1, 2

@@ -25,7 +25,6 @@ class Counters:
     moved: tuple[int, ...]
     phase_seconds: tuple[float, ...]  # spent in each phase, up to its last change
     waiting: bool  # for other ranks, in a collective or message, when its watcher last woke
-    leaving: int  # 1 + the exit code that it has chosen; 0: none yet
 
 
 def read_counters(descriptor: int) -> Counters:
@@ -45,7 +44,6 @@ def read_counters(descriptor: int) -> Counters:
         moved=moved,
         phase_seconds=spent,
         waiting=bool(value["waiting"]),
-        leaving=value["leaving"],
     )
 
 

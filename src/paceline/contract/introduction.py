@@ -3,6 +3,7 @@
     rank -> observer       Introduction, with two descriptors: its box, and its record of failure
     observer -> rank       Meeting, on node 0 of several, to local rank 0: it shows that to the other nodes' ranks
     rank -> observer       the same Meeting, on the other nodes
+    rank -> observer       Leaving, as its last word; it waits a little for the answer, the same
 
 They meet at a Unix socket without a file. Anybody may know its name, so each asks the kernel whose the other end is.
 """
@@ -32,7 +33,13 @@ class Meeting(msgspec.Struct, frozen=True, tag=True):
     secret: str
 
 
-Word = Introduction | Meeting
+class Leaving(msgspec.Struct, frozen=True, tag=True):
+    """That it ends now: whoever did not start it might not learn how. And a launcher may end the observer with it."""
+
+    code: int
+
+
+Word = Introduction | Meeting | Leaving
 
 
 def observer_address(env: Mapping[str, str], job: str) -> bytes:

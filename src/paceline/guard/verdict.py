@@ -114,7 +114,8 @@ def failure_page(verdict: Verdict, evidence: Sequence[Evidence], *, oom_kills: i
     end = end_of(first)
     if end is RankEnd.LOST:
         ranks = ", ".join(str(one.rank) for one in evidence if one.lost == first.lost)
-        return f"{clean(first.lost)}\nwith it rank {ranks}; output of the ranks: {attempt_dir}/rank-<rank>.log"
+        logs = f"output of the ranks: {attempt_dir}/rank-<rank>.log" if attempt_dir else "or its observer alone"
+        return f"{clean(first.lost)}\nwith it rank {ranks}; {logs}"
     alike = [one for one in evidence if _same_failure(one, first)]
     lines = [f"{_who(alike, len(evidence))} failed: {_how(first, oom_kills)}", *_why(first)]
     early = sorted((one for one in evidence if one.code == 0), key=lambda one: one.ended_seconds)

@@ -51,6 +51,7 @@ class Guard:
         self.on = on
         self._has_agent = box is not None
         self.record = -1  # memory for the record of a failure, where an observer is to read it
+        self.last_word: Callable[[int], None] | None = None  # says the exit code to an observer
         self.box = box or Box(make_box(0))
         self._complained = False
         self._ledger = Ledger(self.box, self._complain)
@@ -139,8 +140,9 @@ class Guard:
         return self._ledger.taken()
 
     def leave(self, code: int) -> None:
-        """Say with which exit code this process is about to end: whoever did not start it may not learn it."""
-        self.box.put("leaving", 1 + code)
+        """Say with which exit code this process is about to end, where somebody listens."""
+        if self.last_word is not None:
+            self.last_word(code)
 
     def released(self) -> str:
         """The agent's reason, as JSON, if it has freed this rank; else empty."""
@@ -185,7 +187,7 @@ class Guard:
         self.box.keep_for_loaders()
         self._ledger.active = False
         self.on = self._has_agent = False
-        self.record = -1
+        self.record, self.last_word = -1, None
 
     def _complain(self, error: BaseException) -> None:
         if not self._complained:

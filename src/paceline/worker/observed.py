@@ -7,17 +7,29 @@ not made, and the observer outlives a rank that dies. Whatever goes wrong here i
 from __future__ import annotations
 
 import os
+import select
 import socket
 import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from datetime import timedelta
 from typing import Any
 
 import msgspec
 
+from paceline.contract.birth import restarts
 from paceline.contract.box import make_box
-from paceline.contract.introduction import Introduction, Meeting, observer_address, own_peer, receive_word, send_word
+from paceline.contract.introduction import (
+    Introduction,
+    Leaving,
+    Meeting,
+    observer_address,
+    own_peer,
+    receive_word,
+    send_word,
+)
 from paceline.contract.node_plan import NodePlan
 from paceline.observe.terminal import say
 from paceline.worker import recorder
@@ -25,9 +37,10 @@ from paceline.worker.foreign import job_token
 from paceline.worker.guard import Guard
 
 OBSERVER = "paceline.agent.observer"
-MEETING_KEY = "paceline/observer"  # in torch's default store
 FREE_SECONDS = 3.0  # for the observer of an earlier start to leave the name
 SEEK_SECONDS, LOOK_SECONDS = 60.0, 0.25
+LEAVE_SECONDS = 1.5
+PROBE_SECONDS, STORE_SECONDS = 2.0, 10.0
 
 
 def begin(plan: NodePlan, options: Sequence[str], env: Mapping[str, str]) -> None:
@@ -45,7 +58,8 @@ def begin(plan: NodePlan, options: Sequence[str], env: Mapping[str, str]) -> Non
             start_observer(address, plan, options)
         observed = Observed(rank, address, (box, record), first=is_first, several_nodes=plan.nodes > 1)
         observed.look()
-        Guard.observed(box, record).start(observed.look).watch_torch()
+        guard = Guard.observed(box, record).start(observed.look).watch_torch()
+        guard.last_word = observed.leave
     except Exception as error:
         if is_first:
             say(f"warning: nobody watches over this node's ranks: {error}")
@@ -111,9 +125,17 @@ class Observed:
             self._introduce()
         else:
             self._hear(self._connection)
-        if self._meets and (self._rank or self._meeting) and _has_met():
+        if self._meets and (self._rank or self._meeting) and recorder.distributed() is not None:
             self._meets = False
             threading.Thread(target=self._meet, name="paceline-meet", daemon=True).start()
+
+    def leave(self, code: int) -> None:
+        """Say that this rank ends now, and wait until that has been heard."""
+        connection, self._over = None if self._over else self._connection, True
+        with suppress(OSError):
+            if connection is not None:
+                send_word(connection, Leaving(code))
+                select.select([connection], [], [], LEAVE_SECONDS)
 
     def _introduce(self) -> None:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -144,25 +166,37 @@ class Observed:
             say("warning: the observer of this node is gone: nobody judges its hangs any more")
 
     def _meet(self) -> None:
-        """Tell the other nodes' first ranks where node 0's observer is, or learn it: by the store that all share.
+        """Tell the other nodes' first ranks where node 0's observer is, or learn it: by a store that all share.
 
-        A store of its own connection, in a thread of its own: the main thread may wait in the other one for ever.
+        In a thread of its own, over connections of its own: the main thread may wait in a store for ever.
         """
+        key = f"paceline/observer/{restarts()}"
+        stores: list[Any] = [None, None]
         try:
-            module: Any = recorder.distributed()
-            store = module._get_default_store().clone()
-            if self._rank == 0:
-                store.set(MEETING_KEY, msgspec.json.encode(self._meeting))
-                return
-            while not store.check([MEETING_KEY]):
+            while stores[1] is None or self._rank:  # not all can be reached at the port; then they have met elsewhere
+                stores = [one or make() for one, make in zip(stores, (_store_at_port, _default_store), strict=True)]
+                for store in filter(None, stores):
+                    if self._rank == 0:
+                        store.set(key, msgspec.json.encode(self._meeting))
+                    elif store.check([key]) and self._connection is not None:
+                        return send_word(self._connection, msgspec.json.decode(store.get(key), type=Meeting))
                 time.sleep(LOOK_SECONDS)
-            if self._connection is not None:
-                send_word(self._connection, msgspec.json.decode(store.get(MEETING_KEY), type=Meeting))
         except Exception as error:
             say(f"warning: rank {self._rank} cannot tell the nodes' observers of each other: {error}")
 
 
-def _has_met() -> bool:
-    """Whether this process has a default group, and with it a store."""
+def _store_at_port() -> Any:
+    """A client of the store at the launcher's address, as soon as there is one: before the script comes to it."""
+    address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+    try:
+        socket.create_connection((address, int(port)), PROBE_SECONDS).close()  # torch would complain aloud
+        make = sys.modules["torch.distributed"].TCPStore
+        return make(address, int(port), None, False, timedelta(seconds=STORE_SECONDS), wait_for_workers=False)
+    except (OSError, ValueError, RuntimeError):
+        return None
+
+
+def _default_store() -> Any:
+    """The store of the default group, where the script has made one; a clone, for this thread alone."""
     module: Any = recorder.distributed()
-    return module is not None and bool(module.is_initialized())
+    return module._get_default_store().clone() if module.is_initialized() else None
