@@ -54,9 +54,10 @@ class Stranger:
         self.ended_seconds = time.monotonic()
 
     def send_signal(self, number: int) -> None:
-        """Nothing happens to one that has ended."""
+        """Nothing happens to one that has ended, or has said that it does: its exit code is its own."""
         with suppress(OSError):
-            signal.pidfd_send_signal(self.pidfd, number)
+            if self.code is None:
+                signal.pidfd_send_signal(self.pidfd, number)
 
     def wait(self, timeout: float) -> int | None:
         """Until it ends, or the time is over."""
