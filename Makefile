@@ -10,9 +10,7 @@ STAMP := $(VENV)/installed
 PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help docs run test gpu-day check format lock soak-hostile soak-connections soak-kills soak-mutations soak-billion soak-nccl soak-verify soak-bits soak-fuzz soak-launch soak-faults soak-quiet \
-	soak-judge soak-sessions soak-ends bench-guard bench-startup bench-exactness bench-peers bench-collectives bench-ddp-hook bench-epoch bench-hosts bench-scale \
-	bench-ladder bench-summary transcripts clean
+.PHONY: $(shell awk -F: '/^[a-z-]+:.*\#\# /{print $$1}' $(firstword $(MAKEFILE_LIST)))
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -92,6 +90,9 @@ soak-faults: $(STAMP)  ## let 57 things go wrong, 5 times, torchrun beside it; w
 	for part in here hosts; do \
 		PYTHONPATH=. $(BIN)/python tests/cluster/soak_faults.py --part $$part --out benchmarks/results/faults || exit 1; \
 	done
+
+soak-watchover: $(STAMP)  ## faults under torchrun, srun and mpirun with `paceline watchover` (root; an hour; type it again to go on)
+	PYTHONPATH=. $(BIN)/python tests/cluster/soak_watchover.py --out benchmarks/results/watchover
 
 soak-quiet: $(STAMP)  ## an hour of what only looks like a hang; see that the guard is silent
 	$(BIN)/python tests/launch/soak_quiet.py --minutes 60 --out benchmarks/results/quiet.json

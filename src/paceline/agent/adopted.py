@@ -16,6 +16,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from paceline.agent.start import Worker
+from paceline.agent.stranger import Stranger
 from paceline.agent.workers import Workers
 from paceline.contract.evidence import Sample
 from paceline.contract.failure import GOOD_ENDS, Failure
@@ -29,40 +30,6 @@ from paceline.observe.terminal import say
 KILL_SECONDS = 2.0
 IN_SLURM, FAREWELL_SECONDS = "SLURM_PROCID", 1.0  # srun ends us with the last rank: it waits until all is told
 LOOK_SECONDS = 1.0  # between two looks for the launcher
-
-
-class Stranger:
-    """A process of ours that is no child of ours."""
-
-    def __init__(self, pid: int) -> None:
-        """Raises OSError when there is none."""
-        self.pid, self.pidfd = pid, os.pidfd_open(pid)
-        self.code: int | None = None
-        self.ended_seconds = 0.0
-
-    def fileno(self) -> int:
-        """What can be read when it has ended."""
-        return self.pidfd
-
-    def poll(self) -> int | None:
-        """Its exit code, once it has ended."""
-        return self.code
-
-    def end(self, code: int | None) -> None:
-        """Note how it has ended; None: without a word, and the kernel does not say: then it was killed."""
-        self.code = -signal.SIGKILL if code is None else code
-        self.ended_seconds = time.monotonic()
-
-    def send_signal(self, number: int) -> None:
-        """Nothing happens to one that has ended, or has said that it does: its exit code is its own."""
-        with suppress(OSError):
-            if self.code is None:
-                signal.pidfd_send_signal(self.pidfd, number)
-
-    def wait(self, timeout: float) -> int | None:
-        """Until it ends, or the time is over."""
-        select.select([self.pidfd], [], [], timeout)
-        return self.code
 
 
 class Adopted(Workers):

@@ -56,10 +56,10 @@ def begin(plan: NodePlan, options: Sequence[str], env: Mapping[str, str]) -> Non
         box, record = make_box(rank), os.memfd_create(f"paceline-record-{rank}")
         if is_first:
             start_observer(address, plan, options)
-        observed = Observed(rank, address, (box, record), first=is_first, several_nodes=plan.nodes > 1)
-        observed.look()
-        guard = Guard.observed(box, record).start(observed.look).watch_torch()
-        guard.last_word = observed.leave
+        presence = Presence(rank, address, (box, record), first=is_first, several_nodes=plan.nodes > 1)
+        presence.look()
+        guard = Guard.observed(box, record).start(presence.look).watch_torch()
+        guard.last_word = presence.leave
     except Exception as error:
         if is_first:
             say(f"warning: nobody watches over this node's ranks: {error}")
@@ -103,7 +103,7 @@ def _bind(door: socket.socket, address: bytes) -> None:
             time.sleep(0.05)
 
 
-class Observed:
+class Presence:
     """This rank's connection to its node's observer; `look` is for a thread that calls it now and then."""
 
     def __init__(
