@@ -1,7 +1,7 @@
 """The head's part of the guard: it has a standstill or a failure judged, and writes the verdict down.
 
-What becomes of the run is the head's business. The guard is never the cause of anything: what goes wrong in here is
-reported once, and the run goes on without a guard; a failure is then judged by samples alone.
+What becomes of the run is the head's business. What goes wrong in here is reported once, and the run goes on without a
+guard; a failure is then judged by samples alone.
 """
 
 import os
@@ -19,6 +19,7 @@ from msgspec.structs import replace
 
 from paceline.agent.gather import unreachable
 from paceline.agent.generation import Generation
+from paceline.agent.silence import Silence
 from paceline.contract.evidence import Evidence, Sample, Verdict, VerdictKind
 from paceline.errors import ExitCode
 from paceline.guard import story
@@ -38,7 +39,13 @@ ASK_SECONDS = 1.0
 MAX_ASKS = 8  # `paceline hang`, in as many terminals
 ASK = re.compile(r"ask-[0-9]{1,10}-([0-9A-Za-z_-]{1,64})")
 EARLY = (VerdictKind.LEFT, VerdictKind.NOT_MET, VerdictKind.STOPPED)  # what can be known before the window is over
-PROGRAM_ERRORS = (VerdictKind.MISMATCH, VerdictKind.DEADLOCK)
+EXIT_CODES = {
+    VerdictKind.LEFT: ExitCode.FAILED,
+    VerdictKind.MISMATCH: ExitCode.MISMATCH,
+    VerdictKind.DEADLOCK: ExitCode.MISMATCH,
+    VerdictKind.NOT_FINITE: ExitCode.NOT_FINITE,
+    VerdictKind.DIVERGED: ExitCode.DIVERGED,
+}
 
 
 @dataclass(frozen=True)
@@ -66,9 +73,7 @@ class Judgement:
         """What the run ends with."""
         if self.failed is not None:
             return self.failed.exit_code
-        if self.verdict.kind is VerdictKind.LEFT:
-            return ExitCode.FAILED
-        return ExitCode.MISMATCH if self.verdict.kind in PROGRAM_ERRORS else ExitCode.STALLED
+        return EXIT_CODES.get(self.verdict.kind, ExitCode.STALLED)
 
     @property
     def word(self) -> str:
@@ -95,6 +100,7 @@ class Guarding:
         self._pace = Pace(self._windows)
         self._slowness = Slowness({one.rank: one.host for one in generation.samples()})
         self._looked_seconds = self._asked_seconds = self._early_seconds = 0.0
+        self._silence = Silence(generation)
         self._off = self._windows.off
 
     @property
@@ -109,6 +115,14 @@ class Guarding:
         try:
             self._looked_seconds = time.monotonic()
             return self._look()
+        except Exception as error:
+            return self._give_up(error)
+
+    def look_last(self) -> Judgement | None:
+        """When all have ended in good order: what is wrong with it all the same."""
+        try:
+            found = None if self._off else self._silence.look(last=True)
+            return self._judged(*found, 0.0) if found else None
         except Exception as error:
             return self._give_up(error)
 
@@ -131,8 +145,10 @@ class Guarding:
         alarm = self._pace.see(time.monotonic(), perhaps_waiting(running, self._plan.world_size))
         for words in (self._pace.notice, self._slow(running)):
             if words:
-                say(words)
+                self._silence.tell(words)
         self._pace.notice = ""
+        if wrong := self._silence.look():
+            return self._judged(*wrong, 0.0)
         self._answer_asks()
         alarm = alarm or self._early_alarm(running)
         if alarm is None:

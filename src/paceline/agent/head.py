@@ -83,7 +83,7 @@ class Head:
             watching.look(ranks)
             generation.write_clocks()
             if all(one.code in GOOD_ENDS for one in ranks):
-                return good_code(ranks)
+                return guarding.look_last() or good_code(ranks)
             due = due_seconds(ranks)
             if due is not None and time.monotonic() >= due:
                 return guarding.judge_failure(ranks)

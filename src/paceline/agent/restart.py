@@ -129,6 +129,8 @@ def _not_worth_it(last: FailedGeneration) -> str:
         return "this is wrong use, which a restart does not change"
     if last.verdict is not None and last.verdict.kind in (VerdictKind.MISMATCH, VerdictKind.DEADLOCK):
         return "that ranks call different collectives is an error of the program, which a restart would only meet again"
+    if last.exit_code in (ExitCode.NOT_FINITE, ExitCode.DIVERGED):
+        return "wrong results are an error of the program, or of a machine, which a restart would only meet again"
     if last.verdict is not None and last.verdict.kind is VerdictKind.LEFT:
         return "a rank ended while others ran, which is an error of the program"
     if last.end is RankEnd.EXCEPTION and not last.loader_killed:

@@ -5,7 +5,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Self
@@ -18,6 +18,7 @@ from paceline.agent.store import Store
 from paceline.contract.boxes import ask_to_save, release
 from paceline.contract.evidence import Sample
 from paceline.contract.failure import GOOD_ENDS, Failure
+from paceline.contract.marks import read_names
 from paceline.contract.node_plan import NodePlan
 from paceline.disk import writing
 from paceline.guard.collect import Collection
@@ -172,6 +173,10 @@ class Workers:
         """
         self._saves_asked += 1
         ask_to_save(self._workers[0].box, self._saves_asked)
+
+    def names(self) -> Mapping[str, Sequence[str]]:
+        """How the tensors of a script are called, by layout."""
+        return read_names(self._workers[0].box).tensors
 
     def oom_kills(self) -> int:
         """How many processes the kernel has killed for memory since this generation's start."""

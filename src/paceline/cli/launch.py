@@ -53,6 +53,9 @@ class ScriptConfig:
     stall_after: str = "auto"
     """seconds without any progress on any rank until the guilty one is named and the run ended; auto: learned from the
     run's own pace; off: no guard"""
+    on_drift: Literal["stop", "warn"] = "stop"
+    """where replicas drift apart, gradients are not finite, or collectives come in another order on a rank: end the run
+    with its exit code, or only say so"""
 
 
 @dataclass(frozen=True)
@@ -181,6 +184,7 @@ def _script_job(options: LaunchScript, words: Sequence[str]) -> Job:
         stop_grace_seconds=script.stop_grace,
         stall_after=Windows.parse(script.stall_after),
         collectives=script.collectives,
+        on_drift=script.on_drift,
         name=Path(words[1] if words[0] == "-m" and len(words) > 1 else words[0]).stem,
         plain_store=True,
         show=script.show,

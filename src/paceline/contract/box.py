@@ -11,6 +11,7 @@ reader may see a record half written, and knows it by the number at both of its 
       4096      ring                 worker: its last 256 collectives
      65536      word to the worker   agent: why it is released, JSON
     131072      answer               worker: its stacks and collectives, JSON
+    917504      marks                worker: what ranks must have in common at a step, see marks.py
    1 MiB        native stacks        faulthandler, on SIGNAL: text, appended
 """
 
@@ -23,6 +24,8 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Self
+
+from msgspec.structs import replace
 
 from paceline.contract.evidence import Op, Phase
 
@@ -47,6 +50,10 @@ _NAMES = (
     "loading",  # 1: the main thread waits for a batch of its loader processes
     "saves_asked",  # by the agent: how many checkpoints somebody has asked for
     "waiting",  # 1: when the watcher last woke, a collective or a message was on its way
+    "script",  # 1: a script that nobody changed has stepped: what is known of it is seen from outside
+    "marks",  # raised with each mark
+    "findings",  # told so far
+    "uneven",  # 1: ranks may rightly take different numbers of steps
 )
 COUNTERS_AT = {name: index * WORD.size for index, name in enumerate(_NAMES)}
 WATCHED, SIGNAL_SAFE = 1, 2
@@ -56,8 +63,9 @@ RING_AT, RECORDS, RECORD = 4096, 256, struct.Struct("@QIIIiQ200sQ")
 STATE_AT, BEGAN_AT = 12, 24  # in a record
 TEXT_BYTES = 200
 WORD_AT, WORD_MAX = 65536, 65536
-ANSWER_AT, ANSWER_MAX = 131072, (1 << 20) - 131072
 BOX_BYTES = 1 << 20  # what nobody touches takes no memory
+MARKS_AT = BOX_BYTES - (1 << 17)
+ANSWER_AT, ANSWER_MAX = 131072, MARKS_AT - 131072
 NATIVE_MAX = 1 << 18
 SEPARATOR = "\x1f"
 IN_FLIGHT = 0  # as a record's state; else it is over: 1 + the microseconds that it took
@@ -72,7 +80,7 @@ class Box:
         self._memory = mmap.mmap(descriptor, BOX_BYTES)  # shared; holds a descriptor of its own
         self._steps = self._loaders = self._memory
         self._phase, self._since_ns = Phase.USER, time.monotonic_ns()
-        self._spent_ns = [0] * len(Phase)
+        self.spent_ns = [0] * len(Phase)  # up to the last change
         self.on_device: Callable[[Phase], Iterable[tuple[Phase, int]]] | None = None
         """told of each phase, where the host only launches what is done; gives those that have passed, and their ns"""
         self._numbers = itertools.count(self.get("ops") + 1)  # threads may write at once: next() is one step for Python
@@ -110,7 +118,7 @@ class Box:
         if self.on_device is None:
             self._spend(before, now - self._since_ns)
         else:
-            self._spend(before, 0 if self._spent_ns[before] else 1)  # it has been there; how long is known later
+            self._spend(before, 0 if self.spent_ns[before] else 1)  # it has been there; how long is known later
             for passed, spent_ns in self.on_device(phase):
                 self._spend(passed, spent_ns)
         self._phase, self._since_ns = phase, now
@@ -120,8 +128,17 @@ class Box:
         return before
 
     def _spend(self, phase: Phase, spent_ns: int) -> None:
-        self._spent_ns[phase] += spent_ns
-        WORD.pack_into(self._memory, PHASES_AT + phase * WORD.size, self._spent_ns[phase])
+        self.spent_ns[phase] += spent_ns
+        WORD.pack_into(self._memory, PHASES_AT + phase * WORD.size, self.spent_ns[phase])
+
+    def move_time(self, phase: Phase, other: Phase, spent_ns: int) -> None:
+        """Of what was said to be spent in `phase`, this was spent in the other one."""
+        self._spend(phase, -spent_ns)
+        self._spend(other, spent_ns)
+
+    def store(self, at: int, data: bytes) -> None:
+        """Put this into the region of the marks."""
+        self._memory[at : at + len(data)] = data
 
     def begin(self, op: Op) -> int:
         """Write down that `op` begins; the number of its record, for `end`."""
@@ -196,6 +213,13 @@ def ring_text(op: Op) -> bytes:
     return SEPARATOR.join(word.replace(SEPARATOR, " ") for word in cut).encode(errors="replace")[:TEXT_BYTES]
 
 
+def op_of(text: bytes) -> Op:
+    """The operation that a `ring_text` tells of, without its number."""
+    words = text.decode(errors="replace").split(SEPARATOR)  # a long one has lost its end
+    group, kind, shape, dtype, name, site = [*words, *[""] * 6][:6]
+    return Op(group, 0, kind, name, shape, dtype, site)
+
+
 def _is_box(descriptor: int) -> bool:
     # a program that a worker starts sees the variable too, but not the file: its number may be any other file's
     try:
@@ -211,10 +235,8 @@ def records(data: bytes) -> list[tuple[int, Op]]:
         first, seq, state, length, peer, began_ns, raw, last = RECORD.unpack_from(data, at)
         if first == 0 or first != last or length > len(raw):
             continue
-        words = raw[:length].decode(errors="replace").split(SEPARATOR)  # a long one has lost its end
-        group, kind, shape, dtype, name, site = [*words, *[""] * 6][:6]
-        done = state != IN_FLIGHT
-        op = Op(group, seq, kind, name, shape, dtype, site, None if peer < 0 else peer, done)
+        op = op_of(raw[:length])
+        op = replace(op, seq=seq, peer=None if peer < 0 else peer, done=state != IN_FLIGHT)
         found.append((first, began_ns, op))
     return [(began_ns, op) for _, began_ns, op in sorted(found, key=lambda record: record[0])]
 

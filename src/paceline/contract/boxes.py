@@ -25,6 +25,10 @@ class Counters:
     moved: tuple[int, ...]
     phase_seconds: tuple[float, ...]  # spent in each phase, up to its last change
     waiting: bool  # for other ranks, in a collective or message, when its watcher last woke
+    script: bool = False  # seen from outside
+    uneven: bool = False  # ranks may rightly take different numbers of steps
+    marks: int = 0
+    findings: int = 0
 
 
 def read_counters(descriptor: int) -> Counters:
@@ -44,6 +48,10 @@ def read_counters(descriptor: int) -> Counters:
         moved=moved,
         phase_seconds=spent,
         waiting=bool(value["waiting"]),
+        script=bool(value["script"]),
+        uneven=bool(value["uneven"]),
+        marks=value["marks"],
+        findings=value["findings"],
     )
 
 

@@ -8,7 +8,7 @@ How a rank failed, in its own words, is a `Failure`. No two hosts' clocks can be
 """
 
 from enum import IntEnum
-from typing import Self
+from typing import Literal, Self
 
 import msgspec
 from msgspec.structs import replace
@@ -97,6 +97,15 @@ class LoaderWorker(msgspec.Struct, frozen=True, omit_defaults=True):
     busy: bool = True  # it has begun the item, and not ended it
 
 
+class Finding(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a rank that runs a script has seen of itself."""
+
+    kind: Literal["not finite", "swallowed"]
+    step: int  # that it was about to make, from 1
+    words: str  # what was found, for a sentence that begins with the rank
+    own: bool = True  # it began here: not a gradient that was summed over ranks
+
+
 class Sample(msgspec.Struct, frozen=True, omit_defaults=True):
     """One worker at one moment: what /proc, its box and its failure record show of it."""
 
@@ -116,6 +125,10 @@ class Sample(msgspec.Struct, frozen=True, omit_defaults=True):
     still_seconds: float = 0.0  # since anything of it has moved
     waiting: bool = False  # for other ranks
     met: bool = False  # it has called a collective
+    script: bool = False  # that nobody changed: its steps and phases are seen from outside
+    uneven: bool = False  # ranks may rightly take different numbers of steps
+    marks: bytes = b""  # what ranks must have in common: see marks.py
+    findings: tuple[Finding, ...] = ()
 
     @property
     def runs(self) -> bool:
@@ -145,7 +158,7 @@ class Sample(msgspec.Struct, frozen=True, omit_defaults=True):
     @property
     def stepped(self) -> bool | None:
         """Whether its optimizer has stepped in this start; None: nobody knows."""
-        known = self.phase is not Phase.USER and self.phase_seconds
+        known = self.phase is not Phase.USER and not self.script and self.phase_seconds
         return self.phase_seconds[Phase.OPTIMIZER] > 0 if known else None
 
     def turned(self, now_seconds: float) -> Self:
@@ -173,6 +186,7 @@ class Evidence(Sample, frozen=True, omit_defaults=True):
     native: str = ""  # faulthandler's text, where the interpreter did not answer
     loaders: tuple[LoaderWorker, ...] = ()
     gpu: str = ""  # what holds its GPU back, in words
+    calls: dict[str, Op] = {}  # a script's, by the hash that stands in its marks
 
     @classmethod
     def of(cls, sample: Sample) -> Self:
@@ -194,6 +208,8 @@ class VerdictKind(IntEnum):
     NETWORK = 9  # all wait in the same collective: what is between them does not pass it on
     NOT_MET = 10  # before the first collective, some ranks have not come
     UNKNOWN = 11
+    DIVERGED = 12  # its parameters are no longer those of the others
+    NOT_FINITE = 13  # its gradients are NaN or infinite, and were applied
 
 
 class Verdict(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -28,6 +28,7 @@ class Shared(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     min_nproc: int = 0  # restart with fewer ranks, but never fewer than these; 0: as many as nproc
     stall_after: Windows = AUTO
     collectives: Literal["torch", "shared"] = "torch"  # shared: DDP's gradients in a script go through shared memory
+    on_drift: Literal["stop", "warn"] = "stop"  # where a script's results are wrong, without any error
     nodes: int = 1
     min_nodes: int = 1  # fewer than `nodes`: the run goes on when nodes are lost, with at least these
     secret: str = ""  # 64 hex digits: by it the agents of one job know each other

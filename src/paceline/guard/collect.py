@@ -27,6 +27,7 @@ from paceline.contract.boxes import (
     takes_signal,
 )
 from paceline.contract.evidence import Answer, Evidence, Frame, LoaderWorker, Op, Sample, Stack
+from paceline.contract.marks import read_calls
 from paceline.host.gpu_trouble import ask_gpus
 from paceline.host.procfs import read_process
 
@@ -148,6 +149,7 @@ class Collection:
             native=native,
             loaders=tuple(_loader(one, worker.pid) for one in read_loaders(box)),
             gpu=self._gpus.get(worker.pid, ""),
+            calls=read_calls(box) if worker.marks else {},
         )
 
 
@@ -189,6 +191,7 @@ def bounded_evidence(evidence: Evidence) -> Evidence:
         loaders=evidence.loaders[:MAX_LOADERS],
         words=evidence.words[-MAX_WORDS:],
         gpu=evidence.gpu[:MAX_TEXT],
+        calls={k[:MAX_TEXT]: _op(op) for k, op in list(evidence.calls.items())[:MAX_OPS]},
     )
     few = small.ops[-8:]
     named = {op.group for op in few}
@@ -201,7 +204,7 @@ def bounded_evidence(evidence: Evidence) -> Evidence:
     ):
         if len(msgspec.json.encode(less)) <= MAX_EVIDENCE_BYTES:
             return less
-    return replace(small, ops=(), groups={}, stacks=(), native="", failure=None, words="")
+    return replace(small, ops=(), groups={}, stacks=(), calls={}, native="", failure=None, words="")
 
 
 def _op(op: Op) -> Op:

@@ -24,6 +24,7 @@ from msgspec.structs import replace
 
 from paceline.contract.boxes import read_counters
 from paceline.contract.evidence import Evidence, Phase, Sample, Verdict, VerdictKind
+from paceline.contract.marks import read_findings, read_marks
 from paceline.contract.places import Activity, activity_of, imports_torch
 from paceline.contract.windows import JUMP_SECONDS, LEARNED, OF_STEPS, WARM_UP_STEPS, Stage, Windows
 
@@ -109,7 +110,7 @@ class Pace:
         return None
 
     def _stage_of(self, rank: Sample) -> Stage:
-        if rank.phase is Phase.USER:
+        if rank.phase is Phase.USER or rank.script:
             return Stage.USER
         if rank.phase is Phase.INIT or rank.stepped is False or self._first_step is None:
             self._first_step = rank.step  # not before it is known: a resumed run begins anywhere
@@ -130,7 +131,7 @@ def perhaps_waiting(samples: Sequence[Sample], world_size: int) -> list[Sample]:
     met = any(one.met for one in samples)
     return [
         replace(one, waiting=True, phase=one.phase if met else Phase.INIT)
-        if world_size > 1 and one.phase in (Phase.USER, Phase.INIT)
+        if world_size > 1 and (one.script or one.phase in (Phase.USER, Phase.INIT))
         else one
         for one in samples
     ]
@@ -144,7 +145,7 @@ def stands_still(evidence: Sequence[Evidence], alarm: Alarm, windows: Windows) -
     if not any(waits(one) for one in running):
         return False
     # what a script does for long it may have meant: rank 0 evaluates, and the others wait in a barrier
-    busy = any(one.phase is Phase.USER and not waits(one) and one.cpu_seconds > BUSY_CPU_SECONDS for one in running)
+    busy = any(_is_script(one) and not waits(one) and one.cpu_seconds > BUSY_CPU_SECONDS for one in running)
     if windows.seconds is None and busy and alarm.still_seconds < LEARNED[Stage.USER][1]:
         return False
     # before its first collective a rank may still import torch, from a slow disk, on a busy machine
@@ -153,9 +154,13 @@ def stands_still(evidence: Sequence[Evidence], alarm: Alarm, windows: Windows) -
     return idle or alarm.still_seconds >= windows.of(Stage.LONG)
 
 
+def _is_script(one: Sample) -> bool:
+    return one.phase is Phase.USER or one.script
+
+
 def waits(one: Evidence) -> bool:
     """Whether a rank waits for others, or for its data."""
-    if one.phase in (Phase.SYNC, Phase.DATA) or any(not op.done for op in one.ops):
+    if one.phase is Phase.SYNC or (one.phase is Phase.DATA and not one.script) or any(not op.done for op in one.ops):
         return True
     main = one.stacks[0].frames if one.stacks else ()
     waiting = any(activity_of(frame.file) in (Activity.WAITS, Activity.MEETS) for frame in main)
@@ -193,6 +198,10 @@ class Stillness:
             still_seconds=now_seconds - since_seconds if worker.runs else 0.0,
             waiting=counters.waiting,
             met=counters.met,
+            script=counters.script,
+            uneven=counters.uneven,
+            marks=read_marks(box) if counters.marks else b"",
+            findings=tuple(read_findings(box)) if counters.findings else (),
         )
 
 

@@ -23,6 +23,7 @@ LEAST_SYNC_SECONDS = 0.05  # a step: where all is faster than that, the network 
 
 OWN = (Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
 NEVER_WAITING = (Phase.DATA, Phase.FORWARD, Phase.OPTIMIZER)
+OF_SCRIPTS = (*NEVER_WAITING, Phase.USER)
 
 Spent = Mapping[int, tuple[float, ...]]  # rank -> seconds in each phase, per step
 
@@ -40,7 +41,7 @@ class Slowness:
 
     def see(self, samples: Sequence[Sample]) -> str:
         """A sentence that is new, or empty. To be called with all ranks that run, again and again."""
-        if len(samples) < 2 or any(one.phase is Phase.USER for one in samples):
+        if len(samples) < 2 or any(one.phase is Phase.USER and not one.script for one in samples):
             return ""
         for one in samples:
             first = self._first.setdefault(one.rank, one.step)
@@ -50,10 +51,13 @@ class Slowness:
             return ""
         spent = {one.rank: _per_step(self._base[one.rank], one) for one in samples}
         self._base = {one.rank: one for one in samples}
-        found = slow_rank(spent, self._hosts)
+        scripts = all(one.script for one in samples)
+        found = (slow_script if scripts else slow_rank)(spent, self._hosts)
         self.rank = found[0] if found else None
         if found:
             return self._new(f"rank {self.rank}", *found[1:])
+        if scripts:  # of which nobody knows what they do for themselves
+            return ""
         return self._new("network", *(slow_network(spent) or ("", 0.0)))
 
     def _ripe(self, one: Sample) -> bool:
@@ -90,6 +94,24 @@ def slow_rank(spent: Spent, hosts: Mapping[int, str]) -> tuple[int, str, float] 
     words = (
         f"rank {rank} ({hosts.get(rank, '?')}) is slow: {_seconds(work[rank])} of its own work a step, "
         f"{'the other' if len(spent) == 2 else 'the others'} {_seconds(usual)}; most of it in {phase.word}"
+    )
+    return rank, words, excess
+
+
+def slow_script(spent: Spent, hosts: Mapping[int, str]) -> tuple[int, str, float] | None:
+    """The same where phases are seen from outside: a rank is slow in what the others wait for, as long, elsewhere."""
+    work = {rank: sum(seconds[phase] for phase in OF_SCRIPTS) for rank, seconds in spent.items()}
+    waits = {rank: seconds[Phase.BACKWARD] + seconds[Phase.SYNC] for rank, seconds in spent.items()}
+    rank = max(work, key=lambda r: work[r])
+    usual, excess = _others(work, rank), work[rank] - _others(work, rank)
+    if excess < max(LEAST_SECONDS, (SLOW_FACTOR - 1) * usual) or _others(waits, rank) - waits[rank] < excess / 2:
+        return None
+    each = {phase: {r: seconds[phase] for r, seconds in spent.items()} for phase in OF_SCRIPTS}
+    phase = max(each, key=lambda p: each[p][rank] - _others(each[p], rank))
+    words = (
+        f"rank {rank} ({hosts.get(rank, '?')}) is slow: {_seconds(work[rank])} of its own work a step, "
+        f"{'the other' if len(spent) == 2 else 'the others'} {_seconds(usual)}; most of it in "
+        f"{'its own code' if phase is Phase.USER else phase.word}"
     )
     return rank, words, excess
 

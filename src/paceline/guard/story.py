@@ -58,7 +58,7 @@ def write_verdict(folder: Path, verdict: Verdict, evidence: Sequence[Evidence], 
     for one in evidence:
         writing.replace(folder / f"rank-{one.rank}.txt", description(one).encode())
     # a record has its own file, and a clock's reading means nothing to a reader
-    kept = tuple(replace(bounded_evidence(one), failure=None, ended_seconds=0.0) for one in evidence)
+    kept = tuple(replace(bounded_evidence(one), failure=None, ended_seconds=0.0, marks=b"") for one in evidence)
     content = Told("paceline-verdict", VERSION, verdict, waited_seconds, time.time(), kept)
     writing.replace(folder / VERDICT, msgspec.json.encode(content))
 

@@ -18,6 +18,7 @@ TAIL_LINES = 15
 MAX_TRACEBACK_LINES = 80  # also of a message: a deep recursion must not push the headline off the screen
 OWN_WORDS = (
     VerdictKind.DIED, VerdictKind.LEFT, VerdictKind.MISMATCH, VerdictKind.DEADLOCK, VerdictKind.NETWORK,
+    VerdictKind.DIVERGED, VerdictKind.NOT_FINITE,
 )  # fmt: skip
 
 
@@ -63,7 +64,7 @@ def _headline(verdict: Verdict, evidence: Sequence[Evidence], waited_seconds: fl
         more = f" and {len(verdict.tie) - MAX_PARTIES} more" if len(verdict.tie) > MAX_PARTIES else ""
         parties = " against ".join(named(party) for party in verdict.tie[:MAX_PARTIES]) + more
         return f"RANKS DISAGREE: {parties}{when}; one of them is wrong"
-    word = verdict.kind.name if verdict.kind in OWN_WORDS else "STALL"
+    word = verdict.kind.name.replace("_", " ") if verdict.kind in OWN_WORDS else "STALL"
     return f"{word}{when}. " + (f"GUILTY: {_guilty(verdict, evidence)}" if verdict.guilty else "Nobody can be blamed")
 
 

@@ -80,6 +80,7 @@ class Life(Loop):
         attach()
         self._pid = os.getpid()
         self._guard = Guard.of_process()
+        self._guard.take_over()
         self._guard.box.enter(Phase.INIT)
         self._stack, self._closed, self._complete, self._stopped = ExitStack(), False, False, False
         self._name, self._seed, self._strategy, self._exact = script_name(), seed, strategy, strategy in EXACT

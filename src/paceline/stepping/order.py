@@ -12,28 +12,17 @@ lines (`tensor.collective = "sum of weights"`).
 """
 
 import hashlib
-from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
 
 import msgspec
 
 from paceline.contract.evidence import Op
+from paceline.contract.order import Mismatch, compare_orders, order_label
 from paceline.errors import ExitCode, TrainingError
 from paceline.sums import gather_words, told_once
 from paceline.worker.world import World
 
-ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})  # code asks `rank == root` around these
 HASH_BYTES = 6  # a float64 holds it exactly
-
-
-@dataclass(frozen=True)
-class Mismatch:
-    """The first call at which the ranks part; `odd` are those in the minority, none without a majority."""
-
-    calls: tuple[Op | None, ...]  # by rank; None: it had called nothing more
-    odd: tuple[int, ...]
 
 
 class CallOrder:
@@ -74,7 +63,7 @@ class CallOrder:
         if len(set(hashes)) == 1:
             self._agreed += 1
             if self._agreed & (self._agreed - 1) == 0:  # 1, 2, 4, 8, ...: soon knows what every step does
-                self._known |= {_label(op, self._local)[-1] for op in self._taken()}
+                self._known |= {order_label(op, self._local)[-1] for op in self._taken()}
             return
         told = gather_words([msgspec.to_builtins(op) for op in self._taken()], self._world)
         histories = [msgspec.convert(words, list[Op]) for words in told]
@@ -91,82 +80,18 @@ class CallOrder:
         self._local = found
 
 
-def compare_orders(
-    histories: Sequence[Sequence[Op]], local: frozenset[str], known: frozenset[str] = frozenset()
-) -> Mismatch | frozenset[str]:
-    """The mismatch between the ranks' calls (the oldest first), or all lines that belong to single ranks.
-
-    `local` are the lines of single ranks that are left out already, `known` those from which all ranks have called in
-    earlier steps.
-    """
-    counts = [Counter(op.site for op in history) for history in histories]
-    sites = {site for count in counts for site in count}
-    local |= {site for site in sites if len({count[site] for count in counts}) > 1}
-    for group in dict.fromkeys(op.group for history in histories for op in history):
-        of_group = [[op for op in history if op.group == group] for history in histories]
-        labels = [tuple(_label(op, local) for op in ops) for ops in of_group]
-        if len(set(labels)) > 1:
-            return _mismatch(of_group, labels)
-        if departure := _departure(of_group, known):
-            return departure
-    return local
-
-
-def _label(op: Op, local: frozenset[str]) -> tuple[str, ...]:
-    # a name says more than a line: the same bucket leaves from backward on one rank, and after it on another
-    shown = "" if op.name or op.kind in ROOTED or op.site in local else op.site
-    return (*op.signature, shown)
-
-
 def _hashed(history: Sequence[Op], local: frozenset[str]) -> int:
     """As the guard's own hash: ordered within each group, whatever the order between groups."""
     groups = sorted({op.group for op in history})
-    lines = [[_label(op, local) for op in history if op.group == group] for group in groups]
+    lines = [[order_label(op, local) for op in history if op.group == group] for group in groups]
     digest = hashlib.blake2b(repr((groups, lines)).encode(), digest_size=HASH_BYTES).digest()
     return int.from_bytes(digest, "little")
 
 
-def _departure(of_group: Sequence[Sequence[Op]], known: frozenset[str]) -> Mismatch | None:
-    """Where ranks have left the known lines of the others for two indistinguishable calls in a row.
-
-    All ranks' calls have the same signatures here.
-    """
-    for first, second in pairwise(zip(*of_group, strict=True)):
-        if first[0].signature != second[0].signature or first[0].name or first[0].kind in ROOTED:
-            continue
-        left = [rank for rank, ops in enumerate(zip(first, second, strict=True)) if not known & {op.site for op in ops}]
-        stayed = [rank for rank, ops in enumerate(zip(first, second, strict=True)) if known >= {op.site for op in ops}]
-        if left and stayed and len(left) + len(stayed) == len(first):
-            return Mismatch(first, tuple(left))
-    return None
-
-
-def _mismatch(of_group: Sequence[Sequence[Op]], labels: Sequence[tuple[tuple[str, ...], ...]]) -> Mismatch:
-    (common, votes), *_ = Counter(labels).most_common()
-    at = next(i for i in range(max(map(len, labels))) if len({line[i : i + 1] for line in labels}) > 1)
-    calls = tuple(ops[at] if at < len(ops) else None for ops in of_group)
-    majority = 2 * votes > len(labels)
-    return Mismatch(calls, tuple(r for r, line in enumerate(labels) if line != common) if majority else ())
-
-
 def _sentence(found: Mismatch, where: str) -> str:
-    told = [rank for rank in range(len(found.calls)) if not found.odd or rank in found.odd]
-    words = "; ".join(f"rank {rank} called {_call(found.calls[rank])}" for rank in told)
-    if found.odd:
-        usual = next(call for rank, call in enumerate(found.calls) if rank not in found.odd)
-        words += f" where all others called {_call(usual)}"
-    else:
-        words += "; no majority says which is right"
     return (
-        f"the ranks called different collectives before {where}: {words}. In another order, collectives of the same "
-        "shape silently mix up values. All ranks must call the same ones in the same order; where a branch is meant, "
-        "name what is sent (tensor.collective = 'my sum'), and names are compared. The parameters are still those "
-        "before this step."
+        f"the ranks called different collectives before {where}: {found.words}. In another order, collectives of the "
+        "same shape silently mix up values. All ranks must call the same ones in the same order; where a branch is "
+        "meant, name what is sent (tensor.collective = 'my sum'), and names are compared. The parameters are still "
+        "those before this step."
     )
-
-
-def _call(op: Op | None) -> str:
-    if op is None:
-        return "nothing more"
-    name = f" '{op.name}'" if op.name else ""
-    return f"{op.kind}{name} {op.shape} {op.dtype}".rstrip() + (f" at {op.site}" if op.site else "")

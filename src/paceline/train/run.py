@@ -58,6 +58,7 @@ def train(config: TrainConfig, *, run_dir: Path | None = None) -> Outcome:
             collective.
     """
     guard = Guard.of_process()
+    guard.take_over()
     guard.box.enter(Phase.INIT)
     world = World.from_env(device=config.launch.device, backend=config.launch.backend)
     with joined(world, timeout_seconds=config.launch.timeout), placed(

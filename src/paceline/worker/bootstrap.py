@@ -20,10 +20,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import NoReturn
 
-from paceline.contract.birth import BOOTSTRAP, restarts
+from paceline.contract.birth import BOOTSTRAP, WorkerBirth, restarts
 from paceline.errors import ExitCode, PacelineError, UsageError
 from paceline.worker.attach import attach, error_file_name, leave, record_failure, tell
 from paceline.worker.guard import Guard
+from paceline.worker.probes.start import look_on
 
 
 def worker_command(script_and_args: Sequence[str], python: str = sys.executable) -> tuple[str, ...]:
@@ -103,6 +104,8 @@ def run_script(arguments: Sequence[str]) -> NoReturn:
     if not arguments or arguments == ["-m"]:
         print(f"usage: python -m {BOOTSTRAP} SCRIPT ARGS | -m MODULE ARGS", file=sys.stderr)
         sys.exit(ExitCode.USAGE)
+    if WorkerBirth.here() is not None:
+        look_on(Guard.of_process())
     try:
         _run(arguments)
     except SystemExit as end:

@@ -151,6 +151,7 @@ class Known:
     inner: CodeType
     op: Op
     text: bytes
+    order: int = 0  # a hash of what all ranks have in common, in the order of calls
 
 
 class Begun(NamedTuple):  # made at every call: half the price of a dataclass

@@ -29,6 +29,8 @@ from paceline.errors import ExitCode, StallError
 from paceline.worker.calls import Begun
 from paceline.worker.imports import when_imported
 from paceline.worker.ledger import MODULE, Ledger
+from paceline.worker.probes.calls import OrderMarks
+from paceline.worker.probes.hooks import Hooks
 from paceline.worker.release import Connections
 from paceline.worker.watcher import NativeStacks, Watcher
 
@@ -54,9 +56,10 @@ class Guard:
         self.last_word: Callable[[int], None] | None = None  # says the exit code to an observer
         self.box = box or Box(make_box(0))
         self._complained = False
-        self._ledger = Ledger(self.box, self._complain)
+        self._ledger = Ledger(self.box, self.complain)
         self.connections = Connections()
         self._watcher: Watcher | None = None
+        self._hooks: Hooks | None = None  # into a script that nobody changed
         if not on:
             self.box.keep_for_steps()
             self._ledger.active = False
@@ -91,8 +94,8 @@ class Guard:
             os.set_inheritable(self.box.descriptor, False)  # programs that the script starts have no box
             native = NativeStacks(self.box)
         except Exception as error:
-            self._complain(error)
-        self._watcher = Watcher(self.box, self._ledger, self.connections, native, self._complain, also)
+            self.complain(error)
+        self._watcher = Watcher(self.box, self._ledger, self.connections, native, self.complain, also)
         self._watcher.start()
         atexit.register(self._watcher.stop)
         return self
@@ -102,8 +105,18 @@ class Guard:
         try:
             when_imported(MODULE, self._install)
         except Exception as error:
-            self._complain(error)
+            self.complain(error)
         return self
+
+    def looks_on(self, hooks: Hooks, marker: OrderMarks | None) -> None:
+        """This process's script is seen from outside, by these."""
+        self._hooks, self._ledger.marker = hooks, marker
+
+    def take_over(self) -> None:
+        """What runs here says itself what it does, and checks itself: a training of ours, a session."""
+        if self._hooks is not None:
+            self._hooks.active, self._ledger.marker = False, None
+        self.box.put("script", 0)
 
     @contextmanager
     def phase(self, phase: Phase) -> Generator[None]:
@@ -119,7 +132,7 @@ class Guard:
         try:
             return self._ledger.begin_own(owner, ranks, op, of_all=of_all)
         except Exception as error:
-            self._complain(error)
+            self.complain(error)
             return None
 
     def end_own(self, begun: Begun | None, work: object = None, *, failed: bool = False) -> None:
@@ -189,7 +202,8 @@ class Guard:
         self.on = self._has_agent = False
         self.record, self.last_word = -1, None
 
-    def _complain(self, error: BaseException) -> None:
+    def complain(self, error: BaseException) -> None:
+        """Say once that something of ours has failed; what it was about goes on."""
         if not self._complained:
             self._complained = True
             print(f"paceline: the hang guard of this process has a fault, and goes on: {error!r}", file=sys.stderr)

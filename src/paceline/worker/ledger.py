@@ -1,8 +1,7 @@
 """Records which collectives this process calls, from which line: thin wrappers around torch.distributed's functions.
 
 Each call leaves a record in the box's ring, which outlives the process, and goes into a hash by which ranks compare the
-order of what they have called (`take_order`). What a wrapper does besides never raises, changes no argument and no
-result, and costs a few microseconds.
+order of their calls (`take_order`). What a wrapper does besides never raises, changes nothing, and costs microseconds.
 """
 
 import hashlib
@@ -13,15 +12,16 @@ from collections import deque
 from collections.abc import Callable
 from functools import wraps
 from inspect import signature
-from threading import get_ident
+from threading import get_ident, main_thread
 from types import ModuleType
 from typing import Any
 
 import msgspec.structs
 
 from paceline.contract.box import NO_PEER, Box, ring_text
-from paceline.contract.evidence import Op
+from paceline.contract.evidence import Op, Phase
 from paceline.worker.calls import KINDS, SAME, Begun, Group, Known, ReadingRule, leave_untraced, peer_of, torch_number
+from paceline.worker.probes.calls import OrderMarks, order_hash
 from paceline.worker.sites import Site, call_site
 
 MODULE = "torch.distributed.distributed_c10d"
@@ -35,11 +35,13 @@ class Ledger:
     def __init__(self, box: Box, complain: Callable[[BaseException], None]) -> None:
         """`complain` gets an error of the ledger's own; the call that it was about has been made all the same."""
         self.active = True
+        self.marker: OrderMarks | None = None  # of a script's calls, whose waits are shown, too
         self.groups: dict[int, Group] = {}
         self._gone: list[Group] = []  # taken down since the last `take_order`
         self._box, self._complain = box, complain
         self._torch: Any = None
         self._inside: set[int] = set()  # threads in a wrapped call: what it calls in turn is part of it
+        self._main = main_thread().ident
         self._own = 0  # operations that are none of torch's, and on their way
         self._known: dict[tuple[object, ...], Known] = {}
         self._current: deque[tuple[Known, int]] = deque(maxlen=MAX_TAKEN)
@@ -51,9 +53,8 @@ class Ledger:
         return bool(self._inside) or self._own > 0 or any(group.busy for group in [*self.groups.values()])
 
     def install(self, distributed: ModuleType, *others: ModuleType, late: bool = False) -> None:
-        """Put the wrappers into torch's module, and into those that have imported its functions already.
-
-        `late`: programs may have, too. torch tells isend and irecv in P2POp by their identity, so these stay.
+        """Put the wrappers into torch's module, and into those that have imported its functions already; `late`:
+        programs may have, too. torch tells isend and irecv in P2POp by their identity, so these stay.
         """
         if self._torch is not None:
             return
@@ -80,7 +81,7 @@ class Ledger:
         return int.from_bytes(digest, "little") >> 4
 
     def taken(self) -> list[Op]:
-        """What the last `take_order` covered: the last 256 at most."""
+        """What the last `take_order` covered: 256 at most."""
         return [msgspec.structs.replace(known.op, seq=seq, done=True) for known, seq in self._taken]
 
     def begin_own(self, owner: object, ranks: tuple[int, ...], op: Op, *, of_all: bool = True) -> Begun | None:
@@ -103,7 +104,7 @@ class Ledger:
         return self._note(known, group, group.calls, NO_PEER if op.peer is None else op.peer)
 
     def end_own(self, begun: Begun, work: Any = None, *, failed: bool = False) -> None:
-        """Note that it is over; or, if a `work` is given, that it will be when `work.is_completed()`."""
+        """Note that it is over, or, with a `work`, that it will be when `work.is_completed()`."""
         self._own -= 1
         self._end(begun, work, failed=failed)
 
@@ -155,6 +156,8 @@ class Ledger:
                     self._complain(trouble)
                 return result
             inside.add(thread)
+            shown = self.marker is not None and thread == self._main
+            before = self._box.enter(Phase.SYNC) if shown else Phase.SYNC
             try:
                 result = call(*args, **kwargs)
             except BaseException:
@@ -162,6 +165,8 @@ class Ledger:
                 raise
             finally:
                 inside.discard(thread)
+                if shown:
+                    self._box.enter(before)
             self._end(begun, result)
             return result
 
@@ -199,6 +204,8 @@ class Ledger:
             group.checksum = zlib.crc32(known.text, group.checksum)
             group.count += 1
             self._current.append((known, seq))
+            if self.marker is not None:
+                self.marker.note(group.name, len(group.members), known.order, known.text)
         return Begun(self._box.begin_text(seq, peer, known.text), group, None, 0, True, 0 if message else 1, seq)
 
     def _recall(self, name: str, kind: ReadingRule, passed: Any, group: str) -> Known:
@@ -228,7 +235,7 @@ class Ledger:
         if known is not None and known.code is code and known.inner is inner:
             return known
         op = made(place.words())
-        known = Known(code, inner, op, ring_text(op))
+        known = Known(code, inner, op, ring_text(op), order_hash(op))
         if len(self._known) >= MAX_CACHED:  # shapes that never come again
             self._known.clear()
         self._known[key] = known

@@ -1,0 +1,48 @@
+"""The head's part in what goes wrong silently in a script: says it at once, writes it down, and has it end the run."""
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from paceline.agent.generation import Generation
+from paceline.contract.evidence import Evidence, Verdict
+from paceline.guard.silent import Silent, calls_of
+from paceline.observe.notices import Noted, note
+from paceline.observe.terminal import say
+
+PATIENCE_SECONDS = 0.5
+
+
+class Silence:
+    """Of one generation."""
+
+    def __init__(self, generation: Generation) -> None:
+        self._generation, self._plan = generation, generation.plan
+        self._silent = Silent(self._plan.world_size, generation.own.names, lambda: calls_of(self._ask()))
+
+    def _ask(self) -> Sequence[Evidence]:
+        return self._generation.ask(PATIENCE_SECONDS)
+
+    def look(self, *, last: bool = False) -> tuple[Verdict, Sequence[Evidence]] | None:
+        """Do what is to be done now; the verdict by which the run is to be ended, and what it was made from."""
+        samples = self._generation.samples()
+        if not any(one.script for one in samples):
+            return None
+        verdict = self._silent.see(samples, last=last)
+        step = max(one.step for one in samples)
+        for words in self._silent.notices:
+            self.tell(words, step)
+        self._silent.notices.clear()
+        if verdict is None:
+            return None
+        words = f"{verdict.kind.name.replace('_', ' ')} at step {verdict.step}: {'; '.join(verdict.sentences)}"
+        stops = self._plan.on_drift == "stop"
+        self.tell(words, step, aloud=not stops)  # else its page follows
+        return (verdict, self._ask()) if stops else None
+
+    def tell(self, words: str, step: int = 0, *, aloud: bool = True) -> None:
+        """Say it, and write it down."""
+        if aloud:
+            say(words)
+        if self._plan.attempt_dir:
+            note(Path(self._plan.attempt_dir), Noted(round(time.time(), 3), words, step))

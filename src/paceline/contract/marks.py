@@ -1,0 +1,145 @@
+"""Marks: what ranks must have in common at a step, in a box. Workers write them, agents compare (guard/replicas.py).
+
+A mark is kept by its number so that agents that look at different moments, and seldom, find numbers in common however
+fast steps are: the last few odd numbers, the last few that are odd multiples of 2, of 4, and so on. Beside them are the
+names of what is marked, and findings: the few things that a rank tells in words.
+
+    917504      tables               8 of LEVELS x KEPT marks: one for each optimizer, and for each group's collectives
+     + 32 KiB   names                JSON: of the tensors, by layout
+     + 96 KiB   findings             the last 8, JSON
+"""
+
+import os
+import struct
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from paceline.contract import box
+from paceline.contract.evidence import Finding, Op
+
+TABLES, ORDER_TABLES = 8, 4  # the last ones are of collectives
+LEVELS, KEPT = 11, 4
+PARTS = 4  # of a mark
+MOST_CALLS = 64
+# number, layout, table and flags, which parts, their hashes, their sums, number again: a torn one is known by it
+MARK = struct.Struct("@QII4I4Q4fQ")
+TABLE_BYTES = LEVELS * KEPT * MARK.size
+NAMES_AT, NAMES_MAX = box.MARKS_AT + (1 << 15), 1 << 16
+FINDINGS_AT, FINDINGS, FINDING_MAX = NAMES_AT + NAMES_MAX, 8, 4096
+SAME_BY_DDP, SUMMED = 1 << 8, 1 << 9  # flags: DDP has made and keeps them equal; the sums are there
+
+
+class Mark(NamedTuple):
+    """What a rank's tensors, or its collectives, were at one moment."""
+
+    number: int  # of the optimizer's step; of the last collective
+    layout: int  # a hash of what is compared: names and shapes
+    flags: int
+    parts: tuple[int, ...]  # which tensors
+    hashes: tuple[int, ...]
+    sums: tuple[float, ...]
+
+    @property
+    def table(self) -> int:
+        """Which of the tables it is in."""
+        return self.flags & 0xFF
+
+    @property
+    def parties(self) -> int:
+        """How many ranks must have the same."""
+        return self.flags >> 16
+
+
+def put_mark(own: box.Box, mark: Mark) -> None:
+    """Write a mark down."""
+    level = min((mark.number & -mark.number).bit_length() - 1, LEVELS - 1)
+    slot = level * KEPT + (mark.number >> (level + 1)) % KEPT
+    at = box.MARKS_AT + mark.table * TABLE_BYTES + slot * MARK.size
+    data = MARK.pack(
+        mark.number, mark.layout, mark.flags, *mark.parts, *mark.hashes, *mark.sums, mark.number
+    )  # fmt: skip
+    own.store(at, data)
+    own.put("marks", own.get("marks") + 1)
+
+
+class Names:
+    """Of what is marked: a worker's."""
+
+    def __init__(self, own: box.Box) -> None:
+        self._own = own
+        self._tensors: dict[str, list[str]] = {}
+        self._calls: dict[str, str] = {}
+
+    def of_tensors(self, layout: int, names: list[str]) -> None:
+        """How the parts of a layout are called."""
+        self._tensors[str(layout)] = names
+        self._put()
+
+    def of_call(self, order: int, text: bytes) -> None:
+        """What call it is that has this hash."""
+        if str(order) not in self._calls and len(self._calls) < MOST_CALLS:
+            self._calls[str(order)] = text.decode(errors="replace")
+            self._put()
+
+    def _put(self) -> None:
+        for tensors in (self._tensors, {}):  # too many have no names
+            data = msgspec.json.encode(Named(tensors, self._calls))
+            if len(data) < NAMES_MAX:
+                self._own.store(NAMES_AT, data + b"\0")
+                return
+
+
+class Named(msgspec.Struct, frozen=True):
+    """What a worker's box has of them."""
+
+    tensors: dict[str, list[str]] = {}
+    calls: dict[str, str] = {}
+
+
+def put_finding(own: box.Box, finding: Finding) -> None:
+    """Tell the agent what was found."""
+    told = own.get("findings")
+    data = msgspec.json.encode(finding)
+    own.store(FINDINGS_AT + told % FINDINGS * FINDING_MAX, data[: FINDING_MAX - 1] + b"\0")
+    own.put("findings", told + 1)
+
+
+def read_marks(descriptor: int) -> bytes:
+    """All marks that a worker has written down, to be sent."""
+    data = os.pread(descriptor, TABLES * TABLE_BYTES, box.MARKS_AT)
+    found = (data[at : at + MARK.size] for at in range(0, len(data) - MARK.size + 1, MARK.size))
+    return b"".join(one for one in found if any(one[:8]))
+
+
+def marks_of(data: bytes) -> list[Mark]:
+    """The same again, without those that are half written."""
+    whole = MARK.iter_unpack(data[: len(data) // MARK.size * MARK.size])
+    return [Mark(one[0], one[1], one[2], one[3:7], one[7:11], one[11:15]) for one in whole if one[0] == one[15]]
+
+
+def read_names(descriptor: int) -> Named:
+    """How what is marked is called."""
+    data = os.pread(descriptor, NAMES_MAX, NAMES_AT).partition(b"\0")[0]
+    try:
+        return msgspec.json.decode(data, type=Named)
+    except (msgspec.MsgspecError, RecursionError):
+        return Named()
+
+
+def read_calls(descriptor: int) -> dict[str, Op]:
+    """What calls the worker has made, by the hash that stands in marks."""
+    return {key: box.op_of(text.encode()) for key, text in read_names(descriptor).calls.items()}
+
+
+def read_findings(descriptor: int) -> Sequence[Finding]:
+    """What a worker has told, in no order."""
+    found: list[Finding] = []
+    for number in range(FINDINGS):
+        data = os.pread(descriptor, FINDING_MAX, FINDINGS_AT + number * FINDING_MAX).partition(b"\0")[0]
+        try:
+            found.append(msgspec.json.decode(data, type=Finding))
+        except (msgspec.MsgspecError, RecursionError):
+            continue
+    return found

@@ -1,0 +1,123 @@
+"""Compares what ranks have marked: parameters that must be equal, and collectives that must come in one order. Pure.
+
+Only marks of one number are compared, of as many ranks as must have the same. Parameters that DDP keeps equal must be
+so from the first step on. Others must only if they were seen to be: equal, while they changed, several times before.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from paceline.contract.evidence import Op
+from paceline.contract.marks import ORDER_TABLES, PARTS, SAME_BY_DDP, SUMMED, Mark
+from paceline.contract.order import Mismatch, compare_orders, order_label
+from paceline.guard.waits import majority, parties_by
+
+NO_PART = 0xFFFFFFFF
+PROOFS = 4  # times that a part was equal, and another than before
+ROUND_OFF = 1e-5  # of a sum, relatively
+
+Marks = Mapping[int, Mark]  # rank -> its mark of one number
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Where ranks have marked another thing than others."""
+
+    marks: Marks
+    at: int  # which part of the mark
+    equal_before: int  # the last number at which all had the same; 0: none
+
+    @property
+    def mark(self) -> Mark:
+        """That of any rank: what all have in common is the same in all."""
+        return next(iter(self.marks.values()))
+
+    @property
+    def parties(self) -> Sequence[Mapping[int, int]]:
+        """Ranks that have the same, the largest party first."""
+        hashes = {rank: mark.hashes[self.at] for rank, mark in self.marks.items()}
+        return parties_by(hashes, lambda value: value)
+
+    @property
+    def guilty(self) -> tuple[int, ...]:
+        """The ranks in the minority; none where there is no majority."""
+        right = majority(self.parties)
+        return tuple(rank for rank in sorted(self.marks) if rank not in right) if right is not None else ()
+
+    @property
+    def by_round_off(self) -> bool:
+        """Whether it is as small as what machines of different kinds make of the same calculation."""
+        sums = [mark.sums[self.at] for mark in self.marks.values()]
+        return bool(self.mark.flags & SUMMED) and max(sums) - min(sums) <= ROUND_OFF * max(map(abs, sums))
+
+
+class Comparison:
+    """What is known by the marks of one generation so far."""
+
+    def __init__(self) -> None:
+        self._equal: dict[tuple[int, int, int], tuple[int, int, int]] = {}  # part -> last number, hash, proofs
+        self._last: dict[tuple[int, int], int] = defaultdict(int)  # table -> the last number at which all was equal
+        self.excused: set[tuple[int, int]] = set()
+        """table and number of what may differ"""
+        self.agreed: set[int] = set()
+        """hashes of calls that all ranks have made at one place in the order"""
+
+    def see(self, marks: Mapping[int, Sequence[Mark]]) -> list[Difference]:
+        """The first difference between replicas in each table, and all between calls."""
+        together: dict[tuple[int, int, int], dict[int, Mark]] = defaultdict(dict)
+        for rank, found in marks.items():
+            for mark in found:
+                together[mark.table, mark.layout, mark.number][rank] = mark
+        found_all: dict[tuple[int, ...], Difference] = {}
+        for (table, layout, number), ranks in sorted(together.items()):
+            key = (table, layout, number) if table >= ORDER_TABLES else (table, layout)
+            parties = next(iter(ranks.values())).parties
+            if not 1 < parties <= len(ranks) or key in found_all or (table, number) in self.excused:
+                continue
+            at = self._differs(ranks)
+            if at is None:
+                self._last[table, layout] = max(self._last[table, layout], number)
+            else:
+                found_all[key] = Difference(ranks, at, self._last[table, layout])
+        return [*found_all.values()]
+
+    def _differs(self, ranks: Marks) -> int | None:
+        one = next(iter(ranks.values()))
+        for at, part in enumerate(one.parts):
+            hashes = {mark.hashes[at] for mark in ranks.values()}
+            key = one.table, one.layout, part
+            number, value, proofs = self._equal.get(key, (0, 0, 0))
+            if part == NO_PART:
+                continue
+            if len(hashes) > 1:
+                if one.table >= ORDER_TABLES or one.flags & SAME_BY_DDP or proofs >= PROOFS:
+                    return at
+            elif one.table >= ORDER_TABLES:
+                self.agreed |= hashes
+            elif one.number > number:
+                moved = number > 0 and hashes != {value}
+                self._equal[key] = one.number, min(hashes), proofs + moved
+        return None
+
+
+def departed(windows: Mapping[int, Sequence[Op]], known: frozenset[str]) -> Mismatch | None:
+    """The error in calls of the ranks that have come to the same place in the order, or None: they are branches.
+
+    `known` are the lines from which all ranks have called at one place.
+    """
+    ranks = sorted(windows)  # all of the world's
+    found = compare_orders([windows[rank] for rank in ranks], frozenset(), known)
+    if isinstance(found, Mismatch):
+        return found
+    for calls in zip(*(windows[rank] for rank in ranks), strict=True):
+        labels = dict(zip(ranks, (order_label(op, frozenset()) for op in calls), strict=True))
+        if len({*labels.values()}) > 1 and {op.site for op in calls} <= known:
+            right = majority(parties_by(labels, lambda label: label))
+            return Mismatch(calls, tuple(rank for rank in ranks if right is not None and rank not in right))
+    return None
+
+
+def place_in_order(mark: Mark, at: int = 0) -> int:
+    """Which call over its group it is, from 1."""
+    return (mark.number - 1) * PARTS + at + 1

@@ -1,0 +1,160 @@
+"""Judges what goes wrong in a script without any error: replicas that drift apart, gradients that are not finite. Pure.
+
+From samples of all ranks, again and again: `see` gives what is to be said at once, and, where results are wrong, the
+verdict by which the run is to be ended.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+
+from paceline.contract.evidence import Evidence, Op, Sample, Verdict, VerdictKind
+from paceline.contract.marks import ORDER_TABLES, SAME_BY_DDP, marks_of
+from paceline.contract.order import Mismatch
+from paceline.guard.replicas import Comparison, Difference, departed, place_in_order
+from paceline.guard.waits import majority, parties_by
+from paceline.guard.wording import named, verb
+
+LOOKS = 3  # until every rank will have told what it has seen
+MOST_PARTIES = 4
+
+AskCalls = Callable[[], Mapping[int, Mapping[int, Op]]]
+Names = Callable[[], Mapping[str, Sequence[str]]]
+
+
+class Silent:
+    """What is known of one generation, and was said of it."""
+
+    def __init__(self, world_size: int, names: Names, calls: AskCalls) -> None:
+        """`names` are those of tensors, `calls` asks what is behind the hashes of each rank's calls."""
+        self._size, self._names, self._calls = world_size, names, calls
+        self._comparison = Comparison()
+        self._said: set[tuple[object, ...]] = set()
+        self._looks = 0  # since the first rank has told of what is not finite
+        self._known: Mapping[int, Mapping[int, Op]] = {}
+        self.notices: list[str] = []
+        """to be said; emptied by who has said them"""
+
+    def see(self, ranks: Sequence[Sample], *, last: bool = False) -> Verdict | None:
+        """Look at all ranks, those that have ended, too; `last`: all have, in good order."""
+        self._swallowed(ranks)
+        found = self._not_finite(ranks, last=last)
+        if any(one.uneven for one in ranks) or (self._looks and ("not finite",) not in self._said):
+            return found
+        differences = self._comparison.see({one.rank: marks_of(one.marks) for one in ranks if one.marks})
+        for one in differences:
+            ordered = one.mark.table >= ORDER_TABLES
+            found = found or (self._order(one) if ordered else self._drifted(one, ranks))
+        return found or (self._uneven(ranks) if last else None)
+
+    def _new(self, *what: object) -> bool:
+        known = what in self._said
+        self._said.add(what)
+        return not known
+
+    def _swallowed(self, ranks: Sequence[Sample]) -> None:
+        for one in ranks:
+            for found in one.findings:
+                if found.kind == "swallowed" and self._new("swallowed", one.rank, found.words):
+                    self.notices.append(f"rank {one.rank} went on after {found.words} (before step {found.step})")
+
+    def _not_finite(self, ranks: Sequence[Sample], *, last: bool) -> Verdict | None:
+        told = {one.rank: found for one in ranks for found in one.findings if found.kind == "not finite"}
+        if not told or ("not finite",) in self._said:
+            return None
+        self._looks += 1
+        if len(told) < self._size and self._looks < LOOKS and not last:
+            return None
+        self._said.add(("not finite",))
+        step = min(found.step for found in told.values())
+        own = {rank: found for rank, found in sorted(told.items()) if found.own and found.step <= step + 1}
+        lines = [f"rank {rank}: {found.words}" for rank, found in own.items()]
+        if not own:
+            of_all = len(told) == self._size
+            lines = ["every rank's own gradients and losses were finite" + (", their sum over ranks is not" * of_all)]
+        lines.append(
+            f"{named(told)} {verb(told, 'has', 'have')} updated parameters with gradients that are NaN or infinite"
+        )
+        guilty = tuple(sorted(own or told))
+        guilty = guilty if len(guilty) < self._size or self._size == 1 else ()
+        return Verdict(VerdictKind.NOT_FINITE, guilty, sentences=tuple(lines), step=step)
+
+    def _drifted(self, one: Difference, ranks: Sequence[Sample]) -> Verdict | None:
+        names, mark = self._names().get(str(one.mark.layout), ()), one.mark
+        part = mark.parts[one.at]
+        tensor = names[part] if part < len(names) else f"part {part}"
+        before = f" (after step {one.equal_before} all had the same)" if one.equal_before else ""
+        if one.by_round_off:
+            if self._new("round-off", mark.layout):
+                self.notices.append(
+                    f"after step {mark.number} {tensor} differs between ranks, by less than 1e-5: by round-off, where "
+                    "machines or devices are of different kinds. Over many steps it may grow"
+                )
+            return None
+        if not self._new("drift", mark.table, mark.layout):
+            return None
+        lines = _parties(one, tensor, mark.number, before)
+        lines += [
+            f"rank {rank.rank} had gone on after {found.words} (before step {found.step})"
+            for rank in ranks
+            for found in rank.findings
+            if found.kind == "swallowed" and found.step <= mark.number + 1
+        ]
+        tie = () if one.guilty else tuple(tuple(sorted(party)) for party in one.parties)
+        return Verdict(VerdictKind.DIVERGED, one.guilty, tie, tuple(lines), step=mark.number)
+
+    def _order(self, one: Difference) -> Verdict | None:
+        if ("order", one.mark.table) in self._said:
+            return None
+        if any(value not in self._known.get(rank, {}) for rank, mark in one.marks.items() for value in mark.hashes):
+            self._known = self._calls()
+        calls = self._known
+        windows = {rank: [calls.get(rank, {}).get(value, Op("", 0, "?")) for value in mark.hashes]
+                   for rank, mark in one.marks.items()}  # fmt: skip
+        known = {
+            op.site for of_rank in calls.values() for value, op in of_rank.items() if value in self._comparison.agreed
+        }
+        found = departed(windows, frozenset(known - {""}))
+        if found is None:
+            self._comparison.excused.add((one.mark.table, one.mark.number))
+            return None
+        self._said.add(("order", one.mark.table))
+        return _misordered(found, sorted(windows), place_in_order(one.mark, one.at))
+
+    def _uneven(self, ranks: Sequence[Sample]) -> Verdict | None:
+        ddp = any(mark.flags & SAME_BY_DDP for one in ranks for mark in marks_of(one.marks))
+        steps = {one.rank: one.step for one in ranks}
+        if not ddp or len({*steps.values()}) < 2 or not self._new("uneven"):
+            return None
+        parties = parties_by(steps, lambda step: step)
+        right = majority(parties)
+        lines = tuple(f"{named(party)} took {next(iter(party.values()))} steps" for party in reversed(parties))
+        if right is None:
+            tie = tuple(tuple(sorted(party)) for party in parties)
+            return Verdict(VerdictKind.DIVERGED, (), tie, lines, step=max(steps.values()))
+        wrong = tuple(rank for rank in steps if rank not in right)
+        return Verdict(VerdictKind.DIVERGED, wrong, (), lines, step=max(steps.values()))
+
+
+def _parties(one: Difference, tensor: str, step: int, before: str) -> list[str]:
+    if one.guilty:
+        others = [rank for rank in one.marks if rank not in one.guilty]
+        return [f"{named(one.guilty)} {verb(one.guilty, 'has', 'have')} another {tensor} than {named(others)} "
+                f"after step {step}{before}"]  # fmt: skip
+    told = " against ".join(named(party) for party in one.parties[:MOST_PARTIES])
+    return [f"{tensor} differs after step {step}{before}: {told}; no majority says which is right"]
+
+
+def _misordered(found: Mismatch, ranks: Sequence[int], number: int) -> Verdict:
+    of_rank = dict(zip(ranks, found.calls, strict=True))
+    lines = [
+        f"about call {number} over all ranks: {found.words}",
+        "in another order, values of the same shape mix silently",
+    ]
+    op = next((call for rank, call in of_rank.items() if rank not in found.odd), None)
+    site = next((call.site for rank, call in of_rank.items() if rank in found.odd and call is not None), "")
+    tie = () if found.odd else tuple((rank,) for rank in ranks)
+    return Verdict(VerdictKind.MISMATCH, found.odd, tie, tuple(lines), op, site)
+
+
+def calls_of(evidence: Sequence[Evidence]) -> dict[int, dict[int, Op]]:
+    """What is behind the hashes of each rank's calls."""
+    return {one.rank: {int(key): op for key, op in one.calls.items() if key.isdecimal()} for one in evidence}

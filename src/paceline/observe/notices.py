@@ -1,0 +1,42 @@
+"""What the head's agent has found in a script while it ran: attempt-N/notices.jsonl, a line for each."""
+
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from paceline.disk import writing
+from paceline.disk.reading import read_lines
+from paceline.observe.terminal import clean
+
+NOTICES = "notices.jsonl"
+MOST, MOST_CHARS = 100, 500
+
+
+class Noted(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One line."""
+
+    unix_time: float
+    words: str
+    step: int = 0
+
+
+def note(attempt_dir: Path, noted: Noted) -> None:
+    """Add one; a full disk does not keep a run from going on."""
+    with suppress(OSError):
+        descriptor = writing.keep(attempt_dir / NOTICES, append=True)
+        try:
+            os.write(descriptor, msgspec.json.encode(noted) + b"\n")
+        finally:
+            os.close(descriptor)
+
+
+def notices(attempt_dir: Path) -> Iterator[Noted]:
+    """What was found, the oldest first; at most a hundred."""
+    with suppress(OSError):
+        for _, line in zip(range(MOST), read_lines(attempt_dir / NOTICES), strict=False):
+            with suppress(msgspec.MsgspecError):
+                found = msgspec.json.decode(line, type=Noted)
+                yield Noted(found.unix_time, clean(found.words)[:MOST_CHARS], found.step)

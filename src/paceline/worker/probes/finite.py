@@ -1,0 +1,149 @@
+"""Finds the rank, the step and the batch that made gradients NaN or infinite with which an optimizer steps.
+
+A NaN anywhere goes back to the parameters near the input, so one small parameter there tells: its gradient as this
+rank alone has it, before DDP adds up those of all ranks, and as the optimizer gets it. Only what is applied counts: who
+looks for it and leaves the step out, as GradScaler does, has done right.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import weakref
+from collections import deque
+from collections.abc import Iterable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from paceline.contract.box import Box
+from paceline.contract.evidence import Finding
+from paceline.contract.marks import put_finding
+from paceline.worker.probes.hooks import Events
+from paceline.worker.probes.later import Later, may_compute
+from paceline.worker.probes.steps import Counted
+from paceline.worker.sites import frame_of, site_frame, site_words
+
+SMALL = 16384  # elements; where there is no such parameter, so many are looked at of the first
+MOST_NAMED = 8  # samples
+_UNKNOWN = object()
+
+
+class Batches(Events):
+    """Which batch the script has."""
+
+    def __init__(self) -> None:
+        self._drawn: WeakKeyDictionary[Any, deque[Any]] = WeakKeyDictionary()
+        self._number: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        self._epochs: dict[weakref.ref[Any], int] = {}
+        self._last: tuple[int, int, Any] | None = None
+
+    def epoch_begins(self, batches: Any) -> None:
+        """Nothing is drawn yet; or, by loaders with processes, just now, for they begin in their constructor."""
+        loader = batches.of_loader
+        self._epochs[loader] = self._epochs.get(loader, 0) + 1
+        self._number[batches] = 0
+
+    def indices_drawn(self, batches: Any, indices: Any) -> None:
+        """They are for a batch that comes later."""
+        self._drawn.setdefault(batches, deque()).append(indices)
+
+    def batch_given(self, batches: Any, batch: Any) -> None:
+        """The oldest that was drawn."""
+        drawn, number = self._drawn.get(batches), self._number.get(batches, 0) + 1
+        self._number[batches] = number
+        indices = drawn.popleft() if drawn else []
+        self._last = (number, self._epochs.get(batches.of_loader, 1), indices)
+
+    def last(self) -> str:
+        """The one that it was given last, in words."""
+        if self._last is None:
+            return ""
+        number, epoch, indices = self._last
+        samples: list[Any] = [*indices] if isinstance(indices, Iterable) else [indices]
+        named = ", ".join(str(one) for one in samples[:MOST_NAMED]) + (", ..." if len(samples) > MOST_NAMED else "")
+        return f", batch {number} of epoch {epoch}" + (f", samples {named}" if samples else "")
+
+
+class Finite(Events):
+    """Of this process's optimizers."""
+
+    def __init__(self, box: Box, steps: Counted, batches: Batches) -> None:
+        self._box, self._steps, self._batches, self._later = box, steps, batches, Later()
+        self._sensors: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # optimizer -> its parameter near the input
+        self._hooked: dict[int, weakref.ref[Any]] = {}  # tensors are equal by their elements: here by their address
+        self._own: dict[int, str] = {}  # step -> what was not finite on this rank alone
+        self._said = False
+
+    def replica_made(self, ddp: Any) -> None:
+        """Before its first step there is a gradient, too."""
+        named = [(name, one) for name, one in ddp.module.named_parameters() if one.requires_grad]
+        if named:
+            name, sensor = next((one for one in named[:8] if one[1].numel() <= SMALL), named[0])
+            self._hook(sensor, name)
+
+    def backward_begins(self, losses: Any) -> None:
+        """Look at the loss that it begins with."""
+        self._later.look()
+        loss = losses if hasattr(losses, "numel") else next(iter(losses), None)
+        if loss is None or loss.numel() != 1 or not may_compute(loss):
+            return
+        step, words, frame = self._steps.done + 1, self._batches.last(), site_frame(sys._getframe(1))  # pyright: ignore[reportPrivateUsage]
+        at = f" at {site_words(frame_of(frame))}" if frame is not None else ""
+
+        def look(values: list[float]) -> None:
+            if not math.isfinite(values[0]):
+                self._own.setdefault(step, f"its loss was {values[0]}{at}{words}")
+
+        self._later.read(loss.detach().reshape(1), look)
+
+    def step_begins(self, optimizer: Any) -> None:
+        """Look at what it is about to apply."""
+        if self._said or getattr(optimizer, "found_inf", None) is not None:  # GradScaler has looked itself
+            return
+        sensor = self._sensors.get(optimizer, _UNKNOWN)
+        sensor = self._chosen(optimizer) if sensor is _UNKNOWN else sensor
+        if sensor is None or sensor.grad is None or sensor.grad.is_sparse or not may_compute(sensor.grad):
+            return
+        step = self._steps.done + 1
+        self._own = {at: words for at, words in self._own.items() if at >= step - 4}
+
+        def look(values: list[bool]) -> None:
+            if values[0] and not self._said:
+                self._said, own = True, self._own.get(step)
+                put_finding(self._box, Finding("not finite", step, own or "", own=own is not None))
+
+        self._later.read(_not_finite(sensor.grad), look)
+
+    def _chosen(self, optimizer: Any) -> Any:
+        """One of the first parameters, those near the input; a small one."""
+        parameters = [one for group in optimizer.param_groups for one in group["params"] if one.requires_grad]
+        hooked = next((one for one in parameters if self._is_hooked(one)), None)
+        if parameters and hooked is None:
+            hooked = next((one for one in parameters[:8] if one.numel() <= SMALL), parameters[0])
+            self._hook(hooked, "a parameter")
+        self._sensors[optimizer] = hooked
+        return hooked
+
+    def _is_hooked(self, one: Any) -> bool:
+        known = self._hooked.get(id(one))
+        return known is not None and known() is one
+
+    def _hook(self, sensor: Any, name: str) -> None:
+        def seen(gradient: Any) -> None:
+            if gradient.is_sparse or not may_compute(gradient):
+                return
+            step, words = self._steps.done + 1, self._batches.last
+
+            def look(values: list[bool]) -> None:
+                if values[0]:
+                    self._own.setdefault(step, f"its own gradient of {name} was not finite{words()}")
+
+            self._later.read(_not_finite(gradient), look)
+
+        self._hooked[id(sensor)] = weakref.ref(sensor)
+        sensor.register_hook(seen)
+
+
+def _not_finite(gradient: Any) -> Any:
+    few = gradient.detach() if gradient.numel() <= SMALL else gradient.detach().flatten()[:SMALL]
+    return few.sum().isfinite().logical_not().reshape(1)

@@ -1,0 +1,142 @@
+"""Steps and phases of a script that nobody changed, into its box: what `watch` shows, and by what slow ranks are found.
+
+A step is one of the optimizer that has stepped most. What lies between the hooks is the script's own code. Under DDP a
+rank waits for the others in backward, and where it calls a collective itself (see the ledger).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Sequence
+from statistics import median
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from paceline.contract.box import Box
+from paceline.contract.evidence import Finding, Phase
+from paceline.contract.marks import put_finding
+from paceline.worker.probes.hooks import Events
+from paceline.worker.sites import Owner, frame_of, owner, site_frame, site_words
+
+USUAL_STEPS, LEAST_STEPS = 15, 4  # by which it is judged what a step takes
+UNUSUAL_FACTOR, UNUSUAL_NS = 3, 10_000_000
+ASIDE: Sequence[Phase] = (Phase.USER, Phase.DATA, Phase.FORWARD)
+MOST_SWALLOWED, MOST_CHARS = 3, 300
+
+
+class Counted(Events):
+    """Counts steps: all that is left where the guard is off."""
+
+    def __init__(self, box: Box) -> None:
+        self._box = box
+        self._counts: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        self.done = 0
+
+    def step_ended(self, optimizer: Any) -> None:
+        """One more, of this optimizer."""
+        self._counts[optimizer] = count = self._counts.get(optimizer, 0) + 1
+        if count > self.done:
+            self.done = count
+            self._box.set_step(count)
+
+
+class Phases(Counted):
+    """Says in the box, too, what the script does."""
+
+    def __init__(self, box: Box) -> None:
+        super().__init__(box)
+        self._steps_ns = {phase: deque[int](maxlen=USUAL_STEPS) for phase in ASIDE}
+        self._seen_ns = dict.fromkeys(ASIDE, 0)
+
+    def batch_asked(self, batches: Any) -> None:
+        """It waits for its data."""
+        self._box.enter(Phase.DATA)
+
+    def batch_given(self, batches: Any, batch: Any) -> None:
+        """It has them."""
+        self._box.enter(Phase.USER)
+
+    def epoch_ended(self, batches: Any) -> None:
+        """There are no more."""
+        self._box.enter(Phase.USER)
+
+    def forward_begins(self, ddp: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+        """It computes."""
+        self._box.enter(Phase.FORWARD)
+
+    def forward_ended(self, ddp: Any, output: Any) -> None:
+        """It has."""
+        self._box.enter(Phase.USER)
+
+    def backward_begins(self, losses: Any) -> None:
+        """It computes gradients, and under DDP waits for those of others."""
+        self._box.enter(Phase.BACKWARD)
+
+    def backward_ended(self) -> None:
+        """It has them."""
+        self._box.enter(Phase.USER)
+
+    def raised(self, where: str, error: BaseException) -> None:
+        """The phase has ended, too."""
+        self._box.enter(Phase.USER)
+
+    def step_begins(self, optimizer: Any) -> None:
+        """It updates its parameters."""
+        self._box.enter(Phase.OPTIMIZER)
+
+    def step_ended(self, optimizer: Any) -> None:
+        """It has."""
+        self._box.enter(Phase.USER)
+        before = self.done
+        super().step_ended(optimizer)
+        if self.done > before:
+            self._box.put("script", 1)
+            self._put_aside()
+
+    def _put_aside(self) -> None:
+        """What the script does beside its steps now and then, evaluations, checkpoints, is none of a step's work."""
+        for phase, steps_ns in self._steps_ns.items():
+            spent_ns = self._box.spent_ns[phase] - self._seen_ns[phase]
+            if len(steps_ns) >= LEAST_STEPS:
+                usual_ns = UNUSUAL_FACTOR * int(median(steps_ns)) + UNUSUAL_NS
+                if spent_ns > usual_ns:
+                    self._box.move_time(phase, Phase.EVALUATE, spent_ns - usual_ns)
+            steps_ns.append(spent_ns)
+            self._seen_ns[phase] = self._box.spent_ns[phase]
+
+
+class Swallowed(Events):
+    """Tells of exceptions after which the script steps on as if nothing had been."""
+
+    def __init__(self, box: Box, steps: Counted) -> None:
+        self._box, self._steps = box, steps
+        self._raised: dict[str, str] = {}  # since the last step: where and what -> in words
+        self._told: set[str] = set()
+
+    def raised(self, where: str, error: BaseException) -> None:
+        """The script ends of it, or not: that is seen at its next step."""
+        if isinstance(error, Exception):
+            at, what = _line_of(error), type(error).__name__
+            self._raised[f"{what} {at}"] = f"{what} in its {where}, at {at}: {str(error)[:MOST_CHARS]}"
+
+    def step_ended(self, optimizer: Any) -> None:
+        """It has swallowed what was raised before."""
+        for key, words in self._raised.items():
+            if key not in self._told and len(self._told) < MOST_SWALLOWED:
+                self._told.add(key)
+                put_finding(self._box, Finding("swallowed", self._steps.done, words))
+        self._raised.clear()
+
+
+def _line_of(error: BaseException) -> str:
+    """The innermost line of the user's that an exception has come through; else the one that called."""
+    trace, found = error.__traceback__, None
+    while trace is not None:
+        if owner(trace.tb_frame.f_code.co_filename) is Owner.USER:
+            found = frame_of(trace.tb_frame), trace.tb_lineno
+        trace = trace.tb_next
+    if found is not None:
+        return site_words(type(found[0])(found[0].file, found[1], found[0].function))
+    outer = site_frame(sys._getframe(1))  # pyright: ignore[reportPrivateUsage]
+    return site_words(frame_of(outer)) if outer is not None else "a line unknown"
