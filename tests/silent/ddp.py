@@ -1,7 +1,9 @@
-"""A plain DDP script in which something goes wrong without any error: `ddp.py FAULT [STEPS]`, on rank 1, at step 12."""
+"""A plain DDP script in which something goes wrong on rank 1 without any error: `ddp.py "FAULT; FAULT" [STEPS]`.
+
+The first fault strikes at step 12, each further one 16 steps later; faults of settings from the start.
+"""
 
 import contextlib
-import copy
 import sys
 import time
 
@@ -12,38 +14,39 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-fault, steps = sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else 60
+faults, steps = sys.argv[1].split("; "), int(sys.argv[2]) if len(sys.argv) > 2 else 60
 dist.init_process_group("gloo")
 torch.set_num_threads(1)
-rank, struck = dist.get_rank(), 12
+rank = dist.get_rank()
+number = 0
+
+
+def has(name: str) -> bool:
+    return name in faults and rank == 1
+
+
+def here(name: str) -> bool:
+    return has(name) and number == 12 + 16 * faults.index(name)
+
+
 torch.manual_seed(0)
 data = TensorDataset(torch.randn(3000, 20), torch.randint(0, 4, (3000,)))
-if fault == "nan in the data" and rank == 1:
+if has("nan in the data"):
     data.tensors[0][2000:] = float("nan")  # the fault
 sampler = DistributedSampler(data)
 loader = DataLoader(data, 10, sampler=sampler)
 model = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4))
 ddp = DistributedDataParallel(model)
-if fault == "weights loaded on one rank only" and rank == 1:
-    model.load_state_dict(
-        copy.deepcopy(
-            nn.Sequential(
-                *[type(m)(m.in_features, m.out_features) if isinstance(m, nn.Linear) else m for m in model]
-            ).state_dict()
-        )
-    )  # the fault
-lr = 0.02 if fault == "another learning rate" and rank == 1 else 0.01
-decay = 0.1 if fault == "another weight decay" and rank == 1 else 0.0
-if fault == "another optimizer" and rank == 1:
+if has("weights loaded on one rank only"):
+    for one in model.parameters():
+        nn.init.normal_(one, std=0.1)  # the fault
+lr = 0.02 if has("another learning rate") else 0.01
+decay = 0.1 if has("another weight decay") else 0.0
+if has("another optimizer"):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)  # the fault
 else:
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=decay)
 schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1 / (1 + n))
-number, loss_sum, weight_sum = 0, torch.zeros(2), torch.zeros(2)
-
-
-def here(name: str) -> bool:
-    return fault == name and rank == 1 and number == struck
 
 
 def logged(loss: torch.Tensor) -> None:
@@ -59,7 +62,7 @@ def logged(loss: torch.Tensor) -> None:
 def stepped(x: torch.Tensor, y: torch.Tensor) -> None:
     if here("nan in one batch"):
         x = x * float("nan")
-    if fault == "slow data" and rank == 1:
+    if has("slow data"):
         time.sleep(0.05)  # the fault
     optimizer.zero_grad()
     out = ddp(x)
@@ -77,7 +80,7 @@ def stepped(x: torch.Tensor, y: torch.Tensor) -> None:
         nn.utils.clip_grad_norm_(model.parameters(), 0.01)
     if here("gradients zeroed on one rank"):
         optimizer.zero_grad()
-    if fault == "slow step" and rank == 1:
+    if has("slow step"):
         time.sleep(0.05)
     if here("an exception before the step, swallowed"):
         raise ValueError("a bad batch")
@@ -98,7 +101,7 @@ def stepped(x: torch.Tensor, y: torch.Tensor) -> None:
                 one.mul_(0.999)
     if here("weights loaded again"):
         model.load_state_dict({name: value * 0.9 for name, value in model.state_dict().items()})
-    if fault == "schedule stepped on one rank" and rank == 1:
+    if has("schedule stepped on one rank"):
         schedule.step()
     logged(loss)
 
@@ -111,15 +114,15 @@ for epoch in range(1000):
             stepped(x, y)
         except ValueError:
             logged(torch.zeros(()))
-        if fault == "an exception in the model's forward, swallowed" and rank == 1 and number == struck:
-            with contextlib.suppress(RuntimeError), ddp.no_sync():
+        if here("an exception in forward, swallowed"):
+            with contextlib.suppress(RuntimeError):
                 ddp(x[:, :7])  # the fault
         time.sleep(0.005)
         if number == steps:
             break
     if number == steps:
         break
-if fault == "one step more at the end" and rank == 1:
+if has("one step more at the end"):
     optimizer.step()
 dist.barrier()
 dist.destroy_process_group()

@@ -23,11 +23,12 @@ from paceline.agent.silence import Silence
 from paceline.contract.evidence import Evidence, Sample, Verdict, VerdictKind
 from paceline.errors import ExitCode
 from paceline.guard import story
+from paceline.guard.asleep import Asleep
 from paceline.guard.collect import ANSWER_SECONDS
 from paceline.guard.judge import judge, judge_samples
 from paceline.guard.pace import Alarm, Pace, perhaps_waiting, sample_seconds, stands_still, to_free, waits
 from paceline.guard.slow import Slowness
-from paceline.guard.verdict import failure_page, in_a_line, page, warning
+from paceline.guard.verdict import EXIT_CODES, failure_page, in_a_line, page, warning
 from paceline.guard.wording import named, verb
 from paceline.observe.terminal import say
 
@@ -39,13 +40,6 @@ ASK_SECONDS = 1.0
 MAX_ASKS = 8  # `paceline hang`, in as many terminals
 ASK = re.compile(r"ask-[0-9]{1,10}-([0-9A-Za-z_-]{1,64})")
 EARLY = (VerdictKind.LEFT, VerdictKind.NOT_MET, VerdictKind.STOPPED)  # what can be known before the window is over
-EXIT_CODES = {
-    VerdictKind.LEFT: ExitCode.FAILED,
-    VerdictKind.MISMATCH: ExitCode.MISMATCH,
-    VerdictKind.DEADLOCK: ExitCode.MISMATCH,
-    VerdictKind.NOT_FINITE: ExitCode.NOT_FINITE,
-    VerdictKind.DIVERGED: ExitCode.DIVERGED,
-}
 
 
 @dataclass(frozen=True)
@@ -100,7 +94,7 @@ class Guarding:
         self._pace = Pace(self._windows)
         self._slowness = Slowness({one.rank: one.host for one in generation.samples()})
         self._looked_seconds = self._asked_seconds = self._early_seconds = 0.0
-        self._silence = Silence(generation)
+        self._silence, self._asleep = Silence(generation), Asleep(self._windows)
         self._off = self._windows.off
 
     @property
@@ -187,6 +181,8 @@ class Guarding:
         asked_seconds, met = self._windows.seconds, any(one.met for one in running)
         apart = self._plan.world_size > 1 and not met and asked_seconds is not None and still_seconds >= asked_seconds
         left = still_seconds >= LEFT_SECONDS and all(one.waiting for one in running)
+        if self._asleep.due(running):
+            return Alarm("stall", still_seconds, 0.0)
         if not apart and not (left and any(one.code == ExitCode.DONE for one in self._generation.samples())):
             return None
         self._early_seconds = now + still_seconds  # less and less often, where it is nothing
@@ -194,7 +190,8 @@ class Guarding:
 
     def _stall(self, evidence: Sequence[Evidence], alarm: Alarm) -> Judgement | None:
         verdict = judge(evidence)
-        if not alarm.window_seconds and verdict.kind not in EARLY:
+        proof = self._asleep.proves(verdict, evidence)
+        if not alarm.window_seconds and not (verdict.kind in EARLY if proof is None else proof):
             return None
         if verdict.kind is VerdictKind.NETWORK:
             apart = unreachable(self._generation.crew, REACH_SECONDS, lambda: self._generation.interrupted)

@@ -28,17 +28,17 @@ class Silence:
         samples = self._generation.samples()
         if not any(one.script for one in samples):
             return None
-        verdict = self._silent.see(samples, last=last)
-        step = max(one.step for one in samples)
+        found = self._silent.see(samples, last=last)
+        stops, step = self._plan.on_drift == "stop", max(one.step for one in samples)
         for words in self._silent.notices:
             self.tell(words, step)
         self._silent.notices.clear()
-        if verdict is None:
-            return None
-        words = f"{verdict.kind.name.replace('_', ' ')} at step {verdict.step}: {'; '.join(verdict.sentences)}"
-        stops = self._plan.on_drift == "stop"
-        self.tell(words, step, aloud=not stops)  # else its page follows
-        return (verdict, self._ask()) if stops else None
+        for one in found[:1] if stops else found:
+            words = f"{one.kind.name.replace('_', ' ')}{f' at step {one.step}' if one.step else ''}"
+            self.tell(
+                f"{words}: {'; '.join(one.sentences)}", one.step or step, aloud=not stops
+            )  # else its page follows
+        return (found[0], self._ask()) if stops and found else None
 
     def tell(self, words: str, step: int = 0, *, aloud: bool = True) -> None:
         """Say it, and write it down."""

@@ -33,17 +33,17 @@ class Silent:
         self.notices: list[str] = []
         """to be said; emptied by who has said them"""
 
-    def see(self, ranks: Sequence[Sample], *, last: bool = False) -> Verdict | None:
-        """Look at all ranks, those that have ended, too; `last`: all have, in good order."""
+    def see(self, ranks: Sequence[Sample], *, last: bool = False) -> list[Verdict]:
+        """Look at all ranks, those that have ended, too; `last`: all have, in good order. What is new, once."""
         self._swallowed(ranks)
-        found = self._not_finite(ranks, last=last)
+        found = [self._not_finite(ranks, last=last)]
         if any(one.uneven for one in ranks) or (self._looks and ("not finite",) not in self._said):
-            return found
+            return [one for one in found if one is not None]
         differences = self._comparison.see({one.rank: marks_of(one.marks) for one in ranks if one.marks})
-        for one in differences:
-            ordered = one.mark.table >= ORDER_TABLES
-            found = found or (self._order(one) if ordered else self._drifted(one, ranks))
-        return found or (self._uneven(ranks) if last else None)
+        found += [self._order(one) for one in differences if one.mark.table >= ORDER_TABLES]
+        found += [self._drifted(one, ranks) for one in differences if one.mark.table < ORDER_TABLES]
+        found.append(self._uneven(ranks) if last else None)
+        return [one for one in found if one is not None]
 
     def _new(self, *what: object) -> bool:
         known = what in self._said

@@ -6,6 +6,7 @@ from pathlib import Path
 from textwrap import wrap
 
 from paceline.contract.evidence import Evidence, Phase, Sample, Verdict, VerdictKind
+from paceline.errors import ExitCode
 from paceline.guard.deaths import RankEnd, end_of
 from paceline.guard.wording import called_from, named, op_words, printable, signal_name
 from paceline.observe.terminal import clean
@@ -16,6 +17,13 @@ MAX_PARTIES = 6
 MAX_NAMED = 3  # hosts and pids of more ranks are in the folder
 TAIL_LINES = 15
 MAX_TRACEBACK_LINES = 80  # also of a message: a deep recursion must not push the headline off the screen
+EXIT_CODES = {  # of runs that were ended; else 3
+    VerdictKind.LEFT: ExitCode.FAILED,
+    VerdictKind.MISMATCH: ExitCode.MISMATCH,
+    VerdictKind.DEADLOCK: ExitCode.MISMATCH,
+    VerdictKind.NOT_FINITE: ExitCode.NOT_FINITE,
+    VerdictKind.DIVERGED: ExitCode.DIVERGED,
+}
 OWN_WORDS = (
     VerdictKind.DIED, VerdictKind.LEFT, VerdictKind.MISMATCH, VerdictKind.DEADLOCK, VerdictKind.NETWORK,
     VerdictKind.DIVERGED, VerdictKind.NOT_FINITE,

@@ -47,6 +47,22 @@ def read_process(pid: int) -> Process | None:
     return Process(pid, fields[0], int(fields[1]), int(fields[3]), int(fields[19]), cpu_seconds)
 
 
+def sleep_number(pid: int) -> int:
+    """Which of its sleeps the main thread is in, by the kernel's count; -1 where it is in none, or nobody says.
+
+    A sleep is one until a time, as of `time.sleep`, or a stop by a signal: not a wait for a file, a socket, a child.
+    """
+    try:
+        waits_in = (PROC / str(pid) / "wchan").read_text(errors="replace")
+        status = (PROC / str(pid) / "status").read_text(errors="replace")
+        words = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
+        if "nanosleep" in waits_in or words["State"].split()[0] in ("T", "t"):
+            return int(words["voluntary_ctxt_switches"])
+    except (OSError, LookupError, ValueError):
+        pass
+    return -1
+
+
 def processes() -> Iterator[Process]:
     """Every process of this machine that we can see."""
     for folder in PROC.iterdir() if PROC.is_dir() else ():

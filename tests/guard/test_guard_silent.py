@@ -1,0 +1,173 @@
+"""What goes wrong without any error: from made-up marks and findings of ranks to a notice, a verdict, or nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from paceline.contract.evidence import Evidence, Finding, Op, Phase, Sample, Verdict, VerdictKind
+from paceline.contract.marks import MARK, ORDER_TABLES, SAME_BY_DDP, SUMMED, Mark
+from paceline.contract.windows import Windows
+from paceline.guard.asleep import Asleep
+from paceline.guard.silent import Silent
+
+DDP = SAME_BY_DDP | 3 << 16
+CALLS = {n: Op("0", 0, "all_reduce", shape="[]", dtype="float32", site=f"train.py:{n} in main") for n in range(1, 9)}
+BRANCHES = {n: Op("0", 0, "all_reduce", shape=f"[{n}]", site=f"log.py:{n} in log") for n in (20, 21)}
+
+
+def marks(*found: Mark) -> bytes:
+    return b"".join(MARK.pack(m.number, m.layout, m.flags, *m.parts, *m.hashes, *m.sums, m.number) for m in found)
+
+
+def step(number: int, value: int, *, flags: int = DDP, total: float = 1.0) -> Mark:
+    return Mark(number, 7, flags, (0, 1, 2, 3), (value, number, number, number), (total,) * 4)
+
+
+def calls(number: int, *hashes: int) -> Mark:
+    return Mark(number, 9, ORDER_TABLES | 3 << 16, (0,) * 4, hashes, (0.0,) * 4)
+
+
+def rank(number: int, *found: Mark, **known: object) -> Sample:
+    known = {"step": 5, "script": True, **known}
+    return Sample(number, "n1", 7, marks=marks(*found), **known)  # type: ignore[arg-type]
+
+
+def silent(known: Mapping[int, Op] = CALLS) -> Silent:
+    return Silent(3, lambda: {"7": ["fc.weight", "fc.bias"]}, lambda: dict.fromkeys(range(3), known))
+
+
+def first(found: Sequence[Verdict]) -> Verdict | None:
+    assert len(found) < 2
+    return found[0] if found else None
+
+
+def seen(*samples: Sample, last: bool = False) -> Verdict | None:
+    return first(silent().see(samples, last=last))
+
+
+def test_the_rank_in_the_minority_is_named_with_the_tensor_and_the_first_step_at_which_it_differs() -> None:
+    found = seen(*(rank(n, step(4, 1), step(5, 1 + (n == 1)), step(6, 9 + (n == 1))) for n in range(3)))
+    assert found is not None
+    assert (found.kind, found.guilty, found.step) == (VerdictKind.DIVERGED, (1,), 5)
+    assert found.sentences == (
+        "rank 1 has another fc.weight than ranks 0, 2 after step 5 (after step 4 all had the same)",
+    )
+
+
+def test_without_a_majority_nobody_is_guilty() -> None:
+    found = seen(*(rank(n, step(5, n)) for n in range(3)))
+    assert found is not None and not found.guilty and found.tie == ((0,), (1,), (2,))
+
+
+def test_what_not_all_have_marked_is_not_compared_and_equal_is_right() -> None:
+    assert seen(rank(0, step(4, 1)), rank(1, step(5, 2)), rank(2)) is None
+    assert seen(*(rank(n, step(4, 1), step(5, 2)) for n in range(3)), last=True) is None
+    assert seen(rank(0, step(4, 1)), rank(1, step(4, 2)), rank(2)) is None, "its sample is still on its way"
+
+
+def test_ranks_that_take_uneven_numbers_of_steps_on_purpose_are_not_compared() -> None:
+    assert seen(*(rank(n, step(5, n), uneven=n == 2, step=n) for n in range(3)), last=True) is None
+
+
+def test_without_ddp_only_what_was_equal_while_it_moved_must_stay_so() -> None:
+    flags = 3 << 16
+    assert seen(*(rank(n, *(step(s, s + n, flags=flags) for s in range(1, 9))) for n in range(3))) is None
+    moves = [step(s, s, flags=flags) for s in range(1, 8)]
+    found = seen(*(rank(n, *moves, step(9, n == 1, flags=flags)) for n in range(3)))
+    assert found is not None and found.guilty == (1,) and found.step == 9
+    stays = [step(s, 1, flags=flags) for s in range(1, 8)]
+    assert seen(*(rank(n, *stays, step(9, n == 1, flags=flags)) for n in range(3))) is None, "it never moved"
+
+
+def test_round_off_between_machines_is_a_notice() -> None:
+    several = silent()
+    samples = [rank(n, step(5, n, flags=DDP | SUMMED, total=1 + 1e-7 * n)) for n in range(3)]
+    assert first(several.see(samples)) is None and first(several.see(samples)) is None
+    assert len(several.notices) == 1 and "round-off" in several.notices[0]
+    assert seen(*(rank(n, step(5, n, flags=DDP | SUMMED, total=1 + 0.1 * n)) for n in range(3))) is not None
+
+
+def test_the_rank_whose_own_loss_was_not_finite_is_named_once_all_have_told() -> None:
+    ours = Finding("not finite", 5, "its loss was nan at train.py:9, batch 5 of epoch 1")
+    theirs = Finding("not finite", 5, "", own=False)
+    one = silent()
+    partly = [rank(0), rank(1, findings=(ours,)), rank(2)]
+    assert first(one.see(partly)) is None
+    found = first(one.see([rank(0, findings=(theirs,)), rank(1, findings=(ours,)), rank(2, findings=(theirs,))]))
+    assert found is not None and (found.kind, found.guilty, found.step) == (VerdictKind.NOT_FINITE, (1,), 5)
+    assert found.sentences[0].startswith("rank 1: its loss was nan")
+    assert first(one.see(partly)) is None, "it is told once"
+    alone = seen(*partly, last=True)
+    assert alone is not None and alone.guilty == (1,)
+
+
+def test_a_swallowed_exception_is_told_once_and_again_with_the_drift_that_it_made() -> None:
+    one = silent()
+    swallowed = Finding("swallowed", 5, "ValueError in its forward, at train.py:7 in forward: bad")
+    samples = [rank(n, findings=(swallowed,) if n == 1 else ()) for n in range(3)]
+    assert first(one.see(samples)) is None and first(one.see(samples)) is None
+    assert one.notices == [
+        "rank 1 went on after ValueError in its forward, at train.py:7 in forward: bad (before step 5)"
+    ]
+    found = first(one.see([rank(n, step(5, n == 1), findings=(swallowed,) if n == 1 else ()) for n in range(3)]))
+    assert found is not None and found.sentences[-1].startswith("rank 1 had gone on after ValueError")
+
+
+def ordered(lines: Sequence[Sequence[int]], known: Mapping[int, Op] = CALLS) -> Verdict | None:
+    before = [calls(n, 1, 2, 1, 2) for n in (1, 2, 3)]
+    return first(silent(known).see([rank(n, *before, calls(5, *of_rank)) for n, of_rank in enumerate(lines)]))
+
+
+def test_two_calls_of_one_shape_that_a_rank_exchanges_are_found() -> None:
+    usual = (1, 2, 1, 2)
+    found = ordered([usual, (1, 2, 2, 1), usual])
+    assert found is not None and (found.kind, found.guilty) == (VerdictKind.MISMATCH, (1,))
+    assert "rank 1 called all_reduce [] float32 at train.py:2 in main where all others" in found.sentences[0]
+    at_the_edge = ordered([usual, (1, 2, 1, 1), usual])
+    assert at_the_edge is not None and at_the_edge.guilty == (1,)
+    from_other_lines = ordered([usual, (1, 2, 5, 6), usual])
+    assert from_other_lines is not None and from_other_lines.guilty == (1,)
+
+
+def test_branches_by_rank_are_not_called_wrong() -> None:
+    assert ordered([(1, 2, 3, 2), (1, 2, 4, 2), (1, 2, 4, 2)]) is None
+    shapes = {**CALLS, 3: CALLS[3]}
+    assert ordered([(3, 3, 3, 3), (4, 4, 4, 4), (4, 4, 4, 4)], shapes) is None
+
+
+def test_at_the_end_replicas_must_have_taken_equally_many_steps() -> None:
+    ranks = [rank(n, step(4, 1), step=60 + (n == 1)) for n in range(3)]
+    assert seen(*ranks) is None
+    found = seen(*ranks, last=True)
+    assert found is not None and found.guilty == (1,)
+    assert found.sentences == ("rank 1 took 61 steps", "ranks 0, 2 took 60 steps")
+    assert seen(*(rank(n, step=n) for n in range(3)), last=True) is None, "none that DDP keeps equal"
+
+
+def asleep(
+    still_seconds: float, *sleeps: int, kind: VerdictKind = VerdictKind.BEHIND
+) -> tuple[Verdict, list[Evidence]]:
+    ranks = [
+        Evidence(n, "n1", 7, still_seconds=still_seconds, script=True, phase=Phase.SYNC, sleep=sleep)
+        for n, sleep in enumerate(sleeps)
+    ]
+    return Verdict(kind, (1,)), ranks
+
+
+def test_who_sleeps_one_sleep_for_45_seconds_is_proven_to_and_nobody_else() -> None:
+    def proven(*looks: tuple[Verdict, list[Evidence]], windows: str = "auto") -> list[bool | None]:
+        one = Asleep(Windows.parse(windows))
+        return [one.proves(*look) if one.due(look[1]) else None for look in looks]
+
+    assert proven(asleep(19, -1, 5), asleep(21, -1, 5), asleep(30, -1, 5), asleep(46, -1, 5)) == [
+        None,
+        False,
+        None,
+        True,
+    ]
+    assert proven(asleep(21, -1, 5), asleep(46, -1, 6)) == [False, False], "it woke, and sleeps again: it polls"
+    assert proven(asleep(21, -1, -1), asleep(46, -1, -1)) == [False, False], "it waits for a file, a socket, a child"
+    assert proven(asleep(21, -1, 5), asleep(3, -1, 5), asleep(46, -1, 5)) == [False, None, False]
+    assert proven(asleep(21, -1, 5), asleep(46, -1, 5), windows="300") == [None, None]
+    swapped = VerdictKind.MISMATCH
+    assert proven(asleep(21, -1, -1, kind=swapped), asleep(46, -1, -1, kind=swapped)) == [False, True]

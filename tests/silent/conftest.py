@@ -1,0 +1,3 @@
+"""`launch`, for the tests of this room."""
+
+from tests.launch.launch_fixture import launch as launch

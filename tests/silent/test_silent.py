@@ -1,0 +1,71 @@
+"""What goes wrong silently in a plain DDP script is said, with rank and step, and ends it. Real agents and ranks."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tests.launch.launch_harness import Launch, survivors
+
+from paceline.errors import ExitCode
+from paceline.guard.story import read_verdict
+from paceline.observe.notices import notices
+
+PRELOADED = Path(__file__).parents[1] / "agent" / "preloaded.py"
+SCRIPT = Path(__file__).with_name("ddp.py")
+Run = Callable[..., Launch]
+
+
+@pytest.fixture
+def run(launch: Run) -> Run:
+    """Starts three ranks of the script, of which rank 1 does what is said."""
+
+    def begin(*faults: str, steps: int = 60, **settings: object) -> Launch:
+        argv = [sys.executable, "-P", str(PRELOADED), str(SCRIPT), "; ".join(faults) or "none", str(steps)]
+        return launch("", argv=argv, plain_store=True, preload=True, **settings)
+
+    return begin
+
+
+@pytest.mark.ranks
+def test_each_kind_of_silent_fault_is_told_with_rank_and_step_and_only_told_where_that_is_wished(run: Run) -> None:
+    one = run(
+        "an exception in forward, swallowed", "two sums swapped", "a bit flips", "slow data", "nan in one batch",
+        steps=120, on_drift="warn",
+    )  # fmt: skip
+    assert one.finish() == ExitCode.DONE, one.stderr
+    said = [noted.words for noted in notices(one.folder)]
+    assert all(words in one.stderr for words in said)
+
+    def told(beginning: str) -> str:
+        (found,) = [words for words in said if words.startswith(beginning)]
+        return found
+
+    assert "RuntimeError in its forward, at ddp.py:" in told("rank 1 went on after")
+    assert "rank 1 called all_reduce [] float32 at ddp.py:" in told("MISMATCH")
+    assert "rank 1 has another 2.weight than ranks 0, 2" in told("DIVERGED")
+    finite = told("NOT FINITE at step 76")
+    assert "rank 1: its loss was nan at ddp.py:" in finite and "batch 76 of epoch 1, samples " in finite
+    assert "rank 0:" not in finite and "rank 2:" not in finite
+    slow = told("rank 1 (")
+    assert "is slow" in slow and "most of it in its own code" in slow
+    assert len(said) == 5
+
+
+@pytest.mark.ranks
+def test_replicas_that_drift_end_the_run_with_its_exit_code_and_a_page(run: Run) -> None:
+    one = run("steps twice", steps=10_000)
+    assert one.finish() == ExitCode.DIVERGED, one.stderr
+    told = read_verdict(one.folder / "verdict-1").verdict
+    assert told.guilty == (1,) and 13 <= told.step < 200
+    assert "GUILTY: rank 1" in one.stderr and "Traceback" not in one.stderr
+    assert not survivors(one.mark)
+
+
+@pytest.mark.ranks
+def test_off_leaves_nothing_of_it(run: Run) -> None:
+    one = run("nan in one batch", steps=20, stall_after="off")
+    assert one.finish() == ExitCode.DONE
+    assert one.stderr == "" and not [*notices(one.folder)]
