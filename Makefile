@@ -94,6 +94,9 @@ soak-faults: $(STAMP)  ## let 57 things go wrong, 5 times, torchrun beside it; w
 soak-watchover: $(STAMP)  ## faults under torchrun, srun and mpirun with `paceline watchover` (root; an hour; type it again to go on)
 	PYTHONPATH=. $(BIN)/python tests/cluster/soak_watchover.py --out benchmarks/results/watchover
 
+soak-silent: $(STAMP)  ## plant faults without any error in a DDP script; torchrun beside it (15 minutes)
+	PYTHONPATH=. $(BIN)/python tests/silent/soak_silent.py --out benchmarks/results/silent.md
+
 soak-quiet: $(STAMP)  ## an hour of what only looks like a hang; see that the guard is silent
 	$(BIN)/python tests/launch/soak_quiet.py --minutes 60 --out benchmarks/results/quiet.json
 

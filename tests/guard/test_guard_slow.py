@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from paceline.contract.evidence import Phase, Sample
-from paceline.guard.slow import Slowness, slow_network, slow_rank
+from paceline.guard.slow import Slowness, slow_network, slow_rank, slow_script
 
 HOSTS = {0: "n1", 1: "n2", 2: "n3", 3: "n4"}
 
@@ -98,3 +98,25 @@ def test_scripts_which_say_no_phases_are_not_judged() -> None:
 
 def test_one_rank_alone_is_never_slow() -> None:
     assert not Ranks(1).said(Slowness(HOSTS), [times(data=1.0)])
+
+
+def script(*, own: float = 0.0, data: float = 0.01, waits: float = 0.0, sync: float = 0.0) -> tuple[float, ...]:
+    return times(user=0.01 + own, data=data, forward=0.02, backward=0.04 + waits, sync=sync)
+
+
+def scripts_say(*per_step: tuple[float, ...]) -> str:
+    found = slow_script(dict(enumerate(per_step)), HOSTS)
+    return found[1] if found else ""
+
+
+def test_a_slow_rank_of_a_script_is_named_where_the_others_wait_for_it_as_long() -> None:
+    words = "rank 1 (n2) is slow: 0.54 s of its own work a step, the others 40 ms; most of it in its own code"
+    assert scripts_say(script(waits=0.5), script(own=0.5), script(waits=0.5)) == words
+    assert scripts_say(script(sync=0.5), script(own=0.5), script(sync=0.5)) == words
+    assert scripts_say(script(waits=0.5), script(data=0.51)).endswith("the other 40 ms; most of it in data")
+
+
+def test_who_waits_in_its_own_code_is_not_called_slow() -> None:
+    """The two that are quick wait in `work.wait()`, say, where nobody sees it."""
+    assert not scripts_say(script(own=0.5), script(own=0.01), script(own=0.5))
+    assert not scripts_say(script(), script(), script())

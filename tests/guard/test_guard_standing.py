@@ -6,7 +6,7 @@ from typing import Any
 
 from paceline.contract.evidence import Evidence, Frame, Op, Phase, Sample, Stack, Verdict, VerdictKind
 from paceline.contract.windows import Windows
-from paceline.guard.pace import Alarm, perhaps_waiting, stands_still, to_free
+from paceline.guard.pace import Alarm, Pace, perhaps_waiting, stands_still, to_free
 
 ALARM = Alarm("stall", 5.0, 5.0)
 FIVE = Windows.parse("5")
@@ -96,3 +96,15 @@ def test_only_the_innocent_are_freed_unless_the_guilty_wait_too() -> None:
     assert to_free(Verdict(VerdictKind.BEHIND, guilty=(1,)), ranks) == (0, 2)
     assert to_free(Verdict(VerdictKind.MISMATCH, guilty=(1,)), ranks) == (0, 1, 2)
     assert to_free(Verdict(VerdictKind.NETWORK), ranks) == (0, 1, 2)
+
+
+def test_a_script_that_is_seen_from_outside_is_judged_as_one_that_says_nothing() -> None:
+    """It may compute its batches for long while others wait, and its ranks may wait where no box shows it."""
+    alarm, auto = Alarm("stall", 300.0, 300.0), Windows.parse("auto")
+    waits = rank(0, DONE, WAITS, still_seconds=301.0, script=True, phase=Phase.BACKWARD)
+    loads = rank(1, DONE, still_seconds=301.0, script=True, phase=Phase.DATA, cpu_seconds=0.98)
+    assert not stands_still([waits, loads], alarm, auto)
+    samples = [Sample(n, "n1", 7, met=True, script=True, phase=Phase.FORWARD, still_seconds=200.0) for n in (0, 1)]
+    assert all(one.waiting for one in perhaps_waiting(samples, 2))
+    found = Pace(auto).see(1000.0, perhaps_waiting(samples, 2))
+    assert found is not None and (found.kind, found.window_seconds) == ("warn", 300.0)

@@ -17,6 +17,7 @@ from paceline.launch.slurm import queue
 from paceline.launch.submission import Submission, last_submission
 from paceline.observe.events import Evaluated, Started, Step, last_events, read_events
 from paceline.observe.folder import CHECKPOINTS, CONFIG, failure_records
+from paceline.observe.notices import notices
 from paceline.observe.summary import Summary, read_ended, read_summary
 from paceline.store.published import entries
 
@@ -57,6 +58,7 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     world_size: int | None = None
     epochs: float | None = None  # that are done
     metrics: dict[str, float | None] = {}  # the newest; null: not finite
+    found: tuple[str, ...] = ()  # by the agent, in the newest start: a slow rank, replicas that drift
     unix_time: float = 0.0  # when it last wrote something
 
 
@@ -92,6 +94,7 @@ def run_state(run_dir: Path, means: Means = NOTHING) -> RunState:
         attempts=len(starts),
         samples_per_second=_rate(progress.steps) if found.state == "running" else None,
         checkpoint_step=saved[0].step if saved else None,
+        found=tuple(one.words for one in islice(notices(starts[-1]), MOST_SCORES)) if starts else (),
         unix_time=last_sign.lstat().st_mtime,
         **_reached(summary or Summary("", 0), _settings(run_dir) or configuration.TrainConfig(), progress),
     )

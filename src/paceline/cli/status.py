@@ -58,6 +58,7 @@ def _lines(found: RunState) -> Iterator[tuple[str, str]]:
     yield "starts", str(found.attempts)
     if found.metrics:
         yield "scores", scores_line(found.metrics)
+    yield from (("found", words) for words in found.found)
     yield "saved", _saved(found)
     if found.state not in LIVE and (words := _time_spent(Path(found.run_dir))):
         yield "time", words

@@ -15,7 +15,8 @@ MOST_MARKS = 256  # of a kind
 def happenings(run: WholeRun) -> list[tuple[float, str, str]]:
     """What happened beside steps: seconds since the beginning, kind, words; in order."""
     first = run.first
-    began = first.started[0].unix_time if first else 0.0
+    elsewhere = min((one.unix_time for one in (*run.verdicts, *run.noted)), default=0.0)
+    began = first.started[0].unix_time if first else elsewhere
     found: list[tuple[float, str, str]] = []
     for number, start in enumerate(first.started if first else ()):
         kind = "start" if not number else "restart" if start.generation else "resume"
@@ -41,6 +42,7 @@ def happenings(run: WholeRun) -> list[tuple[float, str, str]]:
     found += [(last, "failed", f"{who}: {what}") for who, what in breakdowns(run)]
     for told in run.verdicts:
         found.append((told.unix_time - began, "verdict", " ".join(told.verdict.sentences)))
+    found += [(one.unix_time - began, "found", one.words) for one in run.noted]
     if (newest := run.newest) and first:
         ended = [at for at, event in first.told if isinstance(event, Ended)]
         if ended and ended[-1] >= newest.unix_time:

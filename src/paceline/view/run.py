@@ -25,6 +25,7 @@ from paceline.observe.events import (
 )
 from paceline.observe.folder import CONFIG, attempt_number, failure_records
 from paceline.observe.machine import ClockAhead, MachineUse, decode_record, machine_files
+from paceline.observe.notices import Noted, notices
 from paceline.observe.summary import Summary, read_summary
 from paceline.observe.terminal import clean
 from paceline.view.rank_log import MOST_OF_A_KIND, RankLog
@@ -54,6 +55,8 @@ class WholeRun:
     failures: list[Failure] = field(default_factory=list[Failure])
     """of all starts, in the ranks' own words"""
     verdicts: list[Told] = field(default_factory=list[Told])
+    noted: list[Noted] = field(default_factory=list[Noted])
+    """what the agent has found while it ran, of all starts"""
     starts: int = 0
     missing: list[str] = field(default_factory=list[str])
     """what could not be read, and why"""
@@ -150,6 +153,7 @@ def _read_starts(run: WholeRun) -> None:
             if not attempt_number(Path(name)):
                 continue
             run.starts += 1
+            run.noted += notices(run.folder / name)
             for record in failure_records(run.folder / name):
                 with _noting(run, f"{name}/{record}"):
                     run.failures.append(decode(run.folder / name / record, Failure))

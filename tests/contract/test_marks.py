@@ -1,0 +1,66 @@
+"""Marks in a box: written by a worker at any pace, found again by agents that look seldom, and never trusted."""
+
+from __future__ import annotations
+
+import os
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.contract import marks
+from paceline.contract.box import BOX_BYTES, MARKS_AT, Box, make_box
+from paceline.contract.evidence import Finding, Op
+from paceline.contract.marks import FINDINGS, MARK, Mark, marks_of, put_finding, put_mark, read_marks
+
+
+def mark(number: int, table: int = 0) -> Mark:
+    return Mark(number, 7, table | 3 << 16, (0, 1, 2, 3), (number, 2, 3, 4), (0.5,) * 4)
+
+
+def test_the_regions_do_not_overlap() -> None:
+    assert MARKS_AT + marks.TABLES * marks.TABLE_BYTES <= marks.NAMES_AT
+    assert marks.NAMES_AT + marks.NAMES_MAX <= marks.FINDINGS_AT
+    assert marks.FINDINGS_AT + marks.FINDINGS * marks.FINDING_MAX <= BOX_BYTES
+
+
+@settings(max_examples=30, deadline=None)
+@given(first=st.integers(1, 3000), ahead=st.integers(0, 1000))
+def test_agents_that_look_at_different_moments_find_numbers_in_common(first: int, ahead: int) -> None:
+    found: list[set[int]] = []
+    for last in (first, first + ahead):
+        box = Box(make_box(0))
+        for number in range(max(1, last - 5000), last + 1):
+            put_mark(box, mark(number))
+        found.append({one.number for one in marks_of(read_marks(box.descriptor))})
+        assert all(one <= last for one in found[-1])
+        box.close()
+        os.close(box.descriptor)
+    assert found[0] & found[1] or ahead > first, "the first looks back as far as the second is ahead"
+
+
+def test_what_was_written_is_read_again_and_what_is_torn_is_left_out() -> None:
+    box = Box(make_box(0))
+    put_mark(box, mark(12, table=3))
+    (one,) = marks_of(read_marks(box.descriptor))
+    assert one == mark(12, table=3) and (one.table, one.parties) == (3, 3)
+    torn = bytearray(MARK.pack(9, 7, 0, *[0] * 8, *[0.0] * 4, 9))
+    torn[-8] = 8
+    assert marks_of(bytes(torn)) == [] and marks_of(b"short") == []
+
+
+def test_names_calls_and_the_last_findings_are_read_again() -> None:
+    box = Box(make_box(0))
+    names = marks.Names(box)
+    names.of_tensors(7, ["fc.weight"])
+    names.of_call(5, b"0\x1fall_reduce\x1f[8]\x1ffloat32\x1f\x1ftrain.py:3 in main")
+    assert marks.read_names(box.descriptor).tensors == {"7": ["fc.weight"]}
+    called = Op("0", 0, "all_reduce", shape="[8]", dtype="float32", site="train.py:3 in main")
+    assert marks.read_calls(box.descriptor) == {"5": called}
+    for step in range(FINDINGS + 2):
+        put_finding(box, Finding("swallowed", step, "words"))
+    assert {one.step for one in marks.read_findings(box.descriptor)} == {*range(2, FINDINGS + 2)}
+    box.store(marks.NAMES_AT, b"{broken\0")
+    box.store(marks.FINDINGS_AT, b"\xff\xff\0")
+    assert marks.read_calls(box.descriptor) == {} and len(marks.read_findings(box.descriptor)) == FINDINGS - 1
+    names.of_tensors(8, ["a name of a tensor"] * 10_000)
+    assert marks.read_names(box.descriptor).tensors == {}, "too many have none"

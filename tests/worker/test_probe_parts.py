@@ -1,0 +1,140 @@
+"""What the hooks' listeners make of a script's steps: phases, marks and findings in a box."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo  # which optimizers import when they are first used
+
+from paceline.contract.box import Box, make_box
+from paceline.contract.boxes import read_counters
+from paceline.contract.evidence import Phase
+from paceline.contract.marks import Mark, Names, marks_of, read_findings, read_marks, read_names
+from paceline.worker.probes.finite import Batches, Finite
+from paceline.worker.probes.replicas import Fingerprints
+from paceline.worker.probes.steps import Phases, Swallowed
+
+
+@pytest.fixture
+def box(monkeypatch: pytest.MonkeyPatch) -> Iterator[Box]:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    made = Box(make_box(0))
+    yield made
+    made.close()
+
+
+def marked(box: Box) -> list[Mark]:
+    return marks_of(read_marks(box.descriptor))
+
+
+def test_steps_are_those_of_the_optimizer_that_steps_most_and_each_event_is_a_phase(box: Box) -> None:
+    other, phases = type("Optimizer", (), {})(), Phases(box)
+    optimizer = type("Optimizer", (), {})()
+    seen: list[Phase] = []
+    for event, told in (
+        ("batch_asked", (None,)), ("batch_given", (None, None)), ("forward_begins", (None, (), {})),
+        ("forward_ended", (None, None)), ("backward_begins", (None,)), ("backward_ended", ()),
+        ("step_begins", (optimizer,)), ("step_ended", (optimizer,)),
+    ):  # fmt: skip
+        getattr(phases, event)(*told)
+        seen.append(read_counters(box.descriptor).phase)
+    own = Phase.USER
+    assert seen == [Phase.DATA, own, Phase.FORWARD, own, Phase.BACKWARD, own, Phase.OPTIMIZER, own]
+    for _ in range(3):
+        phases.step_ended(other)
+    counters = read_counters(box.descriptor)
+    assert counters.step == phases.done == 3 and counters.script
+
+
+def test_every_element_is_marked_within_some_steps_and_one_bit_makes_another_mark(box: Box) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(70, 80), torch.nn.Linear(80, 90))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    prints = Fingerprints(box, Names(box))
+    for _ in range(40):
+        prints.step_ended(optimizer)
+    first = marked(box)
+    names = read_names(box.descriptor).tensors[str(first[0].layout)]
+    assert {part for mark in first for part in mark.parts} == {*range(len(names))}
+    assert set(names) == {f"parameter {n}" for n in range(4)}
+    usual = dict(itertools.chain.from_iterable(zip(mark.parts, mark.hashes, strict=True) for mark in first))
+    model[1].weight.data.view(torch.int32)[89, 79] ^= 1
+    for _ in range(40):
+        prints.step_ended(optimizer)
+    found = [pair for mark in marked(box) if mark.number > 40 for pair in zip(mark.parts, mark.hashes, strict=True)]
+    assert {names[part] for part, value in found if value != usual[part]} == {"parameter 2"}
+
+
+def test_what_ranks_may_rightly_have_apart_is_not_marked(box: Box) -> None:
+    model = torch.nn.Linear(3, 3)
+    model.weight = torch.nn.Parameter(torch.ones(3, 6)[:, ::2])  # not dense
+    Fingerprints(box, Names(box)).step_ended(torch.optim.SGD(model.parameters(), lr=0.1))
+    assert marked(box) == []
+    plain = torch.optim.SGD(torch.nn.Linear(3, 3).parameters(), lr=0.1)
+    box.put("uneven", 1)
+    Fingerprints(box, Names(box)).step_ended(plain)
+    assert marked(box) == []
+    box.put("uneven", 0)
+    Fingerprints(box, Names(box)).step_ended(plain)
+    assert len(marked(box)) == 1
+
+
+def trained(box: Box, x: torch.Tensor, *, apply: bool = True, found_inf: Any = None) -> list[str]:
+    model, steps = torch.nn.Linear(3, 1), Phases(box)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    finite = Finite(box, steps, Batches())
+    for batch in (torch.ones(2, 3), x):
+        optimizer.zero_grad()
+        loss = model(batch).sum()
+        finite.backward_begins(loss)
+        loss.backward()
+        if apply or bool(loss.isfinite()):
+            if found_inf is not None:
+                optimizer.found_inf = found_inf  # type: ignore[attr-defined]
+            finite.step_begins(optimizer)
+            vars(optimizer).pop("found_inf", None)
+            optimizer.step()
+            steps.step_ended(optimizer)
+    return [f"{one.step} {one.own} {one.words}" for one in read_findings(box.descriptor)]
+
+
+def test_only_what_is_not_finite_and_applied_is_told_with_its_line(box: Box) -> None:
+    bad = torch.full((2, 3), float("nan"))
+    assert trained(box, torch.ones(2, 3)) == []
+    assert trained(box, bad, apply=False) == [], "who looks and leaves the step out has done right"
+    assert trained(box, bad, found_inf=torch.zeros(1)) == [], "GradScaler has looked"
+    (told,) = trained(box, bad)
+    assert told.startswith("2 True its loss was nan at test_probe_parts.py:")
+
+
+def test_an_exception_is_told_if_the_script_steps_on_and_once(box: Box) -> None:
+    steps, optimizer = Phases(box), torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=0.1)
+    swallowed = Swallowed(box, steps)
+    for _ in range(2):
+        try:
+            raise ValueError("a bad batch")
+        except ValueError as error:
+            swallowed.raised("forward", error)
+        steps.step_ended(optimizer)
+        swallowed.step_ended(optimizer)
+    (told,) = read_findings(box.descriptor)
+    assert told.kind == "swallowed" and told.step == 1
+    assert told.words.startswith("ValueError in its forward, at test_probe_parts.py:")
+    assert told.words.endswith("a bad batch")
+
+
+def test_what_a_script_does_now_and_then_is_none_of_a_steps_own_work(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [time.monotonic_ns()]
+    monkeypatch.setattr("paceline.contract.box.time.monotonic_ns", lambda: now[0])
+    phases, optimizer = Phases(box), torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=0.1)
+    box.enter(Phase.USER)
+    for step in range(20):
+        now[0] += 60_000_000_000 if step == 15 else 20_000_000  # an evaluation of a minute
+        phases.step_begins(optimizer)
+        phases.step_ended(optimizer)
+    assert box.spent_ns[Phase.USER] < 1_000_000_000 < 59_000_000_000 < box.spent_ns[Phase.EVALUATE]
