@@ -113,6 +113,9 @@ soak-judge: $(STAMP)  ## the judge on 20,000 generated standstills
 bench-guard: $(STAMP)  ## what the hang guard costs
 	$(BIN)/python benchmarks/guard.py --out benchmarks/results/guard.json
 
+bench-probe: $(STAMP)  ## what it costs that a script is seen from outside, on four models
+	PYTHONPATH=benchmarks $(BIN)/python benchmarks/probe.py --out benchmarks/results/probe.json
+
 bench-startup: $(STAMP)  ## measure the time from the command to the first step
 	$(BIN)/python benchmarks/startup.py --out benchmarks/results/startup.json
 

@@ -56,8 +56,8 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as name:
             code, said = started([*launch, *words], Path(name))
             its, its_words = (-1, "") if arguments.no_torchrun else started([*torchrun, *words], Path(name))
-        told = [line.strip() for line in said.splitlines() if re.match(r"\s*rank 1\b", line)]
-        right = code == CODES.get(fault, OTHERS) and bool(told)
+        told = [line.strip() for line in said.splitlines() if re.search(r"\brank 1\b", line) and "GUILTY" not in line]
+        right = code == CODES.get(fault, OTHERS) and bool(told) and (code == 0 or "GUILTY: rank 1 " in said)
         found += right
         quiet = "nothing" if its == 0 and "Error" not in its_words else "something"
         theirs = "" if arguments.no_torchrun else f"{its}, {quiet}"

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo  # which optimizers import when they are first used
 
 from paceline.contract.box import Box, make_box
 from paceline.contract.boxes import read_counters
@@ -24,6 +23,7 @@ from paceline.worker.probes.steps import Phases, Swallowed
 def box(monkeypatch: pytest.MonkeyPatch) -> Iterator[Box]:
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "unused")  # torch sets it where an optimizer is made
     made = Box(make_box(0))
     yield made
     made.close()
