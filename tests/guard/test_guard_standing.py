@@ -104,7 +104,11 @@ def test_a_script_that_is_seen_from_outside_is_judged_as_one_that_says_nothing()
     waits = rank(0, DONE, WAITS, still_seconds=301.0, script=True, phase=Phase.BACKWARD)
     loads = rank(1, DONE, still_seconds=301.0, script=True, phase=Phase.DATA, cpu_seconds=0.98)
     assert not stands_still([waits, loads], alarm, auto)
-    samples = [Sample(n, "n1", 7, met=True, script=True, phase=Phase.FORWARD, still_seconds=200.0) for n in (0, 1)]
-    assert all(one.waiting for one in perhaps_waiting(samples, 2))
-    found = Pace(auto).see(1000.0, perhaps_waiting(samples, 2))
+    pace = Pace(auto)
+    for now_seconds, step, still_seconds in ((996.0, 1, 0.0), (1000.0, 50, 200.0)):
+        samples = [
+            Sample(n, "n1", 7, step=step, met=True, script=True, phase=Phase.FORWARD, still_seconds=still_seconds)
+            for n in (0, 1)
+        ]
+        found = pace.see(now_seconds, perhaps_waiting(samples, 2))
     assert found is not None and (found.kind, found.window_seconds) == ("warn", 300.0)
