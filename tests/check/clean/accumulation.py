@@ -1,4 +1,4 @@
-"""Gradient accumulation under DDP: `no_sync` on all micro-batches but the last, the last window divided by its length."""
+"""Gradient accumulation: `no_sync` on all micro-batches but the last; the last window is divided by its length."""
 
 from contextlib import nullcontext
 

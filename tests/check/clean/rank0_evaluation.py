@@ -1,4 +1,4 @@
-"""A CNN with batch norm, after PyTorch's MNIST example; rank 0 evaluates on the whole test set while the others wait."""
+"""A CNN with batch norm, after PyTorch's MNIST example; rank 0 evaluates on the whole test set, the others wait."""
 
 import argparse
 
