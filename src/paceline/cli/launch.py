@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 import tyro
 from msgspec.structs import replace
 
+from paceline.cli.check import checked_job, told_findings
 from paceline.cli.elsewhere import placed_job, planned_job, show, start, taken_run_dir, with_submit_dir
 from paceline.cli.flags import check_positive, nproc_auto, threads_of, usable_gpus
 from paceline.cli.torchrun import Typed, ignored, our_words, read_words, script_words, torchrun_command
@@ -56,6 +57,8 @@ class ScriptConfig:
     on_drift: Literal["stop", "warn"] = "stop"
     """where replicas drift apart, gradients are not finite, or collectives come in another order on a rank: end the run
     with its exit code, or only say so"""
+    check: bool = False
+    """run a few dozen steps only, then tell what the script does right and wrong, and what to type instead"""
 
 
 @dataclass(frozen=True)
@@ -94,6 +97,8 @@ def main(arguments: Sequence[str]) -> int:
     cluster, run_dir, log_dir = options.cluster, options.script.run_dir, typed.value("--log-dir")
     if run_dir is None and log_dir is not None:
         run_dir = new_run_dir(job.name, Path(log_dir))
+    if options.script.check:
+        job = checked_job(job, cluster, words)
     if cluster.dry_run:
         return show(cluster, planned_job(job, run_dir, job.name))
     here, code = cluster.on == "local" and not cluster.detach, ExitCode.DONE
@@ -102,6 +107,8 @@ def main(arguments: Sequence[str]) -> int:
         if here:
             attempt_dir = create_attempt_dir(run_dir)[1]
             code = run(local(replace(job, attempt_dir=attempt_dir)), attempt_dir, keep_open=[lock])
+            if options.script.check:
+                code = told_findings(attempt_dir, job, code)
         else:
             job = with_submit_dir(job)  # while it is locked: a refused start must not look like the active run
     if not here:

@@ -36,7 +36,9 @@ def when_imported(name: str, then: Callable[..., None]) -> None:
     module = sys.modules.get(name)
     if module is not None:
         then(late=True)
-    elif not any(isinstance(finder, _Finder) and finder.name == name for finder in sys.meta_path):
+    elif not any(
+        isinstance(finder, _Finder) and (finder.name, finder.then) == (name, then) for finder in sys.meta_path
+    ):
         sys.meta_path.insert(0, _Finder(name, then))
 
 
@@ -44,7 +46,7 @@ class _Finder(MetaPathFinder):
     """Finds what the others find, and has `then` called after it is executed; once."""
 
     def __init__(self, name: str, then: Callable[..., None]) -> None:
-        self.name, self._then = name, then
+        self.name, self.then = name, then
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None, /
@@ -62,7 +64,7 @@ class _Finder(MetaPathFinder):
         def exec_module(module: ModuleType) -> None:
             own.pop("exec_module", None)
             execute(module)
-            self._then(late=False)
+            self.then(late=False)
 
         own["exec_module"] = exec_module
         return spec

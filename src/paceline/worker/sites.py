@@ -6,6 +6,7 @@ for them: `torch/distributed/...`, `paceline/train/step.py`, `python3.11/threadi
 last parts.
 """
 
+import sys
 import sysconfig
 from enum import IntEnum
 from functools import cache
@@ -120,3 +121,9 @@ def frame_of(frame: FrameType) -> Frame:
     """The record of a running frame, its file called as everywhere."""
     file = frame.f_code.co_filename
     return Frame(short(file), frame.f_lineno, frame.f_code.co_name, owner(file) is LIBRARY)
+
+
+def user_site() -> str:
+    """The line of the user's program that has called this, through whatever frameworks; empty where there is none."""
+    frame = site_frame(sys._getframe(1))  # pyright: ignore[reportPrivateUsage]
+    return site_words(frame_of(frame)) if frame is not None else ""

@@ -1,0 +1,70 @@
+"""`paceline launch --check`: a script runs for some epochs that are cut short, then what it does wrong is told."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+from msgspec.structs import replace
+
+from paceline.config import ClusterConfig
+from paceline.contract.birth import BOOTSTRAP
+from paceline.contract.facts import EPOCHS, WHOLE, Facts, facts_file
+from paceline.disk import reading, writing
+from paceline.errors import ExitCode, UsageError
+from paceline.launch.job import Job
+from paceline.observe.terminal import clean, say
+from paceline.verify.finding import Finding
+from paceline.verify.script_page import counted, judged, page
+
+CHECKED = "paceline.worker.checked"
+FINDINGS = "check.json"
+MAX_FACTS_BYTES = 64 << 20
+
+
+def checked_job(job: Job, cluster: ClusterConfig, words: Sequence[str]) -> Job:
+    """The job with workers that write down what their script does.
+
+    Raises:
+        UsageError: where this cannot be done.
+    """
+    asked = {
+        f"--on {cluster.on}": cluster.on != "local",
+        "--detach": cluster.detach,
+        "--dry-run": cluster.dry_run,
+        "--max-restarts": job.max_restarts > 0,
+    }
+    if said := [flag for flag, is_asked in asked.items() if is_asked]:
+        raise UsageError(f"--check runs a script here, once, and tells what it saw: leave out {' and '.join(said)}")
+    if BOOTSTRAP not in job.argv:
+        raise UsageError(f"--check sees into Python scripts only, not into {words[0]}: name the .py file, or -m MODULE")
+    if job.nproc < 2:
+        raise UsageError("--check compares ranks, and --nproc is 1: type --nproc 2, or as many as you train on")
+    say(
+        f"--check runs {' '.join(words[:2]) if words[0] == '-m' else words[0]} as it is, but for its epochs: {EPOCHS} of "
+        f"{WHOLE} to {2 * WHOLE - 1} batches, later ones of 1. What it saves replaces what is there"
+    )
+    return replace(job, argv=tuple(CHECKED if word == BOOTSTRAP else word for word in job.argv))
+
+
+def told_findings(attempt_dir: Path, job: Job, code: int) -> int:
+    """Print the page, leave the findings in the attempt's folder; the exit code: the script's own, or 1 for findings."""
+    ranks: list[Facts] = []
+    for rank in range(job.nproc):
+        try:
+            ranks.append(reading.decode(attempt_dir / facts_file(rank), Facts, limit_bytes=MAX_FACTS_BYTES))
+        except OSError as error:
+            say(f"nothing is known of rank {rank}: {error}")
+    if len(ranks) < job.nproc or not any(facts.steps or facts.loaders for facts in ranks):
+        say("--check has seen no training: no step of a torch optimizer, no DataLoader")
+        return code or ExitCode.FAILED
+    findings = judged(ranks)
+    writing.replace(attempt_dir / FINDINGS, msgspec.json.encode(findings))
+    print(clean(page(job.name, ranks, findings)), flush=True)
+    if code:
+        say(f"the script has ended with exit code {code}: what comes after that is not checked")
+    return code or (ExitCode.FAILED if counted(findings) else ExitCode.DONE)
+
+
+def findings_of(attempt_dir: Path) -> list[Finding]:
+    """What was told of a start."""
+    return reading.decode(attempt_dir / FINDINGS, list[Finding])

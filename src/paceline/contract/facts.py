@@ -1,0 +1,141 @@
+"""What `launch --check` writes down of one rank's script: facts only, a file for each rank; `verify.rules` judges them.
+
+A digest is a short hash of a tensor's bytes, empty where it says nothing: all elements are equal, or it cannot be had.
+Places are the user's own lines, "train.py:40 in main".
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+EPOCHS = 2  # that are looked at; the later ones are cut to one batch each
+WHOLE = 24  # an epoch has so many batches and those that are left over of as many: windows end as they do in the whole
+MAX_INDICES, MAX_DIGESTS = 5000, 32
+
+
+def kept_batches(batches: int) -> int:
+    """How many batches of an epoch of so many are computed: accumulation windows of 2, 3, 4, 6, 8, 12 end as before."""
+    return min(batches, WHOLE + batches % WHOLE)
+
+
+def facts_file(rank: int) -> str:
+    """Its name, in the attempt's folder."""
+    return f"facts-{rank}.json"
+
+
+class Pass(msgspec.Struct):
+    """One way through a loader."""
+
+    indices: list[int] = []  # in the order of the sampler, also those that were passed over; the first MAX_INDICES
+    drawn: int = 0  # how many indices there were
+    leaves: list[list[str]] = []  # of the first batches: the digest of each tensor in it
+    sizes: list[int] = []  # samples in each batch that the script got
+    trains: bool = False
+    seconds: float = 0.0
+    summed: bool = False  # values of ranks were brought together before the script went on training
+    printed: bool = False
+    ended: bool = False
+
+
+class Loader(msgspec.Struct):
+    """A DataLoader."""
+
+    site: str  # where it is gone through
+    made: str
+    sampler: str
+    shuffles: bool | None  # None: unknown
+    samples: int  # in the data set; -1: unknown
+    batches: int  # of a whole epoch; -1: unknown
+    batch_size: int
+    workers: int
+    probes: list[list[str]] = []  # of a few samples of the data set: the digest of each tensor in it
+    random: dict[str, str] = {}  # generators that fetching a batch used -> the digest of their state before
+    passes: list[Pass] = []
+
+    @property
+    def training(self) -> list[Pass]:
+        """The epochs in which it was trained on."""
+        return [one for one in self.passes if one.trains]
+
+
+class Step(msgspec.Struct):
+    """An optimizer's step."""
+
+    optimizer: int  # in the order of their first steps
+    site: str
+    loader: int = -1  # which one gave the batch
+    epoch: int = 0
+    gradients: str = ""
+    parameters: str = ""  # before its first step
+    shapes: str = ""
+    backwards: int = 0  # since its last step
+    backward_site: str = ""
+    factors: list[float] = []  # constants by which the last loss was multiplied or divided
+    forwards: int = 0  # of replicas, since its last step
+    synced: int = 0  # those of them after which gradients are reduced
+    learning_rate: float = 0.0
+
+
+class Dropped(msgspec.Struct):
+    """Gradients that were cleared, or left over, when an epoch began: of so many backwards."""
+
+    optimizer: int
+    loader: int
+    epoch: int
+    backwards: int
+    cleared: bool
+
+
+class Counted(msgspec.Struct):
+    """A loss that is a mean over those elements that are not padding."""
+
+    site: str
+    counts: list[int] = []
+    sizes: list[int] = []
+
+
+class Replica(msgspec.Struct):
+    """A DistributedDataParallel."""
+
+    site: str
+    by_library: bool
+    find_unused: bool
+    looked: int = 0  # forwards after which it was looked for unused parameters
+    unused: int = 0  # the most of them
+    past_site: str = ""  # where the model within was trained, past DDP
+    no_sync_site: str = ""
+    buffers: list[str] = []  # their digest, at each evaluation
+    evaluation_site: str = ""
+    joined: bool = False
+    inputs: list[list[str]] = []  # as Pass.leaves
+
+
+class Placed(msgspec.Struct):
+    """A file that was written, or read by torch.load: its path, and the line."""
+
+    path: str
+    site: str
+    devices: list[int] = []  # GPUs that its tensors were loaded to
+    own_device: int = -1
+
+
+class Facts(msgspec.Struct):
+    """All of a rank."""
+
+    rank: int
+    world: int
+    local_world: int
+    host: str
+    cores: int
+    threads: int = 0
+    threads_site: str = ""
+    ended: bool = False
+    gathers_for_metrics: bool = False  # Accelerate's, which drops what was padded
+    seeds: dict[str, str] = {}  # generator -> the line that has seeded it last
+    loaders: list[Loader] = []
+    steps: list[Step] = []
+    dropped: list[Dropped] = []
+    losses: list[Counted] = []
+    replicas: list[Replica] = []
+    written: list[Placed] = []
+    loaded: list[Placed] = []

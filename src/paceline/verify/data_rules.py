@@ -1,0 +1,197 @@
+"""The pitfalls of data and of evaluation, as pure rules: what all ranks saw -> what is wrong with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from paceline.contract.facts import EPOCHS, Facts, Pass
+from paceline.verify.finding import Finding, Loaders, differs, loaders_of, ranks_named, same_leaf
+
+FEW, SHOWN = 8, 6  # samples: of fewer an order says nothing
+MOST_SHARED = 0.1  # of a rank's samples that others have, too; what pads a last batch is less, or a batch
+REPEATED = 0.05  # a sampler that draws so many twice draws with replacement
+COSTLY, COSTLY_SECONDS = 0.2, 1.0  # of an epoch
+LITTLE = 0.05  # a difference in what losses are divided by
+SHARE = "Subset(data, range(rank, len(data), world_size))"
+
+
+def data_findings(ranks: Sequence[Facts]) -> Iterator[Finding]:
+    """All of them."""
+    joined = any(replica.joined for facts in ranks for replica in facts.replicas)
+    trained = False
+    for loaders in loaders_of(ranks):
+        if len(loaders) > 1 and all(loader.training for loader in loaders.values()):
+            trained = True
+            shares = [*_shares(loaders)]
+            yield from shares
+            if not any(one.level == "wrong" for one in shares):
+                yield from _augmentation(ranks, loaders)
+            yield from _order(loaders)
+            if not joined:
+                yield from _lengths(loaders)
+        elif not any(loader.training for loader in loaders.values()):
+            yield from _evaluation(ranks, loaders)
+    if not trained and not any(facts.loaders for facts in ranks):
+        yield from _inputs(ranks)
+    yield from _padding(ranks)
+
+
+def _first(loaders: Loaders) -> dict[int, Pass]:
+    return {rank: loader.training[0] for rank, loader in loaders.items()}
+
+
+def _shared(passes: Sequence[Pass]) -> float:
+    """Which part of a rank's indices other ranks have drawn, too."""
+    sets = [set(one.indices) for one in passes]
+    return max((len(a & b) / max(1, min(len(a), len(b))) for n, a in enumerate(sets) for b in sets[:n]), default=0.0)
+
+
+def _same_data(loaders: Loaders) -> bool:
+    return same_leaf(loader.probes for loader in loaders.values())
+
+
+def _shares(loaders: Loaders) -> Iterator[Finding]:
+    one, passes = next(iter(loaders.values())), _first(loaders)
+    distributed = "istributed" in one.sampler
+    do = "DataLoader(..., sampler=DistributedSampler(data)), without shuffle=True"
+    if distributed:
+        do = "DistributedSampler(data) with its own num_replicas and rank, and one seed on all ranks"
+    of_all = [seen.indices for seen in passes.values()]
+    indexed = all(of_all) and all(loader.probes for loader in loaders.values())
+    if not indexed:
+        if all(len(seen.leaves) > 1 for seen in passes.values()) and same_leaf(p.leaves for p in passes.values()):
+            do = "let each rank read its own share: itertools.islice(samples, rank, None, world_size)"
+            words = "all ranks train on the same batches"
+            yield Finding("same batches", "wrong", words, one.made, do, "their contents are equal, batch by batch")
+        return
+    if not _same_data(loaders):
+        yield Finding("same batches", "right", "every rank has data of its own", one.made)
+        return
+    shared = _shared([*passes.values()])
+    repeats = max(1 - len(set(indices)) / len(indices) for indices in of_all)
+    allowed = MOST_SHARED + len(loaders) * max(1, one.batch_size) / max(1, one.samples)
+    drew = ", ".join(map(str, of_all[0][:SHOWN]))
+    if not differs(map(tuple, of_all)) and len(of_all[0]) > 1:
+        seen = f"{ranks_named(loaders)} drew samples {drew}, ... in epoch 1"
+        yield Finding("same batches", "wrong", "all ranks train on the same batches", one.made, do, seen)
+    elif shared > allowed and repeats < REPEATED:
+        words = "ranks do not share the samples among them: each draws from all of them"
+        seen = f"a rank has {shared:.0%} of its samples in common with another one in epoch 1"
+        yield Finding("same batches", "wrong", words, one.made, do, seen)
+    else:
+        yield Finding("same batches", "right", "every rank has its own samples of the data", one.made)
+
+
+def _order(loaders: Loaders) -> Iterator[Finding]:
+    one = next(iter(loaders.values()))
+    first, second = [*one.training, Pass(), Pass()][:2]
+    if min(len(first.indices), len(second.indices)) < FEW or one.shuffles is False:
+        return
+    if first.indices == second.indices and first.indices != sorted(first.indices):
+        seen = f"both epochs begin with samples {', '.join(map(str, first.indices[:SHOWN]))}"
+        words = "every epoch has the same order"
+        do = "sampler.set_epoch(epoch), in front of this loop"
+        yield Finding("same order", "wrong", words, one.site, do, seen)
+    elif first.indices != second.indices:
+        yield Finding("same order", "right", "every epoch has an order of its own", one.site)
+
+
+def _augmentation(ranks: Sequence[Facts], loaders: Loaders) -> Iterator[Finding]:
+    one = next(iter(loaders.values()))
+    if one.batches < 0:
+        return  # streams may draw alike on purpose, and take their share of what they drew
+    used = set[str].intersection(*(set(loader.random) for loader in loaders.values()))
+    same = sorted(name for name in used if not differs(loader.random[name] for loader in loaders.values()))
+    if same:
+        seeded = ranks[0].seeds.get(same[0], "")
+        do = f"{'torch.manual_seed' if same[0] == 'torch' else same[0] + '.seed'}(seed + rank), after the model is made"
+        words = "all ranks draw the same random numbers for their samples (the same augmentation)"
+        seen = f"fetching a batch uses {', '.join(same)}, whose state is the same on {ranks_named(loaders)}"
+        yield Finding("same augmentation", "wrong", words, seeded or one.site, do, seen)
+    elif used:
+        yield Finding("same augmentation", "right", "every rank has random numbers of its own for its data", one.site)
+
+
+def _lengths(loaders: Loaders) -> Iterator[Finding]:
+    one, passes = next(iter(loaders.values())), _first(loaders)
+    told = ", ".join(f"rank {rank}: {loader.batches}" for rank, loader in loaders.items())
+    if differs(loader.batches for loader in loaders.values()):
+        words = "ranks have different numbers of batches: at the end some wait for others for ever"
+        do = f"DistributedSampler, which pads; or `with Join([model]):` around the loop at {one.site}"
+        yield Finding("uneven steps", "wrong", words, one.made, do, told)
+        return
+    sizes = [*zip(*(seen.sizes for seen in passes.values()), strict=False)]
+    odd = next((k for k, many in enumerate(sizes) if differs(many)), None)
+    if odd is not None:
+        words = "ranks average over unequal shares: DDP's mean of their means weighs samples unequally"
+        do = "DataLoader(..., drop_last=True), or loss.sum() * world_size / samples of all ranks"
+        told = ", ".join(f"rank {rank}: {size}" for rank, size in zip(passes, sizes[odd], strict=True))
+        yield Finding("unequal shares", "wrong", words, one.made, do, f"samples in batch {odd + 1}: {told}")
+
+
+def _evaluation(ranks: Sequence[Facts], loaders: Loaders) -> Iterator[Finding]:
+    one = next(iter(loaders.values()))
+    looked = {rank: loader.passes[:EPOCHS] for rank, loader in loaders.items() if loader.passes}
+    if len(looked) == 1 and len(ranks) > 1:
+        training = [loader for loader in ranks[0].loaders if loader.training and loader.training[0].seconds]
+        alone = _seconds(next(iter(looked.values()))[0], one.batches)
+        epoch = sum(_seconds(loader.training[0], loader.batches) for loader in training)
+        words = f"{ranks_named(looked)} evaluates alone"
+        if training and alone >= COSTLY_SECONDS and alone >= COSTLY * epoch:
+            seen = f"about {alone:.1f} s beside {epoch:.1f} s of an epoch, in which the others wait"
+            do = f"DataLoader({SHARE}, ...) on all ranks, and dist.all_reduce of the counts"
+            yield Finding("evaluation alone", "costs", words + ", and the others wait", one.site, do, seen)
+        elif training:
+            yield Finding("evaluation alone", "right", words + ", which costs little", one.site)
+    if len(looked) < 2 or not _same_data(loaders) or one.samples < 0:
+        return
+    passes = [seen for of_rank in looked.values() for seen in of_rank]
+    drawn = sum(of_rank[0].drawn for of_rank in looked.values())
+    if _shared([of_rank[0] for of_rank in looked.values()]) > 1 / 2:
+        yield Finding(
+            "evaluation shared", "note", "all ranks evaluate the whole of the data, each for itself", one.site
+        )
+    elif not any(seen.summed for seen in passes):
+        printing = [rank for rank, of_rank in looked.items() if any(seen.printed for seen in of_rank)]
+        if len(printing) == 1:
+            words = f"{ranks_named(printing)} tells a score of its own share only"
+            do = "dist.all_reduce(counts) before it is divided and printed"
+            seen = "each rank evaluates a share, and no collective brings the results together"
+            yield Finding("score of a share", "wrong", words, one.site, do, seen)
+    elif drawn > one.samples and not any(facts.gathers_for_metrics for facts in ranks):
+        words = "the score counts samples twice: the sampler pads the shares to one length"
+        do = f"DataLoader({SHARE}, ...): shares without padding"
+        seen = f"ranks evaluate {drawn} samples of {one.samples}"
+        yield Finding("padded score", "wrong", words, one.made, do, seen)
+    else:
+        yield Finding("padded score", "right", "evaluation counts each sample once", one.site)
+
+
+def _seconds(seen: Pass, batches: int) -> float:
+    """How long the whole would take."""
+    return seen.seconds * max(1.0, batches / max(1, len(seen.sizes)))
+
+
+def _inputs(ranks: Sequence[Facts]) -> Iterator[Finding]:
+    of_ranks = [facts.replicas[0].inputs for facts in ranks if facts.replicas]
+    if len(of_ranks) > 1 and all(len(one) > 1 for one in of_ranks) and same_leaf(of_ranks):
+        site = ranks[0].steps[0].backward_site if ranks[0].steps else ranks[0].replicas[0].site
+        do = "give each rank a share of its own: x[rank::world_size]"
+        words = "all ranks train on the same batches"
+        yield Finding("same batches", "wrong", words, site, do, "what goes into the model is equal on all ranks")
+    elif len(of_ranks) > 1 and all(of_ranks):
+        yield Finding("same batches", "right", "every rank has inputs of its own", ranks[0].replicas[0].site)
+
+
+def _padding(ranks: Sequence[Facts]) -> Iterator[Finding]:
+    for loss in ranks[0].losses:
+        others = [one for facts in ranks for one in facts.losses if one.site == loss.site]
+        if len(others) < len(ranks) or not any(c < s for o in others for c, s in zip(o.counts, o.sizes, strict=True)):
+            continue
+        counts = [*zip(*(one.counts for one in others), strict=False)]
+        worst = max(counts, key=lambda many: (max(many) - min(many)) / max(1, *many), default=())
+        if worst and max(worst) - min(worst) > LITTLE * max(worst):
+            words = "the loss is a mean over unequal counts: padding is left out of it on each rank for itself"
+            do = 'reduction="sum", times world_size, divided by the dist.all_reduce of (target != ignore_index).sum()'
+            told = ", ".join(f"{facts.rank}: {count}" for facts, count in zip(ranks, worst, strict=True))
+            yield Finding("mean over padding", "wrong", words, loss.site, do, f"elements that count, by rank {told}")

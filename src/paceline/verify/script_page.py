@@ -1,0 +1,50 @@
+"""The page of `launch --check`: what a script does wrong, with its line and what to type, and what it does right."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+
+import msgspec
+
+from paceline.contract.facts import Facts
+from paceline.verify.data_rules import data_findings
+from paceline.verify.finding import LEVELS, Finding
+from paceline.verify.step_rules import step_findings
+
+WIDTH = 110
+
+
+def judged(ranks: Sequence[Facts]) -> list[Finding]:
+    """All findings, what is wrong first, each once."""
+    found = {(one.rule, one.level, one.site): one for one in (*data_findings(ranks), *step_findings(ranks))}
+    wrong = {one.rule for one in found.values() if one.level == "wrong"}
+    # DDP sends buffers only after a forward that it has reduced: what is wrong with that comes first
+    follows = {"batch norm"} if wrong & {"gradients", "last window"} else set[str]()
+    told = [msgspec.structs.replace(one, level="note") if one.rule in follows else one for one in found.values()]
+    return sorted(told, key=lambda one: LEVELS.index(one.level))
+
+
+def counted(findings: Sequence[Finding]) -> int:
+    """How many of them count."""
+    return sum(one.level in ("wrong", "costs") for one in findings)
+
+
+def page(script: str, ranks: Sequence[Facts], findings: Sequence[Finding]) -> str:
+    """In words."""
+    number = {level: sum(one.level == level for one in findings) for level in LEVELS}
+    steps = max((len(facts.steps) for facts in ranks), default=0)
+    found = f"{number['wrong']} wrong, {number['costs']} slower than need be" if counted(findings) else "nothing wrong"
+    lines = [f"CHECK {script}, {ranks[0].world} ranks, {steps} steps: {found}"]
+    for one in findings:
+        if one.level == "right":
+            lines.append(f"right  {one.words}" + (f" ({one.site})" if one.site else ""))
+            continue
+        lines += ["", f"{one.level.upper():6} {one.words}"]
+        for label, words in (("at", one.site), ("seen", one.seen), ("type", one.type_instead)):
+            if words:
+                lines += textwrap.wrap(f"{label}: {words}", WIDTH, initial_indent=" " * 7, subsequent_indent=" " * 9)
+    first_right = next((n for n, line in enumerate(lines) if line.startswith("right")), None)
+    if first_right is not None:
+        lines.insert(first_right, "")
+    return "\n".join(lines)

@@ -1,0 +1,207 @@
+"""What `--check` sees of DataLoaders; and how it shortens their epochs, so that a script is through in a minute."""
+
+from __future__ import annotations
+
+import mmap
+import random
+import sys
+import time
+import weakref
+from collections.abc import Iterator
+from functools import wraps
+from itertools import islice
+from typing import Any
+
+from paceline.contract.facts import EPOCHS, MAX_DIGESTS, MAX_INDICES, Facts, Loader, Pass, kept_batches
+from paceline.worker.probes.digests import leading, leaf_digests, random_states
+from paceline.worker.probes.hooks import Events
+from paceline.worker.sites import user_site
+
+MAX_PASSED_OVER = 100_000  # batches: of more the last one is not waited for
+MAX_PASSES = 20  # a script that goes on longer is ended
+PROBES, SLOTS, DIGEST_BYTES = 6, 64, 16
+GENERATORS = ("torch", "random", "numpy")
+
+
+class Cut:
+    """A sampler's draws: the first of them, and its last, so that what is odd at the end of an epoch is there."""
+
+    def __init__(self, draws: Iterator[Any], batches: int, kept: int, seen: Pass) -> None:
+        self._draws, self._left, self._over, self._seen = draws, kept, batches - kept, seen
+
+    def __iter__(self) -> Cut:
+        return self
+
+    def __next__(self) -> Any:
+        if self._left == 0:
+            raise StopIteration
+        drawn = self._drawn()
+        self._left -= 1
+        if self._left == 0:
+            for _ in range(min(self._over, MAX_PASSED_OVER)):
+                try:
+                    drawn = self._drawn()
+                except StopIteration:
+                    break
+        return drawn
+
+    def _drawn(self) -> Any:
+        drawn = next(self._draws)
+        indices: list[Any] = [*drawn] if isinstance(drawn, (list, tuple)) else [drawn]
+        self._seen.drawn += len(indices)
+        room = MAX_INDICES - len(self._seen.indices)
+        self._seen.indices += [int(index) for index in islice(indices, max(0, room)) if isinstance(index, int)]
+        return drawn
+
+
+class Loading(Events):
+    """Of one process; `fed` is the loader that gave the last batch, and where in it that was."""
+
+    def __init__(self, facts: Facts) -> None:
+        self._facts = facts
+        self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._live: dict[int, Any] = {}  # data sets, by the numbers of their loaders
+        self._began: dict[int, float] = {}
+        self._states = mmap.mmap(
+            -1, SLOTS * len(GENERATORS) * DIGEST_BYTES
+        )  # loader processes are forks: they share it
+        self.fed = -1
+
+    def install(self) -> None:
+        """Shorten what loaders draw, and see which random numbers they use."""
+        dataloader: Any = sys.modules["torch.utils.data.dataloader"]
+        fetchers: Any = sys.modules["torch.utils.data._utils.fetch"]
+        base, loader = dataloader._BaseDataLoaderIter, dataloader.DataLoader
+        next_index, length, make = base._next_index, loader.__len__, loader.__init__
+
+        @wraps(next_index)
+        def drawn(batches: Any) -> Any:
+            if not isinstance(batches._sampler_iter, Cut) and batches._dataset_kind == dataloader._DatasetKind.Map:
+                number, kept = self._numbers.get(batches.of_loader(), -1), -1
+                if number >= 0 and (whole := self._facts.loaders[number].batches) >= 0:
+                    seen = self._facts.loaders[number].passes
+                    kept = kept_batches(whole) if len(seen) <= EPOCHS else min(1, whole)
+                    batches._sampler_iter = Cut(batches._sampler_iter, whole, kept, seen[-1])
+            return next_index(batches)
+
+        def shortened(self: Any) -> int:
+            whole = length(self)
+            return whole if self._dataset_kind == dataloader._DatasetKind.Iterable else kept_batches(whole)
+
+        @wraps(make)
+        def made(self: Any, *args: Any, **kwargs: Any) -> None:
+            make(self, *args, **kwargs)
+            self.made_at = user_site()
+
+        base._next_index, loader.__len__, loader.whole_length, loader.__init__ = drawn, shortened, length, made
+        for fetcher in (fetchers._MapDatasetFetcher, fetchers._IterableDatasetFetcher):
+            fetcher.fetch = self._watched(fetcher.fetch)
+
+    def epoch_begins(self, batches: Any) -> None:
+        """One more pass."""
+        loader = batches.of_loader()
+        if loader not in self._numbers:
+            self._numbers[loader] = len(self._facts.loaders)
+            self._live[len(self._facts.loaders)] = loader.dataset
+            self._facts.loaders.append(_described(loader))
+        number = self._numbers[loader]
+        record = self._facts.loaders[number]
+        if record.training and len(record.passes) >= MAX_PASSES:
+            raise SystemExit(0)
+        record.passes.append(Pass())
+        self._began[number] = time.monotonic()
+
+    def batch_given(self, batches: Any, batch: Any) -> None:
+        """What is in it."""
+        self.fed = self._numbers.get(batches.of_loader(), -1)
+        seen = self._facts.loaders[self.fed].passes[-1]
+        seen.sizes.append(leading(batch))
+        if len(seen.leaves) < MAX_DIGESTS and len(self._facts.loaders[self.fed].passes) <= EPOCHS:
+            seen.leaves.append(leaf_digests(batch))
+
+    def epoch_ended(self, batches: Any) -> None:
+        """How long it took."""
+        number = self._numbers.get(batches.of_loader(), -1)
+        seen = self._facts.loaders[number].passes[-1]
+        seen.ended, seen.seconds = True, time.monotonic() - self._began[number]
+
+    def finish(self) -> None:
+        """At the end: a look at a few samples, by which ranks' data are told apart; which generators were used."""
+        for number, data in self._live.items():
+            record = self._facts.loaders[number]
+            try:
+                if record.batches >= 0 and not record.probes:
+                    record.probes = _probed(data, record.samples)
+            except Exception:
+                record.probes = []
+            if number < SLOTS:
+                for slot, name in enumerate(GENERATORS):
+                    at = (number * len(GENERATORS) + slot) * DIGEST_BYTES
+                    if state := self._states[at : at + DIGEST_BYTES].strip(b"\0"):
+                        record.random[name] = state.decode()
+
+    def _watched(self, fetch: Any) -> Any:
+        @wraps(fetch)
+        def fetched(fetcher: Any, indices: Any) -> Any:
+            number = next((n for n, data in self._live.items() if data is fetcher.dataset), SLOTS)
+            worker = sys.modules["torch.utils.data"].get_worker_info()
+            if number >= SLOTS or (worker is not None and worker.id):
+                return fetch(fetcher, indices)
+            before = random_states()
+            batch = fetch(fetcher, indices)
+            for name, state in random_states().items():
+                at = (number * len(GENERATORS) + GENERATORS.index(name)) * DIGEST_BYTES
+                if before.get(name, state) != state and not self._states[at]:
+                    self._states[at : at + DIGEST_BYTES] = before[name].encode()
+            return batch
+
+        return fetched
+
+
+def _described(loader: Any) -> Loader:
+    inner = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
+    chain = [inner, getattr(inner, "batch_sampler", None), getattr(inner, "sampler", None), loader.sampler]
+    chain += [getattr(chain[1], "sampler", None)]
+    names = [type(one).__name__ for one in chain if one is not None]
+    sampler = next((name for name in names if "istributed" in name or name.startswith("BatchSamplerShard")), "")
+    plain = next((name for name in reversed(names) if name != "BatchSampler"), "")
+    told = next((told for one in chain if isinstance(told := getattr(one, "shuffle", None), bool)), None)
+    shuffles = False if "SequentialSampler" in names else True if "RandomSampler" in names else told
+    return Loader(
+        site=user_site(),
+        made=getattr(loader, "made_at", ""),
+        sampler=sampler or plain,
+        shuffles=shuffles,
+        samples=_length(len, loader.dataset),
+        batches=-1 if loader._dataset_kind else _length(loader.whole_length),
+        batch_size=getattr(loader, "batch_size", None) or getattr(inner, "batch_size", None) or 0,
+        workers=loader.num_workers,
+    )
+
+
+def _length(asked: Any, *of: Any) -> int:
+    try:
+        return int(asked(*of))
+    except (TypeError, NotImplementedError):
+        return -1
+
+
+def _probed(data: Any, samples: int) -> list[list[str]]:
+    """A few samples as every rank would see them: with random generators in one state, which is put back."""
+    torch: Any = sys.modules["torch"]
+    numpy: Any = sys.modules.get("numpy.random")
+    states = torch.get_rng_state(), random.getstate(), numpy.get_state() if numpy else None
+    try:
+        found: list[list[str]] = []
+        for index in sorted({samples * k // PROBES for k in range(PROBES)}) if samples > 0 else ():
+            torch.default_generator.manual_seed(0)
+            random.seed(0)
+            if numpy:
+                numpy.seed(0)
+            found.append(leaf_digests(data[index]))
+        return found
+    finally:
+        torch.set_rng_state(states[0])
+        random.setstate(states[1])
+        if numpy:
+            numpy.set_state(states[2])

@@ -1,0 +1,211 @@
+"""What `--check` sees of replicas, backwards and optimizers' steps."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections import defaultdict
+from functools import wraps
+from typing import Any
+
+from paceline.contract.facts import MAX_DIGESTS, Dropped, Facts, Replica, Step
+from paceline.worker.probes.digests import digest_of, leaf_digests
+from paceline.worker.probes.hooks import Events
+from paceline.worker.probes.loading import Loading
+from paceline.worker.sites import user_frame, user_site
+
+MAX_STEPS = 100  # after which a script without epochs is ended
+MAX_RECORDS = 400
+LOOKS, MAX_FACTORS = 16, 4
+
+
+class Seeing(Events):
+    """Of one process."""
+
+    def __init__(self, facts: Facts, loading: Loading) -> None:
+        self._facts, self._loading = facts, loading
+        self._replicas: dict[int, Replica] = {}
+        self._optimizers: list[Any] = []
+        self._depth = 0  # of steps: one may call another, or go backward in a closure
+        self._inside = 0  # replicas that are going forward
+        self._pending: defaultdict[int, int] = defaultdict(int)  # backwards, by optimizer, since its last step
+        self._forwards, self._synced = 0, 0  # since any step
+        self._backward_site, self._factors = "", list[float]()
+        self._at = (-1, -1)  # loader and pass of the last backward
+
+    def install(self) -> None:
+        """See where `no_sync` is used."""
+        replica: Any = sys.modules["torch.nn.parallel.distributed"].DistributedDataParallel
+        no_sync = replica.no_sync
+
+        @wraps(no_sync)
+        def noted(ddp: Any) -> Any:
+            if id(ddp) in self._replicas:
+                self._replicas[id(ddp)].no_sync_site = user_site()
+            return no_sync(ddp)
+
+        replica.no_sync = noted
+
+    def replica_made(self, ddp: Any) -> None:
+        """A replica; its model tells when it is called past it, and how it begins to evaluate."""
+        caller = sys._getframe(2)  # pyright: ignore[reportPrivateUsage]
+        while "/paceline/worker/" in caller.f_code.co_filename and caller.f_back is not None:
+            caller = caller.f_back
+        record = Replica(
+            site=user_site(),
+            by_library=user_frame(caller) is not caller or "-packages/" in caller.f_code.co_filename,
+            find_unused=bool(ddp.find_unused_parameters),
+        )
+        self._replicas[id(ddp)] = record
+        self._facts.replicas.append(record)
+        evaluated_at = [-1]
+
+        def called(module: Any, _: Any) -> None:
+            grad: bool = sys.modules["torch"].is_grad_enabled()
+            if module.training and grad and not self._inside:
+                record.past_site = record.past_site or user_site()
+            elif not module.training and evaluated_at[0] != len(self._facts.steps):
+                evaluated_at[0] = len(self._facts.steps)
+                buffers = [one for one in module.buffers() if one.is_floating_point()]
+                if buffers and len(record.buffers) < MAX_DIGESTS:
+                    record.buffers.append(digest_of(buffers))
+                    record.evaluation_site = user_site()
+
+        ddp.module.register_forward_pre_hook(called)
+
+    def forward_begins(self, ddp: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+        """What goes in, and whether gradients will be reduced."""
+        self._inside += 1
+        record = self._replicas.get(id(ddp))
+        if record is None or not sys.modules["torch"].is_grad_enabled() or not ddp.training:
+            return
+        joins: Any = getattr(ddp, "_join_config", None)
+        record.joined = record.joined or bool(joins is not None and joins.enable)
+        self._forwards += 1
+        self._synced += bool(ddp.require_backward_grad_sync)
+        if len(record.inputs) < MAX_DIGESTS:
+            record.inputs.append(leaf_digests([inputs, named]))
+
+    def forward_ended(self, ddp: Any, output: Any) -> None:
+        """Which parameters it has used."""
+        self._inside -= 1
+        record = self._replicas.get(id(ddp))
+        if record is None or not record.find_unused or record.looked >= LOOKS or not ddp.training:
+            return
+        used = _reached(_roots(output))
+        if used:
+            missing = sum(p.requires_grad and id(p) not in used for p in ddp.module.parameters())
+            record.looked, record.unused = record.looked + 1, max(record.unused, missing)
+
+    def raised(self, where: str, error: BaseException) -> None:
+        """A forward is over, too, when it fails."""
+        if where == "forward":
+            self._inside -= 1
+
+    def backward_begins(self, losses: Any) -> None:
+        """Of which batch, divided by what; and whether it begins with what an earlier epoch has left."""
+        if self._depth:
+            return
+        self._backward_site = user_site()
+        self._factors = _factors(losses)
+        fed = self._loading.fed
+        at = (fed, len(self._facts.loaders[fed].passes) if fed >= 0 else 0)
+        if fed >= 0:
+            self._facts.loaders[fed].passes[-1].trains = True
+        for number, optimizer in enumerate(self._optimizers):
+            if at != self._at and self._at[0] == fed and self._pending[number]:
+                cleared = not any(p.grad is not None and bool(p.grad.any()) for p in _parameters(optimizer))
+                self._facts.dropped.append(Dropped(number, *self._at, self._pending[number], cleared))
+                if cleared:
+                    self._pending[number] = 0
+            self._pending[number] += 1
+        self._pending[-1] += 1  # for an optimizer that has not stepped yet
+        self._at = at
+
+    def step_begins(self, optimizer: Any) -> None:
+        """With which gradients."""
+        self._depth += 1
+        if self._depth > 1:
+            return
+        known = next((n for n, one in enumerate(self._optimizers) if one is optimizer), None)
+        number = len(self._optimizers) if known is None else known
+        if known is None:
+            self._optimizers.append(optimizer)
+        if len(self._facts.steps) >= MAX_RECORDS:
+            return
+        parameters = _parameters(optimizer)
+        plain = not any(_is_sharded(p) for p in parameters)
+        step = Step(
+            optimizer=number,
+            site=user_site(),
+            loader=self._at[0],
+            epoch=self._at[1],
+            gradients=digest_of(p.grad for p in parameters) if plain else "",
+            backwards=self._pending.pop(-1, 0) if known is None else self._pending[number],
+            backward_site=self._backward_site,
+            factors=self._factors,
+            forwards=self._forwards,
+            synced=self._synced,
+            learning_rate=float(optimizer.param_groups[0].get("lr", 0.0)),
+        )
+        if known is None and plain:
+            step.parameters = digest_of(parameters)
+        step.shapes = digest_of([]) if not plain else str(hash(tuple(tuple(p.shape) for p in parameters)))
+        self._facts.steps.append(step)
+        self._pending[number] = 0
+
+    def step_ended(self, optimizer: Any) -> None:
+        """A script that has no epochs ends here at last."""
+        self._depth -= 1
+        if self._depth:
+            return
+        self._forwards = self._synced = 0
+        shortened = any(one.training and one.batches >= 0 for one in self._facts.loaders)
+        if not shortened and sum(step.optimizer == 0 for step in self._facts.steps) >= MAX_STEPS:
+            raise SystemExit(0)
+
+
+def _parameters(optimizer: Any) -> list[Any]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _is_sharded(parameter: Any) -> bool:
+    """Whether each rank holds a part of its own: of FSDP, or a DTensor."""
+    return any(hasattr(parameter, name) for name in ("_fsdp_flattened", "_is_flat_param", "device_mesh"))
+
+
+def _factors(losses: Any) -> list[float]:
+    """By which constants it was multiplied last, the reciprocals of those that it was divided by."""
+    found: list[float] = []
+    node = getattr(losses, "grad_fn", None)
+    while node is not None and len(found) < MAX_FACTORS and node.name() in ("DivBackward0", "MulBackward0"):
+        own, other = node._saved_self, node._saved_other
+        constant = other if own is None else own if other is None else None
+        if constant is None or constant.numel() != 1:
+            break
+        value = float(constant)
+        if value and math.isfinite(value):
+            found.append(1 / value if node.name() == "DivBackward0" else value)
+        node = next((following for following, _ in node.next_functions if following is not None), None)
+    return found
+
+
+def _roots(output: Any, depth: int = 0) -> list[Any]:
+    if getattr(output, "grad_fn", None) is not None:
+        return [output.grad_fn]
+    inner = output.values() if isinstance(output, dict) else output if isinstance(output, (list, tuple)) else ()
+    return [root for value in inner for root in _roots(value, depth + 1)] if depth < 4 else []
+
+
+def _reached(nodes: list[Any]) -> set[int]:
+    """The parameters from which an output was computed, by identity."""
+    seen, found = set[Any](), set[int]()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if (variable := getattr(node, "variable", None)) is not None:
+            found.add(id(variable))
+        nodes += [following for following, _ in node.next_functions]
+    return found

@@ -1,0 +1,190 @@
+"""A DDP script that does everything right, and with `--plant NAME` one thing wrong, at the line marked `plant: NAME`."""
+
+# A fault that is a line left out is marked where that line is missed.
+
+import argparse
+import time
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset, TensorDataset
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--plant", default="")
+parser.add_argument("--folder", type=Path, default=Path("."))
+parser.add_argument("--samples", type=int, default=400)
+args = parser.parse_args()
+plant = args.plant
+WINDOW, BATCH = 4, 8
+
+
+class Images(Dataset):
+    def __init__(self, count, seed):
+        generator = torch.Generator().manual_seed(seed)
+        self.x = torch.randn(count, 1, 8, 8, generator=generator)
+        self.y = torch.randint(5, (count,), generator=generator)
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, index):
+        x = self.x[index]
+        if plant.startswith("same augmentation"):
+            x = x + 0.1 * torch.randn_like(x)
+        return x, self.y[index]
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(1, 4, 3)
+        self.norm = nn.BatchNorm2d(4)
+        self.fc = nn.Linear(4 * 36, 5)
+
+    def forward(self, x):
+        return self.fc(torch.flatten(F.relu(self.norm(self.conv(x))), 1))
+
+
+dist.init_process_group("gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
+if plant == "threads":
+    torch.set_num_threads(4)  # plant: threads
+torch.manual_seed(rank if plant == "different start" else 0)  # plant: same augmentation
+data, held_out = Images(args.samples, 1), Images(61, 2)
+shared = Subset(held_out, range(rank, len(held_out), world))
+sampler = DistributedSampler(data)
+if plant == "same batches":
+    loader = DataLoader(data, BATCH, shuffle=True)  # plant: same batches
+elif plant == "own seeds":
+    sampler = DistributedSampler(data, seed=rank)
+    loader = DataLoader(data, BATCH, sampler=sampler)  # plant: own seeds
+elif plant == "uneven steps":
+    start = 0 if rank == 0 else 220
+    own = Subset(data, range(start, 220 if rank == 0 else len(data)))
+    loader = DataLoader(own, BATCH)  # plant: uneven steps
+elif plant == "unequal shares":
+    size = 8 if rank == 0 else 4
+    own = Subset(data, range(240) if rank == 0 else range(240, 360))
+    loader = DataLoader(own, size)  # plant: unequal shares
+elif plant == "same augmentation in workers":
+    loader = DataLoader(data, BATCH, sampler=sampler, num_workers=1)
+else:
+    loader = DataLoader(data, BATCH, sampler=sampler)
+test_loader = DataLoader(shared, 16)
+if plant == "padded score":
+    test_loader = DataLoader(held_out, 16, sampler=DistributedSampler(held_out))  # plant: padded score
+net = Net()
+if plant in ("not wrapped", "different start"):
+    model = net
+elif plant == "unused parameters":
+    model = DDP(net, find_unused_parameters=True)  # plant: unused parameters
+elif plant == "no init sync":
+    torch.manual_seed(rank)
+    model = DDP(Net(), init_sync=False)  # plant: no init sync
+else:
+    model = DDP(net)
+module = getattr(model, "module", model)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+
+def average():
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= world
+
+
+def train_epoch(epoch):
+    model.train()
+    if plant != "same order":
+        sampler.set_epoch(epoch)
+    for x, y in loader:  # plant: same order
+        optimizer.zero_grad()
+        if plant == "past DDP":
+            output = model.module(x)  # plant: past DDP
+        else:
+            output = model(x)
+        if plant == "mean over padding":
+            y = torch.where(torch.arange(len(y)) < 2 + 4 * rank, y, -100)
+            loss = F.cross_entropy(output, y)  # plant: mean over padding
+        else:
+            loss = F.cross_entropy(output, y)
+        loss.backward()
+        if plant == "different start":
+            average()
+        if plant == "own gradient" and rank == 1:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        optimizer.step()  # plant: not wrapped, own gradient, different start
+    print(f"rank {rank}: epoch {epoch} loss {loss.item():.3f}")
+
+
+def train_in_windows(epoch):
+    model.train()
+    sampler.set_epoch(epoch)
+    if plant != "last window carried":
+        optimizer.zero_grad()
+    for i, (x, y) in enumerate(loader):
+        window = min(WINDOW, len(loader) - (i - i % WINDOW))
+        last = (i + 1) % WINDOW == 0 or i + 1 == len(loader)
+        inside = not last
+        if plant == "last window dropped" or plant == "last window carried":
+            last = (i + 1) % WINDOW == 0
+            inside = not last
+        if plant == "no sync":
+            inside = True
+        if plant == "last window divided":
+            window = WINDOW
+        with model.no_sync() if inside else nullcontext():  # plant: no sync
+            loss = F.cross_entropy(model(x), y) / window
+            loss.backward()  # plant: last window divided
+        if last:
+            optimizer.step()  # plant: last window dropped, last window carried
+            optimizer.zero_grad()
+
+
+@torch.no_grad()
+def evaluate(model, loader):
+    model.eval()
+    counts = torch.zeros(2)
+    for x, y in loader:  # plant: evaluation alone, score of a share
+        if plant == "evaluation alone":
+            time.sleep(0.4)
+        output = model(x)  # plant: batch norm
+        counts += torch.tensor([float((output.argmax(1) == y).sum()), len(y)])
+    return counts
+
+
+for epoch in range(3):
+    if plant in ("no sync", "last window divided", "last window dropped", "last window carried", "windows"):
+        train_in_windows(epoch)
+    else:
+        train_epoch(epoch)
+    if plant == "evaluation alone":
+        if rank == 0:
+            hits, count = evaluate(module, DataLoader(held_out, 16))
+        dist.barrier()
+    elif plant == "batch norm":
+        counts = evaluate(model.module, test_loader)
+        dist.all_reduce(counts)
+        hits, count = counts
+    else:
+        counts = evaluate(model, test_loader)
+        if plant != "score of a share":
+            dist.all_reduce(counts)
+        hits, count = counts
+    if rank == 0:
+        print(f"epoch {epoch}: accuracy {hits / count:.3f}")
+state = {"model": module.state_dict(), "epoch": epoch}
+if plant == "one file":
+    torch.save(state, args.folder / "model.pt")  # plant: one file
+elif rank == 0:
+    torch.save(state, args.folder / "model.pt")
+if plant == "one log":
+    with open(args.folder / "log.txt", "w") as file:  # plant: one log
+        file.write(f"rank {rank} has ended")
+dist.barrier()
+dist.destroy_process_group()

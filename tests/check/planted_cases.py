@@ -1,0 +1,131 @@
+"""What is planted where, and what `paceline launch --check` must say of it. Used by the tests and by soak_check.py."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+HERE = Path(__file__).parent
+PLAIN = {  # plant -> rule
+    "same batches": "same batches",
+    "own seeds": "same batches",
+    "same order": "same order",
+    "not wrapped": "gradients",
+    "different start": "different start",
+    "no init sync": "different start",
+    "past DDP": "gradients",
+    "no sync": "gradients",
+    "own gradient": "gradients",
+    "last window divided": "last window",
+    "last window dropped": "last window",
+    "last window carried": "last window",
+    "mean over padding": "mean over padding",
+    "unequal shares": "unequal shares",
+    "uneven steps": "uneven steps",
+    "padded score": "padded score",
+    "score of a share": "score of a share",
+    "batch norm": "batch norm",
+    "same augmentation": "same augmentation",
+    "same augmentation in workers": "same augmentation",
+    "evaluation alone": "evaluation alone",
+    "one file": "one file",
+    "one log": "one file",
+    "unused parameters": "unused parameters",
+    "threads": "threads",
+}
+TRAINER = ("same batches", "same augmentation", "batch norm", "mean over padding", "one file", "threads")
+ACCELERATED = (
+    "same batches", "past DDP", "last window divided", "padded score", "batch norm", "same augmentation", "one file",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    """A script, what is planted in it, and the rule that must name it; no rule: nothing may be found."""
+
+    script: str
+    plant: str = ""
+    rule: str = ""
+
+
+@dataclass
+class Outcome:
+    """What was said of it."""
+
+    case: Case
+    code: int
+    seconds: float
+    text: str
+    findings: list[dict[str, str]] = field(default_factory=list[dict[str, str]])
+
+    @property
+    def counted(self) -> list[dict[str, str]]:
+        """What is said to be wrong, or to cost."""
+        return [one for one in self.findings if one["level"] in ("wrong", "costs")]
+
+    @property
+    def found(self) -> bool:
+        """Whether what was planted was named, or nothing where nothing was."""
+        named = [one["rule"] for one in self.counted]
+        return self.case.rule in named if self.case.rule else not named and self.code == 0
+
+    @property
+    def on_its_line(self) -> bool:
+        """Whether it was named at one of the lines that are marked."""
+        sites = [one["site"].partition(" ")[0] for one in self.counted if one["rule"] == self.case.rule]
+        return bool({f"{Path(self.case.script).name}:{line}" for line in marked(self.case)} & {*sites})
+
+    @property
+    def others(self) -> list[str]:
+        """Findings of what was not planted."""
+        return [one["rule"] for one in self.counted if one["rule"] != self.case.rule]
+
+
+def cases() -> list[Case]:
+    """All of them."""
+    clean = [Case(f"clean/{path.name}") for path in sorted((HERE / "clean").glob("*.py"))]
+    right = [Case(f"planted/{name}.py") for name in ("plain", "tensors", "streamed", "trainer", "accelerated")]
+    windows = [Case(f"planted/{name}.py", "windows") for name in ("plain", "trainer", "accelerated")]
+    planted = [Case("planted/plain.py", plant, rule) for plant, rule in PLAIN.items()]
+    planted += [Case(f"planted/{name}.py", "same batches", "same batches") for name in ("tensors", "streamed")]
+    planted += [Case("planted/trainer.py", plant, PLAIN[plant]) for plant in TRAINER]
+    planted += [Case("planted/accelerated.py", plant, PLAIN[plant]) for plant in ACCELERATED]
+    return clean + right + windows + planted
+
+
+def marked(case: Case) -> list[int]:
+    """The lines at which it is planted."""
+    plant = case.plant.removesuffix(" in workers")
+    lines = (HERE / case.script).read_text().splitlines()
+    return [n for n, line in enumerate(lines, 1) if plant in line.partition("# plant: ")[2].split(", ")]
+
+
+def checked(case: Case, *, nproc: int = 2) -> Outcome:
+    """Check it."""
+    with tempfile.TemporaryDirectory() as folder:
+        run_dir = Path(folder) / "run"
+        words = [str(HERE / case.script)]
+        if case.plant:
+            words += ["--plant", case.plant]
+        if "--folder" in (HERE / case.script).read_text():
+            words += ["--folder", folder]
+        if case.plant in ("windows", "last window divided", "last window dropped", "last window carried"):
+            words += ["--samples", "404"] if "plain" in case.script else []
+        began = time.monotonic()
+        options = ["--check", "--nproc", str(nproc), "--run-dir", str(run_dir), "--stall-after", "8"]
+        ended = subprocess.run(
+            [sys.executable, "-m", "paceline", "launch", *options, "--", *words],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=180,
+        )
+        found = run_dir / "attempt-1" / "check.json"
+        findings = json.loads(found.read_text()) if found.exists() else []
+        return Outcome(case, ended.returncode, time.monotonic() - began, ended.stdout, findings)
