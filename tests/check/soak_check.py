@@ -45,7 +45,7 @@ def main() -> int:
     )
     print(told)
     if options.out:
-        head = "| script | planted | found | its line | other findings | s | what was said |\n|---|---|---|---|---|---|---|"
+        head = "| script | planted | found | its line | others | s | what was said |\n|---|---|---|---|---|---|---|"
         table = "\n".join(map(row, outcomes))
         options.out.write_text(f"# `paceline launch --check`, {options.nproc} ranks\n\n{told}\n\n{head}\n{table}\n")
     return int(found < len(planted) or any(one.counted for one in clean))

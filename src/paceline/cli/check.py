@@ -13,7 +13,6 @@ from paceline.disk import reading, writing
 from paceline.errors import ExitCode, UsageError
 from paceline.launch.job import Job
 from paceline.observe.terminal import clean, say
-from paceline.verify.finding import Finding
 from paceline.verify.script_page import counted, judged, page
 
 CHECKED = "paceline.worker.checked"
@@ -40,14 +39,14 @@ def checked_job(job: Job, cluster: ClusterConfig, words: Sequence[str]) -> Job:
     if job.nproc < 2:
         raise UsageError("--check compares ranks, and --nproc is 1: type --nproc 2, or as many as you train on")
     say(
-        f"--check runs {' '.join(words[:2]) if words[0] == '-m' else words[0]} as it is, but for its epochs: {EPOCHS} of "
-        f"{WHOLE} to {2 * WHOLE - 1} batches, later ones of 1. What it saves replaces what is there"
+        f"--check runs {job.name} as it is, but for its epochs: {EPOCHS} of {WHOLE} to {2 * WHOLE - 1} batches, later "
+        "ones of 1. It saves what it always saves, over what is there"
     )
     return replace(job, argv=tuple(CHECKED if word == BOOTSTRAP else word for word in job.argv))
 
 
 def told_findings(attempt_dir: Path, job: Job, code: int) -> int:
-    """Print the page, leave the findings in the attempt's folder; the exit code: the script's own, or 1 for findings."""
+    """Print the page, and leave the findings in the attempt's folder; the script's exit code, or 1 for findings."""
     ranks: list[Facts] = []
     for rank in range(job.nproc):
         try:
@@ -63,8 +62,3 @@ def told_findings(attempt_dir: Path, job: Job, code: int) -> int:
     if code:
         say(f"the script has ended with exit code {code}: what comes after that is not checked")
     return code or (ExitCode.FAILED if counted(findings) else ExitCode.DONE)
-
-
-def findings_of(attempt_dir: Path) -> list[Finding]:
-    """What was told of a start."""
-    return reading.decode(attempt_dir / FINDINGS, list[Finding])

@@ -11,6 +11,7 @@ import msgspec
 EPOCHS = 2  # that are looked at; the later ones are cut to one batch each
 WHOLE = 24  # an epoch has so many batches and those that are left over of as many: windows end as they do in the whole
 MAX_INDICES, MAX_DIGESTS = 5000, 32
+IN_LOOP = "torch, in the loop"
 
 
 def kept_batches(batches: int) -> int:
@@ -74,6 +75,8 @@ class Step(msgspec.Struct):
     forwards: int = 0  # of replicas, since its last step
     synced: int = 0  # those of them after which gradients are reduced
     learning_rate: float = 0.0
+    local: float = 0.0  # the sum over all elements of the gradients after the last backward; only without a replica
+    applied: float = 0.0  # the same when the step begins
 
 
 class Dropped(msgspec.Struct):

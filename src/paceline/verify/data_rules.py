@@ -65,7 +65,13 @@ def _shares(loaders: Loaders) -> Iterator[Finding]:
             yield Finding("same batches", "wrong", words, one.made, do, "their contents are equal, batch by batch")
         return
     if not _same_data(loaders):
-        yield Finding("same batches", "right", "every rank has data of its own", one.made)
+        if distributed and all(any(map(all, zip(*loader.probes, strict=False))) for loader in loaders.values()):
+            do = "the same data on all ranks, e.g. random_split(..., generator=torch.Generator().manual_seed(0))"
+            words = f"{one.sampler} deals out data that differ between ranks"
+            seen = "a sample with the same index is another one on each rank: some are seen twice, others never"
+            yield Finding("same batches", "wrong", words, one.made, do, seen)
+        else:
+            yield Finding("same batches", "right", "every rank has data of its own", one.made)
         return
     shared = _shared([*passes.values()])
     repeats = max(1 - len(set(indices)) / len(indices) for indices in of_all)
@@ -103,10 +109,10 @@ def _augmentation(ranks: Sequence[Facts], loaders: Loaders) -> Iterator[Finding]
     used = set[str].intersection(*(set(loader.random) for loader in loaders.values()))
     same = sorted(name for name in used if not differs(loader.random[name] for loader in loaders.values()))
     if same:
-        seeded = ranks[0].seeds.get(same[0], "")
-        do = f"{'torch.manual_seed' if same[0] == 'torch' else same[0] + '.seed'}(seed + rank), after the model is made"
+        seeded = ranks[0].seeds.get(same[0].partition(",")[0], "")
+        do = f"{'torch.manual_seed' if 'torch' in same[0] else same[0] + '.seed'}(seed + rank), after the model is made"
         words = "all ranks draw the same random numbers for their samples (the same augmentation)"
-        seen = f"fetching a batch uses {', '.join(same)}, whose state is the same on {ranks_named(loaders)}"
+        seen = f"batches are made with {'; '.join(same)}, whose state is the same on {ranks_named(loaders)}"
         yield Finding("same augmentation", "wrong", words, seeded or one.site, do, seen)
     elif used:
         yield Finding("same augmentation", "right", "every rank has random numbers of its own for its data", one.site)
@@ -143,22 +149,22 @@ def _evaluation(ranks: Sequence[Facts], loaders: Loaders) -> Iterator[Finding]:
             yield Finding("evaluation alone", "costs", words + ", and the others wait", one.site, do, seen)
         elif training:
             yield Finding("evaluation alone", "right", words + ", which costs little", one.site)
-    if len(looked) < 2 or not _same_data(loaders) or one.samples < 0:
+    if len(looked) < 2 or one.samples < 0 or not one.probes:
         return
-    passes = [seen for of_rank in looked.values() for seen in of_rank]
+    same = _same_data(loaders)
     drawn = sum(of_rank[0].drawn for of_rank in looked.values())
-    if _shared([of_rank[0] for of_rank in looked.values()]) > 1 / 2:
+    if same and _shared([of_rank[0] for of_rank in looked.values()]) > 1 / 2:
         yield Finding(
             "evaluation shared", "note", "all ranks evaluate the whole of the data, each for itself", one.site
         )
-    elif not any(seen.summed for seen in passes):
+    elif not any(seen.summed for of_rank in looked.values() for seen in of_rank):
         printing = [rank for rank, of_rank in looked.items() if any(seen.printed for seen in of_rank)]
         if len(printing) == 1:
             words = f"{ranks_named(printing)} tells a score of its own share only"
             do = "dist.all_reduce(counts) before it is divided and printed"
             seen = "each rank evaluates a share, and no collective brings the results together"
             yield Finding("score of a share", "wrong", words, one.site, do, seen)
-    elif drawn > one.samples and not any(facts.gathers_for_metrics for facts in ranks):
+    elif same and drawn > one.samples and not any(facts.gathers_for_metrics for facts in ranks):
         words = "the score counts samples twice: the sampler pads the shares to one length"
         do = f"DataLoader({SHARE}, ...): shares without padding"
         seen = f"ranks evaluate {drawn} samples of {one.samples}"

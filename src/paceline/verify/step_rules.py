@@ -9,6 +9,7 @@ from itertools import pairwise
 from paceline.contract.facts import EPOCHS, Facts, Placed, Step
 from paceline.verify.finding import Finding, differs, ranks_named
 
+CLOSE = 1e-3  # sums of floats in another order
 LEAST_LOOKS = 8  # forwards without an unused parameter, before it is said that there are none
 
 
@@ -48,6 +49,12 @@ def _gradients(ranks: Sequence[Facts]) -> Iterator[Finding]:
             if finding.words not in told:
                 yield finding
             told.add(finding.words)
+        elif len(looked := [row for row in rows if all(step.local for step in row)]) >= LEAST_LOOKS and all(
+            map(_is_sum, looked)
+        ):
+            words = "gradients are summed over ranks, not averaged: steps are larger by the number of ranks"
+            do = "parameter.grad /= dist.get_world_size(), after the sum; or DistributedDataParallel(model)"
+            yield Finding("gradients", "wrong", words, first.site, do, f"at {len(looked)} of {len(rows)} steps")
         else:
             yield Finding("gradients", "right", f"gradients are equal on all ranks at {len(rows)} steps", first.site)
         if start and (ranks[0].replicas or not apart):
@@ -68,6 +75,13 @@ def _met(of_ranks: Sequence[Sequence[Step]]) -> list[list[Step]]:
             found[step.epoch, count[step.epoch]].append(step)
             count[step.epoch] += 1
     return [row for row in found.values() if len(row) == len(of_ranks)]
+
+
+def _is_sum(row: Sequence[Step]) -> bool:
+    """Whether what is applied is the sum of what the ranks had, and not their mean."""
+    whole, applied = sum(step.local for step in row), row[0].applied
+    size = sum(abs(step.local) for step in row)
+    return abs(applied - whole) < CLOSE * size and abs(whole) > 10 * CLOSE * size
 
 
 def _why_apart(facts: Facts, step: Step, when: str, *, start: bool) -> Finding:

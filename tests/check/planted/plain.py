@@ -1,6 +1,7 @@
-"""A DDP script that does everything right, and with `--plant NAME` one thing wrong, at the line marked `plant: NAME`."""
+"""A DDP script that does everything right; with `--plant NAME,...` not so at the lines marked `plant: NAME`.
 
-# A fault that is a line left out is marked where that line is missed.
+What is wrong because a line is missing is marked where that line is missed.
+"""
 
 import argparse
 import time
@@ -12,14 +13,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--plant", default="")
 parser.add_argument("--folder", type=Path, default=Path("."))
 parser.add_argument("--samples", type=int, default=400)
 args = parser.parse_args()
-plant = args.plant
+planted = {*args.plant.split(",")}
 WINDOW, BATCH = 4, 8
 
 
@@ -34,7 +35,7 @@ class Images(Dataset):
 
     def __getitem__(self, index):
         x = self.x[index]
-        if plant.startswith("same augmentation"):
+        if planted & {"same augmentation", "same augmentation in workers"}:
             x = x + 0.1 * torch.randn_like(x)
         return x, self.y[index]
 
@@ -52,42 +53,51 @@ class Net(nn.Module):
 
 dist.init_process_group("gloo")
 rank, world = dist.get_rank(), dist.get_world_size()
-if plant == "threads":
+if "threads" in planted:
     torch.set_num_threads(4)  # plant: threads
-torch.manual_seed(rank if plant == "different start" else 0)  # plant: same augmentation
+torch.manual_seed(rank if "different start" in planted else 0)  # plant: same augmentation, same noise
 data, held_out = Images(args.samples, 1), Images(61, 2)
 shared = Subset(held_out, range(rank, len(held_out), world))
 sampler = DistributedSampler(data)
-if plant == "same batches":
+if "same batches" in planted:
     loader = DataLoader(data, BATCH, shuffle=True)  # plant: same batches
-elif plant == "own seeds":
+elif "own seeds" in planted:
     sampler = DistributedSampler(data, seed=rank)
     loader = DataLoader(data, BATCH, sampler=sampler)  # plant: own seeds
-elif plant == "uneven steps":
+elif "uneven steps" in planted:
     start = 0 if rank == 0 else 220
     own = Subset(data, range(start, 220 if rank == 0 else len(data)))
     loader = DataLoader(own, BATCH)  # plant: uneven steps
-elif plant == "unequal shares":
+elif "unequal shares" in planted:
     size = 8 if rank == 0 else 4
     own = Subset(data, range(240) if rank == 0 else range(240, 360))
     loader = DataLoader(own, size)  # plant: unequal shares
-elif plant == "same augmentation in workers":
+elif "split apart" in planted:
+    torch.manual_seed(rank)
+    data, _ = torch.utils.data.random_split(data, [300, 100])
+    sampler = DistributedSampler(data)
+    loader = DataLoader(data, BATCH, sampler=sampler)  # plant: split apart
+elif "same augmentation in workers" in planted:
     loader = DataLoader(data, BATCH, sampler=sampler, num_workers=1)
 else:
     loader = DataLoader(data, BATCH, sampler=sampler)
 test_loader = DataLoader(shared, 16)
-if plant == "padded score":
+if "padded score" in planted:
     test_loader = DataLoader(held_out, 16, sampler=DistributedSampler(held_out))  # plant: padded score
 net = Net()
-if plant in ("not wrapped", "different start"):
+if planted & {"not wrapped", "different start", "summed"}:
     model = net
-elif plant == "unused parameters":
+elif "unused parameters" in planted:
     model = DDP(net, find_unused_parameters=True)  # plant: unused parameters
-elif plant == "no init sync":
+elif "no init sync" in planted:
     torch.manual_seed(rank)
     model = DDP(Net(), init_sync=False)  # plant: no init sync
 else:
     model = DDP(net)
+if "renamed" in planted:
+    part = args.folder / f"part-{rank}"
+    torch.save(net.state_dict(), part)
+    part.replace(args.folder / "first.pt")  # plant: renamed
 module = getattr(model, "module", model)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 
@@ -95,48 +105,53 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 def average():
     for parameter in model.parameters():
         dist.all_reduce(parameter.grad)
-        parameter.grad /= world
+        if "summed" not in planted:
+            parameter.grad /= world
 
 
 def train_epoch(epoch):
     model.train()
-    if plant != "same order":
+    if "same order" not in planted:
         sampler.set_epoch(epoch)
-    for x, y in loader:  # plant: same order
+    for x, y in loader:  # plant: same order, same order anew
         optimizer.zero_grad()
-        if plant == "past DDP":
+        if "same noise" in planted:
+            x = x + 0.1 * torch.randn_like(x)
+        if "past DDP" in planted:
             output = model.module(x)  # plant: past DDP
         else:
             output = model(x)
-        if plant == "mean over padding":
+        if "mean over padding" in planted:
             y = torch.where(torch.arange(len(y)) < 2 + 4 * rank, y, -100)
             loss = F.cross_entropy(output, y)  # plant: mean over padding
         else:
             loss = F.cross_entropy(output, y)
         loss.backward()
-        if plant == "different start":
+        if planted & {"different start", "summed"}:
             average()
-        if plant == "own gradient" and rank == 1:
+        if "own gradient" in planted and rank == 1:
             nn.utils.clip_grad_norm_(model.parameters(), 0.01)
-        optimizer.step()  # plant: not wrapped, own gradient, different start
+        optimizer.step()  # plant: not wrapped, own gradient, different start, summed
     print(f"rank {rank}: epoch {epoch} loss {loss.item():.3f}")
+    if "fails" in planted and epoch == 1 and rank == 1:
+        raise RuntimeError("a fault of the script's own")
 
 
 def train_in_windows(epoch):
     model.train()
     sampler.set_epoch(epoch)
-    if plant != "last window carried":
+    if "last window carried" not in planted:
         optimizer.zero_grad()
     for i, (x, y) in enumerate(loader):
         window = min(WINDOW, len(loader) - (i - i % WINDOW))
         last = (i + 1) % WINDOW == 0 or i + 1 == len(loader)
         inside = not last
-        if plant == "last window dropped" or plant == "last window carried":
+        if planted & {"last window dropped", "last window carried"}:
             last = (i + 1) % WINDOW == 0
             inside = not last
-        if plant == "no sync":
+        if "no sync" in planted:
             inside = True
-        if plant == "last window divided":
+        if "last window divided" in planted:
             window = WINDOW
         with model.no_sync() if inside else nullcontext():  # plant: no sync
             loss = F.cross_entropy(model(x), y) / window
@@ -151,7 +166,7 @@ def evaluate(model, loader):
     model.eval()
     counts = torch.zeros(2)
     for x, y in loader:  # plant: evaluation alone, score of a share
-        if plant == "evaluation alone":
+        if "evaluation alone" in planted:
             time.sleep(0.4)
         output = model(x)  # plant: batch norm
         counts += torch.tensor([float((output.argmax(1) == y).sum()), len(y)])
@@ -159,31 +174,33 @@ def evaluate(model, loader):
 
 
 for epoch in range(3):
-    if plant in ("no sync", "last window divided", "last window dropped", "last window carried", "windows"):
+    if "same order anew" in planted:
+        loader = DataLoader(data, BATCH, sampler=DistributedSampler(data))
+    if planted & {"no sync", "last window divided", "last window dropped", "last window carried", "windows"}:
         train_in_windows(epoch)
     else:
         train_epoch(epoch)
-    if plant == "evaluation alone":
+    if "evaluation alone" in planted:
         if rank == 0:
             hits, count = evaluate(module, DataLoader(held_out, 16))
         dist.barrier()
-    elif plant == "batch norm":
+    elif "batch norm" in planted:
         counts = evaluate(model.module, test_loader)
         dist.all_reduce(counts)
         hits, count = counts
     else:
         counts = evaluate(model, test_loader)
-        if plant != "score of a share":
+        if "score of a share" not in planted:
             dist.all_reduce(counts)
         hits, count = counts
     if rank == 0:
         print(f"epoch {epoch}: accuracy {hits / count:.3f}")
 state = {"model": module.state_dict(), "epoch": epoch}
-if plant == "one file":
+if "one file" in planted:
     torch.save(state, args.folder / "model.pt")  # plant: one file
 elif rank == 0:
     torch.save(state, args.folder / "model.pt")
-if plant == "one log":
+if "one log" in planted:
     with open(args.folder / "log.txt", "w") as file:  # plant: one log
         file.write(f"rank {rank} has ended")
 dist.barrier()

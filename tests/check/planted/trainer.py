@@ -67,8 +67,9 @@ def main():
         ddp_find_unused_parameters=plant == "unused parameters",
     )
     kind = Plain if plant == "same batches" else Trainer
-    trainer = kind(Classifier(), settings, train_dataset=Rows(404, 0), eval_dataset=Rows(61, 1))
-    trainer.train()  # plant: same augmentation, batch norm, unused parameters
+    data, held_out = Rows(404, 0), Rows(61, 1)
+    trainer = kind(Classifier(), settings, train_dataset=data, eval_dataset=held_out)  # plant: same augmentation
+    trainer.train()  # plant: batch norm, unused parameters
     if plant == "one file":
         torch.save(trainer.model.state_dict(), args.folder / "model.pt")  # plant: one file
     elif trainer.is_world_process_zero():

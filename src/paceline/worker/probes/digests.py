@@ -55,6 +55,12 @@ def leading(batch: Any, depth: int = 0) -> int:
     return next((size for value in inner if depth < MAX_DEPTH and (size := leading(value, depth + 1))), 0)
 
 
+def torch_state() -> str:
+    """The state of torch's generator."""
+    torch: Any = sys.modules["torch"]
+    return _hash(torch.get_rng_state().numpy().tobytes())
+
+
 def random_states() -> dict[str, str]:
     """The states of the process's generators."""
     torch: Any = sys.modules["torch"]

@@ -12,8 +12,8 @@ from functools import wraps
 from itertools import islice
 from typing import Any
 
-from paceline.contract.facts import EPOCHS, MAX_DIGESTS, MAX_INDICES, Facts, Loader, Pass, kept_batches
-from paceline.worker.probes.digests import leading, leaf_digests, random_states
+from paceline.contract.facts import EPOCHS, IN_LOOP, MAX_DIGESTS, MAX_INDICES, Facts, Loader, Pass, kept_batches
+from paceline.worker.probes.digests import leading, leaf_digests, random_states, torch_state
 from paceline.worker.probes.hooks import Events
 from paceline.worker.sites import user_site
 
@@ -65,6 +65,7 @@ class Loading(Events):
         self._states = mmap.mmap(
             -1, SLOTS * len(GENERATORS) * DIGEST_BYTES
         )  # loader processes are forks: they share it
+        self._state = ""
         self.fed = -1
 
     def install(self) -> None:
@@ -101,9 +102,7 @@ class Loading(Events):
         """One more pass."""
         loader = batches.of_loader()
         if loader not in self._numbers:
-            self._numbers[loader] = len(self._facts.loaders)
-            self._live[len(self._facts.loaders)] = loader.dataset
-            self._facts.loaders.append(_described(loader))
+            self._numbers[loader] = self._number(loader)
         number = self._numbers[loader]
         record = self._facts.loaders[number]
         if record.training and len(record.passes) >= MAX_PASSES:
@@ -111,13 +110,31 @@ class Loading(Events):
         record.passes.append(Pass())
         self._began[number] = time.monotonic()
 
+    def _number(self, loader: Any) -> int:
+        """Its record: the one of an older loader of this data, if that was made and used at the same lines."""
+        record = _described(loader)
+        for number, data in self._live.items():
+            known = self._facts.loaders[number]
+            if data is loader.dataset and (known.site, known.made) == (record.site, record.made):
+                return number
+        self._live[len(self._facts.loaders)] = loader.dataset
+        self._facts.loaders.append(record)
+        return len(self._facts.loaders) - 1
+
     def batch_given(self, batches: Any, batch: Any) -> None:
         """What is in it."""
+        self._state = torch_state()
         self.fed = self._numbers.get(batches.of_loader(), -1)
         seen = self._facts.loaders[self.fed].passes[-1]
         seen.sizes.append(leading(batch))
         if len(seen.leaves) < MAX_DIGESTS and len(self._facts.loaders[self.fed].passes) <= EPOCHS:
             seen.leaves.append(leaf_digests(batch))
+
+    def forward_begins(self, ddp: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+        """Whether the script has drawn random numbers for the batch itself."""
+        if self._state and torch_state() != self._state and self.fed >= 0:
+            self._facts.loaders[self.fed].random.setdefault(IN_LOOP, self._state)
+        self._state = ""
 
     def epoch_ended(self, batches: Any) -> None:
         """How long it took."""
@@ -194,11 +211,14 @@ def _probed(data: Any, samples: int) -> list[list[str]]:
     try:
         found: list[list[str]] = []
         for index in sorted({samples * k // PROBES for k in range(PROBES)}) if samples > 0 else ():
-            torch.default_generator.manual_seed(0)
-            random.seed(0)
-            if numpy:
-                numpy.seed(0)
-            found.append(leaf_digests(data[index]))
+            looks: list[list[str]] = []
+            for _ in range(2):
+                torch.default_generator.manual_seed(0)
+                random.seed(0)
+                if numpy:
+                    numpy.seed(0)
+                looks.append(leaf_digests(data[index]))
+            found.append([a if a == b else "" for a, b in zip(*looks, strict=True)])  # a generator of its own: unknown
         return found
     finally:
         torch.set_rng_state(states[0])

@@ -73,9 +73,9 @@ class Noting(Events):
         self._passes.clear()
 
     def _audited(self, event: str, told: tuple[Any, ...]) -> None:
-        if event != "open" or os.getpid() != self._pid:
+        if event not in ("open", "os.rename") or os.getpid() != self._pid:
             return
-        path, _, flags = told
+        path, _, flags = told if event == "open" else (told[1], "", os.O_TRUNC)
         if isinstance(path, (str, bytes)) and isinstance(flags, int) and flags & os.O_TRUNC and not flags & os.O_EXCL:
             self._writes(os.fsdecode(path))
 

@@ -31,6 +31,7 @@ class Seeing(Events):
         self._pending: defaultdict[int, int] = defaultdict(int)  # backwards, by optimizer, since its last step
         self._forwards, self._synced = 0, 0  # since any step
         self._backward_site, self._factors = "", list[float]()
+        self._local: list[float] = []  # by optimizer
         self._at = (-1, -1)  # loader and pass of the last backward
 
     def install(self) -> None:
@@ -122,6 +123,11 @@ class Seeing(Events):
         self._pending[-1] += 1  # for an optimizer that has not stepped yet
         self._at = at
 
+    def backward_ended(self) -> None:
+        """What this rank's gradients are, before the script sums them itself."""
+        if not self._depth and not self._replicas:
+            self._local = [_total(optimizer) for optimizer in self._optimizers]
+
     def step_begins(self, optimizer: Any) -> None:
         """With which gradients."""
         self._depth += 1
@@ -148,6 +154,8 @@ class Seeing(Events):
             synced=self._synced,
             learning_rate=float(optimizer.param_groups[0].get("lr", 0.0)),
         )
+        if plain and known is not None and known < len(self._local):
+            step.local, step.applied = self._local[known], _total(optimizer)
         if known is None and plain:
             step.parameters = digest_of(parameters)
         step.shapes = digest_of([]) if not plain else str(hash(tuple(tuple(p.shape) for p in parameters)))
@@ -167,6 +175,12 @@ class Seeing(Events):
 
 def _parameters(optimizer: Any) -> list[Any]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _total(optimizer: Any) -> float:
+    return sum(
+        float(p.grad.double().sum()) for p in _parameters(optimizer) if p.grad is not None and not _is_sharded(p)
+    )
 
 
 def _is_sharded(parameter: Any) -> bool:

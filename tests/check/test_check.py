@@ -1,0 +1,61 @@
+"""`paceline launch --check` itself: real starts of a script with several pitfalls, and of one that fails."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.check.planted_cases import HERE, PLAIN, Case, checked, marked
+
+from paceline.cli import launch
+from paceline.errors import UsageError
+
+SCRIPT = "planted/plain.py"
+SEVERAL = (
+    "same order", "same augmentation in workers", "mean over padding", "unused parameters", "threads",
+    "score of a share", "one file", "one log",
+)  # fmt: skip
+
+
+@pytest.mark.ranks
+def test_a_script_with_eight_pitfalls_is_told_each_of_them_at_its_line() -> None:
+    outcome = checked(Case(SCRIPT, ",".join(SEVERAL)))
+    sites = {(one["rule"], one["site"].partition(" ")[0]) for one in outcome.counted}
+    lines = {(PLAIN[plant], f"plain.py:{line}") for plant in SEVERAL for line in marked(Case(SCRIPT, plant))}
+    assert sites == lines, outcome.text
+    assert outcome.code == 1
+    assert "type: sampler.set_epoch(epoch)" in outcome.text
+
+
+@pytest.mark.ranks
+def test_a_script_that_fails_tells_its_error_first_and_nothing_of_what_was_right() -> None:
+    outcome = checked(Case(SCRIPT, "fails"))
+    assert outcome.counted == []
+    assert outcome.code == 1
+    assert "a fault of the script's own" in outcome.text
+    assert "ended with exit code 1: what comes after that is not checked" in outcome.text
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        (["--nproc", "2", "--on", "ssh", "--hosts", "a,b"], "--on ssh"),
+        (["--nproc", "2", "--detach"], "--detach"),
+        (["--nproc", "2", "--dry-run"], "--dry-run"),
+        (["--nproc", "2", "--max-restarts", "1"], "--max-restarts"),
+        (["--nproc", "1"], "--nproc is 1"),
+    ],
+)
+def test_what_cannot_be_checked_is_refused_before_anything_starts(
+    options: list[str], word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match=word):
+        launch.main(["--check", *options, "--", str(HERE / SCRIPT)])
+    assert not [*tmp_path.iterdir()]
+
+
+def test_only_python_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match=r"name the \.py file"):
+        launch.main(["--check", "--nproc", "2", "--", "ls"])

@@ -1,0 +1,279 @@
+"""Every rule of `launch --check` on made-up facts: it finds what it is for, and nothing where there is nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from paceline.contract.facts import Counted, Dropped, Facts, Loader, Pass, Placed, Replica, Step, kept_batches
+from paceline.verify.finding import Finding, same_leaf
+from paceline.verify.script_page import counted, judged, page
+
+ORDERS = ([*range(0, 80, 2)][::-1], [*range(1, 80, 2)][::-1])
+AGAIN = ([*range(6, 80, 2), 0, 2, 4], [*range(7, 80, 2), 1, 3, 5])
+PROBES = [["f:a", "1"], ["f:b", "2"], ["f:c", "1"]]
+
+
+def epoch(indices: list[int], **more: Any) -> Pass:
+    told: dict[str, Any] = {"drawn": len(indices), "sizes": [4] * 10, "trains": True, "seconds": 10.0, "ended": True}
+    return Pass(indices=indices, **(told | more))
+
+
+def trained(rank: int, **more: Any) -> Loader:
+    told: dict[str, Any] = {
+        "site": "t.py:9 in main",
+        "made": "t.py:5 in main",
+        "sampler": "DistributedSampler",
+        "shuffles": True,
+        "samples": 80,
+        "batches": 10,
+        "batch_size": 4,
+        "workers": 0,
+        "probes": PROBES,
+        "passes": [epoch(ORDERS[rank]), epoch(AGAIN[rank])],
+    }
+    return Loader(**(told | more))
+
+
+def evaluated(rank: int, **more: Any) -> Loader:
+    seen = epoch([rank, rank + 2], drawn=2, trains=False, summed=True, seconds=1.0)
+    told: dict[str, Any] = {"site": "t.py:20 in test", "made": "t.py:6 in main", "samples": 4, "passes": [seen]}
+    return trained(rank, **(told | more))
+
+
+def step(**more: Any) -> Step:
+    told: dict[str, Any] = {"site": "t.py:12 in main", "loader": 0, "epoch": 1, "gradients": "g", "shapes": "s"}
+    return Step(0, **(told | {"backwards": 1, "forwards": 1, "synced": 1, "backward_site": "t.py:11 in main"} | more))
+
+
+def right(rank: int, **more: Any) -> Facts:
+    told: dict[str, Any] = {
+        "cores": 2,
+        "threads": 1,
+        "ended": True,
+        "loaders": [trained(rank)],
+        "steps": [step(parameters="p"), step(epoch=2)],
+        "replicas": [Replica("t.py:7 in main", False, False, buffers=["b"], evaluation_site="t.py:21 in test")],
+    }
+    return Facts(rank, 2, 2, "n1", **(told | more))
+
+
+def found(of_rank: Callable[[int], Facts]) -> list[Finding]:
+    return [one for one in judged([of_rank(0), of_rank(1)]) if one.level in ("wrong", "costs")]
+
+
+def windows(*backwards: int, epochs: tuple[int, ...], batches: int, factor: float = 0.25) -> Callable[[int], Facts]:
+    steps = [
+        step(backwards=n, epoch=e, factors=[factor], parameters="p" if not k else "")
+        for k, (n, e) in enumerate(zip(backwards, epochs, strict=True))
+    ]
+    return lambda rank: right(rank, steps=steps, loaders=[trained(rank, batches=batches)])
+
+
+def by_rank(**of: tuple[Any, Any]) -> Callable[[int], Facts]:
+    """Ranks that differ in these facts from what is right, and from each other."""
+    return lambda rank: right(rank, **{name: values[rank] for name, values in of.items()})
+
+
+def loaders(*of: tuple[Loader, ...]) -> Callable[[int], Facts]:
+    return lambda rank: right(rank, loaders=list(of[rank]))
+
+
+def replica(**more: Any) -> list[Replica]:
+    return [Replica("t.py:7 in main", **({"by_library": False, "find_unused": False} | more))]
+
+
+NO_SHUFFLE = [epoch(ORDERS[0]), epoch(AGAIN[0])]
+BACKWARDS, EPOCHS = (4, 4, 2, 4, 4, 2), (1, 1, 1, 2, 2, 2)
+PITFALLS: dict[str, tuple[Callable[[int], Facts], str, int]] = {  # what is wrong -> facts, rule, line
+    "the same batches": (
+        loaders((trained(0, passes=NO_SHUFFLE, sampler="RandomSampler"),), (trained(1, passes=NO_SHUFFLE),)),
+        "same batches",
+        5,
+    ),
+    "all of the data, in another order": (
+        loaders((trained(0),), (trained(1, passes=[epoch(AGAIN[0]), epoch(ORDERS[0])]),)),
+        "same batches",
+        5,
+    ),
+    "the same stream": (
+        lambda rank: right(
+            rank, loaders=[trained(rank, batches=-1, probes=[], passes=[epoch([], leaves=[["f:1"], ["f:2"]])])]
+        ),
+        "same batches",
+        5,
+    ),
+    "the same tensors": (
+        lambda rank: right(rank, loaders=[], replicas=replica(inputs=[["f:1"], ["f:2"]])),
+        "same batches",
+        11,
+    ),
+    "the same order": (
+        lambda rank: right(rank, loaders=[trained(rank, passes=[epoch(ORDERS[rank]), epoch(ORDERS[rank])])]),
+        "same order",
+        9,
+    ),
+    "the same augmentation": (
+        lambda rank: right(rank, loaders=[trained(rank, random={"torch": "s"})], seeds={"torch": "t.py:2 in main"}),
+        "same augmentation",
+        2,
+    ),
+    "data that differ under a sampler": (
+        lambda rank: right(rank, loaders=[trained(rank, probes=[[f"f:{rank}"], [f"f:{rank}{rank}"]])]),
+        "same batches",
+        5,
+    ),
+    "more batches on a rank": (loaders((trained(0),), (trained(1, batches=11),)), "uneven steps", 5),
+    "larger batches on a rank": (
+        loaders((trained(0),), (trained(1, passes=[epoch(ORDERS[1], sizes=[3] * 10)]),)),
+        "unequal shares",
+        5,
+    ),
+    "an evaluation for which others wait": (
+        lambda rank: right(rank, loaders=[trained(rank), evaluated(0)][: 2 - rank])
+        if rank
+        else right(0, loaders=[trained(0), evaluated(0, passes=[epoch([0], trains=False, seconds=9.0)])]),
+        "evaluation alone",
+        20,
+    ),
+    "a padded score": (
+        lambda rank: right(rank, loaders=[trained(rank), evaluated(rank, samples=3)]),
+        "padded score",
+        6,
+    ),
+    "the score of a share": (
+        lambda rank: right(
+            rank,
+            loaders=[trained(rank), evaluated(rank, passes=[epoch([rank], drawn=2, trains=False, printed=not rank)])],
+        ),
+        "score of a share",
+        20,
+    ),
+    "a mean over padding": (
+        by_rank(losses=([Counted("t.py:10 in main", [4, 8], [8, 8])], [Counted("t.py:10 in main", [8, 8], [8, 8])])),
+        "mean over padding",
+        10,
+    ),
+    "no wrapped model": (by_rank(replicas=([], []), steps=([step()], [step(gradients="h")])), "gradients", 12),
+    "a call past DDP": (
+        by_rank(
+            replicas=(replica(past_site="t.py:10 in main"),) * 2,
+            steps=([step(forwards=0, synced=0)], [step(forwards=0, synced=0, gradients="h")]),
+        ),
+        "gradients",
+        10,
+    ),
+    "no_sync on all": (
+        by_rank(
+            replicas=(replica(no_sync_site="t.py:8 in main"),) * 2,
+            steps=([step(synced=0)], [step(synced=0, gradients="h")]),
+        ),
+        "gradients",
+        8,
+    ),
+    "a gradient of its own": (by_rank(steps=([step()], [step(gradients="h")])), "gradients", 12),
+    "a sum without a mean": (
+        lambda rank: right(rank, replicas=[], steps=[step(parameters="p", local=1.0 + rank, applied=3.0)] * 9),
+        "gradients",
+        12,
+    ),
+    "another start": (by_rank(steps=([step(parameters="p")], [step(parameters="q")])), "different start", 7),
+    "a last window divided wrongly": (windows(*BACKWARDS, epochs=EPOCHS, batches=10), "last window", 11),
+    "a last window that is left out": (
+        lambda rank: right(
+            rank,
+            steps=[step(backwards=4, factors=[0.25]), step(backwards=4, factors=[0.25], epoch=2)],
+            dropped=[Dropped(0, 0, 1, 2, True)],
+        ),
+        "last window",
+        12,
+    ),
+    "more steps on a rank": (by_rank(steps=([step()], [step(), step()])), "uneven steps", 12),
+    "buffers of its own": (
+        by_rank(replicas=tuple(replica(buffers=[b], evaluation_site="t.py:21 in test") for b in "ab")),
+        "batch norm",
+        21,
+    ),
+    "one file for all": (by_rank(written=([Placed("/m.pt", "t.py:30 in main")],) * 2), "one file", 30),
+    "one GPU for all": (
+        by_rank(loaded=tuple([Placed("/m.pt", "t.py:3 in main", [0], own)] for own in (0, 1))),
+        "one GPU",
+        3,
+    ),
+    "a search for nothing": (by_rank(replicas=(replica(find_unused=True, looked=9),) * 2), "unused parameters", 7),
+    "too many threads": (by_rank(threads=(4, 4), threads_site=("t.py:1 in main",) * 2), "threads", 1),
+}  # fmt: skip
+
+CLEAN: dict[str, Callable[[int], Facts]] = {
+    "all that is right": right,
+    "shares made before": lambda rank: right(
+        rank, loaders=[trained(0, sampler="", probes=[[f"f:{rank}{n}", f"{rank}{n}"] for n in range(3)])]
+    ),
+    "an order without shuffling": lambda rank: right(
+        rank, loaders=[trained(rank, shuffles=False, passes=[epoch(sorted(ORDERS[rank]))] * 2)]
+    ),
+    "random numbers of its own": lambda rank: right(rank, loaders=[trained(rank, random={"torch": f"s{rank}"})]),
+    "a short evaluation alone": lambda rank: right(rank, loaders=[trained(rank), evaluated(0)][: 2 - rank]),
+    "an evaluation in shares": lambda rank: right(rank, loaders=[trained(rank), evaluated(rank)]),
+    "padding that is dropped": lambda rank: right(
+        rank, gathers_for_metrics=True, loaders=[trained(rank), evaluated(rank, samples=3)]
+    ),
+    "batches that Join evens out": lambda rank: right(
+        rank,
+        loaders=[trained(rank, batches=10 + rank)],
+        replicas=replica(joined=True),
+        steps=[step(parameters="p")] * (1 + rank),
+    ),
+    "padding alike on all ranks": by_rank(losses=([Counted("t.py:10 in main", [4], [8])],) * 2),
+    "windows that end with the epoch": windows(4, 4, 4, 4, epochs=(1, 1, 2, 2), batches=8),
+    "a short window divided by its length": lambda rank: right(
+        rank,
+        loaders=[trained(rank)],
+        steps=[step(backwards=n, factors=[1 / n], epoch=e) for n, e in zip(BACKWARDS, EPOCHS, strict=True)],
+    ),
+    "a short window that only the cut made": windows(*BACKWARDS, epochs=EPOCHS, batches=8),
+    "files of its own": lambda rank: right(rank, written=[Placed(f"/log-{rank}", "t.py:30 in main")]),
+    "each its own GPU": lambda rank: right(rank, loaded=[Placed("/m.pt", "t.py:3 in main", [rank], rank)]),
+    "unused parameters": by_rank(replicas=(replica(find_unused=True, looked=9, unused=1),) * 2),
+    "a framework's search": by_rank(replicas=([Replica("t.py:7 in main", True, True, looked=9)],) * 2),
+    "shards of parameters": lambda rank: right(rank, steps=[step(gradients="", shapes=f"{rank}")]),
+}
+
+
+@pytest.mark.parametrize("name", PITFALLS)
+def test_a_pitfall_is_found_at_its_line_and_nothing_else(name: str) -> None:
+    of_rank, rule, line = PITFALLS[name]
+    told = found(of_rank)
+    assert [(one.rule, one.site.partition(" ")[0]) for one in told] == [(rule, f"t.py:{line}")]
+    assert told[0].type_instead
+    assert told[0].words in page("t.py", [of_rank(0), of_rank(1)], told)
+
+
+@pytest.mark.parametrize("name", CLEAN)
+def test_nothing_is_found_where_nothing_is_wrong(name: str) -> None:
+    assert found(CLEAN[name]) == []
+
+
+def test_the_page_says_what_is_right_and_how_much_is_not() -> None:
+    ranks = [right(0), right(1)]
+    findings = judged(ranks)
+    text = page("t.py", ranks, findings)
+    assert counted(findings) == 0
+    assert text.startswith("CHECK t.py, 2 ranks, 2 steps: nothing wrong")
+    assert "right  every rank has its own samples of the data (t.py:5 in main)" in text
+    assert "NOTE   2 ranks x batch 4 = 8 samples" in text
+
+
+def test_a_cut_epoch_ends_as_the_whole_one_does() -> None:
+    for batches in range(300):
+        kept = kept_batches(batches)
+        assert kept <= min(batches, 47)
+        assert all(kept % window == batches % window for window in (1, 2, 3, 4, 6, 8, 12, 24))
+
+
+def test_a_tensor_tells_samples_apart_only_if_it_varies() -> None:
+    assert same_leaf([[["1", "f:a"], ["2", "f:b"]], [["1", "f:x"], ["2", "f:y"]]])  # labels alike, inputs augmented
+    assert not same_leaf([[["1", "f:a"], ["1", "f:b"]], [["1", "f:x"], ["1", "f:y"]]])  # a mask alike
+    assert not same_leaf([[["", "f:a"]], [["", "f:b"]]])
