@@ -107,6 +107,9 @@ soak-sessions: $(STAMP)  ## the six scripts of examples/classic: equal to their 
 soak-ends: $(STAMP)  ## what is on disk after each way in which a training may end (root)
 	PYTHONPATH=. $(BIN)/python tests/train/soak_ends.py --out benchmarks/results/ends.md
 
+soak-check: $(STAMP)  ## plant every pitfall of docs/check.md, and check what is right (10 minutes on 2 cores)
+	PYTHONPATH=. $(BIN)/python tests/check/soak_check.py --out benchmarks/results/check.md
+
 soak-judge: $(STAMP)  ## the judge on 20,000 generated standstills
 	PYTHONPATH=. $(BIN)/python tests/guard/soak_judge.py --count 20000 --out benchmarks/results/judge.json
 

@@ -7,7 +7,7 @@ import pytest
 
 SOURCE = Path(__file__).parents[2] / "src" / "paceline"
 COMMANDS = ("finding", "run_state", "status", "logs", "hang", "cancel", "ledger", "checkpoint", "train", "train_start",
-            "launch", "elsewhere", "runs", "export", "huggingface", "analyze")  # fmt: skip
+            "launch", "check", "elsewhere", "runs", "export", "huggingface", "analyze")  # fmt: skip
 OF_RUNS = (
     *(f"cli/{name}.py" for name in COMMANDS), "observe/*.py", "checkpoint/*.py", "store/*.py", "train/*.py",
     "config.py", *(f"launch/{name}.py" for name in ("submission", "tail", "hosts")), "host/sweep.py",

@@ -75,7 +75,7 @@ class Step(msgspec.Struct):
     forwards: int = 0  # of replicas, since its last step
     synced: int = 0  # those of them after which gradients are reduced
     learning_rate: float = 0.0
-    local: float = 0.0  # the sum over all elements of the gradients after the last backward; only without a replica
+    local: float = 0.0  # a linear function of the gradients after the last backward; only without a replica
     applied: float = 0.0  # the same when the step begins
 
 
