@@ -7,9 +7,19 @@ from typing import Any
 
 import pytest
 
-from paceline.contract.facts import Counted, Dropped, Facts, Loader, Pass, Placed, Replica, Step, kept_batches
-from paceline.verify.finding import Finding, same_leaf
-from paceline.verify.script_page import counted, judged, page
+from paceline.contract.facts import (
+    Counted,
+    Dropped,
+    Pass,
+    PlacedFile,
+    ScriptFacts,
+    SeenLoader,
+    SeenReplica,
+    SeenStep,
+    kept_batches,
+)
+from paceline.verify.finding import Remark, same_leaf
+from paceline.verify.script_page import judged, mistakes, script_page
 
 ORDERS = ([*range(0, 80, 2)][::-1], [*range(1, 80, 2)][::-1])
 AGAIN = ([*range(6, 80, 2), 0, 2, 4], [*range(7, 80, 2), 1, 3, 5])
@@ -21,7 +31,7 @@ def epoch(indices: list[int], **more: Any) -> Pass:
     return Pass(indices=indices, **(told | more))
 
 
-def trained(rank: int, **more: Any) -> Loader:
+def trained(rank: int, **more: Any) -> SeenLoader:
     told: dict[str, Any] = {
         "site": "t.py:9 in main",
         "made": "t.py:5 in main",
@@ -34,37 +44,41 @@ def trained(rank: int, **more: Any) -> Loader:
         "probes": PROBES,
         "passes": [epoch(ORDERS[rank]), epoch(AGAIN[rank])],
     }
-    return Loader(**(told | more))
+    return SeenLoader(**(told | more))
 
 
-def evaluated(rank: int, **more: Any) -> Loader:
+def evaluated(rank: int, **more: Any) -> SeenLoader:
     seen = epoch([rank, rank + 2], drawn=2, trains=False, summed=True, seconds=1.0)
     told: dict[str, Any] = {"site": "t.py:20 in test", "made": "t.py:6 in main", "samples": 4, "passes": [seen]}
     return trained(rank, **(told | more))
 
 
-def step(**more: Any) -> Step:
+def step(**more: Any) -> SeenStep:
     told: dict[str, Any] = {"site": "t.py:12 in main", "loader": 0, "epoch": 1, "gradients": "g", "shapes": "s"}
-    return Step(0, **(told | {"backwards": 1, "forwards": 1, "synced": 1, "backward_site": "t.py:11 in main"} | more))
+    return SeenStep(
+        0, **(told | {"backwards": 1, "forwards": 1, "synced": 1, "backward_site": "t.py:11 in main"} | more)
+    )
 
 
-def right(rank: int, **more: Any) -> Facts:
+def right(rank: int, **more: Any) -> ScriptFacts:
     told: dict[str, Any] = {
         "cores": 2,
         "threads": 1,
         "ended": True,
         "loaders": [trained(rank)],
         "steps": [step(parameters="p"), step(epoch=2)],
-        "replicas": [Replica("t.py:7 in main", False, False, buffers=["b"], evaluation_site="t.py:21 in test")],
+        "replicas": [SeenReplica("t.py:7 in main", False, False, buffers=["b"], evaluation_site="t.py:21 in test")],
     }
-    return Facts(rank, 2, 2, "n1", **(told | more))
+    return ScriptFacts(rank, 2, 2, "n1", **(told | more))
 
 
-def found(of_rank: Callable[[int], Facts]) -> list[Finding]:
+def found(of_rank: Callable[[int], ScriptFacts]) -> list[Remark]:
     return [one for one in judged([of_rank(0), of_rank(1)]) if one.level in ("wrong", "costs")]
 
 
-def windows(*backwards: int, epochs: tuple[int, ...], batches: int, factor: float = 0.25) -> Callable[[int], Facts]:
+def windows(
+    *backwards: int, epochs: tuple[int, ...], batches: int, factor: float = 0.25
+) -> Callable[[int], ScriptFacts]:
     steps = [
         step(backwards=n, epoch=e, factors=[factor], parameters="p" if not k else "")
         for k, (n, e) in enumerate(zip(backwards, epochs, strict=True))
@@ -72,22 +86,22 @@ def windows(*backwards: int, epochs: tuple[int, ...], batches: int, factor: floa
     return lambda rank: right(rank, steps=steps, loaders=[trained(rank, batches=batches)])
 
 
-def by_rank(**of: tuple[Any, Any]) -> Callable[[int], Facts]:
+def by_rank(**of: tuple[Any, Any]) -> Callable[[int], ScriptFacts]:
     """Ranks that differ in these facts from what is right, and from each other."""
     return lambda rank: right(rank, **{name: values[rank] for name, values in of.items()})
 
 
-def loaders(*of: tuple[Loader, ...]) -> Callable[[int], Facts]:
+def loaders(*of: tuple[SeenLoader, ...]) -> Callable[[int], ScriptFacts]:
     return lambda rank: right(rank, loaders=list(of[rank]))
 
 
-def replica(**more: Any) -> list[Replica]:
-    return [Replica("t.py:7 in main", **({"by_library": False, "find_unused": False} | more))]
+def replica(**more: Any) -> list[SeenReplica]:
+    return [SeenReplica("t.py:7 in main", **({"by_library": False, "find_unused": False} | more))]
 
 
 NO_SHUFFLE = [epoch(ORDERS[0]), epoch(AGAIN[0])]
 BACKWARDS, EPOCHS = (4, 4, 2, 4, 4, 2), (1, 1, 1, 2, 2, 2)
-PITFALLS: dict[str, tuple[Callable[[int], Facts], str, int]] = {  # what is wrong -> facts, rule, line
+PITFALLS: dict[str, tuple[Callable[[int], ScriptFacts], str, int]] = {  # what is wrong -> facts, rule, line
     "the same batches": (
         loaders((trained(0, passes=NO_SHUFFLE, sampler="RandomSampler"),), (trained(1, passes=NO_SHUFFLE),)),
         "same batches",
@@ -196,9 +210,9 @@ PITFALLS: dict[str, tuple[Callable[[int], Facts], str, int]] = {  # what is wron
         "batch norm",
         21,
     ),
-    "one file for all": (by_rank(written=([Placed("/m.pt", "t.py:30 in main")],) * 2), "one file", 30),
+    "one file for all": (by_rank(written=([PlacedFile("/m.pt", "t.py:30 in main")],) * 2), "one file", 30),
     "one GPU for all": (
-        by_rank(loaded=tuple([Placed("/m.pt", "t.py:3 in main", [0], own)] for own in (0, 1))),
+        by_rank(loaded=tuple([PlacedFile("/m.pt", "t.py:3 in main", [0], own)] for own in (0, 1))),
         "one GPU",
         3,
     ),
@@ -206,7 +220,7 @@ PITFALLS: dict[str, tuple[Callable[[int], Facts], str, int]] = {  # what is wron
     "too many threads": (by_rank(threads=(4, 4), threads_site=("t.py:1 in main",) * 2), "threads", 1),
 }  # fmt: skip
 
-CLEAN: dict[str, Callable[[int], Facts]] = {
+CLEAN: dict[str, Callable[[int], ScriptFacts]] = {
     "all that is right": right,
     "shares made before": lambda rank: right(
         rank, loaders=[trained(0, sampler="", probes=[[f"f:{rank}{n}", f"{rank}{n}"] for n in range(3)])]
@@ -234,10 +248,10 @@ CLEAN: dict[str, Callable[[int], Facts]] = {
         steps=[step(backwards=n, factors=[1 / n], epoch=e) for n, e in zip(BACKWARDS, EPOCHS, strict=True)],
     ),
     "a short window that only the cut made": windows(*BACKWARDS, epochs=EPOCHS, batches=8),
-    "files of its own": lambda rank: right(rank, written=[Placed(f"/log-{rank}", "t.py:30 in main")]),
-    "each its own GPU": lambda rank: right(rank, loaded=[Placed("/m.pt", "t.py:3 in main", [rank], rank)]),
+    "files of its own": lambda rank: right(rank, written=[PlacedFile(f"/log-{rank}", "t.py:30 in main")]),
+    "each its own GPU": lambda rank: right(rank, loaded=[PlacedFile("/m.pt", "t.py:3 in main", [rank], rank)]),
     "unused parameters": by_rank(replicas=(replica(find_unused=True, looked=9, unused=1),) * 2),
-    "a framework's search": by_rank(replicas=([Replica("t.py:7 in main", True, True, looked=9)],) * 2),
+    "a framework's search": by_rank(replicas=([SeenReplica("t.py:7 in main", True, True, looked=9)],) * 2),
     "shards of parameters": lambda rank: right(rank, steps=[step(gradients="", shapes=f"{rank}")]),
 }
 
@@ -248,7 +262,7 @@ def test_a_pitfall_is_found_at_its_line_and_nothing_else(name: str) -> None:
     told = found(of_rank)
     assert [(one.rule, one.site.partition(" ")[0]) for one in told] == [(rule, f"t.py:{line}")]
     assert told[0].type_instead
-    assert told[0].words in page("t.py", [of_rank(0), of_rank(1)], told)
+    assert told[0].words in script_page("t.py", [of_rank(0), of_rank(1)], told)
 
 
 @pytest.mark.parametrize("name", CLEAN)
@@ -259,8 +273,8 @@ def test_nothing_is_found_where_nothing_is_wrong(name: str) -> None:
 def test_the_page_says_what_is_right_and_how_much_is_not() -> None:
     ranks = [right(0), right(1)]
     findings = judged(ranks)
-    text = page("t.py", ranks, findings)
-    assert counted(findings) == 0
+    text = script_page("t.py", ranks, findings)
+    assert mistakes(findings) == 0
     assert text.startswith("CHECK t.py, 2 ranks, 2 steps: nothing wrong")
     assert "right  every rank has its own samples of the data (t.py:5 in main)" in text
     assert "NOTE   2 ranks x batch 4 = 8 samples" in text

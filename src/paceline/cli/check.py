@@ -8,12 +8,12 @@ from msgspec.structs import replace
 
 from paceline.config import ClusterConfig
 from paceline.contract.birth import BOOTSTRAP
-from paceline.contract.facts import EPOCHS, WHOLE, Facts, facts_file
+from paceline.contract.facts import EPOCHS, WHOLE, ScriptFacts, facts_file
 from paceline.disk import reading, writing
 from paceline.errors import ExitCode, UsageError
 from paceline.launch.job import Job
 from paceline.observe.terminal import clean, say
-from paceline.verify.script_page import counted, judged, page
+from paceline.verify.script_page import judged, mistakes, script_page
 
 CHECKED = "paceline.worker.checked"
 FINDINGS = "check.json"
@@ -47,10 +47,10 @@ def checked_job(job: Job, cluster: ClusterConfig, words: Sequence[str]) -> Job:
 
 def told_findings(attempt_dir: Path, job: Job, code: int) -> int:
     """Print the page, and leave the findings in the attempt's folder; the script's exit code, or 1 for findings."""
-    ranks: list[Facts] = []
+    ranks: list[ScriptFacts] = []
     for rank in range(job.nproc):
         try:
-            ranks.append(reading.decode(attempt_dir / facts_file(rank), Facts, limit_bytes=MAX_FACTS_BYTES))
+            ranks.append(reading.decode(attempt_dir / facts_file(rank), ScriptFacts, limit_bytes=MAX_FACTS_BYTES))
         except OSError as error:
             say(f"nothing is known of rank {rank}: {error}")
     if len(ranks) < job.nproc or not any(facts.steps or facts.loaders for facts in ranks):
@@ -58,7 +58,7 @@ def told_findings(attempt_dir: Path, job: Job, code: int) -> int:
         return code or ExitCode.FAILED
     findings = judged(ranks)
     writing.replace(attempt_dir / FINDINGS, msgspec.json.encode(findings))
-    print(clean(page(job.name, ranks, findings)), flush=True)
+    print(clean(script_page(job.name, ranks, findings)), flush=True)
     if code:
         say(f"the script has ended with exit code {code}: what comes after that is not checked")
-    return code or (ExitCode.FAILED if counted(findings) else ExitCode.DONE)
+    return code or (ExitCode.FAILED if mistakes(findings) else ExitCode.DONE)

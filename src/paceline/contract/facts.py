@@ -38,7 +38,7 @@ class Pass(msgspec.Struct):
     ended: bool = False
 
 
-class Loader(msgspec.Struct):
+class SeenLoader(msgspec.Struct):
     """A DataLoader."""
 
     site: str  # where it is gone through
@@ -59,7 +59,7 @@ class Loader(msgspec.Struct):
         return [one for one in self.passes if one.trains]
 
 
-class Step(msgspec.Struct):
+class SeenStep(msgspec.Struct):
     """An optimizer's step."""
 
     optimizer: int  # in the order of their first steps
@@ -97,7 +97,7 @@ class Counted(msgspec.Struct):
     sizes: list[int] = []
 
 
-class Replica(msgspec.Struct):
+class SeenReplica(msgspec.Struct):
     """A DistributedDataParallel."""
 
     site: str
@@ -113,7 +113,7 @@ class Replica(msgspec.Struct):
     inputs: list[list[str]] = []  # as Pass.leaves
 
 
-class Placed(msgspec.Struct):
+class PlacedFile(msgspec.Struct):
     """A file that was written, or read by torch.load: its path, and the line."""
 
     path: str
@@ -122,7 +122,7 @@ class Placed(msgspec.Struct):
     own_device: int = -1
 
 
-class Facts(msgspec.Struct):
+class ScriptFacts(msgspec.Struct):
     """All of a rank."""
 
     rank: int
@@ -135,10 +135,10 @@ class Facts(msgspec.Struct):
     ended: bool = False
     gathers_for_metrics: bool = False  # Accelerate's, which drops what was padded
     seeds: dict[str, str] = {}  # generator -> the line that has seeded it last
-    loaders: list[Loader] = []
-    steps: list[Step] = []
+    loaders: list[SeenLoader] = []
+    steps: list[SeenStep] = []
     dropped: list[Dropped] = []
     losses: list[Counted] = []
-    replicas: list[Replica] = []
-    written: list[Placed] = []
-    loaded: list[Placed] = []
+    replicas: list[SeenReplica] = []
+    written: list[PlacedFile] = []
+    loaded: list[PlacedFile] = []

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from paceline.contract.facts import EPOCHS, Facts, Pass
-from paceline.verify.finding import Finding, Loaders, differs, loaders_of, ranks_named, same_leaf
+from paceline.contract.facts import EPOCHS, Pass, ScriptFacts
+from paceline.verify.finding import Loaders, Remark, differs, loaders_of, ranks_named, same_leaf
 
 FEW, SHOWN = 8, 6  # samples: of fewer an order says nothing
 MOST_SHARED = 0.1  # of a rank's samples that others have, too; what pads a last batch is less, or a batch
@@ -15,7 +15,7 @@ LITTLE = 0.05  # a difference in what losses are divided by
 SHARE = "Subset(data, range(rank, len(data), world_size))"
 
 
-def data_findings(ranks: Sequence[Facts]) -> Iterator[Finding]:
+def data_findings(ranks: Sequence[ScriptFacts]) -> Iterator[Remark]:
     """All of them."""
     joined = any(replica.joined for facts in ranks for replica in facts.replicas)
     trained = False
@@ -50,7 +50,7 @@ def _same_data(loaders: Loaders) -> bool:
     return same_leaf(loader.probes for loader in loaders.values())
 
 
-def _shares(loaders: Loaders) -> Iterator[Finding]:
+def _shares(loaders: Loaders) -> Iterator[Remark]:
     one, passes = next(iter(loaders.values())), _first(loaders)
     distributed = "istributed" in one.sampler
     do = "DataLoader(..., sampler=DistributedSampler(data)), without shuffle=True"
@@ -62,16 +62,16 @@ def _shares(loaders: Loaders) -> Iterator[Finding]:
         if all(len(seen.leaves) > 1 for seen in passes.values()) and same_leaf(p.leaves for p in passes.values()):
             do = "let each rank read its own share: itertools.islice(samples, rank, None, world_size)"
             words = "all ranks train on the same batches"
-            yield Finding("same batches", "wrong", words, one.made, do, "their contents are equal, batch by batch")
+            yield Remark("same batches", "wrong", words, one.made, do, "their contents are equal, batch by batch")
         return
     if not _same_data(loaders):
         if distributed and all(any(map(all, zip(*loader.probes, strict=False))) for loader in loaders.values()):
             do = "the same data on all ranks, e.g. random_split(..., generator=torch.Generator().manual_seed(0))"
             words = f"{one.sampler} deals out data that differ between ranks"
             seen = "a sample with the same index is another one on each rank: some are seen twice, others never"
-            yield Finding("same batches", "wrong", words, one.made, do, seen)
+            yield Remark("same batches", "wrong", words, one.made, do, seen)
         else:
-            yield Finding("same batches", "right", "every rank has data of its own", one.made)
+            yield Remark("same batches", "right", "every rank has data of its own", one.made)
         return
     shared = _shared([*passes.values()])
     repeats = max(1 - len(set(indices)) / len(indices) for indices in of_all)
@@ -79,16 +79,16 @@ def _shares(loaders: Loaders) -> Iterator[Finding]:
     drew = ", ".join(map(str, of_all[0][:SHOWN]))
     if not differs(map(tuple, of_all)) and len(of_all[0]) > 1:
         seen = f"{ranks_named(loaders)} drew samples {drew}, ... in epoch 1"
-        yield Finding("same batches", "wrong", "all ranks train on the same batches", one.made, do, seen)
+        yield Remark("same batches", "wrong", "all ranks train on the same batches", one.made, do, seen)
     elif shared > allowed and repeats < REPEATED:
         words = "ranks do not share the samples among them: each draws from all of them"
         seen = f"a rank has {shared:.0%} of its samples in common with another one in epoch 1"
-        yield Finding("same batches", "wrong", words, one.made, do, seen)
+        yield Remark("same batches", "wrong", words, one.made, do, seen)
     else:
-        yield Finding("same batches", "right", "every rank has its own samples of the data", one.made)
+        yield Remark("same batches", "right", "every rank has its own samples of the data", one.made)
 
 
-def _order(loaders: Loaders) -> Iterator[Finding]:
+def _order(loaders: Loaders) -> Iterator[Remark]:
     one = next(iter(loaders.values()))
     first, second = [*one.training, Pass(), Pass()][:2]
     if min(len(first.indices), len(second.indices)) < FEW or one.shuffles is False:
@@ -97,12 +97,12 @@ def _order(loaders: Loaders) -> Iterator[Finding]:
         seen = f"both epochs begin with samples {', '.join(map(str, first.indices[:SHOWN]))}"
         words = "every epoch has the same order"
         do = "sampler.set_epoch(epoch), in front of this loop"
-        yield Finding("same order", "wrong", words, one.site, do, seen)
+        yield Remark("same order", "wrong", words, one.site, do, seen)
     elif first.indices != second.indices:
-        yield Finding("same order", "right", "every epoch has an order of its own", one.site)
+        yield Remark("same order", "right", "every epoch has an order of its own", one.site)
 
 
-def _augmentation(ranks: Sequence[Facts], loaders: Loaders) -> Iterator[Finding]:
+def _augmentation(ranks: Sequence[ScriptFacts], loaders: Loaders) -> Iterator[Remark]:
     one = next(iter(loaders.values()))
     if one.batches < 0:
         return  # streams may draw alike on purpose, and take their share of what they drew
@@ -113,18 +113,18 @@ def _augmentation(ranks: Sequence[Facts], loaders: Loaders) -> Iterator[Finding]
         do = f"{'torch.manual_seed' if 'torch' in same[0] else same[0] + '.seed'}(seed + rank), after the model is made"
         words = "all ranks draw the same random numbers for their samples (the same augmentation)"
         seen = f"batches are made with {'; '.join(same)}, whose state is the same on {ranks_named(loaders)}"
-        yield Finding("same augmentation", "wrong", words, seeded or one.site, do, seen)
+        yield Remark("same augmentation", "wrong", words, seeded or one.site, do, seen)
     elif used:
-        yield Finding("same augmentation", "right", "every rank has random numbers of its own for its data", one.site)
+        yield Remark("same augmentation", "right", "every rank has random numbers of its own for its data", one.site)
 
 
-def _lengths(loaders: Loaders) -> Iterator[Finding]:
+def _lengths(loaders: Loaders) -> Iterator[Remark]:
     one, passes = next(iter(loaders.values())), _first(loaders)
     told = ", ".join(f"rank {rank}: {loader.batches}" for rank, loader in loaders.items())
     if differs(loader.batches for loader in loaders.values()):
         words = "ranks have different numbers of batches: at the end some wait for others for ever"
         do = f"DistributedSampler, which pads; or `with Join([model]):` around the loop at {one.site}"
-        yield Finding("uneven steps", "wrong", words, one.made, do, told)
+        yield Remark("uneven steps", "wrong", words, one.made, do, told)
         return
     sizes = [*zip(*(seen.sizes for seen in passes.values()), strict=False)]
     odd = next((k for k, many in enumerate(sizes) if differs(many)), None)
@@ -132,10 +132,10 @@ def _lengths(loaders: Loaders) -> Iterator[Finding]:
         words = "ranks average over unequal shares: DDP's mean of their means weighs samples unequally"
         do = "DataLoader(..., drop_last=True), or loss.sum() * world_size / samples of all ranks"
         told = ", ".join(f"rank {rank}: {size}" for rank, size in zip(passes, sizes[odd], strict=True))
-        yield Finding("unequal shares", "wrong", words, one.made, do, f"samples in batch {odd + 1}: {told}")
+        yield Remark("unequal shares", "wrong", words, one.made, do, f"samples in batch {odd + 1}: {told}")
 
 
-def _evaluation(ranks: Sequence[Facts], loaders: Loaders) -> Iterator[Finding]:
+def _evaluation(ranks: Sequence[ScriptFacts], loaders: Loaders) -> Iterator[Remark]:
     one = next(iter(loaders.values()))
     looked = {rank: loader.passes[:EPOCHS] for rank, loader in loaders.items() if loader.passes}
     if len(looked) == 1 and len(ranks) > 1:
@@ -146,31 +146,29 @@ def _evaluation(ranks: Sequence[Facts], loaders: Loaders) -> Iterator[Finding]:
         if training and alone >= COSTLY_SECONDS and alone >= COSTLY * epoch:
             seen = f"about {alone:.1f} s beside {epoch:.1f} s of an epoch, in which the others wait"
             do = f"DataLoader({SHARE}, ...) on all ranks, and dist.all_reduce of the counts"
-            yield Finding("evaluation alone", "costs", words + ", and the others wait", one.site, do, seen)
+            yield Remark("evaluation alone", "costs", words + ", and the others wait", one.site, do, seen)
         elif training:
-            yield Finding("evaluation alone", "right", words + ", which costs little", one.site)
+            yield Remark("evaluation alone", "right", words + ", which costs little", one.site)
     if len(looked) < 2 or one.samples < 0 or not one.probes:
         return
     same = _same_data(loaders)
     drawn = sum(of_rank[0].drawn for of_rank in looked.values())
     if same and _shared([of_rank[0] for of_rank in looked.values()]) > 1 / 2:
-        yield Finding(
-            "evaluation shared", "note", "all ranks evaluate the whole of the data, each for itself", one.site
-        )
+        yield Remark("evaluation shared", "note", "all ranks evaluate the whole of the data, each for itself", one.site)
     elif not any(seen.summed for of_rank in looked.values() for seen in of_rank):
         printing = [rank for rank, of_rank in looked.items() if any(seen.printed for seen in of_rank)]
         if len(printing) == 1:
             words = f"{ranks_named(printing)} tells a score of its own share only"
             do = "dist.all_reduce(counts) before it is divided and printed"
             seen = "each rank evaluates a share, and no collective brings the results together"
-            yield Finding("score of a share", "wrong", words, one.site, do, seen)
+            yield Remark("score of a share", "wrong", words, one.site, do, seen)
     elif same and drawn > one.samples and not any(facts.gathers_for_metrics for facts in ranks):
         words = "the score counts samples twice: the sampler pads the shares to one length"
         do = f"DataLoader({SHARE}, ...): shares without padding"
         seen = f"ranks evaluate {drawn} samples of {one.samples}"
-        yield Finding("padded score", "wrong", words, one.made, do, seen)
+        yield Remark("padded score", "wrong", words, one.made, do, seen)
     else:
-        yield Finding("padded score", "right", "evaluation counts each sample once", one.site)
+        yield Remark("padded score", "right", "evaluation counts each sample once", one.site)
 
 
 def _seconds(seen: Pass, batches: int) -> float:
@@ -178,18 +176,18 @@ def _seconds(seen: Pass, batches: int) -> float:
     return seen.seconds * max(1.0, batches / max(1, len(seen.sizes)))
 
 
-def _inputs(ranks: Sequence[Facts]) -> Iterator[Finding]:
+def _inputs(ranks: Sequence[ScriptFacts]) -> Iterator[Remark]:
     of_ranks = [facts.replicas[0].inputs for facts in ranks if facts.replicas]
     if len(of_ranks) > 1 and all(len(one) > 1 for one in of_ranks) and same_leaf(of_ranks):
         site = ranks[0].steps[0].backward_site if ranks[0].steps else ranks[0].replicas[0].site
         do = "give each rank a share of its own: x[rank::world_size]"
         words = "all ranks train on the same batches"
-        yield Finding("same batches", "wrong", words, site, do, "what goes into the model is equal on all ranks")
+        yield Remark("same batches", "wrong", words, site, do, "what goes into the model is equal on all ranks")
     elif len(of_ranks) > 1 and all(of_ranks):
-        yield Finding("same batches", "right", "every rank has inputs of its own", ranks[0].replicas[0].site)
+        yield Remark("same batches", "right", "every rank has inputs of its own", ranks[0].replicas[0].site)
 
 
-def _padding(ranks: Sequence[Facts]) -> Iterator[Finding]:
+def _padding(ranks: Sequence[ScriptFacts]) -> Iterator[Remark]:
     for loss in ranks[0].losses:
         others = [one for facts in ranks for one in facts.losses if one.site == loss.site]
         if len(others) < len(ranks) or not any(c < s for o in others for c, s in zip(o.counts, o.sizes, strict=True)):
@@ -200,4 +198,4 @@ def _padding(ranks: Sequence[Facts]) -> Iterator[Finding]:
             words = "the loss is a mean over unequal counts: padding is left out of it on each rank for itself"
             do = 'reduction="sum", times world_size, divided by the dist.all_reduce of (target != ignore_index).sum()'
             told = ", ".join(f"{facts.rank}: {count}" for facts, count in zip(ranks, worst, strict=True))
-            yield Finding("mean over padding", "wrong", words, loss.site, do, f"elements that count, by rank {told}")
+            yield Remark("mean over padding", "wrong", words, loss.site, do, f"elements that count, by rank {told}")

@@ -8,13 +8,13 @@ from typing import Literal
 
 import msgspec
 
-from paceline.contract.facts import Facts, Loader
+from paceline.contract.facts import ScriptFacts, SeenLoader
 
 Level = Literal["wrong", "costs", "note", "right"]
 LEVELS: tuple[Level, ...] = ("wrong", "costs", "note", "right")
 
 
-class Finding(msgspec.Struct, frozen=True):
+class Remark(msgspec.Struct, frozen=True):
     """One thing. `wrong`: the result is not what was meant. `costs`: slower than need be. Only these two count."""
 
     rule: str
@@ -25,10 +25,10 @@ class Finding(msgspec.Struct, frozen=True):
     seen: str = ""
 
 
-Loaders = dict[int, Loader]  # by rank
+Loaders = dict[int, SeenLoader]  # by rank
 
 
-def loaders_of(ranks: Sequence[Facts]) -> list[Loaders]:
+def loaders_of(ranks: Sequence[ScriptFacts]) -> list[Loaders]:
     """The loaders that belong together: the first, second, ... that each rank goes through at one line."""
     found: dict[tuple[str, int], Loaders] = {}
     for facts in ranks:

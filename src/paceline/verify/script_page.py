@@ -7,15 +7,15 @@ from collections.abc import Sequence
 
 import msgspec
 
-from paceline.contract.facts import Facts
+from paceline.contract.facts import ScriptFacts
 from paceline.verify.data_rules import data_findings
-from paceline.verify.finding import LEVELS, Finding
+from paceline.verify.finding import LEVELS, Remark
 from paceline.verify.step_rules import step_findings
 
 WIDTH = 110
 
 
-def judged(ranks: Sequence[Facts]) -> list[Finding]:
+def judged(ranks: Sequence[ScriptFacts]) -> list[Remark]:
     """All findings, what is wrong first, each once."""
     found = {(one.rule, one.level, one.site): one for one in (*data_findings(ranks), *step_findings(ranks))}
     wrong = {one.rule for one in found.values() if one.level == "wrong"}
@@ -25,16 +25,16 @@ def judged(ranks: Sequence[Facts]) -> list[Finding]:
     return sorted(told, key=lambda one: LEVELS.index(one.level))
 
 
-def counted(findings: Sequence[Finding]) -> int:
+def mistakes(findings: Sequence[Remark]) -> int:
     """How many of them count."""
     return sum(one.level in ("wrong", "costs") for one in findings)
 
 
-def page(script: str, ranks: Sequence[Facts], findings: Sequence[Finding]) -> str:
+def script_page(script: str, ranks: Sequence[ScriptFacts], findings: Sequence[Remark]) -> str:
     """In words."""
     number = {level: sum(one.level == level for one in findings) for level in LEVELS}
     steps = max((len(facts.steps) for facts in ranks), default=0)
-    found = f"{number['wrong']} wrong, {number['costs']} slower than need be" if counted(findings) else "nothing wrong"
+    found = f"{number['wrong']} wrong, {number['costs']} slower than need be" if mistakes(findings) else "nothing wrong"
     lines = [f"CHECK {script}, {ranks[0].world} ranks, {steps} steps: {found}"]
     for one in findings:
         if one.level == "right":

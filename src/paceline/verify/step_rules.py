@@ -6,14 +6,14 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-from paceline.contract.facts import EPOCHS, Facts, Placed, Step
-from paceline.verify.finding import Finding, differs, ranks_named
+from paceline.contract.facts import EPOCHS, PlacedFile, ScriptFacts, SeenStep
+from paceline.verify.finding import Remark, differs, ranks_named
 
 CLOSE = 1e-3  # sums of floats in another order
 LEAST_LOOKS = 8  # forwards without an unused parameter, before it is said that there are none
 
 
-def step_findings(ranks: Sequence[Facts]) -> Iterator[Finding]:
+def step_findings(ranks: Sequence[ScriptFacts]) -> Iterator[Remark]:
     """All of them."""
     if len(ranks) > 1:
         yield from _gradients(ranks)
@@ -27,15 +27,15 @@ def step_findings(ranks: Sequence[Facts]) -> Iterator[Finding]:
     yield from _rate(ranks[0])
 
 
-def _steps(facts: Facts) -> list[list[Step]]:
+def _steps(facts: ScriptFacts) -> list[list[SeenStep]]:
     """By optimizer."""
-    found: defaultdict[int, list[Step]] = defaultdict(list)
+    found: defaultdict[int, list[SeenStep]] = defaultdict(list)
     for step in facts.steps:
         found[step.optimizer].append(step)
     return [found[number] for number in sorted(found)]
 
 
-def _gradients(ranks: Sequence[Facts]) -> Iterator[Finding]:
+def _gradients(ranks: Sequence[ScriptFacts]) -> Iterator[Remark]:
     told = set[str]()
     for of_ranks in zip(*map(_steps, ranks), strict=False):
         rows = _met(of_ranks)
@@ -54,21 +54,21 @@ def _gradients(ranks: Sequence[Facts]) -> Iterator[Finding]:
         ):
             words = "gradients are summed over ranks, not averaged: steps are larger by the number of ranks"
             do = "parameter.grad /= dist.get_world_size(), after the sum; or DistributedDataParallel(model)"
-            yield Finding("gradients", "wrong", words, first.site, do, f"at {len(looked)} of {len(rows)} steps")
+            yield Remark("gradients", "wrong", words, first.site, do, f"at {len(looked)} of {len(rows)} steps")
         else:
-            yield Finding("gradients", "right", f"gradients are equal on all ranks at {len(rows)} steps", first.site)
+            yield Remark("gradients", "right", f"gradients are equal on all ranks at {len(rows)} steps", first.site)
         if start and (ranks[0].replicas or not apart):
             site = ranks[0].replicas[0].site if ranks[0].replicas else first.site
             do = "DistributedDataParallel(model), which sends rank 0's weights; or one torch.manual_seed for all"
             words = "ranks start from different weights"
-            yield Finding("different start", "wrong", words, site, do, "they differ before the first step")
+            yield Remark("different start", "wrong", words, site, do, "they differ before the first step")
         elif not start:
-            yield Finding("different start", "right", "all ranks start from the same weights", first.site)
+            yield Remark("different start", "right", "all ranks start from the same weights", first.site)
 
 
-def _met(of_ranks: Sequence[Sequence[Step]]) -> list[list[Step]]:
+def _met(of_ranks: Sequence[Sequence[SeenStep]]) -> list[list[SeenStep]]:
     """The steps that ranks took together: the first, second, ... of each epoch; with Join some ranks have more."""
-    found: defaultdict[tuple[int, int], list[Step]] = defaultdict(list)
+    found: defaultdict[tuple[int, int], list[SeenStep]] = defaultdict(list)
     for steps in of_ranks:
         count: Counter[int] = Counter()
         for step in steps:
@@ -77,14 +77,14 @@ def _met(of_ranks: Sequence[Sequence[Step]]) -> list[list[Step]]:
     return [row for row in found.values() if len(row) == len(of_ranks)]
 
 
-def _is_sum(row: Sequence[Step]) -> bool:
+def _is_sum(row: Sequence[SeenStep]) -> bool:
     """Whether what is applied is the sum of what the ranks had, and not their mean."""
     whole, applied = sum(step.local for step in row), row[0].applied
     size = sum(abs(step.local) for step in row)
     return abs(applied - whole) < CLOSE * size and abs(whole) > 10 * CLOSE * size
 
 
-def _why_apart(facts: Facts, step: Step, when: str, *, start: bool) -> Finding:
+def _why_apart(facts: ScriptFacts, step: SeenStep, when: str, *, start: bool) -> Remark:
     replica = facts.replicas[0] if facts.replicas else None
     if replica is None:
         words = "gradients are never averaged over ranks: no model is wrapped" + (
@@ -103,21 +103,19 @@ def _why_apart(facts: Facts, step: Step, when: str, *, start: bool) -> Finding:
             "give the optimizer only parameters of the DDP model, and change no gradient on one rank alone",
             step.site,
         )
-    return Finding("gradients", "wrong", words, site, do, f"they differ {when}")
+    return Remark("gradients", "wrong", words, site, do, f"they differ {when}")
 
 
-def _counts(ranks: Sequence[Facts]) -> Iterator[Finding]:
+def _counts(ranks: Sequence[ScriptFacts]) -> Iterator[Remark]:
     joined = any(replica.joined for facts in ranks for replica in facts.replicas)
     counts = [len(next(iter(_steps(facts)), [])) for facts in ranks]
     if all(facts.ended for facts in ranks) and differs(counts) and not joined and all(counts):
         told = ", ".join(f"rank {facts.rank}: {count}" for facts, count in zip(ranks, counts, strict=True))
         do = "the same number of batches on each rank: DistributedSampler, or `with Join([model]):`"
-        yield Finding(
-            "uneven steps", "wrong", "ranks take different numbers of steps", ranks[0].steps[0].site, do, told
-        )
+        yield Remark("uneven steps", "wrong", "ranks take different numbers of steps", ranks[0].steps[0].site, do, told)
 
 
-def _windows(facts: Facts) -> Iterator[Finding]:
+def _windows(facts: ScriptFacts) -> Iterator[Remark]:
     optimizers = _steps(facts)
     if not optimizers or differs(tuple(step.backwards for step in steps) for steps in optimizers):
         return  # several that step in turn, as a GAN's: their windows mean something else
@@ -127,38 +125,38 @@ def _windows(facts: Facts) -> Iterator[Finding]:
         return
     rest = facts.loaders[steps[0].loader].batches % window
     site, clean = steps[0].backward_site, True
-    for step, after in pairwise([*steps, Step(-1, "")]):
+    for step, after in pairwise([*steps, SeenStep(-1, "")]):
         full = [factor for factor in step.factors if round(factor * window, 3) == 1]
         if rest and step.backwards < window and after.epoch != step.epoch and full and clean:
             clean = False
             words = f"the last window of an epoch has {step.backwards} micro-batches, and is divided by {window}"
             do = f"loss / min({window}, len(loader) - first micro-batch of the window)"
             seen = f"its gradient has {step.backwards}/{window} of its size"
-            yield Finding("last window", "wrong", words, site, do, seen)
+            yield Remark("last window", "wrong", words, site, do, seen)
     for left in facts.dropped:
         if rest and left.epoch <= EPOCHS and left.backwards == rest and left.optimizer == 0 and clean:
             clean = False
             what = "are never used" if left.cleared else "go into the first step of the next epoch"
             words = f"the gradients of the last {left.backwards} micro-batches of an epoch {what}"
             do = f"step at the last one, too: if (i + 1) % {window} == 0 or i + 1 == len(loader)"
-            yield Finding("last window", "wrong", words, steps[0].site, do, f"windows have {window} micro-batches")
+            yield Remark("last window", "wrong", words, steps[0].site, do, f"windows have {window} micro-batches")
     if clean:
-        yield Finding("last window", "right", f"windows of {window} micro-batches end with each epoch", site)
+        yield Remark("last window", "right", f"windows of {window} micro-batches end with each epoch", site)
 
 
-def _buffers(ranks: Sequence[Facts]) -> Iterator[Finding]:
+def _buffers(ranks: Sequence[ScriptFacts]) -> Iterator[Remark]:
     for replicas in zip(*(facts.replicas for facts in ranks), strict=False):
         evaluated = [*zip(*(replica.buffers for replica in replicas), strict=False)]
         site = replicas[0].evaluation_site
         if any(differs(row) for row in evaluated):
             words = "each rank evaluates with batch norm statistics of its own"
             do = "evaluate through the DDP model, which sends rank 0's buffers; or SyncBatchNorm"
-            yield Finding("batch norm", "wrong", words, site, do, "buffers differ between ranks when evaluation begins")
+            yield Remark("batch norm", "wrong", words, site, do, "buffers differ between ranks when evaluation begins")
         elif evaluated:
-            yield Finding("batch norm", "right", "buffers are equal on all ranks when evaluation begins", site)
+            yield Remark("batch norm", "right", "buffers are equal on all ranks when evaluation begins", site)
 
 
-def _files(ranks: Sequence[Facts]) -> Iterator[Finding]:
+def _files(ranks: Sequence[ScriptFacts]) -> Iterator[Remark]:
     writers = _by_place(ranks, "written")
     shared: defaultdict[str, list[tuple[str, list[int]]]] = defaultdict(list)
     for (_, path), places in writers.items():
@@ -168,55 +166,55 @@ def _files(ranks: Sequence[Facts]) -> Iterator[Finding]:
         path, of = files[0]
         more = f" and {len(files) - 1} more" if len(files) > 1 else ""
         do = "if dist.get_rank() == 0: in front of it; or the rank in the file's name"
-        yield Finding("one file", "wrong", "several ranks write one file", site, do, f"{ranks_named(of)}: {path}{more}")
+        yield Remark("one file", "wrong", "several ranks write one file", site, do, f"{ranks_named(of)}: {path}{more}")
     if writers and not shared:
-        yield Finding("one file", "right", "no file is written by two ranks")
+        yield Remark("one file", "right", "no file is written by two ranks")
 
 
-def _by_place(ranks: Sequence[Facts], which: str) -> dict[tuple[str, str], dict[int, Placed]]:
-    found: dict[tuple[str, str], dict[int, Placed]] = {}
+def _by_place(ranks: Sequence[ScriptFacts], which: str) -> dict[tuple[str, str], dict[int, PlacedFile]]:
+    found: dict[tuple[str, str], dict[int, PlacedFile]] = {}
     for facts in ranks:
         for placed in getattr(facts, which):
             found.setdefault((facts.host, placed.path), {})[facts.rank] = placed
     return found
 
 
-def _loads(ranks: Sequence[Facts]) -> Iterator[Finding]:
+def _loads(ranks: Sequence[ScriptFacts]) -> Iterator[Remark]:
     for (_, path), places in _by_place(ranks, "loaded").items():
         astray = [rank for rank, one in places.items() if set(one.devices) - {one.own_device}]
         if astray and not differs(tuple(one.devices) for one in places.values()):
             one = places[astray[0]]
             words = f"all ranks load to GPU {one.devices[0]}, whose memory it fills"
             do = "torch.load(path, map_location=device), or map_location='cpu'"
-            yield Finding("one GPU", "costs", words, one.site, do, f"{ranks_named(astray)}: {path}")
+            yield Remark("one GPU", "costs", words, one.site, do, f"{ranks_named(astray)}: {path}")
 
 
-def _unused(ranks: Sequence[Facts]) -> Iterator[Finding]:
+def _unused(ranks: Sequence[ScriptFacts]) -> Iterator[Remark]:
     for replicas in zip(*(facts.replicas for facts in ranks), strict=False):
         one = replicas[0]
         if one.find_unused and min(r.looked for r in replicas) >= LEAST_LOOKS and not max(r.unused for r in replicas):
             words = "find_unused_parameters=True is not needed: each step walks the whole graph for nothing"
             do = "TrainingArguments(ddp_find_unused_parameters=False)" if one.by_library else "leave it out"
             seen = f"every parameter was used in {one.looked} forwards on all ranks"
-            yield Finding("unused parameters", "note" if one.by_library else "costs", words, one.site, do, seen)
+            yield Remark("unused parameters", "note" if one.by_library else "costs", words, one.site, do, seen)
 
 
-def _threads(facts: Facts) -> Iterator[Finding]:
+def _threads(facts: ScriptFacts) -> Iterator[Remark]:
     share = max(1, facts.cores // max(1, facts.local_world))
     if facts.threads > share:
         do = f"torch.set_num_threads({share})" if facts.threads_site else f"--threads-per-rank {share}"
         words = "there are more threads than cores"
         seen = f"{facts.local_world} ranks x {facts.threads} threads on {facts.cores} cores"
-        yield Finding("threads", "costs", words, facts.threads_site, do, seen)
+        yield Remark("threads", "costs", words, facts.threads_site, do, seen)
     elif facts.threads:
-        yield Finding("threads", "right", f"{facts.local_world} ranks x {facts.threads} threads, {facts.cores} cores")
+        yield Remark("threads", "right", f"{facts.local_world} ranks x {facts.threads} threads, {facts.cores} cores")
 
 
-def _rate(facts: Facts) -> Iterator[Finding]:
+def _rate(facts: ScriptFacts) -> Iterator[Remark]:
     loader = next((one for one in facts.loaders if one.training), None)
     if loader is None or not facts.steps or not loader.training[0].sizes or facts.world < 2:
         return
     batch, rate = loader.training[0].sizes[0], facts.steps[0].learning_rate
     words = f"{facts.world} ranks x batch {batch} = {facts.world * batch} samples, learning rate {rate:g}"
     do = "decide whether the rate is to grow with the world: lr * world_size (SGD), lr * world_size ** 0.5 (Adam)"
-    yield Finding("learning rate", "note", words, loader.made, do)
+    yield Remark("learning rate", "note", words, loader.made, do)

@@ -15,14 +15,14 @@ from typing import Any, NoReturn
 import msgspec
 
 from paceline.contract.birth import WorkerBirth
-from paceline.contract.facts import Facts, facts_file
+from paceline.contract.facts import ScriptFacts, facts_file
 from paceline.disk import writing
 from paceline.worker import bootstrap
 from paceline.worker.imports import when_imported
 from paceline.worker.probes.hooks import Events, Hooks
-from paceline.worker.probes.loading import Loading
-from paceline.worker.probes.noting import Noting
-from paceline.worker.probes.seeing import Seeing
+from paceline.worker.probes.loading import LoaderWatch
+from paceline.worker.probes.noting import SideWatch
+from paceline.worker.probes.seeing import StepWatch
 
 EVERY_SECONDS = 2.0  # so often facts are written down: a script may be killed
 
@@ -30,7 +30,7 @@ EVERY_SECONDS = 2.0  # so often facts are written down: a script may be killed
 class Writing(Events):
     """Writes the facts down, now and then and at the end."""
 
-    def __init__(self, facts: Facts, folder: Path) -> None:
+    def __init__(self, facts: ScriptFacts, folder: Path) -> None:
         self._facts, self._path, self._pid = facts, folder / facts_file(facts.rank), os.getpid()
         self._last = 0.0
 
@@ -48,15 +48,15 @@ class Writing(Events):
 
 def watch(folder: Path) -> None:
     """See what this process does from now on."""
-    facts = Facts(
+    facts = ScriptFacts(
         rank=int(os.environ["RANK"]),
         world=int(os.environ["WORLD_SIZE"]),
         local_world=int(os.environ["LOCAL_WORLD_SIZE"]),
         host=socket.gethostname(),
         cores=len(os.sched_getaffinity(0)),
     )
-    pid, loading, noting = os.getpid(), Loading(facts), Noting(facts, str(folder))
-    seeing, written = Seeing(facts, loading), Writing(facts, folder)
+    pid, loading, noting = os.getpid(), LoaderWatch(facts), SideWatch(facts, str(folder))
+    seeing, written = StepWatch(facts, loading), Writing(facts, folder)
 
     def complain(error: BaseException) -> None:
         print(f"paceline: --check does not see everything: {error!r}", file=sys.stderr)

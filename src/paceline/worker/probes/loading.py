@@ -12,7 +12,16 @@ from functools import wraps
 from itertools import islice
 from typing import Any
 
-from paceline.contract.facts import EPOCHS, IN_LOOP, MAX_DIGESTS, MAX_INDICES, Facts, Loader, Pass, kept_batches
+from paceline.contract.facts import (
+    EPOCHS,
+    IN_LOOP,
+    MAX_DIGESTS,
+    MAX_INDICES,
+    Pass,
+    ScriptFacts,
+    SeenLoader,
+    kept_batches,
+)
 from paceline.worker.probes.digests import leading, leaf_digests, random_states, torch_state
 from paceline.worker.probes.hooks import Events
 from paceline.worker.sites import user_site
@@ -54,10 +63,10 @@ class Cut:
         return drawn
 
 
-class Loading(Events):
+class LoaderWatch(Events):
     """Of one process; `fed` is the loader that gave the last batch, and where in it that was."""
 
-    def __init__(self, facts: Facts) -> None:
+    def __init__(self, facts: ScriptFacts) -> None:
         self._facts = facts
         self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._live: dict[int, Any] = {}  # data sets, by the numbers of their loaders
@@ -175,7 +184,7 @@ class Loading(Events):
         return fetched
 
 
-def _described(loader: Any) -> Loader:
+def _described(loader: Any) -> SeenLoader:
     inner = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
     chain = [inner, getattr(inner, "batch_sampler", None), getattr(inner, "sampler", None), loader.sampler]
     chain += [getattr(chain[1], "sampler", None)]
@@ -184,7 +193,7 @@ def _described(loader: Any) -> Loader:
     plain = next((name for name in reversed(names) if name != "BatchSampler"), "")
     told = next((told for one in chain if isinstance(told := getattr(one, "shuffle", None), bool)), None)
     shuffles = False if "SequentialSampler" in names else True if "RandomSampler" in names else told
-    return Loader(
+    return SeenLoader(
         site=user_site(),
         made=getattr(loader, "made_at", ""),
         sampler=sampler or plain,

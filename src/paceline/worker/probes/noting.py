@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
-from paceline.contract.facts import MAX_DIGESTS, Counted, Facts, Pass, Placed
+from paceline.contract.facts import MAX_DIGESTS, Counted, Pass, PlacedFile, ScriptFacts
 from paceline.worker.guard import Guard
 from paceline.worker.imports import when_imported
 from paceline.worker.probes.hooks import Events
@@ -20,10 +20,10 @@ BRINGS_TOGETHER = ("reduce", "gather", "all_to_all", "send", "recv")
 NOBODYS = ("/dev/", "/proc/", "/sys/", "/__pycache__/", "/.cache/", "-packages/")
 
 
-class Noting(Events):
+class SideWatch(Events):
     """Of one process."""
 
-    def __init__(self, facts: Facts, own_folder: str) -> None:
+    def __init__(self, facts: ScriptFacts, own_folder: str) -> None:
         self._facts, self._own, self._pid = facts, own_folder, os.getpid()
         self._losses: dict[str, Counted] = {}
         self._passes: list[tuple[Pass, int, int]] = []  # evaluations: when each began, and what was printed before
@@ -84,7 +84,7 @@ class Noting(Events):
         if path.startswith(self._own) or any(part in path for part in NOBODYS) or len(self._facts.written) >= MAX_FILES:
             return
         if not any(one.path == path for one in self._facts.written):
-            self._facts.written.append(Placed(path, user_site()))
+            self._facts.written.append(PlacedFile(path, user_site()))
 
     def _saves(self, state: Any, file: Any = None, *_: Any) -> None:
         if isinstance(file, (str, os.PathLike)):
@@ -98,7 +98,7 @@ class Noting(Events):
             devices = sorted(_gpus(found))
             if devices and isinstance(file, (str, os.PathLike)):
                 path = os.path.realpath(os.fspath(file))  # pyright: ignore[reportUnknownArgumentType]
-                self._facts.loaded.append(Placed(path, user_site(), devices, cuda.current_device()))
+                self._facts.loaded.append(PlacedFile(path, user_site(), devices, cuda.current_device()))
             return found
 
         return loaded

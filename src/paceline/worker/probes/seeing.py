@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 import sys
+import weakref
 from collections import defaultdict
 from functools import wraps
 from typing import Any
 
-from paceline.contract.facts import MAX_DIGESTS, Dropped, Facts, Replica, Step
+from paceline.contract.facts import MAX_DIGESTS, Dropped, ScriptFacts, SeenReplica, SeenStep
 from paceline.worker.probes.digests import MOST, digest_of, leaf_digests
 from paceline.worker.probes.hooks import Events
-from paceline.worker.probes.loading import Loading
+from paceline.worker.probes.loading import LoaderWatch
 from paceline.worker.sites import user_frame, user_site
 
 MAX_STEPS = 100  # after which a script without epochs is ended
@@ -19,12 +20,14 @@ MAX_RECORDS = 400
 LOOKS, MAX_FACTORS = 16, 4
 
 
-class Seeing(Events):
+class StepWatch(Events):
     """Of one process."""
 
-    def __init__(self, facts: Facts, loading: Loading) -> None:
+    def __init__(self, facts: ScriptFacts, loading: LoaderWatch) -> None:
         self._facts, self._loading = facts, loading
-        self._replicas: dict[int, Replica] = {}
+        self._replicas: dict[int, SeenReplica] = {}
+        self._inner: dict[int, tuple[weakref.ref[Any], SeenReplica]] = {}  # by the model within
+        self._evaluated: dict[int, int] = {}  # how many steps there were, when it was last evaluated
         self._optimizers: list[Any] = []
         self._depth = 0  # of steps: one may call another, or go backward in a closure
         self._inside = 0  # replicas that are going forward
@@ -35,7 +38,8 @@ class Seeing(Events):
         self._at = (-1, -1)  # loader and pass of the last backward
 
     def install(self) -> None:
-        """See where `no_sync` is used."""
+        """See where `no_sync` is used, and which modules are called: by hooks that no script will save or copy."""
+        sys.modules["torch.nn.modules.module"].register_module_forward_pre_hook(self._called)
         replica: Any = sys.modules["torch.nn.parallel.distributed"].DistributedDataParallel
         no_sync = replica.no_sync
 
@@ -52,27 +56,30 @@ class Seeing(Events):
         caller = sys._getframe(2)  # pyright: ignore[reportPrivateUsage]
         while "/paceline/worker/" in caller.f_code.co_filename and caller.f_back is not None:
             caller = caller.f_back
-        record = Replica(
+        record = SeenReplica(
             site=user_site(),
             by_library=user_frame(caller) is not caller or "-packages/" in caller.f_code.co_filename,
             find_unused=bool(ddp.find_unused_parameters),
         )
         self._replicas[id(ddp)] = record
         self._facts.replicas.append(record)
-        evaluated_at = [-1]
+        self._inner[id(ddp.module)] = weakref.ref(ddp.module), record
 
-        def called(module: Any, _: Any) -> None:
-            grad: bool = sys.modules["torch"].is_grad_enabled()
-            if module.training and grad and not self._inside:
+    def _called(self, module: Any, _: Any) -> None:
+        """A module goes forward: perhaps a replica's, past it, or to evaluate."""
+        known, record = self._inner.get(id(module), (None, None))
+        if record is None or known is None or known() is not module:
+            return
+        if module.training:
+            if sys.modules["torch"].is_grad_enabled() and not self._inside:
                 record.past_site = record.past_site or user_site()
-            elif not module.training and evaluated_at[0] != len(self._facts.steps):
-                evaluated_at[0] = len(self._facts.steps)
-                buffers = [one for one in module.buffers() if one.is_floating_point()]
-                if buffers and len(record.buffers) < MAX_DIGESTS:
-                    record.buffers.append(digest_of(buffers))
-                    record.evaluation_site = user_site()
-
-        ddp.module.register_forward_pre_hook(called)
+            return
+        now = len(self._facts.steps)
+        buffers = [one for one in module.buffers() if one.is_floating_point()]
+        if buffers and self._evaluated.get(id(module)) != now and len(record.buffers) < MAX_DIGESTS:
+            self._evaluated[id(module)] = now
+            record.buffers.append(digest_of(buffers))
+            record.evaluation_site = user_site()
 
     def forward_begins(self, ddp: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
         """What goes in, and whether gradients will be reduced."""
@@ -105,14 +112,15 @@ class Seeing(Events):
 
     def backward_begins(self, losses: Any) -> None:
         """Of which batch, divided by what; and whether it begins with what an earlier epoch has left."""
-        if self._depth:
-            return
-        self._backward_site = user_site()
-        self._factors = _factors(losses)
         fed = self._loading.fed
         at = (fed, len(self._facts.loaders[fed].passes) if fed >= 0 else 0)
         if fed >= 0:
             self._facts.loaders[fed].passes[-1].trains = True
+        if self._depth:  # of a closure: a step has as many as it likes
+            self._at = at
+            return
+        self._backward_site = user_site()
+        self._factors = _factors(losses)
         for number, optimizer in enumerate(self._optimizers):
             if at != self._at and self._at[0] == fed and self._pending[number]:
                 cleared = not any(p.grad is not None and bool(p.grad.any()) for p in _parameters(optimizer))
@@ -141,7 +149,7 @@ class Seeing(Events):
             return
         parameters = _parameters(optimizer)
         plain = not any(_is_sharded(p) for p in parameters)
-        step = Step(
+        step = SeenStep(
             optimizer=number,
             site=user_site(),
             loader=self._at[0],
