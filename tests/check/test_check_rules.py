@@ -226,7 +226,7 @@ CLEAN: dict[str, Callable[[int], ScriptFacts]] = {
         rank, loaders=[trained(0, sampler="", probes=[[f"f:{rank}{n}", f"{rank}{n}"] for n in range(3)])]
     ),
     "an order without shuffling": lambda rank: right(
-        rank, loaders=[trained(rank, shuffles=False, passes=[epoch(sorted(ORDERS[rank]))] * 2)]
+        rank, loaders=[trained(rank, shuffles=False, passes=[epoch(ORDERS[rank])] * 2)]
     ),
     "random numbers of its own": lambda rank: right(rank, loaders=[trained(rank, random={"torch": f"s{rank}"})]),
     "a short evaluation alone": lambda rank: right(rank, loaders=[trained(rank), evaluated(0)][: 2 - rank]),
@@ -252,7 +252,7 @@ CLEAN: dict[str, Callable[[int], ScriptFacts]] = {
     "each its own GPU": lambda rank: right(rank, loaded=[PlacedFile("/m.pt", "t.py:3 in main", [rank], rank)]),
     "unused parameters": by_rank(replicas=(replica(find_unused=True, looked=9, unused=1),) * 2),
     "a framework's search": by_rank(replicas=([SeenReplica("t.py:7 in main", True, True, looked=9)],) * 2),
-    "shards of parameters": lambda rank: right(rank, steps=[step(gradients="", shapes=f"{rank}")]),
+    "shards of parameters": lambda rank: right(rank, steps=[step(gradients=f"g{rank}", shapes=f"{rank}")]),
 }
 
 
@@ -268,6 +268,14 @@ def test_a_pitfall_is_found_at_its_line_and_nothing_else(name: str) -> None:
 @pytest.mark.parametrize("name", CLEAN)
 def test_nothing_is_found_where_nothing_is_wrong(name: str) -> None:
     assert found(CLEAN[name]) == []
+
+
+def test_the_words_tell_apart_what_one_rule_finds() -> None:
+    words = {name: found(of_rank)[0].words for name, (of_rank, _, _) in PITFALLS.items()}
+    assert words["the same batches"] == "all ranks train on the same batches"
+    assert "each draws from all of them" in words["all of the data, in another order"]
+    assert words["no wrapped model"].endswith("no model is wrapped")
+    assert len(set(words.values())) == len(words) - 2  # a stream's and tensors' are those of the same batches
 
 
 def test_the_page_says_what_is_right_and_how_much_is_not() -> None:

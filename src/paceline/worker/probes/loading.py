@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Iterator
 from functools import wraps
 from itertools import islice
+from operator import index as as_index
 from typing import Any
 
 from paceline.contract.facts import (
@@ -59,7 +60,7 @@ class Cut:
         indices: list[Any] = [*drawn] if isinstance(drawn, (list, tuple)) else [drawn]
         self._seen.drawn += len(indices)
         room = MAX_INDICES - len(self._seen.indices)
-        self._seen.indices += [int(index) for index in islice(indices, max(0, room)) if isinstance(index, int)]
+        self._seen.indices += [as_index(one) for one in islice(indices, max(0, room)) if hasattr(one, "__index__")]
         return drawn
 
 
