@@ -13,7 +13,7 @@ from paceline.contract.facts import MAX_DIGESTS, Dropped, ScriptFacts, SeenRepli
 from paceline.worker.probes.digests import MOST, digest_of, leaf_digests
 from paceline.worker.probes.hooks import Events
 from paceline.worker.probes.loading import LoaderWatch
-from paceline.worker.sites import user_frame, user_site
+from paceline.worker.sites import Owner, owner, user_site
 
 MAX_STEPS = 100  # after which a script without epochs is ended
 MAX_RECORDS = 400
@@ -58,7 +58,7 @@ class StepWatch(Events):
             caller = caller.f_back
         record = SeenReplica(
             site=user_site(),
-            by_library=user_frame(caller) is not caller or "-packages/" in caller.f_code.co_filename,
+            by_library=owner(caller.f_code.co_filename) is Owner.LIBRARY,
             find_unused=bool(ddp.find_unused_parameters),
         )
         self._replicas[id(ddp)] = record
