@@ -1,6 +1,7 @@
 """`paceline launch --check`: a script runs for some epochs that are cut short, then what it does wrong is told."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -57,7 +58,8 @@ def told_findings(attempt_dir: Path, job: Job, code: int) -> int:
         say("--check has seen no training: no step of a torch optimizer, no DataLoader")
         return code or ExitCode.FAILED
     findings = judged(ranks)
-    writing.replace(attempt_dir / FINDINGS, msgspec.json.encode(findings))
+    with suppress(OSError):  # a full disk: the page is what counts
+        writing.replace(attempt_dir / FINDINGS, msgspec.json.encode(findings))
     print(clean(script_page(job.name, ranks, findings)), flush=True)
     if code:
         say(f"the script has ended with exit code {code}: what comes after that is not checked")
