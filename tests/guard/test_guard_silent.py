@@ -148,7 +148,7 @@ def asleep(
     still_seconds: float, *sleeps: int, kind: VerdictKind = VerdictKind.BEHIND
 ) -> tuple[Verdict, list[Evidence]]:
     ranks = [
-        Evidence(n, "n1", 7, still_seconds=still_seconds, script=True, phase=Phase.SYNC, sleep=sleep)
+        Evidence(n, "n1", 7, still_seconds=still_seconds, script=True, step=3, phase=Phase.SYNC, sleep=sleep)
         for n, sleep in enumerate(sleeps)
     ]
     return Verdict(kind, (1,)), ranks

@@ -50,7 +50,7 @@ _NAMES = (
     "loading",  # 1: the main thread waits for a batch of its loader processes
     "saves_asked",  # by the agent: how many checkpoints somebody has asked for
     "waiting",  # 1: when the watcher last woke, a collective or a message was on its way
-    "script",  # 1: a script that nobody changed has stepped: what is known of it is seen from outside
+    "script",  # 1: a script that nobody changed: what is known of it is seen from outside
     "marks",  # raised with each mark
     "findings",  # told so far
     "uneven",  # 1: ranks may rightly take different numbers of steps

@@ -30,7 +30,7 @@ class Asleep:
         if still_seconds < FIRST_SECONDS:
             self._next_seconds = FIRST_SECONDS
             self._before.clear()
-        if not self._auto or still_seconds < self._next_seconds or not all(one.script for one in running):
+        if not self._auto or still_seconds < self._next_seconds or not all(one.script and one.step for one in running):
             return False
         self._asked = True
         self._next_seconds = max(SURE_SECONDS, still_seconds + AGAIN_SECONDS)

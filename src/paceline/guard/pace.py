@@ -110,7 +110,7 @@ class Pace:
         return None
 
     def _stage_of(self, rank: Sample) -> Stage:
-        if rank.phase is Phase.USER or rank.script:
+        if rank.phase is Phase.USER or (rank.script and rank.phase is not Phase.INIT):
             return Stage.USER
         if rank.phase is Phase.INIT or rank.stepped is False or self._first_step is None:
             self._first_step = rank.step  # not before it is known: a resumed run begins anywhere

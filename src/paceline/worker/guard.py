@@ -111,6 +111,7 @@ class Guard:
     def looks_on(self, hooks: Hooks, marker: OrderMarks | None) -> None:
         """This process's script is seen from outside, by these."""
         self._hooks, self._ledger.marker = hooks, marker
+        self.box.put("script", 1)
 
     def take_over(self) -> None:
         """What runs here says itself what it does, and checks itself: a training of ours, a session."""

@@ -91,7 +91,6 @@ class Phases(Counted):
         before = self.done
         super().step_ended(optimizer)
         if self.done > before:
-            self._box.put("script", 1)
             self._put_aside()
 
     def _put_aside(self) -> None:
