@@ -165,7 +165,7 @@ class Ledger:
                 raise
             finally:
                 inside.discard(thread)
-                if shown:
+                if shown and not self._box.get("released"):  # that is no progress of its own
                     self._box.enter(before)
             self._end(begun, result)
             return result
