@@ -52,7 +52,7 @@ class Difference:
         return bool(self.mark.flags & SUMMED) and max(sums) - min(sums) <= ROUND_OFF * max(map(abs, sums))
 
 
-class Comparison:
+class ComparedMarks:
     """What is known by the marks of one generation so far."""
 
     def __init__(self) -> None:

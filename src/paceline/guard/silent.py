@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from paceline.contract.evidence import Evidence, Op, Sample, Verdict, VerdictKind
 from paceline.contract.marks import ORDER_TABLES, SAME_BY_DDP, marks_of
 from paceline.contract.order import Mismatch
-from paceline.guard.replicas import Comparison, Difference, departed, place_in_order
+from paceline.guard.replicas import ComparedMarks, Difference, departed, place_in_order
 from paceline.guard.waits import majority, parties_by
 from paceline.guard.wording import named, verb
 
@@ -26,7 +26,7 @@ class Silent:
     def __init__(self, world_size: int, names: Names, calls: AskCalls) -> None:
         """`names` are those of tensors, `calls` asks what is behind the hashes of each rank's calls."""
         self._size, self._names, self._calls = world_size, names, calls
-        self._comparison = Comparison()
+        self._comparison = ComparedMarks()
         self._said: set[tuple[object, ...]] = set()
         self._looks = 0  # since the first rank has told of what is not finite
         self._known: Mapping[int, Mapping[int, Op]] = {}

@@ -156,8 +156,7 @@ class Ledger:
                     self._complain(trouble)
                 return result
             inside.add(thread)
-            shown = self.marker is not None and thread == self._main
-            before = self._box.enter(Phase.SYNC) if shown else Phase.SYNC
+            before = self._box.enter(Phase.SYNC) if self.marker is not None and thread == self._main else None
             try:
                 result = call(*args, **kwargs)
             except BaseException:
@@ -165,7 +164,7 @@ class Ledger:
                 raise
             finally:
                 inside.discard(thread)
-                if shown and not self._box.get("released"):  # that is no progress of its own
+                if before is not None and not self._box.get("released"):  # that is no progress of its own
                     self._box.enter(before)
             self._end(begun, result)
             return result
