@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from paceline.contract import marks
 from paceline.contract.box import BOX_BYTES, MARKS_AT, Box, make_box
-from paceline.contract.evidence import Finding, Op
+from paceline.contract.evidence import Op, ScriptFinding
 from paceline.contract.marks import FINDINGS, MARK, Mark, marks_of, put_finding, put_mark, read_marks
 
 
@@ -57,7 +57,7 @@ def test_names_calls_and_the_last_findings_are_read_again() -> None:
     called = Op("0", 0, "all_reduce", shape="[8]", dtype="float32", site="train.py:3 in main")
     assert marks.read_calls(box.descriptor) == {"5": called}
     for step in range(FINDINGS + 2):
-        put_finding(box, Finding("swallowed", step, "words"))
+        put_finding(box, ScriptFinding("swallowed", step, "words"))
     assert {one.step for one in marks.read_findings(box.descriptor)} == {*range(2, FINDINGS + 2)}
     box.store(marks.NAMES_AT, b"{broken\0")
     box.store(marks.FINDINGS_AT, b"\xff\xff\0")

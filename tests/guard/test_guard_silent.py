@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from paceline.contract.evidence import Evidence, Finding, Op, Phase, Sample, Verdict, VerdictKind
+from paceline.contract.evidence import Evidence, Op, Phase, Sample, ScriptFinding, Verdict, VerdictKind
 from paceline.contract.marks import MARK, ORDER_TABLES, SAME_BY_DDP, SUMMED, Mark
 from paceline.contract.windows import Windows
 from paceline.guard.asleep import Asleep
@@ -88,8 +88,8 @@ def test_round_off_between_machines_is_a_notice() -> None:
 
 
 def test_the_rank_whose_own_loss_was_not_finite_is_named_once_all_have_told() -> None:
-    ours = Finding("not finite", 5, "its loss was nan at train.py:9, batch 5 of epoch 1")
-    theirs = Finding("not finite", 5, "", own=False)
+    ours = ScriptFinding("not finite", 5, "its loss was nan at train.py:9, batch 5 of epoch 1")
+    theirs = ScriptFinding("not finite", 5, "", own=False)
     one = silent()
     partly = [rank(0), rank(1, findings=(ours,)), rank(2)]
     assert first(one.see(partly)) is None
@@ -103,7 +103,7 @@ def test_the_rank_whose_own_loss_was_not_finite_is_named_once_all_have_told() ->
 
 def test_a_swallowed_exception_is_told_once_and_again_with_the_drift_that_it_made() -> None:
     one = silent()
-    swallowed = Finding("swallowed", 5, "ValueError in its forward, at train.py:7 in forward: bad")
+    swallowed = ScriptFinding("swallowed", 5, "ValueError in its forward, at train.py:7 in forward: bad")
     samples = [rank(n, findings=(swallowed,) if n == 1 else ()) for n in range(3)]
     assert first(one.see(samples)) is None and first(one.see(samples)) is None
     assert one.notices == [

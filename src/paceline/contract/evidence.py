@@ -97,7 +97,7 @@ class LoaderWorker(msgspec.Struct, frozen=True, omit_defaults=True):
     busy: bool = True  # it has begun the item, and not ended it
 
 
-class Finding(msgspec.Struct, frozen=True, omit_defaults=True):
+class ScriptFinding(msgspec.Struct, frozen=True, omit_defaults=True):
     """What a rank that runs a script has seen of itself."""
 
     kind: Literal["not finite", "swallowed"]
@@ -128,7 +128,7 @@ class Sample(msgspec.Struct, frozen=True, omit_defaults=True):
     script: bool = False  # that nobody changed: its steps and phases are seen from outside
     uneven: bool = False  # ranks may rightly take different numbers of steps
     marks: bytes = b""  # what ranks must have in common: see marks.py
-    findings: tuple[Finding, ...] = ()
+    findings: tuple[ScriptFinding, ...] = ()
 
     @property
     def runs(self) -> bool:

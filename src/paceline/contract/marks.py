@@ -17,7 +17,7 @@ from typing import NamedTuple
 import msgspec
 
 from paceline.contract import box
-from paceline.contract.evidence import Finding, Op
+from paceline.contract.evidence import Op, ScriptFinding
 
 TABLES, ORDER_TABLES = 8, 4  # the last ones are of collectives
 LEVELS, KEPT = 11, 4
@@ -98,7 +98,7 @@ class Named(msgspec.Struct, frozen=True):
     calls: dict[str, str] = {}
 
 
-def put_finding(own: box.Box, finding: Finding) -> None:
+def put_finding(own: box.Box, finding: ScriptFinding) -> None:
     """Tell the agent what was found."""
     told = own.get("findings")
     data = msgspec.json.encode(finding)
@@ -133,13 +133,13 @@ def read_calls(descriptor: int) -> dict[str, Op]:
     return {key: box.op_of(text.encode()) for key, text in read_names(descriptor).calls.items()}
 
 
-def read_findings(descriptor: int) -> Sequence[Finding]:
+def read_findings(descriptor: int) -> Sequence[ScriptFinding]:
     """What a worker has told, in no order."""
-    found: list[Finding] = []
+    found: list[ScriptFinding] = []
     for number in range(FINDINGS):
         data = os.pread(descriptor, FINDING_MAX, FINDINGS_AT + number * FINDING_MAX).partition(b"\0")[0]
         try:
-            found.append(msgspec.json.decode(data, type=Finding))
+            found.append(msgspec.json.decode(data, type=ScriptFinding))
         except (msgspec.MsgspecError, RecursionError):
             continue
     return found

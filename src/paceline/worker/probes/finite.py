@@ -16,7 +16,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from paceline.contract.box import Box
-from paceline.contract.evidence import Finding
+from paceline.contract.evidence import ScriptFinding
 from paceline.contract.marks import put_finding
 from paceline.worker.probes.hooks import Events
 from paceline.worker.probes.later import Later, may_compute
@@ -110,7 +110,7 @@ class Finite(Events):
         def look(values: list[bool]) -> None:
             if values[0] and not self._said:
                 self._said, own = True, self._own.get(step)
-                put_finding(self._box, Finding("not finite", step, own or "", own=own is not None))
+                put_finding(self._box, ScriptFinding("not finite", step, own or "", own=own is not None))
 
         self._later.read(_not_finite(sensor.grad), look)
 

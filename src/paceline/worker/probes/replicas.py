@@ -55,7 +55,7 @@ class Piece:
 
 
 @dataclass
-class Watched:
+class WatchedOptimizer:
     """One optimizer's parameters."""
 
     table: int
@@ -73,7 +73,7 @@ class Fingerprints(Events):
 
     def __init__(self, box: Box, names: Names) -> None:
         self._box, self._names, self._later = box, names, Later()
-        self._watched: WeakKeyDictionary[Any, Watched] = WeakKeyDictionary()
+        self._watched: WeakKeyDictionary[Any, WatchedOptimizer] = WeakKeyDictionary()
         self._replicas: WeakSet[Any] = WeakSet()
         self._forwards: WeakKeyDictionary[Any, bool] = (
             WeakKeyDictionary()
@@ -97,7 +97,7 @@ class Fingerprints(Events):
             return
         watched = self._watched.get(optimizer)
         if watched is None:
-            watched = self._watched[optimizer] = Watched(len(self._watched))
+            watched = self._watched[optimizer] = WatchedOptimizer(len(self._watched))
         if watched.table >= ORDER_TABLES:
             return
         watched.count += 1
@@ -108,7 +108,7 @@ class Fingerprints(Events):
         if watched.pieces and self._meets_others(watched):
             self._mark(watched)
 
-    def _meets_others(self, watched: Watched) -> bool:
+    def _meets_others(self, watched: WatchedOptimizer) -> bool:
         ddp = watched.replica and watched.replica()
         if ddp is None:
             return True
@@ -118,7 +118,7 @@ class Fingerprints(Events):
         hooks = getattr(ddp, "_comm_hooks", ())
         return not watched.alone and not any(getattr(hook, "__name__", "") in LOCAL_HOOKS for hook, _ in hooks)
 
-    def _lay_out(self, watched: Watched, optimizer: Any) -> None:
+    def _lay_out(self, watched: WatchedOptimizer, optimizer: Any) -> None:
         """Find out which of its parameters are to be compared, and among whom."""
         watched.pieces, watched.replica = [], None
         parameters = [one for group in optimizer.param_groups for one in group["params"] if one.numel()]
@@ -142,7 +142,7 @@ class Fingerprints(Events):
         watched.layout = zlib.crc32(told.encode())
         self._names.of_tensors(watched.layout, [piece.name for piece in watched.pieces])
 
-    def _mark(self, watched: Watched) -> None:
+    def _mark(self, watched: WatchedOptimizer) -> None:
         pieces, number = watched.pieces, watched.count
         if not may_compute(pieces[0].parameter):
             return

@@ -14,7 +14,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from paceline.contract.box import Box
-from paceline.contract.evidence import Finding, Phase
+from paceline.contract.evidence import Phase, ScriptFinding
 from paceline.contract.marks import put_finding
 from paceline.worker.probes.hooks import Events
 from paceline.worker.sites import Owner, frame_of, owner, site_frame, site_words
@@ -124,7 +124,7 @@ class Swallowed(Events):
         for key, words in self._raised.items():
             if key not in self._told and len(self._told) < MOST_SWALLOWED:
                 self._told.add(key)
-                put_finding(self._box, Finding("swallowed", self._steps.done, words))
+                put_finding(self._box, ScriptFinding("swallowed", self._steps.done, words))
         self._raised.clear()
 
 
