@@ -16,7 +16,7 @@ from paceline.contract.evidence import Phase
 from paceline.contract.marks import Mark, Names, marks_of, read_findings, read_marks, read_names
 from paceline.worker.probes.finite import Batches, Finite
 from paceline.worker.probes.replicas import Fingerprints
-from paceline.worker.probes.steps import Phases, Swallowed
+from paceline.worker.probes.steps import ScriptPhases, Swallowed
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def marked(box: Box) -> list[Mark]:
 
 
 def test_steps_are_those_of_the_optimizer_that_steps_most_and_each_event_is_a_phase(box: Box) -> None:
-    other, phases = type("Optimizer", (), {})(), Phases(box)
+    other, phases = type("Optimizer", (), {})(), ScriptPhases(box)
     optimizer = type("Optimizer", (), {})()
     seen: list[Phase] = []
     for event, told in (
@@ -85,7 +85,7 @@ def test_what_ranks_may_rightly_have_apart_is_not_marked(box: Box) -> None:
 
 
 def trained(box: Box, x: torch.Tensor, *, apply: bool = True, found_inf: Any = None) -> list[str]:
-    model, steps = torch.nn.Linear(3, 1), Phases(box)
+    model, steps = torch.nn.Linear(3, 1), ScriptPhases(box)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     finite = Finite(box, steps, Batches())
     for batch in (torch.ones(2, 3), x):
@@ -113,7 +113,7 @@ def test_only_what_is_not_finite_and_applied_is_told_with_its_line(box: Box) -> 
 
 
 def test_an_exception_is_told_if_the_script_steps_on_and_once(box: Box) -> None:
-    steps, optimizer = Phases(box), torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=0.1)
+    steps, optimizer = ScriptPhases(box), torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=0.1)
     swallowed = Swallowed(box, steps)
     for _ in range(2):
         try:
@@ -131,7 +131,7 @@ def test_an_exception_is_told_if_the_script_steps_on_and_once(box: Box) -> None:
 def test_what_a_script_does_now_and_then_is_none_of_a_steps_own_work(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [time.monotonic_ns()]
     monkeypatch.setattr("paceline.contract.box.time.monotonic_ns", lambda: now[0])
-    phases, optimizer = Phases(box), torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=0.1)
+    phases, optimizer = ScriptPhases(box), torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=0.1)
     box.enter(Phase.USER)
     for step in range(20):
         now[0] += 60_000_000_000 if step == 15 else 20_000_000  # an evaluation of a minute

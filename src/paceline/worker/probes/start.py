@@ -13,14 +13,14 @@ from paceline.worker.probes.calls import OrderMarks
 from paceline.worker.probes.finite import Batches, Finite
 from paceline.worker.probes.hooks import Events, Hooks
 from paceline.worker.probes.replicas import Fingerprints
-from paceline.worker.probes.steps import Counted, Phases, Swallowed
+from paceline.worker.probes.steps import Counted, ScriptPhases, Swallowed
 
 
 def look_on(guard: Guard) -> None:
     """See its steps from now on, or as soon as it imports torch. Never raises."""
     hooks, box = Hooks(guard.complain), guard.box
     if guard.on:
-        steps, batches, names = Phases(box), Batches(), Names(box)
+        steps, batches, names = ScriptPhases(box), Batches(), Names(box)
         finite, swallowed = Finite(box, steps, batches), Swallowed(box, steps)
         for part in (batches, finite, swallowed, steps, Joins(box), Fingerprints(box, names)):
             hooks.listen(part)

@@ -41,7 +41,7 @@ class Counted(Events):
             self._box.set_step(count)
 
 
-class Phases(Counted):
+class ScriptPhases(Counted):
     """Says in the box, too, what the script does."""
 
     def __init__(self, box: Box) -> None:
