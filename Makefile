@@ -104,6 +104,11 @@ soak-sessions: $(STAMP)  ## the six scripts of examples/classic: equal to their 
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[hf]'
 	PYTHONPATH=. $(BIN)/python tests/sessions/soak_classic.py --out benchmarks/results/classic.json
 
+soak-frameworks: $(PEERS)  ## Trainer, Accelerate, Lightning, Ignite as they are: is their user's line named? (15 minutes)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[hf]' \
+		lightning==2.6.6 pytorch-lightning==2.6.6
+	PYTHONPATH=. $(BIN)/python tests/frameworks/soak_frameworks.py --out benchmarks/results/frameworks.md
+
 soak-ends: $(STAMP)  ## what is on disk after each way in which a training may end (root)
 	PYTHONPATH=. $(BIN)/python tests/train/soak_ends.py --out benchmarks/results/ends.md
 

@@ -1,0 +1,141 @@
+"""The frameworks people use, as they are: a hang on rank 1 in their user's own code, and their own test scripts.
+
+    PYTHONPATH=. python tests/frameworks/soak_frameworks.py --out benchmarks/results/frameworks.md
+
+Each script of this folder hangs in its collate function, in a callback, in its step, and not at all; under `paceline
+launch`, and under torchrun with `paceline watchover` where there is such a command. The verdict must name rank 1 and
+the line with the mark, in the user's file. Accelerate's own scripts must end as they do under torchrun.
+
+The exit code is 1 if something is not as it should be.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.cli import COMMANDS
+from paceline.faults.command import Ran, run_command
+from paceline.guard.story import read_verdict
+
+HERE = Path(__file__).parent
+SCRIPTS = {"trainer": "transformers", "accelerated": "accelerate", "lit": "lightning", "ignited": "ignite"}
+WHERE = ("collate", "callback", "step")
+OWN_TESTS = ("test_script", "test_sync", "test_ops")  # of accelerate.test_utils.scripts
+PYTHON = (sys.executable, "-m")
+TORCHRUN = (*PYTHON, "torch.distributed.run", "--nproc-per-node=2", "--master-port=29541")
+LAUNCHERS = {
+    "torchrun": TORCHRUN,
+    "launch": (*PYTHON, "paceline", "launch", "--nproc=2"),
+    "watchover": (*TORCHRUN, "-m", "paceline", "watchover"),
+}
+GUARD = {"launch": (), "watchover": ("--end",)}
+LIMIT_SECONDS = 400.0
+OFFLINE = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a verdict says; nothing where there is none."""
+
+    ran: Ran
+    guilty: tuple[int, ...] = ()
+    site: str = ""
+    page: str = ""
+
+
+def marked(script: str, mark: str) -> str:
+    """The line with this mark: "trainer.py:22"."""
+    lines = (HERE / f"{script}.py").read_text().splitlines()
+    return f"{script}.py:{next(n for n, line in enumerate(lines, 1) if line.endswith(f'# {mark}'))}"
+
+
+def started(script: str, where: str, launcher: str, folder: Path, stall_after: float) -> Told:
+    """Run a script that hangs, in an empty folder."""
+    for file in HERE.glob("*.py"):
+        shutil.copy(file, folder)
+    guard = (*GUARD[launcher], f"--stall-after={stall_after}", "--run-dir=run")
+    argv = (*LAUNCHERS[launcher], *guard, f"{script}.py")
+    ran = run_command(argv, folder, OFFLINE | {"FAULT": where}, limit_seconds=LIMIT_SECONDS)
+    found = sorted(folder.glob("run/**/verdict-[0-9]*"))
+    if not found:
+        return Told(ran)
+    verdict = read_verdict(found[-1]).verdict
+    return Told(ran, verdict.guilty, verdict.site, "\n".join(verdict.sentences))
+
+
+def hung(script: str, where: str, launcher: str, stall_after: float) -> tuple[list[str], bool | None]:
+    """A row's cells for one launcher, and whether all is right; None without such a command."""
+    if launcher not in ("launch", *COMMANDS):
+        return ["-", "-", "-"], None
+    with tempfile.TemporaryDirectory() as folder:
+        told = started(script, where, launcher, Path(folder), stall_after)
+    rank, line = told.guilty == (1,), told.site.startswith(f"{marked(script, f'FAULT {where}')} ")
+    left = len(told.ran.processes_left)
+    said = [f"NO: {told.guilty}", "yes"][rank], "yes" if line else f"NO: {told.site}", str(left)
+    print(f"{script} {where} {launcher}: {said} {told.ran.ended_seconds - told.ran.began_seconds:.0f} s", flush=True)
+    return list(said), rank and line and not left
+
+
+def ended(words: tuple[str, ...], launcher: str) -> tuple[str, bool | None]:
+    """The exit code of a run that is to go well, and whether it did; None without such a command."""
+    if launcher not in ("torchrun", "launch", *COMMANDS):
+        return "-", None
+    with tempfile.TemporaryDirectory() as folder:
+        argv = (*LAUNCHERS[launcher], *words)
+        ran = run_command(argv, Path(folder), OFFLINE, limit_seconds=LIMIT_SECONDS)
+    print(f"{words} {launcher}: {ran.code} {ran.ended_seconds - ran.began_seconds:.0f} s", flush=True)
+    if ran.code != 0 or "GUILTY" in ran.text:
+        print(ran.text[-3000:], flush=True)
+    return f"{ran.code}{', ACCUSED' if 'GUILTY' in ran.text else ''}", ran.code == 0 and "GUILTY" not in ran.text
+
+
+def markdown(rows: list[list[str]]) -> str:
+    """A table of which the first row is the head."""
+    lines = [rows[0], ["---"] * len(rows[0]), *rows[1:]]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--scripts", nargs="+", default=list(SCRIPTS), choices=SCRIPTS)
+    parser.add_argument("--stall-after", type=float, default=8.0)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    found: list[bool | None] = []
+    head = [f"{launcher}: {what}" for launcher in GUARD for what in ("rank", "line", "processes left")]
+    hangs = [["framework", "rank 1 hangs in its", *head]]
+    for script in options.scripts:
+        for where in WHERE:
+            cells: list[str] = []
+            for launcher in GUARD:
+                said, well = hung(script, where, launcher, options.stall_after)
+                cells += said
+                found.append(well)
+            hangs.append([SCRIPTS[script], where, *cells])
+    ends = [["what", *LAUNCHERS]]
+    own = [("-m", f"accelerate.test_utils.scripts.{name}") for name in OWN_TESTS]
+    clean = [(str(HERE / f"{script}.py"),) for script in options.scripts]
+    for words in [*clean, *own]:
+        cells = []
+        for launcher in LAUNCHERS:
+            code, well = ended(words, launcher)
+            cells.append(code)
+            found.append(well)
+        ends.append([words[-1].rpartition("/")[2], *cells])
+    if options.out:
+        options.out.write_text(
+            "# Frameworks, as they are\n\n`make soak-frameworks`; 2 ranks. `-`: there was no such command yet.\n\n"
+            f"{markdown(hangs)}\nExit codes of what goes well:\n\n{markdown(ends)}"
+        )
+    right = [well for well in found if well is not None]
+    print(f"{sum(right)} of {len(right)} as they should be")
+    return int(not all(right))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
