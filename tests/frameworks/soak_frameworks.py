@@ -129,7 +129,7 @@ def main() -> int:
         ends.append([words[-1].rpartition("/")[2], *cells])
     if options.out:
         options.out.write_text(
-            "# Frameworks, as they are\n\n`make soak-frameworks`; 2 ranks. `-`: there was no such command yet.\n\n"
+            "# Frameworks, as they are\n\n`make soak-frameworks`; 2 ranks. `-`: not run.\n\n"
             f"{markdown(hangs)}\nExit codes of what goes well:\n\n{markdown(ends)}"
         )
     right = [well for well in found if well is not None]
