@@ -55,7 +55,7 @@ class Watched:
         self.folder, self.process, self.output = folder, process, folder / "output.txt"
 
     def says(self, pattern: str) -> re.Match[str]:
-        wait_until(lambda: re.search(pattern, self.output.read_text()) is not None, self.output.read_text)
+        wait_until(lambda: re.search(pattern, self.output.read_text()) is not None, pattern)
         found = re.search(pattern, self.output.read_text())
         assert found is not None
         return found
@@ -112,7 +112,7 @@ def test_a_launcher_that_is_killed_leaves_nothing_where_watchover_may_end_ranks(
         job.says("nothing has moved")
         job.process.kill()
         job.says("the launcher of the ranks on .* is gone, and they run on; they are ended")
-        wait_until(lambda: not observers(), job.output.read_text)
+        wait_until(lambda: not observers(), "the observer ends")
         for rank in range(2):
             process = read_process(int((tmp_path / f"pid-{rank}").read_text()))
             assert process is None or not process.runs  # a zombie waits for init, which takes its time
@@ -143,12 +143,15 @@ def test_where_it_may_the_ranks_that_wait_are_freed_and_all_are_ended(tmp_path: 
 
 def test_who_failed_first_is_told_and_exit_codes_are_the_scripts_own(tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text(
-        "import os, sys, time\n"
-        "if os.environ['RANK'] == '1':\n    time.sleep(1)\n    raise ValueError('bad sample 4711')\n"
-        "time.sleep(2)\nsys.exit(7)\n"
+        "import os, sys, time\nfrom pathlib import Path\nhere = Path(__file__).with_name('here')\n"
+        "while os.environ['RANK'] == '1' and not here.exists():\n    time.sleep(0.1)\n"
+        "here.touch()\ntime.sleep(1)\n"
+        "if os.environ['RANK'] == '1':\n    raise ValueError('bad sample 4711')\n"
+        "time.sleep(1.5)\nsys.exit(7)\n"
     )
     ranks = by_hand(tmp_path, 2)
     assert [one.wait(30) for one in ranks] == [7, 1]
+    wait_until(lambda: not observers(), "the observer ends")
     text = (tmp_path / "output.txt").read_text()
     assert re.search(r"rank 1 \(.*\) failed: exit code 1\n(.*\n)+ValueError: bad sample 4711", text), text
     assert text.count("Traceback") == 2  # the rank's own, and the verdict's

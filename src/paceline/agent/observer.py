@@ -43,7 +43,9 @@ from paceline.observe.terminal import say
 ARRIVAL_SECONDS = 60.0  # for all ranks of a node to come
 LATE_SECONDS = 1.0  # for one more, when all that have come are gone again
 LINGER_SECONDS = 30.0  # that node 0's stays for the others when its own ranks are done
+MEET_SECONDS = 3.0  # for the other nodes to come, where something has failed before they have
 MOVED_SECONDS = 1.0
+QUESTION_SECONDS = 5.0
 
 
 class Observer:
@@ -143,7 +145,8 @@ class Observer:
             return
         due = due_seconds(samples)
         if due is not None:
-            if now >= due:
+            # who only lost others, or was broken off by them, cannot be told from a part of the ranks
+            if now >= due + (0.0 if self._whole or self._apart or self.plan.nodes == 1 else MEET_SECONDS):
                 self._failed = True
                 self._tell_failure(samples)
             return
@@ -178,7 +181,12 @@ class Observer:
             return say(f"the ranks were ended from outside ({first.failure.type})")
         assert self._guarding is not None
         judgement = self._guarding.judge_failure(samples)
-        say(changed(judgement, attempt_dir="").page(self._generation.oom_kills()))
+        seen = (
+            ""
+            if self._whole or self.plan.nodes == 1
+            else f"\nas {os.uname().nodename} sees it, which has not met all other nodes"
+        )
+        say(changed(judgement, attempt_dir="").page(self._generation.oom_kills()) + seen)
         self.own.let_go(all_of_them=True)
         if self.own.may_end:
             self._end_all(self.plan.grace_seconds)
@@ -194,14 +202,18 @@ class Subordinate(Follower):
 
     def __init__(self, plan: NodePlan, orders: Bystander, own: Adopted) -> None:
         super().__init__(plan, orders, Inherited(), lambda: None)
-        self._ranks, self._own = own.ranks, own
+        self._ranks, self._own, self._over_seconds = own.ranks, own, 0.0
 
     def _start(self, start: m.StartOrder) -> m.StartReply:
         self._number, self._workers = start.generation, self._own
         return m.StartReply(start.generation)
 
     def _head_lost(self, link: Link) -> str:
-        return "all its ranks have ended" if self._own.over else super()._head_lost(link)
+        if self._own.over:  # node 0's may still have a question about them
+            self._over_seconds = self._over_seconds or time.monotonic()
+            if time.monotonic() > self._over_seconds + QUESTION_SECONDS:
+                return "all its ranks have ended"
+        return super()._head_lost(link)
 
     def _alone(self, why: str) -> int:
         if self._own.over or self._own.stopping:

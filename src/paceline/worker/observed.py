@@ -38,7 +38,7 @@ from paceline.worker.guard import Guard
 
 OBSERVER = "paceline.agent.observer"
 FREE_SECONDS = 3.0  # for the observer of an earlier start to leave the name
-SEEK_SECONDS, LOOK_SECONDS = 60.0, 0.25
+SEEK_SECONDS, LOOK_SECONDS = 60.0, 0.1
 LEAVE_SECONDS = 1.5
 PROBE_SECONDS, STORE_SECONDS = 2.0, 10.0
 
