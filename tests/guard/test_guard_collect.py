@@ -63,7 +63,7 @@ def test_native_code_that_holds_the_lock_gives_native_stacks_each_time(tmp_path:
             assert f'script.py", line {one.line("# holds it")}' in found.native
             assert found.native.count("Stack (most recent call first)") == 1, "only what has come on this question"
             assert seconds < 3.6
-        assert found.cpu_seconds > 0.3, "it computes"
+        assert found.cpu_seconds > 0.05, "it computes, on a busy machine, too"
 
 
 def test_who_has_become_another_program_is_not_killed_by_the_question(tmp_path: Path) -> None:
