@@ -57,7 +57,7 @@ def test_what_is_asked_of_a_job_reaches_the_agent() -> None:
         "grace_seconds": 1.0, "stop_grace_seconds": 2.0, "max_restarts": 3, "min_nproc": 4, "join_seconds": 5.0,
         "stall_after": Windows.parse("6"), "nodes": 7, "min_nodes": 6, "secret": "5ec4", "cwd": "/here",
         "env": {"A": "B"}, "modules": ("m",), "activate": "conda:ml", "plain_store": True, "detached": True,
-        "show": "all", "preload": True, "collectives": "shared",
+        "show": "all", "preload": True, "collectives": "shared", "on_drift": "warn",
     }  # fmt: skip
     assert {"argv", "nproc", "run_id", "threads", *told} == {*Shared.__struct_fields__}
     job = Job(("x",), 2, "5f", 1, **told)

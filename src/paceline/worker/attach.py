@@ -86,8 +86,10 @@ def record_failure(error: BaseException, exit_code: int, *, traceback: bool, vic
         Whether the agent will tell this failure, so that the worker need not print it. False without an agent.
     """
     birth, rank = WorkerBirth.here(), os.environ.get("RANK", "")
+    if not rank.isdecimal():
+        return False
     record = Guard.of_process().record if birth is None else birth.record
-    if record < 0 or not rank.isdecimal():
+    if record < 0:
         return False
     failure = Failure(
         rank=int(rank),
