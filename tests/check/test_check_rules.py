@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from paceline.contract.facts import (
-    Counted,
     Dropped,
+    MeanLoss,
     Pass,
     PlacedFile,
     ScriptFacts,
@@ -99,6 +99,29 @@ def replica(**more: Any) -> list[SeenReplica]:
     return [SeenReplica("t.py:7 in main", **({"by_library": False, "find_unused": False} | more))]
 
 
+def averaged(*weights: str) -> Callable[[int], ScriptFacts]:
+    """Steps with gradients of each rank's own, and these weights in front of them."""
+    return lambda rank: right(
+        rank, replicas=[], steps=[step(parameters=before, gradients=f"g{rank}") for before in weights[rank]]
+    )
+
+
+def of_scores(*reduced: list[float], shares: tuple[int, int] = (8, 12)) -> Callable[[int], ScriptFacts]:
+    """Two evaluations of unequal shares, after which ranks sum these, half of them each time."""
+
+    def of_rank(rank: int) -> ScriptFacts:
+        half, share = len(reduced[rank]) // 2, shares[rank]
+        told: dict[str, Any] = {"drawn": share, "sizes": [share], "trains": False, "summed": True}
+        passes = [
+            epoch([0], reduced=some, reduced_site="t.py:22 in test", **told)
+            for some in (reduced[rank][:half], reduced[rank][half:])
+        ]
+        own = [[f"f:{rank}{n}"] for n in "abc"]
+        return right(rank, loaders=[trained(rank), evaluated(rank, samples=share, probes=own, passes=passes)])
+
+    return of_rank
+
+
 NO_SHUFFLE = [epoch(ORDERS[0]), epoch(AGAIN[0])]
 BACKWARDS, EPOCHS = (4, 4, 2, 4, 4, 2), (1, 1, 1, 2, 2, 2)
 PITFALLS: dict[str, tuple[Callable[[int], ScriptFacts], str, int]] = {  # what is wrong -> facts, rule, line
@@ -139,6 +162,14 @@ PITFALLS: dict[str, tuple[Callable[[int], ScriptFacts], str, int]] = {  # what i
         "same batches",
         5,
     ),
+    "data that were shared out before Accelerate does": (
+        lambda rank: right(
+            rank, loaders=[trained(rank, sampler="BatchSamplerShard", probes=[[f"{rank}{n}", "", "1"] for n in "abc"])]
+        ),
+        "same batches",
+        5,
+    ),
+    "a mean of unequal shares' rates": (of_scores([7 / 8, 6 / 8], [5 / 12, 11 / 12]), "mean of means", 22),
     "more batches on a rank": (loaders((trained(0),), (trained(1, batches=11),)), "uneven steps", 5),
     "larger batches on a rank": (
         loaders((trained(0),), (trained(1, passes=[epoch(ORDERS[1], sizes=[3] * 10)]),)),
@@ -166,7 +197,7 @@ PITFALLS: dict[str, tuple[Callable[[int], ScriptFacts], str, int]] = {  # what i
         20,
     ),
     "a mean over padding": (
-        by_rank(losses=([Counted("t.py:10 in main", [4, 8], [8, 8])], [Counted("t.py:10 in main", [8, 8], [8, 8])])),
+        by_rank(losses=([MeanLoss("t.py:10 in main", [4, 8], [8, 8])], [MeanLoss("t.py:10 in main", [8, 8], [8, 8])])),
         "mean over padding",
         10,
     ),
@@ -192,6 +223,11 @@ PITFALLS: dict[str, tuple[Callable[[int], ScriptFacts], str, int]] = {  # what i
         lambda rank: right(rank, replicas=[], steps=[step(parameters="p", local=1.0 + rank, applied=3.0)] * 9),
         "gradients",
         12,
+    ),
+    "norms of its own": (
+        lambda rank: right(rank, steps=[step(parameters="p", norm=2.0 + rank, limit=2.5, clip_site="t.py:11 in main")]),
+        "clipping",
+        11,
     ),
     "another start": (by_rank(steps=([step(parameters="p")], [step(parameters="q")])), "different start", 7),
     "a last window divided wrongly": (windows(*BACKWARDS, epochs=EPOCHS, batches=10), "last window", 11),
@@ -225,6 +261,20 @@ CLEAN: dict[str, Callable[[int], ScriptFacts]] = {
     "shares made before": lambda rank: right(
         rank, loaders=[trained(0, sampler="", probes=[[f"f:{rank}{n}", f"{rank}{n}"] for n in range(3)])]
     ),
+    "shares under a sampler that deals to one": lambda rank: right(
+        rank, loaders=[trained(rank, samples=40, probes=[[f"f:{rank}{n}"] for n in "abc"])]
+    ),
+    "rates with their counts": of_scores([7 / 8, 8.0, 6 / 8, 8.0], [5 / 12, 12.0, 11 / 12, 12.0]),
+    "rates of the whole": of_scores([7 / 20, 6 / 20], [5 / 20, 11 / 20]),
+    "losses that are summed": of_scores([0.713, 0.619], [0.522, 0.87]),
+    "rates of shares that are nearly equal": of_scores([7 / 39, 5 / 39], [5 / 40, 11 / 40], shares=(39, 40)),
+    "norms of its own that are below the limit": lambda rank: right(
+        rank, steps=[step(parameters="p", norm=2.0 + rank, limit=9.0)]
+    ),
+    "norms that are alike, to some digits": lambda rank: right(
+        rank, steps=[step(parameters="p", norm=2.0 + rank / 1e6, limit=1.0)]
+    ),
+    "steps of its own, and an average now and then": averaged("pqar", "pqbr"),
     "an order without shuffling": lambda rank: right(
         rank, loaders=[trained(rank, shuffles=False, passes=[epoch(ORDERS[rank])] * 2)]
     ),
@@ -240,7 +290,7 @@ CLEAN: dict[str, Callable[[int], ScriptFacts]] = {
         replicas=replica(joined=True),
         steps=[step(parameters="p")] * (1 + rank),
     ),
-    "padding alike on all ranks": by_rank(losses=([Counted("t.py:10 in main", [4], [8])],) * 2),
+    "padding alike on all ranks": by_rank(losses=([MeanLoss("t.py:10 in main", [4], [8])],) * 2),
     "windows that end with the epoch": windows(4, 4, 4, 4, epochs=(1, 1, 2, 2), batches=8),
     "a short window divided by its length": lambda rank: right(
         rank,
@@ -268,6 +318,13 @@ def test_a_pitfall_is_found_at_its_line_and_nothing_else(name: str) -> None:
 @pytest.mark.parametrize("name", CLEAN)
 def test_nothing_is_found_where_nothing_is_wrong(name: str) -> None:
     assert found(CLEAN[name]) == []
+
+
+def test_weights_that_are_averaged_are_a_note_and_those_that_never_meet_again_are_wrong() -> None:
+    ranks = [*map(averaged("pqar", "pqbr"), (0, 1))]
+    assert [one.level for one in judged(ranks) if one.rule == "gradients"] == ["note"]
+    for weights in (("pas", "pbr"), ("pppp", "pppp")):
+        assert [one.rule for one in found(averaged(*weights))] == ["gradients"], weights
 
 
 def test_the_words_tell_apart_what_one_rule_finds() -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
-from paceline.contract.facts import Pass
+from paceline.contract.facts import Pass, ScriptFacts
 from paceline.worker.imports import when_imported
-from paceline.worker.probes.loading import Cut
+from paceline.worker.probes.loading import Cut, LoaderWatch
+from paceline.worker.probes.seeing import StepWatch
 
 
 def test_a_cut_epoch_has_its_first_batches_and_its_last_and_knows_all_indices() -> None:
@@ -43,3 +46,32 @@ def test_all_who_wait_for_a_module_are_called_in_their_order(tmp_path: Path, mon
     when_imported("waited_for", second)
     assert heard[2:] == [("second", True, True)]
     del sys.modules["waited_for"]
+
+
+def test_a_head_that_ddp_does_not_know_leaves_the_old_one_unused() -> None:
+    facts, body, old = ScriptFacts(0, 2, 2, "n1", cores=2), torch.nn.Linear(2, 2), torch.nn.Linear(2, 3)
+    new = torch.nn.Linear(2, 4)
+    seeing = StepWatch(facts, LoaderWatch(facts))
+    own = [*body.parameters(), *old.parameters()]
+    inner = torch.nn.Sequential(body, new)  # the script has put its own head in place of the old one
+    ddp = SimpleNamespace(module=inner, _module_parameters=own, find_unused_parameters=True, training=True)
+    seeing.replica_made(ddp)
+    seeing.forward_ended(ddp, inner(torch.ones(1, 2)))
+    assert (facts.replicas[0].looked, facts.replicas[0].unused) == (1, 2)
+
+
+def test_what_is_clipped_is_told_of_the_optimizer_that_steps_with_it() -> None:
+    facts = ScriptFacts(0, 2, 2, "n1", cores=2)
+    seeing = StepWatch(facts, LoaderWatch(facts))
+    clip = seeing.clipping(torch.nn.utils.clip_grad_norm_)
+    weights = [torch.nn.Parameter(torch.zeros(2)) for _ in range(3)]
+    optimizers = [SimpleNamespace(param_groups=[{"params": [weight]}]) for weight in weights]
+    for weight in weights:
+        weight.grad = torch.tensor([3.0, 4.0])
+    for clipped, stepping in ((0, 0), (0, 1), (2, 2)):  # a GAN's clip of another network is not the step's
+        clip(iter([weights[clipped]]), max_norm=2.0)
+        seeing.step_begins(optimizers[stepping])
+        seeing.step_ended(optimizers[stepping])
+    told = [(round(step.norm, 3), step.limit) for step in facts.steps]
+    assert told == [(5.0, 2.0), (0.0, 0.0), (5.0, 2.0)]
+    assert all(weights[k].grad is not None and float(weights[k].grad.norm()) < 2.1 for k in (0, 2))

@@ -36,6 +36,8 @@ class Pass(msgspec.Struct):
     summed: bool = False  # values of ranks were brought together before the script went on training
     printed: bool = False
     ended: bool = False
+    reduced: list[float] = []  # what of this rank then went into sums over ranks: of small tensors
+    reduced_site: str = ""
 
 
 class SeenLoader(msgspec.Struct):
@@ -67,7 +69,7 @@ class SeenStep(msgspec.Struct):
     loader: int = -1  # which one gave the batch
     epoch: int = 0
     gradients: str = ""
-    parameters: str = ""  # before its first step
+    parameters: str = ""  # before it
     shapes: str = ""
     backwards: int = 0  # since its last step
     backward_site: str = ""
@@ -77,6 +79,9 @@ class SeenStep(msgspec.Struct):
     learning_rate: float = 0.0
     local: float = 0.0  # a linear function of the gradients after the last backward; only without a replica
     applied: float = 0.0  # the same when the step begins
+    norm: float = 0.0  # of gradients that were clipped last, to this limit
+    limit: float = 0.0
+    clip_site: str = ""
 
 
 class Dropped(msgspec.Struct):
@@ -89,7 +94,7 @@ class Dropped(msgspec.Struct):
     cleared: bool
 
 
-class Counted(msgspec.Struct):
+class MeanLoss(msgspec.Struct):
     """A loss that is a mean over those elements that are not padding."""
 
     site: str
@@ -138,7 +143,7 @@ class ScriptFacts(msgspec.Struct):
     loaders: list[SeenLoader] = []
     steps: list[SeenStep] = []
     dropped: list[Dropped] = []
-    losses: list[Counted] = []
+    losses: list[MeanLoss] = []
     replicas: list[SeenReplica] = []
     written: list[PlacedFile] = []
     loaded: list[PlacedFile] = []

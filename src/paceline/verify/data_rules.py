@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 from paceline.contract.facts import EPOCHS, Pass, ScriptFacts
@@ -11,7 +12,8 @@ FEW, SHOWN = 8, 6  # samples: of fewer an order says nothing
 MOST_SHARED = 0.1  # of a rank's samples that others have, too; what pads a last batch is less, or a batch
 REPEATED = 0.05  # a sampler that draws so many twice draws with replacement
 COSTLY, COSTLY_SECONDS = 0.2, 1.0  # of an epoch
-LITTLE = 0.05  # a difference in what losses are divided by
+LITTLE = 0.05  # a difference in what losses and scores are divided by
+LEAST_RATES, WHOLE_ENOUGH = 3, 1e-3  # so many fractions are not fractions by chance
 SHARE = "Subset(data, range(rank, len(data), world_size))"
 
 
@@ -53,6 +55,7 @@ def _same_data(loaders: Loaders) -> bool:
 def _shares(loaders: Loaders) -> Iterator[Remark]:
     one, passes = next(iter(loaders.values())), _first(loaders)
     distributed = "istributed" in one.sampler
+    deals = distributed or one.sampler.startswith("BatchSamplerShard")  # Accelerate's, and so the Trainer's
     do = "DataLoader(..., sampler=DistributedSampler(data)), without shuffle=True"
     if distributed:
         do = "DistributedSampler(data) with its own num_replicas and rank, and one seed on all ranks"
@@ -65,8 +68,9 @@ def _shares(loaders: Loaders) -> Iterator[Remark]:
             yield Remark("same batches", "wrong", words, one.made, do, "their contents are equal, batch by batch")
         return
     if not _same_data(loaders):
-        if distributed and all(any(map(all, zip(*loader.probes, strict=False))) for loader in loaders.values()):
-            do = "the same data on all ranks, e.g. random_split(..., generator=torch.Generator().manual_seed(0))"
+        told_apart = all(any(map(all, zip(*loader.probes, strict=False))) for loader in loaders.values())
+        if deals and told_apart and all(seen.drawn < loaders[rank].samples for rank, seen in passes.items()):
+            do = "the same data on all ranks, not shared out by hand; random_split(..., generator=) of one seed"
             words = f"{one.sampler} deals out data that differ between ranks"
             seen = "a sample with the same index is another one on each rank: some are seen twice, others never"
             yield Remark("same batches", "wrong", words, one.made, do, seen)
@@ -167,8 +171,37 @@ def _evaluation(ranks: Sequence[ScriptFacts], loaders: Loaders) -> Iterator[Rema
         do = f"DataLoader({SHARE}, ...): shares without padding"
         seen = f"ranks evaluate {drawn} samples of {one.samples}"
         yield Remark("padded score", "wrong", words, one.made, do, seen)
+    elif _rates_of_shares([*looked.values()]):
+        words = "the score is a mean over unequal shares: each rank's counts as much as another's"
+        do = "dist.all_reduce the sums and the counts, and divide then"
+        told = ", ".join(f"rank {rank}: {of_rank[0].drawn}" for rank, of_rank in looked.items())
+        site = next(seen.reduced_site for of_rank in looked.values() for seen in of_rank if seen.reduced)
+        yield Remark("mean of means", "wrong", words, site, do, f"shares of {told} samples were summed as rates")
     else:
         yield Remark("padded score", "right", "evaluation counts each sample once", one.site)
+
+
+def _rates_of_shares(of_ranks: Sequence[Sequence[Pass]]) -> bool:
+    """Whether ranks with unequal shares have summed parts of their own share (7/32, 12/45), and no counts."""
+    drawn = [passes[0].drawn for passes in of_ranks]
+    if max(drawn) - min(drawn) <= LITTLE * max(drawn):
+        return False
+    rates, beyond = 0, False
+    for passes in zip(*of_ranks, strict=False):
+        counts = [sum(seen.sizes) for seen in passes]
+        columns = [*zip(*(seen.reduced for seen in passes), strict=False)]
+        if tuple(counts) in columns:
+            return False  # weighed
+        for column in columns:
+            if all(map(_is_part, column, counts)):
+                rates += sum(not _is_part(value, 1) for value in column)
+                beyond = beyond or not all(_is_part(value, sum(counts)) for value in column)  # or weighed before
+    return beyond and rates >= LEAST_RATES
+
+
+def _is_part(value: float, count: int) -> bool:
+    """Whether it is a fraction with this denominator."""
+    return math.isfinite(value) and abs(value * count - round(value * count)) < WHOLE_ENOUGH
 
 
 def _seconds(seen: Pass, batches: int) -> float:

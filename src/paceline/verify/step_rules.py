@@ -1,4 +1,4 @@
-"""The pitfalls of gradients, weights, files and machines, as pure rules: what all ranks saw -> what is wrong."""
+"""The pitfalls of windows, buffers, files and machines, as pure rules: what all ranks saw -> what is wrong."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from itertools import pairwise
 
 from paceline.contract.facts import EPOCHS, PlacedFile, ScriptFacts, SeenStep
 from paceline.verify.finding import Remark, differs, ranks_named
+from paceline.verify.gradient_rules import gradient_findings, steps_of
 
-CLOSE = 1e-3  # sums of floats in another order
 LEAST_LOOKS = 8  # forwards without an unused parameter, before it is said that there are none
 
 
 def step_findings(ranks: Sequence[ScriptFacts]) -> Iterator[Remark]:
     """All of them."""
     if len(ranks) > 1:
-        yield from _gradients(ranks)
+        yield from gradient_findings(ranks)
         yield from _counts(ranks)
         yield from _buffers(ranks)
         yield from _files(ranks)
@@ -27,88 +27,9 @@ def step_findings(ranks: Sequence[ScriptFacts]) -> Iterator[Remark]:
     yield from _rate(ranks[0])
 
 
-def _steps(facts: ScriptFacts) -> list[list[SeenStep]]:
-    """By optimizer."""
-    found: defaultdict[int, list[SeenStep]] = defaultdict(list)
-    for step in facts.steps:
-        found[step.optimizer].append(step)
-    return [found[number] for number in sorted(found)]
-
-
-def _gradients(ranks: Sequence[ScriptFacts]) -> Iterator[Remark]:
-    told = set[str]()
-    for of_ranks in zip(*map(_steps, ranks), strict=False):
-        rows = _met(of_ranks)
-        if not rows or differs(step.shapes for step in rows[0]) or not rows[0][0].gradients:
-            continue
-        apart = [row for row in rows if differs(step.gradients for step in row)]
-        start = differs(step.parameters for step in rows[0])
-        first = rows[0][0]
-        if apart:
-            finding = _why_apart(ranks[0], apart[0][0], f"at {len(apart)} of {len(rows)} steps", start=start)
-            if finding.words not in told:
-                yield finding
-            told.add(finding.words)
-        elif len(looked := [row for row in rows if all(step.local for step in row)]) >= LEAST_LOOKS and all(
-            map(_is_sum, looked)
-        ):
-            words = "gradients are summed over ranks, not averaged: steps are larger by the number of ranks"
-            do = "parameter.grad /= dist.get_world_size(), after the sum; or DistributedDataParallel(model)"
-            yield Remark("gradients", "wrong", words, first.site, do, f"at {len(looked)} of {len(rows)} steps")
-        else:
-            yield Remark("gradients", "right", f"gradients are equal on all ranks at {len(rows)} steps", first.site)
-        if start and (ranks[0].replicas or not apart):
-            site = ranks[0].replicas[0].site if ranks[0].replicas else first.site
-            do = "DistributedDataParallel(model), which sends rank 0's weights; or one torch.manual_seed for all"
-            words = "ranks start from different weights"
-            yield Remark("different start", "wrong", words, site, do, "they differ before the first step")
-        elif not start:
-            yield Remark("different start", "right", "all ranks start from the same weights", first.site)
-
-
-def _met(of_ranks: Sequence[Sequence[SeenStep]]) -> list[list[SeenStep]]:
-    """The steps that ranks took together: the first, second, ... of each epoch; with Join some ranks have more."""
-    found: defaultdict[tuple[int, int], list[SeenStep]] = defaultdict(list)
-    for steps in of_ranks:
-        count: Counter[int] = Counter()
-        for step in steps:
-            found[step.epoch, count[step.epoch]].append(step)
-            count[step.epoch] += 1
-    return [row for row in found.values() if len(row) == len(of_ranks)]
-
-
-def _is_sum(row: Sequence[SeenStep]) -> bool:
-    """Whether what is applied is the sum of what the ranks had, and not their mean."""
-    whole, applied = sum(step.local for step in row), row[0].applied
-    size = sum(abs(step.local) for step in row)
-    return abs(applied - whole) < CLOSE * size and abs(whole) > 10 * CLOSE * size
-
-
-def _why_apart(facts: ScriptFacts, step: SeenStep, when: str, *, start: bool) -> Remark:
-    replica = facts.replicas[0] if facts.replicas else None
-    if replica is None:
-        words = "gradients are never averaged over ranks: no model is wrapped" + (
-            ", and ranks start from different weights" if start else ""
-        )
-        do, site = "model = DistributedDataParallel(model), before the optimizer is made", step.site
-    elif not step.forwards and replica.past_site:
-        words = "gradients are not averaged: the model is called past DDP"
-        do, site = "call the DDP model itself: ddp(x), not ddp.module(x)", replica.past_site
-    elif step.synced < step.forwards and replica.no_sync_site:
-        words = "gradients are not averaged: the last micro-batch before a step is within no_sync(), too"
-        do, site = "leave no_sync() for the last micro-batch of each window", replica.no_sync_site
-    else:
-        words = "gradients differ between ranks when the optimizer steps"
-        do, site = (
-            "give the optimizer only parameters of the DDP model, and change no gradient on one rank alone",
-            step.site,
-        )
-    return Remark("gradients", "wrong", words, site, do, f"they differ {when}")
-
-
 def _counts(ranks: Sequence[ScriptFacts]) -> Iterator[Remark]:
     joined = any(replica.joined for facts in ranks for replica in facts.replicas)
-    counts = [len(next(iter(_steps(facts)), [])) for facts in ranks]
+    counts = [len(next(iter(steps_of(facts)), [])) for facts in ranks]
     if all(facts.ended for facts in ranks) and differs(counts) and not joined and all(counts):
         told = ", ".join(f"rank {facts.rank}: {count}" for facts, count in zip(ranks, counts, strict=True))
         do = "the same number of batches on each rank: DistributedSampler, or `with Join([model]):`"
@@ -116,7 +37,7 @@ def _counts(ranks: Sequence[ScriptFacts]) -> Iterator[Remark]:
 
 
 def _windows(facts: ScriptFacts) -> Iterator[Remark]:
-    optimizers = _steps(facts)
+    optimizers = steps_of(facts)
     if not optimizers or differs(tuple(step.backwards for step in steps) for steps in optimizers):
         return  # several that step in turn, as a GAN's: their windows mean something else
     steps = [step for step in optimizers[0] if step.epoch <= EPOCHS and step.loader >= 0]

@@ -6,16 +6,17 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import wraps
 from typing import Any
 
-from paceline.contract.facts import MAX_DIGESTS, Counted, Pass, PlacedFile, ScriptFacts
+from paceline.contract.facts import MAX_DIGESTS, MeanLoss, Pass, PlacedFile, ScriptFacts
 from paceline.worker.guard import Guard
 from paceline.worker.imports import when_imported
 from paceline.worker.probes.hooks import Events
 from paceline.worker.sites import user_site
 
-MAX_FILES = 200
+MAX_FILES, MAX_SCORES = 200, 16
 BRINGS_TOGETHER = ("reduce", "gather", "all_to_all", "send", "recv")
 NOBODYS = ("/dev/", "/proc/", "/sys/", "/__pycache__/", "/.cache/", "-packages/")
 
@@ -25,7 +26,7 @@ class SideWatch(Events):
 
     def __init__(self, facts: ScriptFacts, own_folder: str) -> None:
         self._facts, self._own, self._pid = facts, own_folder, os.getpid()
-        self._losses: dict[str, Counted] = {}
+        self._losses: dict[str, MeanLoss] = {}
         self._passes: list[tuple[Pass, int, int]] = []  # evaluations: when each began, and what was printed before
         self._printed = 0
 
@@ -45,6 +46,9 @@ class SideWatch(Events):
         torch.set_num_threads = _before(torch.set_num_threads, self._threads_set)
         torch.save = serialization.save = _before(torch.save, self._saves)
         torch.load = serialization.load = self._loading(torch.load)
+        ranks: Any = sys.modules["torch.distributed"]
+        collectives: Any = sys.modules["torch.distributed.distributed_c10d"]
+        ranks.all_reduce = collectives.all_reduce = _before(ranks.all_reduce, self._reduces)
         for name in ("cross_entropy", "nll_loss"):
             setattr(functional, name, self._counting(getattr(functional, name)))
 
@@ -115,7 +119,7 @@ class SideWatch(Events):
                 place = user_site()
                 record = self._losses.get(place)
                 if record is None:
-                    record = self._losses[place] = Counted(place)
+                    record = self._losses[place] = MeanLoss(place)
                     self._facts.losses.append(record)
                 if len(record.counts) < MAX_DIGESTS:
                     ignored = kwargs.get("ignore_index", args[2] if len(args) > 2 else -100)
@@ -124,6 +128,18 @@ class SideWatch(Events):
             return result
 
         return counted
+
+    def _reduces(self, tensor: Any, op: Any = None, *_: Any, **__: Any) -> None:
+        """A sum over ranks, perhaps of scores: what this rank brings."""
+        torch: Any = sys.modules["torch"]
+        if not self._passes or torch.compiler.is_compiling() or tensor.numel() > MAX_SCORES or tensor.is_complex():
+            return
+        sums = sys.modules["torch.distributed"].ReduceOp
+        if op in (None, sums.SUM, sums.AVG):
+            for seen, *_when in self._passes:
+                if len(seen.reduced) < MAX_DIGESTS:
+                    seen.reduced += [float(value) for value in tensor.detach().reshape(-1).tolist()]
+                    seen.reduced_site = seen.reduced_site or user_site()
 
     def _seeded(self, generator: str) -> None:
         self._facts.seeds[generator] = user_site()
@@ -152,7 +168,8 @@ def _before(function: Any, then: Callable[..., None]) -> Any:
 
     @wraps(function)
     def called(*args: Any, **kwargs: Any) -> Any:
-        then(*args, **kwargs)
+        with suppress(Exception):  # what is not seen; the script goes on
+            then(*args, **kwargs)
         return function(*args, **kwargs)
 
     return called

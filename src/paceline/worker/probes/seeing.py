@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 import weakref
 from collections import defaultdict
@@ -11,13 +10,14 @@ from typing import Any
 
 from paceline.contract.facts import MAX_DIGESTS, Dropped, ScriptFacts, SeenReplica, SeenStep
 from paceline.worker.probes.digests import MOST, digest_of, leaf_digests
+from paceline.worker.probes.graphs import factors_of, parameters_reached, roots_of
 from paceline.worker.probes.hooks import Events
 from paceline.worker.probes.loading import LoaderWatch
 from paceline.worker.sites import Owner, owner, user_site
 
 MAX_STEPS = 100  # after which a script without epochs is ended
 MAX_RECORDS = 400
-LOOKS, MAX_FACTORS = 16, 4
+LOOKS = 16
 
 
 class StepWatch(Events):
@@ -36,9 +36,10 @@ class StepWatch(Events):
         self._backward_site, self._factors = "", list[float]()
         self._local: list[float] = []  # by optimizer
         self._at = (-1, -1)  # loader and pass of the last backward
+        self._clipped: tuple[set[int], float, float, str] = set(), 0.0, 0.0, ""  # since any step: what, norm, limit
 
     def install(self) -> None:
-        """See where `no_sync` is used, and which modules are called: by hooks that no script will save or copy."""
+        """See `no_sync`, what is clipped, and which modules are called: by hooks that no script saves or copies."""
         sys.modules["torch.nn.modules.module"].register_module_forward_pre_hook(self._called)
         replica: Any = sys.modules["torch.nn.parallel.distributed"].DistributedDataParallel
         no_sync = replica.no_sync
@@ -50,6 +51,22 @@ class StepWatch(Events):
             return no_sync(ddp)
 
         replica.no_sync = noted
+        clipping: Any = sys.modules["torch.nn.utils.clip_grad"]
+        offered: Any = sys.modules["torch.nn.utils"]
+        clipping.clip_grad_norm_ = offered.clip_grad_norm_ = self.clipping(clipping.clip_grad_norm_)
+
+    def clipping(self, clip: Any) -> Any:
+        """`clip_grad_norm_`, of which the norm is kept for the step that comes next."""
+
+        @wraps(clip)
+        def clipped(parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> Any:
+            of = [parameters] if hasattr(parameters, "grad") else list(parameters)  # may be there for once only
+            norm = clip(of, max_norm, *args, **kwargs)
+            if not self._depth and not sys.modules["torch.compiler"].is_compiling() and not any(map(_is_sharded, of)):
+                self._clipped = {id(one) for one in of}, float(norm), float(max_norm), user_site()
+            return norm
+
+        return clipped
 
     def replica_made(self, ddp: Any) -> None:
         """A replica; its model tells when it is called past it, and how it begins to evaluate."""
@@ -100,9 +117,12 @@ class StepWatch(Events):
         record = self._replicas.get(id(ddp))
         if record is None or not record.find_unused or record.looked >= LOOKS or not ddp.training:
             return
-        used = _reached(_roots(output))
+        used = parameters_reached(roots_of(output))
         if used:
-            missing = sum(p.requires_grad and id(p) not in used for p in ddp.module.parameters())
+            own = (
+                ddp._module_parameters
+            )  # of when it was made: one that was put in place of another still is waited for
+            missing = sum(p.requires_grad and id(p) not in used for p in own)
             record.looked, record.unused = record.looked + 1, max(record.unused, missing)
 
     def raised(self, where: str, error: BaseException) -> None:
@@ -120,7 +140,7 @@ class StepWatch(Events):
             self._at = at
             return
         self._backward_site = user_site()
-        self._factors = _factors(losses)
+        self._factors = factors_of(losses)
         for number, optimizer in enumerate(self._optimizers):
             if at != self._at and self._at[0] == fed and self._pending[number]:
                 cleared = not any(p.grad is not None and bool(p.grad.any()) for p in _parameters(optimizer))
@@ -161,11 +181,13 @@ class StepWatch(Events):
             forwards=self._forwards,
             synced=self._synced,
             learning_rate=float(optimizer.param_groups[0].get("lr", 0.0)),
+            parameters=digest_of(parameters) if plain else "",
         )
+        what, norm, limit, place = self._clipped
+        if not what.isdisjoint(map(id, parameters)):
+            step.norm, step.limit, step.clip_site = norm, limit, place
         if plain and known is not None and known < len(self._local):
             step.local, step.applied = self._local[known], _total(optimizer)
-        if known is None and plain:
-            step.parameters = digest_of(parameters)
         step.shapes = digest_of([]) if not plain else str(hash(tuple(tuple(p.shape) for p in parameters)))
         self._facts.steps.append(step)
         self._pending[number] = 0
@@ -176,6 +198,7 @@ class StepWatch(Events):
         if self._depth:
             return
         self._forwards = self._synced = 0
+        self._clipped = set(), 0.0, 0.0, ""
         shortened = any(one.training and one.batches >= 0 for one in self._facts.loaders)
         if not shortened and sum(step.optimizer == 0 for step in self._facts.steps) >= MAX_STEPS:
             raise SystemExit(0)
@@ -199,40 +222,3 @@ def _total(optimizer: Any) -> float:
 def _is_sharded(parameter: Any) -> bool:
     """Whether each rank holds a part of its own: of FSDP, or a DTensor."""
     return any(hasattr(parameter, name) for name in ("_fsdp_flattened", "_is_flat_param", "device_mesh"))
-
-
-def _factors(losses: Any) -> list[float]:
-    """By which constants it was multiplied last, the reciprocals of those that it was divided by."""
-    found: list[float] = []
-    node = getattr(losses, "grad_fn", None)
-    while node is not None and len(found) < MAX_FACTORS and node.name() in ("DivBackward0", "MulBackward0"):
-        own, other = node._saved_self, node._saved_other
-        constant = other if own is None else own if other is None else None
-        if constant is None or constant.numel() != 1:
-            break
-        value = float(constant)
-        if value and math.isfinite(value):
-            found.append(1 / value if node.name() == "DivBackward0" else value)
-        node = next((following for following, _ in node.next_functions if following is not None), None)
-    return found
-
-
-def _roots(output: Any, depth: int = 0) -> list[Any]:
-    if getattr(output, "grad_fn", None) is not None:
-        return [output.grad_fn]
-    inner = output.values() if isinstance(output, dict) else output if isinstance(output, (list, tuple)) else ()
-    return [root for value in inner for root in _roots(value, depth + 1)] if depth < 4 else []
-
-
-def _reached(nodes: list[Any]) -> set[int]:
-    """The parameters from which an output was computed, by identity."""
-    seen, found = set[Any](), set[int]()
-    while nodes:
-        node = nodes.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if (variable := getattr(node, "variable", None)) is not None:
-            found.add(id(variable))
-        nodes += [following for following, _ in node.next_functions]
-    return found

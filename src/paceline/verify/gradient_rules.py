@@ -1,0 +1,126 @@
+"""What is wrong with gradients and first weights, as pure rules: what all ranks saw at each step -> what it is."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from operator import or_
+
+from paceline.contract.facts import ScriptFacts, SeenStep
+from paceline.verify.finding import Remark, differs
+
+CLOSE = 1e-3  # sums of floats in another order
+LEAST_LOOKS = 8  # steps, before it is said of all that they were summed
+
+
+def gradient_findings(ranks: Sequence[ScriptFacts]) -> Iterator[Remark]:
+    """All of them."""
+    told = set[str]()
+    for of_ranks in zip(*map(steps_of, ranks), strict=False):
+        rows = _met(of_ranks)
+        if not rows or differs(step.shapes for step in rows[0]) or not rows[0][0].gradients:
+            continue
+        apart = [row for row in rows if differs(step.gradients for step in row)]
+        start = differs(step.parameters for step in rows[0])
+        first = rows[0][0]
+        if apart:
+            finding = _brought_together(rows) or _why_apart(
+                ranks[0], apart[0][0], f"at {len(apart)} of {len(rows)} steps", start=start
+            )
+            if finding.words not in told:
+                yield finding
+            told.add(finding.words)
+        elif len(looked := [row for row in rows if all(step.local for step in row)]) >= LEAST_LOOKS and all(
+            map(_is_sum, looked)
+        ):
+            words = "gradients are summed over ranks, not averaged: steps are larger by the number of ranks"
+            do = "parameter.grad /= dist.get_world_size(), after the sum; or DistributedDataParallel(model)"
+            yield Remark("gradients", "wrong", words, first.site, do, f"at {len(looked)} of {len(rows)} steps")
+        else:
+            yield Remark("gradients", "right", f"gradients are equal on all ranks at {len(rows)} steps", first.site)
+            yield from _clips(rows)
+        if start and (ranks[0].replicas or not apart):
+            site = ranks[0].replicas[0].site if ranks[0].replicas else first.site
+            do = "DistributedDataParallel(model), which sends rank 0's weights; or one torch.manual_seed for all"
+            words = "ranks start from different weights"
+            yield Remark("different start", "wrong", words, site, do, "they differ before the first step")
+        elif not start:
+            yield Remark("different start", "right", "all ranks start from the same weights", first.site)
+
+
+def _met(of_ranks: Sequence[Sequence[SeenStep]]) -> list[list[SeenStep]]:
+    """The steps that ranks took together: the first, second, ... of each epoch; with Join some ranks have more."""
+    found: defaultdict[tuple[int, int], list[SeenStep]] = defaultdict(list)
+    for steps in of_ranks:
+        count: Counter[int] = Counter()
+        for step in steps:
+            found[step.epoch, count[step.epoch]].append(step)
+            count[step.epoch] += 1
+    return [row for row in found.values() if len(row) == len(of_ranks)]
+
+
+def _is_sum(row: Sequence[SeenStep]) -> bool:
+    """Whether what is applied is the sum of what the ranks had, and not their mean."""
+    whole, applied = sum(step.local for step in row), row[0].applied
+    size = sum(abs(step.local) for step in row)
+    return abs(applied - whole) < CLOSE * size and abs(whole) > 10 * CLOSE * size
+
+
+def _brought_together(rows: Sequence[Sequence[SeenStep]]) -> Remark | None:
+    """Weights that are equal again, after steps of which each rank took its own, are so on purpose: local SGD."""
+    apart = [differs(step.gradients for step in row) for row in rows]
+    before = rows[apart.index(True)][0].parameters
+    equal = [
+        row[0].parameters not in ("", before) and not differs(step.parameters for step in row)
+        for row, later in zip(rows[1:], accumulate(apart, or_), strict=False)
+        if later
+    ]
+    if not any(equal):
+        return None
+    words = "ranks step with gradients of their own, and their weights are brought together later (local SGD)"
+    do = "DistributedDataParallel(model), if this is not meant"
+    seen = f"gradients differ at {sum(apart)} of {len(rows)} steps; weights are equal again before {sum(equal)} of them"
+    return Remark("gradients", "note", words, rows[0][0].site, do, seen)
+
+
+def _clips(rows: Sequence[Sequence[SeenStep]]) -> Iterator[Remark]:
+    """Where gradients are equal at the step, and were not when they were clipped, they were averaged after that."""
+    for row in rows:
+        norms = [step.norm for step in row]
+        if max(norms) - min(norms) > CLOSE * max(norms) and any(step.norm > step.limit > 0 for step in row):
+            words = "gradients are clipped before they are averaged: each rank by a norm of its own"
+            do = "clip_grad_norm_ after the gradients are averaged, in front of optimizer.step()"
+            seen = f"clipped to {row[0].limit:g}; norms by rank {', '.join(f'{norm:.3g}' for norm in norms)}"
+            yield Remark("clipping", "wrong", words, row[0].clip_site, do, seen)
+            return
+
+
+def _why_apart(facts: ScriptFacts, step: SeenStep, when: str, *, start: bool) -> Remark:
+    replica = facts.replicas[0] if facts.replicas else None
+    if replica is None:
+        words = "gradients are never averaged over ranks: no model is wrapped" + (
+            ", and ranks start from different weights" if start else ""
+        )
+        do, site = "model = DistributedDataParallel(model), before the optimizer is made", step.site
+    elif not step.forwards and replica.past_site:
+        words = "gradients are not averaged: the model is called past DDP"
+        do, site = "call the DDP model itself: ddp(x), not ddp.module(x)", replica.past_site
+    elif step.synced < step.forwards and replica.no_sync_site:
+        words = "gradients are not averaged: the last micro-batch before a step is within no_sync(), too"
+        do, site = "leave no_sync() for the last micro-batch of each window", replica.no_sync_site
+    else:
+        words = "gradients differ between ranks when the optimizer steps"
+        do, site = (
+            "give the optimizer only parameters of the DDP model, and change no gradient on one rank alone",
+            step.site,
+        )
+    return Remark("gradients", "wrong", words, site, do, f"they differ {when}")
+
+
+def steps_of(facts: ScriptFacts) -> list[list[SeenStep]]:
+    """By optimizer."""
+    found: defaultdict[int, list[SeenStep]] = defaultdict(list)
+    for step in facts.steps:
+        found[step.optimizer].append(step)
+    return [found[number] for number in sorted(found)]
