@@ -18,6 +18,7 @@ PLAIN = {  # plant -> rule
     "same order": "same order",
     "same order anew": "same order",
     "not wrapped": "gradients",
+    "clipped first": "clipping",
     "different start": "different start",
     "no init sync": "different start",
     "past DDP": "gradients",
@@ -32,6 +33,8 @@ PLAIN = {  # plant -> rule
     "uneven steps": "uneven steps",
     "padded score": "padded score",
     "score of a share": "score of a share",
+    "mean of means": "mean of means",
+    "schedule of one process": "schedule",
     "batch norm": "batch norm",
     "same augmentation": "same augmentation",
     "same augmentation in workers": "same augmentation",
@@ -43,7 +46,7 @@ PLAIN = {  # plant -> rule
     "unused parameters": "unused parameters",
     "threads": "threads",
 }
-TRAINER = ("same batches", "same augmentation", "batch norm", "mean over padding", "one file", "threads")
+TRAINER = ("same batches", "same augmentation", "batch norm", "mean over padding", "one file", "threads", "split apart")
 ACCELERATED = (
     "same batches", "past DDP", "last window divided", "padded score", "batch norm", "same augmentation", "one file",
 )  # fmt: skip

@@ -15,6 +15,7 @@ from paceline.contract.facts import (
     ScriptFacts,
     SeenLoader,
     SeenReplica,
+    SeenSchedule,
     SeenStep,
     kept_batches,
 )
@@ -120,6 +121,13 @@ def of_scores(*reduced: list[float], shares: tuple[int, int] = (8, 12)) -> Calla
         return right(rank, loaders=[trained(rank), evaluated(rank, samples=share, probes=own, passes=passes)])
 
     return of_rank
+
+
+def scheduled(length: int, steps: int = 20) -> Callable[[int], ScriptFacts]:
+    """Two epochs of 10 batches, of the 80 samples in batches of 4 that two ranks share."""
+    seen = [SeenSchedule("t.py:8 in main", "t.py:4 in main", steps, length)]
+    taken = [step(parameters="p", epoch=1 + k // 10) for k in range(20)]
+    return lambda rank: right(rank, schedules=seen, steps=taken)
 
 
 NO_SHUFFLE = [epoch(ORDERS[0]), epoch(AGAIN[0])]
@@ -253,6 +261,7 @@ PITFALLS: dict[str, tuple[Callable[[int], ScriptFacts], str, int]] = {  # what i
         3,
     ),
     "a search for nothing": (by_rank(replicas=(replica(find_unused=True, looked=9),) * 2), "unused parameters", 7),
+    "a schedule for one process": (scheduled(40), "schedule", 8),
     "too many threads": (by_rank(threads=(4, 4), threads_site=("t.py:1 in main",) * 2), "threads", 1),
 }  # fmt: skip
 
@@ -266,6 +275,7 @@ CLEAN: dict[str, Callable[[int], ScriptFacts]] = {
     ),
     "rates with their counts": of_scores([7 / 8, 8.0, 6 / 8, 8.0], [5 / 12, 12.0, 11 / 12, 12.0]),
     "rates of the whole": of_scores([7 / 20, 6 / 20], [5 / 20, 11 / 20]),
+    "rates of the whole that could be the shares', too": of_scores([5 / 20, 10 / 20], [10 / 20, 5 / 20]),
     "losses that are summed": of_scores([0.713, 0.619], [0.522, 0.87]),
     "rates of shares that are nearly equal": of_scores([7 / 39, 5 / 39], [5 / 40, 11 / 40], shares=(39, 40)),
     "norms of its own that are below the limit": lambda rank: right(
@@ -275,6 +285,9 @@ CLEAN: dict[str, Callable[[int], ScriptFacts]] = {
         rank, steps=[step(parameters="p", norm=2.0 + rank / 1e6, limit=1.0)]
     ),
     "steps of its own, and an average now and then": averaged("pqar", "pqbr"),
+    "a schedule for its own steps": scheduled(20),
+    "a schedule of another length": scheduled(41),
+    "a schedule that Accelerate steps once for each rank": scheduled(40, steps=40),
     "an order without shuffling": lambda rank: right(
         rank, loaders=[trained(rank, shuffles=False, passes=[epoch(ORDERS[rank])] * 2)]
     ),

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import math
 import sys
+import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils.data import DataLoader, IterableDataset
 
 from paceline.contract.facts import Pass, ScriptFacts
 from paceline.worker.imports import when_imported
 from paceline.worker.probes.loading import Cut, LoaderWatch
+from paceline.worker.probes.noting import length_of
 from paceline.worker.probes.seeing import StepWatch
+
+
+class Stream(IterableDataset[int]):
+    """Nothing."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(())
 
 
 def test_a_cut_epoch_has_its_first_batches_and_its_last_and_knows_all_indices() -> None:
@@ -26,6 +38,17 @@ def test_a_cut_epoch_has_its_first_batches_and_its_last_and_knows_all_indices() 
 def test_a_sampler_that_ends_early_ends_the_epoch() -> None:
     assert [*Cut(iter([[0], [1]]), 5, 3, Pass())] == [[0], [1]]
     assert [*Cut(iter([[0], [1], [2]]), 5, 3, Pass())] == [[0], [1], [2]]
+
+
+def test_a_loader_that_is_dropped_in_its_own_loop_is_seen_to_the_end() -> None:
+    facts = ScriptFacts(0, 2, 2, "n1", cores=2)
+    watch, loader = LoaderWatch(facts), DataLoader(Stream())
+    batches = SimpleNamespace(of_loader=weakref.ref(loader))
+    watch.epoch_begins(batches)
+    del loader  # as in `for batch in DataLoader(data):`
+    watch.batch_given(batches, torch.ones(2))
+    watch.epoch_ended(batches)
+    assert (facts.loaders[0].passes[0].sizes, facts.loaders[0].passes[0].ended) == ([2], True)
 
 
 def test_all_who_wait_for_a_module_are_called_in_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,12 +89,22 @@ def test_what_is_clipped_is_told_of_the_optimizer_that_steps_with_it() -> None:
     clip = seeing.clipping(torch.nn.utils.clip_grad_norm_)
     weights = [torch.nn.Parameter(torch.zeros(2)) for _ in range(3)]
     optimizers = [SimpleNamespace(param_groups=[{"params": [weight]}]) for weight in weights]
-    for weight in weights:
-        weight.grad = torch.tensor([3.0, 4.0])
+    gradients = [torch.tensor([3.0, 4.0]) for _ in weights]
+    for weight, gradient in zip(weights, gradients, strict=True):
+        weight.grad = gradient
     for clipped, stepping in ((0, 0), (0, 1), (2, 2)):  # a GAN's clip of another network is not the step's
         clip(iter([weights[clipped]]), max_norm=2.0)
         seeing.step_begins(optimizers[stepping])
         seeing.step_ended(optimizers[stepping])
     told = [(round(step.norm, 3), step.limit) for step in facts.steps]
     assert told == [(5.0, 2.0), (0.0, 0.0), (5.0, 2.0)]
-    assert all(weights[k].grad is not None and float(weights[k].grad.norm()) < 2.1 for k in (0, 2))
+    assert float(gradients[0].norm()) < 2.1
+
+
+def test_a_schedule_is_as_long_as_until_it_is_constant() -> None:
+    def cosine(step: int) -> float:
+        return step / 10 if step < 10 else 0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, (step - 10) / 490)))
+
+    assert length_of(SimpleNamespace(lr_lambdas=[cosine])) == 500
+    assert length_of(SimpleNamespace(T_max=70)) == 70
+    assert length_of(SimpleNamespace()) == -1

@@ -118,6 +118,15 @@ class SeenReplica(msgspec.Struct):
     inputs: list[list[str]] = []  # as Pass.leaves
 
 
+class SeenSchedule(msgspec.Struct):
+    """Of a learning rate."""
+
+    site: str
+    made: str
+    steps: int  # that it has gone
+    length: int  # after which it is constant; -1: unknown
+
+
 class PlacedFile(msgspec.Struct):
     """A file that was written, or read by torch.load: its path, and the line."""
 
@@ -145,5 +154,6 @@ class ScriptFacts(msgspec.Struct):
     dropped: list[Dropped] = []
     losses: list[MeanLoss] = []
     replicas: list[SeenReplica] = []
+    schedules: list[SeenSchedule] = []
     written: list[PlacedFile] = []
     loaded: list[PlacedFile] = []

@@ -11,6 +11,7 @@ from paceline.verify.finding import Remark, differs, ranks_named
 from paceline.verify.gradient_rules import gradient_findings, steps_of
 
 LEAST_LOOKS = 8  # forwards without an unused parameter, before it is said that there are none
+LONGER = 1.5  # ranks have a half of the steps of one process, or less
 
 
 def step_findings(ranks: Sequence[ScriptFacts]) -> Iterator[Remark]:
@@ -25,6 +26,7 @@ def step_findings(ranks: Sequence[ScriptFacts]) -> Iterator[Remark]:
     yield from _unused(ranks)
     yield from _threads(ranks[0])
     yield from _rate(ranks[0])
+    yield from _schedule(ranks[0])
 
 
 def _counts(ranks: Sequence[ScriptFacts]) -> Iterator[Remark]:
@@ -139,3 +141,19 @@ def _rate(facts: ScriptFacts) -> Iterator[Remark]:
     words = f"{facts.world} ranks x batch {batch} = {facts.world * batch} samples, learning rate {rate:g}"
     do = "decide whether the rate is to grow with the world: lr * world_size (SGD), lr * world_size ** 0.5 (Adam)"
     yield Remark("learning rate", "note", words, loader.made, do)
+
+
+def _schedule(facts: ScriptFacts) -> Iterator[Remark]:
+    """One that goes a step with each batch, and is exactly as long as the training of one process would be."""
+    loader = next((one for one in facts.loaders if one.training), None)
+    if loader is None or not facts.ended or loader.batch_size < 1 or loader.samples < 1 or loader.batches < 1:
+        return
+    epochs, steps = len(loader.training), len(facts.steps)
+    alone = {epochs * -(-loader.samples // loader.batch_size), epochs * (loader.samples // loader.batch_size)}
+    for one in facts.schedules:
+        own = one.steps == steps == sum(len(seen.sizes) for seen in loader.passes)
+        if own and one.length in alone and min(alone) > LONGER * epochs * loader.batches:
+            words = "the learning rate's schedule is as long as the training of one process: it ends before its end"
+            do = "epochs * len(loader), which counts the batches of one rank"
+            seen = f"made at {one.made} with {one.length} steps; {epochs} epochs have {epochs * loader.batches}"
+            yield Remark("schedule", "wrong", words, one.site, do, seen)

@@ -82,10 +82,12 @@ elif "same augmentation in workers" in planted:
 else:
     loader = DataLoader(data, BATCH, sampler=sampler)
 test_loader = DataLoader(shared, 16)
+if "mean of means" in planted:
+    test_loader = DataLoader(Subset(held_out, range(20) if rank == 0 else range(20, 61)), 16)
 if "padded score" in planted:
     test_loader = DataLoader(held_out, 16, sampler=DistributedSampler(held_out))  # plant: padded score
 net = Net()
-if planted & {"not wrapped", "different start", "summed"}:
+if planted & {"not wrapped", "different start", "summed", "clipped first"}:
     model = net
 elif "unused parameters" in planted:
     model = DDP(net, find_unused_parameters=True)  # plant: unused parameters
@@ -100,6 +102,8 @@ if "renamed" in planted:
     part.replace(args.folder / "first.pt")  # plant: renamed
 module = getattr(model, "module", model)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+total = 3 * (len(data) // BATCH if "schedule of one process" in planted else len(loader))
+schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(0.0, 1 - step / total))
 
 
 def average():
@@ -127,11 +131,14 @@ def train_epoch(epoch):
         else:
             loss = F.cross_entropy(output, y)
         loss.backward()
-        if planted & {"different start", "summed"}:
+        if "clipped first" in planted:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)  # plant: clipped first
+        if planted & {"different start", "summed", "clipped first"}:
             average()
         if "own gradient" in planted and rank == 1:
             nn.utils.clip_grad_norm_(model.parameters(), 0.01)
         optimizer.step()  # plant: not wrapped, own gradient, different start, summed
+        schedule.step()  # plant: schedule of one process
     print(f"rank {rank}: epoch {epoch} loss {loss.item():.3f}")
     if "fails" in planted and epoch == 1 and rank == 1:
         raise RuntimeError("a fault of the script's own")
@@ -190,7 +197,10 @@ for epoch in range(3):
         hits, count = counts
     else:
         counts = evaluate(model, test_loader)
-        if "score of a share" not in planted:
+        if "mean of means" in planted:
+            counts = counts / counts[1]
+            dist.all_reduce(counts)  # plant: mean of means
+        elif "score of a share" not in planted:
             dist.all_reduce(counts)
         hits, count = counts
     if rank == 0:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, Subset
 from transformers import Trainer, TrainingArguments
 
 parser = argparse.ArgumentParser()
@@ -67,8 +67,10 @@ def main():
     )
     kind = Plain if plant == "same batches" else Trainer
     data, held_out = Rows(404, 0), Rows(61, 1)
+    if plant == "split apart":  # which the Trainer does itself
+        data = Subset(data, range(int(os.environ["RANK"]), len(data), int(os.environ["WORLD_SIZE"])))
     trainer = kind(Classifier(), settings, train_dataset=data, eval_dataset=held_out)  # plant: same augmentation
-    trainer.train()  # plant: batch norm
+    trainer.train()  # plant: batch norm, split apart
     if plant == "one file":
         torch.save(trainer.model.state_dict(), args.folder / "model.pt")  # plant: one file
     elif trainer.is_world_process_zero():

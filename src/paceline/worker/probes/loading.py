@@ -88,7 +88,7 @@ class LoaderWatch(Events):
         @wraps(next_index)
         def drawn(batches: Any) -> Any:
             if not isinstance(batches._sampler_iter, Cut) and batches._dataset_kind == dataloader._DatasetKind.Map:
-                number, kept = self._numbers.get(batches.of_loader(), -1), -1
+                number, kept = _number_of(batches), -1
                 if number >= 0 and (whole := self._facts.loaders[number].batches) >= 0:
                     seen = self._facts.loaders[number].passes
                     kept = kept_batches(whole) if len(seen) <= EPOCHS else min(1, whole)
@@ -113,7 +113,7 @@ class LoaderWatch(Events):
         loader = batches.of_loader()
         if loader not in self._numbers:
             self._numbers[loader] = self._number(loader)
-        number = self._numbers[loader]
+        number = batches.loader_number = self._numbers[loader]  # the loader may be gone in the loop: `in DataLoader(x)`
         record = self._facts.loaders[number]
         if record.training and len(record.passes) >= MAX_PASSES:
             raise SystemExit(0)
@@ -134,7 +134,9 @@ class LoaderWatch(Events):
     def batch_given(self, batches: Any, batch: Any) -> None:
         """What is in it."""
         self._state = torch_state()
-        self.fed = self._numbers.get(batches.of_loader(), -1)
+        self.fed = _number_of(batches)
+        if self.fed < 0:
+            return
         seen = self._facts.loaders[self.fed].passes[-1]
         seen.sizes.append(leading(batch))
         if len(seen.leaves) < MAX_DIGESTS and len(self._facts.loaders[self.fed].passes) <= EPOCHS:
@@ -148,7 +150,9 @@ class LoaderWatch(Events):
 
     def epoch_ended(self, batches: Any) -> None:
         """How long it took."""
-        number = self._numbers.get(batches.of_loader(), -1)
+        number = _number_of(batches)
+        if number < 0:
+            return
         seen = self._facts.loaders[number].passes[-1]
         seen.ended, seen.seconds = True, time.monotonic() - self._began[number]
 
@@ -183,6 +187,10 @@ class LoaderWatch(Events):
             return batch
 
         return fetched
+
+
+def _number_of(batches: Any) -> int:
+    return getattr(batches, "loader_number", -1)
 
 
 def _described(loader: Any) -> SeenLoader:

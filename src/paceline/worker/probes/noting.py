@@ -10,13 +10,14 @@ from contextlib import suppress
 from functools import wraps
 from typing import Any
 
-from paceline.contract.facts import MAX_DIGESTS, MeanLoss, Pass, PlacedFile, ScriptFacts
+from paceline.contract.facts import MAX_DIGESTS, MeanLoss, Pass, PlacedFile, ScriptFacts, SeenSchedule
 from paceline.worker.guard import Guard
 from paceline.worker.imports import when_imported
 from paceline.worker.probes.hooks import Events
 from paceline.worker.sites import user_site
 
 MAX_FILES, MAX_SCORES = 200, 16
+FAR, ROUNDING = 1 << 24, 1e-12
 BRINGS_TOGETHER = ("reduce", "gather", "all_to_all", "send", "recv")
 NOBODYS = ("/dev/", "/proc/", "/sys/", "/__pycache__/", "/.cache/", "-packages/")
 
@@ -29,6 +30,7 @@ class SideWatch(Events):
         self._losses: dict[str, MeanLoss] = {}
         self._passes: list[tuple[Pass, int, int]] = []  # evaluations: when each began, and what was printed before
         self._printed = 0
+        self._schedules: dict[int, tuple[Any, str, str]] = {}  # by identity: where made, and where it went on last
 
     def begin(self) -> None:
         """Before the script begins, and torch is there."""
@@ -46,6 +48,8 @@ class SideWatch(Events):
         torch.set_num_threads = _before(torch.set_num_threads, self._threads_set)
         torch.save = serialization.save = _before(torch.save, self._saves)
         torch.load = serialization.load = self._loading(torch.load)
+        schedule: Any = sys.modules["torch.optim.lr_scheduler"].LRScheduler
+        schedule.step = _before(schedule.step, self._goes_on)
         ranks: Any = sys.modules["torch.distributed"]
         collectives: Any = sys.modules["torch.distributed.distributed_c10d"]
         ranks.all_reduce = collectives.all_reduce = _before(ranks.all_reduce, self._reduces)
@@ -67,6 +71,9 @@ class SideWatch(Events):
         self._close()
         torch: Any = sys.modules.get("torch")
         self._facts.threads = torch.get_num_threads() if torch is not None else 0
+        for schedule, made, site in self._schedules.values():
+            with suppress(Exception):  # a function of the script's own
+                self._facts.schedules.append(SeenSchedule(site, made, schedule.last_epoch, length_of(schedule)))
 
     def _close(self) -> None:
         """Have ranks brought values together, and has something been printed, since the evaluations began?"""
@@ -141,6 +148,11 @@ class SideWatch(Events):
                     seen.reduced += [float(value) for value in tensor.detach().reshape(-1).tolist()]
                     seen.reduced_site = seen.reduced_site or user_site()
 
+    def _goes_on(self, schedule: Any, *_: Any) -> None:
+        """A schedule of the learning rate: it goes its first step when it is made."""
+        here = user_site()
+        self._schedules[id(schedule)] = schedule, self._schedules.get(id(schedule), ("", here))[1], here
+
     def _seeded(self, generator: str) -> None:
         self._facts.seeds[generator] = user_site()
 
@@ -173,6 +185,21 @@ def _before(function: Any, then: Callable[..., None]) -> Any:
         return function(*args, **kwargs)
 
     return called
+
+
+def length_of(schedule: Any) -> int:
+    """The step from which on a schedule's rate is constant; -1 where nobody can say."""
+    for name in ("total_steps", "T_max", "total_iters"):
+        if isinstance(told := getattr(schedule, name, None), int):
+            return told
+    factor = next(iter(getattr(schedule, "lr_lambdas", ())), None)
+    if factor is None:
+        return -1
+    low, high = 0, FAR
+    while high - low > 1:  # it is not constant at `low`, and is from `high` on
+        middle = (low + high) // 2
+        low, high = (low, middle) if abs(factor(middle) - factor(FAR)) < ROUNDING else (middle, high)
+    return high
 
 
 def _gpus(state: Any, depth: int = 0) -> set[int]:
