@@ -123,11 +123,11 @@ def of_scores(*reduced: list[float], shares: tuple[int, int] = (8, 12)) -> Calla
     return of_rank
 
 
-def scheduled(length: int, steps: int = 20) -> Callable[[int], ScriptFacts]:
+def scheduled(length: int, steps: int = 20, **more: Any) -> Callable[[int], ScriptFacts]:
     """Two epochs of 10 batches, of the 80 samples in batches of 4 that two ranks share."""
     seen = [SeenSchedule("t.py:8 in main", "t.py:4 in main", steps, length)]
     taken = [step(parameters="p", epoch=1 + k // 10) for k in range(20)]
-    return lambda rank: right(rank, schedules=seen, steps=taken)
+    return lambda rank: right(rank, schedules=seen, steps=taken, loaders=[trained(rank, **more)])
 
 
 NO_SHUFFLE = [epoch(ORDERS[0]), epoch(AGAIN[0])]
@@ -286,6 +286,7 @@ CLEAN: dict[str, Callable[[int], ScriptFacts]] = {
     ),
     "steps of its own, and an average now and then": averaged("pqar", "pqbr"),
     "a schedule for its own steps": scheduled(20),
+    "a schedule for shares made before": scheduled(20, samples=40, sampler="", probes=[["", ""]]),
     "a schedule of another length": scheduled(41),
     "a schedule that Accelerate steps once for each rank": scheduled(40, steps=40),
     "an order without shuffling": lambda rank: right(

@@ -119,9 +119,8 @@ class StepWatch(Events):
             return
         used = parameters_reached(roots_of(output))
         if used:
-            own = (
-                ddp._module_parameters
-            )  # of when it was made: one that was put in place of another still is waited for
+            # those of when it was made: one that was put in place of another since is not its own
+            own = ddp._module_parameters
             missing = sum(p.requires_grad and id(p) not in used for p in own)
             record.looked, record.unused = record.looked + 1, max(record.unused, missing)
 
