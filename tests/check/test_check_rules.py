@@ -226,6 +226,12 @@ PITFALLS: dict[str, tuple[Callable[[int], ScriptFacts], str, int]] = {  # what i
         "gradients",
         8,
     ),
+    "a method past DDP": (by_rank(steps=([step(forwards=0)], [step(forwards=0, gradients="h")])), "gradients", 11),
+    "layers that DDP does not know": (
+        by_rank(steps=([step(strangers=2)], [step(strangers=2, gradients="h")])),
+        "gradients",
+        12,
+    ),
     "a gradient of its own": (by_rank(steps=([step()], [step(gradients="h")])), "gradients", 12),
     "a sum without a mean": (
         lambda rank: right(rank, replicas=[], steps=[step(parameters="p", local=1.0 + rank, applied=3.0)] * 9),

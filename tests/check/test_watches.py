@@ -80,7 +80,10 @@ def test_a_head_that_ddp_does_not_know_leaves_the_old_one_unused() -> None:
     ddp = SimpleNamespace(module=inner, _module_parameters=own, find_unused_parameters=True, training=True)
     seeing.replica_made(ddp)
     seeing.forward_ended(ddp, inner(torch.ones(1, 2)))
+    inner(torch.ones(1, 2)).sum().backward()
+    seeing.step_begins(SimpleNamespace(param_groups=[{"params": [*inner.parameters()]}]))
     assert (facts.replicas[0].looked, facts.replicas[0].unused) == (1, 2)
+    assert facts.steps[0].strangers == 2
 
 
 def test_what_is_clipped_is_told_of_the_optimizer_that_steps_with_it() -> None:

@@ -79,6 +79,7 @@ class SeenStep(msgspec.Struct):
     learning_rate: float = 0.0
     local: float = 0.0  # a linear function of the gradients after the last backward; only without a replica
     applied: float = 0.0  # the same when the step begins
+    strangers: int = 0  # parameters with gradients that no replica averages, where there is a replica
     norm: float = 0.0  # of gradients that were clipped last, to this limit
     limit: float = 0.0
     clip_site: str = ""

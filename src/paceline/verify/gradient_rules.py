@@ -109,6 +109,12 @@ def _why_apart(facts: ScriptFacts, step: SeenStep, when: str, *, start: bool) ->
     elif step.synced < step.forwards and replica.no_sync_site:
         words = "gradients are not averaged: the last micro-batch before a step is within no_sync(), too"
         do, site = "leave no_sync() for the last micro-batch of each window", replica.no_sync_site
+    elif not step.forwards:
+        words = "gradients are not averaged: no DDP model has gone forward since the last step"
+        do, site = "call the DDP model itself: ddp(x), not a method of ddp.module", step.backward_site
+    elif step.strangers:
+        words = f"gradients of {step.strangers} parameters are not averaged: DDP was made without them"
+        do, site = "put all layers into the model first, then DistributedDataParallel(model)", step.site
     else:
         words = "gradients differ between ranks when the optimizer steps"
         do, site = (

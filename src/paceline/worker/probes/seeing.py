@@ -27,6 +27,7 @@ class StepWatch(Events):
         self._facts, self._loading = facts, loading
         self._replicas: dict[int, SeenReplica] = {}
         self._inner: dict[int, tuple[weakref.ref[Any], SeenReplica]] = {}  # by the model within
+        self._averaged = set[int]()  # parameters of all replicas, by identity
         self._evaluated: dict[int, int] = {}  # how many steps there were, when it was last evaluated
         self._optimizers: list[Any] = []
         self._depth = 0  # of steps: one may call another, or go backward in a closure
@@ -79,6 +80,7 @@ class StepWatch(Events):
             find_unused=bool(ddp.find_unused_parameters),
         )
         self._replicas[id(ddp)] = record
+        self._averaged.update(map(id, ddp._module_parameters))
         self._facts.replicas.append(record)
         self._inner[id(ddp.module)] = weakref.ref(ddp.module), record
 
@@ -182,6 +184,8 @@ class StepWatch(Events):
             learning_rate=float(optimizer.param_groups[0].get("lr", 0.0)),
             parameters=digest_of(parameters) if plain else "",
         )
+        if self._averaged:
+            step.strangers = sum(p.grad is not None and id(p) not in self._averaged for p in parameters)
         what, norm, limit, place = self._clipped
         if not what.isdisjoint(map(id, parameters)):
             step.norm, step.limit, step.clip_site = norm, limit, place
