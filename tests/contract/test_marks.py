@@ -38,6 +38,14 @@ def test_agents_that_look_at_different_moments_find_numbers_in_common(first: int
     assert found[0] & found[1] or ahead > first, "the first looks back as far as the second is ahead"
 
 
+def test_a_short_run_that_is_looked_at_once_leaves_numbers_from_before_its_middle() -> None:
+    box = Box(make_box(0))
+    for number in range(1, 77):
+        put_mark(box, mark(number))
+    found = {one.number for one in marks_of(read_marks(box.descriptor))}
+    assert {8, 16, 20, 24, 28, 32, 36, 76} <= found, "enough to see that ranks had the same until something happened"
+
+
 def test_what_was_written_is_read_again_and_what_is_torn_is_left_out() -> None:
     box = Box(make_box(0))
     put_mark(box, mark(12, table=3))

@@ -77,6 +77,10 @@ def test_without_ddp_only_what_was_equal_while_it_moved_must_stay_so() -> None:
     assert found is not None and found.guilty == (1,) and found.step == 9
     stays = [step(s, 1, flags=flags) for s in range(1, 8)]
     assert seen(*(rank(n, *stays, step(9, n == 1, flags=flags)) for n in range(3))) is None, "it never moved"
+    averaged = [[step(s, s + n * (s % 4 > 0), flags=flags) for s in (4, 8, 12, 16, 18, 20, 21)] for n in range(3)]
+    assert seen(*(rank(n, *averaged[n]) for n in range(3))) is None, "they are averaged now and then"
+    apart = [[step(1, n, flags=flags), *moves[1:], step(9, n, flags=flags)] for n in range(3)]
+    assert seen(*(rank(n, *apart[n]) for n in range(3))) is None, "they were not equal before they were proven to be"
 
 
 def test_round_off_between_machines_is_a_notice() -> None:
@@ -142,6 +146,9 @@ def test_at_the_end_replicas_must_have_taken_equally_many_steps() -> None:
     assert found is not None and found.guilty == (1,)
     assert found.sentences == ("rank 1 took 61 steps", "ranks 0, 2 took 60 steps")
     assert seen(*(rank(n, step=n) for n in range(3)), last=True) is None, "none that DDP keeps equal"
+    by_hand = [rank(n, *(step(s, s, flags=3 << 16) for s in range(1, 9)), step=60 - (n == 2)) for n in range(3)]
+    found = seen(*by_hand, last=True)
+    assert found is not None and found.guilty == (2,), "equal while they moved: the script keeps them so"
 
 
 def asleep(

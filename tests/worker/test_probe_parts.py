@@ -62,6 +62,7 @@ def test_every_element_is_marked_within_some_steps_and_one_bit_makes_another_mar
     names = read_names(box.descriptor).tensors[str(first[0].layout)]
     assert {part for mark in first for part in mark.parts} == {*range(len(names))}
     assert set(names) == {f"parameter {n}" for n in range(4)}
+    assert all(names[mark.parts[-1]] == "parameter 3" for mark in first), "one part is in each: it shows what moves"
     usual = dict(itertools.chain.from_iterable(zip(mark.parts, mark.hashes, strict=True) for mark in first))
     model[1].weight.data.view(torch.int32)[89, 79] ^= 1
     for _ in range(40):

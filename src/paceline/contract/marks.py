@@ -5,7 +5,7 @@ fast steps are: the last few odd numbers, the last few that are odd multiples of
 names of what is marked, and findings: the few things that a rank tells in words.
 
     917504      tables               8 of LEVELS x KEPT marks: one for each optimizer, and for each group's collectives
-     + 32 KiB   names                JSON: of the tensors, by layout
+     + 64 KiB   names                JSON: of the tensors, by layout
      + 96 KiB   findings             the last 8, JSON
 """
 
@@ -20,13 +20,13 @@ from paceline.contract import box
 from paceline.contract.evidence import Op, ScriptFinding
 
 TABLES, ORDER_TABLES = 8, 4  # the last ones are of collectives
-LEVELS, KEPT = 11, 4
+LEVELS, KEPT = 11, 8  # a script that ends before it is looked at twice leaves enough to be judged by
 PARTS = 4  # of a mark
 MOST_CALLS = 64
 # number, layout, table and flags, which parts, their hashes, their sums, number again: a torn one is known by it
 MARK = struct.Struct("@QII4I4Q4fQ")
 TABLE_BYTES = LEVELS * KEPT * MARK.size
-NAMES_AT, NAMES_MAX = box.MARKS_AT + (1 << 15), 1 << 16
+NAMES_AT, NAMES_MAX = box.MARKS_AT + (1 << 16), 1 << 15
 FINDINGS_AT, FINDINGS, FINDING_MAX = NAMES_AT + NAMES_MAX, 8, 4096
 SAME_BY_DDP, SUMMED = 1 << 8, 1 << 9  # flags: DDP has made and keeps them equal; the sums are there
 

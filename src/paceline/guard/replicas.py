@@ -1,7 +1,8 @@
 """Compares what ranks have marked: parameters that must be equal, and collectives that must come in one order. Pure.
 
 Only marks of one number are compared, of as many ranks as must have the same. Parameters that DDP keeps equal must be
-so from the first step on. Others must only if they were seen to be: equal, while they changed, several times before.
+so from the first step on. Others must only if they were seen to be: equal, while they changed, several times before,
+and never apart and together again, as replicas are that are averaged now and then.
 """
 
 from collections import defaultdict
@@ -14,7 +15,7 @@ from paceline.contract.order import Mismatch, compare_orders, order_label
 from paceline.guard.waits import majority, parties_by
 
 NO_PART = 0xFFFFFFFF
-PROOFS = 4  # times that a part was equal, and another than before
+PROOFS = 3  # times that a part was equal, and another than before
 ROUND_OFF = 1e-5  # of a sum, relatively
 
 Marks = Mapping[int, Mark]  # rank -> its mark of one number
@@ -57,11 +58,18 @@ class ComparedMarks:
 
     def __init__(self) -> None:
         self._equal: dict[tuple[int, int, int], tuple[int, int, int]] = {}  # part -> last number, hash, proofs
+        self._differed: dict[tuple[int, int, int], int] = {}  # part -> the last number at which it was not
+        self._apart: set[tuple[int, int, int]] = set()  # parts that ranks may have each for itself
         self._last: dict[tuple[int, int], int] = defaultdict(int)  # table -> the last number at which all was equal
         self.excused: set[tuple[int, int]] = set()
         """table and number of what may differ"""
         self.agreed: set[int] = set()
         """hashes of calls that all ranks have made at one place in the order"""
+
+    @property
+    def proven(self) -> bool:
+        """Whether there are parameters that nobody keeps equal but the script."""
+        return any(proofs >= PROOFS for *_, proofs in self._equal.values())
 
     def see(self, marks: Mapping[int, Sequence[Mark]]) -> list[Difference]:
         """The first difference between replicas in each table, and all between calls."""
@@ -73,32 +81,41 @@ class ComparedMarks:
         for (table, layout, number), ranks in sorted(together.items()):
             key = (table, layout, number) if table >= ORDER_TABLES else (table, layout)
             parties = next(iter(ranks.values())).parties
-            if not 1 < parties <= len(ranks) or key in found_all or (table, number) in self.excused:
+            if not 1 < parties <= len(ranks) or (table, number) in self.excused:
                 continue
             at = self._differs(ranks)
-            if at is None:
+            if at is not None:
+                found_all.setdefault(key, Difference(ranks, at, self._last[table, layout]))
+            elif key not in found_all:
                 self._last[table, layout] = max(self._last[table, layout], number)
-            else:
-                found_all[key] = Difference(ranks, at, self._last[table, layout])
-        return [*found_all.values()]
+        return [one for one in found_all.values() if _part(one.mark, one.at) not in self._apart]
 
     def _differs(self, ranks: Marks) -> int | None:
         one = next(iter(ranks.values()))
         for at, part in enumerate(one.parts):
-            hashes = {mark.hashes[at] for mark in ranks.values()}
-            key = one.table, one.layout, part
+            hashes, key = {mark.hashes[at] for mark in ranks.values()}, _part(one, at)
             number, value, proofs = self._equal.get(key, (0, 0, 0))
             if part == NO_PART:
                 continue
             if len(hashes) > 1:
-                if one.table >= ORDER_TABLES or one.flags & SAME_BY_DDP or proofs >= PROOFS:
+                if one.table >= ORDER_TABLES or one.flags & SAME_BY_DDP:
                     return at
+                self._differed[key] = one.number
+                if proofs >= PROOFS and key not in self._apart:
+                    return at
+                self._apart.add(key)
             elif one.table >= ORDER_TABLES:
                 self.agreed |= hashes
             elif one.number > number:
                 moved = number > 0 and hashes != {value}
+                if self._differed.get(key, one.number) < one.number:
+                    self._apart.add(key)
                 self._equal[key] = one.number, min(hashes), proofs + moved
         return None
+
+
+def _part(mark: Mark, at: int) -> tuple[int, int, int]:
+    return mark.table, mark.layout, mark.parts[at]
 
 
 def departed(windows: Mapping[int, Sequence[Op]], known: frozenset[str]) -> Mismatch | None:

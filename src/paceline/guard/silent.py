@@ -122,7 +122,7 @@ class Silent:
     def _uneven(self, ranks: Sequence[Sample]) -> Verdict | None:
         ddp = any(mark.flags & SAME_BY_DDP for one in ranks for mark in marks_of(one.marks))
         steps = {one.rank: one.step for one in ranks}
-        if not ddp or len({*steps.values()}) < 2 or not self._new("uneven"):
+        if not (ddp or self._comparison.proven) or len({*steps.values()}) < 2 or not self._new("uneven"):
             return None
         parties = parties_by(steps, lambda step: step)
         right = majority(parties)

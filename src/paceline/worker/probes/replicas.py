@@ -2,7 +2,8 @@
 
 The parameters are cut into pieces, some hundreds for a large model; each step a few of them are added up as the whole
 numbers that their bits are. That is exact, the same in any order, and a 64th of what the optimizer reads. Which pieces
-follows from the number of the step, so ranks that are in the same step mark the same.
+follows from the number of the step, so ranks that are in the same step mark the same. The last one, mostly of the
+output's bias, is marked at each step: so even a short run shows whether ranks have the same while it changes.
 
 Not marked is what may differ by right: shards (FSDP, DTensor, ZeRO: their layouts differ), what DDP leaves out, and
 replicas that step on their own for a while (local SGD).
@@ -26,13 +27,14 @@ from paceline.worker.probes.hooks import Events
 from paceline.worker.probes.later import Later, may_compute
 
 LEAST_ELEMENTS, SHARE = 4096, 64  # of all elements, that a step marks
+IN_TURN = PARTS - 1  # pieces of a mark
 ALONE_STEPS = 2  # in a row, without gradients of others: that is meant so
 LOCAL_HOOKS = ("post_localSGD_hook", "noop_hook")
 NONE = 0xFFFFFFFF
 
 
 @dataclass
-class Piece:
+class Slice:
     """Some elements of one parameter, as whole numbers."""
 
     name: str
@@ -63,7 +65,7 @@ class WatchedOptimizer:
     version: object = None
     layout: int = 0
     flags: int = 0
-    pieces: list[Piece] = field(default_factory=list[Piece])
+    pieces: list[Slice] = field(default_factory=list[Slice])
     replica: weakref.ref[Any] | None = None
     alone: int = 0  # steps in a row
 
@@ -146,8 +148,8 @@ class Fingerprints(Events):
         pieces, number = watched.pieces, watched.count
         if not may_compute(pieces[0].parameter):
             return
-        count = len(pieces)
-        chosen = [(number * PARTS + n) % count for n in range(min(PARTS, count))]
+        last = len(pieces) - 1
+        chosen = [(number * IN_TURN + n) % last for n in range(min(IN_TURN, last))] + [last]
         sums = [pieces[at].view().sum() for at in chosen]
         if watched.flags & SUMMED:
             sums += [_floats(pieces[at]) for at in chosen]
@@ -182,20 +184,20 @@ def _dense(tensor: Any) -> bool:
     return last + 1 == tensor.numel()
 
 
-def _pieces(named: list[tuple[str, Any]]) -> Iterator[Piece]:
-    """All elements, an odd number of times: then the steps that are kept for long come to all of them."""
+def _pieces(named: list[tuple[str, Any]]) -> Iterator[Slice]:
+    """All elements; an odd number take turns: then the steps that are kept for long come to all of them."""
     most = max(LEAST_ELEMENTS, sum(one.numel() for _, one in named) // SHARE) // PARTS
     pieces = [
-        Piece(name, one, start, min(start + most, one.numel()))
+        Slice(name, one, start, min(start + most, one.numel()))
         for name, one in named
         for start in range(0, one.numel(), most)
     ]
-    yield from pieces
-    if len(pieces) > PARTS and len(pieces) % 2 == 0:
+    if len(pieces) > PARTS and len(pieces) % 2:
         yield pieces[0]
+    yield from pieces
 
 
-def _floats(piece: Piece) -> Any:
+def _floats(piece: Slice) -> Any:
     """Their sum, as the bits of a float64."""
     torch, bits = sys.modules["torch"], piece.view()
     return bits.view(piece.parameter.dtype).sum(dtype=torch.float64).view(torch.int64)
