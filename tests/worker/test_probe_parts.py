@@ -85,7 +85,7 @@ def test_what_ranks_may_rightly_have_apart_is_not_marked(box: Box) -> None:
     assert len(marked(box)) == 1
 
 
-def trained(box: Box, x: torch.Tensor, *, apply: bool = True, found_inf: Any = None) -> list[str]:
+def trained(box: Box, x: torch.Tensor, *, apply: bool = True, found_inf: Any = None, hides: bool = False) -> list[str]:
     model, steps = torch.nn.Linear(3, 1), ScriptPhases(box)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     finite = Finite(box, steps, Batches())
@@ -94,6 +94,8 @@ def trained(box: Box, x: torch.Tensor, *, apply: bool = True, found_inf: Any = N
         loss = model(batch).sum()
         finite.backward_begins(loss)
         loss.backward()
+        if hides:
+            model.weight.grad = torch.nan_to_num(model.weight.grad, 0.0)  # pyright: ignore[reportArgumentType]
         if apply or bool(loss.isfinite()):
             if found_inf is not None:
                 optimizer.found_inf = found_inf  # type: ignore[attr-defined]
@@ -109,7 +111,9 @@ def test_only_what_is_not_finite_and_applied_is_told_with_its_line(box: Box) -> 
     assert trained(box, torch.ones(2, 3)) == []
     assert trained(box, bad, apply=False) == [], "who looks and leaves the step out has done right"
     assert trained(box, bad, found_inf=torch.zeros(1)) == [], "GradScaler has looked"
-    (told,) = trained(box, bad)
+    (told,) = trained(box, bad, hides=True)
+    assert told.startswith("2 True a loss of nan at test_probe_parts.py:"), "its forward pass was not finite"
+    *_, told = trained(box, bad)
     assert told.startswith("2 True its loss was nan at test_probe_parts.py:")
 
 

@@ -2,7 +2,8 @@
 
 A NaN anywhere goes back to the parameters near the input, so one small parameter there tells: its gradient as this
 rank alone has it, before DDP adds up those of all ranks, and as the optimizer gets it. Only what is applied counts: who
-looks for it and leaves the step out, as GradScaler does, has done right.
+looks for it and leaves the step out, as GradScaler does, has done right. Who puts other numbers into its gradients and
+steps has not: what the forward pass has left, statistics of a batch norm, say, is not finite all the same.
 """
 
 from __future__ import annotations
@@ -72,6 +73,8 @@ class Finite(Events):
         self._sensors: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # optimizer -> its parameter near the input
         self._hooked: dict[int, weakref.ref[Any]] = {}  # tensors are equal by their elements: here by their address
         self._own: dict[int, str] = {}  # step -> what was not finite on this rank alone
+        self._lost: dict[int, str] = {}  # step -> its last loss, where that was not finite
+        self._hidden = False
         self._said = False
 
     def replica_made(self, ddp: Any) -> None:
@@ -91,7 +94,9 @@ class Finite(Events):
         at = f" at {site_words(frame_of(frame))}" if frame is not None else ""
 
         def look(values: list[float]) -> None:
+            self._lost.pop(step, None)
             if not math.isfinite(values[0]):
+                self._lost[step] = f"a loss of {values[0]}{at}{words}"
                 self._own.setdefault(step, f"its loss was {values[0]}{at}{words}")
 
         self._later.read(loss.detach().reshape(1), look)
@@ -105,12 +110,15 @@ class Finite(Events):
         if sensor is None or sensor.grad is None or sensor.grad.is_sparse or not may_compute(sensor.grad):
             return
         step = self._steps.done + 1
-        self._own = {at: words for at, words in self._own.items() if at >= step - 4}
+        self._own, self._lost = _since(step - 4, self._own), _since(step - 4, self._lost)
 
         def look(values: list[bool]) -> None:
             if values[0] and not self._said:
                 self._said, own = True, self._own.get(step)
                 put_finding(self._box, ScriptFinding("not finite", step, own or "", own=own is not None))
+            elif (lost := self._lost.pop(step, "")) and not self._hidden:
+                self._hidden = True
+                put_finding(self._box, ScriptFinding("swallowed", step, lost))
 
         self._later.read(_not_finite(sensor.grad), look)
 
@@ -142,6 +150,10 @@ class Finite(Events):
 
         self._hooked[id(sensor)] = weakref.ref(sensor)
         sensor.register_hook(seen)
+
+
+def _since(step: int, told: dict[int, str]) -> dict[int, str]:
+    return {at: words for at, words in told.items() if at >= step}
 
 
 def _not_finite(gradient: Any) -> Any:
