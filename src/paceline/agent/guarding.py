@@ -94,8 +94,7 @@ class Guarding:
         self._pace = Pace(self._windows)
         self._slowness = Slowness({one.rank: one.host for one in generation.samples()})
         self._looked_seconds = self._asked_seconds = self._early_seconds = 0.0
-        self._silence, self._asleep = Silence(generation), Asleep(self._windows)
-        self._off = self._windows.off
+        self._silence, self._asleep, self._off = Silence(generation), Asleep(self._windows), self._windows.off
 
     @property
     def look_seconds(self) -> float:

@@ -242,11 +242,9 @@ class Ledger:
 
     def _end(self, begun: Begun, result: Any, *, failed: bool = False) -> None:
         try:
-            group = begun.group
             if not begun.single:
-                group.count_ahead(begun)
-            if failed:
-                return  # its record stays: begun, and never over
-            group.returned(begun, result, self._box)
+                begun.group.count_ahead(begun)
+            if not failed:  # else its record stays: begun, and never over
+                begun.group.returned(begun, result, self._box)
         except Exception as error:
             self._complain(error)
