@@ -149,6 +149,9 @@ def test_at_the_end_replicas_must_have_taken_equally_many_steps() -> None:
     by_hand = [rank(n, *(step(s, s, flags=3 << 16) for s in range(1, 9)), step=60 - (n == 2)) for n in range(3)]
     found = seen(*by_hand, last=True)
     assert found is not None and found.guilty == (2,), "equal while they moved: the script keeps them so"
+    drifted = [rank(n, step(4, n == 1), step=60 + (n == 1)) for n in range(3)]
+    found = seen(*drifted, last=True)
+    assert found is not None and found.sentences[-2:] == ("rank 1 took 61 steps", "ranks 0, 2 took 60 steps")
 
 
 def asleep(

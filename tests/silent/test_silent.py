@@ -22,8 +22,8 @@ Run = Callable[..., Launch]
 def run(launch: Run) -> Run:
     """Starts three ranks of the script, of which rank 1 does what is said."""
 
-    def begin(*faults: str, steps: int = 60, **settings: object) -> Launch:
-        argv = [sys.executable, "-P", str(PRELOADED), str(SCRIPT), "; ".join(faults) or "none", str(steps)]
+    def begin(*faults: str, steps: int = 60, script: Path = SCRIPT, **settings: object) -> Launch:
+        argv = [sys.executable, "-P", str(PRELOADED), str(script), "; ".join(faults) or "none", str(steps)]
         return launch("", argv=argv, plain_store=True, preload=True, **settings)
 
     return begin
@@ -62,6 +62,18 @@ def test_replicas_that_drift_end_the_run_with_its_exit_code_and_a_page(run: Run)
     assert told.guilty == (1,) and 13 <= told.step < 200
     assert "GUILTY: rank 1" in one.stderr and "Traceback" not in one.stderr
     assert not survivors(one.mark)
+
+
+@pytest.mark.ranks
+def test_the_same_is_told_of_gradients_averaged_by_hand_in_a_run_of_a_second(run: Run) -> None:
+    one = run(script=SCRIPT.with_name("by_hand.py"), on_drift="warn")
+    assert one.finish() == ExitCode.DONE, one.stderr
+    drifted, *counted, swallowed, loss = sorted(noted.words for noted in notices(one.folder))
+    assert "DIVERGED at step 5" in drifted and "rank 1 has another parameter " in drifted
+    assert "rank 1 took 75 steps; ranks 0, 2 took 76 steps" in " ".join([drifted, *counted])
+    assert "rank 1 went on after RuntimeError in its model's forward, at by_hand.py:" in swallowed
+    assert swallowed.endswith("(before step 20)")
+    assert "rank 1 went on after a loss of nan at by_hand.py:" in loss and loss.endswith("(before step 30)")
 
 
 @pytest.mark.ranks

@@ -6,6 +6,8 @@ verdict by which the run is to be ended.
 
 from collections.abc import Callable, Mapping, Sequence
 
+from msgspec.structs import replace
+
 from paceline.contract.evidence import Evidence, Op, Sample, Verdict, VerdictKind
 from paceline.contract.marks import ORDER_TABLES, SAME_BY_DDP, marks_of
 from paceline.contract.order import Mismatch
@@ -41,9 +43,13 @@ class Silent:
             return [one for one in found if one is not None]
         differences = self._comparison.see({one.rank: marks_of(one.marks) for one in ranks if one.marks})
         found += [self._order(one) for one in differences if one.mark.table >= ORDER_TABLES]
-        found += [self._drifted(one, ranks) for one in differences if one.mark.table < ORDER_TABLES]
-        found.append(self._uneven(ranks) if last else None)
-        return [one for one in found if one is not None]
+        uneven = self._uneven(ranks) if last else None
+        for one in differences:
+            drifted = self._drifted(one, ranks) if one.mark.table < ORDER_TABLES else None
+            if drifted is not None and uneven is not None:  # why they drifted, perhaps
+                drifted, uneven = replace(drifted, sentences=(*drifted.sentences, *uneven.sentences)), None
+            found.append(drifted)
+        return [one for one in (*found, uneven) if one is not None]
 
     def _new(self, *what: object) -> bool:
         known = what in self._said
