@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from tests.run_ranks import run_ranks
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from paceline.worker.probes.hooks import Events, Hooks
@@ -91,43 +88,3 @@ def complained(rank: int, size: int) -> list[Any]:
     Hooks(complaints.append).listen(Broken()).install()
     first, *_, last = [trained(torch.nn.Linear(2, 1), [(torch.ones(1, 2),)]) for _ in range(3)]
     return [first != last, [repr(c) for c in complaints]]
-
-
-class Nested(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.inner(x.relu())
-
-
-def traced() -> list[Any]:
-    heard, complaints = Heard(), list[BaseException]()
-    Hooks(complaints.append).listen(heard).install()
-    model, x = Nested(), torch.ones(3, 2)
-    plain = model(x)
-    graphs: list[int] = []
-
-    def counted(graph: torch.fx.GraphModule, inputs: Any) -> Any:
-        graphs.append(len(graph.graph.nodes))
-        return graph
-
-    compiled = torch.compile(model, backend=counted, fullgraph=True)
-    ways: list[Any] = [compiled, torch.fx.symbolic_trace(model), torch.jit.trace(model, x)]
-    for way in ways:
-        assert torch.equal(way(x), plain)
-    given = torch.ones(3, 2, requires_grad=True)
-    cast(torch.Tensor, checkpoint(model.inner, given, use_reentrant=False)).sum().backward()
-    for failing in (Nested(), torch.nn.Linear(2, 2)):
-        with pytest.raises(RuntimeError):
-            failing(torch.ones(1, 3))
-    return [len(graphs), heard.events, complaints]
-
-
-def test_what_leaves_the_outermost_module_is_told_once_and_modules_are_compiled_and_traced_as_ever() -> None:
-    # in a process of its own: a compiler that is there already knows modules' calls as they were
-    told = ["backward_begins", "backward_ended", *["raised model's forward"] * 2]
-    script = "from tests.worker.test_probe_hooks import traced; print(traced())"
-    run = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, check=False, timeout=120)
-    assert run.stdout == f"{[1, told, []]}\n"

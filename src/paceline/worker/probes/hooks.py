@@ -17,13 +17,11 @@ import sys
 import weakref
 from collections.abc import Callable
 from functools import wraps
-from types import CodeType, FrameType
 from typing import Any, Self
 
 from paceline.worker.imports import when_imported
 
 CompiledAsk = Callable[[], bool]
-FAILURES = ("builtins", "torch")  # whose exceptions are no means to an end, as checkpointing's are that stop early
 
 
 class Events:
@@ -66,10 +64,7 @@ class Events:
         """It has changed them."""
 
     def raised(self, where: str, error: BaseException) -> None:
-        """An exception has left "data", "forward", "backward": the script ends of it, or swallows it.
-
-        Or "model's forward": the call of a module, of a DDP too, that no other module has called.
-        """
+        """An exception has left "data", "forward" or "backward": the script ends of it, or swallows it."""
 
 
 class Hooks:
@@ -107,7 +102,6 @@ class Hooks:
         try:
             self._hook_loaders(sys.modules["torch.utils.data.dataloader"])
             self._hook_replicas(sys.modules["torch.nn.parallel.distributed"])
-            self._hook_modules(sys.modules["torch.nn"].Module)
             self._hook_backward(sys.modules["torch.autograd"])
             optimizers = sys.modules["torch.optim.optimizer"]
             optimizers.register_optimizer_step_pre_hook(lambda optimizer, *_: self._tell("step_begins", optimizer))
@@ -179,24 +173,6 @@ class Hooks:
 
         replica.__init__, replica.forward = made, called
 
-    def _hook_modules(self, module: Any) -> None:
-        if "torch._dynamo" in sys.modules:  # the compiler knows a module's call by its identity
-            return
-        call = module.__call__
-
-        @wraps(call)
-        def called(one: Any, *inputs: Any, **named: Any) -> Any:
-            try:
-                return call(one, *inputs, **named)
-            except Exception as error:
-                here = sys._getframe()  # pyright: ignore[reportPrivateUsage]
-                if not compiles() and type(error).__module__ in FAILURES and not _runs(here.f_code, here.f_back):
-                    self._tell("raised", "model's forward", error)
-                raise
-
-        compiles: CompiledAsk = sys.modules["torch.compiler"].is_compiling
-        module.__call__ = called
-
     def _hook_backward(self, autograd: Any) -> None:
         backward = autograd.backward
         compiles: CompiledAsk = sys.modules["torch.compiler"].is_compiling
@@ -215,10 +191,3 @@ class Hooks:
             return None
 
         autograd.backward = called
-
-
-def _runs(code: CodeType, frame: FrameType | None) -> bool:
-    """Whether this frame, or one that waits for it, is of this code."""
-    while frame is not None and frame.f_code is not code:
-        frame = frame.f_back
-    return frame is not None

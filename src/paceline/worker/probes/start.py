@@ -22,7 +22,7 @@ def look_on(guard: Guard) -> None:
     if guard.on:
         steps, batches, names = ScriptPhases(box), Batches(), Names(box)
         finite, swallowed = Finite(box, steps, batches), Swallowed(box, steps)
-        for part in (batches, finite, steps, swallowed, Joins(box), Fingerprints(box, names)):
+        for part in (batches, finite, swallowed, steps, Joins(box), Fingerprints(box, names)):
             hooks.listen(part)
         guard.looks_on(hooks.install(), OrderMarks(box, names))
     else:

@@ -117,7 +117,7 @@ class Swallowed(Events):
         """The script ends of it, or not: that is seen at its next step."""
         if isinstance(error, Exception):
             at, what = _line_of(error), type(error).__name__
-            self._raised.setdefault(f"{what} {at}", f"{what} in its {where}, at {at}: {str(error)[:MOST_CHARS]}")
+            self._raised[f"{what} {at}"] = f"{what} in its {where}, at {at}: {str(error)[:MOST_CHARS]}"
 
     def step_ended(self, optimizer: Any) -> None:
         """It has swallowed what was raised before."""
