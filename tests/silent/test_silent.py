@@ -68,11 +68,9 @@ def test_replicas_that_drift_end_the_run_with_its_exit_code_and_a_page(run: Run)
 def test_the_same_is_told_of_gradients_averaged_by_hand_in_a_run_of_a_second(run: Run) -> None:
     one = run(script=SCRIPT.with_name("by_hand.py"), on_drift="warn")
     assert one.finish() == ExitCode.DONE, one.stderr
-    drifted, *counted, swallowed, loss = sorted(noted.words for noted in notices(one.folder))
+    drifted, *counted, loss = sorted(noted.words for noted in notices(one.folder))
     assert "DIVERGED at step 5" in drifted and "rank 1 has another parameter " in drifted
     assert "rank 1 took 75 steps; ranks 0, 2 took 76 steps" in " ".join([drifted, *counted])
-    assert "rank 1 went on after RuntimeError in its model's forward, at by_hand.py:" in swallowed
-    assert swallowed.endswith("(before step 20)")
     assert "rank 1 went on after a loss of nan at by_hand.py:" in loss and loss.endswith("(before step 30)")
 
 
