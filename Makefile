@@ -97,6 +97,9 @@ soak-watchover: $(STAMP)  ## faults under torchrun, srun and mpirun with `paceli
 soak-silent: $(STAMP)  ## plant faults without any error in a DDP script; torchrun beside it (15 minutes)
 	PYTHONPATH=. $(BIN)/python tests/silent/soak_silent.py --out benchmarks/results/silent.md
 
+soak-second: $(STAMP)  ## faults, pitfalls and clean scripts of one who knew the README alone (10 minutes)
+	PYTHONPATH=. $(BIN)/python tests/second/soak_second.py --out benchmarks/results/second.md
+
 soak-quiet: $(STAMP)  ## an hour of what only looks like a hang; see that the guard is silent
 	$(BIN)/python tests/launch/soak_quiet.py --minutes 60 --out benchmarks/results/quiet.json
 
