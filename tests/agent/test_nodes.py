@@ -283,13 +283,14 @@ def test_the_same_number_twice_or_another_number_of_nodes_is_refused(nodes) -> N
 @pytest.mark.needs("faketime")
 def test_a_clock_that_is_a_minute_behind_is_told_and_does_no_harm(nodes) -> None:
     run = nodes(
-        "log = folder.parent / 'machine-0.jsonl'\n"
-        "while not (log.exists() and b'\"clock\"' in log.read_bytes()): time.sleep(0.05)\n"
+        "import contextlib\nlog = folder.parent / 'machine-0.jsonl'\n"
+        "while not (log.exists() and b'\"clock\"' in log.read_bytes()):\n"
+        "    with contextlib.suppress(OSError): time.sleep(0.05)  # of faketime's, now and then\n"
         "(folder / f'world-{os.environ[\"WORLD_SIZE\"]}-{rank}').touch()"
     )
     run.start(0)
     run.start(1, through=("env", "FAKETIME_DONT_FAKE_MONOTONIC=1", "faketime", "-f", "-60s"))
-    assert run.codes() == [0, 0]
+    assert run.codes() == [0, 0], run.said(0) + run.said(1)
     assert re.search(r"its clock is -(59\.[5-9]|60\.[0-5]) s off node 0's", run.said(0)), run.said(0)
     assert len(list((run.run_dir / "attempt-1").glob("world-4-*"))) == 4
     clocks = [one for one in read_machine(run.run_dir / "machine-0.jsonl") if isinstance(one, ClockAhead)]

@@ -56,7 +56,7 @@ class Fate(StrEnum):
     @classmethod
     def of(cls, kind: VerdictKind) -> Self:
         """The judge's class."""
-        return cls(kind.name.lower())
+        return cls[kind.name]
 
 
 CODES = {
