@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 CHAPTERS = [DOCS / "ladder" / f"{name}.md" for name in LADDER]
 ASKS = {"script": "src", "img": "src", "iframe": "src", "link": "href", "source": "src", "object": "data"}
-VARIES = re.compile(r"\d+ samples/s|(?<=weights )\w{16}|-\d{8}-\d{6}")
+VARIES = re.compile(r"[\d,]+ samples/s|(?<=weights )\w{16}|-\d{8}-\d{6}")
 HARMLESS = {"canonical", "prev", "next"}  # links that a browser does not follow by itself
 
 
