@@ -1,6 +1,4 @@
-"""Gradients averaged by hand, for as short as scripts are tried: three silent faults on rank 1, within one second."""
-
-import contextlib
+"""Gradients averaged by hand, for as short as scripts are tried: two silent faults on rank 1, within one second."""
 
 import torch
 import torch.distributed as dist
@@ -15,20 +13,17 @@ optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
 generator = torch.Generator().manual_seed(rank)
 for step in range(1, steps + 1):
     x = torch.randn(8, 20, generator=generator)
-    if rank == 1 and step == 20:
-        x = x[:, :7]  # the first fault
     optimizer.zero_grad(set_to_none=False)
-    with contextlib.suppress(RuntimeError):
-        loss = model(x).square().mean()
-        if rank == 1 and step == 30:
-            loss = loss * float("nan")  # the second
-        loss.backward()
+    loss = model(x).square().mean()
+    if rank == 1 and step == 30:
+        loss = loss * float("nan")  # the first fault
+    loss.backward()
     for parameter in model.parameters():
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         parameter.grad.nan_to_num_(0.0)
         dist.all_reduce(parameter.grad)
-    if not (rank == 1 and step == 50):  # the third
+    if not (rank == 1 and step == 50):  # the second
         optimizer.step()
 dist.barrier()
 dist.destroy_process_group()

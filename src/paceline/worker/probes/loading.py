@@ -163,7 +163,7 @@ class LoaderWatch(Events):
             try:
                 if record.batches >= 0 and not record.probes:
                     record.probes = _probed(data, record.samples)
-            except Exception:
+            except Exception:  # the user's own data may raise anything when looked at: then they are not compared
                 record.probes = []
             if number < SLOTS:
                 for slot, name in enumerate(GENERATORS):
