@@ -18,11 +18,13 @@ from torch import nn
 
 from paceline.data.plan import BatchPlan, ranks_share
 from paceline.scratch import norm, tree
+from paceline.scratch import pipeline as pipelining
 from paceline.scratch.batchnorm import GlobalBatchNorm
 from paceline.scratch.reduce import OverlappingReducer, all_reduce_gradients
 from paceline.scratch.replicate import copy_from_rank
 from paceline.scratch.sampler import dealt
 from paceline.scratch.scatter import sum_of_share
+from paceline.scratch.tensor import SharedMLP
 from paceline.scratch.zero import ShardedOptimizer
 from paceline.sums import buckets
 from paceline.sums.batchnorm import SyncBatchNorm
@@ -194,10 +196,54 @@ def zero(rank: int, size: int) -> None:
     assert sharded.share.numel() * size >= count > sharded.share.numel()
 
 
+def tensor(rank: int, size: int) -> None:
+    layers = [nn.Linear(5, 4 * size), nn.Linear(4 * size, 3)]
+    for layer in layers:
+        fill(layer)
+    up, down = (layer.double() for layer in layers)
+    mine, x = SharedMLP(up, down), torch.linspace(-1, 1, 35, dtype=torch.float64).view(7, 5).requires_grad_()
+    mine(x).square().sum().backward()
+    (here,) = (x.grad,)
+    x.grad = None
+    down(torch.relu(up(x))).square().sum().backward()
+    for cut, whole in (
+        (here, x.grad),
+        (mine.up.grad, up.weight.grad.chunk(size)[rank]),
+        (mine.up_bias.grad, up.bias.grad.chunk(size)[rank]),
+        (mine.down.grad, down.weight.grad.chunk(size, dim=1)[rank]),
+        (mine.down_bias.grad, down.bias.grad),
+    ):
+        torch.testing.assert_close(cut, whole, rtol=0, atol=1e-12)
+
+
+def pipeline(rank: int, size: int) -> None:
+    layers = [nn.Sequential(nn.Linear(3, 3), nn.Tanh()).double() for _ in range(size)]
+    for layer in layers:
+        fill(layer[0])
+    x, y = (torch.linspace(-1, 1, 33, dtype=torch.float64).view(11, 3) * sign for sign in (1, -2))
+    batches = [*zip(x.split([5, 5, 1]), y.split([5, 5, 1]), strict=True)]
+    total = pipelining.train_step(layers[rank], (3,), batches, lambda out, y: (out - y).square().sum())
+    found = [p.grad.clone() for p in layers[rank].parameters()]
+    layers[rank].zero_grad()
+    whole = (nn.Sequential(*layers)(x) - y).square().sum()
+    whole.backward()
+    assert rank < size - 1 or math.isclose(total, whole.item(), rel_tol=1e-12)
+    for mine, p in zip(found, layers[rank].parameters(), strict=True):
+        torch.testing.assert_close(mine, p.grad, rtol=0, atol=1e-12)
+
+
+def fill(layer: nn.Linear) -> None:
+    """The same numbers on every rank."""
+    generator = torch.Generator().manual_seed(layer.weight.numel())
+    with torch.no_grad():
+        for p in layer.parameters():
+            p.copy_(torch.randn(p.shape, generator=generator))
+
+
 def everything(rank: int, _: int, folder: str) -> None:
     for size in worlds(rank, SIZES, folder):
         memory_or_hosts("torch" if size == 3 else "auto")
-        for page in (replicate, five_lines, reduce, batchnorm, by_leaf, scatter, zero):
+        for page in (replicate, five_lines, reduce, batchnorm, by_leaf, scatter, zero, tensor, pipeline):
             page(rank, size)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from tests import warm
 
-NAMES = ("sampler", "replicate", "reduce", "batchnorm", "tree", "norm", "scatter", "zero")
+NAMES = ("sampler", "replicate", "reduce", "batchnorm", "tree", "norm", "scatter", "zero", "tensor", "pipeline")
 ALONE = "\n".join(
     ["import warnings; warnings.simplefilter('error')", f"from paceline.scratch import {', '.join(NAMES)}"]
     + [f"print('#'); {name}._main()" for name in NAMES]
@@ -26,6 +26,7 @@ def test_in_a_world_of_one() -> None:
         "  rank 3: [9, 0, 1]", "after scatter     rank 0: [0.0, 1.0]", "world size       rank 0: [1.0, 2.0, 3.0]",
         "mean 2, unbiased variance 1", "in the tree's order:    0.75", "3 holders of 1, 10, 5 blocks find",
         "rank 0 keeps      [0.0, 1.0]", "optimizer   rank 0: 2049",
+        "by less than 1e-12: True", "by less than 1e-12: True",
     )  # fmt: skip
     for line, page in zip(lines, output.split("#\n")[1:], strict=True):
         assert line in page
