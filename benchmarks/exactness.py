@@ -41,13 +41,13 @@ from paceline.strategies.base import replica
 from paceline.sums import gather_words
 from paceline.tasks.mnist import cnn, cross_entropy, dataset, resnet18
 from paceline.tasks.task import Task
+from paceline.train.alike import check_replicas
 from paceline.train.determinism import deterministic, holds_for
 from paceline.train.fit import StepRecord, fit
 from paceline.train.optimizer import Schedule, optimizer_maker
 from paceline.train.prepare import make_model
 from paceline.train.resume import Content
 from paceline.train.saving import Saver
-from paceline.train.watch import check_replicas
 from paceline.worker.world import World, joined
 
 LIMIT_SECONDS = 1800  # for one model: far more than a busy machine needs, but not for ever

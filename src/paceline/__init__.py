@@ -40,7 +40,7 @@ _PARTS = {
     "recompute": "compute.recompute",
     "compile_model": "compute.compiling",
     "graph_model": "compute.graphs",
-    "keep_memory": "compute.allocator",
+    "keep_memory": "compute.resources",
     "Loading": "data.loader",
     "MicroBatch": "data.loader",
     "load_steps": "data.loader",
@@ -49,7 +49,7 @@ _PARTS = {
     "Strategy": "strategies",
     "Task": "tasks.task",
     "Metric": "tasks.metric",
-    "Moment": "tasks.moment",
+    "Moment": "tasks.task",
     "Schedule": "train.optimizer",
     "evaluate": "train.evaluate",
     "fit": "train.fit",
@@ -60,11 +60,11 @@ _PARTS = {
 __all__ = [*_PARTS, "__version__"]  # pyright: ignore[reportUnsupportedDunderAll]
 
 if TYPE_CHECKING:
-    from paceline.compute.allocator import keep_memory as keep_memory
     from paceline.compute.compiling import compile_model as compile_model
     from paceline.compute.graphs import graph_model as graph_model
     from paceline.compute.precision import in_bf16 as in_bf16
     from paceline.compute.recompute import recompute as recompute
+    from paceline.compute.resources import keep_memory as keep_memory
     from paceline.data.arrays import ArrayDataset as ArrayDataset
     from paceline.data.arrays import on_device as on_device
     from paceline.data.loader import Loading as Loading
@@ -79,7 +79,7 @@ if TYPE_CHECKING:
     from paceline.strategies import Replica as Replica
     from paceline.strategies import Strategy as Strategy
     from paceline.tasks.metric import Metric as Metric
-    from paceline.tasks.moment import Moment as Moment
+    from paceline.tasks.task import Moment as Moment
     from paceline.tasks.task import Task as Task
     from paceline.train.evaluate import evaluate as evaluate
     from paceline.train.fit import fit as fit

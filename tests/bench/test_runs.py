@@ -10,8 +10,8 @@ from tests.bench.made_up import Rank, lockstep
 
 from paceline.bench.runs import At, comparable, over_network, read_run
 from paceline.errors import UsageError
-from paceline.observe.event_writer import EventWriter
 from paceline.observe.events import Evaluated, Event, Started, Step
+from paceline.observe.writers import EventWriter
 
 PHASES = {"data": 0.01, "forward": 0.02, "backward": 0.03, "sync": 0.04, "optimizer": 0.05}
 ONE, TWO = lockstep([Rank()]), lockstep([Rank()] * 2)

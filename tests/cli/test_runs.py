@@ -15,10 +15,10 @@ import pytest
 from paceline.cli import runs
 from paceline.cli.run_state import RunState, run_state
 from paceline.errors import UsageError
-from paceline.observe.event_writer import EventWriter
 from paceline.observe.events import Evaluated, Started, Step
 from paceline.observe.folder import create_attempt_dir
 from paceline.observe.summary import Ended, Summary, write_ended, write_summary
+from paceline.observe.writers import EventWriter
 
 
 def made(folder: Path, seconds: float, summary: Summary | None = None, words: str = "", **scores: float) -> Path:

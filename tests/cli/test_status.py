@@ -25,10 +25,10 @@ from paceline.errors import TrainingError, UsageError
 from paceline.host.procfs import read_process
 from paceline.host.sweep import Roster
 from paceline.launch.submission import Submission, next_submit_dir, write_submission
-from paceline.observe.event_writer import EventWriter
 from paceline.observe.events import Started, Step
 from paceline.observe.folder import create_attempt_dir
 from paceline.observe.summary import Ended, Summary, write_ended, write_summary
+from paceline.observe.writers import EventWriter
 
 
 @pytest.fixture

@@ -2,9 +2,9 @@
 
 from paceline.cli.train_start import failed_summary
 from paceline.config import DataConfig, TrainConfig
-from paceline.observe.event_writer import EventWriter
 from paceline.observe.events import Step
 from paceline.observe.summary import Summary, write_summary
+from paceline.observe.writers import EventWriter
 
 CONFIG = TrainConfig(task="t", data=DataConfig(batch_size=8))
 

@@ -119,7 +119,7 @@ def expected(step: int) -> float:
     """The sum over all samples of a step, by the plan's order."""
     import torch
 
-    from paceline.data.shuffle import stretch
+    from paceline.data.plan import stretch
 
     found = stretch((step - 1) * BATCH, step * BATCH, SAMPLES, 7, 0)
     assert isinstance(found, torch.Tensor)

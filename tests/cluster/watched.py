@@ -15,9 +15,9 @@ from tests.cluster.fault_hosts import Hosts
 from tests.cluster.slurm import Slurm
 from tests.cluster.training import FOLLOWER, HEAD, words
 
-from paceline.faults.command import Ran, run_command
 from paceline.faults.fault import Fault
 from paceline.faults.run import PROGRAM, USERS, Score, fault_environment, score
+from paceline.faults.setups import Ran, run_command
 
 WAYS = ("torchrun", "torchrun on two hosts", "srun", "mpirun")
 LIMIT_SECONDS = 90.0

@@ -7,12 +7,12 @@ import sys
 
 import pytest
 
-from paceline.compute.allocator import keep_memory, peak_memory, room_needed
+from paceline.compute.resources import keep_memory, peak_memory, room_needed
 
 ENOUGH = room_needed(0)
 CHILD = """
 import json, resource, sys
-from paceline.compute.allocator import keep_memory, peak_memory
+from paceline.compute.resources import keep_memory, peak_memory
 why = keep_memory(free_bytes=1 << 40, state_bytes=0) if sys.argv[1] == "tuned" else "asked to leave it"
 faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 for step in range(6):

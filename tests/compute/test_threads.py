@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.compute.threads import Seat, complaints, own_seat, share
+from paceline.compute.resources import Seat, complaints, own_seat, share
 
 BOTH, FOUR, EIGHT = (0, 1), (0, 1, 2, 3), tuple(range(8))
 

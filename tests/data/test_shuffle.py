@@ -10,9 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.data import shuffle
-from paceline.data.plan import BatchPlan
-from paceline.data.shuffle import permuted, shuffled
+from paceline.data import plan as shuffle
+from paceline.data.plan import BatchPlan, permuted, shuffled
 
 BINS = 64
 

@@ -5,8 +5,7 @@ import struct
 
 import pytest
 
-from paceline.datasets.idx import find_idx, read_idx
-from paceline.datasets.mnist import check_mnist, read_mnist
+from paceline.datasets.mnist import check_mnist, find_idx, read_idx, read_mnist
 from paceline.errors import UsageError
 
 

@@ -30,10 +30,10 @@ ALLOWED = {
     ("agent/__main__.py", "open"): "/dev/null",
     ("agent/start.py", "open"): "the log of a worker of ours",
     ("agent/guarding.py", "rmtree"): "a verdict that could not be written whole",
-    ("train/code.py", "read_bytes"): "the user's own code, compared between ranks",
+    ("train/alike.py", "read_bytes"): "the user's own code, compared between ranks",
     ("train/determinism.py", "read_text"): "/proc",
-    ("view/machines.py", "read_bytes"): "/proc",
-    ("view/machines.py", "read_text"): "/proc",
+    ("cli/monitor.py", "read_bytes"): "/proc",
+    ("cli/monitor.py", "read_text"): "/proc",
     ("view/page.py", "read_text"): "its own templates, and plotly's script",
     ("train/training.py", "open"): "the course of a run, which is no file",
 }

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.faults.command import run_command
+from paceline.faults.setups import run_command
 
 
 def run(folder: Path, program: str, *, limit_seconds: float = 20.0):

@@ -9,9 +9,9 @@ import pytest
 from msgspec.structs import replace as replaced
 
 from paceline.faults.catalogue import FAULTS
-from paceline.faults.command import Ran
 from paceline.faults.fault import Fault
 from paceline.faults.run import USERS, Score, marked_lines, score
+from paceline.faults.setups import Ran
 from paceline.faults.table import markdown, rows, totals
 
 STALL = (

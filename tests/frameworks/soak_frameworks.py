@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.cli import COMMANDS
-from paceline.faults.command import Ran, run_command
+from paceline.faults.setups import Ran, run_command
 from paceline.guard.story import read_verdict
 
 HERE = Path(__file__).parent

@@ -10,8 +10,8 @@ import pytest
 
 from paceline.contract.evidence import Evidence, Verdict, VerdictKind
 from paceline.guard.verdict import page
-from paceline.host import gpu_trouble
-from paceline.host.gpu_trouble import ask_gpus, gpu_troubles
+from paceline.host import gpu_use as gpu_trouble
+from paceline.host.gpu_use import ask_gpus, gpu_troubles
 
 
 class Driver:

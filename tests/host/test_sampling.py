@@ -10,11 +10,10 @@ import pynvml
 import pytest
 from tests.host.test_gpu_trouble import HOT, Driver
 
-from paceline.host import sampling
+from paceline.host import machine_log as sampling
 from paceline.host.cgroup import memory_limit, quota_used_seconds
 from paceline.host.gpu_use import GpuReader, gpu_answer
-from paceline.host.machine_log import MachineLog
-from paceline.host.sampling import Sampler
+from paceline.host.machine_log import MachineLog, Sampler
 from paceline.observe.machine import MachineUse, read_machine
 
 

@@ -9,7 +9,7 @@ import pytest
 from paceline.guard.wording import in_runs
 from paceline.launch import relay as module
 from paceline.launch.relay import Relay, Screen, cleaned
-from paceline.launch.ssh.refusal import why_lost, why_no_agent
+from paceline.launch.ssh.announcements import why_lost, why_no_agent
 
 NAMES = ("n1", "n2", "n3", "n4", "n5")
 

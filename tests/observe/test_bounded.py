@@ -5,8 +5,8 @@ from pathlib import Path
 import msgspec
 
 from paceline.disk.reading import read_lines
-from paceline.observe.bounded import BoundedWriter
 from paceline.observe.machine import ClockAhead, MachineUse, file_name, machine_files, read_machine
+from paceline.observe.writers import BoundedWriter
 
 
 def use(at: int) -> MachineUse:

@@ -7,10 +7,10 @@ import pytest
 
 from paceline.disk import writing
 from paceline.errors import UsageError
-from paceline.observe.event_writer import EventWriter
 from paceline.observe.events import Evaluated, Samples, Started, Step, read_events
 from paceline.observe.folder import create_attempt_dir, create_run_dir
 from paceline.observe.summary import Summary, read_summary, write_summary
+from paceline.observe.writers import EventWriter
 
 EVENTS = [
     Step(1, 0, 2.5, 64, 1e-3, 0.1, 0.01, 1.5e9),

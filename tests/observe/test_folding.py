@@ -11,10 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.disk import writing
-from paceline.observe import event_writer
-from paceline.observe.event_writer import EventWriter
+from paceline.observe import writers as event_writer
 from paceline.observe.events import Checkpointed, Notice, RolledBack, Started, Step, read_events
-from paceline.observe.folding import fold
+from paceline.observe.writers import EventWriter, fold
 
 
 def step(number: int, seconds: float = 0.1, **others) -> Step:

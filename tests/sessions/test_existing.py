@@ -9,7 +9,7 @@ import torch
 from tests import warm
 from torch.utils.data import DataLoader, TensorDataset
 
-from paceline.sessions.existing import own_workers
+from paceline.sessions.loader import own_workers
 
 SCRIPT = """
 import time

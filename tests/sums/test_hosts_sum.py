@@ -22,7 +22,7 @@ from torch import nn
 
 from paceline.contract.variables import SHARED_MEMORY
 from paceline.data.plan import ranks_share
-from paceline.proofs.bench.traffic import Traffic
+from paceline.proofs.bench.memory import Traffic
 from paceline.proofs.verify.worker import verify
 from paceline.sums import gather_words, handshake, hosts_sum, start_totals, transports
 from paceline.sums.buckets import buckets_of, trainable

@@ -16,7 +16,7 @@ from paceline.compute.rules import around_forward
 from paceline.data.loader import Loading, fetch
 from paceline.errors import UsageError
 from paceline.observe.summary import read_summary
-from paceline.tasks.calling import call
+from paceline.tasks.task import call
 
 BATCH = {"x": torch.ones(2), "mask": torch.zeros(2), "label": torch.ones(2)}
 

@@ -9,7 +9,7 @@ import torch
 from tests.run_ranks import run_ranks
 
 from paceline.compute.precision import lacks_bf16
-from paceline.compute.threads import complaints, own_seat
+from paceline.compute.resources import complaints, own_seat
 from paceline.config import ComputeConfig, LaunchConfig, TrainConfig, check_values
 from paceline.errors import UsageError
 from paceline.train.computing import _chosen, take_threads

@@ -18,7 +18,7 @@ from paceline.errors import ExitCode, UsageError
 from paceline.observe import events, track
 from paceline.observe.summary import Summary, read_summary
 from paceline.rhythm import steps_or_seconds
-from paceline.train.best import Best
+from paceline.train.evaluations import Best
 
 TASK = """
 import time

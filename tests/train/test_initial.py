@@ -16,7 +16,7 @@ from torch.optim import SGD
 
 from paceline.errors import UsageError
 from paceline.strategies import STRATEGIES
-from paceline.train.initial import begin_with, read_weights
+from paceline.train.weights import begin_with, read_weights
 from paceline.worker.world import World
 
 TASK = """

@@ -13,7 +13,7 @@ from paceline.contract.box import RECORDS, Box, make_box
 from paceline.contract.evidence import Op, Phase
 from paceline.strategies.single import single
 from paceline.train.fit import PhaseClock, StepRecord
-from paceline.train.traces import LAST, Traces, anatomy, is_due, size_of
+from paceline.train.records import LAST, Traces, anatomy, is_due, size_of
 from paceline.worker.world import World
 
 ALL_REDUCE = Op("shared", 1, "all_reduce", "gradients", "[10, 3] [4]", "float32")

@@ -16,7 +16,7 @@ from paceline.observe.events import Step, read_events
 from paceline.strategies import STRATEGIES
 from paceline.sums import new_group
 from paceline.sums.batchnorm import convert
-from paceline.train.watch import check_replicas, checksum
+from paceline.train.alike import check_replicas, checksum
 from paceline.worker.world import World
 
 TYPES = [

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import msgspec
 
-from paceline.observe.event_writer import EventWriter
 from paceline.observe.events import Anatomy, Ended, Notice, Started, Step, Traced
 from paceline.observe.machine import MachineUse, RankUse
+from paceline.observe.writers import EventWriter
 
 USUAL = {"data": 0.001, "forward": 0.010, "backward": 0.020, "optimizer": 0.002}
 

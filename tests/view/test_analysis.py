@@ -14,10 +14,10 @@ import pytest
 
 from paceline.cli import analyze
 from paceline.errors import UsageError
-from paceline.observe.event_writer import EventWriter
 from paceline.observe.events import Ended, Evaluated, Skipped, Started, Step
 from paceline.observe.folder import create_attempt_dir
 from paceline.observe.log_times import TimesWriter
+from paceline.observe.writers import EventWriter
 from paceline.view.analysis import Analysis, Analyzer
 from paceline.view.analyzed import add_log
 from paceline.view.curves import MOST_POINTS, Point, Series, sparkline

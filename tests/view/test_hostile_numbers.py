@@ -16,6 +16,7 @@ import pytest
 from tests.view.folders import make_run
 
 from paceline.cli import report, trace
+from paceline.cli.trace import trace_events
 from paceline.disk.reading import read_lines
 from paceline.errors import UsageError
 from paceline.observe.events import decode_event
@@ -27,7 +28,6 @@ from paceline.view.curves import Point, Series, sparkline
 from paceline.view.explain import drawings
 from paceline.view.page import report_page
 from paceline.view.run import whole_run
-from paceline.view.trace import trace_events
 from paceline.view.words import last_bars
 
 MOST_PAGE_BYTES = 6_000_000

@@ -12,7 +12,7 @@ import pytest
 from tests import warm
 
 from paceline.cli import main
-from paceline.view.machines import Monitor
+from paceline.cli.monitor import Monitor
 
 
 def test_the_machine_and_the_rank_that_is_busy_are_seen() -> None:

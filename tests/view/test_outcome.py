@@ -9,9 +9,9 @@ import pytest
 from tests.view.folders import make_run
 
 from paceline.contract.failure import Failure
-from paceline.observe.event_writer import EventWriter
 from paceline.observe.events import Started, Step
-from paceline.view.outcome import breakdowns, learned, remedy, started_again
+from paceline.observe.writers import EventWriter
+from paceline.view.happened import breakdowns, learned, remedy, started_again
 from paceline.view.page import report_page
 from paceline.view.run import whole_run
 

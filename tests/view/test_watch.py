@@ -21,11 +21,10 @@ from paceline.cli import watch as command
 from paceline.cli.finding import NOTHING, Means
 from paceline.contract.evidence import Phase
 from paceline.contract.live import LIVE, WATCHED, Live, LiveRank
-from paceline.observe.event_writer import EventWriter
 from paceline.observe.events import Started, Step
 from paceline.observe.machine import GpuUse, MachineUse, RankUse, file_name
-from paceline.view.growing import Growing
-from paceline.view.live import LiveReader, RunNow
+from paceline.observe.writers import EventWriter
+from paceline.view.live import Growing, LiveReader, RunNow
 from paceline.view.rank_now import RankNow
 from paceline.view.watch_app import Deeds, Details, RankTable, WatchApp
 from paceline.view.watch_lines import Heading, summary_line

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from paceline.checkpoint.state import Held
 from paceline.errors import UsageError
+from paceline.store.files import LENGTH_BYTES
 from paceline.store.manifest import Damaged, Piece
-from paceline.store.shard_header import LENGTH_BYTES
 
 WORDS = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",

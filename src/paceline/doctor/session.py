@@ -13,8 +13,8 @@ import msgspec
 
 from paceline.doctor.messages import MAX_LINE_BYTES, Refused, Request
 from paceline.launch.job import Command, Host
+from paceline.launch.ssh.announcements import why_no_agent
 from paceline.launch.ssh.plan import sessions
-from paceline.launch.ssh.refusal import why_no_agent
 
 T = TypeVar("T")
 PROGRAM = ("-P", "-m", "paceline.doctor.host")

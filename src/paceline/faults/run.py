@@ -11,10 +11,9 @@ import msgspec
 
 from paceline.contract.evidence import Verdict
 from paceline.errors import UsageError
-from paceline.faults.command import Ran, run_command
 from paceline.faults.fault import Fate, Fault, Way
 from paceline.faults.reading import Said, said_by_paceline, said_by_torchrun
-from paceline.faults.setups import Setup, surroundings
+from paceline.faults.setups import Ran, Setup, run_command, surroundings
 from paceline.guard.story import read_verdict
 
 Launcher = Literal["paceline", "torchrun"]

@@ -28,7 +28,7 @@ from paceline.contract.boxes import (
 )
 from paceline.contract.evidence import Answer, Evidence, Frame, LoaderWorker, Op, Sample, Stack
 from paceline.contract.marks import read_calls
-from paceline.host.gpu_trouble import ask_gpus
+from paceline.host.gpu_use import ask_gpus
 from paceline.host.procfs import read_process, sleep_number
 
 ANSWER_SECONDS = 2.0  # for an interpreter to answer; its watcher looks four times a second

@@ -1,6 +1,6 @@
 """What a machine does, once a second: machine-<node>.jsonl in a run's folder (no torch here).
 
-One file a node, written by its agent, or by local rank 0 where no agent of ours is. Bounded: see `observe.bounded`.
+One file a node, written by its agent, or by local rank 0 where no agent of ours is. Bounded: see `observe.writers`.
 """
 
 import re

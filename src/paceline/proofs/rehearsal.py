@@ -35,7 +35,7 @@ from paceline.doctor.messages import Rehearse, Rehearsed
 from paceline.errors import PacelineError, UsageError
 from paceline.sums import gather_words
 from paceline.tasks import load_task
-from paceline.tasks.calling import call
+from paceline.tasks.task import call
 from paceline.worker.device import device_words
 from paceline.worker.world import World, joined
 

@@ -17,11 +17,9 @@ from paceline.ladder import EXACT, LADDER
 from paceline.observe.summary import Summary
 from paceline.observe.track import wanted
 from paceline.rhythm import steps_or_seconds
-from paceline.sessions.gate import Gate
+from paceline.sessions.gate import Gate, Notes
 from paceline.sessions.loop import Loop
-from paceline.sessions.notes import Notes
-from paceline.sessions.started import script_name
-from paceline.sessions.wording import as_keywords, reword
+from paceline.sessions.wording import as_keywords, reword, script_name
 from paceline.sums import check_equal, told_once
 from paceline.sums.sharing import memory_or_hosts
 from paceline.train.computing import take_threads

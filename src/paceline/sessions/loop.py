@@ -13,14 +13,13 @@ from paceline.contract.evidence import Phase
 from paceline.data.loader import MicroBatch
 from paceline.data.plan import BatchPlan
 from paceline.errors import ExitCode, UsageError
-from paceline.observe.bar import Report, Reporter
+from paceline.observe.progress import Report, Reporter
 from paceline.seeding import preserved_streams, remembered_streams
 from paceline.sessions.gate import Gate
 from paceline.sessions.loader import Loader
 from paceline.sessions.prepared import Prepared
 from paceline.sessions.ranks import Ranks
-from paceline.sessions.started import compare, opening, write_settings
-from paceline.sessions.wording import savable
+from paceline.sessions.wording import compare, opening, savable, write_settings
 from paceline.sums import together
 from paceline.train.course import Course
 from paceline.train.determinism import holds_for

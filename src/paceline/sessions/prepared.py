@@ -22,8 +22,7 @@ from torch import Tensor, nn
 from paceline.checkpoint.state import Held, Source, Under, needed
 from paceline.errors import UsageError
 from paceline.sessions.elsewhere import Elsewhere, is_cut, own_share, shared_out
-from paceline.sessions.gate import Gate
-from paceline.sessions.notes import trains_otherwise
+from paceline.sessions.gate import Gate, trains_otherwise
 from paceline.stepping.trainee import Trainee
 from paceline.strategies.base import Replica
 from paceline.train.numbers import as_json, load_numbers, numbers_of, settings_of

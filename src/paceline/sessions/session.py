@@ -30,11 +30,10 @@ from torch.utils.data import DataLoader, Dataset
 from paceline.data.loader import Loading
 from paceline.data.plan import Tail
 from paceline.errors import UsageError
+from paceline.sessions.given import OptimizerLike, SchedulerLike, planned, prepared
 from paceline.sessions.life import Life, install, made_as, open_sessions
 from paceline.sessions.loader import Loader
-from paceline.sessions.planning import planned
 from paceline.sessions.prepared import Prepared
-from paceline.sessions.preparing import OptimizerLike, SchedulerLike, prepared
 from paceline.stepping.bodies import Reduction
 from paceline.strategies import STRATEGIES
 from paceline.sums import together

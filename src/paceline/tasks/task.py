@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from inspect import Parameter, signature
 from typing import Any, Literal, get_args
 
 from torch import Tensor, nn
@@ -11,12 +12,40 @@ from torch.utils.data import DataLoader, Dataset
 
 from paceline.errors import UsageError
 from paceline.tasks.metric import AnyMetric, Metric, is_torchmetric, takes
-from paceline.tasks.moment import Callback
 
 Split = Literal["train", "validation", "test"]
 SPLITS: tuple[Split, ...] = get_args(Split)
 Loss = Callable[[Any, Any], Tensor | tuple[Tensor, Tensor]]
 """(outputs, targets) -> one loss per sample, shape (B, ...), or (losses, weights) of equal shapes (B, ...)."""
+NAMED = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A training between two steps. On every rank the same, but for `rank`."""
+
+    step: int
+    """optimizer steps done"""
+    total_steps: int
+    """of the run; 0 where nobody knows, of passes over a stream"""
+    epoch: int
+    """that step's, from 0"""
+    loss: float
+    """mean of that step's global batch"""
+    lr: float
+    grad_norm: float | None
+    """global, before clipping; None where nothing is clipped"""
+    metrics: Mapping[str, float]
+    """of the newest evaluation; empty before the first"""
+    model: nn.Module
+    """the plain model; under fsdp its parameters are shares"""
+    rank: int
+    world_size: int
+    stop: Callable[[], None]
+    """end the training after the next step, on all ranks, as if that had been its last; one rank may ask alone"""
+
+
+Callback = Callable[[Moment], object]
 
 
 @dataclass(frozen=True)
@@ -88,3 +117,29 @@ def _named(metrics: Any) -> Mapping[str, Any]:
     if "loss" in metrics:
         raise UsageError("Task(metrics=...): 'loss' is the mean of the task's loss; give this metric another name")
     return metrics
+
+
+def call(model: nn.Module, inputs: Any, through: Callable[..., Any] | None = None) -> Any:
+    """What `model` gives for `inputs`.
+
+    The values of a dict are given by name where the forward takes names of its keys: only those that it takes, all of
+    them with **kwargs. A forward that takes none of them, or needs something else besides, gets the dict as it is.
+
+    Args:
+        model: whose forward says what it takes.
+        inputs: of a batch.
+        through: what is called, if not the model itself: a strategy's wrapper of it.
+    """
+    called = model if through is None else through
+    names = _taken(model, inputs) if isinstance(inputs, Mapping) else []
+    return called(**{name: inputs[name] for name in names}) if names else called(inputs)
+
+
+def _taken(model: nn.Module, inputs: Mapping[Any, Any]) -> list[str]:
+    parameters = signature(model.forward).parameters
+    keys = [key for key in inputs if isinstance(key, str)]
+    named = {name: p for name, p in parameters.items() if p.kind in NAMED}
+    if any(p.default is Parameter.empty and name not in keys for name, p in named.items()):
+        return []
+    takes_all = any(p.kind == Parameter.VAR_KEYWORD for p in parameters.values())
+    return [key for key in keys if takes_all or key in named]

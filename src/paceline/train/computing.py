@@ -12,19 +12,17 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from paceline.compute.allocator import keep_memory
 from paceline.compute.compiling import compile_model
 from paceline.compute.graphs import graph_model
 from paceline.compute.precision import GAIN, compared, half_of, in_bf16, in_fp16, lacks_bf16, lacks_tf32, take_float32
 from paceline.compute.recompute import recompute
-from paceline.compute.threads import Seat, complaints, own_seat, share
+from paceline.compute.resources import Seat, complaints, keep_memory, own_seat, share
 from paceline.data.loader import Loading, fetch
 from paceline.errors import UsageError
 from paceline.host.cgroup import free_memory
 from paceline.seeding import preserved_streams
 from paceline.sums import gather_words, together
-from paceline.tasks.calling import call
-from paceline.tasks.task import Task
+from paceline.tasks.task import Task, call
 from paceline.train.evaluate import evaluating
 from paceline.train.step import weighted_losses
 from paceline.worker.world import World

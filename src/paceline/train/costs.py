@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.compute.allocator import peak_memory
+from paceline.compute.resources import peak_memory
 from paceline.data.arrays import batch_gatherer
 from paceline.data.seeded import asks_for_batches
 from paceline.host.cgroup import usable_cores

@@ -29,9 +29,8 @@ from paceline.train.fit import StepRecord
 from paceline.train.holder import Holder
 from paceline.train.keeping import Keeping, Place, Rhythm
 from paceline.train.preemption import StopRequest
-from paceline.train.records import Records
+from paceline.train.records import Records, Traces
 from paceline.train.resume import Content, Origin
-from paceline.train.traces import Traces
 from paceline.train.weights import rescue, rescue_alone, save
 from paceline.worker.guard import Guard
 from paceline.worker.world import World

@@ -14,9 +14,8 @@ from paceline.data.plan import ranks_share
 from paceline.stepping.lockstep import Part, as_many_parts_as_any
 from paceline.strategies.base import Replica
 from paceline.sums.tensors import gather_tensors
-from paceline.tasks.calling import call
 from paceline.tasks.metric import AnyMetric
-from paceline.tasks.task import Loss
+from paceline.tasks.task import Loss, call
 from paceline.train.metrics import scores, states_of, tallies
 
 

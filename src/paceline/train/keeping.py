@@ -14,15 +14,15 @@ from paceline.checkpoint.state import Held
 from paceline.contract.evidence import Phase
 from paceline.errors import ExitCode, PacelineError
 from paceline.observe import events
-from paceline.observe.event_writer import EventWriter
 from paceline.observe.folder import CHECKPOINTS
+from paceline.observe.writers import EventWriter
 from paceline.stepping.votes import Votes
 from paceline.store.store import Checkpoints, Claim
 from paceline.sums import gather_words, together
+from paceline.train.alike import check_replicas
 from paceline.train.holder import Holder
 from paceline.train.resume import Content, Origin, from_disk, from_memory
 from paceline.train.saving import Saver, is_writer, save_alone
-from paceline.train.watch import check_replicas
 from paceline.worker.guard import Guard
 from paceline.worker.world import World
 

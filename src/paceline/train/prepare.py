@@ -10,12 +10,12 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
+from paceline.compute.resources import Room, check_room
 from paceline.config import BatchShape, TrainConfig, batch_shape, default_strategy, task_options
 from paceline.data.arrays import batch_gatherer, on_device
 from paceline.data.fingerprint import data_fingerprint, hash_of
 from paceline.data.loader import Loading, fetch
 from paceline.data.plan import BatchPlan, ranks_share
-from paceline.data.room import Room, check_room
 from paceline.data.streams import is_stream
 from paceline.errors import UsageError
 from paceline.ladder import LADDER, options_of_others
@@ -25,9 +25,8 @@ from paceline.strategies.base import MakeOptimizer
 from paceline.sums import check_equal, new_group, together, told_once
 from paceline.sums.batchnorm import convert
 from paceline.tasks import load_task
-from paceline.tasks.calling import call
 from paceline.tasks.settings import defined
-from paceline.tasks.task import SPLITS, Split, Task
+from paceline.tasks.task import SPLITS, Split, Task, call
 from paceline.train.average import Average, with_average
 from paceline.train.computing import STATE_COPIES, Settled, settle
 from paceline.train.determinism import explained

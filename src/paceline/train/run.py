@@ -23,15 +23,15 @@ from paceline.observe import folder as run_folder
 from paceline.observe.summary import Summary, write_summary
 from paceline.sums import check_equal, together, told_once
 from paceline.sums.sharing import memory_or_hosts, way_taken
-from paceline.train.code import check_code
+from paceline.train.alike import check_code
 from paceline.train.computing import take_threads
 from paceline.train.determinism import deterministic, holds_for
-from paceline.train.initial import begin_with
 from paceline.train.keeping import Place
 from paceline.train.placing import origin_of, placed
 from paceline.train.prepare import Parts, prepare
 from paceline.train.resume import Origin
 from paceline.train.training import Training
+from paceline.train.weights import begin_with
 from paceline.worker.device import device_words
 from paceline.worker.guard import Guard
 from paceline.worker.world import World, joined

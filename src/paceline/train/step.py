@@ -18,8 +18,7 @@ from paceline.stepping.summing import StepResult
 from paceline.stepping.trainee import Trainee
 from paceline.stepping.votes import Votes
 from paceline.strategies.base import Replica
-from paceline.tasks.calling import call
-from paceline.tasks.task import Loss
+from paceline.tasks.task import Loss, call
 
 
 def ignore(phase: Phase) -> None:

@@ -13,11 +13,9 @@ from markupsafe import Markup
 
 from paceline.observe.terminal import clean
 from paceline.view.drawing import Drawing
-from paceline.view.figures import Figure, curves, phases, waiting
-from paceline.view.happened import happenings, timeline
+from paceline.view.figures import Figure, curves, devices, phases, waiting
+from paceline.view.happened import breakdowns, happenings, learned, remedy, started_again, timeline
 from paceline.view.logged import logged
-from paceline.view.machine_figures import devices
-from paceline.view.outcome import breakdowns, learned, remedy, started_again
 from paceline.view.run import WholeRun
 from paceline.view.tables import (
     Table,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paceline.contract.evidence import Op
-from paceline.proofs.bench.traffic import op_bytes, volume
+from paceline.proofs.bench.memory import op_bytes, volume
 
 
 @pytest.mark.parametrize(

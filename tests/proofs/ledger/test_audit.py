@@ -17,9 +17,8 @@ from paceline.config import DataConfig, TrainConfig, dump
 from paceline.data.consumed import fingerprint
 from paceline.data.plan import BatchPlan, ranks_share
 from paceline.errors import UsageError
-from paceline.observe.event_writer import EventWriter
 from paceline.observe.events import Ended, Event, RolledBack, Samples, Started, Step
-from paceline.observe.folding import fold
+from paceline.observe.writers import EventWriter, fold
 from paceline.proofs.ledger.audit import Audit, audit
 
 Place = tuple[int, int, int]

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from paceline.errors import UsageError
 from paceline.launch.relay import cleaned
-from paceline.launch.ssh.refusal import why_no_agent
 from paceline.launch.ssh.sessions import HostSession, Sessions
 from paceline.observe.terminal import say
 
@@ -22,6 +23,54 @@ FIRST_WORD_SECONDS = 12.0  # ssh itself gives up after 10 s where nothing answer
 NEXT_WORD_SECONDS = 30.0
 MAX_GREETING_BYTES = 1 << 16  # of a login profile that writes to stdout, and of the announcement
 MAX_QUOTE_CHARS = 80
+SSH_FAILED = 255  # of ssh's own failures; else its exit code is that of the remote command
+MAX_REASON_CHARS = 200
+
+# What ssh prints -> what is true, and what to do; {ssh} is the user's ssh command with the host, {host} its name.
+# The first that is found counts.
+_SSH_WORDS = (
+    (
+        r"REMOTE HOST IDENTIFICATION HAS CHANGED|Host key for \S+ has changed",
+        "its host key is not the one that is known. Another machine may answer in its place: ask its administrator for "
+        "the key's fingerprint. If the machine was reinstalled, `ssh-keygen -R {host}`, then log in once: `{ssh}`",
+    ),
+    (
+        r"Host key verification failed|No \S+ host key is known",
+        "its host key is not known here yet. Log in once and compare the fingerprint: `{ssh}`; for many hosts, "
+        "`ssh-keyscan {host}` prints what belongs into known_hosts",
+    ),
+    (
+        r"Permission denied|Too many authentication failures|Authentication failed",
+        "it wants a password or a key that is not there, and nobody can be asked. `{ssh} true` must work without a "
+        "question: `ssh-copy-id` brings your key to it, `ssh-add` opens one that has a passphrase",
+    ),
+    (
+        r"Could not resolve hostname",
+        "no machine of that name is known. Is it spelt right, and is it in /etc/hosts, DNS or your ssh configuration?",
+    ),
+    (
+        r"Connection refused",
+        "nothing listens at its ssh port. Is sshd running there, and is it another port (name:port)?",
+    ),
+    (
+        r"No route to host|Network is unreachable",
+        "there is no way to it: it is off, not in this network, or a firewall rejects the connection",
+    ),
+    (
+        r"timed out|Timeout",
+        "it does not answer: it is off, or a firewall drops the connection",
+    ),
+    (
+        r"Connection (closed|reset)|kex_exchange_identification|Connection aborted",
+        "its sshd has ended the connection. It may allow only certain users or machines, or fewer logins at once "
+        "(MaxStartups); its log says which",
+    ),
+    (r"Bad configuration option|Bad owner or permissions|unknown option|usage: ssh", "ssh does not take its settings"),
+)
+_LOST = re.compile(
+    r"(Timeout, server .*|.*Connection to .* (?:closed|timed out).*|.*client_loop: .*|.*Connection reset.*|"
+    r".*Broken pipe.*|.*Read from remote host.*|.*packet_write_wait.*)"
+)
 
 
 def await_agents(every: Sessions, *, seconds: float) -> list[Facts] | signal.Signals:
@@ -96,3 +145,57 @@ def _refused(every: Sessions, wrong: Mapping[int, str]) -> str:
     hosts = f"{len(wrong)} of {len(every.all)} hosts" if len(every.all) > 1 else "the host"
     told = [f"{session.name}: {wrong[session.node]}" for session in every.all if session.node in wrong]
     return "\n  ".join([f"{hosts} cannot be used, so nothing was started:", *told])
+
+
+def why_no_agent(argv: Sequence[str], code: int | None, words: bytes) -> str:
+    """Why a session has not brought an agent, and what to do, by its stderr.
+
+    `argv` is the user's ssh command, our options from `-T` on, `--`, the host, a command; `code` its exit code, None
+    when it still ran at the end of our patience.
+    """
+    text = "\n".join(cleaned(line) for line in words.split(b"\n"))
+    said = [line.strip() for line in text.split("\n") if line.strip()]
+    quote = f" ({said[-1][:MAX_REASON_CHARS]})" if said else ""
+    if code is None:
+        return (
+            f"no agent has answered in time{quote}. Does `{_by_hand(argv)} true` end at once? Its login profile may "
+            "wait for something, or its disk be slow"
+        )
+    if code == SSH_FAILED:
+        for pattern, sentence in _SSH_WORDS:
+            if found := re.search(f".*(?:{pattern}).*", text):
+                told = sentence.format(ssh=_by_hand(argv), host=argv[-2] if len(argv) > 1 else "")
+                return f"{told} (ssh: {found[0].strip().removeprefix('ssh: ')[:MAX_REASON_CHARS]})"
+        return f"ssh has failed{quote or ' without a word'}. Try `{_by_hand(argv)} true`"
+    python = _python(argv)
+    if "No module named" in text and "paceline" in text:
+        return (
+            f"paceline is not installed for {python} there{quote}. Install the same version, or name a Python that has "
+            "it (--python)"
+        )
+    if code in (126, 127) or "not found" in text or "No such file" in text:
+        return f"there is no Python at {python}{quote}. Name the one on the hosts with --python"
+    return f"the agent has ended with exit code {code} before it could answer{quote}"
+
+
+def why_lost(code: int, words: bytes) -> str:
+    """Why a session is lost that had an agent."""
+    if code < 0:
+        return f"the ssh client here was killed by signal {-code}"
+    found = _LOST.findall("\n".join(cleaned(line) for line in words.split(b"\n")))
+    if not found:
+        return "ssh has said nothing; was it ended there?"
+    return f"ssh: {found[-1].strip().removeprefix('ssh: ')[:MAX_REASON_CHARS]}"
+
+
+def _by_hand(argv: Sequence[str]) -> str:
+    """What a person types to try the same connection."""
+    own = argv[: argv.index("-T")] if "-T" in argv else argv[:1]
+    port = argv[argv.index("-p", len(own)) :][:2] if "-p" in argv[len(own) :] else ()
+    host = argv[-2:-1] if "--" in argv else ()
+    return shlex.join([*own, *port, *host])
+
+
+def _python(argv: Sequence[str]) -> str:
+    words = shlex.split(argv[-1].removeprefix("exec "))
+    return words[0] if words else "python"

@@ -23,8 +23,7 @@ from paceline.contract.orders import STOP_SIGNALS, signal_inbox
 from paceline.errors import ExitCode
 from paceline.launch.job import Plan
 from paceline.launch.relay import Relay, Screen
-from paceline.launch.ssh.announcements import await_agents
-from paceline.launch.ssh.refusal import SSH_FAILED, why_lost
+from paceline.launch.ssh.announcements import SSH_FAILED, await_agents, why_lost
 from paceline.launch.ssh.sessions import HostSession, Output, Sessions, open_sessions
 from paceline.observe.terminal import say
 

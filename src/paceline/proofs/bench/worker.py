@@ -29,10 +29,9 @@ from paceline.bench.spec import (
     Memory,
 )  # fmt: skip
 from paceline.checkpoint.whole import sha256_of, whole
-from paceline.host.gpu_trouble import ask_gpus
+from paceline.host.gpu_use import ask_gpus
 from paceline.ladder import EXACT
-from paceline.proofs.bench.memory import inspected
-from paceline.proofs.bench.traffic import Traffic
+from paceline.proofs.bench.memory import Traffic, inspected
 from paceline.proofs.bench.training import CandidateTraining, Ground, load_ground
 from paceline.sums import gather_words, together
 from paceline.sums.sharing import shared_memory

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from paceline.errors import UsageError
-from paceline.proofs.verify.comparison import Comparison
+from paceline.proofs.verify.causes import Comparison
 from paceline.proofs.verify.reference import Observed
 from paceline.verify.spec import Bits, BitsReport, Case, Diagnosis, LoopCase, LoopSpec, Result, StepBits, VerifyReport
 

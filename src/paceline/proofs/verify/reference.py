@@ -16,8 +16,7 @@ from torch.utils.data import Dataset, default_collate
 
 from paceline.nested import mapped
 from paceline.seeding import derive
-from paceline.tasks.calling import call
-from paceline.tasks.task import Task
+from paceline.tasks.task import Task, call
 from paceline.verify.spec import Spec
 
 PROBES = 2048  # coordinates of the gradient at which each micro-batch's part is kept, to explain a difference

@@ -11,8 +11,7 @@ from torch.optim import SGD, Optimizer
 
 from paceline.checkpoint.whole import whole
 from paceline.data.loader import MicroBatch
-from paceline.proofs.verify.causes import RankDifferences
-from paceline.proofs.verify.comparison import Comparison
+from paceline.proofs.verify.causes import Comparison, RankDifferences
 from paceline.proofs.verify.reference import Observed, Reference, stream_fingerprint
 from paceline.proofs.verify.setup import Setting, apply_strategy, build, without_dropout
 from paceline.stepping.summing import StepResult

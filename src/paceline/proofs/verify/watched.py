@@ -21,8 +21,7 @@ from paceline.nested import mapped, tensors
 from paceline.proofs.verify.setup import inputs_to_double, to_double, world_on
 from paceline.proofs.verify.trial import fingerprints
 from paceline.sessions import Session
-from paceline.sessions.existing import OwnOrder
-from paceline.sessions.loader import Bodies, Loader
+from paceline.sessions.loader import Bodies, Loader, OwnOrder
 from paceline.sessions.prepared import Prepared
 from paceline.train.fit import StepRecord
 from paceline.verify.spec import LoopCase, LoopSpec

@@ -1,26 +1,29 @@
-"""Checks now and then that all replicas are still equal, by a fast checksum of every replicated tensor.
+"""What all ranks must have alike: the user's code before the first step, and their replicas now and then."""
 
-A bit that flips in one rank's memory spreads silently into every result of a training. Compared are parameters,
-buffers and optimizer state as far as every rank holds them; what a single rank holds (a virtual rank's buffers, a
-share of `zero`'s state) has nothing to be compared with, until it has changed a parameter.
-"""
-
+import hashlib
+import sys
+import sysconfig
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from paceline.checkpoint.state import Held
-from paceline.errors import ExitCode, TrainingError, first_few
+from paceline.errors import ExitCode, TrainingError, UsageError, first_few
 from paceline.sums import gather_words, told_once
 from paceline.worker.world import World
 
 MAX_NAMED = 3
+MAX_MODULES = 5  # in a message
 
 
 def check_replicas(held: Sequence[Held], world: World, step: int) -> None:
     """Compare what all ranks hold (a collective); one message with a number for each tensor.
+
+    A bit that flips in one rank's memory spreads silently into every result. What a single rank holds (a virtual rank's
+    buffers, a share of `zero`'s state) has nothing to be compared with, until it has changed a parameter.
 
     Raises:
         TrainingError: with DIVERGED if a tensor differs, naming it and the rank in the minority (a tie accuses none);
@@ -71,3 +74,43 @@ def _told(found: dict[str, list[int]], world: World, step: int) -> str:
         "device or a kernel has failed, or code changes weights on one rank only. Nothing was saved since; go on from "
         "the newest checkpoint (--resume auto), without that machine if it happens again."
     )
+
+
+def check_code(world: World) -> None:
+    """Compare the user's code on all ranks (a collective): machines without a shared folder may hold other versions.
+
+    Compared are the modules that ranks have in common, as a rank may import more than others.
+
+    Raises:
+        UsageError: on one rank, naming the modules that differ, and the ranks; ToldElsewhere on the others.
+    """
+    by_rank: list[dict[str, str]] = gather_words(_own_code(), world)
+    differing: list[str] = []
+    for name in sorted({name for rank in by_rank for name in rank}):
+        ranks: dict[str, list[int]] = {}
+        for rank, modules in enumerate(by_rank):
+            if name in modules:
+                ranks.setdefault(modules[name], []).append(rank)
+        if len(ranks) > 1:
+            told = ", ".join(f"{digest} on rank {', '.join(map(str, on))}" for digest, on in ranks.items())
+            differing.append(f"{name} ({told})")
+    if differing:
+        words = f"the ranks run different code: {first_few(differing, MAX_MODULES, '; ')}"
+        advice = "All machines must have the same files: a shared folder, or --sync"
+        raise told_once(UsageError(f"{words}. {advice}"), world)
+
+
+def _own_code() -> dict[str, str]:
+    """Of each imported module that belongs to no installed package, a digest of its file, by name."""
+    paths = sysconfig.get_paths()
+    installed = {Path(paths[name]).resolve() for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    installed.add(Path(__file__).resolve().parents[1])  # ours
+    found: dict[str, str] = {}
+    for name, module in list(sys.modules.items()):
+        path = getattr(module, "__file__", None)
+        if not isinstance(path, str) or not path.endswith(".py"):
+            continue
+        resolved = Path(path).resolve()
+        if resolved.is_file() and not any(folder in resolved.parents for folder in installed):
+            found[name] = hashlib.sha256(resolved.read_bytes()).hexdigest()[:12]
+    return found
