@@ -23,6 +23,7 @@ from paceline.disk.owners import NotOurs
 from paceline.disk.reading import decode_toml
 from paceline.errors import UsageError, unknown
 from paceline.ladder import DEFAULT, DEFAULT_ALONE, EXACT, LADDER, StrategyName
+from paceline.launchers import LauncherName
 from paceline.rhythm import steps_or_seconds
 
 DEFAULT_BATCH_SIZE = 64
@@ -209,7 +210,7 @@ class LaunchConfig:
 class ClusterConfig:
     """On which machines, and how they are reached."""
 
-    on: Literal["local", "ssh", "slurm", "print"] = "local"
+    on: LauncherName = "local"
     """this machine; hosts reached by ssh; a Slurm cluster; or only print what to type on each node"""
     nodes: str | None = None
     """how many machines; MIN:MAX goes on with fewer, down to MIN, when machines are lost (default: 1, or all hosts)"""

@@ -16,8 +16,7 @@ from paceline.contract.birth import WorkerBirth
 from paceline.errors import PacelineError
 from paceline.store.manifest import FORMAT, Manifest, ShardFile
 from paceline.store.store import Checkpoints, write_file
-from paceline.train.keeping import Place
-from paceline.train.resume import Content, Origin, from_disk, from_memory
+from paceline.train.resume import Content, Origin, Place, from_disk, from_memory
 from paceline.train.run import _origin
 from paceline.worker.world import World
 

@@ -140,7 +140,6 @@ def _read_measurements(folder: Path) -> list[Measurement]:
 
 
 def _reason(attempt: Path, code: int) -> str:
-    """The first failure's last line, in one line."""
     found = [msgspec.json.decode(path.read_bytes(), type=Failure) for path in sorted(attempt.glob("error-*.json"))]
     own = [failure for failure in found if not failure.victim] or found
     if own:

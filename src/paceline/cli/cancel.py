@@ -75,7 +75,6 @@ def ask_to_stop(run_dir: Path, means: Means, *, now: bool = False) -> None:
 
 
 def _stop_agent(run_dir: Path, submission: Submission | None, means: Means, *, now: bool) -> None:
-    """Ask node 0's agent to end the run."""
     roster = head_roster(run_dir)
     if roster is None or not agent_runs(run_dir, roster, submission, means.ssh):
         try:
@@ -95,7 +94,6 @@ def _stop_agent(run_dir: Path, submission: Submission | None, means: Means, *, n
 
 
 def _wait(run_dir: Path, means: Means) -> int:
-    """Wait for the end and say what is left."""
     print("asked to stop; waiting for its end ...", file=sys.stderr, flush=True)
     deadline = time.monotonic() + END_SECONDS
     while (end := standing(run_dir, means)).state in LIVE or is_locked(run_dir):

@@ -104,7 +104,6 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _check(config: DoctorConfig) -> None:
-    """Refuse what has no meaning."""
     check_positive(config, "nodes", "nproc", "threads_per_rank", "batch_size", "time", "cpus_per_rank")
     if config.on == "ssh" and not config.hosts:
         raise UsageError("--on ssh needs --hosts, e.g. --hosts n1,n2 or --hosts hosts.txt")

@@ -27,27 +27,12 @@ from paceline.launch.slurm.queue import follow, submit
 from paceline.launch.ssh.plan import rsync_commands, ssh, sync
 from paceline.launch.submission import Submission, next_submit_dir, write_files, write_submission
 from paceline.launch.supervise import run
+from paceline.launchers import LauncherName, launchers_of
 from paceline.observe.folder import lock_run_dir, move_aside, new_run_dir, open_run_dir
 from paceline.observe.terminal import say
 
-LAUNCHERS: dict[str, Callable[[Job], Plan]] = {"local": local, "ssh": ssh, "slurm": slurm, "print": by_hand}
+LAUNCHERS: dict[LauncherName, Callable[[Job], Plan]] = {"local": local, "ssh": ssh, "slurm": slurm, "print": by_hand}
 FIND_AGAIN = "paceline status {} says how it goes on; also: paceline logs, paceline cancel"
-MEANING = {  # settings that only some launchers use, and which
-    "hosts": ("ssh", "print"),
-    "ssh": ("ssh",),
-    "sync": ("ssh",),
-    "join_timeout": ("ssh", "slurm", "print"),
-    "agent": ("print",),
-    "detach": ("local", "ssh"),
-    "partition": ("slurm",),
-    "time": ("slurm",),
-    "gpus_per_node": ("slurm",),
-    "cpus_per_rank": ("slurm",),
-    "save_before": ("slurm",),
-    "sbatch": ("slurm",),
-    "follow": ("slurm",),
-    "cancel_on_interrupt": ("slurm",),
-}
 
 
 def check_cluster(cluster: ClusterConfig) -> None:
@@ -56,9 +41,10 @@ def check_cluster(cluster: ClusterConfig) -> None:
     Raises:
         UsageError: naming the setting, and where it has one.
     """
-    for name, meant in MEANING.items():
-        if getattr(cluster, name) != getattr(ClusterConfig(), name) and cluster.on not in meant:
-            flag = "--" + name.replace("_", "-")
+    for field in dataclasses.fields(cluster):
+        meant = launchers_of(field.name)
+        if cluster.on not in meant and getattr(cluster, field.name) != field.default:
+            flag = "--" + field.name.replace("_", "-")
             raise UsageError(f"{flag} has a meaning only with --on {' or '.join(meant)}, this is --on {cluster.on}")
     if cluster.join_timeout <= 0:
         raise UsageError(f"--join-timeout must be greater than 0 (seconds), got {cluster.join_timeout:g}")
@@ -111,7 +97,6 @@ def placed_job(cluster: ClusterConfig, nproc: int | None) -> Job:
 
 
 def _nodes(asked: str | None, hosts: tuple[Host, ...]) -> tuple[int, int]:
-    """The least and the most nodes."""
     if asked is None:
         return max(1, len(hosts)), max(1, len(hosts))
     least, colon, most = asked.partition(":")

@@ -88,7 +88,6 @@ def _writer(config: ExportConfig, run_dir: Path, out: Path, kind: str) -> Callab
 
 
 def _check_out(config: ExportConfig, out: Path, kind: str) -> None:
-    """Refuse what cannot be written, or would be written over."""
     if kind != "huggingface":
         check_out_file("--out", out)
         if config.config is not None:

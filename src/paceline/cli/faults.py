@@ -68,7 +68,6 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _check(config: FaultsConfig) -> None:
-    """Refuse what has no meaning."""
     check_positive(config, "repeat")
     if config.out is not None and config.out.suffix not in (".md", ".json"):
         raise UsageError(f"--out must end in .md or .json, got {config.out}")

@@ -139,7 +139,6 @@ def _hand_over(typed: Typed, *, dry_run: bool) -> int:
 
 
 def _check_script(script: ScriptConfig) -> None:
-    """Refuse values without a meaning."""
     check_positive(script, "nproc", "threads_per_rank")
     wrong = {
         "--port must be 0..65535": not 0 <= script.port <= 65535,
@@ -172,7 +171,6 @@ def _check_no_rank(env: Mapping[str, str]) -> None:
 
 
 def _script_job(options: LaunchScript, words: Sequence[str]) -> Job:
-    """The workers: each runs the script."""
     script, cluster = options.script, options.cluster
     nproc = script.nproc
     if isinstance(nproc, str):

@@ -63,7 +63,6 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _verdict(found: Audit) -> str:
-    """The result in one sentence."""
     if found.findings:
         return f"NOT proven: {_count(len(found.findings), 'finding')}"
     whole = [epoch for epoch in found.epochs if epoch.steps == found.steps_per_epoch]

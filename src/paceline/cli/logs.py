@@ -121,7 +121,6 @@ def _ranks(text: str) -> tuple[range, ...]:
 
 
 def _since(text: str, now: float) -> float:
-    """The Unix time that is meant."""
     with suppress(ValueError, OverflowError, OSError):
         if (ago := AGO.fullmatch(text)) is not None:
             return now - timedelta(**{UNITS[ago[2]]: float(ago[1])}).total_seconds()
@@ -162,7 +161,6 @@ def _nothing(run_dir: Path, config: LogsConfig, asked: _Asked) -> str:
 
 
 def _print_all(found: RankLogs, asked: _Asked) -> None:
-    """What there is now."""
     missing = found.without_times
     if len(found.logs) > 1 and missing:
         whose = "these ranks" if len(missing) == len(found.logs) else named(missing)
@@ -195,7 +193,6 @@ def _clock(unix_time: float) -> str:
 
 
 def _follow(run_dir: Path, means: Means, asked: _Asked, found: RankLogs) -> None:
-    """Print new output until the run has ended."""
     tails = {rank: Tail(path, found.ends[rank]) for rank, path in found.logs.items()}
     waiting, looked = list[RankLine](), 0.0
 

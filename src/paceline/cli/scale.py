@@ -99,7 +99,6 @@ def _read(config: ScaleConfig, folders: str) -> Points:
 
 
 def _measure(config: ScaleConfig) -> Points | int:
-    """Start and measure everything that is asked for; the exit code where that failed."""
     ranks = sorted({1, *whole_numbers("--ranks", config.ranks)})
     settings, how = settings_of(str(config.task), config.how, num_workers=config.num_workers), config.how
     gpus = usable_gpus(settings.launch.device)
@@ -142,7 +141,6 @@ def points_to_measure(ranks: Sequence[int], weak: int | None, strong: int | None
 
 
 def _check(config: ScaleConfig) -> None:
-    """Refuse what has no meaning."""
     if (config.task is None) == (config.runs is None):
         raise UsageError("give either a task to measure, or with --runs the folders of runs that have ended")
     ranks, how = sorted({1, *whole_numbers("--ranks", config.ranks)}), config.how

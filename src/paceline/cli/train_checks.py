@@ -66,7 +66,6 @@ def check_guard(config: TrainConfig) -> Windows:
 
 
 def _check_checkpoints(config: TrainConfig, nproc: int) -> None:
-    """Refuse contradictions among checkpoints, resuming and restarting."""
     c, launch = config.checkpoint, config.launch
     allowed = allowed_changes(c.allow_change)
     if c.resume == "auto" and config.run.run_dir is None:

@@ -148,7 +148,6 @@ def _verify(
     print_all: Callable[[Spec, Sequence[Report]], bool],
     json: Path | None,
 ) -> int:
-    """Run `worker` on each world size and print what they found."""
     reports: list[Report] = []
     for nproc in ranks:
         print(f"{nproc} {'process' if nproc == 1 else 'processes'} ...", file=sys.stderr, flush=True)

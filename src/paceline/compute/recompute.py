@@ -66,7 +66,6 @@ def _forward_once_more(
 
 
 def _contexts(module: nn.Module, name: str) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """The contexts of the first forward and of the second."""
     buffers: Buffers = [(m, n, b) for m in module.modules() for n, b in m.named_buffers(recurse=False)]
     small = [(m, n, b.clone()) for m, n, b in buffers if b.nbytes <= COPIED_BYTES]
     large = [(m, n, b) for m, n, b in buffers if b.nbytes > COPIED_BYTES]

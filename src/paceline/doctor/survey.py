@@ -139,7 +139,6 @@ def _reach(
 def _share(
     programs: Sequence[HostProgram], names: Sequence[str], folder: str
 ) -> tuple[m.Done | None, dict[str, m.Done]]:
-    """The first host writes a file, and all look for it."""
     if not names:
         return None, {}
     token = secrets.token_hex(16)

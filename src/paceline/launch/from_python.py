@@ -168,7 +168,6 @@ class _Shown:
 
 
 def _failure(folder: Path, code: int, shown: _Shown) -> BaseException:
-    """The exception of the rank that failed first, as its agent says."""
     ended = read_ended(folder / "run" / "attempt-1")
     words = ended.words if ended else ""
     if shown.interrupt is not None:

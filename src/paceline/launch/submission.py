@@ -9,13 +9,14 @@ RUN/submit-1/     of each start on other machines, numbered from 1
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import msgspec
 
 from paceline.disk import writing
 from paceline.disk.reading import decode, names
 from paceline.errors import TrainingError, UsageError
+from paceline.launchers import LauncherName
 from paceline.observe.folder import MOST_STARTS, attempt_number
 
 SUBMITTED = "submitted.json"
@@ -25,7 +26,7 @@ MAX_LOOKED_AT, MAX_BYTES = 10, 1 << 18
 class Submission(msgspec.Struct, frozen=True):
     """One start of a run. `started_at` is Unix time; hosts are as `ssh` calls them, node 0 first."""
 
-    on: Literal["local", "ssh", "slurm", "print"]
+    on: LauncherName
     started_at: float
     nodes: int = 1
     hosts: tuple[str, ...] = ()

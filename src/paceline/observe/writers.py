@@ -167,7 +167,6 @@ def fold(old: Sequence[bytes], new: Sequence[bytes] = ()) -> list[bytes]:
 
 
 def _undone(lines: Iterable[bytes]) -> set[int]:
-    """The steps to which the run went back."""
     found = (decode_event(line) for line in lines if line.startswith(_BACK))
     return {event.to for event in found if isinstance(event, RolledBack)}
 

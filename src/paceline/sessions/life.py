@@ -27,8 +27,8 @@ from paceline.train.course import Course
 from paceline.train.determinism import DEFAULT_THREADS, deterministic
 from paceline.train.fit import PhaseClock
 from paceline.train.keeping import Rhythm
-from paceline.train.placing import origin_of, placed
 from paceline.train.preemption import noticing
+from paceline.train.resume import origin_of, placed
 from paceline.train.wording import see_it
 from paceline.worker.attach import attach, leave, record_failure, tell
 from paceline.worker.guard import Guard

@@ -14,8 +14,7 @@ from paceline.definition import BITS_ONLY, check_same
 from paceline.errors import PacelineError, UsageError, plural
 from paceline.observe import folder as run_folder
 from paceline.sums import check_equal, together
-from paceline.train.keeping import Place
-from paceline.train.resume import Origin
+from paceline.train.resume import Origin, Place
 from paceline.train.wording import shares_line
 from paceline.worker.device import device_words
 from paceline.worker.world import World

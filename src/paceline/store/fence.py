@@ -84,7 +84,6 @@ def _locked(path: Path, *, make: bool = False) -> Generator[int]:
 
 
 def _read(descriptor: int) -> Claim | None:
-    """The claim in a locked fence; None if nobody has claimed yet."""
     text = os.pread(descriptor, 100, 0)
     if not text.strip(b"\0"):  # new, or its first write was lost with the power
         return None

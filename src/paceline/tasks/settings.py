@@ -125,7 +125,6 @@ def _kind(node: ast.expr | None) -> Any:
 
 
 def _literal(text: str | None) -> Any:
-    """The value that `text` writes, or the text."""
     with suppress(ValueError, SyntaxError):
         return ast.literal_eval(text or "")
     return text

@@ -26,11 +26,10 @@ from paceline.stepping.votes import Votes
 from paceline.sums import check_equal, told_once
 from paceline.train.costs import Waiting, all_costs
 from paceline.train.fit import StepRecord
-from paceline.train.holder import Holder
-from paceline.train.keeping import Keeping, Place, Rhythm
+from paceline.train.keeping import Keeping, Rhythm
 from paceline.train.preemption import StopRequest
 from paceline.train.records import Records, Traces
-from paceline.train.resume import Content, Origin
+from paceline.train.resume import Content, Holder, Origin, Place
 from paceline.train.weights import rescue, rescue_alone, save
 from paceline.worker.guard import Guard
 from paceline.worker.world import World

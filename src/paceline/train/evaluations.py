@@ -159,7 +159,6 @@ class Evaluations:
         self.call(self._parts.task.on_end)
 
     def _save(self, name: str) -> None:
-        """Write the weights that are evaluated into the run folder (a collective)."""
         judged, place = self._parts.judged, self._course.place
         with judged.merged_buffers():
             weights = judged.weights()

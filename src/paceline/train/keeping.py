@@ -3,9 +3,7 @@
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
 
 import msgspec
 
@@ -20,28 +18,13 @@ from paceline.stepping.votes import Votes
 from paceline.store.store import Checkpoints, Claim
 from paceline.sums import gather_words, together
 from paceline.train.alike import check_replicas
-from paceline.train.holder import Holder
-from paceline.train.resume import Content, Origin, from_disk, from_memory
+from paceline.train.resume import Content, Holder, Origin, Place, from_disk, from_memory
 from paceline.train.saving import Saver, is_writer, save_alone
 from paceline.worker.guard import Guard
 from paceline.worker.world import World
 
 WRONG = (ExitCode.DIVERGED,)  # ends after which the state is not worth keeping
 NOBODY = '{"guilty": []}'  # what the guard would say where none is to blame
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a run writes, which start of it this is, and what defines it."""
-
-    folder: Path
-    attempt: int
-    generation: int
-    attempt_dir: Path | None
-    """on rank 0"""
-    definition: dict[str, Any] = field(default_factory=dict[str, Any])
-    notices: list[str] = field(default_factory=list[str])
-    """what the user must be told before the first step"""
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from paceline.strategies.base import Replica
 from paceline.sums import gather_words
 from paceline.train.costs import held_bytes
 from paceline.train.fit import Border, StepRecord
-from paceline.train.keeping import Place
+from paceline.train.resume import Place
 from paceline.worker.world import World
 
 LAST = 8  # steps that are always in detail

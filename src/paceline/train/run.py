@@ -26,10 +26,8 @@ from paceline.sums.sharing import memory_or_hosts, way_taken
 from paceline.train.alike import check_code
 from paceline.train.computing import take_threads
 from paceline.train.determinism import deterministic, holds_for
-from paceline.train.keeping import Place
-from paceline.train.placing import origin_of, placed
 from paceline.train.prepare import Parts, prepare
-from paceline.train.resume import Origin
+from paceline.train.resume import Origin, Place, origin_of, placed
 from paceline.train.training import Training
 from paceline.train.weights import begin_with
 from paceline.worker.device import device_words

@@ -28,8 +28,7 @@ from paceline.store.files import room_for
 from paceline.store.manifest import FORMAT, Manifest, Piece, ShardFile
 from paceline.store.store import Checkpoints, Claim, write_file
 from paceline.sums import gather_words
-from paceline.train.holder import Holder
-from paceline.train.resume import Content
+from paceline.train.resume import Content, Holder
 from paceline.worker.world import World
 
 Say = Callable[[str], None]

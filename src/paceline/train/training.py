@@ -20,11 +20,11 @@ from paceline.train.costs import data_lines
 from paceline.train.course import Course
 from paceline.train.evaluations import Evaluations
 from paceline.train.fit import StepRecord, fit
-from paceline.train.keeping import Place, Rhythm
+from paceline.train.keeping import Rhythm
 from paceline.train.passes import Passes, StreamPasses
 from paceline.train.preemption import noticing
 from paceline.train.prepare import Parts
-from paceline.train.resume import Origin
+from paceline.train.resume import Origin, Place
 from paceline.train.wording import closing_lines, facts, opening_lines, stopped_line
 from paceline.worker.guard import Guard
 from paceline.worker.world import World

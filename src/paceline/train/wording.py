@@ -9,9 +9,9 @@ import torch
 from paceline.data.plan import BatchPlan
 from paceline.errors import plural
 from paceline.observe.summary import Summary, scores_line
-from paceline.train.keeping import Place
 from paceline.train.optimizer import scaled_lr
 from paceline.train.prepare import Parts
+from paceline.train.resume import Place
 from paceline.worker.device import device_words
 
 
@@ -91,7 +91,6 @@ def stopped_line(step: int, total_steps: int, folder: Path) -> str:
 
 
 def _length(parts: Parts) -> str:
-    """How long the run is."""
     total, passes = parts.total_steps, parts.config.run.epochs
     return f"{plural(total, 'step')} in all" if total else f"{plural(passes, 'pass', 'passes')} over it"
 

@@ -75,7 +75,6 @@ def _is_small(name: str, size: int) -> bool:
 
 
 def _exchange(run: WholeRun, one: Traced) -> str:
-    """What travels in a step, in a line."""
     if run.world_size < 2:
         return "one rank alone exchanges nothing"
     if run.strategy == "ddp":

@@ -151,7 +151,6 @@ def _joined(causes: Sequence[str]) -> str:
 
 
 def _cause(run: WholeRun, cause: str, share: float, parts: StepParts, logs: Sequence[RankLog]) -> tuple[str, str]:
-    """A cause in words, and its remedy."""
     rank, hosts = parts.slowest, {*run.hosts.values()}
     where = f" on {run.hosts[rank]}" if rank is not None and len(hosts) > 1 else ""
     if cause == EXCHANGE:

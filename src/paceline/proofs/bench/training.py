@@ -25,10 +25,10 @@ from paceline.tasks import load_task
 from paceline.tasks.task import Task
 from paceline.train.computing import check_precision, settle
 from paceline.train.fit import StepRecord, fit
-from paceline.train.keeping import Place
 from paceline.train.optimizer import maker_for, schedule_for
 from paceline.train.prepare import Parts, make_model, make_plan, make_replica
 from paceline.train.records import Records
+from paceline.train.resume import Place
 from paceline.train.stream_task import check_stream
 from paceline.worker.world import World
 

@@ -155,7 +155,6 @@ def _incarnation(start: RunStart, counts: range) -> Incarnation:
 
 
 def _disagreements(start: RunStart, plan: BatchPlan) -> Iterator[str]:
-    """Where the ranks of one start contradict each other, or the plan."""
     ranks = [log.started.rank for log in start.logs]
     for rank in sorted({rank for rank in ranks if ranks.count(rank) > 1}):
         yield f"{start.name}: rank {rank} began twice"

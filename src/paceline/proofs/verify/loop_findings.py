@@ -67,7 +67,6 @@ def _read(folder: Path, size: int, number: int) -> Run:
 
 
 def _compared(run: Run, one: Run, case: LoopCase, size: int, ended: str) -> Result:
-    """A run in float64 beside that of one process."""
     optimizer = next((noted["optimizer"] for noted in run if "optimizer" in noted), "-")
     strategy = next((noted["strategy"] for noted in run if "strategy" in noted), case.strategy)
     comparison = Comparison(adaptive=optimizer != "SGD")
@@ -111,7 +110,6 @@ def _compare(run: Run, one: Run, comparison: Comparison, size: int, ended: str) 
 
 
 def _failed(run: Run, size: int, ended: str) -> Diagnosis | None:
-    """Why not all ranks have come to the end."""
     errors = [noted["error"] for noted in sorted(run, key=lambda noted: noted["victim"]) if noted["error"]]
     if not errors and len(run) == size:
         return None
