@@ -26,6 +26,8 @@ class Rung:
     """each rank holds a share only of something that the model's plain training holds whole"""
     hooked: bool = False
     """takes each gradient in hooks of torch's own, which no recording can hold"""
+    compiler: bool = False
+    """made of parts of torch that import its compiler, whether anything is compiled or not"""
     options: Mapping[str, str] = field(default_factory=dict[str, str])
     """its own: the setting in `[model]`, None where not set, and the keyword of its function"""
     in_own_loops: Mapping[str, bool] = field(default_factory=dict[str, bool])
@@ -37,10 +39,10 @@ LADDER: Mapping[str, Rung] = {
     "dp": Rung(one_process=True, several_gpus=True),
     "manual": Rung(),
     "bucketed": Rung(),
-    "ddp": Rung(hooked=True, in_own_loops={"gradient_as_bucket_view": False}),
+    "ddp": Rung(hooked=True, compiler=True, in_own_loops={"gradient_as_bucket_view": False}),
     "exact": Rung(exact=True),
     "zero": Rung(exact=True, sharded=True),
-    "fsdp": Rung(sharded=True, options={"fsdp_wrap": "wrap"}),
+    "fsdp": Rung(sharded=True, compiler=True, options={"fsdp_wrap": "wrap"}),
 }
 
 DEFAULT = "bucketed"

@@ -28,8 +28,9 @@ import os, sys
 from paceline.contract.birth import WorkerBirth
 if (birth := WorkerBirth.here()).preload >= 0:
     {first}
+    from paceline.worker.imports import import_all
     from paceline.worker.preload import serve
-    serve(birth, {modules!r})
+    serve(birth, lambda: import_all({modules!r}))
 forked = b'"preload":' in open("/proc/self/environ", "rb").read()
 """
 TELLS_FORKED = "(folder / f'forked-{generation}-{rank}').write_text(str(forked))\n"

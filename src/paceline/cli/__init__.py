@@ -75,10 +75,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     hold_standard_descriptors()
     birth = WorkerBirth.here()
     if birth is not None and birth.preload >= 0:  # this node's workers are forked from here: they go on below
-        from paceline.worker.imports import TRAINING
         from paceline.worker.preload import serve
 
-        serve(birth, TRAINING)
+        serve(birth, lambda: importlib.import_module("paceline.cli.train").load(arguments[1:]))
     if birth is not None:  # before anything slow: a worker must not outlive its agent
         from paceline.worker.attach import attach
 

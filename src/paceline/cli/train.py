@@ -23,12 +23,12 @@ from paceline.config import CliTrainConfig, ClusterConfig, TrainConfig, check_va
 from paceline.contract.birth import WorkerBirth
 from paceline.disk.reading import real_path
 from paceline.errors import ExitCode, UsageError
-from paceline.ladder import DEFAULT_ALONE
+from paceline.ladder import DEFAULT, DEFAULT_ALONE, LADDER
 from paceline.launch.job import GPU_CORES, Job
 from paceline.observe.folder import CONFIG
 from paceline.tasks.settings import told
 from paceline.worker.foreign import check_shape, launched
-from paceline.worker.imports import TRAINING, import_all
+from paceline.worker.imports import COMPILER, TRAINING, import_all
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -143,6 +143,14 @@ def _value_of(flag: str, arguments: Sequence[str]) -> str | None:
     return None
 
 
+def load(arguments: Sequence[str]) -> None:
+    """Import what each worker of `paceline train ARGUMENTS` will, for those that are forked from this process."""
+    config = parse(arguments)
+    compute, rung = config.compute, LADDER.get(config.strategy or DEFAULT)
+    compiles = compute.compile or compute.checkpoint_activations is not None or (rung is not None and rung.compiler)
+    import_all([TRAINING, COMPILER] if compiles else [TRAINING])
+
+
 def start_here(config: TrainConfig) -> tuple[Path, int]:
     """Be a rank: of the world that a launcher made, or of a world of one. Returns the run folder and the exit code."""
     env = os.environ
@@ -162,7 +170,7 @@ def start_here(config: TrainConfig) -> tuple[Path, int]:
                 f"--nproc {asked} within a launcher that started {local_size} processes on this node: "
                 "leave out --nproc, the launcher has decided"
             )
-    import_all(TRAINING)  # the first import of torch
+    import_all([TRAINING])  # the first import of torch
     from paceline.train.run import train
 
     ended = train(config, run_dir=config.run.run_dir if prepared else None)

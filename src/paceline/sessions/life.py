@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 from paceline.compute.phase_events import phase_events
+from paceline.compute.postponed import postpone_compiler
 from paceline.contract.evidence import Phase
 from paceline.data.loader import naming_lost_processes
 from paceline.data.plan import ranks_share
@@ -76,6 +77,7 @@ class Life(Loop):
         if wanted(track) and run_dir is None:
             raise UsageError(f"session(track={track!r}) needs a run folder: session('runs/mine', track=...)")
         attach()
+        postpone_compiler()
         self._pid = os.getpid()
         self._guard = Guard.of_process()
         self._guard.take_over()

@@ -6,6 +6,7 @@ per rank for every world size, since it decides how torch cuts its loops.
 
 import os
 import re
+import sys
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
@@ -19,30 +20,42 @@ from torch.cuda import nccl
 from paceline.errors import PacelineError, TrainingError
 from paceline.ladder import DEFAULT
 from paceline.worker.device import device_words
+from paceline.worker.imports import when_imported
 
 DRIVERS = Path("/proc/driver/nvidia/version"), Path("/sys/module/amdgpu/version")
+KERNEL_MAKER = "torch._inductor.config"
 DEFAULT_THREADS = 1  # the largest number that every world size can have
 
 
 @contextmanager
 def deterministic() -> Generator[None]:
     """Inside, torch uses deterministic kernels only; an operation without one is an error that says what to do."""
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    before = torch.get_deterministic_debug_mode()
     options: Any = torch.utils.deterministic  # a module with properties, which type checkers do not see
     filling = options.fill_uninitialized_memory
     benchmark = torch.backends.cudnn.benchmark
     # cuBLAS reads it when it makes its first handle; without it matrix products on several streams may differ
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
+    torch.set_deterministic_debug_mode("error")
+    when_imported(KERNEL_MAKER, _determine)  # as `use_deterministic_algorithms` does, which imports it for that
     options.fill_uninitialized_memory = False  # NaN into every new tensor: costs memory bandwidth
     torch.backends.cudnn.benchmark = False  # picks the kernel that was fastest this time
     try:
         with explained(TrainingError):
             yield
     finally:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        torch.set_deterministic_debug_mode(before)
+        if KERNEL_MAKER in sys.modules:
+            _determine(late=True)
         options.fill_uninitialized_memory = filling
         torch.backends.cudnn.benchmark = benchmark
+
+
+def _determine(*, late: bool) -> None:
+    """Tell what chooses a compiler's kernels; a wish from the environment stays where nobody has asked for others."""
+    wanted = torch.get_deterministic_debug_mode() > 0
+    if late or wanted:
+        sys.modules[KERNEL_MAKER].deterministic = wanted  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @contextmanager

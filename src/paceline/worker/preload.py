@@ -13,7 +13,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,6 @@ from paceline.contract.variables import AGENT_MARK
 from paceline.host.procfs import die_with_parent, open_files
 from paceline.worker.calls import KINDS
 from paceline.worker.guard import Guard
-from paceline.worker.imports import import_all
 from paceline.worker.ledger import MODULE
 
 NAME = "preloader"  # in `ps -o comm` and `top`; its command line is a worker's
@@ -35,8 +34,8 @@ MAX_SAID_BYTES = 1 << 20
 SETTLE_SECONDS = 0.5  # a thread that has ended is listed a moment longer
 
 
-def serve(birth: WorkerBirth, modules: Sequence[str]) -> None:
-    """Import `modules`, and fork a worker at each order. Returns in the workers only, each as if it had just started.
+def serve(birth: WorkerBirth, load: Callable[[], None]) -> None:
+    """Import all that `load` does, and fork a worker at each order. Returns in the workers only, each as just started.
 
     Ends with its agent, or when the agent no longer listens.
     """
@@ -46,7 +45,7 @@ def serve(birth: WorkerBirth, modules: Sequence[str]) -> None:
     comm = COMM.read_text().strip()
     COMM.write_text(NAME)
     try:
-        import_all(modules)
+        load()
         gc.freeze()  # no worker's collector looks at these objects, which means writes to them: their memory stays one
         reason = why_not({0, 1, 2, channel.fileno()})
     except BaseException as error:  # a worker meets it again, and tells it in full
