@@ -211,14 +211,18 @@ class Bystander(Orders):
         self.signals, self.launcher_gone, self._adopted = [], False, adopted
         self._looked_seconds, self._told = time.monotonic(), False
 
-    def wait(self, seconds: float, also: Sequence[Readable] = ()) -> None:
+    def wait(self, seconds: float, also: Sequence[Readable] = ()) -> bool:
         """Return after `seconds`, or earlier when a rank comes, ends or speaks, or one of `also` can be read."""
         self._adopted.let_go()
-        self._adopted.look(select.select([*self._adopted.readables(), *also], [], [], max(0.0, seconds))[0])
+        ready = select.select([*self._adopted.readables(), *also], [], [], max(0.0, seconds))[0]
+        self._adopted.look(ready)
+        woken = any(one not in also for one in ready)
         if self._told or time.monotonic() < self._looked_seconds + LOOK_SECONDS:
-            return
+            return woken
         self._looked_seconds = time.monotonic()
         if pids := self._adopted.orphans():
             self._told, self.launcher_gone = True, self._adopted.may_end
             remedy = "they are ended" if self._adopted.may_end else f"to end them: kill {' '.join(map(str, pids))}"
             say(f"the launcher of the ranks on {os.uname().nodename} is gone, and they run on; {remedy}")
+            return True
+        return woken

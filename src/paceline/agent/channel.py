@@ -62,8 +62,9 @@ class Link:
             try:
                 data = data[self._socket.send(data) :]
             except BlockingIOError:
-                left = deadline - time.monotonic()
-                if left <= 0 or not select.select([], [self._socket], [], left)[1]:
+                poll = select.poll()
+                poll.register(self._socket, select.POLLOUT)
+                if not poll.poll(1000 * max(0.0, deadline - time.monotonic())):
                     self.end("it reads no more")
             except OSError as error:
                 self.end(f"the connection broke: {error.strerror}")
@@ -83,6 +84,8 @@ class Link:
                 break
             self._buffer += data
             self.heard_seconds = time.monotonic()
+            if len(data) < 1 << 16:
+                break
         silent = time.monotonic() - self.heard_seconds
         if silent > SILENCE_SECONDS:
             self.end(f"it has not been heard of for {silent:.0f} s: powered off, or cut off from the network?")

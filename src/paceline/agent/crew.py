@@ -13,11 +13,13 @@ from paceline.agent import messages as m
 from paceline.agent.channel import Link
 from paceline.agent.clocks import ClockBounds
 from paceline.agent.door import Door
+from paceline.agent.ears import Ears
 from paceline.contract.evidence import Evidence, Sample
 from paceline.contract.node_plan import NodePlan
 from paceline.contract.orders import STOP_SIGNALS, Orders
 
 FAREWELL_SECONDS = 3.0
+BATCH_SECONDS = 2e-5  # for each node: how long signs of life may wait to be taken in
 
 
 class RemoteNode:
@@ -29,10 +31,12 @@ class RemoteNode:
         self.clock = ClockBounds()  # the same, better known with every beat
         self.ranks: Sequence[int] = hello.ranks  # in this generation
         self.beat = m.Beat(-1)
+        self._ends: tuple[object, ...] = ()  # what the last beat said of ends
         self.asked = 0  # the number of the last question
         self.shown: list[Evidence] | None = None  # its answer, once it is whole
         self._arrived: list[Evidence] = []
         self._samples: dict[int, Sample] = {}  # by rank
+        self._listed: tuple[object, str, Sequence[Sample]] | None = None  # the list, and what it was made from
         self.reached: m.Reached | None = None
         self.started: m.StartReply | None = None
         self.lost = ""  # why it no longer takes part; empty while it does
@@ -48,9 +52,11 @@ class RemoteNode:
         self.beat, self._samples, self.started = m.Beat(start.generation), {}, None
         self.link.send(start)
 
-    def samples(self) -> list[Sample]:
+    def samples(self) -> Sequence[Sample]:
         """What is known of its workers in this generation, also if it is lost."""
-        return [self._sample(rank) for rank in self.ranks]
+        if self._listed is None or self._listed[0] is not self._samples or self._listed[1] != self.lost:
+            self._listed = self._samples, self.lost, [self._sample(rank) for rank in self.ranks]
+        return self._listed[2]
 
     def _sample(self, rank: int) -> Sample:
         known = self._samples.get(rank) or Sample(rank, self.hello.facts.host, 0, self.hello.node)
@@ -64,8 +70,9 @@ class RemoteNode:
         self.asked, self.shown, self._arrived = question.question, None, []
         self.link.send(question)
 
-    def hear(self, message: m.Message) -> None:
-        """Take in what it says."""
+    def hear(self, message: m.Message) -> bool:
+        """Take in what it says; whether that is news, and not what it says again and again."""
+        before = self._ends
         if isinstance(message, m.Beat):
             self._compare_clocks(message)
         match message:
@@ -73,17 +80,20 @@ class RemoteNode:
                 pass  # it was on its way when the next generation was started
             case m.Beat():
                 self.beat = message
+                self._ends = _ends(message)
                 if message.workers:
                     now = time.monotonic()
                     self._samples = {one.rank: one.turned(now) for one in message.workers}
             case m.Shown():
                 self._hear_answer(message)
+                return False  # whoever has asked looks ten times a second
             case m.StartReply():
                 self.started = message
             case m.Reached():
                 self.reached = message
             case _:
                 self.link.end("it sent what only a head sends")
+        return not isinstance(message, m.Beat) or self._ends != before
 
     def _compare_clocks(self, beat: m.Beat) -> None:
         now = time.monotonic()
@@ -99,6 +109,11 @@ class RemoteNode:
             self._arrived.append(answer.evidence.turned(time.monotonic()))
 
 
+def _ends(beat: m.Beat) -> tuple[object, ...]:
+    """What somebody must look at when it changes: the ends of workers, and of their generation."""
+    return beat.generation, beat.stopped, beat.left, *((one.code, one.failure is None) for one in beat.workers)
+
+
 class Crew:
     """All nodes but the head's own, and all orders, whichever agent was given them."""
 
@@ -109,6 +124,7 @@ class Crew:
         self._door = Door(plan.head_ports, bytes.fromhex(plan.secret)) if plan.nodes > 1 else None
         self._told: dict[int, list[int]] = {}  # node -> orders it was given: signals, 0 for a launcher that is gone
         self._beat_seconds = 0.0
+        self._ears = Ears()
 
     @property
     def port(self) -> int:
@@ -140,18 +156,33 @@ class Crew:
         """Return after `seconds`, or earlier when something happens; what other nodes have sent is taken in by then."""
         if self._door is None:
             return self._orders.wait(seconds)
-        links = [one.link for one in self.here if not one.link.ended]
-        self._orders.wait(min(seconds, m.BEAT_SECONDS), [*self._door.sockets(), *links])
-        for link, messages in self._door.arrived():
-            self._welcome(link, messages)
-        for member in self.here:
-            self._hear(member, member.link.receive())
-            member.lost = member.link.ended
-        if time.monotonic() > self._beat_seconds + m.BEAT_SECONDS:
-            self._beat_seconds = time.monotonic()
-            for member in self.here:
+        until = time.monotonic() + min(seconds, m.BEAT_SECONDS)
+        while True:
+            self._ears.attend(one.link for one in self.here)
+            waited_for = [*self._door.sockets(), self._ears]
+            news = self._orders.wait(until - time.monotonic(), waited_for)
+            for link, messages in self._door.arrived():
+                self._welcome(link, messages)
+                news = True
+            if self._listen() or news or time.monotonic() >= until:
+                return None
+            # nothing but signs of life: of a thousand nodes one comes each millisecond, and many are taken in at once
+            time.sleep(BATCH_SECONDS * len(self.members))
+
+    def _listen(self) -> bool:
+        """Take in what members have sent, and send signs of life where they are due; whether there is news."""
+        heard, news = {*self._ears.heard()}, False
+        breath = time.monotonic() > self._beat_seconds + m.BEAT_SECONDS
+        for member in self.here if heard or breath else ():
+            if breath or member.link in heard:  # with each breath all are looked at: who is silent says nothing
+                news = self._hear(member, member.link.receive()) or news
+                member.lost = member.link.ended
+                news = news or bool(member.lost)
+            if breath:
                 member.link.send(m.Alive(time.time()))  # a time for each: a send may wait
-        return None
+        if breath:
+            self._beat_seconds = time.monotonic()
+        return news
 
     def _welcome(self, link: Link, messages: Sequence[m.Message]) -> None:
         hello = messages[0]
@@ -166,16 +197,20 @@ class Crew:
         else:
             member = self.members[hello.node] = RemoteNode(hello, link)
             link.send(m.Alive(time.time()))  # also of a run that is over at once the clocks shall be known
-            return self._hear(member, messages[1:])
+            self._hear(member, messages[1:])
+            return None
         link.send(m.RunOver(2))
         return link.end("not taken")
 
-    def _hear(self, member: RemoteNode, messages: Sequence[m.Message]) -> None:
+    def _hear(self, member: RemoteNode, messages: Sequence[m.Message]) -> bool:
+        news = False
         for message in messages:
             if isinstance(message, m.Ordered):
                 self._told.setdefault(member.hello.node, []).append(message.signal)
+                news = True
             else:
-                member.hear(message)
+                news = member.hear(message) or news
+        return news
 
     def send(self, message: m.Message) -> None:
         """Tell all that take part."""
@@ -191,10 +226,12 @@ class Crew:
         self.send(m.RunOver(code))
         deadline = time.monotonic() + FAREWELL_SECONDS
         while (links := [one.link for one in self.here if not one.link.ended]) and time.monotonic() < deadline:
-            select.select(links, [], [], max(0.0, deadline - time.monotonic()))
-            for link in links:
+            self._ears.attend(links)
+            select.select([self._ears], [], [], max(0.0, deadline - time.monotonic()))
+            for link in self._ears.heard():
                 link.receive()
         for member in self.members.values():
             member.link.end("the run is over")
+        self._ears.close()
         if self._door is not None:
             self._door.close()

@@ -10,7 +10,7 @@ from paceline.contract.orders import Readable
 from paceline.errors import UsageError
 from paceline.host.procfs import port_holder
 
-MAX_STRANGERS = 64  # who knock at the same time
+MAX_KNOCKS = 256  # at the same time: the oldest makes way, for who knows the secret proves it at once
 
 
 class Door:
@@ -33,7 +33,7 @@ class Door:
     def arrived(self) -> list[tuple[Link, list[Message]]]:
         """Who has come in since the last call, and what they have said: one message at least."""
         with suppress(BlockingIOError):
-            while len(self._knocks) < MAX_STRANGERS:
+            for _ in range(MAX_KNOCKS):
                 self._knocks.append(Knock(self._socket.accept()[0], self._secret))
         for knock in list(self._knocks):
             link = None if knock.closed else knock.answer()
@@ -41,6 +41,9 @@ class Door:
                 self._strangers.append(link)
             if link is not None or knock.closed:
                 self._knocks.remove(knock)
+        for knock in self._knocks[:-MAX_KNOCKS]:
+            knock.refuse()
+        del self._knocks[:-MAX_KNOCKS]
         found: list[tuple[Link, list[Message]]] = []
         for link in list(self._strangers):
             messages = link.receive()
@@ -65,7 +68,7 @@ def _listen(ports: Sequence[int]) -> socket.socket:
         for family in (socket.AF_INET6, socket.AF_INET):
             with suppress(OSError):
                 both = family == socket.AF_INET6
-                door = socket.create_server(("", port), family=family, backlog=128, dualstack_ipv6=both)
+                door = socket.create_server(("", port), family=family, backlog=4096, dualstack_ipv6=both)
                 door.setblocking(False)
                 return door
     holders = {port: port_holder(port) for port in ports}

@@ -19,7 +19,7 @@ from paceline.disk import writing
 from paceline.disk.reading import read
 from paceline.errors import ExitCode, UsageError
 from paceline.guard.collect import ADVANCE_SECONDS, Collection
-from paceline.guard.pace import sample_seconds
+from paceline.guard.pace import beat_seconds, sample_seconds
 from paceline.host.facts import gather as gather_facts
 from paceline.observe.terminal import say
 
@@ -178,7 +178,8 @@ class Follower:
             beat = m.Beat(own.number, workers, own.oom_kills(), own.swept, tuple(own.left))
         news = [(beat.generation, beat.stopped), *((one.code, one.failure is None) for one in beat.workers)]
         often = self._workers is not None and not self.plan.stall_after.off  # for the guard
-        late = now >= self._sent_seconds + (self._sample_seconds / 2 if often else m.BEAT_SECONDS)
+        every = beat_seconds(self.plan.stall_after, self.plan.nodes, beat.workers) - self._sample_seconds / 2
+        late = now >= self._sent_seconds + (every if often else m.BEAT_SECONDS)
         if late or news != self._news or self._alive_took_seconds is not None:
             link.send(replace(beat, unix_time=time.time(), alive_took_seconds=self._alive_took_seconds))
             self._news, self._sent_seconds, self._alive_took_seconds = news, now, None

@@ -28,6 +28,8 @@ NEXT_WORD_SECONDS = 30.0
 REACH_SECONDS = 30.0
 CLOCK_SECONDS = 2.0
 MAX_PROBES = 64
+ALL_PAIRS = 24  # up to so many nodes each tries every other
+MAX_NAMES = 24  # in one line
 WAIT_SECONDS = 0.1
 
 CONNECT_SECONDS = 2.0
@@ -53,10 +55,12 @@ def gather_nodes(plan: NodePlan, crew: Crew) -> NodePlan:
     if apart:
         raise UsageError(
             "not every node can reach every other one, on a port chosen freely as gloo and NCCL do:\n  "
-            + "\n  ".join(apart)
+            + "\n  ".join(
+                [*apart[:MAX_NAMES], *([f"and {len(apart) - MAX_NAMES} more"] if len(apart) > MAX_NAMES else [])]
+            )
             + "\nOpen all ports between these nodes. `paceline doctor` checks it again."
         )
-    say(f"all {plan.nodes} nodes are here: {', '.join([facts.host, *(m.hello.facts.host for m in members)])}")
+    say(f"all {plan.nodes} nodes are here: {few([facts.host, *(m.hello.facts.host for m in members)])}")
     own = members[0].link.own_address
     return replace(plan, master_addr=own, interface=interface_of(facts, own))
 
@@ -71,31 +75,54 @@ def _wait_for_all(plan: NodePlan, crew: Crew) -> None:
         if lost := [m for m in crew.members.values() if m.lost]:
             raise PacelineError(f"{lost[0].name} came, and is lost again: {lost[0].lost}")
         now = time.monotonic()
+        if now < min(next_word, end) or len(crew.members) >= plan.nodes - 1:
+            continue
         absent = [node for node in range(1, plan.nodes) if node not in crew.members]
-        missing = ", ".join(f"node {n} ({plan.names[n]})" if n < len(plan.names) else f"node {n}" for n in absent)
-        words = f"{1 + len(crew.members)} of {plan.nodes} nodes are here; missing: {missing}"
-        if missing and now >= end:
+        names = [f"node {n} ({plan.names[n]})" if n < len(plan.names) else f"node {n}" for n in absent]
+        words = f"{1 + len(crew.members)} of {plan.nodes} nodes are here; missing: {few(names)}"
+        if now >= end:
             raise PacelineError(
                 f"{words}. Given up after {now - begun:.0f} s (--join-timeout). Each missing node says on its own "
                 "output why it cannot come, if it was started at all"
             )
-        if missing and now >= next_word:
-            next_word += NEXT_WORD_SECONDS
-            say(f"{words} (after {now - begun:.0f} s)")
+        next_word += NEXT_WORD_SECONDS
+        say(f"{words} (after {now - begun:.0f} s)")
+
+
+def few(names: Sequence[str]) -> str:
+    """These names, or the first of many."""
+    return (
+        ", ".join(names)
+        if len(names) <= MAX_NAMES
+        else f"{', '.join(names[:MAX_NAMES])} and {len(names) - MAX_NAMES} more"
+    )
+
+
+def partners(place: int, count: int) -> list[int]:
+    """Whom the node at `place` of `count` tries to reach: all others; of many those 1, 2, 4, ... before and after it.
+
+    So a node that nobody can reach is tried by several, and every split into two is crossed, with 2 log2(count) tries
+    each. Example: 0 of 1,000 tries 1, 2, 4, ..., 512 and 999, 998, 996, ..., 488.
+    """
+    if count <= ALL_PAIRS:
+        return [other for other in range(count) if other != place]
+    jumps = [1 << k for k in range((count - 1).bit_length())]
+    return sorted({(place + sign * jump) % count for jump in jumps for sign in (1, -1)} - {place})
 
 
 def unreachable(crew: Crew, seconds: float, interrupted: Callable[[], bool]) -> list[str]:
-    """Which nodes cannot reach which others at ports chosen freely, and why, as far as they answer within `seconds`."""
+    """Which nodes cannot reach which `partners` at ports chosen freely, as far as they answer within `seconds`; why."""
     members, host = crew.here, os.uname().nodename
     if not members:
         return []
     peers = [PeerAddress(m.hello.node, m.hello.facts.host, m.link.peer_address, m.hello.probe_port) for m in members]
     with socket.create_server(("", 0)) as probe:
         own = PeerAddress(0, host, members[0].link.own_address, probe.getsockname()[1])
-        for member in members:
+        every = [own, *peers]
+        for place, member in enumerate(members, 1):
             member.reached = None
-            member.link.send(Reach(tuple(peer for peer in (own, *peers) if peer.node != member.hello.node)))
-        apart = try_to_reach(host, peers)
+            member.link.send(Reach(tuple(every[other] for other in partners(place, len(every)))))
+        apart = try_to_reach(host, [every[other] for other in partners(0, len(every))])
         deadline = time.monotonic() + seconds
         while any(m.reached is None for m in crew.here) and time.monotonic() < deadline and not interrupted():
             crew.wait(WAIT_SECONDS)

@@ -86,7 +86,10 @@ class Generation:
 
     def samples(self) -> list[Sample]:
         """How all workers get on now, those of a lost node included."""
-        return [*self.own.samples(), *(one for member in self.members for one in member.samples())]
+        found = self.own.samples()
+        for member in self.members:
+            found += member.samples()
+        return found
 
     @property
     def interrupted(self) -> bool:

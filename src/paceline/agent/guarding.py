@@ -26,7 +26,7 @@ from paceline.guard import story
 from paceline.guard.asleep import Asleep
 from paceline.guard.collect import ANSWER_SECONDS
 from paceline.guard.judge import judge, judge_samples
-from paceline.guard.pace import Alarm, Pace, perhaps_waiting, sample_seconds, stands_still, to_free, waits
+from paceline.guard.pace import Alarm, Pace, beat_seconds, perhaps_waiting, sample_seconds, stands_still, to_free, waits
 from paceline.guard.slow import Slowness
 from paceline.guard.verdict import EXIT_CODES, failure_page, in_a_line, page, warning
 from paceline.guard.wording import named, verb
@@ -93,13 +93,9 @@ class Guarding:
         self._windows = self._plan.stall_after
         self._pace = Pace(self._windows)
         self._slowness = Slowness({one.rank: one.host for one in generation.samples()})
+        self.look_seconds = sample_seconds(self._windows)  # how often to look
         self._looked_seconds = self._asked_seconds = self._early_seconds = 0.0
         self._silence, self._asleep, self._off = Silence(generation), Asleep(self._windows), self._windows.off
-
-    @property
-    def look_seconds(self) -> float:
-        """How often to look."""
-        return sample_seconds(self._windows)
 
     def look(self) -> Judgement | None:
         """Do what is to be done now; a stall, if there is one."""
@@ -135,6 +131,7 @@ class Guarding:
 
     def _look(self) -> Judgement | None:
         running = self._generation.running()
+        self.look_seconds = beat_seconds(self._windows, self._plan.nodes, running)
         alarm = self._pace.see(time.monotonic(), perhaps_waiting(running, self._plan.world_size))
         for words in (self._pace.notice, self._slow(running)):
             if words:

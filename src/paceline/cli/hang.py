@@ -149,7 +149,7 @@ def _show(found: HangReport) -> None:
     told = found.told
     evidence = sorted(told.evidence, key=lambda one: (one.rank not in told.verdict.guilty, one.rank))[:MOST_SHOWN]
     if len(evidence) < len(told.evidence):
-        console.print(f"(of {len(told.evidence)} ranks {MOST_SHOWN} are shown; all are in the folder)")
+        console.print(f"(of {len(told.evidence)} ranks {MOST_SHOWN} are shown; the others are in the folder)")
     evidence.sort(key=lambda one: one.rank)
     if not found.live or told.waited_seconds >= MOVES_SECONDS:
         text = page(told.verdict, evidence, waited_seconds=told.waited_seconds, folder=found.verdict_dir, run="")

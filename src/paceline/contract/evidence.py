@@ -81,7 +81,7 @@ class Answer(msgspec.Struct, frozen=True, omit_defaults=True):
     """What a rank's watcher says when it is asked."""
 
     ops: tuple[Op, ...] = ()  # the last ones, the oldest first: of the ring, and those that torch itself has called
-    groups: dict[str, tuple[int, ...]] = {}  # name -> ranks of the world
+    groups: dict[str, tuple[int, ...]] = {}  # name -> ranks of the world; () is all of them
     stacks: tuple[Stack, ...] = ()  # the main thread first
     enqueued: int = 0  # collectives of all groups so far, as torch counts them
 
@@ -182,7 +182,7 @@ class Evidence(Sample, frozen=True, omit_defaults=True):
     watched: bool = True  # False: it has become another program, into which nobody sees
     answered: bool = False  # the interpreter took the question for its stacks; False: GIL held, stopped, or gone
     ops: tuple[Op, ...] = ()  # the last ones, the oldest first
-    groups: dict[str, tuple[int, ...]] = {}  # name -> ranks of the world, as far as this rank is a member
+    groups: dict[str, tuple[int, ...]] = {}  # name -> ranks of the world, as far as this rank is a member; () is all
     stacks: tuple[Stack, ...] = ()  # the main thread first
     native: str = ""  # faulthandler's text, where the interpreter did not answer
     loaders: tuple[LoaderWorker, ...] = ()

@@ -90,18 +90,27 @@ class Orders:
         """Whether there is any order: to stop, all of them."""
         return self.launcher_gone or bool(self.signals)
 
-    def wait(self, seconds: float, also: Sequence[Readable] = ()) -> None:
-        """Return after `seconds`, or earlier when an order comes in, a child ends or one of `also` can be read."""
+    def wait(self, seconds: float, also: Sequence[Readable] = ()) -> bool:
+        """Return after `seconds`, or earlier when an order comes in, a child ends or one of `also` can be read.
+
+        Returns:
+            Whether an order has come in, or a child has ended.
+        """
         lifeline = [LIFELINE] if self._lifeline and not self.launcher_gone else []  # an end stays readable for ever
         if lifeline and self._silence_seconds:
             seconds = min(seconds, max(0.1, self._heard_seconds + self._silence_seconds - time.monotonic()))
-        ready, _, _ = select.select([self._inbox, *lifeline, *also], [], [], max(0.0, seconds))
-        if self._inbox in ready:
+        before = len(self.signals), self.launcher_gone
+        poll = select.poll()  # not select: it knows no descriptor beyond 1023
+        for one in (self._inbox, *lifeline, *also):
+            poll.register(one, select.POLLIN)
+        ready = {number for number, _ in poll.poll(1000 * max(0.0, seconds))}
+        if woken := self._inbox.fileno() in ready:
             self.signals += read_inbox(self._inbox)
         if LIFELINE in ready:
             self._hear(os.read(LIFELINE, 4096))
         elif lifeline and self._silence_seconds and time.monotonic() > self._heard_seconds + self._silence_seconds:
             self.launcher_gone = True  # the network between us is cut: no end will ever be read
+        return woken or before != (len(self.signals), self.launcher_gone)
 
     def _hear(self, data: bytes) -> None:
         self._heard_seconds = time.monotonic()

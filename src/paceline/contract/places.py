@@ -8,6 +8,7 @@ all waits for other ranks. `ACTIVITIES` says which code does.
 import re
 from collections.abc import Mapping, Sequence
 from enum import Enum
+from functools import lru_cache
 from pathlib import PurePath
 
 from paceline.contract.evidence import Evidence, Frame, Op
@@ -155,6 +156,7 @@ def stands_at(evidence: Evidence, op: Op) -> bool:
     return bool(called) and lines <= {line_of(frame) for frame in frames(evidence)}
 
 
+@lru_cache(1 << 12)  # thousands of ranks stand at few lines
 def line_of(frame: Frame) -> str:
     """Its file, a library's with the package, and its line: "train.py:88", "lightning/.../result.py:270"."""
     if not _is_library(frame):

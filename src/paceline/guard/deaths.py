@@ -69,7 +69,8 @@ def end_in_collective(one: Evidence) -> RankEnd:
 
 def first_to_fail(samples: Iterable[Sample]) -> Sample | None:
     """The rank whose failure explains the others' best, or None where nobody failed."""
-    failed = [one for one in samples if end_of(one) <= RankEnd.VICTIM]
+    ended = (one for one in samples if one.code is not None or one.failure is not None or one.lost)  # of thousands, few
+    failed = [one for one in ended if end_of(one) <= RankEnd.VICTIM]
     return min(failed, key=lambda one: (end_of(one), one.failed_at_seconds, one.rank), default=None)
 
 

@@ -16,10 +16,10 @@ from collections.abc import Collection, Hashable, Mapping, Sequence
 from paceline.contract.evidence import Op, Phase, Verdict, VerdictKind
 from paceline.guard import sentences
 from paceline.guard.deaths import RankEnd
-from paceline.guard.waits import Odds, Rank, majority, parties_by, stream
+from paceline.guard.waits import Odds, Rank, majority, parties_by, stream, waiting_alike
 
 Ranks = Mapping[int, Rank]
-Graph = Mapping[int, Collection[int]]  # rank -> those for whom it waits
+Graph = Mapping[int, frozenset[int]]  # rank -> those for whom it waits
 
 
 def dispute(ranks: Ranks, odds: Sequence[Odds]) -> Verdict | None:
@@ -42,17 +42,22 @@ def dispute(ranks: Ranks, odds: Sequence[Odds]) -> Verdict | None:
 
 
 def _graph(ranks: Ranks, odds: Sequence[Odds]) -> Graph:
-    graph = {n: set(one.waits_for) for n, one in ranks.items()}
+    """Ranks with the same edges hold one set: of 8,000 half may be at odds with the other half."""
+    sources: dict[int, list[Collection[int]]] = {n: [one.waits_for] for n, one in ranks.items()}
     for each in odds:
         for party in each.parties:
             against = {n for other in each.parties if other is not party for n in other}
             for n in party:
-                graph[n] |= against
-    for n, one in ranks.items():
-        for other in one.waits_for:
-            if other in ranks and ranks[other].end is RankEnd.LEFT:
-                graph[other].add(n)  # who keeps to the program has nobody wait for it at its end
-    return graph
+                sources[n].append(against)
+    left = {n for n, one in ranks.items() if one.end is RankEnd.LEFT}
+    for waits_for, waiters in waiting_alike(ranks) if left else ():
+        for n in left.intersection(waits_for):
+            sources[n].append(waiters)  # who keeps to the program has nobody wait for it at its end
+    graph: dict[tuple[int, ...], frozenset[int]] = {}
+    for parts in sources.values():
+        if (key := tuple(map(id, parts))) not in graph:
+            graph[key] = frozenset().union(*parts)
+    return {n: graph[tuple(map(id, parts))] for n, parts in sources.items()}
 
 
 def _left_amid_steps(one: Rank) -> bool:
@@ -104,8 +109,9 @@ def _told(
 
 def _rivals(ranks: Ranks, guilty: Sequence[int], graph: Graph) -> list[list[int]]:
     """Those who wait for a guilty rank that waits for them, else all of a circle, by what they wait in."""
-    mutual = [n for n in graph if n not in guilty and any(n in graph[one] and one in graph[n] for one in guilty)]
-    rivals = mutual or [n for n in _a_circle(graph) if n not in guilty]
+    wrong = set(guilty)
+    mutual = [n for n in graph if n not in wrong and any(n in graph[one] for one in wrong & graph[n])]
+    rivals = mutual or [n for n in _a_circle(graph) if n not in wrong]
     return [sorted(party) for party in parties_by({n: _position(ranks[n], n, guilty) for n in rivals}, lambda at: at)]
 
 
@@ -130,17 +136,24 @@ def _a_circle(graph: Graph, *, without: int | None = None) -> set[int]:
 
 def _knotted(graph: Graph, *, without: int | None = None) -> set[int]:
     """Those who are in a circle or wait for one: all but those that wait for nobody, or only for such, and so on."""
+    holders: dict[int, list[int]] = {}  # of one set of edges: what becomes of it becomes of all of them
+    for rank, others in graph.items():
+        holders.setdefault(id(others), []).append(rank)
     waiters: dict[int, list[int]] = {}
     missing: dict[int, int] = {}
-    for rank, others in graph.items():
-        its = [other for other in others if without not in (rank, other) and other in graph]
-        missing[rank] = len(its)
+    done = [] if without is None else [without]
+    for key, ranks in holders.items():
+        its = [other for other in graph[ranks[0]] if other != without and other in graph]
+        missing[key] = len(its)
         for other in its:
-            waiters.setdefault(other, []).append(rank)
-    done = [rank for rank, count in missing.items() if count == 0]
+            waiters.setdefault(other, []).append(key)
+        if not its:
+            done += ranks
+    seen: set[int] = set()
     for rank in done:  # grows as it goes
-        for waiter in waiters.get(rank, ()):
-            missing[waiter] -= 1
-            if missing[waiter] == 0:
-                done.append(waiter)
-    return set(graph) - set(done)
+        for key in waiters.get(rank, ()) if rank not in seen else ():
+            missing[key] -= 1
+            if missing[key] == 0:
+                done += holders[key]
+        seen.add(rank)
+    return set(graph) - seen

@@ -35,6 +35,8 @@ GUILTY_WAIT_TOO = (VerdictKind.MISMATCH, VerdictKind.DEADLOCK, VerdictKind.NETWO
 
 SAMPLE_SECONDS, SHORT_SAMPLE_SECONDS = 1.0, 0.25
 SHORT_WINDOW_SECONDS = 10.0
+MOVING_SECONDS = 1.0
+QUIET_SECONDS, SECONDS_A_NODE = 3.0, 0.0025  # who has moved within the first need not be looked at as often, of many
 
 
 @dataclass(frozen=True)
@@ -76,10 +78,13 @@ class Pace:
         moved_seconds = max(self._began_seconds, now_seconds - min(rank.still_seconds for rank in ranks))
         if self._moved_seconds is None or moved_seconds > self._moved_seconds + 1e-3:  # ages are sums of floats
             self._learn(moved_seconds)
-        self._stage = max(self._stage_of(rank) for rank in ranks)
+        still_seconds = now_seconds - moved_seconds
+        steps = self.windows.seconds is None and self._stage in (Stage.STEP, Stage.DATA)
+        if not steps or still_seconds >= MOVING_SECONDS:  # else no window is as short
+            self._stage = max(self._stage_of(rank) for rank in ranks)
         window_seconds = self.windows.of(self._stage, self._largest_gap_seconds[self._stage])
         waiting = any(rank.waiting or rank.phase in (Phase.DATA, Phase.SYNC) for rank in ranks)
-        return self._alarm(now_seconds - moved_seconds, window_seconds) if waiting else None
+        return self._alarm(still_seconds, window_seconds) if waiting else None
 
     def _learn(self, moved_seconds: float) -> None:
         if self._moved_seconds is not None:
@@ -209,3 +214,10 @@ def sample_seconds(windows: Windows) -> float:
     """How often boxes are read."""
     short = windows.seconds is not None and windows.seconds < SHORT_WINDOW_SECONDS
     return SHORT_SAMPLE_SECONDS if short else SAMPLE_SECONDS
+
+
+def beat_seconds(windows: Windows, nodes: int, samples: Sequence[Sample]) -> float:
+    """How often the head hears of samples and looks at them: seldom where many nodes' ranks all move."""
+    usual = sample_seconds(windows)
+    moves = any(one.still_seconds < QUIET_SECONDS for one in samples)
+    return max(usual, nodes * SECONDS_A_NODE) if moves and usual == SAMPLE_SECONDS else usual

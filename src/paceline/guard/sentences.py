@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, S
 from paceline.contract.evidence import Evidence, LoaderWorker, Op, Phase, Verdict, VerdictKind
 from paceline.contract.places import shown_site, stands_at
 from paceline.guard.deaths import ODDS, RankEnd
-from paceline.guard.waits import FROZEN, Odds, Rank, stream
+from paceline.guard.waits import FROZEN, Odds, Rank, stream, waiting_alike
 from paceline.guard.wording import GONE, called_from, loader_words, named, op_words, signal_name, verb, where
 
 MAX_EACH = 5  # sentences about one party
@@ -42,9 +42,10 @@ def hanging_loaders(one: Evidence) -> list[LoaderWorker]:
 
 def waited_for(ranks: Ranks, guilty: Sequence[int]) -> list[str]:
     """Ranks for which others wait, and what these wait in."""
-    op = awaited(ranks, guilty)
+    op, holders = awaited(ranks, guilty), waiting_alike(ranks)
     lines = [
-        _not_entered(ranks, group, op) for group in _alike(guilty, lambda n: (_where(ranks[n]), awaited(ranks, [n])))
+        _not_entered(ranks, group, op)
+        for group in _alike(guilty, lambda n: (_where(ranks[n]), _most_awaited(holders, [n])))
     ]
     loaders = [f"its {loader_words(loader)}" for n in guilty for loader in _loaders(ranks[n])[:2]]
     return [*_limited(lines), *_limited(loaders), *_waiting(ranks, op, without=guilty)]
@@ -79,7 +80,7 @@ def _where(one: Rank, *, many: bool = False) -> str:
 
 
 def _waiting(ranks: Ranks, op: Op | None, *, without: Collection[int]) -> list[str]:
-    waiting = {n: one for n, one in ranks.items() if n not in without and (one.pending or one.waits_for)}
+    waiting = {n for n, one in ranks.items() if one.pending or one.waits_for}.difference(without)
     lines: list[str] = []
     for group in sorted(_alike(waiting, lambda n: _position(ranks[n], n)), key=lambda group: (-len(group), group)):
         one = ranks[group[0]]
@@ -114,18 +115,26 @@ def _usual(ranks: Ranks, group: Sequence[int]) -> Op:
 
 def held_in(one: Rank, others: Collection[int]) -> Op | None:
     """The operation in which a rank waits for some of `others`: the one on its stack, else the first that it began."""
-    ops = [op for op in one.pending if any(one.waits_for.get(other) == op for other in others)]
+    few, many = (one.waits_for, others) if len(one.waits_for) < len(others) else (others, one.waits_for)
+    ops = [op for op in one.pending if any(n in many and one.waits_for[n] == op for n in few)]
     return next((op for op in ops if stands_at(one.evidence, op)), ops[0] if ops else None)
 
 
 def awaited(ranks: Ranks, guilty: Collection[int]) -> Op | None:
     """The operation that most wait in for `guilty`."""
-    ops = [op for one in ranks.values() for n, op in one.waits_for.items() if n in guilty and op is not None]
-    counts = Counter((op.group, op.seq, op.kind, op.peer) for op in ops)
-    if not counts:
-        return None
-    most = counts.most_common(1)[0][0]
-    return next(op for op in ops if (op.group, op.seq, op.kind, op.peer) == most)
+    return _most_awaited(waiting_alike(ranks), guilty)
+
+
+def _most_awaited(holders: Iterable[tuple[Mapping[int, Op | None], list[int]]], guilty: Collection[int]) -> Op | None:
+    counts: Counter[tuple[str, int, str, int | None]] = Counter()
+    ops: dict[tuple[str, int, str, int | None], Op] = {}
+    for waits_for, waiting in holders:
+        for n in guilty:
+            if (op := waits_for.get(n)) is not None:
+                key = op.group, op.seq, op.kind, op.peer
+                counts[key] += len(waiting)
+                ops.setdefault(key, op)
+    return ops[counts.most_common(1)[0][0]] if counts else None
 
 
 def called_more(ranks: Ranks, waiting: Sequence[int], left: Sequence[int]) -> list[str]:
@@ -153,7 +162,8 @@ def in_circle(ranks: Ranks, parties: Sequence[Sequence[int]], ops: Mapping[int, 
     lines: list[str] = []
     for party in parties:
         op = ops.get(party[0])
-        others = {o for n in party for o in ranks[n].waits_for if o in members - set(party)}
+        awaited_by = {id(ranks[n].waits_for): ranks[n].waits_for for n in party}
+        others = {o for waits_for in awaited_by.values() for o in waits_for} & (members - set(party))
         if op is None or not others:
             lines.append(f"{named(party)} {verb(party, 'is', 'are')} {where(ranks[party[0]].evidence)}")
             continue

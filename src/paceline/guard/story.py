@@ -3,6 +3,8 @@
 runs/mnist-cnn-20260131-093000/attempt-1/verdict-1/
     verdict.json    format, version, the verdict, and what was known of each rank
     rank-<r>.txt    for people: where the rank stands, its last collectives, the stacks of all its threads
+
+Of thousands of ranks it keeps 256: those that are blamed, and at least one of each kind of the others.
 """
 
 import time
@@ -24,6 +26,7 @@ from paceline.observe.terminal import clean
 
 VERSION = 1
 MAX_BYTES = 16 << 20
+MAX_KEPT = 256  # ranks: a file each, on a disk that a thousand nodes share
 
 
 class Told(msgspec.Struct, frozen=True):
@@ -55,12 +58,24 @@ def write_verdict(folder: Path, verdict: Verdict, evidence: Sequence[Evidence], 
         OSError: if it exists, or cannot be written.
     """
     writing.make_folder(folder)
-    for one in evidence:
+    chosen = telling(verdict, evidence)
+    for one in chosen:
         writing.replace(folder / f"rank-{one.rank}.txt", description(one).encode())
     # a record has its own file, and a clock's reading means nothing to a reader
-    kept = tuple(replace(bounded_evidence(one), failure=None, ended_seconds=0.0, marks=b"") for one in evidence)
+    kept = tuple(replace(bounded_evidence(one), failure=None, ended_seconds=0.0, marks=b"") for one in chosen)
     content = Told("paceline-verdict", VERSION, verdict, waited_seconds, time.time(), kept)
     writing.replace(folder / VERDICT, msgspec.json.encode(content))
+
+
+def telling(verdict: Verdict, evidence: Sequence[Evidence]) -> list[Evidence]:
+    """What is worth a file each: all, of thousands the blamed, one of each kind, and the first of the others."""
+    if len(evidence) <= MAX_KEPT:
+        return list(evidence)
+    blamed = {*verdict.guilty, *(party[0] for party in verdict.tie), verdict.failed}
+    kinds = {(one.phase, one.state, one.code, one.ops[-1:], one.stacks[:1]): one.rank for one in reversed(evidence)}
+    rare = {*kinds.values()}
+    ordered = sorted(evidence, key=lambda one: (one.rank not in blamed, one.rank not in rare, one.rank))
+    return sorted(ordered[:MAX_KEPT], key=lambda one: one.rank)
 
 
 class _Head(msgspec.Struct):

@@ -61,21 +61,26 @@ def stream(op: Op, rank: int) -> Stream:
 
 def _members(evidence: Sequence[Evidence]) -> dict[str, frozenset[int]]:
     """The ranks of each group; of one that nobody knows any more (all who did are dead) those who have used it."""
-    found: dict[str, frozenset[int]] = {}
+    used: dict[str, set[int]] = {}
     for one in evidence:
         for op in one.ops:
-            found[op.group] = found.get(op.group, frozenset()) | {one.rank}
+            used.setdefault(op.group, set()).add(one.rank)
     world = frozenset(one.rank for one in evidence)
+    found = {group: frozenset(ranks) for group, ranks in used.items()}
     found[OF_ALL] = world
+    told: dict[str, tuple[int, ...]] = {}
     for one in evidence:
         for group, ranks in one.groups.items():
-            if one.rank in ranks:
-                found[group] = frozenset(ranks) & world
+            if told.get(group) != ranks and (not ranks or one.rank in ranks):
+                told[group], found[group] = ranks, frozenset(ranks or world) & world
     return found
 
 
 def waiting_graph(evidence: Sequence[Evidence]) -> dict[int, Rank]:
-    """All ranks, with the edges between them."""
+    """All ranks, with the edges between them.
+
+    Ranks that wait in the same hold one mapping, not a copy each: of 8,000 half may wait for the other half.
+    """
     groups, world = _members(evidence), {one.rank for one in evidence}
     called: dict[tuple[int, Stream], int] = {}
     for one in evidence:
@@ -83,14 +88,33 @@ def waiting_graph(evidence: Sequence[Evidence]) -> dict[int, Rank]:
             key = one.rank, stream(op, one.rank)
             called[key] = max(called.get(key, 0), op.seq)
     ranks: dict[int, Rank] = {}
+    missing: dict[tuple[str, int], set[int]] = {}  # in a collective: the same for all who are in it
+    shared: dict[tuple[Op, ...], dict[int, Op | None]] = {}
     for one in evidence:
         end = end_in_collective(one)
         pending = () if end.by_itself or end is RankEnd.LEFT else _pending(one, end)
-        edges: dict[int, Op | None] = {}
-        for op in reversed(pending):  # of several the earliest counts
-            edges |= dict.fromkeys(_missing(op, one.rank, groups, called) & world, op)
+        edges = shared.get(pending)
+        if edges is None:
+            edges = {}
+            for op in reversed(pending):  # of several the earliest counts
+                absent = None if op.is_message else missing.get((op.group, op.seq))
+                if absent is None:
+                    absent = _missing(op, one.rank, groups, called) & world
+                if not op.is_message:
+                    missing[op.group, op.seq] = absent
+                edges |= dict.fromkeys(absent, op)
+            if not any(op.is_message for op in pending):
+                shared[pending] = edges
         ranks[one.rank] = Rank(one, end, pending, edges)
     return _with_frozen(_with_unknown(ranks))
+
+
+def waiting_alike(ranks: Mapping[int, Rank]) -> list[tuple[Mapping[int, Op | None], list[int]]]:
+    """Each mapping of `waits_for` once, with the ranks that hold it."""
+    found: dict[int, tuple[Mapping[int, Op | None], list[int]]] = {}
+    for number, one in ranks.items():
+        found.setdefault(id(one.waits_for), (one.waits_for, []))[1].append(number)
+    return list(found.values())
 
 
 def _pending(one: Evidence, end: RankEnd) -> tuple[Op, ...]:
@@ -111,7 +135,7 @@ def _missing(
     op: Op, rank: int, groups: Mapping[str, frozenset[int]], called: Mapping[tuple[int, Stream], int]
 ) -> set[int]:
     key = stream(op, rank)
-    others = groups[op.group] - {rank} if op.peer is None or not op.is_message else {op.peer}
+    others = {op.peer} if op.is_message and op.peer is not None else groups[op.group]  # with its own: it has called it
     return {other for other in others if called.get((other, key), 0) < op.seq}
 
 
@@ -122,7 +146,8 @@ def _with_unknown(ranks: Mapping[int, Rank]) -> dict[int, Rank]:
     """
     unknown = {n for n, one in ranks.items() if not one.pending and not one.frozen and _waits_in_stack(one)}
     free = {n for n, one in ranks.items() if not one.pending and n not in unknown and one.end is not RankEnd.VICTIM}
-    return {n: replace(one, waits_for=dict.fromkeys(free - {n})) if n in unknown else one for n, one in ranks.items()}
+    edges: dict[int, Op | None] = dict.fromkeys(free)
+    return {n: replace(one, waits_for=edges) if n in unknown else one for n, one in ranks.items()}
 
 
 def _waits_in_stack(one: Rank) -> bool:
@@ -134,14 +159,21 @@ def _waits_in_stack(one: Rank) -> bool:
 
 def _with_frozen(ranks: dict[int, Rank]) -> dict[int, Rank]:
     """Add edges to frozen ranks from those that are in the same operation: it takes part no more."""
-    for number, frozen in ranks.items():
-        if not frozen.frozen:
+    inside: dict[tuple[Stream, int], list[int]] = {}
+    for number, one in ranks.items():
+        for op in one.pending if one.frozen else ():
+            inside.setdefault((stream(op, number), op.seq), []).append(number)
+    shared: dict[tuple[int, tuple[Op, ...]], Mapping[int, Op | None]] = {}
+    for number, one in ranks.items() if inside else ():
+        if one.frozen or not one.pending:
             continue
-        its = {(stream(op, number), op.seq) for op in frozen.pending}
-        for other, one in ranks.items():
-            shared = [op for op in one.pending if (stream(op, other), op.seq) in its]
-            if other != number and not one.frozen and shared:
-                ranks[other] = replace(one, waits_for={**one.waits_for, number: shared[0]})
+        key = id(one.waits_for), one.pending
+        if key not in shared or any(op.is_message for op in one.pending):
+            more: dict[int, Op | None] = {}
+            for op in reversed(one.pending):
+                more |= dict.fromkeys(inside.get((stream(op, number), op.seq), ()), op)
+            shared[key] = {**one.waits_for, **more} if more else one.waits_for
+        ranks[number] = replace(one, waits_for=shared[key])
     return ranks
 
 
@@ -152,6 +184,8 @@ def without_loose_ends(ranks: Mapping[int, Rank]) -> dict[int, Rank]:
 
 def _tied_up(one: Rank) -> Rank:
     loose = [op for op in one.pending if op.is_message]
+    if not loose:
+        return one
     return replace(
         one,
         pending=tuple(op for op in one.pending if op not in loose),
@@ -168,8 +202,13 @@ def stands_outside(one: Rank) -> bool:
 def reached(start: Iterable[int], edges: Mapping[int, Iterable[int]]) -> set[int]:
     """All to whom edges lead, and those from whom they start."""
     found, todo = set(start), list(start)
+    gone: set[int] = set()  # which many ranks share
     while todo:
-        for other in edges.get(todo.pop(), ()):
+        others = edges.get(todo.pop(), ())
+        if id(others) in gone:
+            continue
+        gone.add(id(others))
+        for other in others:
             if other not in found:
                 found.add(other)
                 todo.append(other)

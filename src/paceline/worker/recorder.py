@@ -79,12 +79,14 @@ def _line_in_torch(stack: Stack | None) -> str:
 
 
 def group_members() -> dict[str, tuple[int, ...]]:
-    """The ranks of the world in each process group of this process."""
+    """The ranks of the world in each process group of this process; none for one of all ranks."""
     module = distributed()
     if module is None:
         return {}
     world: Any = module._world
-    return {name: tuple(sorted(world.pg_group_ranks[group])) for group, name in [*world.pg_names.items()]}
+    groups = {name: world.pg_group_ranks[group] for group, name in [*world.pg_names.items()]}
+    most = max(map(len, groups.values()), default=0)  # the first one's
+    return {name: tuple(sorted(ranks)) if len(ranks) < most else () for name, ranks in groups.items()}
 
 
 def sequence_numbers() -> dict[str, int]:
