@@ -1,9 +1,12 @@
-"""Does the hang guard leave a healthy run alone? `make soak-quiet`: an hour of everything that looks like a hang.
+"""Does the guard leave healthy runs alone? `make soak-quiet`: an hour of everything that looks like a fault.
 
 A training on two ranks under `--stall-after auto`: evaluations in which rank 0 alone is busy for a minute, a first
 batch that takes half a minute, checkpoints, long garbage collections, workers stopped by SIGSTOP for less than the
 window, and a machine that others load. Beside it an unmodified script whose rank 0 evaluates for a minute while the
 others wait in a barrier. Each alarm is a fault; warnings are counted.
+
+And three ranks of looks_wrong.py: what only looks like a silent fault, one scene after the other, in an order that is
+drawn anew each time. Each word about them is a fault.
 """
 
 from __future__ import annotations
@@ -12,13 +15,21 @@ import argparse
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections import Counter
 from pathlib import Path
+from statistics import median
 
+from paceline.observe.notices import notices
+
+SCENES = Path(__file__).with_name("looks_wrong.py")
+PACELINE = [sys.executable, "-m", "paceline"]
 TASK = """
 import gc, time
 import torch, torch.distributed as dist
@@ -81,11 +92,42 @@ def ranks_of(run_dir: Path) -> list[int]:
     return [worker["pid"] for worker in json.loads(rosters[-1].read_text())["workers"]] if rosters else []
 
 
+class Scenes(threading.Thread):
+    """Those of looks_wrong.py, again and again, until `deadline`."""
+
+    def __init__(self, folder: Path, dice: random.Random, each_seconds: float, deadline: float) -> None:
+        super().__init__()
+        self._folder, self._dice, self._seconds, self._deadline = folder, dice, each_seconds, deadline
+        self.run_dir = folder
+        self.done: Counter[str] = Counter()
+        self.steps = 0
+        self.told: list[str] = []
+        """what was said, or went wrong: nothing should"""
+
+    def run(self) -> None:
+        names = re.findall(r"^def (\w+)\(\) -> None:", SCENES.read_text(), re.MULTILINE)
+        while time.monotonic() < self._deadline:
+            for number, name in enumerate(self._dice.sample(names, len(names))):
+                if time.monotonic() < self._deadline:
+                    self._one(name, sum(self.done.values()) + number)
+
+    def _one(self, name: str, seed: int) -> None:
+        self.run_dir = run_dir = self._folder / f"{sum(self.done.values())}-{name}"
+        words = ["launch", "--nproc", "3", "--run-dir", str(run_dir), str(SCENES), name, str(self._seconds), str(seed)]
+        ended = subprocess.run([*PACELINE, *words], cwd=self._folder, capture_output=True, text=True, check=False)
+        self.done[name] += 1
+        self.steps += sum(map(int, re.findall(r"(\d+) steps", ended.stdout)))
+        self.told += [f"{name} {seed}: {noted.words}" for noted in notices(run_dir / "attempt-1")]
+        if ended.returncode or "GUILTY" in ended.stderr:
+            self.told.append(f"{name} {seed}: exit code {ended.returncode}: {ended.stderr[-1500:]}")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=60)
     parser.add_argument("--evaluation-seconds", type=float, default=60)
     parser.add_argument("--first-seconds", type=float, default=25)
+    parser.add_argument("--scene-seconds", type=float, default=30)
     parser.add_argument("--longest-stop-seconds", type=float, default=7)  # the window is 10 s at least
     parser.add_argument("--seed", type=int, default=5)
     parser.add_argument("--out", type=Path)
@@ -98,11 +140,11 @@ def main() -> int:
             TASK.format(first_seconds=arguments.first_seconds, evaluation_seconds=arguments.evaluation_seconds)
         )
         (folder / "script.py").write_text(SCRIPT)
-        paceline = [sys.executable, "-m", "paceline"]
+        (folder / "scenes").mkdir()
         runs = {
-            "training": [*paceline, "train", "task.py:task", "--nproc", "2", "--epochs", "100000", "--batch-size", "25",
+            "training": [*PACELINE, "train", "task.py:task", "--nproc", "2", "--epochs", "100000", "--batch-size", "25",
                          "--checkpoint-every", "10", "--lr", "1e-4", "--run-dir", "training"],
-            "script": [*paceline, "launch", "--nproc", "2", "--run-dir", "script", "--", "script.py",
+            "script": [*PACELINE, "launch", "--nproc", "2", "--run-dir", "script", "--", "script.py",
                        str(60 * arguments.minutes), str(arguments.evaluation_seconds)],
         }  # fmt: skip
         files = {key: (folder / f"{key}.txt").open("wb") for key in runs}
@@ -110,12 +152,15 @@ def main() -> int:
             key: subprocess.Popen(command, cwd=folder, stdout=files[key], stderr=subprocess.STDOUT)
             for key, command in runs.items()
         }
-        counts = {"stops": 0, "loads": 0}
+        scenes = Scenes(folder / "scenes", random.Random(arguments.seed), arguments.scene_seconds, deadline)
+        scenes.start()
+        counts, loads = {"stops": 0, "loads": 0}, [os.getloadavg()[0]]
         while time.monotonic() < deadline and all(run.poll() is None for run in started.values()):
             time.sleep(dice.uniform(5, 15))
+            loads.append(os.getloadavg()[0])
             if dice.random() < 0.5:
-                key = dice.choice([*runs])
-                if pids := ranks_of(folder / key):
+                run_dir = dice.choice([folder / "training", folder / "script", scenes.run_dir])
+                if pids := ranks_of(run_dir):
                     stop_for_a_while(dice.choice(pids), dice.uniform(0.2, arguments.longest_stop_seconds))
                     counts["stops"] += 1
             else:
@@ -124,6 +169,7 @@ def main() -> int:
         if started["training"].poll() is None:
             started["training"].send_signal(signal.SIGTERM)
         codes = {key: run.wait(300) for key, run in started.items()}
+        scenes.join()
         said = {key: (folder / f"{key}.txt").read_text() for key in runs}
         steps = sum('"step"' in line for line in (folder / "training/events-0.jsonl").read_text().splitlines())
     alarms = {key: text.count("GUILTY") + text.count("STALL") for key, text in said.items()}
@@ -131,11 +177,13 @@ def main() -> int:
     result = {
         "minutes": round((time.monotonic() - began) / 60, 1), "steps": steps, **counts, "codes": codes,
         "alarms": alarms, "warnings": warnings,
+        "scenes": dict(sorted(scenes.done.items())), "steps_of_scenes": scenes.steps, "said_of_scenes": scenes.told,
+        "cores": os.cpu_count(), "load": {"least": min(loads), "median": median(loads), "most": max(loads)},
     }  # fmt: skip
     print(json.dumps(result, indent=2))
     if arguments.out:
         arguments.out.write_text(json.dumps(result, indent=2) + "\n")
-    good = not any(alarms.values()) and codes == {"training": 75, "script": 0}
+    good = not any(alarms.values()) and codes == {"training": 75, "script": 0} and not scenes.told
     if not good:
         print("\n".join(text[-3000:] for text in said.values()))
     return 0 if good else 1
