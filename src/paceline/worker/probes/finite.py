@@ -26,16 +26,19 @@ from paceline.worker.sites import frame_of, site_frame, site_words
 
 SMALL = 16384  # elements; where there is no such parameter, so many are looked at of the first
 MOST_NAMED = 8  # samples
+ONE_AHEAD = "/accelerate/data_loader.py"  # its loaders are those of the Trainer, too
 _UNKNOWN = object()
 
 
 class Batches(Events):
-    """Which batch the script has."""
+    """Which batch the script has; a framework may have taken the next one already, to see whether there is one."""
 
     def __init__(self) -> None:
         self._drawn: WeakKeyDictionary[Any, deque[Any]] = WeakKeyDictionary()
         self._number: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self._epochs: dict[weakref.ref[Any], int] = {}
+        self._ahead: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()  # taken for a framework, one ahead?
+        self._next: tuple[int, int, Any] | None = None
         self._last: tuple[int, int, Any] | None = None
 
     def epoch_begins(self, batches: Any) -> None:
@@ -43,6 +46,10 @@ class Batches(Events):
         loader = batches.of_loader
         self._epochs[loader] = self._epochs.get(loader, 0) + 1
         self._number[batches] = 0
+        frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
+        while frame is not None and not self._ahead.get(batches, False):
+            self._ahead[batches] = frame.f_code.co_filename.endswith(ONE_AHEAD)
+            frame = frame.f_back
 
     def indices_drawn(self, batches: Any, indices: Any) -> None:
         """They are for a batch that comes later."""
@@ -53,7 +60,14 @@ class Batches(Events):
         drawn, number = self._drawn.get(batches), self._number.get(batches, 0) + 1
         self._number[batches] = number
         indices = drawn.popleft() if drawn else []
-        self._last = (number, self._epochs.get(batches.of_loader, 1), indices)
+        given = (number, self._epochs.get(batches.of_loader, 1), indices)
+        self._last = self._next if self._ahead.get(batches) and number > 1 else given
+        self._next = given
+
+    def epoch_ended(self, batches: Any) -> None:
+        """The last one has nothing ahead of it."""
+        if self._next is not None:
+            self._last = self._next
 
     def last(self) -> str:
         """The one that it was given last, in words."""
