@@ -105,6 +105,16 @@ def test_the_rank_whose_own_loss_was_not_finite_is_named_once_all_have_told() ->
     assert alone is not None and alone.guilty == (1,)
 
 
+def test_the_rank_that_has_updated_with_nan_a_step_before_it_came_to_all_is_named() -> None:
+    findings = [ScriptFinding("not finite", 5 + (n != 1), "", own=False) for n in range(3)]
+    found = seen(*(rank(n, findings=(findings[n],)) for n in range(3)))
+    assert found is not None and (found.guilty, found.step) == ((1,), 5)
+    assert found.sentences == (
+        "every rank's own gradients and losses were finite",
+        "rank 1 has updated parameters with gradients that are NaN or infinite",
+    )
+
+
 def test_a_swallowed_exception_is_told_once_and_again_with_the_drift_that_it_made() -> None:
     one = silent()
     swallowed = ScriptFinding("swallowed", 5, "ValueError in its forward, at train.py:7 in forward: bad")

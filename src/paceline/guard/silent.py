@@ -72,14 +72,16 @@ class Silent:
         self._said.add(("not finite",))
         step = min(found.step for found in told.values())
         own = {rank: found for rank, found in sorted(told.items()) if found.own and found.step <= step + 1}
+        first = {rank: found for rank, found in sorted(told.items()) if found.step == step}
         lines = [f"rank {rank}: {found.words}" for rank, found in own.items()]
         if not own:
-            of_all = len(told) == self._size
+            of_all = len(first) == self._size
             lines = ["every rank's own gradients and losses were finite" + (", their sum over ranks is not" * of_all)]
+        whom = told if own else first  # a step later it has come to all
         lines.append(
-            f"{named(told)} {verb(told, 'has', 'have')} updated parameters with gradients that are NaN or infinite"
+            f"{named(whom)} {verb(whom, 'has', 'have')} updated parameters with gradients that are NaN or infinite"
         )
-        guilty = tuple(sorted(own or told))
+        guilty = tuple(sorted(own or first))
         guilty = guilty if len(guilty) < self._size or self._size == 1 else ()
         return Verdict(VerdictKind.NOT_FINITE, guilty, sentences=tuple(lines), step=step)
 
