@@ -72,12 +72,3 @@ def test_names_calls_and_the_last_findings_are_read_again() -> None:
     assert marks.read_calls(box.descriptor) == {} and len(marks.read_findings(box.descriptor)) == FINDINGS - 1
     names.of_tensors(8, ["a name of a tensor"] * 10_000)
     assert marks.read_names(box.descriptor).tensors == {}, "too many have none"
-
-
-def test_of_calls_the_last_marks_are_kept_in_a_row_and_one_now_and_then_from_long_ago() -> None:
-    box = Box(make_box(0))
-    for number in range(1, 1001):
-        put_mark(box, mark(number, table=marks.ORDER_TABLES))
-    found = {one.number for one in marks_of(read_marks(box.descriptor))}
-    assert {*range(1000 - 54, 1001)} <= found, "what was exchanged once is in one of them alone"
-    assert {128, 256, 512} <= found

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import time
-import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,7 +14,6 @@ from paceline.contract.box import Box, make_box
 from paceline.contract.boxes import read_counters
 from paceline.contract.evidence import Phase
 from paceline.contract.marks import Mark, Names, marks_of, read_findings, read_marks, read_names
-from paceline.worker.probes.calls import OrderMarks
 from paceline.worker.probes.finite import Batches, Finite
 from paceline.worker.probes.replicas import Fingerprints
 from paceline.worker.probes.steps import ScriptPhases, Swallowed
@@ -117,36 +115,6 @@ def test_only_what_is_not_finite_and_applied_is_told_with_its_line(box: Box) -> 
     assert told.startswith("2 True a loss of nan at test_probe_parts.py:"), "its forward pass was not finite"
     *_, told = trained(box, bad)
     assert told.startswith("2 True its loss was nan at test_probe_parts.py:")
-
-
-@pytest.mark.parametrize("ahead", [False, True])
-def test_the_batch_named_is_the_one_that_the_script_has_also_where_a_framework_has_taken_the_next(ahead: bool) -> None:
-    batches = Batches()
-    code = compile("batches.epoch_begins(pass_)", "/x/accelerate/data_loader.py" if ahead else "train.py", "exec")
-    pass_ = type("Pass", (), {"of_loader": weakref.ref(batches)})()
-    exec(code, {"batches": batches, "pass_": pass_})
-
-    def given(number: int) -> None:
-        batches.indices_drawn(pass_, [number])
-        batches.batch_given(pass_, None)
-
-    given(1)
-    for number in (2, 3, 4):
-        if ahead:
-            given(number)
-        assert batches.last() == f", batch {number - 1} of epoch 1, samples {number - 1}"
-        if not ahead:
-            given(number)
-    batches.epoch_ended(pass_)
-    assert batches.last() == ", batch 4 of epoch 1, samples 4"
-
-
-def test_any_two_calls_in_a_row_are_in_one_mark(box: Box) -> None:
-    order = OrderMarks(box, Names(box))
-    for call in range(1, 20):
-        order.note("0", 2, call, b"")
-    together = [pair for mark in marked(box) for pair in itertools.pairwise(mark.hashes)]
-    assert sorted(together) == [(call, call + 1) for call in range(1, 19)]
 
 
 def test_an_exception_is_told_if_the_script_steps_on_and_once(box: Box) -> None:

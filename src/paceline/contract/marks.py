@@ -1,9 +1,8 @@
 """Marks: what ranks must have in common at a step, in a box. Workers write them, agents compare (guard/replicas.py).
 
 A mark is kept by its number so that agents that look at different moments, and seldom, find numbers in common however
-fast steps are: the last few odd numbers, the last few that are odd multiples of 2, of 4, and so on. Replicas that have
-drifted stay apart, so any number tells; calls that were exchanged once are in one mark alone, so of those most are kept
-in a row. Beside them are the names of what is marked, and findings: the few things that a rank tells in words.
+fast steps are: the last few odd numbers, the last few that are odd multiples of 2, of 4, and so on. Beside them are the
+names of what is marked, and findings: the few things that a rank tells in words.
 
     917504      tables               8 of LEVELS x KEPT marks: one for each optimizer, and for each group's collectives
      + 64 KiB   names                JSON: of the tensors, by layout
@@ -22,7 +21,6 @@ from paceline.contract.evidence import Op, ScriptFinding
 
 TABLES, ORDER_TABLES = 8, 4  # the last ones are of collectives
 LEVELS, KEPT = 11, 8  # a script that ends before it is looked at twice leaves enough to be judged by
-RECENT_LEVELS = 7  # of calls: the first levels are one row of the last marks
 PARTS = 4  # of a mark
 MOST_CALLS = 64
 # number, layout, table and flags, which parts, their hashes, their sums, number again: a torn one is known by it
@@ -58,8 +56,6 @@ def put_mark(own: box.Box, mark: Mark) -> None:
     """Write a mark down."""
     level = min((mark.number & -mark.number).bit_length() - 1, LEVELS - 1)
     slot = level * KEPT + (mark.number >> (level + 1)) % KEPT
-    if mark.table >= ORDER_TABLES and level < RECENT_LEVELS:
-        slot = mark.number % (RECENT_LEVELS * KEPT)
     at = box.MARKS_AT + mark.table * TABLE_BYTES + slot * MARK.size
     data = MARK.pack(
         mark.number, mark.layout, mark.flags, *mark.parts, *mark.hashes, *mark.sums, mark.number

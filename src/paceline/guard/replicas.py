@@ -137,4 +137,4 @@ def departed(windows: Mapping[int, Sequence[Op]], known: frozenset[str]) -> Mism
 
 def place_in_order(mark: Mark, at: int = 0) -> int:
     """Which call over its group it is, from 1."""
-    return (mark.number - 1) * (PARTS - 1) + at + 1
+    return (mark.number - 1) * PARTS + at + 1

@@ -18,10 +18,7 @@ def order_hash(op: Op) -> int:
 
 
 class OrderMarks:
-    """Of this process, over the first groups of all ranks: a mark for every few calls.
-
-    Each begins with the last call of the one before: of any two calls in a row both are in one mark.
-    """
+    """Of this process, over the first groups of all ranks: a mark for every few calls."""
 
     def __init__(self, box: Box, names: Names) -> None:
         self._box, self._names = box, names
@@ -37,5 +34,5 @@ class OrderMarks:
             flags, layout = table | members << 16, zlib.crc32(group.encode())
             put_mark(self._box, Mark(marks, layout, flags, (0,) * PARTS, (*calls,), (0.0,) * PARTS))
         if len(calls) == PARTS:
-            del calls[:-1]
+            calls.clear()
         self._groups[group] = table, calls, marks
