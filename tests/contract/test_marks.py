@@ -10,7 +10,20 @@ from hypothesis import strategies as st
 from paceline.contract import marks
 from paceline.contract.box import BOX_BYTES, MARKS_AT, Box, make_box
 from paceline.contract.evidence import Op, ScriptFinding
-from paceline.contract.marks import FINDINGS, MARK, Mark, marks_of, put_finding, put_mark, read_marks
+from paceline.contract.marks import (
+    FINDINGS,
+    LAST_CALLS,
+    MARK,
+    Mark,
+    Order,
+    marks_of,
+    orders_of,
+    put_call,
+    put_finding,
+    put_mark,
+    read_marks,
+    read_orders,
+)
 
 
 def mark(number: int, table: int = 0) -> Mark:
@@ -18,7 +31,8 @@ def mark(number: int, table: int = 0) -> Mark:
 
 
 def test_the_regions_do_not_overlap() -> None:
-    assert MARKS_AT + marks.TABLES * marks.TABLE_BYTES <= marks.NAMES_AT
+    assert MARKS_AT + marks.TABLES * marks.TABLE_BYTES <= marks.ORDERS_AT
+    assert marks.ORDERS_AT + marks.GROUPS * marks.ORDER_BYTES <= marks.NAMES_AT
     assert marks.NAMES_AT + marks.NAMES_MAX <= marks.FINDINGS_AT
     assert marks.FINDINGS_AT + marks.FINDINGS * marks.FINDING_MAX <= BOX_BYTES
 
@@ -54,6 +68,18 @@ def test_what_was_written_is_read_again_and_what_is_torn_is_left_out() -> None:
     torn = bytearray(MARK.pack(9, 7, 0, *[0] * 8, *[0.0] * 4, 9))
     torn[-8] = 8
     assert marks_of(bytes(torn)) == [] and marks_of(b"short") == []
+
+
+def test_the_last_calls_of_each_group_are_read_again_in_their_order() -> None:
+    box = Box(make_box(0))
+    for table, count in ((0, 5), (2, LAST_CALLS + 10)):
+        for number in range(count):
+            put_call(box, table, Order(70 + table, 3, number, ()), number)
+    short, long = orders_of(read_orders(box.descriptor))
+    assert short == Order(70, 3, 5, (0, 1, 2, 3, 4)) and short.first == 0
+    assert (long.group, long.parties, long.count, long.calls[-1]) == (72, 3, LAST_CALLS + 10, LAST_CALLS + 9)
+    assert long.calls == (*range(long.first, long.count),) and long.first > 10
+    assert orders_of(b"short") == []
 
 
 def test_names_calls_and_the_last_findings_are_read_again() -> None:

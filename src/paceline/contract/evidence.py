@@ -128,6 +128,7 @@ class Sample(msgspec.Struct, frozen=True, omit_defaults=True):
     script: bool = False  # that nobody changed: its steps and phases are seen from outside
     uneven: bool = False  # ranks may rightly take different numbers of steps
     marks: bytes = b""  # what ranks must have in common: see marks.py
+    orders: bytes = b""  # of its collectives
     findings: tuple[ScriptFinding, ...] = ()
 
     @property
@@ -187,7 +188,7 @@ class Evidence(Sample, frozen=True, omit_defaults=True):
     native: str = ""  # faulthandler's text, where the interpreter did not answer
     loaders: tuple[LoaderWorker, ...] = ()
     gpu: str = ""  # what holds its GPU back, in words
-    calls: dict[str, Op] = {}  # a script's, by the hash that stands in its marks
+    calls: dict[str, Op] = {}  # a script's, by the hash that stands in its orders
 
     @classmethod
     def of(cls, sample: Sample) -> Self:

@@ -1,16 +1,19 @@
 """Marks: what ranks must have in common at a step, in a box. Workers write them, agents compare (guard/replicas.py).
 
 A mark is kept by its number so that agents that look at different moments, and seldom, find numbers in common however
-fast steps are: the last few odd numbers, the last few that are odd multiples of 2, of 4, and so on. Beside them are the
-names of what is marked, and findings: the few things that a rank tells in words.
+fast steps are: the last few odd numbers, the last few that are odd multiples of 2, of 4, and so on: replicas that have
+drifted stay apart. Collectives that are called in another order once are in order again: of them all are kept, the last
+LAST_CALLS. Beside them are the names of what is marked, and findings: the few things that a rank tells in words.
 
-    917504      tables               8 of LEVELS x KEPT marks: one for each optimizer, and for each group's collectives
-     + 64 KiB   names                JSON: of the tensors, by layout
+    917504      tables               TABLES of LEVELS x KEPT marks, one for each optimizer
+                orders               GROUPS, one for each group of all ranks: its last calls' hashes
+     + 64 KiB   names                JSON: of the tensors, by layout; of the calls, by hash
      + 96 KiB   findings             the last 8, JSON
 """
 
 import os
 import struct
+import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -19,22 +22,26 @@ import msgspec
 from paceline.contract import box
 from paceline.contract.evidence import Op, ScriptFinding
 
-TABLES, ORDER_TABLES = 8, 4  # the last ones are of collectives
+TABLES = 4
 LEVELS, KEPT = 11, 8  # a script that ends before it is looked at twice leaves enough to be judged by
 PARTS = 4  # of a mark
 MOST_CALLS = 64
 # number, layout, table and flags, which parts, their hashes, their sums, number again: a torn one is known by it
 MARK = struct.Struct("@QII4I4Q4fQ")
 TABLE_BYTES = LEVELS * KEPT * MARK.size
+# count of calls, hash of the group's name, how many ranks it has; then a ring of hashes, 4 bytes each
+ORDER, GROUPS, LAST_CALLS = struct.Struct("@QII"), 4, 1024
+UNSURE = 32  # of the oldest: they may be overwritten while somebody reads
+ORDERS_AT, ORDER_BYTES = box.MARKS_AT + TABLES * TABLE_BYTES, ORDER.size + 4 * LAST_CALLS
 NAMES_AT, NAMES_MAX = box.MARKS_AT + (1 << 16), 1 << 15
 FINDINGS_AT, FINDINGS, FINDING_MAX = NAMES_AT + NAMES_MAX, 8, 4096
 SAME_BY_DDP, SUMMED = 1 << 8, 1 << 9  # flags: DDP has made and keeps them equal; the sums are there
 
 
 class Mark(NamedTuple):
-    """What a rank's tensors, or its collectives, were at one moment."""
+    """What a rank's tensors were at one moment."""
 
-    number: int  # of the optimizer's step; of the last collective
+    number: int  # of the optimizer's step
     layout: int  # a hash of what is compared: names and shapes
     flags: int
     parts: tuple[int, ...]  # which tensors
@@ -50,6 +57,45 @@ class Mark(NamedTuple):
     def parties(self) -> int:
         """How many ranks must have the same."""
         return self.flags >> 16
+
+
+class Order(NamedTuple):
+    """The last collectives that a rank has called over one group of all ranks."""
+
+    group: int  # a hash of its name
+    parties: int
+    count: int  # of all so far
+    calls: tuple[int, ...]  # hashes, the oldest first
+
+    @property
+    def first(self) -> int:
+        """The number of the oldest that is known, from 0."""
+        return self.count - len(self.calls)
+
+
+def put_call(own: box.Box, table: int, order: Order, call: int) -> None:
+    """Write one more call down; `order` is what it was before, its calls are not looked at."""
+    at = ORDERS_AT + table * ORDER_BYTES
+    own.store(at + ORDER.size + order.count % LAST_CALLS * 4, call.to_bytes(4, sys.byteorder))
+    own.store(at, ORDER.pack(order.count + 1, order.group, order.parties))
+
+
+def read_orders(descriptor: int) -> bytes:
+    """All calls that a worker has written down, to be sent."""
+    data = os.pread(descriptor, GROUPS * ORDER_BYTES, ORDERS_AT)
+    tables = (data[at : at + ORDER_BYTES] for at in range(0, len(data), ORDER_BYTES))
+    return b"".join(table for table in tables if any(table[:8]))
+
+
+def orders_of(data: bytes) -> list[Order]:
+    """The same again, by group."""
+    found: list[Order] = []
+    for at in range(0, len(data) - ORDER_BYTES + 1, ORDER_BYTES):
+        count, group, parties = ORDER.unpack_from(data, at)
+        ring = struct.unpack_from(f"@{LAST_CALLS}I", data, at + ORDER.size)
+        known = min(count, LAST_CALLS - UNSURE)
+        found.append(Order(group, parties, count, tuple(ring[n % LAST_CALLS] for n in range(count - known, count))))
+    return found
 
 
 def put_mark(own: box.Box, mark: Mark) -> None:

@@ -150,7 +150,7 @@ class Collection:
             native=native,
             loaders=tuple(_loader(one, worker.pid) for one in read_loaders(box)),
             gpu=self._gpus.get(worker.pid, ""),
-            calls=read_calls(box) if worker.marks else {},
+            calls=read_calls(box) if worker.orders else {},
         )
 
 

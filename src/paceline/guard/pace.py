@@ -24,7 +24,7 @@ from msgspec.structs import replace
 
 from paceline.contract.boxes import read_counters
 from paceline.contract.evidence import Evidence, Phase, Sample, Verdict, VerdictKind
-from paceline.contract.marks import read_findings, read_marks
+from paceline.contract.marks import read_findings, read_marks, read_orders
 from paceline.contract.places import Activity, activity_of, imports_torch
 from paceline.contract.windows import JUMP_SECONDS, LEARNED, OF_STEPS, WARM_UP_STEPS, Stage, Windows
 
@@ -206,6 +206,7 @@ class Stillness:
             script=counters.script,
             uneven=counters.uneven,
             marks=read_marks(box) if counters.marks else b"",
+            orders=read_orders(box) if counters.marks else b"",
             findings=tuple(read_findings(box)) if counters.findings else (),
         )
 

@@ -6,19 +6,21 @@ and never apart and together again, as replicas are that are averaged now and th
 """
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from paceline.contract.evidence import Op
-from paceline.contract.marks import ORDER_TABLES, PARTS, SAME_BY_DDP, SUMMED, Mark
+from paceline.contract.marks import SAME_BY_DDP, SUMMED, Mark, Order
 from paceline.contract.order import Mismatch, compare_orders, order_label
 from paceline.guard.waits import majority, parties_by
 
 NO_PART = 0xFFFFFFFF
 PROOFS = 3  # times that a part was equal, and another than before
 ROUND_OFF = 1e-5  # of a sum, relatively
+WINDOW = 4  # calls, by which it is judged how ranks part
 
 Marks = Mapping[int, Mark]  # rank -> its mark of one number
+Calls = Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -61,10 +63,6 @@ class ComparedMarks:
         self._differed: dict[tuple[int, int, int], int] = {}  # part -> the last number at which it was not
         self._apart: set[tuple[int, int, int]] = set()  # parts that ranks may have each for itself
         self._last: dict[tuple[int, int], int] = defaultdict(int)  # table -> the last number at which all was equal
-        self.excused: set[tuple[int, int]] = set()
-        """table and number of what may differ"""
-        self.agreed: set[int] = set()
-        """hashes of calls that all ranks have made at one place in the order"""
 
     @property
     def proven(self) -> bool:
@@ -72,21 +70,20 @@ class ComparedMarks:
         return any(proofs >= PROOFS for *_, proofs in self._equal.values())
 
     def see(self, marks: Mapping[int, Sequence[Mark]]) -> list[Difference]:
-        """The first difference between replicas in each table, and all between calls."""
+        """The first difference in each table."""
         together: dict[tuple[int, int, int], dict[int, Mark]] = defaultdict(dict)
         for rank, found in marks.items():
             for mark in found:
                 together[mark.table, mark.layout, mark.number][rank] = mark
-        found_all: dict[tuple[int, ...], Difference] = {}
-        for (table, layout, number), ranks in sorted(together.items()):
-            key = (table, layout, number) if table >= ORDER_TABLES else (table, layout)
-            parties = next(iter(ranks.values())).parties
-            if not 1 < parties <= len(ranks) or (table, number) in self.excused:
+        found_all: dict[tuple[int, int], Difference] = {}
+        for (*key, number), ranks in sorted(together.items()):
+            table, layout = key
+            if not 1 < next(iter(ranks.values())).parties <= len(ranks):
                 continue
             at = self._differs(ranks)
             if at is not None:
-                found_all.setdefault(key, Difference(ranks, at, self._last[table, layout]))
-            elif key not in found_all:
+                found_all.setdefault((table, layout), Difference(ranks, at, self._last[table, layout]))
+            elif (table, layout) not in found_all:
                 self._last[table, layout] = max(self._last[table, layout], number)
         return [one for one in found_all.values() if _part(one.mark, one.at) not in self._apart]
 
@@ -98,14 +95,12 @@ class ComparedMarks:
             if part == NO_PART:
                 continue
             if len(hashes) > 1:
-                if one.table >= ORDER_TABLES or one.flags & SAME_BY_DDP:
+                if one.flags & SAME_BY_DDP:
                     return at
                 self._differed[key] = one.number
                 if proofs >= PROOFS and key not in self._apart:
                     return at
                 self._apart.add(key)
-            elif one.table >= ORDER_TABLES:
-                self.agreed |= hashes
             elif one.number > number:
                 moved = number > 0 and hashes != {value}
                 if self._differed.get(key, one.number) < one.number:
@@ -116,6 +111,41 @@ class ComparedMarks:
 
 def _part(mark: Mark, at: int) -> tuple[int, int, int]:
     return mark.table, mark.layout, mark.parts[at]
+
+
+class ComparedOrders:
+    """How far the calls of one generation have been compared, by group."""
+
+    def __init__(self) -> None:
+        self._done: dict[int, int] = defaultdict(int)  # group -> how many calls
+        self.agreed: set[int] = set()
+        """hashes of calls that all ranks have made at one place in the order"""
+
+    def see(self, orders: Mapping[int, Sequence[Order]], *, last: bool) -> Iterator[tuple[int, Mapping[int, Calls]]]:
+        """Where ranks part: after how many calls over their group, and what each of them has called then.
+
+        A few calls more must have come, unless these are the last; what is given is not given again.
+        """
+        together: dict[int, dict[int, Order]] = defaultdict(dict)
+        for rank, found in orders.items():
+            for order in found:
+                together[order.group][rank] = order
+        for group, ranks in together.items():
+            if not 1 < next(iter(ranks.values())).parties <= len(ranks):
+                continue
+            start = max(self._done[group], *(order.first for order in ranks.values()))
+            end = min(order.count for order in ranks.values())
+            while start < end:
+                calls = {rank: order.calls[start - order.first : end - order.first] for rank, order in ranks.items()}
+                places = enumerate(zip(*calls.values(), strict=True))
+                equal = next((number for number, at in places if len({*at}) > 1), end - start)
+                self.agreed.update(next(iter(calls.values()))[:equal])
+                start += equal
+                if start == end or (end - start < WINDOW and not last):
+                    break
+                yield start, {rank: of_rank[equal : equal + WINDOW] for rank, of_rank in calls.items()}
+                start = min(end, start + WINDOW)
+            self._done[group] = start
 
 
 def departed(windows: Mapping[int, Sequence[Op]], known: frozenset[str]) -> Mismatch | None:
@@ -133,8 +163,3 @@ def departed(windows: Mapping[int, Sequence[Op]], known: frozenset[str]) -> Mism
             right = majority(parties_by(labels, lambda label: label))
             return Mismatch(calls, tuple(rank for rank in ranks if right is not None and rank not in right))
     return None
-
-
-def place_in_order(mark: Mark, at: int = 0) -> int:
-    """Which call over its group it is, from 1."""
-    return (mark.number - 1) * PARTS + at + 1

@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from msgspec.structs import replace
 
 from paceline.contract.evidence import Evidence, Op, Sample, Verdict, VerdictKind
-from paceline.contract.marks import ORDER_TABLES, SAME_BY_DDP, marks_of
+from paceline.contract.marks import SAME_BY_DDP, marks_of, orders_of
 from paceline.contract.order import Mismatch
-from paceline.guard.replicas import ComparedMarks, Difference, departed, place_in_order
+from paceline.guard.replicas import Calls, ComparedMarks, ComparedOrders, Difference, departed
 from paceline.guard.waits import majority, parties_by
 from paceline.guard.wording import named, verb
 
@@ -28,7 +28,7 @@ class Silent:
     def __init__(self, world_size: int, names: Names, calls: AskCalls) -> None:
         """`names` are those of tensors, `calls` asks what is behind the hashes of each rank's calls."""
         self._size, self._names, self._calls = world_size, names, calls
-        self._comparison = ComparedMarks()
+        self._comparison, self._orders = ComparedMarks(), ComparedOrders()
         self._said: set[tuple[object, ...]] = set()
         self._looks = 0  # since the first rank has told of what is not finite
         self._known: Mapping[int, Mapping[int, Op]] = {}
@@ -42,10 +42,11 @@ class Silent:
         if any(one.uneven for one in ranks) or (self._looks and ("not finite",) not in self._said):
             return [one for one in found if one is not None]
         differences = self._comparison.see({one.rank: marks_of(one.marks) for one in ranks if one.marks})
-        found += [self._order(one) for one in differences if one.mark.table >= ORDER_TABLES]
+        orders = {one.rank: orders_of(one.orders) for one in ranks if one.orders}
+        found += [self._order(at, calls) for at, calls in self._orders.see(orders, last=last)]
         uneven = self._uneven(ranks) if last else None
         for one in differences:
-            drifted = self._drifted(one, ranks) if one.mark.table < ORDER_TABLES else None
+            drifted = self._drifted(one, ranks)
             if drifted is not None and uneven is not None:  # why they drifted, perhaps
                 drifted, uneven = replace(drifted, sentences=(*drifted.sentences, *uneven.sentences)), None
             found.append(drifted)
@@ -72,16 +73,17 @@ class Silent:
         self._said.add(("not finite",))
         step = min(found.step for found in told.values())
         own = {rank: found for rank, found in sorted(told.items()) if found.own and found.step <= step + 1}
-        first = {rank: found for rank, found in sorted(told.items()) if found.step == step}
         lines = [f"rank {rank}: {found.words}" for rank, found in own.items()]
-        if not own:
-            of_all = len(first) == self._size
-            lines = ["every rank's own gradients and losses were finite" + (", their sum over ranks is not" * of_all)]
-        whom = told if own else first  # a step later it has come to all
+        first = [rank for rank, found in told.items() if found.step == step]
+        if not own and len(first) < self._size:  # what it is after its step goes into the others' one step later
+            own = {rank: told[rank] for rank in sorted(first)}
+            lines = [f"{named(own)} alone: all ranks' own gradients and losses were finite, and so was their sum"]
+        elif not own:
+            lines = ["every rank's own gradients and losses were finite, their sum over ranks is not"]
         lines.append(
-            f"{named(whom)} {verb(whom, 'has', 'have')} updated parameters with gradients that are NaN or infinite"
+            f"{named(told)} {verb(told, 'has', 'have')} updated parameters with gradients that are NaN or infinite"
         )
-        guilty = tuple(sorted(own or first))
+        guilty = tuple(sorted(own or told))
         guilty = guilty if len(guilty) < self._size or self._size == 1 else ()
         return Verdict(VerdictKind.NOT_FINITE, guilty, sentences=tuple(lines), step=step)
 
@@ -109,23 +111,20 @@ class Silent:
         tie = () if one.guilty else tuple(tuple(sorted(party)) for party in one.parties)
         return Verdict(VerdictKind.DIVERGED, one.guilty, tie, tuple(lines), step=mark.number)
 
-    def _order(self, one: Difference) -> Verdict | None:
-        if ("order", one.mark.table) in self._said:
+    def _order(self, at: int, calls: Mapping[int, Calls]) -> Verdict | None:
+        if ("order",) in self._said:
             return None
-        if any(value not in self._known.get(rank, {}) for rank, mark in one.marks.items() for value in mark.hashes):
+        if any(call not in self._known.get(rank, {}) for rank, of_rank in calls.items() for call in of_rank):
             self._known = self._calls()
-        calls = self._known
-        windows = {rank: [calls.get(rank, {}).get(value, Op("", 0, "?")) for value in mark.hashes]
-                   for rank, mark in one.marks.items()}  # fmt: skip
-        known = {
-            op.site for of_rank in calls.values() for value, op in of_rank.items() if value in self._comparison.agreed
-        }
-        found = departed(windows, frozenset(known - {""}))
+        known = self._known
+        windows = {rank: [known.get(rank, {}).get(call, Op("", 0, "?")) for call in of_rank]
+                   for rank, of_rank in calls.items()}  # fmt: skip
+        agreed = {op.site for of_rank in known.values() for call, op in of_rank.items() if call in self._orders.agreed}
+        found = departed(windows, frozenset(agreed - {""}))
         if found is None:
-            self._comparison.excused.add((one.mark.table, one.mark.number))
             return None
-        self._said.add(("order", one.mark.table))
-        return _misordered(found, sorted(windows), place_in_order(one.mark, one.at))
+        self._said.add(("order",))
+        return _misordered(found, sorted(windows), at + 1)
 
     def _uneven(self, ranks: Sequence[Sample]) -> Verdict | None:
         ddp = any(mark.flags & SAME_BY_DDP for one in ranks for mark in marks_of(one.marks))

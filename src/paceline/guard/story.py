@@ -62,7 +62,9 @@ def write_verdict(folder: Path, verdict: Verdict, evidence: Sequence[Evidence], 
     for one in chosen:
         writing.replace(folder / f"rank-{one.rank}.txt", description(one).encode())
     # a record has its own file, and a clock's reading means nothing to a reader
-    kept = tuple(replace(bounded_evidence(one), failure=None, ended_seconds=0.0, marks=b"") for one in chosen)
+    kept = tuple(
+        replace(bounded_evidence(one), failure=None, ended_seconds=0.0, marks=b"", orders=b"") for one in chosen
+    )
     content = Told("paceline-verdict", VERSION, verdict, waited_seconds, time.time(), kept)
     writing.replace(folder / VERDICT, msgspec.json.encode(content))
 

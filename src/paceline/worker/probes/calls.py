@@ -1,4 +1,4 @@
-"""Marks which collectives a script calls over all ranks: ranks that call others, or in another order, mark others."""
+"""Writes down which collectives a script calls over all ranks: agents compare in which order ranks do."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from paceline.contract.box import Box, ring_text
 from paceline.contract.evidence import Op
-from paceline.contract.marks import ORDER_TABLES, PARTS, TABLES, Mark, Names, put_mark
+from paceline.contract.marks import GROUPS, Names, Order, put_call
 from paceline.contract.order import ROOTED
 
 
@@ -18,21 +18,19 @@ def order_hash(op: Op) -> int:
 
 
 class OrderMarks:
-    """Of this process, over the first groups of all ranks: a mark for every few calls."""
+    """Of this process, over the first groups of all ranks."""
 
     def __init__(self, box: Box, names: Names) -> None:
         self._box, self._names = box, names
-        self._groups: dict[str, tuple[int, list[int], int]] = {}  # its table, its last calls, how many marks
+        self._groups: dict[str, tuple[int, Order]] = {}
 
-    def note(self, group: str, members: int, order: int, text: bytes) -> None:
-        """A call: how it is to be hashed, and what it is."""
-        self._names.of_call(order, text)
-        table, calls, marks = self._groups.get(group) or (ORDER_TABLES + len(self._groups), [], 0)
-        calls.append(order)
-        if len(calls) == PARTS and table < TABLES:
-            marks += 1
-            flags, layout = table | members << 16, zlib.crc32(group.encode())
-            put_mark(self._box, Mark(marks, layout, flags, (0,) * PARTS, (*calls,), (0.0,) * PARTS))
-        if len(calls) == PARTS:
-            calls.clear()
-        self._groups[group] = table, calls, marks
+    def note(self, group: str, members: int, call: int, text: bytes) -> None:
+        """A call: how it is hashed, and what it is."""
+        if group not in self._groups:
+            self._groups[group] = len(self._groups), Order(zlib.crc32(group.encode()), members, 0, ())
+            self._box.put("marks", self._box.get("marks") + 1)
+        table, order = self._groups[group]
+        if table < GROUPS:
+            self._names.of_call(call, text)
+            put_call(self._box, table, order, call)
+            self._groups[group] = table, order._replace(count=order.count + 1)
