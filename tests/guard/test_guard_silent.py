@@ -120,6 +120,20 @@ def test_the_rank_that_made_the_sum_not_finite_is_named_by_its_step() -> None:
     assert together is not None and together.guilty == ()
 
 
+def test_what_only_some_ranks_tell_is_passed_on_once_the_others_had_the_time_to() -> None:
+    stale = ScriptFinding("stale", 30, "made a step without backward(), as none before: words")
+    one = silent()
+    for least in (31, 45):
+        assert one.see([rank(0, step=least), rank(1, step=60, findings=(stale,)), rank(2, step=60)]) == []
+        assert one.notices == [], "the slowest may yet tell the same"
+    for _ in range(2):
+        one.see([rank(0, step=51), rank(1, step=60, findings=(stale,)), rank(2, step=60)])
+        assert one.notices == ["rank 1 made a step without backward(), as none before: words (step 30)"]
+    of_all = silent()
+    of_all.see([rank(n, step=60, findings=(stale,)) for n in range(3)], last=True)
+    assert of_all.notices == []
+
+
 def test_a_swallowed_exception_is_told_once_and_again_with_the_drift_that_it_made() -> None:
     one = silent()
     swallowed = ScriptFinding("swallowed", 5, "ValueError in its forward, at train.py:7 in forward: bad")

@@ -16,7 +16,7 @@ from paceline.contract.evidence import Phase
 from paceline.contract.marks import Mark, Names, marks_of, read_findings, read_marks, read_names
 from paceline.worker.probes.finite import Batches, Finite
 from paceline.worker.probes.replicas import Fingerprints
-from paceline.worker.probes.steps import ScriptPhases, Swallowed
+from paceline.worker.probes.steps import ScriptPhases, Stale, Swallowed
 
 
 @pytest.fixture
@@ -143,3 +143,29 @@ def test_what_a_script_does_now_and_then_is_none_of_a_steps_own_work(box: Box, m
         phases.step_begins(optimizer)
         phases.step_ended(optimizer)
     assert box.spent_ns[Phase.USER] < 1_000_000_000 < 59_000_000_000 < box.spent_ns[Phase.EVALUATE]
+
+
+def test_a_step_without_backward_is_told_where_each_before_had_one(box: Box) -> None:
+    optimizer, other = type("Optimizer", (), {})(), type("Optimizer", (), {})()
+    stale = Stale(box, ScriptPhases(box))
+    for number in range(40):
+        if number not in (3, 30, 35):
+            stale.backward_begins(None)
+        stale.step_begins(optimizer)
+        stale.step_begins(other)  # one backward for both
+        told = [one.words for one in read_findings(box.descriptor)]
+        assert len(told) == (number >= 30), number
+    assert told[0].startswith("made a step without backward()")
+
+
+@pytest.mark.parametrize("same_from", [None, 20])
+def test_a_batch_that_comes_again_and_again_is_told(box: Box, same_from: int | None) -> None:
+    ddp, phases = torch.nn.Linear(3, 3), ScriptPhases(box)
+    stale, mask = Stale(box, phases), torch.ones(4, 3)
+    for number in range(80):
+        x = torch.full((4, 3), float(number if same_from is None else min(number, same_from))) + torch.arange(3)
+        stale.forward_begins(ddp, (x,), {"mask": mask})
+        stale.forward_begins(ddp, (torch.zeros(1),), {})  # a second micro-batch
+        phases.step_ended(ddp)
+    told = [one.words for one in read_findings(box.descriptor)]
+    assert told == ([] if same_from is None else ["trains on one batch again and again, from about step 25 on"])

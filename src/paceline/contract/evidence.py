@@ -100,7 +100,7 @@ class LoaderWorker(msgspec.Struct, frozen=True, omit_defaults=True):
 class ScriptFinding(msgspec.Struct, frozen=True, omit_defaults=True):
     """What a rank that runs a script has seen of itself."""
 
-    kind: Literal["not finite", "swallowed"]
+    kind: Literal["not finite", "swallowed", "stale"]
     step: int  # that it was about to make, from 1
     words: str  # what was found, for a sentence that begins with the rank
     own: bool = True  # it began here: not a gradient that was summed over ranks

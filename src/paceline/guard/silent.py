@@ -16,6 +16,7 @@ from paceline.guard.waits import majority, parties_by
 from paceline.guard.wording import named, verb
 
 LOOKS = 3  # until every rank will have told what it has seen
+LATE_STEPS = 20  # after which the others will not tell it any more
 MOST_PARTIES = 4
 
 AskCalls = Callable[[], Mapping[int, Mapping[int, Op]]]
@@ -38,6 +39,7 @@ class Silent:
     def see(self, ranks: Sequence[Sample], *, last: bool = False) -> list[Verdict]:
         """Look at all ranks, those that have ended, too; `last`: all have, in good order. What is new, once."""
         self._swallowed(ranks)
+        self._stale(ranks, last=last)
         found = [self._not_finite(ranks, last=last)]
         if any(one.uneven for one in ranks) or (self._looks and ("not finite",) not in self._said):
             return [one for one in found if one is not None]
@@ -62,6 +64,16 @@ class Silent:
             for found in one.findings:
                 if found.kind == "swallowed" and self._new("swallowed", one.rank, found.words):
                     self.notices.append(f"rank {one.rank} went on after {found.words} (before step {found.step})")
+
+    def _stale(self, ranks: Sequence[Sample], *, last: bool) -> None:
+        """What only some ranks have told when all had the time to."""
+        told = [(one.rank, found) for one in ranks for found in one.findings if found.kind == "stale"]
+        least = min(one.step for one in ranks)
+        for what in {found.words.partition(",")[0] for _, found in told}:
+            alike = [(rank, found) for rank, found in told if found.words.startswith(what)]
+            late = last or all(least > found.step + LATE_STEPS for _, found in alike)
+            if late and len({rank for rank, _ in alike}) < self._size and self._new("stale", what):
+                self.notices += [f"rank {rank} {found.words} (step {found.step})" for rank, found in alike]
 
     def _not_finite(self, ranks: Sequence[Sample], *, last: bool) -> Verdict | None:
         told = {one.rank: found for one in ranks for found in one.findings if found.kind == "not finite"}

@@ -18,30 +18,30 @@ def _hash(data: bytes) -> str:
     return hashlib.blake2b(data, digest_size=8).hexdigest()
 
 
-def tensor_bytes(tensor: Any) -> bytes:
-    """Those of some elements, evenly over the whole."""
-    torch: Any = sys.modules["torch"]
+def some_of(tensor: Any, most: int = MOST) -> Any:
+    """Some of its elements, evenly over the whole."""
     flat = tensor.detach().reshape(-1)
-    flat = flat[:: -(-flat.numel() // MOST) or 1].cpu().contiguous()
-    return bytes(flat.view(torch.uint8).numpy())
+    return flat[:: -(-flat.numel() // most) or 1]
 
 
-def digest_of(tensors: Iterable[Any]) -> str:
+def digest_of(tensors: Iterable[Any], most: int = MOST) -> str:
     """One digest of several; None is one, too."""
-    return _hash(b"".join(b"-" if tensor is None else tensor_bytes(tensor) for tensor in tensors))
+    torch: Any = sys.modules["torch"]
+    kept = (None if one is None else some_of(one, most).cpu().contiguous().view(torch.uint8) for one in tensors)
+    return _hash(b"".join(b"-" if one is None else bytes(one.numpy()) for one in kept))
 
 
-def leaf_digests(batch: Any, depth: int = 0) -> list[str]:
+def leaf_digests(batch: Any, depth: int = 0, most: int = MOST) -> list[str]:
     """Of each tensor, array and number in a batch, in its order; "f:" before floating point, empty for a constant."""
     torch: Any = sys.modules["torch"]
     if isinstance(batch, torch.Tensor):
-        if batch.numel() and bool((batch == batch.reshape(-1)[0]).all()) and batch.dim():
+        some = some_of(batch, most)
+        if batch.dim() and some.numel() and bool((some == some[0]).all()):
             return [""]
-        return [("f:" if batch.is_floating_point() else "") + digest_of([batch])]
-    if depth < MAX_DEPTH and isinstance(batch, Mapping):
-        return [leaf for value in batch.values() for leaf in leaf_digests(value, depth + 1)][:MAX_DIGESTS]
-    if depth < MAX_DEPTH and isinstance(batch, (list, tuple)):
-        return [leaf for value in batch for leaf in leaf_digests(value, depth + 1)][:MAX_DIGESTS]
+        return [("f:" if batch.is_floating_point() else "") + digest_of([some], most)]
+    inner = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else None
+    if depth < MAX_DEPTH and inner is not None:
+        return [leaf for value in inner for leaf in leaf_digests(value, depth + 1, most)][:MAX_DIGESTS]
     if type(batch).__module__ == "numpy" and hasattr(batch, "tobytes"):
         return [_hash(batch.tobytes())]
     return [_hash(repr(batch).encode())] if isinstance(batch, (str, bytes, int, float)) else [""]

@@ -22,7 +22,7 @@ from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 from paceline.contract.box import Box
-from paceline.contract.marks import ORDER_TABLES, PARTS, SAME_BY_DDP, SUMMED, Mark, Names, put_mark
+from paceline.contract.marks import PARTS, SAME_BY_DDP, SUMMED, TABLES, Mark, Names, put_mark
 from paceline.worker.probes.hooks import Events
 from paceline.worker.probes.later import Later, may_compute
 
@@ -100,7 +100,7 @@ class Fingerprints(Events):
         watched = self._watched.get(optimizer)
         if watched is None:
             watched = self._watched[optimizer] = WatchedOptimizer(len(self._watched))
-        if watched.table >= ORDER_TABLES:
+        if watched.table >= TABLES:
             return
         watched.count += 1
         version = [len(self._replicas), *(len(group["params"]) for group in optimizer.param_groups)]

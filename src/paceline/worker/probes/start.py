@@ -13,7 +13,7 @@ from paceline.worker.probes.calls import OrderMarks
 from paceline.worker.probes.finite import Batches, Finite
 from paceline.worker.probes.hooks import Events, Hooks
 from paceline.worker.probes.replicas import Fingerprints
-from paceline.worker.probes.steps import Counted, ScriptPhases, Swallowed
+from paceline.worker.probes.steps import Counted, ScriptPhases, Stale, Swallowed
 
 
 def look_on(guard: Guard) -> None:
@@ -21,8 +21,8 @@ def look_on(guard: Guard) -> None:
     hooks, box = Hooks(guard.complain), guard.box
     if guard.on:
         steps, batches, names = ScriptPhases(box), Batches(), Names(box)
-        finite, swallowed = Finite(box, steps, batches), Swallowed(box, steps)
-        for part in (batches, finite, swallowed, steps, Joins(box), Fingerprints(box, names)):
+        judging = Finite(box, steps, batches), Swallowed(box, steps), Stale(box, steps)
+        for part in (batches, *judging, steps, Joins(box), Fingerprints(box, names)):
             hooks.listen(part)
         guard.looks_on(hooks.install(), OrderMarks(box, names))
     else:

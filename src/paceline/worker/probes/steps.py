@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 from paceline.contract.box import Box
 from paceline.contract.evidence import Phase, ScriptFinding
 from paceline.contract.marks import put_finding
+from paceline.worker.probes.digests import leaf_digests
 from paceline.worker.probes.hooks import Events
 from paceline.worker.sites import Owner, frame_of, owner, site_frame, site_words
 
@@ -23,6 +24,7 @@ USUAL_STEPS, LEAST_STEPS = 15, 4  # by which it is judged what a step takes
 UNUSUAL_FACTOR, UNUSUAL_NS = 3, 10_000_000
 ASIDE: Sequence[Phase] = (Phase.USER, Phase.DATA, Phase.FORWARD)
 MOST_SWALLOWED, MOST_CHARS = 3, 300
+PAIR_EVERY, PAIRS, FEW_ELEMENTS = 8, 4, 256  # inputs of so many pairs of steps must be equal
 
 
 class Counted(Events):
@@ -126,6 +128,52 @@ class Swallowed(Events):
                 self._told.add(key)
                 put_finding(self._box, ScriptFinding("swallowed", self._steps.done, words))
         self._raised.clear()
+
+
+class Stale(Events):
+    """Tells of a step that has no gradients of its own, and of a batch that comes again and again.
+
+    It may be meant so: only what other ranks do not tell is passed on.
+    """
+
+    def __init__(self, box: Box, steps: Counted) -> None:
+        self._box, self._steps = box, steps
+        self._backwards = 0
+        self._stepped: WeakKeyDictionary[Any, tuple[int, int]] = WeakKeyDictionary()  # backwards then, steps in a row
+        self._inputs: WeakKeyDictionary[Any, tuple[int, list[str], int]] = WeakKeyDictionary()
+        self._told: set[str] = set()
+
+    def backward_begins(self, losses: Any) -> None:
+        """Of a step that comes."""
+        self._backwards += 1
+
+    def step_begins(self, optimizer: Any) -> None:
+        """There was none since the last."""
+        backwards, usual = self._stepped.get(optimizer, (-1, 0))
+        if backwards == self._backwards and usual >= USUAL_STEPS:
+            self._tell("made a step without backward(), as none before: a batch left out, or an error swallowed")
+        self._stepped[optimizer] = self._backwards, 0 if backwards == self._backwards else usual + 1
+
+    def forward_begins(self, ddp: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+        """Every few steps two inputs are compared that follow each other."""
+        step = self._steps.done
+        if step % PAIR_EVERY > 1 or not ddp.training or not sys.modules["torch"].is_grad_enabled():
+            return
+        at, before, equal = self._inputs.get(ddp, (-1, [], 0))
+        if at == step or any(getattr(one, "is_cuda", False) for one in (*inputs, *named.values())):
+            return  # of several micro-batches the first counts; and a device is not waited for
+        now = leaf_digests([inputs, named], most=FEW_ELEMENTS)
+        if step % PAIR_EVERY == 1 and at == step - 1:
+            equal = equal + 1 if now == before and any(now) else 0
+            if equal == PAIRS:
+                since = step - PAIR_EVERY * (PAIRS - 1)
+                self._tell(f"trains on one batch again and again, from about step {since} on")
+        self._inputs[ddp] = step, now, equal
+
+    def _tell(self, words: str) -> None:
+        if words[:8] not in self._told:
+            self._told.add(words[:8])
+            put_finding(self._box, ScriptFinding("stale", self._steps.done + 1, words))
 
 
 def _line_of(error: BaseException) -> str:
