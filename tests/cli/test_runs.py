@@ -13,11 +13,11 @@ import msgspec
 import pytest
 
 from paceline.cli import runs
-from paceline.cli.run_state import RunState, run_state
+from paceline.cli.run_state import run_state
 from paceline.errors import UsageError
 from paceline.observe.events import Evaluated, Started, Step
 from paceline.observe.folder import create_attempt_dir
-from paceline.observe.summary import Ended, Summary, write_ended, write_summary
+from paceline.observe.summary import Ended, RunState, Summary, write_ended, write_summary
 from paceline.observe.writers import EventWriter
 
 

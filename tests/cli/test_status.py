@@ -19,7 +19,7 @@ import pytest
 from paceline.cli import cancel, logs, status
 from paceline.cli import run_state as run_state_module
 from paceline.cli.finding import Means, find_run
-from paceline.cli.run_state import RunState, run_state
+from paceline.cli.run_state import run_state
 from paceline.contract.failure import Failure
 from paceline.errors import TrainingError, UsageError
 from paceline.host.procfs import read_process
@@ -27,7 +27,7 @@ from paceline.host.sweep import Roster
 from paceline.launch.submission import Submission, next_submit_dir, write_submission
 from paceline.observe.events import Started, Step
 from paceline.observe.folder import create_attempt_dir
-from paceline.observe.summary import Ended, Summary, write_ended, write_summary
+from paceline.observe.summary import Ended, RunState, Summary, write_ended, write_summary
 from paceline.observe.writers import EventWriter
 
 

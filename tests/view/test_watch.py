@@ -23,15 +23,18 @@ from paceline.contract.evidence import Phase
 from paceline.contract.live import LIVE, WATCHED, Live, LiveRank
 from paceline.observe.events import Started, Step
 from paceline.observe.machine import GpuUse, MachineUse, RankUse, file_name
+from paceline.observe.summary import RunState
 from paceline.observe.writers import EventWriter
 from paceline.view.live import Growing, LiveReader, RunNow
 from paceline.view.rank_now import RankNow
 from paceline.view.watch_app import Deeds, Details, RankTable, WatchApp
-from paceline.view.watch_lines import Heading, summary_line
+from paceline.view.watch_lines import summary_line
 from paceline.view.words import last_bars, one_line, size_words, time_words
 
 HOSTILE = "[red]n1[/red]\x1b]0;owned\x07\x1b[2J\u202e[@click=app.quit]x[/]" + "A" * 5000
-RUNNING = Heading("demo", "running", task="mnist-cnn", strategy="bucketed", world_size=2, total_steps=100)
+RUNNING = RunState(
+    run_dir="runs/demo", state="running", task="mnist-cnn", strategy="bucketed", world_size=2, total_steps=100
+)
 
 
 def step(number: int, sync: float = 0.1, forward: float = 0.1) -> Step:
@@ -150,7 +153,7 @@ def on_screen(deeds: Deeds, act: Callable[[WatchApp, Any], Awaitable[None]], wid
     return app
 
 
-def deeds(look: Callable[[], tuple[RunNow, Heading]], told: list[str] | None = None) -> Deeds:
+def deeds(look: Callable[[], tuple[RunNow, RunState]], told: list[str] | None = None) -> Deeds:
     told = [] if told is None else told
 
     def say(word: str) -> str:
@@ -162,7 +165,9 @@ def deeds(look: Callable[[], tuple[RunNow, Heading]], told: list[str] | None = N
 
 @pytest.mark.parametrize("width", [80, 200])
 def test_200_ranks_with_hostile_names_stay_readable_and_inert(width: int) -> None:
-    standing = Heading(HOSTILE, "running", words=HOSTILE, task=HOSTILE, strategy=HOSTILE, metrics=((HOSTILE, 1.0),))
+    standing = RunState(
+        run_dir=HOSTILE, state="running", words=HOSTILE, task=HOSTILE, strategy=HOSTILE, metrics={HOSTILE: 1.0}
+    )
     told: list[str] = []
 
     async def act(app: WatchApp, pilot: Any) -> None:
@@ -207,11 +212,11 @@ def test_it_leaves_when_the_run_ends_and_says_why_it_cannot_look() -> None:
             await pilot.pause(0.01)
 
     states = itertools.chain(["running"], itertools.repeat("done"))
-    app = on_screen(deeds(lambda: (many(2), Heading("demo", next(states)))), wait)  # type: ignore[arg-type]
+    app = on_screen(deeds(lambda: (many(2), RunState(run_dir="demo", state=next(states)))), wait)  # type: ignore[arg-type]
     assert app.seen is not None
     assert app.seen[1].state == "done"
 
-    def fail() -> tuple[RunNow, Heading]:
+    def fail() -> tuple[RunNow, RunState]:
         raise OSError("gone") if next(states) else AssertionError
 
     app = WatchApp(deeds(fail))

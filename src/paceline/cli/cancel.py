@@ -19,13 +19,14 @@ from paceline.cli.finding import (
     is_locked,
     signal_agent,
 )
-from paceline.cli.run_state import LIVE, standing
+from paceline.cli.run_state import standing
 from paceline.contract.node_plan import STOP_GRACE_SECONDS
 from paceline.disk.reading import read
 from paceline.errors import ExitCode, TrainingError, UsageError
 from paceline.launch.slurm import queue
 from paceline.launch.submission import Submission, last_submission
 from paceline.observe.folder import CHECKPOINTS, LOCK
+from paceline.observe.summary import LIVE
 from paceline.observe.terminal import clean
 from paceline.store.published import entries
 

@@ -12,12 +12,13 @@ from pathlib import Path
 import tyro
 
 from paceline.cli.finding import Means, RunFlags, attempts, existing_run
-from paceline.cli.run_state import LIVE, standing
+from paceline.cli.run_state import standing
 from paceline.disk.reading import is_file
 from paceline.errors import ExitCode, UsageError, plural
 from paceline.guard.wording import in_runs, named
 from paceline.launch.submission import last_submission
 from paceline.launch.tail import Tail
+from paceline.observe.summary import LIVE
 from paceline.view.rank_logs import MAX_ALL_BYTES, LinesWanted, RankLine, RankLogs, Together, put_together, rank_logs
 
 POLL_SECONDS = 0.5

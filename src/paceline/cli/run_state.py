@@ -6,9 +6,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
-
-import msgspec
+from typing import Any, NamedTuple
 
 from paceline import config as configuration
 from paceline.cli.finding import NOTHING, Means, agent_runs, attempts, head_roster, is_locked
@@ -18,16 +16,12 @@ from paceline.launch.submission import Submission, last_submission
 from paceline.observe.events import Evaluated, Started, Step, last_events, read_events
 from paceline.observe.folder import CHECKPOINTS, CONFIG, failure_records
 from paceline.observe.notices import notices
-from paceline.observe.summary import Summary, read_ended, read_summary
+from paceline.observe.summary import LIVE, RunState, State, Summary, read_ended, read_summary
 from paceline.store.published import entries
 
 WINDOW_STEPS = 50
 EVENTS = "events-0.jsonl"
 MOST_SCORES, MOST_CHARS = 20, 2000  # that are shown: texts in a folder may have any length
-
-State = Literal["not started", "queued", "running", "done", "saved", "failed", "cancelled", "lost", "unknown"]
-
-LIVE = ("queued", "running")
 
 
 class Standing(NamedTuple):
@@ -37,29 +31,6 @@ class Standing(NamedTuple):
     words: str  # more about the state
     submission: Submission | None
     job: queue.JobState | None
-
-
-class RunState(msgspec.Struct, frozen=True, kw_only=True):
-    """What `paceline status --json` prints, and `paceline runs --json` of each run."""
-
-    run_dir: str
-    state: State
-    words: str = ""  # more about the state
-    on: str = "local"
-    hosts: tuple[str, ...] = ()
-    slurm_job: str = ""
-    attempts: int = 0
-    step: int | None = None
-    total_steps: int | None = None
-    samples_per_second: float | None = None
-    checkpoint_step: int | None = None
-    task: str = ""
-    strategy: str = ""
-    world_size: int | None = None
-    epochs: float | None = None  # that are done
-    metrics: dict[str, float | None] = {}  # the newest; null: not finite
-    found: tuple[str, ...] = ()  # by the agent, in the newest start: a slow rank, replicas that drift
-    unix_time: float = 0.0  # when it last wrote something
 
 
 class _Progress(NamedTuple):

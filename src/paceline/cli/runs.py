@@ -13,14 +13,14 @@ from rich.text import Text
 
 from paceline.cli.finding import RUNS, holds_run
 from paceline.cli.flags import print_json, table_console
-from paceline.cli.run_state import MOST_CHARS, RunState, run_state
+from paceline.cli.run_state import MOST_CHARS, run_state
 from paceline.disk.owners import note_strangers
 from paceline.disk.reading import folders, is_folder, real_path
 from paceline.errors import ExitCode, PacelineError, UsageError
-from paceline.observe.summary import scores_line
-from paceline.observe.terminal import clean
+from paceline.observe.summary import RunState, scores_line
+from paceline.view.watch_lines import STATE_STYLES
+from paceline.view.words import one_line
 
-STYLES = {"done": "green", "running": "cyan", "queued": "cyan", "failed": "red", "lost": "red", "saved": "yellow"}
 TITLES = ("run", "task", "strategy", "ranks", "step", "epochs", "reached", "last written", "state")
 WIDEST = 60  # characters of a cell
 
@@ -82,9 +82,9 @@ def _print(found: Sequence[RunState]) -> None:
 
     table = Text(line(TITLES), "bold")
     for run, row in zip(found, rows, strict=True):
-        table.append(f"\n{line(row)}", f"not bold {STYLES.get(run.state, '')}")
+        table.append(f"\n{line(row)}", f"not bold {STATE_STYLES.get(run.state, '')}")
         if run.words and run.state not in ("done", "saved"):
-            table.append(f"\n  {_one_line(run.words, MOST_CHARS)}", "not bold dim")
+            table.append(f"\n  {one_line(run.words, MOST_CHARS)}", "not bold dim")
     table_console().print(table, no_wrap=True, overflow="ellipsis")
 
 
@@ -94,14 +94,8 @@ def _cells(run: RunState) -> tuple[str, ...]:
     with suppress(OSError, OverflowError, ValueError):  # whoever writes a folder can give it any time
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.unix_time)) if run.unix_time else ""
     cells = (
-        Path(run.run_dir).name, Path(run.task).name, run.strategy, str(run.world_size or ""),
+        run.name, Path(run.task).name, run.strategy, str(run.world_size or ""),
         "" if run.step is None else f"{run.step:,}{total}", f"{run.epochs:.3g}" if run.epochs else "",
         scores_line(run.metrics), when, run.state,
     )  # fmt: skip
-    return tuple(_one_line(cell, WIDEST) for cell in cells)
-
-
-def _one_line(text: str, most: int) -> str:
-    """`text` in one line of at most so many characters, without what would steer a terminal."""
-    line = " ".join(clean(text).split())
-    return line if len(line) <= most else f"{line[: most - 3]}..."
+    return tuple(one_line(cell, WIDEST) for cell in cells)

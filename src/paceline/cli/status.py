@@ -11,12 +11,12 @@ import tyro
 
 from paceline.cli.finding import RunFlags, existing_run
 from paceline.cli.flags import print_json
-from paceline.cli.run_state import LIVE, RunState, run_state
+from paceline.cli.run_state import run_state
 from paceline.config import load
 from paceline.errors import ExitCode, PacelineError
 from paceline.observe.events import event_files
 from paceline.observe.folder import AVERAGE_WEIGHTS, BEST_WEIGHTS, CONFIG, WEIGHTS
-from paceline.observe.summary import scores_line
+from paceline.observe.summary import LIVE, RunState, scores_line
 from paceline.observe.terminal import clean
 from paceline.tasks import TASKS
 from paceline.view.run import whole_run

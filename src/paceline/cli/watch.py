@@ -13,15 +13,16 @@ import tyro
 from paceline.cli.cancel import ask_to_stop
 from paceline.cli.finding import NOTHING, Means, RunFlags, attempts, existing_run
 from paceline.cli.hang import ask_agent
-from paceline.cli.run_state import LIVE, run_state, standing
+from paceline.cli.run_state import run_state, standing
 from paceline.contract.live import CHECKPOINT_ASK
 from paceline.disk import writing
 from paceline.errors import ExitCode, UsageError
 from paceline.guard.story import description
 from paceline.launch.tail import lines_of, start_of_last
+from paceline.observe.summary import LIVE, RunState
 from paceline.observe.terminal import clean
 from paceline.view.live import LiveReader, RunNow
-from paceline.view.watch_lines import Heading, summary_line
+from paceline.view.watch_lines import summary_line
 
 STATE_SECONDS = 5.0  # between two looks at how the run stands as a whole
 END_SECONDS = 2.0  # between two looks whether it has ended: a lock, or one question to its host
@@ -65,7 +66,7 @@ class _Run:
         self._reader = LiveReader(run_dir, may_ask=self.may_act)
         self.standing = self._standing()
 
-    def look(self) -> tuple[RunNow, Heading]:
+    def look(self) -> tuple[RunNow, RunState]:
         """It now. From one thread at a time."""
         now = time.monotonic()
         if now > self._stood_seconds + STATE_SECONDS or (
@@ -78,14 +79,10 @@ class _Run:
         self._ended_seconds = now
         return standing(self.run_dir, self.means).state in LIVE
 
-    def _standing(self) -> Heading:
-        found = run_state(self.run_dir, self.means)
+    def _standing(self) -> RunState:
         self._attempt = next(reversed(attempts(self.run_dir)), None)
         self._stood_seconds = self._ended_seconds = time.monotonic()
-        return Heading(
-            self.run_dir.name, found.state, found.words, Path(found.task).name, found.strategy, found.world_size,
-            found.step, found.total_steps, found.checkpoint_step, tuple(found.metrics.items()),
-        )  # fmt: skip
+        return run_state(self.run_dir, self.means)
 
     def close(self) -> None:
         """Let go of its files."""

@@ -1,10 +1,10 @@
-"""How a run ended: summary.json, for people and scripts; ended.json, how by its agent's word."""
+"""How a run goes on or has ended: by its summary.json, its agent's ended.json, and as people are told."""
 
 import math
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -44,6 +44,39 @@ class Summary(msgspec.Struct, frozen=True, omit_defaults=True):
     peak_gpu_memory_bytes: Count | None = None
     bits_hold_for: dict[str, Any] | None = None
     failure: str | None = None
+
+
+State = Literal["not started", "queued", "running", "done", "saved", "failed", "cancelled", "lost", "unknown"]
+
+LIVE = ("queued", "running")
+
+
+class RunState(msgspec.Struct, frozen=True, kw_only=True):
+    """What `paceline status --json` prints, and `paceline runs --json` of each run."""
+
+    run_dir: str
+    state: State
+    words: str = ""  # more about the state
+    on: str = "local"
+    hosts: tuple[str, ...] = ()
+    slurm_job: str = ""
+    attempts: int = 0
+    step: int | None = None
+    total_steps: int | None = None
+    samples_per_second: float | None = None
+    checkpoint_step: int | None = None
+    task: str = ""
+    strategy: str = ""
+    world_size: int | None = None
+    epochs: float | None = None  # that are done
+    metrics: dict[str, float | None] = {}  # the newest; null: not finite
+    found: tuple[str, ...] = ()  # by the agent, in the newest start: a slow rank, replicas that drift
+    unix_time: float = 0.0  # when it last wrote something
+
+    @property
+    def name(self) -> str:
+        """Its folder's."""
+        return Path(self.run_dir).name
 
 
 class Ended(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -14,20 +14,20 @@ from textual.screen import ModalScreen
 from textual.widgets import DataTable, Footer, Static
 
 from paceline.errors import PacelineError
+from paceline.observe.summary import LIVE, RunState
 from paceline.view.live import RunNow
-from paceline.view.watch_lines import COLUMNS, ORDERS, Column, Heading, footnote, ordered, progress, title
+from paceline.view.watch_lines import COLUMNS, ORDERS, Column, footnote, ordered, progress, title
 from paceline.view.words import one_line
 
 EVERY_SECONDS = 1.0
 ROWS_A_LOOK = 32  # of a higher terminal not every look is drawn: to draw a row takes half a millisecond
-LIVE_STATES = ("queued", "running", "unknown")
 
 
 @dataclass(frozen=True)
 class Deeds:
     """What the screen can have done; each may take seconds, and raises PacelineError or OSError where it cannot."""
 
-    look: Callable[[], tuple[RunNow, Heading]]
+    look: Callable[[], tuple[RunNow, RunState]]
     stack: Callable[[int], str]
     log: Callable[[int], str]
     save: Callable[[], str]
@@ -114,7 +114,7 @@ class WatchApp(App[None]):
         self._shown: list[tuple[int, list[Text]]] = []  # the table as it is: rank, cells
         self._form: list[str] = []  # its columns
         self._widths: list[int] = []
-        self.seen: tuple[RunNow, Heading] | None = None
+        self.seen: tuple[RunNow, RunState] | None = None
         """the last look"""
         self.failure: BaseException | None = None
         """why it ended by itself"""
@@ -140,7 +140,7 @@ class WatchApp(App[None]):
                 self.failure = error
                 self.exit()
                 return
-            over = self.seen[1].state not in LIVE_STATES
+            over = self.seen[1].state not in (*LIVE, "unknown")
             if over or look % (1 + self.size.height // ROWS_A_LOOK) == 0:
                 self._draw()
             if over:

@@ -2,41 +2,27 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
 
 from rich.text import Text
 
 from paceline.observe.machine import GpuUse
+from paceline.observe.summary import LIVE, RunState
 from paceline.view.live import RunNow
 from paceline.view.rank_now import RankNow
 from paceline.view.words import last_bars, one_line, size_words, time_words
 
 STILL_SECONDS = 5.0  # below it a rank moves
 WAITS_LITTLE = 0.02
-OVER = ("done", "saved", "failed", "cancelled", "lost")
 PHASE_STYLES = {"sync": "yellow", "data": "magenta", "evaluate": "cyan", "checkpoint": "cyan", "init": "dim"}
 STATE_STYLES = {"running": "cyan", "queued": "cyan", "done": "green", "saved": "yellow", "failed": "red", "lost": "red"}
 
 
-@dataclass(frozen=True)
-class Heading:
-    """What is known of a run besides its ranks: a `RunState` of the commands has all of it."""
-
-    name: str
-    state: str
-    words: str = ""
-    task: str = ""
-    strategy: str = ""
-    world_size: int | None = None
-    step: int | None = None
-    total_steps: int | None = None
-    checkpoint_step: int | None = None
-    metrics: tuple[tuple[str, float | None], ...] = ()
-
-
-def title(standing: Heading) -> Text:
+def title(standing: RunState) -> Text:
     """Which run, and how it stands."""
     text = Text(one_line(standing.name, 60), "bold")
-    words = [one_line(word, 40) for word in (standing.task, standing.strategy) if word]
+    words = [one_line(word, 40) for word in (Path(standing.task).name, standing.strategy) if word]
     ranks = f"{standing.world_size} ranks" if standing.world_size else ""
     text.append("  " + "  ".join(word for word in (*words, ranks) if word), "not bold")
     text.append(f"  {one_line(standing.state, 20)}", STATE_STYLES.get(standing.state, ""))
@@ -45,7 +31,7 @@ def title(standing: Heading) -> Text:
     return text
 
 
-def progress(now: RunNow, standing: Heading, width: int = 0) -> Text:
+def progress(now: RunNow, standing: RunState, width: int = 0) -> Text:
     """How far it is, and how fast; with a curve of the loss where `width` leaves room for one."""
     step = now.step if now.step is not None else standing.step
     parts: list[str] = []
@@ -63,7 +49,8 @@ def progress(now: RunNow, standing: Heading, width: int = 0) -> Text:
     saved = now.saved_step if now.saved_step is not None else standing.checkpoint_step
     if saved is not None:
         parts.append(f"saved at {saved:,}")
-    parts += [f"test {one_line(name, 20)} {score:.4g}" for name, score in standing.metrics[:2] if score is not None]
+    scores = islice(standing.metrics.items(), 2)
+    parts += [f"test {one_line(name, 20)} {score:.4g}" for name, score in scores if score is not None]
     while width and len(parts) > 1 and len("  ".join(parts)) > width:
         parts.pop()
     line = "  ".join(parts)
@@ -176,10 +163,11 @@ ORDERS: tuple[tuple[str, Callable[[RankNow], tuple[float, ...]]], ...] = (
 )
 
 
-def summary_line(now: RunNow, standing: Heading) -> str:
+def summary_line(now: RunNow, standing: RunState) -> str:
     """All in one plain line."""
     ranks = [one for one in now.ranks if one.still_seconds >= STILL_SECONDS and not one.ended]
-    still = f"  {len(ranks)} of {len(now.ranks)} ranks stand still" if ranks and standing.state not in OVER else ""
+    goes_on = standing.state in (*LIVE, "unknown")
+    still = f"  {len(ranks)} of {len(now.ranks)} ranks stand still" if ranks and goes_on else ""
     slow = f"  {one_line(now.words, 120)}" if now.words and standing.state == "running" else ""
     return f"{title(standing).plain}  {progress(now, standing).plain}{still}{slow}"
 
