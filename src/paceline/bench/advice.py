@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from paceline.bench.compare import Row
+from paceline.errors import plural
 
 WORTH = 1.05  # times the speed of one process; less is not worth a second process
 EXACT_ENOUGH = 0.9  # of the fastest: so much speed the same bits are worth
@@ -38,8 +39,8 @@ def advise(rows: Sequence[Row], alone: Row | None, promised: Sequence[str], room
         )
     if alone is not None and best.rate.median < WORTH * alone.rate.median:
         return (
-            f"Train on one process: it reaches {_rate(alone)} on {alone.threads} "
-            f"thread{'s' if alone.threads > 1 else ''}; the fastest of {best.world_size} processes, {best.strategy}, "
+            f"Train on one process: it reaches {_rate(alone)} on "
+            f"{plural(alone.threads, 'thread')}; the fastest of {best.world_size} processes, {best.strategy}, "
             f"reaches {_rate(best)}."
         )
     exact = [row for row in whole if row.strategy in promised and row.rate.median >= EXACT_ENOUGH * best.rate.median]

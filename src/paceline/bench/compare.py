@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from paceline.bench.spec import NO_EXCHANGE, Measurement, Memory, NotMeasured
+from paceline.errors import plural
 
 REFERENCE = "reference"
 """the candidate whose bits all others are compared with: `exact` on one process, with as many virtual ranks"""
@@ -166,7 +167,7 @@ def _memory(row: Row) -> list[str]:
 
 def _who(row: Row) -> list[str]:
     name = f"({NO_EXCHANGE}: the limit)" if row.strategy == NO_EXCHANGE else row.strategy
-    return [name, f"{row.world_size} x {row.threads} thread{'s' if row.threads > 1 else ''}", str(row.global_batch)]
+    return [name, f"{row.world_size} x {plural(row.threads, 'thread')}", str(row.global_batch)]
 
 
 def _megabytes(size: int | None) -> str:

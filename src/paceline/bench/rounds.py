@@ -18,7 +18,7 @@ import msgspec
 from paceline.bench.spec import CHUNKS, CONFIG, ORDER, RUNNING, Candidate, Measurement, MeasureOrder, NotMeasured
 from paceline.contract.failure import Failure
 from paceline.contract.orders import STOP_SIGNALS
-from paceline.errors import ExitCode
+from paceline.errors import ExitCode, plural
 from paceline.launch.job import Job
 from paceline.launch.local import local
 from paceline.launch.supervise import run
@@ -76,7 +76,7 @@ def measure_rounds(
     for number in range(rounds):
         found.rounds.append([])
         for one in sets:
-            _say(f"round {number + 1} of {rounds}: {one.nproc} process{'es' if one.nproc > 1 else ''} ...")
+            _say(f"round {number + 1} of {rounds}: {plural(one.nproc, 'process', 'processes')} ...")
             shift = number % max(1, len(one.candidates))
             gone = {failure.name for failure in found.failures if failure.world_size == one.nproc}
             turn = [c for c in (*one.candidates[shift:], *one.candidates[:shift]) if c.name not in gone]

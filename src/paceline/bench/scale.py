@@ -24,6 +24,7 @@ from paceline.bench.shares import (
     lost_weak,
     take_apart,
 )  # fmt: skip
+from paceline.errors import plural
 
 MACHINES = (2, 4, 8, 16, 64)  # for which a stated network is extrapolated to
 WIDTH = 160  # where there is no terminal
@@ -137,7 +138,7 @@ def ahead_of(
     add(most, "this machine", most, None)
     here = max((at.ranks for at in parts if machine.crowd(at.ranks) <= 1.0), default=1)
     for machines in MACHINES if network else ():
-        where = f"{machines} machines like this one, {here} rank{'s' if here > 1 else ''} each"
+        where = f"{machines} machines like this one, {plural(here, 'rank')} each"
         add(machines * here, where, here, network)
     return found
 

@@ -2,7 +2,6 @@
 
 import os
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from paceline.cli.flags import table_console
 from paceline.disk.owners import note_strangers
 from paceline.disk.reading import is_folder, real_path
 from paceline.errors import ExitCode, UsageError
+from paceline.observe.terminal import clock
 from paceline.store.manifest import Damaged, Manifest
 from paceline.store.store import Checkpoints, Entry
 
@@ -107,6 +107,6 @@ def _judged(checkpoints: Checkpoints, path: Path, *, hashed: bool) -> Manifest |
 
 def _when(path: Path) -> str:
     try:
-        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(path.lstat().st_mtime))
+        return clock(path.lstat().st_mtime)
     except OSError:  # deleted meanwhile
         return ""

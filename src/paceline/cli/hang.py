@@ -23,6 +23,7 @@ from paceline.disk.reading import names
 from paceline.errors import ExitCode, UsageError
 from paceline.guard.story import Told, description, read_verdict
 from paceline.guard.verdict import VERDICT, page
+from paceline.observe.terminal import clock
 
 ANSWER_SECONDS = 15.0  # the head looks every second, and gives every rank three seconds to answer
 POLL_SECONDS = 0.1
@@ -83,15 +84,8 @@ def _report(run_dir: Path, means: Means) -> HangReport:
         return HangReport(str(run_dir), state, False, words, "", None)
     told = read_verdict(folder)
     earlier = f"; {unheard}: this is of an earlier stall" if unheard else ""
-    words = f"{folder.parent.name}, {_when(told.unix_time)}{earlier}"
+    words = f"{folder.parent.name}, {clock(told.unix_time) or 'at a time unknown'}{earlier}"
     return HangReport(str(run_dir), state, False, words, str(folder), told)
-
-
-def _when(unix_time: float) -> str:
-    try:
-        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(unix_time))
-    except (OverflowError, ValueError, OSError):  # written by anybody
-        return "at a time unknown"
 
 
 def _live_words(told: Told) -> str:

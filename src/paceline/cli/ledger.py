@@ -18,7 +18,7 @@ from paceline.cli.flags import check_out_file, table_console, write_json
 from paceline.config import batch_shape, check_values, load
 from paceline.disk.owners import note_strangers
 from paceline.disk.reading import is_folder, real_path
-from paceline.errors import ExitCode, UsageError
+from paceline.errors import ExitCode, UsageError, plural
 from paceline.observe.terminal import clean
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _verdict(found: Audit) -> str:
     if found.findings:
-        return f"NOT proven: {_count(len(found.findings), 'finding')}"
+        return f"NOT proven: {plural(len(found.findings), 'finding')}"
     whole = [epoch for epoch in found.epochs if epoch.steps == found.steps_per_epoch]
     told: list[str] = []
     if found.is_stream:
@@ -85,13 +85,13 @@ def _verdict(found: Audit) -> str:
         )
     starts = found.incarnations
     ranks = ", ".join(str(start.world_size) for start in starts)
-    over = f", over {_count(len(starts), 'incarnation')} ({ranks} {'rank' if ranks == '1' else 'ranks'})"
+    over = f", over {plural(len(starts), 'incarnation')} ({ranks} {'rank' if ranks == '1' else 'ranks'})"
     return "clean: " + ", and ".join(told) + over + _left_out(found) + _thrown_away(found)
 
 
 def _left_out(found: Audit) -> str:
     count = len(found.left_out)
-    return f"; {_count(count, 'step')} of these {'was' if count == 1 else 'were'} left out" if count else ""
+    return f"; {plural(count, 'step')} of these {'was' if count == 1 else 'were'} left out" if count else ""
 
 
 def _thrown_away(found: Audit) -> str:
@@ -100,7 +100,7 @@ def _thrown_away(found: Audit) -> str:
         return ""
     done = sum(epoch.steps for epoch in found.epochs)
     again = " and done again" if all(start.last_step <= done for start in found.incarnations) else ""
-    return f"; {_count(thrown, 'step')} {'was' if thrown == 1 else 'were'} thrown away{again}"
+    return f"; {plural(thrown, 'step')} {'was' if thrown == 1 else 'were'} thrown away{again}"
 
 
 def _print(found: Audit) -> None:
@@ -130,7 +130,3 @@ def _print(found: Audit) -> None:
 
 def _each(epochs: int) -> str:
     return "1 epoch" if epochs == 1 else f"each of {epochs} epochs"
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number:,} {what}{'' if number == 1 else 's'}"

@@ -19,6 +19,7 @@ from paceline.guard.wording import in_runs, named
 from paceline.launch.submission import last_submission
 from paceline.launch.tail import Tail
 from paceline.observe.summary import LIVE
+from paceline.observe.terminal import clock
 from paceline.view.rank_logs import MAX_ALL_BYTES, LinesWanted, RankLine, RankLogs, Together, put_together, rank_logs
 
 POLL_SECONDS = 0.5
@@ -180,17 +181,10 @@ def _print_all(found: RankLogs, asked: _Asked) -> None:
 
 def _print(lines: Iterable[Together], asked: _Asked, *, prefixed: bool) -> None:
     for line in lines:
-        when = f"{_clock(line.unix_time)} " if asked.times else ""
+        when = f"{clock(line.unix_time) or '-':19} " if asked.times else ""
         who = f"[{in_runs(map(str, line.ranks), ',')}] " if prefixed else ""
         sys.stdout.write(f"{when}{who}{line.text}\n")
     sys.stdout.flush()
-
-
-def _clock(unix_time: float) -> str:
-    with suppress(OSError, OverflowError, ValueError):
-        if unix_time:
-            return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(unix_time))
-    return f"{'-':19}"
 
 
 def _follow(run_dir: Path, means: Means, asked: _Asked, found: RankLogs) -> None:

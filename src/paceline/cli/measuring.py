@@ -16,7 +16,7 @@ from paceline.bench.spec import LOOKED_AT
 from paceline.cli.flags import check_out_file, check_positive, print_json, write_json
 from paceline.config import TrainConfig, absolute_task, check_values, task_options
 from paceline.disk.reading import real_path
-from paceline.errors import UsageError
+from paceline.errors import UsageError, plural
 from paceline.tasks import check_optimizer, check_task
 
 
@@ -115,10 +115,8 @@ def crowd(ranks: int, threads: int, cores: int) -> str:
     """How many threads share how many cores, in words; empty where each has one of its own."""
     if ranks * threads <= cores:
         return ""
-    return (
-        f"{ranks} ranks x {threads} thread{'s' if threads > 1 else ''} = {ranks * threads} threads on {cores} "
-        f"core{'s' if cores > 1 else ''}"
-    )
+    each, there = plural(threads, "thread"), plural(cores, "core")
+    return f"{ranks} ranks x {each} = {ranks * threads} threads on {there}"
 
 
 def publish(found: msgspec.Struct, how: Measuring, print_tables: Callable[[], None]) -> None:

@@ -1,9 +1,7 @@
 """`paceline runs`: lists the runs of a folder, the newest first, and what each of them has reached."""
 
 import sys
-import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +16,7 @@ from paceline.disk.owners import note_strangers
 from paceline.disk.reading import folders, is_folder, real_path
 from paceline.errors import ExitCode, PacelineError, UsageError
 from paceline.observe.summary import RunState, scores_line
+from paceline.observe.terminal import clock
 from paceline.view.watch_lines import STATE_STYLES
 from paceline.view.words import one_line
 
@@ -90,9 +89,7 @@ def _print(found: Sequence[RunState]) -> None:
 
 def _cells(run: RunState) -> tuple[str, ...]:
     total = f" of {run.total_steps:,}" if run.total_steps and run.total_steps != run.step else ""
-    when = ""
-    with suppress(OSError, OverflowError, ValueError):  # whoever writes a folder can give it any time
-        when = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.unix_time)) if run.unix_time else ""
+    when = clock(run.unix_time, "%Y-%m-%d %H:%M")
     cells = (
         run.name, Path(run.task).name, run.strategy, str(run.world_size or ""),
         "" if run.step is None else f"{run.step:,}{total}", f"{run.epochs:.3g}" if run.epochs else "",

@@ -20,7 +20,7 @@ from paceline.bench.spec import NO_EXCHANGE, Candidate
 from paceline.cli.flags import check_gpus, check_positive, usable_gpus, whole_numbers
 from paceline.cli.measuring import CliMeasuring, Measuring, check_measuring, crowd, measured, publish, settings_of
 from paceline.config import DEFAULT_BATCH_SIZE
-from paceline.errors import ExitCode, UsageError, unknown
+from paceline.errors import ExitCode, UsageError, plural, unknown
 from paceline.host.cgroup import threads_per_rank, usable_cores
 from paceline.ladder import DEFAULT, EXACT, FOR_SEVERAL, LADDER, StrategyName
 
@@ -122,7 +122,7 @@ def _measure(config: ScaleConfig) -> Points | int:
     size = max(chunk.weight_bytes for chunks in found.rounds for chunk in chunks)
     device = found.rounds[0][0].device
     what = (
-        f"{config.task} on {device}, {config.strategy}, {threads} thread{'s' if threads > 1 else ''} a rank, "
+        f"{config.task} on {device}, {config.strategy}, {plural(threads, 'thread')} a rank, "
         f"{cores} cores, {size / 1e6:.1f} MB of gradients"
     )
     notes = scaling_notes(ranks, found, cores, threads)

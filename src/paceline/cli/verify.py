@@ -15,7 +15,7 @@ import tyro
 from paceline.cli.flags import check_out_file, check_positive, chosen_names, split_words, whole_numbers, write_json
 from paceline.config import settings_given
 from paceline.contract.windows import AUTO, Windows
-from paceline.errors import ExitCode, UsageError
+from paceline.errors import ExitCode, UsageError, plural
 from paceline.host.cgroup import threads_per_rank, usable_cores
 from paceline.ladder import EXACT, FOR_SEVERAL, LADDER
 from paceline.launch.job import Job
@@ -150,7 +150,7 @@ def _verify(
 ) -> int:
     reports: list[Report] = []
     for nproc in ranks:
-        print(f"{nproc} {'process' if nproc == 1 else 'processes'} ...", file=sys.stderr, flush=True)
+        print(f"{plural(nproc, 'process', 'processes')} ...", file=sys.stderr, flush=True)
         outcome = _run(spec, nproc, worker, kind)
         if isinstance(outcome, int):
             return outcome

@@ -49,11 +49,6 @@ def duration(seconds: float) -> str:
     return f"{seconds / 1e-6:.3g} us"
 
 
-def counted(number: int, noun: str) -> str:
-    """1 core, 2 cores."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
 def listed(names: Iterable[str]) -> str:
     """n1, n2 and n3."""
     *first, last = names

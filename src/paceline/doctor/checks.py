@@ -3,8 +3,9 @@
 from collections.abc import Iterator, Sequence
 from statistics import median, median_low
 
-from paceline.doctor.check import Check, checked, counted, duration, listed, rate, size
+from paceline.doctor.check import Check, checked, duration, listed, rate, size
 from paceline.doctor.survey import Survey
+from paceline.errors import plural
 from paceline.host.compare import Finding, differences, differing, shares
 from paceline.host.facts import Address
 
@@ -50,8 +51,8 @@ def resources(survey: Survey) -> Check:
     workers = dict(zip(survey.wanted.hosts, survey.wanted.workers, strict=True))
     threads = survey.wanted.threads
     told = {
-        f"{counted(workers[name], 'worker')} x {counted(threads or max(1, one.cores // workers[name]), 'thread')} "
-        f"on {counted(one.cores, 'core')}"
+        f"{plural(workers[name], 'worker')} x {plural(threads or max(1, one.cores // workers[name]), 'thread')} "
+        f"on {plural(one.cores, 'core')}"
         for name, one in survey.facts.items()
     }
     return checked("resources", "; ".join(sorted(told)), shares(survey.facts, workers, threads))

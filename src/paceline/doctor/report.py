@@ -8,9 +8,10 @@ from rich.console import Console
 from rich.text import Text
 
 from paceline.doctor import checks, checks_network
-from paceline.doctor.check import Check, checked, counted, duration, rate
+from paceline.doctor.check import Check, checked, duration, rate
 from paceline.doctor.messages import LinkSpeed
 from paceline.doctor.survey import Survey, usable_addresses
+from paceline.errors import plural
 from paceline.guard.wording import printable
 
 STYLES = {"ok": "green", "warning": "yellow", "error": "bold red", "-": "dim"}
@@ -63,7 +64,7 @@ def print_checks(console: Console, survey: Survey, checks: Sequence[Check]) -> N
     if len(survey.links) > 2:
         console.print(_table(survey), soft_wrap=True)
     counts = [sum(f.severity == kind for check in checks for f in check.findings) for kind in ("error", "warning")]
-    console.print(f"{counted(counts[0], 'error')}, {counted(counts[1], 'warning')}, {survey.seconds:.1f} s")
+    console.print(f"{plural(counts[0], 'error')}, {plural(counts[1], 'warning')}, {survey.seconds:.1f} s")
 
 
 def as_json(survey: Survey, checks: Sequence[Check]) -> bytes:

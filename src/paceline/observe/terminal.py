@@ -2,6 +2,7 @@
 
 import os
 import re
+import time
 from contextlib import suppress
 
 # C0 but tab and newline, C1, marks of direction: what a worker wrote must not steer the terminal, or hide words
@@ -32,6 +33,13 @@ def escaped(json: str) -> str:
 def clean(text: str) -> str:
     """`text` without what would steer a terminal."""
     return CONTROL.sub("", text.replace("\r\n", "\n").replace("\r", "\n"))
+
+
+def clock(unix_time: float, form: str = "%Y-%m-%d %H:%M:%S") -> str:
+    """When that was, here; empty where no clock shows it: whoever writes a folder can give it any time."""
+    with suppress(OSError, OverflowError, ValueError):
+        return time.strftime(form, time.localtime(unix_time)) if unix_time else ""
+    return ""
 
 
 def last_drawn(line: str) -> str:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from math import prod
 from statistics import median
 
+from paceline.errors import plural
 from paceline.observe.events import Traced
 from paceline.observe.terminal import clean
 from paceline.view.drawing import LABEL, WIDTH, Canvas, Drawing
@@ -99,7 +100,7 @@ def _stages(run: WholeRun, steps: dict[int, Traced]) -> Iterator[Drawing]:
     batch = run.first.steps.samples[-1] if run.first and run.first.rows else 0
     each = max(1, round(batch / max(1, run.world_size)))
     alike = "" if run.world_size < 2 else "; a share each" if run.strategy == "fsdp" else "; the same on every rank"
-    tensors = f"{len(anatomy.parameters)} tensor{'s' * (len(anatomy.parameters) != 1)}"
+    tensors = plural(len(anatomy.parameters), "tensor")
     canvas.box(LABEL + 4, 8, whole, 36, "card", outlined=True)
     canvas.text(LABEL + 16, 30, f"{tensors}, {number:,.0f} numbers{alike}")
     canvas.box(LABEL + 4, 240, whole, 48, "grey", outlined=True)

@@ -1,14 +1,14 @@
 """The tables of a run's page: results, what differs, who holds how much, which samples were used, how to repeat it."""
 
 import shlex
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import mean
 from typing import Any
 
+from paceline.errors import plural
 from paceline.observe.summary import Summary, scores_line
-from paceline.observe.terminal import clean
+from paceline.observe.terminal import clean, clock
 from paceline.view.happened import wall
 from paceline.view.run import WholeRun
 from paceline.view.why import Why, sent_bytes
@@ -70,7 +70,7 @@ def _result(run: WholeRun) -> dict[str, Any]:
         "global batch": summary.global_batch or run.settings.get("global_batch"),
         "optimizer": run.settings.get("optimizer"), "learning rate": run.settings.get("lr"),
         "samples/s": f"{rate:,.0f}" if rate else None, "took": time_words(seconds) if seconds else None,
-        "began": time.strftime("%Y-%m-%d %H:%M", time.localtime(first.started[0].unix_time)) if first else None,
+        "began": clock(first.started[0].unix_time, "%Y-%m-%d %H:%M") if first else None,
         "peak memory": f"{summary.peak_memory_bytes / 1e9:.2f} GB a rank" if summary.peak_memory_bytes else None,
     }  # fmt: skip
     return {name: value for name, value in found.items() if value}
@@ -159,7 +159,7 @@ def held(run: WholeRun) -> Iterable[Table]:
         each = [b / (size if is_shared else 1) for b, is_shared in zip(whole, parts, strict=True)]
         rows.append([name, *(f"{b / 1e6:,.2f}" for b in each), f"{sum(each) / 1e6:,.2f}"])
     words = (
-        f"MB of tensors on each of {size} rank{'s' if size > 1 else ''} between two steps: counted in the first row, "
+        f"MB of tensors on each of {plural(size, 'rank')} between two steps: counted in the first row, "
         "computed in the others. zero shares out gradients and optimizer state, fsdp the weights, too. Not counted: "
         "activations and libraries."
     )

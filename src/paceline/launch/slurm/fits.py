@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from paceline.contract.orders import STOP_SIGNALS, read_inbox, signal_inbox
-from paceline.errors import PacelineError, UsageError, unknown
+from paceline.errors import PacelineError, UsageError, plural, unknown
 from paceline.host.procfs import PR_SET_PDEATHSIG
 from paceline.launch.job import Job
 from paceline.launch.slurm.queue import run_slurm, slurm_words
@@ -73,16 +73,17 @@ def misfit(name: str, nodes: Sequence[Nodes], job: Job) -> str:
         return f"--time {asked.minutes} is more than the {limit:.0f} minutes that partition {name} allows"
     total = sum(n.count for n in nodes)
     if job.nodes > total:
-        return f"--nodes {job.nodes} is more than the {_nodes(total)} of partition {name}"
+        return f"--nodes {job.nodes} is more than the {plural(total, 'node')} of partition {name}"
     with_gpus = [n for n in nodes if n.gpus >= asked.gpus_per_node]
     if job.nodes > (fit := sum(n.count for n in with_gpus)):
         most = max(n.gpus for n in nodes)
-        return f"--gpus-per-node {asked.gpus_per_node}: partition {name} has {_nodes(fit)} with so many (most: {most})"
+        there = f"{plural(fit, 'node')} with so many (most: {most})"
+        return f"--gpus-per-node {asked.gpus_per_node}: partition {name} has {there}"
     if job.nodes > (fit := sum(n.count for n in with_gpus if n.cpus >= cpus)):
         most = max(n.cpus for n in with_gpus)
         return (
             f"--nproc {job.nproc} x --cpus-per-rank {asked.cpus_per_rank} = {cpus} CPUs on each node: partition {name} "
-            f"has {_nodes(fit)} with so many (most: {most})"
+            f"has {plural(fit, 'node')} with so many (most: {most})"
         )
     return ""
 
@@ -111,13 +112,10 @@ def _minutes(text: str) -> float:
     return days * 1440 + hours * 60 + minutes + seconds / 60
 
 
-def _nodes(count: int) -> str:
-    return f"{count} node{'s' * (count != 1)}"
-
-
 def _choices(nodes: Sequence[Nodes]) -> str:
     shown = [
-        f"{n.partition} ({_nodes(n.count)} with {n.cpus} CPUs, {n.gpus} GPUs, {n.minutes:.0f} minutes)" for n in nodes
+        f"{n.partition} ({plural(n.count, 'node')} with {n.cpus} CPUs, {n.gpus} GPUs, {n.minutes:.0f} minutes)"
+        for n in nodes
     ]
     more = f", and {len(shown) - LONGEST_LISTED} more: see sinfo" if len(shown) > LONGEST_LISTED else ""
     return f"This cluster has {', '.join(shown[:LONGEST_LISTED])}{more}"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from paceline.errors import UsageError
+from paceline.errors import UsageError, plural
 from paceline.launch.job import Command, Job, Plan, node_plan
 
 SIGNAL_SECONDS = 60  # Slurm may send the signal before the time limit so much too early
@@ -126,7 +126,7 @@ def batch_script(job: Job) -> str:
     setup = "\n".join(_environment(job))
     return _SCRIPT.format(
         options="\n".join(f"#SBATCH --{option}" for option in _options(job)),
-        shape=f"{job.nodes} node{'s' * (job.nodes > 1)}, {job.nproc} worker{'s' * (job.nproc > 1)} on each",
+        shape=f"{plural(job.nodes, 'node')}, {plural(job.nproc, 'worker')} on each",
         setup=f"\n{setup}\n" if setup else "",
         nodes=job.nodes,
         cpus=job.nproc * job.slurm.cpus_per_rank,

@@ -16,7 +16,7 @@ from paceline.data.arrays import on_device
 from paceline.data.loader import Loading, MicroBatch, load_steps
 from paceline.data.plan import ranks_share
 from paceline.data.streams import first_of, is_stream
-from paceline.errors import UsageError
+from paceline.errors import UsageError, plural
 from paceline.ladder import options_of_others
 from paceline.stepping.scaling import loss_scale
 from paceline.strategies import Replica
@@ -69,7 +69,7 @@ def load_ground(config: TrainConfig, candidates: Iterable[Candidate], world: Wor
         raise UsageError("the training data are empty")
     if samples < largest:
         raise UsageError(
-            f"a step of {largest:,} samples on {world.size} rank{'s' if world.size > 1 else ''} was asked for, and "
+            f"a step of {largest:,} samples on {plural(world.size, 'rank')} was asked for, and "
             f"there are {samples:,} to train on: smaller batches than named would be measured. Lower the batch size"
         )
     if config.data.data_on_device == "auto":
