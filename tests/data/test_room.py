@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from paceline.compute import resources as room
-from paceline.compute.resources import Room, check_room
+from paceline.data import room
+from paceline.data.room import Room, check_room
 from paceline.errors import UsageError
 
 BATCH = ({"a": torch.zeros(2, 1000), "b": [torch.zeros(2, 1000)]}, torch.zeros(2, dtype=torch.int64))

@@ -1,29 +1,25 @@
-"""What a rank takes of its machine: threads, memory that the allocator keeps, room for batches in /dev/shm."""
+"""What a rank takes of its machine: threads, and memory that the allocator keeps.
+
+No torch here: it may be called before anything is imported.
+"""
 
 import ctypes
 import os
 import re
-import resource
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
-from paceline.errors import UsageError, plural
+from paceline.errors import plural
 from paceline.host.cgroup import usable_cores
-from paceline.nested import tensors
 
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # malloc.h
 TOP_PAD_BYTES = 64 << 20
 ACTIVATION_BYTES = 2 << 30  # of a step, assumed: not known before the first
 GAPS = 2  # the heap may become so many times as large as what is in it (measured: up to 1.5 times)
-AHEAD = 2  # batches that each process has ready: DataLoader's prefetch_factor
-OTHER_FILES = 64  # that a training holds besides
-SHARED_MEMORY = "/dev/shm"
 
 
 class Seat(msgspec.Struct, frozen=True):
@@ -143,62 +139,3 @@ def peak_memory() -> int:
         status = Path("/proc/self/status").read_text()
         return int(re.search(r"^VmHWM:\s*([0-9]+) kB", status, re.MULTILINE)[1]) << 10  # pyright: ignore[reportOptionalSubscript]
     return 0
-
-
-@dataclass(frozen=True)
-class Room:
-    """What needs room on this machine."""
-
-    largest_batch: int
-    """samples of the largest micro-batch of the run"""
-    num_workers: int
-    """loader processes of each rank; without any there is nothing to check"""
-    local_ranks: int
-
-
-def check_room(batch: Any, samples: int, room: Room) -> None:
-    """Raise UsageError where batches of the kind of `batch`, which has `samples` samples, will not fit.
-
-    Loader processes pass tensors through /dev/shm, each with a descriptor of its own, and work ahead of the training;
-    without room for them it would later look like a crash:
-
-        bytes = bytes of a batch x (2 ahead x processes + 1 in use) x ranks on this machine
-        files = tensors of a batch x (2 ahead x processes + 1 in use)
-    """
-    num_workers, local_ranks = room.num_workers, room.local_ranks
-    if not num_workers:
-        return
-    if sys.platform == "linux" and not Path(SHARED_MEMORY).is_dir():
-        raise UsageError(
-            f"there is no {SHARED_MEMORY}, by which loader processes hand over batches. Mount a tmpfs there, or take "
-            "--num-workers 0"
-        )
-    found = [*tensors(batch)]
-    held = AHEAD * num_workers + 1
-    needed_bytes = sum(t.nbytes for t in found) * room.largest_batch // samples * held * local_ranks
-    free_bytes = _free_bytes()
-    if free_bytes is not None and free_bytes < needed_bytes:
-        raise UsageError(
-            f"{SHARED_MEMORY} has {_mib(free_bytes)} free, and {num_workers} loader processes for each of "
-            f"{local_ranks} ranks keep up to {_mib(needed_bytes)} of batches there. Make it larger "
-            "(Docker: --shm-size=1g), delete what lies in it, or take fewer --num-workers or a smaller --batch-size"
-        )
-    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    needed_files = len(found) * held + OTHER_FILES
-    if files != resource.RLIM_INFINITY and files < needed_files:
-        raise UsageError(
-            f"a process may open {files} files here (ulimit -n), and {num_workers} loader processes hand over up to "
-            f"{needed_files} at a time. Raise the limit, or take fewer --num-workers"
-        )
-
-
-def _free_bytes() -> int | None:
-    try:
-        status = os.statvfs(SHARED_MEMORY)
-    except OSError:  # not Linux: another way of sharing, whose room is not known
-        return None
-    return status.f_bavail * status.f_frsize
-
-
-def _mib(size_bytes: int) -> str:
-    return f"{size_bytes / 2**20:.1f} MiB"

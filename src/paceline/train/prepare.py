@@ -11,12 +11,12 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from paceline.compute.postponed import postpone_compiler
-from paceline.compute.resources import Room, check_room
 from paceline.config import BatchShape, TrainConfig, batch_shape, default_strategy, task_options
 from paceline.data.arrays import batch_gatherer, on_device
 from paceline.data.fingerprint import data_fingerprint, hash_of
 from paceline.data.loader import Loading, fetch
 from paceline.data.plan import BatchPlan, ranks_share
+from paceline.data.room import Room, check_room
 from paceline.data.streams import is_stream
 from paceline.errors import UsageError
 from paceline.ladder import LADDER, options_of_others
