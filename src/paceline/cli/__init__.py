@@ -75,9 +75,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     hold_standard_descriptors()
     birth = WorkerBirth.here()
     if birth is not None and birth.preload >= 0:  # this node's workers are forked from here: they go on below
+        from paceline.cli.rank import import_for
         from paceline.worker.preload import serve
 
-        serve(birth, lambda: importlib.import_module("paceline.cli.train").load(arguments[1:]))
+        serve(birth, lambda: import_for(arguments[-1]))
     if birth is not None:  # before anything slow: a worker must not outlive its agent
         from paceline.worker.attach import attach
 
@@ -95,6 +96,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.environ.update(understood(os.environ))
         if arguments[0] not in COMMANDS:
             raise unknown("command", arguments[0], COMMANDS)
+        if birth is not None and arguments[:2] == ["train", "--config"] and len(arguments) == 3:
+            from paceline.cli.rank import of_settings
+
+            return of_settings(arguments[2])
         return importlib.import_module(f"paceline.cli.{arguments[0]}").main(arguments[1:])
     except (Exception, KeyboardInterrupt) as error:
         if birth is None and isinstance(error, BrokenPipeError) and _reader_is_gone():

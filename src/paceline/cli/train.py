@@ -23,12 +23,12 @@ from paceline.config import CliTrainConfig, ClusterConfig, TrainConfig, check_va
 from paceline.contract.birth import WorkerBirth
 from paceline.disk.reading import real_path
 from paceline.errors import ExitCode, UsageError
-from paceline.ladder import DEFAULT, DEFAULT_ALONE, LADDER
+from paceline.ladder import DEFAULT_ALONE
 from paceline.launch.job import GPU_CORES, Job
 from paceline.observe.folder import CONFIG
 from paceline.tasks.settings import told
 from paceline.worker.foreign import check_shape, launched
-from paceline.worker.imports import COMPILER, TRAINING, import_all
+from paceline.worker.imports import TRAINING, import_all
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -141,14 +141,6 @@ def _value_of(flag: str, arguments: Sequence[str]) -> str | None:
         if name.replace("_", "-") == flag:  # the parser takes both
             return value if equals else following
     return None
-
-
-def load(arguments: Sequence[str]) -> None:
-    """Import what each worker of `paceline train ARGUMENTS` will, for those that are forked from this process."""
-    config = parse(arguments)
-    compute, rung = config.compute, LADDER.get(config.strategy or DEFAULT)
-    compiles = compute.compile or compute.checkpoint_activations is not None or (rung is not None and rung.compiler)
-    import_all([TRAINING, COMPILER] if compiles else [TRAINING])
 
 
 def start_here(config: TrainConfig) -> tuple[Path, int]:

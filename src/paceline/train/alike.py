@@ -1,6 +1,7 @@
 """What all ranks must have alike: the user's code before the first step, and their replicas now and then."""
 
 import hashlib
+import os
 import sys
 import sysconfig
 from collections import Counter
@@ -103,14 +104,20 @@ def check_code(world: World) -> None:
 def _own_code() -> dict[str, str]:
     """Of each imported module that belongs to no installed package, a digest of its file, by name."""
     paths = sysconfig.get_paths()
-    installed = {Path(paths[name]).resolve() for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-    installed.add(Path(__file__).resolve().parents[1])  # ours
+    roots = [paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    roots.append(str(Path(__file__).parents[1]))  # ours
+    installed = tuple(os.path.realpath(root) + os.sep for root in roots)
+    resolved: dict[str, str] = {}  # folders: there are thousands of modules, and every rank is waited for
     found: dict[str, str] = {}
     for name, module in list(sys.modules.items()):
         path = getattr(module, "__file__", None)
         if not isinstance(path, str) or not path.endswith(".py"):
             continue
-        resolved = Path(path).resolve()
-        if resolved.is_file() and not any(folder in resolved.parents for folder in installed):
-            found[name] = hashlib.sha256(resolved.read_bytes()).hexdigest()[:12]
+        if Path(path).is_symlink():
+            path = os.path.realpath(path)
+        folder = path.rpartition(os.sep)[0]
+        if folder not in resolved:
+            resolved[folder] = os.path.realpath(folder) + os.sep
+        if not resolved[folder].startswith(installed) and Path(path).is_file():
+            found[name] = hashlib.sha256(Path(path).read_bytes()).hexdigest()[:12]
     return found
