@@ -2,9 +2,10 @@
 
 `python benchmarks/startup.py`: torchrun with a bare script as the tutorials write it, against paceline with every
 worker importing torch for itself (`--preload off`) and with workers forked from one process that has (`auto`). MNIST
-CNN, AdamW, batch 64 a rank, DDP; A B C, B C A, ..., so that a busy machine slows all. The clock stops when rank 0 has
-taken its first step. For a restart a rank is killed with SIGKILL in the middle of a run, and the clock stops at the
-first step of the next generation; torchrun would begin at step 0 again, so it takes no part.
+CNN, AdamW, batch 64 a rank, each with its own data parallelism: DDP, and paceline's default. A B C, B C A, ..., so that
+a busy machine slows all. The clock stops when rank 0 has taken its first step. For a restart a rank is killed with
+SIGKILL in the middle of a run, and the clock stops at the first step of the next generation; torchrun would begin at
+step 0 again, so it takes no part.
 
 --quick is one round, to see whether it works; --out writes the result there.
 """
@@ -61,7 +62,7 @@ dist.destroy_process_group()
 
 def command(nproc: int, preload: str, run_dir: Path, *flags: str) -> list[str]:
     """A training under paceline's own launcher."""
-    train = [sys.executable, "-m", "paceline", "train", "mnist-cnn", "--strategy", "ddp", "--device", "cpu"]
+    train = [sys.executable, "-m", "paceline", "train", "mnist-cnn", "--device", "cpu"]
     return [*train, "--nproc", str(nproc), "--preload", preload, "--run-dir", str(run_dir), *flags]
 
 
