@@ -27,6 +27,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
+import msgspec
 import psutil
 from msgspec.structs import replace
 
@@ -40,6 +41,9 @@ from paceline.contract.evidence import Evidence, Frame, Op, Phase, Sample, Stack
 from paceline.contract.node_plan import NodePlan
 from paceline.contract.orders import STOP_SIGNALS, Orders, signal_inbox
 from paceline.host.facts import Facts, gather
+from paceline.launch.job import Command
+from paceline.launch.ssh.announcements import await_agents
+from paceline.launch.ssh.sessions import open_sessions
 
 NODES = (2, 10, 30, 100, 300, 1000)
 NPROC = 8
@@ -267,6 +271,20 @@ def hanging_run(nodes: int, facts: Facts) -> dict[str, float]:
         return {"named_seconds": named, "hang_ended_seconds": time.monotonic() - hangs, "hang_head_mib": run.peak_mib}
 
 
+def ssh_start(nodes: int, facts: Facts) -> dict[str, float]:
+    """How long the launcher takes until all agents have announced themselves, through clients that log in for 0.3 s."""
+    with tempfile.TemporaryDirectory() as folder, signal_inbox((signal.SIGCHLD,)) as inbox:
+        words = Path(folder) / "facts"
+        words.write_bytes(msgspec.json.encode(facts) + b"\n")
+        client = "sleep 0.3; cat $0; exec cat > /dev/null"
+        commands = [Command(f"n{node}", ("sh", "-c", client, str(words))) for node in range(nodes)]
+        began, cpu = time.monotonic(), time.process_time()
+        with open_sessions(commands, inbox) as every:
+            assert len(await_agents(every, seconds=240.0)) == nodes
+            seconds, cpu = time.monotonic() - began, time.process_time() - cpu
+        return {"ssh_seconds": seconds, "ssh_cpu_seconds": cpu}
+
+
 def main() -> int:
     """1 if a goal is missed."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -280,6 +298,7 @@ def main() -> int:
     rows: list[dict[str, float]] = []
     for nodes in options.nodes:
         found: dict[str, float] = {"nodes": nodes, "ranks": nodes * NPROC}
+        found |= ssh_start(nodes, facts)
         found |= stopped_run(nodes, facts, options.quiet_seconds) | hanging_run(nodes, facts)
         found["head_mib"] = max(found["head_mib"], found.pop("hang_head_mib"))
         rows.append({name: round(value, 4) for name, value in found.items()})

@@ -17,8 +17,10 @@ from paceline.agent.ears import Ears
 from paceline.contract.evidence import Evidence, Sample
 from paceline.contract.node_plan import NodePlan
 from paceline.contract.orders import STOP_SIGNALS, Orders
+from paceline.host.procfs import allow_files
 
 FAREWELL_SECONDS = 3.0
+FILES = 1024  # for all but the links
 BATCH_SECONDS = 2e-5  # for each node: how long signs of life may wait to be taken in
 
 
@@ -121,6 +123,7 @@ class Crew:
         self.members: dict[int, RemoteNode] = {}
         self.wrong: list[str] = []  # who had the secret, and could not be taken all the same
         self._plan, self._orders = plan, orders
+        allow_files(FILES + plan.nodes)
         self._door = Door(plan.head_ports, bytes.fromhex(plan.secret)) if plan.nodes > 1 else None
         self._told: dict[int, list[int]] = {}  # node -> orders it was given: signals, 0 for a launcher that is gone
         self._beat_seconds = 0.0
@@ -155,7 +158,8 @@ class Crew:
     def wait(self, seconds: float) -> None:
         """Return after `seconds`, or earlier when something happens; what other nodes have sent is taken in by then."""
         if self._door is None:
-            return self._orders.wait(seconds)
+            self._orders.wait(seconds)
+            return
         until = time.monotonic() + min(seconds, m.BEAT_SECONDS)
         while True:
             self._ears.attend(one.link for one in self.here)
@@ -165,7 +169,7 @@ class Crew:
                 self._welcome(link, messages)
                 news = True
             if self._listen() or news or time.monotonic() >= until:
-                return None
+                return
             # nothing but signs of life: of a thousand nodes one comes each millisecond, and many are taken in at once
             time.sleep(BATCH_SECONDS * len(self.members))
 

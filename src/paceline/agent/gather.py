@@ -21,7 +21,7 @@ from paceline.host.compare import compare_hosts
 from paceline.host.facts import Facts
 from paceline.host.facts import gather as gather_facts
 from paceline.host.reach import candidates, why_unreachable
-from paceline.observe.terminal import say
+from paceline.observe.terminal import few, say
 
 FIRST_WORD_SECONDS = 10.0
 NEXT_WORD_SECONDS = 30.0
@@ -29,7 +29,6 @@ REACH_SECONDS = 30.0
 CLOCK_SECONDS = 2.0
 MAX_PROBES = 64
 ALL_PAIRS = 24  # up to so many nodes each tries every other
-MAX_NAMES = 24  # in one line
 WAIT_SECONDS = 0.1
 
 CONNECT_SECONDS = 2.0
@@ -55,9 +54,7 @@ def gather_nodes(plan: NodePlan, crew: Crew) -> NodePlan:
     if apart:
         raise UsageError(
             "not every node can reach every other one, on a port chosen freely as gloo and NCCL do:\n  "
-            + "\n  ".join(
-                [*apart[:MAX_NAMES], *([f"and {len(apart) - MAX_NAMES} more"] if len(apart) > MAX_NAMES else [])]
-            )
+            + few(apart, "\n  ")
             + "\nOpen all ports between these nodes. `paceline doctor` checks it again."
         )
     say(f"all {plan.nodes} nodes are here: {few([facts.host, *(m.hello.facts.host for m in members)])}")
@@ -87,15 +84,6 @@ def _wait_for_all(plan: NodePlan, crew: Crew) -> None:
             )
         next_word += NEXT_WORD_SECONDS
         say(f"{words} (after {now - begun:.0f} s)")
-
-
-def few(names: Sequence[str]) -> str:
-    """These names, or the first of many."""
-    return (
-        ", ".join(names)
-        if len(names) <= MAX_NAMES
-        else f"{', '.join(names[:MAX_NAMES])} and {len(names) - MAX_NAMES} more"
-    )
 
 
 def partners(place: int, count: int) -> list[int]:

@@ -3,6 +3,7 @@
 import ctypes
 import fcntl
 import os
+import resource
 import signal
 import struct
 import sys
@@ -136,3 +137,11 @@ def die_with_parent(parent_pid: int) -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent_pid:  # it died before prctl: the signal will never come
         os._exit(128 + signal.SIGKILL)
+
+
+def allow_files(count: int) -> None:
+    """Raise this process's own limit to `count` open files, as far as it may: a shell's is 1024 mostly."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = count if hard == resource.RLIM_INFINITY else min(count, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

@@ -3,6 +3,7 @@
 import os
 import re
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 
 # C0 but tab and newline, C1, marks of direction: what a worker wrote must not steer the terminal, or hide words
@@ -15,6 +16,7 @@ STEERS = re.compile(
 )
 BEGUN = re.compile(rb"(?:\x1b(?:\[[0-?]*[ -/]*|\][^\x07\x1b]*\x1b?)?|\xc2)\Z")
 MAX_SEQUENCE_BYTES = 4096
+MAX_NAMES = 24  # in a list
 
 
 def say(text: str) -> None:
@@ -73,3 +75,9 @@ class LiveFilter:
         if shown.endswith(b"\xc2"):  # what was taken out stood between it and what comes next
             shown, self._held = shown[:-1], b"\xc2" + self._held
         return shown
+
+
+def few(names: Sequence[str], separator: str = ", ") -> str:
+    """These names in a list; of many the first ones."""
+    more = len(names) - MAX_NAMES
+    return separator.join(names) if more <= 0 else f"{separator.join(names[:MAX_NAMES])} and {more} more"

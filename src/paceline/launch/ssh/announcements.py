@@ -14,7 +14,7 @@ import msgspec
 from paceline.errors import UsageError
 from paceline.launch.relay import cleaned
 from paceline.launch.ssh.sessions import HostSession, Sessions
-from paceline.observe.terminal import say
+from paceline.observe.terminal import few, say
 
 if TYPE_CHECKING:
     from paceline.host.facts import Facts
@@ -91,7 +91,7 @@ def await_agents(every: Sessions, *, seconds: float) -> list[Facts] | signal.Sig
         if time.monotonic() >= next_word:
             next_word += NEXT_WORD_SECONDS
             silent = [s.name for s in every.all if s.node not in facts and s.node not in wrong]
-            say(f"after {time.monotonic() - begun:.0f} s no agent has answered on {', '.join(silent)}: a slow disk?")
+            say(f"after {time.monotonic() - begun:.0f} s no agent has answered on {few(silent)}: a slow disk?")
         ended, last_words = every.reap()
         for piece in (*pieces, *last_words):
             node = piece.session.node

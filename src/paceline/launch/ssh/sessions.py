@@ -14,8 +14,11 @@ from typing import IO
 
 from paceline.contract.orders import read_inbox
 from paceline.errors import UsageError
+from paceline.host.procfs import allow_files
 from paceline.launch.job import Command
 
+FAN_OUT = 64  # clients that log in at the same time: each costs this machine some 50 ms of a core until it is in
+FILES, FILES_OF_ONE = 256, 3
 BREATH_SECONDS = 2.0  # between signs of life; the agents allow NodePlan.silence_seconds of silence
 KEPT_WORDS_BYTES = 8192  # of each session's stderr, which ends with why it failed
 READ_BYTES = 65536
@@ -28,7 +31,8 @@ class HostSession:
 
     node: int
     command: Command
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | None = None  # None: its turn has not come
+    answered: bool = False  # something has come of it, or it has ended
     told: bool = False  # it has its plan: from now on it gets signs of life
     unsent: bytes = b""
     words: bytes = b""  # the end of what came on its stderr
@@ -43,8 +47,22 @@ class HostSession:
     @property
     def code(self) -> int:
         """Its exit code; only of one that has ended."""
-        assert self.process.returncode is not None
+        assert self.process is not None and self.process.returncode is not None
         return self.process.returncode
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether its client is gone, as far as was looked (`Sessions`); its last words may still be in the pipes."""
+        return self.process is not None and self.process.returncode is not None
+
+    @property
+    def stdin(self) -> IO[bytes] | None:
+        """Its lifeline, while it is open."""
+        return (
+            None
+            if self.process is None or self.process.stdin is None or self.process.stdin.closed
+            else self.process.stdin
+        )
 
 
 @dataclass(frozen=True)
@@ -57,16 +75,34 @@ class Output:
 
 
 class Sessions:
-    """The sessions of all hosts, node 0 first."""
+    """The sessions of all hosts, node 0 first. At most FAN_OUT of them log in at the same time."""
 
-    def __init__(self, inbox: socket.socket) -> None:
-        self.all: list[HostSession] = []
+    def __init__(self, commands: Sequence[Command], inbox: socket.socket, fan_out: int = FAN_OUT) -> None:
+        self.all = [HostSession(node, command) for node, command in enumerate(commands)]
+        self._queue, self._fan_out = list(reversed(self.all)), fan_out
         self._inbox = inbox
         self._breath_seconds = 0.0
+        self._pipes: dict[int, tuple[HostSession, IO[bytes]]] = {}
+        self._poll = select.poll()
+        self._poll.register(inbox, select.POLLIN)
+
+    def start_more(self) -> None:
+        """Start those whose turn it is.
+
+        Raises:
+            UsageError: when the program is missing.
+        """
+        logging_in = sum(one.process is not None and not one.answered for one in self.all) if self._queue else 0
+        for _ in range(min(self._fan_out - logging_in, len(self._queue))):
+            session = self._queue.pop()
+            _start(session)
+            for pipe in session.pipes:
+                self._pipes[pipe.fileno()] = session, pipe
+                self._poll.register(pipe, select.POLLIN)
 
     def tell(self, session: HostSession, line: bytes) -> None:
         """Send a line; what the host cannot take now is sent later."""
-        if session.process.stdin is not None and not session.process.stdin.closed:
+        if session.process is None or session.stdin is not None:
             session.unsent += line + b"\n"
             self._send(session)
 
@@ -75,30 +111,40 @@ class Sessions:
 
         Without `read` the output stays where it is; what can be sent is sent all the same.
         """
+        self.start_more()
         self._breathe()
-        poll = select.poll()
+        poll = self._poll if read else select.poll()
         poll.register(self._inbox, select.POLLIN)
-        pipes = {pipe.fileno(): (session, pipe) for session in self.all for pipe in session.pipes}
-        for pipe in pipes if read else ():
-            poll.register(pipe, select.POLLIN)
-        for session in self.all:
-            if session.unsent and session.process.stdin is not None:
-                poll.register(session.process.stdin, select.POLLOUT)
+        full = [stdin for session in self.all if session.unsent and (stdin := session.stdin) is not None]
+        for stdin in full:
+            poll.register(stdin, select.POLLOUT)
         until_breath = self._breath_seconds + BREATH_SECONDS - time.monotonic()
-        ending = any(not session.ended and session.process.poll() is not None for session in self.all)
+        self._look_for_ends()
+        ending = any(session.has_ended and not session.ended for session in self.all)
         ready = poll.poll(0 if ending else 1000 * max(0.0, min(seconds, until_breath)))
         signals = read_inbox(self._inbox)
+        for stdin in full:
+            poll.unregister(stdin)
         for session in self.all:
             self._send(session)
-        pieces = [piece for fd, _ in ready if fd in pipes for piece in self._read(*pipes[fd])]
-        return pieces, signals
+        readable = [self._pipes[fd] for fd, _ in ready if fd in self._pipes]
+        return [piece for session, pipe in readable for piece in self._read(session, pipe)], signals
+
+    def _look_for_ends(self) -> None:
+        """Take notice of clients that have ended: one question to the kernel where none has, and not one for each."""
+        with suppress(ChildProcessError):
+            if os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
+                for session in self.all:
+                    if session.process is not None:
+                        session.process.poll()
 
     def reap(self) -> tuple[list[HostSession], list[Output]]:
         """The sessions that have ended since the last call, and their last words."""
-        ended = [session for session in self.all if not session.ended and session.process.poll() is not None]
+        self._look_for_ends()
+        ended = [session for session in self.all if session.has_ended and not session.ended]
         pieces: list[Output] = []
         for session in ended:
-            session.ended = True
+            session.ended = session.answered = True
             for pipe in list(session.pipes):
                 size = 0
                 while size < LAST_WORDS_BYTES and (more := self._read(session, pipe)):
@@ -116,18 +162,20 @@ class Sessions:
     def kill(self) -> None:
         """End the clients themselves, with their helpers (a jump host's client): a cut one may not end."""
         for number, seconds in ((signal.SIGTERM, 0.5), (signal.SIGKILL, math.inf)):
-            for session in self.all:
-                if session.process.poll() is None:
+            started = [session.process for session in self.all if session.process is not None]
+            for process in started:
+                if process.poll() is None:
                     with suppress(ProcessLookupError):
-                        os.killpg(session.process.pid, number)
+                        os.killpg(process.pid, number)
             deadline = time.monotonic() + seconds
-            for session in self.all:
+            for process in started:
                 with suppress(subprocess.TimeoutExpired):
                     left = deadline - time.monotonic()
-                    session.process.wait(None if left == math.inf else max(0.0, left))
+                    process.wait(None if left == math.inf else max(0.0, left))
 
     def close(self) -> None:
         """Let go of every pipe and process."""
+        self._queue.clear()
         self.hang_up()
         self.kill()
         for session in self.all:
@@ -144,7 +192,7 @@ class Sessions:
                 self.tell(session, b"")
 
     def _send(self, session: HostSession) -> None:
-        stdin = session.process.stdin
+        stdin = session.stdin
         if not session.unsent or stdin is None:
             return
         try:
@@ -164,38 +212,42 @@ class Sessions:
         if not data:
             self._close(session, pipe)
             return []
+        session.answered = session.answered or session.pipes[pipe] == 1
         if session.pipes[pipe] == 2:
             session.words = (session.words + data)[-KEPT_WORDS_BYTES:]
         return [Output(session, session.pipes[pipe], data)]
 
     def _close(self, session: HostSession, pipe: IO[bytes]) -> None:
         session.pipes.pop(pipe, None)
+        if self._pipes.pop(pipe.fileno(), None) is not None:
+            self._poll.unregister(pipe)
         pipe.close()
 
     def _hang_up(self, session: HostSession) -> None:
         session.unsent = b""
-        if session.process.stdin is not None:
+        if session.stdin is not None:
             with suppress(OSError):
-                session.process.stdin.close()
+                session.stdin.close()
 
 
 @contextmanager
 def open_sessions(commands: Sequence[Command], inbox: socket.socket) -> Generator[Sessions]:
-    """Start them all at once; none is left afterwards.
+    """Start them, as many at once as may be; none is left afterwards.
 
     Raises:
         UsageError: when the program is missing.
     """
-    every = Sessions(inbox)
+    allow_files(FILES + FILES_OF_ONE * len(commands))
+    every = Sessions(commands, inbox)
     try:
-        for node, command in enumerate(commands):
-            every.all.append(_start(node, command))
+        every.start_more()
         yield every
     finally:
         every.close()
 
 
-def _start(node: int, command: Command) -> HostSession:
+def _start(session: HostSession) -> None:
+    command = session.command
     try:
         process = subprocess.Popen(
             command.argv,
@@ -213,4 +265,4 @@ def _start(node: int, command: Command) -> HostSession:
     assert process.stdin is not None and process.stdout is not None and process.stderr is not None
     for stream in (process.stdin, process.stdout, process.stderr):
         os.set_blocking(stream.fileno(), False)
-    return HostSession(node, command, process, pipes={process.stdout: 1, process.stderr: 2})
+    session.process, session.pipes = process, {process.stdout: 1, process.stderr: 2}
