@@ -46,6 +46,7 @@ class Link:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.own_address = plain(connection.getsockname()[0])
         self.peer_address = plain(connection.getpeername()[0])
+        self.peer_port: int = connection.getpeername()[1]
 
     def fileno(self) -> int:
         """For select; -1 once closed."""
@@ -120,6 +121,11 @@ class Link:
 
     def _mac(self, direction: bytes, number: int, payload: bytes) -> bytes:
         return hmac.digest(self._key, direction + NUMBER.pack(number) + payload, "sha256")
+
+    def detach(self) -> socket.socket:
+        """Its connection, to be used for something else; nothing more may have come than what was received."""
+        self.ended = "it has become something else"
+        return socket.socket(fileno=self._socket.detach())
 
     def end(self, why: str) -> None:
         """Close it; the first reason stays."""

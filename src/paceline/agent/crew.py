@@ -14,6 +14,7 @@ from paceline.agent.channel import Link
 from paceline.agent.clocks import ClockBounds
 from paceline.agent.door import Door
 from paceline.agent.ears import Ears
+from paceline.agent.gate import Gate
 from paceline.contract.evidence import Evidence, Sample
 from paceline.contract.node_plan import NodePlan
 from paceline.contract.orders import STOP_SIGNALS, Orders
@@ -121,6 +122,7 @@ class Crew:
 
     def __init__(self, plan: NodePlan, orders: Orders) -> None:
         self.members: dict[int, RemoteNode] = {}
+        self.gate: Gate | None = None  # to the store of the generation that runs
         self.wrong: list[str] = []  # who had the secret, and could not be taken all the same
         self._plan, self._orders = plan, orders
         allow_files(FILES + plan.nodes)
@@ -190,6 +192,11 @@ class Crew:
 
     def _welcome(self, link: Link, messages: Sequence[m.Message]) -> None:
         hello = messages[0]
+        if isinstance(hello, m.ToStore):
+            if self.gate is None:
+                return link.end("there is no store")
+            link.send(m.Alive())
+            return self.gate.adopt(link.detach())
         if not isinstance(hello, m.Hello):
             return link.end("it did not say who it is")
         who = f"node {hello.node} ({hello.facts.host}, pid {hello.facts.pid})"

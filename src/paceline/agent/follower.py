@@ -66,7 +66,9 @@ class Follower:
     def _follow(self, link: Link) -> int:
         facts = gather_facts()
         plan = self.plan
-        self.plan = replace(plan, master_addr=link.peer_address, interface=interface_of(facts, link.own_address))
+        interface = interface_of(facts, link.own_address)
+        head_ports = (link.peer_port,)
+        self.plan = replace(plan, master_addr=link.peer_address, head_ports=head_ports, interface=interface)
         with socket.create_server(("", 0)) as probe:  # open until the run ends: others may try it late
             link.send(m.Hello(plan.node, plan.nodes, plan.nproc, probe.getsockname()[1], facts, self._ranks))
             while self._code is None:

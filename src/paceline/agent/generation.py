@@ -54,6 +54,7 @@ class Generation:
         plan = replace(plan, world_size=plan.nproc + sum(member.hello.nproc for member in members))
         proof = _proof(plan)
         own = Workers.start(plan, number, inherited)
+        crew.gate = own.gate
         first_rank = plan.nproc
         for member in members:
             member.start(StartOrder(number, first_rank, plan.world_size, own.port, plan.attempt_dir, proof))

@@ -25,6 +25,10 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     ranks: tuple[int, ...] = ()  # where another launcher has given them out: see `observer.py`
 
 
+class ToStore(msgspec.Struct, frozen=True, tag=True):
+    """Node to head, first, on a link of its own: after an `Alive` the rest is a worker's, and for the store."""
+
+
 class PeerAddress(msgspec.Struct, frozen=True):
     """Where a node can be tried to be reached: a socket that listens and says nothing."""
 
@@ -122,5 +126,18 @@ class RunOver(msgspec.Struct, frozen=True, tag=True):
 
 
 Message = (
-    Hello | Reach | Reached | StartOrder | StartReply | Beat | Ask | Shown | Release | Ordered | Stop | Alive | RunOver
+    Hello
+    | ToStore
+    | Reach
+    | Reached
+    | StartOrder
+    | StartReply
+    | Beat
+    | Ask
+    | Shown
+    | Release
+    | Ordered
+    | Stop
+    | Alive
+    | RunOver
 )

@@ -166,6 +166,7 @@ def start_workers(plan: NodePlan, store: Store, generation: int, inherited: Inhe
             shares_gradients=plan.collectives == "shared",
         )
         env = worker_environment(plan, local_rank, store.port_number(plan)) | birth.variable()
+        env["MASTER_ADDR"] = store.address(plan)
         if agent is not None:
             env[AGENT_MARK] = mark_of(agent.pid, agent.start, generation)
         pipes = [(*os.pipe(), screen) for screen in ((2,) if direct else (1, 2)) if shown]

@@ -12,6 +12,7 @@ from typing import Self
 
 import msgspec
 
+from paceline.agent.gate import Gate
 from paceline.agent.janitor import tell_janitor
 from paceline.agent.start import Inherited, Worker, start_workers
 from paceline.agent.store import Store
@@ -53,6 +54,8 @@ class Workers:
         self._stillness, self._saves_asked = Stillness(), 0
         self.machine: MachineLog | None = None
         """what this machine does, in the run's folder; None for a run without one"""
+        self.gate: Gate | None = None
+        """by which our workers come to the store of several hosts"""
 
     @classmethod
     def start(cls, plan: NodePlan, number: int, inherited: Inherited) -> Self:
@@ -66,6 +69,7 @@ class Workers:
             tell_janitor(inherited.janitor, plan.attempt_dir)
         store = Store.make(plan)
         workers = cls(plan, number, store.port_number(plan))
+        workers.gate = store.gate
         try:
             for worker in start_workers(plan, store, number, inherited):
                 workers._workers.append(worker)
@@ -206,6 +210,8 @@ class Workers:
             os.close(worker.box)
         for times in self._times:
             times.close()
+        if self.gate is not None:
+            self.gate.close()
 
 
 def read_record(descriptor: int) -> Failure | None:

@@ -5,6 +5,7 @@ import fcntl
 import os
 import resource
 import signal
+import socket
 import struct
 import sys
 from collections.abc import Iterator
@@ -107,6 +108,18 @@ def tcp_connections(table: str) -> list[list[str]]:
     with suppress(OSError):
         return [row.split() for row in (PROC / "net" / table).read_text().splitlines()[1:]]
     return []
+
+
+def written(address: str, port: int) -> str:
+    """An IPv4 address and port as /proc/net/tcp writes them."""
+    (number,) = struct.unpack("=I", socket.inet_aton(address))
+    return f"{number:08X}:{port:04X}"
+
+
+def tcp_owner(own: tuple[str, int], other: tuple[str, int]) -> int | None:
+    """The user id of the process at the end `own` of this IPv4 connection on this machine; None where nobody knows."""
+    ends = written(*own), written(*other)
+    return next((int(row[7]) for row in tcp_connections("tcp") if (row[1], row[2]) == ends), None)
 
 
 def port_holder(port: int) -> str | None:

@@ -139,10 +139,18 @@ def _open(meeting: _Meeting, env: Mapping[str, str]) -> Store | None:
             try:
                 return _tcp_store(meeting, is_master=False)
             except dist.DistError as error:
-                raise _no_store(meeting, str(error).partition("\n")[0]) from error
+                if not _by_agent(meeting):
+                    raise _no_store(meeting, str(error).partition("\n")[0]) from error
+                time.sleep(LONGEST_POLL_SECONDS)
+                continue
         meeting.waits_for = f"rank {meeting.rank} on {os.uname().nodename} cannot reach rank 0 at {reason}"
         time.sleep(LONGEST_POLL_SECONDS)
     return None
+
+
+def _by_agent(meeting: _Meeting) -> bool:
+    """Whether our agent answers for a store that is elsewhere, which may be gone or not there yet."""
+    return WorkerBirth.here() is not None and meeting.host == "127.0.0.1"
 
 
 def _host(meeting: _Meeting, inherited: int) -> Store:

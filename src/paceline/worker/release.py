@@ -28,10 +28,10 @@ from typing import Any
 
 from paceline.disk.owners import user_name
 from paceline.errors import UsageError
-from paceline.host.procfs import open_files, tcp_connections
+from paceline.host.procfs import open_files, tcp_connections, written
+from paceline.host.signed import sign
 
 MAKES_GROUP = "_new_process_group_helper"  # what init_process_group, new_group and split_group all call
-TCP_MD5SIG_EXT, WITH_PREFIX, KEY_BYTES = 32, 1, 80  # Linux: linux/tcp.h
 SO_ATTACH_FILTER, BPF_RETURN = 26, 0x06  # asm-generic/socket.h, linux/bpf_common.h
 LOOPBACK = "127.0.0.1"
 
@@ -123,21 +123,10 @@ def shut(descriptors: Collection[int]) -> bool:
         Whether all of them are shut: a kernel may know neither way.
     """
     return all(
-        _sign(one) or _filter(one)
+        sign(one, os.urandom(16)) or _filter(one)  # with a key that nobody knows
         for one in _internet(descriptors)
         if one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
     )
-
-
-def _sign(one: socket.socket) -> bool:
-    """Have every packet from anywhere signed (RFC 2385), with a key that nobody knows."""
-    address = struct.pack("=H", one.family).ljust(128, b"\0")  # with a prefix of 0 bits: all of them
-    key = os.urandom(16)
-    option = address + struct.pack("=BBHi", WITH_PREFIX, 0, len(key), 0) + key.ljust(KEY_BYTES, b"\0")
-    with suppress(OSError):
-        one.setsockopt(socket.IPPROTO_TCP, TCP_MD5SIG_EXT, option)
-        return True
-    return False
 
 
 def _filter(one: socket.socket) -> bool:
@@ -156,7 +145,7 @@ def strangers(descriptors: Collection[int]) -> str:
         with suppress(OSError):  # it only listens
             (address, port), (its_address, its_port) = one.getsockname()[:2], one.getpeername()[:2]
             if address == its_address == LOOPBACK:
-                ends[_written(its_address, its_port), _written(address, port)] = None
+                ends[written(its_address, its_port), written(address, port)] = None
     # (own end, other end) -> user, of all connections over IPv4 in this network
     users = {(row[1], row[2]): int(row[7]) for row in tcp_connections("tcp")} if ends else {}
     if strange := {users[end] for end in ends if end in users} - {os.geteuid()}:
@@ -173,8 +162,3 @@ def _internet(descriptors: Collection[int]) -> Iterator[socket.socket]:
         with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as one:  # closing this does not close gloo's
             if one.family in (socket.AF_INET, socket.AF_INET6) and one.type == socket.SOCK_STREAM:
                 yield one
-
-
-def _written(address: str, port: int) -> str:
-    (number,) = struct.unpack("=I", socket.inet_aton(address))
-    return f"{number:08X}:{port:04X}"
