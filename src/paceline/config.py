@@ -213,7 +213,8 @@ class ClusterConfig:
     on: LauncherName = "local"
     """this machine; hosts reached by ssh; a Slurm cluster; or only print what to type on each node"""
     nodes: str | None = None
-    """how many machines; MIN:MAX goes on with fewer, down to MIN, when machines are lost (default: 1, or all hosts)"""
+    """how many machines (default: 1, or all hosts); MIN:MAX goes on with fewer, down to MIN, when some are lost, and
+    takes them back, or others, up to MAX"""
     hosts: str | None = None
     """for ssh and print: name[:port],name,... or a file with one `name[:port] [slots=N]` on each line"""
     ssh: str = "ssh"

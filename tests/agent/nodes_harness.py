@@ -47,14 +47,26 @@ class Nodes:
         self.plan_file = folder / "plan.json"
         self.plan_file.write_bytes(msgspec.json.encode(NodePlan(**plan)))
         self.agents: dict[int, subprocess.Popen[bytes]] = {}
+        self.before: list[subprocess.Popen[bytes]] = []  # those whose names others have now
         self.output: dict[int, Path] = {}
 
-    def start(self, *numbers: int, plan_file: Path | None = None, through: tuple[str, ...] = ()) -> None:
+    def start(
+        self,
+        *numbers: int,
+        plan_file: Path | None = None,
+        through: tuple[str, ...] = (),
+        instead: tuple[str, ...] = (),
+        number: int | None = None,
+    ) -> None:
+        """Start these; `instead` are words in the place of the number, and `number` is said in the place of a name."""
+        said = number
         for number in numbers:
+            if number in self.agents:
+                self.before.append(self.agents[number])
             self.output[number] = self.folder / f"agent-{number}.txt"
             with self.output[number].open("ab") as out:
                 words = ["-P", "-m", "paceline.agent", "--plan", str(plan_file or self.plan_file)]
-                words += ["--node", str(number)]
+                words += instead or ("--node", str(number if said is None else said))
                 more: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": subprocess.STDOUT}
                 self.agents[number] = (
                     subprocess.Popen([*through, sys.executable, *words], **more)
@@ -77,7 +89,7 @@ class Nodes:
             time.sleep(0.02)
 
     def end(self) -> None:
-        for agent in self.agents.values():
+        for agent in (*self.agents.values(), *self.before):
             if agent.poll() is None:
                 agent.kill()
             agent.wait()

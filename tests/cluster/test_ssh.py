@@ -268,3 +268,51 @@ def test_our_agents_commands_typed_on_two_hosts_are_one_run(lab: Lab, tmp_path: 
     texts = [node.communicate(timeout=50)[0] for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], texts
     assert "rank 0 of 4 on n1\n" in texts[0] and log(tmp_path, 3) == "rank 3 of 4 on n2\n"
+
+
+STEPS = """
+from paceline.contract.birth import WorkerBirth
+from paceline.contract.box import Box
+birth = WorkerBirth.here()
+box = Box.inherited(birth.box)
+(here / f"ready-{birth.generation}-{rank}-on-{host}").touch()
+while not (here / "enough").exists():
+    box.set_step(1)
+    if rank == 0 and box.asked("regroups"):
+        (here / f"saved-{birth.generation}").touch()
+    if (here / f"saved-{birth.generation}").exists():
+        sys.exit(75)
+    time.sleep(0.05)
+"""
+
+
+def test_a_host_that_was_lost_comes_back_and_another_one_joins(lab: Lab, launch, tmp_path: Path) -> None:
+    run = launch("n2,n3", STEPS, nproc=1, nodes=3, min_nodes=1)
+    wait_ready(tmp_path, 2)
+    lab.kill("n3")
+    wait_for(tmp_path / "ready-1-0-on-n2")
+    lab.boot("n3")
+    wait_for(tmp_path / "ready-2-1-on-n3")
+    joins = [sys.executable, "-m", "paceline", "join", str(tmp_path / "run")]
+    joined = lab.popen(
+        "n4", *joins, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    wait_for(tmp_path / "ready-3-2-on-n4")
+    refused = lab.run("n1", *joins)
+    assert refused.returncode == 2 and "takes no more hosts: --nodes 1:3" in refused.stderr
+    told = lab.run("n1", sys.executable, "-m", "paceline", "status", str(tmp_path / "run")).stdout
+    assert "3 in (--nodes 1:3): n2, n3, n4" in told
+    (tmp_path / "enough").touch()
+    _, err = run.communicate(timeout=50)
+    assert run.returncode == 0, err
+    assert joined.communicate(timeout=20) and joined.returncode == 0
+    assert "node 1 (n3) answers again" in err and "going on with 1 more: 3 ranks on 3 nodes as generation 3" in err
+    assert "takes no hosts: it is done" in lab.run("n4", *joins).stderr
+    nothing_left(lab, 5)
+
+
+def wait_for(path: Path, seconds: float = 40.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not path.exists():
+        assert time.monotonic() < deadline, f"{path.name} is not there: {sorted(p.name for p in path.parent.iterdir())}"
+        time.sleep(0.05)

@@ -8,6 +8,8 @@ head of all. Whatever happens, an agent leaves no process behind.
     --plan FILE    the plan is in a file, and nobody holds a line open: under Slurm, or typed by hand
     --node K       this node's number, where the plan leaves it open (default: SLURM_NODEID)
     --head NAME    a name or address of node 0; may be repeated, the best first
+    --join         be whichever node is free, of a run that is on its way
+    --nproc N      as many workers, in the place of the plan's
 """
 
 import argparse
@@ -58,13 +60,14 @@ def read_plan(options: argparse.Namespace) -> NodePlan | None:
             "Use `paceline train --nproc N`."
         ) from None
     number = str(options.node if options.node is not None else os.environ.get("SLURM_NODEID", ""))
-    if plan.node < 0 or options.node is not None:
+    plan = replace(plan, nproc=options.nproc or plan.nproc)
+    if (plan.node < 0 and not options.join) or options.node is not None:
         if not number.isdecimal() or int(number) >= plan.nodes:
             raise UsageError(f"--node must be 0..{plan.nodes - 1}, got {number or 'none, and no SLURM_NODEID'}")
         plan = replace(plan, node=int(number))
     if options.head:
         plan = replace(plan, head=tuple(options.head))
-    if plan.nodes > 1 and plan.node > 0 and not plan.head:
+    if plan.nodes > 1 and plan.node != 0 and not plan.head:
         raise UsageError("which machine is node 0? --head NAME")
     return plan
 
@@ -191,6 +194,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--plan", type=Path)
     parser.add_argument("--node", type=int)
     parser.add_argument("--head", action="append", default=[])
+    parser.add_argument("--join", action="store_true")
+    parser.add_argument("--nproc", type=int, default=0)
     options = parser.parse_args(arguments)
     hold_standard_descriptors()
     if options.announce:

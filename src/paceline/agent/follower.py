@@ -89,6 +89,8 @@ class Follower:
         match message:
             case m.Reach(peers):
                 link.send(m.Reached(tuple(try_to_reach(os.uname().nodename, peers))))
+            case m.Enter():
+                link.send(self._enter(message))
             case m.StartOrder():
                 link.send(self._start(message))
             case m.Ask() | m.Release():
@@ -97,12 +99,24 @@ class Follower:
             case m.Stop(grace_seconds):
                 if self._workers is not None:
                     self._workers.stop(grace_seconds)
-            case m.RunOver(code):
+            case m.RunOver(code, words):
                 self._code = code
+                if words:
+                    say(words)
             case m.Alive(unix_time):
                 self._alive_took_seconds = None if unix_time is None else time.time() - unix_time
             case _:
                 link.end("it sent what only a node sends")
+
+    def _enter(self, order: m.Enter) -> m.StartReply:
+        """Be the node that the head says, of a run that is on its way."""
+        self.plan = replace(self.plan, node=order.node)
+        try:
+            self._find_folder(Path(order.attempt_dir).resolve(), order.proof)
+        except (UsageError, OSError) as error:
+            return m.StartReply(-1, str(error))
+        say(f"node {order.node} ({os.uname().nodename}) has found the run, and waits until it has taken its next step")
+        return m.StartReply(-1)
 
     def _start(self, start: m.StartOrder) -> m.StartReply:
         plan = replace(

@@ -12,7 +12,8 @@ from contextlib import suppress
 from msgspec.structs import replace
 
 from paceline.agent.channel import Link, introduce
-from paceline.agent.crew import Crew, RemoteNode
+from paceline.agent.crew import Crew
+from paceline.agent.member import RemoteNode
 from paceline.agent.messages import PeerAddress, Reach
 from paceline.contract.node_plan import NodePlan
 from paceline.contract.orders import Orders
@@ -42,14 +43,15 @@ def gather_nodes(plan: NodePlan, crew: Crew) -> NodePlan:
         PacelineError: when some have not come in time; says which.
         UsageError: when a node may not take part, or cannot: it is another paceline, or a firewall keeps it apart.
     """
-    if plan.nodes == 1:
+    count = len(plan.names) or plan.nodes  # those that are named begin; up to `nodes` may come later
+    if count == 1:
         return plan
-    say(f"node 0 ({os.uname().nodename}) waits for {plan.nodes - 1} more at port {crew.port}")
-    _wait_for_all(plan, crew)
+    say(f"node 0 ({os.uname().nodename}) waits for {count - 1} more at port {crew.port}")
+    _wait_for_all(plan, crew, count)
     if crew.ordered:
         return plan
     members, facts = crew.here, gather_facts()
-    _refuse_differences(plan, facts, members)
+    refuse_differences(plan, facts, members)
     apart = unreachable(crew, REACH_SECONDS, lambda: crew.ordered)
     if apart:
         raise UsageError(
@@ -57,26 +59,33 @@ def gather_nodes(plan: NodePlan, crew: Crew) -> NodePlan:
             + few(apart, "\n  ")
             + "\nOpen all ports between these nodes. `paceline doctor` checks it again."
         )
-    say(f"all {plan.nodes} nodes are here: {few([facts.host, *(m.hello.facts.host for m in members)])}")
-    own = members[0].link.own_address
-    return replace(plan, master_addr=own, interface=interface_of(facts, own))
+    say(f"all {count} nodes are here: {few([facts.host, *(m.hello.facts.host for m in members)])}")
+    return plan
 
 
-def _wait_for_all(plan: NodePlan, crew: Crew) -> None:
+def reachable(plan: NodePlan, crew: Crew) -> NodePlan:
+    """Node 0's plan with the address and the interface by which its members reach it; as it is where there is none."""
+    own = crew.here[0].link.own_address if crew.here else plan.master_addr
+    if own == plan.master_addr:
+        return plan
+    return replace(plan, master_addr=own, interface=interface_of(gather_facts(), own))
+
+
+def _wait_for_all(plan: NodePlan, crew: Crew, count: int) -> None:
     begun = time.monotonic()
     next_word, end = begun + FIRST_WORD_SECONDS, begun + plan.join_seconds
-    while len(crew.members) < plan.nodes - 1 and not crew.ordered:
+    while len(crew.members) < count - 1 and not crew.ordered:
         crew.wait(max(0.05, min(next_word, end) - time.monotonic()))
         if crew.wrong:
             raise UsageError("; ".join(crew.wrong))
         if lost := [m for m in crew.members.values() if m.lost]:
             raise PacelineError(f"{lost[0].name} came, and is lost again: {lost[0].lost}")
         now = time.monotonic()
-        if now < min(next_word, end) or len(crew.members) >= plan.nodes - 1:
+        if now < min(next_word, end) or len(crew.members) >= count - 1:
             continue
-        absent = [node for node in range(1, plan.nodes) if node not in crew.members]
+        absent = [node for node in range(1, count) if node not in crew.members]
         names = [f"node {n} ({plan.names[n]})" if n < len(plan.names) else f"node {n}" for n in absent]
-        words = f"{1 + len(crew.members)} of {plan.nodes} nodes are here; missing: {few(names)}"
+        words = f"{1 + len(crew.members)} of {count} nodes are here; missing: {few(names)}"
         if now >= end:
             raise PacelineError(
                 f"{words}. Given up after {now - begun:.0f} s (--join-timeout). Each missing node says on its own "
@@ -129,7 +138,8 @@ def interface_of(facts: Facts, address: str) -> str:
     return next((a.interface for a in facts.addresses if a.address == address), "")
 
 
-def _refuse_differences(plan: NodePlan, own: Facts, members: Sequence[RemoteNode]) -> None:
+def refuse_differences(plan: NodePlan, own: Facts, members: Sequence[RemoteNode]) -> None:
+    """Raise UsageError where these nodes cannot train together with node 0, whose facts are `own`; else warn."""
     head = f"node 0 ({own.host})"
     hosts = {head: own, **{m.name: m.hello.facts for m in members}}
     workers = {head: plan.nproc, **{m.name: m.hello.nproc for m in members}}
@@ -163,7 +173,8 @@ def join(plan: NodePlan, orders: Orders) -> Link | None:
             return link
         waited = time.monotonic() - begun
         if waited >= plan.join_seconds or time.monotonic() >= next_word:
-            words = f"node {plan.node} ({os.uname().nodename}) waits for node 0: {_why(plan, strangers)}"
+            who = f"node {plan.node} ({os.uname().nodename})" if plan.node > 0 else os.uname().nodename
+            words = f"{who} waits for node 0: {_why(plan, strangers)}"
             if waited >= plan.join_seconds:
                 raise PacelineError(f"{words}. Given up after {waited:.0f} s (--join-timeout)")
             next_word += NEXT_WORD_SECONDS

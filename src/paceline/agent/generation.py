@@ -10,7 +10,8 @@ from typing import Self
 
 from msgspec.structs import replace
 
-from paceline.agent.crew import Crew, RemoteNode
+from paceline.agent.crew import Crew
+from paceline.agent.member import RemoteNode
 from paceline.agent.messages import BEAT_SECONDS, PROOF, Ask, Release, StartOrder, Stop
 from paceline.agent.start import Inherited
 from paceline.agent.workers import Workers
@@ -38,8 +39,9 @@ class Generation:
     `crew` that are here have been asked to start theirs.
     """
 
-    def __init__(self, plan: NodePlan, own: Workers, crew: Crew) -> None:
-        self.plan, self.own, self.crew = plan, own, crew
+    def __init__(self, plan: NodePlan, own: Workers, crew: Crew, proof: str = "") -> None:
+        self.plan, self.own, self.crew, self.proof = plan, own, crew, proof
+        self.regroups = False  # its ranks are asked to save and end, for other hosts are to take part
         self.members: Sequence[RemoteNode] = crew.here  # later perhaps lost
         self._question = 0
 
@@ -59,7 +61,7 @@ class Generation:
         for member in members:
             member.start(StartOrder(number, first_rank, plan.world_size, own.port, plan.attempt_dir, proof))
             first_rank += member.hello.nproc
-        return cls(plan, own, crew)
+        return cls(plan, own, crew, proof)
 
     def wait_started(self) -> bool:
         """Wait until all other nodes have started their workers; False when an order comes first."""
@@ -136,6 +138,12 @@ class Generation:
                 machine.write(record)
 
     # ---- its end ----
+
+    def regroup(self) -> None:
+        """Have all ranks save and end after their next step, for the next generation to have other hosts."""
+        if not self.regroups:
+            self.regroups = True
+            self.own.ask_to_regroup()
 
     def free(self, ranks: Sequence[int], word: str) -> None:
         """Give each of these ranks, which only wait, an exception out of its collective, and time to save what it has.

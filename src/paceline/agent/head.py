@@ -8,10 +8,12 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from paceline.agent.crew import Crew
-from paceline.agent.gather import gather_nodes
+from paceline.agent.gather import gather_nodes, reachable
 from paceline.agent.generation import Generation
 from paceline.agent.guarding import Guarding, Judgement
-from paceline.agent.restart import FailedGeneration, NoRestart, Restart, decide, without_lost_nodes
+from paceline.agent.joining import Newcomers
+from paceline.agent.member import RemoteNode
+from paceline.agent.restart import Change, FailedGeneration, NoRestart, Restart, decide, without_lost_nodes
 from paceline.agent.start import Inherited
 from paceline.agent.watching import Watching
 from paceline.contract.evidence import Evidence, Sample
@@ -25,6 +27,7 @@ from paceline.guard.verdict import failure_page
 from paceline.observe.summary import Ended, write_ended
 from paceline.observe.terminal import say
 
+TRIAL_SECONDS = 600.0  # within which nodes that have come in are the reason where no first step is taken
 POLL_FAILING_SECONDS = 0.05  # between looks for failure records; while all goes well, as often as the guard looks
 
 
@@ -38,6 +41,8 @@ class Head:
         self._number = 0  # of the generation
         self._words = ""  # what the last one failed of, in a line
         self._failures: list[FailedGeneration] = []
+        self._newcomers, self._began_seconds = Newcomers(plan, self.crew), 0.0
+        self._entered: Sequence[RemoteNode] = ()  # with the generation that runs
 
     def run(self) -> int:
         """Start the workers, again after a failure where that may help, and wait for their end; the exit code."""
@@ -51,14 +56,17 @@ class Head:
             say(f"the workers cannot be started again: {error}")
         finally:  # also after our own bugs
             self.crew.end(code)
+            self._newcomers.withdraw(self.plan.attempt_dir)
             if self.plan.attempt_dir:
                 write_ended(Path(self.plan.attempt_dir), Ended(int(code), self._words if code not in GOOD_ENDS else ""))
         return code
 
     def _run(self) -> int:
-        self.plan = gather_nodes(self.plan, self.crew)
+        self.plan = reachable(gather_nodes(self.plan, self.crew), self.crew)
+        self._newcomers.invite(self.plan)
         nproc = self.plan.nproc
         while not self.crew.ordered:
+            self.plan = reachable(self.plan, self.crew)
             plan = replace(self.plan, nproc=nproc)
             with Generation.start(plan, self._number, self.crew, self._inherited) as generation:
                 end = self._run_one(generation)
@@ -69,10 +77,22 @@ class Head:
 
     def _run_one(self, generation: Generation) -> Restart | int:
         """Wait for a generation's end: the restart to make, or the exit code; either is reported."""
-        if not generation.wait_started():
-            return self._obey(generation)
+        try:
+            if not generation.wait_started():
+                return self._obey(generation)
+        except UsageError as error:
+            refused = [one for one in self._entered if one.started is not None and one.started.refusal]
+            if not refused:
+                raise
+            for member in refused:
+                self._newcomers.dismiss(member, str(error))
+            generation.stop(0.0)
+            return self._go_on(generation, self._with_those_left(), ExitCode.FAILED)
         self._settled()
+        self._began_seconds = time.monotonic()
         end = self._watch(generation)
+        if end == ExitCode.SAVED and generation.regroups and not self.crew.ordered:
+            return self._regroup(generation)
         return end if isinstance(end, int) else self._again(generation, self._end(generation, end))
 
     def _watch(self, generation: Generation) -> int | Judgement:
@@ -92,6 +112,10 @@ class Head:
                 return self._end_late(generation, ranks)
             if due is None and not saved and (stalled := guarding.look()) is not None:
                 return stalled
+            if due is None:
+                self._newcomers.look(self.plan.attempt_dir, generation.proof)
+                if self._newcomers.wanted:
+                    generation.regroup()
             self.crew.wait(guarding.look_seconds if due is None else POLL_FAILING_SECONDS)
             if self.crew.ordered:
                 return self._obey(generation)
@@ -151,41 +175,53 @@ class Head:
 
     def _again(self, generation: Generation, failed: FailedGeneration) -> Restart | int:
         """The restart to make, or the exit code; what is done and why is reported."""
-        plan, here = self.plan, 1 + len(self.crew.here)
+        plan = self.plan
         # also lost while the others were being stopped, say
-        if failed.end is RankEnd.LOST or here < 1 + len(generation.members):
-            decision = without_lost_nodes(here, nodes=plan.nodes, min_nodes=plan.min_nodes, nproc=plan.nproc)
+        lost = failed.end is RankEnd.LOST or len(self.crew.here) < len(generation.members)
+        first = failed.step == 0 and time.monotonic() < self._began_seconds + TRIAL_SECONDS
+        new = [one for one in self._entered if first and not lost]
+        for member in new:  # no step was taken with them; without them all went well
+            self._newcomers.dismiss(member, self._words)
+        if lost or new:
+            decision = self._with_those_left()
         else:
             self._failures.append(failed)
             decision = decide(
                 self._failures, nproc=plan.nproc, min_nproc=plan.min_nproc, max_restarts=plan.max_restarts
             )
+        return self._go_on(generation, decision, failed.exit_code)
+
+    def _regroup(self, generation: Generation) -> Restart | int:
+        """All ranks have saved and ended, for others to come in or some to go: the next start, or the exit code."""
+        generation.stop(self.plan.grace_seconds)
+        return self._go_on(generation, self._with_those_left(), ExitCode.SAVED)
+
+    def _with_those_left(self) -> Restart | NoRestart:
+        plan, here = self.plan, 1 + sum(not member.leaves for member in self.crew.here) + self._newcomers.count
+        return without_lost_nodes(here, nodes=plan.nodes, min_nodes=plan.min_nodes, nproc=plan.nproc)
+
+    def _go_on(self, generation: Generation, decision: Restart | NoRestart, code: int) -> Restart | int:
+        """Say what was decided; the restart that is possible then, or the exit code: without one `code`."""
         if isinstance(decision, NoRestart):
             if decision.sentence:
                 say(decision.sentence)
-            return failed.exit_code
+            return code
         self.crew.wait(0.0)
         if self.crew.ordered:
             return self._obey(generation)
         if left := generation.left():
             # it may still write to what the next generation reads
             say(f"not restarted: not even SIGKILL has ended {', '.join(f'pid {pid}' for pid in left)}")
-            return failed.exit_code
-        self._announce(generation, decision)
+            return code
+        before = len(generation.members)
+        self._entered = self._newcomers.admit()
+        members, fewer = self.crew.here, generation.plan.nproc > decision.nproc
+        total = decision.nproc + sum(member.hello.nproc for member in members)
+        change = Change(len(self._entered), before + len(self._entered) - len(members), 1 + len(members))
+        number = f"{len(self._failures)} of {self.plan.max_restarts}" if code != ExitCode.SAVED else ""
+        origin = "" if self.plan.plain_store else f", from the newest {change.kept}"
+        say(f"{change.words(total, number, fewer=fewer)} as generation {self._number + 1}{origin}")
         return decision
-
-    def _announce(self, generation: Generation, restart: Restart) -> None:
-        members = self.crew.here
-        total, nodes = restart.nproc + sum(member.hello.nproc for member in members), 1 + len(members)
-        words, newest = f"{total} rank{'s' * (total > 1)}", "checkpoint"
-        if len(members) < len(generation.members):
-            words = f"going on without it: {words} on {nodes} node{'s' * (nodes > 1)}"
-        else:
-            fewer = generation.plan.nproc > restart.nproc
-            why = " (one fewer, for the same failure came twice at the same step)" if fewer else ""
-            words = f"restart {len(self._failures)} of {self.plan.max_restarts}: {words}{why}"
-            newest = "checkpoint" if nodes > 1 else "snapshot or checkpoint"
-        say(f"{words} as generation {self._number + 1}{'' if self.plan.plain_store else f', from the newest {newest}'}")
 
 
 def _launcher_gone() -> ExitCode:

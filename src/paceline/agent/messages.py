@@ -17,7 +17,7 @@ PROOF = ".shared"  # the file in the attempt's folder that all nodes must see
 class Hello(msgspec.Struct, frozen=True, tag=True):
     """Node to head, first: who comes, with how many workers, and where others can try to reach it."""
 
-    node: int
+    node: int  # -1: whichever is free, of a run that is on its way
     nodes: int
     nproc: int
     probe_port: int
@@ -59,6 +59,17 @@ class StartOrder(msgspec.Struct, frozen=True, tag=True):
     master_port: int
     attempt_dir: str
     proof: str  # what the attempt folder's file `.shared` holds, where all nodes must see one folder; else empty
+
+
+class Enter(msgspec.Struct, frozen=True, tag=True):
+    """Head to a node that has come while the run is on its way: be this one, from the next generation on.
+
+    It looks for the attempt's folder (see `StartOrder.proof`), and answers with a `StartReply` of generation -1.
+    """
+
+    node: int
+    attempt_dir: str
+    proof: str
 
 
 class StartReply(msgspec.Struct, frozen=True, tag=True):
@@ -120,14 +131,16 @@ class Alive(msgspec.Struct, frozen=True, tag=True):
 
 
 class RunOver(msgspec.Struct, frozen=True, tag=True):
-    """Head to node: the run is over; exit with this code."""
+    """Head to node: the run is over, for this node at least; exit with this code, and say why where there are words."""
 
     code: int
+    words: str = ""
 
 
 Message = (
     Hello
     | ToStore
+    | Enter
     | Reach
     | Reached
     | StartOrder

@@ -75,6 +75,30 @@ class NoRestart:
     sentence: str
 
 
+@dataclass(frozen=True)
+class Change:
+    """How many nodes the next generation has, and how many of the last one's are gone or new ones came."""
+
+    came: int
+    gone: int
+    nodes: int
+
+    @property
+    def kept(self) -> str:
+        """What its ranks go on from."""
+        return "snapshot or checkpoint" if self.nodes == 1 and not self.gone else "checkpoint"
+
+    def words(self, ranks: int, number: str, *, fewer: bool) -> str:
+        """What is said of its start; `number` is that of a restart, `fewer` whether there is a rank less."""
+        counted = f"{ranks} rank{'s' * (ranks > 1)}"
+        if not self.came and not self.gone:
+            why = " (one fewer, for the same failure came twice at the same step)" if fewer else ""
+            return f"restart {number}: {counted}{why}" if number else f"going on: {counted}"
+        told = [f"with {self.came} more"] if self.came else []
+        told += ["without it" if self.gone == 1 else f"without {self.gone} of them"] if self.gone else []
+        return f"going on {' and '.join(told)}: {counted} on {self.nodes} node{'s' * (self.nodes > 1)}"
+
+
 def decide(
     history: Sequence[FailedGeneration], *, nproc: int, min_nproc: int, max_restarts: int
 ) -> Restart | NoRestart:

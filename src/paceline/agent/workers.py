@@ -16,7 +16,7 @@ from paceline.agent.gate import Gate
 from paceline.agent.janitor import tell_janitor
 from paceline.agent.start import Inherited, Worker, start_workers
 from paceline.agent.store import Store
-from paceline.contract.boxes import ask_to_save, release
+from paceline.contract.boxes import ask_to_regroup, ask_to_save, release
 from paceline.contract.evidence import Sample
 from paceline.contract.failure import GOOD_ENDS, Failure
 from paceline.contract.marks import read_names
@@ -177,6 +177,10 @@ class Workers:
         """
         self._saves_asked += 1
         ask_to_save(self._workers[0].box, self._saves_asked)
+
+    def ask_to_regroup(self) -> None:
+        """Have all ranks save and end after their next step, by the first one's vote; a script does not hear it."""
+        ask_to_regroup(self._workers[0].box)
 
     def names(self) -> Mapping[str, Sequence[str]]:
         """How the tensors of a script are called, by layout."""

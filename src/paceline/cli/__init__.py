@@ -26,6 +26,7 @@ COMMANDS = {
     "logs": "show what the ranks of a run have printed",
     "analyze": "find throughput, loss and what is out of order in any training's log, or in a run",
     "hang": "show which rank holds a run up, and where every rank is",
+    "join": "have this host take part in a run of several hosts that is on its way",
     "cancel": "end a run after it has saved its state",
     "verify": "prove that N processes compute what one computes",
     "compare": "measure every strategy (speed, memory, bytes, bits), and recommend one",

@@ -105,14 +105,14 @@ def _nodes(asked: str | None, hosts: tuple[Host, ...]) -> tuple[int, int]:
     numbers = int(least), int(most if colon else least)
     if not 1 <= numbers[0] <= numbers[1]:
         raise UsageError(f"--nodes {asked}: at least 1, and MIN no more than MAX")
-    if hosts and numbers[1] != len(hosts):
+    if hosts and not (numbers[0] if colon else numbers[1]) <= len(hosts) <= numbers[1]:
         raise UsageError(f"--nodes {asked} with {len(hosts)} hosts: leave out --nodes, or give as many hosts")
     return numbers
 
 
 def workers(job: Job) -> int:
-    """Processes on all nodes together."""
-    return sum(host.slots or job.nproc for host in job.hosts) if job.hosts else job.nodes * job.nproc
+    """Processes on all nodes together, those included that may come later."""
+    return sum(host.slots or job.nproc for host in job.hosts) + (job.nodes - len(job.hosts)) * job.nproc
 
 
 def planned_job(job: Job, asked: Path | None, name: str) -> Job:

@@ -15,6 +15,7 @@ from paceline.launch.slurm import queue
 from paceline.launch.submission import Submission, last_submission
 from paceline.observe.events import Evaluated, Started, Step, last_events, read_events
 from paceline.observe.folder import CHECKPOINTS, CONFIG, failure_records
+from paceline.observe.nodes import read_nodes
 from paceline.observe.notices import notices
 from paceline.observe.summary import LIVE, RunState, State, Summary, read_ended, read_summary
 from paceline.store.published import entries
@@ -61,6 +62,7 @@ def run_state(run_dir: Path, means: Means = NOTHING) -> RunState:
         words=found.words[:MOST_CHARS],
         on=submission.on if submission is not None else "local",
         hosts=_hosts(submission, found.job, run_dir),
+        nodes=_nodes(starts) if found.state in LIVE else "",
         slurm_job=submission.slurm_job if submission is not None else "",
         attempts=len(starts),
         samples_per_second=_rate(progress.steps) if found.state == "running" else None,
@@ -170,6 +172,11 @@ def _hosts(submission: Submission | None, job: queue.JobState | None, run_dir: P
         return submission.hosts
     roster = head_roster(run_dir)
     return (roster.host,) if roster is not None else ()
+
+
+def _nodes(starts: Sequence[Path]) -> str:
+    found = read_nodes(starts[-1]) if starts else None
+    return found.line[:MOST_CHARS] if found is not None else ""
 
 
 def _progress(run_dir: Path) -> _Progress:

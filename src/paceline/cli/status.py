@@ -55,6 +55,8 @@ def _lines(found: RunState) -> Iterator[tuple[str, str]]:
         yield "step", f"{found.step}{total}{rate}"
     job = f", job {found.slurm_job}" if found.slurm_job else ""
     yield "where", f"{found.on}{job}" + (f", on {', '.join(found.hosts)}" if found.hosts else "")
+    if found.nodes:
+        yield "nodes", found.nodes
     yield "starts", str(found.attempts)
     if found.metrics:
         yield "scores", scores_line(found.metrics)

@@ -114,7 +114,7 @@ def may_preload(config: TrainConfig, where: Job) -> bool:
     """
     asked = config.launch.preload == "auto" and os.environ.get(PRELOAD, "auto") != "off"
     ours = where.python == sys.executable and config.launch.backend in ("auto", "gloo")
-    pays = where.nproc > 1 or config.launch.max_restarts > 0
+    pays = where.nproc > 1 or config.launch.max_restarts > 0 or where.elastic
     if not (asked and ours and pays) or config.launch.device not in ("auto", "cpu"):
         return False
     here = where.attempt_dir is not None

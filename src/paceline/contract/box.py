@@ -54,6 +54,7 @@ _NAMES = (
     "marks",  # raised with each mark
     "findings",  # told so far
     "uneven",  # 1: ranks may rightly take different numbers of steps
+    "regroups",  # by the agent: 1: hosts come or go: save after the next step, and end
 )
 COUNTERS_AT = {name: index * WORD.size for index, name in enumerate(_NAMES)}
 WATCHED, SIGNAL_SAFE = 1, 2
@@ -98,10 +99,9 @@ class Box:
         """One counter; the agent sets some."""
         return WORD.unpack_from(self._memory, COUNTERS_AT[name])[0]
 
-    @property
-    def saves_asked(self) -> int:
-        """How many checkpoints the agent has been asked for in this generation; also where the guard is off."""
-        return WORD.unpack_from(self._steps, COUNTERS_AT["saves_asked"])[0]
+    def asked(self, what: str) -> int:
+        """What the agent wants between two steps, `saves_asked` or `regroups`; also where the guard is off."""
+        return WORD.unpack_from(self._steps, COUNTERS_AT[what])[0]
 
     def tick(self) -> None:
         """Say that something has moved."""

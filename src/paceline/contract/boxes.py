@@ -65,6 +65,11 @@ def ask_to_save(descriptor: int, times: int) -> None:
     os.pwrite(descriptor, box.WORD.pack(times), box.COUNTERS_AT["saves_asked"])
 
 
+def ask_to_regroup(descriptor: int) -> None:
+    """Have this worker vote for the end after its next step: the next generation has other hosts."""
+    os.pwrite(descriptor, box.WORD.pack(1), box.COUNTERS_AT["regroups"])
+
+
 def release(descriptor: int, why: bytes) -> None:
     """Have the worker leave the collective that it is in, with `why` (JSON) as the reason."""
     why = why[: box.WORD_MAX]

@@ -42,6 +42,11 @@ class Shared(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     show: Literal["rank 0", "all"] = "rank 0"  # whose output appears on the screen
     preload: bool = False  # workers may be forked from one that has imported everything: our own command, no CUDA
 
+    @property
+    def elastic(self) -> bool:
+        """Whether hosts may come and go."""
+        return self.min_nodes < self.nodes
+
 
 class NodePlan(Shared, frozen=True):
     """The plan of one agent: one line of JSON on its stdin, or a private file; never its argv, so that no list of

@@ -10,7 +10,8 @@ runs/mnist-cnn-20260131-093000/
     summary.json        how it ended
     .lock               held by the processes of the run that is active here
     attempt-1/          of each start: config.toml, agent-<node>.json, rank-<r>.log, rank-<r>.times,
-                        error-<r>.json, ended.json (the exit code and the verdict)
+                        error-<r>.json, ended.json (the exit code and the verdict); of a run whose hosts come
+                        and go nodes.json, and join.json while it takes some
     submit-1/           of each start on other machines, see launch/submission.py
 """
 
@@ -30,6 +31,7 @@ SUMMARY = "summary.json"
 WEIGHTS = "model.safetensors"
 BEST_WEIGHTS, AVERAGE_WEIGHTS = "model-best.safetensors", "model-ema.safetensors"
 CHECKPOINTS = "checkpoints"
+INVITATION = "join.json"  # in an attempt: what `paceline join` reads, the secret of the run included
 LOCK = ".lock"
 FAILURE = re.compile(r"error-[0-9]{1,9}(-generation-[0-9]{1,9})?\.json")
 MOST_STARTS = 999_999  # numbers of attempts

@@ -59,6 +59,7 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     words: str = ""  # more about the state
     on: str = "local"
     hosts: tuple[str, ...] = ()
+    nodes: str = ""  # where hosts come and go: who is in, waits, was lost
     slurm_job: str = ""
     attempts: int = 0
     step: int | None = None

@@ -106,9 +106,9 @@ class Course(Records):
     def votes(self) -> Votes:
         """What this rank has to say in the next step: on the checkpoint on its way, and whether it is asked to stop."""
         votes = self._keeping.votes() if self._keeping else Votes()
-        self._saves_seen = self._guard.box.saves_asked
+        self._saves_seen = self._guard.box.asked("saves_asked")
         return votes._replace(
-            stop=float(self.request is not None and self.request.by is not None),
+            stop=float(bool(self.request and self.request.by) or self._guard.box.asked("regroups") > 0),
             save=float(self._saves_seen > self._saves_done),
         )
 
@@ -205,7 +205,7 @@ class Course(Records):
             known = {"weights_sha256": self._save_weights(self.place), "seconds": time.perf_counter() - self._began}
             saved()
         code = ExitCode.SAVED if stopped else ExitCode.DONE
-        if first:
+        if first and not (stopped and self._guard.box.asked("regroups")):  # then the run goes on at once
             for line in lines(self.summarise(code, **known)):
                 self.show(line)
         if failed:

@@ -111,30 +111,37 @@ def await_agents(every: Sessions, *, seconds: float) -> list[Facts] | signal.Sig
 
 def _listen(session: HostSession, heard: dict[int, bytes], facts: dict[int, Facts], wrong: dict[int, str]) -> None:
     """Look for the announcement in what a host has written, which may begin with a login profile's words."""
+    found = announced(session.name, heard[session.node])
+    if isinstance(found, str):
+        wrong[session.node] = found
+    elif found is not None:
+        facts[session.node] = found
+
+
+def announced(name: str, heard: bytes) -> Facts | str | None:
+    """The agent's facts in what the host of this `name` has written; why they never will be there; None: not yet."""
     from paceline.host.facts import Facts  # only here: agents import this file too, and would wait for psutil
 
-    *lines, _ = heard[session.node].split(b"\n")
+    *lines, _ = heard.split(b"\n")
     for number, line in enumerate(lines):
         if not line.startswith(b"{") or b'"host"' not in line:
             continue
         try:
-            facts[session.node] = msgspec.json.decode(line, type=Facts)
+            facts = msgspec.json.decode(line, type=Facts)
         except msgspec.MsgspecError as error:
-            wrong[session.node] = (
-                f"its agent speaks otherwise than ours ({error}). Install the same version of paceline"
-            )
-            return
+            return f"its agent speaks otherwise than ours ({error}). Install the same version of paceline"
         if number:
             say(
-                f"{session.name}: its login profile writes to stdout ({_quote(lines[0])}), which was skipped; it "
+                f"{name}: its login profile writes to stdout ({_quote(lines[0])}), which was skipped; it "
                 "should only do so in interactive shells"
             )
-        return
-    if len(heard[session.node]) > MAX_GREETING_BYTES:
-        wrong[session.node] = (
+        return facts
+    if len(heard) > MAX_GREETING_BYTES:
+        return (
             f"its login profile has written more than {MAX_GREETING_BYTES} bytes to stdout "
-            f"({_quote(heard[session.node])}...); it should be silent in shells that are not interactive"
+            f"({_quote(heard)}...); it should be silent in shells that are not interactive"
         )
+    return None
 
 
 def _quote(line: bytes) -> str:

@@ -42,7 +42,7 @@ def ssh(job: Job) -> Plan:
     """
     if not job.hosts:
         raise UsageError("--on ssh needs --hosts: name[:port],name,... or a file with one `name[:port]` on each line")
-    if job.nodes != len(job.hosts):
+    if not min(job.min_nodes, job.nodes) <= len(job.hosts) <= job.nodes:
         raise UsageError(f"--nodes {job.nodes} with {len(job.hosts)} hosts: leave --nodes out, or give as many hosts")
     head = (plain_name(job.hosts[0]),)  # its addresses are added when it has announced them
     return Plan(

@@ -24,6 +24,7 @@ from paceline.errors import ExitCode
 from paceline.launch.job import Plan
 from paceline.launch.relay import Relay, Screen
 from paceline.launch.ssh.announcements import SSH_FAILED, await_agents, why_lost
+from paceline.launch.ssh.returning import Returning
 from paceline.launch.ssh.sessions import HostSession, Output, Sessions, open_sessions
 from paceline.observe.terminal import say
 
@@ -71,24 +72,28 @@ class _Watch:
 
     def __init__(self, plan: Plan, every: Sessions) -> None:
         self._plan, self._every = plan, every
-        self._head = every.all[0]
+        self._head, self._addresses = every.all[0], list[str]()
         self._screen = Screen()
         self._relay = Relay([session.name for session in every.all], self._screen)
         self._stopped_seconds = math.inf  # since when a stop is ordered
         self._deadline, self._code = math.inf, int(ExitCode.FAILED)  # when and as what the run ends at the latest
         self._reason = ""
-        self._gone = 0
+        self._returning = Returning(every, self._greet, self._relay.say)
         self._unexplained: list[HostSession] = []  # ended badly; node 0's agent may end alike, and then has said why
         self._detached: set[int] = set()
         self._interrupted = False  # by a second signal: wait for nothing more
 
     def tell(self, facts: Sequence[Facts]) -> None:
         """Send every agent its plan, with the addresses that node 0 has announced, if any."""
-        addresses = [address.address for fact in facts[:1] for address in fact.addresses]
-        for session, node in zip(self._every.all, self._plan.nodes, strict=True):
-            head = tuple(dict.fromkeys((*node.head, *addresses)))
-            self._every.tell(session, msgspec.json.encode(msgspec.structs.replace(node, head=head)))
-            session.told = True
+        self._addresses = [address.address for fact in facts[:1] for address in fact.addresses]
+        for session in self._every.all:
+            self._greet(session)
+
+    def _greet(self, session: HostSession) -> None:
+        node = self._plan.nodes[session.node]
+        head = tuple(dict.fromkeys((*node.head, *self._addresses)))
+        self._every.tell(session, msgspec.json.encode(msgspec.structs.replace(node, head=head)))
+        session.told = True
 
     def run(self) -> int:
         """Wait until node 0's agent has ended, or the run has to be; the exit code."""
@@ -99,6 +104,7 @@ class _Watch:
                     self._relay.say(self._reason)
                 return self._code
             self._pump(self._deadline)
+        self._returning.stop()
         code = self._head.code
         if code < 0 or code == SSH_FAILED:
             why = why_lost(code, self._head.words)
@@ -131,17 +137,18 @@ class _Watch:
 
     def _pump(self, until: float) -> None:
         """Wait for what comes next, not beyond `until`, and deal with it."""
-        seconds = min(until - time.monotonic(), self._relay.flush())
+        seconds = min(until - time.monotonic(), self._relay.flush(), self._returning.try_again())
         full = self._screen.full
         pieces, signals = self._every.wait(min(seconds, PAUSE_SECONDS) if full else seconds, read=not full)
         ended, last_words = self._every.reap()
         for piece in (*pieces, *last_words):
-            self._show(piece)
+            if not self._returning.heard(piece):
+                self._show(piece)
         for number in signals:
             self._obey(number)
         for session in ended:
             self._relay.end(session.node)
-            if session is not self._head:
+            if session is not self._head and not self._returning.failed(session):
                 self._follower_ended(session)
 
     def _show(self, piece: Output) -> None:
@@ -159,6 +166,7 @@ class _Watch:
             grace = max(node.stop_grace_seconds for node in self._plan.nodes)
             self._deadline, self._code = now + grace + STOP_MARGIN_SECONDS, 128 + number
             self._reason = f"stopped by {number.name}; node 0 ({self._head.name}) has not ended by itself in time"
+            self._returning.stop()
             for session in self._every.all:
                 self._every.tell(session, f"stop {number.name}".encode())
         elif now > self._stopped_seconds + SAME_REQUEST_SECONDS:
@@ -167,7 +175,7 @@ class _Watch:
 
     def _follower_ended(self, session: HostSession) -> None:
         code = session.code
-        if code in GOOD_ENDS or self._interrupted:
+        if code in GOOD_ENDS or self._interrupted or not session.told:
             return
         if code < 0 or code == SSH_FAILED:
             self._relay.say(
@@ -176,12 +184,15 @@ class _Watch:
             )
         else:
             self._unexplained.append(session)
-        self._gone += 1
         if self._stopped_seconds != math.inf:
             return
         first = self._plan.nodes[0]
-        enough = len(self._every.all) - self._gone >= min(first.min_nodes, first.nodes)
-        if enough and code != ExitCode.USAGE:
+        here = sum(session.told and not session.ended for session in self._every.all)
+        if first.elastic:
+            self._returning.lost(session, for_good=code == ExitCode.USAGE)
+        if here >= min(first.min_nodes, first.nodes) and (
+            code != ExitCode.USAGE or self._returning.has_returned(session)
+        ):
             self._explain()
             return
         due = time.monotonic() + first.grace_seconds + HEAD_SECONDS

@@ -154,6 +154,11 @@ class Sessions:
             self._hang_up(session)
         return ended, pieces
 
+    def again(self, session: HostSession) -> HostSession:
+        """Another session to the host of one that has ended, in its place."""
+        self.all[session.node] = new = _start(session.node, session.command)
+        return new
+
     def hang_up(self) -> None:
         """Close all lifelines: the agents end their workers."""
         for session in self.all:

@@ -1,0 +1,105 @@
+"""One other node of a run, as the head sees it: who it is, how its workers are, whether it is still heard of."""
+
+import time
+from collections.abc import Sequence
+
+from msgspec.structs import replace
+
+from paceline.agent import messages as m
+from paceline.agent.channel import Link
+from paceline.agent.clocks import ClockBounds
+from paceline.contract.evidence import Evidence, Sample
+
+
+class RemoteNode:
+    """One other node."""
+
+    def __init__(self, hello: m.Hello, link: Link) -> None:
+        self.hello, self.link = hello, link
+        self.clock_ahead_seconds = hello.facts.wall_seconds - time.time()  # less the milliseconds of the way here
+        self.clock = ClockBounds()  # the same, better known with every beat
+        self.ranks: Sequence[int] = hello.ranks  # in this generation
+        self.beat = m.Beat(-1)
+        self._ends: tuple[object, ...] = ()  # what the last beat said of ends
+        self.asked = 0  # the number of the last question
+        self.shown: list[Evidence] | None = None  # its answer, once it is whole
+        self._arrived: list[Evidence] = []
+        self._samples: dict[int, Sample] = {}  # by rank
+        self._listed: tuple[object, str, Sequence[Sample]] | None = None  # the list, and what it was made from
+        self.reached: m.Reached | None = None
+        self.started: m.StartReply | None = None
+        self.lost = ""  # why it no longer takes part; empty while it does
+        self.leaves = ""  # why it wants to go; between two steps it may
+        self.joined = False  # it has come by `paceline join`: what it is ordered to do is meant for it alone
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return f"node {self.hello.node} ({self.hello.facts.host})"
+
+    def start(self, start: m.StartOrder) -> None:
+        """Have it start its part of a generation."""
+        self.ranks = self.hello.ranks or range(start.first_rank, start.first_rank + self.hello.nproc)
+        self.beat, self._samples, self.started = m.Beat(start.generation), {}, None
+        self.link.send(start)
+
+    def samples(self) -> Sequence[Sample]:
+        """What is known of its workers in this generation, also if it is lost."""
+        if self._listed is None or self._listed[0] is not self._samples or self._listed[1] != self.lost:
+            self._listed = self._samples, self.lost, [self._sample(rank) for rank in self.ranks]
+        return self._listed[2]
+
+    def _sample(self, rank: int) -> Sample:
+        known = self._samples.get(rank) or Sample(rank, self.hello.facts.host, 0, self.hello.node)
+        if not self.lost or known.code is not None:
+            return known
+        lost = f"{self.name} is lost: {self.lost}"
+        return replace(known, lost=lost, ended_seconds=self.link.heard_seconds, failure=None, words="")
+
+    def ask(self, question: m.Ask) -> None:
+        """Have it find out what exactly its workers do."""
+        self.asked, self.shown, self._arrived = question.question, None, []
+        self.link.send(question)
+
+    def hear(self, message: m.Message) -> bool:
+        """Take in what it says; whether that is news, and not what it says again and again."""
+        before = self._ends
+        if isinstance(message, m.Beat):
+            self._compare_clocks(message)
+        match message:
+            case m.Beat() if message.generation < self.beat.generation:
+                pass  # it was on its way when the next generation was started
+            case m.Beat():
+                self.beat = message
+                self._ends = _ends(message)
+                if message.workers:
+                    now = time.monotonic()
+                    self._samples = {one.rank: one.turned(now) for one in message.workers}
+            case m.Shown():
+                self._hear_answer(message)
+                return False  # whoever has asked looks ten times a second
+            case m.StartReply():
+                self.started = message
+            case m.Reached():
+                self.reached = message
+            case _:
+                self.link.end("it sent what only a head sends")
+        return not isinstance(message, m.Beat) or self._ends != before
+
+    def _compare_clocks(self, beat: m.Beat) -> None:
+        now = time.monotonic()
+        if beat.unix_time is not None:
+            self.clock.see(now, least_seconds=beat.unix_time - time.time())
+        if beat.alive_took_seconds is not None:
+            self.clock.see(now, most_seconds=beat.alive_took_seconds)
+
+    def _hear_answer(self, answer: m.Shown) -> None:
+        if answer.question == self.asked and answer.evidence is None:
+            self.shown = self._arrived
+        elif answer.question == self.asked and answer.evidence and len(self._arrived) < self.hello.nproc:
+            self._arrived.append(answer.evidence.turned(time.monotonic()))
+
+
+def _ends(beat: m.Beat) -> tuple[object, ...]:
+    """What somebody must look at when it changes: the ends of workers, and of their generation."""
+    return beat.generation, beat.stopped, beat.left, *((one.code, one.failure is None) for one in beat.workers)

@@ -1,0 +1,54 @@
+"""`paceline join RUN`: has this host take part in a run that is on its way on others, from its next step on."""
+
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import tyro
+
+from paceline.cli.finding import RunFlags, attempts, existing_run
+from paceline.cli.run_state import LIVE, standing
+from paceline.contract.node_plan import NodePlan
+from paceline.disk.owners import Unreadable
+from paceline.disk.reading import decode
+from paceline.errors import UsageError
+from paceline.observe.folder import INVITATION
+
+MAX_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class JoinConfig(RunFlags):
+    """Have this host take part in a run that was started with --nodes MIN:MAX and has fewer than MAX hosts.
+
+    Type it on that host, in a folder where RUN is the same folder as on the others. It comes in between two steps: the
+    run saves its state, and goes on at once with one host more. Ctrl-C lets the host leave again, between two steps.
+    """
+
+    nproc: int | None = None
+    """worker processes here (default: as many as the run's own --nproc)"""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run `paceline join ARGUMENTS`."""
+    config = tyro.cli(JoinConfig, prog="paceline join", args=arguments)
+    if config.nproc is not None and config.nproc < 1:
+        raise UsageError(f"--nproc must be at least 1, got {config.nproc}")
+    run_dir, means = existing_run(config, act=True)  # what it says is run here: nobody else may have written it
+    run = shlex.quote(str(run_dir))
+    file = next((attempt / INVITATION for attempt in reversed(attempts(run_dir))), run_dir / INVITATION)
+    try:
+        decode(file, NodePlan, limit_bytes=MAX_BYTES, ours=True)
+    except FileNotFoundError:
+        state = standing(run_dir, means).state
+        if state in LIVE:
+            why = "was not started with --nodes MIN:MAX, or is only just starting"
+        else:
+            why = f"is {state}. Start it again with this host: paceline train --resume auto --run-dir {run} --hosts ..."
+        raise UsageError(f"{run} takes no hosts: it {why}") from None
+    except Unreadable as error:
+        raise UsageError(f"{error}. Was the run started by another version of paceline?") from None
+    words = ["--plan", str(file), "--join", *(("--nproc", str(config.nproc)) if config.nproc else ())]
+    os.execv(sys.executable, [sys.executable, "-P", "-m", "paceline.agent", *words])

@@ -1,0 +1,135 @@
+"""Hosts come and go while a run is on its way: real agents, and workers that hear that they are to save and end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from tests.agent.nodes_harness import Nodes, several
+
+from paceline.observe.nodes import read_nodes
+
+# rank 0 hears it, as of a training; that the others end with it is in a training what the vote in the totals does
+STEPS = """
+from paceline.contract.birth import WorkerBirth
+from paceline.contract.box import Box
+box, world = Box.inherited(WorkerBirth.here().box), os.environ["WORLD_SIZE"]
+(folder / f"world-{world}-rank-{rank}-generation-{generation}").touch()
+if (folder / "broken").exists() and rank >= 4:
+    fail(ValueError("other data here"), 2)
+step = 0
+while not (folder / "enough").exists():
+    step += 1
+    if not (folder / "broken").exists():
+        box.set_step(step)
+    if rank == 0 and box.asked("regroups"):
+        (folder / f"saved-{generation}").touch()
+    if (folder / f"saved-{generation}").exists():
+        sys.exit(75)
+    time.sleep(0.02)
+"""
+
+OTHER_TORCH = """
+import runpy, sys
+from msgspec.structs import replace
+import paceline.agent.follower as follower
+facts = follower.gather_facts()
+follower.gather_facts = lambda: replace(facts, packages={**facts.packages, "torch": "1.0"})
+del sys.argv[1:5]  # python -P -m paceline.agent
+runpy.run_module("paceline.agent", run_name="__main__")
+"""
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Nodes]:
+    """Two nodes of a run for one to three, in its first steps."""
+    with several(tmp_path, STEPS, nodes=3, min_nodes=1, names=("a", "b"), join_seconds=20.0) as run:
+        run.start(1, 0)
+        run.wait_for("world-4-rank-3-generation-0")
+        yield run
+
+
+def invitation(run: Nodes) -> Path:
+    return run.run_dir / "attempt-1" / "join.json"
+
+
+def joins(run: Nodes, number: int, **changes: object) -> None:
+    """What `paceline join` starts; `number` is only this test's name for it."""
+    plan = json.loads(invitation(run).read_bytes()) | changes
+    file = run.folder / f"join-{number}.json"
+    file.write_bytes(msgspec.json.encode(plan))
+    file.chmod(0o600)
+    run.start(number, plan_file=file, instead=("--join",))
+
+
+def nodes_line(run: Nodes) -> str:
+    found = read_nodes(run.run_dir / "attempt-1")
+    assert found is not None
+    return found.line
+
+
+def end(run: Nodes, *numbers: int) -> None:
+    """End the run; these agents, which are in it, end well."""
+    (run.run_dir / "attempt-1" / "enough").touch()
+    assert [run.agents[number].wait(20) for number in numbers] == [0] * len(numbers), run.said(0)
+    assert not invitation(run).exists()
+
+
+def test_a_lost_node_comes_back_a_new_one_joins_and_leaves_again(run: Nodes) -> None:
+    assert invitation(run).stat().st_mode & 0o777 == 0o600
+    run.agents[1].kill()
+    run.wait_for("world-2-rank-1-generation-1")
+    run.start(1)
+    run.wait_for("world-4-rank-3-generation-2")
+    assert "going on with 1 more: 4 ranks on 2 nodes as generation 2" in run.said(0)
+    joins(run, 2)
+    run.wait_for("world-6-rank-5-generation-3")
+    assert nodes_line(run).startswith("3 in (--nodes 1:3)") and "node 2 (" in run.said(2)
+    run.agents[2].send_signal(signal.SIGINT)  # only this one leaves
+    run.wait_for("world-4-rank-3-generation-4")
+    assert run.agents[2].wait(10) == 0
+    assert "left: " in nodes_line(run)
+    end(run, 0, 1)
+
+
+def test_who_may_not_come_in_is_told_why_and_the_run_goes_on(run: Nodes) -> None:
+    run.start(1)  # a second one that says it is node 1
+    run.start(12, through=(sys.executable, "-c", OTHER_TORCH), number=2)
+    joins(run, 13, secret=os.urandom(32).hex(), join_seconds=3.0)
+    joins(run, 14, nproc=3)
+    assert [run.agents[number].wait(20) for number in (1, 12, 13, 14)] == [1, 2, 1, 2]
+    assert "Two hosts cannot be one node" in run.said(1)
+    assert "torch" in run.said(12) and "1.0" in run.said(12)
+    assert "does not know this job's secret" in run.said(13)
+    assert "its place is for 2: --nproc 2" in run.said(14)
+    (run.run_dir / "attempt-1" / "broken").touch()
+    joins(run, 15)
+    assert run.agents[15].wait(20) == 2
+    assert "the first step with it failed" in run.said(15) and "other data here" in run.said(15)
+    run.wait_for("world-4-rank-3-generation-2")
+    (run.run_dir / "attempt-1" / "broken").unlink()
+    joins(run, 16)
+    run.wait_for("world-6-rank-5-generation-3")
+    joins(run, 17)
+    assert run.agents[17].wait(20) == 2
+    assert "this run takes no more hosts: --nodes 1:3" in run.said(17)
+    end(run, 0, 16)
+
+
+def test_a_run_that_was_not_started_for_more_takes_nobody(tmp_path: Path) -> None:
+    with several(tmp_path, STEPS, nodes=2) as run:
+        run.start(1, 0)
+        run.wait_for("world-4-rank-3-generation-0")
+        assert not invitation(run).exists()
+        first = run.agents[1]
+        run.start(1)
+        assert run.agents[1].wait(20) == 2
+        assert "this run takes no hosts: it was started with --nodes 2" in run.said(1)
+        run.agents[1] = first
+        end(run, 0, 1)
