@@ -27,7 +27,7 @@ from paceline.host.facts import Facts
 from paceline.host.facts import gather as gather_facts
 from paceline.host.reach import why_unreachable
 from paceline.observe.folder import INVITATION
-from paceline.observe.nodes import NodeNow, Nodes, State, write_nodes
+from paceline.observe.nodes import NodeNow, NodesNow, State, write_nodes
 from paceline.observe.terminal import say
 
 CHECK_SECONDS = 30.0  # for all to try their connections to a newcomer, and it its to them
@@ -43,7 +43,7 @@ class Newcomers:
         self._tried: RemoteNode | None = None  # the one whose connections are being tried
         self._deadline_seconds = 0.0
         self._gone: dict[tuple[int, str], NodeNow] = {}  # who is not there any more, and why
-        self._written: Nodes | None = None
+        self._written: NodesNow | None = None
         self._ready: list[RemoteNode] = []
 
     @cached_property
@@ -185,7 +185,7 @@ class Newcomers:
         told = [NodeNow(0, self._facts.host, "in")]
         told += [NodeNow(one.hello.node, one.hello.facts.host, "in") for one in crew.here]
         told += [NodeNow(one.hello.node, one.hello.facts.host, "waits") for one in crew.waiting]
-        now = Nodes(plan.min_nodes, plan.nodes, (*told, *self._gone.values()))
+        now = NodesNow(plan.min_nodes, plan.nodes, (*told, *self._gone.values()))
         if now != self._written:
             self._written = now
             write_nodes(attempt_dir, now)

@@ -25,7 +25,7 @@ class NodeNow(msgspec.Struct, frozen=True):
     words: str = ""
 
 
-class Nodes(msgspec.Struct, frozen=True):
+class NodesNow(msgspec.Struct, frozen=True):
     """All of a run that was started with --nodes LEAST:MOST, other than 0."""
 
     least: int
@@ -45,14 +45,14 @@ class Nodes(msgspec.Struct, frozen=True):
         return clean("; ".join(groups))
 
 
-def write_nodes(attempt_dir: Path, nodes: Nodes) -> None:
+def write_nodes(attempt_dir: Path, nodes: NodesNow) -> None:
     """Write it down, where the disk allows."""
     with suppress(OSError):
         writing.replace(attempt_dir / NODES, msgspec.json.encode(nodes))
 
 
-def read_nodes(attempt_dir: Path) -> Nodes | None:
+def read_nodes(attempt_dir: Path) -> NodesNow | None:
     """What was last written; None for a run whose hosts do not come and go."""
     with suppress(OSError):
-        return decode(attempt_dir / NODES, Nodes)
+        return decode(attempt_dir / NODES, NodesNow)
     return None
