@@ -22,7 +22,7 @@ import tyro
 from paceline.disk.owners import NotOurs
 from paceline.disk.reading import decode_toml
 from paceline.errors import UsageError, unknown
-from paceline.ladder import DEFAULT, DEFAULT_ALONE, EXACT, LADDER, StrategyName
+from paceline.ladder import DEFAULT, DEFAULT_ALONE, EXACT, LADDER, SLOW, StrategyName
 from paceline.launchers import LauncherName
 from paceline.rhythm import steps_or_seconds
 
@@ -93,6 +93,22 @@ class OptimizerConfig:
     """scale lr by the global batch: by global_batch / lr_base_batch, or by its square root"""
     lr_base_batch: int = 64
     """the global batch that lr is meant for"""
+
+
+@dataclass(frozen=True)
+class NetworkConfig:
+    """Between hosts on a slow network, for strategy bucketed; within a host nothing changes."""
+
+    compress: Literal["bf16", "int8", "powersgd"] | None = None
+    """send gradients in fewer bytes; what that leaves out is sent later (error feedback)"""
+    powersgd_rank: int | None = None
+    """columns that powersgd sends of each matrix, default 4: more bytes, less that comes late"""
+    local_steps: int | None = None
+    """each host takes so many steps by itself, then all agree on the mean of their parameters (local SGD)"""
+    outer_lr: float | None = None
+    """how far they go towards it, default 1; DiLoCo: 0.7, with --outer-momentum 0.9"""
+    outer_momentum: float | None = None
+    """of Nesterov, over these outer steps; default 0"""
 
 
 @dataclass(frozen=True)
@@ -268,6 +284,7 @@ class TrainConfig:
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    network: NetworkConfig = field(default_factory=NetworkConfig)
     compute: ComputeConfig = field(default_factory=ComputeConfig)
     run: RunConfig = field(default_factory=RunConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -281,7 +298,14 @@ CliTrainConfig = Annotated[TrainConfig, tyro.conf.OmitArgPrefixes]
 
 def default_strategy(config: TrainConfig, world_size: int) -> StrategyName:
     """The strategy asked for, or the default."""
-    return config.strategy or (DEFAULT if world_size > 1 else DEFAULT_ALONE)
+    return config.strategy or (DEFAULT if world_size > 1 or config.network != NetworkConfig() else DEFAULT_ALONE)
+
+
+def strategy_options(config: TrainConfig) -> dict[str, Any]:
+    """What was asked for of settings that only some strategies have, by name."""
+    asked = {**vars(config.model), **vars(config.network)}
+    names = {name for rung in LADDER.values() for name in rung.options}
+    return {name: asked[name] for name in sorted(names) if asked[name] is not None}
 
 
 def task_options(config: TrainConfig) -> dict[str, Any]:
@@ -455,11 +479,12 @@ _POSITIVE = (
     "optimizer.clip_norm", "optimizer.lr_base_batch", "run.epochs", "run.steps", "run.log_interval", "launch.nproc",
     "launch.threads_per_rank", "launch.timeout", "launch.min_nproc", "launch.stop_grace",
     "checkpoint.checkpoint_every", "checkpoint.watch_every", "checkpoint.snapshot_every",
-    "checkpoint.rehearse_preemption", "run.eval_every", "run.patience",
+    "checkpoint.rehearse_preemption", "run.eval_every", "run.patience", "network.powersgd_rank", "network.local_steps",
+    "network.outer_lr",
 )  # fmt: skip
 _NOT_NEGATIVE = (
     "data.num_workers", "optimizer.weight_decay", "optimizer.momentum", "optimizer.warmup_steps", "run.seed",
-    "launch.port", "launch.max_restarts",
+    "launch.port", "launch.max_restarts", "network.outer_momentum",
 )  # fmt: skip
 
 
@@ -490,9 +515,33 @@ def _check_compute(config: TrainConfig) -> None:
         "--checkpoint-activations needs names or classes of modules, e.g. blocks.*,Attention": again
         and not all(pattern.strip() for pattern in str(compute.checkpoint_activations).split(",")),
     }
+    _refuse(contradictions)
+
+
+def _refuse(contradictions: Mapping[str, bool]) -> None:
     for words, true in contradictions.items():
         if true:
             raise UsageError(words)
+
+
+def _check_network(config: TrainConfig) -> None:
+    asked, name = config.network, config.strategy or DEFAULT
+    given = [f"--{setting.replace('_', '-')}" for setting in SLOW if getattr(asked, setting) is not None]
+    first, local = given[0] if given else "", asked.local_steps is not None
+    owners = ", ".join(owner for owner, rung in LADDER.items() if "compress" in rung.options)
+    own = name not in LADDER or "compress" in LADDER[name].options
+    instead = f"It is for strategy {owners}. Leave one out"
+    _refuse({
+        f"{first} with --strategy {name}: it promises the same bits at every world size, and what travels between "
+        f"hosts would be changed. {instead}": bool(given) and name in EXACT,
+        f"{first} with --strategy {name}: it does not add up by host first. {instead}": bool(given) and not own,
+        "--powersgd-rank is for --compress powersgd": asked.powersgd_rank is not None and asked.compress != "powersgd",
+        "--outer-lr and --outer-momentum are for --local-steps: of the step by which hosts agree again": not local
+        and (asked.outer_lr, asked.outer_momentum) != (None, None),
+        f"--outer-momentum must be below 1, got {asked.outer_momentum}": (asked.outer_momentum or 0) >= 1,
+        "--ema with --local-steps: between two outer steps there are no weights of which all hosts could keep an "
+        "average. Leave one out": local and config.optimizer.ema is not None,
+    })  # fmt: skip
 
 
 def check_values(config: TrainConfig) -> None:
@@ -513,6 +562,7 @@ def check_values(config: TrainConfig) -> None:
             if math.isinf(value):
                 raise UsageError(f"--{key.replace('_', '-')} must be finite, got {value}")
     _check_compute(config)
+    _check_network(config)
     steps_or_seconds(config.checkpoint.checkpoint_every)
     if config.optimizer.ema is not None and not 0 < config.optimizer.ema < 1:
         raise UsageError(f"--ema is the part of the average that stays, between 0 and 1, got {config.optimizer.ema}")

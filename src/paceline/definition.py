@@ -8,7 +8,7 @@ from typing import Any
 
 from paceline.config import TrainConfig
 from paceline.errors import UsageError, unknown
-from paceline.ladder import EXACT
+from paceline.ladder import EXACT, SLOW
 
 FIXED = {
     "virtual_ranks": "buffers, random streams and shares belong to virtual ranks",
@@ -28,13 +28,16 @@ FIXED = {
 BITS_ONLY = ("threads_per_rank", "hardware")  # compared only where bits were promised
 CHANGEABLE = (
     "task", "accumulation", "lr", "weight_decay", "momentum", "clip_norm", "schedule", "warmup_steps", "lr_scaling",
-    "lr_base_batch", "ema", "epochs", "steps", "precision", *BITS_ONLY,
+    "lr_base_batch", "ema", "epochs", "steps", "precision", *SLOW, *BITS_ONLY,
 )  # fmt: skip
 """what may change if `--allow-change` names it; everything else (world size, strategy, ...) may change freely"""
 
 OF_TASK = "set."  # begins the names of the task's own settings, which may change likewise
 
-ADDED = {"precision": "fp32", "make_optimizer": None, "make_schedule": None, "init_from": None, "ema": None}
+ADDED = {
+    "precision": "fp32", "make_optimizer": None, "make_schedule": None, "init_from": None, "ema": None,
+    **dict.fromkeys(SLOW),
+}  # fmt: skip
 """what the definitions of older checkpoints do not contain, and what it was then"""
 
 
@@ -66,6 +69,7 @@ def settings(config: TrainConfig) -> dict[str, Any]:
         "strategy": config.strategy,
         "threads_per_rank": config.launch.threads_per_rank if config.strategy in EXACT else None,
         "precision": config.compute.precision,
+        **vars(config.network),
     }
     if config.compute.precision == "auto":  # not chosen yet
         del found["precision"]

@@ -29,16 +29,19 @@ class Rung:
     compiler: bool = False
     """made of parts of torch that import its compiler, whether anything is compiled or not"""
     options: Mapping[str, str] = field(default_factory=dict[str, str])
-    """its own: the setting in `[model]`, None where not set, and the keyword of its function"""
+    """its own: the setting in `[model]` or `[network]`, None where not set, and the keyword of its function"""
     in_own_loops: Mapping[str, bool] = field(default_factory=dict[str, bool])
     """arguments of its function there, where whoever looks at gradients is not known"""
 
+
+SLOW = ("compress", "powersgd_rank", "local_steps", "outer_lr", "outer_momentum")
+"""what is done between hosts on a slow network"""
 
 LADDER: Mapping[str, Rung] = {
     "single": Rung(one_process=True),
     "dp": Rung(one_process=True, several_gpus=True),
     "manual": Rung(),
-    "bucketed": Rung(),
+    "bucketed": Rung(options={name: name for name in SLOW}),
     "ddp": Rung(hooked=True, compiler=True, in_own_loops={"gradient_as_bucket_view": False}),
     "exact": Rung(exact=True),
     "zero": Rung(exact=True, sharded=True),

@@ -6,6 +6,7 @@ Each rank exchanges its share of what its host has added up with the ranks that 
 So a host sends what one rank alone would have to send, whatever the number of its ranks.
 """
 
+import os
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from paceline.sums.shared import GROUP, SharedMemory
+from paceline.sums.shared import GROUP, MemoryLayout, MemoryPeer, SharedMemory
 
 
 @dataclass(frozen=True)
@@ -80,3 +81,11 @@ def connect_hosts(memory: SharedMemory, host: int, hosts: int) -> Hosts:
     own = made[memory.rank]
     assert isinstance(own, dist.ProcessGroup)
     return Hosts(memory, host, hosts, weakref.ref(own))
+
+
+def hosts_of_one(group: dist.ProcessGroup, timeout_seconds: float) -> Hosts:
+    """Where each rank of `group`, of gloo, is alone on its host: memory that it shares with nobody."""
+    rank, layout = group.rank(), MemoryLayout(1, bulk_bytes=0)
+    alone = MemoryPeer(rank, os.getpid(), 0, memoryview(bytearray(layout.total_bytes)))
+    memory = SharedMemory([alone], 0, layout, timeout_seconds, group=group_name(rank), of_all=False)
+    return Hosts(memory, rank, group.size(), weakref.ref(group))

@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from paceline.sums.across import Across, OnEachHost, of_one_host
 from paceline.sums.buckets import BUCKET_BYTES, buckets_of, trainable
 from paceline.sums.hosts import Hosts
 from paceline.sums.hosts_sum import by_leaf, by_rank
@@ -189,6 +190,13 @@ def sum_by_leaf(module: nn.Module, forest: Forest) -> Reducer:
 def sum_by_rank(module: nn.Module, forest: Forest) -> Reducer:
     """What sums gradients over ranks, each of which is one leaf, in the order that is cheapest (a collective)."""
     return _reducer(module, forest, in_order=False)
+
+
+def sum_on_each_host(module: nn.Module, hosts: Hosts, across: Across | None = None) -> Reducer:
+    """What sums gradients over the ranks of each host, and by `across` over hosts, if at all (a collective)."""
+    parameters = trainable(module)
+    forest = of_one_host(hosts)
+    return Reducer([parameters], forest, OnEachHost(parameters, hosts, across), early=False)
 
 
 def sum_to_shares(shards: Shards, forest: Forest) -> Reducer:

@@ -18,9 +18,10 @@ import torch.distributed as dist
 
 from paceline.contract.variables import SHARED_MEMORY
 from paceline.errors import ExitCode, ToldElsewhere, UsageError
-from paceline.sums.gather import CPU
+from paceline.sums import handshake
+from paceline.sums.gather import CPU, gather_over_torch
 from paceline.sums.handshake import Refusal, meet_in_memory
-from paceline.sums.hosts import Hosts, connect_hosts, group_name
+from paceline.sums.hosts import Hosts, connect_hosts, group_name, hosts_of_one
 from paceline.sums.shared import BULK_BYTES, GROUP, MemoryLayout, SharedMemory
 
 Asked = Literal["auto", "shared", "torch"]
@@ -57,6 +58,16 @@ def memory_or_hosts(asked: Asked = "auto", *, bulk_bytes: int = BULK_BYTES) -> S
     return _of_group[group]
 
 
+def hosts_of_all() -> Hosts | None:
+    """As `memory_or_hosts`, if that is hosts; they may have one rank each (a collective)."""
+    decided, group = memory_or_hosts(), dist.group.WORLD
+    if group is None or group.size() == 1 or isinstance(decided, SharedMemory):
+        return None
+    if decided is None and _talks_over_gloo(group) and _are_alone(group.size()):
+        return hosts_of_one(group, _timeout_seconds(group))
+    return decided
+
+
 def shared_memory_if_made() -> SharedMemory | None:
     """`shared_memory` without being a collective: None before somebody has asked for it."""
     group = dist.group.WORLD
@@ -72,7 +83,7 @@ def way_taken() -> WayTaken:
 
 
 def _made(group: dist.ProcessGroup, asked: Asked, bulk_bytes: int) -> SharedMemory | Hosts | None:
-    if "cpu:gloo" not in str(dist.get_backend_config(group)):  # of both, where the program names none
+    if not _talks_over_gloo(group):
         why = f"the ranks' backend is {dist.get_backend(group)}"
         if asked == "shared":
             raise _impossible(group, why)
@@ -84,7 +95,7 @@ def _made(group: dist.ProcessGroup, asked: Asked, bulk_bytes: int) -> SharedMemo
         if asked == "shared":
             raise _impossible(group, str(refusal)) from None
         if not str(refusal).endswith(_QUIET):
-            _say(group, f"ranks talk over gloo, not through shared memory: {refusal}")
+            say(f"ranks talk over gloo, not through shared memory: {refusal}")
         return None
     several, place = met.hosts > 1, [peer.rank for peer in met.peers].index(group.rank())
     memory = SharedMemory(
@@ -99,16 +110,24 @@ def _made(group: dist.ProcessGroup, asked: Asked, bulk_bytes: int) -> SharedMemo
     weakref.finalize(group, memory.leave)
     if not several:
         return memory
-    _say(
-        group,
+    say(
         f"gradients are added up in shared memory on each of {met.hosts} hosts ({memory.size} ranks each), and over "
         "gloo between hosts",
     )
     return connect_hosts(memory, met.host, met.hosts)
 
 
-def _say(group: dist.ProcessGroup, words: str) -> None:
-    if group.rank() == 0:
+def _are_alone(size: int) -> bool:
+    return len(set(gather_over_torch(handshake.host_key(), size))) == size
+
+
+def _talks_over_gloo(group: dist.ProcessGroup) -> bool:
+    return "cpu:gloo" in str(dist.get_backend_config(group))  # of both, where the program names none
+
+
+def say(words: str) -> None:
+    """Tell the user, on rank 0 of the default group."""
+    if dist.group.WORLD is None or dist.group.WORLD.rank() == 0:
         print(f"paceline: {words}", file=sys.stderr, flush=True)
 
 

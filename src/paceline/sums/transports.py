@@ -54,10 +54,13 @@ class OverTorch:
 class InMemory:
     """Where all ranks share memory: one bucket, read and written straight where autograd has put its gradients."""
 
-    def __init__(self, parameters: Bucket, memory: SharedMemory | None, forest: Forest) -> None:
-        """A collective. One process that has all leaves needs no memory: what it has added up is the sum."""
+    def __init__(self, parameters: Bucket, memory: SharedMemory | None, forest: Forest, ranks: int = 0) -> None:
+        """A collective. One process that has all leaves needs no memory: what it has added up is the sum.
+
+        `ranks`: of the world, where these are not all.
+        """
         self._parameters = parameters
-        self._strides = agreed_strides(parameters, len(forest.owned))
+        self._strides = agreed_strides(parameters, ranks or len(forest.owned))
         self._sum = None if memory is None else TreeSum(memory, *kinds(parameters), forest)
         self.forget()
 

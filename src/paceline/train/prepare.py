@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from paceline.compute.postponed import postpone_compiler
-from paceline.config import BatchShape, TrainConfig, batch_shape, default_strategy, task_options
+from paceline.config import BatchShape, TrainConfig, batch_shape, default_strategy, strategy_options, task_options
 from paceline.data.arrays import batch_gatherer, on_device
 from paceline.data.fingerprint import data_fingerprint, hash_of
 from paceline.data.loader import Loading, fetch
@@ -181,12 +181,12 @@ def make_replica(
             # A group of its own: its collectives must not pair up with those of gradient buckets, whose order relative
             # to them depends on what each rank's backward finishes first.
             model = convert(model, new_group())
-        name = default_strategy(config, world.size)
+        name, asked = default_strategy(config, world.size), strategy_options(config)
         for setting, owner in options_of_others(name).items():
-            if getattr(config.model, setting) is not None:
+            if setting in asked:
                 flag = setting.replace("_", "-")
                 raise told_once(UsageError(f"--{flag} is for strategy {owner} only, this is {name}"), world)
-        own = {keyword: getattr(config.model, setting) for setting, keyword in LADDER[name].options.items()}
+        own = {keyword: asked.get(setting) for setting, keyword in LADDER[name].options.items()}
         return partial(STRATEGIES[name], **own)(model, maker, world, virtual_ranks=virtual_ranks)
     except (TypeError, ValueError) as error:  # a layer that cannot be synchronised; models that differ: on all ranks
         raise told_once(UsageError(str(error)), world) from None

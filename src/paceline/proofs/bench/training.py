@@ -149,8 +149,10 @@ def _configured(config: TrainConfig, candidate: Candidate) -> TrainConfig:
     data = replace(config.data, batch_size=candidate.batch_size, global_batch=None, virtual_ranks=virtual_ranks)
     if candidate.strategy == NO_EXCHANGE:
         return replace(config, data=data)
-    model = replace(config.model, **dict.fromkeys(options_of_others(candidate.strategy)))
-    return replace(config, data=data, model=model, strategy=candidate.strategy)
+    others = dict.fromkeys(options_of_others(candidate.strategy))
+    model = replace(config.model, **{name: None for name in others if hasattr(config.model, name)})
+    network = replace(config.network, **{name: None for name in others if hasattr(config.network, name)})
+    return replace(config, data=data, model=model, network=network, strategy=candidate.strategy)
 
 
 def _without_exchange(

@@ -1,0 +1,140 @@
+"""What helps on a slow network? Two hosts joined by a cable of a stated rate and delay; DDP and its hooks beside.
+
+    python benchmarks/slow_network.py --work W3g --rate 100mbit --delay 20 --out benchmarks/results/slow-network.json
+    python benchmarks/slow_network.py --work W3g --losses 192 --out benchmarks/results/slow-network.json
+
+All ways train in the same two processes, one on each host, on the very same batches, lap by lap: A B C A B C. The first
+command measures the time of a step, the second the loss on samples that nobody trains on, by steps (on a fast cable: it
+is the same on a slow one). Of both, --table makes loss against wall time. What was measured before stays in the record,
+and is written over by its name. `delay` is what ping would say, in milliseconds. Root only, and the programs of
+tests/cluster (.ci/install).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from race.contenders import BASE
+from race.loops.slow import PACELINE, TORCH
+from race.starter import HERE
+from race.wire import Wire
+from race.works import WORKS
+from two_hosts import BITS, hindrance
+
+sys.path.insert(0, str(HERE.parents[1]))  # the hosts are those of the tests
+from tests.cluster.lab import Lab
+
+HOSTS, PORT = ("n1", "n2"), 29500  # the hosts are ours alone
+FAST = 4e9  # bits a second, where only losses are asked for
+LIMIT_SECONDS = 900.0
+
+
+def trained(work: str, words: list[str], rate: float, delay_ms: float) -> list[dict[str, Any]]:
+    """What rank 0 of `race.loops.slow` says between two fresh hosts."""
+    with tempfile.TemporaryDirectory(prefix="slow-") as folder:
+        lab = Lab(Path(folder), len(HOSTS))
+        try:
+            with Wire(lab, HOSTS, rate=rate, delay=delay_ms / 2000) as wire:
+                ranks: list[subprocess.Popen[Any]] = []
+                for number, host in enumerate(HOSTS):
+                    env = {
+                        "RANK": str(number), "WORLD_SIZE": str(len(HOSTS)), "MASTER_ADDR": wire.address(HOSTS[0]),
+                        "MASTER_PORT": str(PORT), "GLOO_SOCKET_IFNAME": wire.NIC, "OMP_NUM_THREADS": "1",
+                        "PYTHONPATH": f"{HERE.parent}:{HERE.parents[1]}",
+                    }  # fmt: skip
+                    argv = [sys.executable, str(HERE / "loops" / "slow.py"), work, *words]
+                    output = subprocess.PIPE if number == 0 else None
+                    ranks.append(lab.popen(host, *argv, env=env, stdout=output))
+                told = ranks[0].communicate(timeout=LIMIT_SECONDS)[0].decode()
+                if ranks[0].returncode:
+                    raise SystemExit(f"rank 0 ended with {ranks[0].returncode}")
+        finally:
+            lab.close()
+    return [json.loads(line) for line in told.splitlines() if line.startswith("{")]
+
+
+def bits(rate: str) -> float:
+    """A second, of 100mbit say."""
+    return float(rate[:-4]) * BITS[rate[-4:]]
+
+
+def speeds(told: list[dict[str, Any]]) -> dict[str, Any]:
+    """Of each way the milliseconds of all laps, and how many steps as fast as DDP, round by round."""
+    ms: dict[str, list[float]] = {}
+    for lap in told:
+        ms.setdefault(lap["mode"], []).append(round(lap["ms"], 1))
+    base = ms.get(TORCH[0])
+    ratios = (
+        {name: [round(a / b, 2) for a, b in zip(base, own, strict=True)] for name, own in ms.items()} if base else {}
+    )
+    return {"ms": ms, "times_ddp": ratios}
+
+
+def tables(found: dict[str, Any]) -> str:
+    """In words: steps a second beside DDP, the loss after the same samples, the loss after the same time."""
+    lines: list[str] = []
+    for key, one in found["speeds"].items():
+        work = key.split()[0]
+        curves = found["losses"].get(work, {})
+        last = max((int(step) for step in curves.get(TORCH[0], {})), default=0)
+        minute = {}
+        lines.append(f"\n{key}: ms/step, times DDP (each round), held-out loss after {last} steps, after 60 and 300 s")
+        for name, own in one["ms"].items():
+            curve = {int(step): loss for step, loss in curves.get(name, {}).items()}
+            for seconds in (60, 300):
+                done = [step for step in curve if step * median(own) / 1000 <= seconds]
+                minute[seconds] = f"{curve[max(done)]:.4f} at {max(done)}" if done else ""
+            end = f"{curve[last]:.4f}" if last in curve else ""
+            more = f"{100 * (curve[last] / curves[TORCH[0]][str(last)] - 1):+.2f} %" if end else ""
+            times = " ".join(f"{ratio:.2f}" for ratio in one["times_ddp"].get(name, []))
+            lines.append(
+                f"  {name:13} {median(own):9.1f}  {times:18}  {end:7} {more:9}  {minute[60]:14}  {minute[300]}"
+            )
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", choices=WORKS, default="W3g")
+    parser.add_argument("--rate", default="100mbit", help="of the cable, e.g. 10mbit 100mbit 1gbit")
+    parser.add_argument("--delay", type=float, default=20.0, help="ms there and back")
+    parser.add_argument("--modes", nargs="+", choices=[*TORCH, *PACELINE], default=[*TORCH, *PACELINE])
+    parser.add_argument("--losses", type=int, default=0, help="no times: so many steps, and the losses")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--lap", type=float, default=5.0, help="seconds, more or less")
+    parser.add_argument("--table", action="store_true", help="only show what --out has")
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    if arguments.rate[-4:] not in BITS or not arguments.rate[:-4].isdecimal():
+        parser.error(f"--rate {arguments.rate}: a whole number and mbit or gbit, e.g. 100mbit, 1gbit")
+    empty: dict[str, Any] = {"base": BASE, "hosts": len(HOSTS), "ranks_a_host": 1, "speeds": {}, "losses": {}}
+    found = json.loads(arguments.out.read_text()) if arguments.out and arguments.out.exists() else empty
+    if not arguments.table:
+        if why := hindrance():
+            print(f"skipped: {why}")
+            return 0
+        if arguments.losses:
+            told = trained(arguments.work, ["--losses", str(arguments.losses), "--modes", *arguments.modes], FAST, 0)
+            own = found["losses"].setdefault(arguments.work, {})
+            own |= {one["mode"]: {step: round(loss, 5) for step, loss in one["losses"].items()} for one in told}
+        else:
+            pace = ["--rounds", str(arguments.rounds), "--lap", str(arguments.lap), "--modes", *arguments.modes]
+            told = trained(arguments.work, pace, bits(arguments.rate), arguments.delay)
+            busy = {"load_average": round(os.getloadavg()[0], 1)}
+            found["speeds"][f"{arguments.work} {arguments.rate} {arguments.delay:g}ms"] = speeds(told) | busy
+        if arguments.out:
+            arguments.out.write_text(json.dumps(found, indent=1) + "\n")
+    print(tables(found))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

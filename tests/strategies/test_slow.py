@@ -1,0 +1,271 @@
+"""Hosts on a slow network: local steps are those written out by hand, and every state goes on as if nothing had been.
+
+One host is made several by what each rank says of its own (`handshake.host_key`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tests.run_ranks import run_ranks
+from tests.strategies.test_state import opened, save
+from tests.sums.test_hosts_sum import put_on
+from torch import Tensor, nn
+
+from paceline import ArrayDataset, BatchPlan, Loading, World, load_steps, train_step
+from paceline.checkpoint.whole import whole
+from paceline.data.plan import ranks_share
+from paceline.strategies import Replica
+from paceline.strategies.bucketed import bucketed
+from paceline.strategies.slow import Between
+
+CPU = torch.device("cpu")
+VIRTUAL, RANKS, BATCH, SAMPLES, STEPS, SAVED_AT = 4, 4, 10, 26, 12, 5
+PLAN = BatchPlan(SAMPLES, BATCH, VIRTUAL)  # the last batch of an epoch has 6: of four shares two of 2, two of 1
+PLAIN, DILOCO = Between(local_steps=3), Between(local_steps=3, outer_lr=0.7, outer_momentum=0.9)
+RESUMED = {
+    "bf16": Between(compress="bf16"),
+    "int8": Between(compress="int8"),
+    "powersgd": Between(compress="powersgd", powersgd_rank=1),
+    "local": PLAIN,
+    "diloco": DILOCO,
+    "both": Between(compress="int8", local_steps=3, outer_momentum=0.5),
+}
+
+
+def model() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(12, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1)).double()
+
+
+def data(bad: int | None = None) -> ArrayDataset:
+    inputs = torch.randn(SAMPLES, 12, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    if bad is not None:
+        inputs[bad] = float("nan")
+    return ArrayDataset(inputs, inputs.sum(1).sin())
+
+
+def squared(outputs: Tensor, targets: Tensor) -> Tensor:
+    return (outputs[:, 0] - targets).square()
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.1)
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.05)
+
+
+def replica(rank: int, slow: Between, make: Any = adamw) -> Replica:
+    return bucketed(model(), make, World(rank, RANKS, rank, RANKS, CPU, "gloo"), virtual_ranks=VIRTUAL, **slow)
+
+
+def train(trained: Replica, start: int, stop: int, dataset: ArrayDataset | None = None, **options: Any) -> list[bool]:
+    """Which steps were left out."""
+    share = ranks_share(VIRTUAL, trained.world.rank, RANKS)
+    steps = load_steps(dataset or data(), PLAN, share, Loading(CPU), start=start, stop=stop)
+    return [train_step(trained, step, squared, **options).left_out is not None for step in steps]
+
+
+def weights(trained: Replica) -> Tensor:
+    """What is looked at: the same on all ranks."""
+    with trained.merged_buffers():
+        return torch.cat([value.clone().flatten() for value in trained.weights().values()])
+
+
+def said(act: Any) -> str:
+    with contextlib.redirect_stderr(io.StringIO()) as words:
+        act()
+    return words.getvalue()
+
+
+# ---- the same by hand, in one process
+
+
+def by_hand(hosts: int, slow: Between, make: Any, steps: int) -> Tensor:
+    """Each host's share of every global batch trains a model of its own; then one outer step, of all."""
+    models = [model() for _ in range(hosts)]
+    optimizers = [make(one.parameters()) for one in models]
+    agreed = torch.cat([p.detach().flatten() for p in models[0].parameters()])
+    velocity, dataset = torch.zeros_like(agreed), data()
+    every, lr, momentum = slow.get("local_steps"), slow.get("outer_lr", 1.0), slow.get("outer_momentum", 0.0)
+    for step in range(steps):
+        epoch, at = divmod(step, PLAN.steps_per_epoch)
+        indices = [PLAN.indices(epoch, at, virtual_rank) for virtual_rank in range(VIRTUAL)]
+        of_hosts = [torch.cat(indices[h * VIRTUAL // hosts : (h + 1) * VIRTUAL // hosts]) for h in range(hosts)]
+        count = sum(map(len, of_hosts))
+        for one, optimizer, mine in zip(models, optimizers, of_hosts, strict=True):
+            optimizer.zero_grad()
+            inputs, targets = dataset.inputs[mine], dataset.targets[mine]
+            (F.mse_loss(one(inputs)[:, 0], targets, reduction="sum") * hosts / count).backward()
+            optimizer.step()
+        if (step + 1) % every == 0:
+            ends = [torch.cat([p.detach().flatten() for p in one.parameters()]) for one in models]
+            gone = agreed - torch.stack(ends).mean(0)
+            velocity = momentum * velocity + gone
+            agreed = agreed - lr * (gone + momentum * velocity)
+            for one in models:
+                torch.nn.utils.vector_to_parameters(agreed.clone(), one.parameters())
+    return torch.stack([torch.cat([p.detach().flatten() for p in one.parameters()]) for one in models]).mean(0)
+
+
+CASES = [(2, PLAIN, adamw), (2, DILOCO, adamw), (1, DILOCO, sgd), (2, Between(local_steps=1), sgd)]
+
+
+def locally(rank: int, world_size: int, folder: Path) -> list[Tensor]:
+    found: list[Tensor] = []
+    for size, slow, make in CASES:
+        put_on(rank // size, rank, world_size, folder)
+        trained = replica(rank, slow, make)
+        train(trained, 0, STEPS - 1)  # in the middle of a round
+        found.append(weights(trained))
+    put_on(rank // 2, rank, world_size, folder)
+    plain = replica(rank, Between(), sgd)
+    train(plain, 0, STEPS - 1)
+    return [*found, weights(plain)]
+
+
+@pytest.mark.ranks
+@pytest.mark.timeout(60)
+def test_local_steps_are_those_of_each_host_by_itself_and_an_outer_step_written_out_by_hand(tmp_path: Path) -> None:
+    first, *others = run_ranks(locally, RANKS, tmp_path, tmp_path)
+    for other in others:
+        assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+    for found, (size, slow, make) in zip(first, CASES, strict=False):
+        wanted = by_hand(RANKS // size, slow, make, STEPS - 1)
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12, msg=lambda m, at=slow: f"{at}: {m}")
+    # of plain SGD, one local step is the step on the global batch, also where shares are uneven
+    torch.testing.assert_close(first[len(CASES) - 1], first[-1], rtol=0, atol=1e-12)
+
+
+# ---- a state
+
+
+def stop_and_go(rank: int, world_size: int, folder: Path) -> int:
+    """Save in the middle, take over by a new replica, and train on: the bits of one that was never stopped."""
+    world = World(rank, RANKS, rank, RANKS, CPU, "gloo")
+    for name, slow in RESUMED.items():
+        put_on(rank // 2, rank, world_size, folder)
+        straight = replica(rank, slow)
+        train(straight, 0, SAVED_AT)
+        save(straight.state(), folder / f"{name}-{rank}", rank, RANKS)
+        train(straight, SAVED_AT, STEPS)
+        wanted, seen = whole(straight.state(), world), weights(straight)
+        again = replica(rank, slow)
+        source = opened(folder / f"{name}-{r}" for r in range(RANKS))
+        assert said(lambda to=again, of=source: to.load(of)) == ""
+        train(again, SAVED_AT, STEPS)
+        found = whole(again.state(), world)
+        assert list(found) == list(wanted)
+        assert [n for n, tensor in found.items() if not torch.equal(tensor, wanted[n])] == [], name
+        assert torch.equal(weights(again), seen), name
+    return len(RESUMED)
+
+
+def elsewhere(rank: int, world_size: int, folder: Path) -> list[str]:
+    """The states of 2 hosts of 2 ranks go on on 4 hosts, and on one; what is said, and that they have the mean."""
+    words: list[str] = []
+    for size in (1, 4):
+        for name in ("int8", "diloco"):
+            put_on(rank // size, rank, world_size, folder)
+            source = opened(folder / f"{name}-{r}" for r in range(RANKS))
+            trained = replica(rank, RESUMED[name])
+            words.append(said(lambda to=trained, of=source: to.load(of)))
+            if name == "diloco":
+                ours = next(p for n, p in trained.model.named_parameters() if n == "0.weight").detach()
+                of_hosts = [source.tensor(f"hosts/{host}/model/0.weight") for host in range(2)]
+                assert not torch.equal(of_hosts[0], of_hosts[1])
+                assert torch.equal(ours, (of_hosts[0] + of_hosts[1]) / 2)
+            train(trained, SAVED_AT, STEPS)
+            assert weights(trained).isfinite().all()
+    return words
+
+
+def both(rank: int, world_size: int, folder: Path) -> tuple[int, list[str]]:
+    return stop_and_go(rank, world_size, folder), elsewhere(rank, world_size, folder)
+
+
+@pytest.mark.ranks
+@pytest.mark.timeout(90)
+def test_a_state_goes_on_to_the_bit_and_on_other_hosts_with_honest_words(tmp_path: Path) -> None:
+    (done, words), *others = run_ranks(both, RANKS, tmp_path, tmp_path, timeout=80)
+    assert done == len(RESUMED)
+    assert all(text == "" for _, said_there in others for text in said_there)
+    held, mean, alone, mean_alone = words
+    assert "of 2 hosts of 2 ranks, now there are 4 hosts of 1 rank: what they held back (--compress) is dropped" in held
+    assert "of 2 hosts that took local steps, now there are 4: it goes on from the mean of their parameters" in mean
+    assert alone == "" and "now all agree after each step: it goes on from the mean" in mean_alone
+
+
+# ---- what goes wrong, and what has no effect
+
+
+def trouble(rank: int, world_size: int, folder: Path) -> list[Any]:
+    put_on(rank // 2, rank, world_size, folder)
+    left_out: list[list[bool]] = []
+    for slow in (PLAIN, Between(compress="int8"), Between(compress="powersgd", powersgd_rank=1)):
+        clean, hurt = replica(rank, slow), replica(rank, slow)
+        train(clean, 0, 2)
+        train(hurt, 0, 2)
+        before = {held.name: held.tensor.clone() for held in hurt.state()}
+        with torch.no_grad():  # a finite loss whose gradient is not: on one rank, so of one host alone
+            hook = next(hurt.model.parameters()).register_hook(lambda g: g * float("nan") if rank == 3 else g)
+        left_out.append(train(hurt, 2, 3, may_leave_out=True))
+        hook.remove()
+        assert all(torch.equal(before[held.name], held.tensor) for held in hurt.state()), slow
+        train(clean, 2, 6)
+        train(hurt, 2, 6)
+        assert torch.equal(weights(clean), weights(hurt)), slow
+    put_on(0, rank, world_size, folder)
+    made: list[Replica] = []
+    words = said(
+        lambda: made.extend([replica(rank, Between(compress="int8")), replica(rank, DILOCO), replica(rank, Between())])
+    )
+    for one in made:
+        train(one, 0, 4)
+    assert torch.equal(weights(made[0]), weights(made[2])) and torch.equal(weights(made[1]), weights(made[2]))
+    put_on(rank // 3, rank, world_size, folder)  # 3 ranks and 1
+    with pytest.raises(ValueError, match="equally many on all"):
+        replica(rank, Between(compress="int8"))
+    return [left_out, words]
+
+
+@pytest.mark.ranks
+@pytest.mark.timeout(60)
+def test_a_step_that_is_not_finite_on_one_host_is_left_out_on_all_and_nothing_is_lost(tmp_path: Path) -> None:
+    first, *others = run_ranks(trouble, RANKS, tmp_path, tmp_path)
+    assert first[0] == [[True]] * 3 == others[2][0]
+    once = "all ranks are on one host, and nothing leaves it. It has no effect"
+    assert first[1].count(once) == 2 and f"--compress int8: {once}" in first[1]
+    assert f"--local-steps 3: {once}" in first[1]
+    assert others[0][1] == ""
+
+
+def converges(rank: int, world_size: int, folder: Path) -> dict[str, float]:
+    """How far from the plain weights, as a part of the way that these have gone."""
+    put_on(rank // 2, rank, world_size, folder)
+    start = torch.cat([p.detach().flatten() for p in model().parameters()])
+    found: dict[str, Tensor] = {}
+    for name, slow in {"plain": Between(), **{n: RESUMED[n] for n in ("bf16", "int8", "powersgd", "local")}}.items():
+        trained = replica(rank, slow, sgd)
+        train(trained, 0, 60)
+        found[name] = weights(trained)
+    gone = (found["plain"] - start).norm()
+    return {name: float((other - found["plain"]).norm() / gone) for name, other in found.items()}
+
+
+@pytest.mark.ranks
+@pytest.mark.timeout(60)
+def test_what_is_held_back_does_not_lead_elsewhere(tmp_path: Path) -> None:
+    found = run_ranks(converges, RANKS, tmp_path, tmp_path)[0]
+    assert 0 < found["bf16"] < 0.005
+    assert 0 < found["int8"] < 0.01
+    assert 0 < found["powersgd"] < 0.2
+    assert 0 < found["local"] < 0.05
