@@ -1,5 +1,7 @@
 """The configuration: the same from flags and files, and wrong values named."""
 
+import re
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import get_args
@@ -12,6 +14,7 @@ from paceline.config import (
     BatchShape,
     DataConfig,
     LaunchConfig,
+    NetworkConfig,
     OptimizerConfig,
     RunConfig,
     StrategyName,
@@ -94,6 +97,31 @@ def test_values_without_meaning(section, values, words):
     config = TrainConfig()
     with pytest.raises(UsageError, match=words):
         check_values(replace(config, **{section: replace(getattr(config, section), **values)}))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "given", "words"),
+    [
+        ("exact", {"compress": "int8"}, "--compress with --strategy exact: it promises the same bits"),
+        ("zero", {"local_steps": 4}, "--local-steps with --strategy zero: it promises the same bits"),
+        ("fsdp", {"local_steps": 4}, "--local-steps with --strategy fsdp: it does not add up by host first"),
+        ("ddp", {"compress": "bf16"}, "--compress with --strategy ddp: it does not add up by host first"),
+        (None, {"local_steps": 0}, "--local-steps must be greater than 0, got 0"),
+        (None, {"outer_lr": 0.7}, "--outer-lr and --outer-momentum are for --local-steps"),
+        (None, {"powersgd_rank": 2, "compress": "int8"}, "--powersgd-rank is for --compress powersgd"),
+        (None, {"local_steps": 4, "outer_momentum": 1.0}, "the latter below 1, got (None, 1.0)"),
+    ],
+)
+def test_what_cannot_be_done_between_hosts_is_refused_before_anything_starts(strategy, given, words):
+    with pytest.raises(UsageError, match=re.escape(words)):
+        check_values(TrainConfig(strategy=strategy, network=NetworkConfig(**given)))
+
+
+def test_an_average_of_weights_needs_weights_of_all_hosts():
+    for local_steps, refused in ((4, True), (None, False)):
+        config = TrainConfig(network=NetworkConfig(local_steps=local_steps), optimizer=OptimizerConfig(ema=0.9))
+        with pytest.raises(UsageError, match="--ema with --local-steps") if refused else nullcontext():
+            check_values(config)
 
 
 @pytest.mark.parametrize(

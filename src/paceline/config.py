@@ -22,7 +22,7 @@ import tyro
 from paceline.disk.owners import NotOurs
 from paceline.disk.reading import decode_toml
 from paceline.errors import UsageError, unknown
-from paceline.ladder import DEFAULT, DEFAULT_ALONE, EXACT, LADDER, SLOW, StrategyName
+from paceline.ladder import DEFAULT, DEFAULT_ALONE, EXACT, LADDER, SLOW, StrategyName, wrong_between_hosts
 from paceline.launchers import LauncherName
 from paceline.rhythm import steps_or_seconds
 
@@ -535,10 +535,7 @@ def _check_network(config: TrainConfig) -> None:
         f"{first} with --strategy {name}: it promises the same bits at every world size, and what travels between "
         f"hosts would be changed. {instead}": bool(given) and name in EXACT,
         f"{first} with --strategy {name}: it does not add up by host first. {instead}": bool(given) and not own,
-        "--powersgd-rank is for --compress powersgd": asked.powersgd_rank is not None and asked.compress != "powersgd",
-        "--outer-lr and --outer-momentum are for --local-steps: of the step by which hosts agree again": not local
-        and (asked.outer_lr, asked.outer_momentum) != (None, None),
-        f"--outer-momentum must be below 1, got {asked.outer_momentum}": (asked.outer_momentum or 0) >= 1,
+        (wrong := wrong_between_hosts(*(getattr(asked, setting) for setting in SLOW))): bool(wrong),
         "--ema with --local-steps: between two outer steps there are no weights of which all hosts could keep an "
         "average. Leave one out": local and config.optimizer.ema is not None,
     })  # fmt: skip

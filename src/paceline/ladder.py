@@ -36,6 +36,7 @@ class Rung:
 
 SLOW = ("compress", "powersgd_rank", "local_steps", "outer_lr", "outer_momentum")
 """what is done between hosts on a slow network"""
+COMPRESS = ("bf16", "int8", "powersgd")
 
 LADDER: Mapping[str, Rung] = {
     "single": Rung(one_process=True),
@@ -64,6 +65,20 @@ def options_of_others(strategy: str) -> dict[str, str]:
     """The settings that `strategy` does not take, each with the strategy that does."""
     own = LADDER[strategy].options
     return {setting: name for name, rung in LADDER.items() for setting in rung.options if setting not in own}
+
+
+def wrong_between_hosts(compress: str | None, rank: int | None, steps: int | None, *outer: float | None) -> str:
+    """What is wrong with values of SLOW, in words; empty if nothing is."""
+    contradictions = {
+        "--powersgd-rank is for --compress powersgd": rank is not None and compress != "powersgd",
+        "--outer-lr and --outer-momentum are for --local-steps: of the step by which hosts agree again": steps is None
+        and outer != (None, None),
+        f"--local-steps must be greater than 0, got {steps}": steps is not None and steps < 1,
+        f"--compress {compress}: choose from {', '.join(COMPRESS)}": compress not in (None, *COMPRESS),
+        f"--outer-lr and --outer-momentum are from 0 on, and the latter below 1, got {outer}": steps is not None
+        and not ((outer[0] is None or outer[0] > 0) and 0 <= (outer[1] or 0) < 1),
+    }
+    return next((words for words, true in contradictions.items() if true), "")
 
 
 def middle(node: tuple[int, int]) -> int:

@@ -14,7 +14,7 @@ from paceline.contract.evidence import Phase
 from paceline.data.loader import naming_lost_processes
 from paceline.data.plan import ranks_share
 from paceline.errors import ExitCode, PacelineError, UsageError, unknown
-from paceline.ladder import EXACT, LADDER
+from paceline.ladder import EXACT, LADDER, options_of_others
 from paceline.observe.summary import Summary
 from paceline.observe.track import wanted
 from paceline.rhythm import steps_or_seconds
@@ -59,16 +59,20 @@ class Life(Loop):
         timeout: float = DEFAULT_TIMEOUT_SECONDS,
         trust: bool = False,
         track: str | None = None,
-        fsdp_wrap: str | None = None,
+        **of_strategy: Any,
     ) -> None:
-        """See `session`."""
+        """See `session`; `of_strategy`: options that the strategy alone has."""
         if strategy not in LADDER:
             raise unknown("strategy", strategy, list(LADDER))
-        if fsdp_wrap is not None and "fsdp_wrap" not in LADDER[strategy].options:
-            raise UsageError(f"session(fsdp_wrap={fsdp_wrap!r}) is for strategy='fsdp', not {strategy!r}")
-        self._options: dict[str, Any] = dict(LADDER[strategy].in_own_loops)
-        if fsdp_wrap is not None:
-            self._options[LADDER[strategy].options["fsdp_wrap"]] = fsdp_wrap
+        others = options_of_others(strategy)
+        for name, value in of_strategy.items():
+            if name in others and value is not None:
+                raise UsageError(f"session({name}={value!r}) is for strategy={others[name]!r}, not {strategy!r}")
+            if name not in {*others, *LADDER[strategy].options}:
+                raise TypeError(f"session() got an unexpected keyword argument {name!r}")
+        self._own = {name: value for name, value in of_strategy.items() if value is not None}
+        keywords = {LADDER[strategy].options[name]: value for name, value in self._own.items()}
+        self._options: dict[str, Any] = {**LADDER[strategy].in_own_loops, **keywords}
         if resume and run_dir is None:
             raise UsageError("session(resume=True) needs the folder of the run: session('runs/mine', resume=True)")
         if not_finite not in ("stop", "skip"):
@@ -104,7 +108,7 @@ class Life(Loop):
             self._stack.enter_context(deterministic() if self._exact else nullcontext())
             notices = take_threads(threads or (DEFAULT_THREADS if self._exact else None), world)
             origin = origin_of(place, world, resume=resume, trust=trust) if place is not None else None
-            self._settings = {"virtual_ranks": self._virtual_ranks, "seed": seed, "strategy": strategy}
+            self._settings = {"virtual_ranks": self._virtual_ranks, "seed": seed, "strategy": strategy, **self._own}
             check_equal("session settings", {**self._settings, "resume": resume, "threads": threads}, world)
             rhythm = Rhythm(watch_every, 10**9, *steps_or_seconds(checkpoint_every), keep=keep)
             self._course = Course(

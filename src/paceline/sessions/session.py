@@ -228,9 +228,9 @@ def session(run_dir: str | os.PathLike[str] | None = None, **options: Any) -> Se
     Args:
         run_dir: the folder for checkpoints, events, weights and a summary; None: nothing is written.
         options: resume: go on with the run in that folder, if there is one. strategy, virtual_ranks, seed, threads:
-            fsdp_wrap as --strategy, ... of `paceline train`. checkpoint_every: steps, or a time ("10min"), beside each
-            epoch's end. track: "tensorboard", "wandb" or "mlflow", which get what s.log is given. keep, watch_every,
-            not_finite, device, backend, timeout, trust: as the flags of these names.
+            fsdp_wrap, compress, local_steps, ... as --strategy, ... of `paceline train`. checkpoint_every: steps, or a
+            time ("10min"), beside each epoch's end. track: "tensorboard", "wandb" or "mlflow", which get what s.log is
+            given. keep, watch_every, not_finite, device, backend, timeout, trust: as the flags of these names.
 
     Raises:
         UsageError: for what cannot be; TrainingError if not all ranks come.

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from paceline.checkpoint.state import Held, Source, Under, needed, take_over
 from paceline.data.plan import Work
+from paceline.ladder import SLOW, wrong_between_hosts
 from paceline.strategies.base import MakeOptimizer, Replica, replica
 from paceline.strategies.held import hold_optimizer, load_optimizer
 from paceline.strategies.refusals import refuse_foreign
@@ -85,6 +86,8 @@ def _across(model: nn.Module, hosts: Hosts, between: Between) -> Across:
 
 def _hosts_for(between: Between, model: nn.Module, world: World) -> Hosts | None:
     """None where nothing was asked for, or there is one host: then that is said."""
+    if wrong := wrong_between_hosts(*(between.get(name) for name in SLOW)):
+        raise ValueError(wrong)
     asked = {"--compress": between.get("compress"), "--local-steps": between.get("local_steps")}
     words = " ".join(f"{flag} {value}" for flag, value in asked.items() if value is not None)
     if not words:

@@ -85,7 +85,7 @@ def connect_hosts(memory: SharedMemory, host: int, hosts: int) -> Hosts:
 
 def hosts_of_one(group: dist.ProcessGroup, timeout_seconds: float) -> Hosts:
     """Where each rank of `group`, of gloo, is alone on its host: memory that it shares with nobody."""
-    rank, layout = group.rank(), MemoryLayout(1, bulk_bytes=0)
+    rank, layout = group.rank(), MemoryLayout(1, bulk_bytes=4096)
     alone = MemoryPeer(rank, os.getpid(), 0, memoryview(bytearray(layout.total_bytes)))
     memory = SharedMemory([alone], 0, layout, timeout_seconds, group=group_name(rank), of_all=False)
     return Hosts(memory, rank, group.size(), weakref.ref(group))
