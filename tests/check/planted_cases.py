@@ -45,6 +45,7 @@ PLAIN = {  # plant -> rule
     "renamed": "one file",
     "unused parameters": "unused parameters",
     "threads": "threads",
+    "batch shrinks": "batch shrinks",
 }
 TRAINER = ("same batches", "same augmentation", "batch norm", "mean over padding", "one file", "threads", "split apart")
 ACCELERATED = (
@@ -79,13 +80,13 @@ class Outcome:
     @property
     def found(self) -> bool:
         """Whether what was planted was named, or nothing where nothing was."""
-        named = [one["rule"] for one in self.counted]
-        return self.case.rule in named if self.case.rule else not named and self.code == 0
+        named = {one["rule"] for one in self.findings if one["level"] != "right"}
+        return self.case.rule in named if self.case.rule else not self.counted and self.code == 0
 
     @property
     def on_its_line(self) -> bool:
         """Whether it was named at one of the lines that are marked."""
-        sites = [one["site"].partition(" ")[0] for one in self.counted if one["rule"] == self.case.rule]
+        sites = [one["site"].partition(" ")[0] for one in self.findings if one["rule"] == self.case.rule]
         return bool({f"{Path(self.case.script).name}:{line}" for line in marked(self.case)} & {*sites})
 
     @property

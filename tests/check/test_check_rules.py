@@ -376,3 +376,15 @@ def test_a_tensor_tells_samples_apart_only_if_it_varies() -> None:
     assert same_leaf([[["1", "f:a"], ["2", "f:b"]], [["1", "f:x"], ["2", "f:y"]]])  # labels alike, inputs augmented
     assert not same_leaf([[["1", "f:a"], ["1", "f:b"]], [["1", "f:x"], ["1", "f:y"]]])  # a mask alike
     assert not same_leaf([[["", "f:a"]], [["", "f:b"]]])
+
+
+def test_a_batch_that_shrinks_with_the_world_is_a_note_with_its_numbers() -> None:
+    def shrinks(divided: str) -> list[Remark]:
+        told = judged([right(rank, loaders=[trained(rank, divided=divided)]) for rank in range(2)])
+        return [one for one in told if one.rule == "batch shrinks"]
+
+    (one,) = shrinks("total // world")
+    assert (one.level, one.site) == ("note", "t.py:5 in main")
+    assert one.words.endswith("total // world is 4 on 2 ranks")
+    assert one.seen == "8 samples a step; on 8 ranks 1 on each of them"
+    assert shrinks("") == []

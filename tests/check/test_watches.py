@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from paceline.contract.facts import Pass, ScriptFacts
 from paceline.worker.imports import when_imported
+from paceline.worker.probes.graphs import divided_by_world
 from paceline.worker.probes.loading import Cut, LoaderWatch
 from paceline.worker.probes.noting import length_of
 from paceline.worker.probes.seeing import StepWatch
@@ -102,6 +104,31 @@ def test_what_is_clipped_is_told_of_the_optimizer_that_steps_with_it() -> None:
     told = [(round(step.norm, 3), step.limit) for step in facts.steps]
     assert told == [(5.0, 2.0), (0.0, 0.0), (5.0, 2.0)]
     assert float(gradients[0].norm()) < 2.1
+
+
+class Args:
+    batch = 64
+
+
+def called_with(*args: Any, **kwargs: Any) -> str:
+    return divided_by_world(sys._getframe(1), "batch_size", 1)
+
+
+def test_a_batch_size_that_the_world_divides_is_known_by_the_lines_that_made_it() -> None:
+    world, half, args = 2, 2, Args()
+    own = args.batch // world
+    size = max(1, own)
+    told = [called_with(None, batch_size=size), called_with(None, int(args.batch / world))]
+    args.batch = args.batch // world
+    several_lines = called_with(
+        None,
+        batch_size=args.batch,
+    )
+    assert [*told, several_lines] == ["args.batch // world", "args.batch / world", "args.batch // world"]
+    size = 64 // half
+    told = [called_with(None, size), called_with(None, 64 // half), called_with(None), called_with(world, 8)]
+    assert told == [""] * 4
+    assert divided_by_world(None, "batch_size", 1) == ""
 
 
 def test_a_schedule_is_as_long_as_until_it_is_constant() -> None:

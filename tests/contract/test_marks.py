@@ -77,8 +77,8 @@ def test_the_last_calls_of_each_group_are_read_again_in_their_order() -> None:
             put_call(box, table, Order(70 + table, 3, number, ()), number)
     short, long = orders_of(read_orders(box.descriptor))
     assert short == Order(70, 3, 5, (0, 1, 2, 3, 4)) and short.first == 0
-    assert (long.group, long.parties, long.count, long.calls[-1]) == (72, 3, LAST_CALLS + 10, LAST_CALLS + 9)
-    assert long.calls == (*range(long.first, long.count),) and long.first > 10
+    assert (long.group, long.parties, long.made, long.calls[-1]) == (72, 3, LAST_CALLS + 10, LAST_CALLS + 9)
+    assert long.calls == (*range(long.first, long.made),) and long.first > 10
     assert orders_of(b"short") == []
 
 

@@ -19,10 +19,17 @@ class Heard(Events):
     def __init__(self) -> None:
         self.events: list[str] = []
 
-    def __getattribute__(self, name: str) -> Any:
-        if name in vars(Events) and not name.startswith("_"):
-            return lambda *told: self.events.append(f"{name} {told[0]}" if name == "raised" else name)
-        return super().__getattribute__(name)
+
+def heard(name: str) -> Any:
+    def event(self: Heard, *told: Any) -> None:
+        self.events.append(f"{name} {told[0]}" if name == "raised" else name)
+
+    return event
+
+
+for name in vars(Events):
+    if not name.startswith("_"):
+        setattr(Heard, name, heard(name))
 
 
 class Broken(Events):
@@ -40,9 +47,9 @@ def trained(model: Any, data: list[Any]) -> list[float]:
 
 
 def loop(rank: int, size: int, num_workers: int, hooked: bool) -> list[Any]:
-    heard, complaints = Heard(), list[BaseException]()
+    listener, complaints = Heard(), list[BaseException]()
     if hooked:
-        Hooks(complaints.append).listen(heard).install()
+        Hooks(complaints.append).listen(listener).install()
     torch.manual_seed(0)
     model = DistributedDataParallel(torch.nn.Linear(2, 1))
     loader = DataLoader(TensorDataset(torch.ones(4, 2)), 2, num_workers=num_workers, persistent_workers=num_workers > 0)
@@ -51,7 +58,7 @@ def loop(rank: int, size: int, num_workers: int, hooked: bool) -> list[Any]:
     with pytest.raises(RuntimeError):
         model(torch.ones(2, 3))
     dist.barrier()
-    return [weights, heard.events, [repr(c) for c in complaints]]
+    return [weights, listener.events, [repr(c) for c in complaints]]
 
 
 STEP = [
@@ -75,7 +82,7 @@ def test_each_event_is_told_in_its_place_and_the_bits_stay(tmp_path: Path, num_w
     assert len(drawn) == 4
     epoch = ["epoch_begins", *(["batch_asked", *STEP] * 2), "batch_asked", "epoch_ended"]
     assert [e for e in events if e != "indices_drawn"] == [
-        "replica_made", *epoch, *epoch, "forward_begins", "raised forward",
+        "torch_is_there", "replica_made", *epoch, *epoch, "forward_begins", "raised forward",
     ]  # fmt: skip
 
 
@@ -88,3 +95,24 @@ def complained(rank: int, size: int) -> list[Any]:
     Hooks(complaints.append).listen(Broken()).install()
     first, *_, last = [trained(torch.nn.Linear(2, 1), [(torch.ones(1, 2),)]) for _ in range(3)]
     return [first != last, [repr(c) for c in complaints]]
+
+
+class Counting(Events):
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def step_ended(self, optimizer: Any) -> None:
+        self.steps += 1
+
+
+def dismissed(rank: int, size: int) -> list[Any]:
+    first, second, broken, complaints = Counting(), Counting(), Broken(), list[BaseException]()
+    hooks = Hooks(complaints.append).listen(broken, first).listen(second).install()
+    trained(torch.nn.Linear(2, 1), [(torch.ones(1, 2),)])
+    hooks.dismiss(broken, first)
+    trained(torch.nn.Linear(2, 1), [(torch.ones(1, 2),)])
+    return [first.steps, second.steps, len(complaints)]
+
+
+def test_one_reader_goes_and_the_other_stays_and_a_fault_of_one_is_none_of_another(tmp_path: Path) -> None:
+    assert run_ranks(dismissed, 1, tmp_path) == [[1, 2, 1]]

@@ -51,6 +51,7 @@ class SeenLoader(msgspec.Struct):
     batches: int  # of a whole epoch; -1: unknown
     batch_size: int
     workers: int
+    divided: str = ""  # its batch size, as the script has it, where that is divided by the number of ranks
     probes: list[list[str]] = []  # of a few samples of the data set: the digest of each tensor in it
     random: dict[str, str] = {}  # generators that fetching a batch used -> the digest of their state before
     passes: list[Pass] = []

@@ -64,20 +64,20 @@ class Order(NamedTuple):
 
     group: int  # a hash of its name
     parties: int
-    count: int  # of all so far
+    made: int  # of all calls so far
     calls: tuple[int, ...]  # hashes, the oldest first
 
     @property
     def first(self) -> int:
         """The number of the oldest that is known, from 0."""
-        return self.count - len(self.calls)
+        return self.made - len(self.calls)
 
 
 def put_call(own: box.Box, table: int, order: Order, call: int) -> None:
     """Write one more call down; `order` is what it was before, its calls are not looked at."""
     at = ORDERS_AT + table * ORDER_BYTES
-    own.store(at + ORDER.size + order.count % LAST_CALLS * 4, call.to_bytes(4, sys.byteorder))
-    own.store(at, ORDER.pack(order.count + 1, order.group, order.parties))
+    own.store(at + ORDER.size + order.made % LAST_CALLS * 4, call.to_bytes(4, sys.byteorder))
+    own.store(at, ORDER.pack(order.made + 1, order.group, order.parties))
 
 
 def read_orders(descriptor: int) -> bytes:

@@ -134,7 +134,7 @@ class ComparedOrders:
             if not 1 < next(iter(ranks.values())).parties <= len(ranks):
                 continue
             start = max(self._done[group], *(order.first for order in ranks.values()))
-            end = min(order.count for order in ranks.values())
+            end = min(order.made for order in ranks.values())
             while start < end:
                 calls = {rank: order.calls[start - order.first : end - order.first] for rank, order in ranks.items()}
                 places = enumerate(zip(*calls.values(), strict=True))

@@ -29,6 +29,7 @@ def data_findings(ranks: Sequence[ScriptFacts]) -> Iterator[Remark]:
             if not any(one.level == "wrong" for one in shares):
                 yield from _augmentation(ranks, loaders)
             yield from _order(loaders)
+            yield from _shrinks(loaders)
             if not joined:
                 yield from _lengths(loaders)
         elif not any(loader.training for loader in loaders.values()):
@@ -104,6 +105,15 @@ def _order(loaders: Loaders) -> Iterator[Remark]:
         yield Remark("same order", "wrong", words, one.site, do, seen)
     elif first.indices != second.indices:
         yield Remark("same order", "right", "every epoch has an order of its own", one.site)
+
+
+def _shrinks(loaders: Loaders) -> Iterator[Remark]:
+    one, world = next(iter(loaders.values())), len(loaders)
+    if one.divided:
+        words = f"the batch of a rank shrinks with the world: {one.divided} is {one.batch_size} on {world} ranks"
+        do = "nothing, if one global batch is meant; else a batch size of each rank's own, and a learning rate for both"
+        seen = f"{world * one.batch_size} samples a step; on {4 * world} ranks {one.batch_size / 4:g} on each of them"
+        yield Remark("batch shrinks", "note", words, one.made, do, seen)
 
 
 def _augmentation(ranks: Sequence[ScriptFacts], loaders: Loaders) -> Iterator[Remark]:

@@ -24,6 +24,7 @@ from paceline.contract.birth import BOOTSTRAP, WorkerBirth, restarts
 from paceline.errors import ExitCode, PacelineError, UsageError
 from paceline.worker.attach import attach, error_file_name, leave, record_failure, tell
 from paceline.worker.guard import Guard
+from paceline.worker.probes.hooks import Events
 from paceline.worker.probes.start import look_on
 
 
@@ -92,20 +93,20 @@ def _near(path: Path) -> str:
     return f" Scripts there: {', '.join(there[:12])}" if there else ""
 
 
-def main(arguments: Sequence[str]) -> NoReturn:
-    """Run `arguments`, a script or -m and a module, and end this process as Python would."""
+def main(arguments: Sequence[str], *also: Events) -> NoReturn:
+    """Run `arguments`, a script or -m and a module, and end this process as Python would; `also` look on."""
     attach()
-    run_script(arguments)
+    run_script(arguments, *also)
 
 
-def run_script(arguments: Sequence[str]) -> NoReturn:
+def run_script(arguments: Sequence[str], *also: Events) -> NoReturn:
     """The same, in a process that is a worker already, or that others have started."""
     pid = os.getpid()
     if not arguments or arguments == ["-m"]:
         print(f"usage: python -m {BOOTSTRAP} SCRIPT ARGS | -m MODULE ARGS", file=sys.stderr)
         sys.exit(ExitCode.USAGE)
     if WorkerBirth.here() is not None:
-        look_on(Guard.of_process())
+        look_on(Guard.of_process(), *also)
     try:
         _run(arguments)
     except SystemExit as end:

@@ -18,8 +18,7 @@ from paceline.contract.birth import WorkerBirth
 from paceline.contract.facts import ScriptFacts, facts_file
 from paceline.disk import writing
 from paceline.worker import bootstrap
-from paceline.worker.imports import when_imported
-from paceline.worker.probes.hooks import Events, Hooks
+from paceline.worker.probes.hooks import Events
 from paceline.worker.probes.loading import LoaderWatch
 from paceline.worker.probes.noting import SideWatch
 from paceline.worker.probes.seeing import StepWatch
@@ -35,7 +34,6 @@ class Writing(Events):
         self._last = 0.0
 
     def step_ended(self, optimizer: Any) -> None:
-        """Now and then."""
         if time.monotonic() - self._last > EVERY_SECONDS:
             self.write()
 
@@ -45,9 +43,21 @@ class Writing(Events):
             writing.replace(self._path, msgspec.json.encode(self._facts))
         self._last = time.monotonic()
 
+    def finish(self, *watches: SideWatch | LoaderWatch) -> None:
+        """The last words."""
+        if os.getpid() != self._pid:
+            return
+        self._facts.ended = True
+        for one in watches:
+            try:
+                one.finish()
+            except Exception as error:
+                print(f"paceline: --check does not see everything: {error!r}", file=sys.stderr)
+        self.write()
 
-def watch(folder: Path) -> None:
-    """See what this process does from now on."""
+
+def watch(folder: Path) -> tuple[Events, ...]:
+    """What sees what this process does."""
     facts = ScriptFacts(
         rank=int(os.environ["RANK"]),
         world=int(os.environ["WORLD_SIZE"]),
@@ -55,45 +65,15 @@ def watch(folder: Path) -> None:
         host=socket.gethostname(),
         cores=len(os.sched_getaffinity(0)),
     )
-    pid, loading, noting = os.getpid(), LoaderWatch(facts), SideWatch(facts, str(folder))
-    seeing, written = StepWatch(facts, loading), Writing(facts, folder)
-
-    def complain(error: BaseException) -> None:
-        print(f"paceline: --check does not see everything: {error!r}", file=sys.stderr)
-
-    def torch_is_there(*, late: bool) -> None:
-        try:
-            for part in (loading, seeing, noting):
-                part.install()
-        except Exception as error:  # a torch with other names
-            complain(error)
-
-    def ended() -> None:
-        if os.getpid() != pid:
-            return
-        facts.ended = True
-        for part in (noting, loading):
-            try:
-                part.finish()
-            except Exception as error:
-                complain(error)
-        written.write()
-
-    atexit.register(ended)
-    noting.begin()
-    when_imported("torch", torch_is_there)
-    hooks = Hooks(complain)
-    for listener in (loading, noting, seeing, written):
-        hooks.listen(listener)
-    hooks.install()
+    loading, noting, written = LoaderWatch(facts), SideWatch(facts, str(folder)), Writing(facts, folder)
+    atexit.register(written.finish, noting, loading)
+    return loading, StepWatch(facts, loading), noting, written
 
 
 def main(arguments: list[str]) -> NoReturn:
     """Run `arguments` as `worker.bootstrap` does."""
     birth = WorkerBirth.here()
-    if birth is not None and birth.attempt_dir:
-        watch(Path(birth.attempt_dir))
-    bootstrap.main(arguments)
+    bootstrap.main(arguments, *(watch(Path(birth.attempt_dir)) if birth is not None and birth.attempt_dir else ()))
 
 
 if __name__ == "__main__":

@@ -30,7 +30,6 @@ from paceline.worker.calls import Begun
 from paceline.worker.imports import when_imported
 from paceline.worker.ledger import MODULE, Ledger
 from paceline.worker.probes.calls import OrderMarks
-from paceline.worker.probes.hooks import Hooks
 from paceline.worker.release import Connections
 from paceline.worker.watcher import NativeStacks, Watcher
 
@@ -59,7 +58,7 @@ class Guard:
         self._ledger = Ledger(self.box, self.complain)
         self.connections = Connections()
         self._watcher: Watcher | None = None
-        self._hooks: Hooks | None = None  # into a script that nobody changed
+        self._look_away: Callable[[], None] | None = None  # from a script that nobody changed
         if not on:
             self.box.keep_for_steps()
             self._ledger.active = False
@@ -108,15 +107,16 @@ class Guard:
             self.complain(error)
         return self
 
-    def looks_on(self, hooks: Hooks, marker: OrderMarks | None) -> None:
-        """This process's script is seen from outside, by these."""
-        self._hooks, self._ledger.marker = hooks, marker
+    def looks_on(self, look_away: Callable[[], None], marker: OrderMarks | None) -> None:
+        """This process's script is seen from outside, until `look_away` is called."""
+        self._look_away, self._ledger.marker = look_away, marker
         self.box.put("script", 1)
 
     def take_over(self) -> None:
         """What runs here says itself what it does, and checks itself: a training of ours, a session."""
-        if self._hooks is not None:
-            self._hooks.active, self._ledger.marker = False, None
+        if self._look_away is not None:
+            self._look_away()
+            self._ledger.marker = None
         self.box.put("script", 0)
 
     @contextmanager

@@ -79,6 +79,9 @@ elif "split apart" in planted:
     loader = DataLoader(data, BATCH, sampler=sampler)  # plant: split apart
 elif "same augmentation in workers" in planted:
     loader = DataLoader(data, BATCH, sampler=sampler, num_workers=1)
+elif "batch shrinks" in planted:
+    size = 2 * BATCH // world
+    loader = DataLoader(data, size, sampler=sampler)  # plant: batch shrinks
 else:
     loader = DataLoader(data, BATCH, sampler=sampler)
 test_loader = DataLoader(shared, 16)

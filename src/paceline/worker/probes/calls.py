@@ -33,4 +33,4 @@ class OrderMarks:
         if table < GROUPS:
             self._names.of_call(call, text)
             put_call(self._box, table, order, call)
-            self._groups[group] = table, order._replace(count=order.count + 1)
+            self._groups[group] = table, order._replace(made=order.made + 1)

@@ -39,11 +39,11 @@ def leaf_digests(batch: Any, depth: int = 0, most: int = MOST) -> list[str]:
         if batch.dim() and some.numel() and bool((some == some[0]).all()):
             return [""]
         return [("f:" if batch.is_floating_point() else "") + digest_of([some], most)]
-    inner = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else None
+    inner: Any = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else None
     if depth < MAX_DEPTH and inner is not None:
         return [leaf for value in inner for leaf in leaf_digests(value, depth + 1, most)][:MAX_DIGESTS]
-    if type(batch).__module__ == "numpy" and hasattr(batch, "tobytes"):
-        return [_hash(batch.tobytes())]
+    if type(batch).__module__ == "numpy" and (data := getattr(batch, "tobytes", None)) is not None:
+        return [_hash(data())]
     return [_hash(repr(batch).encode())] if isinstance(batch, (str, bytes, int, float)) else [""]
 
 

@@ -42,7 +42,6 @@ class Batches(Events):
         self._last: tuple[int, int, Any] | None = None
 
     def epoch_begins(self, batches: Any) -> None:
-        """Nothing is drawn yet; or, by loaders with processes, just now, for they begin in their constructor."""
         loader = batches.of_loader
         self._epochs[loader] = self._epochs.get(loader, 0) + 1
         self._number[batches] = 0
@@ -52,11 +51,9 @@ class Batches(Events):
             frame = frame.f_back
 
     def indices_drawn(self, batches: Any, indices: Any) -> None:
-        """They are for a batch that comes later."""
         self._drawn.setdefault(batches, deque()).append(indices)
 
     def batch_given(self, batches: Any, batch: Any) -> None:
-        """The oldest that was drawn."""
         drawn, number = self._drawn.get(batches), self._number.get(batches, 0) + 1
         self._number[batches] = number
         indices = drawn.popleft() if drawn else []
@@ -92,14 +89,12 @@ class Finite(Events):
         self._said = False
 
     def replica_made(self, ddp: Any) -> None:
-        """Before its first step there is a gradient, too."""
         named = [(name, one) for name, one in ddp.module.named_parameters() if one.requires_grad]
         if named:
             name, sensor = next((one for one in named[:8] if one[1].numel() <= SMALL), named[0])
             self._hook(sensor, name)
 
     def backward_begins(self, losses: Any) -> None:
-        """Look at the loss that it begins with."""
         self._later.look()
         loss = losses if hasattr(losses, "numel") else next(iter(losses), None)
         if loss is None or loss.numel() != 1 or not may_compute(loss):
@@ -116,7 +111,6 @@ class Finite(Events):
         self._later.read(loss.detach().reshape(1), look)
 
     def step_begins(self, optimizer: Any) -> None:
-        """Look at what it is about to apply."""
         if self._said or getattr(optimizer, "found_inf", None) is not None:  # GradScaler has looked itself
             return
         sensor = self._sensors.get(optimizer, _UNKNOWN)

@@ -1,11 +1,21 @@
-"""What `--check` reads off the graph that autograd has built: constants at its root, and parameters that it reaches."""
+"""What `--check` reads off the graph that autograd has built, and off the script's own lines.
+
+Of a graph: constants at its root, and parameters that it reaches. Of lines: what divides an argument by the world.
+"""
 
 from __future__ import annotations
 
+import ast
+import linecache
 import math
+import re
+from itertools import islice
+from types import FrameType
 from typing import Any
 
 MAX_FACTORS = 4
+MAX_NAMES = 4  # that are followed to where they were given their values
+RANKS = re.compile(r"world|num_processes|num_replicas|n_?gpus|nproc", re.IGNORECASE)
 
 
 def factors_of(losses: Any) -> list[float]:
@@ -44,3 +54,37 @@ def parameters_reached(nodes: list[Any]) -> set[int]:
             found.add(id(variable))
         nodes += [following for following, _ in node.next_functions]
     return found
+
+
+def divided_by_world(frame: FrameType | None, argument: str, place: int) -> str:
+    """How an argument of the call that this frame is in is divided by the number of ranks, as the script has it."""
+    if frame is None:
+        return ""
+    here = next(islice(frame.f_code.co_positions(), frame.f_lasti // 2, None), None)
+    try:
+        nodes = [*ast.walk(ast.parse("".join(linecache.getlines(frame.f_code.co_filename))))]
+    except (SyntaxError, ValueError):
+        return ""
+    calls = (one for one in nodes if isinstance(one, ast.Call))
+    call = next(
+        (one for one in calls if here == (one.lineno, one.end_lineno, one.col_offset, one.end_col_offset)), None
+    )
+    if call is None:
+        return ""
+    before = sorted(
+        (one for one in nodes if isinstance(one, ast.Assign) and one.lineno < call.lineno), key=lambda one: one.lineno
+    )
+    given = {ast.unparse(target): one.value for one in before for target in one.targets}  # the last value counts
+    values = [*[one.value for one in call.keywords if one.arg == argument], *call.args[place : place + 1]][:1]
+    for _ in range(MAX_NAMES):
+        parts = [part for value in values for part in ast.walk(value)]
+        if divided := next(filter(_by_ranks, parts), None):
+            return ast.unparse(divided)
+        names = {ast.unparse(part) for part in parts if isinstance(part, (ast.Name, ast.Attribute))}
+        values = [given[name] for name in names if name in given]
+    return ""
+
+
+def _by_ranks(node: ast.AST) -> bool:
+    divides = isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Div, ast.FloorDiv))
+    return divides and RANKS.search(ast.unparse(node.right)) is not None

@@ -1,13 +1,15 @@
-"""Calls back where a script that nobody changed loads a batch, goes forward and backward, and steps.
+"""The one set of hooks that sees: where a script that nobody changed loads, goes forward and backward, and steps.
 
     class Steps(Events):
         def step_ended(self, optimizer): ...
 
     Hooks(complain).listen(Steps()).install()
 
-Found in torch itself: `DataLoader`'s iterators, `DistributedDataParallel`, `torch.autograd.backward` and optimizers. No
-argument and no result is changed; what a listener raises is complained of once, and the script goes on. A process that
-the script forks (a loader's, say) is not the rank, and is not heard.
+Two readers listen: what judges silent faults (`finite`, `replicas`, `steps`), in every run, and what writes down facts
+for `--check` (`loading`, `seeing`, `noting`). Only what somebody listens to is told. The hooks are in torch itself:
+`DataLoader`'s iterators, `DistributedDataParallel`, `torch.autograd.backward` and optimizers; `hang` puts others where
+only one reader looks. No argument and no result is changed; what a listener raises is complained of, and the script
+goes on. A process that the script forks (a loader's, say) is not the rank, and is not heard.
 """
 
 from __future__ import annotations
@@ -16,16 +18,19 @@ import os
 import sys
 import weakref
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, Self
 
 from paceline.worker.imports import when_imported
 
-CompiledAsk = Callable[[], bool]
+Then = Callable[..., None]
 
 
 class Events:
     """What may be listened to: override what is of interest. All are called in the thread of the script."""
+
+    def torch_is_there(self) -> None:
+        """It has just been imported: now hooks of one's own may be hung."""
 
     def epoch_begins(self, batches: Any) -> None:
         """A `DataLoader` has made the iterator `batches`, or begins again with it."""
@@ -71,123 +76,110 @@ class Hooks:
     """Those of one process."""
 
     def __init__(self, complain: Callable[[BaseException], None]) -> None:
-        self.active = True
-        self._listeners: list[Events] = []
+        self._listeners: dict[str, list[Then]] = {}
         self._complain = complain
-        os.register_at_fork(after_in_child=self._in_child)
+        os.register_at_fork(after_in_child=self._listeners.clear)
 
-    def listen(self, listener: Events) -> Self:
-        """Have this one called, after those before it."""
-        self._listeners.append(listener)
+    def listen(self, *listeners: Events) -> Self:
+        """Have these called, after those before them."""
+        for name in vars(Events):
+            heard = [getattr(one, name) for one in listeners if getattr(type(one), name) is not getattr(Events, name)]
+            self._listeners[name] = [*self._listeners.get(name, ()), *heard]
         return self
+
+    def dismiss(self, *listeners: Events) -> None:
+        """Have these called no more."""
+        for name, heard in self._listeners.items():
+            self._listeners[name] = [one for one in heard if getattr(one, "__self__", None) not in listeners]
 
     def install(self) -> Self:
         """Be called from now on, or as soon as torch is there as a whole."""
         when_imported("torch", self._install)
         return self
 
-    def _in_child(self) -> None:
-        self.active = False
-
     def _tell(self, event: str, *told: Any) -> None:
-        if not self.active:
-            return
-        try:
-            for listener in self._listeners:
-                getattr(listener, event)(*told)
-        except Exception as error:
-            self._complain(error)
+        for then in self._listeners.get(event, ()):
+            try:
+                then(*told)
+            except Exception as error:
+                self._complain(error)
 
     def _install(self, *, late: bool) -> None:
+        tell = self._tell
         try:
-            self._hook_loaders(sys.modules["torch.utils.data.dataloader"])
-            self._hook_replicas(sys.modules["torch.nn.parallel.distributed"])
-            self._hook_backward(sys.modules["torch.autograd"])
+            self._hang_on_loaders(sys.modules["torch.utils.data.dataloader"]._BaseDataLoaderIter)
+            replica = sys.modules["torch.nn.parallel.distributed"].DistributedDataParallel
+            hang(replica, "__init__", after=lambda _, ddp, *__, **___: tell("replica_made", ddp))
+            hang(
+                replica, "forward",
+                before=lambda ddp, *inputs, **named: tell("forward_begins", ddp, inputs, named),
+                after=lambda output, ddp, *_, **__: tell("forward_ended", ddp, output),
+                failed=lambda error, *_, **__: tell("raised", "forward", error),
+            )  # fmt: skip
+            hang(
+                sys.modules["torch.autograd"], "backward",
+                before=lambda losses, *_, **__: tell("backward_begins", losses),
+                after=lambda *_, **__: tell("backward_ended"),
+                failed=lambda error, *_, **__: tell("raised", "backward", error),
+            )  # fmt: skip
             optimizers = sys.modules["torch.optim.optimizer"]
-            optimizers.register_optimizer_step_pre_hook(lambda optimizer, *_: self._tell("step_begins", optimizer))
-            optimizers.register_optimizer_step_post_hook(lambda optimizer, *_: self._tell("step_ended", optimizer))
+            optimizers.register_optimizer_step_pre_hook(lambda optimizer, *_: tell("step_begins", optimizer))
+            optimizers.register_optimizer_step_post_hook(lambda optimizer, *_: tell("step_ended", optimizer))
         except Exception as error:  # a torch with other names
             self._complain(error)
+        tell("torch_is_there")
 
-    def _hook_loaders(self, dataloader: Any) -> None:
-        # `__next__` is the base's alone; the two kinds of iterators have their own of the others, and call the base's
-        base = dataloader._BaseDataLoaderIter
-        begin, reset, draw, ask = base.__init__, base._reset, base._next_index, base.__next__
+    def _hang_on_loaders(self, base: Any) -> None:
+        """`__next__` is the base's alone; the two kinds of iterators have their own of the others, and call these."""
+        tell = self._tell
 
-        @wraps(begin)
-        def begun(batches: Any, loader: Any) -> None:
-            begin(batches, loader)
+        def begun(_: Any, batches: Any, loader: Any) -> None:
             batches.of_loader = weakref.ref(loader)
-            self._tell("epoch_begins", batches)
+            tell("epoch_begins", batches)
 
-        @wraps(reset)
-        def begun_again(batches: Any, loader: Any, first_iter: bool = False) -> None:
-            reset(batches, loader, first_iter)
+        def begun_again(_: Any, batches: Any, loader: Any, first_iter: bool = False) -> None:
             if not first_iter:
-                self._tell("epoch_begins", batches)
+                tell("epoch_begins", batches)
 
-        @wraps(draw)
-        def drawn(batches: Any) -> Any:
-            indices = draw(batches)
-            self._tell("indices_drawn", batches, indices)
-            return indices
+        def failed(error: BaseException, batches: Any) -> None:
+            over = isinstance(error, StopIteration)
+            tell("epoch_ended", batches) if over else tell("raised", "data", error)
 
-        @wraps(ask)
-        def given(batches: Any) -> Any:
-            self._tell("batch_asked", batches)
+        hang(base, "__init__", after=begun)
+        hang(base, "_reset", after=begun_again)
+        hang(base, "_next_index", after=lambda indices, batches: tell("indices_drawn", batches, indices))
+        given = partial(hang, base, "__next__", before=partial(tell, "batch_asked"), failed=failed)
+        given(after=lambda batch, batches: tell("batch_given", batches, batch))
+
+
+def hang(
+    owner: Any, name: str, *, before: Then | None = None, after: Then | None = None, failed: Then | None = None
+) -> None:
+    """Have these called beside a function of torch's: with its arguments; after it, with what it gave or raised first.
+
+    In code that is compiled they are not: nothing of ours shall be in the graph. What they raise is not seen, then.
+    """
+    function = getattr(owner, name)
+    compiles = sys.modules["torch.compiler"].is_compiling
+
+    def tell(then: Then | None, *told: Any, **named: Any) -> None:
+        if then is not None:
             try:
-                batch = ask(batches)
-            except StopIteration:
-                self._tell("epoch_ended", batches)
-                raise
-            except BaseException as error:
-                self._tell("raised", "data", error)
-                raise
-            self._tell("batch_given", batches, batch)
-            return batch
+                then(*told, **named)
+            except Exception:
+                return
 
-        base.__init__, base._reset, base._next_index, base.__next__ = begun, begun_again, drawn, given
+    @wraps(function)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        if compiles():
+            return function(*args, **kwargs)
+        tell(before, *args, **kwargs)
+        try:
+            result = function(*args, **kwargs)
+        except BaseException as error:
+            tell(failed, error, *args, **kwargs)
+            raise
+        tell(after, result, *args, **kwargs)
+        return result
 
-    def _hook_replicas(self, parallel: Any) -> None:
-        replica = parallel.DistributedDataParallel
-        make, forward = replica.__init__, replica.forward
-        compiles: CompiledAsk = sys.modules["torch.compiler"].is_compiling
-
-        @wraps(make)
-        def made(ddp: Any, *args: Any, **kwargs: Any) -> None:
-            make(ddp, *args, **kwargs)
-            self._tell("replica_made", ddp)
-
-        @wraps(forward)
-        def called(ddp: Any, *inputs: Any, **named: Any) -> Any:
-            if compiles():  # traced: nothing of ours shall be in the graph
-                return forward(ddp, *inputs, **named)
-            self._tell("forward_begins", ddp, inputs, named)
-            try:
-                output = forward(ddp, *inputs, **named)
-            except BaseException as error:
-                self._tell("raised", "forward", error)
-                raise
-            self._tell("forward_ended", ddp, output)
-            return output
-
-        replica.__init__, replica.forward = made, called
-
-    def _hook_backward(self, autograd: Any) -> None:
-        backward = autograd.backward
-        compiles: CompiledAsk = sys.modules["torch.compiler"].is_compiling
-
-        @wraps(backward)
-        def called(tensors: Any, *args: Any, **kwargs: Any) -> None:
-            if compiles():
-                return backward(tensors, *args, **kwargs)
-            self._tell("backward_begins", tensors)
-            try:
-                backward(tensors, *args, **kwargs)
-            except BaseException as error:
-                self._tell("raised", "backward", error)
-                raise
-            self._tell("backward_ended")
-            return None
-
-        autograd.backward = called
+    setattr(owner, name, called)

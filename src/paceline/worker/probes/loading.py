@@ -8,7 +8,7 @@ import sys
 import time
 import weakref
 from collections.abc import Iterator
-from functools import wraps
+from functools import partial, wraps
 from itertools import islice
 from operator import index as as_index
 from typing import Any
@@ -24,8 +24,9 @@ from paceline.contract.facts import (
     kept_batches,
 )
 from paceline.worker.probes.digests import leading, leaf_digests, random_states, torch_state
-from paceline.worker.probes.hooks import Events
-from paceline.worker.sites import user_site
+from paceline.worker.probes.graphs import divided_by_world
+from paceline.worker.probes.hooks import Events, hang
+from paceline.worker.sites import site_frame, user_site
 
 MAX_PASSED_OVER = 100_000  # batches: of more the last one is not waited for
 MAX_PASSES = 20  # a script that goes on longer is ended
@@ -78,38 +79,35 @@ class LoaderWatch(Events):
         self._state = ""
         self.fed = -1
 
-    def install(self) -> None:
-        """Shorten what loaders draw, and see which random numbers they use."""
+    def torch_is_there(self) -> None:
         dataloader: Any = sys.modules["torch.utils.data.dataloader"]
         fetchers: Any = sys.modules["torch.utils.data._utils.fetch"]
-        base, loader = dataloader._BaseDataLoaderIter, dataloader.DataLoader
-        next_index, length, make = base._next_index, loader.__len__, loader.__init__
-
-        @wraps(next_index)
-        def drawn(batches: Any) -> Any:
-            if not isinstance(batches._sampler_iter, Cut) and batches._dataset_kind == dataloader._DatasetKind.Map:
-                number, kept = _number_of(batches), -1
-                if number >= 0 and (whole := self._facts.loaders[number].batches) >= 0:
-                    seen = self._facts.loaders[number].passes
-                    kept = kept_batches(whole) if len(seen) <= EPOCHS else min(1, whole)
-                    batches._sampler_iter = Cut(batches._sampler_iter, whole, kept, seen[-1])
-            return next_index(batches)
+        loader = dataloader.DataLoader
+        map_style, length = dataloader._DatasetKind.Map, loader.__len__
 
         def shortened(self: Any) -> int:
-            whole = length(self)
-            return whole if self._dataset_kind == dataloader._DatasetKind.Iterable else kept_batches(whole)
+            return kept_batches(length(self)) if self._dataset_kind == map_style else length(self)
 
-        @wraps(make)
-        def made(self: Any, *args: Any, **kwargs: Any) -> None:
-            make(self, *args, **kwargs)
-            self.made_at = user_site()
+        def made(_: Any, loader: Any, *__: Any, **___: Any) -> None:
+            loader.made_at = user_site()
+            loader.divided = divided_by_world(site_frame(sys._getframe(1)), "batch_size", 1)  # pyright: ignore[reportPrivateUsage]
 
-        base._next_index, loader.__len__, loader.whole_length, loader.__init__ = drawn, shortened, length, made
+        loader.__len__, loader.whole_length = shortened, length
+        hang(loader, "__init__", after=made)
+        hang(dataloader._BaseDataLoaderIter, "_next_index", before=partial(self._shorten, map_style))
         for fetcher in (fetchers._MapDatasetFetcher, fetchers._IterableDatasetFetcher):
             fetcher.fetch = self._watched(fetcher.fetch)
 
+    def _shorten(self, map_style: Any, batches: Any) -> None:
+        number = _number_of(batches)
+        if number < 0 or isinstance(batches._sampler_iter, Cut) or batches._dataset_kind != map_style:
+            return
+        record = self._facts.loaders[number]
+        if (whole := record.batches) >= 0:
+            kept = kept_batches(whole) if len(record.passes) <= EPOCHS else min(1, whole)
+            batches._sampler_iter = Cut(batches._sampler_iter, whole, kept, record.passes[-1])
+
     def epoch_begins(self, batches: Any) -> None:
-        """One more pass."""
         loader = batches.of_loader()
         if loader not in self._numbers:
             self._numbers[loader] = self._number(loader)
@@ -132,7 +130,6 @@ class LoaderWatch(Events):
         return len(self._facts.loaders) - 1
 
     def batch_given(self, batches: Any, batch: Any) -> None:
-        """What is in it."""
         self._state = torch_state()
         self.fed = _number_of(batches)
         if self.fed < 0:
@@ -143,13 +140,11 @@ class LoaderWatch(Events):
             seen.leaves.append(leaf_digests(batch))
 
     def forward_begins(self, ddp: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
-        """Whether the script has drawn random numbers for the batch itself."""
         if self._state and torch_state() != self._state and self.fed >= 0:
             self._facts.loaders[self.fed].random.setdefault(IN_LOOP, self._state)
         self._state = ""
 
     def epoch_ended(self, batches: Any) -> None:
-        """How long it took."""
         number = _number_of(batches)
         if number < 0:
             return
@@ -211,6 +206,7 @@ def _described(loader: Any) -> SeenLoader:
         batches=-1 if loader._dataset_kind else _length(loader.whole_length),
         batch_size=getattr(loader, "batch_size", None) or getattr(inner, "batch_size", None) or 0,
         workers=loader.num_workers,
+        divided=getattr(loader, "divided", ""),
     )
 
 

@@ -7,13 +7,13 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from functools import wraps
+from functools import partial
 from typing import Any
 
 from paceline.contract.facts import MAX_DIGESTS, MeanLoss, Pass, PlacedFile, ScriptFacts, SeenSchedule
 from paceline.worker.guard import Guard
 from paceline.worker.imports import when_imported
-from paceline.worker.probes.hooks import Events
+from paceline.worker.probes.hooks import Events, hang
 from paceline.worker.sites import user_site
 
 MAX_FILES, MAX_SCORES = 200, 16
@@ -32,38 +32,35 @@ class SideWatch(Events):
         self._printed = 0
         self._schedules: dict[int, tuple[Any, str, str]] = {}  # by identity: where made, and where it went on last
 
-    def begin(self) -> None:
-        """Before the script begins, and torch is there."""
         sys.addaudithook(self._audited)
         for stream in (sys.stdout, sys.stderr):
             stream.write = self._counted(stream.write)
         when_imported("accelerate.accelerator", self._in_accelerate)
 
-    def install(self) -> None:
-        """When torch is there."""
+    def torch_is_there(self) -> None:
         torch: Any = sys.modules["torch"]
         functional: Any = sys.modules["torch.nn.functional"]
         serialization: Any = sys.modules["torch.serialization"]
-        torch.manual_seed = _before(torch.manual_seed, lambda *_: self._seeded("torch"))
-        torch.set_num_threads = _before(torch.set_num_threads, self._threads_set)
-        torch.save = serialization.save = _before(torch.save, self._saves)
-        torch.load = serialization.load = self._loading(torch.load)
-        schedule: Any = sys.modules["torch.optim.lr_scheduler"].LRScheduler
-        schedule.step = _before(schedule.step, self._goes_on)
         ranks: Any = sys.modules["torch.distributed"]
+        seen = partial(hang, torch)
+        seen("manual_seed", before=lambda *_, **__: self._seeded("torch"))
+        seen("set_num_threads", before=self._threads_set)
+        seen("save", before=self._saves)
+        seen("load", after=self._loads)
+        serialization.save, serialization.load = torch.save, torch.load
+        hang(sys.modules["torch.optim.lr_scheduler"].LRScheduler, "step", before=self._goes_on)
+        hang(ranks, "all_reduce", before=self._reduces)
         collectives: Any = sys.modules["torch.distributed.distributed_c10d"]
-        ranks.all_reduce = collectives.all_reduce = _before(ranks.all_reduce, self._reduces)
+        collectives.all_reduce = ranks.all_reduce
         for name in ("cross_entropy", "nll_loss"):
-            setattr(functional, name, self._counting(getattr(functional, name)))
+            hang(functional, name, after=self._counts)
 
     def epoch_begins(self, batches: Any) -> None:
-        """Perhaps an evaluation."""
         number = next((n for n, one in enumerate(self._facts.loaders) if one.passes and not one.passes[-1].sizes), -1)
         if number >= 0:
             self._passes.append((self._facts.loaders[number].passes[-1], time.monotonic_ns(), self._printed))
 
     def backward_begins(self, losses: Any) -> None:
-        """What came before is over."""
         self._close()
 
     def finish(self) -> None:
@@ -101,45 +98,30 @@ class SideWatch(Events):
         if isinstance(file, (str, os.PathLike)):
             self._writes(os.fspath(file))  # pyright: ignore[reportUnknownArgumentType]
 
-    def _loading(self, load: Any) -> Any:
-        @wraps(load)
-        def loaded(file: Any, *args: Any, **kwargs: Any) -> Any:
-            found = load(file, *args, **kwargs)
+    def _loads(self, found: Any, file: Any, *_: Any, **__: Any) -> None:
+        devices = sorted(_gpus(found))
+        if devices and isinstance(file, (str, os.PathLike)):
+            path = os.path.realpath(os.fspath(file))  # pyright: ignore[reportUnknownArgumentType]
             cuda: Any = sys.modules["torch.cuda"]
-            devices = sorted(_gpus(found))
-            if devices and isinstance(file, (str, os.PathLike)):
-                path = os.path.realpath(os.fspath(file))  # pyright: ignore[reportUnknownArgumentType]
-                self._facts.loaded.append(PlacedFile(path, user_site(), devices, cuda.current_device()))
-            return found
+            self._facts.loaded.append(PlacedFile(path, user_site(), devices, cuda.current_device()))
 
-        return loaded
-
-    def _counting(self, loss: Any) -> Any:
-        torch: Any = sys.modules["torch"]
-
-        @wraps(loss)
-        def counted(predicted: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
-            result = loss(predicted, target, *args, **kwargs)
-            if torch.compiler.is_compiling() or not result.requires_grad or target.is_floating_point() or result.dim():
-                return result
-            if kwargs.get("reduction", args[4] if len(args) > 4 else "mean") == "mean":
-                place = user_site()
-                record = self._losses.get(place)
-                if record is None:
-                    record = self._losses[place] = MeanLoss(place)
-                    self._facts.losses.append(record)
-                if len(record.counts) < MAX_DIGESTS:
-                    ignored = kwargs.get("ignore_index", args[2] if len(args) > 2 else -100)
-                    record.counts.append(int((target != ignored).sum()))
-                    record.sizes.append(target.numel())
-            return result
-
-        return counted
+    def _counts(self, result: Any, predicted: Any, target: Any, *args: Any, **kwargs: Any) -> None:
+        if not result.requires_grad or target.is_floating_point() or result.dim():
+            return
+        if kwargs.get("reduction", args[4] if len(args) > 4 else "mean") == "mean":
+            place = user_site()
+            record = self._losses.get(place)
+            if record is None:
+                record = self._losses[place] = MeanLoss(place)
+                self._facts.losses.append(record)
+            if len(record.counts) < MAX_DIGESTS:
+                ignored = kwargs.get("ignore_index", args[2] if len(args) > 2 else -100)
+                record.counts.append(int((target != ignored).sum()))
+                record.sizes.append(target.numel())
 
     def _reduces(self, tensor: Any, op: Any = None, *_: Any, **__: Any) -> None:
         """A sum over ranks, perhaps of scores: what this rank brings."""
-        torch: Any = sys.modules["torch"]
-        if not self._passes or torch.compiler.is_compiling() or tensor.numel() > MAX_SCORES or tensor.is_complex():
+        if not self._passes or tensor.numel() > MAX_SCORES or tensor.is_complex():
             return
         sums = sys.modules["torch.distributed"].ReduceOp
         if op in (None, sums.SUM, sums.AVG):
@@ -172,19 +154,7 @@ class SideWatch(Events):
         def gathers(*_: Any, **__: Any) -> None:
             self._facts.gathers_for_metrics = True
 
-        accelerator.gather_for_metrics = _before(accelerator.gather_for_metrics, gathers)
-
-
-def _before(function: Any, then: Callable[..., None]) -> Any:
-    """`function`, with `then` called before it with the same arguments."""
-
-    @wraps(function)
-    def called(*args: Any, **kwargs: Any) -> Any:
-        with suppress(Exception):  # what is not seen; the script goes on
-            then(*args, **kwargs)
-        return function(*args, **kwargs)
-
-    return called
+        hang(accelerator, "gather_for_metrics", before=gathers)
 
 
 def length_of(schedule: Any) -> int:

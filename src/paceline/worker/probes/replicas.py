@@ -84,16 +84,13 @@ class Fingerprints(Events):
         self._several_hosts = os.environ.get("LOCAL_WORLD_SIZE", "") != str(self._size)
 
     def replica_made(self, ddp: Any) -> None:
-        """Its parameters are those of other ranks from now on."""
         self._replicas.add(ddp)
 
     def forward_begins(self, ddp: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
-        """Whether its gradients will be those of all."""
         if sys.modules["torch"].is_grad_enabled():
             self._forwards[ddp] = self._forwards.get(ddp, False) or bool(ddp.require_backward_grad_sync)
 
     def step_ended(self, optimizer: Any) -> None:
-        """Mark what it has made of its parameters."""
         self._later.look()
         if self._size == 1 or self._box.get("uneven"):
             return

@@ -11,7 +11,7 @@ from typing import Any
 from paceline.contract.facts import MAX_DIGESTS, Dropped, ScriptFacts, SeenReplica, SeenStep
 from paceline.worker.probes.digests import MOST, digest_of, leaf_digests
 from paceline.worker.probes.graphs import factors_of, parameters_reached, roots_of
-from paceline.worker.probes.hooks import Events
+from paceline.worker.probes.hooks import Events, hang
 from paceline.worker.probes.loading import LoaderWatch
 from paceline.worker.sites import Owner, owner, user_site
 
@@ -39,22 +39,16 @@ class StepWatch(Events):
         self._at = (-1, -1)  # loader and pass of the last backward
         self._clipped: tuple[set[int], float, float, str] = set(), 0.0, 0.0, ""  # since any step: what, norm, limit
 
-    def install(self) -> None:
-        """See `no_sync`, what is clipped, and which modules are called: by hooks that no script saves or copies."""
+    def torch_is_there(self) -> None:
         sys.modules["torch.nn.modules.module"].register_module_forward_pre_hook(self._called)
-        replica: Any = sys.modules["torch.nn.parallel.distributed"].DistributedDataParallel
-        no_sync = replica.no_sync
-
-        @wraps(no_sync)
-        def noted(ddp: Any) -> Any:
-            if id(ddp) in self._replicas:
-                self._replicas[id(ddp)].no_sync_site = user_site()
-            return no_sync(ddp)
-
-        replica.no_sync = noted
+        hang(sys.modules["torch.nn.parallel.distributed"].DistributedDataParallel, "no_sync", before=self._unsynced)
         clipping: Any = sys.modules["torch.nn.utils.clip_grad"]
         offered: Any = sys.modules["torch.nn.utils"]
         clipping.clip_grad_norm_ = offered.clip_grad_norm_ = self.clipping(clipping.clip_grad_norm_)
+
+    def _unsynced(self, ddp: Any) -> None:
+        if id(ddp) in self._replicas:
+            self._replicas[id(ddp)].no_sync_site = user_site()
 
     def clipping(self, clip: Any) -> Any:
         """`clip_grad_norm_`, of which the norm is kept for the step that comes next."""
@@ -70,7 +64,6 @@ class StepWatch(Events):
         return clipped
 
     def replica_made(self, ddp: Any) -> None:
-        """A replica; its model tells when it is called past it, and how it begins to evaluate."""
         caller = sys._getframe(2)  # pyright: ignore[reportPrivateUsage]
         while "/paceline/worker/" in caller.f_code.co_filename and caller.f_back is not None:
             caller = caller.f_back
@@ -101,7 +94,6 @@ class StepWatch(Events):
             record.evaluation_site = user_site()
 
     def forward_begins(self, ddp: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
-        """What goes in, and whether gradients will be reduced."""
         self._inside += 1
         record = self._replicas.get(id(ddp))
         if record is None or not sys.modules["torch"].is_grad_enabled() or not ddp.training:
@@ -114,7 +106,6 @@ class StepWatch(Events):
             record.inputs.append(leaf_digests([inputs, named]))
 
     def forward_ended(self, ddp: Any, output: Any) -> None:
-        """Which parameters it has used."""
         self._inside -= 1
         record = self._replicas.get(id(ddp))
         if record is None or not record.find_unused or record.looked >= LOOKS or not ddp.training:
@@ -127,12 +118,10 @@ class StepWatch(Events):
             record.looked, record.unused = record.looked + 1, max(record.unused, missing)
 
     def raised(self, where: str, error: BaseException) -> None:
-        """A forward is over, too, when it fails."""
         if where == "forward":
             self._inside -= 1
 
     def backward_begins(self, losses: Any) -> None:
-        """Of which batch, divided by what; and whether it begins with what an earlier epoch has left."""
         fed = self._loading.fed
         at = (fed, len(self._facts.loaders[fed].passes) if fed >= 0 else 0)
         if fed >= 0:
@@ -153,12 +142,10 @@ class StepWatch(Events):
         self._at = at
 
     def backward_ended(self) -> None:
-        """What this rank's gradients are, before the script sums them itself."""
         if not self._depth and not self._replicas:
             self._local = [_total(optimizer) for optimizer in self._optimizers]
 
     def step_begins(self, optimizer: Any) -> None:
-        """With which gradients."""
         self._depth += 1
         if self._depth > 1:
             return
@@ -196,7 +183,6 @@ class StepWatch(Events):
         self._pending[number] = 0
 
     def step_ended(self, optimizer: Any) -> None:
-        """A script that has no epochs ends here at last."""
         self._depth -= 1
         if self._depth:
             return

@@ -16,17 +16,16 @@ from paceline.worker.probes.replicas import Fingerprints
 from paceline.worker.probes.steps import Counted, ScriptPhases, Stale, Swallowed
 
 
-def look_on(guard: Guard) -> None:
-    """See its steps from now on, or as soon as it imports torch. Never raises."""
-    hooks, box = Hooks(guard.complain), guard.box
+def look_on(guard: Guard, *also: Events) -> None:
+    """See its steps from now on, or as soon as it imports torch; `also` listen, too. Never raises."""
+    box, names, marker = guard.box, Names(guard.box), None
+    listeners: list[Events] = [Counted(box)]
     if guard.on:
-        steps, batches, names = ScriptPhases(box), Batches(), Names(box)
+        steps, batches, marker = ScriptPhases(box), Batches(), OrderMarks(box, names)
         judging = Finite(box, steps, batches), Swallowed(box, steps), Stale(box, steps)
-        for part in (batches, *judging, steps, Joins(box), Fingerprints(box, names)):
-            hooks.listen(part)
-        guard.looks_on(hooks.install(), OrderMarks(box, names))
-    else:
-        guard.looks_on(hooks.listen(Counted(box)).install(), None)
+        listeners = [batches, *judging, steps, Joins(box), Fingerprints(box, names)]
+    hooks = Hooks(guard.complain).listen(*listeners, *also).install()
+    guard.looks_on(lambda: hooks.dismiss(*listeners), marker)
 
 
 class Joins(Events):
@@ -36,7 +35,6 @@ class Joins(Events):
         self._box, self._sees = box, False
 
     def replica_made(self, ddp: Any) -> None:
-        """From now on it may be."""
         if self._sees:
             return
         self._sees, box = True, self._box

@@ -36,7 +36,6 @@ class Counted(Events):
         self.done = 0
 
     def step_ended(self, optimizer: Any) -> None:
-        """One more, of this optimizer."""
         self._counts[optimizer] = count = self._counts.get(optimizer, 0) + 1
         if count > self.done:
             self.done = count
@@ -52,43 +51,33 @@ class ScriptPhases(Counted):
         self._seen_ns = dict.fromkeys(ASIDE, 0)
 
     def batch_asked(self, batches: Any) -> None:
-        """It waits for its data."""
         self._box.enter(Phase.DATA)
 
     def batch_given(self, batches: Any, batch: Any) -> None:
-        """It has them."""
         self._box.enter(Phase.USER)
 
     def epoch_ended(self, batches: Any) -> None:
-        """There are no more."""
         self._box.enter(Phase.USER)
 
     def forward_begins(self, ddp: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
-        """It computes."""
         self._box.enter(Phase.FORWARD)
 
     def forward_ended(self, ddp: Any, output: Any) -> None:
-        """It has."""
         self._box.enter(Phase.USER)
 
     def backward_begins(self, losses: Any) -> None:
-        """It computes gradients, and under DDP waits for those of others."""
         self._box.enter(Phase.BACKWARD)
 
     def backward_ended(self) -> None:
-        """It has them."""
         self._box.enter(Phase.USER)
 
     def raised(self, where: str, error: BaseException) -> None:
-        """The phase has ended, too."""
         self._box.enter(Phase.USER)
 
     def step_begins(self, optimizer: Any) -> None:
-        """It updates its parameters."""
         self._box.enter(Phase.OPTIMIZER)
 
     def step_ended(self, optimizer: Any) -> None:
-        """It has."""
         self._box.enter(Phase.USER)
         before = self.done
         super().step_ended(optimizer)
@@ -116,13 +105,11 @@ class Swallowed(Events):
         self._told: set[str] = set()
 
     def raised(self, where: str, error: BaseException) -> None:
-        """The script ends of it, or not: that is seen at its next step."""
         if isinstance(error, Exception):
             at, what = _line_of(error), type(error).__name__
             self._raised[f"{what} {at}"] = f"{what} in its {where}, at {at}: {str(error)[:MOST_CHARS]}"
 
     def step_ended(self, optimizer: Any) -> None:
-        """It has swallowed what was raised before."""
         for key, words in self._raised.items():
             if key not in self._told and len(self._told) < MOST_SWALLOWED:
                 self._told.add(key)
@@ -144,18 +131,15 @@ class Stale(Events):
         self._told: set[str] = set()
 
     def backward_begins(self, losses: Any) -> None:
-        """Of a step that comes."""
         self._backwards += 1
 
     def step_begins(self, optimizer: Any) -> None:
-        """There was none since the last."""
         backwards, usual = self._stepped.get(optimizer, (-1, 0))
         if backwards == self._backwards and usual >= USUAL_STEPS:
             self._tell("made a step without backward(), as none before: a batch left out, or an error swallowed")
         self._stepped[optimizer] = self._backwards, 0 if backwards == self._backwards else usual + 1
 
     def forward_begins(self, ddp: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
-        """Every few steps two inputs are compared that follow each other."""
         step = self._steps.done
         if step % PAIR_EVERY > 1 or not ddp.training or not sys.modules["torch"].is_grad_enabled():
             return
