@@ -36,6 +36,7 @@ class Slowness:
         self._first: dict[int, int] = {}
         self._base: dict[int, Sample] = {}
         self._said: dict[str, float] = {}
+        self._before: int | None = None  # who was slow in the last window
         self.rank: int | None = None
         """that the last sentence was about"""
 
@@ -53,7 +54,10 @@ class Slowness:
         self._base = {one.rank: one for one in samples}
         scripts = all(one.script for one in samples)
         found = (slow_script if scripts else slow_rank)(spent, self._hosts)
-        self.rank = found[0] if found else None
+        before, self._before = self._before, found[0] if found else None
+        if scripts and self._before != before:  # some steps of a busy machine, or of a script, are no slow rank
+            return ""
+        self.rank = self._before
         if found:
             return self._new(f"rank {self.rank}", *found[1:])
         if scripts:  # of which nobody knows what they do for themselves
