@@ -1,24 +1,26 @@
 """The frameworks people use, as they are: a hang on rank 1 in their user's own code, and their own test scripts.
 
-    PYTHONPATH=. python tests/frameworks/soak_frameworks.py --out benchmarks/results/frameworks.md
+    PYTHONPATH=. python tests/frameworks/soak_frameworks.py --out benchmarks/results/frameworks
 
 Each script of this folder hangs in its collate function, in a callback, in its step, and not at all; under `paceline
-launch`, and under torchrun with `paceline watchover` where there is such a command. The verdict must name rank 1 and
+launch`, and under torchrun with `paceline watchover`. The verdict must name rank 1 and
 the line with the mark, in the user's file. Accelerate's own scripts must end as they do under torchrun.
 
-The exit code is 1 if something is not as it should be.
+Writes FILE.json after each run and FILE.md from it; runs that are in the file already are left out. The exit code is 1
+if something is not as it should be.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import shutil
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.cli import COMMANDS
 from paceline.faults.setups import Ran, run_command
 from paceline.guard.story import read_verdict
 
@@ -68,10 +70,8 @@ def started(script: str, where: str, launcher: str, folder: Path, stall_after: f
     return Told(ran, verdict.guilty, verdict.site, "\n".join(verdict.sentences))
 
 
-def hung(script: str, where: str, launcher: str, stall_after: float) -> tuple[list[str], bool | None]:
-    """A row's cells for one launcher, and whether all is right; None without such a command."""
-    if launcher not in ("launch", *COMMANDS):
-        return ["-", "-", "-"], None
+def hung(script: str, where: str, launcher: str, stall_after: float) -> tuple[list[str], bool]:
+    """A row's cells for one launcher, and whether all is right."""
     with tempfile.TemporaryDirectory() as folder:
         told = started(script, where, launcher, Path(folder), stall_after)
     rank, line = told.guilty == (1,), told.site.startswith(f"{marked(script, f'FAULT {where}')} ")
@@ -81,17 +81,15 @@ def hung(script: str, where: str, launcher: str, stall_after: float) -> tuple[li
     return list(said), rank and line and not left
 
 
-def ended(words: tuple[str, ...], launcher: str) -> tuple[str, bool | None]:
-    """The exit code of a run that is to go well, and whether it did; None without such a command."""
-    if launcher not in ("torchrun", "launch", *COMMANDS):
-        return "-", None
+def ended(words: tuple[str, ...], launcher: str) -> tuple[list[str], bool]:
+    """The exit code of a run that is to go well, and whether it did."""
     with tempfile.TemporaryDirectory() as folder:
-        argv = (*LAUNCHERS[launcher], *words)
+        argv = (*LAUNCHERS[launcher], *(str(Path(word).resolve()) if "/" in word else word for word in words))
         ran = run_command(argv, Path(folder), OFFLINE, limit_seconds=LIMIT_SECONDS)
     print(f"{words} {launcher}: {ran.code} {ran.ended_seconds - ran.began_seconds:.0f} s", flush=True)
     if ran.code != 0 or "GUILTY" in ran.text:
         print(ran.text[-3000:], flush=True)
-    return f"{ran.code}{', ACCUSED' if 'GUILTY' in ran.text else ''}", ran.code == 0 and "GUILTY" not in ran.text
+    return [f"{ran.code}{', ACCUSED' if 'GUILTY' in ran.text else ''}"], ran.code == 0 and "GUILTY" not in ran.text
 
 
 def markdown(rows: list[list[str]]) -> str:
@@ -100,39 +98,50 @@ def markdown(rows: list[list[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
 
 
+class Done:
+    """What has been run: `FILE.json`, by the words of a run, its cells and whether they are right."""
+
+    def __init__(self, out: Path | None) -> None:
+        self._file = out.with_suffix(".json") if out else None
+        self.runs: dict[str, tuple[list[str], bool]] = {}
+        if self._file and self._file.exists():
+            self.runs = json.loads(self._file.read_text())
+
+    def once(self, run: Callable[..., tuple[list[str], bool]], *words: object) -> list[str]:
+        """Its cells."""
+        key = " ".join(map(str, [run.__name__, *words]))
+        if key not in self.runs:
+            self.runs[key] = run(*words)
+            if self._file:
+                self._file.write_text(json.dumps(self.runs, indent=1) + "\n")
+        return self.runs[key][0]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--scripts", nargs="+", default=list(SCRIPTS), choices=SCRIPTS)
     parser.add_argument("--stall-after", type=float, default=8.0)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, help="FILE: FILE.json and FILE.md are written")
     options = parser.parse_args()
-    found: list[bool | None] = []
+    done = Done(options.out)
     head = [f"{launcher}: {what}" for launcher in GUARD for what in ("rank", "line", "processes left")]
     hangs = [["framework", "rank 1 hangs in its", *head]]
     for script in options.scripts:
         for where in WHERE:
-            cells: list[str] = []
-            for launcher in GUARD:
-                said, well = hung(script, where, launcher, options.stall_after)
-                cells += said
-                found.append(well)
-            hangs.append([SCRIPTS[script], where, *cells])
+            cells = [done.once(hung, script, where, launcher, options.stall_after) for launcher in GUARD]
+            hangs.append([SCRIPTS[script], where, *cells[0], *cells[1]])
     ends = [["what", *LAUNCHERS]]
+    clean = [(f"tests/frameworks/{script}.py",) for script in options.scripts]
     own = [("-m", f"accelerate.test_utils.scripts.{name}") for name in OWN_TESTS]
-    clean = [(str(HERE / f"{script}.py"),) for script in options.scripts]
     for words in [*clean, *own]:
-        cells = []
-        for launcher in LAUNCHERS:
-            code, well = ended(words, launcher)
-            cells.append(code)
-            found.append(well)
+        cells = [done.once(ended, words, launcher)[0] for launcher in LAUNCHERS]
         ends.append([words[-1].rpartition("/")[2], *cells])
     if options.out:
-        options.out.write_text(
-            "# Frameworks, as they are\n\n`make soak-frameworks`; 2 ranks. `-`: not run.\n\n"
+        options.out.with_suffix(".md").write_text(
+            "# Frameworks, as they are\n\n`make soak-frameworks`; 2 ranks.\n\n"
             f"{markdown(hangs)}\nExit codes of what goes well:\n\n{markdown(ends)}"
         )
-    right = [well for well in found if well is not None]
+    right = [well for _, well in done.runs.values()]
     print(f"{sum(right)} of {len(right)} as they should be")
     return int(not all(right))
 
