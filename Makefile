@@ -97,23 +97,24 @@ soak-faults: $(STAMP)  ## let 57 things go wrong, 5 times, torchrun beside it; w
 soak-watchover: $(STAMP)  ## faults under torchrun, srun and mpirun with `paceline watchover` (root; an hour; type it again to go on)
 	PYTHONPATH=. $(BIN)/python tests/cluster/soak_watchover.py --out benchmarks/results/watchover
 
-soak-silent: $(STAMP)  ## plant faults without any error in a DDP script; torchrun beside it (15 minutes)
-	PYTHONPATH=. $(BIN)/python tests/silent/soak_silent.py --out benchmarks/results/silent.md
+soak-silent: $(STAMP)  ## faults without any error in DDP, Accelerate and Trainer scripts; torchrun beside (30 minutes)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[hf]'
+	PYTHONPATH=. $(BIN)/python tests/silent/soak_silent.py --out benchmarks/results/silent
 
 soak-second: $(STAMP)  ## faults, pitfalls and clean scripts of one who knew the README alone (10 minutes)
 	PYTHONPATH=. $(BIN)/python tests/second/soak_second.py --out benchmarks/results/second.md
 
-soak-quiet: $(STAMP)  ## an hour of what only looks like a hang; see that the guard is silent
+soak-quiet: $(STAMP)  ## an hour of what only looks like a hang, or like a silent fault; see that nothing is said
 	$(BIN)/python tests/launch/soak_quiet.py --minutes 60 --out benchmarks/results/quiet.json
 
 soak-sessions: $(STAMP)  ## the six scripts of examples/classic: equal to their originals, and to themselves after kills
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[hf]'
 	PYTHONPATH=. $(BIN)/python tests/sessions/soak_classic.py --out benchmarks/results/classic.json
 
-soak-frameworks: $(PEERS)  ## Trainer, Accelerate, Lightning, Ignite as they are: is their user's line named? (15 minutes)
+soak-frameworks: $(PEERS)  ## Trainer, Accelerate, Lightning, Ignite: is their user's line named? (15 minutes; type it again to go on)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[hf]' \
 		lightning==2.6.6 pytorch-lightning==2.6.6
-	PYTHONPATH=. $(BIN)/python tests/frameworks/soak_frameworks.py --out benchmarks/results/frameworks.md
+	PYTHONPATH=. $(BIN)/python tests/frameworks/soak_frameworks.py --out benchmarks/results/frameworks
 
 soak-ends: $(STAMP)  ## what is on disk after each way in which a training may end (root)
 	PYTHONPATH=. $(BIN)/python tests/train/soak_ends.py --out benchmarks/results/ends.md
