@@ -112,6 +112,6 @@ class Returning:
 
 
 def _end(session: HostSession) -> None:
-    if session.process.poll() is None:
+    if session.process is not None and session.process.poll() is None:
         with suppress(ProcessLookupError):
             killpg(session.process.pid, signal.SIGTERM)

@@ -94,11 +94,13 @@ class Sessions:
         """
         logging_in = sum(one.process is not None and not one.answered for one in self.all) if self._queue else 0
         for _ in range(min(self._fan_out - logging_in, len(self._queue))):
-            session = self._queue.pop()
-            _start(session)
-            for pipe in session.pipes:
-                self._pipes[pipe.fileno()] = session, pipe
-                self._poll.register(pipe, select.POLLIN)
+            self._begin(self._queue.pop())
+
+    def _begin(self, session: HostSession) -> None:
+        _start(session)
+        for pipe in session.pipes:
+            self._pipes[pipe.fileno()] = session, pipe
+            self._poll.register(pipe, select.POLLIN)
 
     def tell(self, session: HostSession, line: bytes) -> None:
         """Send a line; what the host cannot take now is sent later."""
@@ -156,7 +158,8 @@ class Sessions:
 
     def again(self, session: HostSession) -> HostSession:
         """Another session to the host of one that has ended, in its place."""
-        self.all[session.node] = new = _start(session.node, session.command)
+        self.all[session.node] = new = HostSession(session.node, session.command)
+        self._begin(new)
         return new
 
     def hang_up(self) -> None:

@@ -86,5 +86,6 @@ def divided_by_world(frame: FrameType | None, argument: str, place: int) -> str:
 
 
 def _by_ranks(node: ast.AST) -> bool:
-    divides = isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Div, ast.FloorDiv))
-    return divides and RANKS.search(ast.unparse(node.right)) is not None
+    if not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Div | ast.FloorDiv):
+        return False
+    return RANKS.search(ast.unparse(node.right)) is not None
