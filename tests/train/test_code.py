@@ -5,10 +5,15 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
+import sys
+import sysconfig
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from tests import warm
+
+from paceline.train import code
 
 TASK = (Path(__file__).parents[2] / "examples" / "own_task.py").read_text()
 
@@ -54,3 +59,18 @@ def test_what_only_one_rank_has_imported_is_no_difference(tmp_path: Path) -> Non
         (folder / "mine.py").write_text(TASK + "\nimport os\nif os.environ['RANK'] == '0': import plots\n")
         (folder / "plots.py").write_text("")
     assert [code for code, _ in train_in(folders)] == [0, 0]
+
+
+def test_an_installed_module_is_nobodys_own_but_one_that_is_linked_there_is(tmp_path: Path, monkeypatch) -> None:
+    site = tmp_path / "site"
+    site.mkdir()
+    (tmp_path / "outside.py").write_text("")
+    (site / "linked_4711.py").symlink_to(tmp_path / "outside.py")
+    (site / "installed_4711.py").write_text("")
+    names = ("stdlib", "platstdlib", "purelib", "platlib")
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: dict.fromkeys(names, str(site)))
+    for name in ("linked_4711", "installed_4711"):
+        module = ModuleType(name)
+        module.__file__ = str(site / f"{name}.py")
+        monkeypatch.setitem(sys.modules, name, module)
+    assert "linked_4711" in code._own_code() and "installed_4711" not in code._own_code()
