@@ -13,7 +13,7 @@ from types import ModuleType
 import pytest
 from tests import warm
 
-from paceline.train import code
+from paceline.train import alike
 
 TASK = (Path(__file__).parents[2] / "examples" / "own_task.py").read_text()
 
@@ -73,4 +73,4 @@ def test_an_installed_module_is_nobodys_own_but_one_that_is_linked_there_is(tmp_
         module = ModuleType(name)
         module.__file__ = str(site / f"{name}.py")
         monkeypatch.setitem(sys.modules, name, module)
-    assert "linked_4711" in code._own_code() and "installed_4711" not in code._own_code()
+    assert "linked_4711" in alike._own_code() and "installed_4711" not in alike._own_code()

@@ -14,7 +14,7 @@ from types import CodeType, FunctionType
 from typing import Any
 
 import torch
-from torch.optim import Optimizer, optimizer
+from torch.optim import Optimizer
 
 from paceline.worker.imports import COMPILER, when_imported
 
@@ -54,11 +54,11 @@ def _inner(function: Any, name: str) -> CodeType | None:
 
 
 PLAIN_STEP = _inner(_plain, "step")
-TORCH_STEP = _inner(getattr(optimizer, "_use_grad_for_differentiable", _plain), "_use_grad")
+TORCH_STEP = _inner(getattr(sys.modules[Optimizer.__module__], "_use_grad_for_differentiable", _plain), "_use_grad")
 TORCH_DISABLED = _inner(getattr(torch, "_disable_dynamo", _plain), "inner")
 
 
-def _changes(function: FunctionType) -> Iterator[tuple[Callable[[], None], Callable[[], None]]]:
+def _changes(function: Any) -> Iterator[tuple[Callable[[], None], Callable[[], None]]]:
     """What to do to `function`, and what undoes it.
 
     Its code is exchanged, and not the function, because by now it may stand in other places than its class.
@@ -84,7 +84,7 @@ def _kinds(kind: type) -> Iterator[type]:
         yield from _kinds(lower)
 
 
-def _functions(kind: type) -> Iterator[FunctionType]:
+def _functions(kind: type) -> Iterator[Any]:
     """The class's own functions, and those that these are wrapped around."""
     for found in [*vars(kind).values()]:
         while isinstance(found, FunctionType):
