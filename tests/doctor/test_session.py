@@ -34,13 +34,11 @@ def stub(name: str, script: str) -> Command:
     ],
 )
 def test_a_bad_session_is_lost_alone_and_says_why(script: str, words: str) -> None:
-    start = time.monotonic()
     with host_programs([stub("n2", script), HEALTHY]) as opened:
         answers = ask_hosts(opened, dict.fromkeys(("n1", "n2"), m.AskTime()), m.Time, 2.0)
         assert list(answers) == ["n1"]
         assert any(part in opened[0].lost for part in words.split("|")), opened[0].lost
         assert ask_hosts(opened, dict.fromkeys(("n1", "n2"), m.AskTime()), m.Time, 2.0).keys() == {"n1"}
-    assert time.monotonic() - start < 15
 
 
 def test_noise_of_a_login_shell_is_skipped() -> None:
@@ -56,13 +54,13 @@ def test_a_program_that_is_not_there_is_told() -> None:
         assert "/no/such/ssh cannot be started: No such file" in opened[0].lost
 
 
-def test_all_hosts_are_asked_at_the_same_time() -> None:
-    slow = "read line; sleep 0.6; echo '{\"wall_seconds\": 1}'; exec cat"
+def test_all_hosts_are_asked_at_the_same_time(tmp_path: Path) -> None:
+    """Each answers when all have been asked."""
+    all_asked = f"while [ $(ls {tmp_path} | wc -l) -lt 5 ]; do sleep 0.05; done"
+    slow = f"read line; touch {tmp_path}/$$; {all_asked}; echo '{{\"wall_seconds\": 1}}'; exec cat"
     with host_programs([stub(f"n{i}", slow) for i in range(5)]) as opened:
-        start = time.monotonic()
-        answers = ask_hosts(opened, {session.name: m.AskTime() for session in opened}, m.Time, 5.0)
+        answers = ask_hosts(opened, {session.name: m.AskTime() for session in opened}, m.Time, 15.0)
         assert len(answers) == 5
-        assert time.monotonic() - start < 2.0
 
 
 DYING = """
