@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from tests import warm
 
 from paceline.cli import COMMANDS
 from paceline.contract import variables
@@ -51,9 +52,8 @@ def literals(path: Path) -> str:
 
 @cache
 def help_of(command: str) -> str:
-    run = subprocess.run(
-        [sys.executable, "-m", "paceline", command, "--help"], capture_output=True, text=True, check=True, timeout=30
-    )
+    run = warm.run(["-m", "paceline", command, "--help"], torch=False)
+    assert run.returncode == 0, run.stderr
     return run.stdout
 
 

@@ -79,18 +79,20 @@ def test_daemon_thread():
     threading.Thread(target=time.sleep, args=(1,), daemon=True).start()
 
 def test_just_ending():
-    threading.Thread(target=time.sleep, args=(0.1,)).start()
+    threading.Thread(target=time.sleep, args=(0.05,)).start()
 """
 
 
 @pytest.fixture
 def project(pytester, monkeypatch):
-    pytester.makeconftest(CONFTEST.replace("SETTLE_SECONDS = 2.0", "SETTLE_SECONDS = 0.5"))
+    pytester.makeconftest(CONFTEST.replace("SETTLE_SECONDS = 2.0", "SETTLE_SECONDS = 0.3"))
     pytester.makeini(
-        "[pytest]\nmarkers =\n  root\n  needs(*names)\n  gpu(count)\naddopts = -p no:cacheprovider\ntimeout = 40\n"
+        "[pytest]\nmarkers =\n  root\n  needs(*names)\n  gpu(count)\n"
+        "addopts = -p no:cacheprovider -p pytest_timeout\ntimeout = 40\n"
     )
     pytester.makepyfile(torch="class cuda: device_count = staticmethod(lambda: 0)")  # the real one takes seconds
     monkeypatch.delenv("CI", raising=False)
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # other plugins' imports take a second
     return pytester
 
 

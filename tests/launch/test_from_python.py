@@ -39,8 +39,10 @@ def fails(kind: str) -> None:
 
 def test_what_ranks_return_comes_back(capsys: pytest.CaptureFixture[str]) -> None:
     offset = 5
-    assert paceline.run(total, 2, ([1, 2, 3],)) == [6.0, 6.0]
-    assert paceline.run(lambda x: (int(os.environ["RANK"]), x + offset), 2, kwargs={"x": 1}) == [(0, 6), (1, 6)]
+    returned = paceline.run(
+        lambda numbers, x: (total(numbers), int(os.environ["RANK"]), x + offset), 2, ([1, 2, 3],), kwargs={"x": 1}
+    )
+    assert returned == [(6.0, 0, 6), (6.0, 1, 6)]
 
 
 def test_the_exception_of_the_rank_that_failed_first_is_raised() -> None:
