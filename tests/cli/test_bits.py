@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
+from tests.run_script import run_script
 from tests.soak_bits import KILLED, Lab, bits, last_step, workers_killed, write_mnist
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(240)]  # 5 to 15 s on 2 idle cores
@@ -29,16 +30,21 @@ def lab(tmp_path: Path, data: Path) -> Iterator[Lab]:
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory, data: Path) -> str:
     """The bits of one rank that nobody disturbs."""
-    with Lab(tmp_path_factory.mktemp("alone") / "run", data) as alone:
-        alone.start("mnist-cnn", {**SMALL, "nproc": 1})
-        assert alone.finish() == 0, alone.log.read_text()
-        return bits(alone.folder)
+    folder = tmp_path_factory.mktemp("alone") / "run"
+    trained(folder, data, "exact", 1)
+    return bits(folder)
+
+
+def trained(folder: Path, data: Path, strategy: str, ranks: int) -> None:
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in {**SMALL, "strategy": strategy}.items()]
+    words = ("-m", "paceline", "train", "mnist-cnn", f"--data-dir={data}", f"--run-dir={folder}", *flags)
+    done = run_script(ranks, *words, cwd=folder.parent)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize(("strategy", "nproc"), [("exact", 3), ("zero", 2)])
 def test_every_world_size_and_strategy_gives_the_same_bits(lab: Lab, expected: str, strategy: str, nproc: int) -> None:
-    lab.start("mnist-cnn", {**SMALL, "strategy": strategy, "nproc": nproc})
-    assert lab.finish() == 0, lab.log.read_text()
+    trained(lab.folder, lab.data, strategy, nproc)
     assert bits(lab.folder) == expected
     assert list(lab.faults()) == []
 

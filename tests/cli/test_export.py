@@ -167,7 +167,7 @@ def test_the_last_checkpoint_gives_the_bits_that_the_run_has_written(
     paceline, tmp_path: Path, strategy: str, ranks: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ("--virtual-ranks", 5, "--global-batch", 12, "--epochs", 2, "--run-dir", tmp_path / "run")
-    done = paceline("train", f"{TASK}:odd", "--nproc", ranks, "--strategy", strategy, *words)
+    done = paceline("train", f"{TASK}:odd", "--strategy", strategy, *words, ranks=ranks)
     assert done.returncode == 0, done.stderr
     run, out = tmp_path / "run", tmp_path / "w.safetensors"
     assert export.main([str(run), "--step", "4", "-o", str(out)]) == 0
@@ -206,8 +206,8 @@ def test_hugging_face_reads_what_was_exported_for_it(
 ) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # or what transformers imports sets it
     run, out = tmp_path / "run", tmp_path / "hf"
-    words = ("--nproc", 2, "--strategy", "zero", "--global-batch", 12, "--steps", 2, "--run-dir", run)
-    done = paceline("train", f"{TASK}:wrapped", *words, env={"HF_HUB_OFFLINE": "1"})
+    words = ("--strategy", "zero", "--global-batch", 12, "--steps", 2, "--run-dir", run)
+    done = paceline("train", f"{TASK}:wrapped", *words, env={"HF_HUB_OFFLINE": "1"}, ranks=2)
     assert done.returncode == 0, done.stderr
     assert export.main([str(run), "--format", "huggingface", "-o", str(out)]) == 0
     shown = capsys.readouterr().out

@@ -174,12 +174,12 @@ def test_a_complete_run_has_nothing_left_and_keeps_its_result(resume, tmp_path):
 
 @pytest.mark.ranks
 def test_damaged_and_unknown_checkpoints_are_passed_over_in_words_and_unset_flags_stay(resume, tmp_path):
-    """Only --nproc and an allowed lr are given: everything else is as the run was."""
+    """Only the number of ranks and an allowed lr are given: everything else is as the run was."""
     newest, second = (tmp_path / f"run/checkpoints/step-{step:08d}" for step in (12, 8))
     manifest = json.loads((newest / "manifest.json").read_text())["manifest"]
     (newest / "manifest.json").write_bytes(sealed({**manifest, "format": 2}))
     flip(second / "shard-0-of-1.safetensors")
-    run = resume("--nproc 2 --lr 0.004 --allow-change lr")
+    run = resume("--lr 0.004 --allow-change lr", ranks=2)
     assert run.returncode == 0, run.stderr
     assert "step-00000012 cannot be used: manifest.json format 2 is newer than this paceline's 1" in run.stdout
     assert "step-00000008 cannot be used: shard-0-of-1.safetensors" in run.stdout

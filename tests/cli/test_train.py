@@ -138,8 +138,8 @@ def test_a_batch_larger_than_the_data_is_said(paceline, tmp_path):
 @pytest.mark.slow
 def test_60001_samples_on_3_ranks_are_seen_once_an_epoch(paceline, tmp_path):
     (tmp_path / "mine.py").write_text(TASKS)
-    run = paceline("train", "mine.py:many", "--nproc", 3, "--batch-size", 128, "--lr", 1e-9, "--epochs", 2,
-                   "--record-samples", "--run-dir", "run")  # fmt: skip
+    run = paceline("train", "mine.py:many", "--batch-size", 128, "--lr", 1e-9, "--epochs", 2,
+                   "--record-samples", "--run-dir", "run", ranks=3)  # fmt: skip
     assert run.returncode == 0, run.stderr
     assert "global batch 384 = 3 ranks x 1 micro-batch x 128" in run.stdout
     events = [e for rank in range(3) for e in read_events(tmp_path / "run" / f"events-{rank}.jsonl")]
@@ -157,9 +157,6 @@ def test_60001_samples_on_3_ranks_are_seen_once_an_epoch(paceline, tmp_path):
 @pytest.mark.parametrize(
     ("task", "code", "words"),
     [
-        ("scalar", 2, ["one value per sample", "reduction='none'"]),
-        ("other_model", 2, ["differ", "rank 0", "rank 1", "(1, 1)", "(2, 1)"]),
-        ("other_data", 2, ["training data differ", "rank 0 has", "rank 1 has"]),
         ("one_rank_fails", 2, ["ValueError: bad folder 4711", "rank 1 of 2", "fails_here"]),
         ("missing", 2, ["unknown task in", "'missing'"]),
         ("nan", 5, ["rank 1 (", "not finite at epoch 1, step 3", "rank 1: samples"]),
@@ -175,6 +172,25 @@ def test_what_fails_in_the_workers_is_told_once_and_names_the_rank(paceline, tmp
     assert run.stderr.count(words[0]) == 1
     assert "Connection closed" not in run.stderr
     assert summary_of(tmp_path / "run")["exit"] == code
+
+
+@pytest.mark.parametrize(
+    ("task", "words"),
+    [
+        ("scalar", ["one value per sample", "reduction='none'"]),
+        ("other_model", ["differ", "rank 0", "rank 1", "(1, 1)", "(2, 1)"]),
+        ("other_data", ["training data differ", "rank 0 has", "rank 1 has"]),
+    ],
+)
+def test_what_the_ranks_agree_is_wrong_is_told_by_one_of_them(paceline, tmp_path, task, words):
+    (tmp_path / "mine.py").write_text(TASKS)
+    run = paceline("train", f"mine.py:{task}", "--batch-size", 5, "--run-dir", "run", ranks=2)
+    assert run.returncode == 2, run.stderr
+    for word in words:
+        assert word in run.stderr
+    assert run.stderr.count(words[0]) == 1
+    assert "Connection closed" not in run.stderr
+    assert summary_of(tmp_path / "run")["exit"] == 2
 
 
 def test_a_module_that_fails_to_import_is_told_by_its_own_line(paceline, tmp_path):

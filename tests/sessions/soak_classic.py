@@ -24,6 +24,7 @@ import time
 from pathlib import Path
 
 import torch
+from tests.run_script import run_script
 
 from paceline.cli import ledger
 from paceline.observe.events import Step, last_events
@@ -51,8 +52,8 @@ def launched(ranks: int, script: Path, *words: str) -> list[str]:
     return [sys.executable, "-m", "paceline", "launch", "--nproc", str(ranks), "--", str(script), *words]
 
 
-def run(words: list[str], cwd: Path) -> None:
-    done = subprocess.run(words, cwd=cwd, capture_output=True, text=True, timeout=300)
+def run(ranks: int, script: Path, *words: str, cwd: Path) -> None:
+    done = run_script(ranks, script, *words, cwd=cwd, timeout=300)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
 
 
@@ -62,11 +63,11 @@ def apart(name: str, cwd: Path, settings: str = "") -> float:
     script.write_text((CLASSIC / f"{name}.py").read_text().replace("session()", f"session({settings})"))
     (cwd / "mnist_single.py").write_bytes((CLASSIC / "mnist_single.py").read_bytes())
     words = (*SCRIPTS[name], "0", "--double", "--epochs", "1")
-    run([sys.executable, str(CLASSIC / f"{name}_single.py"), *words, "--save", "original"], cwd)
+    run(1, CLASSIC / f"{name}_single.py", *words, "--save", "original", cwd=cwd)
     original = {key.partition("/")[2]: t for key, t in sorted(weights(cwd / "original").items())}
     farthest = 0.0
     for size in SIZES:
-        run(launched(size, script, *words, "--save", f"on-{size}"), cwd)
+        run(size, script, *words, "--save", f"on-{size}", cwd=cwd)
         ours = {key.partition("/")[2]: t for key, t in sorted(weights(cwd / f"on-{size}").items())}
         assert ours.keys() == original.keys()
         farthest = max(farthest, *(float((ours[k].double() - original[k].double()).abs().max()) for k in ours))
@@ -106,7 +107,7 @@ def killed(name: str, cwd: Path, chance: random.Random) -> int:
             os.kill(process.pid, signal.SIGKILL)
         process.wait()
         time.sleep(1.0)  # its workers end by themselves
-    run(launched(3, cwd / f"{name}.py", *words), cwd)
+    run(3, cwd / f"{name}.py", *words, cwd=cwd)
     return kills
 
 
@@ -125,7 +126,7 @@ def examine(name: str, seed: int) -> dict[str, object]:
         saved: list[dict[str, torch.Tensor]] = []
         for size in SIZES:
             script = going_on(name, cwd, f"run-{size}")
-            run(launched(size, script, *SCRIPTS[name], "0.2", "--save", f"bits-{size}"), cwd)
+            run(size, script, *SCRIPTS[name], "0.2", "--save", f"bits-{size}", cwd=cwd)
             saved.append(weights(cwd / f"bits-{size}"))
         found["same bits"] = all(same_bits(saved[0], other) for other in saved)
         going_on(name, cwd, "killed-run")

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from tests import warm
 from tests.run_ranks import run_ranks
+from tests.run_script import run_script
 
 from paceline.errors import UsageError
 from paceline.sessions.elsewhere import Elsewhere, own_share, refuse_shares
@@ -70,6 +70,6 @@ def test_a_number_of_a_tensor_that_is_cut_is_refused_and_the_whole_is_not(tmp_pa
 @pytest.mark.slow
 def test_one_rank_alone_evaluates_the_whole_model_and_too_few_samples_are_refused(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(SCRIPT)
-    done = warm.run(("-m", "paceline", "launch", "--nproc", "2", "--", "mine.py"), cwd=tmp_path)
+    done = run_script(2, tmp_path / "mine.py", cwd=tmp_path)
     told = done.stdout + done.stderr
     assert (done.returncode, "1 samples are evaluated on 2 ranks" in done.stderr) == (2, True), told

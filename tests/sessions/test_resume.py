@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
-from tests import warm
+from tests.run_script import run_script
 
 from paceline.cli import ledger, status
 from paceline.errors import ExitCode
@@ -19,9 +19,7 @@ CUT = Path(__file__).with_name("cut.py")
 
 
 def start(ranks: int, folder: Path, *words: object, script: Path | None = None) -> subprocess.CompletedProcess[str]:
-    logs = folder.parent / f"logs-{len([*folder.parent.iterdir()])}"
-    launched = ("-m", "paceline", "launch", "--nproc", str(ranks), "--run-dir", str(logs))
-    return warm.run((*launched, "--", script or KILLED, folder, *words), cwd=folder.parent)
+    return run_script(ranks, script or KILLED, folder, *words, cwd=folder.parent)
 
 
 def ended(folder: Path) -> Summary:

@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from tests import warm
+from tests.run_script import run_script
 
 from paceline.cli import ledger
 
@@ -16,9 +16,7 @@ SCRIPT = Path(__file__).with_name("streamed.py")
 
 
 def start(ranks: int, folder: Path, *words: object) -> subprocess.CompletedProcess[str]:
-    logs = folder.parent / f"logs-{len([*folder.parent.iterdir()])}"
-    launched = ("-m", "paceline", "launch", "--nproc", str(ranks), "--run-dir", str(logs), "--")
-    return warm.run((*(launched if ranks > 1 else ()), SCRIPT, folder, *words), cwd=folder.parent)
+    return run_script(ranks, SCRIPT, folder, *words, cwd=folder.parent)
 
 
 def digest(folder: Path) -> str:
@@ -114,9 +112,8 @@ def test_a_stream_that_fails_ends_the_run_in_words_and_what_was_trained_is_saved
 def test_the_example_learns_and_stops_where_it_is_told(tmp_path: Path, words: tuple[str, ...]) -> None:
     example, losses = SCRIPT.parents[2] / "examples" / "streaming_text.py", list[float]()
     for steps, ranks in ((5, 1), (60, 2)):
-        launched = ("-m", "paceline", "launch", "--nproc", str(ranks), "--run-dir", str(tmp_path / f"logs-{steps}"))
         run = tmp_path / f"run-{steps}"
-        done = warm.run((*launched, "--", example, "--steps", str(steps), "--run", run, *words), cwd=tmp_path)
+        done = run_script(ranks, example, "--steps", steps, "--run", run, *words, cwd=tmp_path)
         found = re.search(rf"after step {steps}: loss ([0-9.]+)", done.stdout)
         assert done.returncode == 0 and found, done.stdout + done.stderr
         losses.append(float(found[1]))

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from tests import warm
+from tests.run_script import run_script
 from tests.sessions import wrong
 
 import paceline
@@ -163,7 +164,7 @@ def test_what_cannot_be_saved_is_named_and_the_rest_is_saved(tmp_path: Path) -> 
         "        loss =", "        s.saved |= {'best': 0.5, 'model': model} if number == 2 else {}\n        loss ="
     )
     (tmp_path / "mine.py").write_text(kept)
-    done = subprocess.run((sys.executable, "mine.py"), cwd=tmp_path, capture_output=True, text=True, timeout=50)
+    done = run_script(1, "mine.py", cwd=tmp_path)
     assert done.returncode == 1 and "s.saved['model'] cannot be saved" in done.stderr, done.stdout + done.stderr
     manifest = next((tmp_path / "run" / "checkpoints" / "step-00000003").glob("*.json")).read_text()
     assert '"best"' in manifest and '"model"' not in manifest.split('"saved"')[1].split("}")[0]

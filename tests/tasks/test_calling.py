@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tests import warm
+from tests.run_script import run_script
 from torch import Tensor, nn
 
 from paceline.compute.precision import in_bf16, lacks_bf16
@@ -123,10 +124,10 @@ def run(folder: Path, *words: str) -> Any:
 
 def test_a_task_of_dicts_trains(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(TASK)
-    train = ("train", "mine.py:task", "--epochs", "1", "--batch-size", "8", "--nproc", "2", "--strategy", "ddp")
+    train = ("-m", "paceline", "train", "mine.py:task", "--epochs", "1", "--batch-size", "8", "--strategy", "ddp")
     precision = "fp32" if lacks_bf16(torch.device("cpu")) else "bf16"
-    code, told = run(tmp_path, *train, "--precision", precision, "--run-dir", "run")
-    assert code == 0 and "accuracy" in told, told
+    done = run_script(2, *train, "--precision", precision, "--run-dir", "run", cwd=tmp_path)
+    assert done.returncode == 0 and "accuracy" in done.stdout, done.stdout + done.stderr
 
 
 @pytest.mark.slow
@@ -144,8 +145,7 @@ def test_a_bad_sample_of_dicts_is_named_and_verify_agrees(tmp_path: Path) -> Non
 @pytest.mark.needs("transformers")
 def test_the_example_of_hugging_face_learns(tmp_path: Path) -> None:
     example = str(Path(__file__).parents[2] / "examples" / "bert_task.py")
-    words = ("train", f"{example}:task", "--nproc", "2", "--epochs", "4", "--batch-size", "8", "--run-dir", "run")
-    words = (*words, "--lr", "0.003", "--warmup-steps", "5")
-    code, told = run(tmp_path, *words)
+    words = ("-m", "paceline", "train", f"{example}:task", "--epochs", "4", "--batch-size", "8", "--run-dir", "run")
+    done = run_script(2, *words, "--lr", "0.003", "--warmup-steps", "5", cwd=tmp_path)
     summary = read_summary(tmp_path / "run")
-    assert code == 0 and summary is not None and (summary.test_accuracy or 0.0) > 0.7, told
+    assert summary is not None and (summary.test_accuracy or 0.0) > 0.7, done.stdout + done.stderr

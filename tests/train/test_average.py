@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests import warm
+from tests.run_script import run_script
 
 from paceline.checkpoint.whole import sha256_of
 from paceline.observe.summary import read_summary
@@ -31,8 +32,11 @@ task = Task(model, lambda split: ArrayDataset(inputs, labels), lambda o, t: F.cr
 
 def train(folder: Path, run: str, nproc: int, *words: object) -> subprocess.CompletedProcess[str]:
     (folder / "mine.py").write_text(TASK)
-    flags = ("--run-dir", run, "--nproc", nproc, "--virtual-ranks", 3, "--global-batch", 16, "--threads-per-rank", 1)
-    return warm.run(("-m", "paceline", "train", "mine.py:task", "--ema", 0.9, *flags, *words), cwd=folder)
+    flags = ("--run-dir", run, "--virtual-ranks", 3, "--global-batch", 16, "--threads-per-rank", 1)
+    words = ("-m", "paceline", "train", "mine.py:task", "--ema", 0.9, *flags, *words)
+    if "--rehearse-preemption" in words:  # the launcher starts it again
+        return warm.run((*words, "--nproc", nproc), cwd=folder)
+    return run_script(nproc, *words, cwd=folder)
 
 
 def test_it_is_the_average_that_one_would_write_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file
-from tests import warm
+from tests.run_script import run_script
 
 from paceline.checkpoint.whole import sha256_of
 from paceline.errors import ExitCode, UsageError
@@ -53,8 +53,8 @@ slow = make(on_step=lambda moment: time.sleep(0.05))
 
 def train(folder: Path, task: str, *words: object, nproc: int = 2) -> subprocess.CompletedProcess[str]:
     (folder / "mine.py").write_text(TASK)
-    words = ("--batch-size", 8 // nproc, "--run-dir", "run", "--nproc", nproc, "--virtual-ranks", 2, *words)
-    return warm.run(("-m", "paceline", "train", f"mine.py:{task}", *words), cwd=folder)
+    words = ("--batch-size", 8 // nproc, "--run-dir", "run", "--virtual-ranks", 2, *words)
+    return run_script(nproc, "-m", "paceline", "train", f"mine.py:{task}", *words, cwd=folder)
 
 
 def ended(folder: Path) -> Summary:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests import warm
+from tests.run_script import run_script
 
 from paceline.observe.summary import read_summary
 from paceline.store.store import Checkpoints
@@ -60,8 +60,8 @@ broken_model = make(make_model=lambda: Broken(4, 3))
 
 def train(folder: Path, task: str, nproc: int = 2, *words: str) -> tuple[int, str, list[int]]:
     (folder / "mine.py").write_text(TASK)
-    words = ("--batch-size", "8", "--epochs", "2", "--run-dir", "run", "--nproc", str(nproc), *words)
-    done = warm.run(("-m", "paceline", "train", f"mine.py:{task}", *words), cwd=folder)
+    words = ("--batch-size", "8", "--epochs", "2", "--run-dir", "run", *words)
+    done = run_script(nproc, "-m", "paceline", "train", f"mine.py:{task}", *words, cwd=folder)
     saved = [step for step, _ in Checkpoints(folder / "run" / "checkpoints").entries()]
     return done.returncode, done.stdout + done.stderr, saved
 

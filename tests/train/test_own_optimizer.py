@@ -226,7 +226,7 @@ def test_one_result_on_any_number_of_ranks_also_resumed(train, tmp_path, task, m
     words = f"mine.py:{task} {more} --global-batch 5 --virtual-ranks 3 --steps 7"
     found = set()
     for strategy, nproc in (("zero", 1), ("exact", 3)):
-        run = train(f"{words} --strategy {strategy} --nproc {nproc} --run-dir {strategy}{nproc} --checkpoint-every 2")
+        run = train(f"{words} --strategy {strategy} --run-dir {strategy}{nproc} --checkpoint-every 2", ranks=nproc)
         assert run.returncode == 0, run.stderr
         found.add(digest(tmp_path / f"{strategy}{nproc}"))
     assert len(found) == 1
@@ -234,11 +234,11 @@ def test_one_result_on_any_number_of_ranks_also_resumed(train, tmp_path, task, m
     for later in ("step-00000006", "step-00000007"):
         shutil.rmtree(broken / "checkpoints" / later, ignore_errors=True)
     (broken / "model.safetensors").unlink()
-    run = train("--resume auto --run-dir exact3 --nproc 2")
+    run = train("--resume auto --run-dir exact3", ranks=2)
     assert run.returncode == 0, run.stderr
     assert "goes on after step" in run.stdout
     assert digest(broken) in found
-    run = train(f"{words} --strategy fsdp --nproc 2 --run-dir fsdp")
+    run = train(f"{words} --strategy fsdp --run-dir fsdp", ranks=2)
     assert run.returncode == 0, run.stderr
     assert_close(learned(tmp_path / "fsdp"), learned(broken))
 
@@ -251,7 +251,7 @@ def test_other_groups_are_refused_on_resume(train, tmp_path):
     (tmp_path / "run/model.safetensors").unlink()
     for newest in (tmp_path / "run/checkpoints").glob("step-00000004"):
         shutil.rmtree(newest)
-    run = train("--resume auto --run-dir run --nproc 1", env={"DECAY": "0.25"})
+    run = train("--resume auto --run-dir run", env={"DECAY": "0.25"}, ranks=1)
     assert run.returncode == 2, run.stderr
     assert "make_optimizer" in run.stderr and "0.25" in run.stderr
 
@@ -266,6 +266,6 @@ def test_other_groups_are_refused_on_resume(train, tmp_path):
     ],
 )
 def test_what_a_strategy_cannot_take_is_refused_before_step_1(train, words, told):
-    run = train(f"{words} --nproc 2")
+    run = train(words, ranks=2)
     assert run.returncode == 2
     assert told in " ".join(run.stderr.split())

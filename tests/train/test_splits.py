@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tests import warm
+from tests.run_script import run_script
 from tests.train.test_metrics import SAMPLES, Net, alone, data, score
 from tests.train.test_metrics import scikit_learn as scikit_learn
 
@@ -55,12 +56,24 @@ fails_late = make(metrics={"late": Metric(lambda o, t: len(t), bad)})
 """
 
 
-def train(folder: Path, task: str, *words: str) -> tuple[int, str, Summary | None]:
+def train(folder: Path, task: str, *words: str, launched: bool = False) -> tuple[int, str, Summary | None]:
     changed = {"differs": "BAD, EMPTY = 1, False", "empty": "BAD, EMPTY = 0, True"}.get(task, "BAD, EMPTY = 0, False")
     (folder / "mine.py").write_text(TASK.replace("BAD, EMPTY = 0, False", changed))
     name = "three" if task == "differs" else task
-    words = ("--epochs", "2", "--batch-size", "10", "--run-dir", "run", "--nproc", "2", *words)
-    done = warm.run(("-m", "paceline", "train", f"mine.py:{name}", *words), cwd=folder)
+    words = (
+        "-m",
+        "paceline",
+        "train",
+        f"mine.py:{name}",
+        "--epochs",
+        "2",
+        "--batch-size",
+        "10",
+        "--run-dir",
+        "run",
+        *words,
+    )
+    done = warm.run((*words, "--nproc", "2"), cwd=folder) if launched else run_script(2, *words, cwd=folder)
     return done.returncode, done.stdout + done.stderr, read_summary(folder / "run")
 
 
@@ -83,7 +96,7 @@ def test_validation_on_the_way_and_test_at_the_end(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_test_split_is_evaluated_after_an_early_end_and_not_after_a_stop(tmp_path: Path) -> None:
-    code, told, summary = train(tmp_path, "three", "--rehearse-preemption", "3")  # and goes on
+    code, told, summary = train(tmp_path, "three", "--rehearse-preemption", "3", launched=True)  # and goes on
     assert code == 0, told
     assert evaluated(tmp_path) == [(2, "validation", 21), (4, "validation", 21), (4, "test", 9)]
     (tmp_path / "run").rename(tmp_path / "old")

@@ -190,12 +190,12 @@ def test_every_number_of_ranks_comes_to_the_same_bits_also_stopped_in_a_pass_and
     task = (f"{task_file}:noisy", "--set", f"kind={kind}")
     digests: set[str] = set()
     for ranks in (1, 3):
-        done = paceline("train", *task, *EXACT, "--nproc", ranks, "--run-dir", f"run-{ranks}")
+        done = paceline("train", *task, *EXACT, "--run-dir", f"run-{ranks}", ranks=ranks)
         assert done.returncode == 0, done.stdout + done.stderr
         digests.add(summary(tmp_path / f"run-{ranks}")["weights_sha256"])
     first = (*task, *EXACT, "--run-dir", "stopped")
-    assert paceline("train", *first, "--nproc", 3, env={"STOPS": "1"}).returncode == 75
-    done = paceline("train", *first, "--nproc", 2, "--resume", "auto", "--num-workers", 1)
+    assert paceline("train", *first, env={"STOPS": "1"}, ranks=3).returncode == 75
+    done = paceline("train", *first, "--resume", "auto", "--num-workers", 1, ranks=2)
     assert done.returncode == 0 and "goes on after step 8," in done.stdout, done.stdout + done.stderr
     assert {summary(tmp_path / "stopped")["weights_sha256"]} == digests
     assert ledger.main([str(tmp_path / "stopped")]) == 0

@@ -176,8 +176,8 @@ task = Task(Model, data, lambda outputs, targets: (outputs[:, 0] - targets).squa
 def test_a_flipped_bit_ends_the_run_at_the_next_look_and_is_never_saved(paceline, tmp_path, watch_every, found_after):
     """Step 4 flips it; checkpoints are due at 3 and 6."""
     (tmp_path / "mine.py").write_text(FLIPPING)
-    run = paceline("train", "mine.py:task", "--nproc", 2, "--batch-size", 4, "--watch-every", watch_every,
-                   "--checkpoint-every", 3, "--run-dir", "run")  # fmt: skip
+    run = paceline("train", "mine.py:task", "--batch-size", 4, "--watch-every", watch_every,
+                   "--checkpoint-every", 3, "--run-dir", "run", ranks=2)  # fmt: skip
     assert run.returncode == 6, run.stderr
     words = f"after step {found_after} model/inner.weight differs between ranks 0 and 1, and two cannot tell which"
     assert run.stderr.count(words) == 1
