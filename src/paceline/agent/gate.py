@@ -70,8 +70,9 @@ class Gate:
         while not self._closed:
             try:
                 near, its = self._listener.accept()
-            except OSError:
-                continue  # or closed
+            except OSError:  # closed; or there are too many open files just now
+                time.sleep(0.01)
+                continue
             if tcp_owner(its, near.getsockname()) not in (None, os.geteuid()):
                 near.close()
                 continue

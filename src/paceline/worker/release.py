@@ -22,6 +22,7 @@ import struct
 import sys
 from collections.abc import Callable, Collection, Generator, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import wraps
 from types import ModuleType
 from typing import Any
@@ -29,6 +30,7 @@ from typing import Any
 from paceline.disk.owners import user_name
 from paceline.errors import UsageError
 from paceline.host.procfs import open_files, tcp_connections, written
+from paceline.host.reach import is_loopback
 from paceline.host.signed import sign
 
 MAKES_GROUP = "_new_process_group_helper"  # what init_process_group, new_group and split_group all call
@@ -41,6 +43,8 @@ class Connections:
 
     def __init__(self) -> None:
         self.inodes: set[str] = set()
+        self.ends: list[End] = []
+        """of the connections to other hosts that the last group has opened"""
         self._tolerated: list[str] | None = None
 
     def install(self, distributed: ModuleType) -> None:
@@ -60,6 +64,7 @@ class Connections:
             if _is_nccl(distributed, group[0]) and "gloo" not in str(distributed._world.pg_backend_config[group[0]]):
                 return group
             self.inodes |= new.keys()
+            self.ends = far_ends(new.values())
             if os.environ.get("TORCH_GLOO_LAZY_INIT", "").upper() in ("", "0", "OFF", "FALSE", "N", "NO"):
                 if not shut(new.values()) and os.environ.get("RANK", "0") == "0":
                     print(
@@ -90,6 +95,32 @@ class Connections:
             if not one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                 with suppress(OSError):  # closed meanwhile
                     one.shutdown(socket.SHUT_RDWR)
+
+
+@dataclass(frozen=True)
+class End:
+    """One end of a connection to another host: its name, the other end's, and whether that one has made it."""
+
+    name: str
+    other: str
+    accepted: bool
+
+
+def far_ends(descriptors: Collection[int]) -> list[End]:
+    """Our ends of connections to other hosts."""
+    doors: set[int] = set()
+    pairs: list[tuple[tuple[str, int], tuple[str, int]]] = []
+    for one in _internet(descriptors):
+        if one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            doors.add(one.getsockname()[1])
+            continue
+        with suppress(OSError):  # closed by the other side
+            pairs.append((one.getsockname()[:2], one.getpeername()[:2]))
+    return [
+        End(f"{own[0]} {own[1]} {its[0]} {its[1]}", f"{its[0]} {its[1]} {own[0]} {own[1]}", own[1] in doors)
+        for own, its in pairs
+        if not is_loopback(own[0])
+    ]
 
 
 def open_sockets() -> dict[str, int]:

@@ -3,7 +3,7 @@
 import os
 import sys
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -19,7 +19,7 @@ from paceline.worker.device import BACKENDS, check_placement, chosen_backend, ch
 from paceline.worker.foreign import ADDRESS, COUNTS, understood
 from paceline.worker.guard import Guard
 from paceline.worker.meeting import MEETING_SECONDS, meet
-from paceline.worker.release import abort_nccl
+from paceline.worker.release import End, abort_nccl
 
 DEFAULT_TIMEOUT_SECONDS = 600.0
 TRIES = 10  # to make a group without strangers in it
@@ -135,7 +135,8 @@ def _make_group(world: World, store: Store, timeout: timedelta) -> None:
     met: list[str] = []
     for number in range(TRIES):
         attempt = PrefixStore(f"group-{number}", store)
-        with Guard.of_process().connections.tolerating() as strangers:
+        connections = Guard.of_process().connections
+        with connections.tolerating() as strangers:
             dist.init_process_group(
                 world.backend,
                 store=attempt,
@@ -144,25 +145,46 @@ def _make_group(world: World, store: Store, timeout: timedelta) -> None:
                 timeout=timeout,
                 device_id=world.device if world.backend in BACKENDS.values() else None,
             )
-        if world.size == 1 or _all_among_themselves(world, attempt, timeout, strange=bool(strangers)):
+        if world.size == 1:
+            return
+        far = _unknown(world, attempt, timeout, connections.ends) if world.local_size < world.size else 0
+        if _all_among_themselves(world, attempt, timeout, strange=bool(strangers), far=far):
             return
         met += strangers
         dist.destroy_process_group()
-    raise UsageError(met[0] if met else "another user's process has connected to a port of another rank, each time")
+    raise UsageError(met[0] if met else "a stranger has connected to a port of another rank, each time")
 
 
-def _all_among_themselves(world: World, store: Store, timeout: timedelta, *, strange: bool) -> bool:
+def _unknown(world: World, store: Store, timeout: timedelta, ends: Sequence[End]) -> int:
+    """By how many more connections from other hosts there are that no rank has made than that nobody has taken in.
+
+    Each rank tells its ends in the store, which strangers cannot reach. One that a stranger has made has no other end.
+    Of one whose addresses are translated on the way neither end finds the other, which cancels out.
+    """
+    for end in ends:
+        store.set(f"end {end.name}", "")
+    _wait_for_all(world, store, timeout, "told")
+    alone = [end for end in ends if not store.check([f"end {end.other}"])]
+    return sum(1 if end.accepted else -1 for end in alone)
+
+
+def _all_among_themselves(world: World, store: Store, timeout: timedelta, *, strange: bool, far: int = 0) -> bool:
     """Whether no rank has met a stranger; all of them get the same answer."""
-    deadline = time.monotonic() + timeout.total_seconds()
     store.add("strange", int(strange))
-    store.add("judged", 1)
-    while store.add("judged", 0) < world.size:
+    store.add("far", far)
+    _wait_for_all(world, store, timeout, "judged")
+    return store.add("strange", 0) == 0 and store.add("far", 0) <= 0
+
+
+def _wait_for_all(world: World, store: Store, timeout: timedelta, word: str) -> None:
+    deadline = time.monotonic() + timeout.total_seconds()
+    store.add(word, 1)
+    while store.add(word, 0) < world.size:
         if time.monotonic() > deadline:
             raise TrainingError(
                 f"not all ranks have come out of making their group within {timeout.total_seconds():g} s"
             )
         time.sleep(0.001)
-    return store.add("strange", 0) == 0
 
 
 def _store(world: World, timeout: timedelta, meeting_seconds: float) -> Store:
