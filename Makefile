@@ -56,6 +56,9 @@ soak-hostile: $(STAMP)  ## 10,000 hostile folders against every command that rea
 soak-connections: $(STAMP)  ## 1,000 connections of another user to every port of a training (root; quiet)
 	PYTHONPATH=. $(BIN)/python tests/hostile/soak_connections.py --out benchmarks/results/connections.json
 
+soak-strangers: $(STAMP)  ## a third host connects 1,000 times to every port of a training on two (root; quiet)
+	PYTHONPATH=. $(BIN)/python tests/hostile/soak_strangers.py --out benchmarks/results/strangers.json
+
 soak-kills: $(STAMP)  ## kill launchers at random moments; count what survives
 	$(BIN)/python tests/launch/soak_kills.py --kills 20 --after 1 9 --out benchmarks/results/kills.json -- \
 		$(BIN)/paceline train mnist-cnn --nproc 2 --run-dir {dir}
@@ -136,6 +139,9 @@ bench-guard: $(STAMP)  ## what the hang guard costs
 
 bench-probe: $(STAMP)  ## what it costs that a script is seen from outside, on four models
 	PYTHONPATH=benchmarks $(BIN)/python benchmarks/probe.py --out benchmarks/results/probe.json
+
+bench-thousand: $(STAMP)  ## what one head costs at 2 to 1,000 nodes (15 minutes, quiet, 16 GB of memory)
+	$(BIN)/python benchmarks/thousand.py --out benchmarks/results/thousand.json
 
 bench-startup: $(STAMP)  ## measure the time from the command to the first step
 	$(BIN)/python benchmarks/startup.py --out benchmarks/results/startup.json

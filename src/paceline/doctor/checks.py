@@ -88,6 +88,12 @@ def gpus(survey: Survey) -> Iterator[Finding]:
                 yield Finding("error", name, what, "reset or replace it (nvidia-smi -q -d ECC,PAGE_RETIREMENT)")
 
 
+STRANGERS = (
+    "only agents that know the run's secret reach its store. Gradients between hosts are not encrypted (torch's gloo has "
+    "no TLS here, NCCL none at all): if others can read or forge packets there, use a network of your own (WireGuard, VLAN)"
+)
+
+
 def clocks(survey: Survey) -> Check:
     """The clocks agree. This machine's is a witness too, so that of two hosts the wrong one is named."""
     offsets = survey.clock_offsets

@@ -38,6 +38,7 @@ def _checks(survey: Survey) -> Iterator[Check]:
         yield checked("network", ways, checks_network.pairs(survey))
         yield checks_network.interfaces(survey)
         yield checks.clocks(survey)
+        yield Check("strangers", checks.STRANGERS)
     writable = f"{survey.wanted.run_dir} can be written to{', and all hosts see it' if several else ''}"
     yield checked("run folder", writable, checks.run_folder(survey))
     yield checks.disk_room(survey)
