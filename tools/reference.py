@@ -19,6 +19,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from paceline.launchers import OWN
+
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "paceline"
 WIDTH = "100"  # of the help that is read: in one column of boxes
@@ -194,6 +196,7 @@ def _type(annotation: ast.expr) -> str:
     words = re.sub(r"^\[tuple\[str, \.\.\.\]\]$", "list of str", words)
     if words not in COUNTS:
         words = re.sub(r"\b(Count|Few)\b", "int", words).replace("Seconds", "float")
+    words = words.replace("LauncherName", ", ".join(OWN))
     return COUNTS.get(words, words).replace("StrategyName", "name of a strategy").replace("Path", "path")
 
 
