@@ -97,6 +97,11 @@ def complained(rank: int, size: int) -> list[Any]:
     return [first != last, [repr(c) for c in complaints]]
 
 
+class BrokenAtTheEnd(Events):
+    def step_ended(self, optimizer: Any) -> None:
+        raise RuntimeError("a fault of ours")
+
+
 class Counting(Events):
     def __init__(self) -> None:
         self.steps = 0
@@ -106,7 +111,7 @@ class Counting(Events):
 
 
 def dismissed(rank: int, size: int) -> list[Any]:
-    first, second, broken, complaints = Counting(), Counting(), Broken(), list[BaseException]()
+    first, second, broken, complaints = Counting(), Counting(), BrokenAtTheEnd(), list[BaseException]()
     hooks = Hooks(complaints.append).listen(broken, first).listen(second).install()
     trained(torch.nn.Linear(2, 1), [(torch.ones(1, 2),)])
     hooks.dismiss(broken, first)
