@@ -280,7 +280,8 @@ def ssh_start(nodes: int, facts: Facts) -> dict[str, float]:
         commands = [Command(f"n{node}", ("sh", "-c", client, str(words))) for node in range(nodes)]
         began, cpu = time.monotonic(), time.process_time()
         with open_sessions(commands, inbox) as every:
-            assert len(await_agents(every, seconds=240.0)) == nodes
+            announced = await_agents(every, seconds=240.0)
+            assert isinstance(announced, list) and len(announced) == nodes
             seconds, cpu = time.monotonic() - began, time.process_time() - cpu
         return {"ssh_seconds": seconds, "ssh_cpu_seconds": cpu}
 

@@ -9,7 +9,7 @@ import signal
 import socket
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Thread
@@ -39,7 +39,7 @@ NODES = 100
 
 
 @contextmanager
-def crew_of(nodes: int) -> Iterator[tuple[Crew, list[Link]]]:
+def crew_of(nodes: int) -> Generator[tuple[Crew, list[Link]]]:
     """A head's crew, and the other ends of its links."""
     plan = NodePlan(("true",), nproc=1, nodes=nodes, head_ports=(0,), secret=SECRET)
     with signal_inbox(()) as inbox:

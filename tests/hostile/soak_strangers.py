@@ -2,8 +2,8 @@
 
 Trainings of one definition over ssh on n2 and n3, in turn: beside a stranger on n4 who does all this to ports of his
 own, and beside one who does it to theirs, and who is told each port the moment that it opens. He connects and says
-nothing, sends noise, the small numbers by which gloo knows its peers, and an agent's greeting with a wrong proof; he keeps
-50 connections open. The weights must be the same, no run may end otherwise, and the steps may be at most 5 % slower.
+nothing, sends noise, and the small numbers by which gloo knows its peers; he keeps 50 connections open. The weights must
+be the same, no run may end otherwise, and the steps may be at most 5 % slower.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def train(lab: Lab, ssh: SshHosts, run: Path, steps: int) -> tuple[int, str, flo
 def attacked(
     lab: Lab, ssh: SshHosts, run: Path, options: argparse.Namespace, seed: int, *, own: bool
 ) -> tuple[tuple[int, str, float, str], list[int]]:
-    """As `train`, beside a stranger at the hosts' ports, or at ports of his own; connections, ports and words of his."""
+    """As `train`, beside a stranger at the hosts' ports or at his own; how many connections, ports, words he had."""
     over = run.parent / f"over-{run.name}"
     ports = {host: run.parent / f"ports-{host}" for host in HOSTS}
     spies = [lab.popen(host, sys.executable, "-c", SPY, ports[host], over) for host in HOSTS]
