@@ -139,18 +139,12 @@ def _open(meeting: _Meeting, env: Mapping[str, str]) -> Store | None:
             try:
                 return _tcp_store(meeting, is_master=False)
             except dist.DistError as error:
-                if not _by_agent(meeting):
+                if not (birth and meeting.host == "127.0.0.1"):  # else our agent answers; the store is elsewhere
                     raise _no_store(meeting, str(error).partition("\n")[0]) from error
-                time.sleep(LONGEST_POLL_SECONDS)
-                continue
+                reason = f"{meeting.where}, where our agent finds no way to its store"
         meeting.waits_for = f"rank {meeting.rank} on {os.uname().nodename} cannot reach rank 0 at {reason}"
         time.sleep(LONGEST_POLL_SECONDS)
     return None
-
-
-def _by_agent(meeting: _Meeting) -> bool:
-    """Whether our agent answers for a store that is elsewhere, which may be gone or not there yet."""
-    return WorkerBirth.here() is not None and meeting.host == "127.0.0.1"
 
 
 def _host(meeting: _Meeting, inherited: int) -> Store:
