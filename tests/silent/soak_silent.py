@@ -130,12 +130,12 @@ def to_do(scripts: list[str]) -> Iterator[tuple[str, str]]:
 
 def markdown(rows: list[Row]) -> str:
     """A summary, and two tables."""
-    of = {(one.script, one.fault): one for one in rows}
+    of, all_runs = {(one.script, one.fault): one for one in rows}, {*to_do([*SCRIPTS, "torchrun"])}
 
     def cell(script: str, fault: str) -> str:
         one = of.get((script, fault))
         if one is None:
-            return "-"
+            return "not run yet" if (script, fault) in all_runs else "-"
         if script == "torchrun":
             return f"{one.code}, {one.told}"
         line = {"yes": ", its line", "no": ", NOT ITS LINE", "": ""}[one.line]
