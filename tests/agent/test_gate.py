@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from paceline.agent.crew import Crew
-from paceline.agent.gate import LOOPBACK, STORE_ADDRESS, Gate, far_store, own_store
+from paceline.agent.gate import LOOPBACK, STORE_ADDRESS, StoreGate, far_store, own_store
 from paceline.contract.node_plan import NodePlan
 from paceline.contract.orders import Orders, signal_inbox
 from paceline.errors import UsageError
@@ -54,7 +54,7 @@ def answered(port: int, data: bytes) -> bytes:
 
 
 @pytest.fixture
-def head() -> Iterator[tuple[int, Gate]]:
+def head() -> Iterator[tuple[int, StoreGate]]:
     """Node 0's agent with its gate: the port of its door, and the gate."""
     plan = NodePlan(("true",), nproc=1, nodes=2, head_ports=(0,), secret=SECRET)
     store, gate = own_store(0)
@@ -80,7 +80,7 @@ def head() -> Iterator[tuple[int, Gate]]:
             store.close()
 
 
-def test_workers_of_both_nodes_reach_the_store_and_no_byte_is_lost(head: tuple[int, Gate]) -> None:
+def test_workers_of_both_nodes_reach_the_store_and_no_byte_is_lost(head: tuple[int, StoreGate]) -> None:
     door, gate = head
     far = far_store(LOOPBACK, door, bytes.fromhex(SECRET))
     try:
@@ -92,7 +92,7 @@ def test_workers_of_both_nodes_reach_the_store_and_no_byte_is_lost(head: tuple[i
         far.close()
 
 
-def test_an_agent_without_the_secret_is_given_no_way_to_the_store(head: tuple[int, Gate]) -> None:
+def test_an_agent_without_the_secret_is_given_no_way_to_the_store(head: tuple[int, StoreGate]) -> None:
     far = far_store(LOOPBACK, head[0], b"x" * 32)
     try:
         assert answered(far.port, b"anybody there?") == b""
@@ -100,7 +100,7 @@ def test_an_agent_without_the_secret_is_given_no_way_to_the_store(head: tuple[in
         far.close()
 
 
-def test_the_stores_own_port_answers_nobody_who_has_not_the_key(head: tuple[int, Gate]) -> None:
+def test_the_stores_own_port_answers_nobody_who_has_not_the_key(head: tuple[int, StoreGate]) -> None:
     with socket.socket() as one:
         one.settimeout(1.5)
         with pytest.raises(OSError, match="timed out"):
@@ -108,13 +108,13 @@ def test_the_stores_own_port_answers_nobody_who_has_not_the_key(head: tuple[int,
 
 
 def test_another_users_process_is_shut_out_at_the_loopback(
-    head: tuple[int, Gate], monkeypatch: pytest.MonkeyPatch
+    head: tuple[int, StoreGate], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("paceline.agent.gate.tcp_owner", lambda *_: 12345)
     assert answered(head[1].port, b"anybody there?") == b""
 
 
-def test_when_a_generation_ends_its_gate_lets_nobody_through(head: tuple[int, Gate]) -> None:
+def test_when_a_generation_ends_its_gate_lets_nobody_through(head: tuple[int, StoreGate]) -> None:
     door, gate = head
     far = far_store(LOOPBACK, door, bytes.fromhex(SECRET))
     with socket.create_connection((LOOPBACK, far.port), timeout=20.0) as held:

@@ -2,8 +2,8 @@
 
 Trainings of one definition over ssh on n2 and n3, in turn: beside a stranger on n4 who does all this to ports of his
 own, and beside one who does it to theirs, and who is told each port the moment that it opens. He connects and says
-nothing, sends noise, and the small numbers by which gloo knows its peers; he keeps 50 connections open. The weights must
-be the same, no run may end otherwise, and the steps may be at most 5 % slower.
+nothing, sends noise, and the small numbers by which gloo knows its peers; he keeps 50 connections open. The weights
+must be the same, no run may end otherwise, and the steps may be at most 5 % slower.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from paceline.checkpoint.whole import whole
 from paceline.data.plan import ranks_share
 from paceline.strategies import Replica
 from paceline.strategies.bucketed import bucketed
-from paceline.strategies.slow import Between
+from paceline.strategies.outer import Between
 
 CPU = torch.device("cpu")
 VIRTUAL, RANKS, BATCH, SAMPLES, STEPS, SAVED_AT = 4, 4, 10, 26, 12, 5

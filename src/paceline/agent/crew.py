@@ -11,7 +11,7 @@ from paceline.agent import messages as m
 from paceline.agent.channel import Link
 from paceline.agent.door import Door
 from paceline.agent.ears import Ears
-from paceline.agent.gate import Gate
+from paceline.agent.gate import StoreGate
 from paceline.agent.member import RemoteNode
 from paceline.contract.node_plan import NodePlan
 from paceline.contract.orders import STOP_SIGNALS, Orders
@@ -30,7 +30,7 @@ class Crew:
 
     def __init__(self, plan: NodePlan, orders: Orders) -> None:
         self.members: dict[int, RemoteNode] = {}
-        self.gate: Gate | None = None  # to the store of the generation that runs
+        self.gate: StoreGate | None = None  # to the store of the generation that runs
         self.waiting: list[RemoteNode] = []  # have come while the run is on its way, and are not members yet
         self.place_for: Callable[[RemoteNode], object] | None = None  # gives such a one its number; see `Newcomers`
         self.wrong: list[str] = []  # who had the secret, and could not be taken all the same

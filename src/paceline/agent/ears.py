@@ -1,4 +1,4 @@
-"""Which of many links have something to say: the kernel keeps the list, so that a look costs the same for two and for a thousand."""
+"""Which of many links have something to say: the kernel keeps the list, so a look costs the same for a thousand."""
 
 import select
 from collections.abc import Iterable

@@ -32,7 +32,7 @@ TRIES = 20  # for a port that is free on both addresses
 Connect = Callable[[], socket.socket]
 
 
-class Gate:
+class StoreGate:
     """One node's: its workers find the store at `port` of the loopback. `connect` makes a way on from here, or raises
     OSError. Two threads: one lets in, which may wait for another agent; one passes on, and never waits.
     """
@@ -151,7 +151,7 @@ class _Way:
                 one.close()
 
 
-def own_store(port: int) -> tuple[socket.socket, Gate]:
+def own_store(port: int) -> tuple[socket.socket, StoreGate]:
     """On node 0: the socket for rank 0's store, and the gate to it, at one port of two addresses of the loopback.
 
     Raises:
@@ -178,7 +178,7 @@ def own_store(port: int) -> tuple[socket.socket, Gate]:
                     f"port {port} is taken{by}: {error.strerror}. Ask for another, or for none."
                 ) from error
             continue
-        return store, Gate(listener, partial(_to_rank_0, found, key if signed else b""))
+        return store, StoreGate(listener, partial(_to_rank_0, found, key if signed else b""))
     raise UsageError("no port is free on the loopback of this machine")
 
 
@@ -195,10 +195,10 @@ def _to_rank_0(port: int, key: bytes) -> socket.socket:
     return one
 
 
-def far_store(head: str, door: int, secret: bytes) -> Gate:
+def far_store(head: str, door: int, secret: bytes) -> StoreGate:
     """On another node: the gate to node 0's store, by the door of its agent."""
     listener = socket.create_server((LOOPBACK, 0), backlog=1024)
-    return Gate(listener, partial(_to_head, head, door, secret))
+    return StoreGate(listener, partial(_to_head, head, door, secret))
 
 
 def _to_head(head: str, door: int, secret: bytes) -> socket.socket:

@@ -5,7 +5,7 @@ import socket
 from dataclasses import dataclass
 from typing import Self
 
-from paceline.agent.gate import LOOPBACK, Gate, far_store, own_store
+from paceline.agent.gate import LOOPBACK, StoreGate, far_store, own_store
 from paceline.contract.node_plan import NodePlan
 from paceline.errors import UsageError
 from paceline.host.procfs import port_holder
@@ -24,7 +24,7 @@ class Store:
 
     port: socket.socket | None
     memory: int = -1
-    gate: Gate | None = None
+    gate: StoreGate | None = None
 
     @classmethod
     def make(cls, plan: NodePlan) -> Self:

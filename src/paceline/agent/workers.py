@@ -12,7 +12,7 @@ from typing import Self
 
 import msgspec
 
-from paceline.agent.gate import Gate
+from paceline.agent.gate import StoreGate
 from paceline.agent.janitor import tell_janitor
 from paceline.agent.start import Inherited, Worker, start_workers
 from paceline.agent.store import Store
@@ -54,7 +54,7 @@ class Workers:
         self._stillness, self._saves_asked = Stillness(), 0
         self.machine: MachineLog | None = None
         """what this machine does, in the run's folder; None for a run without one"""
-        self.gate: Gate | None = None
+        self.gate: StoreGate | None = None
         """by which our workers come to the store of several hosts"""
 
     @classmethod

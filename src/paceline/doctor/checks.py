@@ -89,8 +89,9 @@ def gpus(survey: Survey) -> Iterator[Finding]:
 
 
 STRANGERS = (
-    "only agents that know the run's secret reach its store. Gradients between hosts are not encrypted: torch's gloo is "
-    "built without TLS, NCCL has none. Where others can read or forge packets use a network of your own: WireGuard, VLAN"
+    "only agents that know the run's secret reach its store. Gradients between hosts are not encrypted: torch's gloo "
+    "is built without TLS, NCCL has none. Where others can read or forge packets use a network of your own: WireGuard, "
+    "VLAN"
 )
 
 

@@ -16,7 +16,8 @@ from collections.abc import Collection, Hashable, Mapping, Sequence
 from paceline.contract.evidence import Op, Phase, Verdict, VerdictKind
 from paceline.guard import sentences
 from paceline.guard.deaths import RankEnd
-from paceline.guard.waits import Odds, Rank, majority, parties_by, stream, waiting_alike
+from paceline.guard.odds import Odds
+from paceline.guard.waits import Rank, majority, parties_by, stream, waiting_alike
 
 Ranks = Mapping[int, Rank]
 Graph = Mapping[int, frozenset[int]]  # rank -> those for whom it waits

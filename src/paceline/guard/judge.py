@@ -22,11 +22,10 @@ from paceline.contract.places import shown_site
 from paceline.guard import sentences
 from paceline.guard.deaths import RankEnd, end_of, first_to_fail, parameters
 from paceline.guard.disputes import dispute
+from paceline.guard.odds import Odds, find_odds
 from paceline.guard.sentences import conclude
 from paceline.guard.waits import (
-    Odds,
     Rank,
-    find_odds,
     majority,
     parties_by,
     reached,

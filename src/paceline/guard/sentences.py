@@ -6,11 +6,11 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, S
 from paceline.contract.evidence import Evidence, LoaderWorker, Op, Phase, Verdict, VerdictKind
 from paceline.contract.places import shown_site, stands_at
 from paceline.guard.deaths import ODDS, RankEnd
-from paceline.guard.waits import FROZEN, Odds, Rank, stream, waiting_alike
+from paceline.guard.odds import Odds
+from paceline.guard.waits import FROZEN, Rank, stream, waiting_alike
 from paceline.guard.wording import GONE, called_from, loader_words, named, op_words, signal_name, verb, where
 
-MAX_EACH = 5  # sentences about one party
-MAX_WORDS = 100
+MAX_EACH, MAX_WORDS = 5, 100  # sentences about one party
 Ranks = Mapping[int, Rank]
 
 
@@ -43,10 +43,8 @@ def hanging_loaders(one: Evidence) -> list[LoaderWorker]:
 def waited_for(ranks: Ranks, guilty: Sequence[int]) -> list[str]:
     """Ranks for which others wait, and what these wait in."""
     op, holders = awaited(ranks, guilty), waiting_alike(ranks)
-    lines = [
-        _not_entered(ranks, group, op)
-        for group in _alike(guilty, lambda n: (_where(ranks[n]), _most_awaited(holders, [n])))
-    ]
+    alike = _alike(guilty, lambda n: (_where(ranks[n]), _most_awaited(holders, [n])))
+    lines = [_not_entered(ranks, group, op) for group in alike]
     loaders = [f"its {loader_words(loader)}" for n in guilty for loader in _loaders(ranks[n])[:2]]
     return [*_limited(lines), *_limited(loaders), *_waiting(ranks, op, without=guilty)]
 
@@ -131,8 +129,7 @@ def _most_awaited(holders: Iterable[tuple[Mapping[int, Op | None], list[int]]], 
     for waits_for, waiting in holders:
         for n in guilty:
             if (op := waits_for.get(n)) is not None:
-                key = op.group, op.seq, op.kind, op.peer
-                counts[key] += len(waiting)
+                counts[key := (op.group, op.seq, op.kind, op.peer)] += len(waiting)
                 ops.setdefault(key, op)
     return ops[counts.most_common(1)[0][0]] if counts else None
 

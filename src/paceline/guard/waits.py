@@ -10,7 +10,7 @@ A rank may have called several without waiting (#5 to #8, the buckets of a backw
 of these is what it waits for.
 """
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -22,9 +22,6 @@ Stream = tuple[str, tuple[int, int] | None]  # what is numbered together: a grou
 FROZEN = ("T", "t")
 OF_ALL = "0"  # what torch calls the group of all ranks
 ANYBODY = -1  # of whom a message is taken
-
-OWN_SHAPES = frozenset({"all_gather", "gather", "scatter", "all_to_all", "all_to_all_single", "reduce_scatter"})
-"""collectives for which ranks may rightly pass different shapes"""
 
 
 T = TypeVar("T")
@@ -213,50 +210,6 @@ def reached(start: Iterable[int], edges: Mapping[int, Iterable[int]]) -> set[int
                 found.add(other)
                 todo.append(other)
     return found
-
-
-@dataclass(frozen=True)
-class Odds:
-    """One number of one stream, and what has been entered under it."""
-
-    stream: Stream
-    seq: int
-    parties: tuple[Mapping[int, Op], ...]  # rank -> what it has entered; the largest party first
-
-    def op_against(self, guilty: Collection[int]) -> Op:
-        """What those have entered who are not guilty."""
-        right = next((party for party in self.parties if not any(n in party for n in guilty)), self.parties[0])
-        return next(iter(right.values()))
-
-
-def find_odds(ranks: Mapping[int, Rank]) -> list[Odds]:
-    """The collectives and messages that do not fit together and did not get done, the earliest first.
-
-    What all have got done is no matter, however different it looks: it has passed.
-    """
-    entered: dict[tuple[Stream, int], dict[int, Op]] = {}
-    for number, one in ranks.items():
-        for op in one.evidence.ops:
-            entered.setdefault((stream(op, number), op.seq), {})[number] = op
-    found: list[Odds] = []
-    for (its, seq), ops in entered.items():
-        if len(ops) < 2 or all(op.done for op in ops.values()):
-            continue
-        parties = _parties(ops)
-        if len(parties) > 1:
-            found.append(Odds(its, seq, parties))
-    return sorted(found, key=lambda odds: (odds.seq, str(odds.stream)))
-
-
-def _parties(ops: Mapping[int, Op]) -> tuple[Mapping[int, Op], ...]:
-    """Split by what all must agree on; what one of them does not know is left out for all."""
-    message = any(op.is_message for op in ops.values())
-    kinds = {"" if message else op.kind for op in ops.values()}
-    fields = ["name"] if message else ["kind", "name", "peer"]
-    if len(kinds) == 1 and not kinds & OWN_SHAPES:
-        fields += ["shape", "dtype"]
-    known = [field for field in fields if all(getattr(op, field) not in ("", None) for op in ops.values())]
-    return parties_by(ops, lambda op: tuple(getattr(op, field) for field in known))
 
 
 def parties_by(values: Mapping[int, T], key: Callable[[T], Hashable]) -> tuple[Mapping[int, T], ...]:

@@ -19,7 +19,7 @@ from paceline.sessions.gate import Gate
 from paceline.sessions.loader import Loader
 from paceline.sessions.prepared import Prepared
 from paceline.sessions.ranks import Ranks
-from paceline.sessions.wording import compare, opening, savable, write_settings
+from paceline.sessions.wording import compare, opening, savable, write_session_settings
 from paceline.sums import together
 from paceline.train.course import Course
 from paceline.train.determinism import holds_for
@@ -171,7 +171,7 @@ class Loop(Ranks):
         course, epochs = self._course, self._epochs or 1
         if course.place is not None:
             course.place = replace(course.place, definition=definition)
-            write_settings(course.place, self._name, plan, self._strategy, seed=self._seed, epochs=epochs)
+            write_session_settings(course.place, self._name, plan, self._strategy, seed=self._seed, epochs=epochs)
         course.open(self._parts, plan, self._share, self._facts, listed=plan.own_order, track=self._track)
 
     def _facts(self) -> dict[str, Any]:

@@ -107,7 +107,9 @@ def opening(plan: BatchPlan, world: World, strategy: str, name: str) -> str:
     return f"{name}: {on}, strategy {strategy}; {plan.size_words}; {shares_line(plan, world.size)}"
 
 
-def write_settings(place: Place | None, name: str, plan: BatchPlan, strategy: str, *, seed: int, epochs: int) -> None:
+def write_session_settings(
+    place: Place | None, name: str, plan: BatchPlan, strategy: str, *, seed: int, epochs: int
+) -> None:
     """As config.toml, what a task would be given for such a training; on rank 0."""
     if place is None or place.attempt_dir is None:
         return

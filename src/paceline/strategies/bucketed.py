@@ -8,7 +8,8 @@ from torch import nn
 from paceline.data.plan import Work
 from paceline.strategies.base import MakeOptimizer, Replica, replica
 from paceline.strategies.buffers import forest_of
-from paceline.strategies.slow import Between, between_hosts, from_hosts
+from paceline.strategies.outer import Between, from_hosts
+from paceline.strategies.slow import between_hosts
 from paceline.sums.reducer import sum_by_rank
 from paceline.sums.replicate import broadcast_module
 from paceline.worker.world import World

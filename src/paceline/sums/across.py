@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from paceline.sums.compress import NAME, State, way
+from paceline.sums.compress import NAME, State, compression
 from paceline.sums.gather import labelled
 from paceline.sums.hosts import Hosts
 from paceline.sums.layout import kinds
@@ -32,7 +32,7 @@ class Across:
     def __init__(
         self, parameters: Sequence[nn.Parameter], hosts: Hosts, compress: str | None = None, rank: int | None = None
     ) -> None:
-        """`compress` and `rank` as in `compress.way`."""
+        """`compress` and `rank` as in `compress.compression`."""
         self._parameters, self._hosts = parameters, hosts
         memory, sizes = hosts.memory, [p.numel() for p in parameters]
         loads, carried = [0] * memory.size, [list[int]() for _ in range(memory.size)]
@@ -43,7 +43,7 @@ class Across:
         self._carried = sorted(carried[memory.rank])
         double = any(p.dtype == torch.float64 for p in parameters)
         self._dtype = torch.float64 if double else torch.float32
-        self._way = way(compress, rank, [parameters[i].shape for i in self._carried], self._dtype, hosts.count)
+        self._way = compression(compress, rank, [parameters[i].shape for i in self._carried], self._dtype, hosts.count)
         self._hand_out = TreeSum(memory, *kinds(parameters), of_one_host(hosts), NAME) if memory.size > 1 else None
         self.forget()
 

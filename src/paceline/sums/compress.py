@@ -31,7 +31,7 @@ DEFAULT_RANK = 4
 NAME = "between hosts"
 
 
-class Way(Protocol):
+class Compression(Protocol):
     """How lists of tensors of the same shapes are summed over the ranks of a group, one on each host."""
 
     def begin(self) -> State:
@@ -43,8 +43,10 @@ class Way(Protocol):
         ...
 
 
-def way(compress: str | None, rank: int | None, shapes: Sequence[torch.Size], dtype: torch.dtype, hosts: int) -> Way:
-    """The way with this name; `rank` is that of powersgd. `dtype`: in which it computes, float32 or float64."""
+def compression(
+    compress: str | None, rank: int | None, shapes: Sequence[torch.Size], dtype: torch.dtype, hosts: int
+) -> Compression:
+    """The one with this name; `rank` is that of powersgd. `dtype`: in which it computes, float32 or float64."""
     if compress is None:
         return Whole(shapes)
     if compress == "powersgd":
@@ -59,12 +61,12 @@ class Whole:
         self._shapes = shapes
 
     def begin(self) -> State:
-        """See Way."""
+        """See Compression."""
         return {}
 
     def sum(self, tensors: Sequence[Tensor], state: State, group: dist.ProcessGroup) -> tuple[list[Tensor], State]:
-        """See Way."""
-        return split(_summed(joined(tensors), group), self._shapes), state
+        """See Compression."""
+        return split(_summed(flattened(tensors), group), self._shapes), state
 
 
 class Code(Protocol):
@@ -122,14 +124,14 @@ class Rounded:
         self._share = round_up(self._size, BLOCK * hosts) // hosts
 
     def begin(self) -> State:
-        """See Way. `held`: of what this host has to send; `owed`: of the sum that it has sent."""
+        """See Compression. `held`: of what this host has to send; `owed`: of the sum that it has sent."""
         share = self._share
         return {"held": torch.zeros(self._hosts * share, dtype=self._dtype), "owed": torch.zeros(share).to(self._dtype)}
 
     def sum(self, tensors: Sequence[Tensor], state: State, group: dist.ProcessGroup) -> tuple[list[Tensor], State]:
-        """See Way."""
+        """See Compression."""
         code, values = self._code, state["held"].clone()
-        values[: self._size] += joined(tensors)
+        values[: self._size] += flattened(tensors)
         packed = code.pack(values.view(self._hosts, -1))
         received = torch.empty_like(packed)
         work = dist.all_to_all_single(received, labelled(packed, NAME), group=group, async_op=True)
@@ -160,7 +162,7 @@ class LowRank:
         self._whole = [i for i in range(len(shapes)) if i not in self._matrices]
 
     def begin(self) -> State:
-        """See Way. `held/i`: of matrix i; `basis/i`: its Q."""
+        """See Compression. `held/i`: of matrix i; `basis/i`: its Q."""
         state: dict[str, Tensor] = {}
         for i, (m, n) in self._matrices.items():
             state[f"held/{i}"] = torch.zeros(m, n, dtype=self._dtype)
@@ -169,33 +171,33 @@ class LowRank:
         return state
 
     def sum(self, tensors: Sequence[Tensor], state: State, group: dist.ProcessGroup) -> tuple[list[Tensor], State]:
-        """See Way."""
+        """See Compression."""
         after: dict[str, Tensor] = {}
         values = {i: state[f"held/{i}"] + tensors[i].reshape(size) for i, size in self._matrices.items()}
         left = [value @ state[f"basis/{i}"] for i, value in values.items()]
         others = [tensors[i] for i in self._whole]
         shapes = [*(one.shape for one in left), *(one.shape for one in others)]
-        sums = split(_summed(joined([*left, *others]), group), shapes)
+        sums = split(_summed(flattened([*left, *others]), group), shapes)
         bases: list[Tensor] = [torch.linalg.qr(one)[0] for one in sums[: len(left)]]
         right = [value.T @ base for value, base in zip(values.values(), bases, strict=True)]
         for (i, value), base, own in zip(values.items(), bases, right, strict=True):
             after[f"held/{i}"] = value - base @ own.T
         found = dict(zip(self._whole, sums[len(left) :], strict=True))
         if right:
-            totals = split(_summed(joined(right), group), [one.shape for one in right])
+            totals = split(_summed(flattened(right), group), [one.shape for one in right])
             for i, base, total in zip(values, bases, totals, strict=True):
                 after[f"basis/{i}"] = total.clone()
                 found[i] = (base @ total.T).view(self._shapes[i])
         return [found[i] for i in range(len(self._shapes))], after
 
 
-def joined(tensors: Sequence[Tensor]) -> Tensor:
+def flattened(tensors: Sequence[Tensor]) -> Tensor:
     """(n,): all their elements, in new memory."""
     return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 
 def split(flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
-    """The tensors that `joined` has joined; their memory stays that of `flat`."""
+    """The tensors that `flattened` has put together; their memory stays that of `flat`."""
     parts = flat.split([shape.numel() for shape in shapes])
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 

@@ -13,7 +13,8 @@ import msgspec
 
 from paceline.errors import UsageError
 from paceline.launch.relay import cleaned
-from paceline.launch.ssh.sessions import HostSession, Sessions
+from paceline.launch.ssh.host_session import HostSession
+from paceline.launch.ssh.sessions import Sessions
 from paceline.observe.terminal import few, say
 
 if TYPE_CHECKING:

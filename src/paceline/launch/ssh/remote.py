@@ -24,8 +24,9 @@ from paceline.errors import ExitCode
 from paceline.launch.job import Plan
 from paceline.launch.relay import Relay, Screen
 from paceline.launch.ssh.announcements import SSH_FAILED, await_agents, why_lost
+from paceline.launch.ssh.host_session import HostSession, Output
 from paceline.launch.ssh.returning import Returning
-from paceline.launch.ssh.sessions import HostSession, Output, Sessions, open_sessions
+from paceline.launch.ssh.sessions import Sessions, open_sessions
 from paceline.observe.terminal import say
 
 if TYPE_CHECKING:

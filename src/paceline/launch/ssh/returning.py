@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from os import killpg
 
 from paceline.launch.ssh.announcements import announced
-from paceline.launch.ssh.sessions import HostSession, Output, Sessions
+from paceline.launch.ssh.host_session import HostSession, Output
+from paceline.launch.ssh.sessions import Sessions
 
 FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS, GROWTH = 2.0, 60.0, 1.5
 GIVE_UP_SECONDS = 4 * 3600.0  # without an answer
