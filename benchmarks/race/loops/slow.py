@@ -48,7 +48,8 @@ TORCH = ("ddp", "ddp-powersgd", "ddp-local")
 def with_torch(name: str, work: Work, held_out: tuple[Tensor, Tensor]) -> Made:
     """DDP, and its own hooks for slow networks."""
     model = work.make_model()
-    wrapped = DistributedDataParallel(model)
+    # one bucket: of several, its second messages leave as the first arrive, in an order that ranks need not share
+    wrapped = DistributedDataParallel(model, bucket_cap_mb=4096 if name == "ddp-powersgd" else None)
     optimizer: Any = work.make_optimizer(wrapped.parameters())
     if name == "ddp-powersgd":
         state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=WARM_UP)
