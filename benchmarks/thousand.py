@@ -62,7 +62,7 @@ STACKS = tuple(
 class StandIns:
     """In place of `paceline.agent.workers.Workers`: ranks that step as one, until the last one of the world hangs."""
 
-    port, machine, left, names, oom_kills = 29500, None, (), staticmethod(dict), staticmethod(int)
+    port, machine, gate, left, names, oom_kills = 29500, None, None, (), staticmethod(dict), staticmethod(int)
 
     def __init__(self, plan: NodePlan, number: int) -> None:
         self.plan, self.number, self.stopping, self.swept = plan, number, False, False
