@@ -23,6 +23,7 @@ from paceline.config import (
     check_values,
     dump,
     load,
+    strategy_options,
 )
 from paceline.errors import UsageError
 
@@ -45,6 +46,7 @@ def test_what_is_written_is_read_back(tmp_path_factory, config):
     path.write_text(dump(config))
     assert load(path, ours=True) == config
     check_values(config)
+    assert strategy_options(load(path, ours=True)) == strategy_options(config)  # where nothing was set, too
 
 
 def read(tmp_path, text: str) -> TrainConfig:

@@ -303,7 +303,8 @@ def default_strategy(config: TrainConfig, world_size: int) -> StrategyName:
 
 def strategy_options(config: TrainConfig) -> dict[str, Any]:
     """What was asked for of settings that only some strategies have, by name."""
-    asked = {**vars(config.model), **vars(config.network)}
+    # not vars(): msgspec leaves what a file does not set to the class
+    asked = dataclasses.asdict(config.model) | dataclasses.asdict(config.network)
     names = {name for rung in LADDER.values() for name in rung.options}
     return {name: asked[name] for name in sorted(names) if asked[name] is not None}
 
