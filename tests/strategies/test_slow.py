@@ -23,7 +23,10 @@ from paceline.checkpoint.whole import whole
 from paceline.data.plan import ranks_share
 from paceline.strategies import Replica
 from paceline.strategies.bucketed import bucketed
+from paceline.strategies.exact import exact
+from paceline.strategies.fsdp import fsdp
 from paceline.strategies.outer import Between
+from paceline.strategies.zero import zero
 
 CPU = torch.device("cpu")
 VIRTUAL, RANKS, BATCH, SAMPLES, STEPS, SAVED_AT = 4, 4, 10, 26, 12, 5
@@ -186,6 +189,10 @@ def elsewhere(rank: int, world_size: int, folder: Path) -> list[str]:
                 assert torch.equal(ours, (of_hosts[0] + of_hosts[1]) / 2)
             train(trained, SAVED_AT, STEPS)
             assert weights(trained).isfinite().all()
+    for strategy in (exact, zero, fsdp):  # in which all agree after each step
+        trained = strategy(model(), adamw, World(rank, RANKS, rank, RANKS, CPU, "gloo"), virtual_ranks=VIRTUAL)
+        words.append(said(lambda to=trained, of=source: to.load(of)))
+        assert torch.equal(trained.weights()["0.weight"], (of_hosts[0] + of_hosts[1]) / 2), strategy
     return words
 
 
@@ -199,10 +206,11 @@ def test_a_state_goes_on_to_the_bit_and_on_other_hosts_with_honest_words(tmp_pat
     (done, words), *others = run_ranks(both, RANKS, tmp_path, tmp_path, timeout=200)
     assert done == len(RESUMED)
     assert all(text == "" for _, said_there in others for text in said_there)
-    held, mean, alone, mean_alone = words
+    held, mean, alone, mean_alone, *others_alone = words
     assert "of 2 hosts of 2 ranks, now there are 4 hosts of 1 rank: what they held back (--compress) is dropped" in held
     assert "of 2 hosts that took local steps, now there are 4: it goes on from the mean of their parameters" in mean
     assert alone == "" and "now all agree after each step: it goes on from the mean" in mean_alone
+    assert others_alone == [mean_alone] * 3
 
 
 # ---- what goes wrong, and what has no effect

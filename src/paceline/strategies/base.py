@@ -19,12 +19,13 @@ from paceline.data.plan import Work
 from paceline.errors import UsageError
 from paceline.seeding import random_stream
 from paceline.strategies.buffers import VirtualBuffers, uncounted
-from paceline.strategies.held import hold_optimizer, load_optimizer
+from paceline.strategies.held import hold_optimizer, load_optimizer, take_mean, words_of_mean
 from paceline.strategies.refusals import refuse_foreign
 from paceline.sums.buckets import by_type, trainable
 from paceline.sums.norm import scale_to_norm, total_norm
 from paceline.sums.pending import Pending
 from paceline.sums.reducer import Reducer
+from paceline.sums.sharing import say
 from paceline.worker.world import World
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
@@ -116,6 +117,7 @@ def replica(
     hold_parameters: Callable[[], list[Held]] | None = None,
     hold: Callable[[], list[Held]] | None = None,
     load: Callable[[Source], None] | None = None,
+    local_steps: bool = False,
 ) -> Replica:
     """A Replica with the shared parts filled in.
 
@@ -133,7 +135,8 @@ def replica(
         gradients: see Replica; by default the parameters' .grad. `sharded`, `in_lockstep`, `gathered`, `weights` too.
         gradient_norm: the global norm of all gradients; infinite or NaN only if one of them is.
         hold_parameters: the parameters as this rank holds them, to be saved and overwritten.
-        hold: the optimizer's state, where it is not wholly here; and `load`, which takes it over.
+        hold: the optimizer's state, where it is not wholly here; and `load`, which takes it over. With `local_steps`
+            it also takes over what each host has for itself.
     """
     parameters = trainable(model)
     named = [*model.named_parameters()]
@@ -163,8 +166,7 @@ def replica(
                 )
         if sync_gradients is not None:
             return sync_gradients(total_weight)
-        scale_gradients(parameters, 1 / total_weight)
-        return None
+        return scale_gradients(parameters, 1 / total_weight)
 
     def reset_gradients() -> None:
         reset()
@@ -192,10 +194,10 @@ def replica(
 
         return (total_norm(tensors) if gradient_norm is None else gradient_norm()).then(clipped)
 
-    def parameters_here() -> list[Held]:
+    def own_parameters() -> list[Held]:
         return [Held(f"model/{name}", parameter.detach()) for name, parameter in model.named_parameters()]
 
-    held_parameters = hold_parameters or parameters_here
+    held_parameters = hold_parameters or own_parameters
 
     def state() -> list[Held]:
         optimizers = hold_optimizer(model, optimizer) if hold is None else hold()
@@ -205,6 +207,8 @@ def replica(
     def load_all(source: Source) -> None:
         for held in held_parameters():
             take_over(source, held)
+        if not local_steps and (hosts := take_mean(source, held_parameters())):
+            say(words_of_mean(hosts, "now all agree after each step"))
         buffers.load(source)
         load_optimizer(model, optimizer, source) if load is None else load(source)
 

@@ -1,13 +1,13 @@
 """What an optimizer keeps for each parameter, under the parameter's name in the model."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from paceline.checkpoint.state import Held, Source
+from paceline.checkpoint.state import Held, Source, Under, take_over
 from paceline.errors import UsageError
 from paceline.sums.shards import Piece
 
@@ -139,3 +139,30 @@ def _laid_like(parameter: nn.Parameter, value: Any) -> Any:
     if not isinstance(value, Tensor) or value.shape != parameter.shape or parameter.is_contiguous():
         return value
     return torch.empty_like(parameter, dtype=value.dtype).copy_(value)
+
+
+def take_mean(source: Source, parameters: Sequence[Held]) -> int:
+    """Fill trainable parameters with the mean over hosts, of a state that hosts have left between two outer steps.
+
+    Returns:
+        Of how many hosts the state is; 0: of none that took local steps.
+    """
+    saved, steps = source.tensor("outer/hosts"), source.tensor("outer/steps")
+    if saved is None or steps is None:
+        return 0
+    hosts = [Under(source, f"hosts/{host}/") for host in range(int(saved))]
+    for held in parameters if int(steps) else ():
+        if held.name in hosts[0].names(held.name):  # else it is frozen
+            total = torch.zeros_like(held.tensor, dtype=torch.float64)
+            for host in hosts:
+                take_over(host, held)
+                total += held.tensor
+            held.tensor.copy_(total / len(hosts))
+    return len(hosts)
+
+
+def words_of_mean(saved: int, now: str) -> str:
+    """That a state of `saved` hosts is taken over by others."""
+    return (
+        f"the checkpoint is of {saved} hosts that took local steps, {now}: it goes on from the mean of their parameters"
+    )

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from paceline.checkpoint.state import Held, Source, Under, needed, take_over
+from paceline.checkpoint.state import Held, Source, Under, take_over
 from paceline.strategies.base import Replica
-from paceline.strategies.held import hold_optimizer, load_optimizer
+from paceline.strategies.held import hold_optimizer, load_optimizer, take_mean, words_of_mean
 from paceline.strategies.refusals import refuse_foreign
 from paceline.sums.across import Across
 from paceline.sums.buckets import trainable
@@ -128,7 +128,7 @@ class Outer:
         there = any(True for _ in source.names(prefix + "optimizer/"))
         load_optimizer(self._model, self._optimizer, Under(source, prefix) if there else source)
         if saved is None or int(saved) != self._hosts.count:
-            load_mean(self._model, source, self._agreed)
+            take_mean(source, self.hold_parameters())
             if saved is not None:
                 say(words_of_mean(int(saved), f"now there are {self._hosts.count}") + _MOMENTS)
             self._put(self._agreed)
@@ -142,40 +142,3 @@ class Outer:
 
 
 _MOMENTS = ". A host that is new begins with the optimizer's state of host 0"
-
-
-def words_of_mean(saved: int, now: str) -> str:
-    """That a state of `saved` hosts is taken over by others."""
-    return (
-        f"the checkpoint is of {saved} hosts that took local steps, {now}: it goes on from the mean of their parameters"
-    )
-
-
-def load_mean(model: nn.Module, source: Source, into: Sequence[Tensor]) -> int:
-    """Fill `into`, as the trainable parameters, with the mean over hosts of a state between two outer steps.
-
-    Returns:
-        Of how many hosts the state is; 0: of none that took local steps.
-    """
-    saved, steps = source.tensor("outer/hosts"), source.tensor("outer/steps")
-    if saved is None or steps is None:
-        return 0
-    wanted = {id(p) for p in trainable(model)}
-    names = [name for name, p in model.named_parameters() if id(p) in wanted]
-    for name, tensor in zip(names, into, strict=True) if int(steps) else ():
-        of_hosts = [needed(source, f"hosts/{host}/model/{name}", tensor) for host in range(int(saved))]
-        tensor.copy_(torch.stack([one.double() for one in of_hosts]).mean(0))
-    return int(saved)
-
-
-def from_hosts(plain: Replica) -> Replica:
-    """The replica of a training in which all agree after each step; it goes on from the mean of hosts that did not."""
-
-    @torch.no_grad()
-    def load(source: Source) -> None:
-        plain.load(source)
-        saved = load_mean(plain.model, source, [p.detach() for p in trainable(plain.model)])
-        if saved:
-            say(words_of_mean(saved, "now all agree after each step"))
-
-    return replace(plain, load=load)

@@ -52,7 +52,11 @@ def between_hosts(
         return outer.all_finite()
 
     made = common(
-        sync_gradients=sync_gradients, hold_parameters=outer.hold_parameters, hold=outer.hold, load=outer.load
+        sync_gradients=sync_gradients,
+        hold_parameters=outer.hold_parameters,
+        hold=outer.hold,
+        load=outer.load,
+        local_steps=True,
     )
     return _with_feedback(replace(made, merged_buffers=partial(outer.shown, made)), hosts, across)
 
