@@ -176,7 +176,8 @@ class Sessions:
         return [Output(session, session.pipes[pipe], data)]
 
     def _close(self, session: HostSession, pipe: IO[bytes]) -> None:
-        session.pipes.pop(pipe, None)
+        if session.pipes.pop(pipe, None) is None:
+            return  # it was read to its end
         if self._pipes.pop(pipe.fileno(), None) is not None:
             self._poll.unregister(pipe)
         pipe.close()
