@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.observe import progress as bar
-from paceline.observe.progress import Bar, Report, Reporter
+from paceline.observe import bar
+from paceline.observe.bar import Bar, Report, Reporter
 
 EARLY = Report(epoch=1, epochs=3, step=40, steps=80, loss=0.5, rate=None, samples_left=320)
 LATE = Report(epoch=1, epochs=3, step=80, steps=80, loss=None, rate=1234.5, samples_left=0)

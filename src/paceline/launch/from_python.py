@@ -18,7 +18,7 @@ import cloudpickle
 from paceline.contract.birth import WorkerBirth
 from paceline.disk.reading import read
 from paceline.errors import ExitCode, TrainingError, UsageError
-from paceline.observe.progress import REPORT_SECONDS, Bar
+from paceline.observe.bar import REPORT_SECONDS, Bar
 from paceline.observe.summary import read_ended
 
 CALLED = Path(__file__).parents[1] / "worker" / "called.py"

@@ -13,7 +13,7 @@ from paceline.contract.evidence import Phase
 from paceline.data.loader import MicroBatch
 from paceline.data.plan import BatchPlan
 from paceline.errors import ExitCode, UsageError
-from paceline.observe.progress import Report, Reporter
+from paceline.observe.bar import Report, Reporter
 from paceline.seeding import preserved_streams, remembered_streams
 from paceline.sessions.gate import Gate
 from paceline.sessions.loader import Loader

@@ -12,7 +12,7 @@ import cloudpickle
 
 from paceline.disk.reading import read
 from paceline.errors import UsageError
-from paceline.observe.progress import Reporter
+from paceline.observe.bar import Reporter
 
 _MOST_BYTES = 1 << 40  # of what is sent: the data of a closure may be large
 
