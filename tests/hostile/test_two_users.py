@@ -382,11 +382,11 @@ def test_an_error_does_not_steer_the_terminal(users: Users) -> None:
 
 def test_a_secret_on_the_command_line_is_told(users: Users) -> None:
     words = ("train", "mnist-cnn", "--nproc", "1", "--dry-run")
-    done = users.victim.paceline(*words, "--env", "HF_TOKEN=abc")
+    done = users.victim.paceline(*words, "--env", "HF_TOKEN=hunter-two")
     assert done.returncode == 0 and "--env HF_TOKEN=...: every user of this machine can read" in done.stderr
-    assert "abc" not in done.stdout + done.stderr
-    done = users.victim.paceline(*words, "--env", "HF_TOKEN", env={"HF_TOKEN": "abc"})
-    assert done.returncode == 0 and "every user" not in done.stderr and "abc" not in done.stdout
+    assert "hunter-two" not in done.stdout + done.stderr
+    done = users.victim.paceline(*words, "--env", "HF_TOKEN", env={"HF_TOKEN": "hunter-two"})
+    assert done.returncode == 0 and "every user" not in done.stderr and "hunter-two" not in done.stdout
 
 
 @pytest.mark.ranks
