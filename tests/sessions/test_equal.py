@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.run_script import run_script
+from tests import warm
 from tests.sessions import loops
 from torch import Tensor
 
@@ -24,7 +24,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What sessions of each kind have computed on one rank and on two."""
     folder = tmp_path_factory.mktemp("loops")
     for size in SIZES:
-        done = run_script(size, Path(loops.__file__), folder, cwd=folder, timeout=180)
+        words = ("-m", "paceline", "launch", "--nproc", str(size), "--run-dir", str(folder / f"run-{size}"), "--")
+        done = warm.run((*words, loops.__file__, str(folder)), cwd=folder, timeout=180)
         assert done.returncode == 0, done.stdout + done.stderr
     return folder
 
