@@ -283,7 +283,16 @@ def test_a_real_run_is_seen_live_saves_when_asked_shows_its_stack_and_stops(trai
                 await pilot.pause(0.1)
 
     async def act(app: WatchApp, pilot: Any) -> None:
-        await until(pilot, lambda: app.seen and app.seen[0].live and app.seen[0].step and app.seen[0].ranks[1].use)
+        await until(
+            pilot,
+            lambda: (
+                app.seen
+                and app.seen[0].live
+                and app.seen[0].step
+                and app.seen[0].ranks[1].use
+                and app.seen[1].world_size
+            ),
+        )  # which rank 0 writes down in its own time
         assert app.seen is not None
         now, standing = app.seen
         assert [one.host for one in now.ranks] == [os.uname().nodename] * 2

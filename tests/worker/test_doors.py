@@ -39,11 +39,11 @@ def connects(port: int) -> bool:
         return False
 
 
-@pytest.mark.parametrize("way", [release._sign, release._filter], ids=["signatures", "filter"])
+@pytest.mark.parametrize("way", ["signatures", "filter"])
 def test_a_door_is_shut_to_new_ones_and_who_is_in_stays(listening: socket.socket, monkeypatch, way) -> None:
-    if os.geteuid() != 0 and way is release._filter:
+    if os.geteuid() != 0 and way == "filter":
         pytest.skip("needs root: newer kernels let nobody else filter")
-    monkeypatch.setattr(release, "_sign", way)
+    monkeypatch.setattr(release, *(("_filter", lambda _: False) if way == "signatures" else ("sign", lambda *_: False)))
     port = listening.getsockname()[1]
     with socket.create_connection(("127.0.0.1", port)) as early:
         assert release.shut([listening.fileno(), early.fileno()])
@@ -57,8 +57,8 @@ def test_a_door_is_shut_to_new_ones_and_who_is_in_stays(listening: socket.socket
 
 
 def test_what_cannot_be_shut_is_said(listening: socket.socket, monkeypatch) -> None:
-    for way in ("_sign", "_filter"):
-        monkeypatch.setattr(release, way, lambda _: False)
+    for way in ("sign", "_filter"):
+        monkeypatch.setattr(release, way, lambda *_: False)
     assert not release.shut([listening.fileno()])
     assert release.shut([]) and connects(listening.getsockname()[1])
 
