@@ -27,12 +27,13 @@ def make(host: str) -> list[Path]:
     return folders
 
 
-def remove(owner: int | None = None) -> None:
-    """Remove the empty folders that process `owner` made (this one by default); one still in use stays."""
-    for top in ROOT.glob(f"*/{PREFIX}{owner or os.getpid()}-*"):
+def remove(owner: int | None = None) -> bool:
+    """Remove the empty folders that process `owner` made (this one by default); one still in use stays: False."""
+    for top in (tops := list(ROOT.glob(f"*/{PREFIX}{owner or os.getpid()}-*"))):
         for folder, _, _ in os.walk(top, topdown=False):
             with contextlib.suppress(OSError):
                 Path(folder).rmdir()
+    return not any(top.exists() for top in tops)
 
 
 def sweep() -> None:

@@ -58,7 +58,8 @@ class Lab:
         deadline = time.monotonic() + 10
         while any(namespaces.is_alive(pid) for pid in self._inits.values()) and time.monotonic() < deadline:
             time.sleep(0.01)
-        cgroups.remove()
+        while not cgroups.remove() and time.monotonic() < deadline:
+            time.sleep(0.01)  # who was started from outside a host ends with it, but may hold its folder a little longer
 
     # ---- use ----
 
