@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 PEERS := $(VENV)/installed-bench
 BOOK := $(VENV)/installed-docs
 STAMP := $(VENV)/installed
-PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+PYTEST := $(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: $(shell awk -F: '/^[a-z-]+:.*\#\# /{print $$1}' $(firstword $(MAKEFILE_LIST)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -104,3 +105,30 @@ def test_what_they_are_forked_from_ends_with_whoever_started_it() -> None:
         deadline -= 1
         signal.sigtimedwait([], 0.05)
     assert not Path(f"/proc/{number}").exists()
+
+
+STARTS_AN_AGENT = """
+import json, os, subprocess, sys
+from pathlib import Path
+env = {**os.environ, "MINE": "7"}
+words = [sys.executable, "-P", "-m", "paceline.agent"]
+agent = subprocess.Popen(words, env=env, stdin=subprocess.PIPE, start_new_session=True)
+folder = Path("/proc") / str(agent.pid)
+while b"MINE=7" not in (shown := (folder / "environ").read_bytes().split(b"\\0")):
+    pass
+parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+torch = "libtorch_cpu" in (folder / "maps").read_text()
+agent.stdin.close()  # its plan never comes
+print(json.dumps([agent.wait(), parent == os.getpid(), shown.count(b"MINE=7"), torch]))
+"""
+
+
+def test_an_agent_is_its_launchers_child_however_it_starts_and_only_a_forked_one_has_torch(tmp_path: Path) -> None:
+    started, forked = (
+        warm.run(["-c", STARTS_AN_AGENT], cwd=tmp_path, torch=False, agents=agents) for agents in (False, True)
+    )
+    assert (started.returncode, forked.returncode) == (0, 0), started.stderr + forked.stderr
+    code, *seen = json.loads(started.stdout)
+    assert seen == [True, 1, False]
+    assert json.loads(forked.stdout) == [code, True, 1, True]
+    assert forked.stderr == started.stderr

@@ -10,14 +10,19 @@ its own environment, working folder and streams, and is a child of whoever asked
 forked from start when they are first needed, do nothing but fork, and end with the test run. There are two with torch,
 so that not all ranks have the same seed of hashes.
 
-Not for what looks at how Python itself starts (`sys.flags`, `sys.orig_argv`), at when a module is imported, at what is
-read from the environment at that time, or is found by its environment in /proc.
+A command that starts agents gets what they and their workers are forked from, too (`Nursery`): each agent would import
+torch once for its workers, which is most of what a test of two ranks takes. Parents, sessions, descriptors and the
+environment in /proc are those of processes that were started.
+
+Not for what looks at how Python itself starts (`sys.flags`), at when a module is imported, at what is read from the
+environment at that time, or at the command line in /proc.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import faulthandler
 import fcntl
 import gc
 import importlib
@@ -30,16 +35,21 @@ import socket
 import subprocess
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
-PR_SET_CHILD_SUBREAPER = 36
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 MAX_ORDER_BYTES = 1 << 17  # less than what a socket takes by default
 START_SECONDS = 60.0
 ROOT = Path(__file__).parents[1]
 ENVIRONMENT = dict(os.environ)  # before a test changes it
+ROOM = {"WARM_ROOM": "-" * 40_000}  # in which a fork shows its own environment in /proc
+AGENT = "paceline.agent"
+OUT_OF_THE_WAY = 500  # the number of a file that no order asks for
+STARTING = {"train", "launch", "verify", "compare", "scale", "faults"}  # commands that may start one
+AFTER_START = {"PYTHONUNBUFFERED", "PYTHONFAULTHANDLER"}  # of a new interpreter; a fork can do it, too
 
 LIGHT = (
     *("paceline.cli.train", "paceline.cli.launch", "paceline.cli.elsewhere", "typeguard", "pytest"),
@@ -52,17 +62,12 @@ SOURCES = (LIGHT, TORCH, TORCH)  # torch's optimizers import torch._dynamo, whic
 class _Source:
     """A process that is forked from, and the socket to it."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, start: Callable[[socket.socket], Any]) -> None:
+        """`start` starts it with the other end of the socket."""
         self.channel, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.channel.settimeout(START_SECONDS)
         with its:
-            self.process = subprocess.Popen(
-                [sys.executable, __file__, str(number), str(its.fileno())],
-                env=ENVIRONMENT,
-                cwd=ROOT,
-                stdin=subprocess.DEVNULL,
-                pass_fds=[its.fileno()],
-            )
+            self.process = start(its)
 
     def fork(self, order: bytes, files: Sequence[int]) -> int:
         """The pid of a new process, our child."""
@@ -82,6 +87,16 @@ class _Source:
         self.channel.close()
         self.process.kill()
         self.process.wait()
+
+
+def _started(number: int) -> Callable[[socket.socket], Any]:
+    return lambda its: subprocess.Popen(
+        [sys.executable, __file__, str(number), str(its.fileno())],
+        env=ENVIRONMENT | ROOM,
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        pass_fds=[its.fileno()],
+    )
 
 
 _sources: dict[int, _Source] = {}  # one set for the whole test run: that is its point
@@ -106,15 +121,27 @@ class Popen(subprocess.Popen[Any]):
         torch: whether it has torch imported.
         rank: ranks with an even and an odd one have different seeds of hashes.
         function: "module:name", called with `arguments` instead; whatever can be pickled, without a test module's type.
+        agents: whether what agents it starts are forked, too, and what they fork workers from; by default where
+            `arguments` are a command that starts some.
         settings: of `subprocess.Popen`. Without `stdin` it is empty.
     """
 
     def __init__(
-        self, arguments: Sequence[Any], *, torch: bool = True, rank: int = 0, function: str = "", **settings: Any
+        self,
+        arguments: Sequence[Any],
+        *,
+        torch: bool = True,
+        rank: int = 0,
+        function: str = "",
+        agents: bool | None = None,
+        **settings: Any,
     ) -> None:
-        self._source = 1 + rank % 2 if torch else 0
-        self._call = function, [*arguments] if function else [str(argument) for argument in arguments]
-        super().__init__([str(argument) for argument in arguments], **{"stdin": subprocess.DEVNULL, **settings})
+        words = [str(argument) for argument in arguments]
+        if agents is None:
+            agents = AGENT in words[:3] or (words[:2] == ["-m", "paceline"] and bool({*words[2:3]} & STARTING))
+        self._source = 1 + rank % 2 if torch or agents else 0
+        self._call = function, [*arguments] if function else words, agents
+        super().__init__(words, **{"stdin": subprocess.DEVNULL, **settings})
 
     def _execute_child(  # instead of fork and exec
         self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags, shell,
@@ -123,17 +150,23 @@ class Popen(subprocess.Popen[Any]):
     ) -> None:  # fmt: skip
         assert preexec_fn is None and executable is None and not shell
         env = dict(os.environ if env is None else env)
-        read = {name for name in env.keys() | ENVIRONMENT.keys() if name.startswith("PYTHON")}
-        if strange := sorted(name for name in read if env.get(name) != ENVIRONMENT.get(name)):
+        if strange := _only_new(env):
             raise ValueError(f"only a new interpreter reads {', '.join(strange)}")
         streams = [end if end >= 0 else number for number, end in enumerate((p2cread, c2pwrite, errwrite))]
         numbers = (0, 1, 2, *pass_fds)
-        order = pickle.dumps((*self._call, env, str(cwd or Path.cwd()), sys.path, numbers, start_new_session))
+        blocked = [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, [])]
+        order = pickle.dumps((*self._call, env, str(cwd or Path.cwd()), sys.path, numbers, start_new_session, blocked))
         if self._source not in _sources:
-            _sources[self._source] = _Source(self._source)
+            _sources[self._source] = _Source(_started(self._source))
         self.pid = _sources[self._source].fork(order, [*streams, *pass_fds])
         self._child_created = True
         self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
+
+
+def _only_new(env: Mapping[str, str]) -> list[str]:
+    """The variables of an environment that only a new interpreter would heed."""
+    read = {name for name in env.keys() | ENVIRONMENT.keys() if name.startswith("PYTHON")} - AFTER_START
+    return sorted(name for name in read if env.get(name) != ENVIRONMENT.get(name))
 
 
 def call(function: str, *arguments: Any, **settings: Any) -> Popen:
@@ -162,6 +195,7 @@ def run(arguments: Sequence[object], *, timeout: float = 55.0, **settings: Any) 
 
 def interpret(arguments: Sequence[str]) -> None:
     """What `python ARGUMENTS` does once the interpreter is there."""
+    sys.orig_argv[:] = [sys.executable, *arguments]
     if arguments[0] == "-P":
         first, arguments = [], arguments[1:]
     elif arguments[0] == "-m":
@@ -181,7 +215,8 @@ def interpret(arguments: Sequence[str]) -> None:
     sys.argv[:] = arguments
     main.__file__ = arguments[0]
     with io.open_code(arguments[0]) as file:
-        exec(compile(file.read(), arguments[0], "exec", dont_inherit=True), main.__dict__)
+        source = file.read()
+    exec(compile(source, arguments[0], "exec", dont_inherit=True), main.__dict__)
 
 
 def _become(order: bytes, files: Sequence[int], go: int) -> NoReturn:
@@ -203,7 +238,11 @@ def _become(order: bytes, files: Sequence[int], go: int) -> NoReturn:
 
 
 def _call(order: bytes, files: Sequence[int]) -> int:
-    function, args, env, cwd, path, numbers, new_session = pickle.loads(order)
+    function, args, agents, env, cwd, path, numbers, new_session, blocked = pickle.loads(order)
+    nursery = _Source(_forked) if agents else None  # first: what comes of it is as this is now
+    if nursery is not None:
+        nursery.channel = socket.socket(fileno=_moved(nursery.channel.detach(), OUT_OF_THE_WAY))
+        nursery.channel.settimeout(START_SECONDS)
     if new_session:
         os.setsid()
     above = max(*files, *numbers) + 1
@@ -212,10 +251,21 @@ def _call(order: bytes, files: Sequence[int]) -> int:
         os.close(file)
     os.environ.clear()
     os.environ.update(env)
+    _show(env)
     os.chdir(cwd)
+    signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
     if "torch" in sys.modules:  # as at their import; Python's own random does it by itself
         sys.modules["numpy"].random.seed()
         sys.modules["torch"].default_generator.seed()
+        if threads := env.get("OMP_NUM_THREADS"):
+            sys.modules["torch"].set_num_threads(int(threads))
+    if env.get("PYTHONUNBUFFERED"):
+        for stream in (sys.stdout, sys.stderr):
+            stream.reconfigure(write_through=True)
+    if env.get("PYTHONFAULTHANDLER"):
+        faulthandler.enable()
+    if nursery is not None:
+        _raise_agents(nursery)
     try:
         if not function:
             interpret(args)
@@ -238,6 +288,33 @@ def _moved(file: int, above: int) -> int:
     return moved
 
 
+def _show(env: Mapping[str, str]) -> None:
+    """Have /proc show this environment: it shows what was in this place when the program began."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    start, end = int(fields[47]), int(fields[48])  # see proc_pid_stat(5)
+    shown = b"".join(os.fsencode(f"{name}={value}") + b"\0" for name, value in env.items())
+    assert len(shown) <= end - start, "make ROOM larger"
+    ctypes.memmove(start, shown.ljust(end - start, b"\0"), end - start)
+
+
+def _raise_agents(nursery: _Source) -> None:
+    """From now on this process starts agents, and an agent what its workers are forked from, as forks of `nursery`."""
+    _sources.clear()
+    _sources[1] = nursery
+    start = subprocess.Popen._execute_child
+
+    def begin(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *more) -> None:
+        words = [*map(str, args)] if isinstance(args, (list, tuple)) else []
+        agent = AGENT in words[:4]
+        ours = agent or '"preload"' in (env or {}).get("PACELINE_BIRTH", "")
+        if not ours or words[0] != sys.executable or preexec_fn is not None or _only_new(env or {}):
+            return start(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *more)
+        self._source, self._call = 1, ("", words[1:], agent)
+        return Popen._execute_child(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *more)
+
+    subprocess.Popen._execute_child = begin
+
+
 # ---- in the process that is forked from --------------------------------------------------------------------------
 
 
@@ -250,6 +327,29 @@ def _serve(number: int, channel: socket.socket) -> None:
         importlib.import_module(name)
     gc.freeze()
     gc.enable()
+    _fork_on(channel)
+
+
+def _forked(channel: socket.socket) -> None:
+    """Leave a process as this one is now, that is forked from; it ends with this one."""
+    parent = os.getpid()
+    if os.fork():
+        return
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(0)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for number in (0, 1, 2):
+        os.dup2(nothing, number)
+    kept = channel.fileno()
+    os.closerange(3, kept)
+    os.closerange(kept + 1, 4096)
+    _fork_on(channel)
+    os._exit(0)
+
+
+def _fork_on(channel: socket.socket) -> None:
     while True:
         order, files, _, _ = socket.recv_fds(channel, MAX_ORDER_BYTES, 32)
         if not order:  # the test run has ended

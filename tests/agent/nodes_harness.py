@@ -18,6 +18,8 @@ from tests.launch.launch_harness import PRELUDE
 from paceline.contract.node_plan import NodePlan
 from paceline.contract.windows import Windows
 
+PRELOADED = Path(__file__).with_name("preloaded.py")
+
 
 class Nodes:
     """The agents of one run, and what they say."""
@@ -30,7 +32,7 @@ class Nodes:
         script.write_text(PRELUDE + code)
         base = secrets.randbelow(800) * 8 + 20000
         plan: dict[str, Any] = {
-            "argv": (sys.executable, str(script)),
+            "argv": (sys.executable, *(("-P", str(PRELOADED)) if settings.get("preload") else ()), str(script)),
             "nproc": nproc,
             "node": -1,
             "nodes": nodes,
@@ -44,6 +46,7 @@ class Nodes:
             **settings,
             "stall_after": Windows.parse(settings.get("stall_after", "auto")),
         }
+        self.preload = bool(plan.get("preload"))
         self.plan_file = folder / "plan.json"
         self.plan_file.write_bytes(msgspec.json.encode(NodePlan(**plan)))
         self.agents: dict[int, subprocess.Popen[bytes]] = {}
@@ -71,7 +74,7 @@ class Nodes:
                 self.agents[number] = (
                     subprocess.Popen([*through, sys.executable, *words], **more)
                     if through
-                    else warm.Popen(words, torch=False, **more)
+                    else warm.Popen(words, torch=False, agents=self.preload, **more)
                 )
 
     def said(self, number: int) -> str:

@@ -41,7 +41,9 @@ def run(tmp_path: Path) -> Iterator[Any]:
 
         def begin(fault: str, **settings: Any) -> Nodes:
             code = RANKS.replace("FAULT", fault)
-            return stack.enter_context(several(tmp_path, code, plain_store=True, stall_after="3", **settings))
+            return stack.enter_context(
+                several(tmp_path, code, plain_store=True, stall_after="3", preload=True, **settings)
+            )
 
         yield begin
 

@@ -135,7 +135,7 @@ def start(
         command = [sys.executable, *words]
         process = subprocess.Popen(command, **more, preexec_fn=usual_signals)
     else:
-        process = warm.Popen(words, torch=False, **more)
+        process = warm.Popen(words, agents="preload" in settings, **more)
     return Launch(folder, process, mark)
 
 
