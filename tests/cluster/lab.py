@@ -59,7 +59,7 @@ class Lab:
         while any(namespaces.is_alive(pid) for pid in self._inits.values()) and time.monotonic() < deadline:
             time.sleep(0.01)
         while not cgroups.remove() and time.monotonic() < deadline:
-            time.sleep(0.01)  # who was started from outside a host ends with it, but may hold its folder a little longer
+            time.sleep(0.01)  # who was started from outside a host ends with it, but may hold its folder for longer
 
     # ---- use ----
 
