@@ -24,6 +24,7 @@ from paceline.disk.reading import decode_toml
 from paceline.errors import UsageError, unknown
 from paceline.ladder import DEFAULT, DEFAULT_ALONE, EXACT, LADDER, SLOW, StrategyName, wrong_between_hosts
 from paceline.launchers import LauncherName
+from paceline.mesh import Mesh, mesh_of
 from paceline.rhythm import steps_or_seconds
 
 DEFAULT_BATCH_SIZE = 64
@@ -200,6 +201,9 @@ class LaunchConfig:
 
     nproc: int | Literal["auto"] | None = None
     """worker processes on each machine; auto: one per GPU, or per core. Default: this process alone"""
+    mesh: str | None = None
+    """what ranks share, and how many along each: data=2,tensor=2; of data, shard, tensor, pipeline, context. Their
+    product is the number of processes (default: all along data, each with the whole model)"""
     device: Literal["auto", "cpu", "cuda", "xpu"] = "auto"
     """auto: GPUs if there are any; cuda: NVIDIA's, and AMD's with a torch for ROCm; xpu: Intel's"""
     backend: Literal["auto", "nccl", "xccl", "gloo", "mpi"] = "auto"
@@ -298,7 +302,8 @@ CliTrainConfig = Annotated[TrainConfig, tyro.conf.OmitArgPrefixes]
 
 def default_strategy(config: TrainConfig, world_size: int) -> StrategyName:
     """The strategy asked for, or the default."""
-    return config.strategy or (DEFAULT if world_size > 1 or config.network != NetworkConfig() else DEFAULT_ALONE)
+    several = mesh_of(config.launch.mesh, world_size).replicas > 1 or config.network != NetworkConfig()
+    return config.strategy or (DEFAULT if several else DEFAULT_ALONE)
 
 
 def strategy_options(config: TrainConfig) -> dict[str, Any]:
@@ -337,7 +342,7 @@ class BatchShape:
 
 
 def batch_shape(data: DataConfig, world_size: int) -> BatchShape:
-    """Resolve the batch settings for a world size.
+    """Resolve the batch settings for a world size; of a mesh, for its replicas.
 
     Raises:
         UsageError: if they contradict each other.
@@ -359,7 +364,7 @@ def batch_shape(data: DataConfig, world_size: int) -> BatchShape:
 
 def with_defaults(config: TrainConfig, world_size: int) -> TrainConfig:
     """`config` with every default that depends on the world size filled in, so that the record repeats the run."""
-    shape = dataclasses.asdict(batch_shape(config.data, world_size))
+    shape = dataclasses.asdict(batch_shape(config.data, mesh_of(config.launch.mesh, world_size).replicas))
     data = dataclasses.replace(config.data, **shape, batch_size=None)
     model = config.model
     if data.data_dir is not None:  # absolute: a run may be resumed from another folder
@@ -542,6 +547,33 @@ def _check_network(config: TrainConfig) -> None:
     })  # fmt: skip
 
 
+def _check_mesh(config: TrainConfig) -> None:
+    if config.launch.mesh is None:
+        return
+    mesh, name = Mesh.parse(config.launch.mesh), config.strategy or DEFAULT
+    rung, asked = LADDER.get(name), [f"--{key.replace('_', '-')}" for key in SLOW if getattr(config.network, key)]
+    can = ", ".join(name for name, rung in LADDER.items() if rung.on_mesh)
+    compute = config.compute
+    several = mesh.shares_model
+    _refuse({
+        f"--mesh {mesh} with --strategy {name}: it cannot train a part of a model. Choose from: {can}": several
+        and rung is not None and not rung.on_mesh,
+        f"--mesh {mesh} with --strategy {name}: shard is for strategy fsdp. Use data in its place, or --strategy fsdp":
+        mesh.of("shard") > 1 and name != "fsdp",
+        f"--mesh {mesh} with {(*asked, '')[0]}: what travels between hosts is changed only where each rank has the "
+        "whole model. Leave one out": several and bool(asked),
+        f"--mesh {mesh} with --compile: parts of a model are not compiled. Leave one out": several and compute.compile,
+        f"--mesh {mesh} with --cuda-graphs: parts of a model are not recorded. Leave one out": several
+        and compute.cuda_graphs,
+        f"--mesh {mesh} with --batchnorm sync: its statistics would be of parts of a model. Leave one out": several
+        and config.model.batchnorm == "sync",
+        f"--mesh {mesh} with --min-nproc: with fewer processes it has no rank for each place. Leave one out":
+        config.launch.min_nproc is not None,
+        f"--mesh {mesh} with --nodes {config.cluster.nodes}: with fewer machines it has no rank for each place. Give "
+        "one number": ":" in (config.cluster.nodes or ""),
+    })  # fmt: skip
+
+
 def check_values(config: TrainConfig) -> None:
     """Refuse values that have the right type but no meaning, wherever they came from.
 
@@ -561,6 +593,7 @@ def check_values(config: TrainConfig) -> None:
                 raise UsageError(f"--{key.replace('_', '-')} must be finite, got {value}")
     _check_compute(config)
     _check_network(config)
+    _check_mesh(config)
     steps_or_seconds(config.checkpoint.checkpoint_every)
     if config.optimizer.ema is not None and not 0 < config.optimizer.ema < 1:
         raise UsageError(f"--ema is the part of the average that stays, between 0 and 1, got {config.optimizer.ema}")

@@ -24,6 +24,8 @@ class Rung:
     """cuts a batch over the GPUs of its process; with fewer than two it only calls the model"""
     sharded: bool = False
     """each rank holds a share only of something that the model's plain training holds whole"""
+    on_mesh: bool = False
+    """can train a rank's part of a model that several ranks share (`--mesh`)"""
     hooked: bool = False
     """takes each gradient in hooks of torch's own, which no recording can hold"""
     compiler: bool = False
@@ -39,14 +41,14 @@ SLOW = ("compress", "powersgd_rank", "local_steps", "outer_lr", "outer_momentum"
 COMPRESS = ("bf16", "int8", "powersgd")
 
 LADDER: Mapping[str, Rung] = {
-    "single": Rung(one_process=True),
+    "single": Rung(one_process=True, on_mesh=True),
     "dp": Rung(one_process=True, several_gpus=True),
     "manual": Rung(),
-    "bucketed": Rung(options={name: name for name in SLOW}),
+    "bucketed": Rung(on_mesh=True, options={name: name for name in SLOW}),
     "ddp": Rung(hooked=True, compiler=True, in_own_loops={"gradient_as_bucket_view": False}),
     "exact": Rung(exact=True),
     "zero": Rung(exact=True, sharded=True),
-    "fsdp": Rung(sharded=True, compiler=True, options={"fsdp_wrap": "wrap"}),
+    "fsdp": Rung(sharded=True, on_mesh=True, compiler=True, options={"fsdp_wrap": "wrap"}),
 }
 
 DEFAULT = "bucketed"

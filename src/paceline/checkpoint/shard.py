@@ -16,10 +16,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from paceline.checkpoint.state import Held
+from paceline.checkpoint.state import Held, place
 from paceline.errors import UsageError
 from paceline.store.files import LENGTH_BYTES
-from paceline.store.manifest import Damaged, Piece
+from paceline.store.manifest import Damaged, Piece, cover
 
 WORDS = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
@@ -33,7 +33,7 @@ OURS = "paceline"  # the key of our metadata
 def rank_part(held: Sequence[Held], rank: int, world_size: int) -> list[Held]:
     """What `rank` saves: all that it alone holds, and its share, by bytes, of what every rank holds."""
     loads = [0] * world_size
-    mine = [h for h in held if not h.replicated]
+    mine = [h for h in held if not (h.replicated or h.spare)]
     replicated = sorted((h for h in held if h.replicated), key=lambda h: (-h.tensor.nbytes, h.name))
     for one in replicated:
         lightest = min(range(world_size), key=lambda r: (loads[r], r))
@@ -79,10 +79,12 @@ def layout(part: Sequence[Held], *, room_bytes: int = 4096) -> tuple[list[Held],
 
 
 def _piece(held: Held) -> Piece:
-    stop = held.start + held.tensor.numel()
-    part = "" if held.whole is None else f"[{held.start}:{stop}]"
+    stop = held.start + held.tensor.numel() // held.count
+    times = f"x{held.count}" if held.count > 1 else ""
+    part = "" if held.whole is None else f"[{held.start}:{stop}]{times}"
     shape = tuple(held.shape)
-    return Piece(held.name + part, held.name, WORDS[held.tensor.dtype], shape, held.start, stop)
+    kind = WORDS[held.tensor.dtype]
+    return Piece(held.name + part, held.name, kind, shape, held.start, stop, held.count, held.apart)
 
 
 def _describe(pieces: Sequence[Piece], part: Sequence[Held], offsets: Sequence[int], meta: Mapping[str, str]) -> bytes:
@@ -160,6 +162,9 @@ class ShardFiles:
         first = self._pieces[name][0][1]
         shape = torch.Size(first.shape)
         count = math.prod(shape)
+        if any(piece.apart for _, piece in self._pieces[name]):
+            whole = self._of_runs(name)
+            return whole.view(shape) if start == 0 and stop is None else whole[start:stop].clone()
         end = count if stop is None else stop
         parts: list[Tensor] = []
         at = start
@@ -175,6 +180,19 @@ class ShardFiles:
         result = torch.cat([torch.empty(0, dtype=TYPES.get(first.dtype, torch.uint8)), *parts])
         return result.view(shape) if start == 0 and stop is None else result
 
+    def _of_runs(self, name: str) -> Tensor:
+        """The whole tensor, flat, where files hold several runs of its elements each."""
+        pieces = self._pieces[name]
+        first = pieces[0][1]
+        complaint = cover([piece for _, piece in pieces])
+        if complaint or first.dtype not in TYPES:
+            raise Damaged(f"{name}: {complaint or first.dtype}")
+        whole = torch.empty(math.prod(first.shape), dtype=TYPES[first.dtype])
+        for path, piece in pieces:
+            into = place(whole, piece.start, piece.stop - piece.start, piece.count, piece.apart)
+            into.copy_(self._read(path, piece).view(piece.count, -1))
+        return whole
+
     def _read(self, path: str, piece: Piece) -> Tensor:
         try:
             if path not in self._open:
@@ -182,6 +200,6 @@ class ShardFiles:
             values: Tensor = self._open[path].get_tensor(piece.key).reshape(-1)
         except (SafetensorError, OSError) as error:
             raise Damaged(f"{path}: {error}") from None
-        if WORDS.get(values.dtype) != piece.dtype or values.numel() != piece.stop - piece.start:
+        if WORDS.get(values.dtype) != piece.dtype or values.numel() != (piece.stop - piece.start) * piece.count:
             raise Damaged(f"{path} holds {values.numel()} x {values.dtype} as {piece.key}, described as {piece}")
         return values

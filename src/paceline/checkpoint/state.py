@@ -32,11 +32,26 @@ class Held:
     start: int = 0
     replicated: bool = True
     """whether every rank holds the same, so that one can save it for all"""
+    count: int = 1
+    """of how many such runs, equally long, `tensor` is made of"""
+    apart: int = 0
+    """where there are several: elements from the begin of one to that of the next"""
+    spare: bool = False
+    """whether another rank holds this as well, though not all do, and saves it"""
 
     @property
     def shape(self) -> torch.Size:
         """Of the whole tensor."""
         return self.tensor.shape if self.whole is None else self.whole
+
+    def place(self, flat: Tensor) -> Tensor:
+        """Where `tensor` lies in the whole one, given flat: a view, (runs, elements of each)."""
+        return place(flat, self.start, self.tensor.numel() // self.count, self.count, self.apart)
+
+
+def place(flat: Tensor, start: int, length: int, count: int, apart: int) -> Tensor:
+    """(count, length): a view of so many runs of elements, contiguous `flat` being the whole."""
+    return flat.as_strided((count, length), (apart or length or 1, 1), flat.storage_offset() + start)
 
 
 class Source(Protocol):
@@ -104,7 +119,12 @@ def take_over(source: Source, held: Held) -> None:
         held.tensor.copy_(needed(source, held.name, held.tensor))
         return
     there = held.name in source.names(held.name) and source.shape(held.name) == held.whole
-    values = source.tensor(held.name, held.start, held.start + held.tensor.numel()) if there else None
+    stop = held.start + held.tensor.numel()
+    values = (
+        (source.tensor(held.name, held.start, stop) if held.count == 1 else source.tensor(held.name)) if there else None
+    )
+    if values is not None and held.count > 1:
+        values = held.place(values.reshape(-1))
     if values is None or values.dtype != held.tensor.dtype:
         needed(source, held.name, held.tensor.new_empty(1).expand(held.whole))  # says what is wrong
     else:

@@ -1,6 +1,7 @@
 """Brings the whole state together on every rank, to be compared; and digests it."""
 
 import hashlib
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -17,17 +18,19 @@ def whole(held: Sequence[Held], world: World) -> dict[str, Tensor]:
 
     What only some ranks hold is brought together; what is replicated is this rank's own.
     """
-    mine = {h.name: h for h in held if not h.replicated}
-    parts = [(name, list(h.shape), str(h.tensor.dtype).removeprefix("torch.")) for name, h in mine.items()]
+    mine: dict[str, list[Held]] = defaultdict(list)
+    for h in held:
+        if not (h.replicated or h.spare):
+            mine[h.name].append(h)
+    parts = [(name, list(h.shape), str(h.tensor.dtype).removeprefix("torch.")) for name, (h, *_) in mine.items()]
     shapes = {name: (shape, dtype) for each in gather_words(parts, world) for name, shape, dtype in each}
     state = {h.name: h.tensor for h in held if h.replicated}
     for name, (shape, dtype) in sorted(shapes.items()):
         total = torch.zeros(shape, dtype=getattr(torch, dtype), device=world.device)
-        if name in mine:
-            piece = mine[name]
-            total.view(-1)[piece.start : piece.start + piece.tensor.numel()] = piece.tensor.flatten()
+        for piece in mine.get(name, ()):
+            piece.place(total.view(-1)).copy_(piece.tensor.view(piece.count, -1))
         # as bytes: each is some rank's own and zero elsewhere, so the sum is that rank's, whatever the type
-        dist.all_reduce(total.view(-1).view(torch.uint8))
+        dist.all_reduce(total.view(-1).view(torch.uint8), group=world.group)
         state[name] = total
     return dict(sorted(state.items()))
 

@@ -8,6 +8,7 @@ from paceline.definition import allowed_changes, check_same, settings
 from paceline.disk.reading import real_path
 from paceline.errors import UsageError
 from paceline.ladder import EXACT, FOR_SEVERAL, LADDER
+from paceline.mesh import mesh_of
 from paceline.observe.folder import CHECKPOINTS, check_is_run, check_not_finished
 from paceline.observe.track import wanted
 from paceline.store.store import Checkpoints, Damaged
@@ -21,7 +22,8 @@ def check_training(config: TrainConfig, nproc: int) -> None:
     Raises:
         UsageError: naming the setting, what is true, and what to do.
     """
-    shape = batch_shape(config.data, nproc)
+    mesh = mesh_of(config.launch.mesh, nproc)
+    shape = batch_shape(config.data, mesh.replicas)
     check_task(config.task, configuration.task_options(config))
     check_optimizer(config.optimizer.optimizer)
     _check_checkpoints(config, nproc)
@@ -37,14 +39,15 @@ def check_training(config: TrainConfig, nproc: int) -> None:
             f"--strategy {config.strategy} gives the same bits at every world size; --batchnorm sync adds up its "
             "statistics over processes and cannot. Use --batchnorm local (statistics of each virtual rank)"
         )
-    if config.strategy and LADDER[config.strategy].one_process and nproc > 1:
+    if config.strategy and LADDER[config.strategy].one_process and mesh.replicas > 1:
         raise UsageError(
             f"strategy {config.strategy!r} lives in one process, --nproc asks for {nproc}. "
             f"For several processes use {', '.join(FOR_SEVERAL)}."
         )
-    if nproc > shape.virtual_ranks:
+    if mesh.replicas > shape.virtual_ranks:
+        who = f"{nproc} processes" if mesh.replicas == nproc else f"--mesh {mesh}: {mesh.replicas} along data"
         raise UsageError(
-            f"{nproc} processes are more than --virtual-ranks {shape.virtual_ranks}: some would have nothing to do. "
+            f"{who} are more than --virtual-ranks {shape.virtual_ranks}: some would have nothing to do. "
             f"Use {shape.virtual_ranks} processes or fewer (--nproc times --nodes)"
         )
 

@@ -19,6 +19,7 @@ from paceline.launch.job import Job
 from paceline.launch.local import local
 from paceline.launch.slurm.fits import in_allocation
 from paceline.launch.supervise import run
+from paceline.mesh import mesh_of
 from paceline.observe.events import Step, read_events
 from paceline.observe.folder import CONFIG, create_attempt_dir, write_settings
 from paceline.observe.summary import Summary, read_summary, write_summary
@@ -138,7 +139,7 @@ def failed_summary(run_dir: Path, config: TrainConfig, nproc: int, code: int) ->
     steps: dict[int, int] = {}
     with suppress(OSError):
         steps = {event.step: event.samples for event in read_events(events) if isinstance(event, Step)}
-    shape = batch_shape(config.data, nproc)
+    shape = batch_shape(config.data, mesh_of(config.launch.mesh, nproc).replicas)
     return Summary(
         task=str(config.task),
         exit=code,

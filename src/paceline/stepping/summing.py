@@ -62,7 +62,7 @@ class Sums:
                 "they are divided by the sum of weights together. Give each s.backward the same weight=, or add the "
                 "losses up yourself"
             )
-        if body.work.counted:
+        if body.work.counted and self._world.leads:  # of several that compute the same
             row = self._row(body.work.virtual_rank)
             row[0] += total.detach()
             if not self.in_round:

@@ -16,6 +16,7 @@ import itertools
 import math
 import re
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import Annotated, Any, cast
 
 import msgspec
@@ -24,6 +25,7 @@ from paceline.errors import PacelineError, TrainingError
 
 FORMAT = 1
 MOST_ELEMENTS = 2**62
+MOST_RECTANGLES = 4096  # each is compared with each
 LONGEST_WORDS = 500  # of an error: names in a file come from whoever wrote it
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
@@ -42,8 +44,8 @@ class Damaged(PacelineError):  # noqa: N818 - it says what the file is
         super().__init__(shown if len(shown) <= LONGEST_WORDS else f"{shown[:LONGEST_WORDS]} ...")
 
 
-class Piece(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A flat range of elements of one tensor, as one entry of a file."""
+class Piece(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A flat range of elements of one tensor, or several of them, equally far apart, as one entry of a file."""
 
     key: str
     """name inside the file"""
@@ -55,6 +57,10 @@ class Piece(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """of the whole tensor; () for a scalar"""
     start: Count
     stop: Count
+    count: Positive = 1
+    """how many such ranges, of one part of every row, say"""
+    apart: Count = 0
+    """elements from the begin of one to that of the next; 0: there is but one"""
 
 
 class ShardFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -173,6 +179,10 @@ def _check_cover(manifest: Manifest) -> None:
     for name, parts in pieces.items():
         first = parts[0]
         covered = 0
+        if any(piece.apart or piece.count > 1 for piece in parts):
+            if words := cover(parts):
+                raise Damaged(f"{name!r} {words}")
+            continue
         for piece in sorted(parts, key=lambda piece: (piece.start, piece.stop)):
             if (piece.dtype, piece.shape) != (first.dtype, first.shape):
                 raise Damaged(f"{name!r} is {_kind(first)} in one piece and {_kind(piece)} in another")
@@ -188,6 +198,30 @@ def _check_cover(manifest: Manifest) -> None:
             raise Damaged(f"{name!r} is larger than any memory: {_kind(first)}")
         if covered != elements:
             raise Damaged(f"{name!r} is {_kind(first)} with {elements} elements, and the pieces hold {covered}")
+
+
+def cover(parts: Sequence[Piece]) -> str:
+    """What is wrong with the pieces of one tensor that are several ranges each; empty if they hold each element once.
+
+    Laid out in rows of `apart` elements, each is a rectangle.
+    """
+    first, elements = parts[0], math.prod(parts[0].shape)
+    width = first.apart
+    if elements > MOST_ELEMENTS or len(parts) > MOST_RECTANGLES:
+        return f"is {_kind(first)} in {len(parts)} pieces, which is more than can be"
+    rectangles: list[tuple[int, int, int, int]] = []  # rows from, to, columns from, to
+    for piece in parts:
+        if (piece.dtype, piece.shape, piece.apart) != (first.dtype, first.shape, width) or not width:
+            return f"is {_kind(first)} with rows of {width} in one piece and otherwise in another"
+        row, column = divmod(piece.start, width)
+        rectangles.append((row, row + piece.count, column, column + piece.stop - piece.start))
+    if any(not (a < b and c < d <= width and b * width <= elements) for a, b, c, d in rectangles):
+        return f"is {_kind(first)}, and a piece lies beyond it"
+    for (a, b, c, d), (e, f, g, h) in itertools.combinations(rectangles, 2):
+        if a < f and e < b and c < h and g < d:
+            return "has elements in two pieces"
+    held = sum((b - a) * (d - c) for a, b, c, d in rectangles)
+    return "" if held == elements else f"is {_kind(first)} with {elements} elements, and the pieces hold {held}"
 
 
 def _kind(piece: Piece) -> str:

@@ -32,10 +32,10 @@ def bucketed(
     Raises:
         ValueError: if the ranks' models differ in names, shapes or types, or these ranks cannot do what `between` says.
     """
-    broadcast_module(model)
+    broadcast_module(model, group=world.group)
     if (slowly := between_hosts(model, make_optimizer, world, virtual_ranks, between)) is not None:
         return slowly
-    reducer = sum_by_rank(model, forest_of(world, world.size))
+    reducer = sum_by_rank(model, forest_of(world, world.size), world.group)
 
     def backward(_: Work, is_last: bool) -> AbstractContextManager[None]:
         return reducer.leaf(world.rank, is_last=is_last)  # a stand-in's zeros count: a rank without samples has zeros

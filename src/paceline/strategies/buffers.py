@@ -156,7 +156,9 @@ class VirtualBuffers:
             mean[name] = (piece / count).reshape(initial.shape).to(initial.dtype) if count else initial.clone()
         own = self._of[min(self._of)] if self._of else self._initial
         lowest = {name: own[name].clone() for name in self._initial if name not in floating}
-        broadcast([*lowest.values()])  # from rank 0: it owns virtual rank 0, which has a share of every global batch
+        broadcast(
+            [*lowest.values()], group=self._world.group
+        )  # from rank 0: it owns virtual rank 0, which has a share of every global batch
         return mean | lowest
 
     def _tree_sum(self, names: Iterable[str]) -> Tensor:
@@ -170,7 +172,9 @@ class VirtualBuffers:
             flat = [buffers[name].flatten().double() for name in names]
             sums.add(virtual_rank, torch.cat([*flat, zeros + 1, padding]))
         nothing = zeros.repeat(forest.padded(size))
-        exchange = Exchange(forest, [nothing.clone() if own is None else own for own in sums.finish()])
+        exchange = Exchange(
+            forest, [nothing.clone() if own is None else own for own in sums.finish()], self._world.group
+        )
         exchange.gather()
         return exchange.end()[:size]
 

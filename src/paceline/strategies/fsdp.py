@@ -70,7 +70,7 @@ def fsdp(
         UsageError: if `wrap` matches nothing or cuts tied parameters apart; for an optimizer that looks at more than
             one element at a time.
     """
-    broadcast_module(model)
+    broadcast_module(model, group=world.group)
     optimizer = make_optimizer(model.parameters())
     refuse_whole("fsdp", optimizer)
     refuse_foreign(model, optimizer)
@@ -154,7 +154,7 @@ class _Shares:
         for held in self.gradients():
             if not held.replicated or self._world.rank == 0:  # what all hold counts once
                 total += held.tensor.double().square().sum()
-        dist.all_reduce(labelled(total, "norm of the gradients"))
+        dist.all_reduce(labelled(total, "norm of the gradients"), group=self._world.group)
         return Pending(total, lambda squares: math.sqrt(squares[0]))
 
     def parameters(self) -> list[Held]:
@@ -208,7 +208,7 @@ class _Used:
         flags = [float(name in self._used) for name in self._names]
         values = [(torch.zeros_like(p) if p.grad is None else p.grad).double().view(-1) for p in uncut.values()]
         summed = torch.cat([sent(flags, world.device), *values])
-        dist.all_reduce(labelled(summed, "who uses which parameter"))
+        dist.all_reduce(labelled(summed, "who uses which parameter"), group=world.group)
         # looked at only if this rank did not use all of them itself: on a GPU, looking means waiting
         everywhere = dict(zip(self._names, flags if all(flags) else summed[: len(flags)].tolist(), strict=True))
         sums = iter(summed[len(flags) :].split([p.numel() for p in uncut.values()]))

@@ -10,19 +10,21 @@ from torch import Tensor
 CPU = torch.device("cpu")
 
 
-def gather_over_torch(words: Any, size: int, device: torch.device = CPU) -> list[Any]:
-    """The `words` (anything JSON can hold) of all `size` ranks of the default group, by rank, on every rank."""
+def gather_over_torch(
+    words: Any, size: int, device: torch.device = CPU, group: dist.ProcessGroup | None = None
+) -> list[Any]:
+    """The `words` (anything JSON can hold) of all `size` ranks of a group, the default one, by rank, on every rank."""
     if size == 1:
         return [words]
     payload = torch.frombuffer(bytearray(json.dumps(words).encode()), dtype=torch.uint8)
     length = labelled(torch.tensor([len(payload)], device=device), "lengths of words")
     lengths = [torch.zeros_like(length) for _ in range(size)]
-    dist.all_gather(lengths, length)
+    dist.all_gather(lengths, length, group=group)
     sizes = [int(n) for n in lengths]
     padded = labelled(torch.zeros(max(sizes), dtype=torch.uint8, device=device), "words")
     padded[: len(payload)] = payload.to(device)
     received = [torch.empty_like(padded) for _ in range(size)]
-    dist.all_gather(received, padded)
+    dist.all_gather(received, padded, group=group)
     return [json.loads(bytes(r[:n].tolist())) for r, n in zip(received, sizes, strict=True)]
 
 

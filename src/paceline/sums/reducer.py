@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.sums.across import Across, OnEachHost, of_one_host
@@ -187,9 +188,12 @@ def sum_by_leaf(module: nn.Module, forest: Forest) -> Reducer:
     return _reducer(module, forest, in_order=True)
 
 
-def sum_by_rank(module: nn.Module, forest: Forest) -> Reducer:
-    """What sums gradients over ranks, each of which is one leaf, in the order that is cheapest (a collective)."""
-    return _reducer(module, forest, in_order=False)
+def sum_by_rank(module: nn.Module, forest: Forest, group: dist.ProcessGroup | None = None) -> Reducer:
+    """What sums gradients over ranks, each of which is one leaf, in the order that is cheapest (a collective).
+
+    `group`: of those ranks, where they are not all.
+    """
+    return _reducer(module, forest, in_order=False, group=group)
 
 
 def sum_on_each_host(module: nn.Module, hosts: Hosts, across: Across | None = None) -> Reducer:
@@ -205,10 +209,10 @@ def sum_to_shares(shards: Shards, forest: Forest) -> Reducer:
     return Reducer(buckets, forest, Shares(shards, forest), at_start=shards.drop_gradients)
 
 
-def _reducer(module: nn.Module, forest: Forest, *, in_order: bool) -> Reducer:
+def _reducer(module: nn.Module, forest: Forest, *, in_order: bool, group: dist.ProcessGroup | None = None) -> Reducer:
     parameters = trainable(module)
     place = None
-    if len(forest.owned) > 1 and 0 < len(parameters) <= MAX_TENSORS and addable_in_memory(parameters):
+    if group is None and len(forest.owned) > 1 and 0 < len(parameters) <= MAX_TENSORS and addable_in_memory(parameters):
         place = memory_or_hosts()
     if isinstance(place, Hosts):
         nesting = (by_leaf if in_order else by_rank)(forest, place.memory.size)
@@ -218,4 +222,4 @@ def _reducer(module: nn.Module, forest: Forest, *, in_order: bool) -> Reducer:
         # No core is idle on a CPU, so nothing is won by sending early, and each bucket would be one copy more.
         return Reducer([parameters], forest, InMemory(parameters, place, forest), early=False)
     buckets = buckets_of(parameters, BUCKET_BYTES)
-    return Reducer(buckets, forest, OverTorch(buckets, forest, in_order=in_order))
+    return Reducer(buckets, forest, OverTorch(buckets, forest, in_order=in_order, group=group))

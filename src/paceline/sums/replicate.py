@@ -21,12 +21,13 @@ from paceline.sums.words import gather_over_ranks
 MAX_NAMED_RANKS = 8  # in an error message
 
 
-def broadcast_module(module: nn.Module, src: int = 0) -> None:
-    """Give every rank the parameters and buffers of rank `src`, in place (a collective over all ranks).
+def broadcast_module(module: nn.Module, src: int = 0, group: dist.ProcessGroup | None = None) -> None:
+    """Give every rank the parameters and buffers of rank `src`, in place (a collective over all ranks of the group).
 
     Args:
         module: the same architecture on every rank, already on its device. Shapes, strides and types are free.
-        src: the rank to copy from.
+        src: the rank to copy from, of the group.
+        group: None: the default one.
 
     Raises:
         ValueError: the same on every rank, if the ranks' modules differ in a name, shape or type, or in what is
@@ -35,15 +36,17 @@ def broadcast_module(module: nn.Module, src: int = 0) -> None:
     tensors = {f"parameter {name}": p for name, p in module.named_parameters()}
     tensors |= {f"buffer {name}": b for name, b in module.named_buffers()}
     device = next((t.device for t in tensors.values()), _default_device())
-    if device.type == "cpu":
+    if device.type == "cpu" and group is None:
         shared_memory()  # the first call is a collective: made by all ranks, however their models differ
     mine = [_described(name, tensor) for name, tensor in tensors.items()]
-    check_same_model(gather_over_ranks(mine, dist.get_world_size(), device))
-    broadcast([*tensors.values()], src, "model")
+    check_same_model(gather_over_ranks(mine, dist.get_world_size(group), device, group))
+    broadcast([*tensors.values()], src, "model", group)
 
 
 @torch.no_grad()
-def broadcast(tensors: Sequence[Tensor], src: int = 0, name: str = "broadcast") -> None:
+def broadcast(
+    tensors: Sequence[Tensor], src: int = 0, name: str = "broadcast", group: dist.ProcessGroup | None = None
+) -> None:
     """Give every rank the contents of rank `src`'s tensors, in place (a collective); alike on all ranks, on any device.
 
     As bytes, because a backend knows few types (gloo no int16, no complex); contiguous, because it sends memory.
@@ -52,11 +55,11 @@ def broadcast(tensors: Sequence[Tensor], src: int = 0, name: str = "broadcast") 
     copies = {tensor: tensor.detach().contiguous() for tensor in tensors if tensor.numel()}
     if not copies:
         return
-    if (memory := shared_memory() if on_cpu else None) is not None:
+    if (memory := shared_memory() if on_cpu and group is None else None) is not None:
         broadcast_in_memory(memory, [*copies.values()], src, name)
     for tensor, copy in copies.items():
         if memory is None:
-            dist.broadcast(copy.reshape(-1).view(torch.uint8), src=src)
+            dist.broadcast(copy.reshape(-1).view(torch.uint8), group=group, group_src=src)
         if copy.data_ptr() != tensor.data_ptr():
             tensor.copy_(copy)
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.sums.buckets import divide, divide_each, pack, packed_size, unpack
@@ -21,9 +22,11 @@ MOST_LEAVING_BYTES = 25 << 20  # of a bucket, between hosts
 class OverTorch:
     """Over torch.distributed: each bucket is packed into one tensor."""
 
-    def __init__(self, buckets: Sequence[Bucket], forest: Forest, *, in_order: bool) -> None:
+    def __init__(
+        self, buckets: Sequence[Bucket], forest: Forest, *, in_order: bool, group: dist.ProcessGroup | None = None
+    ) -> None:
         """`in_order`: of the tree; else in the order that the backend likes best, with one all-reduce each."""
-        self._buckets, self._forest, self._in_order = buckets, forest, in_order
+        self._buckets, self._forest, self._in_order, self._group = buckets, forest, in_order, group
         self.forget()
 
     def begin(self, number: int, own: list[Grads | None]) -> None:
@@ -32,7 +35,7 @@ class OverTorch:
         size = packed_size(bucket)
         packed = [pack(bucket, grads, self._forest.padded(size) if self._in_order else size) for grads in own]
         self._used.append([any(grads and grads[i] is not None for grads in own) for i in range(len(bucket))])
-        exchange = Exchange(self._forest, packed, name=f"bucket {number}", in_order=self._in_order)
+        exchange = Exchange(self._forest, packed, self._group, f"bucket {number}", in_order=self._in_order)
         self._under_way.append(exchange)
 
     def end(self, divisor: float | Tensor | None) -> bool:

@@ -29,11 +29,13 @@ def new_group() -> dist.ProcessGroup:
 
 def gather_words(words: Any, world: World) -> list[Any]:
     """Every rank's `words` (anything JSON can hold), by rank, on every rank."""
-    return gather_over_ranks(words, world.size, world.device)
+    return gather_over_ranks(words, world.size, world.device, world.group)
 
 
-def gather_over_ranks(words: Any, size: int, device: torch.device) -> list[Any]:
-    """`gather_words`, for whoever has no `World`: of the default group's `size` ranks, over its `device`."""
+def gather_over_ranks(words: Any, size: int, device: torch.device, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """`gather_words`, for whoever has no `World`: of a group's `size` ranks (the default one's), over its `device`."""
+    if group is not None:
+        return gather_over_torch(words, size, device, group)
     memory = shared_memory_if_made()
     if memory is not None and memory.size == size:
         return gather_words_in_memory(memory, words)

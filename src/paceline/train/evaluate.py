@@ -37,11 +37,11 @@ def evaluate(
     `tick` is called after each batch.
     """
     world, virtual_ranks = replica.world, replica.virtual_ranks
-    share = ranks_share(virtual_ranks, world.rank, world.size)
+    share = ranks_share(virtual_ranks, world.data.rank, world.data.size)
     mine = {v: torch.arange(len(dataset))[v::virtual_ranks] for v in share}  # pyright: ignore[reportArgumentType]
     work: list[Part] = [(v, indices) for v in share for indices in mine[v].split(batch_size) if len(indices)]
     if replica.in_lockstep:
-        work = as_many_parts_as_any(work, len(dataset), virtual_ranks, world, batch_size)  # pyright: ignore[reportArgumentType]
+        work = as_many_parts_as_any(work, len(dataset), virtual_ranks, world.data, batch_size)  # pyright: ignore[reportArgumentType]
     found = tallies(loss, metrics, world.device)
     requests = ((0, indices) for _, indices in work)
     with (
@@ -51,7 +51,7 @@ def evaluate(
     ):
         for (virtual_rank, _), (inputs, targets) in zip(work, batches, strict=True):
             outputs = call(replica.model, inputs)
-            if virtual_rank is not None:
+            if virtual_rank is not None and world.leads:
                 for tally in found.values():
                     tally.add(virtual_rank, outputs, targets)
             tick()

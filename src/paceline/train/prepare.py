@@ -23,6 +23,7 @@ from paceline.ladder import LADDER, options_of_others
 from paceline.seeding import derive, preserved_streams, random_stream
 from paceline.strategies import STRATEGIES, Replica
 from paceline.strategies.base import MakeOptimizer
+from paceline.strategies.parts import of_parts
 from paceline.sums import check_equal, new_group, together, told_once
 from paceline.sums.batchnorm import convert
 from paceline.tasks import load_task
@@ -89,8 +90,8 @@ def prepare(config: TrainConfig, world: World) -> Parts:
     """
     postpone_compiler()
     with together(world):  # first what each rank does alone, above all the user's own code
-        shape = batch_shape(config.data, world.size)
-        share = ranks_share(shape.virtual_ranks, world.rank, world.size)
+        shape = batch_shape(config.data, world.data.size)
+        share = ranks_share(shape.virtual_ranks, world.data.rank, world.data.size)
         largest = math.ceil(shape.global_batch / (shape.virtual_ranks * shape.accumulation))
         task = load_task(str(config.task), task_options(config))
         sets: dict[Split, Dataset[Any]] = {split: task.make_dataset(split) for split in SPLITS if split in task.splits}
@@ -187,7 +188,8 @@ def make_replica(
                 flag = setting.replace("_", "-")
                 raise told_once(UsageError(f"--{flag} is for strategy {owner} only, this is {name}"), world)
         own = {keyword: asked.get(setting) for setting, keyword in LADDER[name].options.items()}
-        return partial(STRATEGIES[name], **own)(model, maker, world, virtual_ranks=virtual_ranks)
+        part = partial(STRATEGIES[name], **own)(model, maker, world.data, virtual_ranks=virtual_ranks)
+        return of_parts(part, world, {})
     except (TypeError, ValueError) as error:  # a layer that cannot be synchronised; models that differ: on all ranks
         raise told_once(UsageError(str(error)), world) from None
 

@@ -107,7 +107,8 @@ class Records:
     def stepped(self, record: StepRecord, samples: int, share: range, *, listed: bool, tracked: bool = False) -> None:
         """A step on a global batch of `samples` samples, all `listed` or not, has ended; trackers are told, or not."""
         result, epoch = record.result, record.microbatches[0].work.epoch
-        used = [batch.work for batch in record.microbatches if batch.work.counted]
+        speaks = self._world.leads  # of several ranks that have seen the same samples
+        used = [batch.work for batch in record.microbatches if batch.work.counted and speaks]
         if tracked:
             norm = {} if result.grad_norm is None else {"grad_norm": result.grad_norm}
             self._tracking.log(record.step, {"loss": result.loss, "lr": record.lr, **norm})
@@ -122,7 +123,7 @@ class Records:
             step=record.step, epoch=epoch, samples=samples, lr=record.lr, grad_norm=result.grad_norm,
             loss=result.loss if math.isfinite(result.loss) else 0.0,  # JSON has no other number
             seconds=record.seconds, data_seconds=record.data_seconds, unix_time=time.time(),
-            share=(share.start, share.stop), consumed=sum(len(work.indices) for work in used),
+            share=(share.start, share.stop) if speaks else (0, 0), consumed=sum(len(work.indices) for work in used),
             fingerprint=f"{add(*(fingerprint(work.indices) for work in used)):016x}",
             skipped=result.left_out is not None,
             phase_seconds={phase: round(seconds, 7) for phase, seconds in record.phase_seconds.items()},

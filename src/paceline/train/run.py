@@ -19,6 +19,7 @@ from paceline.definition import BITS_ONLY, allowed_changes, check_same, settings
 from paceline.disk import writing
 from paceline.errors import ExitCode, PacelineError, UsageError
 from paceline.ladder import EXACT
+from paceline.mesh import mesh_of
 from paceline.observe import folder as run_folder
 from paceline.observe.summary import Summary, write_summary
 from paceline.sums import check_equal, together, told_once
@@ -32,7 +33,7 @@ from paceline.train.training import Training
 from paceline.train.weights import begin_with
 from paceline.worker.device import device_words
 from paceline.worker.guard import Guard
-from paceline.worker.world import World, joined
+from paceline.worker.world import World, joined, laid_out
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,7 @@ def train(config: TrainConfig, *, run_dir: Path | None = None) -> Outcome:
         fresh=config.checkpoint.fresh, trust=config.run.trust,
     ) as place:  # fmt: skip
         config = with_defaults(config, world.size)
+        world = laid_out(world, mesh_of(config.launch.mesh, world.size), timeout_seconds=config.launch.timeout)
         try:
             memory_or_hosts(config.launch.collectives)
             check_equal("settings", settings(config), world)

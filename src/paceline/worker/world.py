@@ -5,7 +5,7 @@ import sys
 import time
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Self
 
@@ -15,6 +15,7 @@ from torch.distributed import HashStore, PrefixStore, Store, distributed_c10d  #
 
 from paceline.errors import TrainingError, UsageError
 from paceline.host.gpus import show_own_mig
+from paceline.mesh import DIMENSIONS, OF_BATCH, OF_MODEL, Mesh
 from paceline.worker.device import BACKENDS, check_placement, chosen_backend, chosen_device, go_near, overlooked
 from paceline.worker.foreign import ADDRESS, COUNTS, understood
 from paceline.worker.guard import Guard
@@ -35,6 +36,29 @@ class World:
     local_size: int
     device: torch.device
     backend: str
+    group: dist.ProcessGroup | None = None
+    """of torch.distributed, of just these ranks; None: the default one"""
+    mesh: Mesh | None = None
+    """None: all ranks along data"""
+    dimensions: Mapping[str, "World"] = field(default_factory=dict[str, "World"], repr=False, compare=False)
+    """see `along`"""
+
+    def along(self, name: str) -> "World":
+        """This rank among those that differ from it in this dimension of the mesh only: a world of one without it."""
+        return self.dimensions.get(name) or World(0, 1, 0, 1, self.device, self.backend)
+
+    @property
+    def data(self) -> "World":
+        """This rank among those that work on other samples with the same part of the model: along data and shard.
+
+        Samples are dealt, virtual ranks owned and gradients added up over these. Without a mesh it is the world.
+        """
+        return self if self.mesh is None else self.along("batch")
+
+    @property
+    def leads(self) -> bool:
+        """Whether, of the ranks that work on the same samples, this one speaks for all of them: it is the first."""
+        return all(self.along(name).rank == 0 for name in OF_MODEL)
 
     @classmethod
     def from_env(
@@ -127,6 +151,29 @@ def joined(
     finally:
         # Also on an error: a peer that waits for this rank then fails at once ("connection closed") instead of hanging.
         dist.destroy_process_group()
+
+
+def laid_out(world: World, mesh: Mesh, *, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS) -> World:
+    """`world`, whose group is up, with a process group for each of its dimensions (a collective).
+
+    Ranks that all work on different samples with the whole model need none: then it is `world` as it was.
+    """
+    if mesh.size == mesh.of("data"):
+        return world
+    dimensions: dict[str, World] = {}
+    wanted = {name: (name,) for name in DIMENSIONS if mesh.of(name) > 1} | {"batch": OF_BATCH}
+    for name, along in wanted.items():
+        for members in sorted({mesh.peers(rank, along) for rank in range(world.size)}):
+            # every rank makes all groups, in one order; one of a single rank too, or None would mean all ranks
+            made = dist.new_group(members, timeout=timedelta(seconds=timeout_seconds), group_desc=f"{name} of the mesh")
+            if world.rank in members:
+                assert isinstance(made, dist.ProcessGroup)
+                here = [rank for rank in members if rank // world.local_size == world.rank // world.local_size]
+                dimensions[name] = World(
+                    members.index(world.rank), len(members), here.index(world.rank), len(here), world.device,
+                    world.backend, made,
+                )  # fmt: skip
+    return replace(world, mesh=mesh, dimensions=dimensions)
 
 
 def _make_group(world: World, store: Store, timeout: timedelta) -> None:

@@ -1,0 +1,115 @@
+"""How ranks are laid out: a mesh of a few named dimensions, each of which shares another thing. No torch here.
+
+    data=2,tensor=2 of 4 ranks        tensor 0   tensor 1
+                            data 0    rank 0     rank 1       a half of every layer each, and the same samples
+                            data 1    rank 2     rank 3       other samples
+
+The last dimension of `DIMENSIONS` runs fastest, so its ranks, which talk most, are neighbours and share a host.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+
+from paceline.errors import UsageError, unknown
+
+DIMENSIONS: Mapping[str, str] = {
+    "pipeline": "the layers, in stages",
+    "data": "the batch",
+    "shard": "the batch as well, and what strategy fsdp holds of the model",
+    "context": "each sample, along its sequence",
+    "tensor": "each layer",
+}
+"""all that can be shared, outermost first"""
+OF_BATCH = ("data", "shard")
+"""along these ranks see different samples; along all others they work on the same ones"""
+OF_MODEL = tuple(name for name in DIMENSIONS if name not in OF_BATCH)
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """The sizes of the dimensions that were named; all others are 1."""
+
+    sizes: Mapping[str, int] = field(default_factory=dict[str, int])
+
+    @classmethod
+    def parse(cls, text: str) -> "Mesh":
+        """The mesh that `--mesh data=2,tensor=2` asks for.
+
+        Raises:
+            UsageError: for what is not written so.
+        """
+        sizes: dict[str, int] = {}
+        for part in text.split(","):
+            name, _, size = (word.strip() for word in part.partition("="))
+            if not (size.isascii() and size.isdigit() and int(size)):
+                raise UsageError(
+                    f"--mesh {text}: write NAME=SIZE,..., sizes from 1 on, data=2,tensor=2 say. Names: "
+                    f"{', '.join(DIMENSIONS)}"
+                )
+            if name not in DIMENSIONS:
+                raise unknown("dimension of the mesh", name, DIMENSIONS)
+            if name in sizes:
+                raise UsageError(f"--mesh {text}: {name} is named twice")
+            sizes[name] = int(size)
+        return cls(sizes)
+
+    def __str__(self) -> str:
+        return ",".join(f"{name}={self.of(name)}" for name in DIMENSIONS if name in self.sizes)
+
+    def of(self, *names: str) -> int:
+        """The size of a dimension, or of several together."""
+        return math.prod(self.sizes.get(name, 1) for name in names)
+
+    @property
+    def size(self) -> int:
+        """How many ranks it has."""
+        return self.of(*DIMENSIONS)
+
+    @property
+    def replicas(self) -> int:
+        """How many ranks, or groups of ranks, work on different samples: the world as the batch sees it."""
+        return self.of(*OF_BATCH)
+
+    @property
+    def shares_model(self) -> bool:
+        """Whether several ranks work on the same samples."""
+        return self.of(*OF_MODEL) > 1
+
+    def place(self, rank: int) -> dict[str, int]:
+        """Where a rank is, in each dimension."""
+        found: dict[str, int] = {}
+        for name in reversed([*DIMENSIONS]):
+            rank, found[name] = divmod(rank, self.of(name))
+        return {name: found[name] for name in DIMENSIONS}
+
+    def peers(self, rank: int, names: Sequence[str]) -> tuple[int, ...]:
+        """The ranks, in order, that differ from `rank` in these dimensions only, itself included."""
+        place = self.place(rank)
+        ranges = [range(self.of(name)) if name in names else (at,) for name, at in place.items()]
+        return tuple(self._rank(place) for place in product(*ranges))
+
+    def _rank(self, place: Sequence[int]) -> int:
+        rank = 0
+        for name, at in zip(DIMENSIONS, place, strict=True):
+            rank = rank * self.of(name) + at
+        return rank
+
+
+def mesh_of(text: str | None, world_size: int) -> Mesh:
+    """The mesh of a world: as asked for, or all ranks along data.
+
+    Raises:
+        UsageError: it has not as many places as there are ranks, or is not written as a mesh.
+    """
+    mesh = Mesh({"data": world_size}) if text is None else Mesh.parse(text)
+    if mesh.size != world_size:
+        missing = "data" not in mesh.sizes and world_size % mesh.size == 0
+        instead = f"--mesh data={world_size // mesh.size},{text}, or " if missing else ""
+        raise UsageError(
+            f"--mesh {text} has {' x '.join(map(str, mesh.sizes.values()))} = {mesh.size} places, and there "
+            f"{'is 1 process' if world_size == 1 else f'are {world_size} processes'}, each of which needs one. Use "
+            f"{instead}--nproc {mesh.size} (times --nodes)"
+        )
+    return mesh

@@ -1,0 +1,83 @@
+"""A replica of this rank's part of a model, made among the ranks that hold the same part, as one of the whole model.
+
+The strategy knows of no other parts: to it the part is the model, and the world those ranks. What is of all parts is
+added here: the norm of all gradients, the state in whole tensors' coordinates, the weights.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from paceline.checkpoint.cut import Cut, PartOf, with_cuts
+from paceline.checkpoint.state import Held, Source
+from paceline.checkpoint.whole import whole
+from paceline.strategies.base import Replica
+from paceline.sums.gather import labelled
+from paceline.sums.norm import scale_to_norm
+from paceline.sums.pending import Pending
+from paceline.worker.world import World
+
+
+def of_parts(part: Replica, world: World, cuts: Mapping[str, Cut]) -> Replica:
+    """The replica of the whole model, of which `part` is this rank's, made among the ranks of `world.data`.
+
+    Args:
+        part: from a strategy.
+        world: all ranks, laid out in a mesh; without one, `part` is all there is.
+        cuts: by name the parameters of which this rank holds a part only.
+    """
+    if world.mesh is None or not world.mesh.shares_model:
+        return replace(part, world=world)
+    copy = world.along("tensor").rank + world.along("context").rank  # of what is not cut; 0 is the first
+    in_stages = world.mesh.of("pipeline") > 1
+
+    def lifted(held: Sequence[Held]) -> list[Held]:
+        found: list[Held] = []
+        for one, cut in with_cuts(held, cuts):
+            again = one.spare or (one.replicated and world.data.rank > 0)  # the next along data holds it, too
+            if cut is not None:
+                found += [replace(piece, replicated=False, spare=again) for piece in cut.held(one)]
+            elif one.replicated and not in_stages:
+                found.append(one)
+            else:
+                found.append(replace(one, replicated=False, spare=again or copy > 0))
+        return found
+
+    def gradients() -> list[Held]:
+        return lifted(part.gradients())
+
+    def clip_grad_norm(max_norm: float) -> Pending[float]:
+        total = torch.zeros(1, dtype=torch.float64, device=world.device)
+        for held in gradients():
+            if not (held.spare or (held.replicated and world.rank > 0)):  # each element counts once
+                total += held.tensor.double().square().sum()
+        dist.all_reduce(labelled(total, "norm of the gradients"))
+        mine = [held.tensor for held in part.gradients()]
+
+        def clipped(norm: float) -> float:
+            scale_to_norm(mine, norm, max_norm)
+            return norm
+
+        return Pending(total, lambda squares: math.sqrt(squares[0])).then(clipped)
+
+    def weights() -> Mapping[str, Tensor]:
+        found = dict(part.weights())
+        held = [one for one in lifted(part.state()) if one.name.removeprefix("model/") in cuts]
+        wholes = {name.removeprefix("model/"): tensor for name, tensor in whole(held, world).items()}
+        first = {id(p): name for name, p in part.model.named_parameters()}
+        for name, parameter in part.model.named_parameters(remove_duplicate=False):  # tied ones have several
+            if first[id(parameter)] in wholes:
+                found[name] = wholes[first[id(parameter)]]
+        return found
+
+    def load(source: Source) -> None:
+        part.load(PartOf(source, cuts))
+
+    return replace(
+        part, world=world, gradients=gradients, sharded=True, clip_grad_norm=clip_grad_norm, weights=weights,
+        state=lambda: lifted(part.state()), load=load,
+    )  # fmt: skip
