@@ -28,7 +28,7 @@ def whole(held: Sequence[Held], world: World) -> dict[str, Tensor]:
     for name, (shape, dtype) in sorted(shapes.items()):
         total = torch.zeros(shape, dtype=getattr(torch, dtype), device=world.device)
         for piece in mine.get(name, ()):
-            piece.place(total.view(-1)).copy_(piece.tensor.view(piece.count, -1))
+            piece.place(total.view(-1)).copy_(piece.tensor.reshape(piece.count, -1))
         # as bytes: each is some rank's own and zero elsewhere, so the sum is that rank's, whatever the type
         dist.all_reduce(total.view(-1).view(torch.uint8), group=world.group)
         state[name] = total
