@@ -1,8 +1,18 @@
 """How ranks are laid out in a mesh: by names, the last dimension fastest."""
 
+from typing import Any
+
 import pytest
 
-from paceline.config import LaunchConfig, TrainConfig, check_values, default_strategy, with_defaults
+from paceline.config import (
+    ComputeConfig,
+    LaunchConfig,
+    NetworkConfig,
+    TrainConfig,
+    check_values,
+    default_strategy,
+    with_defaults,
+)
 from paceline.errors import UsageError
 from paceline.mesh import DIMENSIONS, Mesh, mesh_of
 
@@ -53,3 +63,22 @@ def test_a_run_is_defined_for_as_many_virtual_ranks_as_see_different_samples() -
     assert default_strategy(alone, 2) == "single"
     with pytest.raises(UsageError, match="it cannot train a part of a model"):
         check_values(TrainConfig("mnist-cnn", "exact", launch=LaunchConfig(mesh="tensor=2")))
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"launch": LaunchConfig(mesh="context=2")}, "cannot be cut along context yet"),
+        ({"launch": LaunchConfig(mesh="data=2,shard=2")}, "shard is for strategy fsdp"),
+        ({"launch": LaunchConfig(mesh="tensor=2", min_nproc=1)}, "no rank for each place"),
+        ({"launch": LaunchConfig(mesh="tensor=2"), "compute": ComputeConfig(compile=True)}, "are not compiled"),
+        ({"launch": LaunchConfig(mesh="tensor=2"), "network": NetworkConfig(compress="int8")}, "has the whole model"),
+        (
+            {"launch": LaunchConfig(mesh="tensor=2"), "compute": ComputeConfig(checkpoint_activations="Block")},
+            "cannot be computed again",
+        ),
+    ],
+)
+def test_what_a_mesh_cannot_do_is_refused_before_any_process_is_started(given: Any, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        check_values(TrainConfig("mnist-cnn", **given))

@@ -556,6 +556,11 @@ def _check_mesh(config: TrainConfig) -> None:
     compute = config.compute
     several = mesh.shares_model
     _refuse({
+        f"--mesh {mesh}: samples cannot be cut along context yet. Use pipeline or tensor in its place": mesh.of(
+            "context"
+        ) > 1,
+        f"--mesh {mesh} with --checkpoint-activations: layers that are cut cannot be computed again. Leave one "
+        "out": mesh.of("tensor") > 1 and compute.checkpoint_activations is not None,
         f"--mesh {mesh} with --strategy {name}: it cannot train a part of a model. Choose from: {can}": several
         and rung is not None and not rung.on_mesh,
         f"--mesh {mesh} with --strategy {name}: shard is for strategy fsdp. Use data in its place, or --strategy fsdp":

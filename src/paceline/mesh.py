@@ -107,8 +107,10 @@ def mesh_of(text: str | None, world_size: int) -> Mesh:
     if mesh.size != world_size:
         missing = "data" not in mesh.sizes and world_size % mesh.size == 0
         instead = f"--mesh data={world_size // mesh.size},{text}, or " if missing else ""
+        factors = " x ".join(map(str, mesh.sizes.values()))
+        product_words = f"{factors} = {mesh.size}" if len(mesh.sizes) > 1 else factors
         raise UsageError(
-            f"--mesh {text} has {' x '.join(map(str, mesh.sizes.values()))} = {mesh.size} places, and there "
+            f"--mesh {text} has {product_words} places, and there "
             f"{'is 1 process' if world_size == 1 else f'are {world_size} processes'}, each of which needs one. Use "
             f"{instead}--nproc {mesh.size} (times --nodes)"
         )

@@ -10,7 +10,7 @@ from paceline.checkpoint.state import Held, Source
 
 
 @dataclass(frozen=True)
-class Cut:
+class CutParameter:
     """Which part of a parameter this rank holds: of dimension `dim` these runs [start, stop), one after the other.
 
     Of a weight in which query, key and value lie one after another a rank holds three runs, a share of each.
@@ -63,7 +63,9 @@ class Cut:
 
 
 def parameter_of(name: str, known: Mapping[str, object]) -> str | None:
-    """Whose a tensor of a state is, by its name: a parameter's, or what an optimizer or an average keeps for it."""
+    """Whose a tensor is, by its name: a parameter, its gradient, or what an optimizer or an average keeps for it."""
+    if name in known:
+        return name
     kind, _, rest = name.partition("/")
     if kind in ("model", "ema"):
         return rest if rest in known else None
@@ -74,7 +76,7 @@ def parameter_of(name: str, known: Mapping[str, object]) -> str | None:
 class PartOf:
     """A state of whole parameters, as one of this rank's parts of them: a `Source`."""
 
-    def __init__(self, source: Source, cuts: Mapping[str, Cut]) -> None:
+    def __init__(self, source: Source, cuts: Mapping[str, CutParameter]) -> None:
         self._source, self._cuts = source, cuts
 
     def names(self, prefix: str) -> Iterable[str]:
@@ -96,13 +98,13 @@ class PartOf:
         part = cut.part(whole)
         return part if start == 0 and stop is None else part.reshape(-1)[start:stop].clone()
 
-    def _cut(self, name: str) -> Cut | None:
+    def _cut(self, name: str) -> CutParameter | None:
         owner = parameter_of(name, self._cuts)
         cut = None if owner is None else self._cuts[owner]
         return cut if cut is not None and self._source.shape(name) == cut.whole else None  # a counter is not cut
 
 
-def with_cuts(held: Sequence[Held], cuts: Mapping[str, Cut]) -> Iterator[tuple[Held, Cut | None]]:
+def with_cuts(held: Sequence[Held], cuts: Mapping[str, CutParameter]) -> Iterator[tuple[Held, CutParameter | None]]:
     """Each with the cut of the parameter that it belongs to, if its elements are those of the part."""
     for one in held:
         owner = parameter_of(one.name, cuts)

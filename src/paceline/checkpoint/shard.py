@@ -200,6 +200,6 @@ class ShardFiles:
             values: Tensor = self._open[path].get_tensor(piece.key).reshape(-1)
         except (SafetensorError, OSError) as error:
             raise Damaged(f"{path}: {error}") from None
-        if WORDS.get(values.dtype) != piece.dtype or values.numel() != (piece.stop - piece.start) * piece.count:
+        if WORDS.get(values.dtype) != piece.dtype or values.numel() != piece.elements:
             raise Damaged(f"{path} holds {values.numel()} x {values.dtype} as {piece.key}, described as {piece}")
         return values

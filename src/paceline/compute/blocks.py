@@ -19,15 +19,18 @@ from torch.utils._pytree import tree_leaves
 
 from paceline.compute.rules import matching
 from paceline.errors import UsageError
+from paceline.worker.world import World
 
 if TYPE_CHECKING:  # imported where used: it would cost every other strategy a second of start-up
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 
 def cut_into_blocks(
-    model: nn.Module, rule: str | None, device: torch.device, *, flag: str, rounded: AbstractSet[nn.Parameter]
+    model: nn.Module, rule: str | None, world: World, *, flag: str, rounded: AbstractSet[nn.Parameter]
 ) -> dict[str, FSDPModule]:
-    """Cut the model's parameters over all ranks, with torch's fully_shard (a collective).
+    """Cut the model's parameters over the ranks of `world`, with torch's fully_shard (a collective).
+
+    Where these are laid out along `shard`, over those only: along `data` each cuts the same.
 
     Scalars and empty parameters stay whole. A block whose parameters are all `rounded` is gathered in bf16, and its
     gradients, which backward then gives in bf16, are added up in float32. torch takes one type for a block, so what is
@@ -52,9 +55,13 @@ def cut_into_blocks(
     check_types(model, blocks)
     for parameter in model.parameters():
         parameter.data = parameter.data.contiguous()  # only such can be cut; each value keeps its place
-    group = dist.group.WORLD
+    group, along = world.group or dist.group.WORLD, (world.along("data").group, world.along("shard").group)
     assert group is not None  # joined
-    mesh = DeviceMesh.from_group(group, device.type)
+    if along[0] is not None and along[1] is not None:
+        ranks = torch.tensor(dist.get_process_group_ranks(group)).view(-1, world.along("shard").size)
+        mesh = DeviceMesh.from_group([*along], world.device.type, ranks, mesh_dim_names=("data", "shard"))
+    else:
+        mesh = DeviceMesh.from_group(group, world.device.type)
     whole_ones = {p for p in model.parameters() if not (p.ndim and p.numel())}
     if rounded:
         whole_ones |= {p for p in model.parameters() if p.ndim == 1} - rounded

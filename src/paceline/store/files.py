@@ -177,7 +177,7 @@ def check_header(name: str, length: int, header: bytes, file: ShardFile) -> None
     for piece in file.pieces:
         entry = entries[piece.key]
         elements = math.prod(entry.shape)
-        if entry.dtype != piece.dtype or elements != piece.stop - piece.start:
+        if entry.dtype != piece.dtype or elements != piece.elements:
             raise Damaged(f"{name} holds {elements} x {entry.dtype} as {piece.key!r}, the manifest says otherwise")
         start, stop = entry.data_offsets
         if entry.dtype not in BITS or (stop - start) * 8 != elements * BITS[entry.dtype]:

@@ -62,6 +62,11 @@ class Piece(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
     apart: Count = 0
     """elements from the begin of one to that of the next; 0: there is but one"""
 
+    @property
+    def elements(self) -> int:
+        """Of all ranges together."""
+        return (self.stop - self.start) * self.count
+
 
 class ShardFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One rank's file: its size and hash, and the pieces in it."""
@@ -201,15 +206,11 @@ def _check_cover(manifest: Manifest) -> None:
 
 
 def cover(parts: Sequence[Piece]) -> str:
-    """What is wrong with the pieces of one tensor that are several ranges each; empty if they hold each element once.
-
-    Laid out in rows of `apart` elements, each is a rectangle.
-    """
-    first, elements = parts[0], math.prod(parts[0].shape)
-    width = first.apart
+    """What is wrong with pieces of several ranges each (rectangles in rows of `apart`); empty if they cover it once."""
+    first, elements, width = parts[0], math.prod(parts[0].shape), parts[0].apart
     if elements > MOST_ELEMENTS or len(parts) > MOST_RECTANGLES:
         return f"is {_kind(first)} in {len(parts)} pieces, which is more than can be"
-    rectangles: list[tuple[int, int, int, int]] = []  # rows from, to, columns from, to
+    rectangles: list[tuple[int, ...]] = []  # rows from, to, columns from, to
     for piece in parts:
         if (piece.dtype, piece.shape, piece.apart) != (first.dtype, first.shape, width) or not width:
             return f"is {_kind(first)} with rows of {width} in one piece and otherwise in another"
@@ -220,7 +221,7 @@ def cover(parts: Sequence[Piece]) -> str:
     for (a, b, c, d), (e, f, g, h) in itertools.combinations(rectangles, 2):
         if a < f and e < b and c < h and g < d:
             return "has elements in two pieces"
-    held = sum((b - a) * (d - c) for a, b, c, d in rectangles)
+    held = sum(piece.elements for piece in parts)
     return "" if held == elements else f"is {_kind(first)} with {elements} elements, and the pieces hold {held}"
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -77,7 +78,7 @@ def fsdp(
     names = {parameter: name for name, parameter in model.named_parameters()}
     groups = [[names[p] for p in group["params"]] for group in optimizer.param_groups]
     shapes = {name: parameter.shape for parameter, name in names.items()}
-    blocks = cut_into_blocks(model, wrap, world.device, flag=FLAG, rounded=rounded_by_autocast(model))
+    blocks = cut_into_blocks(model, wrap, world, flag=FLAG, rounded=rounded_by_autocast(model))
     shares = _Shares(model, shapes, world)
     for group, members in zip(optimizer.param_groups, groups, strict=True):
         group["params"] = [p for name in members if (p := shares.trained(name)) is not None]
@@ -94,7 +95,7 @@ def fsdp(
         gradients=shares.gradients, gradient_norm=shares.gradient_norm, sharded=True, in_lockstep=True,
         on_gradient=lambda act: on_backward(blocks, act),
         gathered=lambda: gathered(blocks), weights=shares.weights, hold_parameters=shares.parameters,
-        hold=lambda: hold_pieces(shares.pieces, shapes, optimizer, shares.uncut),
+        hold=lambda: shares.spared(hold_pieces(shares.pieces, shapes, optimizer, shares.uncut)),
         load=lambda source: load_pieces(shares.pieces, shapes, optimizer, source, shares.uncut),
     )  # fmt: skip
 
@@ -106,6 +107,9 @@ class _Shares:
         from torch.distributed.tensor import DTensor
 
         self._model, self._shapes, self._world = model, shapes, world
+        hybrid = world.along("data").size > 1 and world.along("shard").size > 1
+        over = world.along("shard") if hybrid else world
+        self._again = hybrid and world.along("data").rank > 0
         self.pieces: dict[str, Piece] = {}
         self.uncut: dict[str, nn.Parameter] = {}
         self._cut: dict[str, Any] = {}
@@ -115,7 +119,7 @@ class _Shares:
                 self.uncut[name] = parameter
                 continue
             local: Tensor = parameter.to_local()
-            first = min(world.rank * -(-shape[0] // world.size), shape[0]) * (shape.numel() // shape[0])
+            first = min(over.rank * -(-shape[0] // over.size), shape[0]) * (shape.numel() // shape[0])
             if local.numel():
                 elements = nn.Parameter(local.detach().view(-1))
                 self.pieces[name] = Piece(first, first + local.numel(), elements)
@@ -146,13 +150,17 @@ class _Shares:
         for name, piece in self.pieces.items():
             if (gradient := self._gradient(name)) is not None:
                 held.append(Held(name, gradient, self._shapes[name], piece.start, replicated=False))
-        return held
+        return self.spared(held)
+
+    def spared(self, held: list[Held]) -> list[Held]:
+        """Pieces that the first along data holds as well are his to save."""
+        return [replace(one, spare=not one.replicated) for one in held] if self._again else held
 
     def gradient_norm(self) -> Pending[float]:
         """The same on all ranks (a collective)."""
         total = torch.zeros(1, dtype=torch.float64, device=self._world.device)
         for held in self.gradients():
-            if not held.replicated or self._world.rank == 0:  # what all hold counts once
+            if not (held.spare or (held.replicated and self._world.rank > 0)):  # what several hold counts once
                 total += held.tensor.double().square().sum()
         dist.all_reduce(labelled(total, "norm of the gradients"), group=self._world.group)
         return Pending(total, lambda squares: math.sqrt(squares[0]))
@@ -163,7 +171,7 @@ class _Shares:
         for name, piece in self.pieces.items():
             values = piece.parameter.detach()
             held.append(Held(f"model/{name}", values, self._shapes[name], piece.start, replicated=False))
-        return held
+        return self.spared(held)
 
     def weights(self) -> dict[str, Tensor]:
         """See Replica; on the CPU, where there is room for all of them."""

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.checkpoint.cut import Cut, PartOf, with_cuts
+from paceline.checkpoint.cut import CutParameter, PartOf, with_cuts
 from paceline.checkpoint.state import Held, Source
 from paceline.checkpoint.whole import whole
 from paceline.strategies.base import Replica
@@ -22,7 +22,7 @@ from paceline.sums.pending import Pending
 from paceline.worker.world import World
 
 
-def of_parts(part: Replica, world: World, cuts: Mapping[str, Cut]) -> Replica:
+def of_parts(part: Replica, world: World, cuts: Mapping[str, CutParameter]) -> Replica:
     """The replica of the whole model, of which `part` is this rank's, made among the ranks of `world.data`.
 
     Args:

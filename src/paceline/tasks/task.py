@@ -78,6 +78,10 @@ class Task:
     make_schedule: Callable[[Optimizer, int], LRScheduler] | None = None
     """(optimizer, steps of the run) -> a scheduler of torch, stepped after each update; by default what --schedule
     says, or beside make_optimizer none: learning rates stay as the optimizer's groups have them"""
+    parallelize: Callable[[nn.Module], Mapping[str, str]] | None = None
+    """model -> how its layers are cut with --mesh tensor=N, by name or pattern of modules: colwise, rowwise, qkv
+    (queries, keys and values side by side), heads (nn.MultiheadAttention), vocabulary (nn.Embedding), whole; what it
+    does not name is cut as found"""
 
     def __post_init__(self) -> None:
         kind = type(self.make_model).__name__
@@ -91,7 +95,7 @@ class Task:
             )
         given: dict[str, Any] = {"make_model": self.make_model, "make_dataset": self.make_dataset, "loss": self.loss}
         given |= {f"metrics[{name!r}]": metric for name, metric in _named(self.metrics).items()}
-        optional = ("collate", "on_step", "on_evaluation", "on_end", "make_optimizer", "make_schedule")
+        optional = ("collate", "on_step", "on_evaluation", "on_end", "make_optimizer", "make_schedule", "parallelize")
         given |= {name: getattr(self, name) for name in optional if getattr(self, name) is not None}
         for name, value in given.items():
             if not callable(value) and not isinstance(value, Metric):

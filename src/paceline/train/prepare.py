@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
+from paceline.checkpoint.cut import CutParameter
 from paceline.compute.postponed import postpone_compiler
 from paceline.config import BatchShape, TrainConfig, batch_shape, default_strategy, strategy_options, task_options
 from paceline.data.arrays import batch_gatherer, on_device
@@ -31,6 +32,7 @@ from paceline.tasks.settings import defined
 from paceline.tasks.task import SPLITS, Split, Task, call
 from paceline.train.average import Average, with_average
 from paceline.train.computing import STATE_COPIES, Settled, settle
+from paceline.train.cut_task import cut_task
 from paceline.train.determinism import explained
 from paceline.train.evaluate import evaluating, try_evaluation
 from paceline.train.optimizer import Rates, described, maker_for, scaled_lr, schedule_for
@@ -98,6 +100,8 @@ def prepare(config: TrainConfig, world: World) -> Parts:
         loading = Loading(world.device, config.data.num_workers, task.collate)
         stream = stream_of(config, task, sets["train"], shape, loading, world) if is_stream(sets["train"]) else None
         if stream is not None:
+            if world.data is not world:
+                raise UsageError("the training data are a stream, which --mesh cannot share yet. Leave --mesh out")
             sets["train"] = cast("Any", stream.head(largest if config.compute.precision == "auto" else 2))
         for split, dataset in sets.items():
             if is_stream(dataset):
@@ -129,7 +133,11 @@ def prepare(config: TrainConfig, world: World) -> Parts:
             sets = {split: move(dataset) for split, dataset in sets.items()}
     for what, content in data.items():
         check_equal(what, content, world)
-    replica = make_replica(config, maker, model, world, shape.virtual_ranks)
+    cuts: Mapping[str, CutParameter] = {}
+    if world.along("tensor").size > 1:
+        cuts, told = cut_task(task, model, train_set, alone, world, config.strategy, plan.global_batch)
+        settled = replace(settled, notices=[*settled.notices, *told])
+    replica = make_replica(config, maker, model, world, shape.virtual_ranks, cuts)
     total_steps = config.run.steps or config.run.epochs * plan.known_steps
     with together(world):
         schedule = schedule_for(o, peak_lr, task, replica.optimizer, total_steps)
@@ -174,9 +182,10 @@ def make_plan(config: TrainConfig, shape: BatchShape, num_samples: int) -> Batch
 
 
 def make_replica(
-    config: TrainConfig, maker: MakeOptimizer, model: nn.Module, world: World, virtual_ranks: int
-) -> Replica:
-    """Apply the batch norm policy and the strategy (a collective)."""
+    config: TrainConfig, maker: MakeOptimizer, model: nn.Module, world: World, virtual_ranks: int,
+    cuts: Mapping[str, CutParameter],
+) -> Replica:  # fmt: skip
+    """Apply the batch norm policy and the strategy, to a part of a model if there are `cuts` (a collective)."""
     try:
         if config.model.batchnorm == "sync":
             # A group of its own: its collectives must not pair up with those of gradient buckets, whose order relative
@@ -189,7 +198,7 @@ def make_replica(
                 raise told_once(UsageError(f"--{flag} is for strategy {owner} only, this is {name}"), world)
         own = {keyword: asked.get(setting) for setting, keyword in LADDER[name].options.items()}
         part = partial(STRATEGIES[name], **own)(model, maker, world.data, virtual_ranks=virtual_ranks)
-        return of_parts(part, world, {})
+        return of_parts(part, world, cuts)
     except (TypeError, ValueError) as error:  # a layer that cannot be synchronised; models that differ: on all ranks
         raise told_once(UsageError(str(error)), world) from None
 

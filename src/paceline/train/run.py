@@ -33,7 +33,7 @@ from paceline.train.training import Training
 from paceline.train.weights import begin_with
 from paceline.worker.device import device_words
 from paceline.worker.guard import Guard
-from paceline.worker.world import World, joined, laid_out
+from paceline.worker.world import World, joined, on_mesh
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def train(config: TrainConfig, *, run_dir: Path | None = None) -> Outcome:
         fresh=config.checkpoint.fresh, trust=config.run.trust,
     ) as place:  # fmt: skip
         config = with_defaults(config, world.size)
-        world = laid_out(world, mesh_of(config.launch.mesh, world.size), timeout_seconds=config.launch.timeout)
+        world = on_mesh(world, mesh_of(config.launch.mesh, world.size), timeout_seconds=config.launch.timeout)
         try:
             memory_or_hosts(config.launch.collectives)
             check_equal("settings", settings(config), world)

@@ -2,7 +2,7 @@
 
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from paceline.checkpoint.exported import of_checkpoint
 from paceline.checkpoint.state import Held
-from paceline.checkpoint.whole import sha256_of
+from paceline.checkpoint.whole import sha256_of, whole
 from paceline.disk import writing
 from paceline.disk.owners import Unreadable, opened
 from paceline.disk.reading import real_path
@@ -105,9 +105,12 @@ def begin_with(replica: Replica, path: Path, *, trust: bool, report: Report) -> 
     Raises:
         UsageError: on one rank: it cannot be read, or nothing of it fits; ToldElsewhere on the others.
     """
+    held = replica.state()
+    if replica.world.data is not replica.world:  # pieces of parameters
+        held = [Held(name, tensor) for name, tensor in whole(held, replica.world).items()]
     with together(replica.world):
         weights = read_weights(path, trust=trust, report=report)
-        fitting = _fitting(replica, weights, path, report)
+        fitting = _fitting(replica, held, weights, path, report)
     digest = sha256_of(weights)
     check_equal("weights to begin with", digest, replica.world)
     with together(replica.world):
@@ -166,14 +169,20 @@ class _Fitting:
     def tensor(self, name: str, start: int = 0, stop: int | None = None) -> Tensor | None:
         if name in self._values:
             return self._values[name] if stop is None else self._values[name].reshape(-1)[start:stop]
-        return self._held[name].tensor.detach().cpu().clone() if name in self._held else None
+        if name not in self._held:
+            return None
+        own = self._held[name].tensor.detach().cpu().clone()  # of a piece that is what will be asked for
+        return own if stop is None or self._held[name].whole is not None else own.reshape(-1)[start:stop]
 
 
-def _fitting(replica: Replica, weights: Mapping[str, Tensor], path: Path, report: Report) -> _Fitting:
+def _fitting(
+    replica: Replica, held: Sequence[Held], weights: Mapping[str, Tensor], path: Path, report: Report
+) -> _Fitting:
     model = replica.model
     first = {id(parameter): name for name, parameter in model.named_parameters()}
     wanted = {name: first[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}  # tied ones: the first
-    kinds = {name: (p.shape, p.dtype, f"model/{name}") for name, p in model.named_parameters()}
+    shapes = {one.name: one.shape for one in held}
+    kinds = {n: (shapes.get(f"model/{n}", p.shape), p.dtype, f"model/{n}") for n, p in model.named_parameters()}
     state = set(model.state_dict())
     kinds |= {n: (b.shape, b.dtype, f"buffers/{n}") for n, b in model.named_buffers() if n in state}
     fits: dict[str, Tensor] = {}
@@ -200,4 +209,4 @@ def _fitting(replica: Replica, weights: Mapping[str, Tensor], path: Path, report
     for words, which in told.items():
         if which:
             report(f"--init-from: {words}: {first_few(which, MOST)}")
-    return _Fitting(fits, replica.state())
+    return _Fitting(fits, held)

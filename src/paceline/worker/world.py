@@ -153,7 +153,7 @@ def joined(
         dist.destroy_process_group()
 
 
-def laid_out(world: World, mesh: Mesh, *, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS) -> World:
+def on_mesh(world: World, mesh: Mesh, *, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS) -> World:
     """`world`, whose group is up, with a process group for each of its dimensions (a collective).
 
     Ranks that all work on different samples with the whole model need none: then it is `world` as it was.
@@ -173,6 +173,8 @@ def laid_out(world: World, mesh: Mesh, *, timeout_seconds: float = DEFAULT_TIMEO
                     members.index(world.rank), len(members), here.index(world.rank), len(here), world.device,
                     world.backend, made,
                 )  # fmt: skip
+    own = {name: dimensions[name] for name in OF_BATCH if name in dimensions}
+    dimensions["batch"] = replace(dimensions["batch"], dimensions=own)
     return replace(world, mesh=mesh, dimensions=dimensions)
 
 

@@ -1,0 +1,216 @@
+"""How a layer computes with its part: column-wise, row-wise, by heads, by the words of a vocabulary.
+
+Megatron's pairs (Shoeybi et al. 2019): a column-wise layer takes the whole input and gives a share of its outputs; a
+row-wise one takes such a share and gives its part of the whole output, which is added up over ranks. What is inside is
+plain tensors and torch's kernels; DTensor moves what has to move, forward and backward.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import sqrt
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from paceline.checkpoint.cut import CutParameter
+from paceline.compute.rules import subclassed
+from paceline.tensor.view import EVERYWHERE, SUMMANDS, Fused, attention, dropout, everywhere, made_whole
+from paceline.worker.world import World
+
+Told = Callable[[int], None]
+"""(bytes that a forward, or its backward, hands to an all-reduce): told when a layer computes"""
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether it is a linear layer: torch's, or Hugging Face's Conv1D, whose weight lies the other way round."""
+    return type(module) is nn.Linear or is_transposed(module)
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """Whether its weight is (inputs, outputs)."""
+    kind = type(module)
+    return kind.__name__ == "Conv1D" and kind.__module__.startswith("transformers.")
+
+
+def widths(module: nn.Module) -> tuple[int, int]:
+    """(inputs, outputs) of a linear layer as one process has it."""
+    weight: Tensor = module.weight  # pyright: ignore[reportAssignmentType]
+    inputs, outputs = weight.shape if is_transposed(module) else weight.shape[::-1]
+    return inputs, outputs
+
+
+def cut_of(shape: torch.Size, dim: int, world: World, parts: Sequence[int] = ()) -> CutParameter:
+    """This rank's even share of dimension `dim`; of each of `parts` that lie along it, where there are several."""
+    runs: list[tuple[int, int]] = []
+    start = 0
+    for part in parts or (shape[dim],):
+        share = part // world.size
+        runs.append((start + world.rank * share, start + (world.rank + 1) * share))
+        start += part
+    return CutParameter(shape, dim, tuple(runs))
+
+
+@dataclass
+class Inputs:
+    """The last input that a layer has taken: queries, keys and values share one, and the sum of its gradient."""
+
+    whole: Any = None
+    taken: Tensor | None = None
+
+
+class Local:
+    """What a layer's forward needs to move what has to move."""
+
+    def __init__(self, mesh: DeviceMesh, told: Told, inputs: Inputs) -> None:
+        """`inputs` is the same for all layers of a model."""
+        self.mesh, self._told, self._inputs = mesh, told, inputs
+
+    def taken(self, inputs: Any) -> Tensor:
+        """The whole input, for a share of the work: its gradient is added up over ranks."""
+        if self._inputs.whole is not inputs or self._inputs.taken is None:
+            whole = made_whole(inputs)
+            if whole.requires_grad:
+                self._told(whole.nbytes)
+            taken = everywhere(whole, self.mesh).to_local(grad_placements=SUMMANDS)
+            self._inputs.whole, self._inputs.taken = inputs, taken
+        return self._inputs.taken  # pyright: ignore[reportReturnType]
+
+    def share(self, inputs: Any, dim: int = -1) -> Tensor:
+        """This rank's share of an input along `dim`."""
+        dim %= inputs.ndim
+        shared = inputs if isinstance(inputs, DTensor) else everywhere(made_whole(inputs), self.mesh)
+        return shared.redistribute(placements=[Shard(dim)]).to_local()
+
+    def summed(self, part: Tensor) -> Tensor:
+        """The sum over ranks, whole and plain on each of them."""
+        self._told(part.nbytes)
+        return DTensor.from_local(part, self.mesh, SUMMANDS).redistribute(placements=EVERYWHERE).to_local()
+
+    def shared(self, share: Tensor, dim: int = -1) -> DTensor:
+        """What the ranks have shares of."""
+        return DTensor.from_local(share, self.mesh, [Shard(dim % share.ndim)])
+
+
+def _linear(module: Any, x: Tensor, bias: Tensor | None) -> Tensor:
+    weight = module.weight.T if is_transposed(module) else module.weight
+    return F.linear(x, weight, bias)
+
+
+def _apart(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A forward that `View` does not listen to."""
+
+    def quiet(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage]
+            return forward(self, *args, **kwargs)
+
+    return quiet
+
+
+def colwise(module: nn.Module, local: Local, parts: Sequence[int], ranks: int) -> None:
+    """Let a linear layer give its share of the outputs, of each of `parts` where it is a fused one."""
+
+    def forward(self: Any, x: Any) -> Any:
+        y = _linear(self, local.taken(x), self.bias)
+        if len(parts) < 2:
+            return local.shared(y)
+        return Fused.of([local.shared(part) for part in y.split([width // ranks for width in parts], -1)])
+
+    subclassed(module, forward=_apart(forward))
+
+
+def rowwise(module: nn.Module, local: Local) -> None:
+    """Let a linear layer give its part of the output, and add up all ranks'; the bias counts once."""
+
+    def forward(self: Any, x: Any) -> Tensor:
+        y = local.summed(_linear(self, local.share(x), None))
+        return y if self.bias is None else y + self.bias
+
+    subclassed(module, forward=_apart(forward))
+
+
+def vocabulary(module: nn.Module, local: Local, first: int) -> None:
+    """Let an embedding look up the words that it has, from `first` on, and add up over ranks."""
+
+    def forward(self: Any, words: Tensor) -> Tensor:
+        count = len(self.weight)
+        own = made_whole(words) - first
+        there = (own >= 0) & (own < count)
+        padding = self.padding_idx
+        inside = padding is not None and first <= padding < first + count
+        found = F.embedding(own.clamp(0, count - 1), self.weight, padding - first if inside else None)
+        return local.summed(found * there.unsqueeze(-1).to(found.dtype))
+
+    subclassed(module, forward=_apart(forward))
+
+
+def by_heads(module: nn.MultiheadAttention, local: Local, ranks: int) -> None:
+    """Let nn.MultiheadAttention compute this rank's heads."""
+
+    def forward(
+        self: Any, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None = None,
+        need_weights: bool = True, attn_mask: Tensor | None = None, average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        q, k, v = _projected(self, local, made_whole(query), made_whole(key), made_whole(value))
+        mask = _mask(attn_mask, key_padding_mask, q.dtype, self.num_heads)
+        p = self.dropout if self.training else 0.0
+        qs, ks, vs = (local.shared(one, 1) for one in (q, k, v))
+        weights = None
+        if need_weights:
+            scores = (q * sqrt(1 / q.shape[-1])) @ k.transpose(-2, -1)
+            scores = scores if mask is None else scores + _of_heads(mask, local, ranks)
+            weights = dropout(local.shared(scores.softmax(-1), 1), p)
+            assert isinstance(weights, DTensor)
+            y = weights.to_local() @ v
+        else:
+            seen = None if mask is None else everywhere(mask, local.mesh)
+            y = attention(qs, ks, vs, seen, p).to_local()  # pyright: ignore[reportAttributeAccessIssue]
+        # (L, B, E), as torch lays it out: a dropout behind it draws in the order of memory
+        y = local.summed(F.linear(y.permute(2, 0, 1, 3).flatten(2), self.out_proj.weight))
+        y = y if self.out_proj.bias is None else y + self.out_proj.bias
+        if weights is not None:
+            weights = made_whole(weights.mean(1) if average_attn_weights else weights)
+        if query.ndim == 2:
+            return y.squeeze(1), None if weights is None else weights.squeeze(0)
+        return y.transpose(0, 1) if self.batch_first else y, weights
+
+    subclassed(module, forward=_apart(forward))
+
+
+def _projected(
+    module: nn.MultiheadAttention, local: Local, query: Tensor, key: Tensor, value: Tensor
+) -> tuple[Tensor, ...]:
+    """(B, this rank's heads, L, width) each."""
+    taken = {id(one): local.taken(one) for one in (query, key, value)}  # self-attention: once
+    weights = module.in_proj_weight.chunk(3)
+    biases = [None] * 3 if module.in_proj_bias is None else module.in_proj_bias.chunk(3)
+    found: list[Tensor] = []
+    for one, weight, bias in zip((query, key, value), weights, biases, strict=True):
+        y = F.linear(taken[id(one)], weight, bias)
+        y = y.unsqueeze(0) if y.ndim == 2 else y if module.batch_first else y.transpose(0, 1)
+        found.append(y.unflatten(-1, (-1, module.head_dim)).transpose(1, 2))
+    return tuple(found)
+
+
+def _mask(mask: Tensor | None, padding: Tensor | None, dtype: torch.dtype, heads: int) -> Tensor | None:
+    """To be added to the scores (B or 1, heads or 1, L, S) of all heads, from what nn.MultiheadAttention takes."""
+
+    def added(one: Tensor) -> Tensor:
+        one = made_whole(one)
+        return torch.zeros_like(one, dtype=dtype).masked_fill_(one, float("-inf")) if one.dtype == torch.bool else one
+
+    found = None if mask is None else added(mask)
+    if found is not None:
+        found = found[None, None] if found.ndim == 2 else found.unflatten(0, (-1, heads))
+    if padding is None:
+        return found
+    columns = added(padding if padding.ndim == 2 else padding[None])[:, None, None, :]
+    return columns if found is None else found + columns
+
+
+def _of_heads(mask: Tensor, local: Local, ranks: int) -> Tensor:
+    return local.share(mask, 1) if ranks > 1 and mask.shape[1] > 1 else mask

@@ -1,0 +1,115 @@
+"""A run goes on with every other strategy, and mesh, where one has stopped: with the numbers of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.run_ranks import run_ranks
+from tests.tensor.models import GPT, loss, sentences
+from torch import Tensor, optim
+
+from paceline import BatchPlan, Loading, World, load_steps, train_step
+from paceline.checkpoint.shard import ShardFiles, fill, layout, rank_part, read_meta
+from paceline.checkpoint.whole import whole
+from paceline.data.plan import ranks_share
+from paceline.mesh import Mesh
+from paceline.strategies import STRATEGIES, Replica
+from paceline.strategies.parts import of_parts
+from paceline.worker.world import on_mesh
+
+WAYS = ("bucketed", "exact", "zero", "fsdp", "tensor=2")
+VIRTUAL, SAVED_AT, STEPS = 2, 2, 4
+
+
+def prepared(way: str, world: World, seed: int) -> Replica:
+    from paceline.tensor.cut import cut_along_tensor
+
+    torch.manual_seed(seed)
+    model, cuts, strategy = GPT().double(), dict[str, Any](), way
+    if "=" in way:
+        world = on_mesh(world, Mesh.parse(way))
+        cuts, strategy = dict(cut_along_tensor(model, world).cuts), "single" if world.data.size == 1 else "bucketed"
+    part = STRATEGIES[strategy](
+        model, lambda p: optim.AdamW(p, lr=1e-2, weight_decay=0.1), world.data, virtual_ranks=VIRTUAL
+    )
+    return of_parts(part, world, cuts)
+
+
+def train(replica: Replica, start: int, stop: int) -> None:
+    data = replica.world.data
+    share, plan = ranks_share(VIRTUAL, data.rank, data.size), BatchPlan(48, 11, VIRTUAL, accumulation=2)
+    replica.model.train()
+    for step in load_steps(sentences("train"), plan, share, Loading(replica.world.device), start=start, stop=stop):
+        train_step(replica, step, loss, max_norm=0.5)
+
+
+def saved(replica: Replica, folder: str, name: str) -> list[tuple[Path, Any]]:
+    """As a run saves it: a file of each rank."""
+    world = replica.world
+    ordered, places = layout(rank_part(replica.state(), world.rank, world.size))
+    buffer = torch.zeros(places.total_bytes, dtype=torch.uint8)
+    fill(buffer, ordered, places, {})
+    Path(folder, f"{name}-{world.rank}").write_bytes(buffer.numpy().tobytes())
+    whole([], world)  # all have written
+    torch.distributed.barrier()
+    return [
+        (path, (read_meta(path) or ((), ()))[1]) for path in (Path(folder, f"{name}-{r}") for r in range(world.size))
+    ]
+
+
+def go_on(rank: int, size: int, folder: str, pairs: Sequence[tuple[str, str]]) -> dict[str, float]:
+    """By pair the largest difference to a run that has not stopped."""
+    world = World(rank, size, rank, size, torch.device("cpu"), "gloo")
+    uninterrupted = prepared("bucketed", world, 0)
+    train(uninterrupted, 0, STEPS)
+    wanted = whole(uninterrupted.state(), world)
+    files: dict[str, Any] = {}
+    found: dict[str, float] = {}
+    for first, second in pairs:
+        if first not in files:
+            replica = prepared(first, world, 0)
+            train(replica, 0, SAVED_AT)
+            files[first] = saved(replica, folder, first)
+        replica = prepared(second, world, 99)
+        replica.load(ShardFiles(files[first]))
+        train(replica, SAVED_AT, STEPS)
+        got = whole(replica.state(), world)
+        assert got.keys() == wanted.keys()
+        found[f"{first} -> {second}"] = max(_apart(got[name], tensor) for name, tensor in wanted.items())
+    return found
+
+
+def _apart(got: Tensor, want: Tensor) -> float:
+    assert got.shape == want.shape
+    return float((got.double() - want.double()).abs().max())
+
+
+@pytest.mark.ranks
+def test_a_mesh_goes_on_where_a_strategy_has_stopped_and_the_other_way_round(tmp_path: Path) -> None:
+    pairs = [("tensor=2", "zero"), ("fsdp", "tensor=2"), ("tensor=2", "tensor=2")]
+    for pair, apart in run_ranks(go_on, 2, tmp_path, str(tmp_path), pairs)[0].items():
+        assert apart < 1e-9, pair
+
+
+@pytest.mark.ranks
+@pytest.mark.soak
+@pytest.mark.timeout(300)
+def test_all_pairs(tmp_path: Path) -> None:
+    pairs = [*product(WAYS, WAYS)]
+    found = run_ranks(go_on, 2, tmp_path, str(tmp_path), pairs, timeout=250)[0]
+    assert len(found) == len(WAYS) ** 2
+    assert max(found.values()) < 1e-9, found
+
+
+@pytest.mark.ranks
+@pytest.mark.soak
+@pytest.mark.timeout(300)
+def test_all_pairs_on_four_ranks(tmp_path: Path) -> None:
+    ways = ("bucketed", "fsdp", "data=2,tensor=2", "tensor=4")
+    found = run_ranks(go_on, 4, tmp_path, str(tmp_path), [*product(ways, ways)], timeout=250)[0]
+    assert max(found.values()) < 1e-9, found
