@@ -17,10 +17,11 @@ from paceline.config import settings_given
 from paceline.contract.windows import AUTO, Windows
 from paceline.errors import ExitCode, UsageError, plural
 from paceline.host.cgroup import threads_per_rank, usable_cores
-from paceline.ladder import EXACT, FOR_SEVERAL, LADDER
+from paceline.ladder import DEFAULT, EXACT, FOR_SEVERAL, LADDER
 from paceline.launch.job import Job
 from paceline.launch.local import local
 from paceline.launch.supervise import run
+from paceline.mesh import Mesh
 from paceline.observe.summary import read_ended
 from paceline.tasks import check_loop, check_task, is_loop
 from paceline.verify.report import print_bits, print_report
@@ -51,6 +52,10 @@ class VerifyConfig:
     """world sizes, separated by commas; the run is defined for as many virtual ranks as the largest"""
     bitwise: bool = False
     """check that all world sizes compute the same bits, in float32"""
+    mesh: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """in place of --ranks: how ranks share the model and the batch, as for train; may be given several times"""
+    schedule_pipeline: Literal["1f1b", "gpipe"] = "1f1b"
+    """as for train"""
     strategies: Annotated[
         str | None,
         tyro.conf.arg(
@@ -82,7 +87,11 @@ def main(arguments: Sequence[str]) -> int:
     own, words = split_words(arguments)
     config = tyro.cli(VerifyConfig, prog="paceline verify", args=own, description=VerifyConfig.__doc__)
     ranks = whole_numbers("--ranks", config.ranks)
-    chosen = config.strategies or ",".join(EXACT if config.bitwise else FOR_SEVERAL)
+    meshes = [Mesh.parse(mesh) for mesh in config.mesh]
+    if meshes and (config.bitwise or is_loop(config.task)):
+        what = "--bitwise" if config.bitwise else f"{config.task}, a loop of your own"
+        raise UsageError(f"--mesh is not for {what}: parts of a model are added up in another order than the whole")
+    chosen = config.strategies or (DEFAULT if meshes else ",".join(EXACT if config.bitwise else FOR_SEVERAL))
     strategies = chosen_names("strategy", chosen, LADDER)
     optimizers = chosen_names("optimizer", config.optimizers, OPTIMIZERS) if config.optimizers else []
     check_positive(config, "steps")
@@ -100,19 +109,20 @@ def main(arguments: Sequence[str]) -> int:
         options=options,
         strategies=strategies,
         optimizers=optimizers,
-        virtual_ranks=max(ranks),
+        virtual_ranks=max(mesh.replicas for mesh in meshes) + 1 if meshes else max(ranks),  # uneven shares
         accumulation=2,
         steps=config.steps,
         seed=config.seed,
         clip_norm=1.0,
         checkpoint_activations=config.checkpoint_activations,
         device=config.device,
+        schedule_pipeline=config.schedule_pipeline,
     )
     if config.bitwise:
         if {*strategies} - {*EXACT}:
             raise UsageError(f"--bitwise is for the strategies that promise it: {', '.join(EXACT)}; got {chosen}")
         return _verify(spec, ranks, BITWISE_WORKER, BitsReport, print_bits, config.json)
-    return _verify(spec, ranks, WORKER, VerifyReport, print_report, config.json)
+    return _verify(spec, meshes or ranks, WORKER, VerifyReport, print_report, config.json)
 
 
 def _verify_loop(config: VerifyConfig, ranks: Sequence[int], strategies: Sequence[str], words: list[str]) -> int:
@@ -142,16 +152,17 @@ def _verify_loop(config: VerifyConfig, ranks: Sequence[int], strategies: Sequenc
 
 def _verify(
     spec: Spec,
-    ranks: Sequence[int],
+    sizes: Sequence[int | Mesh],
     worker: str,
     kind: type[Report],
     print_all: Callable[[Spec, Sequence[Report]], bool],
     json: Path | None,
 ) -> int:
     reports: list[Report] = []
-    for nproc in ranks:
-        print(f"{plural(nproc, 'process', 'processes')} ...", file=sys.stderr, flush=True)
-        outcome = _run(spec, nproc, worker, kind)
+    for size in sizes:
+        nproc, mesh = (size, "") if isinstance(size, int) else (size.size, str(size))
+        print(f"{plural(nproc, 'process', 'processes')} {mesh} ...", file=sys.stderr, flush=True)
+        outcome = _run(msgspec.structs.replace(spec, mesh=mesh), nproc, worker, kind)
         if isinstance(outcome, int):
             return outcome
         reports.append(outcome)

@@ -36,7 +36,7 @@ def print_report(spec: Spec | None, reports: Sequence[VerifyReport]) -> bool:
     console.print(_table(results))
     for note in sorted({note for report in reports for note in report.notes}):
         console.print(f"note: {note}")
-    for strategy, reason in sorted({(r.case.strategy, r.not_run) for r in results if r.not_run}):
+    for strategy, reason in sorted({(r.case.way, r.not_run) for r in results if r.not_run}):
         console.print(f"not run: {strategy}: {reason}")
     _print_round_off(console, results)
     failed = [r for r in results if r.finding]
@@ -111,7 +111,7 @@ def _table(results: Sequence[Result]) -> Table:
         cells = [_cell(result.errors.get(kind)) for kind in KINDS]
         verdict = "not run" if result.not_run else "[green]equal[/]" if result.passed else "[bold red]DIFFERS[/]"
         norm = "-" if case.batchnorm == "none" else case.batchnorm
-        table.add_row(str(case.world_size), case.strategy, norm, case.optimizer, *cells, verdict)
+        table.add_row(str(case.world_size), case.way, norm, case.optimizer, *cells, verdict)
     return table
 
 

@@ -74,6 +74,10 @@ class Spec(msgspec.Struct, frozen=True):
     """modules that the ranks' backward computes again; the one process computes everything once"""
     device: str = "cpu"
     """of all of them, as for train"""
+    mesh: str = ""
+    """how the ranks share the model and the batch; empty: the batch alone"""
+    schedule_pipeline: Literal["1f1b", "gpipe"] = "1f1b"
+    """of a mesh with stages"""
 
 
 class LoopCase(msgspec.Struct, frozen=True):
@@ -106,10 +110,16 @@ class Case(msgspec.Struct, frozen=True):
     world_size: int
     batchnorm: Policy
     optimizer: str
+    mesh: str = ""
+
+    @property
+    def way(self) -> str:
+        """The strategy, and the mesh that it works on."""
+        return f"{self.strategy} on {self.mesh}" if self.mesh else self.strategy
 
     def __str__(self) -> str:
         norm = "" if self.batchnorm == "none" else f", {self.batchnorm} batch norm"
-        return f"{self.strategy} on {self.world_size}{norm}, {self.optimizer}"
+        return f"{self.way} on {self.world_size}{norm}, {self.optimizer}"
 
 
 class Diagnosis(msgspec.Struct, frozen=True):

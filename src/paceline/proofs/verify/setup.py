@@ -24,10 +24,12 @@ from paceline.nested import mapped
 from paceline.seeding import derive
 from paceline.strategies import STRATEGIES, Replica
 from paceline.strategies.base import MakeOptimizer
+from paceline.strategies.parts import of_parts
 from paceline.sums import new_group, together
 from paceline.sums.batchnorm import convert
 from paceline.tasks import load_task
 from paceline.tasks.task import Task
+from paceline.tensor.cut import cut_along_tensor
 from paceline.train.determinism import DEFAULT_THREADS
 from paceline.train.optimizer import OwnSchedule, checked_optimizer
 from paceline.verify.spec import OWN, Policy, Spec
@@ -156,11 +158,13 @@ def apply_strategy(
     merged = setting.policy == "sync"
     if merged:
         model = convert(model, new_group())
-    replica = STRATEGIES[strategy](model, maker, world, virtual_ranks=spec.virtual_ranks)
+    cuts = cut_along_tensor(model, world, setting.task.parallelize).cuts if world.along("tensor").size > 1 else {}
+    part = STRATEGIES[strategy](model, maker, world.data, virtual_ranks=spec.virtual_ranks)
+    replica = of_parts(part, world, cuts)
     if has_schedule(optimizer, setting.task):
         add_schedule(setting.task, replica.optimizer, spec.steps)
     replica.model.train()
-    share = ranks_share(spec.virtual_ranks, world.rank, world.size)
+    share = ranks_share(spec.virtual_ranks, world.data.rank, world.data.size)
     loading = Loading(world.device, 0, setting.task.collate)
     batches = load_steps(setting.dataset, setting.plan, share, loading, start=0, stop=spec.steps, merged=merged)
     return replica, batches

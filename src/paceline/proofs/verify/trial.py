@@ -40,14 +40,18 @@ class Trial:
     stepped: dict[str, Tensor | None] = field(default_factory=dict[str, "Tensor | None"])
     """what the optimizer was given"""
     finding: Diagnosis | None = None
+    whole: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
+    """shapes of the whole model's parameters and buffers, on the meta device"""
 
 
 def make_trial(case: Case, setting: Setting, optimizer: type[Optimizer]) -> Trial:
     """Build the model, apply the strategy and prepare its batches (a collective)."""
     seed = setting.spec.seed + setting.world.rank
     model = without_dropout(build(setting.task, seed, setting.world.device), setting.policy)
+    everything = (*model.named_parameters(), *model.named_buffers())
+    shapes = {name: torch.empty_like(t, device="meta", requires_grad=t.requires_grad) for name, t in everything}
     replica, batches = apply_strategy(setting, case.strategy, case.optimizer, model)
-    trial = Trial(case, replica, batches, Comparison(adaptive=not issubclass(optimizer, SGD)))
+    trial = Trial(case, replica, batches, Comparison(adaptive=not issubclass(optimizer, SGD)), whole=shapes)
     trial.replica = _observed(trial)
     return trial
 
@@ -67,13 +71,13 @@ def _observed(trial: Trial) -> Replica:
 
     def sync_gradients(total_weight: Tensor) -> None:
         inner.sync_gradients(total_weight)
-        gradients = _gradients_of(inner)
+        gradients = _gradients_of(inner, trial.whole)
         trial.gradient_fingerprints = fingerprints({n: g for n, g in gradients.items() if g is not None})
         if inner.world.rank == 0:
             trial.gradients = {n: None if g is None else g.clone() for n, g in gradients.items()}
 
     def before_step(*_: object) -> None:
-        trial.stepped = _gradients_of(inner)
+        trial.stepped = _gradients_of(inner, trial.whole)
 
     inner.optimizer.register_step_pre_hook(before_step)
     return replace(inner, body=body, sync_gradients=sync_gradients)
@@ -92,7 +96,8 @@ def compare_starts(trial: Trial, reference: Reference | None) -> None:
 def observe(trial: Trial, result: StepResult, microbatches: Sequence[MicroBatch]) -> tuple[Observed, RankDifferences]:
     """What the trial's last step looked like, over all ranks (a collective)."""
     replica, world = trial.replica, trial.replica.world
-    mine = [i for b in microbatches if b.work.counted for i in b.work.indices.tolist()]
+    seen = microbatches if world.leads else ()  # others may have the same samples
+    mine = [i for b in seen if b.work.counted for i in b.work.indices.tolist()]
     samples = [i for part in gather_words(mine, world) for i in part]
     streams = {k: v for part in gather_words(trial.streams, world) for k, v in part.items()}
     trial.streams.clear()
@@ -106,20 +111,19 @@ def observe(trial: Trial, result: StepResult, microbatches: Sequence[MicroBatch]
         stepped=trial.stepped,
         parameters=parameters_of(replica),
         buffers=buffers,
-        state=_optimizer_state(replica),
+        state=_optimizer_state(replica, trial.whole),
     )
     gradients_differ = _first_difference(trial.gradient_fingerprints, world)
     after_differs = _first_difference(fingerprints({**got.parameters, **buffers}), world)
     return got, RankDifferences(trial.start_differs, gradients_differ, after_differs)
 
 
-def _optimizer_state(replica: Replica) -> dict[str, Tensor]:
+def _optimizer_state(replica: Replica, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """As reference.optimizer_state, wherever the strategy keeps it (a collective)."""
-    shapes = {name: parameter.shape for name, parameter in replica.model.named_parameters()}
     state: dict[str, Tensor] = {}
     for full, value in whole([h for h in replica.state() if h.name.startswith("optimizer/")], replica.world).items():
         name, _, key = full.removeprefix("optimizer/").rpartition("/")
-        if value.shape == shapes[name]:
+        if value.shape == parameters[name].shape:
             state[f"{key} of {name}"] = value
     return state
 
@@ -143,7 +147,7 @@ def parameters_of(replica: Replica) -> dict[str, Tensor]:
     return {name.removeprefix(PARAMETER): tensor for name, tensor in whole(held, replica.world).items()}
 
 
-def _gradients_of(replica: Replica) -> dict[str, Tensor | None]:
+def _gradients_of(replica: Replica, parameters: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
     """The step's gradients, whole, by name (a collective)."""
     found = whole(replica.gradients(), replica.world)
-    return {name: found.get(name) for name, p in replica.model.named_parameters() if p.requires_grad}
+    return {name: found.get(name) for name, p in parameters.items() if p.requires_grad}

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from paceline.data.loader import MicroBatch
 from paceline.errors import ToldElsewhere, UsageError
 from paceline.ladder import LADDER
+from paceline.mesh import mesh_of
 from paceline.proofs.verify import setup
 from paceline.proofs.verify.causes import RankDifferences, explain
 from paceline.proofs.verify.reference import Observed, Reference
@@ -24,16 +25,19 @@ from paceline.sums import gather_words, together
 from paceline.train.step import train_step
 from paceline.verify.spec import OWN, Case, Diagnosis, Policy, Result, Spec, VerifyReport
 from paceline.worker.attach import run_worker
-from paceline.worker.world import World
+from paceline.worker.world import World, on_mesh
 
 
 def verify(spec: Spec, world: World) -> VerifyReport:
     """Run every case of `spec` on this world (a collective); rank 0's report counts."""
+    world = on_mesh(world, mesh_of(spec.mesh or None, world.size))
     with together(world):
         task = task_of(spec)
         model = build(task, spec.seed, world.device)
         optimizers = setup.optimizers_of(spec, task, model)
     policies: list[Policy] = ["local", "sync"] if setup.has_batch_norm(model) else ["none"]
+    if spec.mesh:
+        policies = policies[:1]  # its statistics would be of parts of a model
     notes: list[str] = []
     if len(policies) == 2 and setup.has_dropout(model):
         notes.append("dropout is off under synchronised batch norm: its masks would depend on the world size")
@@ -57,7 +61,7 @@ def _verify_strategies(setting: Setting, optimizer: str, kind: type[Optimizer]) 
     results: list[Result] = []
     trials: list[Trial] = []
     for name in spec.strategies:
-        case = Case(name, world.size, policy, optimizer)
+        case = Case(name, world.size, policy, optimizer, spec.mesh)
         reason = _not_run(name, policy, world, kind)
         if reason:
             results.append(Result(case, {}, [], 0.0, not_run=reason))
@@ -118,7 +122,9 @@ def _not_run(strategy: str, policy: Policy, world: World, optimizer: type[Optimi
         return "has local batch norm only"
     if rung.sharded and optimizer not in ELEMENT_WISE:
         return f"cuts parameters into pieces, and {optimizer.__name__} may look at a whole one"
-    if rung.one_process and world.size > 1:
+    if world.mesh is not None and not rung.on_mesh:
+        return "cannot train a part of a model"
+    if rung.one_process and world.data.size > 1:
         return "lives in one process"
     if rung.several_gpus and torch.cuda.device_count() < 2:
         return "needs two GPUs: on one device it only calls the module"
