@@ -20,7 +20,8 @@ def opening_lines(parts: Parts) -> list[str]:
     plan, config, world = parts.plan, parts.config, parts.replica.world
     lines = [
         f"{config.task}: {plural(world.size, 'process', 'processes')} on {device_words(world.device)}, strategy "
-        f"{config.strategy}, {plural(torch.get_num_threads(), 'CPU thread')} each",
+        f"{config.strategy}{f' on {world.mesh}' if world.mesh else ''}, "
+        f"{plural(torch.get_num_threads(), 'CPU thread')} each",
         shares_line(plan, world.size),
         f"{plan.size_words}; {_length(parts)}",
     ]
