@@ -55,11 +55,11 @@ def cut_into_blocks(
     check_types(model, blocks)
     for parameter in model.parameters():
         parameter.data = parameter.data.contiguous()  # only such can be cut; each value keeps its place
-    group, along = world.group or dist.group.WORLD, (world.along("data").group, world.along("shard").group)
+    group, data, shard = world.group or dist.group.WORLD, world.along("data").group, world.along("shard").group
     assert group is not None  # joined
-    if along[0] is not None and along[1] is not None:
+    if data is not None and shard is not None:
         ranks = torch.tensor(dist.get_process_group_ranks(group)).view(-1, world.along("shard").size)
-        mesh = DeviceMesh.from_group([*along], world.device.type, ranks, mesh_dim_names=("data", "shard"))
+        mesh = DeviceMesh.from_group([data, shard], world.device.type, ranks, mesh_dim_names=("data", "shard"))
     else:
         mesh = DeviceMesh.from_group(group, world.device.type)
     whole_ones = {p for p in model.parameters() if not (p.ndim and p.numel())}

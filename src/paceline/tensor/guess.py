@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
@@ -140,7 +141,7 @@ def _vocabulary(model: nn.Module, taken: Mapping[str, CutLayer], ranks: int, fre
     return found
 
 
-def _is_plain(module: nn.MultiheadAttention) -> bool:
+def _is_plain(module: Any) -> bool:
     same = module.in_proj_weight is not None  # queries, keys and values of one width
     return same and module.bias_k is None and not module.add_zero_attn
 

@@ -139,9 +139,9 @@ def vocabulary(module: nn.Module, local: Local, first: int) -> None:
         count = len(self.weight)
         own = made_whole(words) - first
         there = (own >= 0) & (own < count)
-        padding = self.padding_idx
-        inside = padding is not None and first <= padding < first + count
-        found = F.embedding(own.clamp(0, count - 1), self.weight, padding - first if inside else None)
+        padding: int | None = self.padding_idx
+        padding = padding - first if padding is not None and first <= padding < first + count else None
+        found = F.embedding(own.clamp(0, count - 1), self.weight, padding)
         return local.summed(found * there.unsqueeze(-1).to(found.dtype))
 
     subclassed(module, forward=_apart(forward))
@@ -181,9 +181,7 @@ def by_heads(module: nn.MultiheadAttention, local: Local, ranks: int) -> None:
     subclassed(module, forward=_apart(forward))
 
 
-def _projected(
-    module: nn.MultiheadAttention, local: Local, query: Tensor, key: Tensor, value: Tensor
-) -> tuple[Tensor, ...]:
+def _projected(module: Any, local: Local, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
     """(B, this rank's heads, L, width) each."""
     taken = {id(one): local.taken(one) for one in (query, key, value)}  # self-attention: once
     weights = module.in_proj_weight.chunk(3)
