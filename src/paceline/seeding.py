@@ -6,6 +6,7 @@ a resume.
 """
 
 import hashlib
+import math
 import random
 import sys
 from collections.abc import Callable, Generator
@@ -73,6 +74,33 @@ def remembered_streams() -> Callable[[], None]:
             numpy_random.set_state(numpy_state)
 
     return restore
+
+
+def stream_states(device: torch.device) -> torch.Tensor:
+    """Where the streams of torch (CPU, `device`), `random` and numpy are: (n,) uint8, for `put_stream_states`."""
+    (_, words, gauss), numpy_random = random.getstate(), _numpy_random()
+    numbers = [*map(float, words), math.nan if gauss is None else gauss]
+    _, keys, *rest = numpy_random.get_state() if numpy_random else ("", [0] * 624, 0, 0, math.nan)
+    python = torch.tensor([*numbers, *map(float, keys), *map(float, rest)], dtype=torch.float64)
+    parts = [torch.get_rng_state(), python.view(torch.uint8)]
+    if device.type not in ("cpu", "meta"):
+        parts.append(torch.get_device_module(device).get_rng_state(device))
+    return torch.cat(parts)
+
+
+def put_stream_states(state: torch.Tensor, device: torch.device) -> None:
+    """Let the streams go on from where those of another process are, which has given `state`."""
+    own, python_bytes = len(torch.get_rng_state()), 8 * (626 + 627)
+    there, python, on_device = state.cpu().split([own, python_bytes, len(state) - own - python_bytes])
+    torch.set_rng_state(there.clone())
+    numbers: list[float] = python.clone().view(torch.float64).tolist()
+    words, gauss = numbers[:625], numbers[625]
+    random.setstate((3, tuple(map(int, words)), None if math.isnan(gauss) else gauss))
+    if (numpy_random := _numpy_random()) and not math.isnan(numbers[-1]):
+        *keys, at, has_gauss, cached = numbers[626:]
+        numpy_random.set_state(("MT19937", [*map(int, keys)], int(at), int(has_gauss), cached))
+    if len(on_device):
+        torch.get_device_module(device).set_rng_state(on_device.clone(), device)
 
 
 def _numpy_random() -> Any:
