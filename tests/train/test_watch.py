@@ -12,6 +12,7 @@ from paceline.checkpoint.state import Held
 from paceline.data.arrays import ArrayDataset
 from paceline.data.plan import ranks_share
 from paceline.errors import PacelineError
+from paceline.mesh import Mesh
 from paceline.observe.events import Step, read_events
 from paceline.strategies import STRATEGIES
 from paceline.sums import new_group
@@ -186,3 +187,24 @@ def test_a_flipped_bit_ends_the_run_at_the_next_look_and_is_never_saved(paceline
     for rank in range(2):
         steps = [e.step for e in read_events(tmp_path / f"run/events-{rank}.jsonl") if isinstance(e, Step)]
         assert steps == list(range(1, found_after + 1))
+
+
+def stages_that_drift(rank: int, world_size: int, flipped_on: int) -> str:
+    world = World(rank, world_size, rank, world_size, torch.device("cpu"), "gloo", mesh=Mesh.parse("pipeline=2,data=2"))
+    stage, copy = divmod(rank, 2)
+    held = [Held(f"model/{stage}", torch.ones(3), replicated=False, spare=copy > 0)]
+    if rank == flipped_on:
+        flip(held[0].tensor)
+    try:
+        check_replicas(held, world, 7)
+    except PacelineError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.ranks
+def test_of_stages_those_that_hold_the_same_are_compared(tmp_path):
+    assert run_ranks(stages_that_drift, 4, tmp_path, -1) == [""] * 4
+    told, *others = run_ranks(stages_that_drift, 4, tmp_path, 3)
+    assert "after step 7 model/1 differs between ranks 2 and 3, and two cannot tell which is right" in told
+    assert all(others)

@@ -21,7 +21,7 @@ MAX_MODULES = 5  # in a message
 
 
 def check_replicas(held: Sequence[Held], world: World, step: int) -> None:
-    """Compare what all ranks hold (a collective); one message with a number for each tensor.
+    """Compare what all ranks hold, or several of a mesh (a collective); one message with a number for each tensor.
 
     A bit that flips in one rank's memory spreads silently into every result. What a single rank holds (a virtual rank's
     buffers, a share of `zero`'s state) has nothing to be compared with, until it has changed a parameter.
@@ -30,15 +30,23 @@ def check_replicas(held: Sequence[Held], world: World, step: int) -> None:
         TrainingError: with DIVERGED if a tensor differs, naming it and the rank in the minority (a tie accuses none);
             ToldElsewhere on the other ranks.
     """
-    replicated = [h for h in held if h.replicated]
-    if world.size == 1 or not replicated:
+    compared = held if world.mesh is not None else [h for h in held if h.replicated]
+    if world.size == 1 or not (compared or world.mesh):
         return
-    mine: list[int] = torch.stack([checksum(h.tensor) for h in replicated]).tolist()
-    columns = zip(*gather_words(mine, world), strict=True)  # of each tensor, by rank
-    found = {h.name: [*prints] for h, prints in zip(replicated, columns, strict=True) if len(set(prints)) > 1}
+    mine: list[int] = torch.stack([checksum(h.tensor) for h in compared]).tolist() if compared else []
+    found: dict[str, dict[int, int]] = {}
+    if world.mesh is None:
+        for h, prints in zip(compared, zip(*gather_words(mine, world), strict=True), strict=True):
+            found[h.name] = dict(enumerate(prints))
+    else:  # ranks hold different parts: of two that hold the same piece each must have the same
+        names = [f"{h.name}{f' from element {h.start} on' if h.start else ''}" for h in compared]
+        for rank, prints in enumerate(gather_words(dict(zip(names, mine, strict=True)), world)):
+            for name, value in prints.items():
+                found.setdefault(name, {})[rank] = value
+    found = {name: prints for name, prints in found.items() if len({*prints.values()}) > 1}
     if not found:
         return
-    raise told_once(TrainingError(_told(found, world, step), ExitCode.DIVERGED), world)
+    raise told_once(TrainingError(_told(found, step), ExitCode.DIVERGED), world)
 
 
 def checksum(tensor: Tensor) -> Tensor:
@@ -55,21 +63,20 @@ def checksum(tensor: Tensor) -> Tensor:
     return data[:whole].view(torch.int64).sum() + rest.view(torch.int64).sum()
 
 
-def _told(found: dict[str, list[int]], world: World, step: int) -> str:
+def _told(found: dict[str, dict[int, int]], step: int) -> str:
     odd: set[int] = set()
+    holders = [*next(iter(found.values()))]
+    who = ""
     for prints in found.values():
-        (common, votes), *_ = Counter(prints).most_common()
-        if votes * 2 <= world.size:
-            odd = set(range(world.size))  # no majority: no rank is accused
+        (common, votes), *_ = Counter(prints.values()).most_common()
+        if votes * 2 <= len(prints):  # no majority: no rank is accused
+            named = " and ".join(map(str, prints))
+            two = f"ranks {named}, and two cannot tell which is right"
+            who = f"between {two if len(prints) == 2 else 'all ranks, without a majority'}"
             break
-        odd |= {rank for rank, value in enumerate(prints) if value != common}
-    if len(odd) == world.size:
-        two = world.size == 2
-        who = (
-            f"between {'ranks 0 and 1, and two cannot tell which is right' if two else 'all ranks, without a majority'}"
-        )
-    else:
-        who = f"on rank {', '.join(map(str, sorted(odd)))}, against the majority of {world.size} ranks"
+        odd |= {rank for rank, value in prints.items() if value != common}
+    if not who:
+        who = f"on rank {', '.join(map(str, sorted(odd)))}, against the majority of {len(holders)} ranks"
     return (
         f"the replicas have drifted apart: after step {step} {first_few([*found], MAX_NAMED)} differs {who}. Memory, a "
         "device or a kernel has failed, or code changes weights on one rank only. Nothing was saved since; go on from "
