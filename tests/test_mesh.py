@@ -68,14 +68,18 @@ def test_a_run_is_defined_for_as_many_virtual_ranks_as_see_different_samples() -
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"launch": LaunchConfig(mesh="context=2")}, "cannot be cut along context yet"),
+        ({"launch": LaunchConfig(mesh="context=2")}, "are not shared along their sequence here"),
+        ({"launch": LaunchConfig(mesh="pipeline=2,tensor=2")}, "Leave out tensor"),
+        ({"launch": LaunchConfig(mesh="pipeline=2", stages_at="a,b")}, "2 stages begin at 1 module, and 2 are named"),
+        ({"launch": LaunchConfig(schedule_pipeline="gpipe")}, "--schedule-pipeline is for stages"),
+        ({"strategy": "fsdp", "launch": LaunchConfig(mesh="pipeline=2")}, "Use bucketed"),
         ({"launch": LaunchConfig(mesh="data=2,shard=2")}, "shard is for strategy fsdp"),
         ({"launch": LaunchConfig(mesh="tensor=2", min_nproc=1)}, "no rank for each place"),
         ({"launch": LaunchConfig(mesh="tensor=2"), "compute": ComputeConfig(compile=True)}, "are not compiled"),
         ({"launch": LaunchConfig(mesh="tensor=2"), "network": NetworkConfig(compress="int8")}, "has the whole model"),
         (
             {"launch": LaunchConfig(mesh="tensor=2"), "compute": ComputeConfig(checkpoint_activations="Block")},
-            "cannot be computed again",
+            "are not computed again",
         ),
     ],
 )

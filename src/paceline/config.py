@@ -21,7 +21,7 @@ import tyro
 
 from paceline.disk.owners import NotOurs
 from paceline.disk.reading import decode_toml
-from paceline.errors import UsageError, unknown
+from paceline.errors import UsageError, plural, unknown
 from paceline.ladder import DEFAULT, DEFAULT_ALONE, EXACT, LADDER, SLOW, StrategyName, wrong_between_hosts
 from paceline.launchers import LauncherName
 from paceline.mesh import Mesh, mesh_of
@@ -204,6 +204,11 @@ class LaunchConfig:
     mesh: str | None = None
     """what ranks share, and how many along each: data=2,tensor=2; of data, shard, tensor, pipeline, context. Their
     product is the number of processes (default: all along data, each with the whole model)"""
+    schedule_pipeline: Literal["1f1b", "gpipe"] | None = None
+    """of a mesh with pipeline: backward as soon as possible, or after all forwards of a step (default 1f1b)"""
+    stages_at: str | None = None
+    """of a mesh with pipeline: the modules, by name, at which the stages behind the first begin (layers.3,layers.6);
+    default: where the slowest stage is fastest, measured at the start"""
     device: Literal["auto", "cpu", "cuda", "xpu"] = "auto"
     """auto: GPUs if there are any; cuda: NVIDIA's, and AMD's with a torch for ROCm; xpu: Intel's"""
     backend: Literal["auto", "nccl", "xccl", "gloo", "mpi"] = "auto"
@@ -548,19 +553,29 @@ def _check_network(config: TrainConfig) -> None:
 
 
 def _check_mesh(config: TrainConfig) -> None:
-    if config.launch.mesh is None:
+    launch, compute = config.launch, config.compute
+    given = [f"--{key.replace('_', '-')}" for key in ("schedule_pipeline", "stages_at") if getattr(launch, key)]
+    mesh, name = Mesh.parse(launch.mesh or "data=1"), config.strategy or DEFAULT
+    if given and mesh.of("pipeline") == 1:
+        raise UsageError(f"{given[0]} is for stages, which --mesh makes: --mesh pipeline=2, say")
+    if launch.mesh is None:
         return
-    mesh, name = Mesh.parse(config.launch.mesh), config.strategy or DEFAULT
     rung, asked = LADDER.get(name), [f"--{key.replace('_', '-')}" for key in SLOW if getattr(config.network, key)]
     can = ", ".join(name for name, rung in LADDER.items() if rung.on_mesh)
-    compute = config.compute
     several = mesh.shares_model
+    stages, names = mesh.of("pipeline"), [*filter(None, (launch.stages_at or "").split(","))]
     _refuse({
-        f"--mesh {mesh}: samples cannot be cut along context yet. Use pipeline or tensor in its place": mesh.of(
-            "context"
-        ) > 1,
-        f"--mesh {mesh} with --checkpoint-activations: layers that are cut cannot be computed again. Leave one "
-        "out": mesh.of("tensor") > 1 and compute.checkpoint_activations is not None,
+        f"--stages-at {launch.stages_at}: {stages} stages begin at {plural(stages - 1, 'module')}, and {len(names)} "
+        "are named": stages > 1 and launch.stages_at is not None and len(names) != stages - 1,
+        f"--mesh {mesh}: of a stage each rank has whole layers, and the batch is shared along data. Leave out "
+        f"{'tensor' if mesh.of('tensor') > 1 else 'shard'}": stages > 1 and mesh.of("tensor", "shard") > 1,
+        f"--mesh {mesh} with --strategy {name}: it cuts parameters, of which a stage has whole ones. Use bucketed":
+        stages > 1 and name == "fsdp",
+        f"--mesh {mesh} with --checkpoint-activations: parts of a model are not computed again. Leave one out": several
+        and compute.checkpoint_activations is not None,
+        f"--mesh {mesh}: samples are not shared along their sequence here: the model's own attention would have to "
+        "exchange keys and values (torch: torch.distributed.tensor.experimental.context_parallel, in a loop of your "
+        "own). Use tensor or pipeline": mesh.of("context") > 1,
         f"--mesh {mesh} with --strategy {name}: it cannot train a part of a model. Choose from: {can}": several
         and rung is not None and not rung.on_mesh,
         f"--mesh {mesh} with --strategy {name}: shard is for strategy fsdp. Use data in its place, or --strategy fsdp":

@@ -17,6 +17,7 @@ from paceline.checkpoint.state import Held, Source, take_over
 from paceline.data.loader import MicroBatch
 from paceline.data.plan import Work
 from paceline.errors import UsageError
+from paceline.pipeline.line import Pipeline
 from paceline.seeding import random_stream
 from paceline.strategies.buffers import VirtualBuffers, uncounted
 from paceline.strategies.held import hold_optimizer, load_optimizer, take_mean, words_of_mean
@@ -81,6 +82,8 @@ class Replica:
     """every tensor of the training's state that this rank holds, under names that no strategy changes; no copies"""
     load: Callable[[Source], None]
     """takes over a state that any strategy on any number of ranks has held"""
+    pipeline: Pipeline | None = None
+    """this rank's stage, where the model's layers are shared: every forward goes through it"""
 
 
 class Strategy(Protocol):
@@ -194,10 +197,7 @@ def replica(
 
         return (total_norm(tensors) if gradient_norm is None else gradient_norm()).then(clipped)
 
-    def own_parameters() -> list[Held]:
-        return [Held(f"model/{name}", parameter.detach()) for name, parameter in model.named_parameters()]
-
-    held_parameters = hold_parameters or own_parameters
+    held_parameters = hold_parameters or (lambda: [Held(f"model/{n}", p.detach()) for n, p in model.named_parameters()])
 
     def state() -> list[Held]:
         optimizers = hold_optimizer(model, optimizer) if hold is None else hold()

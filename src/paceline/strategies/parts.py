@@ -5,7 +5,7 @@ added here: the norm of all gradients, the state in whole tensors' coordinates, 
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -22,13 +22,16 @@ from paceline.sums.pending import Pending
 from paceline.worker.world import World
 
 
-def of_parts(part: Replica, world: World, cuts: Mapping[str, CutParameter]) -> Replica:
+def of_parts(
+    part: Replica, world: World, cuts: Mapping[str, CutParameter], elsewhere: Callable[[str], bool] = lambda _: False
+) -> Replica:
     """The replica of the whole model, of which `part` is this rank's, made among the ranks of `world.data`.
 
     Args:
         part: from a strategy.
         world: all ranks, laid out in a mesh; without one, `part` is all there is.
         cuts: by name the parameters of which this rank holds a part only.
+        elsewhere: whether what has this name, and is held here, is another stage's to save.
     """
     if world.mesh is None or not world.mesh.shares_model:
         return replace(part, world=world)
@@ -38,7 +41,9 @@ def of_parts(part: Replica, world: World, cuts: Mapping[str, CutParameter]) -> R
     def lifted(held: Sequence[Held]) -> list[Held]:
         found: list[Held] = []
         for one, cut in with_cuts(held, cuts):
-            again = one.spare or (one.replicated and world.data.rank > 0)  # the next along data holds it, too
+            again = (
+                one.spare or elsewhere(one.name) or (one.replicated and world.data.rank > 0)
+            )  # the next along data holds it, too
             if cut is not None:
                 found += [replace(piece, replicated=False, spare=again) for piece in cut.held(one)]
             elif one.replicated and not in_stages:

@@ -89,7 +89,7 @@ class Course(Records):
         self._replicas, holder = [part.replica for part in parts], Holder(parts, self._world, plan.virtual_ranks)
         if (place := self.place) is None:
             return
-        self._names = [state_names(replica.model) for replica in self._replicas]
+        self._names = [one.pipeline.names if one.pipeline else state_names(one.model) for one in self._replicas]
         writer, enter = self.begin(place, track), self._guard.box.enter
         self._keeping = Keeping(holder, place, self.origin, self._rhythm, writer=writer, say=self.say, enter=enter)
         self.started(plan, self.step)

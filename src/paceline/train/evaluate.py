@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Generator, Mapping
 from contextlib import closing, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ def evaluate(
     merged over ranks first, so all ranks evaluate one model.
     `tick` is called after each batch.
     """
-    world, virtual_ranks = replica.world, replica.virtual_ranks
+    world, virtual_ranks, line = replica.world, replica.virtual_ranks, replica.pipeline
     share = ranks_share(virtual_ranks, world.data.rank, world.data.size)
     mine = {v: torch.arange(len(dataset))[v::virtual_ranks] for v in share}  # pyright: ignore[reportArgumentType]
     work: list[Part] = [(v, indices) for v in share for indices in mine[v].split(batch_size) if len(indices)]
@@ -50,11 +51,14 @@ def evaluate(
         closing(fetch(dataset, requests, 0, loading)) as batches,
     ):
         for (virtual_rank, _), (inputs, targets) in zip(work, batches, strict=True):
-            outputs = call(replica.model, inputs)
+            forward = partial(call, replica.model, inputs)
+            outputs = forward() if line is None else line.forward(forward).result
             if virtual_rank is not None and world.leads:
                 for tally in found.values():
                     tally.add(virtual_rank, outputs, targets)
             tick()
+        if line is not None:
+            line.settle()
     told = gather_tensors(states_of(found), world, "states of metrics")
     return scores(found, told, len(dataset), virtual_ranks)  # pyright: ignore[reportArgumentType]
 

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from paceline.checkpoint.cut import CutParameter
 from paceline.compute.postponed import postpone_compiler
 from paceline.config import BatchShape, TrainConfig, batch_shape, default_strategy, strategy_options, task_options
 from paceline.data.arrays import batch_gatherer, on_device
@@ -24,7 +23,6 @@ from paceline.ladder import LADDER, options_of_others
 from paceline.seeding import derive, preserved_streams, random_stream
 from paceline.strategies import STRATEGIES, Replica
 from paceline.strategies.base import MakeOptimizer
-from paceline.strategies.parts import of_parts
 from paceline.sums import check_equal, new_group, together, told_once
 from paceline.sums.batchnorm import convert
 from paceline.tasks import load_task
@@ -32,11 +30,11 @@ from paceline.tasks.settings import defined
 from paceline.tasks.task import SPLITS, Split, Task, call
 from paceline.train.average import Average, with_average
 from paceline.train.computing import STATE_COPIES, Settled, settle
-from paceline.train.cut_task import cut_task
 from paceline.train.determinism import explained
 from paceline.train.evaluate import evaluating, try_evaluation
 from paceline.train.optimizer import Rates, described, maker_for, scaled_lr, schedule_for
 from paceline.train.resume import Origin
+from paceline.train.sharing import ALONE, Sharing, Wish, share_model
 from paceline.train.step import weighted_losses
 from paceline.train.stream_task import stream_of
 from paceline.train.streaming import Stream
@@ -133,11 +131,10 @@ def prepare(config: TrainConfig, world: World) -> Parts:
             sets = {split: move(dataset) for split, dataset in sets.items()}
     for what, content in data.items():
         check_equal(what, content, world)
-    cuts: Mapping[str, CutParameter] = {}
-    if world.along("tensor").size > 1:
-        cuts, told = cut_task(task, model, train_set, alone, world, config.strategy, plan.global_batch)
-        settled = replace(settled, notices=[*settled.notices, *told])
-    replica = make_replica(config, maker, model, world, shape.virtual_ranks, cuts)
+    wish = Wish(config.strategy, config.launch.stages_at or "", config.launch.schedule_pipeline or "1f1b")
+    sharing = share_model(task, model, train_set, alone, plan, world, wish)
+    settled = replace(settled, notices=[*settled.notices, *sharing.lines])
+    replica = make_replica(config, maker, model, world, shape.virtual_ranks, sharing)
     total_steps = config.run.steps or config.run.epochs * plan.known_steps
     with together(world):
         schedule = schedule_for(o, peak_lr, task, replica.optimizer, total_steps)
@@ -183,9 +180,9 @@ def make_plan(config: TrainConfig, shape: BatchShape, num_samples: int) -> Batch
 
 def make_replica(
     config: TrainConfig, maker: MakeOptimizer, model: nn.Module, world: World, virtual_ranks: int,
-    cuts: Mapping[str, CutParameter],
+    sharing: Sharing = ALONE,
 ) -> Replica:  # fmt: skip
-    """Apply the batch norm policy and the strategy, to a part of a model if there are `cuts` (a collective)."""
+    """Apply the batch norm policy and the strategy, to a part of the model if ranks share it (a collective)."""
     try:
         if config.model.batchnorm == "sync":
             # A group of its own: its collectives must not pair up with those of gradient buckets, whose order relative
@@ -197,8 +194,7 @@ def make_replica(
                 flag = setting.replace("_", "-")
                 raise told_once(UsageError(f"--{flag} is for strategy {owner} only, this is {name}"), world)
         own = {keyword: asked.get(setting) for setting, keyword in LADDER[name].options.items()}
-        part = partial(STRATEGIES[name], **own)(model, maker, world.data, virtual_ranks=virtual_ranks)
-        return of_parts(part, world, cuts)
+        return sharing.apply(partial(STRATEGIES[name], **own), model, maker, world, virtual_ranks)
     except (TypeError, ValueError) as error:  # a layer that cannot be synchronised; models that differ: on all ranks
         raise told_once(UsageError(str(error)), world) from None
 

@@ -1,6 +1,7 @@
 """One optimizer step of a task, whose loss is computed here; what makes it a step is `stepping`."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypedDict, Unpack
 
 from torch import Tensor
@@ -11,6 +12,7 @@ from paceline.data.loader import MicroBatch
 from paceline.errors import UsageError
 from paceline.nested import batch_size
 from paceline.stepping.bodies import added_in
+from paceline.stepping.flowing import FlowingSteps
 from paceline.stepping.order import CallOrder
 from paceline.stepping.scaling import LossScale
 from paceline.stepping.steps import Steps
@@ -61,7 +63,10 @@ class TaskSteps:
         self._replica, self._loss = replica, loss
         options.setdefault("enter", ignore)
         way_out, self._scale = "--not-finite skip", scale
-        self._steps = Steps(replica.world, replica.virtual_ranks, forward=weighted_sum, way_out=way_out, **options)
+        if replica.pipeline is None:
+            self._steps = Steps(replica.world, replica.virtual_ranks, forward=weighted_sum, way_out=way_out, **options)
+        else:  # no stage could compute a sample again alone
+            self._steps = FlowingSteps(replica.world, replica.virtual_ranks, way_out=way_out, **options)
         self._steps.parts.append(Trainee(replica, scale=scale))
 
     def take(self, microbatches: Sequence[MicroBatch]) -> StepResult:
@@ -77,9 +82,13 @@ class TaskSteps:
         steps, replica, work = self._steps, self._replica, microbatches[0].work
         where = f"epoch {work.epoch + 1}, step {work.step + 1} of that epoch"
         try:
-            for batch in steps.through(where, microbatches):
-                outputs = call(replica.model, batch.inputs, replica.module)
-                steps.backward(*weighted_losses(self._loss, outputs, batch.targets))
+            if isinstance(steps, FlowingSteps):
+                losses = partial(weighted_losses, self._loss)
+                steps.flow(where, microbatches, lambda batch: call(replica.model, batch.inputs), losses)
+            else:
+                for batch in steps.through(where, microbatches):
+                    outputs = call(replica.model, batch.inputs, replica.module)
+                    steps.backward(*weighted_losses(self._loss, outputs, batch.targets))
         except BaseException:
             steps.give_up()
             raise

@@ -25,6 +25,7 @@ from paceline.train.passes import Passes, StreamPasses
 from paceline.train.preemption import noticing
 from paceline.train.prepare import Parts
 from paceline.train.resume import Origin, Place
+from paceline.train.sharing import waited_line
 from paceline.train.wording import closing_lines, facts, opening_lines, stopped_line
 from paceline.worker.guard import Guard
 from paceline.worker.world import World
@@ -47,6 +48,7 @@ class Training:
         stream, say = parts.stream, self._course.say
         self._passes = Passes(parts, self._box) if stream is None else StreamPasses(parts, stream, self._box, say)
         self._scale = loss_scale(self._config.compute.precision)
+        self._spent, self._stages = [0.0, 0.0], list[str]()  # waiting for other ranks, and in all
         if origin is not None:
             self._take(origin)
         self._evaluations = Evaluations(parts, self._course, self._passes)
@@ -66,6 +68,8 @@ class Training:
                     stopped = self._loop()
                     if not stopped:
                         self._evaluations.evaluate_at_end()
+                    if parts.replica.pipeline is not None:
+                        self._stages = [waited_line(self._spent, self._world)]
                 return course.finish(stopped, self._closing, self._evaluations.end)
             except Exception as error:
                 whole = self._box.get("phase") != Phase.OPTIMIZER
@@ -78,7 +82,7 @@ class Training:
         if summary.exit == ExitCode.SAVED:
             return [stopped_line(course.step, parts.total_steps, folder)]
         scaled = [f"fp16: {plural(self._scale.left_out, 'step')} left out by overflows"] if self._scale else []
-        return [*scaled, *data_lines(summary, course.waited, parts), *closing_lines(summary, folder)]
+        return [*scaled, *self._stages, *data_lines(summary, course.waited, parts), *closing_lines(summary, folder)]
 
     def _loop(self) -> bool:
         """Take all steps that are left; return whether the run was asked to stop before the last."""
@@ -124,6 +128,8 @@ class Training:
 
     def _note(self, record: StepRecord) -> None:
         course, total = self._course, self._parts.total_steps
+        waited = record.phase_seconds.get(Phase.SYNC.word, 0.0)
+        self._spent = [self._spent[0] + waited, self._spent[1] + record.seconds]
         tracked = record.step % self._config.run.log_interval == 0 or record.step == total
         course.note(record, self._passes.samples(record), tracked=tracked)
         self._display.step(

@@ -198,9 +198,11 @@ def _fitting(
             f"--init-from {path}: nothing of it fits the model. It has {first_few([*weights], MOST)}; the model has "
             f"{first_few([*kinds], MOST)}" + (f"; shapes differ: {first_few(differ, MOST)}" if differ else "")
         )
-    report(f"begins with {len(fits)} of the model's {len(kinds)} tensors from {path}")
+    whose = "the model's" if replica.pipeline is None else "the first stage's"
+    report(f"begins with {len(fits)} of {whose} {len(kinds)} tensors from {path}")
     missing = [name for name, (*_, full) in kinds.items() if full not in fits and not any(name in d for d in differ)]
-    unused = [name for name in weights if wanted.get(name, name) not in kinds]
+    others = replica.pipeline.called if replica.pipeline else ()  # what is another stage's
+    unused = [name for name in weights if wanted.get(name, name) not in kinds and name not in others]
     told = {
         "shapes differ, left as initialised": differ,
         "not in it, left as initialised": missing,

@@ -15,7 +15,7 @@ from torch.distributed import HashStore, PrefixStore, Store, distributed_c10d  #
 
 from paceline.errors import TrainingError, UsageError
 from paceline.host.gpus import show_own_mig
-from paceline.mesh import DIMENSIONS, OF_BATCH, OF_MODEL, Mesh
+from paceline.mesh import DIMENSIONS, OF_BATCH, Mesh
 from paceline.worker.device import BACKENDS, check_placement, chosen_backend, chosen_device, go_near, overlooked
 from paceline.worker.foreign import ADDRESS, COUNTS, understood
 from paceline.worker.guard import Guard
@@ -57,8 +57,9 @@ class World:
 
     @property
     def leads(self) -> bool:
-        """Whether, of the ranks that work on the same samples, this one speaks for all of them: it is the first."""
-        return all(self.along(name).rank == 0 for name in OF_MODEL)
+        """Whether, of the ranks that work on the same samples, this one speaks for all: it is where the loss is."""
+        last = self.along("pipeline")
+        return last.rank == last.size - 1 and all(self.along(name).rank == 0 for name in ("context", "tensor"))
 
     @classmethod
     def from_env(

@@ -24,14 +24,13 @@ from paceline.nested import mapped
 from paceline.seeding import derive
 from paceline.strategies import STRATEGIES, Replica
 from paceline.strategies.base import MakeOptimizer
-from paceline.strategies.parts import of_parts
 from paceline.sums import new_group, together
 from paceline.sums.batchnorm import convert
 from paceline.tasks import load_task
 from paceline.tasks.task import Task
-from paceline.tensor.cut import cut_along_tensor
 from paceline.train.determinism import DEFAULT_THREADS
 from paceline.train.optimizer import OwnSchedule, checked_optimizer
+from paceline.train.sharing import Wish, share_model
 from paceline.verify.spec import OWN, Policy, Spec
 from paceline.worker.world import World, joined
 
@@ -158,14 +157,15 @@ def apply_strategy(
     merged = setting.policy == "sync"
     if merged:
         model = convert(model, new_group())
-    cuts = cut_along_tensor(model, world, setting.task.parallelize).cuts if world.along("tensor").size > 1 else {}
-    part = STRATEGIES[strategy](model, maker, world.data, virtual_ranks=spec.virtual_ranks)
-    replica = of_parts(part, world, cuts)
+    loading, data = Loading(world.device, 0, setting.task.collate), world.data
+    model.train()
+    wish = Wish(strategy, schedule=spec.schedule_pipeline)
+    sharing = share_model(setting.task, model, setting.dataset, loading, setting.plan, world, wish)
+    replica = sharing.apply(STRATEGIES[strategy], model, maker, world, spec.virtual_ranks)
     if has_schedule(optimizer, setting.task):
         add_schedule(setting.task, replica.optimizer, spec.steps)
     replica.model.train()
-    share = ranks_share(spec.virtual_ranks, world.data.rank, world.data.size)
-    loading = Loading(world.device, 0, setting.task.collate)
+    share = ranks_share(spec.virtual_ranks, data.rank, data.size)
     batches = load_steps(setting.dataset, setting.plan, share, loading, start=0, stop=spec.steps, merged=merged)
     return replica, batches
 

@@ -103,6 +103,9 @@ def observe(trial: Trial, result: StepResult, microbatches: Sequence[MicroBatch]
     trial.streams.clear()
     with replica.merged_buffers():
         buffers = {n: b.detach() for n, b in replica.model.named_buffers()}
+        if replica.pipeline is not None:  # of this stage
+            parameters = parameters_of(replica)
+            buffers = {n: t for n, t in replica.weights().items() if n in trial.whole and n not in parameters}
     got = Observed(
         samples=sorted(samples),
         streams=streams,

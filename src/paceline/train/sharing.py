@@ -1,0 +1,167 @@
+"""Shares a task's model among ranks, as the mesh says; watched, and tried, on the task's own first samples."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from paceline.checkpoint.cut import CutParameter
+from paceline.data.loader import Loading, fetch
+from paceline.data.plan import BatchPlan, ranks_share
+from paceline.errors import UsageError, plural
+from paceline.pipeline.schedule import Schedule, idle
+from paceline.pipeline.survey import surveyed
+from paceline.seeding import preserved_streams
+from paceline.strategies.base import MakeOptimizer, Replica
+from paceline.strategies.parts import of_parts
+from paceline.strategies.pipelined import Division, divided, pipelined
+from paceline.sums import gather_words, together
+from paceline.sums.replicate import broadcast_module
+from paceline.tasks.task import Task, call
+from paceline.train.cut_task import TRIED, cut_task
+from paceline.train.evaluate import evaluating
+from paceline.train.step import weighted_losses
+from paceline.worker.world import World
+
+SAME = 1e-2  # of the loss: torch may take other kernels where nothing is kept for backward; in bf16 that is seen
+FEW = 0.3  # of a step, that equal stages would wait
+OfFirst = Callable[[], tuple[Callable[[], Any], Any, Callable[[Any], Tensor]]]
+"""Of the first samples: what calls the model, its inputs, and the loss of what it gives."""
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What the settings say of it."""
+
+    strategy: str | None = None
+    stages_at: str = ""
+    schedule: Schedule = "1f1b"
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """How ranks share a model: what they cut of each layer, or where they cut it into stages."""
+
+    cuts: Mapping[str, CutParameter] = field(default_factory=dict[str, CutParameter])
+    division: Division | None = None
+    schedule: Schedule = "1f1b"
+    lines: Sequence[str] = ()
+    """for the user, before the first step"""
+    check: Callable[[Replica], None] = lambda _: None
+    """raises UsageError if the model that is shared cannot give the loss of the whole one"""
+
+    def apply(
+        self, strategy: Callable[..., Replica], model: nn.Module, maker: MakeOptimizer, world: World, virtual_ranks: int
+    ) -> Replica:
+        """Let `strategy` train this rank's part of the model (a collective)."""
+        if self.division is None:
+            return of_parts(strategy(model, maker, world.data, virtual_ranks=virtual_ranks), world, self.cuts)
+        made = pipelined(
+            strategy, model, maker, world, self.division, schedule=self.schedule, virtual_ranks=virtual_ranks
+        )  # fmt: skip
+        self.check(made)
+        return made
+
+
+ALONE = Sharing()
+
+
+def share_model(
+    task: Task,
+    model: nn.Module,
+    dataset: Dataset[Any],
+    loading: Loading,
+    plan: BatchPlan,
+    world: World,
+    wish: Wish,
+) -> Sharing:
+    """Share it as the mesh of `world` says (a collective).
+
+    Raises:
+        UsageError: on one rank, if it cannot be shared so; ToldElsewhere on the others.
+    """
+    if world.along("tensor").size > 1:
+        cuts, lines = cut_task(task, model, dataset, loading, world, wish.strategy, plan.global_batch)
+        return Sharing(cuts, lines=lines)
+    loss = partial(_of_first, task, model, dataset, loading)
+    if (stages := world.along("pipeline").size) > 1:
+        names, way = [name for name in wish.stages_at.split(",") if name], wish.schedule
+        broadcast_module(model)  # whole: stages of models that were drawn apart would make up none
+        division = divided(lambda: surveyed(model, *loss()), stages, names, world)
+        check, lines = partial(_compare, _tried(model, loss), loss), division_lines(division, way, plan, world)
+        return Sharing(division=division, schedule=way, lines=lines, check=check)
+    return ALONE
+
+
+def _of_first(
+    task: Task, model: nn.Module, dataset: Dataset[Any], loading: Loading
+) -> tuple[Callable[[], Any], Any, Callable[[Any], Tensor]]:
+    """What an `OfFirst` gives."""
+    indices = torch.arange(min(TRIED, len(dataset)))  # pyright: ignore[reportArgumentType]
+    ((inputs, targets),) = fetch(dataset, [(0, indices)], 0, loading)
+
+    def loss(outputs: Any) -> Tensor:
+        losses, weights = weighted_losses(task.loss, outputs, targets)
+        return losses.sum() if weights is None else (losses * weights).sum()
+
+    return partial(call, model, inputs), inputs, loss
+
+
+def _tried(model: nn.Module, of_first: OfFirst) -> float:
+    """The loss of the first samples, in eval mode; with a graph, as a step has it."""
+    with preserved_streams(), evaluating(model), torch.enable_grad():
+        forward, _, loss = of_first()
+        return float(loss(forward()).detach())
+
+
+def _compare(expected: float, of_first: OfFirst, made: Replica) -> None:
+    line, world, got = made.pipeline, made.world, expected
+    assert line is not None
+    with preserved_streams(), evaluating(made.model):
+        forward, _, loss = of_first()
+        run = line.forward(forward)
+        line.settle()
+    with together(world):
+        if line.is_last:
+            got = float(loss(run.result))
+        if not math.isclose(got, expected, rel_tol=SAME):
+            raise UsageError(
+                f"in {line.stages} stages the model gives another loss of the first samples than whole: {got:.6g}, not "
+                f"{expected:.6g}. Something goes past the cuts that nothing shows. Choose others, by --stages-at"
+            )
+
+
+def division_lines(division: Division, schedule: Schedule, plan: BatchPlan, world: World) -> list[str]:
+    """A line for each stage: where it begins, what it weighs, and how long it will wait."""
+    stages = division.stages
+    most = len(ranks_share(plan.virtual_ranks, 0, world.data.size)) * plan.accumulation
+    waits = idle(schedule, [(one.forward_seconds, one.backward_seconds) for one in stages], most)
+    whole = sum(one.seconds for one in stages)
+    lines = [f"pipeline of {plural(len(stages), 'stage')}, {schedule}, {plural(most, 'micro-batch', 'micro-batches')}"]
+    for number, (one, begin, wait) in enumerate(
+        zip(stages, ["", *(cut.module for cut in division.cuts)], waits, strict=True)
+    ):
+        place = f"stage {number} {f'from {begin}' if begin else 'from the input'}"
+        share = f"{one.seconds / whole:.0%} of the time" if whole else "no time"
+        state = f"{one.state_bytes / 2**20:,.1f} MiB of weights, gradients and optimizer state"
+        lines.append(f"  {place}: {share}, {state}; will wait {wait:.0%} of a step")
+    if (len(stages) - 1) / (most + len(stages) - 1) > FEW:
+        lines[0] += ": few micro-batches for so many stages. Try: --accumulation with a greater number"
+    return lines
+
+
+def waited_line(seconds: Sequence[float], world: World) -> str:
+    """How long the stages have waited: of each rank's `seconds`, (waiting, in all) (a collective)."""
+    told = gather_words([world.along("pipeline").rank, *seconds], world)
+    shares: dict[int, list[float]] = {}
+    for stage, waited, spent in told:
+        shares.setdefault(stage, []).append(waited / spent if spent else 0.0)
+    of_stages = {stage: sum(found) / len(found) for stage, found in shares.items()}
+    slowest = min(of_stages, key=lambda stage: of_stages[stage])
+    words = ", ".join(f"stage {stage} {share:.0%}" for stage, share in sorted(of_stages.items()))
+    return f"waited for other ranks: {words} of the time; stage {slowest} is the slowest"
