@@ -70,7 +70,16 @@ def test_what_not_all_have_marked_is_not_compared_and_equal_is_right() -> None:
 
 
 def test_ranks_that_take_uneven_numbers_of_steps_on_purpose_are_not_compared() -> None:
-    assert seen(*(rank(n, step(5, n), uneven=n == 2, step=n) for n in range(3)), last=True) is None
+    def shadowed(*steps: int, last: bool = True) -> list[str]:
+        looks = silent()
+        looked = [rank(n, step(5, n), uneven=n == 2, step=count) for n, count in enumerate(steps)]
+        assert [*looks.see(looked, last=last), *looks.see(looked, last=last)] == []
+        return looks.notices
+
+    assert shadowed(120, 80, 131) == shadowed(120, 1, 131, last=False) == []
+    assert shadowed(120, 58, 130) == [
+        "rank 1 took 58 steps, the others 125: Join hides it, should its data have ended too early"
+    ]
 
 
 def test_without_ddp_only_what_was_equal_while_it_moved_must_stay_so() -> None:

@@ -130,6 +130,7 @@ class Sample(msgspec.Struct, frozen=True, omit_defaults=True):
     marks: bytes = b""  # what ranks must have in common: see marks.py
     orders: bytes = b""  # of its collectives
     findings: tuple[ScriptFinding, ...] = ()
+    queued_seconds: float = 0.0  # that its main thread has waited for a core, so far
 
     @property
     def runs(self) -> bool:

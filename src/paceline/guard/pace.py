@@ -27,6 +27,7 @@ from paceline.contract.evidence import Evidence, Phase, Sample, Verdict, Verdict
 from paceline.contract.marks import read_findings, read_marks, read_orders
 from paceline.contract.places import Activity, activity_of, imports_torch
 from paceline.contract.windows import JUMP_SECONDS, LEARNED, OF_STEPS, WARM_UP_STEPS, Stage, Windows
+from paceline.host.procfs import queued_seconds
 
 CLOCKS_SECONDS = 1.5  # what two looks at a rank may differ by where it has not moved
 BUSY_CPU_SECONDS = 0.5  # in a second
@@ -200,6 +201,7 @@ class Stillness:
             step=counters.step,
             phase=counters.phase,
             phase_seconds=counters.phase_seconds,
+            queued_seconds=queued_seconds(worker.pid),
             still_seconds=now_seconds - since_seconds if worker.runs else 0.0,
             waiting=counters.waiting,
             met=counters.met,

@@ -5,6 +5,7 @@ verdict by which the run is to be ended.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from statistics import median
 
 from msgspec.structs import replace
 
@@ -18,6 +19,7 @@ from paceline.guard.wording import named, verb
 LOOKS = 3  # until every rank will have told what it has seen
 LATE_STEPS = 20  # after which the others will not tell it any more
 MOST_PARTIES = 4
+SHORT = 0.5  # of the others' steps: so few are told, though they may be meant
 
 AskCalls = Callable[[], Mapping[int, Mapping[int, Op]]]
 Names = Callable[[], Mapping[str, Sequence[str]]]
@@ -41,6 +43,8 @@ class Silent:
         self._swallowed(ranks)
         self._stale(ranks, last=last)
         found = [self._not_finite(ranks, last=last)]
+        if last and any(one.uneven for one in ranks):
+            self._shadowed(ranks)
         if any(one.uneven for one in ranks) or (self._looks and ("not finite",) not in self._said):
             return [one for one in found if one is not None]
         differences = self._comparison.see({one.rank: marks_of(one.marks) for one in ranks if one.marks})
@@ -74,6 +78,16 @@ class Silent:
             late = last or all(least > found.step + LATE_STEPS for _, found in alike)
             if late and len({rank for rank, _ in alike}) < self._size and self._new("stale", what):
                 self.notices += [f"rank {rank} {found.words} (step {found.step})" for rank, found in alike]
+
+    def _shadowed(self, ranks: Sequence[Sample]) -> None:
+        """Which ranks Join has shadowed for most of the time: their data may have ended before their end."""
+        for one in ranks:
+            others = median([other.step for other in ranks if other.rank != one.rank] or [0])
+            if one.step < SHORT * others and self._new("shadowed", one.rank):
+                self.notices.append(
+                    f"rank {one.rank} took {one.step} steps, the others {others:g}: Join hides it, "
+                    "should its data have ended too early"
+                )
 
     def _not_finite(self, ranks: Sequence[Sample], *, last: bool) -> Verdict | None:
         told = {one.rank: found for one in ranks for found in one.findings if found.kind == "not finite"}

@@ -9,13 +9,16 @@ With DDP the waiting is in the others' backward pass instead, 0.6, 0.1, 0.6 s; s
 forward, optimizer) are also compared alone.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from statistics import median
 
 from paceline.contract.evidence import Phase, Sample
 
 FIRST_STEPS = 5  # of a start: compiling, filling caches
-MIN_STEPS, MIN_SECONDS = 15, 2.0  # of what is judged
+LOOK_STEPS, LOOK_SECONDS = 10, 0.9  # from look to look, at least: batches of unlike lengths even out
+LOOKS = 3  # in a row that are judged
+QUEUED_LOOKS = 8  # that are where a rank is slow because it waits for a core
 SLOW_FACTOR = 1.3
 CHANGE_FACTOR = 1.5  # said again only where it has become so much worse
 LEAST_SECONDS = 0.02  # a step: less is the noise of a machine that does something else, too
@@ -25,7 +28,9 @@ OWN = (Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
 NEVER_WAITING = (Phase.DATA, Phase.FORWARD, Phase.OPTIMIZER)
 OF_SCRIPTS = (*NEVER_WAITING, Phase.USER)
 
+Look = Mapping[int, Sample]  # of all ranks that run
 Spent = Mapping[int, tuple[float, ...]]  # rank -> seconds in each phase, per step
+Judged = Callable[[Spent, Mapping[int, str]], tuple[int, str, float] | None]
 
 
 class Slowness:
@@ -34,9 +39,8 @@ class Slowness:
     def __init__(self, hosts: Mapping[int, str]) -> None:
         self._hosts = hosts
         self._first: dict[int, int] = {}
-        self._base: dict[int, Sample] = {}
+        self._looks: list[Look] = []  # the newest last
         self._said: dict[str, float] = {}
-        self._before: int | None = None  # who was slow in the last window
         self.rank: int | None = None
         """that the last sentence was about"""
 
@@ -44,31 +48,35 @@ class Slowness:
         """A sentence that is new, or empty. To be called with all ranks that run, again and again."""
         if len(samples) < 2 or any(one.phase is Phase.USER and not one.script for one in samples):
             return ""
-        for one in samples:
-            first = self._first.setdefault(one.rank, one.step)
-            if one.step >= first + FIRST_STEPS:
-                self._base.setdefault(one.rank, one)
-        if any(not self._ripe(one) for one in samples):
+        first = [self._first.setdefault(one.rank, one.step) for one in samples]
+        now = {one.rank: one for one in samples}
+        started = all(one.step >= step + FIRST_STEPS for one, step in zip(samples, first, strict=True))
+        if not started or (self._looks and not _apart(self._looks[-1], now)):
             return ""
-        spent = {one.rank: _per_step(self._base[one.rank], one) for one in samples}
-        self._base = {one.rank: one for one in samples}
+        self._looks = [*self._looks, now][-QUEUED_LOOKS - 1 :]
+        if len(self._looks) <= LOOKS:
+            return ""
         scripts = all(one.script for one in samples)
-        found = (slow_script if scripts else slow_rank)(spent, self._hosts)
-        before, self._before = self._before, found[0] if found else None
-        if scripts and self._before != before:  # some steps of a busy machine, or of a script, are no slow rank
-            return ""
-        self.rank = self._before
+        found = self._all_the_time(slow_script if scripts else slow_rank)
+        self.rank = found[0] if found else None
         if found:
             return self._new(f"rank {self.rank}", *found[1:])
         if scripts:  # of which nobody knows what they do for themselves
             return ""
-        return self._new("network", *(slow_network(spent) or ("", 0.0)))
+        return self._new("network", *(slow_network(_per_step(self._looks[-LOOKS - 1], now)) or ("", 0.0)))
 
-    def _ripe(self, one: Sample) -> bool:
-        base = self._base.get(one.rank)
-        if base is None or one.step < base.step + MIN_STEPS:
-            return False
-        return sum(one.phase_seconds) - sum(base.phase_seconds) >= MIN_SECONDS
+    def _all_the_time(self, judged: Judged) -> tuple[int, str, float] | None:
+        """Who is slow in each look, and by how much in most: some steps of a script are nothing.
+
+        What a rank waits for a core is mostly the machine's, and passes: then it must be so for longer.
+        """
+        pairs = [*pairwise(self._looks)]
+        for count, of_queue in ((LOOKS, True), (QUEUED_LOOKS, False)):
+            last = [judged(_per_step(*looks, of_queue=of_queue), self._hosts) for looks in pairs[-count:]]
+            slow = [one for one in last if one is not None]
+            if len(slow) == count and len({one[0] for one in slow}) == 1:
+                return sorted(slow, key=lambda one: one[2])[count // 2]
+        return None
 
     def _new(self, what: str, words: str, measure: float) -> str:
         if measure <= self._said.get(what, 0.0) * CHANGE_FACTOR:
@@ -77,9 +85,33 @@ class Slowness:
         return words
 
 
-def _per_step(base: Sample, now: Sample) -> tuple[float, ...]:
-    steps = now.step - base.step
-    return tuple((b - a) / steps for a, b in zip(base.phase_seconds, now.phase_seconds, strict=True))
+def _apart(base: Look, now: Look) -> bool:
+    """Whether every rank has gone on long enough in between for a look of its own."""
+    return all(
+        rank in base
+        and one.step >= base[rank].step + LOOK_STEPS
+        and sum(one.phase_seconds) >= sum(base[rank].phase_seconds) + LOOK_SECONDS
+        for rank, one in now.items()
+    )
+
+
+def _per_step(base: Look, now: Look, *, of_queue: bool = False) -> Spent:
+    """What each rank has spent; `of_queue`: without what it has waited for a core, by so much longer than the others.
+
+    Nobody knows in which phase it has: it is taken from all of its own, in proportion.
+    """
+    queued = {rank: (one.queued_seconds - base[rank].queued_seconds) for rank, one in now.items()}
+    found: dict[int, tuple[float, ...]] = {}
+    for rank, one in now.items():
+        spent = [b - a for a, b in zip(base[rank].phase_seconds, one.phase_seconds, strict=True)]
+        work = sum(spent[phase] for phase in OF_SCRIPTS)
+        longer = max(0.0, queued[rank] - _others(queued, rank)) if of_queue and len(now) > 1 else 0.0
+        kept = max(0.0, 1 - longer / work) if work else 1.0
+        steps = one.step - base[rank].step
+        found[rank] = tuple(
+            seconds * (kept if phase in OF_SCRIPTS else 1) / steps for phase, seconds in zip(Phase, spent, strict=True)
+        )
+    return found
 
 
 def slow_rank(spent: Spent, hosts: Mapping[int, str]) -> tuple[int, str, float] | None:

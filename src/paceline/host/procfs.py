@@ -49,6 +49,14 @@ def read_process(pid: int) -> Process | None:
     return Process(pid, fields[0], int(fields[1]), int(fields[3]), int(fields[19]), cpu_seconds)
 
 
+def queued_seconds(pid: int) -> float:
+    """How long its main thread has been ready to run, and no core was free for it; 0 where nobody says."""
+    try:
+        return int((PROC / str(pid) / "schedstat").read_text().split()[1]) / 1e9
+    except (OSError, IndexError, ValueError):
+        return 0.0
+
+
 def sleep_number(pid: int) -> int:
     """Which of its sleeps the main thread is in, by the kernel's count; -1 where it is in none, or nobody says.
 
