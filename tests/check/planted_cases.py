@@ -26,6 +26,7 @@ PLAIN = {  # plant -> rule
     "own gradient": "gradients",
     "summed": "gradients",
     "last window divided": "last window",
+    "last window scaled": "last window",
     "last window dropped": "last window",
     "last window carried": "last window",
     "mean over padding": "mean over padding",
@@ -39,6 +40,7 @@ PLAIN = {  # plant -> rule
     "same augmentation": "same augmentation",
     "same augmentation in workers": "same augmentation",
     "same noise": "same augmentation",
+    "same noise of its own": "same augmentation",
     "evaluation alone": "evaluation alone",
     "one file": "one file",
     "one log": "one file",
@@ -123,7 +125,7 @@ def checked(case: Case, *, nproc: int = 2) -> Outcome:
             words += ["--plant", case.plant]
         if "--folder" in (HERE / case.script).read_text():
             words += ["--folder", folder]
-        if case.plant in ("windows", "last window divided", "last window dropped", "last window carried"):
+        if case.plant == "windows" or case.plant.startswith("last window"):
             words += ["--samples", "404"] if "plain" in case.script else []
         began = time.monotonic()
         options = ["--check", "--nproc", str(nproc), "--run-dir", str(run_dir), "--stall-after", "8"]

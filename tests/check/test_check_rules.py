@@ -10,6 +10,7 @@ import pytest
 from paceline.contract.facts import (
     Dropped,
     MeanLoss,
+    PaddedMetric,
     Pass,
     PlacedFile,
     ScriptFacts,
@@ -78,10 +79,13 @@ def found(of_rank: Callable[[int], ScriptFacts]) -> list[Remark]:
 
 
 def windows(
-    *backwards: int, epochs: tuple[int, ...], batches: int, factor: float = 0.25
+    *backwards: int, epochs: tuple[int, ...], batches: int, scaled: float = 1.0
 ) -> Callable[[int], ScriptFacts]:
+    """Each loss divided by four, or the gradients scaled."""
     steps = [
-        step(backwards=n, epoch=e, factors=[factor], parameters="p" if not k else "")
+        step(
+            backwards=n, epoch=e, factors=[0.25] if scaled == 1 else [], scaled=scaled, parameters="p" if not k else ""
+        )
         for k, (n, e) in enumerate(zip(backwards, epochs, strict=True))
     ]
     return lambda rank: right(rank, steps=steps, loaders=[trained(rank, batches=batches)])
@@ -245,6 +249,15 @@ PITFALLS: dict[str, tuple[Callable[[int], ScriptFacts], str, int]] = {  # what i
     ),
     "another start": (by_rank(steps=([step(parameters="p")], [step(parameters="q")])), "different start", 7),
     "a last window divided wrongly": (windows(*BACKWARDS, epochs=EPOCHS, batches=10), "last window", 11),
+    "a last window scaled wrongly": (windows(*BACKWARDS, epochs=EPOCHS, batches=10, scaled=0.25), "last window", 12),
+    "a score that counts padding": (
+        by_rank(metrics=([PaddedMetric("t.py:40 in scores", "accuracy", 0.5, 0.4)],) * 2), "padding in a score", 40,
+    ),
+    "generators of its own, alike": (
+        lambda rank: right(rank, loaders=[trained(rank, random={"generators of its own, in the loop": "s"})]),
+        "same augmentation",
+        9,
+    ),
     "a last window that is left out": (
         lambda rank: right(
             rank,
@@ -317,6 +330,17 @@ CLEAN: dict[str, Callable[[int], ScriptFacts]] = {
         loaders=[trained(rank)],
         steps=[step(backwards=n, factors=[1 / n], epoch=e) for n, e in zip(BACKWARDS, EPOCHS, strict=True)],
     ),
+    "a short window scaled by its length": lambda rank: right(
+        rank,
+        loaders=[trained(rank)],
+        steps=[step(backwards=n, scaled=1 / n, epoch=e) for n, e in zip(BACKWARDS, EPOCHS, strict=True)],
+    ),
+    "a short window divided by its length, and a constant that is as large as a window": lambda rank: right(
+        rank,
+        loaders=[trained(rank)],
+        steps=[step(backwards=n, factors=[1 / n, 0.25], epoch=e) for n, e in zip(BACKWARDS, EPOCHS, strict=True)],
+    ),
+    "scores without padding": by_rank(metrics=([PaddedMetric("t.py:40 in scores")],) * 2),
     "a short window that only the cut made": windows(*BACKWARDS, epochs=EPOCHS, batches=8),
     "files of its own": lambda rank: right(rank, written=[PlacedFile(f"/log-{rank}", "t.py:30 in main")]),
     "each its own GPU": lambda rank: right(rank, loaded=[PlacedFile("/m.pt", "t.py:3 in main", [rank], rank)]),
@@ -352,7 +376,7 @@ def test_the_words_tell_apart_what_one_rule_finds() -> None:
     assert words["the same batches"] == "all ranks train on the same batches"
     assert "each draws from all of them" in words["all of the data, in another order"]
     assert words["no wrapped model"].endswith("no model is wrapped")
-    assert len(set(words.values())) == len(words) - 2  # a stream's and tensors' are those of the same batches
+    assert len(set(words.values())) == len(words) - 4  # seen in two ways: a stream, tensors; scaled; of its own
 
 
 def test_the_page_says_what_is_right_and_how_much_is_not() -> None:

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import math
+import random
 import sys
 import weakref
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
 from paceline.contract.facts import Pass, ScriptFacts
 from paceline.worker.imports import when_imported
+from paceline.worker.probes.generators import OwnGenerators
 from paceline.worker.probes.graphs import divided_by_world
-from paceline.worker.probes.loading import Cut, LoaderWatch
-from paceline.worker.probes.noting import length_of
+from paceline.worker.probes.loading import Cut, LoaderWatch, seen_loader
+from paceline.worker.probes.noting import length_of, padded_more
 from paceline.worker.probes.seeing import StepWatch
 
 
@@ -104,6 +108,63 @@ def test_what_is_clipped_is_told_of_the_optimizer_that_steps_with_it() -> None:
     told = [(round(step.norm, 3), step.limit) for step in facts.steps]
     assert told == [(5.0, 2.0), (0.0, 0.0), (5.0, 2.0)]
     assert float(gradients[0].norm()) < 2.1
+
+
+def test_gradients_that_are_scaled_after_the_last_backward_are_seen_to_be_whatever_is_clipped_then() -> None:
+    facts = ScriptFacts(0, 2, 2, "n1", cores=2)
+    seeing = StepWatch(facts, LoaderWatch(facts))
+    clip, weight = seeing.clipping(torch.nn.utils.clip_grad_norm_), torch.nn.Parameter(torch.zeros(3))
+    optimizer = SimpleNamespace(param_groups=[{"params": [weight]}])
+    seeing.replica_made(
+        SimpleNamespace(module=torch.nn.Identity(), _module_parameters=[], find_unused_parameters=False)
+    )
+    for factor in (1.0, 0.25, 0.5):
+        weight.grad = torch.tensor([3.0, -4.0, 1.0])
+        seeing.backward_ended()
+        weight.grad.mul_(factor)
+        clip([weight], max_norm=1.0)
+        seeing.step_begins(optimizer)
+        seeing.step_ended(optimizer)
+    assert [round(step.scaled, 6) for step in facts.steps] == [1.0, 0.25, 0.5]
+
+
+@pytest.mark.parametrize("name", ["numpy", "old numpy", "random", "torch"])
+def test_a_generator_of_a_script_s_own_counts_if_it_draws_for_each_sample(name: str) -> None:
+    draws: dict[str, Any] = {
+        "numpy": numpy.random.default_rng(1).random,
+        "old numpy": numpy.random.RandomState(1).random_sample,
+        "random": random.Random(1).random,
+        "torch": partial(torch.rand, 1, generator=torch.Generator().manual_seed(1)),
+    }
+    draw, own = draws[name], OwnGenerators()
+    draw()
+    assert own.used(8) == "", "a number for all of eight samples"
+    for _ in range(7):
+        draw()
+    assert own.used(8) == own.used(8) != OwnGenerators().used(8) == ""
+
+
+def test_who_shuffles_is_the_sampler_within_a_batch_sampler_that_was_given() -> None:
+    data: Any = [*range(8)]
+    dealt = DistributedSampler(data, num_replicas=2, rank=0, shuffle=True)
+    loaders = [
+        DataLoader(data, batch_sampler=BatchSampler(dealt, 2, False)),
+        DataLoader(data),
+        DataLoader(data, 2, True),
+    ]
+    told = [seen_loader(loader) for loader in loaders]
+    assert [one.shuffles for one in told] == [True, False, True]
+    assert told[0].sampler == "DistributedSampler"
+
+
+def test_a_score_is_asked_of_one_more_column_of_padding_where_there_is_padding() -> None:
+    labels = numpy.array([[1, 2, -100], [0, 1, 2]])
+    told = SimpleNamespace(label_ids=labels, predictions=numpy.zeros((2, 3, 4)), inputs=None, losses=None)
+    more = padded_more(told)
+    assert more.label_ids.tolist() == [[1, 2, -100, -100], [0, 1, 2, -100]]
+    assert more.predictions.shape == (2, 4, 4) and (more.predictions[:, 3] == -100).all()
+    told.label_ids = abs(labels)
+    assert padded_more(told) is None
 
 
 class Args:

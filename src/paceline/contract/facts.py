@@ -12,6 +12,7 @@ EPOCHS = 2  # that are looked at; the later ones are cut to one batch each
 WHOLE = 24  # an epoch has so many batches and those that are left over of as many: windows end as they do in the whole
 MAX_INDICES, MAX_DIGESTS = 5000, 32
 IN_LOOP = "torch, in the loop"
+OWN_GENERATORS = "generators of its own"
 
 
 def kept_batches(batches: int) -> int:
@@ -77,6 +78,7 @@ class SeenStep(msgspec.Struct):
     factors: list[float] = []  # constants by which the last loss was multiplied or divided
     forwards: int = 0  # of replicas, since its last step
     synced: int = 0  # those of them after which gradients are reduced
+    scaled: float = 1.0  # by which all gradients were multiplied after the last backward; only with a replica
     learning_rate: float = 0.0
     local: float = 0.0  # a linear function of the gradients after the last backward; only without a replica
     applied: float = 0.0  # the same when the step begins
@@ -129,6 +131,15 @@ class SeenSchedule(msgspec.Struct):
     length: int  # after which it is constant; -1: unknown
 
 
+class PaddedMetric(msgspec.Struct):
+    """What a `compute_metrics` says of the same samples, and of those with one more column of padding."""
+
+    site: str
+    name: str = ""  # of the first score that is another one then; empty: none is
+    value: float = 0.0
+    padded: float = 0.0
+
+
 class PlacedFile(msgspec.Struct):
     """A file that was written, or read by torch.load: its path, and the line."""
 
@@ -157,5 +168,6 @@ class ScriptFacts(msgspec.Struct):
     losses: list[MeanLoss] = []
     replicas: list[SeenReplica] = []
     schedules: list[SeenSchedule] = []
+    metrics: list[PaddedMetric] = []
     written: list[PlacedFile] = []
     loaded: list[PlacedFile] = []

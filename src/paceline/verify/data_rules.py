@@ -1,20 +1,16 @@
-"""The pitfalls of data and of evaluation, as pure rules: what all ranks saw -> what is wrong with it."""
+"""The pitfalls of data, as pure rules: what all ranks saw -> what is wrong with it."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 
-from paceline.contract.facts import EPOCHS, Pass, ScriptFacts
-from paceline.verify.finding import Loaders, Remark, differs, loaders_of, ranks_named, same_leaf
+from paceline.contract.facts import OWN_GENERATORS, Pass, ScriptFacts
+from paceline.verify.finding import Loaders, Remark, differs, loaders_of, ranks_named, same_data, same_leaf, shared_part
+from paceline.verify.score_rules import evaluation_findings, padding_findings
 
 FEW, SHOWN = 8, 6  # samples: of fewer an order says nothing
 MOST_SHARED = 0.1  # of a rank's samples that others have, too; what pads a last batch is less, or a batch
 REPEATED = 0.05  # a sampler that draws so many twice draws with replacement
-COSTLY, COSTLY_SECONDS = 0.2, 1.0  # of an epoch
-LITTLE = 0.05  # a difference in what losses and scores are divided by
-LEAST_RATES, WHOLE_ENOUGH = 3, 1e-3  # so many fractions are not fractions by chance
-SHARE = "Subset(data, range(rank, len(data), world_size))"
 
 
 def data_findings(ranks: Sequence[ScriptFacts]) -> Iterator[Remark]:
@@ -33,24 +29,14 @@ def data_findings(ranks: Sequence[ScriptFacts]) -> Iterator[Remark]:
             if not joined:
                 yield from _lengths(loaders)
         elif not any(loader.training for loader in loaders.values()):
-            yield from _evaluation(ranks, loaders)
+            yield from evaluation_findings(ranks, loaders)
     if not trained and not any(facts.loaders for facts in ranks):
         yield from _inputs(ranks)
-    yield from _padding(ranks)
+    yield from padding_findings(ranks)
 
 
 def _first(loaders: Loaders) -> dict[int, Pass]:
     return {rank: loader.training[0] for rank, loader in loaders.items()}
-
-
-def _shared(passes: Sequence[Pass]) -> float:
-    """Which part of a rank's indices other ranks have drawn, too."""
-    sets = [set(one.indices) for one in passes]
-    return max((len(a & b) / max(1, min(len(a), len(b))) for n, a in enumerate(sets) for b in sets[:n]), default=0.0)
-
-
-def _same_data(loaders: Loaders) -> bool:
-    return same_leaf(loader.probes for loader in loaders.values())
 
 
 def _shares(loaders: Loaders) -> Iterator[Remark]:
@@ -68,7 +54,7 @@ def _shares(loaders: Loaders) -> Iterator[Remark]:
             words = "all ranks train on the same batches"
             yield Remark("same batches", "wrong", words, one.made, do, "their contents are equal, batch by batch")
         return
-    if not _same_data(loaders):
+    if not same_data(loaders):
         told_apart = all(any(map(all, zip(*loader.probes, strict=False))) for loader in loaders.values())
         if deals and told_apart and all(seen.drawn < loaders[rank].samples for rank, seen in passes.items()):
             do = "the same data on all ranks, not shared out by hand; random_split(..., generator=) of one seed"
@@ -78,7 +64,7 @@ def _shares(loaders: Loaders) -> Iterator[Remark]:
         else:
             yield Remark("same batches", "right", "every rank has data of its own", one.made)
         return
-    shared = _shared([*passes.values()])
+    shared = shared_part([*passes.values()])
     repeats = max(1 - len(set(indices)) / len(indices) for indices in of_all)
     allowed = MOST_SHARED + len(loaders) * max(1, one.batch_size) / max(1, one.samples)
     drew = ", ".join(map(str, of_all[0][:SHOWN]))
@@ -125,6 +111,8 @@ def _augmentation(ranks: Sequence[ScriptFacts], loaders: Loaders) -> Iterator[Re
     if same:
         seeded = ranks[0].seeds.get(same[0].partition(",")[0], "")
         do = f"{'torch.manual_seed' if 'torch' in same[0] else same[0] + '.seed'}(seed + rank), after the model is made"
+        if same[0].startswith(OWN_GENERATORS):
+            do = "np.random.default_rng([seed, rank]), random.Random(seed + rank), torch.Generator().manual_seed(...)"
         words = "all ranks draw the same random numbers for their samples (the same augmentation)"
         seen = f"batches are made with {'; '.join(same)}, whose state is the same on {ranks_named(loaders)}"
         yield Remark("same augmentation", "wrong", words, seeded or one.site, do, seen)
@@ -149,76 +137,6 @@ def _lengths(loaders: Loaders) -> Iterator[Remark]:
         yield Remark("unequal shares", "wrong", words, one.made, do, f"samples in batch {odd + 1}: {told}")
 
 
-def _evaluation(ranks: Sequence[ScriptFacts], loaders: Loaders) -> Iterator[Remark]:
-    one = next(iter(loaders.values()))
-    looked = {rank: loader.passes[:EPOCHS] for rank, loader in loaders.items() if loader.passes}
-    if len(looked) == 1 and len(ranks) > 1:
-        training = [loader for loader in ranks[0].loaders if loader.training and loader.training[0].seconds]
-        alone = _seconds(next(iter(looked.values()))[0], one.batches)
-        epoch = sum(_seconds(loader.training[0], loader.batches) for loader in training)
-        words = f"{ranks_named(looked)} evaluates alone"
-        if training and alone >= COSTLY_SECONDS and alone >= COSTLY * epoch:
-            seen = f"about {alone:.1f} s beside {epoch:.1f} s of an epoch, in which the others wait"
-            do = f"DataLoader({SHARE}, ...) on all ranks, and dist.all_reduce of the counts"
-            yield Remark("evaluation alone", "costs", words + ", and the others wait", one.site, do, seen)
-        elif training:
-            yield Remark("evaluation alone", "right", words + ", which costs little", one.site)
-    if len(looked) < 2 or one.samples < 0 or not one.probes:
-        return
-    same = _same_data(loaders)
-    drawn = sum(of_rank[0].drawn for of_rank in looked.values())
-    if same and _shared([of_rank[0] for of_rank in looked.values()]) > 1 / 2:
-        yield Remark("evaluation shared", "note", "all ranks evaluate the whole of the data, each for itself", one.site)
-    elif not any(seen.summed for of_rank in looked.values() for seen in of_rank):
-        printing = [rank for rank, of_rank in looked.items() if any(seen.printed for seen in of_rank)]
-        if len(printing) == 1:
-            words = f"{ranks_named(printing)} tells a score of its own share only"
-            do = "dist.all_reduce(counts) before it is divided and printed"
-            seen = "each rank evaluates a share, and no collective brings the results together"
-            yield Remark("score of a share", "wrong", words, one.site, do, seen)
-    elif same and drawn > one.samples and not any(facts.gathers_for_metrics for facts in ranks):
-        words = "the score counts samples twice: the sampler pads the shares to one length"
-        do = f"DataLoader({SHARE}, ...): shares without padding"
-        seen = f"ranks evaluate {drawn} samples of {one.samples}"
-        yield Remark("padded score", "wrong", words, one.made, do, seen)
-    elif _rates_of_shares([*looked.values()]):
-        words = "the score is a mean over unequal shares: each rank's counts as much as another's"
-        do = "dist.all_reduce the sums and the counts, and divide then"
-        told = ", ".join(f"rank {rank}: {of_rank[0].drawn}" for rank, of_rank in looked.items())
-        site = next(seen.reduced_site for of_rank in looked.values() for seen in of_rank if seen.reduced)
-        yield Remark("mean of means", "wrong", words, site, do, f"shares of {told} samples were summed as rates")
-    else:
-        yield Remark("padded score", "right", "evaluation counts each sample once", one.site)
-
-
-def _rates_of_shares(of_ranks: Sequence[Sequence[Pass]]) -> bool:
-    """Whether ranks with unequal shares have summed parts of their own share (7/32, 12/45), and no counts."""
-    drawn = [passes[0].drawn for passes in of_ranks]
-    if max(drawn) - min(drawn) <= LITTLE * max(drawn):
-        return False
-    rates, beyond = 0, False
-    for passes in zip(*of_ranks, strict=False):
-        counts = [sum(seen.sizes) for seen in passes]
-        columns = [*zip(*(seen.reduced for seen in passes), strict=False)]
-        if tuple(counts) in columns:
-            return False  # weighed
-        for column in columns:
-            if all(map(_is_part, column, counts)):
-                rates += sum(not _is_part(value, 1) for value in column)
-                beyond = beyond or not all(_is_part(value, sum(counts)) for value in column)  # or weighed before
-    return beyond and rates >= LEAST_RATES
-
-
-def _is_part(value: float, count: int) -> bool:
-    """Whether it is a fraction with this denominator."""
-    return math.isfinite(value) and abs(value * count - round(value * count)) < WHOLE_ENOUGH
-
-
-def _seconds(seen: Pass, batches: int) -> float:
-    """How long the whole would take."""
-    return seen.seconds * max(1.0, batches / max(1, len(seen.sizes)))
-
-
 def _inputs(ranks: Sequence[ScriptFacts]) -> Iterator[Remark]:
     of_ranks = [facts.replicas[0].inputs for facts in ranks if facts.replicas]
     if len(of_ranks) > 1 and all(len(one) > 1 for one in of_ranks) and same_leaf(of_ranks):
@@ -228,17 +146,3 @@ def _inputs(ranks: Sequence[ScriptFacts]) -> Iterator[Remark]:
         yield Remark("same batches", "wrong", words, site, do, "what goes into the model is equal on all ranks")
     elif len(of_ranks) > 1 and all(of_ranks):
         yield Remark("same batches", "right", "every rank has inputs of its own", ranks[0].replicas[0].site)
-
-
-def _padding(ranks: Sequence[ScriptFacts]) -> Iterator[Remark]:
-    for loss in ranks[0].losses:
-        others = [one for facts in ranks for one in facts.losses if one.site == loss.site]
-        if len(others) < len(ranks) or not any(c < s for o in others for c, s in zip(o.counts, o.sizes, strict=True)):
-            continue
-        counts = [*zip(*(one.counts for one in others), strict=False)]
-        worst = max(counts, key=lambda many: (max(many) - min(many)) / max(1, *many), default=())
-        if worst and max(worst) - min(worst) > LITTLE * max(worst):
-            words = "the loss is a mean over unequal counts: padding is left out of it on each rank for itself"
-            do = 'reduction="sum", times world_size, divided by the dist.all_reduce of (target != ignore_index).sum()'
-            told = ", ".join(f"{facts.rank}: {count}" for facts, count in zip(ranks, worst, strict=True))
-            yield Remark("mean over padding", "wrong", words, loss.site, do, f"elements that count, by rank {told}")

@@ -8,7 +8,7 @@ from typing import Literal
 
 import msgspec
 
-from paceline.contract.facts import ScriptFacts, SeenLoader
+from paceline.contract.facts import Pass, ScriptFacts, SeenLoader
 
 Level = Literal["wrong", "costs", "note", "right"]
 LEVELS: tuple[Level, ...] = ("wrong", "costs", "note", "right")
@@ -51,6 +51,17 @@ def same_leaf(of_ranks: Iterable[Sequence[Sequence[str]]]) -> bool:
         and (len(set(many[0])) > 1 or many[0][0].startswith("f:"))
         for many in zip(*columns, strict=False)
     )
+
+
+def shared_part(passes: Sequence[Pass]) -> float:
+    """Which part of a rank's indices other ranks have drawn, too."""
+    sets = [set(one.indices) for one in passes]
+    return max((len(a & b) / max(1, min(len(a), len(b))) for n, a in enumerate(sets) for b in sets[:n]), default=0.0)
+
+
+def same_data(loaders: Loaders) -> bool:
+    """Whether a sample with one index is the same on all ranks."""
+    return same_leaf(loader.probes for loader in loaders.values())
 
 
 def differs(values: Iterable[object]) -> bool:

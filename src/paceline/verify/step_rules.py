@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
@@ -48,10 +49,13 @@ def _windows(facts: ScriptFacts) -> Iterator[Remark]:
         return
     rest = facts.loaders[steps[0].loader].batches % window
     site, clean = steps[0].backward_site, True
+    whole = [_factor(step) for step in steps if step.backwards == window]
     for step, after in pairwise([*steps, SeenStep(-1, "")]):
-        full = [factor for factor in step.factors if round(factor * window, 3) == 1]
+        scaled = round(step.scaled * window, 3) == 1
+        full = scaled or any(round(factor * window, 3) == 1 for factor in step.factors)
+        full = full and any(math.isclose(_factor(step), usual, rel_tol=1e-3) for usual in whole)
         if rest and step.backwards < window and after.epoch != step.epoch and full and clean:
-            clean = False
+            clean, site = False, step.site if scaled else site
             words = f"the last window of an epoch has {step.backwards} micro-batches, and is divided by {window}"
             do = f"loss / min({window}, len(loader) - first micro-batch of the window)"
             seen = f"its gradient has {step.backwards}/{window} of its size"
@@ -65,6 +69,11 @@ def _windows(facts: ScriptFacts) -> Iterator[Remark]:
             yield Remark("last window", "wrong", words, steps[0].site, do, f"windows have {window} micro-batches")
     if clean:
         yield Remark("last window", "right", f"windows of {window} micro-batches end with each epoch", site)
+
+
+def _factor(step: SeenStep) -> float:
+    """What its loss and its gradients were multiplied by, together: a short window that is right has another one."""
+    return math.prod(step.factors) * step.scaled
 
 
 def _buffers(ranks: Sequence[ScriptFacts]) -> Iterator[Remark]:

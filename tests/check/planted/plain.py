@@ -103,6 +103,7 @@ if "renamed" in planted:
     part = args.folder / f"part-{rank}"
     torch.save(net.state_dict(), part)
     part.replace(args.folder / "first.pt")  # plant: renamed
+noise = torch.Generator().manual_seed(7)
 module = getattr(model, "module", model)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 total = 3 * (len(data) // BATCH if "schedule of one process" in planted else len(loader))
@@ -120,10 +121,12 @@ def train_epoch(epoch):
     model.train()
     if "same order" not in planted:
         sampler.set_epoch(epoch)
-    for x, y in loader:  # plant: same order, same order anew
+    for x, y in loader:  # plant: same order, same order anew, same noise of its own
         optimizer.zero_grad()
         if "same noise" in planted:
             x = x + 0.1 * torch.randn_like(x)
+        if "same noise of its own" in planted:
+            x = x + 0.1 * torch.randn(x.shape, generator=noise)
         if "past DDP" in planted:
             output = model.module(x)  # plant: past DDP
         else:
@@ -163,11 +166,16 @@ def train_in_windows(epoch):
             inside = True
         if "last window divided" in planted:
             window = WINDOW
+        if "last window scaled" in planted:
+            window = 1
         with model.no_sync() if inside else nullcontext():  # plant: no sync
             loss = F.cross_entropy(model(x), y) / window
             loss.backward()  # plant: last window divided
+        if last and "last window scaled" in planted:
+            for parameter in model.parameters():
+                parameter.grad.mul_(1 / WINDOW)
         if last:
-            optimizer.step()  # plant: last window dropped, last window carried
+            optimizer.step()  # plant: last window dropped, last window carried, last window scaled
             optimizer.zero_grad()
 
 
@@ -186,7 +194,7 @@ def evaluate(model, loader):
 for epoch in range(3):
     if "same order anew" in planted:
         loader = DataLoader(data, BATCH, sampler=DistributedSampler(data))
-    if planted & {"no sync", "last window divided", "last window dropped", "last window carried", "windows"}:
+    if "windows" in planted or any("last window" in plant or plant == "no sync" for plant in planted):
         train_in_windows(epoch)
     else:
         train_epoch(epoch)

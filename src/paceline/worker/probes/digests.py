@@ -14,7 +14,8 @@ MOST = 1 << 16  # elements of a tensor that are looked at; what differs as a who
 MAX_DEPTH = 5
 
 
-def _hash(data: bytes) -> str:
+def hashed(data: bytes) -> str:
+    """Sixteen hexadecimal digits."""
     return hashlib.blake2b(data, digest_size=8).hexdigest()
 
 
@@ -28,7 +29,7 @@ def digest_of(tensors: Iterable[Any], most: int = MOST) -> str:
     """One digest of several; None is one, too."""
     torch: Any = sys.modules["torch"]
     kept = (None if one is None else some_of(one, most).cpu().contiguous().view(torch.uint8) for one in tensors)
-    return _hash(b"".join(b"-" if one is None else bytes(one.numpy()) for one in kept))
+    return hashed(b"".join(b"-" if one is None else bytes(one.numpy()) for one in kept))
 
 
 def leaf_digests(batch: Any, depth: int = 0, most: int = MOST) -> list[str]:
@@ -43,8 +44,8 @@ def leaf_digests(batch: Any, depth: int = 0, most: int = MOST) -> list[str]:
     if depth < MAX_DEPTH and inner is not None:
         return [leaf for value in inner for leaf in leaf_digests(value, depth + 1, most)][:MAX_DIGESTS]
     if type(batch).__module__ == "numpy" and (data := getattr(batch, "tobytes", None)) is not None:
-        return [_hash(data())]
-    return [_hash(repr(batch).encode())] if isinstance(batch, (str, bytes, int, float)) else [""]
+        return [hashed(data())]
+    return [hashed(repr(batch).encode())] if isinstance(batch, (str, bytes, int, float)) else [""]
 
 
 def leading(batch: Any, depth: int = 0) -> int:
@@ -58,18 +59,18 @@ def leading(batch: Any, depth: int = 0) -> int:
 def torch_state() -> str:
     """The state of torch's generator."""
     torch: Any = sys.modules["torch"]
-    return _hash(torch.get_rng_state().numpy().tobytes())
+    return hashed(torch.get_rng_state().numpy().tobytes())
 
 
 def random_states() -> dict[str, str]:
     """The states of the process's generators."""
     torch: Any = sys.modules["torch"]
     states = {
-        "torch": _hash(torch.get_rng_state().numpy().tobytes()),
-        "random": _hash(repr(random.getstate()).encode()),
+        "torch": hashed(torch.get_rng_state().numpy().tobytes()),
+        "random": hashed(repr(random.getstate()).encode()),
     }
     numpy: Any = sys.modules.get("numpy.random")
     if numpy is not None:
         state = numpy.get_state()
-        states["numpy"] = _hash(state[1].tobytes() + str(state[2]).encode())
+        states["numpy"] = hashed(state[1].tobytes() + str(state[2]).encode())
     return states

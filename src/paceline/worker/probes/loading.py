@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import mmap
 import random
 import sys
 import time
 import weakref
 from collections.abc import Iterator
-from functools import partial, wraps
+from functools import partial
 from itertools import islice
 from operator import index as as_index
 from typing import Any
@@ -18,20 +17,21 @@ from paceline.contract.facts import (
     IN_LOOP,
     MAX_DIGESTS,
     MAX_INDICES,
+    OWN_GENERATORS,
     Pass,
     ScriptFacts,
     SeenLoader,
     kept_batches,
 )
-from paceline.worker.probes.digests import leading, leaf_digests, random_states, torch_state
+from paceline.worker.probes.digests import leading, leaf_digests, torch_state
+from paceline.worker.probes.generators import LOOKS, Fetched, OwnGenerators
 from paceline.worker.probes.graphs import divided_by_world
 from paceline.worker.probes.hooks import Events, hang
 from paceline.worker.sites import site_frame, user_site
 
 MAX_PASSED_OVER = 100_000  # batches: of more the last one is not waited for
 MAX_PASSES = 20  # a script that goes on longer is ended
-PROBES, SLOTS, DIGEST_BYTES = 6, 64, 16
-GENERATORS = ("torch", "random", "numpy")
+PROBES = 6
 
 
 class Cut:
@@ -73,10 +73,8 @@ class LoaderWatch(Events):
         self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._live: dict[int, Any] = {}  # data sets, by the numbers of their loaders
         self._began: dict[int, float] = {}
-        self._states = mmap.mmap(
-            -1, SLOTS * len(GENERATORS) * DIGEST_BYTES
-        )  # loader processes are forks: they share it
-        self._state = ""
+        self._fetched = Fetched()
+        self._state, self._own = "", None
         self.fed = -1
 
     def torch_is_there(self) -> None:
@@ -96,7 +94,10 @@ class LoaderWatch(Events):
         hang(loader, "__init__", after=made)
         hang(dataloader._BaseDataLoaderIter, "_next_index", before=partial(self._shorten, map_style))
         for fetcher in (fetchers._MapDatasetFetcher, fetchers._IterableDatasetFetcher):
-            fetcher.fetch = self._watched(fetcher.fetch)
+            fetcher.fetch = self._fetched.watched(fetcher.fetch, self._number_of_data)
+
+    def _number_of_data(self, data: Any) -> int:
+        return next((number for number, known in self._live.items() if known is data), -1)
 
     def _shorten(self, map_style: Any, batches: Any) -> None:
         number = _number_of(batches)
@@ -120,7 +121,7 @@ class LoaderWatch(Events):
 
     def _number(self, loader: Any) -> int:
         """Its record: the one of an older loader of this data, if that was made and used at the same lines."""
-        record = _described(loader)
+        record = seen_loader(loader)
         for number, data in self._live.items():
             known = self._facts.loaders[number]
             if data is loader.dataset and (known.site, known.made) == (record.site, record.made):
@@ -130,7 +131,7 @@ class LoaderWatch(Events):
         return len(self._facts.loaders) - 1
 
     def batch_given(self, batches: Any, batch: Any) -> None:
-        self._state = torch_state()
+        self._state, self._own = torch_state(), None
         self.fed = _number_of(batches)
         if self.fed < 0:
             return
@@ -138,11 +139,15 @@ class LoaderWatch(Events):
         seen.sizes.append(leading(batch))
         if len(seen.leaves) < MAX_DIGESTS and len(self._facts.loaders[self.fed].passes) <= EPOCHS:
             seen.leaves.append(leaf_digests(batch))
+        if len(self._facts.loaders[self.fed].passes) == 1 and len(seen.sizes) in LOOKS:
+            self._own = OwnGenerators()
 
     def forward_begins(self, ddp: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
         if self._state and torch_state() != self._state and self.fed >= 0:
             self._facts.loaders[self.fed].random.setdefault(IN_LOOP, self._state)
-        self._state = ""
+        if self._own is not None and (state := self._own.used(self._facts.loaders[self.fed].passes[-1].sizes[-1])):
+            self._facts.loaders[self.fed].random.setdefault(f"{OWN_GENERATORS}, in the loop", state)
+        self._state, self._own = "", None
 
     def epoch_ended(self, batches: Any) -> None:
         number = _number_of(batches)
@@ -160,37 +165,18 @@ class LoaderWatch(Events):
                     record.probes = _probed(data, record.samples)
             except Exception:  # the user's own data may raise anything when looked at: then they are not compared
                 record.probes = []
-            if number < SLOTS:
-                for slot, name in enumerate(GENERATORS):
-                    at = (number * len(GENERATORS) + slot) * DIGEST_BYTES
-                    if state := self._states[at : at + DIGEST_BYTES].strip(b"\0"):
-                        record.random[name] = state.decode()
-
-    def _watched(self, fetch: Any) -> Any:
-        @wraps(fetch)
-        def fetched(fetcher: Any, indices: Any) -> Any:
-            number = next((n for n, data in self._live.items() if data is fetcher.dataset), SLOTS)
-            worker = sys.modules["torch.utils.data"].get_worker_info()
-            if number >= SLOTS or (worker is not None and worker.id):
-                return fetch(fetcher, indices)
-            before = random_states()
-            batch = fetch(fetcher, indices)
-            for name, state in random_states().items():
-                at = (number * len(GENERATORS) + GENERATORS.index(name)) * DIGEST_BYTES
-                if before.get(name, state) != state and not self._states[at]:
-                    self._states[at : at + DIGEST_BYTES] = before[name].encode()
-            return batch
-
-        return fetched
+            record.random |= self._fetched.of(number)
 
 
 def _number_of(batches: Any) -> int:
     return getattr(batches, "loader_number", -1)
 
 
-def _described(loader: Any) -> SeenLoader:
+def seen_loader(loader: Any) -> SeenLoader:
+    """Its record, with no pass in it yet."""
+    # beside a batch sampler that it was given, a loader's own sampler is made up, and nobody asks it
     inner = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
-    chain = [inner, getattr(inner, "batch_sampler", None), getattr(inner, "sampler", None), loader.sampler]
+    chain = [inner, getattr(inner, "batch_sampler", None), getattr(inner, "sampler", None)]
     chain += [getattr(chain[1], "sampler", None)]
     names = [type(one).__name__ for one in chain if one is not None]
     sampler = next((name for name in names if "istributed" in name or name.startswith("BatchSamplerShard")), "")
@@ -203,7 +189,7 @@ def _described(loader: Any) -> SeenLoader:
         sampler=sampler or plain,
         shuffles=shuffles,
         samples=_length(len, loader.dataset),
-        batches=-1 if loader._dataset_kind else _length(loader.whole_length),
+        batches=-1 if loader._dataset_kind else _length(getattr(loader, "whole_length", loader.__len__)),
         batch_size=getattr(loader, "batch_size", None) or getattr(inner, "batch_size", None) or 0,
         workers=loader.num_workers,
         divided=getattr(loader, "divided", ""),

@@ -10,11 +10,20 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from paceline.contract.facts import MAX_DIGESTS, MeanLoss, Pass, PlacedFile, ScriptFacts, SeenSchedule
+from paceline.contract.evidence import Frame
+from paceline.contract.facts import (
+    MAX_DIGESTS,
+    MeanLoss,
+    PaddedMetric,
+    Pass,
+    PlacedFile,
+    ScriptFacts,
+    SeenSchedule,
+)
 from paceline.worker.guard import Guard
 from paceline.worker.imports import when_imported
 from paceline.worker.probes.hooks import Events, hang
-from paceline.worker.sites import user_site
+from paceline.worker.sites import short, site_words, user_site
 
 MAX_FILES, MAX_SCORES = 200, 16
 FAR, ROUNDING = 1 << 24, 1e-12
@@ -36,6 +45,7 @@ class SideWatch(Events):
         for stream in (sys.stdout, sys.stderr):
             stream.write = self._counted(stream.write)
         when_imported("accelerate.accelerator", self._in_accelerate)
+        when_imported("transformers.trainer", self._in_trainer)
 
     def torch_is_there(self) -> None:
         torch: Any = sys.modules["torch"]
@@ -155,6 +165,52 @@ class SideWatch(Events):
             self._facts.gathers_for_metrics = True
 
         hang(accelerator, "gather_for_metrics", before=gathers)
+
+    def _in_trainer(self, *, late: bool) -> None:
+        """Its users' `compute_metrics` gets numpy's arrays, in which -100 is padding: what does it make of more?"""
+
+        def made(_: Any, trainer: Any, *__: Any, **___: Any) -> None:
+            metrics, asked = trainer.compute_metrics, False
+            if metrics is None or trainer.args.batch_eval_metrics:
+                return
+            code: Any = getattr(metrics, "__code__", None)
+            file, line = (code.co_filename, code.co_firstlineno) if code is not None else ("?", 0)
+            site = site_words(Frame(short(file), line, getattr(metrics, "__name__", "compute_metrics")))
+
+            def computed(told: Any) -> Any:
+                nonlocal asked
+                scores = metrics(told)
+                if not asked and (padded := padded_more(told)) is not None:
+                    asked = True
+                    with suppress(Exception):  # one that takes no other width
+                        self._facts.metrics.append(with_padding(site, scores, metrics(told), metrics(padded)))
+                return scores
+
+            trainer.compute_metrics = computed
+
+        hang(sys.modules["transformers.trainer"].Trainer, "__init__", after=made)
+
+
+def with_padding(site: str, scores: Any, again: Any, padded: Any) -> PaddedMetric:
+    """The first score that is another one with more padding, and not so without."""
+    for name, value in scores.items():
+        if value == again[name] and value != padded[name]:
+            return PaddedMetric(site, name, float(value), float(padded[name]))
+    return PaddedMetric(site)
+
+
+def padded_more(told: Any) -> Any:
+    """An `EvalPrediction` with one more column of padding, as of a batch that is longer; None: it has none."""
+    numpy: Any = sys.modules["numpy"]
+    labels, predicted = told.label_ids, told.predictions
+    plain = all(isinstance(one, numpy.ndarray) for one in (labels, predicted))
+    if not plain or labels.ndim != 2 or predicted.shape[:2] != labels.shape or not (labels == -100).any():
+        return None
+    longer = ([(0, 0), (0, 1)] + [(0, 0)] * (one.ndim - 2) for one in (predicted, labels))
+    predicted, labels = (
+        numpy.pad(one, widths, constant_values=-100) for one, widths in zip((predicted, labels), longer, strict=True)
+    )
+    return type(told)(predictions=predicted, label_ids=labels, inputs=told.inputs, losses=told.losses)
 
 
 def length_of(schedule: Any) -> int:

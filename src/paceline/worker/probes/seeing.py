@@ -35,7 +35,8 @@ class StepWatch(Events):
         self._pending: defaultdict[int, int] = defaultdict(int)  # backwards, by optimizer, since its last step
         self._forwards, self._synced = 0, 0  # since any step
         self._backward_site, self._factors = "", list[float]()
-        self._local: list[float] = []  # by optimizer
+        self._local: list[float] = []  # by optimizer, as the last backward has left its gradients
+        self._unclipped: list[float] = []  # the same as they were when they were clipped
         self._at = (-1, -1)  # loader and pass of the last backward
         self._clipped: tuple[set[int], float, float, str] = set(), 0.0, 0.0, ""  # since any step: what, norm, limit
 
@@ -56,6 +57,8 @@ class StepWatch(Events):
         @wraps(clip)
         def clipped(parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> Any:
             of = [parameters] if hasattr(parameters, "grad") else list(parameters)  # may be there for once only
+            if not self._depth and not self._unclipped:
+                self._unclipped = [_total(optimizer) for optimizer in self._optimizers]
             norm = clip(of, max_norm, *args, **kwargs)
             if not self._depth and not sys.modules["torch.compiler"].is_compiling() and not any(map(_is_sharded, of)):
                 self._clipped = {id(one) for one in of}, float(norm), float(max_norm), user_site()
@@ -142,7 +145,7 @@ class StepWatch(Events):
         self._at = at
 
     def backward_ended(self) -> None:
-        if not self._depth and not self._replicas:
+        if not self._depth:
             self._local = [_total(optimizer) for optimizer in self._optimizers]
 
     def step_begins(self, optimizer: Any) -> None:
@@ -177,7 +180,11 @@ class StepWatch(Events):
         if not what.isdisjoint(map(id, parameters)):
             step.norm, step.limit, step.clip_site = norm, limit, place
         if plain and known is not None and known < len(self._local):
-            step.local, step.applied = self._local[known], _total(optimizer)
+            local, applied = self._local[known], _total(optimizer)
+            if not self._replicas:
+                step.local, step.applied = local, applied
+            elif local:
+                step.scaled = (self._unclipped[known] if known < len(self._unclipped) else applied) / local
         step.shapes = digest_of([]) if not plain else str(hash(tuple(tuple(p.shape) for p in parameters)))
         self._facts.steps.append(step)
         self._pending[number] = 0
@@ -187,7 +194,7 @@ class StepWatch(Events):
         if self._depth:
             return
         self._forwards = self._synced = 0
-        self._clipped = set(), 0.0, 0.0, ""
+        self._clipped, self._unclipped = (set(), 0.0, 0.0, ""), []
         shortened = any(one.training and one.batches >= 0 for one in self._facts.loaders)
         if not shortened and sum(step.optimizer == 0 for step in self._facts.steps) >= MAX_STEPS:
             raise SystemExit(0)

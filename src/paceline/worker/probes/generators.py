@@ -1,0 +1,154 @@
+"""Which random generators a script makes its batches with, and in which state: `--check` asks whether ranks draw alike.
+
+Beside those that everybody shares there are generators of a script's own, of numpy, Python and torch. They are found by
+way of the garbage collector, so nothing is put in place of their classes. One of these counts as used for a batch's
+samples if it has gone on by half as many numbers as there are samples, or more: a number or two for all of a batch (its
+size, which task it is) may be the same on purpose.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import mmap
+import random
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from functools import wraps
+from types import FrameType
+from typing import Any
+
+from paceline.contract.facts import OWN_GENERATORS
+from paceline.worker.probes.digests import hashed, random_states
+from paceline.worker.sites import USER, owner
+
+SLOTS, DIGEST_BYTES = 64, 16
+NAMES = ("torch", "random", "numpy", OWN_GENERATORS)
+LOOKS = range(2, 4)  # at these batches of a loader it is looked for own ones: what the first one makes is there
+
+
+class Fetched:
+    """With which generators each loader's samples are fetched, in processes of the loader, too."""
+
+    def __init__(self) -> None:
+        self._states = mmap.mmap(-1, SLOTS * len(NAMES) * DIGEST_BYTES)  # loader processes are forks: they share it
+        self._count: defaultdict[int, int] = defaultdict(int)
+
+    def watched(self, fetch: Any, number_of: Callable[[Any], int]) -> Any:
+        """`fetch`, looked at; `number_of` a data set is that of its loader, -1 if it is of none."""
+
+        @wraps(fetch)
+        def fetched(fetcher: Any, indices: Any) -> Any:
+            number = number_of(fetcher.dataset)
+            worker = sys.modules["torch.utils.data"].get_worker_info()
+            if not 0 <= number < SLOTS or (worker is not None and worker.id):
+                return fetch(fetcher, indices)
+            self._count[number] += 1
+            own = OwnGenerators() if self._count[number] in LOOKS else None
+            before = random_states()
+            batch = fetch(fetcher, indices)
+            used = {name: before[name] for name, state in random_states().items() if before.get(name, state) != state}
+            if own is not None and (state := own.used(len(indices) if isinstance(indices, list) else 1)):
+                used[OWN_GENERATORS] = state
+            for name, state in used.items():
+                at = self._place(number, name)
+                if not self._states[at]:
+                    self._states[at : at + DIGEST_BYTES] = state.encode()
+            return batch
+
+        return fetched
+
+    def of(self, number: int) -> dict[str, str]:
+        """Their states before they were used first, by their names."""
+        found: dict[str, str] = {}
+        for name in NAMES if number < SLOTS else ():
+            at = self._place(number, name)
+            if state := self._states[at : at + DIGEST_BYTES].strip(b"\0"):
+                found[name] = state.decode()
+        return found
+
+    def _place(self, number: int, name: str) -> int:
+        return (number * len(NAMES) + NAMES.index(name)) * DIGEST_BYTES
+
+
+class OwnGenerators:
+    """Those that are alive, as they are now."""
+
+    def __init__(self) -> None:
+        self._before = [(one, copied) for one in _alive() if (copied := _copy(one)) is not None]
+
+    def used(self, samples: int) -> str:
+        """A digest of the states in which those were that have since been used for so many samples; empty: none."""
+        found = [_state(before) for one, before in self._before if _goes_on(before, one, max(1, samples // 2))]
+        return hashed("".join(sorted(found)).encode()) if found else ""
+
+
+def _alive() -> Iterator[Any]:
+    """All but the three that everybody shares."""
+    numpy: Any = sys.modules.get("numpy.random")
+    torch: Any = sys.modules["torch"]
+    kinds: set[type] = {random.Random, torch.Generator}
+    seen = {id(vars(random)["_inst"]), id(torch.default_generator)}
+    if numpy is not None:
+        kinds |= {numpy.Generator, numpy.RandomState}
+        seen.add(id(numpy.mtrand._rand))
+    known: list[Any] = gc.get_objects()
+    held: list[Any] = gc.get_referents(*known)
+    held += gc.get_referents(*(one for one in held if type(one) is dict and not gc.is_tracked(one)))
+    for one in (*known, *held, *_locals(sys._getframe(1))):  # pyright: ignore[reportPrivateUsage]
+        if type(one) in kinds and id(one) not in seen:
+            seen.add(id(one))
+            yield one
+
+
+def _locals(frame: FrameType | None) -> Iterator[Any]:
+    """Of the script's functions that are running: frames are not among what is collected."""
+    while frame is not None:
+        if owner(frame.f_code.co_filename) is USER:
+            yield from frame.f_locals.values()
+        frame = frame.f_back
+
+
+def _copy(one: Any) -> Any:
+    if not hasattr(one, "device"):
+        return copy.deepcopy(one)
+    if one.device.type != "cpu":
+        return None  # a device is not waited for
+    copied = type(one)()
+    copied.set_state(one.get_state())
+    return copied
+
+
+def _state(one: Any) -> str:
+    if isinstance(one, random.Random):
+        return repr(one.getstate()[1])
+    if hasattr(one, "device"):
+        return hashed(one.get_state().numpy().tobytes())
+    inner = _bits(one).state["state"]
+    return repr({name: value.tobytes() if hasattr(value, "tobytes") else value for name, value in inner.items()})
+
+
+def _bits(one: Any) -> Any:
+    """What numpy's two kinds of generators draw from."""
+    return one.bit_generator if hasattr(one, "bit_generator") else one._bit_generator
+
+
+def _goes_on(before: Any, now: Any, numbers: int) -> bool:
+    """Whether it has drawn so many, or more."""
+    goal, going = _state(now), _copy(before)
+    for drawn in range(numbers):
+        if _state(going) == goal:
+            return False
+        if drawn < numbers - 1:
+            _draw(going)
+    return True
+
+
+def _draw(one: Any) -> None:
+    if isinstance(one, random.Random):
+        one.getrandbits(32)
+    elif hasattr(one, "device"):
+        sys.modules["torch"].rand(1, generator=one)
+    else:
+        _bits(one).random_raw()
