@@ -17,9 +17,9 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
-from paceline.contract.facts import Pass, ScriptFacts
+from paceline.contract.facts import OWN_GENERATORS, Pass, ScriptFacts
 from paceline.worker.imports import when_imported
-from paceline.worker.probes.generators import OwnGenerators
+from paceline.worker.probes.generators import Generators
 from paceline.worker.probes.graphs import divided_by_world
 from paceline.worker.probes.loading import Cut, LoaderWatch, seen_loader
 from paceline.worker.probes.noting import length_of, padded_more
@@ -136,12 +136,14 @@ def test_a_generator_of_a_script_s_own_counts_if_it_draws_for_each_sample(name: 
         "random": random.Random(1).random,
         "torch": partial(torch.rand, 1, generator=torch.Generator().manual_seed(1)),
     }
-    draw, own = draws[name], OwnGenerators()
+    draw, generators = draws[name], Generators()
     draw()
-    assert own.used(8) == "", "a number for all of eight samples"
+    assert generators.used(8) == {}, "a number for all of eight samples"
     for _ in range(7):
         draw()
-    assert own.used(8) == own.used(8) != OwnGenerators().used(8) == ""
+    torch.rand(8)
+    assert {*generators.used(8)} == {OWN_GENERATORS, "torch"}
+    assert generators.used(8) == generators.used(8) and Generators().used(8) == {}
 
 
 def test_who_shuffles_is_the_sampler_within_a_batch_sampler_that_was_given() -> None:

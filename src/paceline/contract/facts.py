@@ -11,7 +11,6 @@ import msgspec
 EPOCHS = 2  # that are looked at; the later ones are cut to one batch each
 WHOLE = 24  # an epoch has so many batches and those that are left over of as many: windows end as they do in the whole
 MAX_INDICES, MAX_DIGESTS = 5000, 32
-IN_LOOP = "torch, in the loop"
 OWN_GENERATORS = "generators of its own"
 
 

@@ -1,9 +1,8 @@
-"""Short hashes of tensors, batches and random generators, by which ranks are compared."""
+"""Short hashes of tensors and batches, by which ranks are compared."""
 
 from __future__ import annotations
 
 import hashlib
-import random
 import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -54,23 +53,3 @@ def leading(batch: Any, depth: int = 0) -> int:
         return int(batch.shape[0])
     inner = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else ()
     return next((size for value in inner if depth < MAX_DEPTH and (size := leading(value, depth + 1))), 0)
-
-
-def torch_state() -> str:
-    """The state of torch's generator."""
-    torch: Any = sys.modules["torch"]
-    return hashed(torch.get_rng_state().numpy().tobytes())
-
-
-def random_states() -> dict[str, str]:
-    """The states of the process's generators."""
-    torch: Any = sys.modules["torch"]
-    states = {
-        "torch": hashed(torch.get_rng_state().numpy().tobytes()),
-        "random": hashed(repr(random.getstate()).encode()),
-    }
-    numpy: Any = sys.modules.get("numpy.random")
-    if numpy is not None:
-        state = numpy.get_state()
-        states["numpy"] = hashed(state[1].tobytes() + str(state[2]).encode())
-    return states

@@ -1,9 +1,9 @@
 """Which random generators a script makes its batches with, and in which state: `--check` asks whether ranks draw alike.
 
-Beside those that everybody shares there are generators of a script's own, of numpy, Python and torch. They are found by
-way of the garbage collector, so nothing is put in place of their classes. One of these counts as used for a batch's
-samples if it has gone on by half as many numbers as there are samples, or more: a number or two for all of a batch (its
-size, which task it is) may be the same on purpose.
+Beside those that everybody shares there are generators of a script's own, of numpy, Python and torch. They are found
+by way of the garbage collector, so nothing is put in place of their classes. One counts as used for a batch's samples
+if it has gone on by half as many numbers as there are samples, or more: a number or two for all of a batch, its size,
+say, may be the same on purpose.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from types import FrameType
 from typing import Any
 
 from paceline.contract.facts import OWN_GENERATORS
-from paceline.worker.probes.digests import hashed, random_states
+from paceline.worker.probes.digests import hashed
 from paceline.worker.sites import USER, owner
 
 SLOTS, DIGEST_BYTES = 64, 16
 NAMES = ("torch", "random", "numpy", OWN_GENERATORS)
-LOOKS = range(2, 4)  # at these batches of a loader it is looked for own ones: what the first one makes is there
+LOOKS = range(2, 5)  # at these batches of a loader it is looked: what the first one makes is there then
 
 
 class Fetched:
@@ -45,13 +45,11 @@ class Fetched:
             if not 0 <= number < SLOTS or (worker is not None and worker.id):
                 return fetch(fetcher, indices)
             self._count[number] += 1
-            own = OwnGenerators() if self._count[number] in LOOKS else None
-            before = random_states()
+            if self._count[number] not in LOOKS:
+                return fetch(fetcher, indices)
+            generators = Generators()
             batch = fetch(fetcher, indices)
-            used = {name: before[name] for name, state in random_states().items() if before.get(name, state) != state}
-            if own is not None and (state := own.used(len(indices) if isinstance(indices, list) else 1)):
-                used[OWN_GENERATORS] = state
-            for name, state in used.items():
+            for name, state in generators.used(len(indices) if isinstance(indices, list) else 1).items():
                 at = self._place(number, name)
                 if not self._states[at]:
                     self._states[at : at + DIGEST_BYTES] = state.encode()
@@ -72,34 +70,38 @@ class Fetched:
         return (number * len(NAMES) + NAMES.index(name)) * DIGEST_BYTES
 
 
-class OwnGenerators:
+class Generators:
     """Those that are alive, as they are now."""
 
     def __init__(self) -> None:
-        self._before = [(one, copied) for one in _alive() if (copied := _copy(one)) is not None]
+        self._before = [(name, one, copied) for name, one in _alive() if (copied := _copy(one)) is not None]
 
-    def used(self, samples: int) -> str:
-        """A digest of the states in which those were that have since been used for so many samples; empty: none."""
-        found = [_state(before) for one, before in self._before if _goes_on(before, one, max(1, samples // 2))]
-        return hashed("".join(sorted(found)).encode()) if found else ""
+    def used(self, samples: int) -> dict[str, str]:
+        """By name, a digest of the states in which those were that have since been used for so many samples."""
+        found: defaultdict[str, list[str]] = defaultdict(list)
+        for name, one, before in self._before:
+            if _goes_on(before, one, max(1, samples // 2)):
+                found[name].append(_state(before))
+        return {name: hashed("".join(sorted(states)).encode()) for name, states in found.items()}
 
 
-def _alive() -> Iterator[Any]:
-    """All but the three that everybody shares."""
+def _alive() -> Iterator[tuple[str, Any]]:
     numpy: Any = sys.modules.get("numpy.random")
     torch: Any = sys.modules["torch"]
     kinds: set[type] = {random.Random, torch.Generator}
-    seen = {id(vars(random)["_inst"]), id(torch.default_generator)}
+    shared = {"torch": torch.default_generator, "random": vars(random)["_inst"]}
     if numpy is not None:
         kinds |= {numpy.Generator, numpy.RandomState}
-        seen.add(id(numpy.mtrand._rand))
+        shared["numpy"] = numpy.mtrand._rand
+    yield from shared.items()
+    seen = {id(one) for one in shared.values()}
     known: list[Any] = gc.get_objects()
     held: list[Any] = gc.get_referents(*known)
     held += gc.get_referents(*(one for one in held if type(one) is dict and not gc.is_tracked(one)))
     for one in (*known, *held, *_locals(sys._getframe(1))):  # pyright: ignore[reportPrivateUsage]
         if type(one) in kinds and id(one) not in seen:
             seen.add(id(one))
-            yield one
+            yield OWN_GENERATORS, one
 
 
 def _locals(frame: FrameType | None) -> Iterator[Any]:

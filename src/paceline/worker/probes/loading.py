@@ -14,17 +14,15 @@ from typing import Any
 
 from paceline.contract.facts import (
     EPOCHS,
-    IN_LOOP,
     MAX_DIGESTS,
     MAX_INDICES,
-    OWN_GENERATORS,
     Pass,
     ScriptFacts,
     SeenLoader,
     kept_batches,
 )
-from paceline.worker.probes.digests import leading, leaf_digests, torch_state
-from paceline.worker.probes.generators import LOOKS, Fetched, OwnGenerators
+from paceline.worker.probes.digests import leading, leaf_digests
+from paceline.worker.probes.generators import LOOKS, Fetched, Generators
 from paceline.worker.probes.graphs import divided_by_world
 from paceline.worker.probes.hooks import Events, hang
 from paceline.worker.sites import site_frame, user_site
@@ -74,7 +72,7 @@ class LoaderWatch(Events):
         self._live: dict[int, Any] = {}  # data sets, by the numbers of their loaders
         self._began: dict[int, float] = {}
         self._fetched = Fetched()
-        self._state, self._own = "", None
+        self._generators: Generators | None = None
         self.fed = -1
 
     def torch_is_there(self) -> None:
@@ -131,7 +129,7 @@ class LoaderWatch(Events):
         return len(self._facts.loaders) - 1
 
     def batch_given(self, batches: Any, batch: Any) -> None:
-        self._state, self._own = torch_state(), None
+        self._generators = None
         self.fed = _number_of(batches)
         if self.fed < 0:
             return
@@ -140,14 +138,15 @@ class LoaderWatch(Events):
         if len(seen.leaves) < MAX_DIGESTS and len(self._facts.loaders[self.fed].passes) <= EPOCHS:
             seen.leaves.append(leaf_digests(batch))
         if len(self._facts.loaders[self.fed].passes) == 1 and len(seen.sizes) in LOOKS:
-            self._own = OwnGenerators()
+            self._generators = Generators()
 
     def forward_begins(self, ddp: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
-        if self._state and torch_state() != self._state and self.fed >= 0:
-            self._facts.loaders[self.fed].random.setdefault(IN_LOOP, self._state)
-        if self._own is not None and (state := self._own.used(self._facts.loaders[self.fed].passes[-1].sizes[-1])):
-            self._facts.loaders[self.fed].random.setdefault(f"{OWN_GENERATORS}, in the loop", state)
-        self._state, self._own = "", None
+        if self._generators is None:
+            return
+        record = self._facts.loaders[self.fed]
+        for name, state in self._generators.used(record.passes[-1].sizes[-1]).items():
+            record.random.setdefault(f"{name}, in the loop", state)
+        self._generators = None
 
     def epoch_ended(self, batches: Any) -> None:
         number = _number_of(batches)
