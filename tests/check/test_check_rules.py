@@ -111,6 +111,16 @@ def averaged(*weights: str) -> Callable[[int], ScriptFacts]:
     )
 
 
+def by_hand(applied: float) -> Callable[[int], ScriptFacts]:
+    """Batches of four samples and of three; gradients 1 and 2, of which the script makes this."""
+    return lambda rank: right(
+        rank,
+        replicas=[],
+        loaders=[trained(rank, passes=[epoch(ORDERS[rank], sizes=[4 - rank] * 10)])],
+        steps=[step(parameters="p", local=1.0 + rank, applied=applied)] * 9,
+    )
+
+
 def of_scores(*reduced: list[float], shares: tuple[int, int] = (8, 12)) -> Callable[[int], ScriptFacts]:
     """Two evaluations of unequal shares, after which ranks sum these, half of them each time."""
 
@@ -237,6 +247,12 @@ PITFALLS: dict[str, tuple[Callable[[int], ScriptFacts], str, int]] = {  # what i
         12,
     ),
     "a gradient of its own": (by_rank(steps=([step()], [step(gradients="h")])), "gradients", 12),
+    "a mean of its own count": (
+        lambda rank: right(rank, steps=[step(parameters="p", factors=[1 / (20 + n * (1 + rank))]) for n in range(9)]),
+        "mean over padding",
+        11,
+    ),
+    "larger batches on a rank, averaged by hand": (by_hand(applied=1.5), "unequal shares", 5),
     "a sum without a mean": (
         lambda rank: right(rank, replicas=[], steps=[step(parameters="p", local=1.0 + rank, applied=3.0)] * 9),
         "gradients",
@@ -297,6 +313,10 @@ CLEAN: dict[str, Callable[[int], ScriptFacts]] = {
     "rates of the whole that could be the shares', too": of_scores([5 / 20, 10 / 20], [10 / 20, 5 / 20]),
     "losses that are summed": of_scores([0.713, 0.619], [0.522, 0.87]),
     "rates of shares that are nearly equal": of_scores([7 / 39, 5 / 39], [5 / 40, 11 / 40], shares=(39, 40)),
+    "larger batches on a rank, weighed by hand": by_hand(applied=3.0 / 7),
+    "a mean of all ranks' count": lambda rank: right(
+        rank, steps=[step(parameters="p", factors=[0.2 * (1 + rank), 1 / (10 + 10 * rank)]) for _ in range(9)]
+    ),
     "norms of its own that are below the limit": lambda rank: right(
         rank, steps=[step(parameters="p", norm=2.0 + rank, limit=9.0)]
     ),
@@ -376,7 +396,7 @@ def test_the_words_tell_apart_what_one_rule_finds() -> None:
     assert words["the same batches"] == "all ranks train on the same batches"
     assert "each draws from all of them" in words["all of the data, in another order"]
     assert words["no wrapped model"].endswith("no model is wrapped")
-    assert len(set(words.values())) == len(words) - 4  # seen in two ways: a stream, tensors; scaled; of its own
+    assert len(set(words.values())) == len(words) - 5  # some are seen in two ways
 
 
 def test_the_page_says_what_is_right_and_how_much_is_not() -> None:

@@ -124,6 +124,9 @@ def test_a_slow_rank_of_a_script_is_named_where_the_others_wait_for_it_as_long()
     assert scripts_say(script(waits=0.5), script(own=0.5), script(waits=0.5)) == words
     assert scripts_say(script(sync=0.5), script(own=0.5), script(sync=0.5)) == words
     assert scripts_say(script(waits=0.5), script(data=0.51)).endswith("the other 40 ms; most of it in data")
+    quick, slow = times(user=0.005, backward=0.02), times(user=0.018, backward=0.007)
+    assert scripts_say(quick, slow).startswith("rank 1 (n2) is slow: 18 ms of its own work a step, the other 5 ms")
+    assert not scripts_say(script(waits=0.013), script(own=0.013)), "13 ms of 40 are noise"
 
 
 def test_a_rank_of_a_script_is_slow_only_if_it_is_so_in_three_looks_in_a_row() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import time
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ import torch
 from paceline.contract.box import Box, make_box
 from paceline.contract.boxes import read_counters
 from paceline.contract.evidence import Phase
-from paceline.contract.marks import Mark, Names, marks_of, read_findings, read_marks, read_names
+from paceline.contract.marks import TABLES, Mark, Names, marks_of, read_findings, read_marks, read_names
 from paceline.worker.probes.finite import Batches, Finite
 from paceline.worker.probes.replicas import Fingerprints
 from paceline.worker.probes.steps import ScriptPhases, Stale, Swallowed
@@ -50,6 +51,22 @@ def test_steps_are_those_of_the_optimizer_that_steps_most_and_each_event_is_a_ph
         phases.step_ended(other)
     counters = read_counters(box.descriptor)
     assert counters.step == phases.done == 3
+    optimizer = type("Optimizer", (), {})()  # of a second stage
+    for _ in range(3):
+        phases.step_ended(optimizer)
+    assert phases.done == 5
+
+
+def test_optimizers_that_follow_each_other_are_all_marked_and_their_steps_go_on(box: Box) -> None:
+    prints, model = Fingerprints(box, Names(box)), torch.nn.Linear(2, 2)
+    for _ in range(TABLES + 1):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        for _ in range(3):
+            prints.step_ended(optimizer)
+        del optimizer
+        gc.collect()
+    assert {one.number for one in marked(box) if not one.table} == {1, 2, 3, 4, 5, 6}
+    assert {one.table for one in marked(box)} == {*range(TABLES)}
 
 
 def test_every_element_is_marked_within_some_steps_and_one_bit_makes_another_mark(box: Box) -> None:
@@ -158,12 +175,14 @@ def test_a_step_without_backward_is_told_where_each_before_had_one(box: Box) -> 
     assert told[0].startswith("made a step without backward()")
 
 
-@pytest.mark.parametrize("same_from", [None, 20])
-def test_a_batch_that_comes_again_and_again_is_told(box: Box, same_from: int | None) -> None:
+@pytest.mark.parametrize(("same_from", "zeros"), [(None, False), (20, False), (20, True)])
+def test_a_batch_that_comes_again_and_again_is_told(box: Box, same_from: int | None, zeros: bool) -> None:
     ddp, phases = torch.nn.Linear(3, 3), ScriptPhases(box)
     stale, mask = Stale(box, phases), torch.ones(4, 3)
     for number in range(80):
         x = torch.full((4, 3), float(number if same_from is None else min(number, same_from))) + torch.arange(3)
+        if zeros and number >= 20:
+            x = torch.zeros(4, 3)  # its reader fills up
         stale.forward_begins(ddp, (x,), {"mask": mask})
         stale.forward_begins(ddp, (torch.zeros(1),), {})  # a second micro-batch
         phases.step_ended(ddp)

@@ -22,6 +22,7 @@ QUEUED_LOOKS = 8  # that are where a rank is slow because it waits for a core
 SLOW_FACTOR = 1.3
 CHANGE_FACTOR = 1.5  # said again only where it has become so much worse
 LEAST_SECONDS = 0.02  # a step: less is the noise of a machine that does something else, too
+LEAST_OF_TWICE = 0.01  # the same of a rank that takes twice as long as the others
 LEAST_SYNC_SECONDS = 0.05  # a step: where all is faster than that, the network does what it can
 
 OWN = (Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
@@ -140,7 +141,8 @@ def slow_script(spent: Spent, hosts: Mapping[int, str]) -> tuple[int, str, float
     waits = {rank: seconds[Phase.BACKWARD] + seconds[Phase.SYNC] for rank, seconds in spent.items()}
     rank = max(work, key=lambda r: work[r])
     usual, excess = _others(work, rank), work[rank] - _others(work, rank)
-    if excess < max(LEAST_SECONDS, (SLOW_FACTOR - 1) * usual) or _others(waits, rank) - waits[rank] < excess / 2:
+    least = min(max(LEAST_SECONDS, (SLOW_FACTOR - 1) * usual), max(LEAST_OF_TWICE, usual))
+    if excess < least or _others(waits, rank) - waits[rank] < excess / 2:
         return None
     each = {phase: {r: seconds[phase] for r, seconds in spent.items()} for phase in OF_SCRIPTS}
     phase = max(each, key=lambda p: each[p][rank] - _others(each[p], rank))

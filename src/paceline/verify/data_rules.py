@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from paceline.contract.facts import OWN_GENERATORS, Pass, ScriptFacts
 from paceline.verify.finding import Loaders, Remark, differs, loaders_of, ranks_named, same_data, same_leaf, shared_part
+from paceline.verify.gradient_rules import by_means
 from paceline.verify.score_rules import evaluation_findings, padding_findings
 
 FEW, SHOWN = 8, 6  # samples: of fewer an order says nothing
@@ -27,7 +28,7 @@ def data_findings(ranks: Sequence[ScriptFacts]) -> Iterator[Remark]:
             yield from _order(loaders)
             yield from _shrinks(loaders)
             if not joined:
-                yield from _lengths(loaders)
+                yield from _lengths(loaders, means=by_means(ranks))
         elif not any(loader.training for loader in loaders.values()):
             yield from evaluation_findings(ranks, loaders)
     if not trained and not any(facts.loaders for facts in ranks):
@@ -120,7 +121,7 @@ def _augmentation(ranks: Sequence[ScriptFacts], loaders: Loaders) -> Iterator[Re
         yield Remark("same augmentation", "right", "every rank has random numbers of its own for its data", one.site)
 
 
-def _lengths(loaders: Loaders) -> Iterator[Remark]:
+def _lengths(loaders: Loaders, *, means: bool) -> Iterator[Remark]:
     one, passes = next(iter(loaders.values())), _first(loaders)
     told = ", ".join(f"rank {rank}: {loader.batches}" for rank, loader in loaders.items())
     if differs(loader.batches for loader in loaders.values()):
@@ -130,7 +131,7 @@ def _lengths(loaders: Loaders) -> Iterator[Remark]:
         return
     sizes = [*zip(*(seen.sizes for seen in passes.values()), strict=False)]
     odd = next((k for k, many in enumerate(sizes) if differs(many)), None)
-    if odd is not None:
+    if odd is not None and means:
         words = "ranks average over unequal shares: DDP's mean of their means weighs samples unequally"
         do = "DataLoader(..., drop_last=True), or loss.sum() * world_size / samples of all ranks"
         told = ", ".join(f"rank {rank}: {size}" for rank, size in zip(passes, sizes[odd], strict=True))

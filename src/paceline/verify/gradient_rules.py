@@ -67,6 +67,18 @@ def _is_sum(row: Sequence[SeenStep]) -> bool:
     return abs(applied - whole) < CLOSE * size and abs(whole) > 10 * CLOSE * size
 
 
+def by_means(ranks: Sequence[ScriptFacts]) -> bool:
+    """Whether gradients are averaged with one weight for each rank: by DDP, or by the script itself."""
+    rows = [row for of_ranks in zip(*map(steps_of, ranks), strict=False) for row in _met(of_ranks)]
+    own = [row for row in rows if all(step.local for step in row)]
+    return any(facts.replicas for facts in ranks) or any(map(_is_mean, own))
+
+
+def _is_mean(row: Sequence[SeenStep]) -> bool:
+    mean, size = sum(step.local for step in row) / len(row), sum(abs(step.local) for step in row)
+    return abs(row[0].applied - mean) < CLOSE * size
+
+
 def _brought_together(rows: Sequence[Sequence[SeenStep]]) -> Remark | None:
     """Weights that are equal again, after steps of which each rank took its own, are so on purpose: local SGD."""
     apart = [differs(step.gradients for step in row) for row in rows]

@@ -5,18 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from paceline.contract.facts import EPOCHS, Pass, ScriptFacts
-from paceline.verify.finding import Loaders, Remark, ranks_named, same_data, shared_part
+from paceline.contract.facts import EPOCHS, Pass, ScriptFacts, SeenStep
+from paceline.verify.finding import Loaders, Remark, differs, ranks_named, same_data, shared_part
+from paceline.verify.gradient_rules import steps_of
 
 COSTLY, COSTLY_SECONDS = 0.2, 1.0  # of an epoch
 LITTLE = 0.05  # a difference in what losses and scores are divided by
 LEAST_RATES, WHOLE_ENOUGH = 3, 1e-3  # so many fractions are not fractions by chance
+LEAST_STEPS = 8  # before it is said of most that they were divided wrongly
 SHARE = "Subset(data, range(rank, len(data), world_size))"
 
 
 def padding_findings(ranks: Sequence[ScriptFacts]) -> Iterator[Remark]:
     """Where a loss or a score counts padding, or leaves it out on each rank for itself."""
-    yield from _padding(ranks)
+    found = [*_padding(ranks)]
+    yield from found or _own_counts(ranks)
     yield from _metrics(ranks[0])
 
 
@@ -103,6 +106,30 @@ def _padding(ranks: Sequence[ScriptFacts]) -> Iterator[Remark]:
             do = 'reduction="sum", times world_size, divided by the dist.all_reduce of (target != ignore_index).sum()'
             told = ", ".join(f"{facts.rank}: {count}" for facts, count in zip(ranks, worst, strict=True))
             yield Remark("mean over padding", "wrong", words, loss.site, do, f"elements that count, by rank {told}")
+
+
+def _own_counts(ranks: Sequence[ScriptFacts]) -> Iterator[Remark]:
+    """Losses that each rank divides by a count of its own: of the words that a mask leaves, say."""
+    rows = [*zip(*(next(iter(steps_of(facts)), []) for facts in ranks), strict=False)]
+    counts = [*filter(None, map(_divided, rows))]
+    if len(rows) >= LEAST_STEPS and len(counts) > len(rows) / 2:
+        words = "the loss is a mean over unequal counts: each rank divides it by one of its own"
+        do = "the sum, times world_size, divided by the dist.all_reduce of that count"
+        worst = max(counts, key=lambda many: max(many) / min(many))
+        told = ", ".join(f"{facts.rank}: {count:g}" for facts, count in zip(ranks, worst, strict=True))
+        seen = f"at {len(counts)} of {len(rows)} steps; the most, by rank {told}"
+        yield Remark("mean over padding", "wrong", words, rows[0][0].backward_site, do, seen)
+
+
+def _divided(row: Sequence[SeenStep]) -> list[float]:
+    """By which whole numbers ranks have divided their losses last, if these differ, and nothing makes up for it."""
+    whole = [abs(math.prod(step.factors)) for step in row]
+    found = [next((1 / f for f in step.factors if _is_count(f)), 0.0) for step in row]
+    return found if all(found) and max(whole) - min(whole) > LITTLE * max(whole) and differs(found) else []
+
+
+def _is_count(factor: float) -> bool:
+    return 0 < factor <= 1 / 2 and abs(1 / factor - round(1 / factor)) < WHOLE_ENOUGH
 
 
 def _metrics(facts: ScriptFacts) -> Iterator[Remark]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections.abc import Iterable, Mapping
+from itertools import islice
 from typing import Any
 
 from paceline.contract.facts import MAX_DIGESTS
@@ -31,17 +32,21 @@ def digest_of(tensors: Iterable[Any], most: int = MOST) -> str:
     return hashed(b"".join(b"-" if one is None else bytes(one.numpy()) for one in kept))
 
 
-def leaf_digests(batch: Any, depth: int = 0, most: int = MOST) -> list[str]:
-    """Of each tensor, array and number in a batch, in its order; "f:" before floating point, empty for a constant."""
+def leaf_digests(batch: Any, depth: int = 0, most: int = MOST, *, constants: bool = False) -> list[str]:
+    """Of each tensor, array and number in a batch, in its order; "f:" before floating point.
+
+    Empty for a tensor whose elements are all equal: it tells nothing, unless it is asked for.
+    """
     torch: Any = sys.modules["torch"]
     if isinstance(batch, torch.Tensor):
         some = some_of(batch, most)
-        if batch.dim() and some.numel() and bool((some == some[0]).all()):
+        if not constants and batch.dim() and some.numel() and bool((some == some[0]).all()):
             return [""]
         return [("f:" if batch.is_floating_point() else "") + digest_of([some], most)]
     inner: Any = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else None
     if depth < MAX_DEPTH and inner is not None:
-        return [leaf for value in inner for leaf in leaf_digests(value, depth + 1, most)][:MAX_DIGESTS]
+        leaves = (leaf for value in inner for leaf in leaf_digests(value, depth + 1, most, constants=constants))
+        return [*islice(leaves, MAX_DIGESTS)]
     if type(batch).__module__ == "numpy" and (data := getattr(batch, "tobytes", None)) is not None:
         return [hashed(data())]
     return [hashed(repr(batch).encode())] if isinstance(batch, (str, bytes, int, float)) else [""]

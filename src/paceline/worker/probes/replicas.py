@@ -71,11 +71,12 @@ class WatchedOptimizer:
 
 
 class Fingerprints(Events):
-    """Of this process's optimizers, the first four of them."""
+    """Of this process's optimizers, four at a time."""
 
     def __init__(self, box: Box, names: Names) -> None:
         self._box, self._names, self._later = box, names, Later()
         self._watched: WeakKeyDictionary[Any, WatchedOptimizer] = WeakKeyDictionary()
+        self._known, self._numbers = 0, [0] * TABLES  # optimizers so far; the last step marked in each table
         self._replicas: WeakSet[Any] = WeakSet()
         self._forwards: WeakKeyDictionary[Any, bool] = (
             WeakKeyDictionary()
@@ -96,16 +97,23 @@ class Fingerprints(Events):
             return
         watched = self._watched.get(optimizer)
         if watched is None:
-            watched = self._watched[optimizer] = WatchedOptimizer(len(self._watched))
+            watched = self._watched[optimizer] = self._next_table()
         if watched.table >= TABLES:
             return
         watched.count += 1
+        self._numbers[watched.table] = watched.count
         version = [len(self._replicas), *(len(group["params"]) for group in optimizer.param_groups)]
         if watched.version != version:
             watched.version = version
             self._lay_out(watched, optimizer)
         if watched.pieces and self._meets_others(watched):
             self._mark(watched)
+
+    def _next_table(self) -> WatchedOptimizer:
+        """In turn, so that all ranks have the same; one that comes later counts on from where the table was left."""
+        table, taken = self._known % TABLES, {one.table for one in self._watched.values()}
+        self._known += 1
+        return WatchedOptimizer(TABLES) if table in taken else WatchedOptimizer(table, self._numbers[table])
 
     def _meets_others(self, watched: WatchedOptimizer) -> bool:
         ddp = watched.replica and watched.replica()

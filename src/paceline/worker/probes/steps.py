@@ -36,7 +36,8 @@ class Counted(Events):
         self.done = 0
 
     def step_ended(self, optimizer: Any) -> None:
-        self._counts[optimizer] = count = self._counts.get(optimizer, 0) + 1
+        before = max(0, self.done - 1)  # one that comes later steps beside those that are there, or after them
+        self._counts[optimizer] = count = self._counts.get(optimizer, before) + 1
         if count > self.done:
             self.done = count
             self._box.set_step(count)
@@ -146,7 +147,7 @@ class Stale(Events):
         at, before, equal = self._inputs.get(ddp, (-1, [], 0))
         if at == step or any(getattr(one, "is_cuda", False) for one in (*inputs, *named.values())):
             return  # of several micro-batches the first counts; and a device is not waited for
-        now = leaf_digests([inputs, named], most=FEW_ELEMENTS)
+        now = leaf_digests([inputs, named], most=FEW_ELEMENTS, constants=True)  # of zeros, say: a reader filled up
         if step % PAIR_EVERY == 1 and at == step - 1:
             equal = equal + 1 if now == before and any(now) else 0
             if equal == PAIRS:
