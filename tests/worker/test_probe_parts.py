@@ -40,13 +40,15 @@ def test_steps_are_those_of_the_optimizer_that_steps_most_and_each_event_is_a_ph
     seen: list[Phase] = []
     for event, told in (
         ("batch_asked", (None,)), ("batch_given", (None, None)), ("forward_begins", (None, (), {})),
+        ("buffers_asked", (None,)), ("buffers_given", (None,)),
         ("forward_ended", (None, None)), ("backward_begins", (None,)), ("backward_ended", ()),
         ("step_begins", (optimizer,)), ("step_ended", (optimizer,)),
     ):  # fmt: skip
         getattr(phases, event)(*told)
         seen.append(read_counters(box.descriptor).phase)
     own = Phase.USER
-    assert seen == [Phase.DATA, own, Phase.FORWARD, own, Phase.BACKWARD, own, Phase.OPTIMIZER, own]
+    forward = [Phase.FORWARD, Phase.SYNC, Phase.FORWARD]
+    assert seen == [Phase.DATA, own, *forward, own, Phase.BACKWARD, own, Phase.OPTIMIZER, own]
     for _ in range(3):
         phases.step_ended(other)
     counters = read_counters(box.descriptor)
@@ -65,7 +67,8 @@ def test_optimizers_that_follow_each_other_are_all_marked_and_their_steps_go_on(
             prints.step_ended(optimizer)
         del optimizer
         gc.collect()
-    assert {one.number for one in marked(box) if not one.table} == {1, 2, 3, 4, 5, 6}
+    assert {one.number for one in marked(box) if not one.table} > {1, 2, 3}
+    assert max(one.number for one in marked(box)) == 3 * (TABLES + 1) - TABLES
     assert {one.table for one in marked(box)} == {*range(TABLES)}
 
 

@@ -53,6 +53,12 @@ class Events:
     def forward_begins(self, ddp: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
         """It is called."""
 
+    def buffers_asked(self, ddp: Any) -> None:
+        """In its forward it waits for the buffers of rank 0."""
+
+    def buffers_given(self, ddp: Any) -> None:
+        """It has them."""
+
     def forward_ended(self, ddp: Any, output: Any) -> None:
         """It has returned."""
 
@@ -115,6 +121,11 @@ class Hooks:
                 before=lambda ddp, *inputs, **named: tell("forward_begins", ddp, inputs, named),
                 after=lambda output, ddp, *_, **__: tell("forward_ended", ddp, output),
                 failed=lambda error, *_, **__: tell("raised", "forward", error),
+            )  # fmt: skip
+            hang(
+                replica, "_sync_buffers",
+                before=lambda ddp: tell("buffers_asked", ddp),
+                after=lambda _, ddp: tell("buffers_given", ddp),
             )  # fmt: skip
             hang(
                 sys.modules["torch.autograd"], "backward",

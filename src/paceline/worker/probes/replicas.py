@@ -110,10 +110,11 @@ class Fingerprints(Events):
             self._mark(watched)
 
     def _next_table(self) -> WatchedOptimizer:
-        """In turn, so that all ranks have the same; one that comes later counts on from where the table was left."""
+        """In turn, so that all ranks have the same; one that comes later counts on from where others are."""
         table, taken = self._known % TABLES, {one.table for one in self._watched.values()}
         self._known += 1
-        return WatchedOptimizer(TABLES) if table in taken else WatchedOptimizer(table, self._numbers[table])
+        number = max(self._numbers[table], max(self._numbers) - 1)
+        return WatchedOptimizer(TABLES) if table in taken else WatchedOptimizer(table, number)
 
     def _meets_others(self, watched: WatchedOptimizer) -> bool:
         ddp = watched.replica and watched.replica()

@@ -1,7 +1,8 @@
 """Steps and phases of a script that nobody changed, into its box: what `watch` shows, and by what slow ranks are found.
 
 A step is one of the optimizer that has stepped most. What lies between the hooks is the script's own code. Under DDP a
-rank waits for the others in backward, and where it calls a collective itself (see the ledger).
+rank waits for the others in backward, for rank 0 in the forward of a model with buffers, and where it calls a
+collective itself (see the ledger).
 """
 
 from __future__ import annotations
@@ -61,6 +62,12 @@ class ScriptPhases(Counted):
         self._box.enter(Phase.USER)
 
     def forward_begins(self, ddp: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+        self._box.enter(Phase.FORWARD)
+
+    def buffers_asked(self, ddp: Any) -> None:
+        self._box.enter(Phase.SYNC)
+
+    def buffers_given(self, ddp: Any) -> None:
         self._box.enter(Phase.FORWARD)
 
     def forward_ended(self, ddp: Any, output: Any) -> None:
