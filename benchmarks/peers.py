@@ -20,9 +20,9 @@ from typing import Any
 from race.contenders import BASE, LIMITS, MODES, NAMES, PEERS, absent, contender
 from race.figures import Row, rows_of, table, write
 from race.heats import FIRST_STEPS, Pace, race
-from race.works import WORKS
+from race.works import SMALL, WORKS
 
-REAL = [name for name in WORKS if name != "tiny"]
+REAL = [name for name in WORKS if name not in SMALL]
 
 
 def main() -> int:

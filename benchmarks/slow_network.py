@@ -5,9 +5,9 @@
 
 All ways train in the same two processes, one on each host, on the very same batches, lap by lap: A B C A B C. The first
 command measures the time of a step, the second the loss on samples that nobody trains on, by steps (on a fast cable: it
-is the same on a slow one). Of both, --table makes loss against wall time. What was measured before stays in the record,
-and is written over by its name. `delay` is what ping would say, in milliseconds. Root only, and the programs of
-tests/cluster (.ci/install).
+is the same on a slow one). Of both, --table makes loss against wall time; "+" is the end of a curve. What was measured
+before stays in the record, and is written over by its name. `delay` is what ping would say, in milliseconds. Root
+only, and the programs of tests/cluster (.ci/install).
 """
 
 from __future__ import annotations
@@ -81,25 +81,28 @@ def speeds(told: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def tables(found: dict[str, Any]) -> str:
-    """In words: steps a second beside DDP, the loss after the same samples, the loss after the same time."""
+    """In words: steps a second beside DDP, and the loss after the same samples and after the same time."""
     lines: list[str] = []
     for key, one in found["speeds"].items():
-        work = key.split()[0]
-        curves = found["losses"].get(work, {})
-        last = max((int(step) for step in curves.get(TORCH[0], {})), default=0)
-        minute = {}
-        lines.append(f"\n{key}: ms/step, times DDP (each round), held-out loss after {last} steps, after 60 and 300 s")
+        curves = {
+            name: {int(step): loss for step, loss in curve.items()}
+            for name, curve in found["losses"].get(key.split()[0], {}).items()
+        }
+        base = curves.get(TORCH[0], {0: 0.0})
+        last = max(base)
+        lines.append(
+            f"\n{key}: ms/step, times DDP (each round), held-out loss after {last} steps; after 20, 60 and 300 s; "
+            "seconds until DDP's last loss"
+        )
         for name, own in one["ms"].items():
-            curve = {int(step): loss for step, loss in curves.get(name, {}).items()}
-            for seconds in (60, 300):
-                done = [step for step in curve if step * median(own) / 1000 <= seconds]
-                minute[seconds] = f"{curve[max(done)]:.4f} at {max(done)}" if done else ""
-            end = f"{curve[last]:.4f}" if last in curve else ""
-            more = f"{100 * (curve[last] / curves[TORCH[0]][str(last)] - 1):+.2f} %" if end else ""
+            curve, seconds = curves.get(name, {}), median(own) / 1000
+            end = f"{curve[last]:.4f} {100 * (curve[last] / base[last] - 1):+.2f} %" if last in curve else ""
+            timed = [max((step for step in curve if step * seconds <= limit), default=0) for limit in (20, 60, 300)]
+            told = "  ".join(f"{curve[step]:.4f}" + ("+" if step == last else " ") for step in timed) if curve else ""
+            there = next((step for step, loss in sorted(curve.items()) if loss <= base[last]), None)
+            until = f"{there * seconds:.0f}" if there else ""
             times = " ".join(f"{ratio:.2f}" for ratio in one["times_ddp"].get(name, []))
-            lines.append(
-                f"  {name:13} {median(own):9.1f}  {times:18}  {end:7} {more:9}  {minute[60]:14}  {minute[300]}"
-            )
+            lines.append(f"  {name:13} {median(own):9.1f}  {times:12}  {end:16} {told:25}  {until:>6}")
     return "\n".join(lines)
 
 

@@ -1,21 +1,24 @@
 """Hosts that are lost at random and come back, and new ones that join: the same bits, a clean ledger, nobody left.
 
-    PYTHONPATH=. python tests/cluster/soak_hosts.py --count 100 --out benchmarks/results/hosts.json
+    PYTHONPATH=. python tests/cluster/soak_hosts.py --count 34 --out benchmarks/results/hosts.json
 
 Runs of 2 to 4 hosts over real sshd, one process on each, strategy exact. In each three times something happens to one
 that is not node 0's: power off, cut, all processes killed, a cable of 1 Mbit/s; after 1 to 60 s it is whole again.
-In some runs a further host joins by `paceline join`. Seeded; typed again it goes on where it was. Root.
+In some runs a further host joins by `paceline join`. Seeded; typed again it goes on where it was, and --part K N takes
+every N-th run, beside others that write to the same record. Root.
 """
 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
+import os
 import random
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -67,9 +70,9 @@ class Result:
     wrong: str = ""
 
 
-def soak(count: int, seed: int, out: Path) -> list[Result]:
-    """The runs `seed`, `seed` + 1, ...; those that are in `out` already are not done again."""
-    results = [Result(**one) for one in json.loads(out.read_text())["runs"]] if out.exists() else []
+def soak(seeds: Sequence[int], seconds: float, out: Path) -> None:
+    """The runs of these seeds; those that are in `out` already are not done again, and none begins after `seconds`."""
+    until = time.monotonic() + seconds
     with tempfile.TemporaryDirectory() as place:
         root = Path(place)
         (root / "lab").mkdir()
@@ -81,17 +84,17 @@ def soak(count: int, seed: int, out: Path) -> list[Result]:
                 "train", f"{root}/task.py:task", "--steps", 900, "--batch-size", 4, *EXACT, "--checkpoint-every", 50
             )
             expected = trained_here(task, root / "expected", 300)
-            for number in range(seed, seed + count):
-                if any(one.seed == number for one in results):
+            for seed in seeds:
+                if time.monotonic() > until:
+                    break
+                if any(one.seed == seed for one in recorded(out)):
                     continue
-                result = one_run(lab, ssh, task, root / f"run-{number}", number, expected)
-                results.append(result)
-                write(out, results)
-                print(number, result.wrong or "right", result.faults, f"{result.returns} returns", flush=True)
+                result = one_run(lab, ssh, task, root / f"run-{seed}", seed, expected)
+                record(out, result)
+                print(seed, result.wrong or "right", result.faults, f"{result.returns} returns", flush=True)
                 lab.restore()
         finally:
             lab.close()
-    return results
 
 
 def one_run(lab: Lab, ssh: SshHosts, task: list[str], run_dir: Path, seed: int, expected: str) -> Result:
@@ -189,6 +192,21 @@ def wait(done: Callable[[], bool], deadline: float) -> None:
         time.sleep(0.2)
 
 
+def recorded(out: Path) -> list[Result]:
+    """The runs that are done."""
+    return [Result(**one) for one in json.loads(out.read_text())["runs"]] if out.exists() else []
+
+
+def record(out: Path, result: Result) -> None:
+    """Add one run to those of all parts."""
+    folder = os.open(out.parent, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        write(out, sorted([*recorded(out), result], key=lambda one: one.seed))
+    finally:
+        os.close(folder)
+
+
 def write(out: Path, results: list[Result]) -> None:
     stood = sorted(seconds for one in results for seconds in one.standstill_seconds)
     summary = {
@@ -206,12 +224,15 @@ def write(out: Path, results: list[Result]) -> None:
 def main() -> int:
     """Run them; exit code 1 if any was wrong."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--count", type=int, default=100)
+    parser.add_argument("--count", type=int, default=34)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--part", type=int, nargs=2, default=(0, 1), metavar=("K", "N"))
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no run after that")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
-    results = soak(options.count, options.seed, options.out)
-    return int(any(one.wrong for one in results))
+    first, every = options.part
+    soak(range(options.seed + first, options.seed + options.count, every), options.seconds, options.out)
+    return int(any(one.wrong for one in recorded(options.out)))
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from paceline.strategies.bucketed import bucketed
 from race.works import WORKS, Work, losses, mean_loss
 
 PERIOD = 16
-WARM_UP = 10  # of torch's PowerSGD: steps that send all
+WARM_UP, SHORT_WARM_UP = 10, 2  # of torch's PowerSGD: steps that send all; where only times are asked for
 HELD_OUT = 64  # samples
 Take = Callable[[Any], None]
 Made = tuple[nn.Module, Take, Callable[[], Tensor]]
@@ -45,14 +45,15 @@ PACELINE: dict[str, dict[str, Any]] = {
 TORCH = ("ddp", "ddp-powersgd", "ddp-local")
 
 
-def with_torch(name: str, work: Work, held_out: tuple[Tensor, Tensor]) -> Made:
+def with_torch(name: str, work: Work, held_out: tuple[Tensor, Tensor], warm_up: int) -> Made:
     """DDP, and its own hooks for slow networks."""
     model = work.make_model()
-    # one bucket: of several, its second messages leave as the first arrive, in an order that ranks need not share
+    # one bucket: of several, the hook's second messages leave as the first arrive, in an order that ranks need not
+    # share, and gloo ends the process: "Received data size doesn't match expected size"
     wrapped = DistributedDataParallel(model, bucket_cap_mb=4096 if name == "ddp-powersgd" else None)
     optimizer: Any = work.make_optimizer(wrapped.parameters())
     if name == "ddp-powersgd":
-        state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=WARM_UP)
+        state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=warm_up)
         wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     if name == "ddp-local":
         # every rank is a host here: the gradients' group is this rank alone
@@ -125,7 +126,7 @@ class Lane:
     def __init__(self, name: str, made: Made, steps: Iterator[Any]) -> None:
         self.name, self._steps, (_, self._take, _) = name, steps, made
         self.period = PACELINE.get(name, {}).get("local_steps") or (PERIOD if name == "ddp-local" else 1)
-        self.lap(self.period + (WARM_UP if name == "ddp-powersgd" else 0))
+        self.lap(self.period + (SHORT_WARM_UP if name == "ddp-powersgd" else 0))
         self._ms = self.lap(self.period)
 
     def lap(self, count: int) -> float:
@@ -160,7 +161,8 @@ def main() -> None:
     data = work.make_dataset()
     held_out = held_out_of(data)
     say: Callable[[str], None] = partial(print, flush=True) if rank == 0 else void
-    make = {name: partial(with_torch, name, work, held_out) for name in TORCH}
+    warm_up = WARM_UP if arguments.losses else SHORT_WARM_UP
+    make = {name: partial(with_torch, name, work, held_out, warm_up) for name in TORCH}
     make |= {name: partial(with_paceline, name, work, world, held_out) for name in PACELINE}
     if arguments.losses:
         for name in arguments.modes:
