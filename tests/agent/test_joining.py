@@ -5,14 +5,23 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import msgspec
 import pytest
 from tests.agent.nodes_harness import Nodes, several
 
+from paceline.agent import joining
+from paceline.agent.joining import Newcomers
+from paceline.agent.member import RemoteNode
+from paceline.agent.messages import Hello, Reached, StartReply
+from paceline.contract.node_plan import NodePlan
+from paceline.host.facts import gather
 from paceline.observe.nodes import read_nodes
 
 # rank 0 hears it, as of a training; that the others end with it is in a training what the vote in the totals does
@@ -133,3 +142,42 @@ def test_a_run_that_was_not_started_for_more_takes_nobody(tmp_path: Path) -> Non
         assert "this run takes no hosts: it was started with --nodes 2" in run.said(1)
         run.agents[1] = first
         end(run, 0, 1)
+
+
+class Deaf:
+    """A link that only remembers what was sent."""
+
+    peer_address, ended = "127.0.0.1", ""
+
+    def __init__(self) -> None:
+        self.sent: list[object] = []
+
+    def send(self, message: object) -> None:
+        self.sent.append(message)
+
+
+def test_who_cannot_reach_one_that_is_just_lost_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(joining, "AGAIN_SECONDS", 0.0)
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        nodes = [
+            RemoteNode(Hello(number, 4, 1, probe.getsockname()[1], gather()), cast(Any, Deaf())) for number in (1, 2, 3)
+        ]
+        old, off, new = nodes
+        here, told = [old, off], list[str]()
+        crew = SimpleNamespace(
+            here=here, members={1: old, 2: off}, waiting=[new], part_with=lambda *_: told.append("off")
+        )
+        newcomers = Newcomers(NodePlan(argv=(), nproc=1, nodes=4, min_nodes=1), cast(Any, crew))
+        newcomers.look(str(tmp_path), "proof")
+        new.started, new.reached, old.reached = StartReply(-1), Reached(("new cannot reach off",)), Reached(())
+        newcomers.look(str(tmp_path), "proof")
+        assert not newcomers.count and not told, "the one that is off has not answered"
+        off.reached = Reached(())
+        newcomers.look(str(tmp_path), "proof")
+        newcomers.look(str(tmp_path), "proof")
+        assert not newcomers.count and not told and new.reached is None, "it is tried again"
+        off.lost = "powered off"
+        here.remove(off)
+        new.reached = old.reached = Reached(())
+        newcomers.look(str(tmp_path), "proof")
+        assert newcomers.count == 1 and not told

@@ -32,7 +32,7 @@ EVENTS, PLACES = 3, 4
 RUN_SECONDS = 600.0
 STEP_SECONDS = 0.03  # that a step takes at least: time for hosts to come and go, and little work for the machine
 
-TASK = f"""
+TASK = """
 import time
 import torch
 from torch import nn
@@ -45,7 +45,7 @@ def data(split):
     return TensorDataset(x, (x.sum(1) > 0).long())
 
 def loss(output, target):
-    time.sleep({STEP_SECONDS})
+    time.sleep(STEP_SECONDS)
     return nn.functional.cross_entropy(output, target, reduction="none")
 
 def model():
@@ -76,14 +76,14 @@ def soak(seeds: Sequence[int], seconds: float, out: Path) -> None:
     with tempfile.TemporaryDirectory() as place:
         root = Path(place)
         (root / "lab").mkdir()
-        (root / "task.py").write_text(TASK)
+        script = root / "task.py"
         lab = Lab(root / "lab", 1 + PLACES)
         try:
             ssh = SshHosts.start(lab, root / "lab")
-            task = words(
-                "train", f"{root}/task.py:task", "--steps", 900, "--batch-size", 4, *EXACT, "--checkpoint-every", 50
-            )
+            task = words("train", f"{script}:task", "--steps", 900, "--batch-size", 4, *EXACT, "--checkpoint-every", 50)
+            script.write_text(TASK.replace("STEP_SECONDS", "0"))
             expected = trained_here(task, root / "expected", 300)
+            script.write_text(TASK.replace("STEP_SECONDS", f"{STEP_SECONDS}"))
             for seed in seeds:
                 if time.monotonic() > until:
                     break
@@ -106,7 +106,7 @@ def one_run(lab: Lab, ssh: SshHosts, task: list[str], run_dir: Path, seed: int, 
     where = words(
         "--on", "ssh", "--hosts", ",".join(hosts), "--nodes", f"1:{PLACES}", "--nproc", 1, "--ssh", ssh.command
     )
-    output = run_dir.parent / f"{run_dir.name}.txt"
+    output, joined = (run_dir.parent / f"{run_dir.name}{name}.txt" for name in ("", "-join"))
     with output.open("wb") as file:
         launcher = lab.popen(
             "n1", *PACELINE, *task, *where, "--run-dir", run_dir, cwd=run_dir.parent, stdout=file, stderr=file,
@@ -119,9 +119,9 @@ def one_run(lab: Lab, ssh: SshHosts, task: list[str], run_dir: Path, seed: int, 
         for number in range(EVENTS):
             time.sleep(chance.uniform(1.0, 5.0))
             if number == 1 and result.joined:
-                command = (*PACELINE, "join", run_dir)
-                joiner = lab.popen(f"n{2 + result.hosts}", *command, cwd=run_dir.parent, stdin=subprocess.DEVNULL,
-                                   stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # fmt: skip
+                with joined.open("wb") as file:
+                    joiner = lab.popen(f"n{2 + result.hosts}", *PACELINE, "join", run_dir, cwd=run_dir.parent,
+                                       stdin=subprocess.DEVNULL, stdout=file, stderr=file)  # fmt: skip
             fault, host = chance.choice(FAULTS), chance.choice(hosts[1:])
             away = min(60.0, 1.0 + chance.expovariate(1 / 12.0))
             if launcher.poll() is not None:
@@ -131,8 +131,8 @@ def one_run(lab: Lab, ssh: SshHosts, task: list[str], run_dir: Path, seed: int, 
         code = launcher.wait(max(1.0, deadline - time.monotonic()))
         said = output.read_text(errors="replace")
         result.wrong = "" if code == 0 else f"exit code {code}: {said[-1500:]}"
-        if joiner is not None and not result.wrong:
-            result.wrong = "" if (own := joiner.wait(30)) == 0 else f"paceline join ended with {own}: {said[-1500:]}"
+        if joiner is not None and not result.wrong and (own := joiner.wait(30)):
+            result.wrong = f"paceline join ended with {own}: {joined.read_text(errors='replace')[-1500:]}"
         count_steps(run_dir, result)
         if not result.wrong:
             result.wrong = "" if weights(run_dir) == expected else "other weights"

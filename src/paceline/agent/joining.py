@@ -30,7 +30,8 @@ from paceline.observe.folder import INVITATION
 from paceline.observe.nodes import NodeNow, NodesNow, State, write_nodes
 from paceline.observe.terminal import say
 
-CHECK_SECONDS = 30.0  # for all to try their connections to a newcomer, and it its to them
+CHECK_SECONDS = 30.0  # for a newcomer and all others to reach each other: longer than a lost host is not known as lost
+AGAIN_SECONDS = 2.0  # between two tries
 FIND_SECONDS = 20.0  # that a host looks for a head that is said to run
 
 
@@ -41,7 +42,8 @@ class Newcomers:
         self._plan, self._crew = plan, crew
         self._workers: dict[int, int] = {}  # that a place is for
         self._tried: RemoteNode | None = None  # the one whose connections are being tried
-        self._deadline_seconds = 0.0
+        self._apart: list[str] | None = None  # who cannot reach whom; None: it is not known yet
+        self._deadline_seconds = self._sent_seconds = 0.0
         self._gone: dict[tuple[int, str], NodeNow] = {}  # who is not there any more, and why
         self._written: NodesNow | None = None
         self._ready: list[RemoteNode] = []
@@ -102,10 +104,12 @@ class Newcomers:
         elif why := self._why_not(self._tried):
             say(f"{self._tried.name} is not let in: {why}")
             self._turn_away(self._tried, why, "refused")
-        elif self._is_tried(self._tried):
+        elif self._apart is not None and not self._apart:
             say(f"{self._tried.name} waits to come in: between two steps it does")
             self._ready.append(self._tried)
             self._tried = None
+        elif self._apart and time.monotonic() > self._sent_seconds + AGAIN_SECONDS:
+            self._try_connections(self._tried)  # one of the others may be lost, and nobody know it yet
         self._write(Path(attempt_dir))
 
     def _try_next(self, attempt_dir: str, proof: str) -> None:
@@ -115,26 +119,30 @@ class Newcomers:
             return
         self._tried, self._deadline_seconds = one, time.monotonic() + CHECK_SECONDS
         one.link.send(Enter(one.hello.node, attempt_dir, proof))
+        self._try_connections(one)
+
+    def _try_connections(self, one: RemoteNode) -> None:
+        crew, self._apart, self._sent_seconds = self._crew, None, time.monotonic()
         others = tuple(_address(member) for member in crew.here)
         for member, peers in ((one, others), *((member, (_address(one),)) for member in crew.here)):
             member.reached = None
             member.link.send(Reach(peers))
 
-    def _is_tried(self, one: RemoteNode) -> bool:
-        return one.started is not None and all(m.reached is not None for m in (one, *self._crew.here))
-
     def _why_not(self, one: RemoteNode) -> str:
         """Why it may not come in, by what is known until now."""
         if one.started is not None and one.started.refusal:
             return one.started.refusal
-        if not self._is_tried(one):
-            late = time.monotonic() > self._deadline_seconds
-            return f"its connections could not be tried within {CHECK_SECONDS:g} s" if late else ""
-        told = [words for m in (one, *self._crew.here) if m.reached is not None for words in m.reached.unreachable]
-        address = _address(one)
-        if why := why_unreachable(address.address, address.port):
-            told.append(f"{self._facts.host} cannot reach {address.host}: {why}")
-        return "; ".join(told)
+        tried = [member for member in (one, *self._crew.here) if member.reached is not None]
+        if self._apart is None and one.started is not None and len(tried) == 1 + len(self._crew.here):
+            told = [words for member in tried if member.reached is not None for words in member.reached.unreachable]
+            address = _address(one)
+            if why := why_unreachable(address.address, address.port):
+                told.append(f"{self._facts.host} cannot reach {address.host}: {why}")
+            self._apart = told
+        late = time.monotonic() > self._deadline_seconds
+        if late and self._apart is None:
+            return f"its connections could not be tried within {CHECK_SECONDS:g} s"
+        return "; ".join(self._apart or ()) if late else ""
 
     def _turn_away(self, one: RemoteNode, why: str, state: State) -> None:
         words = f"{one.name} is not let in: {why}" if why else ""
