@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline.bench.ahead import ahead_of
 from paceline.bench.fit import fit_model, hold_out
 from paceline.bench.model import Machine, Model, Network
 from paceline.bench.runs import At
@@ -130,3 +131,25 @@ def test_more_machines_exchange_over_the_network_that_is_stated() -> None:
 def test_more_threads_than_cores_take_turns() -> None:
     model = Model(Machine(2, 1, 0), 0.0, 1e-3, 0.0, 0.0, 0.0, 0.0, 0.0)
     assert [model.step(ranks, 10) for ranks in (1, 2, 4, 8)] == pytest.approx([0.01, 0.01, 0.02, 0.04])
+
+
+def test_what_helps_on_a_slow_network_is_predicted_by_its_bytes_and_messages_and_every_row_states_its_range() -> None:
+    machine = replace(MACHINE, cores=2, low_rank_bytes=400_000)
+    model = Model(machine, 0.01, 1e-4, 0.0, 0.1, 0.0, 1e-9, 0.02)
+    points = {At(ranks, 64): measured(model, ranks, 64) for ranks in (1, 2, 4, 8)}
+    one = At(8, 64)
+    points[one] = replace(
+        points[one], step=1.1 * points[one].step, exchange=points[one].exchange + 0.1 * points[one].step
+    )
+    rows = ahead_of(points, machine, 64, None, Network(12.5e6, 0.01))
+    assert all(row.range_seconds and row.range_seconds[0] < row.step_seconds < row.range_seconds[1] for row in rows)
+    steps = {row.where.rpartition(", ")[2]: row.step_seconds for row in rows if row.where.startswith("2 machines with")}
+    rest = steps["all is sent"] - (2 * 0.01 + 40e6 / 12.5e6)
+    assert 0 < rest < 0.1
+    assert steps["--compress bf16"] == pytest.approx(rest + 0.02 + 20e6 / 12.5e6)
+    assert steps["--compress int8"] == pytest.approx(rest + 0.02 + 40e6 * (1 + 4 / 512) / 4 / 12.5e6)
+    assert steps["--compress powersgd"] == pytest.approx(rest + 0.04 + 0.4e6 / 12.5e6)
+    assert steps["--local-steps 16"] == pytest.approx(rest + 0.02 + (0.02 + 40e6 / 12.5e6) / 16)
+    few = {at: parts for at, parts in points.items() if at.ranks < 4}
+    assert all(row.range_seconds is None for row in ahead_of(few, MACHINE, 64, None, Network(12.5e6, 0.01)))
+    assert "powersgd" not in "".join(row.where for row in ahead_of(few, MACHINE, 64, None, Network(12.5e6, 0.01)))

@@ -48,6 +48,7 @@ class Machine:
     threads: int  # of each rank
     weight_bytes: int  # what ranks exchange in a step
     over_network: bool = False  # whether ranks exchange over a network, which is no core's work
+    low_rank_bytes: int = 0  # what they exchange with --compress powersgd; 0: it is not known
 
     def crowd(self, ranks: int) -> float:
         """How many threads there are for each core, at least 1."""
@@ -105,6 +106,19 @@ class Model:
     def step_on_many(self, ranks: int, batch: int, per_machine: int, network: Network) -> float:
         """Seconds of a step on machines like this one, each with so many ranks; ranks exchange over `network`."""
         return self._step(ranks, batch, per_machine, self.exchange(ranks, network))
+
+    def step_between(
+        self, machines: int, each: int, batch: int, network: Network, share: float, sums: int, every: int
+    ) -> float:
+        """Seconds of a step on machines like this one with `each` ranks and one link, that add up by themselves.
+
+        They send each other this share of the bytes, in so many sums after each other, every so many steps.
+        """
+        messages = ring_messages(machines) * network.latency_seconds
+        sent = sums * messages + ring_volume(machines) * self.machine.weight_bytes * share / network.bytes_per_second
+        votes = messages if every > 1 else 0.0  # in every step; where all is sent, they travel meanwhile
+        inside = 0.0 if self.machine.over_network else self.exchange(each)
+        return self._step(machines * each, batch, each, inside + sent / every + votes)
 
     def _step(self, ranks: int, batch: int, per_machine: int, exchange: float) -> float:
         work = self.compute(per_machine, batch) + self.data_per_sample * batch

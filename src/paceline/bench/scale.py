@@ -9,9 +9,10 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from paceline.bench.ahead import Ahead, ahead_table
 from paceline.bench.compare import Spread, make_table, spread
-from paceline.bench.fit import HeldOut, Points, fit_model
-from paceline.bench.model import Machine, Network
+from paceline.bench.fit import HeldOut, Points
+from paceline.bench.model import Machine
 from paceline.bench.runs import At, Run, Runs, Spent
 from paceline.bench.shares import (
     CAUSES,
@@ -24,12 +25,9 @@ from paceline.bench.shares import (
     lost_weak,
     take_apart,
 )  # fmt: skip
-from paceline.errors import plural
 
-MACHINES = (2, 4, 8, 16, 64)  # for which a stated network is extrapolated to
 WIDTH = 160  # where there is no terminal
 LOST = ("ranks", "batch each", "samples/s", "step ms", "efficiency", "lost ms")
-AHEAD = ("scaling", "ranks", "batch each", "step ms", "samples/s", "efficiency", "on")
 NOISE = 0.02  # of the efficiency: less is not worth a word
 
 
@@ -46,16 +44,6 @@ class Lost(msgspec.Struct, frozen=True):
     slowest: int | None
     slow_phase: str
     crowd: float  # threads for each core, at least 1
-
-
-class Ahead(msgspec.Struct, frozen=True):
-    """A step that nobody has measured."""
-
-    mode: str
-    at: At
-    where: str
-    step_seconds: float
-    efficiency: float
 
 
 class Scaled(msgspec.Struct, frozen=True):
@@ -119,30 +107,6 @@ def lost_of(runs: Runs, parts: Points, machine: Machine, mode: str, batch: int) 
     return found
 
 
-def ahead_of(
-    parts: Points, machine: Machine, weak: int | None, strong: int | None, network: Network | None
-) -> list[Ahead]:
-    """Twice the most ranks measured, on this machine; with a network, more machines like it."""
-    model = fit_model(parts, machine)
-    found: list[Ahead] = []
-
-    def add(ranks: int, where: str, per_machine: int, over: Network | None) -> None:
-        for mode, batch in (("weak", weak), ("strong", strong)):
-            own = batch // (1 if mode == "weak" else ranks) if batch else 0
-            if batch and own:
-                seconds = model.step_on_many(ranks, own, per_machine, over) if over else model.step(ranks, own)
-                ideal = model.step(1, batch) / (1 if mode == "weak" else ranks)
-                found.append(Ahead(mode, At(ranks, own), where, seconds, ideal / seconds if seconds > 0 else 0.0))
-
-    most = 2 * max(at.ranks for at in parts)
-    add(most, "this machine", most, None)
-    here = max((at.ranks for at in parts if machine.crowd(at.ranks) <= 1.0), default=1)
-    for machines in MACHINES if network else ():
-        where = f"{machines} machines like this one, {plural(here, 'rank')} each"
-        add(machines * here, where, here, network)
-    return found
-
-
 def _longest(step: Mapping[int, Spent]) -> float:
     return max(spent.seconds for spent in step.values())
 
@@ -164,7 +128,7 @@ def print_scaled(scaled: Scaled) -> None:
     for held in scaled.held:
         console.print(held_words(held), markup=False)
     if scaled.ahead:
-        console.print(_ahead_table(scaled.ahead))
+        console.print(ahead_table(scaled.ahead))
     for note in scaled.notes:
         console.print(note, markup=False)
 
@@ -220,15 +184,6 @@ def _cell(share: Share | None, *, percent: bool) -> str:
     if share is None:
         return "-"
     return f"{share.seconds * 1000:.1f}" + (f" ({share.percent:.0f} %)" if percent else "")
-
-
-def _ahead_table(rows: Sequence[Ahead]) -> Table:
-    table = make_table(AHEAD, "EXTRAPOLATED, not measured (the model: docs/scaling.md)")
-    for row in rows:
-        rate = row.at.ranks * row.at.batch / row.step_seconds
-        numbers = (f"{row.step_seconds * 1000:.1f}", f"{rate:,.0f}", f"{row.efficiency:.2f}", row.where)
-        table.add_row(row.mode, str(row.at.ranks), str(row.at.batch), *numbers)
-    return table
 
 
 def _ms(seconds: float) -> str:

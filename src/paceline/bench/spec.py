@@ -67,6 +67,7 @@ class Measurement(msgspec.Struct, frozen=True):
     launch_seconds: float  # from the command to processes that are ready
     digest: str  # of the parameters after the chunk
     weight_bytes: int  # of all parameters that are trained: what ranks exchange
+    low_rank_bytes: int = 0  # what leaves a host of them with --compress powersgd
     sent_bytes: float | None = None  # per step and rank
     memory: Memory | None = None
     device: str = "cpu"

@@ -11,11 +11,12 @@ from typing import Literal
 
 import tyro
 
+from paceline.bench.ahead import ahead_of
 from paceline.bench.fit import hold_out
 from paceline.bench.model import Machine, parse_network
 from paceline.bench.rounds import MeasuredRounds, ProcessSet, folder_of
 from paceline.bench.runs import At, Run, Runs, comparable, over_network, read_run, read_runs, weight_bytes
-from paceline.bench.scale import Scaled, ahead_of, lost_of, parts_of, print_scaled, usual
+from paceline.bench.scale import Scaled, lost_of, parts_of, print_scaled, usual
 from paceline.bench.spec import NO_EXCHANGE, Candidate
 from paceline.cli.flags import check_gpus, check_positive, usable_gpus, whole_numbers
 from paceline.cli.measuring import CliMeasuring, Measuring, check_measuring, crowd, measured, publish, settings_of
@@ -119,14 +120,15 @@ def _measure(config: ScaleConfig) -> Points | int:
             return ExitCode.FAILED
         runs = _runs(folder, points, config, config.strategy)
         alone = _runs(folder, [at for at in points if at.ranks > 1], config, NO_EXCHANGE)
-    size = max(chunk.weight_bytes for chunks in found.rounds for chunk in chunks)
+    chunks = [chunk for each in found.rounds for chunk in each]
+    size, low_rank = max(chunk.weight_bytes for chunk in chunks), max(chunk.low_rank_bytes for chunk in chunks)
     device = found.rounds[0][0].device
     what = (
         f"{config.task} on {device}, {config.strategy}, {plural(threads, 'thread')} a rank, "
         f"{cores} cores, {size / 1e6:.1f} MB of gradients"
     )
     notes = scaling_notes(ranks, found, cores, threads)
-    return Points(what, runs, alone, Machine(cores, threads, size), (weak, strong), notes)
+    return Points(what, runs, alone, Machine(cores, threads, size, low_rank_bytes=low_rank), (weak, strong), notes)
 
 
 def points_to_measure(ranks: Sequence[int], weak: int | None, strong: int | None) -> list[At]:

@@ -160,6 +160,10 @@ class LowRank:
         sizes = [(shape[0], shape.numel() // max(1, shape[0])) if len(shape) > 1 else (1, 1) for shape in shapes]
         self._matrices = {i: (m, n) for i, (m, n) in enumerate(sizes) if 2 * rank * (m + n) < m * n}
         self._whole = [i for i in range(len(shapes)) if i not in self._matrices]
+        self.sent = sum(rank * (m + n) for m, n in self._matrices.values()) + sum(
+            shapes[i].numel() for i in self._whole
+        )
+        """how many numbers go into a sum"""
 
     def begin(self) -> State:
         """See Compression. `held/i`: of matrix i; `basis/i`: its Q."""

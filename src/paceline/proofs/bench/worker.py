@@ -34,6 +34,7 @@ from paceline.ladder import EXACT
 from paceline.proofs.bench.memory import Traffic, inspected
 from paceline.proofs.bench.training import CandidateTraining, Ground, load_ground
 from paceline.sums import gather_words, together
+from paceline.sums.compress import DEFAULT_RANK, LowRank
 from paceline.sums.sharing import shared_memory
 from paceline.train.determinism import deterministic
 from paceline.train.step import ignore
@@ -94,7 +95,7 @@ def _measure(order: MeasureOrder, ground: Ground, candidate: Candidate, launched
         weights = [held for held in replica.state() if held.name.startswith("model/")]
         digest = sha256_of(whole(weights, world))
     everybody = gather_words(mine, world)
-    memory = None
+    trained, memory = [p for p in replica.model.parameters() if p.requires_grad], None
     if inspection:  # of each number the largest of all ranks
         names = Memory.__struct_fields__
         memory = Memory(**{name: _most(each["memory"][name] for each in everybody) for name in names})
@@ -111,7 +112,8 @@ def _measure(order: MeasureOrder, ground: Ground, candidate: Candidate, launched
         first_step_seconds=max(each["first"] for each in everybody),
         launch_seconds=launched,
         digest=digest,
-        weight_bytes=sum(p.numel() * p.element_size() for p in replica.model.parameters() if p.requires_grad),
+        weight_bytes=sum(p.numel() * p.element_size() for p in trained),
+        low_rank_bytes=4 * LowRank([p.shape for p in trained], torch.float32, DEFAULT_RANK).sent,
         sent_bytes=_most(each["sent"] for each in everybody),
         memory=memory,
         device=device_words(world.device),
