@@ -23,7 +23,7 @@ from typing import Any
 from paceline.bench.shares import EXCHANGE, WAITING
 from race.figures import machine
 from scale_here import TASKS, Injected, cause, injected, judged, predicted
-from scale_hosts import RATE, hindrance, predicted_over_hosts, shares_over_hosts
+from scale_hosts import LONG, RATE, UP_TO_8, hindrance, predicted_over_hosts, shares_over_hosts
 
 ALLOWED_ERROR = 0.10
 PARTS = ("causes", "ranks", "hosts")
@@ -59,6 +59,9 @@ def on_hosts(arguments: argparse.Namespace, done: dict[str, Any]) -> Iterator[tu
         yield "causes", name, [judged(found, one) for found in shares_over_hosts(TASKS, times, steps)]
     if (name := f"hosts, cables of {RATE}") not in done["held_out"]:
         yield "held_out", name, predicted_over_hosts(TASKS, ranks, min(times, 2), steps)
+    for link in () if arguments.quick else LONG:
+        if (name := f"2 to 8 hosts, links of {link}") not in done["held_out"]:
+            yield "held_out", name, predicted_over_hosts(TASKS, UP_TO_8, 1, steps, link)
 
 
 def measure(arguments: argparse.Namespace, done: dict[str, Any]) -> Iterator[tuple[str, str, Any]]:

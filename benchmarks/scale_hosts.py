@@ -1,4 +1,5 @@
-"""What does `paceline scale` say of runs over several hosts? Hosts are namespaces, joined by cables of a limited rate.
+"""What does `paceline scale` say of runs over several hosts? Hosts are namespaces, joined by cables of a limited rate,
+which may be long ones, too.
 
 All hosts have the same cores, those of this machine: more than there are cores take turns. Root only, and the programs
 of tests/cluster (.ci/install). Used by scale_causes.py.
@@ -13,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,11 +22,12 @@ from typing import Any
 import msgspec
 
 from paceline.bench.fit import HeldOut, fit_model, hold_out
-from paceline.bench.model import Machine, parse_network
+from paceline.bench.model import Machine, Network, parse_network
 from paceline.bench.runs import read_runs, weight_bytes
 from paceline.bench.scale import parts_of, usual
 from paceline.host.cgroup import usable_cores
 from race.quiet import wait_until_idle
+from race.wire import Wire
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the hosts are those of the tests
 from tests.cluster.lab import Lab
@@ -37,6 +39,8 @@ PACELINE = (sys.executable, "-m", "paceline")
 PROGRAMS = ("ip", "tc", "nsenter", "unshare", "setpriv", "setsid", "hostname", "ssh", "ssh-keygen", "/usr/sbin/sshd")
 WARM_UP = 5
 LIMIT_SECONDS = 300
+LONG = ("200mbit", "100mbit,10ms")  # links that up to 8 hosts have; the time of one message
+UP_TO_8 = (1, 2, 4, 6, 8)
 
 
 def hindrance() -> str:
@@ -71,17 +75,21 @@ class Hosts:
 
 
 @contextmanager
-def hosts(count: int) -> Generator[Hosts]:
+def hosts(count: int, network: Network = NETWORK) -> Generator[Hosts]:
     """So many fresh ones."""
-    with tempfile.TemporaryDirectory(prefix="hosts-") as folder:
+    with tempfile.TemporaryDirectory(prefix="hosts-") as folder, ExitStack() as stack:
         lab = Lab(Path(folder), count)
-        try:
-            ssh = SshHosts.start(lab, Path(folder))
+        stack.callback(lab.close)
+        ssh = SshHosts.start(lab, Path(folder))
+        bits = 8 * network.bytes_per_second
+        if network.latency_seconds:
+            wire = stack.enter_context(Wire(lab, lab.hosts, rate=bits, delay=network.latency_seconds))
             for host in lab.hosts:
-                lab.rate(host, RATE)
-            yield Hosts(lab, ssh, Path(folder))
-        finally:
-            lab.close()
+                lab.names(host, *(f"{wire.address(other)} {other}" for other in lab.hosts))
+        else:
+            for host in lab.hosts:
+                lab.rate(host, f"{bits:.0f}bit")
+        yield Hosts(lab, ssh, Path(folder))
 
 
 def shares_over_hosts(tasks: Path, times: int, steps: int) -> Iterator[dict[str, Any]]:
@@ -95,10 +103,10 @@ def shares_over_hosts(tasks: Path, times: int, steps: int) -> Iterator[dict[str,
             yield {**json.loads(out.read_text()), "said": said.stdout}
 
 
-def predicted_over_hosts(tasks: Path, ranks: Sequence[int], times: int, steps: int) -> dict[str, Any]:
-    """Each number of hosts, weak and strong, predicted from the others, and from one rank and the cables' rate."""
-    each, whole = 64, 768
-    with hosts(max(ranks)) as found:
+def predicted_over_hosts(tasks: Path, ranks: Sequence[int], times: int, steps: int, link: str = RATE) -> dict[str, Any]:
+    """Each number of hosts, weak and strong, predicted from the others, and from one rank and the link alone."""
+    each, whole, network = 64, 768, parse_network(link)
+    with hosts(max(ranks), network) as found:
         runs = [
             found.train(f"{tasks}:large", n, batch, steps, f"{n}-{batch}-{number}")
             for number in range(times)
@@ -111,12 +119,12 @@ def predicted_over_hosts(tasks: Path, ranks: Sequence[int], times: int, steps: i
     stated: list[HeldOut] = []
     for at, one in parts.items():
         if at.ranks > 1:
-            seconds = alone.step_on_many(at.ranks, at.batch, at.ranks, NETWORK)
+            seconds = alone.step_on_many(at.ranks, at.batch, at.ranks, network)
             stated.append(HeldOut(at, one.step, seconds, seconds / one.step - 1))
 
     def rows(held: Sequence[HeldOut]) -> list[dict[str, Any]]:
         mode = {each: "weak"}
         return [{**msgspec.to_builtins(one), "mode": mode.get(one.at.batch, "strong")} for one in held]
 
-    what = f"one rank a host, {size / 1e6:.1f} MB of weights, cables of {RATE}"
+    what = f"one rank a host, {size / 1e6:.1f} MB of weights, cables of {link}"
     return {"what": what, "held_out": rows(hold_out(parts, machine)), "from_one_rank_and_the_rate": rows(stated)}

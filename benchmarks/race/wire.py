@@ -1,9 +1,9 @@
-"""A slow cable between two hosts, in both directions: so many bits a second, and every packet so many seconds late.
+"""Slow cables between hosts: so many bits a second into each and out of each, and every packet so many seconds late.
 
     with Wire(lab, ("n1", "n2"), rate=100e6, delay=0.01) as wire:      # ping says 20 ms
         ...                                                           # wire.address("n1") over interface wire.NIC
 
-Each host gets a tunnel, of which this process holds the other end: it passes packets on when a cable would have. For
+Each host gets a tunnel, of which this process holds the other end: it passes packets on when cables would have. For
 kernels that cannot delay packets themselves (without sch_netem). What waits longer than QUEUE_SECONDS is dropped.
 """
 
@@ -84,8 +84,8 @@ def tunnel(pid: int) -> int:
 
 def carry(ends: Sequence[int], rate: float, delay: float) -> None:
     """Until nobody holds our standard input any more."""
-    queues: list[deque[tuple[float, bytes]]] = [deque(), deque()]
-    free = [0.0, 0.0]  # when the cable has sent all that was given to it
+    queues: list[deque[tuple[float, bytes]]] = [deque() for _ in ends]  # to each host
+    sent, taken = [0.0] * len(ends), [0.0] * len(ends)  # when its cable has sent, and taken, all that was given to it
     poll = select.poll()
     for end in (0, *ends):
         poll.register(end, select.POLLIN | select.POLLHUP)
@@ -99,19 +99,29 @@ def carry(ends: Sequence[int], rate: float, delay: float) -> None:
             try:
                 while True:
                     packet = os.read(end, 65536)
-                    start = max(free[number], now)
-                    if start - now < QUEUE_SECONDS:
-                        free[number] = start + 8 * len(packet) / rate
-                        queues[number].append((free[number] + delay, packet))
+                    to, seconds = host_of(packet), 8 * len(packet) / rate
+                    start = max(sent[number], now)
+                    if not 0 <= to < len(ends) or start - now >= QUEUE_SECONDS:
+                        continue
+                    sent[number] = start + seconds
+                    there = sent[number] + delay
+                    if taken[to] - there < QUEUE_SECONDS:
+                        taken[to] = max(taken[to] + seconds, there)
+                        queues[to].append((taken[to], packet))
             except BlockingIOError:
                 pass
         now = time.monotonic()
         for number, queue in enumerate(queues):
             while queue and queue[0][0] <= now + 1e-4:
                 try:
-                    os.write(ends[1 - number], queue.popleft()[1])
+                    os.write(ends[number], queue.popleft()[1])
                 except OSError:  # the other end is not up yet
                     continue
+
+
+def host_of(packet: bytes) -> int:
+    """Whom an IPv4 packet is for, counted from 0; below 0 for all others."""
+    return packet[19] - 1 if len(packet) >= 20 and packet[0] >> 4 == 4 else -1
 
 
 if __name__ == "__main__":
