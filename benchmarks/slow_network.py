@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -34,33 +35,32 @@ sys.path.insert(0, str(HERE.parents[1]))  # the hosts are those of the tests
 from tests.cluster.lab import Lab
 
 HOSTS, PORT = ("n1", "n2"), 29500  # the hosts are ours alone
-FAST = 4e9  # bits a second, where only losses are asked for
 
 
-def trained(work: str, words: list[str], rate: float, delay_ms: float) -> Iterator[dict[str, Any]]:
-    """What rank 0 of `race.loops.slow` says between two fresh hosts, as it comes."""
-    with tempfile.TemporaryDirectory(prefix="slow-") as folder:
+def trained(work: str, words: list[str], rate: float | None, delay_ms: float) -> Iterator[dict[str, Any]]:
+    """What rank 0 of `race.loops.slow` says between two fresh hosts, as it comes; `rate` None: as fast as can be."""
+    with tempfile.TemporaryDirectory(prefix="slow-") as folder, ExitStack() as stack:
         lab = Lab(Path(folder), len(HOSTS))
-        try:
-            with Wire(lab, HOSTS, rate=rate, delay=delay_ms / 2000) as wire:
-                ranks: list[subprocess.Popen[Any]] = []
-                for number, host in enumerate(HOSTS):
-                    env = {
-                        "RANK": str(number), "WORLD_SIZE": str(len(HOSTS)), "MASTER_ADDR": wire.address(HOSTS[0]),
-                        "MASTER_PORT": str(PORT), "GLOO_SOCKET_IFNAME": wire.NIC, "OMP_NUM_THREADS": "1",
-                        "PYTHONPATH": f"{HERE.parent}:{HERE.parents[1]}",
-                    }  # fmt: skip
-                    argv = [sys.executable, str(HERE / "loops" / "slow.py"), work, *words]
-                    output = subprocess.PIPE if number == 0 else None
-                    ranks.append(lab.popen(host, *argv, env=env, stdout=output))
-                assert ranks[0].stdout is not None
-                for line in ranks[0].stdout:
-                    if line.startswith(b"{"):
-                        yield json.loads(line)
-                if ranks[0].wait():
-                    raise SystemExit(f"rank 0 ended with {ranks[0].returncode}")
-        finally:
-            lab.close()
+        stack.callback(lab.close)
+        address, nic = lab.address(HOSTS[0]), "eth0"
+        if rate is not None:
+            wire = stack.enter_context(Wire(lab, HOSTS, rate=rate, delay=delay_ms / 2000))
+            address, nic = wire.address(HOSTS[0]), wire.NIC
+        ranks: list[subprocess.Popen[Any]] = []
+        for number, host in enumerate(HOSTS):
+            env = {
+                "RANK": str(number), "WORLD_SIZE": str(len(HOSTS)), "MASTER_ADDR": address, "MASTER_PORT": str(PORT),
+                "GLOO_SOCKET_IFNAME": nic, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{HERE.parent}:{HERE.parents[1]}",
+            }  # fmt: skip
+            argv = [sys.executable, str(HERE / "loops" / "slow.py"), work, *words]
+            output = subprocess.PIPE if number == 0 else None
+            ranks.append(lab.popen(host, *argv, env=env, stdout=output))
+        assert ranks[0].stdout is not None
+        for line in ranks[0].stdout:
+            if line.startswith(b"{"):
+                yield json.loads(line)
+        if ranks[0].wait():
+            raise SystemExit(f"rank 0 ended with {ranks[0].returncode}")
 
 
 def bits(rate: str) -> float:
@@ -89,7 +89,7 @@ def tables(found: dict[str, Any]) -> str:
             for name, curve in found["losses"].get(key.split()[0], {}).items()
         }
         base = curves.get(TORCH[0], {0: 0.0})
-        last = max(base)
+        last = min((max(curve) for curve in curves.values()), default=0)
         lines.append(
             f"\n{key}: ms/step, times DDP (each round), held-out loss after {last} steps; after 20, 60 and 300 s; "
             "seconds until DDP's last loss"
@@ -129,7 +129,7 @@ def main() -> int:
         own, told = found["losses"].setdefault(arguments.work, {}), list[dict[str, Any]]()
         pace = ["--rounds", str(arguments.rounds), "--lap", str(arguments.lap)]
         words = ["--losses", str(arguments.losses), *pace, "--modes", *arguments.modes]
-        rate, delay = (FAST, 0.0) if arguments.losses else (bits(arguments.rate), arguments.delay)
+        rate, delay = (None, 0.0) if arguments.losses else (bits(arguments.rate), arguments.delay)
         for one in trained(arguments.work, words, rate, delay):  # written down as it comes: the rest may be cut off
             told.append(one)
             if arguments.losses:

@@ -146,7 +146,7 @@ def goals() -> list[Goal]:
         Goal(f"{w}, weak scaling, 2 ranks / our own one", n, weak(w), limit=weak(w, "no-exchange")) for w, n in pairs
     ]
     found += [Goal(f"{w}, peak memory of a rank / vanilla DDP's", 1.05, memory(w), at_most=True) for w in works]
-    found.append(Goal("first step, seconds / torchrun's", 0.70, recorded("startup.json", upper=True), at_most=True))
+    found.append(Goal("first step, seconds / torchrun's", 0.60, recorded("startup.json", upper=True), at_most=True))
     found.append(Goal("epoch of W1 to the accuracy line, tutorial's seconds / ours", 1.3, recorded("epoch.json")))
     worst = "all-reduce, seconds of {} / ours, "
     found += [

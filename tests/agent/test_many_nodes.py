@@ -95,6 +95,16 @@ def test_only_links_that_have_said_something_are_read_and_signs_of_life_wake_nob
         assert set(read) == {crew.members[7].link} and read.total() <= 8
 
 
+def test_connections_of_a_node_that_was_silent_get_as_long_again_to_recover() -> None:
+    with crew_of(3) as (crew, _):
+        crew.wait(0.0)
+        assert crew.settled_seconds == 0.0
+        crew.members[2].link.heard_seconds -= 10.0
+        crew._beat_seconds = 0.0
+        crew.wait(0.0)
+        assert 10.0 < crew.settled_seconds - time.monotonic() < 20.0
+
+
 def test_a_link_that_has_got_a_closed_ones_descriptor_is_heard() -> None:
     with crew_of(3) as (crew, links):
         links[0].end("powered off")

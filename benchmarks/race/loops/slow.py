@@ -126,8 +126,7 @@ class Lane:
     def __init__(self, name: str, made: Made, steps: Iterator[Any]) -> None:
         self.name, self._steps, (_, self._take, _) = name, steps, made
         self.period = PACELINE.get(name, {}).get("local_steps") or (PERIOD if name == "ddp-local" else 1)
-        self.lap(self.period + (SHORT_WARM_UP if name == "ddp-powersgd" else 0))
-        self._ms = self.lap(self.period)
+        self._ms = self.lap(self.period + (SHORT_WARM_UP if name == "ddp-powersgd" else 0))
 
     def lap(self, count: int) -> float:
         """Milliseconds of a step, of so many."""
@@ -139,7 +138,7 @@ class Lane:
         return 1000 * (time.monotonic() - began) / count
 
     def steps_in(self, seconds: float) -> int:
-        """Whole periods; the same on all ranks."""
+        """Whole periods, by the first one; the same on all ranks."""
         count = torch.tensor([max(1, round(1000 * seconds / self._ms / self.period))])
         dist.broadcast(count, 0)
         return int(count) * self.period

@@ -21,8 +21,11 @@ from paceline.observe.terminal import say
 
 FAREWELL_SECONDS = 3.0
 FILES = 1024  # for all but the links
-BATCH_SECONDS = 2e-5  # for each node: how long signs of life may wait to be taken in
+BATCH_SECONDS = (
+    1e-4  # for each node: how long signs of life may wait to be taken in; of a thousand, a tenth of a second
+)
 MAX_PARTED = 16
+SILENT_SECONDS = 3 * m.BEAT_SECONDS
 
 
 class Crew:
@@ -39,6 +42,7 @@ class Crew:
         self._door = Door(plan.head_ports, bytes.fromhex(plan.secret)) if plan.nodes > 1 else None
         self._told: dict[int, list[int]] = {}  # node -> orders it was given: signals, 0 for a launcher that is gone
         self._beat_seconds = 0.0
+        self.settled_seconds = 0.0  # when connections have recovered from what has been silent and is heard again
         self._ears = Ears()
         self._parted: list[Link] = []  # to nodes that have been told to end
 
@@ -98,7 +102,10 @@ class Crew:
             if breath:
                 member.link.send(m.Alive(time.time()))  # a time for each: a send may wait
         if breath:
-            self._beat_seconds = time.monotonic()
+            self._beat_seconds = now = time.monotonic()
+            silent = max((now - member.link.heard_seconds for member in self.here), default=0.0)
+            if silent > SILENT_SECONDS:  # TCP tries again after pauses that double: up to as long as it was cut off
+                self.settled_seconds = now + silent + m.BEAT_SECONDS
         return news
 
     def _welcome(self, link: Link, messages: Sequence[m.Message]) -> None:

@@ -192,8 +192,8 @@ class Guarding:
         if verdict.kind is VerdictKind.NETWORK:
             apart = unreachable(self._generation.crew, REACH_SECONDS, lambda: self._generation.interrupted)
             verdict = replace(verdict, sentences=(*verdict.sentences, *apart[:8]))
-            if self._generation.interrupted:
-                return None
+            if self._generation.interrupted or time.monotonic() < self._generation.crew.settled_seconds:
+                return None  # of a cable that carries again connections come back by themselves, but not at once
         return self._judged(verdict, evidence, max(one.still_seconds for one in evidence))
 
     def _judged(self, verdict: Verdict, evidence: Sequence[Evidence], waited_seconds: float) -> Judgement:
