@@ -64,9 +64,9 @@ class Result:
     faults: list[list[Any]] = field(default_factory=list[list[Any]])  # which, on which host, for how many seconds
     joined: bool = False
     generations: int = 0
-    returns: int = 0  # generations that began with the very state of the step before: somebody came in, or left
+    returns: int = 0  # generations with more hosts than the one before
     standstill_seconds: list[float] = field(default_factory=list[float])  # of those, from step to step
-    steps_again: list[int] = field(default_factory=list[int])  # of the others: how many steps were lost
+    steps_again: list[int] = field(default_factory=list[int])  # of a generation: how many steps were lost
     wrong: str = ""
 
 
@@ -165,13 +165,13 @@ def happen(lab: Lab, fault: str, host: str, seconds: float) -> None:
 
 def count_steps(run_dir: Path, result: Result) -> None:
     """From rank 0's events: which generations there were, and what each has cost."""
-    last_step, last_time, waits = 0, 0.0, False
+    last_step, last_time, waits, ranks = 0, 0.0, False, 0
     for event in events(run_dir):
         if event.get("kind") == "started":
-            start = int(str(event.get("start_step", 0)))
+            start, before, ranks = int(str(event.get("start_step", 0))), ranks, int(str(event["world_size"]))
             result.generations += 1
-            waits = result.generations > 1 and start == last_step
-            if result.generations > 1 and not waits:
+            waits = result.generations > 1 and ranks > before
+            if result.generations > 1 and start < last_step:
                 result.steps_again.append(last_step - start)
         elif event.get("kind") == "step":
             now = float(str(event["unix_time"]))
@@ -214,7 +214,7 @@ def write(out: Path, results: list[Result]) -> None:
         "right": sum(not one.wrong for one in results),
         "losses": sum(len(one.faults) for one in results),
         "by fault": {fault: sum(fault == told[0] for one in results for told in one.faults) for fault in FAULTS},
-        "returns at a step boundary": sum(one.returns for one in results),
+        "returns": sum(one.returns for one in results),
         "standstill seconds: median, most": [stood[len(stood) // 2], stood[-1]] if stood else None,
         "most steps done again": max((steps for one in results for steps in one.steps_again), default=0),
     }
