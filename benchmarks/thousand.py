@@ -6,7 +6,7 @@ Real are the head and every follower, a process each, with their sockets, messag
 machine (gathered once; else this one would hash paceline's code a thousand times), and the way between: the loopback.
 With all followers on the same few cores, times are upper limits: the head gets its turn among a thousand others.
 
-With --out the result is written there.
+With --out the result is written there; what it has of other numbers of nodes stays, so it can be measured in parts.
 """
 
 from __future__ import annotations
@@ -296,7 +296,8 @@ def main() -> int:
     facts = replace(gather(), cores=64)
     gc.collect()
     gc.freeze()  # what the children share with us is not copied because a collector has looked at it
-    rows: list[dict[str, float]] = []
+    before = json.loads(options.out.read_text())["rows"] if options.out and options.out.exists() else []
+    rows: list[dict[str, float]] = [row for row in before if row["nodes"] not in options.nodes]
     for nodes in options.nodes:
         found: dict[str, float] = {"nodes": nodes, "ranks": nodes * NPROC}
         found |= ssh_start(nodes, facts)
@@ -304,6 +305,7 @@ def main() -> int:
         found["head_mib"] = max(found["head_mib"], found.pop("hang_head_mib"))
         rows.append({name: round(value, 4) for name, value in found.items()})
         print(json.dumps(rows[-1]), flush=True)
+    rows.sort(key=lambda row: row["nodes"])
     missed = [
         f"{row['nodes']:g} nodes: {name} {row[name]}" for row in rows for name in GOALS if row[name] >= GOALS[name]
     ]
