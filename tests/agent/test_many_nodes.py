@@ -22,11 +22,15 @@ from paceline.agent.channel import Link, introduce
 from paceline.agent.crew import Crew
 from paceline.agent.door import MAX_KNOCKS, Door
 from paceline.agent.gather import ALL_PAIRS, partners
+from paceline.agent.generation import Generation
+from paceline.agent.guarding import Guarding
 from paceline.agent.messages import Beat, Hello
+from paceline.agent.workers import Workers
 from paceline.contract.evidence import Sample, Verdict, VerdictKind
 from paceline.contract.node_plan import NodePlan
 from paceline.contract.orders import Orders, signal_inbox
 from paceline.guard.judge import judge
+from paceline.guard.pace import Alarm
 from paceline.guard.story import MAX_KEPT, telling
 from paceline.guard.waits import reached, waiting_alike, waiting_graph
 from paceline.host.facts import gather
@@ -95,14 +99,22 @@ def test_only_links_that_have_said_something_are_read_and_signs_of_life_wake_nob
         assert set(read) == {crew.members[7].link} and read.total() <= 8
 
 
-def test_connections_of_a_node_that_was_silent_get_as_long_again_to_recover() -> None:
+def test_connections_of_a_node_that_was_silent_get_as_long_again_to_recover_before_the_network_is_blamed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("paceline.agent.guarding.unreachable", lambda *_: [])
+    plan, waiting = NodePlan(("true",), nproc=1, world_size=3), [rank(n, BEFORE, WAITS) for n in range(3)]
     with crew_of(3) as (crew, _):
+        guarding = Guarding(Generation(plan, Workers(plan, 0, 0), crew))
+        judged = guarding._stall(waiting, Alarm("stall", 12.0, 10.0))
+        assert judged is not None and judged.verdict.kind is VerdictKind.NETWORK
         crew.wait(0.0)
         assert crew.settled_seconds == 0.0
         crew.members[2].link.heard_seconds -= 10.0
         crew._beat_seconds = 0.0
         crew.wait(0.0)
         assert 10.0 < crew.settled_seconds - time.monotonic() < 20.0
+        assert guarding._stall(waiting, Alarm("stall", 12.0, 10.0)) is None
 
 
 def test_a_link_that_has_got_a_closed_ones_descriptor_is_heard() -> None:
