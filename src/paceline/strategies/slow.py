@@ -79,8 +79,8 @@ def _hosts_for(between: Between, model: nn.Module, world: World) -> Hosts | None
     if world.size > 1 and shared_memory() is None:
         raise ValueError(
             f"{words} takes CPU ranks that share memory on each host, equally many on all, and models of at most "
-            f"{MAX_TENSORS} tensors. Here ranks talk over torch.distributed alone (--collectives torch, GPUs, hosts "
-            "with different numbers of ranks). Leave it out"
+            f"{MAX_TENSORS} tensors, none of them complex. Here ranks talk over torch.distributed alone (--collectives "
+            "torch, GPUs, hosts with different numbers of ranks). Leave it out"
         )
     say(f"{words}: all ranks are on one host, and nothing leaves it. It has no effect")
     return None
