@@ -182,15 +182,20 @@ def main() -> None:
             wait_until_idle(patience)
             with tempfile.TemporaryDirectory() as folder:
                 seconds[name].append(chosen[name](Path(folder)))
+        if arguments.out:  # after each round: the rest may be cut off
+            write(arguments.out, number + 1, seconds, f"{arguments.ranks[0]} ranks: preload auto / torchrun")
     compared = ratios(seconds)
     for title, values in [*((f"{name}, s", values) for name, values in seconds.items()), *compared.items()]:
         quartile = lower_quartile([-value for value in values])  # the upper one: less is better here
         said = "" if quartile is None else f", upper quartile {-quartile:.2f}"
         print(f"{title:44} {min(values):6.2f} / {median(values):6.2f} / {max(values):6.2f}  min / median / max{said}")
-    if arguments.out:
-        first = f"{arguments.ranks[0]} ranks: preload auto / torchrun"
-        result = {"machine": machine(), "rounds": rounds, "seconds": seconds, "ratios": compared}
-        arguments.out.write_text(json.dumps({**result, "ratio": compared[first]}, indent=1) + "\n")
+
+
+def write(out: Path, rounds: int, seconds: Seconds, first: str) -> None:
+    """All that was measured; "ratio" is that of `first`."""
+    compared = ratios(seconds)
+    result = {"machine": machine(), "rounds": rounds, "seconds": seconds, "ratios": compared}
+    out.write_text(json.dumps({**result, "ratio": compared[first]}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -120,7 +120,7 @@ def attacked(
 
 
 def main() -> int:
-    """1 if a run ended otherwise, came to other weights, or was slower by more than 5 %."""
+    """1 if it is wrong, see `judged`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--steps", type=int, default=100)
@@ -143,19 +143,26 @@ def main() -> int:
                         one[name]["said"] = found[3][-2000:]
                 rows.append(one)
                 print(json.dumps(one), flush=True)
+                if options.out:  # after each round: the rest may be cut off
+                    options.out.write_text(json.dumps({**judged(rows, options.times), "rounds": rows}, indent=1) + "\n")
                 time.sleep(1)
         finally:
             lab.close()
+    result = judged(rows, options.times)
+    print(json.dumps(result, indent=1))
+    return int(result["wrong"])
+
+
+def judged(rows: list[dict[str, Any]], times: int) -> dict[str, Any]:
+    """What all rounds together say; `wrong`: a run ended otherwise, came to other weights, or 5 % slower."""
     failed = [row["round"] for row in rows if row["own"]["code"] or row["theirs"]["code"]]
     good = [row for row in rows if row["round"] not in failed]
     digests = sorted({row[name]["weights"] for row in good for name in ("own", "theirs")})
     ratios = sorted(row["theirs"]["step_seconds"] / row["own"]["step_seconds"] for row in good)
     median = statistics.median(ratios) if ratios else None
-    result = {"times": options.times, "digests": digests, "failed": failed, "ratio_median": median, "ratios": ratios}
-    print(json.dumps(result, indent=1))
-    if options.out:
-        options.out.write_text(json.dumps({**result, "rounds": rows}, indent=1) + "\n")
-    return int(bool(failed) or len(digests) != 1 or median is None or median > MOST_SLOWER)
+    wrong = bool(failed) or len(digests) != 1 or median is None or median > MOST_SLOWER
+    found = {"times": times, "wrong": wrong, "digests": digests, "failed": failed}
+    return {**found, "ratio_median": median, "ratios": ratios}
 
 
 if __name__ == "__main__":
