@@ -88,8 +88,8 @@ def best_cuts(found: Chain, stages: int, names: Sequence[str] = ()) -> list[int]
         raise UsageError(f"no stage can begin at {unknown[0]!r}. The model can be cut before: {shown}")
     ends = sorted(there.index(name) for name in names)
     places = [0, *(end + 1 for end in ends), len(found.layers)]
+    costs = [one.seconds for one in found.layers]
     if not names:
-        costs = [one.seconds for one in found.layers]
         fastest, _ = _divided(found, stages, costs, INFINITE)
         sizes = [float(one.state_bytes + one.kept_bytes) for one in found.layers]
         _, places = _divided(found, stages, sizes, fastest * SLACK)
