@@ -106,10 +106,12 @@ def test_a_whole_training_does_without_the_compiler_and_gets_the_same_bits(strat
     (tmp_path / "mine.py").write_text(TASK)
     train = ["-m", "paceline", "train", "mine.py:task", "--device", "cpu", "--steps", "4", "--global-batch", "16"]
     train += ["--optimizer", optimizer, "--virtual-ranks", "2"]
-    workers = warm.run([*train, "--nproc", "2", "--strategy", strategy, "--run-dir", "a"], cwd=tmp_path, torch=False)
+    # started as a user's are: what a test's agents fork from has imported it
+    words = [*train, "--nproc", "2", "--strategy", strategy, "--run-dir", "a"]
+    workers = warm.run(words, cwd=tmp_path, torch=False, agents=False)
     assert workers.returncode == 0, workers.stderr
     assert [(tmp_path / f"told-{rank}").read_text() for rank in range(2)] == ["", ""]
-    # forked from a process of the test's, which has imported it
+    # forked from what has imported it
     alone = warm.run([*train, "--strategy", "exact", "--run-dir", "b"], cwd=tmp_path)
     assert alone.returncode == 0, alone.stderr
     assert (tmp_path / "told-alone").read_text() == "torch._dynamo paceline.launch"
