@@ -201,14 +201,14 @@ def tail_dropped() -> AbstractContextManager[None]:
 
 
 def broadcast_forgotten() -> AbstractContextManager[None]:
-    return planted(*((module, "broadcast_module", lambda model: None) for module in EVERYWHERE))
+    return planted(*((module, "broadcast_module", lambda model, **_: None) for module in EVERYWHERE))
 
 
 def head_made_after_broadcast() -> AbstractContextManager[None]:
     original = MANUAL.broadcast_module
 
-    def broadcast(model: nn.Module) -> None:
-        original(model)
+    def broadcast(model: nn.Module, **group: Any) -> None:
+        original(model, **group)
         with torch.no_grad():
             head = [p for p in trainable(model) if p.dim() > 1][-1]
             head.mul_(1 + 0.01 * dist.get_rank())  # rank 0 starts right, the others nearby
