@@ -23,7 +23,7 @@ from paceline.strategies.parts import of_parts
 from paceline.worker.world import on_mesh
 
 WAYS = ("bucketed", "exact", "zero", "fsdp", "tensor=2")
-VIRTUAL, SAVED_AT, STEPS = 2, 2, 4
+VIRTUAL, SAVED_AT, STEPS = 4, 2, 4
 
 
 def prepared(way: str, world: World, seed: int) -> Replica:

@@ -10,7 +10,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.run_ranks import run_ranks
+from tests.run_ranks import RankFailedError, run_ranks
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -170,11 +170,19 @@ BUGS: dict[str, tuple[Callable[[], Any], set[str]]] = {
 }
 
 
+# what the comparison with the whole model's loss, before the first step, stops already
+REFUSED = {"a bias counts on each rank", "a rank looks up its neighbour's words", "the ranks' weights are drawn apart"}
+
+
 @pytest.mark.ranks
 @pytest.mark.soak
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("bug", BUGS)
 def test_planted_bugs_are_found_and_named(tmp_path: Path, bug: str) -> None:
-    (result,) = run_ranks(verified, 2, tmp_path, [GPT], "tensor=2", ["single"], bug, 1)[0]
+    try:
+        (result,) = run_ranks(verified, 2, tmp_path, [GPT], "tensor=2", ["single"], bug, 1)[0]
+    except RankFailedError as refused:
+        assert bug in REFUSED and "takes a share for the whole" in str(refused)
+        return
     assert result.finding is not None, f"{bug}: not found"
     assert result.finding.cause in BUGS[bug][1], result.finding

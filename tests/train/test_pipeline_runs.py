@@ -16,9 +16,10 @@ STEPS, STOP = 4, 1
 WAYS = {
     "bucketed": (2, ("--mesh", "data=2", "--strategy", "bucketed")),
     "pipeline=2": (2, ("--mesh", "pipeline=2", "--strategy", "bucketed")),
-    "data=2,pipeline=2": (4, ("--mesh", "data=2,pipeline=2", "--strategy", "bucketed", "--schedule-pipeline", "gpipe")),
+    "data=2,pipeline=2": (4, ("--mesh", "data=2,pipeline=2", "--strategy", "bucketed")),
     "zero": (2, ("--mesh", "data=2", "--strategy", "zero")),
-    "fsdp": (2, ("--mesh", "data=2", "--strategy", "fsdp")),
+    # the embedding is in none of its blocks: its weight is used a second time, by hand
+    "fsdp": (2, ("--mesh", "data=2", "--strategy", "fsdp", "--fsdp-wrap", "TransformerEncoderLayer")),
 }
 
 
@@ -64,7 +65,8 @@ def test_stages_go_on_where_others_have_stopped_and_others_where_stages_have(tmp
 @pytest.mark.soak
 @pytest.mark.timeout(900)
 def test_all_pairs(tmp_path):
-    crossed(tmp_path, [*permutations(WAYS, 2)])
+    # from fsdp: tests/tensor/test_resume.py; here a run would have to forget its --fsdp-wrap
+    crossed(tmp_path, [pair for pair in permutations(WAYS, 2) if pair[0] != "fsdp"])
 
 
 @pytest.mark.ranks
