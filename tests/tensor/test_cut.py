@@ -93,6 +93,35 @@ def test_models_of_hugging_face_do_so_too(tmp_path: Path) -> None:
 # ---- plans -------------------------------------------------------------------------------------------------------
 
 
+def found_by_one(rank: int, size: int, fails: bool) -> tuple[str, str]:
+    """What is raised where rank 1 alone cannot compute with the cut model, or gets another loss."""
+    from paceline.tensor.cut import cut_along_tensor
+
+    asked: list[int] = []
+
+    def probe() -> float:
+        asked.append(1)
+        if len(asked) == 1 or rank == 0:
+            return 1.0
+        if fails:
+            raise RuntimeError("4711 cannot be shared")
+        return 2.0
+
+    try:
+        cut_along_tensor(GPT(), world_of(rank, size, "tensor=2"), None, probe)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("fails", "words"), [(True, "4711 cannot be shared"), (False, "a loss of 2")])
+def test_what_one_rank_alone_finds_is_told_by_it_and_ends_all(tmp_path: Path, fails: bool, words: str) -> None:
+    first, second = run_ranks(found_by_one, 2, tmp_path, fails)
+    assert first == ("ToldElsewhere", "rank 1 failed")
+    assert second[0] == "UsageError" and words in second[1]
+
+
 def ways(model: nn.Module, ranks: int, asked: Mapping[str, str] | None = None) -> dict[str, str]:
     return {name: layer.way for name, layer in find_plan(model, ranks, asked).items()}
 

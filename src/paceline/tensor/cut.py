@@ -1,5 +1,6 @@
 """Cuts a model along `tensor`: every rank keeps its part of each layer that the plan names, and computes with that."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,7 +14,7 @@ from torch.utils._pytree import tree_map
 from paceline.checkpoint.cut import CutParameter
 from paceline.compute.rules import around_forward
 from paceline.errors import UsageError, first_few
-from paceline.sums import together, told_once
+from paceline.sums import together
 from paceline.sums.replicate import broadcast_module
 from paceline.tensor import layers
 from paceline.tensor.guess import CutLayer
@@ -139,16 +140,20 @@ def cut_along_tensor(
 
 def _compare(probe: Callable[[], float], expected: float, world: World) -> None:
     """Raise UsageError if a model that is cut does not give the loss of the whole one (a collective)."""
-    advice = "Say in Task(parallelize=...) which layers are cut, or stay whole"
+    found, error = math.nan, None
     try:
         found = probe()
-    except (NotImplementedError, RuntimeError) as error:  # by all ranks: they run the same code
-        first = str(error).strip().splitlines()[0] if str(error) else type(error).__name__
-        words = f"--mesh: the model's code does something between two cut layers that torch cannot share: {first}"
-        raise told_once(UsageError(f"{words}. {advice}"), world) from error
-    if not abs(found - expected) <= SAME * max(1.0, abs(expected)):
-        words = f"--mesh: cut, the model gives a loss of {found:.6g} for its first samples, and whole {expected:.6g}"
-        raise told_once(UsageError(f"{words}: its code takes a share for the whole. {advice}"), world)
+    except (NotImplementedError, RuntimeError) as caught:  # which of them torch raises depends on the operation
+        error = caught
+    with together(world):  # also where only some of the ranks have met it
+        advice = "Say in Task(parallelize=...) which layers are cut, or stay whole"
+        if error is not None:
+            first = str(error).strip().splitlines()[0] if str(error) else type(error).__name__
+            words = f"--mesh: the model's code does something between two cut layers that torch cannot share: {first}"
+            raise UsageError(f"{words}. {advice}") from error
+        if not math.isclose(found, expected, rel_tol=SAME, abs_tol=SAME):
+            words = f"--mesh: cut, the model has a loss of {found:.6g} on its first samples, not {expected:.6g}"
+            raise UsageError(f"{words}: its code takes a share for the whole. {advice}")
 
 
 def _compute_in_parts(module: nn.Module, layer: CutLayer, local: layers.Local, along: World) -> None:
