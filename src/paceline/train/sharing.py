@@ -23,12 +23,13 @@ from paceline.strategies.pipelined import Division, divided, pipelined
 from paceline.sums import gather_words, together
 from paceline.sums.replicate import broadcast_module
 from paceline.tasks.task import Task, call
-from paceline.train.cut_task import TRIED, cut_task
+from paceline.train.cut_task import cut_task
 from paceline.train.evaluate import evaluating
 from paceline.train.step import weighted_losses
 from paceline.worker.world import World
 
 SAME = 1e-2  # of the loss: torch may take other kernels where nothing is kept for backward; in bf16 that is seen
+TRIED = 2  # samples
 FEW = 0.3  # of a step, that equal stages would wait
 OfFirst = Callable[[], tuple[Callable[[], Any], Any, Callable[[Any], Tensor]]]
 """Of the first samples: what calls the model, its inputs, and the loss of what it gives."""
@@ -85,10 +86,11 @@ def share_model(
     Raises:
         UsageError: on one rank, if it cannot be shared so; ToldElsewhere on the others.
     """
-    if world.along("tensor").size > 1:
-        cuts, lines = cut_task(task, model, dataset, loading, world, wish.strategy, plan.global_batch)
-        return Sharing(cuts, lines=lines)
     loss = partial(_of_first, task, model, dataset, loading)
+    if world.along("tensor").size > 1:
+        tried, samples = partial(_tried, model, loss), min(TRIED, len(dataset))  # pyright: ignore[reportArgumentType]
+        cuts, lines = cut_task(task, model, tried, samples, world, wish.strategy, plan.global_batch)
+        return Sharing(cuts, lines=lines)
     if (stages := world.along("pipeline").size) > 1:
         names, way = [name for name in wish.stages_at.split(",") if name], wish.schedule
         broadcast_module(model)  # whole: stages of models that were drawn apart would make up none
