@@ -21,9 +21,7 @@ from paceline.observe.terminal import say
 
 FAREWELL_SECONDS = 3.0
 FILES = 1024  # for all but the links
-BATCH_SECONDS = (
-    1e-4  # for each node: how long signs of life may wait to be taken in; of a thousand, a tenth of a second
-)
+BATCH_SECONDS = 1e-4  # for each node: how long signs of life may wait to be taken in; a tenth of a second of a thousand
 MAX_PARTED = 16
 SILENT_SECONDS = 3 * m.BEAT_SECONDS
 
