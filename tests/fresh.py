@@ -22,7 +22,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 EXTRAS = {  # packages of pyproject's extras, by the names that tests import
     "datasets", "ipykernel", "jupyter_client", "material", "mkdocs", "mlflow", "nbclient", "playwright", "sklearn",
-    "tensorboard", "torchmetrics", "transformers", "wandb",
+    "tensorboard", "torchmetrics", "tqdm", "transformers", "wandb",
 }  # fmt: skip
 MARKED = re.compile(r"mark\.(root|needs|cluster)\b")
 ASKED = {"root": "(needs or cluster) and not soak", "nobody": "(root or cluster) and not soak"}

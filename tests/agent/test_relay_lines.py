@@ -95,6 +95,7 @@ def test_a_terminal_sees_a_bar_drawn_over_and_wiped(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.ranks
+@pytest.mark.needs("tqdm")
 def test_real_bars_of_two_ranks_are_four_lines(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     run = str(tmp_path / "run")
