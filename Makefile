@@ -146,8 +146,8 @@ bench-thousand: $(STAMP)  ## what one head costs at 2 to 1,000 nodes (15 minutes
 bench-startup: $(STAMP)  ## measure the time from the command to the first step
 	$(BIN)/python benchmarks/startup.py --out benchmarks/results/startup.json
 
-gpu-day: $(STAMP)  ## the ten things that must hold on a GPU; without one, on the stand-ins (10 minutes; type it again to go on)
-	$(BIN)/python benchmarks/gpu_day.py
+gpu-day: $(STAMP)  ## what must hold on a GPU; without one, on the stand-ins (10 minutes; type it again to go on)
+	$(BIN)/python benchmarks/gpu_day.py --jobs 2
 
 bench-exactness: $(STAMP)  ## what the same bits, snapshots and checkpoints cost
 	$(BIN)/python benchmarks/exactness.py --out benchmarks/results/exactness.json

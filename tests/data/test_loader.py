@@ -1,5 +1,6 @@
 """The loader: the plan's samples, in its order, with augmentation that belongs to the sample."""
 
+import gc
 import os
 import pickle
 import random
@@ -8,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -201,3 +203,31 @@ def test_an_error_that_is_none_of_a_process_passes():
 def test_samples_go_to_spawned_processes_without_the_box(box):
     samples = pickle.loads(pickle.dumps(SeededSamples(Noisy(), 0, box)))
     assert samples[0, 5][1] == 5
+
+
+class Event:
+    """As one of CUDA's: it must not be deleted in a forked process."""
+
+    def __init__(self, told: Path) -> None:
+        self.itself, self.told, self.pid = self, told, os.getpid()
+
+    def __del__(self) -> None:
+        if os.getpid() != self.pid:
+            self.told.write_text("deleted")
+
+
+class Collecting(Noisy):
+    def __getitem__(self, index):
+        gc.collect()
+        return super().__getitem__(index)
+
+
+def test_loader_processes_collect_nothing_of_what_was_garbage_before(tmp_path: Path) -> None:
+    gc.disable()  # it shall still be there
+    try:
+        Event(tmp_path / "told")
+        assert batches(Collecting(), workers=1, stop=1)
+    finally:
+        gc.enable()
+    assert not (tmp_path / "told").exists()
+    assert not gc.get_freeze_count()

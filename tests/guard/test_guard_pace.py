@@ -157,10 +157,16 @@ def test_a_script_in_which_nobody_waits_is_left_alone() -> None:
     assert Clock("5").stand(500.0, phases=(Phase.USER, Phase.USER), waiting=False) is None
 
 
-def test_ranks_that_all_compute_are_left_alone_but_not_those_that_wait_for_data() -> None:
+@pytest.mark.parametrize(("text", "seconds"), [("auto", 300.0), ("5", 60.0)])
+def test_a_step_in_which_nobody_waits_must_end_some_day(text: str, seconds: float) -> None:
+    """One rank, and a kernel without end; or all wait for what is no collective."""
+    clock = Clock(text)
+    clock.steps(9, 1.0)
+    assert first_stall(clock, phases=(Phase.FORWARD, Phase.OPTIMIZER), waiting=False) == pytest.approx(seconds, abs=1.0)
+
+
+def test_ranks_that_wait_for_their_data_need_not_wait_for_each_other() -> None:
     clock = Clock("5")
-    clock.steps(5, 1.0)
-    assert clock.stand(100.0, phases=(Phase.FORWARD, Phase.FORWARD), waiting=False) is None
     clock.steps(5, 1.0)
     assert first_stall(clock, phases=(Phase.DATA,), waiting=False) == pytest.approx(5.0, abs=1.0)
 

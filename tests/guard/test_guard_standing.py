@@ -37,6 +37,19 @@ def test_a_script_may_compute_for_half_an_hour_while_others_wait_unless_the_user
     assert stands_still([waits, busy], alarm, FIVE)
 
 
+def test_a_step_in_which_nobody_waits_stands_still_after_a_minute_or_where_it_computes_after_half_an_hour() -> None:
+    auto, long, longer = Windows.parse("auto"), Alarm("stall", 300.0, 300.0), Alarm("stall", 1800.0, 300.0)
+    sleeps = rank(0, DONE, phase=Phase.FORWARD, still_seconds=1801.0)
+    computes = rank(0, DONE, phase=Phase.FORWARD, still_seconds=1801.0, cpu_seconds=0.98)
+    script = rank(0, DONE, phase=Phase.FORWARD, still_seconds=1801.0, script=True)
+    assert not stands_still([sleeps], ALARM, FIVE)
+    assert stands_still([sleeps], Alarm("stall", 60.0, 60.0), FIVE)
+    assert stands_still([computes], Alarm("stall", 60.0, 60.0), FIVE), "the user has said how long"
+    assert stands_still([sleeps], long, auto) and not stands_still([computes], long, auto)
+    assert stands_still([computes], longer, auto)
+    assert not stands_still([script], longer, auto) and not stands_still([computes, script], longer, auto)
+
+
 def test_who_has_moved_since_the_alarm_does_not_stand_still() -> None:
     assert not stands_still([rank(0, DONE, WAITS), rank(1, DONE, still_seconds=0.4)], ALARM, FIVE)
 

@@ -39,6 +39,8 @@ def graph_model(model: nn.Module, device: torch.device) -> None:
             "--device cuda"
         )
     graphs: dict[Any, Call] = {}
+    # torch warns of nodes of another stream that are still alive: a recording keeps those of its own, and is compared
+    torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
 
     def around(forward: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # a dispatch mode looks at each operation, as the search for samples that are not finite does

@@ -5,6 +5,7 @@ workers. Either way the samples come in the plan's order, and a sample's random 
 sample) only, never on the worker that loads it (see `seeded` for datasets that give whole batches).
 """
 
+import gc
 import os
 import re
 import signal
@@ -132,8 +133,25 @@ def _by_loader(dataset: Dataset[Any], requests: Iterable[Request], seed: int, lo
         generator=torch.Generator().manual_seed(0),  # else DataLoader draws its base seed from the global stream
         **(loading.workers if loading.num_workers else {}),
     )
-    with closing(drained(iter(loader), box)) as batches:
+    with without_garbage():
+        iterator = iter(loader)
+    with closing(drained(iterator, box)) as batches:
         yield from batches
+
+
+@contextmanager
+def without_garbage() -> Generator[None]:
+    """Inside, loader processes can be forked: what is garbage here is never collected there.
+
+    An event of CUDA is such garbage now and then, and where a forked process deletes one, CUDA aborts the process.
+    """
+    users = gc.get_freeze_count()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        if not users:
+            gc.unfreeze()
 
 
 def drained(iterator: Iterator[Any], box: Box | None) -> Generator[Any]:

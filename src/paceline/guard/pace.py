@@ -1,7 +1,8 @@
 """Finds when a run stands still: from how long each rank has not moved to a warning, and then an alarm.
 
-Nobody in the world has moved for a *window*, and at least one rank waits for something: that is a stall. How long the
-window is depends on what the ranks do, and on the run itself:
+Nobody in the world has moved for a *window*, and at least one rank waits for something: that is a stall. So is a step
+in which nobody waits (a run of one rank, a kernel without end), but after the window of first steps, and under auto,
+where somebody computes, after 1800 s. How long the window is depends on what the ranks do, and on the run itself:
 
     phase                                     --stall-after auto                              --stall-after S
     steps (forward ... optimizer)             5 x the longest gap so far, 10 s to 300 s       S
@@ -32,6 +33,7 @@ from paceline.host.procfs import queued_seconds
 CLOCKS_SECONDS = 1.5  # what two looks at a rank may differ by where it has not moved
 BUSY_CPU_SECONDS = 0.5  # in a second
 IDLE_CPU_SECONDS = 0.05  # in a second; a rank that imports or compiles uses more
+OF_A_STEP = (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
 GUILTY_WAIT_TOO = (VerdictKind.MISMATCH, VerdictKind.DEADLOCK, VerdictKind.NETWORK, VerdictKind.UNKNOWN)
 
 SAMPLE_SECONDS, SHORT_SAMPLE_SECONDS = 1.0, 0.25
@@ -84,8 +86,11 @@ class Pace:
         if not steps or still_seconds >= MOVING_SECONDS:  # else no window is as short
             self._stage = max(self._stage_of(rank) for rank in ranks)
         window_seconds = self.windows.of(self._stage, self._largest_gap_seconds[self._stage])
-        waiting = any(rank.waiting or rank.phase in (Phase.DATA, Phase.SYNC) for rank in ranks)
-        return self._alarm(still_seconds, window_seconds) if waiting else None
+        if not any(rank.waiting or rank.phase in (Phase.DATA, Phase.SYNC) for rank in ranks):
+            if self._stage is not Stage.STEP:
+                return None
+            window_seconds = self.windows.of(Stage.LONG, self._largest_gap_seconds[self._stage])
+        return self._alarm(still_seconds, window_seconds)
 
     def _learn(self, moved_seconds: float) -> None:
         if self._moved_seconds is not None:
@@ -149,7 +154,11 @@ def stands_still(evidence: Sequence[Evidence], alarm: Alarm, windows: Windows) -
     if not running or min(one.still_seconds for one in running) < alarm.still_seconds - CLOCKS_SECONDS:
         return False
     if not any(waits(one) for one in running):
-        return False
+        busy = any(one.cpu_seconds > BUSY_CPU_SECONDS for one in running)
+        cap_seconds = LEARNED[Stage.LONG][1] if windows.seconds is None and busy else 0.0
+        return all(one.phase in OF_A_STEP and not one.script for one in running) and (
+            alarm.still_seconds >= max(windows.of(Stage.LONG), cap_seconds)
+        )
     # what a script does for long it may have meant: rank 0 evaluates, and the others wait in a barrier
     busy = any(_is_script(one) and not waits(one) and one.cpu_seconds > BUSY_CPU_SECONDS for one in running)
     if windows.seconds is None and busy and alarm.still_seconds < LEARNED[Stage.USER][1]:

@@ -14,13 +14,14 @@ from paceline.checkpoint.cut import CutParameter
 from paceline.data.loader import Loading, fetch
 from paceline.data.plan import BatchPlan, ranks_share
 from paceline.errors import UsageError, plural
+from paceline.mesh import OF_MODEL
 from paceline.pipeline.schedule import Schedule, idle
 from paceline.pipeline.survey import surveyed
 from paceline.seeding import preserved_streams
 from paceline.strategies.base import MakeOptimizer, Replica
 from paceline.strategies.parts import of_parts
 from paceline.strategies.pipelined import Division, divided, pipelined
-from paceline.sums import gather_words, together
+from paceline.sums import gather_words, together, told_once
 from paceline.sums.replicate import broadcast_module
 from paceline.tasks.task import Task, call
 from paceline.train.cut_task import cut_task
@@ -86,6 +87,10 @@ def share_model(
     Raises:
         UsageError: on one rank, if it cannot be shared so; ToldElsewhere on the others.
     """
+    if world.backend == "gloo" and world.device.type == "cuda" and any(world.along(n).size > 1 for n in OF_MODEL):
+        told = f"--mesh {world.mesh} over gloo: such ranks send each other what lies on a GPU, and"
+        advice = "Take a GPU for each rank and --backend nccl, or --device cpu"
+        raise told_once(UsageError(f"{told} gloo cannot. {advice}"), world)
     loss = partial(_of_first, task, model, dataset, loading)
     if world.along("tensor").size > 1:
         tried, samples = partial(_tried, model, loss), min(TRIED, len(dataset))  # pyright: ignore[reportArgumentType]

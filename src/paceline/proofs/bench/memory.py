@@ -86,7 +86,7 @@ def inspected(device: torch.device) -> Generator[Inspection]:
     """Inside, allocations are seen; afterwards `found` says what they were."""
     inspection = Inspection(device)
     tidy()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
         yield inspection
     inspection.close(profiler)
 
