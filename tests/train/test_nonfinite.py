@@ -1,5 +1,6 @@
 """A number that is not finite changes nothing, and is traced to its rank, parameter and samples."""
 
+import math
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from paceline.data.plan import ranks_share
 from paceline.errors import PacelineError, TrainingError
 from paceline.stepping.nonfinite import LeftOut, NotFinite, too_many
 from paceline.strategies import STRATEGIES, Replica
-from paceline.sums.finite import are_finite
+from paceline.sums.finite import are_finite, scaled
 
 CPU = torch.device("cpu")
 MANY = ("manual", "bucketed", "ddp", "exact", "zero", "fsdp")
@@ -241,3 +242,22 @@ def test_a_step_goes_back_once_and_is_then_left_out():
         for step in range(10, 22):
             skip.goes_back(step, found)
     assert caught.value.exit_code == 5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_gradients_are_judged_as_they_are_scaled_and_scaled_as_by_themselves(dtype: torch.dtype) -> None:
+    factor = torch.tensor(1 / 97, dtype=torch.float64)
+    gradients = [torch.randn(size, generator=torch.Generator().manual_seed(size)).to(dtype) for size in (3, 1000)]
+    wanted = [gradient * factor for gradient in gradients]
+    assert scaled(gradients, factor, CPU).now()
+    assert all(torch.equal(gradient, other) for gradient, other in zip(gradients, wanted, strict=True))
+    for bad in (math.inf, -math.inf, math.nan):
+        gradients[1][7] = bad
+        assert not scaled(gradients, factor, CPU).now()
+
+
+def test_gradients_that_overflow_only_as_they_are_scaled_are_not_finite() -> None:
+    """The sum of all weights may be below one."""
+    assert not scaled([torch.full((3,), 3e38)], torch.tensor(2.0, dtype=torch.float64), CPU).now()
+    assert scaled([torch.full((3,), 1e38)], torch.tensor(2.0, dtype=torch.float64), CPU).now()
+    assert scaled([], torch.tensor(2.0), CPU).now()

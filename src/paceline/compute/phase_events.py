@@ -22,18 +22,20 @@ class PhaseEvents:
         """`event` makes a torch.Event with timing, or what acts as one; while `recording` a graph, none is marked."""
         self._event, self._recording = event, recording
         self._marks: deque[tuple[Phase, Any]] = deque()
+        self._free: list[Any] = []  # events that were read: to make one takes the driver longer than to record it
         self._spent: dict[str, float] = {}
 
     def __call__(self, phase: Phase) -> list[tuple[Phase, int]]:
         """`phase` begins. Returns the phases that have passed since the last call, and their nanoseconds."""
         if not self._recording():
-            event = self._event()
+            event = self._free.pop() if self._free else self._event()
             event.record()
             self._marks.append((phase, event))
         passed: list[tuple[Phase, int]] = []
         while len(self._marks) > 1 and self._marks[1][1].query():
             done, began = self._marks.popleft()
             milliseconds = began.elapsed_time(self._marks[0][1])
+            self._free.append(began)
             passed.append((done, round(milliseconds * 1e6)))
             self._spent[done.word] = self._spent.get(done.word, 0.0) + milliseconds / 1e3
         return passed

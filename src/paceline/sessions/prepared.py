@@ -25,6 +25,7 @@ from paceline.sessions.elsewhere import Elsewhere, is_cut, own_share, shared_out
 from paceline.sessions.gate import Gate, trains_otherwise
 from paceline.stepping.trainee import Trainee
 from paceline.strategies.base import Replica
+from paceline.sums import Pending
 from paceline.train.numbers import as_json, load_numbers, numbers_of, settings_of
 
 NO_OTHER_BACKWARD = (
@@ -125,7 +126,7 @@ class Prepared(Trainee):
         self._carried = None
 
     @torch.no_grad()
-    def synchronise(self, divisor: Tensor) -> bool | None:
+    def synchronise(self, divisor: Tensor) -> bool | Pending[bool] | None:
         """After the step's last backward: .grad becomes the sum over all ranks, divided (a collective).
 
         Returns:
@@ -138,7 +139,7 @@ class Prepared(Trainee):
             for parameter, before in zip(self._parameters, self._carried, strict=True):
                 if before is not None:
                     parameter.grad = before if parameter.grad is None else parameter.grad.add_(before)
-            self._carried = None
+            self._carried = known = self._found = None
         if self.replica.sharded and not any(map(is_cut, self._parameters)):
             for parameter in self._parameters:
                 parameter.grad = Elsewhere.of(parameter)

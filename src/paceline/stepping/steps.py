@@ -206,7 +206,7 @@ class Steps:
         if self._exact:
             check_summed_once(self._summed_up, reached)
         self._summed_up += reached
-        known = [part.synchronise(divisor) and self._max_norm is None for part in reached]
+        known = [part.synchronise(divisor) is True and self._max_norm is None for part in reached]
         asked = [part for part, fine in zip(reached, known, strict=True) if not fine and math.isfinite(loss)]
         judged = [part.judged(self._max_norm) for part in asked]
         if late:  # all is launched, and the GPU busy with it

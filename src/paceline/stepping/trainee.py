@@ -29,6 +29,7 @@ class Trainee:
         self.replica, self.number, self.scale = replica, number, scale
         self.prefix = f"{number + 1}/" if number else ""  # of its tensors in a checkpoint
         self._parameters = trainable(replica.model)
+        self._found: bool | Pending[bool] | None = None
 
     def begin(self) -> None:
         """A step begins."""
@@ -54,18 +55,20 @@ class Trainee:
     def drop(self) -> None:
         """After a backward whose gradients this model does not want, or has not got."""
 
-    def synchronise(self, divisor: Tensor) -> bool | None:
+    def synchronise(self, divisor: Tensor) -> bool | Pending[bool] | None:
         """After the step's last backward: .grad becomes the sum over all ranks, divided (a collective).
 
         Returns:
             As `Replica.sync_gradients`.
         """
-        return self.replica.sync_gradients(divisor if self.scale is None else divisor * self.scale.value)
+        self._found = self.replica.sync_gradients(divisor if self.scale is None else divisor * self.scale.value)
+        return self._found
 
     def judged(self, max_norm: float | None) -> Pending[tuple[bool, float | None]]:
         """After `synchronise`: (are all gradients finite? their norm, if they are clipped, to `max_norm`)."""
         if max_norm is None:
-            return gradients_are_finite(self.replica).then(lambda finite: (finite, None))
+            found = self._found if isinstance(self._found, Pending) else gradients_are_finite(self.replica)
+            return found.then(lambda finite: (finite, None))
 
         def made(norm: float) -> tuple[bool, float]:  # the norm is the vote, unless a square was beyond its type
             return math.isfinite(norm) or gradients_are_finite(self.replica).now(), norm

@@ -22,7 +22,8 @@ from paceline.seeding import random_stream
 from paceline.strategies.buffers import VirtualBuffers, uncounted
 from paceline.strategies.held import hold_optimizer, load_optimizer, take_mean, words_of_mean
 from paceline.strategies.refusals import refuse_foreign
-from paceline.sums.buckets import by_type, trainable
+from paceline.sums.buckets import trainable
+from paceline.sums.finite import scaled
 from paceline.sums.norm import scale_to_norm, total_norm
 from paceline.sums.pending import Pending
 from paceline.sums.reducer import Reducer
@@ -48,9 +49,9 @@ class Replica:
     """(micro-batch, is it the step's last here?): surrounds all that is computed for it: random stream, buffers"""
     backward: Callable[[Work, bool], AbstractContextManager[Any]]
     """(work, is it the step's last backward here?): surrounds each backward inside `body`"""
-    sync_gradients: Callable[[Tensor], bool | None]
-    """(total weight, a scalar): sums .grad over ranks and divides it: the gradient of the global batch's mean. True:
-    it was found to be finite on the way, on all ranks alike"""
+    sync_gradients: Callable[[Tensor], bool | Pending[bool] | None]
+    """(total weight, a scalar): sums .grad over ranks and divides it: the gradient of the global batch's mean. Whether
+    it was found to be finite on the way, on all ranks alike: True, or still to be read, or None, nobody has looked"""
     reset: Callable[[], None]
     """after an error in a forward or backward of your own loop, in place of `sync_gradients`: drops the step's
     gradients, so that the next one can begin. Every rank calls it, or `sync_gradients`, whose result is then worth
@@ -106,7 +107,7 @@ def replica(
     *,
     virtual_ranks: int | None = None,
     module: nn.Module | None = None,
-    sync_gradients: Callable[[Tensor], bool | None] | None = None,
+    sync_gradients: Callable[[Tensor], bool | Pending[bool] | None] | None = None,
     reset: Callable[[], None] = lambda: None,
     around: Callable[[Work, bool], AbstractContextManager[Any]] = lambda _work, _is_last: nullcontext(),
     backward: Callable[[Work, bool], AbstractContextManager[Any]] = lambda _work, _is_last: nullcontext(),
@@ -160,7 +161,7 @@ def replica(
         with random_stream(batch.random_seed, world.device), buffers.of(batch.work):
             yield
 
-    def sync_all_gradients(total_weight: Tensor) -> bool | None:
+    def sync_all_gradients(total_weight: Tensor) -> bool | Pending[bool] | None:
         for name, parameter in frozen.items():
             if parameter.requires_grad:
                 raise UsageError(
@@ -169,7 +170,7 @@ def replica(
                 )
         if sync_gradients is not None:
             return sync_gradients(total_weight)
-        return scale_gradients(parameters, 1 / total_weight)
+        return scale_gradients(parameters, 1 / total_weight, world.device)
 
     def reset_gradients() -> None:
         reset()
@@ -239,10 +240,9 @@ def replica(
 
 
 @torch.no_grad()
-def scale_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:
-    """Multiply every gradient there is by the scalar `factor`."""
-    for group, number in by_type((p.grad for p in parameters if p.grad is not None), factor):
-        torch._foreach_mul_(group, number)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+def scale_gradients(parameters: Iterable[nn.Parameter], factor: Tensor, device: torch.device) -> Pending[bool]:
+    """Multiply every gradient there is, on `device`, by the scalar `factor`; whether they are finite."""
+    return scaled([p.grad for p in parameters if p.grad is not None], factor, device)
 
 
 def leaf_of(reducer: Reducer) -> Callable[[Work, bool], AbstractContextManager[None]]:

@@ -9,6 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from paceline.strategies.base import MakeOptimizer, Replica, replica, scale_gradients
 from paceline.sums.buckets import trainable
+from paceline.sums.pending import Pending
 from paceline.sums.replicate import broadcast_module
 from paceline.worker.world import World
 
@@ -53,8 +54,9 @@ def ddp(
         **buffers_stay,
     )
 
-    def sync_gradients(total_weight: Tensor) -> None:
-        scale_gradients(parameters, world.size / total_weight)  # DDP has already divided the sum by the world size
+    def sync_gradients(total_weight: Tensor) -> Pending[bool]:
+        # DDP has already divided the sum by the world size
+        return scale_gradients(parameters, world.size / total_weight, world.device)
 
     return replica(
         model,

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from paceline.sums.buckets import by_type
 from paceline.sums.pending import Pending, costs
 
 
@@ -21,6 +22,19 @@ def are_finite(gradients: Sequence[Tensor], device: torch.device) -> Pending[boo
         quick = nn.utils.get_total_norm(gradients, math.inf).isfinite()
     perhaps = (~quick).double().view(1)
     return Pending(perhaps, lambda bad: not bad[0] or all(bool(gradient.isfinite().all()) for gradient in gradients))
+
+
+def scaled(gradients: Sequence[Tensor], factor: Tensor, device: torch.device) -> Pending[bool]:
+    """Multiply gradients, all on `device`, by the scalar `factor`; the same question of them, answered on the way."""
+    if not gradients or any(gradient.dtype != torch.float32 for gradient in gradients):
+        for group, number in by_type(gradients, factor):
+            torch._foreach_mul_(group, number)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+        return are_finite(gradients, device)
+    factor = factor.float()
+    # an element is looked at before it is multiplied: by more than one, it may overflow then
+    perhaps = (factor.abs() > 1).float().view(1)
+    torch._amp_foreach_non_finite_check_and_unscale_([*gradients], perhaps, factor)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+    return Pending(perhaps.double(), lambda found: not found[0] or all(bool(g.isfinite().all()) for g in gradients))
 
 
 def _sum(gradient: Tensor) -> Tensor:
