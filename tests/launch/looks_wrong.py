@@ -467,7 +467,7 @@ def second_order() -> None:
     optimizer = torch.optim.LBFGS(model.parameters(), lr=0.01, max_iter=3)
     for step in until_time():
         if step % 50 == 0:  # of batches that differ, a longer history ends in NaN some day
-            optimizer = torch.optim.LBFGS(model.parameters(), lr=0.01, max_iter=3)
+            optimizer.state.clear()
         x, y = batch(64)
 
         def closure(x: torch.Tensor = x, y: torch.Tensor = y) -> torch.Tensor:
