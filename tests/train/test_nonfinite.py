@@ -19,6 +19,7 @@ from paceline.data.plan import ranks_share
 from paceline.errors import PacelineError, TrainingError
 from paceline.stepping.nonfinite import LeftOut, NotFinite, too_many
 from paceline.strategies import STRATEGIES, Replica
+from paceline.sums import finite
 from paceline.sums.finite import are_finite, scaled
 
 CPU = torch.device("cpu")
@@ -244,8 +245,12 @@ def test_a_step_goes_back_once_and_is_then_left_out():
     assert caught.value.exit_code == 5
 
 
+@pytest.mark.parametrize("far", [False, True])  # as on a GPU
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_gradients_are_judged_as_they_are_scaled_and_scaled_as_by_themselves(dtype: torch.dtype) -> None:
+def test_gradients_are_judged_as_they_are_scaled_and_scaled_as_by_themselves(
+    dtype: torch.dtype, far: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(finite, "costs", lambda _: far)
     factor = torch.tensor(1 / 97, dtype=torch.float64)
     gradients = [torch.randn(size, generator=torch.Generator().manual_seed(size)).to(dtype) for size in (3, 1000)]
     wanted = [gradient * factor for gradient in gradients]
@@ -256,8 +261,12 @@ def test_gradients_are_judged_as_they_are_scaled_and_scaled_as_by_themselves(dty
         assert not scaled(gradients, factor, CPU).now()
 
 
-def test_gradients_that_overflow_only_as_they_are_scaled_are_not_finite() -> None:
+@pytest.mark.parametrize("far", [False, True])
+def test_gradients_that_overflow_only_as_they_are_scaled_are_not_finite(
+    far: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The sum of all weights may be below one."""
+    monkeypatch.setattr(finite, "costs", lambda _: far)
     assert not scaled([torch.full((3,), 3e38)], torch.tensor(2.0, dtype=torch.float64), CPU).now()
     assert scaled([torch.full((3,), 1e38)], torch.tensor(2.0, dtype=torch.float64), CPU).now()
     assert scaled([], torch.tensor(2.0), CPU).now()

@@ -66,8 +66,9 @@ class Trainee:
 
     def judged(self, max_norm: float | None) -> Pending[tuple[bool, float | None]]:
         """After `synchronise`: (are all gradients finite? their norm, if they are clipped, to `max_norm`)."""
+        found, self._found = self._found, None  # it would hold the gradients until the next step has its own
         if max_norm is None:
-            found = self._found if isinstance(self._found, Pending) else gradients_are_finite(self.replica)
+            found = found if isinstance(found, Pending) else gradients_are_finite(self.replica)
             return found.then(lambda finite: (finite, None))
 
         def made(norm: float) -> tuple[bool, float]:  # the norm is the vote, unless a square was beyond its type

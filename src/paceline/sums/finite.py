@@ -26,7 +26,8 @@ def are_finite(gradients: Sequence[Tensor], device: torch.device) -> Pending[boo
 
 def scaled(gradients: Sequence[Tensor], factor: Tensor, device: torch.device) -> Pending[bool]:
     """Multiply gradients, all on `device`, by the scalar `factor`; the same question of them, answered on the way."""
-    if not gradients or any(gradient.dtype != torch.float32 for gradient in gradients):
+    # on the CPU that kernel takes as much memory again; and the factor it takes is a float32
+    if not gradients or not costs(device) or any(gradient.dtype != torch.float32 for gradient in gradients):
         for group, number in by_type(gradients, factor):
             torch._foreach_mul_(group, number)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
         return are_finite(gradients, device)

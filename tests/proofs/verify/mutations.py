@@ -31,7 +31,8 @@ from paceline.data.plan import BatchPlan, Work
 from paceline.scratch.reduce import all_reduce_gradients
 from paceline.stepping import steps as steps_module
 from paceline.strategies import base
-from paceline.strategies.base import Replica, scale_gradients
+from paceline.strategies.base import Replica
+from paceline.strategies.base import scale_gradients as scaled_on
 from paceline.strategies.buffers import VirtualBuffers
 from paceline.sums import Pending, Totals, batchnorm, reducer, transports
 from paceline.sums.batchnorm import Moments, SyncBatchNorm
@@ -45,6 +46,10 @@ EVERYWHERE = (MANUAL, BUCKETED, DDP)
 ACCUMULATION = 2  # verify's
 
 Patch = tuple[Any, str, Any]  # (owner, attribute, what it becomes)
+
+
+def scale_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:
+    scaled_on(parameters, factor, torch.device("cpu"))
 
 
 @dataclass(frozen=True)
