@@ -172,6 +172,9 @@ bench-collectives: $(STAMP)  ## sums in shared memory beside gloo and memcpy
 bench-ddp-hook: $(STAMP)  ## a DDP script with and without --collectives shared, four models (15 minutes, quiet)
 	$(BIN)/python benchmarks/ddp_hook.py --out benchmarks/results/ddp-hook.json
 
+bench-mesh: $(STAMP)  ## a model that ranks share, beside the same by hand: speed, memory, bytes (5 minutes, quiet)
+	$(BIN)/python benchmarks/mesh.py --out benchmarks/results/mesh.json
+
 bench-epoch: $(STAMP)  ## one epoch of the MNIST CNN, from the command to the accuracy, beside the tutorial's script
 	$(BIN)/python benchmarks/epoch.py --out benchmarks/results/epoch.json
 

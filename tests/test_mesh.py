@@ -14,7 +14,7 @@ from paceline.config import (
     with_defaults,
 )
 from paceline.errors import UsageError
-from paceline.mesh import DIMENSIONS, Mesh, mesh_of
+from paceline.mesh import DIMENSIONS, Mesh, mesh_of, meshes_of
 
 
 def test_ranks_along_tensor_are_neighbours_and_those_along_data_far_apart() -> None:
@@ -86,3 +86,19 @@ def test_a_run_is_defined_for_as_many_virtual_ranks_as_see_different_samples() -
 def test_what_a_mesh_cannot_do_is_refused_before_any_process_is_started(given: Any, words: str) -> None:
     with pytest.raises(UsageError, match=words):
         check_values(TrainConfig("mnist-cnn", **given))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "meshes"),
+    [
+        (1, []),
+        (2, ["tensor=2", "pipeline=2"]),
+        (3, ["tensor=3", "pipeline=3"]),
+        (4, ["data=2,tensor=2", "tensor=4", "pipeline=2,data=2", "pipeline=4", "data=2,shard=2", "shard=2,tensor=2"]),
+    ],
+)
+def test_all_meshes_of_a_world_are_such_as_a_training_takes(ranks: int, meshes: list[str]) -> None:
+    assert [str(mesh) for mesh in meshes_of(ranks)] == meshes
+    for mesh in meshes_of(ranks):
+        strategy = "fsdp" if mesh.of("shard") > 1 else "bucketed"
+        check_values(TrainConfig(strategy=strategy, launch=LaunchConfig(mesh=str(mesh))))

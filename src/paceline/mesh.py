@@ -97,6 +97,23 @@ class Mesh:
         return rank
 
 
+def meshes_of(ranks: int) -> list[Mesh]:
+    """The ways to share a model among `ranks` that a training can take."""
+    found: list[Mesh] = []
+    for outer, inner in (("data", "tensor"), ("data", "pipeline"), ("data", "shard"), ("shard", "tensor")):
+        for size in (n for n in range(2, ranks + 1) if ranks % n == 0):
+            if size < ranks:
+                found.append(Mesh({outer: ranks // size, inner: size}))
+            elif outer == "data" and inner != "shard":  # shard alone is what fsdp does without a mesh
+                found.append(Mesh({inner: size}))
+    return found
+
+
+def strategy_on(strategy: str, mesh: str) -> str:
+    """A strategy, and the mesh that it works on, in words."""
+    return f"{strategy} on {mesh}" if mesh else strategy
+
+
 def mesh_of(text: str | None, world_size: int) -> Mesh:
     """The mesh of a world: as asked for, or all ranks along data.
 

@@ -51,6 +51,30 @@ def test_what_has_failed_is_not_tried_again_and_bits_that_come_back_are_told(tmp
     assert bits["ddp"] in ("one process's, here", "this world size, here")
 
 
+@pytest.mark.ranks
+@pytest.mark.slow
+@pytest.mark.timeout(180)  # 15 s on a quiet machine
+def test_meshes_are_rows_beside_the_strategies_with_the_same_batch_and_what_they_send(tmp_path: Path) -> None:
+    meshes = ("--meshes", "tensor=2", "--meshes", "pipeline=2")
+    found, said = measured(tmp_path, "compare", f"{TASKS}:large", "--strategies", "bucketed", *meshes, *QUICK)
+    assert found["failures"] == []
+    rows = {row["mesh"] or row["strategy"]: row for row in found["rows"] if row["world_size"] == 2}
+    assert set(rows) == {"bucketed", "tensor=2", "pipeline=2", "no exchange"}
+    assert {row["global_batch"] for row in rows.values()} == {32}
+    assert "bucketed on tensor=2" in said
+    weights, activation = 4 * (256 * 512 + 512 + 4 * (512 * 512 + 512)), 4 * 16 * 512
+    assert rows["bucketed"]["memory"]["weights"] == pytest.approx(weights, rel=0.01)
+    for mesh in ("tensor=2", "pipeline=2"):
+        memory = rows[mesh]["memory"]
+        assert memory["weights"] + memory["gradients"] < 1.3 * weights  # both, of a half
+        assert memory["peak"] < rows["bucketed"]["memory"]["peak"]
+    # two micro-batches, of each what a cut hands over: down or up
+    assert rows["pipeline=2"]["sent_bytes"] == pytest.approx(2 * activation, rel=0.05)
+    assert 0 < rows["pipeline=2"]["sync_share"] < 1
+    assert "bucketed on pipeline=2: pipeline of 2 stages, 1f1b, 2 micro-batches" in said
+    assert rows["pipeline=2"]["bits"] in ("one process's, here", "rounding differs")
+
+
 def refused(*arguments: object) -> str:
     with pytest.raises(UsageError) as caught:
         main([str(argument) for argument in arguments])
@@ -67,4 +91,8 @@ def test_what_has_no_meaning_is_refused_before_anything_is_started(tmp_path: Pat
     assert "--nproc must be at least 1" in refused("mnist-cnn", "--nproc", 0)
     assert "does not exist" in refused("mnist-cnn", "--out", tmp_path / "none" / "found.json")
     assert "unknown task 'mnist'" in refused("mnist")
+    assert "--mesh tensor=3 has 3 places" in refused("mnist-cnn", "--nproc", 2, "--meshes", "tensor=3")
+    assert "unknown dimension of the mesh 'tensors'" in refused("mnist-cnn", "--nproc", 2, "--meshes", "tensors=2")
+    assert "are not shared along their sequence" in refused("mnist-cnn", "--nproc", 2, "--meshes", "context=2")
+    assert "one process shares its model with nobody" in refused("mnist-cnn", "--nproc", 1, "--meshes", "auto")
     assert "cannot be read" in refused("mnist-cnn", "--config", tmp_path / "none.toml")

@@ -27,33 +27,33 @@ def advise(rows: Sequence[Row], alone: Row | None, promised: Sequence[str], room
     small = min(rows, key=_need)
     if not whole:
         return (
-            f"Use {small.strategy}: nothing fits into the {_size(room_bytes)} of a rank; it needs least, "
+            f"Use {small.way}: nothing fits into the {_size(room_bytes)} of a rank; it needs least, "
             f"{_size(_need(small))}, at {_rate(small)}. More ranks, a smaller batch or --checkpoint-activations help."
         )
     best = max(whole, key=lambda row: row.rate.median)
     replicated = [row for row in whole if not _is_sharded(row, rows)]
     if not replicated:
         return (
-            f"Use {best.strategy}: only strategies that share out the training's state fit into the "
+            f"Use {best.way}: only strategies that share out the training's state fit into the "
             f"{_size(room_bytes)} of a rank; it needs {_size(_need(best))}, at {_rate(best)}."
         )
     if alone is not None and best.rate.median < WORTH * alone.rate.median:
         return (
             f"Train on one process: it reaches {_rate(alone)} on "
-            f"{plural(alone.threads, 'thread')}; the fastest of {best.world_size} processes, {best.strategy}, "
+            f"{plural(alone.threads, 'thread')}; the fastest of {best.world_size} processes, {best.way}, "
             f"reaches {_rate(best)}."
         )
     exact = [row for row in whole if row.strategy in promised and row.rate.median >= EXACT_ENOUGH * best.rate.median]
     if exact:
         pick = max(exact, key=lambda row: (not _is_sharded(row, rows), row.rate.median))
         speed = pick.rate.median / best.rate.median
-        told = "the fastest" if pick is best else f"{speed:.2f} times the fastest, {best.strategy} ({_rate(best)})"
+        told = "the fastest" if pick is best else f"{speed:.2f} times the fastest, {best.way} ({_rate(best)})"
         return (
-            f"Use {pick.strategy}: it fits on one device ({_need_of(pick, room_bytes)}), has the same bits at every "
+            f"Use {pick.way}: it fits on one device ({_need_of(pick, room_bytes)}), has the same bits at every "
             f"world size, and is {told}, at {_rate(pick)}{_over(pick, alone)}."
         )
     return (
-        f"Use {best.strategy}: it fits on one device ({_need_of(best, room_bytes)}) and is the fastest, at "
+        f"Use {best.way}: it fits on one device ({_need_of(best, room_bytes)}) and is the fastest, at "
         f"{_rate(best)}{_over(best, alone)}."
     )
 

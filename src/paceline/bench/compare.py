@@ -9,13 +9,14 @@ from rich.table import Table
 
 from paceline.bench.spec import NO_EXCHANGE, Measurement, Memory, NotMeasured
 from paceline.errors import plural
+from paceline.mesh import strategy_on
 
 REFERENCE = "reference"
 """the candidate whose bits all others are compared with: `exact` on one process, with as many virtual ranks"""
 
 WIDTH = 140  # where there is no terminal
-SPEED = ("strategy", "processes", "batch", "samples/s", "x one process", "CPU ms/step", "first step s", "sent MB/step",
-         "same bits as")  # fmt: skip
+SPEED = ("strategy", "processes", "batch", "samples/s", "x one process", "CPU ms/step", "waits", "first step s",
+         "sent MB/step", "same bits as")  # fmt: skip
 WORDS = ("strategy", "same bits as", "scaling", "on")  # columns of words
 MEMORY = ("strategy", "processes", "batch", "weights", "gradients", "optimizer", "activations", "exchange", "peak",
           "process")  # fmt: skip
@@ -46,6 +47,13 @@ class Row(msgspec.Struct, frozen=True):
     sent_bytes: float | None
     memory: Memory | None
     bits: str
+    mesh: str = ""
+    sync_share: float = 0.0  # of a step's time, in [0, 1]: what a rank waits for others
+
+    @property
+    def way(self) -> str:
+        """The strategy, and the mesh that it works on."""
+        return strategy_on(self.strategy, self.mesh)
 
 
 def compared_rows(rounds: Sequence[Sequence[Measurement]], base: str, promised: Sequence[str], steps: int) -> list[Row]:
@@ -94,6 +102,8 @@ def _row(
         sent_bytes=next((chunk.sent_bytes for chunk in chunks if chunk.sent_bytes is not None), None),
         memory=next((chunk.memory for chunk in chunks if chunk.memory is not None), None),
         bits=bits_of(first, [chunk.digest for chunk in chunks], promised, reference.get(first.batch_size)),
+        mesh=first.mesh,
+        sync_share=median(chunk.sync_share for chunk in chunks),
     )
 
 
@@ -125,7 +135,7 @@ def print_compared(rows: Sequence[Row], failures: Sequence[NotMeasured], advice:
     for row in rows:
         speed.add_row(*_speed(row))
     for failure in failures:
-        speed.add_row(failure.strategy, str(failure.world_size), "", "[bold red]not measured[/]")
+        speed.add_row(_failed(failure), str(failure.world_size), "", "[bold red]not measured[/]")
     console.print(speed)
     memory = make_table(MEMORY, "memory of a rank, MB; peak: all tensors together; process: libraries, too")
     for row in rows:
@@ -133,7 +143,7 @@ def print_compared(rows: Sequence[Row], failures: Sequence[NotMeasured], advice:
     if any(row.memory for row in rows):
         console.print(memory)
     for failure in failures:
-        console.print(f"{failure.strategy}, batch {failure.batch_size} a rank: {failure.reason}", markup=False)
+        console.print(f"{_failed(failure)}, batch {failure.batch_size} a rank: {failure.reason}", markup=False)
     for note in notes:
         console.print(note, markup=False)
     console.print(advice, markup=False, style="bold")
@@ -153,6 +163,7 @@ def _speed(row: Row) -> list[str]:
         f"{row.rate.median:,.0f} ({row.rate.low:,.0f}-{row.rate.high:,.0f})",
         f"{row.ratio.median:.2f} ({row.ratio.low:.2f}-{row.ratio.high:.2f})",
         f"{row.cpu_ms:.0f}",
+        f"{row.sync_share:.0%}",
         f"{row.first_step_seconds:.2f}",
         "?" if row.sent_bytes is None else f"{row.sent_bytes / 1e6:.2f}",
         "-" if row.strategy == NO_EXCHANGE else row.bits,
@@ -166,8 +177,12 @@ def _memory(row: Row) -> list[str]:
 
 
 def _who(row: Row) -> list[str]:
-    name = f"({NO_EXCHANGE}: the limit)" if row.strategy == NO_EXCHANGE else row.strategy
+    name = f"({NO_EXCHANGE}: the limit)" if row.strategy == NO_EXCHANGE else row.way
     return [name, f"{row.world_size} x {plural(row.threads, 'thread')}", str(row.global_batch)]
+
+
+def _failed(failure: NotMeasured) -> str:
+    return strategy_on(failure.strategy, failure.mesh)
 
 
 def _megabytes(size: int | None) -> str:

@@ -22,6 +22,7 @@ from paceline.errors import ExitCode, plural
 from paceline.launch.job import Job
 from paceline.launch.local import local
 from paceline.launch.supervise import run
+from paceline.mesh import strategy_on
 
 WORKER = "paceline.proofs.bench.worker"
 QUIET = {"KINETO_LOG_LEVEL": "99"}  # the profiler's own words, several lines for each start of it
@@ -109,8 +110,8 @@ def _measure_set(found: MeasuredRounds, order: MeasureOrder, settings: str, npro
             return
         at = msgspec.json.decode(running.read_bytes(), type=Candidate)
         reason = _reason(folder / "attempt", code)
-        found.failures.append(NotMeasured(at.name, at.strategy, nproc, at.batch_size, reason))
-        _say(f"{at.strategy} failed and is left out; the others go on")
+        found.failures.append(NotMeasured(at.name, at.strategy, nproc, at.batch_size, reason, at.mesh))
+        _say(f"{strategy_on(at.strategy, at.mesh)} failed and is left out; the others go on")
         done = {at.name, *(one.name for one in measured)}
         left = [candidate for candidate in left if candidate.name not in done]
 

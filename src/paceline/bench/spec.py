@@ -16,6 +16,7 @@ class Candidate(msgspec.Struct, frozen=True):
     batch_size: int  # samples of each rank in a step
     threads: int  # of each rank
     virtual_ranks: int = 0  # 0: as many as ranks
+    mesh: str = ""  # how ranks share the model and the batch; empty: the batch only
 
 
 class MeasureOrder(msgspec.Struct, frozen=True):
@@ -69,12 +70,14 @@ class Measurement(msgspec.Struct, frozen=True):
     weight_bytes: int  # of all parameters that are trained: what ranks exchange
     low_rank_bytes: int = 0  # what leaves a host of them with --compress powersgd
     sent_bytes: float | None = None  # per step and rank
+    sync_share: float = 0.0  # of a step's time, in [0, 1]: what a rank waits for others, mean of all ranks
     memory: Memory | None = None
     device: str = "cpu"
     notes: tuple[str, ...] = ()
     """what was not measured"""
     gpus: dict[int, str] = {}
     """by rank, what held its GPU back at the end: heat, power, memory errors, other processes"""
+    mesh: str = ""
 
     @property
     def rate(self) -> float:
@@ -90,3 +93,4 @@ class NotMeasured(msgspec.Struct, frozen=True):
     world_size: int
     batch_size: int
     reason: str
+    mesh: str = ""

@@ -1,7 +1,7 @@
 """`paceline compare`: measures every strategy beside the others, on this task and this machine."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import msgspec
@@ -14,20 +14,29 @@ from paceline.bench.rounds import MeasuredRounds, ProcessSet
 from paceline.bench.spec import NO_EXCHANGE, Candidate, NotMeasured
 from paceline.cli.flags import check_gpus, check_positive, chosen_names, nproc_auto, usable_gpus, whole_numbers
 from paceline.cli.measuring import CliMeasuring, Measuring, check_measuring, crowd, measured, publish, settings_of
-from paceline.config import DEFAULT_BATCH_SIZE
-from paceline.errors import ExitCode
+from paceline.config import DEFAULT_BATCH_SIZE, TrainConfig, check_values
+from paceline.errors import ExitCode, UsageError
 from paceline.host.cgroup import threads_per_rank, usable_cores
-from paceline.ladder import DEFAULT_ALONE, EXACT, LADDER
+from paceline.ladder import DEFAULT, DEFAULT_ALONE, EXACT, LADDER
+from paceline.mesh import mesh_of, meshes_of
+
+AUTO = "auto"
 
 
 @dataclass(frozen=True)
 class CompareConfig:
-    """Measure strategies beside each other: speed, memory, bytes sent, bits. Ends with a sentence of advice."""
+    """Measure strategies beside each other: speed, memory, bytes sent, bits. Ends with a sentence of advice.
+
+    paceline compare mnist-cnn --nproc 2
+    paceline compare mine.py:task --nproc 4 --meshes auto    and how ranks may share the model
+    """
 
     task: tyro.conf.Positional[str]
     """mnist-cnn, mnist-resnet18, or your own: module:name or file.py:name"""
     strategies: str = "all"
     """which to measure, separated by commas"""
+    meshes: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """ways to share the model as well: as train's --mesh, given once for each; or auto: all that --nproc allows"""
     nproc: int | None = None
     """worker processes (default: one per GPU, or per core)"""
     batch_sizes: str | None = None
@@ -64,7 +73,9 @@ def main(arguments: Sequence[str]) -> int:
     usual = threads or threads_per_rank(cores, nproc)
     refused = [NotMeasured(name, name, nproc, batches[0], why) for name in asked if (why := _not_run(name, nproc))]
     run = [name for name in asked if name not in {failure.strategy for failure in refused}]
-    with measured(_groups(run, nproc, batches, usual, threads or 1), settings, how, memory=True) as (found, _):
+    meshes = _meshes(config.meshes, nproc, settings)
+    groups = _groups(run, meshes, nproc, batches, usual, threads or 1)
+    with measured(groups, settings, how, memory=True) as (found, _):
         pass
     if found.code != ExitCode.DONE:
         return found.code
@@ -72,8 +83,27 @@ def main(arguments: Sequence[str]) -> int:
     room_bytes = None if gpus else psutil.virtual_memory().total // nproc
     compared = _compared(config, found, refused, batches[0], room_bytes, cores, usual)
     publish(compared, how, partial(print_compared, compared.rows, compared.failures, compared.advice, compared.notes))
-    ran = {row.strategy for row in compared.rows if row.world_size == nproc} & {*run}
-    return ExitCode.DONE if ran or not run else ExitCode.FAILED
+    ran = [row for row in compared.rows if row.world_size == nproc and (row.strategy in run or row.mesh)]
+    return ExitCode.DONE if ran or not (run or meshes) else ExitCode.FAILED
+
+
+def _meshes(asked: Sequence[str], nproc: int, settings: TrainConfig) -> dict[str, str]:
+    """Those to measure, each with the strategy that trains on it.
+
+    Raises:
+        UsageError: a mesh that has not as many places as there are processes, or that no training could have.
+    """
+    if AUTO in asked and nproc == 1:
+        raise UsageError("--meshes auto: one process shares its model with nobody. Say how many there are: --nproc 2")
+    found: dict[str, str] = {}
+    given = asked or [mesh for mesh in [settings.launch.mesh] if mesh]
+    for mesh in (mesh for one in given for mesh in (meshes_of(nproc) if one == AUTO else [mesh_of(one, nproc)])):
+        strategy = found[str(mesh)] = "fsdp" if mesh.of("shard") > 1 else DEFAULT
+        launch = replace(settings.launch, mesh=str(mesh))
+        if mesh.of("pipeline") == 1:
+            launch = replace(launch, schedule_pipeline=None, stages_at=None)
+        check_values(replace(settings, launch=launch, strategy=strategy))
+    return found
 
 
 def _not_run(strategy: str, nproc: int) -> str:
@@ -86,7 +116,7 @@ def _not_run(strategy: str, nproc: int) -> str:
 
 
 def _groups(
-    run: Sequence[str], nproc: int, batches: Sequence[int], threads: int, exact_threads: int
+    run: Sequence[str], meshes: Mapping[str, str], nproc: int, batches: Sequence[int], threads: int, exact_threads: int
 ) -> list[ProcessSet]:
     """One process as the base line, with a rank's cores and with all of them; the strategies, and their limit."""
     one, many = list[Candidate](), list[Candidate]()
@@ -98,6 +128,8 @@ def _groups(
             one.append(Candidate(f"{REFERENCE}-b{batch}", EXACT[0], batch, exact_threads, nproc))
         for name in (name for name in run if name != DEFAULT_ALONE):
             many.append(Candidate(f"{name}-b{batch}", name, batch, exact_threads if name in EXACT else threads))
+        for mesh, name in meshes.items():  # of the same global batch: where fewer ranks share it, in several turns
+            many.append(Candidate(f"{mesh}-b{batch}", name, batch, threads, nproc, mesh))
         if nproc > 1:
             many.append(Candidate(f"limit-b{batch}", NO_EXCHANGE, batch, threads))
     if nproc == 1:

@@ -54,6 +54,7 @@ class Pipeline:
         self.stage = ModelStage(
             model, begin, end, world.device, take=self._from_above, send=self._send_down, draws=draws
         )
+        self.sent_bytes = 0
         self.enter: Callable[[Phase], object] | None = None
         """in a step: told what begins, so that waiting for other stages is seen as such"""
 
@@ -101,6 +102,7 @@ class Pipeline:
         sent = tensor.to(self._device).contiguous()
         if sent.numel() and (work := dist.isend(sent, group=group, group_dst=self.number + step)) is not None:
             self._on_its_way.append((work, sent))
+            self.sent_bytes += sent.nbytes
 
     def _receive(self, like: Tensor, step: int, group: dist.ProcessGroup, then: Phase) -> Tensor:
         received = torch.empty(like.shape, dtype=like.dtype, device=self._device)

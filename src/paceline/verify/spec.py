@@ -4,6 +4,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from paceline.mesh import strategy_on
+
 Policy = Literal["none", "local", "sync"]  # batch norm's; "none" where the model has no batch norm
 
 KINDS = ("loss", "gradient", "parameter", "buffer", "optimizer state")
@@ -115,7 +117,7 @@ class Case(msgspec.Struct, frozen=True):
     @property
     def way(self) -> str:
         """The strategy, and the mesh that it works on."""
-        return f"{self.strategy} on {self.mesh}" if self.mesh else self.strategy
+        return strategy_on(self.strategy, self.mesh)
 
     def __str__(self) -> str:
         norm = "" if self.batchnorm == "none" else f", {self.batchnorm} batch norm"

@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 import torch
 from torch import Tensor
+from torch.distributed import distributed_c10d  # pyright: ignore[reportPrivateImportUsage]
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from paceline.bench.spec import Memory
@@ -43,6 +44,7 @@ class Inspection:
     def __init__(self, device: torch.device) -> None:
         self._device, self._open = device, True
         self._weights = self._gradients = self._optimizer = self._batch = 0
+        self._in_stages = False
         self.found: Memory | None = None
 
     def watch(self, replica: Replica) -> None:
@@ -59,6 +61,7 @@ class Inspection:
             if self._open:
                 self._optimizer = held_bytes(v for s in replica.optimizer.state.values() for v in s.values())
 
+        self._in_stages = replica.pipeline is not None
         replica.optimizer.register_step_pre_hook(before)
         replica.optimizer.register_step_post_hook(after)
 
@@ -78,6 +81,8 @@ class Inspection:
         known = self._weights + self._gradients + self._optimizer + self._batch
         events = _timeline(profiler, self._device)
         seen = levels(events, known) if any(isinstance(what, int) for what in events) else (None, None, None)
+        if self._in_stages:  # whose forwards and backwards take turns, and wait in between: there is no such moment
+            seen = (None, None, seen[2])
         self.found = Memory(self._weights, self._gradients, self._optimizer, *seen, peak_memory() or None)
 
 
@@ -147,19 +152,32 @@ def _timeline(profiler: profile, device: torch.device) -> list[int | str]:
 class Traffic:
     """Counts from when it is made, and again from each call of `sent`."""
 
-    def __init__(self, box: Box) -> None:
-        self._box = box
-        self._last, self._since_ns = _newest(), time.monotonic_ns()
+    def __init__(self, box: Box, replica: Replica) -> None:
+        self._box, self._world, self._line = box, replica.world, replica.pipeline
+        self._begin()
 
-    def sent(self, world_size: int) -> float | None:
-        """Bytes that this rank has sent; None where nothing was recorded of what several ranks must have sent."""
-        entries = [entry for entry in _entries() if entry["record_id"] > self._last]
-        shared = [op for began_ns, op in self._box.ring() if began_ns >= self._since_ns and op.group == SHARED]
+    def _begin(self) -> None:
         self._last, self._since_ns = _newest(), time.monotonic_ns()
-        if not entries and not shared:
-            return 0.0 if world_size == 1 else None
-        found = [volume(_kind(entry), _bytes(entry), world_size) for entry in entries]
-        return sum(found) + sum(volume(op.kind, op_bytes(op), world_size) for op in shared)
+        self._messages = self._line.sent_bytes if self._line else 0
+
+    def sent(self) -> float | None:
+        """Bytes that this rank has sent; None where nothing was recorded of what several ranks must have sent."""
+        entries = [entry for entry in _entries() if entry["record_id"] > self._last and not entry["is_p2p"]]
+        shared = [op for began_ns, op in self._box.ring() if began_ns >= self._since_ns and op.group == SHARED]
+        messages = self._line.sent_bytes - self._messages if self._line else 0
+        self._begin()
+        if not (entries or shared or messages):
+            return 0.0 if self._world.size == 1 else None
+        found = [volume(_kind(entry), _bytes(entry), self._ranks(entry)) for entry in entries]
+        found += [volume(op.kind, op_bytes(op), self._world.data.size) for op in shared]
+        return sum(found) + messages
+
+    def _ranks(self, entry: dict[str, Any]) -> int:
+        """How many took part: a dimension of a mesh has a group of its own."""
+        resolve: Any = distributed_c10d._resolve_process_group  # pyright: ignore
+        with suppress(LookupError, RuntimeError, ValueError):  # it is taken down
+            return resolve(entry["process_group"][0]).size()
+        return self._world.size
 
 
 def volume(kind: str, size: int, ranks: int) -> float:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -18,6 +19,7 @@ from paceline.data.plan import ranks_share
 from paceline.data.streams import first_of, is_stream
 from paceline.errors import UsageError, plural
 from paceline.ladder import options_of_others
+from paceline.mesh import strategy_on
 from paceline.stepping.scaling import loss_scale
 from paceline.strategies import Replica
 from paceline.strategies.base import MakeOptimizer, replica
@@ -29,6 +31,7 @@ from paceline.train.optimizer import maker_for, schedule_for
 from paceline.train.prepare import Parts, make_model, make_plan, make_replica
 from paceline.train.records import Records
 from paceline.train.resume import Place
+from paceline.train.sharing import Wish, share_model
 from paceline.train.stream_task import check_stream
 from paceline.worker.world import World
 
@@ -89,19 +92,27 @@ class CandidateTraining:
             UsageError: for what the strategy refuses.
         """
         self._open = ExitStack()
+        self.sync_seconds = 0.0
+        """spent waiting for other ranks in the steps that were taken last"""
         config = _configured(ground.config, candidate)
-        shape = batch_shape(config.data, ground.world.size)
+        world, data = ground.world, ground.world.data
+        shape = batch_shape(config.data, data.size)
         samples: int = len(ground.dataset)  # pyright: ignore[reportArgumentType]
         plan = make_plan(replace(config, data=replace(config.data, tail="drop")), shape, samples)
-        share = ranks_share(shape.virtual_ranks, ground.world.rank, ground.world.size)
-        model = make_model(ground.task, config.run.seed, ground.world)
-        make = _without_exchange if candidate.strategy == NO_EXCHANGE else make_replica
-        loading = Loading(ground.world.device, config.data.num_workers, ground.task.collate)
+        share = ranks_share(shape.virtual_ranks, data.rank, data.size)
+        model = make_model(ground.task, config.run.seed, world)
+        loading = Loading(world.device, config.data.num_workers, ground.task.collate)
         batch = candidate.batch_size
-        settled = settle(config.compute, model, ground.task, ground.dataset, loading, batch, ground.world)
+        settled = settle(config.compute, model, ground.task, ground.dataset, loading, batch, world)
         o = replace(config.optimizer, schedule="constant", warmup_steps=0)
         maker = maker_for(o, o.lr, ground.task, model)
-        made = make(config, maker, model, ground.world, shape.virtual_ranks)
+        wish = Wish(candidate.strategy, config.launch.stages_at or "", config.launch.schedule_pipeline or "1f1b")
+        sharing = share_model(ground.task, model, ground.dataset, replace(loading, num_workers=0), plan, world, wish)
+        who = strategy_on(candidate.strategy, candidate.mesh)
+        told = sharing.lines if sharing.division else ()  # which stages there are; a table of cut layers is too long
+        self.notes = tuple(f"{who}: {line.strip()}" for line in told)
+        make = _without_exchange if candidate.strategy == NO_EXCHANGE else partial(make_replica, sharing=sharing)
+        made = make(config, maker, model, world, shape.virtual_ranks)
         schedule = schedule_for(o, o.lr, ground.task, made.optimizer, steps)
         self.parts = Parts(
             config, ground.task, ground.dataset, {}, made, plan, share, schedule, loading, steps, {},
@@ -109,7 +120,7 @@ class CandidateTraining:
         )  # fmt: skip
         folder.mkdir(parents=True, exist_ok=True)
         place = Place(folder, 1, 0, None)
-        self._records = self._open.enter_context(closing(Records(place, ground.world, print)))
+        self._records = self._open.enter_context(closing(Records(place, world, print)))
         self._records.begin(place, None)
         self._records.started(plan, 0)
         batches = load_steps(ground.dataset, plan, share, loading, start=0, stop=steps)
@@ -123,6 +134,7 @@ class CandidateTraining:
 
     def take(self, steps: int) -> int:
         """Take so many steps (a collective); how many samples they had, over all ranks."""
+        self.sync_seconds = 0.0
         return sum(self._note(next(self._taken)) for _ in range(steps))
 
     def take_one(self) -> Sequence[MicroBatch]:
@@ -133,6 +145,7 @@ class CandidateTraining:
 
     def _note(self, record: StepRecord) -> int:
         plan = self.parts.plan
+        self.sync_seconds += record.phase_seconds.get(Phase.SYNC.word, 0.0)
         samples = len(plan.global_indices(*divmod(record.step - 1, plan.steps_per_epoch)))
         self._records.stepped(record, samples, self.parts.share, listed=self.parts.config.run.record_samples)
         return samples
@@ -147,6 +160,7 @@ class CandidateTraining:
 def _configured(config: TrainConfig, candidate: Candidate) -> TrainConfig:
     virtual_ranks = candidate.virtual_ranks or None
     data = replace(config.data, batch_size=candidate.batch_size, global_batch=None, virtual_ranks=virtual_ranks)
+    config = replace(config, launch=replace(config.launch, mesh=candidate.mesh or None))
     if candidate.strategy == NO_EXCHANGE:
         return replace(config, data=data)
     others = dict.fromkeys(options_of_others(candidate.strategy))

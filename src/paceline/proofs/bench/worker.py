@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from paceline.bench.spec import (
 from paceline.checkpoint.whole import sha256_of, whole
 from paceline.host.gpu_use import ask_gpus
 from paceline.ladder import EXACT
+from paceline.mesh import mesh_of
 from paceline.proofs.bench.memory import Traffic, inspected
 from paceline.proofs.bench.training import CandidateTraining, Ground, load_ground
 from paceline.sums import gather_words, together
@@ -41,7 +43,7 @@ from paceline.train.step import ignore
 from paceline.worker.attach import run_worker
 from paceline.worker.device import device_words
 from paceline.worker.guard import Guard
-from paceline.worker.world import World, joined
+from paceline.worker.world import World, joined, on_mesh
 
 DRIVER_SECONDS = 2.0  # to say what holds a GPU back
 
@@ -52,11 +54,12 @@ def measure_candidates(order: MeasureOrder, ground: Ground) -> None:
     _import_lazily(world)
     launched = time.time() - order.started_unix
     for candidate in order.candidates:
+        laid_out = on_mesh(world, mesh_of(candidate.mesh or None, world.size))
         if world.rank == 0:
             (folder / RUNNING).write_bytes(msgspec.json.encode(candidate))
         torch.set_num_threads(candidate.threads)
         with deterministic() if candidate.strategy in EXACT else nullcontext():
-            measured = _measure(order, ground, candidate, launched)
+            measured = _measure(order, replace(ground, world=laid_out), candidate, launched)
         if world.rank == 0:
             with (folder / CHUNKS).open("ab") as file:
                 file.write(msgspec.json.encode(measured) + b"\n")
@@ -77,9 +80,9 @@ def _measure(order: MeasureOrder, ground: Ground, candidate: Candidate, launched
         training.take(1)
         first = time.perf_counter() - began
         training.take(1)  # DDP rebuilds its buckets in the second step, and is what it will be in the third
-        traffic = Traffic(box)
+        traffic = Traffic(box, replica)
         microbatches = training.take_one()
-        sent = traffic.sent(world.size)
+        sent = traffic.sent()
         if inspection:
             inspection.batch(microbatches)
     with training:
@@ -90,6 +93,7 @@ def _measure(order: MeasureOrder, ground: Ground, candidate: Candidate, launched
         mine: dict[str, Any] = {
             "seconds": time.perf_counter() - began, "cpu": sum(os.times()[:2]) - cpu, "first": first, "sent": sent,
             "memory": msgspec.to_builtins(inspection.found) if inspection else None,
+            "sync": training.sync_seconds,
         }  # fmt: skip
         mine["gpu"] = ask_gpus([os.getpid()], wait_seconds=DRIVER_SECONDS).get(os.getpid(), "")  # while it is still hot
         weights = [held for held in replica.state() if held.name.startswith("model/")]
@@ -117,7 +121,9 @@ def _measure(order: MeasureOrder, ground: Ground, candidate: Candidate, launched
         sent_bytes=_most(each["sent"] for each in everybody),
         memory=memory,
         device=device_words(world.device),
-        notes=ground.notes,
+        sync_share=sum(each["sync"] / each["seconds"] for each in everybody) / world.size,
+        notes=(*ground.notes, *training.notes),
+        mesh=candidate.mesh,
         gpus={rank: each["gpu"] for rank, each in enumerate(everybody) if each["gpu"]},
     )
 
