@@ -178,6 +178,7 @@ def test_no_evidence_is_longer_than_anybody_reads() -> None:
         1,
         ops=tuple(Op("g" * 5000, n, "k" * 5000, "n" * 5000) for n in range(500)),
         groups={f"group {n}": tuple(range(5000)) for n in range(200)},
+        titles={f"group {n}": "t" * 5000 for n in range(200)},
         stacks=tuple(Stack("t" * 5000, frames) for _ in range(100)),
         native="x" * 1_000_000,
         words="é\n" * 1_000_000,

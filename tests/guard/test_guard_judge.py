@@ -71,6 +71,13 @@ def test_who_waits_for_the_hanging_rank_in_another_group_is_no_culprit() -> None
     assert blame(waits_in_pair, rank(1, BEFORE, stack=OUTSIDE, groups=groups), rank(2, WAITS))[1] == (1,)
 
 
+def test_whose_group_a_collective_belongs_to_is_said_where_the_group_has_a_title() -> None:
+    pair, seen = op(3, group="1"), {"groups": WORLD | {"1": (0, 1)}, "titles": {"1": "tensor of the mesh"}}
+    verdict = judge([rank(0, BEFORE, pair, **seen), rank(1, BEFORE, stack=OUTSIDE, **seen), rank(2, WAITS)])
+    told = "rank 1 did not enter all_reduce #3 [1732] float32 (tensor of the mesh); it is in load_batch"
+    assert verdict.sentences[0].startswith(told)
+
+
 def test_a_rank_stopped_before_the_collective_is_the_culprit() -> None:
     stopped = rank(1, BEFORE, state="T", answered=False, stacks=())
     assert blame(rank(0, BEFORE, WAITS), stopped, rank(2, BEFORE, WAITS)) == (VerdictKind.STOPPED, (1,))

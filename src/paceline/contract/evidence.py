@@ -82,6 +82,7 @@ class Answer(msgspec.Struct, frozen=True, omit_defaults=True):
 
     ops: tuple[Op, ...] = ()  # the last ones, the oldest first: of the ring, and those that torch itself has called
     groups: dict[str, tuple[int, ...]] = {}  # name -> ranks of the world; () is all of them
+    titles: dict[str, str] = {}  # name -> what whoever made the group calls it, "tensor of the mesh"
     stacks: tuple[Stack, ...] = ()  # the main thread first
     enqueued: int = 0  # collectives of all groups so far, as torch counts them
 
@@ -185,6 +186,7 @@ class Evidence(Sample, frozen=True, omit_defaults=True):
     answered: bool = False  # the interpreter took the question for its stacks; False: GIL held, stopped, or gone
     ops: tuple[Op, ...] = ()  # the last ones, the oldest first
     groups: dict[str, tuple[int, ...]] = {}  # name -> ranks of the world, as far as this rank is a member; () is all
+    titles: dict[str, str] = {}  # of some of them: what whoever made the group calls it
     stacks: tuple[Stack, ...] = ()  # the main thread first
     native: str = ""  # faulthandler's text, where the interpreter did not answer
     loaders: tuple[LoaderWorker, ...] = ()

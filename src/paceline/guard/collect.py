@@ -146,6 +146,7 @@ class Collection:
             answered=answered,
             ops=tuple(answer.ops if answer else read_ring(box)),
             groups=answer.groups if answer else {},
+            titles=answer.titles if answer else {},
             stacks=tuple(answer.stacks) if answer else (),
             native=native,
             loaders=tuple(_loader(one, worker.pid) for one in read_loaders(box)),
@@ -187,6 +188,7 @@ def bounded_evidence(evidence: Evidence) -> Evidence:
         failure=failure,
         ops=tuple(map(_op, evidence.ops[-MAX_OPS:])),
         groups={k[:MAX_TEXT]: tuple(map(_number, v)) for k, v in list(evidence.groups.items())[-MAX_GROUPS:]},
+        titles={k[:MAX_TEXT]: title[:MAX_TEXT] for k, title in list(evidence.titles.items())[-MAX_GROUPS:]},
         stacks=tuple(stacks[:MAX_THREADS]),
         native=evidence.native[-MAX_NATIVE:],
         loaders=evidence.loaders[:MAX_LOADERS],
@@ -197,15 +199,16 @@ def bounded_evidence(evidence: Evidence) -> Evidence:
     few = small.ops[-8:]
     named = {op.group for op in few}
     groups = {group: ranks for group, ranks in small.groups.items() if group in named}
+    titles = {group: title for group, title in small.titles.items() if group in named}
     for less in (
         small,
         replace(small, stacks=small.stacks[:4]),
-        replace(small, stacks=small.stacks[:4], groups=groups),
-        replace(small, stacks=small.stacks[:1], groups=groups, ops=few),
+        replace(small, stacks=small.stacks[:4], groups=groups, titles=titles),
+        replace(small, stacks=small.stacks[:1], groups=groups, titles=titles, ops=few),
     ):
         if len(msgspec.json.encode(less)) <= MAX_EVIDENCE_BYTES:
             return less
-    return replace(small, ops=(), groups={}, stacks=(), calls={}, native="", failure=None, words="")
+    return replace(small, ops=(), groups={}, titles={}, stacks=(), calls={}, native="", failure=None, words="")
 
 
 def _op(op: Op) -> Op:

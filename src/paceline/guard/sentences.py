@@ -64,7 +64,8 @@ def _not_entered(ranks: Ranks, group: Sequence[int], op: Op | None) -> str:
         waiter = next(n for n, other in ranks.items() if other.waits_for.get(group[0]) == missed)
         begins = f"{named(group)} did not {half} rank {waiter} what it waits for"
     elif missed is not None:
-        begins = f"{named(group)} did not enter {op_words(missed)}"
+        titles = {one.evidence.titles.get(missed.group, "") for one in ranks.values()} - {""}
+        begins = f"{named(group)} did not enter {op_words(missed)}{f' ({min(titles)})' if titles else ''}"
     else:
         begins = f"{named(group)} {verb(group, 'has', 'have')} not come to where others wait"
     return f"{begins}; {verb(group, 'it', 'they')} {_where(one, many=len(group) > 1)}"

@@ -44,7 +44,7 @@ class Pipeline:
         self._schedule: Schedule = schedule
         self._on_its_way = deque[tuple[Any, Tensor]]()
         for members in sorted({world.mesh.peers(rank, ("pipeline",)) for rank in range(world.size)}):
-            down, up = dist.new_group(members), dist.new_group(members)
+            down, up = (dist.new_group(members, group_desc=f"pipeline of the mesh, {way}") for way in ("down", "up"))
             if world.rank in members:
                 assert isinstance(down, dist.ProcessGroup)
                 assert isinstance(up, dist.ProcessGroup)

@@ -26,6 +26,8 @@ from paceline.worker.sites import frame_of
 capturing = threading.Event()
 """A CUDA graph is being captured: NCCL's recorder is not read, since it asks the GPU, which would spoil the graph."""
 MAX_OPS, MAX_FRAMES, MAX_THREADS = 64, 96, 24
+UNTITLED = ("", "undefined", "default_pg")
+"""what torch calls groups to which nobody has given a title"""
 Dated = tuple[int, Op]  # When it began, in ns of CLOCK_MONOTONIC, and what.
 
 
@@ -87,6 +89,16 @@ def group_members() -> dict[str, tuple[int, ...]]:
     groups = {name: world.pg_group_ranks[group] for group, name in [*world.pg_names.items()]}
     most = max(map(len, groups.values()), default=0)  # the first one's
     return {name: tuple(sorted(ranks)) if len(ranks) < most else () for name, ranks in groups.items()}
+
+
+def group_titles() -> dict[str, str]:
+    """What whoever made a process group calls it, by the group's name."""
+    module = distributed()
+    if module is None:
+        return {}
+    world: Any = module._world
+    titles = {name: getattr(group, "group_desc", "") for group, name in [*world.pg_names.items()]}
+    return {name: title for name, title in titles.items() if title not in UNTITLED}
 
 
 def sequence_numbers() -> dict[str, int]:

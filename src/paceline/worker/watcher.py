@@ -91,6 +91,7 @@ class Watcher:
         answer = Answer(
             ops=tuple(recorder.merged(self._box.ring(), groups, stacks[0] if stacks else None)),
             groups={group.name: group.members for group in groups.values()} | recorder.group_members(),
+            titles=recorder.group_titles(),
             stacks=stacks,
             enqueued=self._last[0],
         )
