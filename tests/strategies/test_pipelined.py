@@ -19,6 +19,7 @@ from paceline.worker.world import World
 
 TASKS = f"{Path(__file__).parents[1]}/proofs/verify/tasks_under_test.py"
 CHAINS = f"{Path(__file__).parent}/chains.py"
+DRAWING = f"{CHAINS}:drawing"  # in eval mode, too
 TRANSFORMER, SPELLER = (
     f"{Path(__file__).parents[2]}/examples/{name}.py:task" for name in ("own_transformer", "own_task")
 )
@@ -47,7 +48,7 @@ def check(found: list[Result]) -> None:
 
 @pytest.mark.ranks
 def test_two_stages_equal_one_process(tmp_path):
-    cases = [(TRANSFORMER, "pipeline=2"), (f"{TASKS}:batchnorm", "pipeline=2/gpipe")]
+    cases = [(TRANSFORMER, "pipeline=2"), (f"{TASKS}:batchnorm", "pipeline=2/gpipe"), (DRAWING, "pipeline=2")]
     check(run_ranks(all_results, 2, tmp_path, cases)[0])
 
 

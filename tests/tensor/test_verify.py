@@ -43,7 +43,7 @@ def check(results: Sequence[Result]) -> None:
 
 @pytest.mark.ranks
 def test_two_ranks_along_tensor_equal_one_process(tmp_path: Path) -> None:
-    check(run_ranks(verified, 2, tmp_path, [GPT], "tensor=2", ["single"])[0])
+    check(run_ranks(verified, 2, tmp_path, [GPT], "tensor=2", ["single", "fsdp"])[0])
 
 
 @pytest.mark.ranks

@@ -103,7 +103,7 @@ class ModelStage:
         draws: bool,
     ) -> None:
         """`take` and `send` are asked for each tensor that travels, in one order on both sides; `draws`: the random
-        streams travel, too, while the model trains.
+        streams travel, too; in eval mode as well, where some models draw still.
         """
         self.model, self._begin, self._end, self._device = model, begin, end, device
         self._take, self._send, self._draws = take, send, draws
@@ -160,7 +160,7 @@ class ModelStage:
                 leaves[leaf.position] = _Arrive.apply(self._anchor, take, keep)
             else:
                 leaves[leaf.position] = take()
-        if self._draws and self.model.training:
+        if self._draws:
             put_stream_states(self._take(torch.empty_like(stream_states(self._device), device=META)), self._device)
         if any(isinstance(t, Tensor) and t.is_meta for t in leaves):
             raise TrainingError(_past(self._begin))
@@ -178,7 +178,7 @@ class ModelStage:
             self._send(tensor.detach().contiguous())
             if leaf.trained and torch.is_grad_enabled():
                 self._now.sent.append(tensor)
-        if self._draws and self.model.training:
+        if self._draws:
             self._send(stream_states(self._device))
         raise _Gone
 

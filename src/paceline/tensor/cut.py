@@ -19,7 +19,8 @@ from paceline.sums.replicate import broadcast_module
 from paceline.tensor import layers
 from paceline.tensor.guess import CutLayer
 from paceline.tensor.plan import cuts_of, find_plan
-from paceline.tensor.view import View, made_whole
+from paceline.tensor.scores import given
+from paceline.tensor.view import View
 from paceline.worker.world import World
 
 MEGA = 1e6
@@ -130,7 +131,7 @@ def cut_along_tensor(
         finally:
             inputs.whole = inputs.taken = None
         cutting.used_elsewhere[:] = sorted(names[one] for one in view.used_elsewhere)
-        return tree_map(made_whole, outputs)
+        return tree_map(given, outputs)
 
     around_forward(model, forward)
     if probe is not None and expected is not None:

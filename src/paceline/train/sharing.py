@@ -17,7 +17,7 @@ from paceline.errors import UsageError, plural
 from paceline.mesh import OF_MODEL
 from paceline.pipeline.schedule import Schedule, idle
 from paceline.pipeline.survey import surveyed
-from paceline.seeding import preserved_streams
+from paceline.seeding import random_stream
 from paceline.strategies.base import MakeOptimizer, Replica
 from paceline.strategies.parts import of_parts
 from paceline.strategies.pipelined import Division, divided, pipelined
@@ -120,8 +120,8 @@ def _of_first(
 
 
 def _tried(model: nn.Module, of_first: OfFirst) -> float:
-    """The loss of the first samples, in eval mode; with a graph, as a step has it."""
-    with preserved_streams(), evaluating(model), torch.enable_grad():
+    """The loss of the first samples, in eval mode, where some models draw, too; with a graph, as a step has it."""
+    with random_stream(0, next(model.parameters()).device), evaluating(model), torch.enable_grad():
         forward, _, loss = of_first()
         return float(loss(forward()).detach())
 
@@ -129,7 +129,7 @@ def _tried(model: nn.Module, of_first: OfFirst) -> float:
 def _compare(expected: float, of_first: OfFirst, made: Replica) -> None:
     line, world, got = made.pipeline, made.world, expected
     assert line is not None
-    with preserved_streams(), evaluating(made.model):
+    with random_stream(0, world.device), evaluating(made.model):
         forward, _, loss = of_first()
         run = line.forward(forward)
         line.settle()

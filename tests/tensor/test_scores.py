@@ -1,0 +1,98 @@
+"""Scores that ranks share: the loss of one process and its gradient, for three numbers a place; else they are whole."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from tests.run_ranks import run_ranks
+from tests.tensor.models import GPT, sentences
+from tests.tensor.test_cut import world_of
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from paceline.tensor.scores import Scores
+
+SUM = torch.nn.CrossEntropyLoss(reduction="sum", ignore_index=3)
+LOSSES: dict[str, Any] = {
+    "as usual": lambda x, y: F.cross_entropy(x.transpose(1, 2), y, reduction="none"),
+    "flat, mean": lambda x, y: F.cross_entropy(x.view(-1, x.size(-1)), y.reshape(-1)),
+    "a module, sum": lambda x, y: SUM(x.flatten(0, 1), y.view(-1)),
+    "in float32": lambda x, y: F.cross_entropy(x.float().permute(0, 2, 1), y),
+    "shifted by one": lambda x, y: F.cross_entropy(x[:, :-1].transpose(1, 2), y[:, 1:]),
+}
+WHOLE: dict[str, Any] = {
+    "smoothed": lambda x, y: F.cross_entropy(x.transpose(1, 2), y, label_smoothing=0.1),
+    "weighted": lambda x, y: F.cross_entropy(x.transpose(1, 2), y, x.new_ones(x.shape[-1])),
+    "by hand": lambda x, y: -x.log_softmax(-1).gather(-1, y[..., None]).mean() + (x.argmax(-1) == y).double().mean(),
+    "a few of them": lambda x, y: x[..., :7].square().sum() + x[y > 3].sum(),
+    "largest": lambda x, y: (x - x.max()).square().mean() * x.ndim,
+}
+
+
+def losses_on(rank: int, size: int, kind: str) -> dict[str, tuple[float, float, int]]:
+    """By loss: how far it, and its gradient, are from one process's, and the bytes of what was exchanged."""
+    group: Any = dist.group.WORLD
+    mesh = DeviceMesh.from_group(group, "cpu")
+    random = torch.Generator().manual_seed(0)
+    whole = torch.randn(3, 5, 32, generator=random, dtype=getattr(torch, kind))
+    targets = torch.randint(32, (3, 5), generator=random)
+    found: dict[str, tuple[float, float, int]] = {}
+    for name, loss in {**LOSSES, **WHOLE}.items():
+        want_of = whole.clone().requires_grad_()
+        want = loss(want_of, targets)
+        want.sum().backward()
+        mine = whole.chunk(size, -1)[rank].clone().requires_grad_()
+        sizes: list[int] = []
+        plain, gather = dist.all_reduce, DTensor.redistribute
+
+        def counted(tensor: Tensor, *args: Any, sizes: list[int] = sizes, plain: Any = plain, **kwargs: Any) -> Any:
+            sizes.append(tensor.nbytes)
+            return plain(tensor, *args, **kwargs)
+
+        def fetched(self: DTensor, *args: Any, sizes: list[int] = sizes, gather: Any = gather, **kwargs: Any) -> Any:
+            sizes.append(self.to_local().nbytes)
+            return gather(self, *args, **kwargs)
+
+        dist.all_reduce, DTensor.redistribute = counted, fetched
+        try:
+            got = loss(Scores.of(DTensor.from_local(mine, mesh, [Shard(2)])), targets)
+        finally:
+            dist.all_reduce, DTensor.redistribute = plain, gather
+        got.sum().backward()
+        assert mine.grad is not None
+        assert want_of.grad is not None
+        assert type(got) is Tensor
+        error = (mine.grad - want_of.grad.chunk(size, -1)[rank]).abs().max()
+        found[name] = (float(((got - want) / want.abs().clamp(1)).abs().max()), float(error), sum(sizes))
+    return found
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("kind", "most"), [("float64", 1e-12), ("bfloat16", 0.05)])
+def test_a_loss_of_shared_scores_is_that_of_one_process(tmp_path: Path, kind: str, most: float) -> None:
+    for found in run_ranks(losses_on, 2, tmp_path, kind):
+        for name, (loss, gradient, sent) in found.items():
+            places = 3 * (4 if name == "shifted by one" else 5)
+            assert max(loss, gradient) < (1e-6 if name == "in float32" and kind == "float64" else most), name
+            each = {"float64": 8, "bfloat16": 4}[kind] if name != "in float32" else 4
+            assert name in WHOLE or sent == 3 * places * each, (name, sent)
+
+
+def forward_gives(rank: int, size: int) -> tuple[bool, list[int], bool, bool]:
+    from paceline.tensor.cut import cut_along_tensor
+
+    model = GPT()
+    cut_along_tensor(model, world_of(rank, size, f"tensor={size}"))
+    given = model(sentences("train")[:2][0])
+    return isinstance(given, Scores), [*given.share.to_local().shape], given.requires_grad, given.is_cpu
+
+
+@pytest.mark.ranks
+def test_a_model_cut_by_words_gives_scores_of_which_each_rank_has_its_share(tmp_path: Path) -> None:
+    assert run_ranks(forward_gives, 2, tmp_path) == [(True, [2, 12, 16], True, True)] * 2
