@@ -72,6 +72,8 @@ def test_a_run_is_defined_for_as_many_virtual_ranks_as_see_different_samples() -
         ({"launch": LaunchConfig(mesh="pipeline=2,tensor=2")}, "Leave out tensor"),
         ({"launch": LaunchConfig(mesh="pipeline=2", stages_at="a,b")}, "2 stages begin at 1 module, and 2 are named"),
         ({"launch": LaunchConfig(schedule_pipeline="gpipe")}, "--schedule-pipeline is for stages"),
+        ({"launch": LaunchConfig(sequence_parallel=True)}, "--sequence-parallel is for layers that ranks share"),
+        ({"launch": LaunchConfig(mesh="pipeline=2", sequence_parallel=True)}, "--mesh tensor=2, say"),
         ({"strategy": "fsdp", "launch": LaunchConfig(mesh="pipeline=2")}, "Use bucketed"),
         ({"launch": LaunchConfig(mesh="data=2,shard=2")}, "shard is for strategy fsdp"),
         ({"launch": LaunchConfig(mesh="tensor=2", min_nproc=1)}, "no rank for each place"),

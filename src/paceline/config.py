@@ -204,6 +204,8 @@ class LaunchConfig:
     mesh: str | None = None
     """what ranks share, and how many along each: data=2,tensor=2; of data, shard, tensor, pipeline, context. Their
     product is the number of processes (default: all along data, each with the whole model)"""
+    sequence_parallel: bool = False
+    """of a mesh with tensor: between two layers that are cut each rank has a part of every sequence, not all of it"""
     schedule_pipeline: Literal["1f1b", "gpipe"] | None = None
     """of a mesh with pipeline: backward as soon as possible, or after all forwards of a step (default 1f1b)"""
     stages_at: str | None = None
@@ -558,6 +560,8 @@ def _check_mesh(config: TrainConfig) -> None:
     mesh, name = Mesh.parse(launch.mesh or "data=1"), config.strategy or DEFAULT
     if given and mesh.of("pipeline") == 1:
         raise UsageError(f"{given[0]} is for stages, which --mesh makes: --mesh pipeline=2, say")
+    if launch.sequence_parallel and mesh.of("tensor") == 1:
+        raise UsageError("--sequence-parallel is for layers that ranks share, by --mesh: --mesh tensor=2, say")
     if launch.mesh is None:
         return
     rung, asked = LADDER.get(name), [f"--{key.replace('_', '-')}" for key in SLOW if getattr(config.network, key)]

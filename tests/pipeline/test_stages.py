@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from paceline.errors import TrainingError, UsageError
 from paceline.pipeline.cuts import Chain, CutPoint, Layers, best_cuts
 from paceline.pipeline.schedule import SCHEDULES, actions, idle
-from paceline.pipeline.stages import ModelStage
+from paceline.pipeline.stages import ModelStage, _ShapesOnly
 from paceline.pipeline.survey import surveyed
 from paceline.seeding import put_stream_states, seed_streams, stream_states
 
@@ -177,3 +177,8 @@ def test_random_streams_travel_as_bytes():
     seed_streams(4)
     put_stream_states(there, CPU)
     assert want == (random.gauss(), random.random(), numpy.random.randn(3).tolist(), torch.rand(2).tolist())
+
+
+def test_a_count_of_batches_that_is_a_mere_shape_weighs_something() -> None:
+    with _ShapesOnly(torch.device("cpu")):  # batch norm's cumulative average divides by it
+        assert nn.BatchNorm1d(3, momentum=None).to("meta")(torch.empty(4, 3, device="meta")).shape == (4, 3)

@@ -96,3 +96,22 @@ def forward_gives(rank: int, size: int) -> tuple[bool, list[int], bool, bool]:
 @pytest.mark.ranks
 def test_a_model_cut_by_words_gives_scores_of_which_each_rank_has_its_share(tmp_path: Path) -> None:
     assert run_ranks(forward_gives, 2, tmp_path) == [(True, [2, 12, 16], True, True)] * 2
+
+
+def places_seen(rank: int, size: int, sequence: bool) -> list[list[int]]:
+    """(places of the whole, of this rank) at the norm of each forward."""
+    from paceline.tensor.cut import cut_along_tensor
+
+    model, found = GPT(), list[list[int]]()
+    cut_along_tensor(model, world_of(rank, size, f"tensor={size}"), sequence=sequence)
+    model.norm.register_forward_pre_hook(
+        lambda _, inputs: found.append([inputs[0].shape[1], getattr(inputs[0], "_local_tensor", inputs[0]).shape[1]])
+    )
+    model(sentences("train")[:2][0])
+    return found
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("sequence", "own"), [(False, 12), (True, 6)])
+def test_between_two_layers_a_rank_has_all_places_or_its_part(tmp_path: Path, sequence: bool, own: int) -> None:
+    assert run_ranks(places_seen, 2, tmp_path, sequence) == [[[12, own]] * 3] * 2

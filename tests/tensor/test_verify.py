@@ -23,12 +23,19 @@ GPT = f"{HERE}/models.py:task"
 
 
 def verified(
-    rank: int, size: int, tasks: Sequence[str], mesh: str, strategies: list[str], bug: str = "", steps: int = 2
+    rank: int,
+    size: int,
+    tasks: Sequence[str],
+    mesh: str,
+    strategies: list[str],
+    bug: str = "",
+    steps: int = 2,
+    sequence: bool = False,
 ) -> list[Result]:
     world = World(rank, size, rank, size, torch.device("cpu"), "gloo")
     found: list[Result] = []
     for task in tasks:
-        spec = Spec(task, {}, strategies, ["adamw"], 3, 2, steps, 0, 1.0, mesh=mesh)
+        spec = Spec(task, {}, strategies, ["adamw"], 3, 2, steps, 0, 1.0, mesh=mesh, sequence_parallel=sequence)
         with patch.object(*BUGS[bug][0]()) if bug else patch("os.sep"):  # the latter changes nothing of ours
             found += verify(spec, world).results
     return found
@@ -44,6 +51,13 @@ def check(results: Sequence[Result]) -> None:
 @pytest.mark.ranks
 def test_two_ranks_along_tensor_equal_one_process(tmp_path: Path) -> None:
     check(run_ranks(verified, 2, tmp_path, [GPT], "tensor=2", ["single", "fsdp"])[0])
+
+
+@pytest.mark.ranks
+@pytest.mark.needs("transformers")
+def test_sequences_that_are_cut_between_layers_equal_one_process(tmp_path: Path) -> None:
+    tasks = [GPT, f"{HERE}/models.py:hugging_face", f"{EXAMPLES}/own_transformer.py:task"]
+    check(run_ranks(verified, 2, tmp_path, tasks, "tensor=2", ["single"], "", 2, True)[0])
 
 
 @pytest.mark.ranks
@@ -64,13 +78,13 @@ def test_meshes_equal_one_process(tmp_path: Path, mesh: str) -> None:
 
 
 def _not_summed() -> Any:
-    from paceline.tensor.layers import Local
+    from paceline.tensor.transfers import Local
 
-    return Local, "summed", lambda self, part: part
+    return Local, "summed", lambda self, part, bias=None: part if bias is None else part + bias
 
 
 def _gradient_not_summed() -> Any:
-    from paceline.tensor.layers import Local
+    from paceline.tensor.transfers import Local
     from paceline.tensor.view import made_whole
 
     return Local, "taken", lambda self, inputs: made_whole(inputs)

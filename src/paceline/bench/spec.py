@@ -17,6 +17,7 @@ class Candidate(msgspec.Struct, frozen=True):
     threads: int  # of each rank
     virtual_ranks: int = 0  # 0: as many as ranks
     mesh: str = ""  # how ranks share the model and the batch; empty: the batch only
+    sequence: bool = False  # and the places of a sequence between layers that are cut
 
 
 class MeasureOrder(msgspec.Struct, frozen=True):

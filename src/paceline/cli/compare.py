@@ -18,7 +18,7 @@ from paceline.config import DEFAULT_BATCH_SIZE, TrainConfig, check_values
 from paceline.errors import ExitCode, UsageError
 from paceline.host.cgroup import threads_per_rank, usable_cores
 from paceline.ladder import DEFAULT, DEFAULT_ALONE, EXACT, LADDER
-from paceline.mesh import mesh_of, meshes_of
+from paceline.mesh import Mesh, mesh_of, meshes_of
 
 AUTO = "auto"
 
@@ -37,6 +37,8 @@ class CompareConfig:
     """which to measure, separated by commas"""
     meshes: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """ways to share the model as well: as train's --mesh, given once for each; or auto: all that --nproc allows"""
+    sequence_parallel: bool = False
+    """as for train, on the meshes that have tensor"""
     nproc: int | None = None
     """worker processes (default: one per GPU, or per core)"""
     batch_sizes: str | None = None
@@ -74,7 +76,9 @@ def main(arguments: Sequence[str]) -> int:
     refused = [NotMeasured(name, name, nproc, batches[0], why) for name in asked if (why := _not_run(name, nproc))]
     run = [name for name in asked if name not in {failure.strategy for failure in refused}]
     meshes = _meshes(config.meshes, nproc, settings)
-    groups = _groups(run, meshes, nproc, batches, usual, threads or 1)
+    if config.sequence_parallel and not any(mesh.of("tensor") > 1 for mesh in map(Mesh.parse, meshes)):
+        raise UsageError("--sequence-parallel is for layers that ranks share: --meshes tensor=2, say")
+    groups = _groups(run, meshes, nproc, batches, usual, threads or 1, sequence=config.sequence_parallel)
     with measured(groups, settings, how, memory=True) as (found, _):
         pass
     if found.code != ExitCode.DONE:
@@ -116,7 +120,14 @@ def _not_run(strategy: str, nproc: int) -> str:
 
 
 def _groups(
-    run: Sequence[str], meshes: Mapping[str, str], nproc: int, batches: Sequence[int], threads: int, exact_threads: int
+    run: Sequence[str],
+    meshes: Mapping[str, str],
+    nproc: int,
+    batches: Sequence[int],
+    threads: int,
+    exact_threads: int,
+    *,
+    sequence: bool,
 ) -> list[ProcessSet]:
     """One process as the base line, with a rank's cores and with all of them; the strategies, and their limit."""
     one, many = list[Candidate](), list[Candidate]()
@@ -129,7 +140,8 @@ def _groups(
         for name in (name for name in run if name != DEFAULT_ALONE):
             many.append(Candidate(f"{name}-b{batch}", name, batch, exact_threads if name in EXACT else threads))
         for mesh, name in meshes.items():  # of the same global batch: where fewer ranks share it, in several turns
-            many.append(Candidate(f"{mesh}-b{batch}", name, batch, threads, nproc, mesh))
+            apart = sequence and Mesh.parse(mesh).of("tensor") > 1
+            many.append(Candidate(f"{mesh}-b{batch}", name, batch, threads, nproc, mesh, apart))
         if nproc > 1:
             many.append(Candidate(f"limit-b{batch}", NO_EXCHANGE, batch, threads))
     if nproc == 1:

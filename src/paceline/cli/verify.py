@@ -54,6 +54,8 @@ class VerifyConfig:
     """check that all world sizes compute the same bits, in float32"""
     mesh: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """in place of --ranks: how ranks share the model and the batch, as for train; may be given several times"""
+    sequence_parallel: bool = False
+    """as for train"""
     schedule_pipeline: Literal["1f1b", "gpipe"] = "1f1b"
     """as for train"""
     strategies: Annotated[
@@ -91,6 +93,8 @@ def main(arguments: Sequence[str]) -> int:
     if meshes and (config.bitwise or is_loop(config.task)):
         what = "--bitwise" if config.bitwise else f"{config.task}, a loop of your own"
         raise UsageError(f"--mesh is not for {what}: parts of a model are added up in another order than the whole")
+    if config.sequence_parallel and not any(mesh.of("tensor") > 1 for mesh in meshes):
+        raise UsageError("--sequence-parallel is for layers that ranks share: --mesh tensor=2, say")
     chosen = config.strategies or (DEFAULT if meshes else ",".join(EXACT if config.bitwise else FOR_SEVERAL))
     strategies = chosen_names("strategy", chosen, LADDER)
     optimizers = chosen_names("optimizer", config.optimizers, OPTIMIZERS) if config.optimizers else []
@@ -116,6 +120,7 @@ def main(arguments: Sequence[str]) -> int:
         clip_norm=1.0,
         checkpoint_activations=config.checkpoint_activations,
         device=config.device,
+        sequence_parallel=config.sequence_parallel,
         schedule_pipeline=config.schedule_pipeline,
     )
     if config.bitwise:

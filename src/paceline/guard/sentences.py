@@ -64,8 +64,8 @@ def _not_entered(ranks: Ranks, group: Sequence[int], op: Op | None) -> str:
         waiter = next(n for n, other in ranks.items() if other.waits_for.get(group[0]) == missed)
         begins = f"{named(group)} did not {half} rank {waiter} what it waits for"
     elif missed is not None:
-        titles = {one.evidence.titles.get(missed.group, "") for one in ranks.values()} - {""}
-        begins = f"{named(group)} did not enter {op_words(missed)}{f' ({min(titles)})' if titles else ''}"
+        title = max((one.evidence.titles.get(missed.group, "") for one in ranks.values()), default="")
+        begins = f"{named(group)} did not enter {op_words(missed)}{title and f' ({title})'}"
     else:
         begins = f"{named(group)} {verb(group, 'has', 'have')} not come to where others wait"
     return f"{begins}; {verb(group, 'it', 'they')} {_where(one, many=len(group) > 1)}"
@@ -235,9 +235,7 @@ def everybody(ranks: Ranks) -> list[str]:
 
 
 def _state(one: Rank, *, many: bool) -> str:
-    if one.end in (RankEnd.RUNS, RankEnd.LEFT):
-        return _where(one, many=many)
-    return _ended(one.evidence)
+    return _where(one, many=many) if one.end in (RankEnd.RUNS, RankEnd.LEFT) else _ended(one.evidence)
 
 
 def _alike(numbers: Iterable[int], key: Callable[[int], Hashable]) -> list[list[int]]:

@@ -80,6 +80,8 @@ class _ShapesOnly(TorchFunctionMode):
             return func(*args, **kwargs)
         if func == torch.Tensor.device.__get__:  # pyright: ignore[reportAttributeAccessIssue]
             return self._device
+        if func is torch.Tensor.__float__:  # of batch norm's count of batches: no shape depends on it
+            return 1.0
         args, kwargs = tree_map_only(torch.device, lambda _: META, _as_shapes((args, kwargs)))
         return func(*args, **kwargs)
 

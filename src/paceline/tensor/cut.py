@@ -20,6 +20,7 @@ from paceline.tensor import layers
 from paceline.tensor.guess import CutLayer
 from paceline.tensor.plan import cuts_of, find_plan
 from paceline.tensor.scores import given
+from paceline.tensor.transfers import Inputs, Local
 from paceline.tensor.view import View
 from paceline.worker.world import World
 
@@ -88,6 +89,8 @@ def cut_along_tensor(
     world: World,
     asked: Callable[[nn.Module], Mapping[str, str]] | None = None,
     probe: Callable[[], float] | None = None,
+    *,
+    sequence: bool = False,
 ) -> Cutting:
     """Give `model`, in place, to the ranks along `tensor`, each its part (a collective of all ranks).
 
@@ -98,6 +101,7 @@ def cut_along_tensor(
         world: with a dimension of that name.
         asked: see `Task.parallelize`.
         probe: a loss of the model on a few samples, the same on all ranks: asked before and after.
+        sequence: between two layers each rank has a part of every sequence.
 
     Raises:
         ValueError: if the ranks' models differ in names, shapes or types.
@@ -117,9 +121,9 @@ def cut_along_tensor(
         for name, parameter in model.named_parameters():
             if name in cuts:
                 parameter.data = cuts[name].part(parameter.data)
-    inputs = layers.Inputs()
+    inputs = Inputs()
     for name, layer in plan.items():
-        local = layers.Local(mesh, partial(cutting.count, name), inputs)
+        local = Local(mesh, partial(cutting.count, name), inputs, sequence=sequence)
         _compute_in_parts(model.get_submodule(name), layer, local, along)
     view = View(mesh, cuts, model)
     names = {id(p): name for name, p in model.named_parameters()}
@@ -129,7 +133,7 @@ def cut_along_tensor(
             with view:
                 outputs = inner(*args, **kwargs)
         finally:
-            inputs.whole = inputs.taken = None
+            inputs.forget()
         cutting.used_elsewhere[:] = sorted(names[one] for one in view.used_elsewhere)
         return tree_map(given, outputs)
 
@@ -157,7 +161,7 @@ def _compare(probe: Callable[[], float], expected: float, world: World) -> None:
             raise UsageError(f"{words}: its code takes a share for the whole. {advice}")
 
 
-def _compute_in_parts(module: nn.Module, layer: CutLayer, local: layers.Local, along: World) -> None:
+def _compute_in_parts(module: nn.Module, layer: CutLayer, local: Local, along: World) -> None:
     if isinstance(module, nn.MultiheadAttention) and layer.way == "heads":
         layers.by_heads(module, local, along.size)
     elif isinstance(module, nn.Embedding):

@@ -6,23 +6,19 @@ plain tensors and torch's kernels; DTensor moves what has to move, forward and b
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from math import sqrt
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from paceline.checkpoint.cut import CutParameter
 from paceline.compute.rules import subclassed
-from paceline.tensor.view import EVERYWHERE, SUMMANDS, Fused, attention, dropout, everywhere, made_whole
+from paceline.tensor.transfers import Local
+from paceline.tensor.view import Fused, attention, dropout, everywhere, made_whole
 from paceline.worker.world import World
-
-Told = Callable[[int], None]
-"""(bytes that a forward, or its backward, hands to an all-reduce): told when a layer computes"""
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -54,47 +50,6 @@ def cut_of(shape: torch.Size, dim: int, world: World, parts: Sequence[int] = ())
     return CutParameter(shape, dim, tuple(runs))
 
 
-@dataclass
-class Inputs:
-    """The last input that a layer has taken: queries, keys and values share one, and the sum of its gradient."""
-
-    whole: Any = None
-    taken: Tensor | None = None
-
-
-class Local:
-    """What a layer's forward needs to move what has to move."""
-
-    def __init__(self, mesh: DeviceMesh, told: Told, inputs: Inputs) -> None:
-        """`inputs` is the same for all layers of a model."""
-        self.mesh, self._told, self._inputs = mesh, told, inputs
-
-    def taken(self, inputs: Any) -> Tensor:
-        """The whole input, for a share of the work: its gradient is added up over ranks."""
-        if self._inputs.whole is not inputs or self._inputs.taken is None:
-            whole = made_whole(inputs)
-            if whole.requires_grad:
-                self._told(whole.nbytes)
-            taken = everywhere(whole, self.mesh).to_local(grad_placements=SUMMANDS)
-            self._inputs.whole, self._inputs.taken = inputs, taken
-        return self._inputs.taken  # pyright: ignore[reportReturnType]
-
-    def share(self, inputs: Any, dim: int = -1) -> Tensor:
-        """This rank's share of an input along `dim`."""
-        dim %= inputs.ndim
-        shared = inputs if isinstance(inputs, DTensor) else everywhere(made_whole(inputs), self.mesh)
-        return shared.redistribute(placements=[Shard(dim)]).to_local()
-
-    def summed(self, part: Tensor) -> Tensor:
-        """The sum over ranks, whole and plain on each of them."""
-        self._told(part.nbytes)
-        return DTensor.from_local(part, self.mesh, SUMMANDS).redistribute(placements=EVERYWHERE).to_local()
-
-    def shared(self, share: Tensor, dim: int = -1) -> DTensor:
-        """What the ranks have shares of."""
-        return DTensor.from_local(share, self.mesh, [Shard(dim % share.ndim)])
-
-
 def _linear(module: Any, x: Tensor, bias: Tensor | None) -> Tensor:
     weight = module.weight.T if is_transposed(module) else module.weight
     return F.linear(x, weight, bias)
@@ -114,7 +69,9 @@ def colwise(module: nn.Module, local: Local, parts: Sequence[int], ranks: int) -
     """Let a linear layer give its share of the outputs, of each of `parts` where it is a fused one."""
 
     def forward(self: Any, x: Any) -> Any:
-        y = _linear(self, local.taken(x), self.bias)
+        taken = local.taken(x)
+        with local.kept_apart(x, taken):
+            y = _linear(self, taken, self.bias)
         if len(parts) < 2:
             return local.shared(y)
         return Fused.of([local.shared(part) for part in y.split([width // ranks for width in parts], -1)])
@@ -126,8 +83,7 @@ def rowwise(module: nn.Module, local: Local) -> None:
     """Let a linear layer give its part of the output, and add up all ranks'; the bias counts once."""
 
     def forward(self: Any, x: Any) -> Tensor:
-        y = local.summed(_linear(self, local.share(x), None))
-        return y if self.bias is None else y + self.bias
+        return local.summed(_linear(self, local.share(x), None), self.bias)
 
     subclassed(module, forward=_apart(forward))
 
@@ -155,7 +111,7 @@ def by_heads(module: nn.MultiheadAttention, local: Local, ranks: int) -> None:
         need_weights: bool = True, attn_mask: Tensor | None = None, average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        q, k, v = _projected(self, local, made_whole(query), made_whole(key), made_whole(value))
+        q, k, v = _projected(self, local, query, key, value)
         mask = _mask(attn_mask, key_padding_mask, q.dtype, self.num_heads)
         p = self.dropout if self.training else 0.0
         qs, ks, vs = (local.shared(one, 1) for one in (q, k, v))
@@ -170,8 +126,7 @@ def by_heads(module: nn.MultiheadAttention, local: Local, ranks: int) -> None:
             seen = None if mask is None else everywhere(mask, local.mesh)
             y = attention(qs, ks, vs, seen, p).to_local()  # pyright: ignore[reportAttributeAccessIssue]
         # (L, B, E), as torch lays it out: a dropout behind it draws in the order of memory
-        y = local.summed(F.linear(y.permute(2, 0, 1, 3).flatten(2), self.out_proj.weight))
-        y = y if self.out_proj.bias is None else y + self.out_proj.bias
+        y = local.summed(F.linear(y.permute(2, 0, 1, 3).flatten(2), self.out_proj.weight), self.out_proj.bias)
         if weights is not None:
             weights = made_whole(weights.mean(1) if average_attn_weights else weights)
         if query.ndim == 2:
@@ -183,12 +138,13 @@ def by_heads(module: nn.MultiheadAttention, local: Local, ranks: int) -> None:
 
 def _projected(module: Any, local: Local, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
     """(B, this rank's heads, L, width) each."""
-    taken = {id(one): local.taken(one) for one in (query, key, value)}  # self-attention: once
     weights = module.in_proj_weight.chunk(3)
     biases = [None] * 3 if module.in_proj_bias is None else module.in_proj_bias.chunk(3)
     found: list[Tensor] = []
     for one, weight, bias in zip((query, key, value), weights, biases, strict=True):
-        y = F.linear(taken[id(one)], weight, bias)
+        taken = local.taken(one)  # self-attention: once
+        with local.kept_apart(one, taken):
+            y = F.linear(taken, weight, bias)
         y = y.unsqueeze(0) if y.ndim == 2 else y if module.batch_first else y.transpose(0, 1)
         found.append(y.unflatten(-1, (-1, module.head_dim)).transpose(1, 2))
     return tuple(found)

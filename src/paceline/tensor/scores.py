@@ -42,7 +42,7 @@ class Scores(Tensor):
         if func in _LAID_OUT or (func is Tensor.__getitem__ and _is_slice(args[1])):
             return given(func(*tree_map(_share, args), **tree_map(_share, kwargs)))
         args, kwargs = tree_map(_share, args), tree_map(_share, kwargs)
-        if func is F.cross_entropy and (found := cross_entropy(*args, **kwargs)) is not None:
+        if func is F.cross_entropy and (found := shared_cross_entropy(*args, **kwargs)) is not None:
             return found
         return func(*tree_map(made_whole, args), **tree_map(made_whole, kwargs))
 
@@ -69,12 +69,13 @@ def _share(one: Any) -> Any:
     return one.share if isinstance(one, Scores) else one
 
 
-def cross_entropy(
+def shared_cross_entropy(
     input: Any, target: Any, weight: Any = None, size_average: Any = None, ignore_index: int = -100, reduce: Any = None,
     reduction: str = "mean", label_smoothing: float = 0.0,
 ) -> Tensor | None:  # fmt: skip
     """`F.cross_entropy` of scores that are cut by classes, plain and alike on every rank; None for any other."""
     classes = isinstance(input, DTensor) and input.ndim > 1 and input.placements[0].is_shard(1)
+    classes = classes and input.shape[1] % input.device_mesh.size() == 0
     usual = weight is None and size_average is None and reduce is None and label_smoothing == 0.0
     target = made_whole(target)
     if not (classes and usual and isinstance(target, Tensor) and not target.is_floating_point()):

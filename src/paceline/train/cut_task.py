@@ -14,7 +14,7 @@ from paceline.worker.world import World
 
 def cut_task(
     task: Task, model: nn.Module, loss: Callable[[], float], samples: int, world: World, strategy: str | None,
-    global_batch: int,
+    global_batch: int, *, sequence: bool = False,
 ) -> tuple[Mapping[str, CutParameter], list[str]]:  # fmt: skip
     """Cut `model` in place (a collective).
 
@@ -26,6 +26,7 @@ def cut_task(
         world: laid out along `tensor`.
         strategy: that will train it, where one was asked for.
         global_batch: in samples.
+        sequence: see `cut_along_tensor`.
 
     Returns:
         What is cut, by name; and what the user should know of it, with the bytes of a step of `global_batch` samples.
@@ -33,7 +34,7 @@ def cut_task(
     Raises:
         UsageError: as `cut_along_tensor`; or fsdp cannot take what was cut. ToldElsewhere on all ranks but one.
     """
-    cutting = cut_along_tensor(model, world, task.parallelize, loss)
+    cutting = cut_along_tensor(model, world, task.parallelize, loss, sequence=sequence)
     if strategy == "fsdp" and cutting.used_elsewhere:  # it puts other tensors in the place of these
         words = f"{cutting.used_elsewhere[0]} is cut, and the model uses it beside its own layer"
         advice = "Say 'whole' for that in Task(parallelize=...), or take another strategy"

@@ -131,7 +131,7 @@ def prepare(config: TrainConfig, world: World) -> Parts:
             sets = {split: move(dataset) for split, dataset in sets.items()}
     for what, content in data.items():
         check_equal(what, content, world)
-    wish = Wish(config.strategy, config.launch.stages_at or "", config.launch.schedule_pipeline or "1f1b")
+    wish = wish_of(config)
     sharing = share_model(task, model, train_set, alone, plan, world, wish)
     settled = replace(settled, notices=[*settled.notices, *sharing.lines])
     replica = make_replica(config, maker, model, world, shape.virtual_ranks, sharing)
@@ -147,6 +147,12 @@ def prepare(config: TrainConfig, world: World) -> Parts:
         config, task, train_set, sets, replica, plan, share, schedule, loading, total_steps, data, settled, own,
         average, stream,
     )  # fmt: skip
+
+
+def wish_of(config: TrainConfig) -> Wish:
+    """How the model is to be shared, of what the mesh leaves open."""
+    asked = config.launch
+    return Wish(config.strategy, asked.stages_at or "", asked.schedule_pipeline or "1f1b", asked.sequence_parallel)
 
 
 def make_model(task: Task, seed: int, world: World) -> nn.Module:

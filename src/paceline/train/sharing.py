@@ -43,6 +43,7 @@ class Wish:
     strategy: str | None = None
     stages_at: str = ""
     schedule: Schedule = "1f1b"
+    sequence: bool = False
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,9 @@ def share_model(
     loss = partial(_of_first, task, model, dataset, loading)
     if world.along("tensor").size > 1:
         tried, samples = partial(_tried, model, loss), min(TRIED, len(dataset))  # pyright: ignore[reportArgumentType]
-        cuts, lines = cut_task(task, model, tried, samples, world, wish.strategy, plan.global_batch)
+        cuts, lines = cut_task(
+            task, model, tried, samples, world, wish.strategy, plan.global_batch, sequence=wish.sequence
+        )  # fmt: skip
         return Sharing(cuts, lines=lines)
     if (stages := world.along("pipeline").size) > 1:
         names, way = [name for name in wish.stages_at.split(",") if name], wish.schedule

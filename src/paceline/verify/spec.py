@@ -78,6 +78,8 @@ class Spec(msgspec.Struct, frozen=True):
     """of all of them, as for train"""
     mesh: str = ""
     """how the ranks share the model and the batch; empty: the batch alone"""
+    sequence_parallel: bool = False
+    """of a mesh with tensor"""
     schedule_pipeline: Literal["1f1b", "gpipe"] = "1f1b"
     """of a mesh with stages"""
 

@@ -28,10 +28,10 @@ from paceline.tasks.task import Task
 from paceline.train.computing import check_precision, settle
 from paceline.train.fit import StepRecord, fit
 from paceline.train.optimizer import maker_for, schedule_for
-from paceline.train.prepare import Parts, make_model, make_plan, make_replica
+from paceline.train.prepare import Parts, make_model, make_plan, make_replica, wish_of
 from paceline.train.records import Records
 from paceline.train.resume import Place
-from paceline.train.sharing import Wish, share_model
+from paceline.train.sharing import share_model
 from paceline.train.stream_task import check_stream
 from paceline.worker.world import World
 
@@ -106,8 +106,8 @@ class CandidateTraining:
         settled = settle(config.compute, model, ground.task, ground.dataset, loading, batch, world)
         o = replace(config.optimizer, schedule="constant", warmup_steps=0)
         maker = maker_for(o, o.lr, ground.task, model)
-        wish = Wish(candidate.strategy, config.launch.stages_at or "", config.launch.schedule_pipeline or "1f1b")
-        sharing = share_model(ground.task, model, ground.dataset, replace(loading, num_workers=0), plan, world, wish)
+        alone = replace(loading, num_workers=0)
+        sharing = share_model(ground.task, model, ground.dataset, alone, plan, world, wish_of(config))
         who = strategy_on(candidate.strategy, candidate.mesh)
         told = sharing.lines if sharing.division else ()  # which stages there are; a table of cut layers is too long
         self.notes = tuple(f"{who}: {line.strip()}" for line in told)
@@ -160,7 +160,9 @@ class CandidateTraining:
 def _configured(config: TrainConfig, candidate: Candidate) -> TrainConfig:
     virtual_ranks = candidate.virtual_ranks or None
     data = replace(config.data, batch_size=candidate.batch_size, global_batch=None, virtual_ranks=virtual_ranks)
-    config = replace(config, launch=replace(config.launch, mesh=candidate.mesh or None))
+    config = replace(
+        config, launch=replace(config.launch, mesh=candidate.mesh or None, sequence_parallel=candidate.sequence)
+    )
     if candidate.strategy == NO_EXCHANGE:
         return replace(config, data=data)
     others = dict.fromkeys(options_of_others(candidate.strategy))

@@ -159,7 +159,7 @@ def apply_strategy(
         model = convert(model, new_group())
     loading, data = Loading(world.device, 0, setting.task.collate), world.data
     model.train()
-    wish = Wish(strategy, schedule=spec.schedule_pipeline)
+    wish = Wish(strategy, schedule=spec.schedule_pipeline, sequence=spec.sequence_parallel)
     sharing = share_model(setting.task, model, setting.dataset, loading, setting.plan, world, wish)
     replica = sharing.apply(STRATEGIES[strategy], model, maker, world, spec.virtual_ranks)
     if has_schedule(optimizer, setting.task):
