@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from tests.run_ranks import run_ranks
-from tests.tensor.models import GPT, loss, sentences
+from tests.tensor.models import GPT, loss, sentences, task
 from torch import Tensor, optim
 
 from paceline import BatchPlan, Loading, World, load_steps, train_step
@@ -19,32 +19,34 @@ from paceline.checkpoint.whole import whole
 from paceline.data.plan import ranks_share
 from paceline.mesh import Mesh
 from paceline.strategies import STRATEGIES, Replica
-from paceline.strategies.parts import of_parts
+from paceline.train.sharing import ALONE, Wish, share_model
 from paceline.worker.world import on_mesh
 
-WAYS = ("bucketed", "exact", "zero", "fsdp", "tensor=2")
+WAYS = ("bucketed", "exact", "zero", "fsdp", "tensor=2", "pipeline=2")
+OF_FOUR = (*WAYS[:4], "tensor=4", "data=2,tensor=2", "data=2,pipeline=2", "shard=2,tensor=2")
+PLAN = BatchPlan(48, 11, 4, accumulation=2)
 VIRTUAL, SAVED_AT, STEPS = 4, 2, 4
 
 
 def prepared(way: str, world: World, seed: int) -> Replica:
-    from paceline.tensor.cut import cut_along_tensor
-
     torch.manual_seed(seed)
-    model, cuts, strategy = GPT().double(), dict[str, Any](), way
+    model, strategy, sharing = GPT().double(), way, ALONE
     if "=" in way:
-        world = on_mesh(world, Mesh.parse(way))
-        cuts, strategy = dict(cut_along_tensor(model, world).cuts), "single" if world.data.size == 1 else "bucketed"
-    part = STRATEGIES[strategy](
-        model, lambda p: optim.AdamW(p, lr=1e-2, weight_decay=0.1), world.data, virtual_ranks=VIRTUAL
-    )
-    return of_parts(part, world, cuts)
+        world, strategy = on_mesh(world, Mesh.parse(way)), "fsdp" if "shard" in way else "bucketed"
+        data, loading = sentences("train"), Loading(world.device)
+        sharing = share_model(task, model, data, loading, PLAN, world, Wish(strategy))
+
+    def maker(parameters: Any) -> optim.Optimizer:
+        return optim.AdamW(parameters, lr=1e-2, weight_decay=0.1)
+
+    return sharing.apply(STRATEGIES[strategy], model, maker, world, VIRTUAL)
 
 
 def train(replica: Replica, start: int, stop: int) -> None:
     data = replica.world.data
-    share, plan = ranks_share(VIRTUAL, data.rank, data.size), BatchPlan(48, 11, VIRTUAL, accumulation=2)
+    share = ranks_share(VIRTUAL, data.rank, data.size)
     replica.model.train()
-    for step in load_steps(sentences("train"), plan, share, Loading(replica.world.device), start=start, stop=stop):
+    for step in load_steps(sentences("train"), PLAN, share, Loading(replica.world.device), start=start, stop=stop):
         train_step(replica, step, loss, max_norm=0.5)
 
 
@@ -91,7 +93,7 @@ def _apart(got: Tensor, want: Tensor) -> float:
 
 @pytest.mark.ranks
 def test_a_mesh_goes_on_where_a_strategy_has_stopped_and_the_other_way_round(tmp_path: Path) -> None:
-    pairs = [("tensor=2", "zero"), ("fsdp", "tensor=2"), ("tensor=2", "tensor=2")]
+    pairs = [("tensor=2", "zero"), ("fsdp", "tensor=2"), ("tensor=2", "pipeline=2"), ("pipeline=2", "exact")]
     for pair, apart in run_ranks(go_on, 2, tmp_path, str(tmp_path), pairs)[0].items():
         assert apart < 1e-9, pair
 
@@ -108,8 +110,8 @@ def test_all_pairs(tmp_path: Path) -> None:
 
 @pytest.mark.ranks
 @pytest.mark.soak
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_all_pairs_on_four_ranks(tmp_path: Path) -> None:
-    ways = ("bucketed", "fsdp", "data=2,tensor=2", "tensor=4")
-    found = run_ranks(go_on, 4, tmp_path, str(tmp_path), [*product(ways, ways)], timeout=250)[0]
+    found = run_ranks(go_on, 4, tmp_path, str(tmp_path), [*product(OF_FOUR, OF_FOUR)], timeout=580)[0]
+    assert len(found) == len(OF_FOUR) ** 2
     assert max(found.values()) < 1e-9, found
