@@ -15,10 +15,21 @@ from tests.tensor.test_cut import world_of
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.tensor.scores import Scores
 
 SUM = torch.nn.CrossEntropyLoss(reduction="sum", ignore_index=3)
+
+
+def written_into(x: Tensor, y: Tensor) -> Tensor:
+    """A write is seen in what is a view, and not in what is a copy, whichever of them was there first."""
+    view, copy = x.view(-1, x.size(-1)), x.transpose(1, 2).contiguous()
+    x[..., 3] = -5.0
+    view[0] = view[0] * 2
+    return F.cross_entropy(x.transpose(1, 2), y) + F.cross_entropy(view, y.view(-1)) + F.cross_entropy(copy, y)
+
+
 LOSSES: dict[str, Any] = {
     "as usual": lambda x, y: F.cross_entropy(x.transpose(1, 2), y, reduction="none"),
     "flat, mean": lambda x, y: F.cross_entropy(x.view(-1, x.size(-1)), y.reshape(-1)),
@@ -31,6 +42,7 @@ WHOLE: dict[str, Any] = {
     "weighted": lambda x, y: F.cross_entropy(x.transpose(1, 2), y, x.new_ones(x.shape[-1])),
     "by hand": lambda x, y: -x.log_softmax(-1).gather(-1, y[..., None]).mean() + (x.argmax(-1) == y).double().mean(),
     "a few of them": lambda x, y: x[..., :7].square().sum() + x[y > 3].sum(),
+    "written into": written_into,
     "largest": lambda x, y: (x - x.max()).square().mean() * x.ndim,
 }
 
@@ -45,7 +57,7 @@ def losses_on(rank: int, size: int, kind: str) -> dict[str, tuple[float, float, 
     found: dict[str, tuple[float, float, int]] = {}
     for name, loss in {**LOSSES, **WHOLE}.items():
         want_of = whole.clone().requires_grad_()
-        want = loss(want_of, targets)
+        want = loss(want_of * 1, targets)  # a model gives no leaf
         want.sum().backward()
         mine = whole.chunk(size, -1)[rank].clone().requires_grad_()
         sizes: list[int] = []
@@ -115,3 +127,51 @@ def places_seen(rank: int, size: int, sequence: bool) -> list[list[int]]:
 @pytest.mark.parametrize(("sequence", "own"), [(False, 12), (True, 6)])
 def test_between_two_layers_a_rank_has_all_places_or_its_part(tmp_path: Path, sequence: bool, own: int) -> None:
     assert run_ranks(places_seen, 2, tmp_path, sequence) == [[[12, own]] * 3] * 2
+
+
+def outside(rank: int, size: int) -> str:
+    group: Any = dist.group.WORLD
+    share = torch.randn(3, 16).requires_grad_()
+    scores = Scores.of(DTensor.from_local(share, DeviceMesh.from_group(group, "cpu"), [Shard(1)]))
+    try:
+        F.cross_entropy(scores, torch.tensor([0, -100, 32]))
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.ranks
+def test_a_target_that_is_no_class_is_an_error_on_every_rank(tmp_path: Path) -> None:
+    assert run_ranks(outside, 2, tmp_path) == ["a target is none of the 32 classes"] * 2
+
+
+def exchanged(rank: int, size: int) -> list[list[int]]:
+    """(reduce-scatters, all-gathers) of a forward with shared sequences, and of its backward."""
+    from paceline.tensor.cut import cut_along_tensor
+
+    model, found = GPT(), list[list[int]]()
+    cut_along_tensor(model, world_of(rank, size, "tensor=2"), sequence=True)
+    words, targets = sentences("train")[:2]
+    outputs: list[Tensor] = []
+
+    class Count(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            found[-1][0] += "reduce_scatter" in str(func)
+            found[-1][1] += "all_gather" in str(func)
+            return func(*args, **(kwargs or {}))
+
+    def forward() -> None:
+        outputs.append(F.cross_entropy(model(words).transpose(1, 2), targets))
+
+    for step in (forward, lambda: outputs[0].backward()):
+        found.append([0, 0])
+        with Count():
+            step()
+    return found
+
+
+@pytest.mark.ranks
+def test_what_was_fetched_in_the_forward_is_fetched_again_in_the_backward_and_not_kept(tmp_path: Path) -> None:
+    forward, backward = run_ranks(exchanged, 2, tmp_path)[0]
+    assert forward == [4, 4]  # summed: words, attention twice, the MLP; fetched: attention twice, the MLP, the scores
+    assert backward == [4, 4 + 4 + 1]  # the gradients of these sums, what is fetched again, the gradient of places

@@ -5,6 +5,9 @@ numbers for each place in place of the scores of all words (Megatron's vocabular
 Whatever else is computed with them gets them whole, on every rank.
 """
 
+import weakref
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,43 +23,83 @@ HALVES = (torch.float16, torch.bfloat16)
 
 
 class Scores(Tensor):
-    """A tensor of the whole shape, of which this rank has a share; its graph is the share's."""
+    """A tensor of the whole shape, of which this rank has a share; its graph is the share's.
+
+    Once anything asks for the whole, what was laid out otherwise from the same output becomes whole with it, in order:
+    from then on they are plain tensors, and a write into one is seen in its views, as on one process.
+    """
 
     share: DTensor
+    whole: Tensor | None
+    fetch: Callable[[], Tensor]
+    family: list["weakref.ref[Scores]"]
 
     @staticmethod
-    def of(share: DTensor) -> "Scores":
-        """The whole of `share`."""
+    def of(
+        share: DTensor, fetch: Callable[[], Tensor] | None = None, family: list["weakref.ref[Scores]"] | None = None
+    ) -> "Scores":
+        """The whole of `share`, which `fetch` gives; `family`: what was made of the same output before."""
         made = Tensor._make_wrapper_subclass(Scores, share.shape, dtype=share.dtype, device=share.device)  # pyright: ignore[reportAttributeAccessIssue]
-        made.share = share
+        made.share, made.whole, made.fetch = share, None, fetch or partial(_fetched, share)
+        made.family = [] if family is None else family
+        made.family.append(weakref.ref(made))
         return made
+
+    def become_whole(self) -> Tensor:
+        """The whole, plain and alike on every rank."""
+        for known in self.family:  # what one is laid out from comes before it
+            if (one := known()) is not None and one.whole is None:
+                one.whole = one.fetch()
+        assert self.whole is not None
+        return self.whole
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """What only looks, or lays it out otherwise, takes the share; the loss, too; all else the whole."""
         kwargs = kwargs or {}
-        if getattr(func, "__name__", "") == "__get__" and isinstance(args[0], Scores):
-            if func in _SAME:
-                return func(args[0].share)
-            return func(made_whole(args[0].share))
-        if func in _LAID_OUT or (func is Tensor.__getitem__ and _is_slice(args[1])):
-            return given(func(*tree_map(_share, args), **tree_map(_share, kwargs)))
-        args, kwargs = tree_map(_share, args), tree_map(_share, kwargs)
-        if func is F.cross_entropy and (found := shared_cross_entropy(*args, **kwargs)) is not None:
-            return found
-        return func(*tree_map(made_whole, args), **tree_map(made_whole, kwargs))
+        first = args[0] if args and isinstance(args[0], Scores) else None
+        if first is not None and first.whole is None:
+            found = _on_share(func, first, args, kwargs)
+            if found is not None:
+                return found
+        return func(*tree_map(_whole, args), **tree_map(_whole, kwargs))
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Never: `__torch_function__` takes it apart before."""
-        raise NotImplementedError(f"{func} of scores that ranks share")
+        """Never, but for what calls torch's kernels past `__torch_function__`: that would see no numbers."""
+        raise NotImplementedError(f"{func} of scores that ranks share: `scores.clone()` is whole, and plain")
+
+
+def _on_share(func: Any, scores: Scores, args: Any, kwargs: Any) -> Any:
+    """What `func` gives of the share of its first argument; None where it needs the whole."""
+    share = scores.share
+    if func in _SEEN:
+        return func(share, *args[1:], **kwargs)
+    if func is F.cross_entropy:
+        return shared_cross_entropy(share, *tree_map(_whole, args[1:]), **tree_map(_whole, kwargs))
+    if func in _LAID_OUT or (func is Tensor.__getitem__ and _is_slice(args[1])):
+        found = func(share, *args[1:], **kwargs)
+        if _is_cut(found):
+            return Scores.of(found, lambda: func(scores.whole, *args[1:], **kwargs), scores.family)
+    return None
 
 
 def given(one: Any) -> Any:
     """What a model's caller gets for what the model gives: scores as a share, all else whole."""
-    if isinstance(one, DTensor) and one.is_floating_point() and one.placements[0].is_shard():
-        return Scores.of(one)
-    return made_whole(one)
+    return Scores.of(one) if _is_cut(one) else made_whole(one)
+
+
+def _is_cut(one: Any) -> bool:
+    return isinstance(one, DTensor) and one.is_floating_point() and one.placements[0].is_shard()
+
+
+def _fetched(share: DTensor) -> Tensor:
+    whole: Tensor = made_whole(share)
+    return whole.clone() if whole.requires_grad else whole  # autograd lets nobody write into a DTensor's
+
+
+def _whole(one: Any) -> Any:
+    return one.become_whole() if isinstance(one, Scores) else one
 
 
 def _is_slice(index: Any) -> bool:
@@ -65,25 +108,26 @@ def _is_slice(index: Any) -> bool:
     )
 
 
-def _share(one: Any) -> Any:
-    return one.share if isinstance(one, Scores) else one
-
-
 def shared_cross_entropy(
     input: Any, target: Any, weight: Any = None, size_average: Any = None, ignore_index: int = -100, reduce: Any = None,
     reduction: str = "mean", label_smoothing: float = 0.0,
 ) -> Tensor | None:  # fmt: skip
-    """`F.cross_entropy` of scores that are cut by classes, plain and alike on every rank; None for any other."""
+    """`F.cross_entropy` of scores that are cut by classes, plain and alike on every rank; None for any other.
+
+    Raises:
+        RuntimeError: a target is no class (on a GPU when it is found, as torch's own).
+    """
     classes = isinstance(input, DTensor) and input.ndim > 1 and input.placements[0].is_shard(1)
     classes = classes and input.shape[1] % input.device_mesh.size() == 0
     usual = weight is None and size_average is None and reduce is None and label_smoothing == 0.0
-    target = made_whole(target)
     if not (classes and usual and isinstance(target, Tensor) and not target.is_floating_point()):
         return None
     share = input.to_local().movedim(1, -1)
     if share.dtype in HALVES and torch.is_autocast_enabled(share.device.type):
         share = share.float()
     mesh = input.device_mesh
+    there = (target == ignore_index) | ((target >= 0) & (target < input.shape[1]))
+    torch._assert_async(there.all(), f"a target is none of the {input.shape[1]} classes")  # pyright: ignore
     first = mesh.get_local_rank() * (input.shape[1] // mesh.size())
     losses: Tensor = _CrossEntropy.apply(share.flatten(0, -2), target.flatten(), first, ignore_index, mesh.get_group())
     if reduction == "none":
@@ -120,10 +164,12 @@ class _CrossEntropy(torch.autograd.Function):
         return found.to(gradients[0].dtype), None, None, None, None
 
 
-_SAME = {getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "requires_grad", "layout")}
+_SEEN = {
+    *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "requires_grad", "layout")),
+    Tensor.size, Tensor.dim, Tensor.numel, Tensor.__len__, Tensor.is_floating_point, torch.is_floating_point,
+    Tensor.register_hook,  # fsdp's, which is told when the backward begins
+}  # fmt: skip
 _LAID_OUT = {
-    Tensor.register_hook, Tensor.size, Tensor.dim, Tensor.numel, Tensor.__len__, Tensor.is_floating_point,
-    torch.is_floating_point, Tensor.view, Tensor.reshape, Tensor.flatten, torch.flatten, Tensor.transpose,
-    torch.transpose, Tensor.permute, torch.permute, Tensor.movedim, torch.movedim, Tensor.contiguous, Tensor.float,
-    Tensor.double, Tensor.to,
+    Tensor.view, Tensor.reshape, Tensor.flatten, torch.flatten, Tensor.transpose, torch.transpose, Tensor.permute,
+    torch.permute, Tensor.movedim, torch.movedim, Tensor.contiguous, Tensor.float, Tensor.double,
 }  # fmt: skip
