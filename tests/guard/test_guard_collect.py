@@ -13,7 +13,7 @@ from tests.worker.guard_ranks import Rank, ranks
 
 from paceline.contract.box import BOX_BYTES, SIGNAL_SAFE, Box, make_box
 from paceline.contract.evidence import Evidence, Frame, Op, Sample, Stack
-from paceline.guard.collect import MAX_EVIDENCE_BYTES, Collection, bounded_evidence
+from paceline.guard.collect import MAX_EVIDENCE_BYTES, MAX_TEXT, Collection, bounded_evidence
 
 GIL = "import re\nready()\nre.match(r'(a+)+$', 'a' * 60 + 'b')  # holds it\n"
 
@@ -168,6 +168,10 @@ def test_numbers_that_can_be_none_are_not_passed_on() -> None:
     )
     assert (found.ops[0].seq, found.ops[0].peer, found.stacks[0].frames[0].line) == (0, 0, 0)
     assert found.groups == {"0": (1, 0)}
+
+
+def test_a_title_is_no_longer_than_a_line() -> None:
+    assert bounded_evidence(Evidence(0, "here", 1, titles={"0": "t" * 5000})).titles == {"0": "t" * MAX_TEXT}
 
 
 def test_no_evidence_is_longer_than_anybody_reads() -> None:

@@ -1,6 +1,6 @@
 """`paceline compare`: measures every strategy beside the others, on this task and this machine."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -75,10 +75,9 @@ def main(arguments: Sequence[str]) -> int:
     usual = threads or threads_per_rank(cores, nproc)
     refused = [NotMeasured(name, name, nproc, batches[0], why) for name in asked if (why := _not_run(name, nproc))]
     run = [name for name in asked if name not in {failure.strategy for failure in refused}]
-    meshes = _meshes(config.meshes, nproc, settings)
-    if config.sequence_parallel and not any(mesh.of("tensor") > 1 for mesh in map(Mesh.parse, meshes)):
-        raise UsageError("--sequence-parallel is for layers that ranks share: --meshes tensor=2, say")
-    groups = _groups(run, meshes, nproc, batches, usual, threads or 1, sequence=config.sequence_parallel)
+    meshes = _meshes(config, nproc, settings)
+    sequence = config.sequence_parallel or settings.launch.sequence_parallel
+    groups = _groups(run, meshes, nproc, batches, usual, threads or 1, sequence=sequence)
     with measured(groups, settings, how, memory=True) as (found, _):
         pass
     if found.code != ExitCode.DONE:
@@ -91,23 +90,30 @@ def main(arguments: Sequence[str]) -> int:
     return ExitCode.DONE if ran or not (run or meshes) else ExitCode.FAILED
 
 
-def _meshes(asked: Sequence[str], nproc: int, settings: TrainConfig) -> dict[str, str]:
-    """Those to measure, each with the strategy that trains on it.
+def _meshes(config: CompareConfig, nproc: int, settings: TrainConfig) -> list[Mesh]:
+    """Those to measure: as asked for, else that of --config, which a run on a mesh may have left.
 
     Raises:
         UsageError: a mesh that has not as many places as there are processes, or that no training could have.
     """
-    if AUTO in asked and nproc == 1:
+    if AUTO in config.meshes and nproc == 1:
         raise UsageError("--meshes auto: one process shares its model with nobody. Say how many there are: --nproc 2")
-    found: dict[str, str] = {}
-    given = asked or [mesh for mesh in [settings.launch.mesh] if mesh]
-    for mesh in (mesh for one in given for mesh in (meshes_of(nproc) if one == AUTO else [mesh_of(one, nproc)])):
-        strategy = found[str(mesh)] = "fsdp" if mesh.of("shard") > 1 else DEFAULT
+    asked = config.meshes or [mesh for mesh in [settings.launch.mesh] if mesh]
+    found = [mesh for one in asked for mesh in (meshes_of(nproc) if one == AUTO else [mesh_of(one, nproc)])]
+    for mesh in found:
         launch = replace(settings.launch, mesh=str(mesh))
         if mesh.of("pipeline") == 1:
             launch = replace(launch, schedule_pipeline=None, stages_at=None)
-        check_values(replace(settings, launch=launch, strategy=strategy))
-    return found
+        if mesh.of("tensor") == 1:
+            launch = replace(launch, sequence_parallel=False)
+        check_values(replace(settings, launch=launch, strategy=_strategy_for(mesh)))
+    if config.sequence_parallel and not any(mesh.of("tensor") > 1 for mesh in found):
+        raise UsageError("--sequence-parallel is for layers that ranks share: --meshes tensor=2, say")
+    return list({str(mesh): mesh for mesh in found}.values())
+
+
+def _strategy_for(mesh: Mesh) -> str:
+    return "fsdp" if mesh.of("shard") > 1 else DEFAULT
 
 
 def _not_run(strategy: str, nproc: int) -> str:
@@ -121,7 +127,7 @@ def _not_run(strategy: str, nproc: int) -> str:
 
 def _groups(
     run: Sequence[str],
-    meshes: Mapping[str, str],
+    meshes: Sequence[Mesh],
     nproc: int,
     batches: Sequence[int],
     threads: int,
@@ -139,9 +145,10 @@ def _groups(
             one.append(Candidate(f"{REFERENCE}-b{batch}", EXACT[0], batch, exact_threads, nproc))
         for name in (name for name in run if name != DEFAULT_ALONE):
             many.append(Candidate(f"{name}-b{batch}", name, batch, exact_threads if name in EXACT else threads))
-        for mesh, name in meshes.items():  # of the same global batch: where fewer ranks share it, in several turns
-            apart = sequence and Mesh.parse(mesh).of("tensor") > 1
-            many.append(Candidate(f"{mesh}-b{batch}", name, batch, threads, nproc, mesh, apart))
+        for mesh in meshes:  # of the same global batch: where fewer ranks share it, in several turns
+            apart = sequence and mesh.of("tensor") > 1
+            name = f"{mesh}-b{batch}"
+            many.append(Candidate(name, _strategy_for(mesh), batch, threads, nproc, str(mesh), apart))
         if nproc > 1:
             many.append(Candidate(f"limit-b{batch}", NO_EXCHANGE, batch, threads))
     if nproc == 1:
