@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -34,17 +35,34 @@ LOSSES: dict[str, Any] = {
     "as usual": lambda x, y: F.cross_entropy(x.transpose(1, 2), y, reduction="none"),
     "flat, mean": lambda x, y: F.cross_entropy(x.view(-1, x.size(-1)), y.reshape(-1)),
     "a module, sum": lambda x, y: SUM(x.flatten(0, 1), y.view(-1)),
+    "weighted": lambda x, y: F.cross_entropy(x.transpose(1, 2), y, torch.arange(1, 33).to(x.dtype)),
     "in float32": lambda x, y: F.cross_entropy(x.float().permute(0, 2, 1), y),
     "shifted by one": lambda x, y: F.cross_entropy(x[:, :-1].transpose(1, 2), y[:, 1:]),
 }
 WHOLE: dict[str, Any] = {
     "smoothed": lambda x, y: F.cross_entropy(x.transpose(1, 2), y, label_smoothing=0.1),
-    "weighted": lambda x, y: F.cross_entropy(x.transpose(1, 2), y, x.new_ones(x.shape[-1])),
     "by hand": lambda x, y: -x.log_softmax(-1).gather(-1, y[..., None]).mean() + (x.argmax(-1) == y).double().mean(),
     "a few of them": lambda x, y: x[..., :7].square().sum() + x[y > 3].sum(),
     "written into": written_into,
     "largest": lambda x, y: (x - x.max()).square().mean() * x.ndim,
 }
+
+
+class Count(TorchDispatchMode):
+    """Counts what DTensor exchanges: by kind, and the bytes that this rank gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kinds: Counter[str] = Counter()
+        self.sent = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if DTensor in types:  # it calls what it is made of, and that is counted
+            return NotImplemented
+        if func.namespace == "_c10d_functional" and "wait" not in str(func) and "wrap" not in str(func):
+            self.kinds[str(func).split(".")[1]] += 1
+            self.sent += args[0].nbytes
+        return func(*args, **(kwargs or {}))
 
 
 def losses_on(rank: int, size: int, kind: str) -> dict[str, tuple[float, float, int]]:
@@ -60,28 +78,14 @@ def losses_on(rank: int, size: int, kind: str) -> dict[str, tuple[float, float, 
         want = loss(want_of * 1, targets)  # a model gives no leaf
         want.sum().backward()
         mine = whole.chunk(size, -1)[rank].clone().requires_grad_()
-        sizes: list[int] = []
-        plain, gather = dist.all_reduce, DTensor.redistribute
-
-        def counted(tensor: Tensor, *args: Any, sizes: list[int] = sizes, plain: Any = plain, **kwargs: Any) -> Any:
-            sizes.append(tensor.nbytes)
-            return plain(tensor, *args, **kwargs)
-
-        def fetched(self: DTensor, *args: Any, sizes: list[int] = sizes, gather: Any = gather, **kwargs: Any) -> Any:
-            sizes.append(self.to_local().nbytes)
-            return gather(self, *args, **kwargs)
-
-        dist.all_reduce, DTensor.redistribute = counted, fetched
-        try:
+        with Count() as seen:
             got = loss(Scores.of(DTensor.from_local(mine, mesh, [Shard(2)])), targets)
-        finally:
-            dist.all_reduce, DTensor.redistribute = plain, gather
         got.sum().backward()
         assert mine.grad is not None
         assert want_of.grad is not None
         assert type(got) is Tensor
         error = (mine.grad - want_of.grad.chunk(size, -1)[rank]).abs().max()
-        found[name] = (float(((got - want) / want.abs().clamp(1)).abs().max()), float(error), sum(sizes))
+        found[name] = (float(((got - want) / want.abs().clamp(1)).abs().max()), float(error), seen.sent)
     return found
 
 
@@ -93,7 +97,7 @@ def test_a_loss_of_shared_scores_is_that_of_one_process(tmp_path: Path, kind: st
             places = 3 * (4 if name == "shifted by one" else 5)
             assert max(loss, gradient) < (1e-6 if name == "in float32" and kind == "float64" else most), name
             each = {"float64": 8, "bfloat16": 4}[kind] if name != "in float32" else 4
-            assert name in WHOLE or sent == 3 * places * each, (name, sent)
+            assert name in WHOLE or 2.5 * places * each <= sent <= 3 * places * each, (name, sent)
 
 
 def forward_gives(rank: int, size: int) -> tuple[bool, list[int], bool, bool]:
@@ -154,19 +158,13 @@ def exchanged(rank: int, size: int) -> list[list[int]]:
     words, targets = sentences("train")[:2]
     outputs: list[Tensor] = []
 
-    class Count(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            found[-1][0] += "reduce_scatter" in str(func)
-            found[-1][1] += "all_gather" in str(func)
-            return func(*args, **(kwargs or {}))
-
     def forward() -> None:
         outputs.append(F.cross_entropy(model(words).transpose(1, 2), targets))
 
     for step in (forward, lambda: outputs[0].backward()):
-        found.append([0, 0])
-        with Count():
+        with Count() as seen:
             step()
+        found.append([seen.kinds["reduce_scatter_tensor"], seen.kinds["all_gather_into_tensor"]])
     return found
 
 
@@ -175,3 +173,19 @@ def test_what_was_fetched_in_the_forward_is_fetched_again_in_the_backward_and_no
     forward, backward = run_ranks(exchanged, 2, tmp_path)[0]
     assert forward == [4, 4]  # summed: words, attention twice, the MLP; fetched: attention twice, the MLP, the scores
     assert backward == [4, 4 + 4 + 1]  # the gradients of these sums, what is fetched again, the gradient of places
+
+
+def past_torch_function(rank: int, size: int) -> str:
+    group: Any = dist.group.WORLD
+    scores = Scores.of(DTensor.from_local(torch.randn(3, 16), DeviceMesh.from_group(group, "cpu"), [Shard(1)]))
+    try:
+        with torch._C.DisableTorchFunction():
+            scores.sum()
+    except NotImplementedError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.ranks
+def test_what_goes_past_the_whole_ends_in_words_and_never_in_the_numbers_of_a_share(tmp_path: Path) -> None:
+    assert ["`scores.clone()` is whole" in told for told in run_ranks(past_torch_function, 2, tmp_path)] == [True] * 2

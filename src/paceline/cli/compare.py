@@ -28,7 +28,8 @@ class CompareConfig:
     """Measure strategies beside each other: speed, memory, bytes sent, bits. Ends with a sentence of advice.
 
     paceline compare mnist-cnn --nproc 2
-    paceline compare mine.py:task --nproc 4 --meshes auto    and how ranks may share the model
+
+    paceline compare mine.py:task --nproc 4 --meshes auto
     """
 
     task: tyro.conf.Positional[str]

@@ -1,7 +1,7 @@
 """What a model that is cut along `tensor` gives where its last layer is cut by words: the scores, a share on each rank.
 
-To the loss they are one tensor of the whole shape. `F.cross_entropy` takes them as they lie: ranks exchange three
-numbers for each place in place of the scores of all words (Megatron's vocabulary-parallel loss, Shoeybi et al. 2019).
+To the loss they are one tensor of the whole shape. `F.cross_entropy` takes them as they lie, by torch's
+`loss_parallel`: for each place ranks exchange three numbers, not the scores of all words (Shoeybi et al. 2019).
 Whatever else is computed with them gets them whole, on every rank.
 """
 
@@ -11,15 +11,14 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import loss_parallel
 from torch.utils._pytree import tree_map
 
-from paceline.tensor.view import made_whole
-
-HALVES = (torch.float16, torch.bfloat16)
+from paceline.tensor.view import everywhere, made_whole
 
 
 class Scores(Tensor):
@@ -112,56 +111,41 @@ def shared_cross_entropy(
     input: Any, target: Any, weight: Any = None, size_average: Any = None, ignore_index: int = -100, reduce: Any = None,
     reduction: str = "mean", label_smoothing: float = 0.0,
 ) -> Tensor | None:  # fmt: skip
-    """`F.cross_entropy` of scores that are cut by classes, plain and alike on every rank; None for any other.
+    """`F.cross_entropy` of scores that are cut by classes, plain and alike on every rank; None where torch has no way.
 
     Raises:
         RuntimeError: a target is no class (on a GPU when it is found, as torch's own).
     """
     classes = isinstance(input, DTensor) and input.ndim > 1 and input.placements[0].is_shard(1)
-    classes = classes and input.shape[1] % input.device_mesh.size() == 0
-    usual = weight is None and size_average is None and reduce is None and label_smoothing == 0.0
+    usual = size_average is None and reduce is None and label_smoothing == 0.0
     if not (classes and usual and isinstance(target, Tensor) and not target.is_floating_point()):
         return None
-    share = input.to_local().movedim(1, -1)
-    if share.dtype in HALVES and torch.is_autocast_enabled(share.device.type):
-        share = share.float()
-    mesh = input.device_mesh
     there = (target == ignore_index) | ((target >= 0) & (target < input.shape[1]))
     torch._assert_async(there.all(), f"a target is none of the {input.shape[1]} classes")  # pyright: ignore
-    first = mesh.get_local_rank() * (input.shape[1] // mesh.size())
-    losses: Tensor = _CrossEntropy.apply(share.flatten(0, -2), target.flatten(), first, ignore_index, mesh.get_group())
-    if reduction == "none":
-        return losses.view(target.shape)
-    total = losses.sum()
-    return total if reduction == "sum" else total / (target != ignore_index).sum()
+    options = {"weight": weight, "ignore_index": ignore_index, "reduction": reduction}
+    return _LossParallel.apply(input.to_local(), target, input.shape, input.device_mesh, options)
 
 
-class _CrossEntropy(torch.autograd.Function):
-    """-log softmax(scores)[target] of each place."""
+class _LossParallel(torch.autograd.Function):
+    """torch's loss on shares, whose backward must be inside its context as well; here the forward alone would be."""
 
     @staticmethod
-    def forward(ctx: Any, share: Tensor, target: Tensor, first: int, ignored: int, group: Any) -> Tensor:
-        """(N,) of the (N, classes of this rank) of `share`, which are those from `first` on, and (N,) targets."""
-        scores = share.float() if share.dtype in HALVES else share
-        largest = scores.amax(1)
-        dist.all_reduce(largest, dist.ReduceOp.MAX, group)
-        powers = (scores - largest[:, None]).exp_()
-        kept, at = target != ignored, (target - first).clamp(0, share.shape[1] - 1)
-        own = kept & (target >= first) & (target < first + share.shape[1])
-        mine = scores.gather(1, at[:, None]).squeeze(1) - largest
-        sums = torch.stack([powers.sum(1), torch.where(own, mine, 0)])
-        dist.all_reduce(sums, group=group)
-        ctx.save_for_backward(powers.div_(sums[0][:, None]), kept, own, at)
-        return torch.where(kept, sums[0].log() - sums[1], 0).to(share.dtype)
+    def forward(ctx: Any, share: Tensor, target: Tensor, shape: Any, mesh: DeviceMesh, options: Any) -> Tensor:
+        """As `F.cross_entropy` of the (N, classes, ...) of which `share` is this rank's part."""
+        stride = torch.empty(shape, device="meta").stride()
+        scores = DTensor.from_local(share.detach(), mesh, [Shard(1)], shape=shape, stride=stride).requires_grad_()
+        with torch.enable_grad(), loss_parallel():
+            loss: Any = F.cross_entropy(scores, target, **options)
+        ctx.graph = scores, loss
+        return loss.to_local().detach()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        """softmax(scores), less 1 at the target, times the gradient."""
-        softmax, kept, own, at = ctx.saved_tensors
-        given = torch.where(kept, gradients[0], 0)
-        found = softmax * given[:, None]
-        found.scatter_add_(1, at[:, None], -torch.where(own, given, 0)[:, None].to(found.dtype))
-        return found.to(gradients[0].dtype), None, None, None, None
+        """The gradient of this rank's part."""
+        scores, loss = ctx.graph
+        with loss_parallel():
+            (found,) = torch.autograd.grad(loss, scores, everywhere(gradients[0], scores.device_mesh))
+        return found.to_local(), None, None, None, None
 
 
 _SEEN = {

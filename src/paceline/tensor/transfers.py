@@ -67,9 +67,11 @@ class Local:
         kept: Any = held.kept
         if kept is None:
             kept = held.kept = inputs.detach()  # pyright: ignore[reportAttributeAccessIssue]
+            self._told(taken.nbytes // 2)  # a gather is half of an all-reduce
 
         def pack(tensor: Tensor) -> Any:
-            return tensor.shape if tensor.data_ptr() == at and tensor.numel() == count else tensor
+            same = tensor.data_ptr() == at and tensor.numel() == count and tensor.is_contiguous()
+            return tensor.shape if same else tensor
 
         def unpack(packed: Any) -> Tensor:
             return packed if isinstance(packed, Tensor) else held.fetched(kept).view(packed)
@@ -87,7 +89,7 @@ class Local:
         """The sum over ranks, and `bias` once: whole and plain on each of them.
 
         With `sequence` a rank keeps its part of the places (Korthikanti et al. 2022): what follows, norms, dropout and
-        sums, is computed and kept for that part only; the next layer that is cut fetches the whole. It sends the same.
+        sums, is computed and kept for that part only; the next layer that is cut fetches the whole: both send what one sum does.
         """
         self._told(part.nbytes)
         sums, places = DTensor.from_local(part, self.mesh, SUMMANDS), part.ndim - 2
