@@ -89,7 +89,8 @@ class Local:
         """The sum over ranks, and `bias` once: whole and plain on each of them.
 
         With `sequence` a rank keeps its part of the places (Korthikanti et al. 2022): what follows, norms, dropout and
-        sums, is computed and kept for that part only; the next layer that is cut fetches the whole: both send what one sum does.
+        sums, is computed and kept for that part only; the next layer that is cut fetches the whole. Both
+        send what one sum does.
         """
         self._told(part.nbytes)
         sums, places = DTensor.from_local(part, self.mesh, SUMMANDS), part.ndim - 2

@@ -1,4 +1,4 @@
-"""Whole runs of a model in stages: what they end with, say, save, and take over from others."""
+"""Whole runs of a model that ranks share: what they end with, say, save, and take over from others."""
 
 import re
 from itertools import permutations
@@ -17,6 +17,8 @@ WAYS = {
     "bucketed": (2, ("--mesh", "data=2", "--strategy", "bucketed")),
     "pipeline=2": (2, ("--mesh", "pipeline=2", "--strategy", "bucketed")),
     "data=2,pipeline=2": (4, ("--mesh", "data=2,pipeline=2", "--strategy", "bucketed")),
+    "tensor=2": (2, ("--mesh", "tensor=2", "--strategy", "bucketed")),
+    "data=2,tensor=2": (4, ("--mesh", "data=2,tensor=2", "--strategy", "bucketed", "--sequence-parallel")),
     "zero": (2, ("--mesh", "data=2", "--strategy", "zero")),
     # the embedding is in none of its blocks: its weight is used a second time, by hand
     "fsdp": (2, ("--mesh", "data=2", "--strategy", "fsdp", "--fsdp-wrap", "TransformerEncoderLayer")),
@@ -53,8 +55,8 @@ def crossed(tmp_path: Path, pairs: list[tuple[str, str]]) -> None:
 
 @pytest.mark.ranks
 @pytest.mark.timeout(120)
-def test_stages_go_on_where_others_have_stopped_and_others_where_stages_have(tmp_path):
-    crossed(tmp_path, [("pipeline=2", "bucketed"), ("bucketed", "pipeline=2")])
+def test_a_mesh_goes_on_where_another_has_stopped_and_a_strategy_where_a_mesh_has(tmp_path):
+    crossed(tmp_path, [("pipeline=2", "tensor=2"), ("tensor=2", "pipeline=2")])
     told = train(tmp_path, "named", "pipeline=2", "--stages-at", "norm", "--ema", 0.9)
     assert "pipeline of 2 stages, 1f1b, 4 micro-batches" in told
     assert "stage 1 from norm" in told
