@@ -26,8 +26,10 @@ from paceline.contract.box import Box
 from paceline.contract.evidence import Op, Phase
 from paceline.data.loader import MicroBatch
 from paceline.nested import tensors
+from paceline.pipeline.line import Pipeline
 from paceline.strategies import Replica
 from paceline.train.costs import held_bytes
+from paceline.worker.world import World
 
 MARK = "paceline: "
 SHARED = "shared"
@@ -152,8 +154,8 @@ def _timeline(profiler: profile, device: torch.device) -> list[int | str]:
 class Traffic:
     """Counts from when it is made, and again from each call of `sent`."""
 
-    def __init__(self, box: Box, replica: Replica) -> None:
-        self._box, self._world, self._line = box, replica.world, replica.pipeline
+    def __init__(self, box: Box, world: World, pipeline: Pipeline | None) -> None:
+        self._box, self._world, self._line = box, world, pipeline
         self._begin()
 
     def _begin(self) -> None:

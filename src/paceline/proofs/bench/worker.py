@@ -80,7 +80,7 @@ def _measure(order: MeasureOrder, ground: Ground, candidate: Candidate, launched
         training.take(1)
         first = time.perf_counter() - began
         training.take(1)  # DDP rebuilds its buckets in the second step, and is what it will be in the third
-        traffic = Traffic(box, replica)
+        traffic = Traffic(box, replica.world, replica.pipeline)
         microbatches = training.take_one()
         sent = traffic.sent()
         if inspection:
