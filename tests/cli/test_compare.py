@@ -68,7 +68,8 @@ def test_meshes_are_rows_beside_the_strategies_with_the_same_batch_and_what_they
     assert rows["bucketed"]["memory"]["weights"] == pytest.approx(weights, rel=0.01)
     for mesh in ("tensor=2", "pipeline=2"):
         memory = rows[mesh]["memory"]
-        assert memory["weights"] + memory["gradients"] < 1.3 * weights  # both, of a half
+        # both, of a half; where stages are cut, decides how long layers take, and so what else the machine does
+        assert memory["weights"] + memory["gradients"] < (1.3 if mesh == "tensor=2" else 1.9) * weights
         assert memory["peak"] < rows["bucketed"]["memory"]["peak"]
     # two micro-batches, of each what a cut hands over: down or up
     assert rows["pipeline=2"]["sent_bytes"] == pytest.approx(2 * activation, rel=0.05)

@@ -161,6 +161,30 @@ def refused(*arguments: object) -> str:
     return str(caught.value)
 
 
+@pytest.mark.ranks
+@pytest.mark.soak
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("mesh", ["tensor=2", "pipeline=2"])
+def test_copies_of_a_model_that_two_processes_share_are_measured_as_ranks_are(tmp_path: Path, mesh: str) -> None:
+    how = ("--mesh", mesh, "--ranks", "2,4", "--batch-size", 16, "--steps", 5, "--rounds", 1, "--threads-per-rank", 1)
+    found, said = measured(tmp_path, "scale", f"{TASKS}:wide", *how, "--network", "1Gbit", timeout=280)
+    assert {(one["mode"], one["at"]["ranks"], one["at"]["batch"]) for one in found["lost"]} == {
+        ("weak", 2, 16), ("strong", 2, 16),
+    }  # fmt: skip
+    assert f"bucketed on {mesh}, 1 thread a process" in said
+    assert "a rank below is a copy of the model, which 2 processes share" in " ".join(said.split())
+    assert "all is sent" in said and "--compress" not in said
+
+
+def test_a_mesh_that_cannot_be_measured_is_refused() -> None:
+    assert "Leave out data; --ranks says" in refused("mnist-cnn", "--mesh", "data=2,tensor=2")
+    words = refused("mnist-cnn", "--mesh", "tensor=2", "--ranks", "2,3")
+    assert "3 processes are no whole number of copies" in words and "--ranks 2,4" in words
+    assert "a larger number, like 4" in refused("mnist-cnn", "--mesh", "tensor=2", "--ranks", "1,2")
+    assert "exact" in refused("mnist-cnn", "--mesh", "tensor=2", "--ranks", "2,4", "--strategy", "exact")
+    assert "of --runs each has its own" in refused("--runs", "a,b", "--mesh", "tensor=2")
+
+
 def test_what_has_no_meaning_is_refused_before_anything_is_started(tmp_path: Path) -> None:
     assert "Examples: 100Gbit,5us" in refused("mnist-cnn", "--network", "fast")
     assert "--ranks must be whole numbers from 1 on" in refused("mnist-cnn", "--ranks", "1,two")

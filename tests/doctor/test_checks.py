@@ -14,6 +14,7 @@ from paceline.doctor.report import run_checks
 from paceline.doctor.survey import rounds
 from paceline.host.compare import compare_hosts
 from paceline.host.facts import Address, Limit
+from paceline.mesh import Mesh
 
 PAIRS = list(permutations(HOSTS, 2))
 ADDRESS = {host: f"10.77.0.{host[1:]}" for host in HOSTS}
@@ -171,6 +172,15 @@ FAULTS: dict[str, tuple[dict[str, Any], tuple[str, str, str], str]] = {
         ("all-reduce", "warning", "n1, n2 and n3"),
         "at most 75% of a step",
     ),
+    "layers that hosts share": (
+        {
+            "wanted": {"mesh": Mesh.parse("data=2,tensor=3")},
+            "rehearsed": Rehearsed(1_200_000, 4_800_000, 0.1, 0.01, 4.8e8, tensor_bytes=90_000_000),
+        },
+        ("mesh", "warning", "n1 and n2"),
+        "ranks 0, 1, 2 share layers along tensor, and each sends 120 MB of sums in a step: at least 100 ms at "
+        "9.6 Gbit/s, beside 100 ms -> let tensor divide the 2 workers of a host",
+    ),
     "a busy GPU": (
         {"facts": {h: {"gpus": (gpu(0), gpu(1, processes=(77,) if h == "n2" else ()))} for h in HOSTS}},
         ("gpus", "warning", "n2"),
@@ -198,6 +208,12 @@ def test_a_fault_is_named_with_its_host_and_a_remedy(name: str) -> None:
     others = {finding[:2] for finding in findings} - {expected[:2]}
     assert not others, "only this one is to be found"
     assert all(not finding[3].endswith("-> ") for finding in findings)
+
+
+def test_a_mesh_whose_layers_are_shared_within_hosts_is_well() -> None:
+    checks = run_checks(survey(wanted={"mesh": Mesh.parse("data=3,tensor=2")}))
+    told = next(check for check in checks if check.name == "mesh")
+    assert (told.verdict, told.summary) == ("ok", "data=3,tensor=2; ranks along tensor share a host")
 
 
 def test_more_workers_than_gpus_are_an_error_on_each_host() -> None:

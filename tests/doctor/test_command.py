@@ -43,6 +43,11 @@ def test_a_folder_that_cannot_be_written_to_is_an_error(tmp_path: Path, capsys: 
     assert "/proc cannot be written to" in capsys.readouterr().out
 
 
+def test_a_mesh_of_another_size_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"--mesh tensor=4 has 4 places, and there are 2 processes"):
+        main(["--quick", "--nproc", "2", "--mesh", "tensor=4", "--run-dir", str(tmp_path)])
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

@@ -275,6 +275,12 @@ def test_a_rank_with_a_message_on_its_way_may_be_in_work_wait_and_is_tied_not_bl
     assert (verdict.guilty, verdict.tie) == ((), ((0,), (1,)))
 
 
+def test_a_message_that_has_arrived_is_not_waited_for_by_who_has_not_looked_yet() -> None:
+    sent, came = op(1, "send", peer=0, site="line.py:103 in _send"), op(1, "recv", peer=1, done=True)
+    verdict = judge([rank(0, came, op(2, "recv", peer=1)), rank(1, sent, stack=OUTSIDE)])
+    assert (verdict.kind, verdict.guilty) == (VerdictKind.BEHIND, (1,))
+
+
 def test_messages_are_matched_by_direction() -> None:
     there = [op(n, "send", peer=1, done=True) for n in (1, 2)]
     got_there = [op(n, "recv", peer=0, done=True) for n in (1, 2)]

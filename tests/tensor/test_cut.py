@@ -20,7 +20,7 @@ from paceline.mesh import Mesh
 from paceline.store.manifest import Piece, cover
 from paceline.strategies import STRATEGIES
 from paceline.strategies.parts import of_parts
-from paceline.tensor.plan import cuts_of, find_plan
+from paceline.tensor.plan import bytes_along_tensor, cuts_of, find_plan
 from paceline.worker.world import on_mesh
 
 CPU = torch.device("cpu")
@@ -55,8 +55,12 @@ def differences(rank: int, size: int, names: list[str]) -> dict[str, Any]:
         torch.manual_seed(0)
         model = EVERYTHING[name]().double()
         want = one_step(model)
+        words = sentences("train")[:3][0]
+        foretold = bytes_along_tensor(model, size, None, lambda: model(words))  # noqa: B023 - called here
         cutting = cut_along_tensor(model, world)
         got = one_step(model)
+        before = sum(cutting.sent.values())
+        model.train()(words)
         wholes = {n: cutting.cuts[n].part(g) if n in cutting.cuts else g for n, g in want[1].items()}
         found[name] = (
             float((got[0] - want[0]).abs().max()),
@@ -65,6 +69,7 @@ def differences(rank: int, size: int, names: list[str]) -> dict[str, Any]:
             float((got[3] - want[3]).abs().max()),
             sum(p.numel() for p in model.parameters()),
             sorted({layer.way for layer in cutting.plan.values()}),
+            foretold / (sum(cutting.sent.values()) - before),
         )
     return found
 
@@ -74,6 +79,7 @@ def test_own_models_compute_what_one_process_does(tmp_path: Path) -> None:
     for name, found in run_ranks(differences, 2, tmp_path, [*OWN])[1].items():
         assert max(found[0], found[1], found[3]) < 1e-13, (name, found)
         assert found[2], f"{name}: the rank draws other random numbers afterwards"
+        assert found[6] == 1, f"{name}: doctor foretells other bytes than a step sends"
         assert found[4] < 0.55 * sum(p.numel() for p in OWN[name]().parameters()), "next to nothing is cut"
         assert found[5] == {"encoder": ["colwise", "heads", "rowwise", "vocabulary"]}.get(
             name, ["colwise", "qkv", "rowwise", "vocabulary"]
@@ -87,6 +93,7 @@ def test_models_of_hugging_face_do_so_too(tmp_path: Path) -> None:
     for name, found in by_name.items():
         assert max(found[0], found[1], found[3]) < 1e-13, (name, found)
         assert found[2], f"{name}: the rank draws other random numbers afterwards"
+        assert found[6] == 1, f"{name}: doctor foretells other bytes than a step sends"
     assert by_name["gpt2"][5] == ["colwise", "qkv", "rowwise", "vocabulary"]
 
 

@@ -76,7 +76,10 @@ def ways(machine: Machine) -> list[tuple[str, float, int, int]]:
 
     What is not known (powersgd's share depends on the shapes of the weights) is left out.
     """
-    found = [("all is sent", 1.0, 1, 1), ("--compress bf16", 0.5, 1, 1), ("--compress int8", INT8_SHARE, 1, 1)]
+    found = [("all is sent", 1.0, 1, 1)]
+    if machine.in_parts:  # which are sent as they are
+        return found
+    found += [("--compress bf16", 0.5, 1, 1), ("--compress int8", INT8_SHARE, 1, 1)]
     if machine.low_rank_bytes:
         found += [("--compress powersgd", machine.low_rank_bytes / machine.weight_bytes, 2, 1)]
     return [*found, (f"--local-steps {LOCAL_STEPS}", 1.0, 1, LOCAL_STEPS)]

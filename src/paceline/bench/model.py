@@ -48,6 +48,7 @@ class Machine:
     threads: int  # of each rank
     weight_bytes: int  # what ranks exchange in a step
     over_network: bool = False  # whether ranks exchange over a network, which is no core's work
+    in_parts: bool = False  # whether a rank is a copy of the model that several processes share
     low_rank_bytes: int = 0  # what they exchange with --compress powersgd; 0: it is not known
 
     def crowd(self, ranks: int) -> float:

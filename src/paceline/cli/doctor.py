@@ -19,6 +19,7 @@ from paceline.doctor.survey import Wanted, survey
 from paceline.errors import ExitCode, UsageError
 from paceline.launch.hosts import parse_hosts
 from paceline.launch.job import Command, labels, plain_name
+from paceline.mesh import mesh_of
 from paceline.tasks import check_task
 from paceline.worker.nodelist import expand_nodes
 
@@ -39,6 +40,8 @@ class DoctorConfig:
     """for slurm: how many machines (default: all of the allocation; 1 outside of one)"""
     nproc: int = 1
     """worker processes on each machine"""
+    mesh: str | None = None
+    """as for train: then the report also says which layers would be shared between machines, and what that costs"""
     device: Literal["auto", "cpu", "cuda", "xpu"] = "auto"
     """as for train: steps and sums are tried there, on each worker's own GPU"""
     backend: Literal["auto", "nccl", "xccl", "gloo", "mpi"] = "auto"
@@ -92,6 +95,7 @@ def main(arguments: Sequence[str]) -> int:
         quick=config.quick,
         device=config.device,
         backend=config.backend,
+        mesh=mesh_of(config.mesh, sum(ways.workers)) if config.mesh else None,
     )
     with host_programs(ways.commands) as opened:
         found = survey(wanted, opened)

@@ -3,7 +3,7 @@
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -20,10 +20,11 @@ from paceline.bench.scale import Scaled, lost_of, parts_of, print_scaled, usual
 from paceline.bench.spec import NO_EXCHANGE, Candidate
 from paceline.cli.flags import check_gpus, check_positive, usable_gpus, whole_numbers
 from paceline.cli.measuring import CliMeasuring, Measuring, check_measuring, crowd, measured, publish, settings_of
-from paceline.config import DEFAULT_BATCH_SIZE
+from paceline.config import DEFAULT_BATCH_SIZE, check_values
 from paceline.errors import ExitCode, UsageError, plural, unknown
 from paceline.host.cgroup import threads_per_rank, usable_cores
 from paceline.ladder import DEFAULT, EXACT, FOR_SEVERAL, LADDER, StrategyName
+from paceline.mesh import OF_BATCH, Mesh, strategy_on
 
 FEWEST_STEPS = 5
 LARGEST_SHARE = 16  # times --batch-size, which one process must hold for strong scaling
@@ -38,9 +39,11 @@ class ScaleConfig:
     runs: str | None = None
     """instead of a task: folders of runs on 1 and more ranks (any machines), separated by commas"""
     ranks: str = "1,2,4"
-    """numbers of processes, separated by commas; 1 is always measured, too"""
+    """numbers of processes, separated by commas; 1 is always measured, too (with --mesh, one copy of the model)"""
     strategy: StrategyName = DEFAULT
     """as for train"""
+    mesh: str | None = None
+    """how several processes share one copy of the model, as train's --mesh without data: tensor=2, say"""
     mode: Literal["weak", "strong", "both"] = "both"
     """as many samples for each rank, or for all of them together"""
     batch_size: int = DEFAULT_BATCH_SIZE
@@ -100,17 +103,21 @@ def _read(config: ScaleConfig, folders: str) -> Points:
 
 
 def _measure(config: ScaleConfig) -> Points | int:
-    ranks = sorted({1, *whole_numbers("--ranks", config.ranks)})
+    copy = _copy(config)
+    ranks = _copies(config, copy)
     settings, how = settings_of(str(config.task), config.how, num_workers=config.num_workers), config.how
+    if copy.size > 1:
+        launch = replace(settings.launch, mesh=_mesh(config, copy, ranks[-1]))
+        check_values(replace(settings, launch=launch, strategy=config.strategy))
     gpus = usable_gpus(settings.launch.device)
-    check_gpus(f"--ranks {config.ranks}", ranks[-1], gpus, settings.launch.backend)
+    check_gpus(f"--ranks {config.ranks}", ranks[-1] * copy.size, gpus, settings.launch.backend)
     cores = usable_cores()
     asked = how.threads_per_rank or settings.launch.threads_per_rank
-    threads = asked or (1 if config.strategy in EXACT else threads_per_rank(cores, min(cores, ranks[-1])))
+    threads = asked or (1 if config.strategy in EXACT else threads_per_rank(cores, min(cores, ranks[-1] * copy.size)))
     weak = config.batch_size if config.mode != "strong" else None
     strong = config.batch_size * math.lcm(*ranks) if config.mode != "weak" else None
     points = points_to_measure(ranks, weak, strong)
-    groups = [_group(config, size, [at for at in points if at.ranks == size], threads) for size in ranks]
+    groups = [_group(config, copy, size, [at for at in points if at.ranks == size], threads) for size in ranks]
     with measured(groups, settings, how, memory=False) as (found, folder):
         if found.code != ExitCode.DONE:
             return found.code
@@ -118,17 +125,51 @@ def _measure(config: ScaleConfig) -> Points | int:
             first = found.failures[0]
             print(f"{first.strategy} on {first.world_size} ranks failed: {first.reason}", file=sys.stderr)
             return ExitCode.FAILED
-        runs = _runs(folder, points, config, config.strategy)
-        alone = _runs(folder, [at for at in points if at.ranks > 1], config, NO_EXCHANGE)
+        runs = _runs(folder, points, config, config.strategy, copy)
+        alone = _runs(folder, [at for at in points if at.ranks > 1], config, NO_EXCHANGE, copy)
     chunks = [chunk for each in found.rounds for chunk in each]
     size, low_rank = max(chunk.weight_bytes for chunk in chunks), max(chunk.low_rank_bytes for chunk in chunks)
     device = found.rounds[0][0].device
     what = (
-        f"{config.task} on {device}, {config.strategy}, {plural(threads, 'thread')} a rank, "
+        f"{config.task} on {device}, {strategy_on(config.strategy, str(copy))}, {plural(threads, 'thread')} a process, "
         f"{cores} cores, {size / 1e6:.1f} MB of gradients"
     )
-    notes = scaling_notes(ranks, found, cores, threads)
-    return Points(what, runs, alone, Machine(cores, threads, size, low_rank_bytes=low_rank), (weak, strong), notes)
+    notes = scaling_notes([count * copy.size for count in ranks], found, cores, threads)
+    if copy.size > 1:
+        what += f"; a rank below is a copy of the model, which {copy.size} processes share"
+    machine = Machine(cores, threads * copy.size, size, in_parts=copy.size > 1, low_rank_bytes=low_rank)
+    return Points(what, runs, alone, machine, (weak, strong), notes)
+
+
+def _copy(config: ScaleConfig) -> Mesh:
+    """How one copy of the model is shared.
+
+    Raises:
+        UsageError: the mesh says how many copies there are.
+    """
+    mesh = Mesh.parse(config.mesh) if config.mesh else Mesh()
+    if named := [name for name in OF_BATCH if name in mesh.sizes]:
+        raise UsageError(
+            f"--mesh {config.mesh}: how a copy of the model is shared, not how many there are. Leave out {named[0]}; "
+            "--ranks says how many processes are measured"
+        )
+    return mesh
+
+
+def _copies(config: ScaleConfig, copy: Mesh) -> list[int]:
+    """How many copies of the model there are at each number of processes."""
+    asked = [ranks for ranks in whole_numbers("--ranks", config.ranks) if ranks > 1 or copy.size == 1]
+    if odd := [ranks for ranks in asked if ranks % copy.size]:
+        raise UsageError(
+            f"--ranks {config.ranks}: {odd[0]} processes are no whole number of copies of a model that {copy.size} "
+            f"share (--mesh {config.mesh}). Use --ranks {copy.size},{2 * copy.size}"
+        )
+    return sorted({1, *(ranks // copy.size for ranks in asked)})
+
+
+def _mesh(config: ScaleConfig, copy: Mesh, count: int) -> str:
+    """The mesh of so many copies; empty where each is one process."""
+    return str(Mesh({"shard" if config.strategy == "fsdp" else "data": count, **copy.sizes})) if copy.size > 1 else ""
 
 
 def points_to_measure(ranks: Sequence[int], weak: int | None, strong: int | None) -> list[At]:
@@ -145,13 +186,18 @@ def points_to_measure(ranks: Sequence[int], weak: int | None, strong: int | None
 def _check(config: ScaleConfig) -> None:
     if (config.task is None) == (config.runs is None):
         raise UsageError("give either a task to measure, or with --runs the folders of runs that have ended")
-    ranks, how = sorted({1, *whole_numbers("--ranks", config.ranks)}), config.how
+    copy, how = _copy(config), config.how
+    if config.mesh and config.runs:
+        raise UsageError("--mesh is for a task that is measured; of --runs each has its own")
+    ranks = _copies(config, copy)
     check_positive(config, "batch_size")
     check_measuring(how)
     if how.steps < FEWEST_STEPS:
         raise UsageError(f"--steps must be at least {FEWEST_STEPS}, got {how.steps}: fewer say nothing")
     if ranks[-1] == 1:
-        raise UsageError(f"--ranks {config.ranks} has nothing to compare one rank with: name a larger number, like 1,2")
+        more = f"one copy of the model with: name a larger number, like {2 * copy.size}"
+        more = more if copy.size > 1 else "one rank with: name a larger number, like 1,2"
+        raise UsageError(f"--ranks {config.ranks} has nothing to compare {more}")
     if LADDER[config.strategy].one_process:
         raise unknown("strategy for several processes", config.strategy, FOR_SEVERAL)
     if config.mode != "weak" and math.lcm(*ranks) > LARGEST_SHARE * ranks[-1]:
@@ -161,20 +207,21 @@ def _check(config: ScaleConfig) -> None:
         )
 
 
-def _group(config: ScaleConfig, size: int, points: Sequence[At], threads: int) -> ProcessSet:
-    """The points on so many ranks, each with and without exchange."""
-    names = [config.strategy] if size == 1 else [config.strategy, NO_EXCHANGE]
-    found = [Candidate(_name(name, at), name, at.batch, threads) for at in points for name in names]
-    return ProcessSet(size, found)
+def _group(config: ScaleConfig, copy: Mesh, size: int, points: Sequence[At], threads: int) -> ProcessSet:
+    """The points on so many ranks, or copies of the model, each with and without exchange between them."""
+    names, mesh = [config.strategy] if size == 1 else [config.strategy, NO_EXCHANGE], _mesh(config, copy, size)
+    found = [Candidate(_name(name, at), name, at.batch, threads, mesh=mesh) for at in points for name in names]
+    return ProcessSet(size * copy.size, found)
 
 
 def _name(strategy: str, at: At) -> str:
     return f"{strategy.replace(' ', '-')}-b{at.batch}"
 
 
-def _runs(folder: Path, points: Sequence[At], config: ScaleConfig, strategy: str) -> Runs:
+def _runs(folder: Path, points: Sequence[At], config: ScaleConfig, strategy: str, copy: Mesh) -> Runs:
     def read(at: At, number: int) -> Run:
-        return read_run(folder_of(folder, number, at.ranks, _name(strategy, at)), skip=config.how.warmup)
+        where = folder_of(folder, number, at.ranks * copy.size, _name(strategy, at))
+        return read_run(where, skip=config.how.warmup)
 
     return {at: [read(at, number) for number in range(config.how.rounds)] for at in points}
 

@@ -207,3 +207,31 @@ def gradients(survey: Survey) -> Check:
             remedy = "a larger --batch-size or --accumulation, fewer ranks, or a faster network (see links)"
             findings.append(Finding("warning", listed(survey.wanted.hosts), told, remedy))
     return checked("all-reduce", told, findings)
+
+
+def layout(survey: Survey) -> Check:
+    """Ranks that share layers, and so talk in each of them, share a host."""
+    mesh = survey.wanted.mesh
+    assert mesh is not None
+    hosts = [name for name, count in zip(survey.wanted.hosts, survey.wanted.workers, strict=True) for _ in range(count)]
+    groups = sorted({mesh.peers(rank, ("tensor",)) for rank in range(mesh.size)})
+    apart = [(ranks, sorted({hosts[rank] for rank in ranks})) for ranks in groups]
+    crossing = [(ranks, on) for ranks, on in apart if len(on) > 1]
+    inside = "; ranks along tensor share a host" if mesh.of("tensor") > 1 else ""
+    return checked("mesh", f"{mesh}{inside}", [_crossing(survey, ranks, on) for ranks, on in crossing[:1]])
+
+
+def _crossing(survey: Survey, ranks: Sequence[int], on: Sequence[str]) -> Finding:
+    """What it costs that `ranks` share layers from several hosts."""
+    found, links = survey.rehearsed, [one for pair, one in survey.links.items() if {*pair} <= {*on}]
+    what = f"ranks {', '.join(map(str, ranks))} share layers along tensor"
+    if found is not None and found.tensor_bytes:
+        ring = 2 * (len(ranks) - 1) / len(ranks) * found.tensor_bytes
+        what += f", and each sends {size(ring)} of sums in a step"
+        if slowest := min((one.bytes_per_second for one in links), default=0.0):
+            what += f": at least {duration(ring / slowest)} at {rate(slowest)}, beside {duration(found.step_seconds)}"
+    remedy = (
+        f"let tensor divide the {plural(min(survey.wanted.workers), 'worker')} of a host, and use data or pipeline "
+        "between hosts"
+    )
+    return Finding("warning", listed(on), what, remedy)

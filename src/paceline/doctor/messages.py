@@ -100,6 +100,7 @@ class Rehearse(_Request, frozen=True):
     seconds: float
     device: str = "cpu"
     backend: str = "auto"
+    along_tensor: int = 1  # ranks that are to share each layer
 
 
 Request = (
@@ -180,6 +181,7 @@ class Rehearsed(msgspec.Struct, frozen=True):
     bytes_per_second: float = 0.0  # gradient_bytes / reduce_seconds
     device: str = "cpu"  # of rank 0, with its name
     step_seconds_of: tuple[float, ...] = ()  # each rank
+    tensor_bytes: int = 0  # of a step, that layers shared along tensor would hand to sums over ranks
     why: str = ""
 
 

@@ -29,6 +29,8 @@ def _checks(survey: Survey) -> Iterator[Check]:
         return
     yield checks.software(survey)
     yield checks.resources(survey)
+    if survey.wanted.mesh:
+        yield checks.layout(survey)
     if any(one.gpus for one in survey.facts.values()):
         yield checked("gpus", checks.cards(survey), checks.gpus(survey))
     if several:

@@ -11,6 +11,7 @@ from typing import TypeVar
 from paceline.doctor import messages as m
 from paceline.doctor.session import HostProgram, ask_hosts
 from paceline.host.facts import Address, Facts
+from paceline.mesh import Mesh
 
 T = TypeVar("T")
 FIRST_SECONDS = 20.0  # to log in and start Python, perhaps from a slow file system
@@ -44,6 +45,7 @@ class Wanted:
     quick: bool = False
     device: str = "cpu"
     backend: str = "auto"
+    mesh: Mesh | None = None
 
 
 @dataclass(frozen=True)
@@ -189,6 +191,7 @@ def _rehearse(
             seconds=REHEARSAL_SECONDS,
             device=wanted.device,
             backend=wanted.backend,
+            along_tensor=wanted.mesh.of("tensor") if wanted.mesh else 1,
         )
         for name, workers, first in zip(wanted.hosts, wanted.workers, first_ranks, strict=False)
     }

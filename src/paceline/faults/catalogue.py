@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from paceline.errors import unknown
-from paceline.faults.fault import DONE, FAILED, MISMATCH, STALLED, USAGE, Fate, Fault, Needs, Way
+from paceline.faults.fault import DIVERGED, DONE, FAILED, MISMATCH, STALLED, USAGE, Fate, Fault, Needs, Way
 
 KILLED, SEGFAULT, ABORTED = 137, 139, 134
 ANY_FAILURE = (FAILED, STALLED, ABORTED)  # a rank that leaves takes others with it, in ways that luck decides
@@ -69,6 +69,23 @@ SILENT = (
     Fault("code-differs", "has another version of a module", (Fate.REFUSED,), way=Way.TASK, line=False,
           setup="two versions", beside=False),
 )  # fmt: skip
+
+# of ranks that share a model: the task on a mesh
+SHARED = tuple(replace(fault, way=Way.TASK, beside=False) for fault in (
+    Fault("tensor-sleeps", "sleeps in a layer that two ranks share", (Fate.BEHIND,), world=2,
+          options=("--mesh", "tensor=2")),
+    Fault("stage-sleeps", "sleeps in its stage of a pipeline", (Fate.BEHIND,), world=2,
+          options=("--mesh", "pipeline=2", "--accumulation", "4")),
+    Fault("stage-raises", "raises ValueError in its stage", (Fate.DIED,), world=2, line=False, fast=True,
+          options=("--mesh", "pipeline=2", "--accumulation", "4")),
+    Fault("stage-killed", "is killed by SIGKILL in its stage", (Fate.DIED,), (KILLED,), world=2, line=False, fast=True,
+          options=("--mesh", "pipeline=2", "--accumulation", "4")),
+    Fault("slow-stage", "needs 0.3 s more for each micro-batch of its stage", (Fate.SLOW,), world=2, line=False,
+          options=("--mesh", "pipeline=2")),
+    Fault("part-flip", "has a bit flipped in its part of a weight", (Fate.TOLD,), (DIVERGED,), guilty=(), world=4,
+          line=False, options=("--mesh", "data=2,tensor=2", "--watch-every", "5"),
+          words="differs between ranks 1 and 3, and two cannot tell which"),
+))  # fmt: skip
 
 SURROUNDINGS = (
     Fault("loader-killed", "loses a loader process to SIGKILL", (Fate.DIED, Fate.LOADER), way=Way.TASK, line=False,
@@ -136,7 +153,8 @@ LATE = tuple(replace(fault, late=True) for fault in (
 ))  # fmt: skip
 
 FAULTS = {
-    fault.name: fault for fault in (*SUDDEN, *HANGS, *MISMATCHES, *SILENT, *SURROUNDINGS, *QUIET, *LATE, *CLUSTER)
+    fault.name: fault
+    for fault in (*SUDDEN, *HANGS, *MISMATCHES, *SILENT, *SHARED, *SURROUNDINGS, *QUIET, *LATE, *CLUSTER)
 }
 
 

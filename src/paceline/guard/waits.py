@@ -10,7 +10,7 @@ A rank may have called several without waiting (#5 to #8, the buckets of a backw
 of these is what it waits for.
 """
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -80,16 +80,19 @@ def waiting_graph(evidence: Sequence[Evidence]) -> dict[int, Rank]:
     """
     groups, world = _members(evidence), {one.rank for one in evidence}
     called: dict[tuple[int, Stream], int] = {}
+    arrived: set[tuple[Stream, int]] = set()
     for one in evidence:
         for op in one.ops:
             key = one.rank, stream(op, one.rank)
             called[key] = max(called.get(key, 0), op.seq)
+            if op.done and "recv" in op.kind:
+                arrived.add((key[1], op.seq))
     ranks: dict[int, Rank] = {}
     missing: dict[tuple[str, int], set[int]] = {}  # in a collective: the same for all who are in it
     shared: dict[tuple[Op, ...], dict[int, Op | None]] = {}
     for one in evidence:
         end = end_in_collective(one)
-        pending = () if end.by_itself or end is RankEnd.LEFT else _pending(one, end)
+        pending = () if end.by_itself or end is RankEnd.LEFT else _pending(one, end, arrived)
         edges = shared.get(pending)
         if edges is None:
             edges = {}
@@ -114,12 +117,15 @@ def waiting_alike(ranks: Mapping[int, Rank]) -> list[tuple[Mapping[int, Op | Non
     return list(found.values())
 
 
-def _pending(one: Evidence, end: RankEnd) -> tuple[Op, ...]:
-    """What is in flight; of a rank that did not answer only if nothing called later over the same stream is done."""
+def _pending(one: Evidence, end: RankEnd, arrived: Container[tuple[Stream, int]]) -> tuple[Op, ...]:
+    """What is in flight; of a rank that did not answer only if nothing called later over the same stream is done.
+
+    A message that has arrived is not, though who has sent it may not have looked yet.
+    """
     over: set[Stream] = set()
     found: list[Op] = []
     for op in reversed(one.ops):
-        if op.done:
+        if op.done or (op.is_message and (stream(op, one.rank), op.seq) in arrived):
             over.add(stream(op, one.rank))
         elif one.answered or stream(op, one.rank) not in over:
             found.append(op)

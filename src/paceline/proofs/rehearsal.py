@@ -36,6 +36,7 @@ from paceline.errors import PacelineError, UsageError
 from paceline.sums import gather_words
 from paceline.tasks import load_task
 from paceline.tasks.task import call
+from paceline.tensor.plan import bytes_along_tensor
 from paceline.worker.device import device_words
 from paceline.worker.world import World, joined
 
@@ -50,7 +51,7 @@ def _rehearse(request: Rehearse) -> Rehearsed:
     torch.set_num_threads(max(1, request.threads))
     world = World.from_env(device=request.device, backend=request.backend)
     try:
-        parameters, step = _prepare(request, world.device) if request.task else (PLAIN_BYTES // 4, None)
+        parameters, shared, step = _prepare(request, world.device) if request.task else (PLAIN_BYTES // 4, 0, None)
         with joined(world, timeout_seconds=request.seconds):
             dist.barrier()  # no rank has the machine to itself while others still import
             step_seconds = _median(step, WARM_UP, STEPS, world.device) if step else 0.0
@@ -62,11 +63,11 @@ def _rehearse(request: Rehearse) -> Rehearsed:
         raise RuntimeError(f"rank {world.rank} on {world.device}: {str(error).splitlines()[0]}") from error
     gradient_bytes, rate = 4 * parameters, 4 * parameters / reduce_seconds
     device = device_words(world.device)
-    return Rehearsed(parameters, gradient_bytes, step_seconds, reduce_seconds, rate, device, of_ranks)
+    return Rehearsed(parameters, gradient_bytes, step_seconds, reduce_seconds, rate, device, of_ranks, shared)
 
 
-def _prepare(request: Rehearse, device: torch.device) -> tuple[int, Callable[[], None]]:
-    """The number of trainable parameters, and a function that computes one step."""
+def _prepare(request: Rehearse, device: torch.device) -> tuple[int, int, Callable[[], None]]:
+    """The number of trainable parameters, the bytes along tensor, and a function that computes one step."""
     task = load_task(request.task, request.options)
     model = task.make_model().to(device)
     dataset = first_of(task.make_dataset("train"), request.batch_size)
@@ -86,7 +87,11 @@ def _prepare(request: Rehearse, device: torch.device) -> tuple[int, Callable[[],
         losses.mean().backward()
         optimizer.step()
 
-    return sum(p.numel() for p in parameters), step
+    shared, ranks = 0, request.along_tensor
+    if ranks > 1:
+        asked = task.parallelize(model) if task.parallelize else None
+        shared = bytes_along_tensor(model, ranks, asked, partial(call, model, inputs))
+    return sum(p.numel() for p in parameters), shared, step
 
 
 def _reduce_seconds(gradients: Tensor) -> float:

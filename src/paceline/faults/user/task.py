@@ -75,7 +75,26 @@ class Network(nn.Module):
             if self.plan.hits("replica-flip") and self.passes == self.plan.step:
                 self.plan.strike()
                 flip_a_bit(self)
+            if self.plan.hits("part-flip") and self.passes == self.plan.step:
+                self.plan.strike()
+                with torch._C.DisableTorchFunction():  # pyright: ignore  # else the whole weight would be seen
+                    flip_a_bit(self)
+            if self.plan.hits("slow-stage") and self.passes >= self.plan.step:
+                self.plan.strike()
+                time.sleep(0.3)
+            if self.plan.hits("tensor-sleeps", "stage-sleeps", "stage-raises", "stage-killed"):
+                self._strike()
         return self.layers(x)
+
+    def _strike(self) -> None:
+        if self.passes != self.plan.step:
+            return
+        self.plan.strike()
+        if self.plan.name == "stage-killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.plan.name == "stage-raises":
+            raise ValueError("a fault on purpose")
+        time.sleep(FOR_EVER_SECONDS)  # FAULT: tensor-sleeps, stage-sleeps
 
 
 class Loss:

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -111,8 +110,10 @@ class CandidateTraining:
         who = strategy_on(candidate.strategy, candidate.mesh)
         told = sharing.lines if sharing.division else ()  # which stages there are; a table of cut layers is too long
         self.notes = tuple(f"{who}: {line.strip()}" for line in told)
-        make = _without_exchange if candidate.strategy == NO_EXCHANGE else partial(make_replica, sharing=sharing)
-        made = make(config, maker, model, world, shape.virtual_ranks)
+        if candidate.strategy == NO_EXCHANGE:
+            made = sharing.apply(_without_exchange, model, maker, world, shape.virtual_ranks)
+        else:
+            made = make_replica(config, maker, model, world, shape.virtual_ranks, sharing)
         schedule = schedule_for(o, o.lr, ground.task, made.optimizer, steps)
         self.parts = Parts(
             config, ground.task, ground.dataset, {}, made, plan, share, schedule, loading, steps, {},
@@ -171,8 +172,6 @@ def _configured(config: TrainConfig, candidate: Candidate) -> TrainConfig:
     return replace(config, data=data, model=model, network=network, strategy=candidate.strategy)
 
 
-def _without_exchange(
-    _: TrainConfig, maker: MakeOptimizer, model: torch.nn.Module, world: World, virtual_ranks: int
-) -> Replica:
-    """Every rank trains alone: what its computation takes by itself."""
+def _without_exchange(model: torch.nn.Module, maker: MakeOptimizer, world: World, /, *, virtual_ranks: int) -> Replica:
+    """Every copy of the model is trained alone: what its computation takes by itself."""
     return replica(model, maker(model.parameters()), world, virtual_ranks=virtual_ranks)

@@ -32,7 +32,7 @@ from paceline.bench.spec import (
 from paceline.checkpoint.whole import sha256_of, whole
 from paceline.host.gpu_use import ask_gpus
 from paceline.ladder import EXACT
-from paceline.mesh import mesh_of
+from paceline.mesh import OF_MODEL, mesh_of
 from paceline.proofs.bench.memory import Traffic, inspected
 from paceline.proofs.bench.training import CandidateTraining, Ground, load_ground
 from paceline.sums import gather_words, together
@@ -98,8 +98,10 @@ def _measure(order: MeasureOrder, ground: Ground, candidate: Candidate, launched
         mine["gpu"] = ask_gpus([os.getpid()], wait_seconds=DRIVER_SECONDS).get(os.getpid(), "")  # while it is still hot
         weights = [held for held in replica.state() if held.name.startswith("model/")]
         digest = sha256_of(whole(weights, world))
-    everybody = gather_words(mine, world)
     trained, memory = [p for p in replica.model.parameters() if p.requires_grad], None
+    mine["weights"] = sum(p.numel() * p.element_size() for p in trained)
+    everybody = gather_words(mine, world)
+    one_copy = replica.world.mesh.peers(0, OF_MODEL) if replica.world.mesh else (0,)
     if inspection:  # of each number the largest of all ranks
         names = Memory.__struct_fields__
         memory = Memory(**{name: _most(each["memory"][name] for each in everybody) for name in names})
@@ -116,7 +118,7 @@ def _measure(order: MeasureOrder, ground: Ground, candidate: Candidate, launched
         first_step_seconds=max(each["first"] for each in everybody),
         launch_seconds=launched,
         digest=digest,
-        weight_bytes=sum(p.numel() * p.element_size() for p in trained),
+        weight_bytes=sum(everybody[rank]["weights"] for rank in one_copy),
         low_rank_bytes=4 * LowRank([p.shape for p in trained], torch.float32, DEFAULT_RANK).sent,
         sent_bytes=_most(each["sent"] for each in everybody),
         memory=memory,
