@@ -68,7 +68,11 @@ def test_a_run_is_defined_for_as_many_virtual_ranks_as_see_different_samples() -
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"launch": LaunchConfig(mesh="context=2")}, "are not shared along their sequence here"),
+        ({"launch": LaunchConfig(mesh="context=2,tensor=2")}, "where every rank has whole layers. Leave out tensor"),
+        (
+            {"launch": LaunchConfig(mesh="pipeline=2,context=2")},
+            "where every rank has whole layers. Leave out pipeline",
+        ),
         ({"launch": LaunchConfig(mesh="pipeline=2,tensor=2")}, "Leave out tensor"),
         ({"launch": LaunchConfig(mesh="pipeline=2", stages_at="a,b")}, "2 stages begin at 1 module, and 2 are named"),
         ({"launch": LaunchConfig(schedule_pipeline="gpipe")}, "--schedule-pipeline is for stages"),
@@ -94,9 +98,21 @@ def test_what_a_mesh_cannot_do_is_refused_before_any_process_is_started(given: A
     ("ranks", "meshes"),
     [
         (1, []),
-        (2, ["tensor=2", "pipeline=2"]),
-        (3, ["tensor=3", "pipeline=3"]),
-        (4, ["data=2,tensor=2", "tensor=4", "pipeline=2,data=2", "pipeline=4", "data=2,shard=2", "shard=2,tensor=2"]),
+        (2, ["tensor=2", "pipeline=2", "context=2"]),
+        (3, ["tensor=3", "pipeline=3", "context=3"]),
+        (
+            4,
+            [
+                "data=2,tensor=2",
+                "tensor=4",
+                "pipeline=2,data=2",
+                "pipeline=4",
+                "data=2,context=2",
+                "context=4",
+                "data=2,shard=2",
+                "shard=2,tensor=2",
+            ],
+        ),
     ],
 )
 def test_all_meshes_of_a_world_are_such_as_a_training_takes(ranks: int, meshes: list[str]) -> None:

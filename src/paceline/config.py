@@ -577,9 +577,10 @@ def _check_mesh(config: TrainConfig) -> None:
         stages > 1 and name == "fsdp",
         f"--mesh {mesh} with --checkpoint-activations: parts of a model are not computed again. Leave one out": several
         and compute.checkpoint_activations is not None,
-        f"--mesh {mesh}: samples are not shared along their sequence here: the model's own attention would have to "
-        "exchange keys and values (torch: torch.distributed.tensor.experimental.context_parallel, in a loop of your "
-        "own). Use tensor or pipeline": mesh.of("context") > 1,
+        f"--mesh {mesh}: sequences are shared where every rank has whole layers. Leave out "
+        f"{'tensor' if mesh.of('tensor') > 1 else 'pipeline'}": mesh.of("context") > 1 and mesh.of(
+            "tensor", "pipeline"
+        ) > 1,
         f"--mesh {mesh} with --strategy {name}: it cannot train a part of a model. Choose from: {can}": several
         and rung is not None and not rung.on_mesh,
         f"--mesh {mesh} with --strategy {name}: shard is for strategy fsdp. Use data in its place, or --strategy fsdp":

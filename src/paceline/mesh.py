@@ -100,7 +100,13 @@ class Mesh:
 def meshes_of(ranks: int) -> list[Mesh]:
     """The ways to share a model among `ranks` that a training can take."""
     found: list[Mesh] = []
-    for outer, inner in (("data", "tensor"), ("data", "pipeline"), ("data", "shard"), ("shard", "tensor")):
+    for outer, inner in (
+        ("data", "tensor"),
+        ("data", "pipeline"),
+        ("data", "context"),
+        ("data", "shard"),
+        ("shard", "tensor"),
+    ):
         for size in (n for n in range(2, ranks + 1) if ranks % n == 0):
             if size < ranks:
                 found.append(Mesh({outer: ranks // size, inner: size}))

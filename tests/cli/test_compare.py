@@ -96,7 +96,7 @@ def test_what_has_no_meaning_is_refused_before_anything_is_started(tmp_path: Pat
     assert "unknown task 'mnist'" in refused("mnist")
     assert "--mesh tensor=3 has 3 places" in refused("mnist-cnn", "--nproc", 2, "--meshes", "tensor=3")
     assert "unknown dimension of the mesh 'tensors'" in refused("mnist-cnn", "--nproc", 2, "--meshes", "tensors=2")
-    assert "are not shared along their sequence" in refused("mnist-cnn", "--nproc", 2, "--meshes", "context=2")
+    assert "Leave out tensor" in refused("mnist-cnn", "--nproc", 4, "--meshes", "context=2,tensor=2")
     assert "--meshes tensor=2, say" in refused("mnist-cnn", "--nproc", 2, "--sequence-parallel")
     assert "one process shares its model with nobody" in refused("mnist-cnn", "--nproc", 1, "--meshes", "auto")
     assert "cannot be read" in refused("mnist-cnn", "--config", tmp_path / "none.toml")

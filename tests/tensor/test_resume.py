@@ -22,8 +22,16 @@ from paceline.strategies import STRATEGIES, Replica
 from paceline.train.sharing import ALONE, Wish, share_model
 from paceline.worker.world import on_mesh
 
-WAYS = ("bucketed", "exact", "zero", "fsdp", "tensor=2", "pipeline=2")
-OF_FOUR = (*WAYS[:4], "tensor=4", "data=2,tensor=2", "data=2,pipeline=2", "shard=2,tensor=2")
+WAYS = ("bucketed", "exact", "zero", "fsdp", "tensor=2", "pipeline=2", "context=2")
+OF_FOUR = (
+    *WAYS[:4],
+    "tensor=4",
+    "data=2,tensor=2",
+    "data=2,pipeline=2",
+    "shard=2,tensor=2",
+    "data=2,context=2",
+    "shard=2,context=2",
+)
 PLAN = BatchPlan(48, 11, 4, accumulation=2)
 VIRTUAL, SAVED_AT, STEPS = 4, 2, 4
 
@@ -93,7 +101,14 @@ def _apart(got: Tensor, want: Tensor) -> float:
 
 @pytest.mark.ranks
 def test_a_mesh_goes_on_where_a_strategy_has_stopped_and_the_other_way_round(tmp_path: Path) -> None:
-    pairs = [("tensor=2", "zero"), ("fsdp", "tensor=2"), ("tensor=2", "pipeline=2"), ("pipeline=2", "exact")]
+    pairs = [
+        ("tensor=2", "zero"),
+        ("fsdp", "tensor=2"),
+        ("tensor=2", "pipeline=2"),
+        ("pipeline=2", "exact"),
+        ("exact", "context=2"),
+        ("context=2", "tensor=2"),
+    ]
     for pair, apart in run_ranks(go_on, 2, tmp_path, str(tmp_path), pairs)[0].items():
         assert apart < 1e-9, pair
 

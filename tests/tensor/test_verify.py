@@ -55,6 +55,17 @@ def test_two_ranks_along_tensor_equal_one_process(tmp_path: Path) -> None:
 
 @pytest.mark.ranks
 @pytest.mark.needs("transformers")
+def test_sequences_that_are_shared_from_the_first_layer_to_the_last_equal_one_process(tmp_path: Path) -> None:
+    tasks = [GPT, f"{HERE}/models.py:hugging_face"]
+    check(run_ranks(verified, 2, tmp_path, tasks, "context=2", ["single", "fsdp"])[0])
+    own = [f"{EXAMPLES}/own_transformer.py:task"]
+    alone, cut = run_ranks(verified, 2, tmp_path, own, "context=2", ["single", "fsdp"])[0]
+    check([alone])
+    assert cut.finding is not None and "a weight (32, 32) is used beside its own layer" in cut.finding.detail
+
+
+@pytest.mark.ranks
+@pytest.mark.needs("transformers")
 def test_sequences_that_are_cut_between_layers_equal_one_process(tmp_path: Path) -> None:
     tasks = [GPT, f"{HERE}/models.py:hugging_face", f"{EXAMPLES}/own_transformer.py:task"]
     check(run_ranks(verified, 2, tmp_path, tasks, "tensor=2", ["single"], "", 2, True)[0])
@@ -97,7 +108,7 @@ def _bias_on_each_rank() -> Any:
         def forward(self: Any, x: Any) -> Tensor:
             return local.summed(F.linear(local.share(x), self.weight, self.bias))
 
-        layers.subclassed(module, forward=layers._apart(forward))
+        layers.subclassed(module, forward=layers.apart(forward))
 
     return layers, "rowwise", rowwise
 
@@ -185,18 +196,56 @@ BUGS: dict[str, tuple[Callable[[], Any], set[str]]] = {
 
 
 # what the comparison with the whole model's loss, before the first step, stops already
-REFUSED = {"a bias counts on each rank", "a rank looks up its neighbour's words", "the ranks' weights are drawn apart"}
+REFUSED = {
+    "a bias counts on each rank", "a rank looks up its neighbour's words", "the ranks' weights are drawn apart",
+    "ranks do not exchange places for heads",
+}  # fmt: skip
+
+
+def _of_own_places() -> Any:
+    from paceline.tensor import context, exchange
+
+    return context, "SUMMANDS", exchange.EVERYWHERE
+
+
+def _places_for_heads_wrong() -> Any:
+    from paceline.tensor import exchange
+
+    return exchange.dist, "all_to_all_single", lambda got, sent, group: got.copy_(sent)
+
+
+def _back_by_own_places() -> Any:
+    """Forward is right: heads for places; backward each keeps what it has."""
+    from paceline.tensor import exchange
+
+    return exchange._Exchange, "backward", staticmethod(lambda ctx, g: (g.view(g.shape), None, None, None, None))
+
+
+OF_CONTEXT: dict[str, tuple[Callable[[], Any], set[str]]] = {
+    "a weight's gradient is of this rank's places": (_of_own_places, {"gradient", "sync"}),
+    "ranks do not exchange places for heads": (_places_for_heads_wrong, {"loss", "gradient"}),
+    "gradients are not exchanged back": (_back_by_own_places, {"gradient", "sync", "error"}),
+    "each rank draws its own dropout": (_own_dropout, {"loss", "random", "sync"}),
+    "losses are added up over ranks that share them": (_all_add_losses, {"loss", "samples", "mean"}),
+}
+OF_TENSOR = [*BUGS]
+BUGS |= OF_CONTEXT
 
 
 @pytest.mark.ranks
 @pytest.mark.soak
+@pytest.mark.needs("transformers")
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("bug", BUGS)
-def test_planted_bugs_are_found_and_named(tmp_path: Path, bug: str) -> None:
+@pytest.mark.parametrize(
+    ("mesh", "bug"),
+    [*(("tensor=2", bug) for bug in OF_TENSOR), *(("context=2", bug) for bug in OF_CONTEXT)],
+)
+def test_planted_bugs_are_found_and_named(tmp_path: Path, mesh: str, bug: str) -> None:
+    task = GPT if mesh == "tensor=2" else f"{HERE}/models.py:hugging_face"
     try:
-        (result,) = run_ranks(verified, 2, tmp_path, [GPT], "tensor=2", ["single"], bug, 1)[0]
+        (result,) = run_ranks(verified, 2, tmp_path, [task], mesh, ["single"], bug, 1)[0]
     except RankFailedError as refused:
-        assert bug in REFUSED and "in _compare" in str(refused)
+        assert bug in REFUSED and "in compare_losses" in str(refused)
         return
     assert result.finding is not None, f"{bug}: not found"
     assert result.finding.cause in BUGS[bug][1], result.finding

@@ -209,7 +209,7 @@ def gradients(survey: Survey) -> Check:
     return checked("all-reduce", told, findings)
 
 
-def layout(survey: Survey) -> Check:
+def mesh_layout(survey: Survey) -> Check:
     """Ranks that share layers, and so talk in each of them, share a host."""
     mesh = survey.wanted.mesh
     assert mesh is not None

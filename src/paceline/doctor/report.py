@@ -30,7 +30,7 @@ def _checks(survey: Survey) -> Iterator[Check]:
     yield checks.software(survey)
     yield checks.resources(survey)
     if survey.wanted.mesh:
-        yield checks.layout(survey)
+        yield checks.mesh_layout(survey)
     if any(one.gpus for one in survey.facts.values()):
         yield checked("gpus", checks.cards(survey), checks.gpus(survey))
     if several:

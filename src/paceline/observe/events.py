@@ -73,6 +73,13 @@ class Skipped(Event, frozen=True, tag="skipped"):
     samples: list[Count]  # that made it so, of all ranks, as far as they are known
 
 
+class Vouched(Event, frozen=True, tag="vouched"):
+    """This rank saves the state after `step` alone: `ranks` took part in it, and have not lived to write it down."""
+
+    step: Count
+    ranks: list[Few]
+
+
 class RolledBack(Event, frozen=True, tag="rolled-back"):
     """The state is again that after step `to`; later steps of this start are taken once more."""
 
@@ -151,8 +158,8 @@ class Ended(Event, frozen=True, tag="ended"):
 
 
 _Known = (
-    Started | Step | Skipped | RolledBack | Samples | Evaluated | Checkpointed | Snapshotted | Anatomy | Traced | Notice
-    | Ended
+    Started | Step | Skipped | RolledBack | Vouched | Samples | Evaluated | Checkpointed | Snapshotted | Anatomy
+    | Traced | Notice | Ended
 )  # fmt: skip
 _decode = msgspec.json.Decoder(_Known).decode
 

@@ -128,37 +128,49 @@ def cut_along_tensor(
     view = View(mesh, cuts, model)
     names = {id(p): name for name, p in model.named_parameters()}
 
+    def after() -> None:
+        inputs.forget()
+        cutting.used_elsewhere[:] = sorted(names[one] for one in view.used_elsewhere)
+
+    computed_in(model, view, after)
+    if probe is not None and expected is not None:
+        compare_losses(probe, expected, world, "Say in Task(parallelize=...) which layers are cut, or stay whole")
+    return cutting
+
+
+def computed_in(model: nn.Module, view: View, after: Callable[[], object] = lambda: None) -> None:
+    """Let `view` listen to the model's forwards; `after` is called when one is over."""
+
     def forward(inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
             with view:
                 outputs = inner(*args, **kwargs)
         finally:
-            inputs.forget()
-        cutting.used_elsewhere[:] = sorted(names[one] for one in view.used_elsewhere)
+            after()
         # an evaluation asks one of these ranks for its numbers, and fetching needs all of them
         return tree_map(given if torch.is_grad_enabled() else made_whole, outputs)
 
     around_forward(model, forward)
-    if probe is not None and expected is not None:
-        _compare(probe, expected, world)
-    return cutting
 
 
-def _compare(probe: Callable[[], float], expected: float, world: World) -> None:
-    """Raise UsageError if a model that is cut does not give the loss of the whole one (a collective)."""
+def compare_losses(probe: Callable[[], float], expected: float, world: World, advice: str) -> None:
+    """See that a model that ranks share gives the loss of the whole one (a collective).
+
+    Raises:
+        UsageError: it does not. On one rank, ToldElsewhere on the others.
+    """
     found, error = math.nan, None
     try:
         found = probe()
     except (NotImplementedError, RuntimeError) as caught:  # which of them torch raises depends on the operation
         error = caught
     with together(world):  # also where only some of the ranks have met it
-        advice = "Say in Task(parallelize=...) which layers are cut, or stay whole"
         if error is not None:
             first = str(error).strip().splitlines()[0] if str(error) else type(error).__name__
-            words = f"--mesh: the model's code does something between two cut layers that torch cannot share: {first}"
+            words = f"--mesh: the model's code does something that torch cannot share between ranks: {first}"
             raise UsageError(f"{words}. {advice}") from error
         if not math.isclose(found, expected, rel_tol=SAME, abs_tol=SAME):
-            words = f"--mesh: cut, the model has a loss of {found:.6g} on its first samples, not {expected:.6g}"
+            words = f"--mesh: shared, the model has a loss of {found:.6g} on its first samples, not {expected:.6g}"
             raise UsageError(f"{words}: its code takes a share for the whole. {advice}")
 
 

@@ -16,8 +16,10 @@ from torch.distributed.tensor import DTensor
 
 from paceline.checkpoint.cut import CutParameter
 from paceline.compute.rules import subclassed
+from paceline.tensor.attention import attention, dropout
+from paceline.tensor.exchange import everywhere
 from paceline.tensor.transfers import Local
-from paceline.tensor.view import Fused, attention, dropout, everywhere, made_whole
+from paceline.tensor.view import Fused, made_whole
 from paceline.worker.world import World
 
 
@@ -55,7 +57,7 @@ def _linear(module: Any, x: Tensor, bias: Tensor | None) -> Tensor:
     return F.linear(x, weight, bias)
 
 
-def _apart(forward: Callable[..., Any]) -> Callable[..., Any]:
+def apart(forward: Callable[..., Any]) -> Callable[..., Any]:
     """A forward that `View` does not listen to."""
 
     def quiet(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -76,7 +78,7 @@ def colwise(module: nn.Module, local: Local, parts: Sequence[int], ranks: int) -
             return local.shared(y)
         return Fused.of([local.shared(part) for part in y.split([width // ranks for width in parts], -1)])
 
-    subclassed(module, forward=_apart(forward))
+    subclassed(module, forward=apart(forward))
 
 
 def rowwise(module: nn.Module, local: Local) -> None:
@@ -85,7 +87,7 @@ def rowwise(module: nn.Module, local: Local) -> None:
     def forward(self: Any, x: Any) -> Tensor:
         return local.summed(_linear(self, local.share(x), None), self.bias)
 
-    subclassed(module, forward=_apart(forward))
+    subclassed(module, forward=apart(forward))
 
 
 def vocabulary(module: nn.Module, local: Local, first: int) -> None:
@@ -100,7 +102,7 @@ def vocabulary(module: nn.Module, local: Local, first: int) -> None:
         found = F.embedding(own.clamp(0, count - 1), self.weight, padding)
         return local.summed(found * there.unsqueeze(-1).to(found.dtype))
 
-    subclassed(module, forward=_apart(forward))
+    subclassed(module, forward=apart(forward))
 
 
 def by_heads(module: nn.MultiheadAttention, local: Local, ranks: int) -> None:
@@ -112,7 +114,7 @@ def by_heads(module: nn.MultiheadAttention, local: Local, ranks: int) -> None:
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         q, k, v = _projected(self, local, query, key, value)
-        mask = _mask(attn_mask, key_padding_mask, q.dtype, self.num_heads)
+        mask = mask_of_heads(attn_mask, key_padding_mask, q.dtype, self.num_heads)
         p = self.dropout if self.training else 0.0
         qs, ks, vs = (local.shared(one, 1) for one in (q, k, v))
         weights = None
@@ -133,7 +135,7 @@ def by_heads(module: nn.MultiheadAttention, local: Local, ranks: int) -> None:
             return y.squeeze(1), None if weights is None else weights.squeeze(0)
         return y.transpose(0, 1) if self.batch_first else y, weights
 
-    subclassed(module, forward=_apart(forward))
+    subclassed(module, forward=apart(forward))
 
 
 def _projected(module: Any, local: Local, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
@@ -150,7 +152,7 @@ def _projected(module: Any, local: Local, query: Tensor, key: Tensor, value: Ten
     return tuple(found)
 
 
-def _mask(mask: Tensor | None, padding: Tensor | None, dtype: torch.dtype, heads: int) -> Tensor | None:
+def mask_of_heads(mask: Tensor | None, padding: Tensor | None, dtype: torch.dtype, heads: int) -> Tensor | None:
     """To be added to the scores (B or 1, heads or 1, L, S) of all heads, from what nn.MultiheadAttention takes."""
 
     def added(one: Tensor) -> Tensor:

@@ -12,21 +12,21 @@ and values is taken apart without sending anything.
 """
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from math import prod, sqrt
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from paceline.checkpoint.cut import CutParameter
-
-EVERYWHERE, SUMMANDS = [Replicate()], [Partial()]
+from paceline.tensor.attention import attention, dropout
+from paceline.tensor.exchange import EVERYWHERE, everywhere
 
 
 class Fused(Tensor):
@@ -78,6 +78,8 @@ class View(TorchFunctionMode):
                 return found
         if func in _JOINED:  # nothing, of one dimension, counts as nothing of any: caches of keys begin so
             args = ([one for one in args[0] if one.shape != (0,)], *args[1:])
+            if len(args[0]) == 1:
+                return args[0][0]
         args, kwargs = tree_map(self._seen, args), tree_map(self._seen, kwargs)
         if func in _DROPOUT:
             return dropout(*args, **kwargs)
@@ -124,75 +126,10 @@ def _leaves(values: Any) -> Iterator[Any]:
             yield value
 
 
-def everywhere(tensor: Tensor, mesh: DeviceMesh) -> DTensor:
-    """What every rank has alike; its gradient is the sum of what each rank's share of the work gives."""
-    return DTensor.from_local(tensor, mesh, EVERYWHERE)
-
-
 def made_whole(one: Any) -> Any:
     """A plain tensor of the whole, on every rank; anything else as it is."""
     one = _joined(one.parts, -1) if isinstance(one, Fused) else one
     return one.redistribute(placements=EVERYWHERE).to_local() if isinstance(one, DTensor) else one
-
-
-def dropout(input: DTensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    """As `F.dropout` on one process: the mask is drawn whole, and each rank takes its share."""
-    if not training or p == 0.0:
-        return input
-    if input.placements[0].is_partial():
-        input = input.redistribute(placements=EVERYWHERE)
-    drawn = torch.empty_strided(input.shape, input.stride(), dtype=input.dtype, device=input.device)
-    noise = drawn.bernoulli_(1 - p) if p < 1 else drawn.zero_()
-    noise = noise.div_(1 - p) if p < 1 else noise
-    mask = everywhere(noise, input.device_mesh).redistribute(placements=input.placements)
-    return input.mul_(mask) if inplace else input * mask
-
-
-def attention(
-    query: DTensor,
-    key: DTensor,
-    value: DTensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    """`F.scaled_dot_product_attention` of (..., heads, length, width): each rank computes its heads."""
-    mesh, heads = query.device_mesh, query.ndim - 3
-    shared = heads >= 0 and all(one.shape[heads] % mesh.size() == 0 for one in (query, key, value))
-    place: list[Any] = [Shard(heads)] if shared else EVERYWHERE
-    q, k, v = (one.redistribute(placements=place).to_local() for one in (query, key, value))
-    mask = attn_mask
-    if isinstance(mask, DTensor):
-        per_head = shared and mask.ndim == query.ndim and mask.shape[heads] == query.shape[heads]
-        mask = mask.redistribute(placements=place if per_head else EVERYWHERE)
-        mask = mask.to_local(grad_placements=place if per_head or not shared else SUMMANDS)
-    if dropout_p == 0.0:
-        found = F.scaled_dot_product_attention(q, k, v, mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
-        return DTensor.from_local(found, mesh, place)
-    return _attention_with_dropout(
-        q, k, v, mask, dropout_p, is_causal, scale, lambda t: DTensor.from_local(t, mesh, place)
-    )
-
-
-def _attention_with_dropout(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float, is_causal: bool, scale: float | None,
-    shared: Callable[[Tensor], DTensor],
-) -> Tensor:  # fmt: skip
-    """By its definition, as torch computes it with dropout: that is drawn for all heads."""
-    if k.ndim == 4 and k.shape[1] != q.shape[1]:
-        k, v = (one.repeat_interleave(q.shape[1] // one.shape[1], 1) for one in (k, v))
-    if is_causal:
-        mask = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
-    if mask is not None and mask.dtype == torch.bool:
-        mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, float("-inf"))
-    root = sqrt(1 / sqrt(q.shape[-1]) if scale is None else scale)
-    scores = (q * root) @ (k * root).transpose(-2, -1)
-    weights = shared((scores if mask is None else scores + mask).softmax(-1))
-    kept = dropout(weights, p)
-    assert isinstance(kept, DTensor)
-    return shared(kept.to_local() @ v)
 
 
 def _taken_apart(func: Any, fused: Fused, *args: Any, **kwargs: Any) -> Any:

@@ -3,6 +3,7 @@
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import msgspec
@@ -61,7 +62,7 @@ class Keeping:
         """
         self._holder, self._world, self._rhythm, self._writer, self._say = holder, holder.world, rhythm, writer, say
         self._enter = enter
-        self._checkpoints = Checkpoints(place.folder / CHECKPOINTS)
+        self._folder, self._checkpoints = place.folder, Checkpoints(place.folder / CHECKPOINTS)
         self._claim = Claim(place.attempt, place.generation)
         with together(self._world):
             if self._world.rank == 0:
@@ -158,6 +159,8 @@ class Keeping:
             return
         self._enter(Phase.CHECKPOINT)  # the agent waits for a rank that it sees at work
         try:
+            if unwritten := self._unwritten(step):
+                self._writer.write(events.Vouched(step, unwritten))
             self._writer.flush()
             path = save_alone(
                 self._holder, step, content, self._checkpoints, self._claim, keep=self._rhythm.keep, say=self._say
@@ -166,6 +169,16 @@ class Keeping:
         except Exception as error:  # the run ends with the stall, whatever this is
             words = f"the state after step {step} cannot be saved: {error}"
         print(f"rank {world.rank}: {words}", file=sys.stderr, flush=True)
+
+    def _unwritten(self, step: int) -> list[int]:
+        """The ranks that have not written down `step`, of which the state here has their part."""
+        others = {*range(self._world.size)} - {self._world.rank}
+        with suppress(OSError):
+            for rank, path in events.event_files(self._folder).items():
+                own = (e for e in events.last_events(path) if isinstance(e, events.Step | events.Started))
+                if isinstance(newest := next(own, None), events.Step) and newest.step >= step:
+                    others.discard(rank)
+        return sorted(others)
 
     def save_after(self, error: BaseException, step: int, content: Callable[[], Content]) -> None:
         """After an error: publish the state after `step`, unless that is what is wrong."""

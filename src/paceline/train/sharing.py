@@ -24,6 +24,7 @@ from paceline.strategies.pipelined import Division, divided, pipelined
 from paceline.sums import gather_words, together, told_once
 from paceline.sums.replicate import broadcast_module
 from paceline.tasks.task import Task, call
+from paceline.tensor.context import share_along_context
 from paceline.train.cut_task import cut_task
 from paceline.train.evaluate import evaluating
 from paceline.train.step import weighted_losses
@@ -99,6 +100,8 @@ def share_model(
             task, model, tried, samples, world, wish.strategy, plan.global_batch, sequence=wish.sequence
         )  # fmt: skip
         return Sharing(cuts, lines=lines)
+    if world.along("context").size > 1:
+        return Sharing(lines=share_along_context(model, world, partial(_tried, model, loss)))
     if (stages := world.along("pipeline").size) > 1:
         names, way = [name for name in wish.stages_at.split(",") if name], wish.schedule
         broadcast_module(model)  # whole: stages of models that were drawn apart would make up none

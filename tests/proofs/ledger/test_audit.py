@@ -17,7 +17,7 @@ from paceline.config import DataConfig, TrainConfig, dump
 from paceline.data.consumed import fingerprint
 from paceline.data.plan import BatchPlan, ranks_share
 from paceline.errors import UsageError
-from paceline.observe.events import Ended, Event, RolledBack, Samples, Started, Step
+from paceline.observe.events import Ended, Event, RolledBack, Samples, Started, Step, Vouched
 from paceline.observe.writers import EventWriter, fold
 from paceline.proofs.ledger.audit import Audit, audit
 
@@ -369,6 +369,32 @@ def test_a_rank_killed_between_a_step_and_its_samples_is_no_finding(tmp_path):
     file.write_text("".join(file.read_text().splitlines(keepends=True)[:-1]))
     found = audit(tmp_path, lambda n: PLAN)
     assert (found.findings, found.epochs[-1].steps) == ([], 3)
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+@pytest.mark.parametrize("thinned", [0, 2])
+@pytest.mark.parametrize("absent", [{1}, {1, 2}, {0, 2}])
+def test_a_rank_that_another_vouches_for_had_what_the_plan_gives_to_nobody_else(
+    tmp_path: Path, absent: set[int], thinned: int, recorded: bool
+) -> None:
+    """Killed between the sum of the gradients and the record; the state after that step was saved by another."""
+    history = History(PLAN, recorded=recorded, thinned=thinned)
+    for begin in (0, 3):
+        history.begin(3, begin, 1, begin)
+        for step in range(begin + 1, begin + 4):
+            history.step(step)
+    history.starts[-1].ended = True
+    for rank in absent:
+        del history.used[0, 3, rank]
+    history.write(tmp_path)
+    assert named(audit(tmp_path, lambda n: PLAN).findings) >= {3}
+    file = tmp_path / f"events-{min({0, 1, 2} - absent)}.jsonl"
+    lines, words = file.read_bytes().split(b"\n"), msgspec.json.encode(Vouched(3, sorted(absent)))
+    at = max(number for number, line in enumerate(lines) if b'"started"' in line)
+    file.write_bytes(b"\n".join([*lines[:at], words, *lines[at:]]))
+    found = audit(tmp_path, lambda n: PLAN)
+    assert found.findings == []
+    assert any(note.startswith("step 3: rank") and "did not live to write it down" in note for note in found.notes)
 
 
 def test_the_log_of_a_whole_rank_lost_is_a_finding(tmp_path):

@@ -16,7 +16,7 @@ from paceline.data.plan import BatchPlan, Tail
 from paceline.data.streams import ENDLESS
 from paceline.errors import UsageError
 from paceline.proofs.ledger.starts import RunStart, counting, left_out, read_starts
-from paceline.proofs.ledger.steps import JudgedStep, judge_step, sentences, steps_words
+from paceline.proofs.ledger.steps import JudgedStep, judge_step, sentences, steps_words, vouch
 
 MOST_STEPS = 10_000  # that nobody has logged
 MOST_SAMPLES, SAMPLES_A_LINE = 10_000_000, 10_000  # whose order is computed; more where many steps are logged
@@ -84,6 +84,7 @@ def audit(run_dir: Path, make_plan: Callable[[int], BatchPlan]) -> Audit:
     _check_plausible(starts, ranges)
     parts = starts[0].first.stream_parts
     plan = make_plan(ENDLESS if parts else max(1, starts[0].first.num_samples))
+    vouched = [words for start in starts for words in vouch(start, plan)]
     incarnations = [_incarnation(start, counts) for start, counts in zip(starts, ranges, strict=True)]
     result = Audit(plan.num_samples, plan.steps_per_epoch, plan.tail, incarnations, is_stream=parts > 0)
     if parts:
@@ -115,6 +116,7 @@ def audit(run_dir: Path, make_plan: Callable[[int], BatchPlan]) -> Audit:
         result.findings.append("no step counts: there is nothing to prove")
     result.left_out.extend(left_out(starts, ranges))
     result.notes.extend(_left_out_note(result.left_out))
+    result.notes.extend(vouched)
     result.notes.extend(_notes(starts[-1], ranges[-1], plan, result.epochs))
     return result
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 
-from paceline.observe.events import Ended, RolledBack, Samples, Started, Step, event_files, read_events
+from paceline.observe.events import Ended, RolledBack, Samples, Started, Step, Vouched, event_files, read_events
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,8 @@ class Log:
     samples: dict[int, list[int]] = field(default_factory=dict[int, list[int]])  # step -> indices, if recorded
     ended: list[int] = field(default_factory=list[int])
     undone: list[int] = field(default_factory=list[int])  # steps that were taken back
+    vouched: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
+    """step -> ranks that took part in it, and did not live to write it down: see events.Vouched"""
 
     def roll_back(self, to: int) -> None:
         """Forget the steps after `to`, which were taken back: they are taken once more."""
@@ -65,6 +67,16 @@ class RunStart:
         records = (record for log in self.logs for found in log.steps.values() for record in found)
         return sorted({step for record in records for step in covered(record)})
 
+    def unwritten(self) -> dict[int, list[Log]]:
+        """By step the logs of ranks that have not written it down, and another vouches for."""
+        found: dict[int, list[Log]] = {}
+        for step in sorted({step for log in self.logs for step in log.vouched}):
+            named = {rank for log in self.logs for rank in log.vouched.get(step, ())}
+            absent = [log for log in self.logs if log.started.rank in named and max(log.steps, default=0) < step]
+            if absent:
+                found[step] = absent
+        return found
+
     def spans(self, counts: range) -> Iterator[range]:
         """All of `counts` in pieces: no record stands for steps of two of them. Most pieces are single steps."""
         records = (record for log in self.logs for found in log.steps.values() for record in found)
@@ -102,6 +114,8 @@ def read_starts(run_dir: Path) -> list[RunStart]:
                 log.roll_back(event.to)
             elif isinstance(event, Samples):
                 log.samples.setdefault(event.step, []).extend(event.indices)
+            elif isinstance(event, Vouched):
+                log.vouched[event.step] = event.ranks
             elif isinstance(event, Ended):
                 log.ended.append(event.step)
     logs.sort(key=lambda log: (_order(log), log.started.rank))

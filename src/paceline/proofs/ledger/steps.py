@@ -28,8 +28,8 @@ class JudgedStep:
 def judge_step(span: range, start: RunStart, plan: BatchPlan) -> JudgedStep:
     """Compare what the ranks of `start` have logged of a step, or of a span of them, with the plan."""
     logs = [log for log in start.logs if any(step in log.steps for step in span)]
-    lines = [line for log in logs for line in _lines(span, log)]
     own = start.first.own_order
+    lines = [line for log in logs for line in _lines(span, log)]
     planned = None if own else torch.cat([_planned(step, plan) for step in span])
     consumed = sum(line.consumed for line in lines)
     faults = list(_faults(span, start, logs, plan)) if logs else [f"missing: {start.name} did not log it"]
@@ -43,8 +43,44 @@ def judge_step(span: range, start: RunStart, plan: BatchPlan) -> JudgedStep:
     return JudgedStep(span, faults, indices, consumed, add(*map(_fingerprint, lines)), epoch)
 
 
+def vouch(start: RunStart, plan: BatchPlan) -> Iterator[str]:
+    """Add to logs what another rank vouches for: what the plan gives to nobody else in that step; say so."""
+    for step, absent in start.unwritten().items() if not start.first.own_order else ():
+        there = [log for log in start.logs if log.steps and log not in absent]
+        shares = sorted(line.share for log in there for line in next(iter(log.steps.values()))[:1] if line.share)
+        shares = [share for share in shares if share[0] < share[1]]
+        begins, ends = [*(a for a, _ in shares), plan.virtual_ranks], [0, *(b for _, b in shares)]
+        gaps = [(end, begin) for end, begin in zip(ends, begins, strict=True) if end < begin]
+        skipped = any(line.skipped for log in there for line in log.steps.get(step, ()))
+        for number, log in enumerate(absent):
+            share = gaps[number] if number < len(gaps) else (0, 0)
+            used = _share_of(share, range(step, step + 1), plan) if share[1] else torch.empty(0, dtype=torch.int64)
+            epoch, told = (step - 1) // plan.steps_per_epoch, f"{fingerprint(used):016x}"
+            log.steps[step] = [
+                Step(step, epoch, 0.0, 0, 0.0, 0.0, 0.0, 0.0, None, share, len(used), told, skipped=skipped)
+            ]
+            if any(one.samples for one in there):
+                log.samples[step] = used.tolist()
+        ranks = ", ".join(str(log.started.rank) for log in absent)
+        who = f"{'rank' if len(absent) == 1 else 'ranks'} {ranks}"
+        yield (
+            f"step {step}: {who} took part in it, and did not live to write it down. So says the "
+            "rank that saved the state after it; what they used is what the plan gives to nobody else"
+        )
+
+
 def _lines(span: range, log: Log) -> list[Step]:
     return [line for step in span for line in log.steps.get(step, [])]
+
+
+def _share_of(share: tuple[int, int], steps: range, plan: BatchPlan) -> Tensor:
+    """The samples that the plan gives to these virtual ranks."""
+    a, b = share
+    parts: list[Tensor] = []
+    for step in steps:
+        whole = _planned(step, plan)
+        parts += [whole[v :: plan.virtual_ranks] for v in range(a, min(b, max(a + 1, len(whole))))]  # later have none
+    return torch.cat(parts)
 
 
 def _planned(step: int, plan: BatchPlan) -> Tensor:
@@ -94,12 +130,7 @@ def _line_faults(line: Step, log: Log, plan: BatchPlan) -> Iterator[str]:
     a, b = line.share or (0, 0)
     if not 0 <= a < b <= plan.virtual_ranks:
         return  # reported with the shares of all ranks
-    parts: list[Tensor] = []
-    for step in covered(line):
-        whole = _planned(step, plan)
-        share = range(a, min(b, max(a + 1, len(whole))))  # later virtual ranks have nothing of it
-        parts += [whole[v :: plan.virtual_ranks] for v in share]
-    expected = torch.cat(parts)
+    expected = _share_of((a, b), covered(line), plan)
     if line.consumed != len(expected) or _fingerprint(line) != fingerprint(expected):
         yield f"used other samples than the plan's: {line.consumed} where there are {len(expected)}"
     if log.samples and line.steps == 1 and sorted(log.samples.get(line.step, [])) != sorted(expected.tolist()):
