@@ -58,7 +58,8 @@ def test_two_stages_equal_one_process(tmp_path):
 @pytest.mark.parametrize(("size", "mesh"), [(2, "pipeline=2"), (3, "pipeline=3"), (4, "data=2,pipeline=2")])
 def test_all_models_equal_one_process(size, mesh, tmp_path):
     tasks = [TRANSFORMER, *(f"{CHAINS}:{name}" for name in ("gpt2", "drawing", "resnet"))]
-    tasks += [f"{TASKS}:{name}" for name in ("batchnorm", "unused", "tokens", "dropout")]
+    tasks += [f"{TASKS}:{name}" for name in ("batchnorm", "unused", "dropout")]
+    tasks += [f"{TASKS}:tokens"] if size != 3 else []  # it has two layers
     tasks += [SPELLER] if size == 2 else []
     cases = [(task, f"{mesh}{way}") for task in tasks for way in ("", "/gpipe")]
     check(run_ranks(all_results, size, tmp_path, cases, timeout=850)[0])
