@@ -5,6 +5,8 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping, Sequence
 
+from msgspec.structs import replace
+
 from paceline.contract.evidence import Evidence, Op, Phase, Sample, ScriptFinding, Verdict, VerdictKind
 from paceline.contract.marks import LAST_CALLS, MARK, ORDER, SAME_BY_DDP, SUMMED, Mark
 from paceline.contract.windows import Windows
@@ -141,6 +143,19 @@ def test_what_only_some_ranks_tell_is_passed_on_once_the_others_had_the_time_to(
     of_all = silent()
     of_all.see([rank(n, step=60, findings=(stale,)) for n in range(3)], last=True)
     assert of_all.notices == []
+
+
+def test_where_no_majority_says_who_is_wrong_the_rank_that_left_out_a_step_is_guilty() -> None:
+    left_out = ScriptFinding("stale", 5, "left out a step after backward(), as never before: words")
+
+    def told(by: Sequence[int], finding: ScriptFinding = left_out) -> Verdict:
+        found = seen(*(rank(n, step(5, n), findings=(finding,) if n in by else ()) for n in range(3)))
+        assert found is not None and found.kind is VerdictKind.DIVERGED
+        return found
+
+    assert (told([1]).guilty, told([1]).tie) == ((1,), ())
+    assert told([1]).sentences[-1] == "rank 1 left out a step after backward(), as never before: words (step 5)"
+    assert told([0, 1, 2]).guilty == told([1], replace(left_out, step=9)).guilty == (), "all did, or later"
 
 
 def test_a_swallowed_exception_is_told_once_and_again_with_the_drift_that_it_made() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -176,6 +176,21 @@ def test_a_step_without_backward_is_told_where_each_before_had_one(box: Box) -> 
         told = [one.words for one in read_findings(box.descriptor)]
         assert len(told) == (number >= 30), number
     assert told[0].startswith("made a step without backward()")
+
+
+def test_a_step_that_is_left_out_is_told_where_each_backward_before_had_one(box: Box) -> None:
+    def told(windows: Sequence[int]) -> list[str]:
+        optimizer, stale = type("Optimizer", (), {})(), Stale(box, ScriptPhases(box))
+        before = len(read_findings(box.descriptor))
+        for backwards in windows:
+            for _ in range(backwards):
+                stale.backward_begins(None)
+            stale.step_begins(optimizer)
+        return [one.words for one in read_findings(box.descriptor)][before:]
+
+    assert told([1] * 40) == told([4, 4, 4, 2] * 10) == told([1, 2] * 20) == told([4] * 20 + [2] + [4] * 20) == []
+    (words,) = told([1] * 20 + [2] + [1] * 20 + [2])
+    assert words.startswith("left out a step after backward(), as never before")
 
 
 @pytest.mark.parametrize(("same_from", "zeros"), [(None, False), (20, False), (20, True)])

@@ -40,9 +40,8 @@ HANGS = (
     Fault("holds-the-gil", "is caught in C code that holds the interpreter's lock", (Fate.BEHIND,)),
     Fault("never-reaches-init", "does not come to init_process_group", (Fate.NOT_MET,)),
     Fault("two-ranks-sleep", "sleep", (Fate.BEHIND,), guilty=(1, 2), world=4),
-    # rank 0 may have forgotten it
-    Fault("recv-without-send", "waits for a message that rank 0 does not send",
-          (Fate.DEADLOCK, Fate.MISMATCH, Fate.BEHIND), (STALLED, MISMATCH), lucky=True),
+    Fault("recv-without-send", "waits for a message that the other does not send, which may have forgotten it",
+          (Fate.DEADLOCK, Fate.MISMATCH, Fate.BEHIND), (STALLED, MISMATCH), world=2, tie=True),
     Fault("swapped-groups", "enters two groups in the other order", (Fate.DEADLOCK,), (STALLED, MISMATCH)),
     Fault("loader-hangs", "waits for a loader process that hangs", (Fate.LOADER,), way=Way.TASK,
           options=("--num-workers", "1"), line=False),
@@ -148,7 +147,8 @@ LATE = tuple(replace(fault, late=True) for fault in (
     Fault("hook-sleeps", "sleeps in a hook of the backward", (Fate.BEHIND,), step=10),
     Fault("no-sync", "keeps the gradients of one step, which the others reduce", (Fate.MISMATCH,), step=7),
     Fault("other-root", "broadcasts from itself where the others do from rank 0", (Fate.MISMATCH,)),
-    Fault("group-not-made", "does not call new_group", (Fate.NOT_MET, Fate.BEHIND, Fate.MISMATCH), (STALLED, MISMATCH)),
+    # of others alone; it harms nobody over gloo, and an alarm would be false
+    Fault("group-not-made", "does not call new_group", (Fate.QUIET,), guilty=(), line=False),
     Fault("all-rest", "rests for 8 s, as all others do", (Fate.QUIET,), guilty=(), line=False),
 ))  # fmt: skip
 

@@ -79,7 +79,6 @@ class Fault:
     world: int = 3
     way: Way = Way.SCRIPT
     needs: Needs = Needs.NOTHING
-    lucky: bool = False  # luck decides who is to blame
     tie: bool = False  # two ranks disagree: both must be named, and neither blamed
     line: bool = True  # the culprit's source line can be named
     words: str = ""  # a pattern that the text must hold, where no rank is the answer
@@ -102,7 +101,7 @@ class Fault:
     @property
     def single(self) -> bool:
         """Whether there is one culprit, to be named in every repetition."""
-        return len(self.guilty) == 1 and not self.tie and not self.lucky
+        return len(self.guilty) == 1 and not self.tie
 
     @property
     def silent(self) -> bool:

@@ -134,8 +134,12 @@ class Silent:
             for found in rank.findings
             if found.kind == "swallowed" and found.step <= mark.number + 1
         ]
-        tie = () if one.guilty else tuple(tuple(sorted(party)) for party in one.parties)
-        return Verdict(VerdictKind.DIVERGED, one.guilty, tie, tuple(lines), step=mark.number)
+        odd = {rank.rank: f"rank {rank.rank} {found.words} (step {found.step})" for rank in ranks
+               for found in rank.findings if found.kind == "stale" and found.step <= mark.number + 1}  # fmt: skip
+        odd = odd if len(odd) < self._size else {}
+        guilty = one.guilty or tuple(sorted(odd))  # no majority says who is wrong, but what one alone has done
+        tie = () if guilty else tuple(tuple(sorted(party)) for party in one.parties)
+        return Verdict(VerdictKind.DIVERGED, guilty, tie, (*lines, *odd.values()), step=mark.number)
 
     def _order(self, at: int, calls: Mapping[int, Calls]) -> Verdict | None:
         if ("order",) in self._said:

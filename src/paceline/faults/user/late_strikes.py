@@ -111,7 +111,7 @@ def other_root(state: State) -> None:
 
 
 def group_not_made(state: State) -> None:
-    """On all ranks: a new group, which all must make; the guilty one does not, for it takes no part in it."""
+    """On all ranks: a new group, which all should make; one does not, for it takes no part in it."""
     if not state.now():
         dist.new_group([0, 2])
 

@@ -109,7 +109,7 @@ def main() -> None:
             if others or plan.name == "swapped-collectives":
                 two_sums(plan, state.now(), others)
             optimizer.zero_grad()
-            loss.backward()  # FAULT: group-not-made
+            loss.backward()
             optimizer.step()
             if step % TOTALS_EVERY == 0:
                 reduce_totals(state, loss)

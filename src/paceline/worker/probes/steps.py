@@ -25,7 +25,7 @@ USUAL_STEPS, LEAST_STEPS = 15, 4  # by which it is judged what a step takes
 UNUSUAL_FACTOR, UNUSUAL_NS = 3, 10_000_000
 ASIDE: Sequence[Phase] = (Phase.USER, Phase.DATA, Phase.FORWARD)
 MOST_SWALLOWED, MOST_CHARS = 3, 300
-PAIR_EVERY, PAIRS, FEW_ELEMENTS = 8, 4, 256  # inputs of so many pairs of steps must be equal
+PAIR_EVERY, PAIRS, FEW_ELEMENTS = 8, 2, 256  # inputs of so many pairs of steps must be equal
 
 
 class Counted(Events):
@@ -126,7 +126,7 @@ class Swallowed(Events):
 
 
 class Stale(Events):
-    """Tells of a step that has no gradients of its own, and of a batch that comes again and again.
+    """Tells of a step that has no gradients of its own, or was left out, and of a batch that comes again and again.
 
     It may be meant so: only what other ranks do not tell is passed on.
     """
@@ -134,7 +134,8 @@ class Stale(Events):
     def __init__(self, box: Box, steps: Counted) -> None:
         self._box, self._steps = box, steps
         self._backwards = 0
-        self._stepped: WeakKeyDictionary[Any, tuple[int, int]] = WeakKeyDictionary()  # backwards then, steps in a row
+        self._stepped: WeakKeyDictionary[Any, tuple[int, int, int]] = WeakKeyDictionary()
+        """by optimizer: backwards until its last step, how many of them were its own, how often so many in a row"""
         self._inputs: WeakKeyDictionary[Any, tuple[int, list[str], int]] = WeakKeyDictionary()
         self._told: set[str] = set()
 
@@ -142,10 +143,13 @@ class Stale(Events):
         self._backwards += 1
 
     def step_begins(self, optimizer: Any) -> None:
-        backwards, usual = self._stepped.get(optimizer, (-1, 0))
-        if backwards == self._backwards and usual >= USUAL_STEPS:
+        backwards, usual, times = self._stepped.get(optimizer, (-1, 0, 0))
+        own = self._backwards - backwards
+        if own == 0 and times >= USUAL_STEPS:
             self._tell("made a step without backward(), as none before: a batch left out, or an error swallowed")
-        self._stepped[optimizer] = self._backwards, 0 if backwards == self._backwards else usual + 1
+        elif own > usual and times >= USUAL_STEPS:
+            self._tell("left out a step after backward(), as never before: an error swallowed, or a batch left out")
+        self._stepped[optimizer] = self._backwards, own, times + 1 if own == usual else 0
 
     def forward_begins(self, ddp: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
         step = self._steps.done
