@@ -84,6 +84,18 @@ def test_ranks_that_take_uneven_numbers_of_steps_on_purpose_are_not_compared() -
     ]
 
 
+def test_without_ddp_a_rank_that_took_far_fewer_steps_is_told_at_the_end() -> None:
+    def told(*steps: int, last: bool = True) -> list[str]:
+        looks = silent()
+        assert looks.see([rank(n, step=count) for n, count in enumerate(steps)], last=last) == []
+        return looks.notices
+
+    assert told(240, 240, 200) == told(240, 240, 0) == told(240, 240, 152, last=False) == []
+    assert told(240, 240, 152) == [
+        "rank 2 took 152 steps, the others 240: is its part of the data meant to be so small?"
+    ]
+
+
 def test_without_ddp_only_what_was_equal_while_it_moved_must_stay_so() -> None:
     flags = 3 << 16
     assert seen(*(rank(n, *(step(s, s + n, flags=flags) for s in range(1, 9))) for n in range(3))) is None

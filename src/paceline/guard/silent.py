@@ -20,6 +20,7 @@ LOOKS = 3  # until every rank will have told what it has seen
 LATE_STEPS = 20  # after which the others will not tell it any more
 MOST_PARTIES = 4
 SHORT = 0.5  # of the others' steps: so few are told, though they may be meant
+FEWER = 0.8  # the same, where nothing says that ranks must take as many: replicas that are averaged now and then
 
 AskCalls = Callable[[], Mapping[int, Mapping[int, Op]]]
 Names = Callable[[], Mapping[str, Sequence[str]]]
@@ -159,7 +160,14 @@ class Silent:
     def _uneven(self, ranks: Sequence[Sample]) -> Verdict | None:
         ddp = any(mark.flags & SAME_BY_DDP for one in ranks for mark in marks_of(one.marks))
         steps = {one.rank: one.step for one in ranks}
-        if not (ddp or self._comparison.proven) or len({*steps.values()}) < 2 or not self._new("uneven"):
+        if len({*steps.values()}) < 2 or not self._new("uneven"):
+            return None
+        if not (ddp or self._comparison.proven):
+            for rank, step in steps.items():
+                others = median(other for number, other in steps.items() if number != rank)
+                if 0 < step < FEWER * others:
+                    few = f"rank {rank} took {step} steps, the others {others:g}"
+                    self.notices.append(f"{few}: is its part of the data meant to be so small?")
             return None
         parties = parties_by(steps, lambda step: step)
         right = majority(parties)
