@@ -130,15 +130,24 @@ def by_hand(folder: Path, world: int, *options: str) -> list[subprocess.Popen[by
     return ranks[::-1]
 
 
-def test_where_it_may_the_ranks_that_wait_are_freed_and_all_are_ended(tmp_path: Path) -> None:
-    (tmp_path / "job.py").write_text(SCRIPT)
+def test_where_it_may_the_ranks_that_wait_are_freed_and_all_are_ended_with_what_they_have_started(
+    tmp_path: Path,
+) -> None:
+    begins = "        while not (here"
+    starts = "subprocess.Popen(['sh', '-c', 'sleep 601; :'], start_new_session=True)"
+    child = f"        import subprocess; (here / 'child').write_text(str({starts}.pid))\n"
+    (tmp_path / "job.py").write_text(SCRIPT.replace(begins, child + begins))
     ranks = by_hand(tmp_path, 3, "--end", "--run-dir", str(tmp_path / "run"))
     codes = [one.wait(30) for one in ranks]
     text = (tmp_path / "output.txt").read_text()
     assert codes[1] == -signal.SIGTERM and 1 in codes and 0 not in codes, text  # a busy machine's may raise too late
     assert "RuntimeError" in text and text.count("GUILTY: rank 1 ") == 1
     told = read_verdict(tmp_path / "run" / "attempt-1" / "verdict-1")
-    assert told.verdict.guilty == (1,) and told.verdict.site.startswith(f"job.py:{LINE}")
+    assert told.verdict.guilty == (1,) and told.verdict.site.startswith(f"job.py:{LINE + 1}")
+    wait_until(lambda: not observers(), "the observer ends")
+    child = int((tmp_path / "child").read_text())
+    left = [p.pid for p in processes() if p.runs and child in (p.pid, p.parent)]
+    assert not left
 
 
 def test_who_failed_first_is_told_and_exit_codes_are_the_scripts_own(tmp_path: Path) -> None:

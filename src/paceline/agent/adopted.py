@@ -23,7 +23,7 @@ from paceline.contract.failure import GOOD_ENDS, Failure
 from paceline.contract.introduction import Introduction, Leaving, Meeting, own_peer, receive_word, send_word
 from paceline.contract.node_plan import NodePlan
 from paceline.contract.orders import STOP_SIGNALS, Orders, Readable
-from paceline.host.procfs import exit_code, read_process
+from paceline.host.procfs import descendants, exit_code, read_process
 from paceline.host.sweep import Member
 from paceline.observe.terminal import say
 
@@ -48,6 +48,7 @@ class Adopted(Workers):
         self._strangers: dict[int, Stranger] = {}
         self._farewells: dict[socket.socket, float] = {}  # to ranks that leave, and when at the latest
         self._parents: dict[int, int] = {}  # rank -> its launcher's process on this node
+        self._started: dict[int, int] = {}  # pid -> start of what the ranks had started when they were to end
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -179,16 +180,21 @@ class Adopted(Workers):
     def stop(self, grace_seconds: float) -> None:
         """As `Workers.stop`, where that is allowed."""
         if self.may_end:
+            self._started |= descendants({one.pid for one in self._strangers.values() if one.code is None})
             super().stop(grace_seconds)
 
     def sweep(self) -> None:
-        """Kill those that have been asked to end and have not; what they have started is their launcher's business."""
+        """Kill those that have been asked to end and have not, and what they had started: mpirun, say, does not."""
         if self.stopping:
             for one in self._strangers.values():
                 one.send_signal(signal.SIGKILL)
             deadline = time.monotonic() + KILL_SECONDS
             while not self.over and time.monotonic() < deadline:
                 self.look(select.select(self.readables(), [], [], 0.1)[0])
+            for pid, start in self._started.items():
+                if (process := read_process(pid)) is not None and process.runs and process.start == start:
+                    with suppress(ProcessLookupError, PermissionError):
+                        os.kill(pid, signal.SIGKILL)
         self.left = [one.pid for one in self._strangers.values() if one.code is None]
         self.swept = True
 
