@@ -73,6 +73,7 @@ class _Source:
         """The pid of a new process, our child."""
         libc = ctypes.CDLL(None, use_errno=True)
         # Only now is the child of a descendant that ends ours: what tests leave behind goes to init, as ever.
+        before = _children()
         libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
         try:
             socket.send_fds(self.channel, [order], files)
@@ -81,6 +82,7 @@ class _Source:
             libc.prctl(PR_SET_CHILD_SUBREAPER, 0)
         if not answer.isdecimal():
             raise RuntimeError(f"no process is forked: {answer or 'what forks has ended'}")
+        _adopted.update(_children() - before - {int(answer)})  # whose parent has ended just then
         return int(answer)
 
     def close(self) -> None:
@@ -102,9 +104,29 @@ def _started(number: int) -> Callable[[socket.socket], Any]:
 _sources: dict[int, _Source] = {}  # one set for the whole test run: that is its point
 
 
+_adopted: set[int] = set()
+
+
+def _children() -> set[int]:
+    found: set[int] = set()
+    for path in Path("/proc/self/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # a thread that has ended
+            found.update(map(int, path.read_text().split()))
+    return found
+
+
 def pids() -> set[int]:
-    """The processes that are forked from: no leak of the test that happened to need them first."""
-    return {source.process.pid for source in _sources.values()}
+    """The processes that are forked from: no leak of the test that happened to need them first; and who was adopted."""
+    for pid in _adopted:
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(pid, os.WNOHANG)
+    return {source.process.pid for source in _sources.values()} | {pid for pid in _adopted if not _runs(pid)}
+
+
+def _runs(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
 
 
 def close() -> None:
