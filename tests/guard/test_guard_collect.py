@@ -44,6 +44,28 @@ def test_a_sleeping_worker_says_where_it_is(tmp_path: Path) -> None:
     assert seconds < 2.0
 
 
+READ = "threading.Thread(target=os.read, args=(os.pipe()[0], 1), daemon=True).start()"
+IDLE = "threading.Thread(target=queue.Queue().get, daemon=True).start()"
+CHILD = "r, w = os.pipe()\nos.fork() or (os.close(w), os.read(r, 1), os._exit(0))"
+WAITS_FOR = {
+    "nothing that still runs": ("queue.Queue().get()", True),
+    "a thread that does nothing": (f"{IDLE}\nqueue.Queue().get()", True),
+    "a thread that reads": (f"{READ}\nqueue.Queue().get()", False),
+    "a child": (f"{CHILD}\nqueue.Queue().get()", False),
+    "a file": ("os.read(os.pipe()[0], 1)", False),
+}
+
+
+@pytest.mark.parametrize("what", WAITS_FOR)
+def test_a_wait_for_a_thread_counts_as_sleep_where_no_thread_is_up(what: str, tmp_path: Path) -> None:
+    code, sleeps = WAITS_FOR[what]
+    with ranks(f"import os, queue, threading\nready()\n{code}\n", 1, tmp_path) as (one,):
+        one.wait_ready()
+        time.sleep(0.3)
+        first, second = (collected(one, question)[0].sleep for question in (1, 2))
+    assert first == second and (first > 0) == sleeps
+
+
 def test_a_frozen_worker_is_not_waited_for_and_nothing_is_sent_to_it(tmp_path: Path) -> None:
     with ranks("ready()\ntime.sleep(600)\n", 1, tmp_path) as (one,):
         one.wait_ready()

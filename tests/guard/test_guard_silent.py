@@ -11,6 +11,7 @@ from paceline.contract.evidence import Evidence, Op, Phase, Sample, ScriptFindin
 from paceline.contract.marks import LAST_CALLS, MARK, ORDER, SAME_BY_DDP, SUMMED, Mark
 from paceline.contract.windows import Windows
 from paceline.guard.asleep import Asleep
+from paceline.guard.judge import judge
 from paceline.guard.silent import Silent
 
 DDP = SAME_BY_DDP | 3 << 16
@@ -180,6 +181,17 @@ def test_a_swallowed_exception_is_told_once_and_again_with_the_drift_that_it_mad
     ]
     found = first(one.see([rank(n, step(5, n == 1), findings=(swallowed,) if n == 1 else ()) for n in range(3)]))
     assert found is not None and found.sentences[-1].startswith("rank 1 had gone on after ValueError")
+
+
+def test_a_thread_that_ended_is_told_and_again_when_its_rank_hangs() -> None:
+    one, ended = silent(), ScriptFinding("thread", 5, "its thread reader ended with OSError at train.py:7 in read: bad")
+    samples = [rank(n, findings=(ended,) if n == 1 else ()) for n in range(2)]
+    assert first(one.see(samples)) is None and first(one.see(samples)) is None
+    assert one.notices == [f"rank 1: {ended.words} (after step 5)"]
+    waits = Op("0", 7, "all_reduce", shape="[3]")
+    hung = [Evidence.of(samples[0]), Evidence.of(samples[1])]
+    found = judge([replace(hung[0], ops=(waits,), answered=True), replace(hung[1], answered=True)])
+    assert found.guilty == (1,) and ended.words in found.sentences
 
 
 def ordered(lines: Sequence[Sequence[int]], known: Mapping[int, Op] = CALLS) -> Verdict | None:

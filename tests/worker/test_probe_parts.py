@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -16,6 +17,7 @@ from paceline.contract.boxes import read_counters
 from paceline.contract.evidence import Phase
 from paceline.contract.marks import TABLES, Mark, Names, marks_of, read_findings, read_marks, read_names
 from paceline.worker.probes.finite import Batches, Finite
+from paceline.worker.probes.hooks import Hooks
 from paceline.worker.probes.replicas import Fingerprints
 from paceline.worker.probes.steps import ScriptPhases, Stale, Swallowed
 
@@ -151,6 +153,28 @@ def test_an_exception_is_told_if_the_script_steps_on_and_once(box: Box) -> None:
     assert told.kind == "swallowed" and told.step == 1
     assert told.words.startswith("ValueError in its forward, at test_probe_parts.py:")
     assert told.words.endswith("a bad batch")
+
+
+def test_a_thread_that_an_exception_ends_is_told_at_once_and_python_says_it_too(
+    box: Box, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    others: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", others.append)
+    complaints: list[BaseException] = []
+    Hooks(complaints.append).listen(Swallowed(box, ScriptPhases(box))).install()
+
+    def read() -> None:
+        raise OSError("a broken record")
+
+    for _ in range(2):
+        thread = threading.Thread(target=read, name="reader")
+        thread.start()
+        thread.join()
+    (told,) = read_findings(box.descriptor)
+    assert told.kind == "thread" and told.words.startswith(
+        "its thread reader ended with OSError at test_probe_parts.py:"
+    )
+    assert told.words.endswith("in read: a broken record") and len(others) == 2 and not complaints
 
 
 def test_what_a_script_does_now_and_then_is_none_of_a_steps_own_work(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -101,7 +101,7 @@ class LoaderWorker(msgspec.Struct, frozen=True, omit_defaults=True):
 class ScriptFinding(msgspec.Struct, frozen=True, omit_defaults=True):
     """What a rank that runs a script has seen of itself."""
 
-    kind: Literal["not finite", "swallowed", "stale"]
+    kind: Literal["not finite", "swallowed", "stale", "thread"]
     step: int  # that it was about to make, from 1
     words: str  # what was found, for a sentence that begins with the rank
     own: bool = True  # it began here: not a gradient that was summed over ranks
@@ -181,7 +181,7 @@ class Evidence(Sample, frozen=True, omit_defaults=True):
 
     state: str = ""  # of the process, from /proc: R running, S sleeping, D in I/O, T stopped, Z; empty: gone
     cpu_seconds: float = 0.0  # that it has used within the last second or so of standing still
-    sleep: int = -1  # its main thread sleeps until a time, or is stopped: in which of its sleeps; -1: it does not
+    sleep: int = -1  # its main thread sleeps, or is stopped, and nobody will wake it: in which sleep; -1: it does not
     watched: bool = True  # False: it has become another program, into which nobody sees
     answered: bool = False  # the interpreter took the question for its stacks; False: GIL held, stopped, or gone
     ops: tuple[Op, ...] = ()  # the last ones, the oldest first

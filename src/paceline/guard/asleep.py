@@ -2,8 +2,9 @@
 
 A script may evaluate for half an hour while others wait, download, or wait for a program that it has started; all that
 looks like a hang. One thing does not: the main thread is in one and the same sleep all the time, in the kernel's own
-word and by its count of switches. Nothing will wake it but its clock; or nothing at all, where it is stopped. So it is
-asked twice, and nobody is ended who has slept for less than 45 s.
+word and by its count of switches. Nothing will wake it but its clock; or nothing at all, where it is stopped, or waits
+for a thread of its own while all of them wait. So it is asked twice, and nobody is ended who has slept for less than
+45 s.
 """
 
 from collections.abc import Sequence

@@ -46,7 +46,8 @@ def waited_for(ranks: Ranks, guilty: Sequence[int]) -> list[str]:
     alike = _alike(guilty, lambda n: (_where(ranks[n]), _most_awaited(holders, [n])))
     lines = [_not_entered(ranks, group, op) for group in alike]
     loaders = [f"its {loader_words(loader)}" for n in guilty for loader in _loaders(ranks[n])[:2]]
-    return [*_limited(lines), *_limited(loaders), *_waiting(ranks, op, without=guilty)]
+    threads = [found.words for n in guilty for found in ranks[n].evidence.findings if found.kind == "thread"]
+    return [*_limited(lines), *_limited(loaders + threads), *_waiting(ranks, op, without=guilty)]
 
 
 def _loaders(one: Rank) -> list[LoaderWorker]:

@@ -69,6 +69,8 @@ class Silent:
             for found in one.findings:
                 if found.kind == "swallowed" and self._new("swallowed", one.rank, found.words):
                     self.notices.append(f"rank {one.rank} went on after {found.words} (before step {found.step})")
+                if found.kind == "thread" and self._new("thread", one.rank, found.words):
+                    self.notices.append(f"rank {one.rank}: {found.words} (after step {found.step})")
 
     def _stale(self, ranks: Sequence[Sample], *, last: bool) -> None:
         """What only some ranks have told when all had the time to."""

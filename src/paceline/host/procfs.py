@@ -18,6 +18,9 @@ PR_SET_PDEATHSIG = 1
 PIDFD_INFO_BYTES, PIDFD_INFO_EXIT = 64, 1 << 3  # linux/pidfd.h
 PIDFD_GET_INFO = 3 << 30 | PIDFD_INFO_BYTES << 16 | 0xFF << 8 | 11  # _IOWR(0xFF, 11, struct pidfd_info)
 LISTENING = "0A"  # the kernel's number for TCP_LISTEN in /proc/net/tcp
+GUARD_THREAD = "paceline-guard"
+APART = (GUARD_THREAD, "gloo_tcp_loop", "pt_tcpstore_uv", "pt_tcpstore")
+"""threads that never sleep for long, and wake nobody but who waits for other ranks"""
 
 
 @dataclass(frozen=True)
@@ -61,16 +64,34 @@ def sleep_number(pid: int) -> int:
     """Which of its sleeps the main thread is in, by the kernel's count; -1 where it is in none, or nobody says.
 
     A sleep is one until a time, as of `time.sleep`, or a stop by a signal: not a wait for a file, a socket, a child.
+    So is a wait for another thread, where all threads wait for one (a queue that nobody fills any more), and no child
+    could wake them through memory that it shares.
     """
     try:
-        waits_in = (PROC / str(pid) / "wchan").read_text(errors="replace")
-        status = (PROC / str(pid) / "status").read_text(errors="replace")
-        words = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
-        if "nanosleep" in waits_in or words["State"].split()[0] in ("T", "t"):
-            return int(words["voluntary_ctxt_switches"])
+        state, waits_in, number = _thread(pid, pid)
+        if "nanosleep" in waits_in or state in ("T", "t"):
+            return number
+        if "futex" not in waits_in:
+            return -1
+        for task in (PROC / str(pid) / "task").iterdir():
+            if int(task.name) == pid or (task / "comm").read_text(errors="replace").strip() in APART:
+                continue
+            _, waits_in, more = _thread(pid, int(task.name))
+            if "futex" not in waits_in:
+                return -1
+            number += more
     except (OSError, LookupError, ValueError):
-        pass
-    return -1
+        return -1
+    return -1 if descendants({pid}) else number
+
+
+def _thread(pid: int, task: int) -> tuple[str, str, int]:
+    """Its state, the kernel's function in which it waits, and how often it has begun to wait."""
+    folder = PROC / str(pid) / "task" / str(task)
+    status = (folder / "status").read_text(errors="replace")
+    words = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
+    waits_in = (folder / "wchan").read_text(errors="replace")
+    return words["State"].split()[0], waits_in, int(words["voluntary_ctxt_switches"])
 
 
 def processes() -> Iterator[Process]:

@@ -12,12 +12,15 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import BinaryIO
 
 import msgspec
 
 from paceline.contract.box import SIGNAL, SIGNAL_SAFE, WATCHED, Box
 from paceline.contract.evidence import Answer
+from paceline.host.procfs import GUARD_THREAD
 from paceline.worker import recorder
 from paceline.worker.calls import Group
 from paceline.worker.ledger import Ledger
@@ -43,7 +46,7 @@ class Watcher:
         self._parts = (self._beat, self._reply, self._release, *([also] if also is not None else []))
         self._main = threading.main_thread().ident or 0
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="paceline-guard", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=GUARD_THREAD, daemon=True)
         self._last, self._still, self._answered, self._aborted = (0, 0), 0, 0, False
 
     def start(self) -> None:
@@ -57,6 +60,8 @@ class Watcher:
         self._thread.join(1.0)
 
     def _run(self) -> None:
+        with suppress(OSError):  # by this name the agent knows the thread that wakes nobody
+            Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text(GUARD_THREAD)
         while not self._stop.wait(WAKE_SECONDS):
             for part in self._parts:
                 try:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import weakref
 from collections.abc import Callable
 from functools import partial, wraps
@@ -27,7 +28,7 @@ Then = Callable[..., None]
 
 
 class Events:
-    """What may be listened to: override what is of interest. All are called in the thread of the script."""
+    """What may be listened to: override what is of interest. All but one are called in the thread of the script."""
 
     def torch_is_there(self) -> None:
         """It has just been imported: now hooks of one's own may be hung."""
@@ -74,6 +75,9 @@ class Events:
     def step_ended(self, optimizer: Any) -> None:
         """It has changed them."""
 
+    def thread_ended(self, name: str, error: BaseException) -> None:
+        """A thread of the script has ended with this exception; called in that thread."""
+
     def raised(self, where: str, error: BaseException) -> None:
         """An exception has left "data", "forward" or "backward": the script ends of it, or swallows it."""
 
@@ -101,6 +105,14 @@ class Hooks:
     def install(self) -> Self:
         """Be called from now on, or as soon as torch is there as a whole."""
         when_imported("torch", self._install)
+        before = threading.excepthook
+
+        def ended(args: threading.ExceptHookArgs) -> None:
+            if isinstance(args.exc_value, Exception):
+                self._tell("thread_ended", args.thread.name if args.thread is not None else "?", args.exc_value)
+            before(args)
+
+        threading.excepthook = ended
         return self
 
     def _tell(self, event: str, *told: Any) -> None:

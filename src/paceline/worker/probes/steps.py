@@ -24,7 +24,7 @@ from paceline.worker.sites import Owner, frame_of, owner, site_frame, site_words
 USUAL_STEPS, LEAST_STEPS = 15, 4  # by which it is judged what a step takes
 UNUSUAL_FACTOR, UNUSUAL_NS = 3, 10_000_000
 ASIDE: Sequence[Phase] = (Phase.USER, Phase.DATA, Phase.FORWARD)
-MOST_SWALLOWED, MOST_CHARS = 3, 300
+MOST_SWALLOWED, MOST_CHARS, MOST_NAME = 3, 300, 40
 PAIR_EVERY, PAIRS, FEW_ELEMENTS = 8, 2, 256  # inputs of so many pairs of steps must be equal
 
 
@@ -105,7 +105,7 @@ class ScriptPhases(Counted):
 
 
 class Swallowed(Events):
-    """Tells of exceptions after which the script steps on as if nothing had been."""
+    """Tells of exceptions after which the script steps on as if nothing had been, and of those that end a thread."""
 
     def __init__(self, box: Box, steps: Counted) -> None:
         self._box, self._steps = box, steps
@@ -116,6 +116,13 @@ class Swallowed(Events):
         if isinstance(error, Exception):
             at, what = _line_of(error), type(error).__name__
             self._raised[f"{what} {at}"] = f"{what} in its {where}, at {at}: {str(error)[:MOST_CHARS]}"
+
+    def thread_ended(self, name: str, error: BaseException) -> None:
+        key, what = f"{type(error).__name__} at {_line_of(error)}", str(error)[:MOST_CHARS]
+        if key not in self._told and len(self._told) < MOST_SWALLOWED:
+            self._told.add(key)
+            words = f"its thread {name[:MOST_NAME]} ended with {key}: {what}"
+            put_finding(self._box, ScriptFinding("thread", self._steps.done, words))
 
     def step_ended(self, optimizer: Any) -> None:
         for key, words in self._raised.items():
