@@ -1,5 +1,6 @@
 """Where a training begins: the newest state that is whole, wherever it lies, the same for all ranks."""
 
+import gc
 import os
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ import pytest
 import torch
 from tests.run_ranks import run_ranks
 
-from paceline.checkpoint.shard import ShardFiles, fill, layout, rank_part
+from paceline.checkpoint.shard import fill, layout, rank_part
 from paceline.checkpoint.snapshot import SnapshotWriter, inherited
 from paceline.checkpoint.state import Held
 from paceline.config import CheckpointConfig, TrainConfig
@@ -16,7 +17,7 @@ from paceline.contract.birth import WorkerBirth
 from paceline.errors import PacelineError
 from paceline.store.manifest import FORMAT, Manifest, ShardFile
 from paceline.store.store import Checkpoints, write_file
-from paceline.train.resume import Content, Origin, Place, from_disk, from_memory
+from paceline.train.resume import Memory, Origin, Place, from_disk
 from paceline.train.run import _origin
 from paceline.worker.world import World
 
@@ -73,11 +74,6 @@ def told_by(origin: Origin | None) -> tuple[int, float] | None:
     return origin.step, float(tensor[0])
 
 
-def at(step: int) -> Origin:
-    """A state at hand, of which only the step counts."""
-    return Origin(step, Content(0, {}, {}), ShardFiles([]), "memory")
-
-
 def looked(rank: int, size: int, root: Path) -> dict[str, Any]:
     """What each rank finds in each folder, and what it is told."""
     world = world_of(rank, size)
@@ -86,7 +82,7 @@ def looked(rank: int, size: int, root: Path) -> dict[str, Any]:
                         ("healthy", 6), ("healthy", 9), ("healthy", 12), ("hopeless", 2)):  # fmt: skip
         reports: list[str] = []
         try:
-            known = None if after is None else at(after)
+            known = -1 if after is None else after
             outcome: Any = told_by(from_disk(Checkpoints(root / name), world, reports.append, after=known))
         except PacelineError as error:
             outcome = f"{type(error).__name__} {int(error.exit_code)}: {error}"
@@ -106,12 +102,12 @@ def remembered(rank: int, size: int, root: Path) -> dict[str, Any]:
         first, second = (os.open(name, os.O_RDWR | os.O_CREAT, 0o600) for name in names)
         pairs.append((first, second))
     WorkerBirth._here = WorkerBirth(os.getpid(), snapshots=tuple(pairs))
-    found: dict[str, Any] = {"nothing": told_by(from_memory(world))}
+    found: dict[str, Any] = {"nothing": told_by(Memory(world).origin())}
     writer = SnapshotWriter(inherited()[rank], rank, size, 0, spared=None)
     for step in (5, 6):
         writer.write(state(step), step, CONTENT)
     torch.distributed.barrier()
-    found["memory"] = told_by(from_memory(world))
+    found["memory"] = told_by(Memory(world).origin())
     config = TrainConfig(checkpoint=CheckpointConfig(resume="no"))
     for name in ("older", "newer", "newer but damaged", "none"):
         place = Place(root / name, attempt=1, generation=1, attempt_dir=None, definition={"seed": 0})
@@ -120,8 +116,26 @@ def remembered(rank: int, size: int, root: Path) -> dict[str, Any]:
     found["no restart"] = told_by(_origin(config, first_start, world))
     if rank == size - 1:  # is another process's file after all
         WorkerBirth._here = None
-    found["not the same for all"] = told_by(from_memory(world)) if size > 1 else None
+    found["not the same for all"] = told_by(Memory(world).origin()) if size > 1 else None
     return found
+
+
+def hosts_memory(rank: int, size: int) -> tuple[Any, ...]:
+    """Of as many hosts of a rank each only the last one has step 6, the first nothing; what each goes on from."""
+    world = World(rank, size, 0, 1, torch.device("cpu"), "gloo")
+    files = os.memfd_create("first"), os.memfd_create("second")
+    WorkerBirth._here = WorkerBirth(os.getpid(), snapshots=(files,))
+    nothing = told_by(Memory(world).origin())
+    writer = SnapshotWriter(files, 0, 1, 0, spared=None)
+    for step in (5, 6)[: size if rank == size - 1 else rank]:
+        writer.write(state(step), step, CONTENT)
+    one, two = (Memory(world).origin() for _ in range(2))
+    own = bool(one and one.files <= {*files})
+    told, again = told_by(one), told_by(two)
+    before = len([*Path("/proc/self/fd").iterdir()])
+    del one, two
+    gc.collect()
+    return nothing, told, again, own, before - len([*Path("/proc/self/fd").iterdir()])
 
 
 # ---- what was found ----------------------------------------------------------------------------------------------
@@ -185,3 +199,13 @@ def test_a_restarted_worker_takes_memory_or_disk_whichever_is_newer(found):
         assert [n.split(":")[0] for n in notices] == ["step-00000009 cannot be used"] * (rank == 0)
         assert memory["no restart"] is None
         assert memory["not the same for all"] is None
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("size", [2, 3])
+def test_hosts_that_have_no_snapshot_or_an_older_one_are_sent_the_newest(size: int, tmp_path: Path) -> None:
+    nothing, told, again, own, closed = zip(*run_ranks(hosts_memory, size, tmp_path), strict=True)
+    assert {*nothing} == {None}
+    assert {*told} == {*again} == {(6, 6.0)}
+    assert own == (*[False] * (size - 1), True), "who has it reads its own"
+    assert closed[-1] == 0 and min(closed[:-1]) >= 2, "what was sent is let go when the state is taken over"

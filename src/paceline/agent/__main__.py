@@ -169,7 +169,7 @@ def run_agent(plan: NodePlan, *, lifeline: bool) -> int:
         preloader = start_preloader(plan.argv, worker_environment(plan, 0, plan.port)) if plan.preload else None
         try:
             plan, locks = take_run_dir(plan)
-            pairs = make_snapshots(plan.nproc) if plan.max_restarts and plan.nodes == 1 else ()
+            pairs = make_snapshots(plan.nproc) if plan.max_restarts or plan.elastic else ()
             inherited = Inherited(pairs, (*plan.keep_open, *locks), janitor, temporary, preloader)
             return _serve(plan, inherited, settled, lifeline=lifeline)
         finally:

@@ -219,7 +219,7 @@ class Head:
         total = decision.nproc + sum(member.hello.nproc for member in members)
         change = Change(len(self._entered), before + len(self._entered) - len(members), 1 + len(members))
         number = f"{len(self._failures)} of {self.plan.max_restarts}" if code != ExitCode.SAVED else ""
-        origin = "" if self.plan.plain_store else f", from the newest {change.kept}"
+        origin = "" if self.plan.plain_store else ", from the newest snapshot or checkpoint"
         say(f"{change.words(total, number, fewer=fewer)} as generation {self._number + 1}{origin}")
         return decision
 

@@ -83,11 +83,6 @@ class Change:
     gone: int
     nodes: int
 
-    @property
-    def kept(self) -> str:
-        """What its ranks go on from."""
-        return "snapshot or checkpoint" if self.nodes == 1 and not self.gone else "checkpoint"
-
     def words(self, ranks: int, number: str, *, fewer: bool) -> str:
         """What is said of its start; `number` is that of a restart, `fewer` whether there is a rank less."""
         counted = f"{ranks} rank{'s' * (ranks > 1)}"

@@ -3,10 +3,14 @@
 The agent has made two memory files for each rank of its node, and keeps them over restarts. A rank writes into them in
 turn, so one whole state is always there. Ranks write at the same steps, and no rank begins the next snapshot before
 all have taken a step since the last one; so the parts of the same step make up a whole state.
+
+Each host keeps a whole state: its ranks share it out among themselves. So any one host is enough to go on, and those
+that come new, or have an older one, are sent it.
 """
 
 import mmap
 import os
+import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,18 +24,21 @@ from paceline.checkpoint.shard import LENGTH_BYTES, ShardFiles, fill, layout, ra
 from paceline.checkpoint.state import Held
 from paceline.contract.birth import WorkerBirth
 from paceline.store.manifest import Piece
-from paceline.sums.pending import costs
+from paceline.sums import costs, gather_words
+from paceline.sums.replicate import broadcast
+from paceline.worker.world import World
 
 Pair = tuple[int, int]
+SENT_BYTES = 1 << 26  # at once, between hosts
 
 
 class _Mark(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Which state a file holds a part of."""
+    """Which state a file holds a part of: the `part`-th of `parts`."""
 
     generation: int
     step: int
-    rank: int
-    world_size: int
+    part: int
+    parts: int
     content: dict[str, Any]
 
 
@@ -39,11 +46,17 @@ class _Mark(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Snapshot:
     """A whole state in memory."""
 
+    generation: int
     step: int
     content: dict[str, Any]
     source: ShardFiles
-    files: frozenset[int]
+    files: tuple[int, ...]
     """the memory files that it lies in"""
+
+    @property
+    def age(self) -> tuple[int, int]:
+        """The larger, the newer."""
+        return self.generation, self.step
 
 
 def inherited() -> list[Pair]:
@@ -53,11 +66,11 @@ def inherited() -> list[Pair]:
 
 
 class SnapshotWriter:
-    """Writes this rank's snapshots."""
+    """Writes this rank's snapshots: the `part`-th of `parts` that its host's ranks write."""
 
-    def __init__(self, files: Pair, rank: int, world_size: int, generation: int, *, spared: int | None) -> None:
+    def __init__(self, files: Pair, part: int, parts: int, generation: int, *, spared: int | None) -> None:
         """`spared` is the file not to be written first: the state that training goes on from may be in it."""
-        self._files, self._rank, self._world_size, self._generation = files, rank, world_size, generation
+        self._files, self._part, self._parts, self._generation = files, part, parts, generation
         self._next = files[1] if spared == files[0] else files[0]
         self._buffers: dict[int, Tensor] = {}
         self._locked: set[int] = set()
@@ -70,9 +83,9 @@ class SnapshotWriter:
             OSError: if there is no memory for it; the snapshot before this one is still there.
         """
         descriptor = self._next
-        part, places = layout(rank_part(held, self._rank, self._world_size), room_bytes=65536)
+        part, places = layout(rank_part(held, self._part, self._parts), room_bytes=65536)
         buffer = self._buffer(descriptor, places.total_bytes, any(costs(held.tensor.device) for held in part))
-        mark = _Mark(self._generation, step, self._rank, self._world_size, content)
+        mark = _Mark(self._generation, step, self._part, self._parts, content)
         fill(buffer, part, places, msgspec.to_builtins(mark))
         self._next = self._files[0] if descriptor == self._files[1] else self._files[1]
         return places.total_bytes
@@ -109,9 +122,14 @@ def _cudart() -> Any:
 
 
 def newest(pairs: Sequence[Pair]) -> Snapshot | None:
-    """The newest state of which every rank's part is there."""
+    """The newest state of which every part is there."""
+    return newest_in([descriptor for pair in pairs for descriptor in pair])
+
+
+def newest_in(descriptors: Sequence[int]) -> Snapshot | None:
+    """The newest state of which every part is in one of these memory files."""
     found: dict[tuple[int, int, int], dict[int, tuple[int, _Mark, tuple[Piece, ...]]]] = {}
-    for descriptor in (descriptor for pair in pairs for descriptor in pair):
+    for descriptor in descriptors:
         if os.fstat(descriptor).st_size <= LENGTH_BYTES or not any(os.pread(descriptor, LENGTH_BYTES, 0)):
             continue
         read = read_meta(_path(descriptor))
@@ -119,15 +137,46 @@ def newest(pairs: Sequence[Pair]) -> Snapshot | None:
             continue
         with suppress(msgspec.ValidationError):  # not ours
             mark = msgspec.convert(read[0], _Mark)
-            ranks = found.setdefault((mark.generation, mark.step, mark.world_size), {})
-            ranks[mark.rank] = (descriptor, mark, read[1])
-    whole = [key for key, ranks in found.items() if len(ranks) == key[2]]
+            parts = found.setdefault((mark.generation, mark.step, mark.parts), {})
+            parts[mark.part] = (descriptor, mark, read[1])
+    whole = [key for key, parts in found.items() if len(parts) == key[2]]
     if not whole:
         return None
-    ranks = found[max(whole, key=lambda key: (key[0], key[1]))]
-    mark = ranks[0][1]
-    source = ShardFiles([(_path(descriptor), pieces) for descriptor, _, pieces in ranks.values()])
-    return Snapshot(mark.step, mark.content, source, frozenset(descriptor for descriptor, _, _ in ranks.values()))
+    parts = found[max(whole, key=lambda key: (key[0], key[1]))]
+    mark = parts[0][1]
+    source = ShardFiles([(_path(descriptor), pieces) for descriptor, _, pieces in parts.values()])
+    files = tuple(descriptor for descriptor, _, _ in parts.values())
+    return Snapshot(mark.generation, mark.step, mark.content, source, files)
+
+
+def sent(mine: Snapshot | None, giver: int, world: World) -> Snapshot:
+    """Rank `giver`'s snapshot: `mine` where that is as new, else a copy in memory of this process (a collective)."""
+    of_giver = world.rank == giver
+    sizes = [os.fstat(file).st_size for file in mine.files] if mine is not None and of_giver else []
+    told = gather_words([mine.age if mine is not None else None, sizes], world)
+    files: list[int] = []
+    for number, size_bytes in enumerate(told[giver][1]):
+        files.append(os.dup(mine.files[number]) if mine is not None and of_giver else os.memfd_create("paceline-sent"))
+        for at in range(0, size_bytes, SENT_BYTES):
+            room = bytearray(min(SENT_BYTES, size_bytes - at))
+            if of_giver:
+                os.preadv(files[-1], [room], at)
+            piece = torch.frombuffer(room, dtype=torch.uint8).to(world.device)
+            broadcast([piece], giver, "a snapshot", world.group)
+            if not of_giver:
+                os.pwrite(files[-1], piece.cpu().numpy().tobytes(), at)
+    found = newest_in(files)
+    assert found is not None
+    if mine is not None and told[world.rank][0] == told[giver][0]:
+        _close(files)
+        return mine
+    weakref.finalize(found.source, _close, files)
+    return found
+
+
+def _close(files: Sequence[int]) -> None:
+    for file in files:
+        os.close(file)
 
 
 def _path(descriptor: int) -> str:

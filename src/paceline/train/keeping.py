@@ -19,7 +19,7 @@ from paceline.stepping.votes import Votes
 from paceline.store.store import Checkpoints, Claim
 from paceline.sums import gather_words, together
 from paceline.train.alike import check_replicas
-from paceline.train.resume import Content, Holder, Origin, Place, from_disk, from_memory
+from paceline.train.resume import Content, Holder, Origin, Place, newest_origin
 from paceline.train.saving import Saver, is_writer, save_alone
 from paceline.worker.guard import Guard
 from paceline.worker.world import World
@@ -69,11 +69,14 @@ class Keeping:
                 # Also where none is due: the run may be asked to stop, and a rank left of an older generation must
                 # not publish any more.
                 self._checkpoints.claim(*self._claim, place.notices.append)
+                if origin is not None and origin.files and (unwritten := self._unwritten(origin.step)):
+                    writer.write(events.Vouched(origin.step, unwritten))  # for the start before: this one has none yet
         self._saver = Saver(
             self._checkpoints, self._world, holder.virtual_ranks, self._claim,
             keep=rhythm.keep, flush_events=writer.flush, say=say,
         )  # fmt: skip
         self._snapshot_writer = _snapshot_writer(place, origin, self._world)
+        self._on_each_host: bool | None = None
         self._snapshots, self._snapshot_seconds, self._snapshot_bytes = 0, 0.0, 0
         self._saved_at = time.monotonic()
         self.failed = ""
@@ -115,7 +118,7 @@ class Keeping:
         if save:
             self._saver.begin(held, step, content())
             self._saved_at = time.monotonic()
-        if snapshot:
+        if snapshot and self._host_has_all(held):
             self._snapshot(held, step, content())
         self._report()
         return time.perf_counter() - began
@@ -145,8 +148,7 @@ class Keeping:
     def newest(self) -> Origin | None:
         """The newest state that is kept (a collective)."""
         self.settle()
-        origin = from_memory(self._world)
-        return from_disk(self._checkpoints, self._world, self._say, after=origin) or origin
+        return newest_origin(self._checkpoints, self._world, self._say, memory=True)
 
     def save_alone(self, word: str, step: int, content: Content) -> None:
         """Publish the state after `step`, if the guard's `word` that has freed this rank (if any) makes it the writer.
@@ -172,9 +174,11 @@ class Keeping:
 
     def _unwritten(self, step: int) -> list[int]:
         """The ranks that have not written down `step`, of which the state here has their part."""
-        others = {*range(self._world.size)} - {self._world.rank}
+        others: set[int] = set()
         with suppress(OSError):
-            for rank, path in events.event_files(self._folder).items():
+            files = events.event_files(self._folder)
+            others = {*files, *range(self._world.size)} - {self._world.rank}
+            for rank, path in files.items():
                 own = (e for e in events.last_events(path) if isinstance(e, events.Step | events.Started))
                 if isinstance(newest := next(own, None), events.Step) and newest.step >= step:
                     others.discard(rank)
@@ -188,6 +192,21 @@ class Keeping:
     def abandon(self) -> None:
         """After an error: wait for the threads; what is not published never will be."""
         self._saver.abandon()
+
+    def _host_has_all(self, held: Sequence[Held]) -> bool:
+        """Whether each host has the whole state, so that any one of them is enough (a collective, once)."""
+        if self._on_each_host is None:
+            world = self._world
+            self._on_each_host = world.local_size == world.size or all(
+                gather_words(all(one.replicated for one in held), world)
+            )
+            if not self._on_each_host:
+                self._snapshot_writer = None
+                self._say(
+                    "no snapshots in memory: no host has the whole state. Where a host is lost the run goes on from a "
+                    "checkpoint on disk (--checkpoint-every)"
+                )
+        return self._on_each_host
 
     def _snapshot(self, held: Sequence[Held], step: int, content: Content) -> None:
         assert self._snapshot_writer is not None
@@ -217,4 +236,4 @@ def _snapshot_writer(place: Place, origin: Origin | None, world: World) -> Snaps
         return None
     pair = files[world.local_rank]
     spared = next((file for file in pair if origin and file in origin.files), None)
-    return SnapshotWriter(pair, world.rank, world.size, place.generation, spared=spared)
+    return SnapshotWriter(pair, world.local_rank, world.local_size, place.generation, spared=spared)

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from paceline.checkpoint.shard import ShardFiles
-from paceline.checkpoint.snapshot import inherited, newest
+from paceline.checkpoint.snapshot import inherited, newest, sent
 from paceline.checkpoint.state import Held
 from paceline.contract.birth import WorkerBirth, restarts
 from paceline.errors import UsageError
@@ -64,26 +64,56 @@ class Origin:
     """the memory files that it lies in"""
 
 
-def from_memory(world: World) -> Origin | None:
-    """The newest snapshot that earlier workers have left on this node, if all ranks see the same (a collective)."""
-    found = newest(inherited())
-    steps = gather_words(None if found is None else found.step, world)
-    if found is None or any(step != steps[0] for step in steps):
-        return None
-    content = msgspec.convert(found.content, Content)
-    return Origin(found.step, content, found.source, f"the snapshot of step {found.step}", found.files)
+class Memory:
+    """The newest snapshot that earlier workers have left in the memory of their hosts."""
+
+    def __init__(self, world: World) -> None:
+        """A collective."""
+        self._world, self._mine = world, newest(inherited())
+        self._ages = gather_words(None if self._mine is None else self._mine.age, world)
+        there = [age for age in self._ages if age is not None]
+        # on one host all ranks see the same, or one has lost its way
+        told = bool(there) and (world.local_size < world.size or all(age == there[0] for age in self._ages))
+        self._newest: list[int] | None = max(there) if told else None
+
+    @property
+    def step(self) -> int:
+        """Of the state; -1: there is none."""
+        return -1 if self._newest is None else self._newest[1]
+
+    def origin(self) -> Origin | None:
+        """The state; hosts that have none, or an older one, are sent it (a collective)."""
+        found = self._mine
+        if self._newest is None:
+            return None
+        if any(age != self._newest for age in self._ages):
+            found = sent(found, self._ages.index(self._newest), self._world)
+        assert found is not None
+        content = msgspec.convert(found.content, Content)
+        return Origin(found.step, content, found.source, f"the snapshot of step {found.step}", frozenset(found.files))
 
 
-def from_disk(checkpoints: Checkpoints, world: World, report: Report, *, after: Origin | None = None) -> Origin | None:
+def newest_origin(checkpoints: Checkpoints, world: World, report: Report, *, memory: bool) -> Origin | None:
+    """The newest state, in `memory` or on disk (a collective); `report` as in `from_disk`.
+
+    Raises:
+        UsageError: as `from_disk`.
+    """
+    kept = Memory(world) if memory else None
+    on_disk = from_disk(checkpoints, world, report, after=-1 if kept is None else kept.step)
+    return kept.origin() if on_disk is None and kept is not None else on_disk
+
+
+def from_disk(checkpoints: Checkpoints, world: World, report: Report, *, after: int = -1) -> Origin | None:
     """The newest checkpoint of which every byte is right (a collective); the ranks share the hashing.
 
-    Only one after the state at hand, `after`, is of interest. `report` is called on rank 0 with each newer one that is
-    not whole, and why.
+    Only one `after` the step of the state at hand (-1: there is none) is of interest. `report` is called on rank 0
+    with each newer one that is not whole, and why.
 
     Raises:
         UsageError: on rank 0, if there are checkpoints, but none is whole; ToldElsewhere on the others.
     """
-    there = [str(path) for step, path in checkpoints.entries() if after is None or step > after.step]
+    there = [str(path) for step, path in checkpoints.entries() if step > after]
     paths: list[str] = gather_words(there, world)[0]
     complaints: list[str] = []
     for path in map(Path, paths):
@@ -98,7 +128,7 @@ def from_disk(checkpoints: Checkpoints, world: World, report: Report, *, after: 
         complaints.append(f"{path.name} cannot be used: {complaint}")
         if world.rank == 0:
             report(complaints[-1])
-    if paths and after is None:
+    if paths and after < 0:
         error = UsageError(
             f"none of the {len(paths)} checkpoints in {checkpoints.root} is whole: `paceline checkpoint verify` says "
             "what is wrong with each. --fresh begins again at step 0 and moves them aside.\n"
@@ -182,9 +212,8 @@ def origin_of(place: Place, world: World, *, resume: bool, trust: bool, fresh: b
     """
     if not resume and not place.generation:
         return None
-    origin = from_memory(world) if place.generation else None
     checkpoints = Checkpoints(place.folder / run_folder.CHECKPOINTS, trust=trust)
-    origin = from_disk(checkpoints, world, place.notices.append, after=origin) or origin
+    origin = newest_origin(checkpoints, world, place.notices.append, memory=place.generation > 0)
     if origin is None and not fresh:
         with together(world):
             run_folder.check_not_finished(place.folder)

@@ -374,10 +374,14 @@ def test_a_rank_killed_between_a_step_and_its_samples_is_no_finding(tmp_path):
 @pytest.mark.parametrize("recorded", [False, True])
 @pytest.mark.parametrize("thinned", [0, 2])
 @pytest.mark.parametrize("absent", [{1}, {1, 2}, {0, 2}])
+@pytest.mark.parametrize("steps", [(3,), (2, 3), (1, 2, 3)])
 def test_a_rank_that_another_vouches_for_had_what_the_plan_gives_to_nobody_else(
-    tmp_path: Path, absent: set[int], thinned: int, recorded: bool
+    tmp_path: Path, steps: tuple[int, ...], absent: set[int], thinned: int, recorded: bool
 ) -> None:
-    """Killed between the sum of the gradients and the record; the state after that step was saved by another."""
+    """Killed between the sum of the gradients and the record; the state after that step was saved by another.
+
+    Or lost with its host, and with what that had not yet written to the file system that all see.
+    """
     history = History(PLAN, recorded=recorded, thinned=thinned)
     for begin in (0, 3):
         history.begin(3, begin, 1, begin)
@@ -385,7 +389,8 @@ def test_a_rank_that_another_vouches_for_had_what_the_plan_gives_to_nobody_else(
             history.step(step)
     history.starts[-1].ended = True
     for rank in absent:
-        del history.used[0, 3, rank]
+        for step in steps:
+            del history.used[0, step, rank]
     history.write(tmp_path)
     assert named(audit(tmp_path, lambda n: PLAN).findings) >= {3}
     file = tmp_path / f"events-{min({0, 1, 2} - absent)}.jsonl"
@@ -394,7 +399,8 @@ def test_a_rank_that_another_vouches_for_had_what_the_plan_gives_to_nobody_else(
     file.write_bytes(b"\n".join([*lines[:at], words, *lines[at:]]))
     found = audit(tmp_path, lambda n: PLAN)
     assert found.findings == []
-    assert any(note.startswith("step 3: rank") and "did not live to write it down" in note for note in found.notes)
+    when, them = ("step 3", "it") if len(steps) == 1 else (f"steps {steps[0]} to 3", "them")
+    assert any(n.startswith(f"{when}: rank") and f"did not live to write {them} down" in n for n in found.notes)
 
 
 def test_the_log_of_a_whole_rank_lost_is_a_finding(tmp_path):

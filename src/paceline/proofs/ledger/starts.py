@@ -72,7 +72,10 @@ class RunStart:
         found: dict[int, list[Log]] = {}
         for step in sorted({step for log in self.logs for step in log.vouched}):
             named = {rank for log in self.logs for rank in log.vouched.get(step, ())}
-            absent = [log for log in self.logs if log.started.rank in named and max(log.steps, default=0) < step]
+            absent = [
+                log for log in self.logs
+                if log.started.rank in named and log.started.start_step < step and max(log.steps, default=0) < step
+            ]  # fmt: skip
             if absent:
                 found[step] = absent
         return found

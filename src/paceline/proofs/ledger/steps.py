@@ -44,29 +44,38 @@ def judge_step(span: range, start: RunStart, plan: BatchPlan) -> JudgedStep:
 
 
 def vouch(start: RunStart, plan: BatchPlan) -> Iterator[str]:
-    """Add to logs what another rank vouches for: what the plan gives to nobody else in that step; say so."""
+    """Add to logs what another rank vouches for: their own shares, or what the plan gives to nobody else; say so."""
     for step, absent in start.unwritten().items() if not start.first.own_order else ():
-        there = [log for log in start.logs if log.steps and log not in absent]
-        shares = sorted(line.share for log in there for line in next(iter(log.steps.values()))[:1] if line.share)
-        shares = [share for share in shares if share[0] < share[1]]
+        first = {number: next(iter(log.steps.values()))[:1] for number, log in enumerate(start.logs) if log.steps}
+        own = {number: line.share for number, lines in first.items() for line in lines if line.share}
+        shares = sorted(share for share in own.values() if share[0] < share[1])
         begins, ends = [*(a for a, _ in shares), plan.virtual_ranks], [0, *(b for _, b in shares)]
-        gaps = [(end, begin) for end, begin in zip(ends, begins, strict=True) if end < begin]
-        skipped = any(line.skipped for log in there for line in log.steps.get(step, ()))
-        for number, log in enumerate(absent):
-            share = gaps[number] if number < len(gaps) else (0, 0)
-            used = _share_of(share, range(step, step + 1), plan) if share[1] else torch.empty(0, dtype=torch.int64)
-            epoch, told = (step - 1) // plan.steps_per_epoch, f"{fingerprint(used):016x}"
-            log.steps[step] = [
-                Step(step, epoch, 0.0, 0, 0.0, 0.0, 0.0, 0.0, None, share, len(used), told, skipped=skipped)
-            ]
-            if any(one.samples for one in there):
-                log.samples[step] = used.tolist()
+        gaps = ((end, begin) for end, begin in zip(ends, begins, strict=True) if end < begin)
+        since = step
+        for log in absent:
+            share = own.get(start.logs.index(log)) or next(gaps, (0, 0))
+            first_missing = 1 + max(log.steps, default=log.started.start_step)
+            since = min(since, first_missing)
+            for missing in range(first_missing, step + 1):
+                _add(log, missing, share, start, plan)
         ranks = ", ".join(str(log.started.rank) for log in absent)
         who = f"{'rank' if len(absent) == 1 else 'ranks'} {ranks}"
+        when, them = (f"steps {since} to {step}", "them") if since < step else (f"step {step}", "it")
         yield (
-            f"step {step}: {who} took part in it, and did not live to write it down. So says the "
-            "rank that saved the state after it; what they used is what the plan gives to nobody else"
+            f"{when}: {who} took part in {them}, and did not live to write {them} down. So says "
+            "the rank that saved the state, or goes on from it; what they used is what the plan gives to nobody else"
         )
+
+
+def _add(log: Log, step: int, share: tuple[int, int], start: RunStart, plan: BatchPlan) -> None:
+    """Write down for a rank that it has done its share of a step."""
+    others = [line for other in start.logs for line in other.steps.get(step, ())]
+    used = _share_of(share, range(step, step + 1), plan) if share[1] else torch.empty(0, dtype=torch.int64)
+    epoch, told = (step - 1) // plan.steps_per_epoch, f"{fingerprint(used):016x}"
+    skipped = any(line.skipped for line in others)
+    log.steps[step] = [Step(step, epoch, 0.0, 0, 0.0, 0.0, 0.0, 0.0, None, share, len(used), told, skipped=skipped)]
+    if any(one.samples for one in start.logs):
+        log.samples[step] = used.tolist()
 
 
 def _lines(span: range, log: Log) -> list[Step]:
