@@ -6,7 +6,7 @@ import math
 import random
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -92,10 +92,47 @@ def test_a_head_that_ddp_does_not_know_leaves_the_old_one_unused() -> None:
     assert facts.steps[0].strangers == 2
 
 
-def test_what_is_clipped_is_told_of_the_optimizer_that_steps_with_it() -> None:
+class Towers(torch.nn.Module):
+    """A model with a method beside its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower = torch.nn.Linear(2, 2)
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        return self.tower(x)
+
+
+def test_a_method_of_a_replica_s_model_is_called_past_it_at_the_line_outside_of_the_model() -> None:
+    facts, model = ScriptFacts(0, 2, 2, "n1", cores=2), Towers()
+    seeing = StepWatch(facts, LoaderWatch(facts))
+    ddp = SimpleNamespace(module=model, _module_parameters=[*model.parameters()], find_unused_parameters=False)
+    seeing.replica_made(ddp)
+    hook = torch.nn.modules.module.register_module_forward_pre_hook(seeing._called)
+    try:
+        with torch.no_grad():
+            model.encode(torch.ones(1, 2))
+        model.eval()
+        model.encode(torch.ones(1, 2))
+        assert facts.replicas[0].past_site == "", "nothing is trained"
+        model.train()
+        model.encode(torch.ones(1, 2))
+    finally:
+        hook.remove()
+    assert " in test_a_method_of" in facts.replicas[0].past_site, "the caller's line, not the model's"
+
+
+def clipping_by(seeing: StepWatch, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """torch's clip_grad_norm_, as it is once what it is made of is watched."""
+    name = "torch.nn.utils.clip_grad._clip_grads_with_norm_"
+    monkeypatch.setattr(name, seeing.clipping(torch.nn.utils.clip_grads_with_norm_))
+    return torch.nn.utils.clip_grad_norm_
+
+
+def test_what_is_clipped_is_told_of_the_optimizer_that_steps_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     facts = ScriptFacts(0, 2, 2, "n1", cores=2)
     seeing = StepWatch(facts, LoaderWatch(facts))
-    clip = seeing.clipping(torch.nn.utils.clip_grad_norm_)
+    clip = clipping_by(seeing, monkeypatch)
     weights = [torch.nn.Parameter(torch.zeros(2)) for _ in range(3)]
     optimizers = [SimpleNamespace(param_groups=[{"params": [weight]}]) for weight in weights]
     gradients = [torch.tensor([3.0, 4.0]) for _ in weights]
@@ -110,10 +147,12 @@ def test_what_is_clipped_is_told_of_the_optimizer_that_steps_with_it() -> None:
     assert float(gradients[0].norm()) < 2.1
 
 
-def test_gradients_that_are_scaled_after_the_last_backward_are_seen_to_be_whatever_is_clipped_then() -> None:
+def test_gradients_that_are_scaled_after_the_last_backward_are_seen_to_be_whatever_is_clipped_then(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     facts = ScriptFacts(0, 2, 2, "n1", cores=2)
     seeing = StepWatch(facts, LoaderWatch(facts))
-    clip, weight = seeing.clipping(torch.nn.utils.clip_grad_norm_), torch.nn.Parameter(torch.zeros(3))
+    clip, weight = clipping_by(seeing, monkeypatch), torch.nn.Parameter(torch.zeros(3))
     optimizer = SimpleNamespace(param_groups=[{"params": [weight]}])
     seeing.replica_made(
         SimpleNamespace(module=torch.nn.Identity(), _module_parameters=[], find_unused_parameters=False)

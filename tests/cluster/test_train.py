@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from tests.cluster.lab import Lab
 from tests.cluster.slurm import Slurm
+from tests.cluster.soak_hosts import TASK as SLOW_TASK
 from tests.cluster.ssh import SshHosts
 from tests.cluster.training import (
     EXACT,
@@ -15,8 +19,10 @@ from tests.cluster.training import (
     PACELINE,
     SCRIPT,
     clean_ledger,
+    events,
     trained_here,
     type_everywhere,
+    wait_for_step,
     weights,
     words,
 )
@@ -56,6 +62,35 @@ def test_two_slurm_nodes_come_to_the_weights_of_one_process(
     assert "step 8/8" in done.stdout
     assert weights(run_dir) == expected
     clean_ledger(run_dir)
+
+
+def test_a_lost_host_costs_the_steps_since_the_last_snapshot_in_the_memory_of_another(
+    lab: Lab, ssh_hosts: SshHosts, tmp_path: Path
+) -> None:
+    script, run_dir = tmp_path / "task.py", tmp_path / "run"
+    never = 1000  # there is no checkpoint to go on from
+    task = words("train", f"{script}:task", "--steps", 150, "--batch-size", 4, *EXACT, "--checkpoint-every", never)
+    script.write_text(SLOW_TASK.replace("STEP_SECONDS", "0"))
+    expected = trained_here(task, tmp_path / "expected", 60)
+    script.write_text(SLOW_TASK.replace("STEP_SECONDS", "0.03"))
+    hosts = words("--on", "ssh", "--hosts", "n2,n3", "--nodes", "1:2", "--nproc", 1, "--ssh", ssh_hosts.command)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    launcher = lab.popen("n1", *PACELINE, *task, *hosts, "--run-dir", run_dir, cwd=tmp_path, **pipes)
+    try:
+        wait_for_step(run_dir, 45)
+        lab.kill("n3")
+        said = launcher.communicate(timeout=60)[0]
+    finally:
+        launcher.kill()
+        lab.boot("n3")
+    assert launcher.returncode == 0, said
+    assert (found := re.search(r"goes on after step (\d+) of 150, from the snapshot of step (\d+)\n", said)), said
+    assert found[1] == found[2] and int(found[1]) >= 40
+    assert weights(run_dir) == expected
+    clean_ledger(run_dir)
+    ends = [int(str(e["step"])) for e in events(run_dir) if e.get("kind") == "step"]
+    again = next(before - after + 1 for before, after in pairwise(ends) if after <= before)
+    assert again <= 10, "more steps are done again than lie between two snapshots"
 
 
 @pytest.mark.parametrize("agent", ["torchrun", "paceline"])

@@ -117,7 +117,7 @@ def _why_apart(facts: ScriptFacts, step: SeenStep, when: str, *, start: bool) ->
         do, site = "model = DistributedDataParallel(model), before the optimizer is made", step.site
     elif not step.forwards and replica.past_site:
         words = "gradients are not averaged: the model is called past DDP"
-        do, site = "call the DDP model itself: ddp(x), not ddp.module(x)", replica.past_site
+        do, site = "call the DDP model itself: ddp(x), not ddp.module(x), or a method of it", replica.past_site
     elif step.synced < step.forwards and replica.no_sync_site:
         words = "gradients are not averaged: the last micro-batch before a step is within no_sync(), too"
         do, site = "leave no_sync() for the last micro-batch of each window", replica.no_sync_site

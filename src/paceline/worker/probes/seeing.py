@@ -13,7 +13,7 @@ from paceline.worker.probes.digests import MOST, digest_of, leaf_digests
 from paceline.worker.probes.graphs import factors_of, parameters_reached, roots_of
 from paceline.worker.probes.hooks import Events, hang
 from paceline.worker.probes.loading import LoaderWatch
-from paceline.worker.sites import Owner, owner, user_site
+from paceline.worker.sites import Owner, frame_of, owner, site_frame, site_words, user_site
 
 MAX_STEPS = 100  # after which a script without epochs is ended
 MAX_RECORDS = 400
@@ -27,6 +27,7 @@ class StepWatch(Events):
         self._facts, self._loading = facts, loading
         self._replicas: dict[int, SeenReplica] = {}
         self._inner: dict[int, tuple[weakref.ref[Any], SeenReplica]] = {}  # by the model within
+        self._parts: dict[int, tuple[weakref.ref[Any], SeenReplica]] = {}  # the same, and by the modules in it
         self._averaged = set[int]()  # parameters of all replicas, by identity
         self._evaluated: dict[int, int] = {}  # how many steps there were, when it was last evaluated
         self._optimizers: list[Any] = []
@@ -45,24 +46,24 @@ class StepWatch(Events):
         hang(sys.modules["torch.nn.parallel.distributed"].DistributedDataParallel, "no_sync", before=self._unsynced)
         clipping: Any = sys.modules["torch.nn.utils.clip_grad"]
         offered: Any = sys.modules["torch.nn.utils"]
-        clipping.clip_grad_norm_ = offered.clip_grad_norm_ = self.clipping(clipping.clip_grad_norm_)
+        scale = self.clipping(clipping._clip_grads_with_norm_)  # by which clip_grad_norm_ clips, too
+        clipping._clip_grads_with_norm_ = offered.clip_grads_with_norm_ = scale
 
     def _unsynced(self, ddp: Any) -> None:
         if id(ddp) in self._replicas:
             self._replicas[id(ddp)].no_sync_site = user_site()
 
     def clipping(self, clip: Any) -> Any:
-        """`clip_grad_norm_`, of which the norm is kept for the step that comes next."""
+        """`clip_grads_with_norm_`, of which the norm is kept for the step that comes next."""
 
         @wraps(clip)
-        def clipped(parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> Any:
+        def clipped(parameters: Any, max_norm: float, total_norm: Any, *args: Any, **kwargs: Any) -> Any:
             of = [parameters] if hasattr(parameters, "grad") else list(parameters)  # may be there for once only
             if not self._depth and not self._unclipped:
                 self._unclipped = [_total(optimizer) for optimizer in self._optimizers]
-            norm = clip(of, max_norm, *args, **kwargs)
+            clip(of, max_norm, total_norm, *args, **kwargs)
             if not self._depth and not sys.modules["torch.compiler"].is_compiling() and not any(map(_is_sharded, of)):
-                self._clipped = {id(one) for one in of}, float(norm), float(max_norm), user_site()
-            return norm
+                self._clipped = {id(one) for one in of}, float(total_norm), float(max_norm), user_site()
 
         return clipped
 
@@ -79,15 +80,18 @@ class StepWatch(Events):
         self._averaged.update(map(id, ddp._module_parameters))
         self._facts.replicas.append(record)
         self._inner[id(ddp.module)] = weakref.ref(ddp.module), record
+        self._parts |= {id(one): (weakref.ref(one), record) for one in ddp.module.modules()}
 
     def _called(self, module: Any, _: Any) -> None:
         """A module goes forward: perhaps a replica's, past it, or to evaluate."""
-        known, record = self._inner.get(id(module), (None, None))
+        known, record = self._inner.get(id(module)) or self._parts.get(id(module), (None, None))
         if record is None or known is None or known() is not module:
             return
         if module.training:
             if sys.modules["torch"].is_grad_enabled() and not self._inside:
-                record.past_site = record.past_site or user_site()
+                record.past_site = record.past_site or self._outside()
+            return
+        if id(module) not in self._inner:
             return
         now = len(self._facts.steps)
         buffers = [one for one in module.buffers() if one.is_floating_point()]
@@ -95,6 +99,15 @@ class StepWatch(Events):
             self._evaluated[id(module)] = now
             record.buffers.append(digest_of(buffers))
             record.evaluation_site = user_site()
+
+    def _outside(self) -> str:
+        """The line that has called a replica's model, or a method of it, from outside of it."""
+        frame = site_frame(sys._getframe(1))  # pyright: ignore[reportPrivateUsage]
+        outer = frame
+        while outer is not None and id(outer.f_locals.get("self")) in self._parts:
+            outer = site_frame(outer.f_back)
+        frame = outer or frame
+        return site_words(frame_of(frame)) if frame is not None else ""
 
     def forward_begins(self, ddp: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
         self._inside += 1
