@@ -6,8 +6,13 @@ others, replicas that are apart on purpose, collectives that only some ranks cal
 
 import contextlib
 import copy
+import itertools
+import queue
 import random
+import socket
+import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +28,7 @@ from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimiz
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
+LONGEST_SECONDS = 65.0  # longer than a rank may sleep while others wait
 scene, seconds = sys.argv[1], float(sys.argv[2])
 dist.init_process_group("gloo")
 torch.set_num_threads(1)
@@ -459,6 +465,44 @@ def caught() -> None:
         optimizer.zero_grad()
         F.cross_entropy(model(x), y).backward()
         optimizer.step()
+
+
+def ahead() -> None:
+    """A thread reads ahead, and takes a minute once: for a program, for the network, for its own work."""
+    model = DistributedDataParallel(network())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    batches: queue.Queue[tuple[torch.Tensor, torch.Tensor]] = queue.Queue(4)
+    slow, taker = ours.randrange(world), ours.choice((of_a_program, of_the_network, of_its_own))
+
+    def read() -> None:
+        for number in itertools.count():
+            if number == 100 and rank == slow:
+                taker(LONGEST_SECONDS)
+            batches.put(batch())
+
+    threading.Thread(target=read, daemon=True).start()
+    for _ in until_time():
+        x, y = batches.get()
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+
+def of_a_program(seconds: float) -> None:
+    subprocess.run(["sleep", str(seconds)], check=True)
+
+
+def of_the_network(seconds: float) -> None:
+    one, other = socket.socketpair()
+    one.settimeout(seconds)
+    with one, other, contextlib.suppress(TimeoutError):
+        one.recv(1)
+
+
+def of_its_own(seconds: float) -> None:
+    until, some = time.monotonic() + seconds, torch.randn(1500, 1500)
+    while time.monotonic() < until:
+        some @ some
 
 
 def second_order() -> None:
