@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from statistics import median
+
+from hypothesis import given
+from hypothesis import strategies as st
 
 from paceline.contract.evidence import Phase, Sample
-from paceline.guard.slow import Slowness, slow_network, slow_rank, slow_script
+from paceline.guard.slow import Slowness, median_without, slow_network, slow_rank, slow_script
 
 HOSTS = {0: "n1", 1: "n2", 2: "n3", 3: "n4"}
 
@@ -155,3 +159,10 @@ def test_who_waits_in_its_own_code_is_not_called_slow() -> None:
     """The two that are quick wait in `work.wait()`, say, where nobody sees it."""
     assert not scripts_say(script(own=0.5), script(own=0.01), script(own=0.5))
     assert not scripts_say(script(), script(), script())
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=2, max_size=9), st.integers(0, 8))
+def test_the_median_of_the_others_is_found_in_all_that_are_sorted_once(values: list[float], number: int) -> None:
+    number %= len(values)
+    others = values[:number] + values[number + 1 :]
+    assert median_without(sorted(values), values[number]) == median(others)

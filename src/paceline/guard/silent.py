@@ -5,7 +5,6 @@ verdict by which the run is to be ended.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from statistics import median
 
 from msgspec.structs import replace
 
@@ -13,6 +12,7 @@ from paceline.contract.evidence import Evidence, Op, Sample, Verdict, VerdictKin
 from paceline.contract.marks import SAME_BY_DDP, marks_of, orders_of
 from paceline.contract.order import Mismatch
 from paceline.guard.replicas import Calls, ComparedMarks, ComparedOrders, Difference, departed
+from paceline.guard.slow import median_without
 from paceline.guard.waits import majority, parties_by
 from paceline.guard.wording import named, verb
 
@@ -84,8 +84,9 @@ class Silent:
 
     def _shadowed(self, ranks: Sequence[Sample]) -> None:
         """Which ranks Join has shadowed for most of the time: their data may have ended before their end."""
-        for one in ranks:
-            others = median([other.step for other in ranks if other.rank != one.rank] or [0])
+        ordered = sorted(one.step for one in ranks)
+        for one in ranks if len(ranks) > 1 else ():
+            others = median_without(ordered, one.step)
             if one.step < SHORT * others and self._new("shadowed", one.rank):
                 self.notices.append(
                     f"rank {one.rank} took {one.step} steps, the others {others:g}: Join hides it, "
@@ -165,8 +166,9 @@ class Silent:
         if len({*steps.values()}) < 2 or not self._new("uneven"):
             return None
         if not (ddp or self._comparison.proven):
+            ordered = sorted(steps.values())
             for rank, step in steps.items():
-                others = median(other for number, other in steps.items() if number != rank)
+                others = median_without(ordered, step)
                 if 0 < step < FEWER * others:
                     few = f"rank {rank} took {step} steps, the others {others:g}"
                     self.notices.append(f"{few}: is its part of the data meant to be so small?")

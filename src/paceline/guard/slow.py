@@ -9,14 +9,15 @@ With DDP the waiting is in the others' backward pass instead, 0.6, 0.1, 0.6 s; s
 forward, optimizer) are also compared alone.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
 from statistics import median
 
 from paceline.contract.evidence import Phase, Sample
 
 FIRST_STEPS = 5  # of a start: compiling, filling caches
 LOOK_STEPS, LOOK_SECONDS = 10, 0.9  # from look to look, at least: batches of unlike lengths even out
+RANK_SECONDS = 0.001  # the same for each rank, of many: a look takes the head some microseconds for each
 LOOKS = 3  # in a row that are judged
 QUEUED_LOOKS = 8  # that are where a rank is slow because it waits for a core
 SLOW_FACTOR = 1.3
@@ -31,7 +32,7 @@ OF_SCRIPTS = (*NEVER_WAITING, Phase.USER)
 
 Look = Mapping[int, Sample]  # of all ranks that run
 Spent = Mapping[int, tuple[float, ...]]  # rank -> seconds in each phase, per step
-Judged = Callable[[Spent, Mapping[int, str]], tuple[int, str, float] | None]
+Slow = tuple[int, str, float]  # which rank, the sentence, by how many seconds a step
 
 
 class Slowness:
@@ -41,6 +42,7 @@ class Slowness:
         self._hosts = hosts
         self._first: dict[int, int] = {}
         self._looks: list[Look] = []  # the newest last
+        self._judged: list[tuple[Slow | None, Slow | None]] = []  # between two looks: without what queues take, with
         self._said: dict[str, float] = {}
         self.rank: int | None = None
         """that the last sentence was about"""
@@ -54,27 +56,30 @@ class Slowness:
         started = all(one.step >= step + FIRST_STEPS for one, step in zip(samples, first, strict=True))
         if not started or (self._looks and not _apart(self._looks[-1], now)):
             return ""
-        self._looks = [*self._looks, now][-QUEUED_LOOKS - 1 :]
-        if len(self._looks) <= LOOKS:
+        self._looks = [*self._looks, now][-LOOKS - 1 :]
+        if len(self._looks) == 1:
             return ""
         scripts = all(one.script for one in samples)
-        found = self._all_the_time(slow_script if scripts else slow_rank)
-        self.rank = found[0] if found else None
-        if found:
-            return self._new(f"rank {self.rank}", *found[1:])
+        judge, last = slow_script if scripts else slow_rank, self._looks[-2]
+        found = [judge(_per_step(last, now, of_queue=of_queue), self._hosts) for of_queue in (True, False)]
+        self._judged = [*self._judged, (found[0], found[1])][-QUEUED_LOOKS:]
+        if len(self._judged) < LOOKS:
+            return ""
+        slow = self._all_the_time()
+        self.rank = slow[0] if slow else None
+        if slow:
+            return self._new(f"rank {self.rank}", *slow[1:])
         if scripts:  # of which nobody knows what they do for themselves
             return ""
-        return self._new("network", *(slow_network(_per_step(self._looks[-LOOKS - 1], now)) or ("", 0.0)))
+        return self._new("network", *(slow_network(_per_step(self._looks[0], now)) or ("", 0.0)))
 
-    def _all_the_time(self, judged: Judged) -> tuple[int, str, float] | None:
+    def _all_the_time(self) -> Slow | None:
         """Who is slow in each look, and by how much in most: some steps of a script are nothing.
 
         What a rank waits for a core is mostly the machine's, and passes: then it must be so for longer.
         """
-        pairs = [*pairwise(self._looks)]
-        for count, of_queue in ((LOOKS, True), (QUEUED_LOOKS, False)):
-            last = [judged(_per_step(*looks, of_queue=of_queue), self._hosts) for looks in pairs[-count:]]
-            slow = [one for one in last if one is not None]
+        for count, which in ((LOOKS, 0), (QUEUED_LOOKS, 1)):
+            slow = [one for pair in self._judged[-count:] if (one := pair[which]) is not None]
             if len(slow) == count and len({one[0] for one in slow}) == 1:
                 return sorted(slow, key=lambda one: one[2])[count // 2]
         return None
@@ -88,10 +93,11 @@ class Slowness:
 
 def _apart(base: Look, now: Look) -> bool:
     """Whether every rank has gone on long enough in between for a look of its own."""
+    seconds = max(LOOK_SECONDS, len(now) * RANK_SECONDS)
     return all(
         rank in base
         and one.step >= base[rank].step + LOOK_STEPS
-        and sum(one.phase_seconds) >= sum(base[rank].phase_seconds) + LOOK_SECONDS
+        and sum(one.phase_seconds) >= sum(base[rank].phase_seconds) + seconds
         for rank, one in now.items()
     )
 
@@ -102,11 +108,12 @@ def _per_step(base: Look, now: Look, *, of_queue: bool = False) -> Spent:
     Nobody knows in which phase it has: it is taken from all of its own, in proportion.
     """
     queued = {rank: (one.queued_seconds - base[rank].queued_seconds) for rank, one in now.items()}
+    ordered = sorted(queued.values())
     found: dict[int, tuple[float, ...]] = {}
     for rank, one in now.items():
         spent = [b - a for a, b in zip(base[rank].phase_seconds, one.phase_seconds, strict=True)]
         work = sum(spent[phase] for phase in OF_SCRIPTS)
-        longer = max(0.0, queued[rank] - _others(queued, rank)) if of_queue and len(now) > 1 else 0.0
+        longer = max(0.0, queued[rank] - median_without(ordered, queued[rank])) if of_queue and len(now) > 1 else 0.0
         kept = max(0.0, 1 - longer / work) if work else 1.0
         steps = one.step - base[rank].step
         found[rank] = tuple(
@@ -115,7 +122,7 @@ def _per_step(base: Look, now: Look, *, of_queue: bool = False) -> Spent:
     return found
 
 
-def slow_rank(spent: Spent, hosts: Mapping[int, str]) -> tuple[int, str, float] | None:
+def slow_rank(spent: Spent, hosts: Mapping[int, str]) -> Slow | None:
     """Which of two ranks or more is slower than the others, the sentence, by how many seconds a step."""
     own = {rank: sum(seconds[phase] for phase in OWN) for rank, seconds in spent.items()}
     alone = {rank: sum(seconds[phase] for phase in NEVER_WAITING) for rank, seconds in spent.items()}
@@ -135,7 +142,7 @@ def slow_rank(spent: Spent, hosts: Mapping[int, str]) -> tuple[int, str, float] 
     return rank, words, excess
 
 
-def slow_script(spent: Spent, hosts: Mapping[int, str]) -> tuple[int, str, float] | None:
+def slow_script(spent: Spent, hosts: Mapping[int, str]) -> Slow | None:
     """The same where phases are seen from outside: a rank is slow in what the others wait for, as long, elsewhere."""
     work = {rank: sum(seconds[phase] for phase in OF_SCRIPTS) for rank, seconds in spent.items()}
     waits = {rank: seconds[Phase.BACKWARD] + seconds[Phase.SYNC] for rank, seconds in spent.items()}
@@ -168,7 +175,15 @@ def slow_network(spent: Spent) -> tuple[str, float] | None:
 
 
 def _others(of: Mapping[int, float], rank: int) -> float:
-    return median(value for other, value in of.items() if other != rank)
+    """The median of the others."""
+    return median_without(sorted(of.values()), of[rank])
+
+
+def median_without(ordered: Sequence[float], value: float) -> float:
+    """The median of all but one `value`; for each of thousands of ranks they are not sorted again."""
+    at, left = bisect_left(ordered, value), len(ordered) - 1
+    low, high = (left - 1) // 2, left // 2
+    return (ordered[low + (low >= at)] + ordered[high + (high >= at)]) / 2
 
 
 def _seconds(value: float) -> str:
