@@ -8,7 +8,8 @@ from pathlib import Path
 
 from tests.cluster.lab import Lab
 
-# AcceptEnv as Debian has it: variables do not travel, which a launcher must cope with.
+# AcceptEnv as Debian has it: variables do not travel, which a launcher must cope with. SHLVL: bash reads no .bashrc of
+# this machine then; what that starts (pyenv's rehash) holds a lock for a minute when a host is killed meanwhile.
 SSHD = """
 HostKey {folder}/hostkey
 AuthorizedKeysFile {folder}/authorized_keys
@@ -20,6 +21,7 @@ PermitRootLogin prohibit-password
 AllowUsers root
 UseDNS no
 AcceptEnv LANG LC_*
+SetEnv SHLVL=1
 Subsystem sftp internal-sftp
 MaxStartups 100
 """

@@ -66,12 +66,14 @@ def test_two_slurm_nodes_come_to_the_weights_of_one_process(
     clean_ledger(run_dir)
 
 
+@pytest.mark.parametrize("strategy", ["exact", "zero"])  # all ranks hold all; each holds a share
 def test_a_lost_host_costs_the_steps_since_the_last_snapshot_in_the_memory_of_another(
-    lab: Lab, ssh_hosts: SshHosts, tmp_path: Path
+    lab: Lab, ssh_hosts: SshHosts, tmp_path: Path, strategy: str
 ) -> None:
     script, run_dir = tmp_path / "task.py", tmp_path / "run"
     never = 1000  # there is no checkpoint to go on from
-    task = words("train", f"{script}:task", "--steps", 150, "--batch-size", 4, *EXACT, "--checkpoint-every", never)
+    task = words("train", f"{script}:task", "--steps", 150, "--batch-size", 4, "--strategy", strategy)
+    task += words("--virtual-ranks", 4, "--device", "cpu", "--checkpoint-every", never)
     script.write_text(SLOW_TASK.replace("STEP_SECONDS", "0"))
     expected = trained_here(task, tmp_path / "expected", 60)
     script.write_text(SLOW_TASK.replace("STEP_SECONDS", "0.03"))

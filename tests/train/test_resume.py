@@ -17,7 +17,7 @@ from paceline.contract.birth import WorkerBirth
 from paceline.errors import PacelineError
 from paceline.store.manifest import FORMAT, Manifest, ShardFile
 from paceline.store.store import Checkpoints, write_file
-from paceline.train.resume import Memory, Origin, Place, from_disk
+from paceline.train.resume import Origin, Place, Remembered, from_disk
 from paceline.train.run import _origin
 from paceline.worker.world import World
 
@@ -102,12 +102,12 @@ def remembered(rank: int, size: int, root: Path) -> dict[str, Any]:
         first, second = (os.open(name, os.O_RDWR | os.O_CREAT, 0o600) for name in names)
         pairs.append((first, second))
     WorkerBirth._here = WorkerBirth(os.getpid(), snapshots=tuple(pairs))
-    found: dict[str, Any] = {"nothing": told_by(Memory(world).origin())}
+    found: dict[str, Any] = {"nothing": told_by(Remembered(world).origin())}
     writer = SnapshotWriter(inherited()[rank], rank, size, 0, spared=None)
     for step in (5, 6):
         writer.write(state(step), step, CONTENT)
     torch.distributed.barrier()
-    found["memory"] = told_by(Memory(world).origin())
+    found["memory"] = told_by(Remembered(world).origin())
     config = TrainConfig(checkpoint=CheckpointConfig(resume="no"))
     for name in ("older", "newer", "newer but damaged", "none"):
         place = Place(root / name, attempt=1, generation=1, attempt_dir=None, definition={"seed": 0})
@@ -116,7 +116,7 @@ def remembered(rank: int, size: int, root: Path) -> dict[str, Any]:
     found["no restart"] = told_by(_origin(config, first_start, world))
     if rank == size - 1:  # is another process's file after all
         WorkerBirth._here = None
-    found["not the same for all"] = told_by(Memory(world).origin()) if size > 1 else None
+    found["not the same for all"] = told_by(Remembered(world).origin()) if size > 1 else None
     return found
 
 
@@ -125,11 +125,11 @@ def hosts_memory(rank: int, size: int) -> tuple[Any, ...]:
     world = World(rank, size, 0, 1, torch.device("cpu"), "gloo")
     files = os.memfd_create("first"), os.memfd_create("second")
     WorkerBirth._here = WorkerBirth(os.getpid(), snapshots=(files,))
-    nothing = told_by(Memory(world).origin())
+    nothing = told_by(Remembered(world).origin())
     writer = SnapshotWriter(files, 0, 1, 0, spared=None)
     for step in (5, 6)[: size if rank == size - 1 else rank]:
         writer.write(state(step), step, CONTENT)
-    one, two = (Memory(world).origin() for _ in range(2))
+    one, two = (Remembered(world).origin() for _ in range(2))
     own = bool(one and one.files <= {*files})
     told, again = told_by(one), told_by(two)
     before = len([*Path("/proc/self/fd").iterdir()])

@@ -149,7 +149,7 @@ def newest_in(descriptors: Sequence[int]) -> Snapshot | None:
     return Snapshot(mark.generation, mark.step, mark.content, source, files)
 
 
-def sent(mine: Snapshot | None, giver: int, world: World) -> Snapshot:
+def snapshot_of(mine: Snapshot | None, giver: int, world: World) -> Snapshot:
     """Rank `giver`'s snapshot: `mine` where that is as new, else a copy in memory of this process (a collective)."""
     of_giver = world.rank == giver
     sizes = [os.fstat(file).st_size for file in mine.files] if mine is not None and of_giver else []

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from paceline.checkpoint.across import OtherHosts
 from paceline.checkpoint.snapshot import SnapshotWriter, inherited
 from paceline.checkpoint.state import Held
 from paceline.contract.evidence import Phase
@@ -76,7 +77,8 @@ class Keeping:
             keep=rhythm.keep, flush_events=writer.flush, say=say,
         )  # fmt: skip
         self._snapshot_writer = _snapshot_writer(place, origin, self._world)
-        self._on_each_host: bool | None = None
+        self._takes_snapshots = all(gather_words(self._snapshot_writer is not None, self._world))
+        self._across: OtherHosts | None = None
         self._snapshots, self._snapshot_seconds, self._snapshot_bytes = 0, 0.0, 0
         self._saved_at = time.monotonic()
         self.failed = ""
@@ -103,7 +105,7 @@ class Keeping:
         self._enter(Phase.CHECKPOINT)
         self._saver.agreed(votes)
         save = save or votes.due > 0 or bool(rhythm.checkpoint and step % rhythm.checkpoint == 0)
-        snapshot = self._snapshot_writer is not None and step % rhythm.snapshot == 0
+        snapshot = self._takes_snapshots and step % rhythm.snapshot == 0
         watch = step % rhythm.watch == 0
         if not (save or snapshot or watch):
             self._report()
@@ -118,7 +120,7 @@ class Keeping:
         if save:
             self._saver.begin(held, step, content())
             self._saved_at = time.monotonic()
-        if snapshot and self._host_has_all(held):
+        if snapshot:
             self._snapshot(held, step, content())
         self._report()
         return time.perf_counter() - began
@@ -143,7 +145,7 @@ class Keeping:
     def can_go_back(self) -> bool:
         """Whether states are kept on the way."""
         rhythm = self._rhythm
-        return bool(rhythm.checkpoint or rhythm.seconds or self._snapshot_writer)
+        return bool(rhythm.checkpoint or rhythm.seconds or self._takes_snapshots)
 
     def newest(self) -> Origin | None:
         """The newest state that is kept (a collective)."""
@@ -193,30 +195,26 @@ class Keeping:
         """After an error: wait for the threads; what is not published never will be."""
         self._saver.abandon()
 
-    def _host_has_all(self, held: Sequence[Held]) -> bool:
-        """Whether each host has the whole state, so that any one of them is enough (a collective, once)."""
-        if self._on_each_host is None:
-            world = self._world
-            self._on_each_host = world.local_size == world.size or all(
-                gather_words(all(one.replicated for one in held), world)
-            )
-            if not self._on_each_host:
-                self._snapshot_writer = None
-                self._say(
-                    "no snapshots in memory: no host has the whole state. Where a host is lost the run goes on from a "
-                    "checkpoint on disk (--checkpoint-every)"
-                )
-        return self._on_each_host
-
     def _snapshot(self, held: Sequence[Held], step: int, content: Content) -> None:
-        assert self._snapshot_writer is not None
-        began = time.perf_counter()
+        began, world = time.perf_counter(), self._world
+        if world.local_size < world.size:  # a host that is lost takes with it what only its ranks hold
+            if self._across is None:
+                self._across = OtherHosts(held, world)
+                if why := self._across.why_not:
+                    self._takes_snapshots = False
+                    self._say(f"no snapshots in memory: {why}. A restart goes on from a checkpoint on disk")
+            others = self._across.bring(held) if self._takes_snapshots else None
+            if others is None:
+                return
+            held = [*held, *others]
+        if self._snapshot_writer is None:  # there was no memory
+            return
         try:
             self._snapshot_bytes = self._snapshot_writer.write(held, step, msgspec.to_builtins(content))
         except OSError as error:
             self._snapshot_writer = None
             self._say(
-                f"no snapshots from now on: rank {self._world.rank} has no memory for them ({error.strerror}). "
+                f"no snapshots from now on: rank {world.rank} has no memory for them ({error.strerror}). "
                 "Restarted workers will go on from a checkpoint on disk (--checkpoint-every)."
             )
             return

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from paceline.checkpoint.shard import ShardFiles
-from paceline.checkpoint.snapshot import inherited, newest, sent
+from paceline.checkpoint.snapshot import inherited, newest, snapshot_of
 from paceline.checkpoint.state import Held
 from paceline.contract.birth import WorkerBirth, restarts
 from paceline.errors import UsageError
@@ -64,7 +64,7 @@ class Origin:
     """the memory files that it lies in"""
 
 
-class Memory:
+class Remembered:
     """The newest snapshot that earlier workers have left in the memory of their hosts."""
 
     def __init__(self, world: World) -> None:
@@ -87,7 +87,7 @@ class Memory:
         if self._newest is None:
             return None
         if any(age != self._newest for age in self._ages):
-            found = sent(found, self._ages.index(self._newest), self._world)
+            found = snapshot_of(found, self._ages.index(self._newest), self._world)
         assert found is not None
         content = msgspec.convert(found.content, Content)
         return Origin(found.step, content, found.source, f"the snapshot of step {found.step}", frozenset(found.files))
@@ -99,7 +99,7 @@ def newest_origin(checkpoints: Checkpoints, world: World, report: Report, *, mem
     Raises:
         UsageError: as `from_disk`.
     """
-    kept = Memory(world) if memory else None
+    kept = Remembered(world) if memory else None
     on_disk = from_disk(checkpoints, world, report, after=-1 if kept is None else kept.step)
     return kept.origin() if on_disk is None and kept is not None else on_disk
 

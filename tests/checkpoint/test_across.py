@@ -1,0 +1,108 @@
+"""Ranks of two hosts hold parts of a state: after the exchange each host has the whole, and can go on alone."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.run_ranks import run_ranks
+from torch import Tensor
+
+from paceline.checkpoint import across
+from paceline.checkpoint.across import OtherHosts
+from paceline.checkpoint.snapshot import SnapshotWriter, newest
+from paceline.checkpoint.state import Held
+from paceline.worker.world import World
+
+CPU = torch.device("cpu")
+WHOLE = {
+    "model/weight": torch.arange(60.0).view(6, 10),
+    "model/bias": torch.arange(3),
+    "optimizer/weight/exp_avg": torch.arange(40, dtype=torch.bfloat16).view(5, 8),
+    "optimizer/weight/columns": torch.arange(32.0, dtype=torch.float64).view(4, 8),
+    "optimizer/weight/empty": torch.zeros(0),
+}
+
+
+def state(rank: int, step: int) -> list[Held]:
+    """What rank `rank` of four holds: what all hold, a run of elements, two columns, and a buffer of its own."""
+    whole = {name: tensor + step for name, tensor in WHOLE.items()}
+    average, columns = whole["optimizer/weight/exp_avg"], whole["optimizer/weight/columns"]
+    mine = columns.reshape(-1).as_strided((4, 2), (8, 1), 2 * rank).reshape(-1).clone()
+    return [
+        Held("model/weight", whole["model/weight"]),
+        Held("model/bias", whole["model/bias"]),
+        Held("optimizer/weight/empty", whole["optimizer/weight/empty"]),
+        Held("optimizer/weight/exp_avg", average.reshape(-1)[10 * rank : 10 * rank + 10].clone(), average.shape,
+             10 * rank, replicated=False),
+        Held("optimizer/weight/columns", mine, columns.shape, 2 * rank, replicated=False, count=4, apart=8),
+        Held(f"buffers/{rank}/mean", torch.full((2, 3), float(rank + step)), replicated=False),
+        Held("model/again", torch.ones(4), replicated=False, spare=True),
+    ]  # fmt: skip
+
+
+def values(files: list[tuple[int, int]]) -> dict[str, Tensor]:
+    """The newest state in the memory of a host."""
+    found = newest(files)
+    assert found is not None
+    told = {name: found.source.tensor(name) for name in found.source.names("")}
+    return {name: tensor for name, tensor in told.items() if tensor is not None} | {"step": torch.tensor(found.step)}
+
+
+def of_two_hosts(rank: int, size: int, root: Path, chunk: int) -> list[Any]:
+    across.SENT_BYTES = chunk
+    world = World(rank, size, rank % 2, 2, CPU, "gloo")
+    names = [root / f"{chunk}-{rank // 2}-{local}-{turn}" for local in range(2) for turn in range(2)]
+    first = [os.open(name, os.O_RDWR | os.O_CREAT, 0o600) for name in names]
+    files = [(first[0], first[1]), (first[2], first[3])]
+    writer = SnapshotWriter(files[rank % 2], rank % 2, 2, 0, spared=None)
+    held = state(rank, 1)
+    others = OtherHosts(held, world)
+    assert others.why_not == ""
+    said: list[Any] = []
+    for step in (1, 2):
+        brought = others.bring(state(rank, step))
+        assert brought is not None
+        assert {one.name.partition("/")[0] for one in brought} == {"optimizer", "buffers"}
+        writer.write([*state(rank, step), *brought], step, {})
+        others._pause = 0
+        torch.distributed.barrier()
+        said.append(values(files))
+    others._pause = 2
+    said.append([others.bring(held) is None for _ in range(3)])
+    return said
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("chunk", [1 << 26, 100])
+def test_each_of_two_hosts_has_the_whole_state_of_four_ranks(tmp_path: Path, chunk: int) -> None:
+    for *states, paused in run_ranks(of_two_hosts, 4, tmp_path, tmp_path, chunk):
+        for step, found in enumerate(states, start=1):
+            wanted = {name: tensor + step for name, tensor in WHOLE.items()}
+            wanted |= {f"buffers/{rank}/mean": torch.full((2, 3), float(rank + step)) for rank in range(4)}
+            assert int(found.pop("step")) == step
+            assert sorted(found) == sorted(wanted)
+            for name, tensor in wanted.items():
+                assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
+        assert paused == [True, True, False], "too long for this network: left out twice"
+
+
+def why_not(rank: int, size: int) -> list[str]:
+    told: list[str] = []
+    same = [one for one in state(rank, 1) if one.replicated]
+    for held, local in ((same, min(rank, 2)), (state(rank, 1), min(rank, 2)), (state(rank, 1), rank % 2)):
+        across.free_memory = lambda: 1000 if rank == 2 else 10**12
+        told.append(OtherHosts(held, World(rank, size, local, 2, CPU, "gloo")).why_not)
+    return told
+
+
+@pytest.mark.ranks
+def test_where_hosts_are_unequal_or_too_small_there_are_no_snapshots_of_shares(tmp_path: Path) -> None:
+    told = run_ranks(why_not, 4, tmp_path)
+    assert told == [told[0]] * 4
+    nothing, unequal, small = told[0]
+    assert nothing == "" and unequal.startswith("hosts with unequal numbers of ranks")
+    assert small.startswith("every host would need 0.0 GB, 2.5 times the whole state")
