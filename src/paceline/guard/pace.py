@@ -39,7 +39,7 @@ GUILTY_WAIT_TOO = (VerdictKind.MISMATCH, VerdictKind.DEADLOCK, VerdictKind.NETWO
 SAMPLE_SECONDS, SHORT_SAMPLE_SECONDS = 1.0, 0.25
 SHORT_WINDOW_SECONDS = 10.0
 MOVING_SECONDS = 1.0
-QUIET_SECONDS, SECONDS_A_NODE = 3.0, 0.0025  # who has moved within the first need not be looked at as often, of many
+QUIET_SECONDS, SECONDS_A_NODE = 3.0, 0.003  # who has moved within the first need not be looked at as often, of many
 
 
 @dataclass(frozen=True)
