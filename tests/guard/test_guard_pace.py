@@ -91,6 +91,16 @@ def test_a_fast_run_has_a_window_of_ten_seconds_and_a_slow_one_of_300() -> None:
     assert first_stall(slow, step=20) == pytest.approx(300.0, abs=1.0)
 
 
+def test_who_looks_seldom_takes_the_time_between_two_looks_for_no_gap() -> None:
+    """The head of a thousand nodes looks every three seconds at ranks that all move."""
+    clock = Clock()
+    for look in range(40):
+        assert clock.pace.see(clock.now, ranks(0.1, step=look)) is None
+        clock.now += 3.0
+    found = clock.stand(100.0, warned=True)
+    assert found is not None and found[0].window_seconds == 10.0
+
+
 def test_a_warning_comes_once_at_half_of_the_window_and_the_alarm_again_after_each_further_one() -> None:
     clock = Clock("8")
     clock.steps(3, 1.0)

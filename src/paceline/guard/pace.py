@@ -74,13 +74,13 @@ class Pace:
         """
         if self._seen_seconds is not None and now_seconds - self._seen_seconds > JUMP_SECONDS:
             self._began_seconds, self._moved_seconds = now_seconds, None
-        self._seen_seconds = now_seconds
+        before_seconds, self._seen_seconds = self._seen_seconds, now_seconds
         if not ranks:
             self._moved_seconds = None
             return None
         moved_seconds = max(self._began_seconds, now_seconds - min(rank.still_seconds for rank in ranks))
         if self._moved_seconds is None or moved_seconds > self._moved_seconds + 1e-3:  # ages are sums of floats
-            self._learn(moved_seconds)
+            self._learn(moved_seconds, math.inf if before_seconds is None else before_seconds)
         still_seconds = now_seconds - moved_seconds
         steps = self.windows.seconds is None and self._stage in (Stage.STEP, Stage.DATA)
         if not steps or still_seconds >= MOVING_SECONDS:  # else no window is as short
@@ -92,9 +92,10 @@ class Pace:
             window_seconds = self.windows.of(Stage.LONG, self._largest_gap_seconds[self._stage])
         return self._alarm(still_seconds, window_seconds)
 
-    def _learn(self, moved_seconds: float) -> None:
-        if self._moved_seconds is not None:
-            self._take(moved_seconds - self._moved_seconds)
+    def _learn(self, moved_seconds: float, before_seconds: float) -> None:
+        if self._moved_seconds is not None:  # who looks seldom, at many nodes, does not see all that moves in between
+            seen_seconds = before_seconds + sample_seconds(self.windows)
+            self._take(min(moved_seconds, seen_seconds) - self._moved_seconds)
         self._moved_seconds = moved_seconds
         self._warned, self._next_stall_seconds = False, 0.0
 
