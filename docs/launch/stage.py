@@ -95,7 +95,9 @@ def start(folder: Path) -> Stage:
     project = folder / "project"
     shutil.copy(ROOT / "examples" / "existing_ddp.py", project)
     shutil.copytree(
-        ROOT / "src" / "paceline" / "datasets" / "mnist", project / "mnist", ignore=shutil.ignore_patterns("__pycache__")
+        ROOT / "src" / "paceline" / "datasets" / "mnist",
+        project / "mnist",
+        ignore=shutil.ignore_patterns("__pycache__"),
     )
     (project / "bad.py").write_text(BAD)
     stage = Stage(lab, ssh, slurm, project)
