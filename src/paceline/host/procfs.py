@@ -74,6 +74,8 @@ def sleep_number(pid: int) -> int:
         if "futex" not in waits_in:
             return -1
         for task in (PROC / str(pid) / "task").iterdir():
+            if (task / "children").read_text():
+                return -1
             if int(task.name) == pid or (task / "comm").read_text(errors="replace").strip() in APART:
                 continue
             _, waits_in, more = _thread(pid, int(task.name))
@@ -82,7 +84,7 @@ def sleep_number(pid: int) -> int:
             number += more
     except (OSError, LookupError, ValueError):
         return -1
-    return -1 if descendants({pid}) else number
+    return number
 
 
 def _thread(pid: int, task: int) -> tuple[str, str, int]:
