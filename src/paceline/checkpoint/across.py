@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.checkpoint.shard import TYPES, fill, layout
+from paceline.checkpoint.snapshot import SENT_BYTES
 from paceline.checkpoint.state import Held
 from paceline.host.cgroup import free_memory
 from paceline.store.manifest import Piece
@@ -26,7 +27,6 @@ from paceline.worker.world import World
 
 MOST_SHARE = 0.05  # of the time of training: on a slow network not every snapshot is taken
 COPIES = 2.5  # of the whole state: two snapshots, and what is on its way
-SENT_BYTES = 1 << 26  # at once
 
 
 class OtherHosts:

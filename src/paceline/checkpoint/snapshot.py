@@ -149,27 +149,25 @@ def newest_in(descriptors: Sequence[int]) -> Snapshot | None:
     return Snapshot(mark.generation, mark.step, mark.content, source, files)
 
 
-def snapshot_of(mine: Snapshot | None, giver: int, world: World) -> Snapshot:
-    """Rank `giver`'s snapshot: `mine` where that is as new, else a copy in memory of this process (a collective)."""
-    of_giver = world.rank == giver
-    sizes = [os.fstat(file).st_size for file in mine.files] if mine is not None and of_giver else []
-    told = gather_words([mine.age if mine is not None else None, sizes], world)
+def snapshot_of(giver: int, mine: Snapshot | None, world: World) -> Snapshot:
+    """Rank `giver`'s snapshot (a collective): `mine`, or where that is None a copy in memory of this process."""
+    sizes = None if mine is None else [os.fstat(file).st_size for file in mine.files]
     files: list[int] = []
-    for number, size_bytes in enumerate(told[giver][1]):
-        files.append(os.dup(mine.files[number]) if mine is not None and of_giver else os.memfd_create("paceline-sent"))
+    for number, size_bytes in enumerate(gather_words(sizes, world)[giver]):
+        if mine is None:
+            files.append(os.memfd_create("paceline-sent"))
         for at in range(0, size_bytes, SENT_BYTES):
             room = bytearray(min(SENT_BYTES, size_bytes - at))
-            if of_giver:
-                os.preadv(files[-1], [room], at)
+            if mine is not None and world.rank == giver:
+                os.preadv(mine.files[number], [room], at)
             piece = torch.frombuffer(room, dtype=torch.uint8).to(world.device)
             broadcast([piece], giver, "a snapshot", world.group)
-            if not of_giver:
+            if mine is None:
                 os.pwrite(files[-1], piece.cpu().numpy().tobytes(), at)
+    if mine is not None:
+        return mine
     found = newest_in(files)
     assert found is not None
-    if mine is not None and told[world.rank][0] == told[giver][0]:
-        _close(files)
-        return mine
     weakref.finalize(found.source, _close, files)
     return found
 

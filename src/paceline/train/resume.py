@@ -83,11 +83,11 @@ class Remembered:
 
     def origin(self) -> Origin | None:
         """The state; hosts that have none, or an older one, are sent it (a collective)."""
-        found = self._mine
         if self._newest is None:
             return None
+        found = self._mine if self._ages[self._world.rank] == self._newest else None
         if any(age != self._newest for age in self._ages):
-            found = snapshot_of(found, self._ages.index(self._newest), self._world)
+            found = snapshot_of(self._ages.index(self._newest), found, self._world)
         assert found is not None
         content = msgspec.convert(found.content, Content)
         return Origin(found.step, content, found.source, f"the snapshot of step {found.step}", frozenset(found.files))
