@@ -76,10 +76,21 @@ def of_two_hosts(rank: int, size: int, root: Path, chunk: int) -> list[Any]:
     return said
 
 
+def all_told(rank: int, size: int, root: Path) -> tuple[list[list[Any]], list[str]]:
+    return [of_two_hosts(rank, size, root, chunk) for chunk in (1 << 26, 100)], why_not(rank, size)
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[list[list[Any]], list[str]]]:
+    """What each of four ranks has found."""
+    root = tmp_path_factory.mktemp("memory")
+    return run_ranks(all_told, 4, root, root)
+
+
 @pytest.mark.ranks
-@pytest.mark.parametrize("chunk", [1 << 26, 100])
-def test_each_of_two_hosts_has_the_whole_state_of_four_ranks(tmp_path: Path, chunk: int) -> None:
-    for *states, paused in run_ranks(of_two_hosts, 4, tmp_path, tmp_path, chunk):
+@pytest.mark.parametrize("chunk", [0, 1], ids=["at once", "in pieces"])
+def test_each_of_two_hosts_has_the_whole_state_of_four_ranks(told: Any, chunk: int) -> None:
+    for *states, paused in (found[0][chunk] for found in told):
         for step, found in enumerate(states, start=1):
             wanted = {name: tensor + step for name, tensor in WHOLE.items()}
             wanted |= {f"buffers/{rank}/mean": torch.full((2, 3), float(rank + step)) for rank in range(4)}
@@ -100,9 +111,9 @@ def why_not(rank: int, size: int) -> list[str]:
 
 
 @pytest.mark.ranks
-def test_where_hosts_are_unequal_or_too_small_there_are_no_snapshots_of_shares(tmp_path: Path) -> None:
-    told = run_ranks(why_not, 4, tmp_path)
-    assert told == [told[0]] * 4
-    nothing, unequal, small = told[0]
+def test_where_hosts_are_unequal_or_too_small_there_are_no_snapshots_of_shares(told: Any) -> None:
+    reasons = [found[1] for found in told]
+    assert reasons == [reasons[0]] * 4
+    nothing, unequal, small = reasons[0]
     assert nothing == "" and unequal.startswith("hosts with unequal numbers of ranks")
     assert small.startswith("every host would need 0.0 GB, 2.5 times the whole state")

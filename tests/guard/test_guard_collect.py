@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import msgspec
@@ -56,14 +57,21 @@ WAITS_FOR = {
 }
 
 
-@pytest.mark.parametrize("what", WAITS_FOR)
-def test_a_wait_for_a_thread_counts_as_sleep_where_no_thread_is_up(what: str, tmp_path: Path) -> None:
-    code, sleeps = WAITS_FOR[what]
-    with ranks(f"import os, queue, threading\nready()\n{code}\n", 1, tmp_path) as (one,):
-        one.wait_ready()
+def test_a_wait_for_a_thread_counts_as_sleep_where_no_thread_is_up(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        started: dict[str, Rank] = {}
+        for number, (what, (code, _)) in enumerate(WAITS_FOR.items()):
+            (folder := tmp_path / str(number)).mkdir()
+            script = f"import os, queue, threading\nready()\n{code}\n"
+            (started[what],) = stack.enter_context(ranks(script, 1, folder))
+        for one in started.values():
+            one.wait_ready()
         time.sleep(0.3)
-        first, second = (collected(one, question)[0].sleep for question in (1, 2))
-    assert first == second and (first > 0) == sleeps
+        looks = [{what: collected(one, question)[0].sleep for what, one in started.items()} for question in (1, 2)]
+    assert looks[0] == looks[1]
+    assert {what: sleep > 0 for what, sleep in looks[0].items()} == {
+        what: is_one for what, (_, is_one) in WAITS_FOR.items()
+    }
 
 
 def test_a_frozen_worker_is_not_waited_for_and_nothing_is_sent_to_it(tmp_path: Path) -> None:
