@@ -34,7 +34,6 @@ from paceline.observe.terminal import say
 
 HURRIED_SECONDS = 0.3  # for an answer while the run is dying
 WARNING_SECONDS = 0.5  # for an answer that only decides about a warning
-NODE_SECONDS = 0.01  # that taking in the answers of a node may take
 LEFT_SECONDS = 5.0  # all that run wait, and a rank has left: nothing is learned by waiting longer
 REACH_SECONDS = 6.0
 ASK_SECONDS = 1.0
@@ -145,8 +144,6 @@ class Guarding:
         if alarm is None:
             return None
         warned_only = alarm.kind == "warn"
-        if warned_only and alarm.window_seconds - alarm.still_seconds < self._plan.nodes * NODE_SECONDS:
-            return None  # the answers would hold up the verdict
         evidence = self._generation.ask(WARNING_SECONDS if warned_only else ANSWER_SECONDS)
         if blind := [one.rank for one in evidence if not one.watched]:
             self._off = True  # into that nobody sees: nobody can be judged
