@@ -1,10 +1,14 @@
 """Totals that travel while a step computes: whoever asks late, twice or in another order gets the same sums."""
 
+from unittest import mock
+
 import pytest
 import torch
+import torch.distributed as dist
+from tests.run_ranks import run_ranks
 from tests.sums.memory_harness import in_threads
 
-from paceline.sums.totals import StartedSum
+from paceline.sums.totals import MOST_BYTES, StartedSum, start_small_sum
 
 
 def values(rank: int, number: int) -> torch.Tensor:
@@ -44,3 +48,23 @@ def test_a_sum_that_has_failed_gives_no_number_later():
             begun.finish()
 
     in_threads(2, act)
+
+
+def sums_over_gloo(rank: int, world_size: int) -> list[tuple[list[float], str]]:
+    """Of a few numbers and of many, what they add up to here, and which collective it was."""
+    found = list[tuple[list[float], str]]()
+    for count in (3, MOST_BYTES // 8 // world_size + 1):
+        with mock.patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as to_all:
+            waits = [
+                start_small_sum(values(rank, number).repeat(-(-count // 3))[:count], "of a test") for number in (0, 1)
+            ]
+            total, _ = (wait() for wait in reversed(waits))  # the later one is waited for first
+        found.append((total[:3].tolist(), "to all" if to_all.called else "ring"))
+    return found
+
+
+def test_a_few_numbers_are_sent_to_all_at_once_and_many_go_round(tmp_path):
+    (small, large), *others = run_ranks(sums_over_gloo, 3, tmp_path)
+    assert small == (wanted(3, 1), "to all")  # in the order of ranks, to the last bit
+    assert large[1] == "ring"
+    assert all(other == [small, large] for other in others)
