@@ -189,7 +189,8 @@ def test_the_log_of_a_classic_script_under_torchrun(tmp_path: Path, small_mnist:
     log = tmp_path / "torchrun.log"
     with log.open("w") as file:
         script = (str(Path(__file__).parent / "classic_mnist.py"), str(small_mnist))
-        assert subprocess.run([*words, *script], stdout=file, stderr=file, timeout=50).returncode == 0
+        done = subprocess.run([*words, *script], stdout=file, stderr=file, timeout=50)
+    assert done.returncode == 0, log.read_text()
     analyzer = Analyzer("torchrun.log")
     add_log(analyzer, log)
     found = analyzer.result()

@@ -70,7 +70,7 @@ def test_both_ranks_number_alike_what_wrappers_and_torch_itself_have_called(tmp_
             "script.py",
             sleeps.line("it sleeps"),
         )
-        assert not boxes.read_counters(sleeps.box).waiting
+        wait(lambda: not boxes.read_counters(sleeps.box).waiting, "rank 1, which sleeps, is still said to wait")
 
 
 WAITS_IN_BACKWARD = f"""{TORCH}

@@ -9,7 +9,7 @@ from paceline.data.plan import Work
 from paceline.strategies.base import MakeOptimizer, Replica, replica
 from paceline.strategies.buffers import forest_of
 from paceline.strategies.outer import Between
-from paceline.strategies.slow import between_hosts
+from paceline.strategies.slow import between_hosts, nothing_held_back
 from paceline.sums.reducer import sum_by_rank
 from paceline.sums.replicate import broadcast_module
 from paceline.worker.world import World
@@ -40,7 +40,7 @@ def bucketed(
     def backward(_: Work, is_last: bool) -> AbstractContextManager[None]:
         return reducer.leaf(world.rank, is_last=is_last)  # a stand-in's zeros count: a rank without samples has zeros
 
-    return replica(
+    made = replica(
         model,
         make_optimizer(model.parameters()),
         world,
@@ -49,3 +49,4 @@ def bucketed(
         reset=reducer.reset,
         backward=backward,
     )
+    return nothing_held_back(made)

@@ -119,6 +119,18 @@ def _with_feedback(plain: Replica, hosts: Hosts, across: Across) -> Replica:
     return replace(plain, keep_buffers=keep, put_back_buffers=put_back, state=state, load=load)
 
 
+def nothing_held_back(plain: Replica) -> Replica:
+    """The replica, which says what it drops of a state in which hosts have held something back."""
+
+    def load(source: Source) -> None:
+        plain.load(source)
+        saved = source.tensor("feedback/division")
+        if saved is not None and any(not name.endswith("/used") for name in source.names("feedback/0/")):
+            say(f"the checkpoint is of {_hosts(saved)}: what they held back (--compress) is dropped")
+
+    return replace(plain, load=load)
+
+
 def _hosts(division: Tensor) -> str:
     count, size = division.tolist()
     return f"{count} hosts of {size} rank{'s' if size > 1 else ''}"

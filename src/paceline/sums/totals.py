@@ -70,11 +70,10 @@ def _started(slots: Tensor, name: str) -> Callable[[], Tensor]:
 def start_small_sum(numbers: Tensor, name: str, group: dist.ProcessGroup | None = None) -> Callable[[], Tensor]:
     """Start adding up `numbers`, (n,), over the ranks of `group`, the same n on all; the returned function waits.
 
-    On the CPU each rank sends them to all, one trip there and back however many ranks there are: gloo's all-reduce is a
-    ring, with two trips for each rank but one. Where that would be too many bytes it is the ring all the same.
+    On the CPU each rank sends them to all, if they are few: one trip there and back, however many ranks there are.
+    Gloo's all-reduce is a ring, with two trips for each rank but one.
     """
-    size = dist.get_world_size(group)
-    if numbers.device.type != "cpu" or size * numbers.nbytes > MOST_BYTES:
+    if numbers.device.type != "cpu" or (size := dist.get_world_size(group)) * numbers.nbytes > MOST_BYTES:
         work = dist.all_reduce(labelled(numbers, name), group=group, async_op=True)
         return partial(_after, work, lambda: numbers)
     own, of_all = labelled(numbers.repeat(size), name), numbers.new_empty(size * len(numbers))
@@ -82,9 +81,7 @@ def start_small_sum(numbers: Tensor, name: str, group: dist.ProcessGroup | None 
 
     def total(_: Tensor = own) -> Tensor:  # which gloo reads until the work is done
         first, *others = of_all.view(size, -1).unbind()
-        for other in others:  # in the order of ranks: the same bits on all of them
-            first += other
-        return first
+        return sum(others, first)  # in the order of ranks: the same bits on all of them
 
     return partial(_after, work, total)
 
