@@ -70,7 +70,7 @@ def test_both_ranks_number_alike_what_wrappers_and_torch_itself_have_called(tmp_
             "script.py",
             sleeps.line("it sleeps"),
         )
-        # Nothing is asked of rank 1's counter `waiting`: under load it stays true, likely because gloo's threads end two
+        # Nothing is asked of rank 1's counter `waiting`: under load it stays true, perhaps as gloo's threads end two
         # operations in the other order and torch's last_completed_collective stays behind. The operations are right.
 
 
