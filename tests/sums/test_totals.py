@@ -8,7 +8,7 @@ import torch.distributed as dist
 from tests.run_ranks import run_ranks
 from tests.sums.memory_harness import in_threads
 
-from paceline.sums.totals import MOST_BYTES, StartedSum, start_small_sum
+from paceline.sums.totals import MOST_BYTES, StartedSum, sum_over_torch
 
 
 def values(rank: int, number: int) -> torch.Tensor:
@@ -56,7 +56,7 @@ def sums_over_gloo(rank: int, world_size: int) -> list[tuple[list[float], str]]:
     for count in (3, MOST_BYTES // 8 // world_size + 1):
         with mock.patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as to_all:
             waits = [
-                start_small_sum(values(rank, number).repeat(-(-count // 3))[:count], "of a test") for number in (0, 1)
+                sum_over_torch(values(rank, number).repeat(-(-count // 3))[:count], "of a test") for number in (0, 1)
             ]
             total, _ = (wait() for wait in reversed(waits))  # the later one is waited for first
         found.append((total[:3].tolist(), "to all" if to_all.called else "ring"))

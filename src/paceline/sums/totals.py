@@ -64,32 +64,29 @@ def _started(slots: Tensor, name: str) -> Callable[[], Tensor]:
     memory = shared_memory() if slots.device.type == "cpu" else None
     if memory is not None and slots.nbytes <= memory.totals.data_bytes:
         return StartedSum(memory, slots, name).finish
-    return start_small_sum(slots, name)
+    return sum_over_torch(slots, name)
 
 
-def start_small_sum(numbers: Tensor, name: str, group: dist.ProcessGroup | None = None) -> Callable[[], Tensor]:
-    """Start adding up `numbers`, (n,), over the ranks of `group`, the same n on all; the returned function waits.
+def sum_over_torch(numbers: Tensor, name: str) -> Callable[[], Tensor]:
+    """Start adding up `numbers`, (n,), over ranks, the same n on all; the returned function waits.
 
     On the CPU each rank sends them to all, if they are few: one trip there and back, however many ranks there are.
     Gloo's all-reduce is a ring, with two trips for each rank but one.
     """
-    if numbers.device.type != "cpu" or (size := dist.get_world_size(group)) * numbers.nbytes > MOST_BYTES:
-        work = dist.all_reduce(labelled(numbers, name), group=group, async_op=True)
-        return partial(_after, work, lambda: numbers)
-    own, of_all = labelled(numbers.repeat(size), name), numbers.new_empty(size * len(numbers))
-    work = dist.all_to_all_single(of_all, own, group=group, async_op=True)
+    size = dist.get_world_size()
+    to_all = numbers.device.type == "cpu" and 0 < size * numbers.nbytes <= MOST_BYTES
+    own = labelled(numbers.repeat(size) if to_all else numbers, name)
+    of_all = torch.empty_like(own) if to_all else own
+    send = partial(dist.all_to_all_single, of_all, own) if to_all else partial(dist.all_reduce, own)
+    work = send(async_op=True)
 
-    def total(_: Tensor = own) -> Tensor:  # which gloo reads until the work is done
-        first, *others = of_all.view(size, -1).unbind()
+    def finish(_: Tensor = own) -> Tensor:  # gloo reads it until the work is done
+        if work is not None:  # None where this rank is no member of the group
+            work.wait()
+        first, *others = of_all.view(size if to_all else 1, len(numbers)).unbind()
         return sum(others, first)  # in the order of ranks: the same bits on all of them
 
-    return partial(_after, work, total)
-
-
-def _after(work: dist.Work | None, found: Callable[[], Tensor]) -> Tensor:
-    if work is not None:  # None where this rank is no member of the group
-        work.wait()
-    return found()
+    return finish
 
 
 class StartedSum:

@@ -114,7 +114,10 @@ def sequence_numbers() -> dict[str, int]:
 
 
 def in_flight() -> bool:
-    """Whether torch itself has something on its way, by the flight recorder."""
+    """Whether torch itself has something on its way, by the flight recorder: always where it has, but not only.
+
+    The count stays behind when gloo's threads end two operations in the other order, until the next one has ended.
+    """
     found = [status for dump in _dumps(collectives=False) for status in dump.get("pg_status", {}).values()]
     return any(one["last_enqueued_collective"] > one["last_completed_collective"] for one in found)
 
