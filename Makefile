@@ -159,6 +159,9 @@ bench-peers: $(PEERS)  ## training speed and memory beside DDP, Accelerate, Fabr
 
 SLOW := PYTHONPATH=benchmarks $(BIN)/python benchmarks/slow_network.py --out benchmarks/results/slow-network.json
 
+bench-small-sums: $(STAMP)  ## a few numbers over ranks on two hosts, beside torch's all-reduce (root; half a minute)
+	PYTHONPATH=benchmarks $(BIN)/python benchmarks/small_sums.py --out benchmarks/results/small-sums.json
+
 bench-slow-network: $(STAMP)  ## two hosts joined by a slow cable: DDP and its hooks beside --compress and --local-steps (root; 25 minutes)
 	for work in W3g W1 W3s W3gs; do $(SLOW) --work $$work --losses 192 || exit 1; done
 	$(SLOW) --work W3g --rate 100mbit
