@@ -58,6 +58,7 @@ class Hosts:
     lab: Lab
     ssh: SshHosts
     folder: Path
+    nic: str = ""  # over which ranks exchange; empty: as the agents find
 
     def train(self, task: str, ranks: int, batch: int, steps: int, name: str) -> Path:
         """One rank on each of so many hosts: the run's folder."""
@@ -68,6 +69,7 @@ class Hosts:
         if ranks > 1:
             names = ",".join(self.lab.hosts[:ranks])
             words += ["--on", "ssh", "--hosts", names, "--ssh", self.ssh.command]
+            words += ["--env", f"GLOO_SOCKET_IFNAME={self.nic}"] if self.nic else []
         done = self.lab.run("n1", *words, cwd=self.folder, timeout=LIMIT_SECONDS)
         if done.returncode:
             raise RuntimeError(f"{ranks} hosts: {done.stderr}{done.stdout}")
@@ -81,15 +83,13 @@ def hosts(count: int, network: Network = NETWORK) -> Generator[Hosts]:
         lab = Lab(Path(folder), count)
         stack.callback(lab.close)
         ssh = SshHosts.start(lab, Path(folder))
-        bits = 8 * network.bytes_per_second
+        bits, nic = 8 * network.bytes_per_second, ""
         if network.latency_seconds:
-            wire = stack.enter_context(Wire(lab, lab.hosts, rate=bits, delay=network.latency_seconds))
-            for host in lab.hosts:
-                lab.names(host, *(f"{wire.address(other)} {other}" for other in lab.hosts))
+            nic = stack.enter_context(Wire(lab, lab.hosts, rate=bits, delay=network.latency_seconds)).NIC
         else:
             for host in lab.hosts:
                 lab.rate(host, f"{bits:.0f}bit")
-        yield Hosts(lab, ssh, Path(folder))
+        yield Hosts(lab, ssh, Path(folder), nic)
 
 
 def shares_over_hosts(tasks: Path, times: int, steps: int) -> Iterator[dict[str, Any]]:

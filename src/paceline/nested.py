@@ -10,17 +10,15 @@ from torch import Tensor
 
 def tensors(value: Any) -> Iterator[Tensor]:
     """All of them, in order."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for part in value.values():
-            yield from tensors(part)
-    elif isinstance(value, (list, tuple)):
+    if isinstance(value, Mapping):
+        value = [*value.values()]
+    elif _is_record(value):
+        value = [getattr(value, field.name) for field in dataclasses.fields(value)]
+    if isinstance(value, (list, tuple)):
         for part in value:
             yield from tensors(part)
-    elif _is_record(value):
-        for field in dataclasses.fields(value):
-            yield from tensors(getattr(value, field.name))
+    elif isinstance(value, Tensor):
+        yield value
 
 
 def mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:

@@ -94,7 +94,7 @@ def test_a_network_takes_as_long_however_many_ranks_share_a_core(model: Model) -
     assert model.exchange(4) / model.exchange(2) < 3.01  # messages; in memory it would be twice as much
     points = {At(ranks, batch): measured(model, ranks, batch) for ranks in (1, 2, 3, 4) for batch in (16, 64)}
     assert all(abs(h.error) < 1e-6 for h in hold_out(points, machine) if h.at.ranks == 4)
-    stated = Network(1 / model.seconds_per_byte, model.latency)
+    stated = Network(1 / model.seconds_per_byte, model.latency / machine.latencies)
     assert model.step_on_many(4, 16, 4, stated) == pytest.approx(model.step(4, 16))
 
 
@@ -124,8 +124,8 @@ def test_more_machines_exchange_over_the_network_that_is_stated() -> None:
     model = Model(MACHINE, 0.0, 1e-3, 0.0, 0.0, 0.0, 0.0, 0.0)
     slow, fast = Network(125e6, 1e-4), Network(12.5e9, 1e-6)
     at_slow, at_fast = (model.step_on_many(8, 64, 2, network) for network in (slow, fast))
-    assert at_slow - 0.064 == pytest.approx(2 * 7 / 8 * 40e6 / 125e6 + 14e-4)
-    assert at_fast - 0.064 == pytest.approx(2 * 7 / 8 * 40e6 / 12.5e9 + 14e-6)
+    assert at_slow - 0.064 == pytest.approx(2 * 7 / 8 * 40e6 / 125e6 + 2 * 14e-4)
+    assert at_fast - 0.064 == pytest.approx(2 * 7 / 8 * 40e6 / 12.5e9 + 2 * 14e-6)
 
 
 def test_more_threads_than_cores_take_turns() -> None:
@@ -144,12 +144,12 @@ def test_what_helps_on_a_slow_network_is_predicted_by_its_bytes_and_messages_and
     rows = ahead_of(points, machine, 64, None, Network(12.5e6, 0.01))
     assert all(row.range_seconds and row.range_seconds[0] < row.step_seconds < row.range_seconds[1] for row in rows)
     steps = {row.where.rpartition(", ")[2]: row.step_seconds for row in rows if row.where.startswith("2 machines with")}
-    rest = steps["all is sent"] - (2 * 0.01 + 40e6 / 12.5e6)
+    rest = steps["all is sent"] - (2 * 0.02 + 40e6 / 12.5e6)
     assert 0 < rest < 0.1
-    assert steps["--compress bf16"] == pytest.approx(rest + 0.02 + 20e6 / 12.5e6)
-    assert steps["--compress int8"] == pytest.approx(rest + 0.02 + 40e6 * (1 + 4 / 512) / 4 / 12.5e6)
-    assert steps["--compress powersgd"] == pytest.approx(rest + 0.04 + 0.4e6 / 12.5e6)
-    assert steps["--local-steps 16"] == pytest.approx(rest + 0.02 + (0.02 + 40e6 / 12.5e6) / 16)
+    assert steps["--compress bf16"] == pytest.approx(rest + 2 * 0.02 + 20e6 / 12.5e6)
+    assert steps["--compress int8"] == pytest.approx(rest + 2 * 0.02 + 40e6 * (1 + 4 / 512) / 4 / 12.5e6)
+    assert steps["--compress powersgd"] == pytest.approx(rest + 2 * 0.02 + 0.4e6 / 12.5e6)
+    assert steps["--local-steps 16"] == pytest.approx(rest + 0.02 + (2 * 0.02 + 40e6 / 12.5e6) / 16)
     few = {at: parts for at, parts in points.items() if at.ranks < 4}
     assert all(row.range_seconds is None for row in ahead_of(few, MACHINE, 64, None, Network(12.5e6, 0.01)))
     assert "powersgd" not in "".join(row.where for row in ahead_of(few, MACHINE, 64, None, Network(12.5e6, 0.01)))

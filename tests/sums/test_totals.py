@@ -8,7 +8,8 @@ import torch.distributed as dist
 from tests.run_ranks import run_ranks
 from tests.sums.memory_harness import in_threads
 
-from paceline.sums.totals import MOST_BYTES, StartedSum, sum_over_torch
+from paceline.sums.gather import MOST_BYTES, start_sum
+from paceline.sums.totals import StartedSum
 
 
 def values(rank: int, number: int) -> torch.Tensor:
@@ -53,11 +54,9 @@ def test_a_sum_that_has_failed_gives_no_number_later():
 def sums_over_gloo(rank: int, world_size: int) -> list[tuple[list[float], str]]:
     """Of a few numbers and of many, what they add up to here, and which collective it was."""
     found = list[tuple[list[float], str]]()
-    for count in (3, MOST_BYTES // 8 // world_size + 1):
+    for count in (3, MOST_BYTES // 4):
         with mock.patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as to_all:
-            waits = [
-                sum_over_torch(values(rank, number).repeat(-(-count // 3))[:count], "of a test") for number in (0, 1)
-            ]
+            waits = [start_sum(values(rank, number).repeat(-(-count // 3))[:count], "of a test") for number in (0, 1)]
             total, _ = (wait() for wait in reversed(waits))  # the later one is waited for first
         found.append((total[:3].tolist(), "to all" if to_all.called else "ring"))
     return found
@@ -68,3 +67,4 @@ def test_a_few_numbers_are_sent_to_all_at_once_and_many_go_round(tmp_path):
     assert small == (wanted(3, 1), "to all")  # in the order of ranks, to the last bit
     assert large[1] == "ring"
     assert all(other == [small, large] for other in others)
+    assert [how for _, how in run_ranks(sums_over_gloo, 2, tmp_path)[0]] == ["to all"] * 2  # as many bytes as a ring

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from paceline.bench.compare import make_table
 from paceline.bench.fit import Points, fit_model, hold_out
-from paceline.bench.model import Machine, Model, Network
+from paceline.bench.model import Machine, Model, Network, Sent, ring_messages
 from paceline.bench.runs import At
 from paceline.errors import plural
 
@@ -64,25 +64,27 @@ def ahead_of(
             add(count * here, where, mode, batch,
                 lambda model, own, many=count * here: model.step_on_many(many, own, here, network))  # fmt: skip
     for count in SLOW_MACHINES:
-        for words, share, sums, every in ways(machine):
+        for words, sent in ways(machine, count):
             add(count * here, f"{count} machines with one link each, {words}", "weak", weak,
-                lambda model, own, count=count, way=(share, sums, every): model.step_between(
-                    count, here, own, network, *way))  # fmt: skip
+                lambda model, own, count=count, sent=sent: model.step_between(
+                    count, here, own, network, sent))  # fmt: skip
     return found
 
 
-def ways(machine: Machine) -> list[tuple[str, float, int, int]]:
-    """What may leave a host: in words; its share of all bytes, in how many sums after each other, every how many steps.
+def ways(machine: Machine, count: int) -> list[tuple[str, Sent]]:
+    """What may leave each of so many hosts, in words and numbers.
 
     What is not known (powersgd's share depends on the shapes of the weights) is left out.
     """
-    found = [("all is sent", 1.0, 1, 1)]
+    ring = ring_messages(count)
+    found = [("all is sent", Sent(1.0, ring))]
     if machine.in_parts:  # which are sent as they are
         return found
-    found += [("--compress bf16", 0.5, 1, 1), ("--compress int8", INT8_SHARE, 1, 1)]
+    found += [("--compress bf16", Sent(0.5, 2)), ("--compress int8", Sent(INT8_SHARE, 2))]
     if machine.low_rank_bytes:
-        found += [("--compress powersgd", machine.low_rank_bytes / machine.weight_bytes, 2, 1)]
-    return [*found, (f"--local-steps {LOCAL_STEPS}", 1.0, 1, LOCAL_STEPS)]
+        sums = 2 * (1 if count == 2 else ring)  # of few numbers; between two each sends the other its own
+        found += [("--compress powersgd", Sent(machine.low_rank_bytes / machine.weight_bytes, sums))]
+    return [*found, (f"--local-steps {LOCAL_STEPS}", Sent(1.0, ring, LOCAL_STEPS))]
 
 
 def ahead_table(rows: Sequence[Ahead]) -> Table:

@@ -41,6 +41,15 @@ class Network:
 
 
 @dataclass(frozen=True)
+class Sent:
+    """What leaves a host for the others."""
+
+    share: float  # of all bytes
+    messages: float  # that follow each other; what is sent to all at once is one
+    every: int = 1  # so many steps
+
+
+@dataclass(frozen=True)
 class Machine:
     """What all measured points share."""
 
@@ -50,6 +59,7 @@ class Machine:
     over_network: bool = False  # whether ranks exchange over a network, which is no core's work
     in_parts: bool = False  # whether a rank is a copy of the model that several processes share
     low_rank_bytes: int = 0  # what they exchange with --compress powersgd; 0: it is not known
+    latencies: int = 2  # of a stated network that a message takes: with gloo the receiver asks for it, with NCCL 1
 
     def crowd(self, ranks: int) -> float:
         """How many threads there are for each core, at least 1."""
@@ -91,7 +101,7 @@ class Model:
     def exchange(self, ranks: int, network: Network | None = None) -> float:
         """As it was measured, or over `network`."""
         if network is not None:
-            return self._ring(ranks, network.latency_seconds, 1 / network.bytes_per_second)
+            return self._ring(ranks, self.machine.latencies * network.latency_seconds, 1 / network.bytes_per_second)
         if self.machine.over_network:
             return self._ring(ranks, self.latency, self.seconds_per_byte)
         in_memory = ring_messages(ranks) * self.latency + self.machine.weight_bytes * self.seconds_per_byte
@@ -108,18 +118,13 @@ class Model:
         """Seconds of a step on machines like this one, each with so many ranks; ranks exchange over `network`."""
         return self._step(ranks, batch, per_machine, self.exchange(ranks, network))
 
-    def step_between(
-        self, machines: int, each: int, batch: int, network: Network, share: float, sums: int, every: int
-    ) -> float:
-        """Seconds of a step on machines like this one with `each` ranks and one link, that add up by themselves.
-
-        They send each other this share of the bytes, in so many sums after each other, every so many steps.
-        """
-        messages = ring_messages(machines) * network.latency_seconds
-        sent = sums * messages + ring_volume(machines) * self.machine.weight_bytes * share / network.bytes_per_second
-        votes = messages if every > 1 else 0.0  # in every step; where all is sent, they travel meanwhile
+    def step_between(self, machines: int, each: int, batch: int, network: Network, sent: Sent) -> float:
+        """Seconds of a step on machines like this one with `each` ranks and one link, that add up by themselves."""
+        message, size = self.machine.latencies * network.latency_seconds, self.machine.weight_bytes * sent.share
+        seconds = sent.messages * message + ring_volume(machines) * size / network.bytes_per_second
+        votes = message if sent.every > 1 else 0.0  # in every step; where all is sent, they travel meanwhile
         inside = 0.0 if self.machine.over_network else self.exchange(each)
-        return self._step(machines * each, batch, each, inside + sent / every + votes)
+        return self._step(machines * each, batch, each, inside + seconds / sent.every + votes)
 
     def _step(self, ranks: int, batch: int, per_machine: int, exchange: float) -> float:
         work = self.compute(per_machine, batch) + self.data_per_sample * batch

@@ -21,8 +21,8 @@ from paceline.checkpoint.snapshot import SENT_BYTES
 from paceline.checkpoint.state import Held
 from paceline.host.cgroup import free_memory
 from paceline.store.manifest import Piece
-from paceline.sums import gather_words, labelled
-from paceline.sums.gather import gather_over_torch
+from paceline.sums import gather_words
+from paceline.sums.gather import gather_over_torch, start_gather
 from paceline.worker.world import World
 
 MOST_SHARE = 0.05  # of the time of training: on a slow network not every snapshot is taken
@@ -81,11 +81,9 @@ class OtherHosts:
         every = [torch.empty(one[2], dtype=torch.uint8) for one in told]
         for at in range(0, max(map(len, every)), SENT_BYTES):
             size = min(SENT_BYTES, max(map(len, every)) - at)
-            sent = labelled(torch.zeros(size, dtype=torch.uint8, device=world.device), "a snapshot")
+            sent = torch.zeros(size, dtype=torch.uint8, device=world.device)
             sent[: max(0, len(mine) - at)] = mine[at : at + size].to(world.device)
-            come = [torch.empty_like(sent) for _ in range(hosts)]
-            dist.all_gather(come, sent, group=group)
-            for whole, some in zip(every, come, strict=True):
+            for whole, some in zip(every, start_gather(sent, "a snapshot", group)(), strict=True):
                 rest = whole[at : at + size]
                 rest.copy_(some[: len(rest)])
         return [

@@ -9,7 +9,6 @@ The optimizer gets this rank's runs of elements as plain tensors: names, checkpo
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -26,6 +25,7 @@ from paceline.compute.precision import rounded_by_autocast
 from paceline.data.plan import Work
 from paceline.strategies.base import MakeOptimizer, Replica, replica
 from paceline.strategies.held import hold_pieces, load_pieces
+from paceline.strategies.parts import norm_of
 from paceline.strategies.refusals import refuse_foreign, refuse_whole
 from paceline.sums.buckets import divide_each
 from paceline.sums.gather import labelled
@@ -158,12 +158,7 @@ class _Shares:
 
     def gradient_norm(self) -> Pending[float]:
         """The same on all ranks (a collective)."""
-        total = torch.zeros(1, dtype=torch.float64, device=self._world.device)
-        for held in self.gradients():
-            if not (held.spare or (held.replicated and self._world.rank > 0)):  # what several hold counts once
-                total += held.tensor.double().square().sum()
-        dist.all_reduce(labelled(total, "norm of the gradients"), group=self._world.group)
-        return Pending(total, lambda squares: math.sqrt(squares[0]))
+        return norm_of(self.gradients(), self._world)
 
     def parameters(self) -> list[Held]:
         """For a checkpoint."""

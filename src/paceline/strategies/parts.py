@@ -5,20 +5,19 @@ added here: the norm of all gradients, the state in whole tensors' coordinates, 
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from paceline.checkpoint.cut import CutParameter, PartOf, with_cuts
 from paceline.checkpoint.state import Held, Source
 from paceline.checkpoint.whole import whole
 from paceline.strategies.base import Replica
-from paceline.sums.gather import labelled
 from paceline.sums.norm import scale_to_norm
 from paceline.sums.pending import Pending
+from paceline.sums.totals import sum_over_ranks
 from paceline.worker.world import World
 
 
@@ -56,18 +55,13 @@ def of_parts(
         return lifted(part.gradients())
 
     def clip_grad_norm(max_norm: float) -> Pending[float]:
-        total = torch.zeros(1, dtype=torch.float64, device=world.device)
-        for held in gradients():
-            if not (held.spare or (held.replicated and world.rank > 0)):  # each element counts once
-                total += held.tensor.double().square().sum()
-        dist.all_reduce(labelled(total, "norm of the gradients"))
         mine = [held.tensor for held in part.gradients()]
 
         def clipped(norm: float) -> float:
             scale_to_norm(mine, norm, max_norm)
             return norm
 
-        return Pending(total, lambda squares: math.sqrt(squares[0])).then(clipped)
+        return norm_of(gradients(), world).then(clipped)
 
     def weights() -> Mapping[str, Tensor]:
         found = dict(part.weights())
@@ -86,3 +80,12 @@ def of_parts(
         part, world=world, gradients=gradients, sharded=True, clip_grad_norm=clip_grad_norm, weights=weights,
         state=lambda: lifted(part.state()), load=load,
     )  # fmt: skip
+
+
+def norm_of(gradients: Iterable[Held], world: World) -> Pending[float]:
+    """Of what all ranks hold together, each element once (a collective)."""
+    total = torch.zeros(1, dtype=torch.float64, device=world.device)
+    for held in gradients:
+        if not (held.spare or (held.replicated and world.rank > 0)):
+            total += held.tensor.double().square().sum()
+    return Pending(sum_over_ranks(total, "norm of the gradients", world.group), lambda squares: math.sqrt(squares[0]))

@@ -9,11 +9,10 @@ The ranks of a host hold the same tensors. Each of them carries some to the rank
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.sums.compress import NAME, State, compression
-from paceline.sums.gather import labelled
+from paceline.sums.gather import start_gather
 from paceline.sums.hosts import Hosts
 from paceline.sums.layout import kinds
 from paceline.sums.memory_sum import TreeSum
@@ -57,8 +56,7 @@ class Across:
             None where no host has ever had any: what is held back must still arrive.
         """
         group = self._hosts.across()
-        there = labelled(torch.tensor([tensor is not None for tensor in tensors], dtype=torch.uint8), NAME)
-        told = dist.all_reduce(there, dist.ReduceOp.MAX, group=group, async_op=True)
+        there = start_gather(torch.tensor([tensor is not None for tensor in tensors], dtype=torch.uint8), NAME, group)
         found: Grads = [None] * len(tensors)
         if self._carried:
             mine = [self._values(i, tensors[i]) for i in self._carried]
@@ -67,9 +65,7 @@ class Across:
                 found[i] = total.to(self._parameters[i].dtype)
         else:
             state = self._state[0]
-        if told is not None:
-            told.wait()
-        used = self._state[1] | there
+        used = self._state[1] | there().amax(0)
         self._state = state, used
         if self._hand_out is not None:
             handed = self._hand_out.run([[None if one is None else one.contiguous().view(-1) for one in found]])

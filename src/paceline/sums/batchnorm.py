@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 
+from paceline.sums.gather import start_gather, start_sum
+
 
 class Moments(NamedTuple):
     """Count (`count` is taken: a tuple has one), mean and sum of squared deviations (M2), per channel."""
@@ -83,9 +85,8 @@ class SyncBatchNorm(_BatchNorm):
             union = self._union(_moments(input, own_count))
             mean, variance = self._statistics(union, own_count)
             invstd = (variance + self.eps).rsqrt()
-        counted = self.counted
-        output = _Normalise.apply(input, self.weight, self.bias, mean, invstd, union.size, counted, self.group)
-        return cast(Tensor, output)
+        numbers = mean, invstd, union.size, self.counted, self.group
+        return cast(Tensor, _Normalise.apply(input, self.weight, self.bias, *numbers))
 
     def _check_input_dim(self, input: Tensor) -> None:
         """Any (N, C, ...): one class stands for BatchNorm1d, 2d and 3d."""
@@ -95,11 +96,9 @@ class SyncBatchNorm(_BatchNorm):
         if not dist.is_initialized():
             return own
         packed = torch.cat([own.size.reshape(1), own.mean, own.m2])  # (1 + 2C,)
-        gather_over_ranks = [torch.empty_like(packed) for _ in range(dist.get_world_size(self.group))]
-        dist.all_gather(gather_over_ranks, packed, group=self.group)
         zeros = torch.zeros_like(own.mean)
         union = Moments(torch.zeros_like(own.size), zeros, zeros)
-        for each in gather_over_ranks:
+        for each in start_gather(packed, "statistics of batchnorm", self.group)():
             mean, m2 = each[1:].split(self.num_features)
             union = combined(union, Moments(each[0], mean, m2))
         return union
@@ -213,7 +212,7 @@ class _Normalise(torch.autograd.Function):
         own_sum, own_product = sums.clone()
         # Always, even where no input gradient is wanted here: the other ranks may want theirs.
         if dist.is_initialized():
-            dist.all_reduce(sums, group=ctx.group)
+            sums = start_sum(sums.flatten(), "gradients of batchnorm", ctx.group)().view(2, -1)
         grad_input = torch.zeros_like(input)
         if ctx.counted:
             mean_gradient, mean_product = sums / total_count.clamp(min=1)

@@ -19,8 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.sums.exchange import gather_shares
-from paceline.sums.gather import labelled
+from paceline.sums.gather import ended, labelled, start_gather, start_sum
 from paceline.sums.tree import round_up
 
 State = Mapping[str, Tensor]
@@ -66,7 +65,8 @@ class Whole:
 
     def sum(self, tensors: Sequence[Tensor], state: State, group: dist.ProcessGroup) -> tuple[list[Tensor], State]:
         """See Compression."""
-        return split(_summed(flattened(tensors), group), self._shapes), state
+        flat = labelled(flattened(tensors), NAME)
+        return split(ended(dist.all_reduce(flat, group=group, async_op=True), flat), self._shapes), state
 
 
 class Code(Protocol):
@@ -136,15 +136,14 @@ class Rounded:
         received = torch.empty_like(packed)
         work = dist.all_to_all_single(received, labelled(packed, NAME), group=group, async_op=True)
         held = values.sub_(code.unpack(packed, self._dtype).flatten())  # while it travels
-        _wait(work)
+        ended(work, received)
         total = state["owed"].clone()
         for part in code.unpack(received, self._dtype):  # in the order of hosts
             total += part
-        mine, everything = code.pack(total[None]), torch.empty(packed.numel(), dtype=torch.uint8)
-        work = gather_shares(everything, labelled(mine.flatten(), NAME), group)
+        mine = code.pack(total[None])
+        gathered = start_gather(mine.flatten(), NAME, group)
         owed = total.sub_(code.unpack(mine, self._dtype)[0])
-        work.wait()
-        sums = code.unpack(everything.view(self._hosts, -1), self._dtype).flatten()[: self._size]
+        sums = code.unpack(gathered(), self._dtype).flatten()[: self._size]
         return split(sums, self._shapes), {"held": held, "owed": owed}
 
 
@@ -181,14 +180,14 @@ class LowRank:
         left = [value @ state[f"basis/{i}"] for i, value in values.items()]
         others = [tensors[i] for i in self._whole]
         shapes = [*(one.shape for one in left), *(one.shape for one in others)]
-        sums = split(_summed(flattened([*left, *others]), group), shapes)
+        sums = split(start_sum(flattened([*left, *others]), NAME, group)(), shapes)
         bases: list[Tensor] = [torch.linalg.qr(one)[0] for one in sums[: len(left)]]
         right = [value.T @ base for value, base in zip(values.values(), bases, strict=True)]
         for (i, value), base, own in zip(values.items(), bases, right, strict=True):
             after[f"held/{i}"] = value - base @ own.T
         found = dict(zip(self._whole, sums[len(left) :], strict=True))
         if right:
-            totals = split(_summed(flattened(right), group), [one.shape for one in right])
+            totals = split(start_sum(flattened(right), NAME, group)(), [one.shape for one in right])
             for i, base, total in zip(values, bases, totals, strict=True):
                 after[f"basis/{i}"] = total.clone()
                 found[i] = (base @ total.T).view(self._shapes[i])
@@ -204,13 +203,3 @@ def split(flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
     """The tensors that `flattened` has put together; their memory stays that of `flat`."""
     parts = flat.split([shape.numel() for shape in shapes])
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
-
-
-def _summed(flat: Tensor, group: dist.ProcessGroup) -> Tensor:
-    _wait(dist.all_reduce(labelled(flat, NAME), group=group, async_op=True))
-    return flat
-
-
-def _wait(work: dist.Work | None) -> None:
-    if work is not None:  # None only for ranks outside the group
-        work.wait()

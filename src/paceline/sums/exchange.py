@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.sums.gather import labelled
+from paceline.sums.gather import gather_shares, labelled
 from paceline.sums.tree import Forest, tree_sum
 
 
@@ -84,11 +84,3 @@ class Exchange:
         if self._work is not None:
             self._work.wait()
         return self._flat
-
-
-def gather_shares(flat: Tensor, mine: Tensor, group: dist.ProcessGroup | None) -> dist.Work:
-    """Start to bring all ranks' equal shares together in `flat`, uncopied; `mine` may be this rank's part of it."""
-    name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"  # before torch 2.13
-    work = getattr(dist, name)(flat, mine, group=group, async_op=True)
-    assert isinstance(work, dist.Work)  # None only for ranks outside the group
-    return work

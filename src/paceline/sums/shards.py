@@ -25,8 +25,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline.sums.buckets import BUCKET_BYTES, buckets_of, trainable
-from paceline.sums.exchange import gather_shares
-from paceline.sums.gather import labelled
+from paceline.sums.gather import gather_shares, labelled
 from paceline.sums.moves import all_gather
 from paceline.sums.shared import SharedMemory
 from paceline.sums.tree import ALIGNED, round_up

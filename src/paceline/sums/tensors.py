@@ -5,10 +5,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from paceline.sums.gather import labelled
+from paceline.sums.gather import start_gather
 from paceline.sums.words import gather_words
 from paceline.worker.world import World
 
@@ -29,11 +28,9 @@ def gather_tensors(value: Any, world: World, name: str) -> list[Any]:
     copies = [t.detach().to(world.device).clone(memory_format=torch.contiguous_format) for t in held]
     mine = torch.cat([torch.empty(0, dtype=torch.uint8, device=world.device), *(_bytes(t) for t in copies)])
     sizes = [[math.prod(shape) * getattr(torch, kind).itemsize for kind, shape in kinds] for _, kinds in told]
-    padded = labelled(mine.new_zeros(max(map(sum, sizes))), name)
+    padded = mine.new_zeros(max(map(sum, sizes)))
     padded[: len(mine)] = mine
-    parts = [torch.empty_like(padded) for _ in told]
-    if len(padded):
-        dist.all_gather(parts, padded)
+    parts = start_gather(padded, name)() if len(padded) else [padded] * world.size
     found: list[Any] = []
     for (described, kinds), of_rank, part in zip(told, sizes, parts, strict=True):
         pieces = part[: sum(of_rank)].split(of_rank)

@@ -2,14 +2,13 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.sums.gather import labelled
+from paceline.sums.gather import start_sum
 from paceline.sums.pending import Pending, sent
 from paceline.sums.shared import SharedMemory
 from paceline.sums.sharing import shared_memory
@@ -17,7 +16,6 @@ from paceline.sums.tree import tree_sum
 from paceline.worker.guard import Guard
 
 _NAME = "totals of the step"
-MOST_BYTES = 1 << 16  # that a rank sends at once: 50 ms at 10 Mbit/s
 
 
 @dataclass(frozen=True)
@@ -53,9 +51,9 @@ def start_totals(leaves: Tensor, votes: Sequence[float] = ()) -> Callable[[], Pe
     return wait
 
 
-def sum_over_ranks(numbers: Tensor, name: str) -> Tensor:
-    """(n,) float64, a few numbers: added up over ranks, the same on all of them (a collective)."""
-    return _started(numbers, name)()
+def sum_over_ranks(numbers: Tensor, name: str, group: dist.ProcessGroup | None = None) -> Tensor:
+    """(n,) float64, a few numbers: added up over all ranks or a group, the same on all of them (a collective)."""
+    return (_started(numbers, name) if group is None else start_sum(numbers, name, group))()
 
 
 def _started(slots: Tensor, name: str) -> Callable[[], Tensor]:
@@ -64,29 +62,7 @@ def _started(slots: Tensor, name: str) -> Callable[[], Tensor]:
     memory = shared_memory() if slots.device.type == "cpu" else None
     if memory is not None and slots.nbytes <= memory.totals.data_bytes:
         return StartedSum(memory, slots, name).finish
-    return sum_over_torch(slots, name)
-
-
-def sum_over_torch(numbers: Tensor, name: str) -> Callable[[], Tensor]:
-    """Start adding up `numbers`, (n,), over ranks, the same n on all; the returned function waits.
-
-    On the CPU each rank sends them to all, if they are few: one trip there and back, however many ranks there are.
-    Gloo's all-reduce is a ring, with two trips for each rank but one.
-    """
-    size = dist.get_world_size()
-    to_all = numbers.device.type == "cpu" and 0 < size * numbers.nbytes <= MOST_BYTES
-    own = labelled(numbers.repeat(size) if to_all else numbers, name)
-    of_all = torch.empty_like(own) if to_all else own
-    send = partial(dist.all_to_all_single, of_all, own) if to_all else partial(dist.all_reduce, own)
-    work = send(async_op=True)
-
-    def finish(_: Tensor = own) -> Tensor:  # gloo reads it until the work is done
-        if work is not None:  # None where this rank is no member of the group
-            work.wait()
-        first, *others = of_all.view(size if to_all else 1, len(numbers)).unbind()
-        return sum(others, first)  # in the order of ranks: the same bits on all of them
-
-    return finish
+    return start_sum(slots, name)
 
 
 class StartedSum:
