@@ -34,6 +34,15 @@ def test_buckets_hold_everything_once_last_first_and_no_more_than_they_can(sizes
         assert sum(sizes[i] for i in before) + sizes[after[0]] > capacity
 
 
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 50)), st.integers(1, 60), st.integers(1, 60))
+def test_the_first_bucket_leaves_as_soon_as_it_is_worth_a_message(sizes: list[int], capacity: int, first: int) -> None:
+    one, *others = assign_buckets(sizes, capacity, first) or [[]]
+    assert sum(sizes[i] for i in one[:-1]) < first
+    assert not others or sum(sizes[i] for i in one) >= first
+    assert others == assign_buckets(sizes[: len(sizes) - len(one)], capacity)
+
+
 def test_the_docstrings_example() -> None:
     assert assign_buckets([4, 4, 4, 9, 2], capacity=8) == [[4], [3], [2, 1], [0]]
 

@@ -6,7 +6,8 @@ from collections.abc import Generator, Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-BUCKET_BYTES = 25 << 20  # large enough to use the network well, small enough that the first bucket leaves early
+BUCKET_BYTES = 25 << 20  # large enough to use the network well
+FIRST_BYTES = 1 << 20  # where buckets are larger: the first one leaves early
 ALIGNED_BYTES = 64
 
 
@@ -15,7 +16,7 @@ def trainable(module: nn.Module) -> list[nn.Parameter]:
     return [p for p in module.parameters() if p.requires_grad]
 
 
-def assign_buckets(sizes: Sequence[int], capacity: int) -> list[list[int]]:
+def assign_buckets(sizes: Sequence[int], capacity: int, first: int = 0) -> list[list[int]]:
     """Group item indices, last item first, into runs of at most `capacity` bytes (a larger item gets its own run).
 
     Last first, because backward reaches the last layers first: their bucket can travel while the rest computes.
@@ -25,15 +26,16 @@ def assign_buckets(sizes: Sequence[int], capacity: int) -> list[list[int]]:
     Args:
         sizes: of the items, in bytes.
         capacity: of a bucket, in bytes.
+        first: the first one is full as soon as it has so many.
     """
     buckets: list[list[int]] = []
-    room = 0
+    room = assigned = 0
     for index in reversed(range(len(sizes))):
-        if not buckets or sizes[index] > room:
+        if not buckets or (assigned >= first and sizes[index] > room):
             buckets.append([])
-            room = capacity
+            room = capacity if assigned >= first else 0
         buckets[-1].append(index)
-        room -= sizes[index]
+        room, assigned = room - sizes[index], assigned + sizes[index]
     return buckets
 
 
@@ -45,7 +47,8 @@ def buckets_of(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> list[li
     buckets: list[list[int]] = []
     for positions in alike.values():
         sizes = [parameters[i].numel() * parameters[i].element_size() for i in positions]
-        buckets += [[positions[i] for i in run] for run in assign_buckets(sizes, bucket_bytes)]
+        first = FIRST_BYTES if bucket_bytes > FIRST_BYTES else 0
+        buckets += [[positions[i] for i in run] for run in assign_buckets(sizes, bucket_bytes, first)]
     buckets.sort(key=min, reverse=True)  # full when its earliest layer has its gradient
     return [[parameters[i] for i in bucket] for bucket in buckets]
 
