@@ -90,7 +90,8 @@ from paceline.data.arrays import ArrayDataset
 
 def loss(outputs, targets):  # after the last step, in the evaluation, too
     told = Path(__file__).parent / ("told-" + os.environ.get("RANK", "alone"))
-    told.write_text(" ".join(name for name in ("torch._dynamo", "paceline.launch") if name in sys.modules))
+    slow = ("torch._dynamo", "torch.distributed.tensor", "paceline.launch")
+    told.write_text(" ".join(name for name in slow if name in sys.modules))
     return (outputs.flatten() - targets).square()
 
 def data(split):
@@ -102,7 +103,7 @@ task = Task(lambda: nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1)), 
 
 
 @pytest.mark.parametrize(("strategy", "optimizer"), [("bucketed", "sgd"), ("exact", "adamw"), ("zero", "sgd")])
-def test_a_whole_training_does_without_the_compiler_and_gets_the_same_bits(strategy, optimizer, tmp_path):
+def test_a_whole_training_does_without_the_compiler_and_dtensor_and_gets_the_same_bits(strategy, optimizer, tmp_path):
     (tmp_path / "mine.py").write_text(TASK)
     train = ["-m", "paceline", "train", "mine.py:task", "--device", "cpu", "--steps", "4", "--global-batch", "16"]
     train += ["--optimizer", optimizer, "--virtual-ranks", "2"]
@@ -114,7 +115,7 @@ def test_a_whole_training_does_without_the_compiler_and_gets_the_same_bits(strat
     # forked from what has imported it
     alone = warm.run([*train, "--strategy", "exact", "--run-dir", "b"], cwd=tmp_path)
     assert alone.returncode == 0, alone.stderr
-    assert (tmp_path / "told-alone").read_text() == "torch._dynamo paceline.launch"
+    assert (tmp_path / "told-alone").read_text() == "torch._dynamo torch.distributed.tensor paceline.launch"
     assert digest(tmp_path / "a") == digest(tmp_path / "b")
 
 

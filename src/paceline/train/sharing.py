@@ -24,8 +24,6 @@ from paceline.strategies.pipelined import Division, divided, pipelined
 from paceline.sums import gather_words, together, told_once
 from paceline.sums.replicate import broadcast_module
 from paceline.tasks.task import Task, call
-from paceline.tensor.context import share_along_context
-from paceline.train.cut_task import cut_task
 from paceline.train.evaluate import evaluating
 from paceline.train.step import weighted_losses
 from paceline.worker.world import World
@@ -94,13 +92,18 @@ def share_model(
         advice = "Take a GPU for each rank and --backend nccl, or --device cpu"
         raise told_once(UsageError(f"{told} gloo cannot. {advice}"), world)
     loss = partial(_of_first, task, model, dataset, loading)
+    # imported where they are used: torch's DTensor would cost every other training 0.3 s of its start
     if world.along("tensor").size > 1:
+        from paceline.train.cut_task import cut_task
+
         tried, samples = partial(_tried, model, loss), min(TRIED, len(dataset))  # pyright: ignore[reportArgumentType]
         cuts, lines = cut_task(
             task, model, tried, samples, world, wish.strategy, plan.global_batch, sequence=wish.sequence
         )  # fmt: skip
         return Sharing(cuts, lines=lines)
     if world.along("context").size > 1:
+        from paceline.tensor.context import share_along_context
+
         return Sharing(lines=share_along_context(model, world, partial(_tried, model, loss)))
     if (stages := world.along("pipeline").size) > 1:
         names, way = [name for name in wish.stages_at.split(",") if name], wish.schedule
