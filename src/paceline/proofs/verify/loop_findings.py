@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from paceline.errors import UsageError
-from paceline.proofs.verify.causes import Comparison
+from paceline.proofs.verify.causes import CLIPPED, Comparison
 from paceline.proofs.verify.reference import Observed
 from paceline.verify.spec import Bits, BitsReport, Case, Diagnosis, LoopCase, LoopSpec, Result, StepBits, VerifyReport
 
@@ -127,35 +127,22 @@ def _observed(step: dict[str, Any], samples: list[int]) -> Observed:
 def _explained(ranks: Any, want: Any, apart: str, kinds: set[str], tensor: str) -> tuple[str, str, str]:
     """(cause, tensor, details) of the first thing that is not as on one process, in the order of a step."""
     got = ranks[0]
-    looks = {what: sum(rank[what] for rank in ranks) for what in ("input", "output")}
-    close = {what: abs(looks[what] - want[what]) <= 1e-8 * max(1.0, abs(want[what])) for what in looks}
     if sorted(i for rank in ranks for i in rank["samples"]) != want["samples"]:
         return "samples", "", ""
     if apart == "rates" or got["rates"] != want["rates"]:
-        return (
-            "settings",
-            "",
-            f"learning rates {', '.join(str(r['rates'][0]) for r in ranks)}; alone {want['rates'][0]}",
-        )
-    if not close["input"]:
-        return "input", "", f"added up over all samples {looks['input']:.12g}, alone {want['input']:.12g}"
-    if not close["output"]:
-        return "output", "", f"added up over all samples {looks['output']:.12g}, alone {want['output']:.12g}"
+        rates = ", ".join(str(rank["rates"][0]) for rank in ranks)
+        return "settings", "", f"learning rates {rates}; alone {want['rates'][0]}"
+    for what in ("input", "output"):
+        total = sum(rank[what] for rank in ranks)
+        if not abs(total - want[what]) <= 1e-8 * max(1.0, abs(want[what])):  # nor is NaN
+            return what, "", f"added up over all samples {total:.12g}, alone {want[what]:.12g}"
     if abs(got["loss"] - want["loss"]) > 1e-12 * abs(want["loss"]):
         return "weights", "", f"the loss is {got['loss']:.12g}, alone {want['loss']:.12g}"
-    for key in ("gradients bits", "stepped bits", "parameters bits"):
-        kind = {"gradients bits": "gradient", "stepped bits": "clipped gradient", "parameters bits": "parameter"}[key]
+    for key, kind in (("gradients bits", "gradient"), ("stepped bits", CLIPPED), ("parameters bits", "parameter")):
         if apart == key or kind in kinds:
             return ACROSS[key][0], tensor, f"{ACROSS[key][1]} differs" + (" between ranks" if apart == key else "")
     if apart == "numbers":
         return "own number", "", f"on ranks 0 to {len(ranks) - 1}: {[list(rank['numbers'].values()) for rank in ranks]}"
-    wrong = [
-        n
-        for n in got["numbers"].keys() & want["numbers"]
-        if abs(got["numbers"][n] - want["numbers"][n]) > 1e-12 * abs(want["numbers"][n])
-    ]
-    return (
-        "number",
-        ", ".join(wrong),
-        f"{[got['numbers'][n] for n in wrong]}, alone {[want['numbers'][n] for n in wrong]}",
-    )
+    mine, alone = got["numbers"], want["numbers"]
+    wrong = [n for n in mine.keys() & alone if abs(mine[n] - alone[n]) > 1e-12 * abs(alone[n])]
+    return "number", ", ".join(wrong), f"{[mine[n] for n in wrong]}, alone {[alone[n] for n in wrong]}"
