@@ -203,15 +203,13 @@ def _rates(steps: Sequence[Step]) -> tuple[float | None, float | None]:
 def _with_use(
     one: RankNow, machines: dict[int, MachineUse], history: History, slow: tuple[int, str, float] | None
 ) -> RankNow:
+    one = replace(one, slowest=slow is not None and slow[0] == one.rank)
     machine = next((m for m in _likely(machines, history) if one.rank in m.ranks), None)
     if machine is None:
-        return replace(one, slowest=slow is not None and slow[0] == one.rank)
+        return one
     place = sorted(machine.ranks).index(one.rank)  # ranks take the GPUs of their node in order
     gpu = machine.gpus[place] if len(machine.gpus) >= len(machine.ranks) else None
-    return replace(
-        one, host=one.host or machine.host, use=machine.ranks[one.rank], gpu=gpu,
-        slowest=slow is not None and slow[0] == one.rank,
-    )  # fmt: skip
+    return replace(one, host=one.host or machine.host, use=machine.ranks[one.rank], gpu=gpu)
 
 
 def _likely(machines: dict[int, MachineUse], history: History) -> Iterator[MachineUse]:
