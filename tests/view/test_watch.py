@@ -7,6 +7,7 @@ import itertools
 import os
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +104,7 @@ def test_without_an_agents_word_the_ranks_own_records_do_and_others_folders_are_
 def test_only_what_is_new_is_read_and_of_a_long_file_the_end(tmp_path: Path) -> None:
     path = tmp_path / "events-0.jsonl"
     path.write_bytes(b"".join(b"%07d\n" % number for number in range(100_000)))
-    with Growing(path) as file:
+    with closing(Growing(path)) as file:
         first = file.lines()
         assert len(first) < 10_000
         assert first[-1] == b"0099999"

@@ -8,11 +8,10 @@ import os
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Self
 
 from paceline.contract.live import LIVE, MAX_LIVE_BYTES, WATCHED, Live
 from paceline.disk import writing
@@ -64,12 +63,6 @@ class Growing:
         if self._descriptor >= 0:
             os.close(self._descriptor)
         self._descriptor = -1
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 @dataclass(frozen=True)
@@ -179,7 +172,7 @@ class LiveReader:
         found: dict[int, MachineUse] = {}
         with suppress(OSError):
             for node, path in machine_files(self.run_dir).items():
-                with Growing(path) as file:
+                with closing(Growing(path)) as file:
                     records = (decode_record(line) for line in reversed(file.lines()))
                     newest = next((record for record in records if isinstance(record, MachineUse)), None)
                 if newest is not None:
