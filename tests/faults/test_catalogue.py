@@ -23,7 +23,7 @@ def test_there_are_at_least_35_that_need_no_more_than_one_host() -> None:
 
 
 def test_every_class_of_the_judge_has_a_name_here() -> None:
-    assert {Fate.of(kind) for kind in VerdictKind} <= {*Fate}
+    assert {kind.name for kind in VerdictKind} <= {*Fate.__members__}
 
 
 @pytest.mark.parametrize("fault", ALL, ids=lambda fault: fault.name)

@@ -2,9 +2,6 @@
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Self
-
-from paceline.contract.evidence import VerdictKind
 
 # stated here, not taken from ExitCode: this is the truth that paceline is compared with
 DONE, FAILED, USAGE, STALLED, MISMATCH, NOT_FINITE, DIVERGED = range(7)
@@ -52,11 +49,6 @@ class Fate(StrEnum):
     QUIET = "quiet"  # and the run was done
     ENDED = "ended"  # and the run ended in error
     HUNG = "hung"  # until our own limit
-
-    @classmethod
-    def of(cls, kind: VerdictKind) -> Self:
-        """The judge's class."""
-        return cls[kind.name]
 
 
 CODES = {

@@ -55,7 +55,7 @@ def said_by_paceline(lines: Lines, code: int | None, verdict: Verdict | None, pa
         return Said(_unsaid(code))
     if verdict is not None and found.end is not Fate.SLOW:  # the same answer, without a guess at its class
         named = tuple(sorted({rank for party in verdict.tie for rank in party})) or verdict.guilty
-        return Said(Fate.of(verdict.kind), named, bool(verdict.tie), found.seconds, found.words)
+        return Said(Fate[verdict.kind.name], named, bool(verdict.tie), found.seconds, found.words)
     return found
 
 

@@ -117,7 +117,7 @@ def score(fault: Fault, launcher: Launcher, ran: Ran, folder: Path) -> Score:
         fault=fault.name,
         launcher=launcher,
         right_rank=bool(struck) and _right_rank(fault, said, ran),
-        right_line=_right_line(fault, folder, said.words) if fault.line else None,
+        right_line=_right_line(fault, said.words) if fault.line else None,
         right_end=said.end in fault.ends,
         right_code=ran.code in fault.codes if launcher == "paceline" else None,
         end=said.end,
@@ -142,12 +142,12 @@ def _right_rank(fault: Fault, said: Said, ran: Ran) -> bool:
     return not said.named and said.end in fault.ends
 
 
-def _right_line(fault: Fault, folder: Path, words: str) -> bool:
-    for file in USERS.glob("*.py"):
-        for number in marked_lines(file, fault.name):
-            if re.search(rf"{re.escape(file.name)}(?::|\", line ){number}\b", words):
-                return True
-    return False
+def _right_line(fault: Fault, words: str) -> bool:
+    return any(
+        re.search(rf"{re.escape(file.name)}(?::|\", line ){number}\b", words)
+        for file in USERS.glob("*.py")
+        for number in marked_lines(file, fault.name)
+    )
 
 
 def marked_lines(file: Path, name: str) -> list[int]:
