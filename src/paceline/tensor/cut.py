@@ -50,7 +50,8 @@ class Cutting:
         named: dict[tuple[str, str, str], list[str]] = {}
         bytes_of: dict[tuple[str, str, str], int] = {}
         for name, layer in self.plan.items():
-            weight = next(n for n in self.cuts if n.startswith(f"{name}.") or self._is_tied(model, name, n))
+            own = {id(p) for p in model.get_submodule(name).parameters()}  # one that is tied has another name
+            weight = next(n for n in self.cuts if n.startswith(f"{name}.") or id(model.get_parameter(n)) in own)
             cut = self.cuts[weight]
             how = f"{layer.way}, {tuple(cut.shape)} each"
             key = (".".join("*" if word.isdigit() else word for word in name.split(".")), str(tuple(cut.whole)), how)
@@ -64,10 +65,6 @@ class Cutting:
             "  " + "  ".join(word.ljust(w) for word, w in zip(row, (*widest, 0), strict=True)).rstrip() for row in rows
         ]
         return [f"cut over {self.ranks} ranks along tensor:", *lines, self._whole(model)]
-
-    def _is_tied(self, model: nn.Module, layer: str, name: str) -> bool:
-        own = {id(p) for p in model.get_submodule(layer).parameters()}
-        return id(model.get_parameter(name)) in own
 
     def _whole(self, model: nn.Module) -> str:
         kinds: dict[str, int] = {}

@@ -60,7 +60,7 @@ def _attention(model: nn.Module, ranks: int, free: Free) -> dict[str, CutLayer]:
             at += 1
             continue
         last = linears[at] if at < len(linears) and _near(group[-1][0], linears[at][0]) else None
-        fused = _fused(group, last, model)
+        fused = None if last is None else _fused(group, last)
         if last is None or fused is None or any(layer[0].startswith(f"{own}.") for own in found for layer in group):
             continue
         owner = model.get_submodule(group[0][0].rpartition(".")[0])
@@ -73,12 +73,8 @@ def _attention(model: nn.Module, ranks: int, free: Free) -> dict[str, CutLayer]:
     return found
 
 
-def _fused(
-    group: Sequence[tuple[str, nn.Module]], last: tuple[str, nn.Module] | None, model: nn.Module
-) -> dict[str, CutLayer] | None:
+def _fused(group: Sequence[tuple[str, nn.Module]], last: tuple[str, nn.Module]) -> dict[str, CutLayer] | None:
     """How queries, keys and values are cut; None if what follows does not take what they give."""
-    if last is None:
-        return None
     width = widths(last[1])[0]
     if len(group) == 1:
         outputs = widths(group[0][1])[1]

@@ -120,7 +120,8 @@ def by_heads(module: nn.MultiheadAttention, local: Local, ranks: int) -> None:
         weights = None
         if need_weights:
             scores = (q * sqrt(1 / q.shape[-1])) @ k.transpose(-2, -1)
-            scores = scores if mask is None else scores + _of_heads(mask, local, ranks)
+            if mask is not None:
+                scores = scores + (local.share(mask, 1) if ranks > 1 and mask.shape[1] > 1 else mask)
             weights = dropout(local.shared(scores.softmax(-1), 1), p)
             assert isinstance(weights, DTensor)
             y = weights.to_local() @ v
@@ -166,7 +167,3 @@ def mask_of_heads(mask: Tensor | None, padding: Tensor | None, dtype: torch.dtyp
         return found
     columns = added(padding if padding.ndim == 2 else padding[None])[:, None, None, :]
     return columns if found is None else found + columns
-
-
-def _of_heads(mask: Tensor, local: Local, ranks: int) -> Tensor:
-    return local.share(mask, 1) if ranks > 1 and mask.shape[1] > 1 else mask

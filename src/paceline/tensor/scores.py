@@ -119,9 +119,8 @@ def _whole(one: Any) -> Any:
 
 
 def _is_slice(index: Any) -> bool:
-    return all(
-        one is None or isinstance(one, slice | type(...)) for one in (index if isinstance(index, tuple) else [index])
-    )
+    indices = index if isinstance(index, tuple) else [index]
+    return all(one is None or isinstance(one, slice | type(...)) for one in indices)
 
 
 def shared_cross_entropy(

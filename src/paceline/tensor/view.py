@@ -66,9 +66,7 @@ class View(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """See the module's docstring."""
         kwargs = kwargs or {}
-        if not any(self._concerns(one) for one in _leaves(args)) and not any(
-            map(self._concerns, _leaves(kwargs.values()))
-        ):
+        if not any(map(self._concerns, _leaves((*args, *kwargs.values())))):
             return func(*args, **kwargs)
         if getattr(func, "__name__", "") == "__get__" and isinstance(args[0], Fused):
             return func(*args, **kwargs)  # its shape, say
