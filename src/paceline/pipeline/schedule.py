@@ -38,13 +38,12 @@ def idle(schedule: Schedule, seconds: Sequence[tuple[float, float]], microbatche
         for stage in range(stages):
             while left[stage]:
                 forward, number = left[stage][0]
-                needs = [(stage + (-1 if forward else 1), forward, number)]
-                if not 0 <= needs[0][0] < stages:
-                    needs = []
-                if any(need not in ended for need in needs):
+                neighbour = stage + (-1 if forward else 1)
+                needed = neighbour, forward, number  # the first and the last stage need nobody
+                if 0 <= neighbour < stages and needed not in ended:
                     break
                 took = seconds[stage][0 if forward else 1]
-                now[stage] = max([now[stage], *(ended[need] for need in needs)]) + took
+                now[stage] = max(now[stage], ended.get(needed, 0.0)) + took
                 busy[stage] += took
                 ended[stage, forward, number] = now[stage]
                 left[stage].pop(0)
