@@ -95,11 +95,8 @@ def _measure_set(found: MeasuredRounds, order: MeasureOrder, settings: str, npro
     while left:
         if folder.exists():  # of the set that a candidate has ended; its events stay beside those of the new one
             folder = Path(f"{order.folder}-again-{len(left)}")
-        code = _start_set(
-            msgspec.structs.replace(order, candidates=left, folder=str(folder), started_unix=time.time()),
-            settings,
-            nproc,
-        )
+        rest = msgspec.structs.replace(order, candidates=left, folder=str(folder), started_unix=time.time())
+        code = _start_set(rest, settings, nproc)
         measured = _read_measurements(folder)
         found.rounds[-1].extend(measured)
         if code == ExitCode.DONE:

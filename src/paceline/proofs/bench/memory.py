@@ -11,12 +11,12 @@ import sys
 import time
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
-from torch import Tensor
 from torch.distributed import distributed_c10d  # pyright: ignore[reportPrivateImportUsage]
 from torch.profiler import ProfilerActivity, profile, record_function
 
@@ -54,7 +54,8 @@ class Inspection:
 
         def before(*_: object) -> None:
             if self._open:
-                own = [*replica.model.parameters(), *_trained(replica)]
+                updated = [p for group in replica.optimizer.param_groups for p in group["params"]]  # or a rank's pieces
+                own = [*replica.model.parameters(), *updated]
                 held = [held.tensor for held in replica.gradients()]
                 self._gradients = held_bytes([*held, *(p.grad for p in own)])
                 self._weights = held_bytes([*replica.model.parameters(), *replica.model.buffers()])
@@ -122,11 +123,6 @@ def levels(events: Sequence[int | str], known: int) -> tuple[int, int, int]:
         if phase == Phase.SYNC.word:
             exchange = max(exchange, level - known)
     return activations, exchange, peak
-
-
-def _trained(replica: Replica) -> list[Tensor]:
-    """What the optimizer updates: the parameters, or a rank's pieces of them."""
-    return [parameter for group in replica.optimizer.param_groups for parameter in group["params"]]
 
 
 def tidy() -> None:
@@ -214,10 +210,7 @@ def _bytes(entry: dict[str, Any]) -> int:
 
 
 def _product(sizes: Sequence[Any]) -> int:
-    total = 1
-    for size in sizes:
-        total *= int(size) if str(size).strip() else 1
-    return total
+    return prod(int(size) if str(size).strip() else 1 for size in sizes)
 
 
 def _newest() -> int:

@@ -161,9 +161,8 @@ class CandidateTraining:
 def _configured(config: TrainConfig, candidate: Candidate) -> TrainConfig:
     virtual_ranks = candidate.virtual_ranks or None
     data = replace(config.data, batch_size=candidate.batch_size, global_batch=None, virtual_ranks=virtual_ranks)
-    config = replace(
-        config, launch=replace(config.launch, mesh=candidate.mesh or None, sequence_parallel=candidate.sequence)
-    )
+    launch = replace(config.launch, mesh=candidate.mesh or None, sequence_parallel=candidate.sequence)
+    config = replace(config, launch=launch)
     if candidate.strategy == NO_EXCHANGE:
         return replace(config, data=data)
     others = dict.fromkeys(options_of_others(candidate.strategy))
