@@ -17,12 +17,12 @@ from paceline.agent.member import RemoteNode
 from paceline.agent.messages import PeerAddress, Reach
 from paceline.contract.node_plan import NodePlan
 from paceline.contract.orders import Orders
-from paceline.errors import PacelineError, UsageError
+from paceline.errors import PacelineError, UsageError, first_few
 from paceline.host.compare import compare_hosts
 from paceline.host.facts import Facts
 from paceline.host.facts import gather as gather_facts
 from paceline.host.reach import candidates, why_unreachable
-from paceline.observe.terminal import few, say
+from paceline.observe.terminal import MAX_NAMES, say
 
 FIRST_WORD_SECONDS = 10.0
 NEXT_WORD_SECONDS = 30.0
@@ -56,10 +56,10 @@ def gather_nodes(plan: NodePlan, crew: Crew) -> NodePlan:
     if apart:
         raise UsageError(
             "not every node can reach every other one, on a port chosen freely as gloo and NCCL do:\n  "
-            + few(apart, "\n  ")
+            + first_few(apart, MAX_NAMES, "\n  ")
             + "\nOpen all ports between these nodes. `paceline doctor` checks it again."
         )
-    say(f"all {count} nodes are here: {few([facts.host, *(m.hello.facts.host for m in members)])}")
+    say(f"all {count} nodes are here: {first_few([facts.host, *(m.hello.facts.host for m in members)], MAX_NAMES)}")
     return plan
 
 
@@ -85,7 +85,7 @@ def _wait_for_all(plan: NodePlan, crew: Crew, count: int) -> None:
             continue
         absent = [node for node in range(1, count) if node not in crew.members]
         names = [f"node {n} ({plan.names[n]})" if n < len(plan.names) else f"node {n}" for n in absent]
-        words = f"{1 + len(crew.members)} of {count} nodes are here; missing: {few(names)}"
+        words = f"{1 + len(crew.members)} of {count} nodes are here; missing: {first_few(names, MAX_NAMES)}"
         if now >= end:
             raise PacelineError(
                 f"{words}. Given up after {now - begun:.0f} s (--join-timeout). Each missing node says on its own "

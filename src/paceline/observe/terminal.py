@@ -3,7 +3,6 @@
 import os
 import re
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 
 # C0 but tab and newline, C1, marks of direction: what a worker wrote must not steer the terminal, or hide words
@@ -75,9 +74,3 @@ class LiveFilter:
         if shown.endswith(b"\xc2"):  # what was taken out stood between it and what comes next
             shown, self._held = shown[:-1], b"\xc2" + self._held
         return shown
-
-
-def few(names: Sequence[str], separator: str = ", ") -> str:
-    """These names in a list; of many the first ones."""
-    more = len(names) - MAX_NAMES
-    return separator.join(names) if more <= 0 else f"{separator.join(names[:MAX_NAMES])} and {more} more"

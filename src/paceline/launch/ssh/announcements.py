@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from paceline.errors import UsageError
+from paceline.errors import UsageError, first_few
 from paceline.launch.relay import cleaned
 from paceline.launch.ssh.host_session import HostSession
 from paceline.launch.ssh.sessions import Sessions
-from paceline.observe.terminal import few, say
+from paceline.observe.terminal import MAX_NAMES, say
 
 if TYPE_CHECKING:
     from paceline.host.facts import Facts
@@ -92,7 +92,8 @@ def await_agents(every: Sessions, *, seconds: float) -> list[Facts] | signal.Sig
         if time.monotonic() >= next_word:
             next_word += NEXT_WORD_SECONDS
             silent = [s.name for s in every.all if s.node not in facts and s.node not in wrong]
-            say(f"after {time.monotonic() - begun:.0f} s no agent has answered on {few(silent)}: a slow disk?")
+            on = first_few(silent, MAX_NAMES)
+            say(f"after {time.monotonic() - begun:.0f} s no agent has answered on {on}: a slow disk?")
         ended, last_words = every.reap()
         for piece in (*pieces, *last_words):
             node = piece.session.node
