@@ -45,11 +45,12 @@ class Report(msgspec.Struct, frozen=True):
 
 def speed(rate: float | None, samples_left: int | None) -> str:
     """Samples per second, and the time that is left, if it is known; `rate` is None while warming up."""
-    left = f"  {_clock(samples_left / rate)} left" if rate and samples_left is not None else ""
+    left = f"  {clock_words(samples_left / rate)} left" if rate and samples_left is not None else ""
     return f"{rate:,.0f} samples/s{left}" if rate else "warming up"
 
 
-def _clock(seconds: float) -> str:
+def clock_words(seconds: float) -> str:
+    """4:05, 3:20:00."""
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
     return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"

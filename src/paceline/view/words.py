@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 
+from paceline.observe.bar import clock_words
 from paceline.observe.terminal import clean
 from paceline.view.curves import BARS
 
@@ -36,11 +37,8 @@ def time_words(seconds: float) -> str:
         return f"{seconds * 1000:.0f} ms"
     if seconds < 60:
         return f"{seconds:.1f} s"
-    minutes, second = divmod(round(seconds), 60)
-    hours, minute = divmod(minutes, 60)
-    if hours >= 48:
-        return f"{hours // 24} d {hours % 24} h"
-    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
+    hours = round(seconds) // 3600
+    return f"{hours // 24} d {hours % 24} h" if hours >= 48 else clock_words(seconds)
 
 
 def one_line(text: str, most: int) -> str:
