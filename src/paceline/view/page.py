@@ -99,7 +99,7 @@ def _sections(runs: Sequence[WholeRun], whys: Sequence[Why], drawings: Sequence[
     return [
         learning,
         Section("speed", "Speed", [*speed, *phases(runs), *waiting(run, whys[0].waits)],
-                [*time_spent(run), *exchange(run, whys[0])]),
+                [*time_spent(run), *exchange(run)]),
         Section("explained", "How it works", drawings=[*drawings],
                 texts=["Drawn from this very run: its times, its parameters, its ranks."] if drawings else []),
         Section("memory", "Memory", tables=[*held(run)]),

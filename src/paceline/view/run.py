@@ -18,11 +18,7 @@ from paceline.contract.failure import Failure
 from paceline.disk.reading import decode, decode_toml, folders, read_lines
 from paceline.errors import PacelineError, UsageError
 from paceline.guard.story import Told, read_verdict
-from paceline.observe.events import (
-    Started,
-    decode_event,
-    event_files,
-)
+from paceline.observe.events import Started, decode_event, event_files
 from paceline.observe.folder import CONFIG, attempt_number, failure_records
 from paceline.observe.machine import ClockAhead, MachineUse, decode_record, machine_files
 from paceline.observe.notices import Noted, notices

@@ -11,7 +11,7 @@ from paceline.observe.summary import Summary, scores_line
 from paceline.observe.terminal import clean, clock
 from paceline.view.happened import wall
 from paceline.view.run import WholeRun
-from paceline.view.why import Why, sent_bytes
+from paceline.view.why import sent_bytes
 from paceline.view.words import time_words
 
 MOST_ROWS, MOST_CELL = 500, 300
@@ -52,13 +52,10 @@ def _result(run: WholeRun) -> dict[str, Any]:
     summary, first, newest = run.summary or Summary("", 0), run.first, run.newest
     rows = first.rows if first else []
     step = first.steps.step[rows[-1]] if first and rows else summary.steps
-    planned = run.settings.get("steps") or (run.settings.get("epochs") or 0) * (newest.steps_per_epoch if newest else 0)
-    hosts, seconds, rate = (
-        len({*run.hosts.values()}),
-        sum(wall(run).values()) or summary.seconds,
-        summary.samples_per_second,
-    )
     an_epoch = newest.steps_per_epoch if newest else 0
+    planned = run.settings.get("steps") or (run.settings.get("epochs") or 0) * an_epoch
+    hosts, rate = len({*run.hosts.values()}), summary.samples_per_second
+    seconds = sum(wall(run).values()) or summary.seconds
     found: dict[str, Any] = {
         "task": str(run.settings.get("task") or summary.task).rpartition("/")[2],
         "ranks": f"{run.world_size}{f' on {hosts} hosts' if hosts > 1 else ''}" if run.world_size else None,
@@ -87,12 +84,10 @@ def setting_differences(runs: Sequence[WholeRun]) -> Iterable[Table]:
 
 def settings_tables(run: WholeRun) -> Iterable[Table]:
     """All settings, and what they ran on."""
-    for title, found in (("All settings", run.settings), ("What it ran on", run.environment)):
+    for title, head, found in (("All settings", "setting", run.settings), ("What it ran on", "what", run.environment)):
         if found:
             rows = [[_cell(name), _cell(value)] for name, value in found.items()]
-            yield Table(
-                title, ["setting" if title == "All settings" else "what", "value"], rows[:MOST_ROWS], folded=True
-            )
+            yield Table(title, [head, "value"], rows[:MOST_ROWS], folded=True)
 
 
 def repeat(run: WholeRun) -> str:
@@ -101,9 +96,8 @@ def repeat(run: WholeRun) -> str:
     about = ", ".join(
         f"{name} {clean(str(versions[name]))[:60]}" for name in ("paceline", "torch", "python") if name in versions
     )
-    digest = (
-        f"\n# weights: sha256 {clean(run.summary.weights_sha256)}" if run.summary and run.summary.weights_sha256 else ""
-    )
+    sha256 = run.summary.weights_sha256 if run.summary else None
+    digest = f"\n# weights: sha256 {clean(sha256)}" if sha256 else ""
     command = f"paceline train --config {folder}/config.toml --run-dir runs/again"
     if ":" not in str(run.settings.get("task", ":")) and not run.settings.get("epochs"):
         command = f"paceline status {folder}"
@@ -118,7 +112,7 @@ def time_spent(run: WholeRun) -> Iterable[Table]:
         yield Table("Where the whole run's time went", ["what", "time", "share"], rows, numbers=True)
 
 
-def exchange(run: WholeRun, found: Why) -> Iterable[Table]:
+def exchange(run: WholeRun) -> Iterable[Table]:
     """What ranks exchange in a step: bytes, how often, how long, and how much of it while backward computes."""
     log = run.first
     traced = [*log.traced.values()][-100:] if log else []
