@@ -23,17 +23,14 @@ def gradient_findings(ranks: Sequence[ScriptFacts]) -> Iterator[Remark]:
             continue
         apart = [row for row in rows if differs(step.gradients for step in row)]
         start = differs(step.parameters for step in rows[0])
-        first = rows[0][0]
+        first, looked = rows[0][0], [row for row in rows if all(step.local for step in row)]
         if apart:
-            finding = _brought_together(rows) or _why_apart(
-                ranks[0], apart[0][0], f"at {len(apart)} of {len(rows)} steps", start=start
-            )
+            when = f"at {len(apart)} of {len(rows)} steps"
+            finding = _brought_together(rows) or _why_apart(ranks[0], apart[0][0], when, start=start)
             if finding.words not in told:
                 yield finding
             told.add(finding.words)
-        elif len(looked := [row for row in rows if all(step.local for step in row)]) >= LEAST_LOOKS and all(
-            map(_is_sum, looked)
-        ):
+        elif len(looked) >= LEAST_LOOKS and all(map(_is_sum, looked)):
             words = "gradients are summed over ranks, not averaged: steps are larger by the number of ranks"
             do = "parameter.grad /= dist.get_world_size(), after the sum; or DistributedDataParallel(model)"
             yield Remark("gradients", "wrong", words, first.site, do, f"at {len(looked)} of {len(rows)} steps")
@@ -111,9 +108,8 @@ def _clips(rows: Sequence[Sequence[SeenStep]]) -> Iterator[Remark]:
 def _why_apart(facts: ScriptFacts, step: SeenStep, when: str, *, start: bool) -> Remark:
     replica = facts.replicas[0] if facts.replicas else None
     if replica is None:
-        words = "gradients are never averaged over ranks: no model is wrapped" + (
-            ", and ranks start from different weights" if start else ""
-        )
+        apart = ", and ranks start from different weights" if start else ""
+        words = f"gradients are never averaged over ranks: no model is wrapped{apart}"
         do, site = "model = DistributedDataParallel(model), before the optimizer is made", step.site
     elif not step.forwards and replica.past_site:
         words = "gradients are not averaged: the model is called past DDP"
@@ -129,10 +125,8 @@ def _why_apart(facts: ScriptFacts, step: SeenStep, when: str, *, start: bool) ->
         do, site = "put all layers into the model first, then DistributedDataParallel(model)", step.site
     else:
         words = "gradients differ between ranks when the optimizer steps"
-        do, site = (
-            "give the optimizer only parameters of the DDP model, and change no gradient on one rank alone",
-            step.site,
-        )
+        do = "give the optimizer only parameters of the DDP model, and change no gradient on one rank alone"
+        site = step.site
     return Remark("gradients", "wrong", words, site, do, f"they differ {when}")
 
 
