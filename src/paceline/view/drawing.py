@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from markupsafe import Markup, escape
+from markupsafe import Markup
 
 RANK_COLOURS = ("blue", "orange", "green", "pink", "sky", "red", "yellow", "grey")
 WIDTH, LABEL = 880.0, 74.0  # of a drawing, and of the words at its left
@@ -30,7 +30,7 @@ class Canvas:
 
     def _add(self, shape: str, told: str = "", **words: object) -> None:
         title = Markup("<title>{}</title>").format(told) if told else Markup("")
-        numbers = {name: f"{one:.1f}" if isinstance(one, float) else one for name, one in words.items()}
+        numbers = {name: f"{one:.1f}" if isinstance(one, int | float) else one for name, one in words.items()}
         self._parts.append(Markup(shape).format(title=title, **numbers))
 
     def box(
@@ -39,28 +39,25 @@ class Canvas:
         """A filled rectangle; `told` is shown where the pointer rests."""
         edge = " edge-on" if outlined else ""
         self._add('<rect x="{x}" y="{y}" width="{w}" height="{h}" rx="4" class="f-{colour}{edge}">{title}</rect>',
-                  told, x=float(x), y=float(y), w=float(width), h=float(height), colour=colour, edge=edge)  # fmt: skip
+                  told, x=x, y=y, w=width, h=height, colour=colour, edge=edge)  # fmt: skip
 
     def disc(self, x: float, y: float, radius: float, colour: str, *, told: str = "") -> None:
         """A filled circle."""
         self._add('<circle cx="{x}" cy="{y}" r="{r}" class="f-{colour} edge-on">{title}</circle>',
-                  told, x=float(x), y=float(y), r=float(radius), colour=colour)  # fmt: skip
+                  told, x=x, y=y, r=radius, colour=colour)  # fmt: skip
 
     def text(self, x: float, y: float, words: str, *, on: bool = False, soft: bool = False) -> None:
         """One line; `on` a coloured shape, or `soft`, of less weight."""
         kind = "on" if on else "soft" if soft else "plain"
-        self._parts.append(
-            Markup('<text x="{}" y="{}" class="{}">{}</text>').format(f"{x:.1f}", f"{y:.1f}", kind, escape(words))
-        )
+        self._add('<text x="{x}" y="{y}" class="{kind}">{words}</text>', x=x, y=y, kind=kind, words=words)
 
     def edge(self, x: float, y: float, to_x: float, to_y: float) -> None:
         """A line."""
-        self._add('<path d="M{x} {y}L{u} {v}" class="edge"/>', x=float(x), y=float(y), u=float(to_x), v=float(to_y))
+        self._add('<path d="M{x} {y}L{u} {v}" class="edge"/>', x=x, y=y, u=to_x, v=to_y)
 
     def arrow(self, x: float, y: float, to_x: float, to_y: float) -> None:
         """A line with a head at its end."""
-        self._add('<path d="M{x} {y}L{u} {v}m-4 -6l4 6l4 -6" class="ink"/>',
-                  x=float(x), y=float(y), u=float(to_x), v=float(to_y))  # fmt: skip
+        self._add('<path d="M{x} {y}L{u} {v}m-4 -6l4 6l4 -6" class="ink"/>', x=x, y=y, u=to_x, v=to_y)
 
     def legend(self, x: float, y: float, keys: list[tuple[str, str]]) -> None:
         """What the colours mean, in one line."""
