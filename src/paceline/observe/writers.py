@@ -86,10 +86,8 @@ class EventWriter(LineFile):
             super()._thin()
         except OSError:  # no room for a second one: it grows on
             self._limit_bytes *= 2
-        else:
-            self._limit_bytes = max(
-                self._limit_bytes, self._size_bytes + self._limit_bytes // 8
-            )  # much that is no step
+        else:  # much may be no step
+            self._limit_bytes = max(self._limit_bytes, self._size_bytes + self._limit_bytes // 8)
 
     def flush(self) -> None:
         """Return when all records are on the disk itself: a checkpoint must never be newer than they are.
