@@ -1,12 +1,12 @@
 """Attention and dropout of a model that ranks share: each computes its heads or rows, with one process's noise."""
 
-from collections.abc import Callable
 from math import sqrt
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from paceline.tensor.exchange import EVERYWHERE, SUMMANDS, everywhere, share_along, without_gaps
@@ -48,23 +48,19 @@ def attention(
     )
     mask = attn_mask
     if rows and is_causal:  # of these rows
-        mask = everywhere(
-            torch.ones(query.shape[length], key.shape[length], dtype=torch.bool, device=q.device).tril(), mesh
-        )
-        is_causal = False
+        seen = torch.ones(query.shape[length], key.shape[length], dtype=torch.bool, device=q.device).tril()
+        mask, is_causal = everywhere(seen, mesh), False
     if isinstance(mask, DTensor):
         of = mask.ndim - 2 if rows else mask.ndim - 3  # the dimension of the mask that is shared with it
         apart = (shared or rows) and of >= 0 and mask.shape[of] == query.shape[length if rows else heads]
         at: list[Any] = [Shard(of)] if apart else EVERYWHERE
-        mask = mask.redistribute(placements=at).to_local(
-            grad_placements=SUMMANDS if place != EVERYWHERE and not apart else at
-        )
+        back: list[Any] = SUMMANDS if place != EVERYWHERE and not apart else at
+        mask = mask.redistribute(placements=at).to_local(grad_placements=back)
     if dropout_p == 0.0:
         found = F.scaled_dot_product_attention(q, k, v, mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
-        return DTensor.from_local(found, mesh, place)
-    return _attention_with_dropout(
-        q, k, v, mask, dropout_p, is_causal, scale, lambda t: DTensor.from_local(t, mesh, place)
-    )
+    else:
+        found = _attention_with_dropout(q, k, v, mask, dropout_p, is_causal, scale, mesh, place)
+    return DTensor.from_local(found, mesh, place)
 
 
 def _for_attention(one: DTensor, place: list[Any], of_queries: list[Any]) -> Tensor:
@@ -76,7 +72,7 @@ def _for_attention(one: DTensor, place: list[Any], of_queries: list[Any]) -> Ten
 
 def _attention_with_dropout(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float, is_causal: bool, scale: float | None,
-    shared: Callable[[Tensor], DTensor],
+    mesh: DeviceMesh, place: list[Any],
 ) -> Tensor:  # fmt: skip
     """By its definition, as torch computes it with dropout: that is drawn for all heads."""
     if k.ndim == 4 and k.shape[1] != q.shape[1]:
@@ -87,7 +83,7 @@ def _attention_with_dropout(
         mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, float("-inf"))
     root = sqrt(1 / sqrt(q.shape[-1]) if scale is None else scale)
     scores = (q * root) @ (k * root).transpose(-2, -1)
-    weights = shared((scores if mask is None else scores + mask).softmax(-1))
-    kept = dropout(weights, p)
+    weights = (scores if mask is None else scores + mask).softmax(-1)
+    kept = dropout(DTensor.from_local(weights, mesh, place), p)
     assert isinstance(kept, DTensor)
-    return shared(kept.to_local() @ v)
+    return kept.to_local() @ v
