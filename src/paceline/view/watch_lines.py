@@ -79,9 +79,9 @@ class Column:
     """One of the table."""
 
     title: str
-    least_width: int  # of the terminal, in which it is shown
     cell: Callable[[RankNow], Text]
     right: bool = False
+    least_width: int = 0  # of the terminal, in which it is shown
 
 
 def _name(one: RankNow) -> Text:
@@ -94,16 +94,8 @@ def _phase(one: RankNow) -> Text:
     return Text(one_line(one.phase, 12), PHASE_STYLES.get(one.phase, ""))
 
 
-def _step(one: RankNow) -> Text:
-    return Text(f"{one.step:,}" if one.step else "")
-
-
 def _work(one: RankNow) -> Text:
     return Text(time_words(one.work_seconds[-1]) if one.work_seconds else "", "yellow" if one.slowest else "")
-
-
-def _curve(one: RankNow) -> Text:
-    return Text(last_bars(one.work_seconds, 12), "yellow" if one.slowest else "cyan")
 
 
 def _waits(one: RankNow) -> Text:
@@ -117,20 +109,8 @@ def _still(one: RankNow) -> Text:
     return Text(time_words(still) if still >= STILL_SECONDS else "", "bold red" if still > 60 else "red")
 
 
-def _cores(one: RankNow) -> Text:
-    return Text(f"{one.use.cores:.1f}" if one.use else "")
-
-
-def _memory(one: RankNow) -> Text:
-    return Text(size_words(one.use.memory_bytes) if one.use else "")
-
-
 def _gpu(one: RankNow) -> Text:
     return Text("" if one.gpu is None or one.gpu.busy is None else f"{one.gpu.busy:.0%}")
-
-
-def _gpu_more(one: RankNow) -> Text:
-    return gpu_words(one.gpu) if one.gpu is not None else Text()
 
 
 def gpu_words(gpu: GpuUse) -> Text:
@@ -146,13 +126,19 @@ def gpu_words(gpu: GpuUse) -> Text:
 
 
 COLUMNS = (
-    Column(" rank", 0, _name), Column("host", 0, lambda one: Text(one_line(one.host, 14))), Column("phase", 0, _phase),
-    Column("step", 0, _step, right=True), Column("own work", 0, _work, right=True), Column("lately", 0, _curve),
-    Column("waits", 0, _waits, right=True), Column("still", 0, _still, right=True),
-    Column("cores", 0, _cores, right=True), Column("memory", 0, _memory, right=True),
-    Column("GPU", 0, _gpu, right=True),
-    Column("GPU memory, power, heat, clock", 120, _gpu_more),
-)  # fmt: skip
+    Column(" rank", _name),
+    Column("host", lambda one: Text(one_line(one.host, 14))),
+    Column("phase", _phase),
+    Column("step", lambda one: Text(f"{one.step:,}" if one.step else ""), right=True),
+    Column("own work", _work, right=True),
+    Column("lately", lambda one: Text(last_bars(one.work_seconds, 12), "yellow" if one.slowest else "cyan")),
+    Column("waits", _waits, right=True),
+    Column("still", _still, right=True),
+    Column("cores", lambda one: Text(f"{one.use.cores:.1f}" if one.use else ""), right=True),
+    Column("memory", lambda one: Text(size_words(one.use.memory_bytes) if one.use else ""), right=True),
+    Column("GPU", _gpu, right=True),
+    Column("GPU memory, power, heat, clock", lambda one: gpu_words(one.gpu) if one.gpu else Text(), least_width=120),
+)
 
 ORDERS: tuple[tuple[str, Callable[[RankNow], tuple[float, ...]]], ...] = (
     ("rank", lambda one: (one.rank,)),
