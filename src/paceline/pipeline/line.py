@@ -67,10 +67,6 @@ class Pipeline:
         """What this stage does in a step, in order."""
         return actions(self._schedule, self.number, self.stages, microbatches)
 
-    def forward(self, compute: Callable[[], Any]) -> Passing:
-        """See ModelStage."""
-        return self.stage.forward(compute)
-
     def backward(self, run: Passing, propagate: Callable[[], object] | None) -> None:
         """Back-propagate a run: on the last stage its loss, by `propagate`; on the others what the next one sends."""
         if propagate is not None:

@@ -48,7 +48,7 @@ class FlowingSteps(Steps):
             if forward:
                 self._enter(Phase.FORWARD)
                 with part.replica.body(batch, is_last):
-                    runs[number] = line.forward(partial(compute, batch))
+                    runs[number] = line.stage.forward(partial(compute, batch))
                     if line.is_last:
                         losses[number] = self._counted(batch, is_last, *loss_of(runs[number].result, batch.targets))
             else:

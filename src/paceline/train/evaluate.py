@@ -52,7 +52,7 @@ def evaluate(
     ):
         for (virtual_rank, _), (inputs, targets) in zip(work, batches, strict=True):
             forward = partial(call, replica.model, inputs)
-            outputs = forward() if line is None else line.forward(forward).result
+            outputs = forward() if line is None else line.stage.forward(forward).result
             if virtual_rank is not None and world.leads:
                 for tally in found.values():
                     tally.add(virtual_rank, outputs, targets)

@@ -140,7 +140,7 @@ def _compare(expected: float, of_first: OfFirst, made: Replica) -> None:
     assert line is not None
     with random_stream(0, world.device), evaluating(made.model):
         forward, _, loss = of_first()
-        run = line.forward(forward)
+        run = line.stage.forward(forward)
         line.settle()
     with together(world):
         if line.is_last:
