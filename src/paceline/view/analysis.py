@@ -235,9 +235,8 @@ class Analyzer:
             ends = {label: rank.held_out[name].last for label, rank in self._ranks.items() if name in rank.held_out}
             values = {point.value for point in ends.values() if point is not None}
             if len(values) > 1:
-                words = (
-                    f"the test's {name} differs: {min(values):.6g} to {max(values):.6g}. Does each test its own share?"
-                )
+                told = f"{min(values):.6g} to {max(values):.6g}"
+                words = f"the test's {name} differs: {told}. Does each test its own share?"
                 self.note("ranks differ", next(point.where for point in ends.values() if point), "", words)
 
 

@@ -48,12 +48,12 @@ class Figure:
     log: bool = False  # whether a logarithmic y axis is worth offering
 
 
-def points(xs: Sequence[float], ys: Sequence[float], most: int = POINTS) -> list[int]:
+def points(xs: Sequence[float], ys: Sequence[float]) -> list[int]:
     """Which points stand for all: the lowest and the highest of each stretch, the first and the last."""
     known = [row for row, y in enumerate(ys) if math.isfinite(y) and math.isfinite(xs[row])]
-    if len(known) <= most:
+    if len(known) <= POINTS:
         return known
-    size = 2 * len(known) / (most - 2)
+    size = 2 * len(known) / (POINTS - 2)
     kept = {known[0], known[-1]}
     for number in range(int(len(known) / size) + 1):
         if stretch := known[int(number * size) : int((number + 1) * size)]:

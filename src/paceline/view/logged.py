@@ -41,12 +41,10 @@ def logged(run: WholeRun) -> Logged:
     for name, curve in (("loss", result.loss), *((f"test {name}", one) for name, one in result.held_out.items())):
         if curve is not None and curve.count > 1:
             found.figures.append(_figure(name, curve, len(found.figures)))
-    rates = [f"{rate.median:,.3g} {rate.unit}" for rate in result.throughput[:1]]
-    speed = f" It made {rates[0]}." if rates else ""
     if found.figures:
-        found.sentence = (
-            f"This script has kept no records of its steps: what stands here was read from its logs.{speed}"
-        )
+        found.sentence = "This script has kept no records of its steps: what stands here was read from its logs."
+        for rate in result.throughput[:1]:
+            found.sentence += f" It made {rate.median:,.3g} {rate.unit}."
     return found
 
 

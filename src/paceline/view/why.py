@@ -44,7 +44,6 @@ class Why:
     """what to try, the most promising first"""
     shares: dict[str, float] = field(default_factory=dict[str, float])
     """of a step's time, by cause; together 1"""
-    step_seconds: float = 0.0
     slowest: int | None = None
     slow_phase: str = ""
     """in which the slowest rank loses most"""
@@ -75,7 +74,7 @@ def why(run: WholeRun) -> Why:
     first, advice = _in_words(run, parts, shares, logs)
     beside, more = _beside_steps(run)
     first, advice = first + beside, advice + more
-    return Why(first, advice, shares, parts.step, parts.slowest, parts.slow_phase, _waits(steps))
+    return Why(first, advice, shares, parts.slowest, parts.slow_phase, _waits(steps))
 
 
 def _common_steps(logs: Sequence[RankLog]) -> list[dict[int, Spent]]:
