@@ -25,12 +25,8 @@ class Noted(msgspec.Struct, frozen=True, omit_defaults=True):
 
 def note(attempt_dir: Path, noted: Noted) -> None:
     """Add one; a full disk does not keep a run from going on."""
-    with suppress(OSError):
-        descriptor = writing.keep(attempt_dir / NOTICES, append=True)
-        try:
-            os.write(descriptor, msgspec.json.encode(noted) + b"\n")
-        finally:
-            os.close(descriptor)
+    with suppress(OSError), os.fdopen(writing.keep(attempt_dir / NOTICES, append=True), "ab", 0) as file:
+        file.write(msgspec.json.encode(noted) + b"\n")
 
 
 def notices(attempt_dir: Path) -> Iterator[Noted]:

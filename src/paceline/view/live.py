@@ -217,8 +217,5 @@ def refresh(path: Path) -> None:
     Raises:
         OSError: it cannot be done.
     """
-    descriptor = writing.keep(path)
-    try:
-        os.utime(descriptor)
-    finally:
-        os.close(descriptor)
+    with os.fdopen(writing.keep(path), "rb") as file:
+        os.utime(file.fileno())
