@@ -6,7 +6,7 @@ stage behind needs nothing else. So a model needs no form: its forward may be an
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from itertools import pairwise
 
 from paceline.errors import UsageError, first_few
@@ -56,10 +56,7 @@ class Layers:
         return self.forward_seconds + self.backward_seconds
 
     def __add__(self, other: "Layers") -> "Layers":
-        return Layers(
-            self.forward_seconds + other.forward_seconds, self.backward_seconds + other.backward_seconds,
-            self.state_bytes + other.state_bytes, self.kept_bytes + other.kept_bytes, self.trained + other.trained,
-        )  # fmt: skip
+        return Layers(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
 
 @dataclass(frozen=True)
