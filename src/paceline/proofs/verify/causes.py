@@ -157,23 +157,22 @@ def _explain_loss(got: Observed, want: Observed, loss: TensorDifference, referen
 def _explain_gradient(got: Observed, want: Observed, first: TensorDifference, ref: Reference) -> Explanation:
     absent = [n for n, g in want.gradients.items() if (g is None) != (got.gradients.get(n) is None)]
     if absent:
-        there = "None" if want.gradients[absent[0]] is None else "a tensor"
-        return "none", absent[0], f"one process has {there} here"
+        held = "None" if want.gradients[absent[0]] is None else "a tensor"
+        return "none", absent[0], f"one process has {held} here"
     keys = list(ref.parts)
     basis = torch.stack([ref.parts[k] for k in keys], 1)  # (probes, parts)
-    values = at_probes(got.gradients, {n: g for n, g in want.gradients.items() if g is not None})
+    there = {n: g for n, g in want.gradients.items() if g is not None}
+    values, wanted = at_probes(got.gradients, there), at_probes(want.gradients, there)
     total = want.scalars["weight"]
     scale = float(values.abs().max()) or 1.0
-    wanted = at_probes(want.gradients, {n: g for n, g in want.gradients.items() if g is not None})
     factor = float(values @ wanted / (wanted @ wanted))
     if float((values - factor * wanted).abs().max()) <= 1e-9 * scale:
         return "mean", first.tensor, f"every gradient is {_ratio(factor)} what it should be"
     mixture = torch.linalg.lstsq(basis, values.unsqueeze(1), driver="gelsd").solution[:, 0] * total  # all 1 if right
     residual = float((basis @ (mixture / total) - values).abs().max()) / scale
     if residual > 1e-7:
-        wrong = sum(1 for n, g in want.gradients.items() if g is not None and _differs(got.gradients[n], g))
-        detail = f"{wrong} of {len(want.gradients)} gradients differ, up to {first.error:.1e}"
-        return "gradient", first.tensor, detail
+        wrong = sum(_differs(got.gradients[n], g) for n, g in there.items())
+        return "gradient", first.tensor, f"{wrong} of {len(want.gradients)} gradients differ, up to {first.error:.1e}"
     told = ", ".join(f"{k}: {_ratio(float(m))}" for k, m in zip(keys, mixture, strict=True))
     cause = _cause_of_mixture(dict(zip(keys, mixture.tolist(), strict=True)), want, ref)
     return cause, first.tensor, f"parts by virtual rank.micro-batch enter {told}"

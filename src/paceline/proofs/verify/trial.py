@@ -2,7 +2,7 @@
 
 import zlib
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -62,8 +62,7 @@ def _observed(trial: Trial) -> Replica:
 
     @contextmanager
     def body(batch: MicroBatch, is_last: bool) -> Generator[None]:
-        with ExitStack() as stack:
-            stack.enter_context(inner.body(batch, is_last))
+        with inner.body(batch, is_last):
             # Under "sync" a rank forwards all its virtual ranks at once, and no random number is drawn.
             if batch.work.counted and trial.case.batchnorm != "sync":
                 trial.streams[f"{batch.work.virtual_rank}.{batch.work.part}"] = stream_fingerprint()
