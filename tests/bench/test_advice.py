@@ -9,7 +9,6 @@ from paceline.bench.advice import advise
 from paceline.bench.compare import Row, Spread
 from paceline.bench.spec import Memory
 
-EXACT = ("exact", "zero")
 MB = 1_000_000
 
 
@@ -23,7 +22,7 @@ ALONE = row("single", 1000, ranks=1)
 
 
 def test_where_it_fits_and_exact_is_nearly_the_fastest_exact_is_advised() -> None:
-    told = advise([row("ddp", 2000), row("exact", 1900), row("zero", 1850, 60)], ALONE, EXACT, 1000 * MB)
+    told = advise([row("ddp", 2000), row("exact", 1900), row("zero", 1850, 60)], ALONE, 1000 * MB)
     assert told == (
         "Use exact: it fits on one device (120 MB of 1.0 GB), has the same bits at every world size, and is 0.95 times "
         "the fastest, ddp (2,000 samples/s), at 1,900 samples/s, 1.90 times one process."
@@ -31,13 +30,13 @@ def test_where_it_fits_and_exact_is_nearly_the_fastest_exact_is_advised() -> Non
 
 
 def test_where_exact_is_slow_the_fastest_is_advised() -> None:
-    told = advise([row("ddp", 2000), row("exact", 1500)], ALONE, EXACT, None)
+    told = advise([row("ddp", 2000), row("exact", 1500)], ALONE, None)
     assert told.startswith("Use ddp: it fits on one device (120 MB) and is the fastest, at 2,000 samples/s, 2.00 times")
 
 
 def test_where_only_shares_fit_those_who_share_are_advised() -> None:
     rows = [row("ddp", 2000), row("exact", 1900), row("zero", 1500, 60), row("fsdp", 1600, 40)]
-    told = advise(rows, None, EXACT, 100 * MB)
+    told = advise(rows, None, 100 * MB)
     assert told.startswith(
         "Use fsdp: only strategies that share out the training's state fit into the 100 MB of a rank"
     )
@@ -45,20 +44,20 @@ def test_where_only_shares_fit_those_who_share_are_advised() -> None:
 
 
 def test_where_nothing_fits_the_least_is_advised_with_what_helps() -> None:
-    told = advise([row("ddp", 2000), row("fsdp", 1600, 40)], None, EXACT, 50 * MB)
+    told = advise([row("ddp", 2000), row("fsdp", 1600, 40)], None, 50 * MB)
     assert told.startswith("Use fsdp: nothing fits into the 50 MB of a rank; it needs least, 60 MB")
 
 
 def test_more_processes_that_bring_nothing_are_not_advised() -> None:
-    told = advise([row("ddp", 1020), row("exact", 900)], ALONE, EXACT, None)
+    told = advise([row("ddp", 1020), row("exact", 900)], ALONE, None)
     assert told.startswith(
         "Train on one process: it reaches 1,000 samples/s on 1 thread; the fastest of 2 processes, ddp"
     )
 
 
 def test_where_all_failed_that_is_said() -> None:
-    assert "none of the strategies could be measured" in advise([], ALONE, EXACT, None)
-    assert advise([], None, EXACT, None).startswith("Nothing could be measured")
+    assert "none of the strategies could be measured" in advise([], ALONE, None)
+    assert advise([], None, None).startswith("Nothing could be measured")
 
 
 rows = st.builds(
@@ -72,7 +71,7 @@ rows = st.builds(
     st.none() | st.integers(1, 10**10),
 )
 def test_it_is_always_one_sentence_that_names_something_measured(found, alone, room) -> None:
-    told = advise(found, alone, EXACT, room)
+    told = advise(found, alone, room)
     assert told.endswith(".")
     assert "\n" not in told
     assert any(one.strategy in told for one in found) or "one process" in told or "Nothing" in told

@@ -9,8 +9,6 @@ from hypothesis import strategies as st
 from paceline.bench.compare import bits_of, compared_rows, spread
 from paceline.bench.spec import Measurement
 
-EXACT = ("exact",)
-
 
 def chunk(name: str, seconds: float, digest: str = "a", world_size: int = 2) -> Measurement:
     strategy, _, batch = name.partition("-b")
@@ -22,7 +20,7 @@ def test_a_ratio_is_that_within_a_round_whatever_the_machine_does_meanwhile() ->
         [chunk("single-b32", 2.0 * slow, world_size=1), chunk("ddp-b32", 1.0 * slow), chunk("exact-b32", 1.25 * slow)]
         for slow in (1.0, 3.0, 10.0)
     ]
-    rows = {row.strategy: row for row in compared_rows(rounds, "single-b32", EXACT, 10)}
+    rows = {row.strategy: row for row in compared_rows(rounds, "single-b32", 10)}
     assert (rows["ddp"].ratio.low, rows["ddp"].ratio.median, rows["ddp"].ratio.high) == (2.0, 2.0, 2.0)
     assert rows["exact"].ratio.median == pytest.approx(1.6)
     assert rows["ddp"].rate.median == pytest.approx(640 / 3)
@@ -32,12 +30,12 @@ def test_a_ratio_is_that_within_a_round_whatever_the_machine_does_meanwhile() ->
 
 def test_a_strategy_that_failed_in_a_later_round_keeps_what_it_did_before() -> None:
     rounds = [[chunk("single-b8", 1.0, world_size=1), chunk("ddp-b8", 1.0)], [chunk("single-b8", 1.0, world_size=1)]]
-    assert [row.strategy for row in compared_rows(rounds, "single-b8", EXACT, 10)] == ["single", "ddp"]
+    assert [row.strategy for row in compared_rows(rounds, "single-b8", 10)] == ["single", "ddp"]
 
 
 def test_the_reference_is_no_row_but_the_yardstick_of_bits() -> None:
     rounds = [[chunk("reference-b8", 1.0, "r", 1), chunk("single-b8", 1.0, "s", 1), chunk("exact-b8", 1.0, "r")]]
-    rows = compared_rows(rounds, "single-b8", EXACT, 10)
+    rows = compared_rows(rounds, "single-b8", 10)
     assert [(row.strategy, row.bits) for row in rows] == [("single", "-"), ("exact", "every world size")]
 
 
@@ -54,7 +52,7 @@ def test_the_reference_is_no_row_but_the_yardstick_of_bits() -> None:
     ],
 )
 def test_bits_are_told_by_promise_and_by_what_came_out(name, digests, reference, told) -> None:
-    assert bits_of(chunk(name, 1.0), digests, EXACT, reference) == told
+    assert bits_of(chunk(name, 1.0), digests, reference) == told
 
 
 @given(st.lists(st.floats(0.1, 1e6), min_size=1))

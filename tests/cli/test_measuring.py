@@ -73,7 +73,7 @@ def test_more_ranks_than_cores_are_said_and_not_refused() -> None:
     assert crowded.startswith("4 ranks x 1 thread = 4 threads on 2 cores: they take turns")
     assert launch.endswith("2.5 s for 1, 2.5 s for 2, 2.5 s for 4")
     assert len(scale.scaling_notes([1, 2], found, 2, 1)) == 1
-    rows = compared_rows(found.rounds, "ddp", (), steps=10)
+    rows = compared_rows(found.rounds, "ddp", steps=10)
     assert len(compare.comparison_notes([row for row in rows if row.world_size < 4], 2, 1)) == 1
     assert (
         compare.comparison_notes(rows, 2, 1)[1]

@@ -4,19 +4,19 @@ from collections.abc import Sequence
 
 from paceline.bench.compare import Row
 from paceline.errors import plural
+from paceline.ladder import EXACT
 
 WORTH = 1.05  # times the speed of one process; less is not worth a second process
 EXACT_ENOUGH = 0.9  # of the fastest: so much speed the same bits are worth
 FULL = 0.9  # of the memory: more leaves nothing for what a longer run needs
 
 
-def advise(rows: Sequence[Row], alone: Row | None, promised: Sequence[str], room_bytes: int | None) -> str:
+def advise(rows: Sequence[Row], alone: Row | None, room_bytes: int | None) -> str:
     """One sentence.
 
     Args:
         rows: of several processes, all of one batch size, without the limit.
         alone: the best of one process; None where it could not be measured (it does not fit, say).
-        promised: strategies that promise the same bits at every world size.
         room_bytes: of memory for one rank; None where unknown.
     """
     if not rows:
@@ -43,7 +43,7 @@ def advise(rows: Sequence[Row], alone: Row | None, promised: Sequence[str], room
             f"{plural(alone.threads, 'thread')}; the fastest of {best.world_size} processes, {best.way}, "
             f"reaches {_rate(best)}."
         )
-    exact = [row for row in whole if row.strategy in promised and row.rate.median >= EXACT_ENOUGH * best.rate.median]
+    exact = [row for row in whole if row.strategy in EXACT and row.rate.median >= EXACT_ENOUGH * best.rate.median]
     if exact:
         pick = max(exact, key=lambda row: (not _is_sharded(row, rows), row.rate.median))
         speed = pick.rate.median / best.rate.median

@@ -9,6 +9,7 @@ from rich.table import Table
 
 from paceline.bench.spec import NO_EXCHANGE, Measurement, Memory, NotMeasured
 from paceline.errors import plural
+from paceline.ladder import EXACT
 from paceline.mesh import strategy_on
 
 REFERENCE = "reference"
@@ -56,11 +57,10 @@ class Row(msgspec.Struct, frozen=True):
         return strategy_on(self.strategy, self.mesh)
 
 
-def compared_rows(rounds: Sequence[Sequence[Measurement]], base: str, promised: Sequence[str], steps: int) -> list[Row]:
+def compared_rows(rounds: Sequence[Sequence[Measurement]], base: str, steps: int) -> list[Row]:
     """One row for each candidate that was measured, in the order of the first round.
 
-    `base` names the candidate that the others are compared with; `promised` are the strategies that promise the same
-    bits at every world size; a chunk has so many `steps`.
+    `base` names the candidate that the others are compared with; a chunk has so many `steps`.
     """
     by_name: dict[str, list[Measurement]] = {}
     for chunk in sorted((chunk for found in rounds for chunk in found), key=lambda chunk: chunk.batch_size):
@@ -73,19 +73,13 @@ def compared_rows(rounds: Sequence[Sequence[Measurement]], base: str, promised: 
     ]
     reference = {one.batch_size: one.digest for found in rounds for one in found if one.name.startswith(REFERENCE)}
     return [
-        _row(chunks, [each[name] for each in rates if name in each], promised, reference, steps)
+        _row(chunks, [each[name] for each in rates if name in each], reference, steps)
         for name, chunks in by_name.items()
         if not name.startswith(REFERENCE)
     ]
 
 
-def _row(
-    chunks: Sequence[Measurement],
-    ratios: Sequence[float],
-    promised: Sequence[str],
-    reference: Mapping[int, str],
-    steps: int,
-) -> Row:
+def _row(chunks: Sequence[Measurement], ratios: Sequence[float], reference: Mapping[int, str], steps: int) -> Row:
     first = chunks[0]
     return Row(
         name=first.name,
@@ -101,17 +95,17 @@ def _row(
         launch_seconds=median(chunk.launch_seconds for chunk in chunks),
         sent_bytes=next((chunk.sent_bytes for chunk in chunks if chunk.sent_bytes is not None), None),
         memory=next((chunk.memory for chunk in chunks if chunk.memory is not None), None),
-        bits=bits_of(first, [chunk.digest for chunk in chunks], promised, reference.get(first.batch_size)),
+        bits=bits_of(first, [chunk.digest for chunk in chunks], reference.get(first.batch_size)),
         mesh=first.mesh,
         sync_share=median(chunk.sync_share for chunk in chunks),
     )
 
 
-def bits_of(chunk: Measurement, digests: Sequence[str], promised: Sequence[str], reference: str | None) -> str:
+def bits_of(chunk: Measurement, digests: Sequence[str], reference: str | None) -> str:
     """Whose bits these are: by promise, or only as it came out here."""
     if chunk.world_size == 1:
         return "-"
-    if chunk.strategy in promised:
+    if chunk.strategy in EXACT:
         broken = reference is not None and any(digest != reference for digest in digests)
         return "BROKEN: not one process's" if broken else "every world size"
     if reference is not None and all(digest == reference for digest in digests):

@@ -161,11 +161,11 @@ def _compared(
     config: CompareConfig, found: MeasuredRounds, refused: Sequence[NotMeasured], batch: int, room_bytes: int | None,
     cores: int, threads: int,
 ) -> Compared:  # fmt: skip
-    rows = compared_rows(found.rounds, f"single-b{batch}", EXACT, config.how.steps)
+    rows = compared_rows(found.rounds, f"single-b{batch}", config.how.steps)
     chosen = [row for row in rows if row.batch_size == batch and row.strategy not in (DEFAULT_ALONE, NO_EXCHANGE)]
     alone = [row for row in rows if row.strategy == DEFAULT_ALONE and f"b{batch}" == row.name.rpartition("-")[2]]
     best = max(alone, key=lambda row: row.rate.median, default=None)
-    advice = advise(chosen, best, EXACT, room_bytes)
+    advice = advise(chosen, best, room_bytes)
     notes = [*comparison_notes(rows, cores, threads), *found.notes()]
     return Compared(config.task, rows, [*refused, *found.failures], advice, notes)
 
