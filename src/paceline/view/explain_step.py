@@ -160,12 +160,10 @@ def _one_step(run: WholeRun, steps: dict[int, Traced]) -> Iterator[Drawing]:
     if run.strategy != "ddp":
         travels.insert(0, (TRAVELS.get(run.strategy, "gradients travel"), "red"))
     canvas.legend(LABEL, bottom + 34, [*PHASE_COLOURS.items(), *(travels if run.world_size > 1 else [])])
-    words = (
-        "Phases of each rank, and below them what travels, until it was seen to be over or was needed."
-        if run.world_size > 1
-        else "Its phases."
-    )
-    words += f" {UNSEEN}." if run.strategy == "ddp" and run.world_size > 1 else ""
+    words = "Its phases."
+    if run.world_size > 1:
+        words = "Phases of each rank, and below them what travels, until it was seen to be over or was needed."
+        words += f" {UNSEEN}." if run.strategy == "ddp" else ""
     clocks = [clock.error_seconds for clock in run.clocks.values()]
     words += f" Clocks of hosts agree within {_ms(max(clocks))}." if clocks else ""
     if len({*run.hosts.values()}) > 1 and not clocks:

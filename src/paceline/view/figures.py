@@ -139,11 +139,10 @@ def _scores(runs: Sequence[WholeRun]) -> Iterable[Figure]:
     for index, (split, metric) in enumerate([*names][:MOST_LINES]):
         traces: list[dict[str, Any]] = []
         for number, run in enumerate(runs[:MOST_LINES]):
-            first = run.first
-            found = (
-                [(at, e) for at, e in first.of(Evaluated) if e.split == split and metric in e.metrics] if first else []
-            )
-            if not first or len(found) < 2:  # one alone stands in the results
+            if not (first := run.first):
+                continue
+            found = [(at, e) for at, e in first.of(Evaluated) if e.split == split and metric in e.metrics]
+            if len(found) < 2:  # one alone stands in the results
                 continue
             began, samples, _, steps = first.started[0].unix_time, *_axes(first)
             of_step = dict(zip(steps, samples, strict=True))
