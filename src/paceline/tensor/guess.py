@@ -96,17 +96,16 @@ def _pairs(model: nn.Module, taken: Mapping[str, CutLayer], ranks: int, free: Fr
     ]  # fmt: skip
     at = 0
     while at + 1 < len(linears):
-        group = [linears[at]]
+        group, (inputs, outputs) = [linears[at]], widths(linears[at][1])
         while (  # a gate beside what it gates
-            at + len(group) + 1 < len(linears)
-            and widths(linears[at + len(group)][1]) == widths(group[0][1])
-            and widths(group[0][1])[0] != widths(group[0][1])[1]
+            inputs != outputs
+            and at + len(group) + 1 < len(linears)
+            and widths(linears[at + len(group)][1]) == (inputs, outputs)
             and _near(group[0][0], linears[at + len(group)][0])
         ):
             group.append(linears[at + len(group)])
-        last = linears[at + len(group)] if at + len(group) < len(linears) else None
-        outputs = widths(group[0][1])[1]
-        if last is None or not _near(group[0][0], last[0]) or not _fits(group, last, ranks):
+        last = linears[at + len(group)]
+        if not _near(group[0][0], last[0]) or not _fits(group, last, ranks):
             at += 1
             continue
         inner = widths(last[1])[0]
