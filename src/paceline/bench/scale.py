@@ -166,9 +166,8 @@ def _lost_table(mode: str, rows: Sequence[Lost]) -> Table:
     causes = [cause for cause in CAUSES if any(share.cause == cause for lost in rows for share in lost.shares)]
     what = "as many samples for each rank" if mode == "weak" else "as many samples for all ranks together"
     columns = [*LOST, *(CAUSES[cause] for cause in causes)]
-    table = make_table(
-        columns, f"{mode} scaling ({what}): ms of each step lost to each cause, and its part of the loss"
-    )
+    title = f"{mode} scaling ({what}): ms of each step lost to each cause, and its part of the loss"
+    table = make_table(columns, title)
     for lost in rows:
         by_cause = {share.cause: share for share in lost.shares}
         told = 1 - lost.efficiency.median >= NOISE  # parts of nothing are no numbers

@@ -49,10 +49,9 @@ def surroundings(name: str, folder: Path, first: tuple[str, ...], env: Mapping[s
     elif name == "small shm":
         yield Setup(_mounted(SHM_SIZE, "/dev/shm"), strikes=True)
     elif name == "small disk":
-        (folder / "disk").mkdir()
-        yield Setup(
-            _mounted(DISK_SIZE, str(folder / "disk")), {"FAULT_CHECKPOINTS": str(folder / "disk")}, strikes=True
-        )
+        disk = folder / "disk"
+        disk.mkdir()
+        yield Setup(_mounted(DISK_SIZE, str(disk)), {"FAULT_CHECKPOINTS": str(disk)}, strikes=True)
     elif name == "two versions":
         for version in ("old", "new"):
             (folder / "versions" / version).mkdir(parents=True)

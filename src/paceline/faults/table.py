@@ -41,7 +41,7 @@ def _cells(scores: Sequence[Score]) -> list[str]:
         f"{median(told):.1f}" if told else "-",
         f"{median(score.exit_seconds for score in scores):.1f}",
         ", ".join(sorted({"limit" if score.code is None else str(score.code) for score in scores})),
-        str(left) if left else "0",
+        str(left),
     ]
 
 
@@ -68,9 +68,8 @@ def totals(scores: Sequence[Score], faults: Mapping[str, Fault]) -> list[str]:
             mine = [s for s in scores if s.launcher == launcher and faults[s.fault].late == late]
             if mine:
                 kind = "faults written after the judge" if late else "faults"
-                said.append(
-                    f"{launcher}, {len({s.fault for s in mine})} {kind}, {len(mine)} runs: {_total(mine, faults)}"
-                )
+                runs = f"{len({s.fault for s in mine})} {kind}, {len(mine)} runs"
+                said.append(f"{launcher}, {runs}: {_total(mine, faults)}")
     return said
 
 

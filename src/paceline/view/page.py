@@ -67,9 +67,8 @@ def report_page(runs: Sequence[WholeRun], command: str, drawings: Sequence[Drawi
     title = _title(runs[0]) if len(runs) == 1 else f"{len(runs)} runs compared"
     data = msgspec.json.encode({"name": runs[0].name if len(runs) == 1 else "compared", "figures": figures}).decode()
     plotly, js = _plotly(), _template("report.js")
-    hashes = " ".join(
-        f"'sha256-{base64.b64encode(hashlib.sha256(s.encode()).digest()).decode()}'" for s in (plotly, js)
-    )
+    digests = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in (plotly, js)]
+    hashes = " ".join(f"'sha256-{digest}'" for digest in digests)
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     return environment.from_string(_template("report.html")).render(
         policy=f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data: blob:; "

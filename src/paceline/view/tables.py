@@ -93,9 +93,8 @@ def settings_tables(run: WholeRun) -> Iterable[Table]:
 def repeat(run: WholeRun) -> str:
     """The command that repeats the run."""
     folder, versions = shlex.quote(str(run.folder)), run.environment
-    about = ", ".join(
-        f"{name} {clean(str(versions[name]))[:60]}" for name in ("paceline", "torch", "python") if name in versions
-    )
+    known = [name for name in ("paceline", "torch", "python") if name in versions]
+    about = ", ".join(f"{name} {clean(str(versions[name]))[:60]}" for name in known)
     sha256 = run.summary.weights_sha256 if run.summary else None
     digest = f"\n# weights: sha256 {clean(sha256)}" if sha256 else ""
     command = f"paceline train --config {folder}/config.toml --run-dir runs/again"

@@ -81,9 +81,8 @@ def _bits_of(run: Run) -> Bits:
     texts = [[str(sorted(step.get(key, {}).items())) for key in BITS] for step in first["steps"]]
     steps = [StepBits(step["loss"].hex(), "", *text) for step, text in zip(first["steps"], texts, strict=True)]
     agree = all(noted["weights"] == first["weights"] for noted in run)
-    return Bits(
-        first["strategy"], first["optimizer"], " ".join(first["weights"]), " ".join(first["state"]), steps, agree
-    )
+    weights, state = (" ".join(first[key]) for key in ("weights", "state"))
+    return Bits(first["strategy"], first["optimizer"], weights, state, steps, agree)
 
 
 def _compare(run: Run, one: Run, comparison: Comparison, size: int, ended: str) -> Diagnosis | None:
