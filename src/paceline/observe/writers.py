@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from paceline.disk import writing
 from paceline.disk.reading import read_lines
-from paceline.observe.events import MOST_FOLDED, Event, RolledBack, Step, decode_event
+from paceline.observe.events import MOST_FOLDED, RolledBack, Step, decode_event
 from paceline.observe.terminal import say
 
 LIMIT_BYTES = 32 << 20  # of a file: then the older half of its steps are put together, two by two
@@ -34,7 +34,12 @@ class LineFile:
         """What stays of the older half of the lines; the newer half stays whole."""
         raise NotImplementedError
 
-    def _append(self, record: msgspec.Struct) -> None:
+    def write(self, record: msgspec.Struct) -> None:
+        """Append `record`.
+
+        Raises:
+            OSError: if the disk is full, say.
+        """
         if self._descriptor < 0:
             self._open()
         line = self._encode(record) + b"\n"
@@ -72,14 +77,6 @@ class EventWriter(LineFile):
     def thinned(self, old: list[bytes], new: list[bytes]) -> list[bytes]:
         """Old steps are put together, two by two."""
         return fold(old, new)
-
-    def write(self, event: Event) -> None:
-        """Append `event`.
-
-        Raises:
-            OSError: if the disk is full, say.
-        """
-        self._append(event)
 
     def _thin(self) -> None:
         try:
@@ -127,7 +124,7 @@ class BoundedWriter(LineFile):
             if self.failed:
                 return
             try:
-                self._append(record)
+                super().write(record)
             except Exception as error:  # a full disk, a folder that is gone: never the end of a training
                 self.failed = True
                 self._let_go()
