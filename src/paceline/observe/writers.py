@@ -20,19 +20,17 @@ SLOW_FACTOR, MOST_SLOW = 2.0, 1 / 16  # of the usual step; of all steps
 _STEP = b'{"kind":"step"'
 _STARTED, _BACK = b'{"kind":"started"', b'{"kind":"rolled-back"'
 MACHINE_BYTES = 1 << 20
+Thinned = Callable[[list[bytes], list[bytes]], list[bytes]]
+"""(older half of the lines, newer half) -> what stays of the older one"""
 
 
 class LineFile:
     """JSON lines appended to a file, each whole; at its limit it keeps what `thinned` leaves of the older half."""
 
-    def __init__(self, path: Path, limit_bytes: int, *, sync: bool) -> None:
-        self._path, self._limit_bytes, self._sync = path, limit_bytes, sync
+    def __init__(self, path: Path, limit_bytes: int, thinned: Thinned, *, sync: bool) -> None:
+        self._path, self._limit_bytes, self._thinned, self._sync = path, limit_bytes, thinned, sync
         self._encode = msgspec.json.Encoder().encode
         self._descriptor, self._size_bytes = -1, 0
-
-    def thinned(self, old: list[bytes], new: list[bytes]) -> list[bytes]:
-        """What stays of the older half of the lines; the newer half stays whole."""
-        raise NotImplementedError
 
     def write(self, record: msgspec.Struct) -> None:
         """Append `record`.
@@ -56,7 +54,7 @@ class LineFile:
     def _thin(self) -> None:
         lines = [line for line in read_lines(self._path) if line]
         half = len(lines) // 2
-        kept = [*self.thinned(lines[:half], lines[half:]), *lines[half:]]
+        kept = [*self._thinned(lines[:half], lines[half:]), *lines[half:]]
         writing.replace(self._path, b"".join(line + b"\n" for line in kept), sync=self._sync)
         self._let_go()
         self._open()
@@ -71,12 +69,8 @@ class EventWriter(LineFile):
     """Appends records to one rank's file; each is whole on disk's side of the process before `write` returns."""
 
     def __init__(self, path: Path, *, limit_bytes: int = LIMIT_BYTES) -> None:
-        super().__init__(path, limit_bytes, sync=True)
+        super().__init__(path, limit_bytes, fold, sync=True)
         self._open()
-
-    def thinned(self, old: list[bytes], new: list[bytes]) -> list[bytes]:
-        """Old steps are put together, two by two."""
-        return fold(old, new)
 
     def _thin(self) -> None:
         try:
@@ -109,14 +103,10 @@ class BoundedWriter(LineFile):
     """
 
     def __init__(self, path: Path, *, limit_bytes: int = MACHINE_BYTES, warn: Callable[[str], object] = say) -> None:
-        super().__init__(path, limit_bytes, sync=False)
+        super().__init__(path, limit_bytes, lambda old, _: old[::2], sync=False)
         self._warn, self._lock = warn, threading.Lock()
         self.failed = False
         """whether it has given up"""
-
-    def thinned(self, old: list[bytes], new: list[bytes]) -> list[bytes]:
-        """Every second of the old ones."""
-        return old[::2]
 
     def write(self, record: msgspec.Struct) -> None:
         """Append `record`; nothing is written any more once that has failed."""
