@@ -22,9 +22,9 @@ UNSEEN = "DDP's buckets leave during backward; torch does not say when"
 
 def step_drawings(run: WholeRun) -> Iterator[Drawing]:
     """Both, of a step that took about as long as most."""
-    steps = _typical(run)
-    yield from _stages(run, steps)
-    yield from _one_step(run, steps)
+    if steps := _typical(run):
+        yield from _stages(run, steps)
+        yield from _one_step(run, steps)
 
 
 def _typical(run: WholeRun) -> dict[int, Traced]:
@@ -92,7 +92,7 @@ def _exchange(run: WholeRun, one: Traced) -> str:
 def _stages(run: WholeRun, steps: dict[int, Traced]) -> Iterator[Drawing]:
     """Construct, forward, backward and optimizer, as on every diagram of data parallelism, with this run's numbers."""
     anatomy = run.first.anatomy if run.first else None
-    if not steps or anatomy is None:
+    if anatomy is None:
         return
     ranks, lane = [*steps][:MOST_LANES], (WIDTH - LABEL) / min(MOST_LANES, len(steps))
     canvas, whole = Canvas(WIDTH, 374), len(ranks) * lane - 12
@@ -132,8 +132,6 @@ def _stages(run: WholeRun, steps: dict[int, Traced]) -> Iterator[Drawing]:
 
 def _one_step(run: WholeRun, steps: dict[int, Traced]) -> Iterator[Drawing]:
     """One step of all ranks on one clock, with the collectives in it."""
-    if not steps:
-        return
     began = min(one.unix_time for one in steps.values())
     ends = [one.unix_time - began + at + lasts for one in steps.values() for _, at, lasts in one.phases[-1:]]
     calls = {rank: [*_in_rows(one)] if run.world_size > 1 else [] for rank, one in steps.items()}

@@ -20,6 +20,7 @@ CLIPPED = "clipped gradient"  # counted among the gradients
 ROUND_OFF = 1e-11  # a gradient below this share of the largest is what rounding left of zero
 NORM = "gradient norm"
 SAME = 1e-6  # two factors found by least squares are one
+Named = Mapping[str, Tensor | None]
 Explanation = tuple[str, str, str]
 """(a key of verify.spec.CAUSES, the tensor that shows it, details)"""
 
@@ -64,14 +65,7 @@ class Comparison:
         self._kind(found, "buffer", got.buffers, want.buffers, loose)
         return found
 
-    def _kind(
-        self,
-        found: list[TensorDifference],
-        kind: str,
-        got: Mapping[str, Tensor | None],
-        want: Mapping[str, Tensor | None],
-        tolerance: float,
-    ) -> None:
+    def _kind(self, found: list[TensorDifference], kind: str, got: Named, want: Named, tolerance: float) -> None:
         scale = max(_largest(want), 1e-300)
         for name in {**want, **got}:
             a, b = got.get(name), want.get(name)
@@ -100,7 +94,7 @@ def _size(tensor: Tensor) -> float:
     return float(tensor.abs().max()) if tensor.numel() else 0.0
 
 
-def _largest(tensors: Mapping[str, Tensor | None]) -> float:
+def _largest(tensors: Named) -> float:
     return max((_size(t) for t in tensors.values() if t is not None and t.is_floating_point()), default=0.0)
 
 
