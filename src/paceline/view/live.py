@@ -112,7 +112,7 @@ class LiveReader:
         hosts = {rank: one_line(history.host, 30) for rank, history in self._ranks.items()}
         slow = slow_rank(spent, hosts) if len(spent := self._spent()) > 1 else None
         return RunNow(
-            ranks=tuple(_with_use(one, machines, self._ranks[one.rank], slow) for one in ranks),
+            ranks=tuple(_with_use(one, machines, self._ranks[one.rank], slow and slow[0]) for one in ranks),
             live=live is not None,
             step=self._steps[-1].step if self._steps else None,
             losses=tuple(step.loss for step in self._steps),
@@ -193,10 +193,8 @@ def _rates(steps: Sequence[Step]) -> tuple[float | None, float | None]:
     return sum(later.samples for _, later in pairwise(recent)) / seconds, (len(recent) - 1) / seconds
 
 
-def _with_use(
-    one: RankNow, machines: dict[int, MachineUse], history: History, slow: tuple[int, str, float] | None
-) -> RankNow:
-    one = replace(one, slowest=slow is not None and slow[0] == one.rank)
+def _with_use(one: RankNow, machines: dict[int, MachineUse], history: History, slowest: int | None) -> RankNow:
+    one = replace(one, slowest=slowest == one.rank)
     machine = next((m for m in _likely(machines, history) if one.rank in m.ranks), None)
     if machine is None:
         return one
