@@ -37,8 +37,10 @@ SLOW = re.compile(rf"{RANKS}\b.* is slow")
 # in the words of a rank that speaks for all; the first one counts
 ACCUSES = re.compile(rf"{RANKS}(?: has |: samples? | called |, against the majority)")
 HOLDS = re.compile(r"[0-9a-f]{12} on rank (?P<ranks>\d+\b(?:, \d+\b)*)")  # which version of a file
-ENDS = {ExitCode.USAGE: Fate.REFUSED, ExitCode.MISMATCH: Fate.MISMATCH, ExitCode.NOT_FINITE: Fate.NOT_FINITE,
-        ExitCode.DIVERGED: Fate.DIVERGED}  # fmt: skip
+ENDS: dict[int | None, Fate] = {
+    ExitCode.USAGE: Fate.REFUSED, ExitCode.MISMATCH: Fate.MISMATCH, ExitCode.NOT_FINITE: Fate.NOT_FINITE,
+    ExitCode.DIVERGED: Fate.DIVERGED,
+}  # fmt: skip
 ROOT_CAUSE = "Root Cause (first observed failure)"
 PAGE_LINES = 16
 
@@ -100,7 +102,7 @@ def _answers(lines: Lines, code: int | None) -> Iterator[Said]:
             yield Said(Fate.LOST, rank_numbers(match["ranks"]), False, at, words)
         elif match := FAILED.match(line):
             ranks = tuple(range(int(match["all"]))) if match["all"] else rank_numbers(match["ranks"])
-            yield Said(_ended(code), (_accused(words) if code in ENDS else ()) or ranks, False, at, words)
+            yield Said(ENDS.get(code, Fate.DIED), (_accused(words) if code in ENDS else ()) or ranks, False, at, words)
         elif match := SLOW.search(line):
             yield Said(Fate.SLOW, rank_numbers(match["ranks"]), False, at, words)
 
@@ -116,10 +118,6 @@ def _accused(words: str) -> tuple[int, ...]:
 def _class(kind: str) -> Fate:
     """The judge's word on the page; STALL holds several classes, which only the written verdict tells apart."""
     return Fate.BEHIND if kind == "STALL" else Fate(kind.lower())
-
-
-def _ended(code: int | None) -> Fate:
-    return ENDS.get(ExitCode(code), Fate.DIED) if code in {*ExitCode} else Fate.DIED
 
 
 def _unsaid(code: int | None) -> Fate:

@@ -3,6 +3,7 @@
 import os
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from paceline.disk.owners import opened
@@ -35,7 +36,9 @@ def add_log(analyzer: Analyzer, path: Path, *, prefix: str = "", rank: str = "",
         OSError: it cannot be read.
         UnknownFormat: nothing is known, in this log and what was added before.
     """
-    times = _times(path)
+    times: LogTimes | None = None
+    with suppress(OSError):
+        times = LogTimes(path)
     first = (0, "")
     number = 0
     for number, end, text in _lines(path):
@@ -48,13 +51,6 @@ def add_log(analyzer: Analyzer, path: Path, *, prefix: str = "", rank: str = "",
         analyzer.add(f"{prefix}{number}", reading, only_trouble=only_trouble)
     if not analyzer.knows and not only_trouble:
         raise UnknownFormat(number, *first)
-
-
-def _times(path: Path) -> LogTimes | None:
-    try:
-        return LogTimes(path)
-    except OSError:
-        return None
 
 
 def _lines(path: Path) -> Iterator[tuple[int, int, str]]:
