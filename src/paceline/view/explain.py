@@ -2,14 +2,13 @@
 
 from collections.abc import Iterator
 
-from paceline.ladder import middle
+from paceline.ladder import EXACT, middle
 from paceline.view.drawing import LABEL, WIDTH, Canvas, Drawing, colour_of_rank
 from paceline.view.explain_step import MOST_RANKS, step_drawings
 from paceline.view.run import WholeRun
 from paceline.view.tables import HOLDS, KINDS
 
 MOST_LEAVES, MOST_BOXES = 32, 300
-EXACT_TREE = ("exact", "zero")
 
 
 def drawings(run: WholeRun) -> list[Drawing]:
@@ -66,7 +65,7 @@ def _tree(run: WholeRun) -> Iterator[Drawing]:
     """In which order gradients are added up: the same tree on any number of ranks."""
     logs = [log for log in run.latest() if log.share]
     leaves = max((log.share[1] for log in logs if log.share), default=0)
-    if run.strategy not in EXACT_TREE or not 2 <= leaves <= MOST_LEAVES:
+    if run.strategy not in EXACT or not 2 <= leaves <= MOST_LEAVES:
         return
     owner = {leaf: log.rank for log in logs if log.share for leaf in range(*log.share)}
     width, depth = WIDTH / leaves, (leaves - 1).bit_length()
