@@ -143,8 +143,7 @@ class LiveReader:
         return found if now < self._live_seconds + SILENT_SECONDS else None
 
     def _read_events(self, *, all_ranks: bool) -> None:
-        wanted = [0] if not all_ranks else [*event_files(self.run_dir)]
-        for rank in wanted:
+        for rank in event_files(self.run_dir) if all_ranks else [0]:
             file = self._events.setdefault(rank, Growing(self.run_dir / f"events-{rank}.jsonl"))
             for line in file.lines():
                 if (event := decode_event(line)) is not None:

@@ -114,8 +114,7 @@ class RankLogs:
         Raises:
             OSError: if one of them cannot be read.
         """
-        with_times = not self.without_times
-        streams = [self._of(rank, wanted, with_times=with_times) for rank in self.logs]
+        streams = [self._of(rank, wanted) for rank in self.logs]
         found = folded(heapq.merge(*streams, key=lambda said: (said.unix_time, said.rank)))
         return iter(deque(found, wanted.last)) if wanted.last else found
 
@@ -125,9 +124,9 @@ class RankLogs:
             return []
         return [rank for rank, end in self.ends.items() if end > MAX_ALL_BYTES]
 
-    def _of(self, rank: int, wanted: LinesWanted, *, with_times: bool) -> Iterator[RankLine]:
+    def _of(self, rank: int, wanted: LinesWanted) -> Iterator[RankLine]:
         path, end = self.logs[rank], self.ends[rank]
-        times = _times(path) if with_times or wanted.since is not None else None
+        times = _times(path) if not self.without_times or wanted.since is not None else None
         start = 0
         if times is not None and wanted.since is not None:
             start = times.offset(wanted.since)
@@ -141,7 +140,7 @@ class RankLogs:
                 continue
             if len(self.logs) > 1 and not line.text.strip():  # among others an empty line separates nothing
                 continue
-            if times is not None and with_times:  # a clock that was set back does not change a rank's order
+            if times is not None and not self.without_times:  # a clock that was set back changes no rank's order
                 newest = max(newest, times.at(line.end))
             yield RankLine(newest, rank, line.text)
 
