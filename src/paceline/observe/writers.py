@@ -2,7 +2,7 @@
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Self
@@ -135,8 +135,10 @@ def fold(old: Sequence[bytes], new: Sequence[bytes] = ()) -> list[bytes]:
     """
     events = [decode_event(line) if line.startswith(_STEP) else None for line in old]
     steps = [event for event in events if isinstance(event, Step)]
-    slow, undone = _slow_seconds(steps), _undone([*old, *new])
-    starts = [number for number, line in enumerate([*old, *new]) if line.startswith(_STARTED)]
+    lines = [*old, *new]
+    back = (decode_event(line) for line in lines if line.startswith(_BACK))
+    slow, undone = _slow_seconds(steps), {event.to for event in back if isinstance(event, RolledBack)}
+    starts = [number for number, line in enumerate(lines) if line.startswith(_STARTED)]
     earlier = min(starts[-1] if starts else 0, len(old))
     encode = msgspec.json.encode
     kept: list[bytes] = [*old[:earlier]]
@@ -149,11 +151,6 @@ def fold(old: Sequence[bytes], new: Sequence[bytes] = ()) -> list[bytes]:
             kept.append(line)
             before = step
     return kept
-
-
-def _undone(lines: Iterable[bytes]) -> set[int]:
-    found = (decode_event(line) for line in lines if line.startswith(_BACK))
-    return {event.to for event in found if isinstance(event, RolledBack)}
 
 
 def _mean_seconds(step: Step) -> float:
