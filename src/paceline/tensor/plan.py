@@ -139,13 +139,12 @@ def _layer(name: str, module: Any, way: str, ranks: int) -> CutLayer:
 def _agreeing(model: nn.Module, found: Mapping[str, CutLayer]) -> dict[str, CutLayer]:
     """Without layers that share a parameter with one that is not cut, or cut otherwise: it then stays whole in all."""
     owners: dict[int, list[tuple[str, object]]] = {}
-    known: dict[int, dict[str, object]] = {}
+    known: dict[str, object] = {}
     for name, layer in found.items():
-        module = model.get_submodule(name)
-        for leaf, dim, parts in _dims(module, layer):
-            known.setdefault(id(module.get_parameter(leaf)), {})[f"{name}.{leaf}"] = (dim, parts)
+        for leaf, dim, parts in _dims(model.get_submodule(name), layer):
+            known[f"{name}.{leaf}"] = dim, parts
     for full, parameter in model.named_parameters(remove_duplicate=False):
-        owners.setdefault(id(parameter), []).append((full, known.get(id(parameter), {}).get(full)))
+        owners.setdefault(id(parameter), []).append((full, known.get(full)))
     odd = {full for of in owners.values() if len({cut for _, cut in of}) > 1 for full, _ in of}
     return {
         name: layer for name, layer in found.items()
