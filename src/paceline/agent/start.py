@@ -8,11 +8,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from paceline.agent.preload import Forked, Preloader
 from paceline.agent.relay import relay
 from paceline.agent.store import Store
+from paceline.agent.stranger import Stranger
 from paceline.contract.birth import WorkerBirth
 from paceline.contract.box import make_box
 from paceline.contract.node_plan import NodePlan
@@ -49,30 +49,12 @@ def make_snapshots(nproc: int) -> tuple[tuple[int, int], ...]:
     )
 
 
-class Running(Protocol):
-    """A process, as far as an agent has to do with it: `subprocess.Popen` is one."""
-
-    pid: int
-
-    def poll(self) -> int | None:
-        """Its exit code, -n if signal n killed it; None while it runs."""
-        ...
-
-    def wait(self, timeout: float, /) -> object:
-        """Wait for its end, so long at most."""
-        ...
-
-    def send_signal(self, number: int, /) -> None:
-        """Nothing happens to one that has ended."""
-        ...
-
-
 @dataclass(frozen=True)
 class Worker:
     """One worker, what it shares with its agent, and the relay of its error output if it has one."""
 
     member: Member
-    process: Running
+    process: subprocess.Popen[bytes] | Forked | Stranger  # all have poll, wait and send_signal
     log: Path
     log_start: int  # its first byte in the log; what is before it is an earlier generation's
     relays: Sequence[threading.Thread]
