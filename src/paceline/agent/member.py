@@ -20,7 +20,7 @@ class RemoteNode:
         self.clock = ClockBounds()  # the same, better known with every beat
         self.ranks: Sequence[int] = hello.ranks  # in this generation
         self.beat = m.Beat(-1)
-        self._ends: tuple[object, ...] = ()  # what the last beat said of ends
+        self._ends: tuple[object, ...] = ()  # what the last beat said of ends, of workers and of their generation
         self.asked = 0  # the number of the last question
         self.shown: list[Evidence] | None = None  # its answer, once it is whole
         self._arrived: list[Evidence] = []
@@ -63,18 +63,9 @@ class RemoteNode:
 
     def hear(self, message: m.Message) -> bool:
         """Take in what it says; whether that is news, and not what it says again and again."""
-        before = self._ends
-        if isinstance(message, m.Beat):
-            self._compare_clocks(message)
         match message:
-            case m.Beat() if message.generation < self.beat.generation:
-                pass  # it was on its way when the next generation was started
             case m.Beat():
-                self.beat = message
-                self._ends = _ends(message)
-                if message.workers:
-                    now = time.monotonic()
-                    self._samples = {one.rank: one.turned(now) for one in message.workers}
+                return self._hear_beat(message)
             case m.Shown():
                 self._hear_answer(message)
                 return False  # whoever has asked looks ten times a second
@@ -84,22 +75,24 @@ class RemoteNode:
                 self.reached = message
             case _:
                 self.link.end("it sent what only a head sends")
-        return not isinstance(message, m.Beat) or self._ends != before
+        return True
 
-    def _compare_clocks(self, beat: m.Beat) -> None:
-        now = time.monotonic()
+    def _hear_beat(self, beat: m.Beat) -> bool:
+        now, before = time.monotonic(), self._ends
         if beat.unix_time is not None:
             self.clock.see(now, least_seconds=beat.unix_time - time.time())
         if beat.alive_took_seconds is not None:
             self.clock.see(now, most_seconds=beat.alive_took_seconds)
+        if beat.generation >= self.beat.generation:  # else it was on its way when the next one was started
+            self.beat = beat
+            codes = ((one.code, one.failure is None) for one in beat.workers)
+            self._ends = beat.generation, beat.stopped, beat.left, *codes
+            if beat.workers:
+                self._samples = {one.rank: one.turned(now) for one in beat.workers}
+        return self._ends != before
 
     def _hear_answer(self, answer: m.Shown) -> None:
         if answer.question == self.asked and answer.evidence is None:
             self.shown = self._arrived
         elif answer.question == self.asked and answer.evidence and len(self._arrived) < self.hello.nproc:
             self._arrived.append(answer.evidence.turned(time.monotonic()))
-
-
-def _ends(beat: m.Beat) -> tuple[object, ...]:
-    """What somebody must look at when it changes: the ends of workers, and of their generation."""
-    return beat.generation, beat.stopped, beat.left, *((one.code, one.failure is None) for one in beat.workers)
