@@ -64,12 +64,8 @@ def _is_this_python(script: str, python: str) -> bool:
     """Whether `script` is the very interpreter that workers have anyway, in the same environment."""
     if re.fullmatch(r"python[0-9.]*", Path(script).name) is None:
         return False
-    found = shutil.which(script)
-    return found is not None and Path(found).parent == Path(python).parent and _target(found) == _target(python)
-
-
-def _target(path: str) -> Path:
-    return Path(path).resolve()
+    found, own = shutil.which(script), Path(python)
+    return found is not None and (Path(found).parent, Path(found).resolve()) == (own.parent, own.resolve())
 
 
 def _check_file(script: str) -> None:
@@ -115,7 +111,10 @@ def run_script(arguments: Sequence[str], *also: Events) -> NoReturn:
         code = _told_failure(error, is_worker=os.getpid() == pid)
     else:
         code = 0
-    _end(code)
+    if code >= 0 and "torch" not in sys.modules:  # else its static destructors are left out
+        Guard.of_process().leave(code)
+        sys.exit(code)
+    leave(code)
 
 
 def _run(arguments: Sequence[str]) -> None:
@@ -183,14 +182,6 @@ def _told_failure(error: BaseException, *, is_worker: bool) -> int:
         sys.__excepthook__(type(hook_error), hook_error, hook_error.__traceback__)
         sys.__excepthook__(type(error), error, trace)
     return -signal.SIGINT if interrupted else ExitCode.FAILED
-
-
-def _end(code: int) -> NoReturn:
-    """End this process: threads, exit handlers and output as always, torch's static destructors left out."""
-    if code >= 0 and "torch" not in sys.modules:
-        Guard.of_process().leave(code)
-        sys.exit(code)
-    leave(code)
 
 
 if __name__ == "__main__":
