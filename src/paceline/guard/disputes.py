@@ -13,7 +13,7 @@ is in every circle: taken away, it leaves none.
 
 from collections.abc import Collection, Hashable, Mapping, Sequence
 
-from paceline.contract.evidence import Op, Phase, Verdict, VerdictKind
+from paceline.contract.evidence import Phase, Verdict, VerdictKind
 from paceline.guard import sentences
 from paceline.guard.deaths import RankEnd
 from paceline.guard.odds import Odds
@@ -28,7 +28,9 @@ def dispute(ranks: Ranks, odds: Sequence[Odds]) -> Verdict | None:
     graph = _graph(ranks, odds)
     if not _a_circle(graph):
         return None
-    early = [n for n, one in ranks.items() if _left_amid_steps(one) and graph[n]]
+    # a training that says its phases does not end there
+    amid_steps = [n for n, one in ranks.items() if one.evidence.phase not in (Phase.USER, Phase.CLOSE)]
+    early = [n for n in amid_steps if ranks[n].end is RankEnd.LEFT and graph[n]]
     # in every circle; empty if several ranks are wrong
     suspects = early or [rank for rank in sorted(_a_circle(graph)) if not _a_circle(graph, without=rank)]
     parties = _parties(ranks, odds, suspects, graph)
@@ -59,11 +61,6 @@ def _graph(ranks: Ranks, odds: Sequence[Odds]) -> Graph:
         if (key := tuple(map(id, parts))) not in graph:
             graph[key] = frozenset().union(*parts)
     return {n: graph[tuple(map(id, parts))] for n, parts in sources.items()}
-
-
-def _left_amid_steps(one: Rank) -> bool:
-    """Whether it ended though a training that says its phases does not end there."""
-    return one.end is RankEnd.LEFT and one.evidence.phase not in (Phase.USER, Phase.CLOSE)
 
 
 def _parties(
@@ -102,7 +99,8 @@ def _told(
         op, lines = sentences.awaited(ranks, ended), sentences.called_more(ranks, guilty, ended)
         return sentences.conclude(VerdictKind.MISMATCH, ranks, lines, guilty=guilty, op=op)
     groups = [list(party) for party in tie] or [list(guilty), *_rivals(ranks, guilty, graph)]
-    ops = {n: op for group in groups for n in group if (op := _held(ranks[n], groups)) is not None}
+    members = [n for group in groups for n in group]
+    ops = {n: op for n in members if (op := sentences.held_in(ranks[n], members)) is not None}
     op = ops.get(groups[-1][0])
     lines = sentences.in_circle(ranks, groups, ops)
     return sentences.conclude(VerdictKind.DEADLOCK, ranks, lines, guilty=guilty, tie=tie, op=op)
@@ -114,10 +112,6 @@ def _rivals(ranks: Ranks, guilty: Sequence[int], graph: Graph) -> list[list[int]
     mutual = [n for n in graph if n not in wrong and any(n in graph[one] for one in wrong & graph[n])]
     rivals = mutual or [n for n in _a_circle(graph) if n not in wrong]
     return [sorted(party) for party in parties_by({n: _position(ranks[n], n, guilty) for n in rivals}, lambda at: at)]
-
-
-def _held(one: Rank, groups: Sequence[Sequence[int]]) -> Op | None:
-    return sentences.held_in(one, [n for group in groups for n in group])
 
 
 def _a_circle(graph: Graph, *, without: int | None = None) -> set[int]:

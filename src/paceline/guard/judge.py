@@ -136,8 +136,8 @@ def _kind(one: Rank) -> VerdictKind:
 
 
 def _inside(ranks: Ranks) -> Verdict | None:
-    """All have come, and it does not end."""
-    inside = {n: one.pending[0] for n, one in ranks.items() if one.stands_inside}
+    """All have come, and it does not end: ranks are in an operation for which nobody is missing."""
+    inside = {n: one.pending[0] for n, one in ranks.items() if one.pending and not one.waits_for and not one.frozen}
     if not any(ranks[n].end is RankEnd.RUNS for n in inside):  # of the dead it is not known who was missing
         return None
     op = next(iter(parties_by(inside, lambda op: (op.group, op.seq))[0].values()))

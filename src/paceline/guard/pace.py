@@ -161,17 +161,14 @@ def stands_still(evidence: Sequence[Evidence], alarm: Alarm, windows: Windows) -
             alarm.still_seconds >= max(windows.of(Stage.LONG), cap_seconds)
         )
     # what a script does for long it may have meant: rank 0 evaluates, and the others wait in a barrier
-    busy = any(_is_script(one) and not waits(one) and one.cpu_seconds > BUSY_CPU_SECONDS for one in running)
+    scripts = [one for one in running if one.phase is Phase.USER or one.script]
+    busy = any(not waits(one) and one.cpu_seconds > BUSY_CPU_SECONDS for one in scripts)
     if windows.seconds is None and busy and alarm.still_seconds < LEARNED[Stage.USER][1]:
         return False
     # before its first collective a rank may still import torch, from a slow disk, on a busy machine
     late = [one for one in running if not one.ops and not waits(one)]
     idle = all(one.cpu_seconds < IDLE_CPU_SECONDS and one.state not in ("R", "D") for one in late)
     return idle or alarm.still_seconds >= windows.of(Stage.LONG)
-
-
-def _is_script(one: Sample) -> bool:
-    return one.phase is Phase.USER or one.script
 
 
 def waits(one: Evidence) -> bool:

@@ -42,11 +42,6 @@ class Rank:
         """Whether a signal or debugger has stopped it."""
         return self.end is RankEnd.RUNS and self.evidence.state in FROZEN
 
-    @property
-    def stands_inside(self) -> bool:
-        """Whether it is in an operation for which nobody is missing."""
-        return bool(self.pending) and not self.waits_for and not self.frozen
-
 
 def stream(op: Op, rank: int) -> Stream:
     """What `op`, called by `rank`, is numbered with."""
