@@ -49,9 +49,12 @@ class StoreGate:
     def adopt(self, far: socket.socket) -> None:
         """Bring one to the store that another node's agent has brought here."""
         try:
-            self._join(far, self._connect())
+            self._new.append((far, self._connect()))
         except OSError:  # rank 0 is gone: so says the end of this connection
-            far.close()
+            return far.close()
+        with suppress(OSError):
+            self._wake.send(b"+")
+        return None
 
     def close(self) -> None:
         """Let nobody in any more, and cut all that is still connected."""
@@ -60,11 +63,6 @@ class StoreGate:
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes whoever waits in accept
         self._listener.close()
         self._wake.close()
-
-    def _join(self, one: socket.socket, other: socket.socket) -> None:
-        self._new.append((one, other))
-        with suppress(OSError):
-            self._wake.send(b"+")
 
     def _let_in(self) -> None:
         while not self._closed:

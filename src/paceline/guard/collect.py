@@ -101,7 +101,9 @@ class Collection:
         if counters.answered == self.question or one.states[-1] in ("", "T", "t"):
             return True  # a stopped process answers nothing, whatever one waits
         if one.native_bytes >= 0:
-            return self._native_came(one)
+            before, one.native_bytes = one.native_bytes, len(read_native(one.box))
+            came_whole = 0 < one.native_bytes == before
+            return came_whole or time.monotonic() - self._signalled_seconds > NATIVE_SECONDS
         deaf = time.monotonic() - counters.beat_ns / 1e9 > DEAF_SECONDS
         patience_seconds = min(self._patience_seconds, DEAF_ANSWER_SECONDS) if deaf else self._patience_seconds
         if waited_seconds < patience_seconds:
@@ -118,11 +120,6 @@ class Collection:
         with suppress(ProcessLookupError, PermissionError):
             os.kill(one.pid, SIGNAL)
         return True
-
-    def _native_came(self, one: _Asked) -> bool:
-        before, one.native_bytes = one.native_bytes, len(read_native(one.box))
-        came_whole = 0 < one.native_bytes == before
-        return came_whole or time.monotonic() - self._signalled_seconds > NATIVE_SECONDS
 
     def evidence(self, workers: Sequence[Sample]) -> list[Evidence]:
         """What is known of all `workers`: those that were asked, as they are now."""
