@@ -92,7 +92,8 @@ class Head:
         self._began_seconds = time.monotonic()
         end = self._watch(generation)
         if end == ExitCode.SAVED and generation.regroups and not self.crew.ordered:
-            return self._regroup(generation)
+            generation.stop(self.plan.grace_seconds)  # all ranks have saved and ended, for others to come or some to go
+            return self._go_on(generation, self._with_those_left(), ExitCode.SAVED)
         return end if isinstance(end, int) else self._again(generation, self._end(generation, end))
 
     def _watch(self, generation: Generation) -> int | Judgement:
@@ -190,11 +191,6 @@ class Head:
                 self._failures, nproc=plan.nproc, min_nproc=plan.min_nproc, max_restarts=plan.max_restarts
             )
         return self._go_on(generation, decision, failed.exit_code)
-
-    def _regroup(self, generation: Generation) -> Restart | int:
-        """All ranks have saved and ended, for others to come in or some to go: the next start, or the exit code."""
-        generation.stop(self.plan.grace_seconds)
-        return self._go_on(generation, self._with_those_left(), ExitCode.SAVED)
 
     def _with_those_left(self) -> Restart | NoRestart:
         plan, here = self.plan, 1 + sum(not member.leaves for member in self.crew.here) + self._newcomers.count
