@@ -44,7 +44,8 @@ def merged(ring: Sequence[Dated], groups: Mapping[str, Group], stack: Stack | No
     flight recorder knows the lines, too, but its first answer with them takes seconds of a core, in which this process
     answers nothing and looks as if it held the interpreter's lock.
     """
-    line = _line_in_torch(stack)
+    frames = stack.frames if stack is not None else ()
+    line = shown_site_of(frames) if frames and frames[0].file.startswith("torch/") else ""
     everything: list[Dated] = []
     called: dict[tuple[str, int], Dated] = {}
     for at, op in of_this_life(ring):
@@ -74,40 +75,29 @@ def _begun(ops: Sequence[Op], enqueuing: Collection[str]) -> list[Op]:
     return kept
 
 
-def _line_in_torch(stack: Stack | None) -> str:
-    frames = stack.frames if stack is not None else ()
-    inside = bool(frames) and frames[0].file.startswith("torch/")
-    return shown_site_of(frames) if inside else ""
+def _groups() -> list[tuple[Any, str]]:
+    """The process groups of this process, and their names."""
+    module: Any = distributed()
+    return [] if module is None else [*module._world.pg_names.items()]
 
 
 def group_members() -> dict[str, tuple[int, ...]]:
     """The ranks of the world in each process group of this process; none for one of all ranks."""
-    module = distributed()
-    if module is None:
-        return {}
-    world: Any = module._world
-    groups = {name: world.pg_group_ranks[group] for group, name in [*world.pg_names.items()]}
+    groups = {name: sys.modules[MODULE]._world.pg_group_ranks[group] for group, name in _groups()}
     most = max(map(len, groups.values()), default=0)  # the first one's
     return {name: tuple(sorted(ranks)) if len(ranks) < most else () for name, ranks in groups.items()}
 
 
 def group_titles() -> dict[str, str]:
     """What whoever made a process group calls it, by the group's name."""
-    module = distributed()
-    if module is None:
-        return {}
-    world: Any = module._world
-    titles = {name: getattr(group, "group_desc", "") for group, name in [*world.pg_names.items()]}
+    titles = {name: getattr(group, "group_desc", "") for group, name in _groups()}
     return {name: title for name, title in titles.items() if title not in UNTITLED}
 
 
 def sequence_numbers() -> dict[str, int]:
     """How many collectives this process has called over each group, as torch counts; nothing where it does not."""
-    module = distributed()
-    if module is None:
-        return {}
     found: dict[str, int] = {}
-    for group, name in [*module._world.pg_names.items()]:
+    for group, name in _groups():
         with suppress(RuntimeError):  # MPI does not count
             found[name] = group._get_sequence_number_for_group()
     return found
