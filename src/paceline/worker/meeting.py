@@ -112,9 +112,10 @@ def _come(meeting: _Meeting, env: Mapping[str, str]) -> None:
     try:
         store = _open(meeting, env)
         if store is not None:
-            _compare(meeting, store)
-            _claim(meeting, store)
-            if _wait_for_all(meeting, _of_generation(meeting, store)):
+            keys = PrefixStore(f"{PREFIX}/generation-{meeting.generation}", store)
+            _compare(meeting, store, keys)
+            _claim(meeting, keys)
+            if _wait_for_all(meeting, keys):
                 meeting.store = store
     except BaseException as error:  # raised by the main thread
         meeting.error = error
@@ -175,12 +176,12 @@ def _no_store(meeting: _Meeting, words: str) -> UsageError:
     )
 
 
-def _compare(meeting: _Meeting, store: Store) -> None:
+def _compare(meeting: _Meeting, store: Store, keys: Store) -> None:
     """Refuse to be among strangers; the later one gets the error, and the others' work goes on."""
     mine = _Job(meeting.token, meeting.size, meeting.me)
     first = _first_word(meeting, PrefixStore(PREFIX, store), mine)
     if first.token == mine.token:  # the size only within a generation: after a restart there may be fewer
-        first = _first_word(meeting, _of_generation(meeting, store), mine)
+        first = _first_word(meeting, keys, mine)
     if (first.token, first.size) != (mine.token, mine.size):
         raise UsageError(
             f"another job answers at {meeting.where}: job {first.token or 'without a name'} of {first.size} ranks "
@@ -198,9 +199,8 @@ def _first_word(meeting: _Meeting, keys: Store, mine: _Job) -> _Job:
         raise _no_store(meeting, f"{JOB!r} is not in our words: {error}") from None
 
 
-def _claim(meeting: _Meeting, store: Store) -> None:
+def _claim(meeting: _Meeting, keys: Store) -> None:
     """Take this rank, which no other process may have taken."""
-    keys = _of_generation(meeting, store)
     holder = keys.compare_set(str(meeting.rank), "", meeting.me).decode()
     if holder == meeting.me:
         if keys.add(ARRIVED, 1) == meeting.size:
@@ -243,7 +243,3 @@ def _missing(meeting: _Meeting, has_come: Callable[[int], bool]) -> str:
     absent = [n for n in range(meeting.size) if n < meeting.rank or (n > meeting.rank and not has_come(n))]
     names = ", ".join(map(str, absent[:20])) + ", ..." * (len(absent) > 20)
     return f"{len(absent)} of {meeting.size} ranks have not come to {meeting.where}: rank {names}"
-
-
-def _of_generation(meeting: _Meeting, store: Store) -> Store:
-    return PrefixStore(f"{PREFIX}/generation-{meeting.generation}", store)
