@@ -22,7 +22,7 @@ from paceline.contract.marks import put_finding
 from paceline.worker.probes.hooks import Events
 from paceline.worker.probes.later import Later, may_compute
 from paceline.worker.probes.steps import Counted
-from paceline.worker.sites import frame_of, site_frame, site_words
+from paceline.worker.sites import user_site
 
 SMALL = 16384  # elements; where there is no such parameter, so many are looked at of the first
 MOST_NAMED = 8  # samples
@@ -99,8 +99,8 @@ class Finite(Events):
         loss = losses if hasattr(losses, "numel") else next(iter(losses), None)
         if loss is None or loss.numel() != 1 or not may_compute(loss):
             return
-        step, words, frame = self._steps.done + 1, self._batches.last(), site_frame(sys._getframe(1))  # pyright: ignore[reportPrivateUsage]
-        at = f" at {site_words(frame_of(frame))}" if frame is not None else ""
+        step, words, site = self._steps.done + 1, self._batches.last(), user_site()
+        at = f" at {site}" if site else ""
 
         def look(values: list[float]) -> None:
             self._lost.pop(step, None)

@@ -19,7 +19,7 @@ from paceline.contract.evidence import Phase, ScriptFinding
 from paceline.contract.marks import put_finding
 from paceline.worker.probes.digests import leaf_digests
 from paceline.worker.probes.hooks import Events
-from paceline.worker.sites import Owner, frame_of, owner, site_frame, site_words
+from paceline.worker.sites import Owner, frame_of, owner, site_words, user_site
 
 USUAL_STEPS, LEAST_STEPS = 15, 4  # by which it is judged what a step takes
 UNUSUAL_FACTOR, UNUSUAL_NS = 3, 10_000_000
@@ -188,5 +188,4 @@ def _line_of(error: BaseException) -> str:
         trace = trace.tb_next
     if found is not None:
         return site_words(type(found[0])(found[0].file, found[1], found[0].function))
-    outer = site_frame(sys._getframe(1))  # pyright: ignore[reportPrivateUsage]
-    return site_words(frame_of(outer)) if outer is not None else "a line unknown"
+    return user_site() or "a line unknown"
