@@ -150,12 +150,11 @@ def _not_worth_it(last: FailedGeneration) -> str:
         return "that ranks call different collectives is an error of the program, which a restart would only meet again"
     if last.exit_code in (ExitCode.NOT_FINITE, ExitCode.DIVERGED):
         return "wrong results are an error of the program, or of a machine, which a restart would only meet again"
-    if last.verdict is not None and last.verdict.kind is VerdictKind.LEFT:
+    left = last.verdict is not None and last.verdict.kind is VerdictKind.LEFT
+    if left or (last.end is RankEnd.VICTIM and last.ended_well):
         return "a rank ended while others ran, which is an error of the program"
     if last.end is RankEnd.EXCEPTION and not last.loader_killed:
         return f"{last.exception} is an error of the program, which a restart would only meet again"
     if last.end is RankEnd.EXIT:
         return f"the program itself ended with exit code {last.exit_code}, and would do so again"
-    if last.end is RankEnd.VICTIM and last.ended_well:
-        return "a rank ended while others ran, which is an error of the program"
     return ""
