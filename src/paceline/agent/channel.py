@@ -15,7 +15,7 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator
 
 import msgspec
 
@@ -92,28 +92,26 @@ class Link:
             self.end(f"it has not been heard of for {silent:.0f} s: powered off, or cut off from the network?")
         return list(self._messages())
 
-    def _messages(self) -> Sequence[Message]:
-        found: list[Message] = []
+    def _messages(self) -> Iterator[Message]:
         head = LENGTH.size + MAC_BYTES
         while len(self._buffer) >= head:
             (size,) = LENGTH.unpack_from(self._buffer)
             if size > MAX_MESSAGE_BYTES:
                 self._distrust("a message that is too long")
-                break
+                return
             if len(self._buffer) < head + size:
-                break
+                return
             mac, payload = bytes(self._buffer[LENGTH.size : head]), bytes(self._buffer[head : head + size])
             del self._buffer[: head + size]
             if not hmac.compare_digest(mac, self._mac(self._theirs, self._received, payload)):
                 self._distrust("a message that was not signed with the job's secret")
-                break
+                return
             self._received += 1
             try:
-                found.append(_decoder.decode(payload))
+                yield _decoder.decode(payload)
             except msgspec.MsgspecError as error:
                 self._distrust(f"a message that cannot be understood ({error}): another version of paceline?")
-                break
-        return found
+                return
 
     def _distrust(self, what: str) -> None:
         self._buffer.clear()
