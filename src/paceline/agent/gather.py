@@ -112,10 +112,9 @@ def unreachable(crew: Crew, seconds: float, interrupted: Callable[[], bool]) -> 
     members, host = crew.here, os.uname().nodename
     if not members:
         return []
-    peers = [PeerAddress(m.hello.node, m.hello.facts.host, m.link.peer_address, m.hello.probe_port) for m in members]
     with socket.create_server(("", 0)) as probe:
-        own = PeerAddress(0, host, members[0].link.own_address, probe.getsockname()[1])
-        every = [own, *peers]
+        own = PeerAddress(host, members[0].link.own_address, probe.getsockname()[1])
+        every = [own, *(member.address for member in members)]
         for place, member in enumerate(members, 1):
             member.reached = None
             member.link.send(Reach(tuple(every[other] for other in partners(place, len(every)))))

@@ -17,15 +17,14 @@ import msgspec
 from msgspec.structs import replace
 
 from paceline.agent.crew import Crew
-from paceline.agent.gather import refuse_differences
+from paceline.agent.gather import refuse_differences, try_to_reach
 from paceline.agent.member import RemoteNode
-from paceline.agent.messages import Enter, PeerAddress, Reach
+from paceline.agent.messages import Enter, Reach
 from paceline.contract.node_plan import NodePlan
 from paceline.disk import writing
 from paceline.errors import ExitCode, TrainingError, UsageError
 from paceline.host.facts import Facts
 from paceline.host.facts import gather as gather_facts
-from paceline.host.reach import why_unreachable
 from paceline.observe.folder import INVITATION
 from paceline.observe.nodes import NodeNow, NodesNow, State, write_nodes
 from paceline.observe.terminal import say
@@ -123,8 +122,8 @@ class Newcomers:
 
     def _try_connections(self, one: RemoteNode) -> None:
         crew, self._apart, self._sent_seconds = self._crew, None, time.monotonic()
-        others = tuple(_address(member) for member in crew.here)
-        for member, peers in ((one, others), *((member, (_address(one),)) for member in crew.here)):
+        others = tuple(member.address for member in crew.here)
+        for member, peers in ((one, others), *((member, (one.address,)) for member in crew.here)):
             member.reached = None
             member.link.send(Reach(peers))
 
@@ -135,10 +134,7 @@ class Newcomers:
         tried = [member for member in (one, *self._crew.here) if member.reached is not None]
         if self._apart is None and one.started is not None and len(tried) == 1 + len(self._crew.here):
             told = [words for member in tried if member.reached is not None for words in member.reached.unreachable]
-            address = _address(one)
-            if why := why_unreachable(address.address, address.port):
-                told.append(f"{self._facts.host} cannot reach {address.host}: {why}")
-            self._apart = told
+            self._apart = told + try_to_reach(self._facts.host, [one.address])
         late = time.monotonic() > self._deadline_seconds
         if late and self._apart is None:
             return f"its connections could not be tried within {CHECK_SECONDS:g} s"
@@ -222,8 +218,3 @@ class Newcomers:
         """The run is over: there is nothing to join any more."""
         with suppress(OSError):
             writing.remove(Path(attempt_dir) / INVITATION)
-
-
-def _address(member: RemoteNode) -> PeerAddress:
-    hello = member.hello
-    return PeerAddress(hello.node, hello.facts.host, member.link.peer_address, hello.probe_port)

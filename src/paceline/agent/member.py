@@ -37,6 +37,11 @@ class RemoteNode:
         """For people."""
         return f"node {self.hello.node} ({self.hello.facts.host})"
 
+    @property
+    def address(self) -> m.PeerAddress:
+        """Where others can try to reach it."""
+        return m.PeerAddress(self.hello.facts.host, self.link.peer_address, self.hello.probe_port)
+
     def start(self, start: m.StartOrder) -> None:
         """Have it start its part of a generation."""
         self.ranks = self.hello.ranks or range(start.first_rank, start.first_rank + self.hello.nproc)

@@ -32,7 +32,6 @@ class ToStore(msgspec.Struct, frozen=True, tag=True):
 class PeerAddress(msgspec.Struct, frozen=True):
     """Where a node can be tried to be reached: a socket that listens and says nothing."""
 
-    node: int
     host: str
     address: str
     port: int
