@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import sys
 import time
 import weakref
@@ -204,23 +203,14 @@ def _length(asked: Any, *of: Any) -> int:
 
 def _probed(data: Any, samples: int) -> list[list[str]]:
     """A few samples as every rank would see them: with random generators in one state, which is put back."""
-    torch: Any = sys.modules["torch"]
-    numpy: Any = sys.modules.get("numpy.random")
-    states = torch.get_rng_state(), random.getstate(), numpy.get_state() if numpy else None
-    try:
+    from paceline.seeding import preserved_streams, seed_streams  # imports torch, which the script may never do
+
+    with preserved_streams():
         found: list[list[str]] = []
         for index in sorted({samples * k // PROBES for k in range(PROBES)}) if samples > 0 else ():
             looks: list[list[str]] = []
             for _ in range(2):
-                torch.default_generator.manual_seed(0)
-                random.seed(0)
-                if numpy:
-                    numpy.seed(0)
+                seed_streams(0)
                 looks.append(leaf_digests(data[index]))
             found.append([a if a == b else "" for a, b in zip(*looks, strict=True)])  # a generator of its own: unknown
         return found
-    finally:
-        torch.set_rng_state(states[0])
-        random.setstate(states[1])
-        if numpy:
-            numpy.set_state(states[2])
