@@ -132,14 +132,13 @@ class Silent:
         if not self._new("drift", mark.table, mark.layout):
             return None
         lines = _parties(one, tensor, mark.number, before)
+        told = [(rank.rank, found) for rank in ranks for found in rank.findings if found.step <= mark.number + 1]
         lines += [
-            f"rank {rank.rank} had gone on after {found.words} (before step {found.step})"
-            for rank in ranks
-            for found in rank.findings
-            if found.kind == "swallowed" and found.step <= mark.number + 1
+            f"rank {rank} had gone on after {found.words} (before step {found.step})"
+            for rank, found in told
+            if found.kind == "swallowed"
         ]
-        odd = {rank.rank: f"rank {rank.rank} {found.words} (step {found.step})" for rank in ranks
-               for found in rank.findings if found.kind == "stale" and found.step <= mark.number + 1}  # fmt: skip
+        odd = {rank: f"rank {rank} {found.words} (step {found.step})" for rank, found in told if found.kind == "stale"}
         odd = odd if len(odd) < self._size else {}
         guilty = one.guilty or tuple(sorted(odd))  # no majority says who is wrong, but what one alone has done
         tie = () if guilty else tuple(tuple(sorted(party)) for party in one.parties)
@@ -176,11 +175,9 @@ class Silent:
         parties = parties_by(steps, lambda step: step)
         right = majority(parties)
         lines = tuple(f"{named(party)} took {next(iter(party.values()))} steps" for party in reversed(parties))
-        if right is None:
-            tie = tuple(tuple(sorted(party)) for party in parties)
-            return Verdict(VerdictKind.DIVERGED, (), tie, lines, step=max(steps.values()))
-        wrong = tuple(rank for rank in steps if rank not in right)
-        return Verdict(VerdictKind.DIVERGED, wrong, (), lines, step=max(steps.values()))
+        wrong = () if right is None else tuple(rank for rank in steps if rank not in right)
+        tie = () if wrong else tuple(tuple(sorted(party)) for party in parties)
+        return Verdict(VerdictKind.DIVERGED, wrong, tie, lines, step=max(steps.values()))
 
 
 def _parties(one: Difference, tensor: str, step: int, before: str) -> list[str]:
