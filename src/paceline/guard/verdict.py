@@ -6,7 +6,7 @@ from pathlib import Path
 from textwrap import wrap
 
 from paceline.contract.evidence import Evidence, Phase, Sample, Verdict, VerdictKind
-from paceline.errors import ExitCode
+from paceline.errors import ExitCode, first_few
 from paceline.guard.deaths import RankEnd, end_of
 from paceline.guard.wording import called_from, named, op_words, printable, signal_name
 from paceline.observe.terminal import clean
@@ -69,8 +69,7 @@ def _headline(verdict: Verdict, evidence: Sequence[Evidence], waited_seconds: fl
     step = f" at step {verdict.step}" if verdict.step else ""
     when = f"{waited}{step} (world {len(evidence)})"
     if verdict.tie:
-        more = f" and {len(verdict.tie) - MAX_PARTIES} more" if len(verdict.tie) > MAX_PARTIES else ""
-        parties = " against ".join(named(party) for party in verdict.tie[:MAX_PARTIES]) + more
+        parties = first_few([named(party) for party in verdict.tie], MAX_PARTIES, " against ")
         return f"RANKS DISAGREE: {parties}{when}; one of them is wrong"
     word = verdict.kind.name.replace("_", " ") if verdict.kind in OWN_WORDS else "STALL"
     return f"{word}{when}. " + (f"GUILTY: {_guilty(verdict, evidence)}" if verdict.guilty else "Nobody can be blamed")
