@@ -170,14 +170,17 @@ def own_store(port: int) -> tuple[socket.socket, StoreGate]:
             store.close()
             listener.close()
             if port:
-                holder = port_holder(port)
-                by = f" by {holder}" if holder else ""
-                raise UsageError(
-                    f"port {port} is taken{by}: {error.strerror}. Ask for another, or for none."
-                ) from error
+                raise port_taken(f"port {port}", port, error) from error
             continue
         return store, StoreGate(listener, partial(_to_rank_0, found, key if signed else b""))
     raise UsageError("no port is free on the loopback of this machine")
+
+
+def port_taken(what: str, port: int, error: OSError) -> UsageError:
+    """Who has a port that was asked for."""
+    holder = port_holder(port)
+    by = f" by {holder}" if holder else ""
+    return UsageError(f"{what} is taken{by}: {error.strerror}. Ask for another, or for none.")
 
 
 def _to_rank_0(port: int, key: bytes) -> socket.socket:

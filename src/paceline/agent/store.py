@@ -5,10 +5,8 @@ import socket
 from dataclasses import dataclass
 from typing import Self
 
-from paceline.agent.gate import LOOPBACK, StoreGate, far_store, own_store
+from paceline.agent.gate import LOOPBACK, StoreGate, far_store, own_store, port_taken
 from paceline.contract.node_plan import NodePlan
-from paceline.errors import UsageError
-from paceline.host.procfs import port_holder
 
 
 @dataclass(frozen=True)
@@ -74,9 +72,5 @@ def _bound(plan: NodePlan) -> socket.socket | None:
         store.bind(("" if plan.plain_store else plan.master_addr, plan.port))
     except OSError as error:
         store.close()
-        holder = port_holder(plan.port)
-        by = f" by {holder}" if holder else ""
-        raise UsageError(
-            f"port {plan.port} on {plan.master_addr} is taken{by}: {error.strerror}. Ask for another, or for none."
-        ) from error
+        raise port_taken(f"port {plan.port} on {plan.master_addr}", plan.port, error) from error
     return store
