@@ -101,20 +101,13 @@ class Workers:
         """Ask the workers to end within this time; said again, it can only become less.
 
         Without any grace they are not asked: for then they would begin to save, and be killed in the middle of it.
+        Nor is anybody else in a worker's group or session: a trainer's DataLoader workers must not die under it.
         """
-        if not self.stopping and grace_seconds:
-            self._ask_to_stop()
-        self.stopping = True
-        self._deadline_seconds = min(self._deadline_seconds, time.monotonic() + grace_seconds)
-
-    def _ask_to_stop(self) -> None:
-        """SIGTERM to each running worker, also to one that is stopped; not to its group or session.
-
-        A trainer's DataLoader workers must not die under it while it stops in good order.
-        """
-        for worker in self._workers:
+        for worker in self._workers if grace_seconds and not self.stopping else ():
             worker.process.send_signal(signal.SIGTERM)  # nothing happens to one that has ended
             worker.process.send_signal(signal.SIGCONT)  # after it: a stopped one wakes up with the request pending
+        self.stopping = True
+        self._deadline_seconds = min(self._deadline_seconds, time.monotonic() + grace_seconds)
 
     @property
     def seconds_left(self) -> float:
