@@ -112,11 +112,6 @@ def call_site(frame: FrameType | None) -> Site:
     return Site(first or ours)
 
 
-def site_frame(frame: FrameType | None) -> FrameType | None:
-    """The frame of its `call_site`."""
-    return call_site(frame).frame
-
-
 def frame_of(frame: FrameType) -> Frame:
     """The record of a running frame, its file called as everywhere."""
     file = frame.f_code.co_filename
@@ -125,5 +120,5 @@ def frame_of(frame: FrameType) -> Frame:
 
 def user_site() -> str:
     """The line of the user's program that has called this, through whatever frameworks; empty where there is none."""
-    frame = site_frame(sys._getframe(1))  # pyright: ignore[reportPrivateUsage]
+    frame = call_site(sys._getframe(1)).frame  # pyright: ignore[reportPrivateUsage]
     return site_words(frame_of(frame)) if frame is not None else ""

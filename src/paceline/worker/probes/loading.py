@@ -24,7 +24,7 @@ from paceline.worker.probes.digests import leading, leaf_digests
 from paceline.worker.probes.generators import LOOKS, Fetched, Generators
 from paceline.worker.probes.graphs import divided_by_world
 from paceline.worker.probes.hooks import Events, hang
-from paceline.worker.sites import site_frame, user_site
+from paceline.worker.sites import call_site, user_site
 
 MAX_PASSED_OVER = 100_000  # batches: of more the last one is not waited for
 MAX_PASSES = 20  # a script that goes on longer is ended
@@ -85,7 +85,7 @@ class LoaderWatch(Events):
 
         def made(_: Any, loader: Any, *__: Any, **___: Any) -> None:
             loader.made_at = user_site()
-            loader.divided = divided_by_world(site_frame(sys._getframe(1)), "batch_size", 1)  # pyright: ignore[reportPrivateUsage]
+            loader.divided = divided_by_world(call_site(sys._getframe(1)).frame, "batch_size", 1)  # pyright: ignore[reportPrivateUsage]
 
         loader.__len__, loader.whole_length = shortened, length
         hang(loader, "__init__", after=made)

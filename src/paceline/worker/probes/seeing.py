@@ -13,7 +13,7 @@ from paceline.worker.probes.digests import MOST, digest_of, leaf_digests
 from paceline.worker.probes.graphs import factors_of, parameters_reached, roots_of
 from paceline.worker.probes.hooks import Events, hang
 from paceline.worker.probes.loading import LoaderWatch
-from paceline.worker.sites import Owner, frame_of, owner, site_frame, site_words, user_site
+from paceline.worker.sites import Owner, call_site, frame_of, owner, site_words, user_site
 
 MAX_STEPS = 100  # after which a script without epochs is ended
 MAX_RECORDS = 400
@@ -102,10 +102,10 @@ class StepWatch(Events):
 
     def _outside(self) -> str:
         """The line that has called a replica's model, or a method of it, from outside of it."""
-        frame = site_frame(sys._getframe(1))  # pyright: ignore[reportPrivateUsage]
+        frame = call_site(sys._getframe(1)).frame  # pyright: ignore[reportPrivateUsage]
         outer = frame
         while outer is not None and id(outer.f_locals.get("self")) in self._parts:
-            outer = site_frame(outer.f_back)
+            outer = call_site(outer.f_back).frame
         frame = outer or frame
         return site_words(frame_of(frame)) if frame is not None else ""
 
