@@ -107,11 +107,6 @@ class Group:
         if after > begun.before:
             self.spans.append((begun.before, after, self.ahead))
 
-    @property
-    def busy(self) -> bool:
-        """Whether something of it may be on its way."""
-        return bool(self.pending or self.enqueued)
-
     def returned(self, begun: Begun, result: Any, box: Box) -> None:
         """A call has returned, with a `Work` perhaps; end its record, unless it may be on its way."""
         if self.polled and hasattr(result, "is_completed"):

@@ -50,7 +50,8 @@ class Ledger:
     @property
     def waiting(self) -> bool:
         """Whether a call, or a work that somebody still holds, is on its way."""
-        return bool(self._inside) or self._own > 0 or any(group.busy for group in [*self.groups.values()])
+        on_its_way = any(group.pending or group.enqueued for group in [*self.groups.values()])
+        return bool(self._inside) or self._own > 0 or on_its_way
 
     def install(self, distributed: ModuleType, *others: ModuleType, late: bool = False) -> None:
         """Put the wrappers into torch's module, and into those that have imported its functions already; `late`:
@@ -107,11 +108,6 @@ class Ledger:
         """Note that it is over, or, with a `work`, that it will be when `work.is_completed()`."""
         self._own -= 1
         self._end(begun, work, failed=failed)
-
-    def end_completed(self) -> None:
-        """Look which asynchronous calls are over."""
-        for group in [*self.groups.values()]:
-            group.sweep(self._box)
 
     def group_of(self, backend: Any) -> Group | None:
         """What is known of a process group; None if this rank is no member."""

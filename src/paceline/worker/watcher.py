@@ -74,8 +74,10 @@ class Watcher:
         box.put("beat_ns", time.monotonic_ns())
         if self._native is not None:
             box.put("ready", self._native.ready())
-        self._ledger.end_completed()
-        enqueued = [group for group in [*self._ledger.groups.values()] if group.enqueued]
+        groups = [*self._ledger.groups.values()]
+        for group in groups:
+            group.sweep(box)
+        enqueued = [group for group in groups if group.enqueued]
         if enqueued and not recorder.capturing.is_set() and (self._still > 0 or not recorder.in_flight()):
             pending = recorder.pending(self._groups()) if recorder.in_flight() else ()
             for group in enqueued:
