@@ -86,7 +86,8 @@ def _told(
     for each in odds:
         count = sum(any(n in party for n in involved) for party in each.parties)
         if count >= (1 if guilty else 2):
-            op = each.op_against(guilty)
+            right = next((party for party in each.parties if not any(n in party for n in guilty)), each.parties[0])
+            op = next(iter(right.values()))
             at = next((party[n].site for n in guilty for party in each.parties if n in party), "")
             lines = sentences.at_odds(each, guilty)
             return sentences.conclude(VerdictKind.MISMATCH, ranks, lines, guilty=guilty, tie=tie, op=op, at=at)

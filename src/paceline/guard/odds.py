@@ -1,6 +1,6 @@
 """Operations that do not fit together: what ranks have entered under one number of one stream."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from paceline.contract.evidence import Op
@@ -17,11 +17,6 @@ class Odds:
     stream: Stream
     seq: int
     parties: tuple[Mapping[int, Op], ...]  # rank -> what it has entered; the largest party first
-
-    def op_against(self, guilty: Collection[int]) -> Op:
-        """What those have entered who are not guilty."""
-        right = next((party for party in self.parties if not any(n in party for n in guilty)), self.parties[0])
-        return next(iter(right.values()))
 
 
 def find_odds(ranks: Mapping[int, Rank]) -> list[Odds]:

@@ -45,13 +45,10 @@ def waited_for(ranks: Ranks, guilty: Sequence[int]) -> list[str]:
     op, holders = awaited(ranks, guilty), waiting_alike(ranks)
     alike = _alike(guilty, lambda n: (_where(ranks[n]), _most_awaited(holders, [n])))
     lines = [_not_entered(ranks, group, op) for group in alike]
-    loaders = [f"its {loader_words(loader)}" for n in guilty for loader in _loaders(ranks[n])[:2]]
+    running = [ranks[n].evidence for n in guilty if ranks[n].end is RankEnd.RUNS and not ranks[n].frozen]
+    loaders = [f"its {loader_words(loader)}" for one in running for loader in hanging_loaders(one)[:2]]
     threads = [found.words for n in guilty for found in ranks[n].evidence.findings if found.kind == "thread"]
     return [*_limited(lines), *_limited(loaders + threads), *_waiting(ranks, op, without=guilty)]
-
-
-def _loaders(one: Rank) -> list[LoaderWorker]:
-    return hanging_loaders(one.evidence) if one.end is RankEnd.RUNS and not one.frozen else []
 
 
 def _not_entered(ranks: Ranks, group: Sequence[int], op: Op | None) -> str:
