@@ -133,16 +133,12 @@ class Finite(Events):
     def _chosen(self, optimizer: Any) -> Any:
         """One of the first parameters, those near the input; a small one."""
         parameters = [one for group in optimizer.param_groups for one in group["params"] if one.requires_grad]
-        hooked = next((one for one in parameters if self._is_hooked(one)), None)
+        hooked = next((one for one in parameters if (known := self._hooked.get(id(one))) and known() is one), None)
         if parameters and hooked is None:
             hooked = next((one for one in parameters[:8] if one.numel() <= SMALL), parameters[0])
             self._hook(hooked, "a parameter")
         self._sensors[optimizer] = hooked
         return hooked
-
-    def _is_hooked(self, one: Any) -> bool:
-        known = self._hooked.get(id(one))
-        return known is not None and known() is one
 
     def _hook(self, sensor: Any, name: str) -> None:
         def seen(gradient: Any) -> None:
