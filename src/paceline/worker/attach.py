@@ -4,6 +4,7 @@ Nothing of it happens in a process that no agent of ours started (torchrun, srun
 """
 
 import atexit
+import importlib
 import os
 import signal
 import sys
@@ -11,10 +12,11 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import wraps
 from multiprocessing import current_process
 from pathlib import Path
 from traceback import format_exception, print_exception
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import msgspec
 
@@ -24,11 +26,13 @@ from paceline.disk import writing
 from paceline.errors import ExitCode, PacelineError, ToldElsewhere
 from paceline.host.procfs import die_with_parent, read_process
 from paceline.observe.terminal import clean
-from paceline.worker.ddp import share_gradients
 from paceline.worker.guard import Guard
+from paceline.worker.imports import when_imported
 
 MAX_CHARS = 60_000  # a record is read by people
 INTERRUPTED = 130  # 128 + SIGINT
+DDP = "torch.nn.parallel.distributed"
+SHARING = "paceline.sums.ddp"  # by name: it imports torch, which the script may never do, and this room is below it
 
 
 def attach() -> None:
@@ -41,12 +45,26 @@ def attach() -> None:
         vars(current_process())["_config"]["tempdir"] = birth.temporary
     Guard.of_process().start().watch_torch()
     if birth.shares_gradients:
-        share_gradients()
+        when_imported(DDP, _share_gradients)
     if os.getppid() != birth.agent_pid:
         agent = read_process(birth.agent_pid)
         if agent is not None and agent.runs:
             return  # a wrapper (a shell, numactl) stands between us: left are the agent's and the janitor's sweeps
     die_with_parent(birth.agent_pid)
+
+
+def _share_gradients(*, late: bool) -> None:
+    """Offer shared memory to each DDP (`paceline launch --collectives shared`), after the script has made it."""
+    del late  # a class is changed in place: who has imported it already has the changed one
+    kind: Any = sys.modules[DDP].DistributedDataParallel
+    make = kind.__init__
+
+    @wraps(make)
+    def made(ddp: Any, *args: Any, **kwargs: Any) -> None:
+        make(ddp, *args, **kwargs)
+        importlib.import_module(SHARING).share_memory(ddp, in_step=kwargs.get("init_sync", True))
+
+    kind.__init__ = made
 
 
 def leave(code: int) -> NoReturn:
