@@ -200,17 +200,15 @@ class Guarding:
         """Write the verdict down, if it is on more than a failure."""
         if verdict.failed is not None:
             return Judgement(verdict, evidence, self._plan.attempt_dir)
-        if not self._plan.attempt_dir:  # watched without a folder: the page is all there is
-            told = page(verdict, evidence, waited_seconds=waited_seconds, folder="", run="")
-            return Judgement(verdict, evidence, "", waited_seconds, told)
-        folders = (Path(self._plan.attempt_dir) / f"verdict-{n}" for n in range(1, 1000))
-        folder = next(folder for folder in folders if not folder.exists())
         shown = run = ""
-        try:
-            story.write_verdict(folder, verdict, evidence, waited_seconds=waited_seconds)
-            shown, run = _short(folder), _short(Path(self._plan.run_dir)) if self._plan.run_dir else ""
-        except OSError:  # a full disk does not keep anybody from being named
-            shutil.rmtree(folder, ignore_errors=True)
+        if self._plan.attempt_dir:  # else it is watched without a folder: the page is all there is
+            folders = (Path(self._plan.attempt_dir) / f"verdict-{n}" for n in range(1, 1000))
+            folder = next(folder for folder in folders if not folder.exists())
+            try:
+                story.write_verdict(folder, verdict, evidence, waited_seconds=waited_seconds)
+                shown, run = _short(folder), _short(Path(self._plan.run_dir)) if self._plan.run_dir else ""
+            except OSError:  # a full disk does not keep anybody from being named
+                shutil.rmtree(folder, ignore_errors=True)
         told = page(verdict, evidence, waited_seconds=waited_seconds, folder=shown, run=run)
         return Judgement(verdict, evidence, self._plan.attempt_dir, waited_seconds, told)
 
