@@ -23,7 +23,6 @@ from paceline.guard.pace import beat_seconds, sample_seconds
 from paceline.host.facts import gather as gather_facts
 from paceline.observe.terminal import say
 
-LOOK_SECONDS = 1.0
 HEAD_STOP_SECONDS = 20.0  # beyond the grace: the head that knows of an order must have ended the run by then
 
 
@@ -34,7 +33,7 @@ class Follower:
         self.plan, self.orders = plan, orders
         self._inherited = inherited
         self._collection: Collection | None = None  # what the workers are being asked for the head
-        self._sample_seconds = min(LOOK_SECONDS, sample_seconds(plan.stall_after))
+        self._sample_seconds = sample_seconds(plan.stall_after)
         self._settled = settled  # called when the workers are started
         self._code: int | None = None
         self._told = 0
@@ -64,11 +63,9 @@ class Follower:
             link.end("the run is over")
 
     def _follow(self, link: Link) -> int:
-        facts = gather_facts()
-        plan = self.plan
+        plan, facts = self.plan, gather_facts()
         interface = interface_of(facts, link.own_address)
-        head_ports = (link.peer_port,)
-        self.plan = replace(plan, master_addr=link.peer_address, head_ports=head_ports, interface=interface)
+        self.plan = replace(plan, master_addr=link.peer_address, head_ports=(link.peer_port,), interface=interface)
         with socket.create_server(("", 0)) as probe:  # open until the run ends: others may try it late
             link.send(m.Hello(plan.node, plan.nodes, plan.nproc, probe.getsockname()[1], facts, self._ranks))
             while self._code is None:
