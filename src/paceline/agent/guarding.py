@@ -53,21 +53,15 @@ class Judgement:
     told: str = ""  # what the screen says, where the failure of a rank is not all there is
 
     @property
-    def failed(self) -> Evidence | None:
-        """The rank whose failure is all there is to tell."""
-        return next((one for one in self.evidence if one.rank == self.verdict.failed), None)
-
-    @property
     def freed(self) -> tuple[int, ...]:
         """The ranks that only wait for others."""
         return to_free(self.verdict, self.evidence)
 
     @property
     def exit_code(self) -> int:
-        """What the run ends with."""
-        if self.failed is not None:
-            return self.failed.exit_code
-        return EXIT_CODES.get(self.verdict.kind, ExitCode.STALLED)
+        """What the run ends with: as the rank did whose failure is all there is to tell."""
+        failed = next((one for one in self.evidence if one.rank == self.verdict.failed), None)
+        return EXIT_CODES.get(self.verdict.kind, ExitCode.STALLED) if failed is None else failed.exit_code
 
     @property
     def word(self) -> str:
