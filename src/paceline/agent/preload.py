@@ -71,13 +71,13 @@ class Preloader:
         self._ready = self._gone = False
         channel.settimeout(ANSWER_SECONDS)
 
-    def wait_ready(self, orders: Orders, seconds: float = READY_SECONDS) -> None:
-        """Return when it has imported everything, or never will, or an order has come in; after `seconds` give up."""
-        deadline = time.monotonic() + seconds
+    def wait_ready(self, orders: Orders) -> None:
+        """Return when it has imported everything, or never will, or an order has come in; after a minute give up."""
+        deadline = time.monotonic() + READY_SECONDS
         while not (self._ready or self._gone or orders.given):
             left = deadline - time.monotonic()
             if left <= 0:
-                return self.give_up(f"has not imported everything within {seconds:g} s")
+                return self.give_up(f"has not imported everything within {READY_SECONDS:g} s")
             orders.wait(left, [self._channel])
             if select.select([self._channel], [], [], 0)[0]:
                 self._hear_ready()

@@ -24,7 +24,7 @@ def expand_nodes(text: str) -> list[str]:
         parts = _PART.findall(entry)
         if not entry or "".join(parts) != entry:
             raise UsageError(f"{text!r} is no list of nodes. Slurm writes them as n[1-3,7],gpu-[01-02]")
-        choices = [list(_numbers(part[1:-1], text, MAX_NODES)) if part[0] == "[" else [part] for part in parts]
+        choices = [list(_numbers(part[1:-1], text)) if part[0] == "[" else [part] for part in parts]
         for combination in product(*choices):
             names.append("".join(combination))
             if len(names) > MAX_NODES:
@@ -32,13 +32,13 @@ def expand_nodes(text: str) -> list[str]:
     return names
 
 
-def _numbers(text: str, whole: str, most: int) -> Iterator[str]:
+def _numbers(text: str, whole: str) -> Iterator[str]:
     for entry in text.split(","):
         match = _RANGE.fullmatch(entry)
         if match is None:
             raise UsageError(f"{whole!r} is no list of nodes: {entry!r} is no number and no range of numbers")
         first, last = int(match[1]), int(match[2] or match[1])
-        if last < first or last - first >= most:
+        if last < first or last - first >= MAX_NODES:
             raise UsageError(f"{whole!r} is no list of nodes: {entry!r} is empty or too long")
         yield from (str(number).zfill(len(match[1])) for number in range(first, last + 1))
 

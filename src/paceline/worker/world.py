@@ -218,7 +218,7 @@ def _unknown(world: World, store: Store, timeout: timedelta, ends: Sequence[End]
     return sum(1 if end.accepted else -1 for end in alone)
 
 
-def _all_among_themselves(world: World, store: Store, timeout: timedelta, *, strange: bool, far: int = 0) -> bool:
+def _all_among_themselves(world: World, store: Store, timeout: timedelta, *, strange: bool, far: int) -> bool:
     """Whether no rank has met a stranger; all of them get the same answer."""
     store.add("strange", int(strange))
     store.add("far", far)
