@@ -4,10 +4,8 @@ What becomes of the run is the head's business. What goes wrong in here is repor
 guard; a failure is then judged by samples alone.
 """
 
-import os
 import re
 import shutil
-import stat
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -20,6 +18,7 @@ from msgspec.structs import replace
 from paceline.agent.gather import unreachable
 from paceline.agent.generation import Generation
 from paceline.agent.silence import Silence
+from paceline.agent.watching import take_asks
 from paceline.contract.evidence import Evidence, Sample, Verdict, VerdictKind
 from paceline.errors import ExitCode
 from paceline.guard import story
@@ -212,23 +211,15 @@ class Guarding:
             return
         self._asked_seconds = time.monotonic()
         folder = Path(self._plan.attempt_dir)
-        for nonce in _take_asks(folder)[:MAX_ASKS]:
+        nonces: list[str] = []
+        with suppress(OSError):  # what was taken before is answered
+            nonces.extend(take_asks(folder, ASK))
+        for nonce in nonces[:MAX_ASKS]:
             evidence = self._generation.ask(ANSWER_SECONDS)
             waited_seconds = min((one.still_seconds for one in evidence if one.code is None), default=0.0)
             with suppress(OSError):
                 place = folder / f"verdict-live-{nonce}"
                 story.write_verdict(place, judge(evidence), evidence, waited_seconds=waited_seconds)
-
-
-def _take_asks(folder: Path) -> list[str]:
-    found: list[str] = []
-    with suppress(OSError), os.scandir(folder) as entries:
-        for entry in entries:
-            match = ASK.fullmatch(entry.name)
-            if match is not None and stat.S_ISREG(entry.stat(follow_symlinks=False).st_mode):
-                Path(entry.path).unlink()
-                found.append(match[1])
-    return found
 
 
 def _short(path: Path) -> str:

@@ -4,9 +4,10 @@ Like the guard it is never the cause of anything: what goes wrong in here ends i
 """
 
 import os
+import re
 import stat
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -19,6 +20,7 @@ from paceline.observe.terminal import say
 
 LOOK_SECONDS = 0.9  # the head comes by once a second
 WATCHED_SECONDS = 15.0  # since the last touch
+CHECKPOINT = re.compile(f"{CHECKPOINT_ASK}(.*)", re.DOTALL)
 
 
 class Watching:
@@ -41,7 +43,7 @@ class Watching:
             if self._is_watched(now):
                 live = Live(round(time.time(), 3), self._generation.own.number, tuple(LiveRank.of(r) for r in ranks))
                 writing.replace(self._folder / LIVE, msgspec.json.encode(live))
-            if _take_checkpoint_asks(self._folder):
+            if [*take_asks(self._folder, CHECKPOINT)]:
                 self._generation.own.ask_to_save()  # rank 0 is ours, and votes on it with all others
         except Exception as error:
             self._off = True
@@ -58,11 +60,11 @@ class Watching:
         return now_seconds < self._touched_seconds + WATCHED_SECONDS
 
 
-def _take_checkpoint_asks(folder: Path) -> int:
-    found = 0
+def take_asks(folder: Path, ask: re.Pattern[str]) -> Iterator[str]:
+    """Remove the files by which somebody asks for something, one by one: what their names say of who asks."""
     with os.scandir(folder) as entries:
         for entry in entries:
-            if entry.name.startswith(CHECKPOINT_ASK) and stat.S_ISREG(entry.stat(follow_symlinks=False).st_mode):
+            match = ask.fullmatch(entry.name)
+            if match is not None and stat.S_ISREG(entry.stat(follow_symlinks=False).st_mode):
                 Path(entry.path).unlink()
-                found += 1
-    return found
+                yield match[1]
