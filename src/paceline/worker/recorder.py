@@ -11,13 +11,15 @@ import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
+from itertools import islice
+from traceback import walk_stack
 from types import ModuleType
 from typing import Any
 
 from msgspec.structs import replace
 
 from paceline.contract.boxes import of_this_life
-from paceline.contract.evidence import Frame, Op, Stack
+from paceline.contract.evidence import Op, Stack
 from paceline.contract.places import shown_site_of
 from paceline.worker.calls import KINDS, SAME, Group
 from paceline.worker.ledger import MODULE
@@ -127,12 +129,8 @@ def stacks(main: int) -> tuple[Stack, ...]:
     order = sorted((ident for ident in running if ident != threading.get_ident()), key=lambda ident: ident != main)
     found: list[Stack] = []
     for ident in order[:MAX_THREADS]:
-        frames: list[Frame] = []
-        frame = running[ident]
-        while frame is not None and len(frames) < MAX_FRAMES:
-            frames.append(frame_of(frame))
-            frame = frame.f_back
-        found.append(Stack("main" if ident == main else str(names.get(ident, ident))[:64], tuple(frames)))
+        frames = tuple(frame_of(frame) for frame, _ in islice(walk_stack(running[ident]), MAX_FRAMES))
+        found.append(Stack("main" if ident == main else str(names.get(ident, ident))[:64], frames))
     return tuple(found)
 
 
