@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from bisect import bisect_left
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -221,11 +222,7 @@ def length_of(schedule: Any) -> int:
     factor = next(iter(getattr(schedule, "lr_lambdas", ())), None)
     if factor is None:
         return -1
-    low, high = 0, FAR
-    while high - low > 1:  # it is not constant at `low`, and is from `high` on
-        middle = (low + high) // 2
-        low, high = (low, middle) if abs(factor(middle) - factor(FAR)) < ROUNDING else (middle, high)
-    return high
+    return 1 + bisect_left(range(1, FAR), True, key=lambda step: abs(factor(step) - factor(FAR)) < ROUNDING)
 
 
 def _gpus(state: Any, depth: int = 0) -> set[int]:
