@@ -11,8 +11,11 @@ import sys
 from collections import deque
 from collections.abc import Sequence
 from statistics import median
+from traceback import walk_tb
 from typing import Any
 from weakref import WeakKeyDictionary
+
+from msgspec.structs import replace
 
 from paceline.contract.box import Box
 from paceline.contract.evidence import Phase, ScriptFinding
@@ -181,11 +184,7 @@ class Stale(Events):
 
 def _line_of(error: BaseException) -> str:
     """The innermost line of the user's that an exception has come through; else the one that called."""
-    trace, found = error.__traceback__, None
-    while trace is not None:
-        if owner(trace.tb_frame.f_code.co_filename) is Owner.USER:
-            found = frame_of(trace.tb_frame), trace.tb_lineno
-        trace = trace.tb_next
-    if found is not None:
-        return site_words(type(found[0])(found[0].file, found[1], found[0].function))
+    for frame, line in reversed([*walk_tb(error.__traceback__)]):
+        if owner(frame.f_code.co_filename) is Owner.USER:
+            return site_words(replace(frame_of(frame), line=line))
     return user_site() or "a line unknown"
