@@ -199,11 +199,8 @@ class Follower:
 
     def _head_lost(self, link: Link) -> str:
         """Why this node is on its own now; empty while it is not."""
-        if link.ended:
-            return link.ended
-        if time.monotonic() > self._patience_seconds:
-            return "it did not end the run as it was told to"
-        return ""
+        late = time.monotonic() > self._patience_seconds
+        return link.ended or ("it did not end the run as it was told to" if late else "")
 
     def _alone(self, why: str) -> int:
         if workers := self._workers:
