@@ -58,11 +58,10 @@ class ScriptPhases(Counted):
     def batch_asked(self, batches: Any) -> None:
         self._box.enter(Phase.DATA)
 
-    def batch_given(self, batches: Any, batch: Any) -> None:
+    def own_code(self, *_: Any, **__: Any) -> None:
         self._box.enter(Phase.USER)
 
-    def epoch_ended(self, batches: Any) -> None:
-        self._box.enter(Phase.USER)
+    batch_given = epoch_ended = forward_ended = backward_ended = raised = own_code
 
     def forward_begins(self, ddp: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
         self._box.enter(Phase.FORWARD)
@@ -73,17 +72,8 @@ class ScriptPhases(Counted):
     def buffers_given(self, ddp: Any) -> None:
         self._box.enter(Phase.FORWARD)
 
-    def forward_ended(self, ddp: Any, output: Any) -> None:
-        self._box.enter(Phase.USER)
-
     def backward_begins(self, losses: Any) -> None:
         self._box.enter(Phase.BACKWARD)
-
-    def backward_ended(self) -> None:
-        self._box.enter(Phase.USER)
-
-    def raised(self, where: str, error: BaseException) -> None:
-        self._box.enter(Phase.USER)
 
     def step_begins(self, optimizer: Any) -> None:
         self._box.enter(Phase.OPTIMIZER)
