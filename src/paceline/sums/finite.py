@@ -17,7 +17,8 @@ def are_finite(gradients: Sequence[Tensor], device: torch.device) -> Pending[boo
     if not costs(device):
         # A sum is several times faster than a look at each element, and never finite where an element is not. As a
         # sum of finite elements may overflow, too, each element is then looked at.
-        quick = torch.stack([_sum(gradient) for gradient in gradients]).isfinite().all()
+        sums = [one.sum(dtype=torch.promote_types(one.dtype, torch.float32)) for one in gradients]
+        quick = torch.stack(sums).isfinite().all()
     else:  # one kernel for many of them, and it cannot overflow
         quick = nn.utils.get_total_norm(gradients, math.inf).isfinite()
     perhaps = (~quick).double().view(1)
@@ -36,10 +37,3 @@ def scaled(gradients: Sequence[Tensor], factor: Tensor, device: torch.device) ->
     perhaps = (factor.abs() > 1).float().view(1)
     torch._amp_foreach_non_finite_check_and_unscale_([*gradients], perhaps, factor)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
     return Pending(perhaps.double(), lambda found: not found[0] or all(bool(g.isfinite().all()) for g in gradients))
-
-
-def _sum(gradient: Tensor) -> Tensor:
-    small = gradient.dtype in (torch.float16, torch.bfloat16)
-    return (gradient.sum(dtype=torch.float32) if small else gradient.sum()).to(
-        torch.promote_types(gradient.dtype, torch.float32)
-    )
