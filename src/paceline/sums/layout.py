@@ -54,11 +54,7 @@ def give(parameter: nn.Parameter, strides: Strides, grad: Tensor | None, result:
     """Let .grad be the sum: `grad`, in whose memory it is, or `result` (n,) where this rank had nothing to add."""
     if grad is None and result is not None:
         grad = result.as_strided(parameter.shape, strides)
-    parameter.grad = _as_parameter(grad, parameter)
-
-
-def _as_parameter(grad: Tensor | None, parameter: nn.Parameter) -> Tensor | None:
-    """A gradient has its parameter's strides: torch's fused optimizers walk both through memory side by side."""
-    if grad is None or grad.stride() == parameter.stride() or not _is_dense(parameter):
-        return grad
-    return torch.empty_like(parameter).copy_(grad)
+    # A gradient has its parameter's strides: torch's fused optimizers walk both through memory side by side.
+    if grad is not None and grad.stride() != parameter.stride() and _is_dense(parameter):
+        grad = torch.empty_like(parameter).copy_(grad)
+    parameter.grad = grad
