@@ -191,12 +191,8 @@ def replica(
 
     def clip_grad_norm(max_norm: float) -> Pending[float]:
         tensors = [held.tensor for held in held_gradients()]
-
-        def clipped(norm: float) -> float:
-            scale_to_norm(tensors, norm, max_norm)
-            return norm
-
-        return (total_norm(tensors) if gradient_norm is None else gradient_norm()).then(clipped)
+        norm = total_norm(tensors) if gradient_norm is None else gradient_norm()
+        return norm.then(lambda found: scale_to_norm(tensors, found, max_norm))
 
     held_parameters = hold_parameters or (lambda: [Held(f"model/{n}", p.detach()) for n, p in model.named_parameters()])
 

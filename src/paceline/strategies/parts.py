@@ -56,12 +56,7 @@ def of_parts(
 
     def clip_grad_norm(max_norm: float) -> Pending[float]:
         mine = [held.tensor for held in part.gradients()]
-
-        def clipped(norm: float) -> float:
-            scale_to_norm(mine, norm, max_norm)
-            return norm
-
-        return norm_of(gradients(), world).then(clipped)
+        return norm_of(gradients(), world).then(lambda norm: scale_to_norm(mine, norm, max_norm))
 
     def weights() -> Mapping[str, Tensor]:
         found = dict(part.weights())

@@ -183,11 +183,12 @@ def total_norm(gradients: Sequence[Tensor]) -> Pending[float]:
 
 
 @torch.no_grad()
-def scale_to_norm(gradients: Sequence[Tensor], norm: float, max_norm: float) -> None:
-    """Make a norm above `max_norm` equal to it; one that is not finite is left to be looked into."""
+def scale_to_norm(gradients: Sequence[Tensor], norm: float, max_norm: float) -> float:
+    """Make a norm above `max_norm` equal to it; one that is not finite is left to be looked into. Returns `norm`."""
     factor = max_norm / (norm + 1e-6)  # as torch's clip_grad_norm_
     if factor < 1.0 and math.isfinite(norm) and gradients:
         torch._foreach_mul_([*gradients], factor)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+    return norm
 
 
 def joined_runs(runs: Sequence[BlockRun]) -> list[BlockRun]:
