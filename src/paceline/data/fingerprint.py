@@ -43,11 +43,8 @@ def probes(length: int) -> list[int]:
 
 def _hash_probes(dataset: Dataset[Any], length: int, loading: Loading) -> str:
     on_cpu = replace(loading, device=torch.device("cpu"), num_workers=0)
-    sha = hashlib.sha256()
     with preserved_streams():
-        for batch in fetch_batches(dataset, ((0, torch.tensor([i])) for i in probes(length)), 0, on_cpu):
-            _hash(sha, batch)
-    return sha.hexdigest()[:12]
+        return hash_of(fetch_batches(dataset, ((0, torch.tensor([i])) for i in probes(length)), 0, on_cpu))
 
 
 def hash_of(samples: Iterable[Any]) -> str:
@@ -59,7 +56,7 @@ def hash_of(samples: Iterable[Any]) -> str:
 
 
 def _hash(sha: Any, batch: Any) -> None:
-    if isinstance(batch, Tensor):
+    if isinstance(batch, Tensor) or (isinstance(batch, np.ndarray) and not batch.dtype.hasobject):
         sha.update(f"{batch.dtype}{tuple(batch.shape)}".encode())
         sha.update(_bytes(batch))
     elif isinstance(batch, dict):
@@ -69,9 +66,6 @@ def _hash(sha: Any, batch: Any) -> None:
     elif isinstance(batch, (list, tuple)):
         for part in batch:
             _hash(sha, part)
-    elif isinstance(batch, np.ndarray) and not batch.dtype.hasobject:
-        sha.update(f"{batch.dtype}{batch.shape}".encode())
-        sha.update(_bytes(batch))
     else:
         sha.update(ADDRESS.sub("", repr(batch)).encode())
 
