@@ -132,26 +132,25 @@ class SharedMemory:
         return MemoryCall(op, f"{kind} '{name}' {shape} {op.dtype}".rstrip().encode())
 
     @contextmanager
-    def operation(self, channel: Channel, call: MemoryCall) -> Generator[None]:
-        """Around the ticks of one collective: the hang guard sees it, and all ranks must have begun the same one."""
-        begun = self.begin(channel, call)
-        try:
-            yield
-        except BaseException:
-            self.leave()  # the others would wait for the rest of it
-            Guard.of_process().end_own(begun, failed=True)
-            raise
-        Guard.of_process().end_own(begun)
+    def operation(self, channel: Channel, call: MemoryCall, work: object = None) -> Generator[None]:
+        """Around the ticks of one collective: the hang guard sees it, and all ranks must have begun the same one.
 
-    def begin(self, channel: Channel, call: MemoryCall) -> Any:
-        """What `operation` does first; for what ends elsewhere."""
+        Where it ends elsewhere, around those that begin it; `work` is then what knows whether it is over.
+        """
         if self._left[self.rank][0]:
             raise RuntimeError(
                 f"{call.text.decode()}: this rank has left the shared memory, after an error or at the end"
             )
         self._call = call
         channel.announce(call.text)
-        return Guard.of_process().begin_own(self, self._ranks, call.op, of_all=self._of_all)
+        begun = Guard.of_process().begin_own(self, self._ranks, call.op, of_all=self._of_all)
+        try:
+            yield
+        except BaseException:
+            self.leave()  # the others would wait for the rest of it
+            Guard.of_process().end_own(begun, failed=True)
+            raise
+        Guard.of_process().end_own(begun, work)
 
     def leave(self) -> None:
         """Tell all ranks that this one will not come any more; may be called twice."""

@@ -13,7 +13,6 @@ from paceline.sums.pending import Pending, sent
 from paceline.sums.shared import SharedMemory
 from paceline.sums.sharing import shared_memory
 from paceline.sums.tree import tree_sum
-from paceline.worker.guard import Guard
 
 _NAME = "totals of the step"
 
@@ -75,17 +74,11 @@ class StartedSum:
         if isinstance(memory.running, StartedSum):  # its slots of two ticks ago are written over now
             memory.running.finish()
         channel = memory.totals
-        begun = memory.begin(channel, memory.called("all_reduce", name, f"[{self._size}]", slots.dtype))
-        try:
+        with memory.operation(channel, memory.called("all_reduce", name, f"[{self._size}]", slots.dtype), self):
             slot = channel.write()
             channel.typed(slots.dtype)[slot][memory.rank][: self._size] = slots
             self._tick = channel.publish()
-        except BaseException:
-            memory.leave()  # the others would wait for it
-            Guard.of_process().end_own(begun, failed=True)
-            raise
-        memory.running = self
-        Guard.of_process().end_own(begun, self)
+            memory.running = self
 
     def is_completed(self) -> bool:
         """Whether all ranks have begun it, or some never will."""
