@@ -63,11 +63,10 @@ def pack(parameters: Sequence[nn.Parameter], grads: Sequence[Tensor | None] | No
     """
     grads = [None] * len(parameters) if grads is None else grads
     used = parameters[0].new_ones(len(parameters))
-    for index, grad in enumerate(grads):
+    pieces: list[Tensor] = []
+    for index, (parameter, grad) in enumerate(zip(parameters, grads, strict=True)):
         if grad is None:
             used[index] = 0
-    pieces: list[Tensor] = []
-    for parameter, grad in zip(parameters, grads, strict=True):
         pieces.append((torch.zeros_like(parameter) if grad is None else grad).flatten())
         pieces += [used.new_zeros(gap)] if (gap := _gap(parameter)) else []
     padding = max(0, padded - sum(p.numel() for p in pieces) - len(used))

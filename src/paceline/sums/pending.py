@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -36,17 +37,12 @@ def read_at_once(pending: Sequence[Pending[Any]]) -> list[list[float]]:
     Raises:
         StallError: if the guard has freed this rank: then the numbers are none.
     """
-    far = [one.numbers for one in pending if costs(one.numbers.device)]
+    everything = [one.numbers for one in pending]
+    far = [numbers for numbers in everything if costs(numbers.device)]
     told: list[float] = torch.cat(far).tolist() if far else []
     Guard.of_process().check_freed()
-    found: list[list[float]] = []
-    for numbers in (one.numbers for one in pending):
-        if costs(numbers.device):
-            found.append(told[: len(numbers)])
-            del told[: len(numbers)]
-        else:
-            found.append(numbers.tolist())
-    return found
+    rest = iter(told)
+    return [[*islice(rest, len(numbers))] if costs(numbers.device) else numbers.tolist() for numbers in everything]
 
 
 def costs(device: torch.device) -> bool:
