@@ -211,12 +211,8 @@ def draw_order(loader: DataLoader[Any], world: World, put_back: dict[str, str] |
     if loader.generator is not None and "generator" in found:
         loader.generator.set_state(_state(found["generator"]))
     torch.empty((), dtype=torch.int64).random_(generator=loader.generator)  # DataLoader's seed of its processes
-    return [torch.tensor(batch, dtype=torch.int64) for batch in _drawn(loader)], found
-
-
-def _drawn(loader: DataLoader[Any]) -> Iterator[Any]:
-    assert loader.batch_sampler is not None
-    return iter(loader.batch_sampler)
+    batches: Any = loader.batch_sampler  # there is one: see `check_taken`
+    return [torch.tensor(batch, dtype=torch.int64) for batch in batches], found
 
 
 def _text(state: Tensor) -> str:

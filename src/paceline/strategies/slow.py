@@ -33,7 +33,8 @@ def between_hosts(
     hosts = _hosts_for(between, model, world)
     if hosts is None:
         return None
-    optimizer, across = make_optimizer(model.parameters()), _across(model, hosts, between)
+    optimizer = make_optimizer(model.parameters())
+    across = Across(trainable(model), hosts, between.get("compress"), between.get("powersgd_rank"))
     outer = Outer(model, optimizer, hosts, between, across) if between.get("local_steps") else None
     reducer = sum_on_each_host(model, hosts, across if outer is None else None)
 
@@ -59,10 +60,6 @@ def between_hosts(
         local_steps=True,
     )
     return _with_feedback(replace(made, merged_buffers=partial(outer.shown, made)), hosts, across)
-
-
-def _across(model: nn.Module, hosts: Hosts, between: Between) -> Across:
-    return Across(trainable(model), hosts, between.get("compress"), between.get("powersgd_rank"))
 
 
 def _hosts_for(between: Between, model: nn.Module, world: World) -> Hosts | None:

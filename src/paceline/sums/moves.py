@@ -22,7 +22,9 @@ _LENGTH_BYTES = 8
 def barrier(memory: SharedMemory) -> None:
     """Return when all ranks have come."""
     with memory.operation(memory.words, memory.called("barrier", "barrier")):
-        _tick(memory)
+        memory.words.write()
+        memory.words.publish()
+        memory.words.wait()
 
 
 def gather_words_in_memory(memory: SharedMemory, words: Any) -> list[Any]:
@@ -133,12 +135,6 @@ def reduce_scatter(
             }
             root_of(parts, forest.leaves, out[start : start + width], [one[:width] for one in spare], divisor)
     return out
-
-
-def _tick(memory: SharedMemory) -> None:
-    memory.words.write()
-    memory.words.publish()
-    memory.words.wait()
 
 
 def _length(data: Tensor) -> int:
