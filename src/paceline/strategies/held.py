@@ -48,11 +48,7 @@ def named_state(name: str, state: Mapping[str, Any]) -> Iterator[tuple[str, Tens
 
 def load_optimizer(model: nn.Module, optimizer: Optimizer, source: Source) -> None:
     """Take over its whole state; a parameter without any has not been trained yet."""
-    optimizer.state.clear()
-    for name, parameter in model.named_parameters():
-        state = dict(saved_state(source, name))
-        if state:
-            optimizer.state[parameter] = _on_device(optimizer, parameter, state)
+    load_pieces({}, {}, optimizer, source, dict(model.named_parameters()))
 
 
 def saved_state(source: Source, name: str) -> Iterator[tuple[str, Any]]:
