@@ -10,7 +10,7 @@ from paceline.errors import UsageError
 from paceline.sums import sum_over_ranks, together, told_once
 from paceline.sums.tensors import gather_tensors
 from paceline.tasks.metric import is_torchmetric, several
-from paceline.train.metrics import result_of, state_of
+from paceline.train.metrics import dealt, in_order, result_of, state_of
 from paceline.worker.world import World
 
 
@@ -69,14 +69,7 @@ class Ranks:
             raise told_once(
                 UsageError(f"s.gather: the ranks' tensors differ in more than their length: {shapes}"), self.world
             )
-        joined_up = torch.cat(parts)
-        sizes = [len(part) for part in parts]
-        if self._evaluated_batch and sum(sizes) == self._evaluated_batch:
-            places = [torch.arange(rank, sum(sizes), self.size) for rank in range(self.size)]
-            ordered = torch.empty_like(joined_up)
-            ordered[torch.cat(places).to(joined_up.device)] = joined_up
-            return ordered
-        return joined_up
+        return in_order(parts, dealt(self._evaluated_batch, self.size))
 
     def compute(self, metric: Any) -> Any:
         """What an object of torchmetrics, or a collection, comes to over the states of all ranks (a collective).

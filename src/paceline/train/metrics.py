@@ -49,7 +49,7 @@ def scores(found: Mapping[str, Tally], told: Sequence[States], samples: int, vir
     Raises:
         UsageError: if one is no number.
     """
-    order = torch.cat([torch.arange(samples)[v::virtual_ranks] for v in range(virtual_ranks)])
+    order = dealt(samples, virtual_ranks)
     numbers: dict[str, float] = {}
     for name, tally in found.items():
         states = {v: state for of_rank in told for v, state in of_rank[name]}
@@ -125,7 +125,7 @@ class OfStates:
         """
         total = tree_sum({(v, v + 1): state for v, state in enumerate(states)}, self._joined, len(states))
         if self._metric.combine == "concatenate":
-            total = _each(partial(_rows, order=order), total)
+            total = _each(partial(in_order, order=order), total)
         return self._metric.compute(mapped(total, Tensor.cpu))
 
     def _joined(self, one: Any, other: Any) -> Any:
@@ -143,7 +143,13 @@ def _listed(rows: Tensor) -> list[Tensor]:
     return [torch.atleast_1d(rows)]
 
 
-def _rows(parts: Sequence[Tensor], order: Tensor) -> Tensor:
+def dealt(samples: int, shares: int) -> Tensor:
+    """(samples,) int64: which sample is at each row, where they are dealt to `shares`, and these put together."""
+    return torch.cat([torch.arange(samples)[share::shares] for share in range(shares)])
+
+
+def in_order(parts: Sequence[Tensor], order: Tensor) -> Tensor:
+    """The rows of all parts, each at its place in `order`; as they come, where they are not as many."""
     rows = torch.cat([*parts])
     if len(rows) != len(order):
         return rows
@@ -213,7 +219,7 @@ def _reduced(name: str, values: list[Any], reduce: Callable[..., Any] | None, or
         rows = [row for value in values for row in value]
         joined = reduce(rows) if rows and reduce is not None else rows
         if isinstance(joined, Tensor) and joined.ndim and order is not None:
-            joined = _rows([joined], order)
+            joined = in_order([joined], order)
         return joined
     if len(values) == 1:
         return values[0]
