@@ -92,17 +92,11 @@ def share_model(
         advice = "Take a GPU for each rank and --backend nccl, or --device cpu"
         raise told_once(UsageError(f"{told} gloo cannot. {advice}"), world)
     loss = partial(_of_first, task, model, dataset, loading)
-    # imported where they are used: torch's DTensor would cost every other training 0.3 s of its start
     if world.along("tensor").size > 1:
-        from paceline.train.cut_task import cut_task
-
-        tried, samples = partial(_tried, model, loss), min(TRIED, len(dataset))  # pyright: ignore[reportArgumentType]
-        cuts, lines = cut_task(
-            task, model, tried, samples, world, wish.strategy, plan.global_batch, sequence=wish.sequence
-        )  # fmt: skip
-        return Sharing(cuts, lines=lines)
+        samples = min(TRIED, len(dataset))  # pyright: ignore[reportArgumentType]
+        return _cut(task, model, partial(_tried, model, loss), samples, plan, world, wish)
     if world.along("context").size > 1:
-        from paceline.tensor.context import share_along_context
+        from paceline.tensor.context import share_along_context  # torch's DTensor takes others 0.5 s to import
 
         return Sharing(lines=share_along_context(model, world, partial(_tried, model, loss)))
     if (stages := world.along("pipeline").size) > 1:
@@ -112,6 +106,32 @@ def share_model(
         check, lines = partial(_compare, _tried(model, loss), loss), division_lines(division, way, plan, world)
         return Sharing(division=division, schedule=way, lines=lines, check=check)
     return ALONE
+
+
+def _cut(
+    task: Task, model: nn.Module, loss: Callable[[], float], samples: int, plan: BatchPlan, world: World, wish: Wish
+) -> Sharing:
+    """Cut `model` in place along tensor, seeing by the `loss` of the first `samples` that it computes what it did.
+
+    Raises:
+        UsageError: as `cut_along_tensor`; or fsdp cannot take what was cut. ToldElsewhere on all ranks but one.
+    """
+    from paceline.tensor.cut import cut_along_tensor  # as share_along_context above
+
+    cutting = cut_along_tensor(model, world, task.parallelize, loss, sequence=wish.sequence)
+    if wish.strategy == "fsdp" and cutting.used_elsewhere:  # it puts other tensors in the place of these
+        words = f"{cutting.used_elsewhere[0]} is cut, and the model uses it beside its own layer"
+        advice = "Say 'whole' for that in Task(parallelize=...), or take another strategy"
+        raise told_once(UsageError(f"--mesh {world.mesh} with --strategy fsdp: {words}. {advice}"), world)
+    lines = cutting.table(model, samples, plan.global_batch // world.data.size)
+    along = world.along("tensor")
+    if along.local_size < along.size:
+        ranks = plural(world.local_size, "rank")
+        lines.append(
+            "WARNING: ranks along tensor are on several hosts, and all these bytes travel between hosts in each step. "
+            f"Let tensor divide the {ranks} of a host, and use data or pipeline between hosts"
+        )
+    return Sharing(cutting.cuts, lines=lines)
 
 
 def _of_first(
