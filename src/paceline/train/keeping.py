@@ -152,12 +152,15 @@ class Keeping:
         self.settle()
         return newest_origin(self._checkpoints, self._world, self._say, memory=True)
 
-    def save_alone(self, word: str, step: int, content: Content) -> None:
-        """Publish the state after `step`, if the guard's `word` that has freed this rank (if any) makes it the writer.
+    def save_after(self, error: BaseException, step: int, content: Callable[[], Content]) -> None:
+        """After an error: publish the state after `step`, unless that is what is wrong.
 
-        No collective: a rank that stands still would not come.
+        If the guard's word that has freed this rank (if any) makes it the writer. No collective: a rank that stands
+        still would not come.
         """
-        world = self._world
+        if getattr(error, "exit_code", None) in WRONG:
+            return
+        world, word, found = self._world, Guard.of_process().released(), content()
         there = any(saved == step for saved, _ in self._checkpoints.entries())
         if there or not is_writer(word or NOBODY, world.rank, world.size):
             return
@@ -167,7 +170,7 @@ class Keeping:
                 self._writer.write(events.Vouched(step, unwritten))
             self._writer.flush()
             path = save_alone(
-                self._holder, step, content, self._checkpoints, self._claim, keep=self._rhythm.keep, say=self._say
+                self._holder, step, found, self._checkpoints, self._claim, keep=self._rhythm.keep, say=self._say
             )
             words = f"the state after step {step} is saved: {path}"
         except Exception as error:  # the run ends with the stall, whatever this is
@@ -185,11 +188,6 @@ class Keeping:
                 if isinstance(newest := next(own, None), events.Step) and newest.step >= step:
                     others.discard(rank)
         return sorted(others)
-
-    def save_after(self, error: BaseException, step: int, content: Callable[[], Content]) -> None:
-        """After an error: publish the state after `step`, unless that is what is wrong."""
-        if getattr(error, "exit_code", None) not in WRONG:
-            self.save_alone(Guard.of_process().released(), step, content())
 
     def abandon(self) -> None:
         """After an error: wait for the threads; what is not published never will be."""
