@@ -69,35 +69,23 @@ class Whole:
         return split(ended(dist.all_reduce(flat, group=group, async_op=True), flat), self._shapes), state
 
 
-class Code(Protocol):
+class Bf16:
     """Numbers as bytes, and back: (rows, n) <-> (rows, bytes) uint8, where n is a multiple of BLOCK."""
 
     def pack(self, values: Tensor) -> Tensor:
         """To bytes."""
-        ...
-
-    def unpack(self, packed: Tensor, dtype: torch.dtype) -> Tensor:
-        """To numbers; not finite where what was packed was not."""
-        ...
-
-
-class Bf16:
-    """See Code."""
-
-    def pack(self, values: Tensor) -> Tensor:
-        """See Code."""
         return values.bfloat16().view(torch.uint8)
 
     def unpack(self, packed: Tensor, dtype: torch.dtype) -> Tensor:
-        """See Code."""
+        """To numbers; not finite where what was packed was not."""
         return packed.view(torch.bfloat16).to(dtype)
 
 
 class Int8:
-    """See Code. First the scales of a row, float32, then its numbers."""
+    """As Bf16. First the scales of a row, float32, then its numbers."""
 
     def pack(self, values: Tensor) -> Tensor:
-        """See Code."""
+        """See Bf16."""
         blocks = values.view(len(values), -1, BLOCK)
         scales = (blocks.abs().amax(-1) / LARGEST).float()
         factors = torch.where(scales > TINY, 1 / scales, 0).to(values.dtype)
@@ -105,7 +93,7 @@ class Int8:
         return torch.cat([scales.view(torch.uint8), numbers.flatten(1).view(torch.uint8)], 1)
 
     def unpack(self, packed: Tensor, dtype: torch.dtype) -> Tensor:
-        """See Code."""
+        """See Bf16."""
         at = packed.shape[1] // (BLOCK + torch.float32.itemsize) * torch.float32.itemsize
         scales = packed[:, :at].contiguous().view(torch.float32).to(dtype)
         numbers = packed[:, at:].contiguous().view(torch.int8).view(len(packed), -1, BLOCK)
@@ -118,7 +106,7 @@ class Rounded:
     So a host sends 2 (H - 1) / H numbers for each value, as an all-reduce does, however many hosts H there are.
     """
 
-    def __init__(self, shapes: Sequence[torch.Size], dtype: torch.dtype, hosts: int, code: Code) -> None:
+    def __init__(self, shapes: Sequence[torch.Size], dtype: torch.dtype, hosts: int, code: Bf16 | Int8) -> None:
         self._shapes, self._dtype, self._hosts, self._code = shapes, dtype, hosts, code
         self._size = sum(shape.numel() for shape in shapes)
         self._share = round_up(self._size, BLOCK * hosts) // hosts
