@@ -24,7 +24,7 @@ from paceline.store.files import sync_folder, write_file
 from paceline.store.manifest import Damaged, Manifest, decode_manifest, encode_manifest
 from paceline.store.published import MANIFEST, Entry, check_checkpoint, check_files, entries, folder_name
 
-__all__ = ["Checkpoints", "Claim", "Damaged", "Entry", "Fenced", "write_file"]
+__all__ = ["Checkpoints", "Claim", "Damaged", "Entry", "Fenced", "Report", "write_file"]
 
 FEWEST_KEPT = 2  # one alone is lost when its disk blocks are
 RELISTED = 100  # times: each means that a writer has published since

@@ -1,7 +1,7 @@
 """Where a run writes, and the state that it goes on from: a snapshot in memory, or the newest whole checkpoint."""
 
 import os
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,11 +16,9 @@ from paceline.contract.birth import WorkerBirth, restarts
 from paceline.errors import UsageError
 from paceline.observe import folder as run_folder
 from paceline.stepping.trainee import Trainee
-from paceline.store.store import Checkpoints, Damaged
+from paceline.store.store import Checkpoints, Damaged, Report
 from paceline.sums import gather_words, together, told_once
 from paceline.worker.world import World
-
-Report = Callable[[str], None]
 
 
 @dataclass(frozen=True)

@@ -26,12 +26,10 @@ from paceline.observe.events import Checkpointed
 from paceline.stepping.votes import Votes
 from paceline.store.files import room_for
 from paceline.store.manifest import FORMAT, Manifest, Piece, ShardFile
-from paceline.store.store import Checkpoints, Claim, write_file
+from paceline.store.store import Checkpoints, Claim, Report, write_file
 from paceline.sums import gather_words
 from paceline.train.resume import Content, Holder
 from paceline.worker.world import World
-
-Say = Callable[[str], None]
 
 
 @dataclass
@@ -64,7 +62,7 @@ def is_writer(word: str, rank: int, world_size: int) -> bool:
 
 
 def save_alone(
-    holder: Holder, step: int, content: Content, checkpoints: Checkpoints, claim: Claim, *, keep: int, say: Say
+    holder: Holder, step: int, content: Content, checkpoints: Checkpoints, claim: Claim, *, keep: int, say: Report
 ) -> Path:
     """Write and publish the state after `step`; return the folder. No collective.
 
@@ -122,7 +120,7 @@ class Saver:
         *,
         keep: int,
         flush_events: Callable[[], None],
-        say: Say,
+        say: Report,
     ) -> None:
         self._checkpoints, self._world, self._virtual_ranks, self._claim = checkpoints, world, virtual_ranks, claim
         self._keep, self._flush_events, self._say = keep, flush_events, say

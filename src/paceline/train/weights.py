@@ -2,7 +2,7 @@
 
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -20,13 +20,11 @@ from paceline.disk.owners import Unreadable, opened
 from paceline.disk.reading import real_path
 from paceline.errors import UsageError, first_few
 from paceline.observe.folder import CHECKPOINTS, WEIGHTS, check_is_run
-from paceline.store.store import Checkpoints
+from paceline.store.store import Checkpoints, Report
 from paceline.strategies.base import Replica
 from paceline.sums import check_equal, together
 
 MOST = 5  # names in a line
-
-Report = Callable[[str], None]
 
 
 def save(weights: Mapping[str, Tensor], path: Path, *, pickled: bool = False) -> None:
