@@ -86,9 +86,8 @@ class Life(Loop):
         self._guard = Guard.of_process()
         self._guard.take_over()
         self._guard.box.enter(Phase.INIT)
-        self._stack, self._closed, self._complete, self._stopped = ExitStack(), False, False, False
+        self._stack, self._complete = ExitStack(), False
         self._name, self._seed, self._strategy, self._exact = script_name(), seed, strategy, strategy in EXACT
-        self._broken: Exception | None = None
         try:
             world = World.from_env(device=device, backend=backend)
             self.world = self._stack.enter_context(joined(world, timeout_seconds=timeout))
@@ -137,7 +136,6 @@ class Life(Loop):
         self.saved = dict(loop.get("saved", {}))
         self._numbers: list[dict[str, Any]] = list(loop.get("parts", []))
         self._parts = []
-        self._opened, self._epochs = False, 0
         self._enter(Phase.USER)
         open_sessions.append(self)
 
