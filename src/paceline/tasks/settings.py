@@ -138,11 +138,10 @@ def _converted(task: str, setting: Setting, value: Any) -> Any:
             f"--set {setting.name}={value}: {task} says {setting.name}: {setting.words}, which no text can be turned "
             f"into. Possible are {', '.join(TYPES)}, Literal[...], and each of them or None"
         )
-    none = value.lower() == "none" and type(None) in get_args(setting.kind)
+    if value.lower() == "none" and type(None) in get_args(setting.kind):
+        return None
     try:
-        return (
-            None if none else msgspec.convert(value, setting.kind, strict=False, dec_hook=lambda kind, text: kind(text))
-        )
+        return msgspec.convert(value, setting.kind, strict=False, dec_hook=lambda kind, text: kind(text))
     except msgspec.ValidationError as error:
         wanted = f"{setting.name} of {task} is {setting.words}"
         raise UsageError(f"--set {setting.name}={value}: {wanted}. {error}") from None

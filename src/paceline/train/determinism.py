@@ -122,8 +122,7 @@ def _tf32(kind: Any) -> str:
 
 def _cpu_model() -> str:
     """Its vector width alone is not enough: the libraries have kernels for single models."""
-    try:
-        match = re.search(r"^model name\s*:\s*(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    except OSError:
-        match = None
-    return match[1].strip() if match else "unknown"
+    with suppress(OSError):
+        if match := re.search(r"^model name\s*:\s*(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE):
+            return match[1].strip()
+    return "unknown"
