@@ -196,10 +196,8 @@ class Reader(IterableDataset[Stretch]):
                 found = [waiting if last else waiting[: plan.global_batch]]
                 waiting = [] if last else waiting[plan.global_batch :]
             spare = next((one[0] for one in found if one), spare)
-            seen, probed = (
-                sum(part.taken for part in self._parts) - len(waiting),
-                found[0][:: max(1, len(found[0]) // PROBES)],
-            )
+            seen = sum(part.taken for part in self._parts) - len(waiting)
+            probed = found[0][:: max(1, len(found[0]) // PROBES)]
             shares = [*self._shared_out(found)]
             if not shares and spare is not None:
                 shares = [self._collated(self._share[0], 0, [spare], counted=False)]

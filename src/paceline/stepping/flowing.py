@@ -34,7 +34,7 @@ class FlowingSteps(Steps):
         `compute` calls the model.
         """
         (part,) = self.parts
-        line = part.replica.pipeline
+        model, line = part.replica.model, part.replica.pipeline
         assert line is not None
         part.begin()
         self._where, self.in_step, self._first = where, True, None
@@ -55,11 +55,7 @@ class FlowingSteps(Steps):
                 if is_last:  # all forwards are over
                     totals = self._told()
                 self._enter(Phase.BACKWARD)
-                for_nothing = (
-                    nullcontext()
-                    if batch.work.counted
-                    else uncounted(part.replica.model, trainable(part.replica.model))
-                )
+                for_nothing = nullcontext() if batch.work.counted else uncounted(model, trainable(model))
                 propagate = partial(part.backward, losses.pop(number)) if line.is_last else None
                 with for_nothing, part.replica.backward(batch.work, is_last):
                     line.backward(runs.pop(number), propagate)

@@ -156,9 +156,8 @@ class VirtualBuffers:
             mean[name] = (piece / count).reshape(initial.shape).to(initial.dtype) if count else initial.clone()
         own = self._of[min(self._of)] if self._of else self._initial
         lowest = {name: own[name].clone() for name in self._initial if name not in floating}
-        broadcast(
-            [*lowest.values()], group=self._world.group
-        )  # from rank 0: it owns virtual rank 0, which has a share of every global batch
+        # from rank 0: it owns virtual rank 0, which has a share of every global batch
+        broadcast([*lowest.values()], group=self._world.group)
         return mean | lowest
 
     def _tree_sum(self, names: Iterable[str]) -> Tensor:

@@ -40,9 +40,8 @@ def of_parts(
     def lifted(held: Sequence[Held]) -> list[Held]:
         found: list[Held] = []
         for one, cut in with_cuts(held, cuts):
-            again = (
-                one.spare or elsewhere(one.name) or (one.replicated and world.data.rank > 0)
-            )  # the next along data holds it, too
+            # the next along data holds it, too
+            again = one.spare or elsewhere(one.name) or (one.replicated and world.data.rank > 0)
             if cut is not None:
                 found += [replace(piece, replicated=False, spare=again) for piece in cut.held(one)]
             elif one.replicated and not in_stages:
