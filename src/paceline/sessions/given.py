@@ -1,7 +1,6 @@
 """From what a user gives a session, a model or data, to parts of a training and a plan of who sees which sample."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -15,16 +14,7 @@ from paceline.data.streams import ENDLESS, StreamPlan, is_stream
 from paceline.errors import UsageError
 from paceline.sessions.elsewhere import replace_in_place
 from paceline.sessions.gate import Gate
-from paceline.sessions.loader import (
-    Loader,
-    Run,
-    StreamLoader,
-    check_taken,
-    covers_all,
-    keeps_order,
-    own_collate,
-    own_workers,
-)
+from paceline.sessions.loader import Loader, Run, StreamLoader, check_taken, covers_all, keeps_order, taken_over
 from paceline.sessions.prepared import Prepared
 from paceline.strategies.base import MakeOptimizer, Replica
 from paceline.sums import together
@@ -66,7 +56,7 @@ def planned(
         if twice := [name for name, value in given.items() if value is not None]:
             raise UsageError(f"s.loader(DataLoader, {twice[0]}=...): the DataLoader says that already")
         existing, dataset = data, data.dataset
-        loading = replace(loading, num_workers=data.num_workers, collate=own_collate(data), workers=own_workers(data))
+        loading = taken_over(data, loading)
         if data.persistent_workers:
             say("NOTE: persistent_workers=True: a session starts a loader's processes anew in each epoch")
         batch = data.batch_size or max(len(dataset) // max(1, len(data)), 1)

@@ -165,18 +165,14 @@ def check_taken(loader: DataLoader[Any]) -> None:
         )
 
 
-def own_collate(loader: DataLoader[Any]) -> Any:
-    """Its function from samples to a batch; None for torch's own."""
-    return None if loader.collate_fn is default_collate else loader.collate_fn
-
-
-def own_workers(loader: DataLoader[Any]) -> dict[str, Any]:
-    """Its settings for its processes, but their number."""
-    return {
-        "timeout": loader.timeout,
-        "prefetch_factor": loader.prefetch_factor,
-        "multiprocessing_context": loader.multiprocessing_context,
-    }
+def taken_over(loader: DataLoader[Any], loading: Loading) -> Loading:
+    """`loading` with its processes, their settings, and its function from samples to a batch."""
+    return replace(
+        loading,
+        num_workers=loader.num_workers,
+        collate=None if loader.collate_fn is default_collate else loader.collate_fn,
+        workers={name: getattr(loader, name) for name in ("timeout", "prefetch_factor", "multiprocessing_context")},
+    )
 
 
 def keeps_order(loader: DataLoader[Any]) -> bool:
