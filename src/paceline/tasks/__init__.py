@@ -16,14 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.datasets.mnist import check_mnist
 from paceline.errors import UsageError, unknown
-from paceline.tasks.finding import (
-    check_reference,
-    import_module,
-    imported,
-    names_in,
-    source_of,
-    trains_at_import,
-)  # fmt: skip
+from paceline.tasks.finding import check_reference, import_module, imported, names_in, source_of, trains_at_import
 from paceline.tasks.settings import converted, settings_in, settings_of
 
 if TYPE_CHECKING:
