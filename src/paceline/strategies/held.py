@@ -51,14 +51,6 @@ def load_optimizer(model: nn.Module, optimizer: Optimizer, source: Source) -> No
     load_pieces({}, {}, optimizer, source, dict(model.named_parameters()))
 
 
-def saved_state(source: Source, name: str) -> Iterator[tuple[str, Any]]:
-    """What was saved for parameter `name`: key and whole value."""
-    for key, full in saved_keys(source, name):
-        value = source.tensor(full)
-        assert value is not None
-        yield (key.removesuffix(ITEM), value.item()) if key.endswith(ITEM) else (key, value)
-
-
 def saved_keys(source: Source, name: str) -> Iterator[tuple[str, str]]:
     """(key, full name) of all that was saved for parameter `name`."""
     prefix = f"optimizer/{name}/"
@@ -97,19 +89,18 @@ def load_pieces(
     """As `load_optimizer`, where it trains pieces of the parameters and `uncut` ones."""
     optimizer.state.clear()
     for name, parameter in (uncut or {}).items():
-        if state := dict(saved_state(source, name)):
+        if state := _saved(source, name):
             optimizer.state[parameter] = _on_device(optimizer, parameter, state)
     for name, piece in pieces.items():
-        state = _saved_piece(source, name, piece, shapes[name])
-        if state:
+        if state := _saved(source, name, piece, shapes[name]):
             optimizer.state[piece.parameter] = _on_device(optimizer, piece.parameter, state)
 
 
-def _saved_piece(source: Source, name: str, piece: Piece, shape: torch.Size) -> dict[str, Any]:
-    """The state of this piece; of a counter, the whole."""
+def _saved(source: Source, name: str, piece: Piece | None = None, shape: torch.Size | None = None) -> dict[str, Any]:
+    """What was saved for parameter `name`, of this `shape`, by key: all of it, or a piece; of a counter, the whole."""
     state: dict[str, Any] = {}
     for key, full in saved_keys(source, name):
-        if key.endswith(ITEM) or key == "step" or source.shape(full) != shape:
+        if piece is None or key.endswith(ITEM) or key == "step" or source.shape(full) != shape:
             value = source.tensor(full)
             assert value is not None
             state[key.removesuffix(ITEM)] = value.item() if key.endswith(ITEM) else value
