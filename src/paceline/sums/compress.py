@@ -13,7 +13,6 @@ at the end. All hosts come to the same bits, which depend on nothing but the val
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -30,41 +29,18 @@ DEFAULT_RANK = 4
 NAME = "between hosts"
 
 
-class Compression(Protocol):
-    """How lists of tensors of the same shapes are summed over the ranks of a group, one on each host."""
-
-    def begin(self) -> State:
-        """Before the first sum."""
-        ...
-
-    def sum(self, tensors: Sequence[Tensor], state: State, group: dist.ProcessGroup) -> tuple[list[Tensor], State]:
-        """The sums, new and contiguous, and the state after them; neither argument changes (a collective)."""
-        ...
-
-
-def compression(
-    compress: str | None, rank: int | None, shapes: Sequence[torch.Size], dtype: torch.dtype, hosts: int
-) -> Compression:
-    """The one with this name; `rank` is that of powersgd. `dtype`: in which it computes, float32 or float64."""
-    if compress is None:
-        return Whole(shapes)
-    if compress == "powersgd":
-        return LowRank(shapes, dtype, rank or DEFAULT_RANK)
-    return Rounded(shapes, dtype, hosts, Int8() if compress == "int8" else Bf16())
-
-
 class Whole:
-    """Nothing is left out."""
+    """Sums lists of tensors of the same shapes over the ranks of a group, one on each host: nothing is left out."""
 
     def __init__(self, shapes: Sequence[torch.Size]) -> None:
         self._shapes = shapes
 
     def begin(self) -> State:
-        """See Compression."""
+        """The state before the first sum."""
         return {}
 
     def sum(self, tensors: Sequence[Tensor], state: State, group: dist.ProcessGroup) -> tuple[list[Tensor], State]:
-        """See Compression."""
+        """The sums, new and contiguous, and the state after them; neither argument changes (a collective)."""
         flat = labelled(flattened(tensors), NAME)
         return split(ended(dist.all_reduce(flat, group=group, async_op=True), flat), self._shapes), state
 
@@ -112,12 +88,12 @@ class Rounded:
         self._share = round_up(self._size, BLOCK * hosts) // hosts
 
     def begin(self) -> State:
-        """See Compression. `held`: of what this host has to send; `owed`: of the sum that it has sent."""
+        """See Whole. `held`: of what this host has to send; `owed`: of the sum that it has sent."""
         share = self._share
         return {"held": torch.zeros(self._hosts * share, dtype=self._dtype), "owed": torch.zeros(share).to(self._dtype)}
 
     def sum(self, tensors: Sequence[Tensor], state: State, group: dist.ProcessGroup) -> tuple[list[Tensor], State]:
-        """See Compression."""
+        """See Whole."""
         code, values = self._code, state["held"].clone()
         values[: self._size] += flattened(tensors)
         packed = code.pack(values.view(self._hosts, -1))
@@ -153,7 +129,7 @@ class LowRank:
         """how many numbers go into a sum"""
 
     def begin(self) -> State:
-        """See Compression. `held/i`: of matrix i; `basis/i`: its Q."""
+        """See Whole. `held/i`: of matrix i; `basis/i`: its Q."""
         state: dict[str, Tensor] = {}
         for i, (m, n) in self._matrices.items():
             state[f"held/{i}"] = torch.zeros(m, n, dtype=self._dtype)
@@ -162,7 +138,7 @@ class LowRank:
         return state
 
     def sum(self, tensors: Sequence[Tensor], state: State, group: dist.ProcessGroup) -> tuple[list[Tensor], State]:
-        """See Compression."""
+        """See Whole."""
         after: dict[str, Tensor] = {}
         values = {i: state[f"held/{i}"] + tensors[i].reshape(size) for i, size in self._matrices.items()}
         left = [value @ state[f"basis/{i}"] for i, value in values.items()]
@@ -180,6 +156,17 @@ class LowRank:
                 after[f"basis/{i}"] = total.clone()
                 found[i] = (base @ total.T).view(self._shapes[i])
         return [found[i] for i in range(len(self._shapes))], after
+
+
+def compression(
+    compress: str | None, rank: int | None, shapes: Sequence[torch.Size], dtype: torch.dtype, hosts: int
+) -> Whole | LowRank | Rounded:
+    """The one with this name; `rank` is that of powersgd. `dtype`: in which it computes, float32 or float64."""
+    if compress is None:
+        return Whole(shapes)
+    if compress == "powersgd":
+        return LowRank(shapes, dtype, rank or DEFAULT_RANK)
+    return Rounded(shapes, dtype, hosts, Int8() if compress == "int8" else Bf16())
 
 
 def flattened(tensors: Sequence[Tensor]) -> Tensor:
