@@ -57,19 +57,9 @@ class SyncBatchNorm(_BatchNorm):
             channel (its variance says nothing; torch's refuses it too).
     """
 
-    def __init__(
-        self,
-        num_features: int,
-        eps: float = 1e-5,
-        momentum: float | None = 0.1,
-        affine: bool = True,
-        track_running_stats: bool = True,
-        *,
-        group: dist.ProcessGroup | None = None,
-        device: torch.device | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
+    def __init__(self, num_features: int, *, group: dist.ProcessGroup | None = None, **options: Any) -> None:
+        """`options` as torch's batch norm takes them; most layers become one by `convert`."""
+        super().__init__(num_features, **options)
         self.group = group
         self.counted = True
 
