@@ -96,7 +96,9 @@ class Reducer:
         if self._leaf is None and self._sent == 0:
             self._at_start()
         if self._leaf not in (None, virtual_rank):
-            self._take_away()
+            # the gradients of the virtual rank that has ended become a leaf of each bucket that is still here
+            for index in range(self._sent, len(self._buckets)):
+                self._add_leaf(index)
         self._leaf, self._leaving = virtual_rank, is_last and counted
         try:
             yield
@@ -159,11 +161,6 @@ class Reducer:
             self._send_next()
 
     @torch.no_grad()
-    def _take_away(self) -> None:
-        """The gradients of the virtual rank that has ended become a leaf of each bucket that is still here."""
-        for index in range(self._sent, len(self._buckets)):
-            self._add_leaf(index)
-
     def _add_leaf(self, index: int) -> None:
         parameters = self._buckets[index]
         if any(p.grad is not None for p in parameters):
