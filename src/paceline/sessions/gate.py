@@ -23,10 +23,6 @@ class Notes:
             self._said.add(words)
             self._say(f"NOTE: {words}")
 
-    def trains_in_evaluation(self) -> None:
-        """A model is evaluated in training mode."""
-        self.once("a model is evaluated in training mode, with dropout or a batch's own statistics: call model.eval()")
-
 
 def trains_otherwise(model: nn.Module) -> bool:
     """Whether a model's training mode computes something else than its eval mode, as far as modules tell."""

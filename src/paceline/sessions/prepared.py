@@ -64,7 +64,9 @@ class Prepared(Trainee):
             if replica.in_lockstep:
                 gate.check_forward()
             if module is replica.model and module.training and gate.merged and otherwise:
-                gate.notes.trains_in_evaluation()
+                gate.notes.once(
+                    "a model is evaluated in training mode, with dropout or a batch's own statistics: call model.eval()"
+                )
             elif module is replica.model and not module.training and of_virtual_ranks:
                 gate.check_evaluation()
 
