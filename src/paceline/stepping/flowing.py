@@ -13,7 +13,7 @@ from paceline.stepping.bodies import Body, weighted
 from paceline.stepping.steps import Steps
 from paceline.stepping.summing import StepResult, Sums
 from paceline.strategies.buffers import uncounted
-from paceline.sums import Pending, Totals, start_totals
+from paceline.sums import Pending, Totals
 from paceline.sums.buckets import trainable
 
 LossOf = Callable[[Any, Any], tuple[Tensor, Tensor | None]]
@@ -70,7 +70,3 @@ class FlowingSteps(Steps):
         total, weighed = weighted(losses, weights, "mean", body)
         self._sums.count(losses, total, weighed, "mean", body)
         return total
-
-    def _told(self) -> Callable[[], Pending[Totals]]:
-        """Start to add up the step's totals over ranks."""
-        return start_totals(self._sums.rows, [*self._votes(), *(self._order.hashes() if self._order else ())])

@@ -152,11 +152,7 @@ class Steps:
             return
         last = body.is_last and not more
         self._sums.count(loss, total, weighed, reduction, body)
-        finish = None
-        if last:
-            first = self._sums.divisor is None
-            said = [*self._votes(), *(self._order.hashes() if self._order else ())] if first else []
-            finish = start_totals(self._sums.rows, said)  # travels during backward
+        finish = self._told() if last else None  # travels during backward
         wanted = [part for part in self.parts if not only or part in only]
         watched = len(self.parts) > 1 or bool(body.stepped)
         for part in self.parts:
@@ -183,10 +179,14 @@ class Steps:
     def _rates(self) -> list[float]:
         return [rate for part in self.parts for rate in part.rates()]
 
+    def _told(self) -> Callable[[], Pending[Totals]]:
+        """Start to add up the step's totals over ranks, the first time with what this one has to say."""
+        said = [*self._votes(), *(self._order.hashes() if self._order else ())] if self._sums.divisor is None else []
+        return start_totals(self._sums.rows, said)
+
     def _put_aside(self, wanted: Sequence[Trainee], body: Body) -> None:
         for part in wanted:
-            reached = part.reached
-            if not self.phases.alone and part.number in body.stepped and reached:
+            if (reached := part.reached) and not self.phases.alone and part.number in body.stepped:
                 raise UsageError(
                     f"a backward after the step of optimizer {part.number + 1} has reached its model again, and this "
                     "rank's next micro-batches would add up what belongs to two steps. Say whose gradients it is for: "
