@@ -120,13 +120,10 @@ def gathered(blocks: Mapping[str, FSDPModule]) -> Generator[None]:
 def on_backward(blocks: Mapping[str, FSDPModule], act: Callable[[], None]) -> None:
     """Call `act` in each backward that goes through what a block has given from now on."""
 
-    def heard(_: Tensor) -> None:
-        act()
-
     def at_forward(_block: nn.Module, _inputs: Any, output: Any) -> None:
         for tensor in tree_leaves(output):
             if isinstance(tensor, Tensor) and tensor.requires_grad:
-                tensor.register_hook(heard)
+                tensor.register_hook(lambda _: act())
 
     for block in blocks.values():
         block.register_forward_hook(at_forward)  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]

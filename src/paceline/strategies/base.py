@@ -177,17 +177,11 @@ def replica(
         model.zero_grad(set_to_none=True)
         optimizer.zero_grad(set_to_none=True)  # pieces of parameters are not the model's
 
-    def own_gradients() -> list[Held]:
-        return [Held(name, p.grad) for name, p in named if p.grad is not None]
-
     def on_own_gradient(act: Callable[[], None]) -> None:
-        def heard(_: Tensor) -> None:
-            act()
-
         for parameter in {id(p): p for p in (parameters[0], parameters[-1])}.values():
-            parameter.register_post_accumulate_grad_hook(heard)
+            parameter.register_post_accumulate_grad_hook(lambda _: act())
 
-    held_gradients = gradients or own_gradients
+    held_gradients = gradients or (lambda: [Held(name, p.grad) for name, p in named if p.grad is not None])
 
     def clip_grad_norm(max_norm: float) -> Pending[float]:
         tensors = [held.tensor for held in held_gradients()]

@@ -174,11 +174,8 @@ class OwnSchedule:
         self.described = scheduler and {"class": _full_name(scheduler), "total_steps": total_steps}
         """what it is, as JSON"""
         if scheduler is not None:
-            optimizer.register_step_post_hook(self._step)
+            optimizer.register_step_post_hook(lambda *_: scheduler.step())
         self.numbers()  # what cannot be saved is told now
-
-    def _step(self, *_: object) -> None:
-        self._scheduler.step()
 
     def set(self, optimizer: Optimizer, step: int) -> float:
         """As Schedule: they are set already; returns that of the first group."""
