@@ -10,7 +10,6 @@ later, takes the place of ours.
 from __future__ import annotations
 
 import os
-import sys
 import weakref
 from collections.abc import Callable, Mapping
 from functools import cache, partial, wraps
@@ -30,7 +29,7 @@ from paceline.sums.gather import gather_over_torch
 from paceline.sums.moves import gather_words_in_memory
 from paceline.sums.ring import RingSum
 from paceline.sums.shared import SharedMemory
-from paceline.sums.sharing import shared_memory
+from paceline.sums.sharing import say, shared_memory
 from paceline.sums.transports import addable_in_memory
 from paceline.sums.tree import Forest
 
@@ -88,8 +87,8 @@ def _found(obstacles: Mapping[str, object]) -> str:
 
 
 def _say(words: str) -> None:
-    if dist.get_rank() == 0 and words not in _said:
-        print(f"paceline: {words}", file=sys.stderr, flush=True)
+    if words not in _said:
+        say(words)
     _said.add(words)
 
 
