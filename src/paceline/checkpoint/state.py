@@ -119,12 +119,11 @@ def take_over(source: Source, held: Held) -> None:
         held.tensor.copy_(needed(source, held.name, held.tensor))
         return
     there = held.name in source.names(held.name) and source.shape(held.name) == held.whole
-    stop = held.start + held.tensor.numel()
-    values = (
-        (source.tensor(held.name, held.start, stop) if held.count == 1 else source.tensor(held.name)) if there else None
-    )
-    if values is not None and held.count > 1:
-        values = held.place(values.reshape(-1))
+    values = None
+    if there and held.count == 1:
+        values = source.tensor(held.name, held.start, held.start + held.tensor.numel())
+    elif there and (whole := source.tensor(held.name)) is not None:
+        values = held.place(whole.reshape(-1))
     if values is None or values.dtype != held.tensor.dtype:
         needed(source, held.name, held.tensor.new_empty(1).expand(held.whole))  # says what is wrong
     else:
