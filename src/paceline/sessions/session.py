@@ -243,6 +243,3 @@ def session(run_dir: str | os.PathLike[str] | None = None, **options: Any) -> Se
     made: Any = (made_as[0] if made_as else Session)(run_dir, **options)
     install()  # torch has put a hook of its own before ours, which holds back what is printed
     return made
-
-
-__all__ = ["Session", "session"]
