@@ -27,11 +27,6 @@ class Tail:
         self._offset, self._rest = offset_bytes, b""
         self._bar_seconds = time.monotonic() + BAR_SECONDS
 
-    @property
-    def offset_bytes(self) -> int:
-        """How far it was read."""
-        return self._offset
-
     def read(self, *, to_the_end: bool = False) -> str:
         """New text, up to the last whole line; `to_the_end`: all there is."""
         text = self._read()
