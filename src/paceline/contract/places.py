@@ -91,11 +91,6 @@ def native_frames(text: str) -> list[Frame]:
     return found
 
 
-def shown_frame(evidence: Evidence) -> Frame | None:
-    """The frame to show: the innermost of the user's own code, else of a library, else of ours, else of any."""
-    return _shown(frames(evidence))[0]
-
-
 def shown_site(evidence: Evidence) -> str:
     """The frame to show, in words: "train.py:40 in main, by transformers/trainer.py:3700"; empty without any."""
     return shown_site_of(frames(evidence))
@@ -103,16 +98,14 @@ def shown_site(evidence: Evidence) -> str:
 
 def shown_site_of(stack: Sequence[Frame]) -> str:
     """The same for a stack."""
-    return called_at(*_shown(stack))
+    return called_at(*shown(stack))
 
 
-def shown_library(evidence: Evidence) -> Frame | None:
-    """The library's line that the frame to show has called."""
-    return _shown(frames(evidence))[1]
+def shown(stack: Sequence[Frame]) -> tuple[Frame | None, Frame | None]:
+    """The frame to show, and of the libraries inside it the one that it has called, by its innermost line.
 
-
-def _shown(stack: Sequence[Frame]) -> tuple[Frame | None, Frame | None]:
-    """The frame to show, and of the libraries inside it the one that it has called, by its innermost line."""
+    The innermost of the user's own code, else of a library, else of ours, else of any.
+    """
     library: Frame | None = None
     for frame in stack:
         if _is_library(frame):

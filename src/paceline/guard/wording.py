@@ -5,7 +5,7 @@ import signal
 from collections.abc import Iterable
 
 from paceline.contract.evidence import Evidence, LoaderWorker, Op, Phase
-from paceline.contract.places import by, line_of, shown_frame, shown_library
+from paceline.contract.places import by, frames, line_of, shown
 from paceline.guard.waits import FROZEN
 
 NUMBERED = re.compile(r"(.*?)([0-9]+)")
@@ -88,10 +88,10 @@ def where(one: Evidence) -> str:
 
 
 def _place(one: Evidence) -> str:
-    frame = shown_frame(one)
+    frame, library = shown(frames(one))
     if frame is None:
         return ""
-    at = f"at {line_of(frame)}{by(shown_library(one))}"
+    at = f"at {line_of(frame)}{by(library)}"
     return at if frame.function in ("", "<module>") else f"in {frame.function} {at}"
 
 
