@@ -69,30 +69,19 @@ def trace_events(run: WholeRun) -> Iterator[dict[str, Any]]:
         if not log.started:
             continue
         host = log.started[-1].host
-        where = {"pid": hosts.index(host) if host in hosts else len(hosts), "tid": 2 * rank}
-        yield {"ph": "M", "name": "thread_name", **where, "args": {"name": f"rank {rank}"}}
-        yield {
-            "ph": "M",
-            "name": "thread_name",
-            **where,
-            "tid": 2 * rank + 1,
-            "args": {"name": f"rank {rank}: collectives"},
-        }
+        where = {"pid": hosts.index(host) if host in hosts else len(hosts)}
+        for tid, name in ((2 * rank, f"rank {rank}"), (2 * rank + 1, f"rank {rank}: collectives")):
+            yield {"ph": "M", "name": "thread_name", **where, "tid": tid, "args": {"name": name}}
         for name, at, seconds, kind, args in (*_of_steps(log), *_beside_steps(log)):
-            where["tid"] = 2 * rank + (kind == "collective")
+            tid = 2 * rank + (kind == "collective")
             times = {"ts": round((at - began) * MICRO, 1), "dur": round(max(0.0, seconds) * MICRO, 1)}
-            yield {"ph": "X", "name": clean(name)[:120], "cat": kind, **where, **times, "args": args}
+            yield {"ph": "X", "name": clean(name)[:120], "cat": kind, **where, "tid": tid, **times, "args": args}
     for node, found in run.machines.items():
         for one in found:
             counters = {"cores busy": one.cores_busy, "memory GB": one.memory_bytes / 1e9}
+            at = round((one.unix_time - began) * MICRO, 1)
             for name, value in counters.items():
-                yield {
-                    "ph": "C",
-                    "name": name,
-                    "pid": node,
-                    "ts": round((one.unix_time - began) * MICRO, 1),
-                    "args": {name: value},
-                }
+                yield {"ph": "C", "name": name, "pid": node, "ts": at, "args": {name: value}}
 
 
 Span = tuple[str, float, float, str, dict[str, Any]]
