@@ -42,11 +42,8 @@ class HostSession:
     @property
     def stdin(self) -> IO[bytes] | None:
         """Its lifeline, while it is open."""
-        return (
-            None
-            if self.process is None or self.process.stdin is None or self.process.stdin.closed
-            else self.process.stdin
-        )
+        stdin = self.process.stdin if self.process is not None else None
+        return None if stdin is None or stdin.closed else stdin
 
 
 @dataclass(frozen=True)
