@@ -13,7 +13,6 @@ import msgspec
 
 from paceline.errors import UsageError, first_few
 from paceline.launch.relay import cleaned
-from paceline.launch.ssh.host_session import HostSession
 from paceline.launch.ssh.sessions import Sessions
 from paceline.observe.terminal import MAX_NAMES, say
 
@@ -99,7 +98,11 @@ def await_agents(every: Sessions, *, seconds: float) -> list[Facts] | signal.Sig
             node = piece.session.node
             if piece.descriptor == 1 and node not in facts and node not in wrong:
                 heard[node] += piece.data
-                _listen(piece.session, heard, facts, wrong)
+                found = announced(piece.session.name, heard[node])
+                if isinstance(found, str):
+                    wrong[node] = found
+                elif found is not None:
+                    facts[node] = found
         for session in ended:
             facts.pop(session.node, None)  # it has announced itself, and ended
             wrong.setdefault(session.node, why_no_agent(session.command.argv, session.code, session.words))
@@ -111,17 +114,11 @@ def await_agents(every: Sessions, *, seconds: float) -> list[Facts] | signal.Sig
     return [facts[session.node] for session in every.all]
 
 
-def _listen(session: HostSession, heard: dict[int, bytes], facts: dict[int, Facts], wrong: dict[int, str]) -> None:
-    """Look for the announcement in what a host has written, which may begin with a login profile's words."""
-    found = announced(session.name, heard[session.node])
-    if isinstance(found, str):
-        wrong[session.node] = found
-    elif found is not None:
-        facts[session.node] = found
-
-
 def announced(name: str, heard: bytes) -> Facts | str | None:
-    """The agent's facts in what the host of this `name` has written; why they never will be there; None: not yet."""
+    """The agent's facts in what the host of this `name` has written; why they never will be there; None: not yet.
+
+    A login profile's words may come before.
+    """
     from paceline.host.facts import Facts  # only here: agents import this file too, and would wait for psutil
 
     *lines, _ = heard.split(b"\n")
