@@ -14,6 +14,12 @@ _REFUSED = "refused: nothing listens on that port. Is node 0 started?"
 _NO_ROUTE = "no route from this machine to that network. Do both have an interface in the same network?"
 _NO_HOST = "no way to that machine: it is off, not in this network, or a firewall rejects the connection"
 _FORBIDDEN = "not permitted: a firewall on this machine forbids the connection"
+_REASONS = {
+    errno.ECONNREFUSED: _REFUSED,
+    **dict.fromkeys((errno.ENETUNREACH, errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT), _NO_ROUTE),
+    **dict.fromkeys((errno.EHOSTUNREACH, errno.EHOSTDOWN), _NO_HOST),
+    **dict.fromkeys((errno.EPERM, errno.EACCES), _FORBIDDEN),
+}
 
 
 def why_unreachable(host: str, port: int, timeout_seconds: float = PROBE_SECONDS) -> str:
@@ -82,17 +88,7 @@ def _refusal(family: socket.AddressFamily, address: str, port: int, timeout_seco
     except TimeoutError:
         return f"no answer within {timeout_seconds:.2g} s: filtered by a firewall, or the machine is off"
     except OSError as error:
-        match error.errno:
-            case errno.ECONNREFUSED:
-                return _REFUSED
-            case errno.ENETUNREACH | errno.EADDRNOTAVAIL | errno.EAFNOSUPPORT:
-                return _NO_ROUTE
-            case errno.EHOSTUNREACH | errno.EHOSTDOWN:
-                return _NO_HOST
-            case errno.EPERM | errno.EACCES:
-                return _FORBIDDEN
-            case _:
-                return error.strerror or str(error)
+        return _REASONS.get(error.errno or 0) or error.strerror or str(error)
 
 
 def _itself(address: str) -> str:
