@@ -1,6 +1,5 @@
 """`paceline monitor`: what machines do now, and who does it; without any run."""
 
-import os
 import pwd
 import shlex
 import subprocess
@@ -22,7 +21,7 @@ from rich.text import Text
 from paceline.cli.flags import command_words, print_json, table_console
 from paceline.contract.variables import RUN_ID
 from paceline.errors import ExitCode, UsageError
-from paceline.host.machine_log import Sampler
+from paceline.host.machine_log import Sampler, resident_bytes
 from paceline.host.procfs import PROC, processes
 from paceline.observe.machine import MachineUse
 from paceline.view.watch_lines import gpu_words
@@ -85,11 +84,10 @@ class Monitor:
 
 def _process(pid: int, cores: float, gpu_bytes: int) -> ProcessUse:
     folder = PROC / str(pid)
-    words, user, memory, run = "", "?", 0, ""
-    with suppress(OSError, ValueError, IndexError):
+    words, user, run = "", "?", ""
+    with suppress(OSError):
         words = _program(_words(folder / "cmdline"))
         words = words or (folder / "comm").read_text(errors="replace").strip()
-        memory = int((folder / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
         uid = folder.stat().st_uid
         user = str(uid)
         with suppress(KeyError):
@@ -98,7 +96,7 @@ def _process(pid: int, cores: float, gpu_bytes: int) -> ProcessUse:
         env = {word.partition("=")[0]: word.partition("=")[2] for word in _words(folder / "environ")}
         if RUN_ID in env and "RANK" in env:
             run = f"{env[RUN_ID]} rank {env['RANK']}"[:100]
-    return ProcessUse(pid, user, words, round(max(0.0, cores), 2), memory, gpu_bytes, run)
+    return ProcessUse(pid, user, words, round(max(0.0, cores), 2), resident_bytes(pid), gpu_bytes, run)
 
 
 def _program(words: list[str]) -> str:
@@ -204,7 +202,7 @@ def _machine(one: MachineNow) -> Sequence[Text | Table]:
         "pid", "user", "cores", "memory", "GPU", "run", "program", box=None, padding=(0, 1), header_style="dim"
     )
     for it in one.processes:
-        cells = (str(it.pid), it.user, f"{it.cores:.1f}", size_words(it.memory_bytes), size_words(it.gpu_bytes or 0))
-        cells = (*cells[:4], cells[4] if it.gpu_bytes else "", it.run, it.words)
+        on_gpu = size_words(it.gpu_bytes) if it.gpu_bytes else ""
+        cells = (str(it.pid), it.user, f"{it.cores:.1f}", size_words(it.memory_bytes), on_gpu, it.run, it.words)
         table.add_row(*(Text(one_line(cell, 60)) for cell in cells))
     return [head, *gpus, *([table] if one.processes else []), Text()]

@@ -148,8 +148,8 @@ def _slowed(nvml: Any, gpu: Any) -> list[str]:
     with suppress(nvml.NVMLError):
         words = slowed_by(nvml, gpu)
         if words:
-            now, most = nvml.nvmlDeviceGetClockInfo(gpu, 1), nvml.nvmlDeviceGetMaxClockInfo(gpu, 1)  # 1: NVML_CLOCK_SM
-            degrees = nvml.nvmlDeviceGetTemperature(gpu, 0)  # 0: NVML_TEMPERATURE_GPU
+            now, most = nvml.nvmlDeviceGetClockInfo(gpu, CLOCK_SM), nvml.nvmlDeviceGetMaxClockInfo(gpu, CLOCK_SM)
+            degrees = nvml.nvmlDeviceGetTemperature(gpu, CORE_SENSOR)
             return [f"{' and '.join(words)} ({now:,} of {most:,} MHz, {degrees} °C)"]
     return []
 
