@@ -12,7 +12,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from paceline.cli.flags import command_words
+from paceline.cli.flags import check_positive, command_words
 from paceline.config import ClusterConfig
 from paceline.contract.variables import SECRET_NAME
 from paceline.errors import ExitCode, UsageError
@@ -48,8 +48,7 @@ def check_cluster(cluster: ClusterConfig) -> None:
             raise UsageError(f"{flag} has a meaning only with --on {' or '.join(meant)}, this is --on {cluster.on}")
     if cluster.join_timeout <= 0:
         raise UsageError(f"--join-timeout must be greater than 0 (seconds), got {cluster.join_timeout:g}")
-    if cluster.cpus_per_rank is not None and cluster.cpus_per_rank < 1:
-        raise UsageError(f"--cpus-per-rank must be at least 1, got {cluster.cpus_per_rank}")
+    check_positive(cluster, "cpus_per_rank")
     if cluster.cancel_on_interrupt and not cluster.follow:
         raise UsageError("--cancel-on-interrupt has a meaning only with --follow")
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import tyro
 
 from paceline.cli.finding import RunFlags, attempts, existing_run
+from paceline.cli.flags import check_positive
 from paceline.cli.run_state import LIVE, standing
 from paceline.contract.node_plan import NodePlan
 from paceline.disk.owners import Unreadable
@@ -34,8 +35,7 @@ class JoinConfig(RunFlags):
 def main(arguments: Sequence[str]) -> int:
     """Run `paceline join ARGUMENTS`."""
     config = tyro.cli(JoinConfig, prog="paceline join", args=arguments)
-    if config.nproc is not None and config.nproc < 1:
-        raise UsageError(f"--nproc must be at least 1, got {config.nproc}")
+    check_positive(config, "nproc")
     run_dir, means = existing_run(config, act=True)  # what it says is run here: nobody else may have written it
     run = shlex.quote(str(run_dir))
     file = next((attempt / INVITATION for attempt in reversed(attempts(run_dir))), run_dir / INVITATION)
