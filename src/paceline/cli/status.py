@@ -11,7 +11,7 @@ import tyro
 
 from paceline.cli.finding import RunFlags, existing_run
 from paceline.cli.flags import print_json
-from paceline.cli.run_state import run_state
+from paceline.cli.run_state import MOST_CHARS, run_state
 from paceline.config import load
 from paceline.errors import ExitCode, PacelineError
 from paceline.observe.events import event_files
@@ -23,7 +23,6 @@ from paceline.view.run import whole_run
 from paceline.view.why import why
 
 GLANCE_BYTES = 64 << 20  # of events: read within a second or two
-MAX_CHARS = 2000  # of a line: texts in a folder may have any length
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,7 @@ def main(arguments: Sequence[str]) -> int:
     if config.json:
         print_json(found)
     else:
-        print("\n".join(f"{name:10}{clean(text)[:MAX_CHARS]}" for name, text in _lines(found)))
+        print("\n".join(f"{name:10}{clean(text)[:MOST_CHARS]}" for name, text in _lines(found)))
     return ExitCode.DONE
 
 

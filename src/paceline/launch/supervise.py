@@ -25,10 +25,9 @@ from paceline.contract.node_plan import NodePlan
 from paceline.contract.orders import LIFELINE_GRACE_SECONDS, STOP_SIGNALS, read_inbox, signal_inbox
 from paceline.host.sweep import roster_path, sweep_recorded
 from paceline.launch.job import Command, Plan
-from paceline.launch.ssh.remote import Check, run_remote
+from paceline.launch.ssh.remote import SAME_REQUEST_SECONDS, Check, run_remote
 from paceline.observe.terminal import say
 
-SAME_REQUEST_SECONDS = 0.1  # timeout(1), for one, sends every signal twice: to its child and to the child's group
 AGENT_MARGIN_SECONDS = 1.2  # how much longer than its workers' grace an agent needs to stop
 
 
