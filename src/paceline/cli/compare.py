@@ -154,7 +154,7 @@ def _groups(
             many.append(Candidate(f"limit-b{batch}", NO_EXCHANGE, batch, threads))
     if nproc == 1:
         return [ProcessSet(1, [*one, *many])]
-    return [ProcessSet(1, one), ProcessSet(nproc, many)] if many else [ProcessSet(1, one)]
+    return [ProcessSet(1, one), ProcessSet(nproc, many)]
 
 
 def _compared(

@@ -110,11 +110,9 @@ def check_names(command: str, arguments: Sequence[str], known: Collection[str] =
             raise UsageError(f"{command} has no {word.partition('=')[0]}. Did you mean {ours}?")
 
 
-def split_words(arguments: Sequence[str], separator: str = "--") -> tuple[list[str], list[str]]:
+def split_words(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """Our own words, and behind `--` the script with its own."""
-    if separator not in arguments:
-        return list(arguments), []
-    where = list(arguments).index(separator)
+    where = [*arguments, "--"].index("--")
     return list(arguments[:where]), list(arguments[where + 1 :])
 
 
