@@ -120,9 +120,8 @@ def score_line(score: Score, fault: Fault) -> str:
 
 def _list(faults: Sequence[Fault]) -> None:
     console = table_console(TABLE_WIDTH)
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for head in ("fault", "ranks", "guilty", "what it does", "right answer", "needs"):
-        table.add_column(head)
+    heads = ("fault", "ranks", "guilty", "what it does", "right answer", "needs")
+    table = Table(*heads, box=None, pad_edge=False, header_style="bold")
     for fault in faults:
         guilty = "both, or neither" if fault.tie else ranks(fault.guilty)
         needs = "" if fault.needs is Needs.NOTHING else str(fault.needs)

@@ -83,12 +83,8 @@ def _sink(connection: socket.socket) -> None:
 
 def try_targets(targets: tuple[Target, ...], seconds: float) -> Connected:
     """Try all targets at once, each for `seconds` at most."""
-
-    def one(target: Target) -> Reason:
-        return _meet(target, seconds, lambda connection: None)
-
     with ThreadPoolExecutor(max(1, min(64, len(targets)))) as pool:
-        return Connected(tuple(pool.map(one, targets)))
+        return Connected(tuple(pool.map(lambda target: _meet(target, seconds, lambda _: None), targets)))
 
 
 def measure_link(target: Target, seconds: float) -> LinkSpeed:
