@@ -38,7 +38,7 @@ def link(slow: float, *pairs: tuple[str, str]) -> dict[tuple[str, str], LinkSpee
 
 
 def test_a_healthy_set_has_no_finding() -> None:
-    checks = run_checks(survey())
+    checks = [*run_checks(survey())]
     assert [check.verdict for check in checks] == ["ok"] * 13, checks
     assert all(check.summary for check in checks)
 

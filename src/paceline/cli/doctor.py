@@ -99,7 +99,7 @@ def main(arguments: Sequence[str]) -> int:
     )
     with host_programs(ways.commands) as opened:
         found = survey(wanted, opened)
-    checks = run_checks(found)
+    checks = [*run_checks(found)]
     if config.json:
         print(as_json(found, checks).decode())
     else:

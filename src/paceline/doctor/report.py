@@ -17,12 +17,8 @@ from paceline.guard.wording import printable
 STYLES = {"ok": "green", "warning": "yellow", "error": "bold red", "-": "dim"}
 
 
-def run_checks(survey: Survey) -> list[Check]:
+def run_checks(survey: Survey) -> Iterator[Check]:
     """All checks of the survey, in the order in which they are reported."""
-    return list(_checks(survey))
-
-
-def _checks(survey: Survey) -> Iterator[Check]:
     several = len(survey.wanted.hosts) > 1
     yield checks.logins(survey)
     if not survey.facts:
