@@ -12,10 +12,11 @@ from tests.doctor import surveys
 from paceline.cli import doctor
 from paceline.cli.doctor import main
 from paceline.datasets.mnist import PACKAGED
-from paceline.doctor.session import by_ssh, in_slurm
+from paceline.doctor.session import PROGRAM, in_slurm
 from paceline.doctor.survey import Survey, Wanted
 from paceline.errors import UsageError
 from paceline.launch.job import Host
+from paceline.launch.ssh.plan import sessions
 
 
 def test_one_machine_needs_no_network(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -102,7 +103,7 @@ def test_within_an_allocation_of_another_shape_it_says_so(monkeypatch: pytest.Mo
 
 def test_nothing_of_the_users_but_python_is_on_a_command_line() -> None:
     python = "/home/me/a b'; touch /tmp/x; '/python"
-    (command,) = by_ssh(("ssh", "-F", "c"), (Host("me@n1", 2222),), python)
+    (command,) = sessions(("ssh", "-F", "c"), (Host("me@n1", 2222),), python, *PROGRAM)
     assert command.name == "n1"
     assert command.argv[:3] == ("ssh", "-F", "c")
     assert command.argv[-4:-1] == ("2222", "--", "me@n1")

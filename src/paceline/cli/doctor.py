@@ -14,11 +14,12 @@ from rich.console import Console
 from paceline.cli.flags import check_positive, command_words
 from paceline.config import absolute_task, settings_given
 from paceline.doctor.report import as_json, print_checks, run_checks
-from paceline.doctor.session import by_ssh, here, host_programs, in_slurm
+from paceline.doctor.session import PROGRAM, host_programs, in_slurm
 from paceline.doctor.survey import Wanted, survey
 from paceline.errors import ExitCode, UsageError
 from paceline.launch.hosts import parse_hosts
 from paceline.launch.job import Command, labels, plain_name
+from paceline.launch.ssh.plan import sessions
 from paceline.mesh import mesh_of
 from paceline.tasks import check_task
 from paceline.worker.nodelist import expand_nodes
@@ -132,7 +133,8 @@ def _ways(config: DoctorConfig) -> Ways:
     if config.on == "ssh":
         hosts = parse_hosts(str(config.hosts))
         names = dict(zip(labels(hosts), map(plain_name, hosts), strict=True))
-        return Ways(by_ssh(_ssh(config), hosts, python), tuple(host.slots or config.nproc for host in hosts), names)
+        commands = sessions(_ssh(config), hosts, python, *PROGRAM)
+        return Ways(commands, tuple(host.slots or config.nproc for host in hosts), names)
     if config.on == "slurm":
         nodes = expand_nodes(os.environ["SLURM_JOB_NODELIST"])
         if config.nodes and config.nodes != len(nodes):
@@ -142,7 +144,7 @@ def _ways(config: DoctorConfig) -> Ways:
             )
         commands = in_slurm(os.environ["SLURM_JOB_ID"], nodes, config.nproc * config.cpus_per_rank, python)
         return Ways(commands, (config.nproc,) * len(nodes), {})
-    return Ways((here(python, os.uname().nodename),), (config.nproc,), {})
+    return Ways((Command(os.uname().nodename, (python, *PROGRAM)),), (config.nproc,), {})
 
 
 def _ssh(config: DoctorConfig) -> tuple[str, ...]:

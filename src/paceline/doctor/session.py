@@ -12,25 +12,14 @@ from typing import TypeVar
 import msgspec
 
 from paceline.doctor.messages import MAX_LINE_BYTES, Refused, Request
-from paceline.launch.job import Command, Host
+from paceline.launch.job import Command
 from paceline.launch.ssh.announcements import why_no_agent
-from paceline.launch.ssh.plan import sessions
 
 T = TypeVar("T")
 PROGRAM = ("-P", "-m", "paceline.doctor.host")
 MAX_NOISE_LINES = 1000  # of a login shell's start-up files, before our first line
 MAX_WORDS_BYTES = 1 << 16  # of its error output, the last of them
 END_SECONDS = 2.0
-
-
-def here(python: str, name: str) -> Command:
-    """On this machine."""
-    return Command(name, (python, *PROGRAM))
-
-
-def by_ssh(ssh: Sequence[str], hosts: tuple[Host, ...], python: str) -> tuple[Command, ...]:
-    """By the user's ssh, as a run is started, with nothing of the user's but the path of Python on the command line."""
-    return sessions(ssh, hosts, python, *PROGRAM)
 
 
 def in_slurm(job_id: str, nodes: Sequence[str], cores: int, python: str) -> tuple[Command, ...]:
