@@ -25,13 +25,13 @@ from paceline.contract.node_plan import NodePlan
 from paceline.contract.orders import LIFELINE_GRACE_SECONDS, STOP_SIGNALS, read_inbox, signal_inbox
 from paceline.host.sweep import roster_path, sweep_recorded
 from paceline.launch.job import Command, Plan
-from paceline.launch.ssh.remote import SAME_REQUEST_SECONDS, Check, run_remote
+from paceline.launch.ssh.remote import SAME_REQUEST_SECONDS, run_remote
 from paceline.observe.terminal import say
 
 AGENT_MARGIN_SECONDS = 1.2  # how much longer than its workers' grace an agent needs to stop
 
 
-def run(plan: Plan, attempt_dir: Path | None, *, keep_open: Sequence[int] = (), check: Check | None = None) -> int:
+def run(plan: Plan, attempt_dir: Path | None, *, keep_open: Sequence[int] = ()) -> int:
     """Run the plan to its end; return the exit code. Main thread only.
 
     By then all messages are on stderr. SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 stop the run in good order, a
@@ -43,7 +43,6 @@ def run(plan: Plan, attempt_dir: Path | None, *, keep_open: Sequence[int] = (), 
             other hosts, announce themselves, and node 0's makes the folder.
         keep_open: descriptors that every worker inherits, so that what they hold (a lock) lasts until the last process
             of the run is gone, also when this one is killed. Not for agents on other hosts.
-        check: of other hosts' facts, before anything is started there.
 
     Returns:
         0 done; 75 stopped, and every worker has saved its state; 128 + n stopped by signal n; else the first failure's.
@@ -53,7 +52,7 @@ def run(plan: Plan, attempt_dir: Path | None, *, keep_open: Sequence[int] = (), 
         UsageError: when other hosts cannot be used; nothing was started then.
     """
     if attempt_dir is None:
-        return run_remote(plan, check)
+        return run_remote(plan)
     roster_path(attempt_dir).unlink(missing_ok=True)  # never sweep by an earlier run's
     (command,), (node,) = plan.agents, plan.nodes
     with signal_inbox((*STOP_SIGNALS, signal.SIGCHLD)) as inbox:

@@ -1,7 +1,7 @@
 """A run on other hosts, from here: first all of them answer, then all start, and node 0's end is the run's.
 
     1  a session to each host; the agent there announces itself (announcements.py). If one cannot, nothing is started
-    2  the facts of all hosts are compared; each agent is sent its plan; signs of life from now on
+    2  each agent is sent its plan, with node 0's addresses; signs of life from now on
     3  output, stop signals, lost sessions, until node 0's agent has ended
 
 When this launcher is killed or cut off, the agents end the workers: their lifeline ends or falls silent.
@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -40,26 +40,20 @@ SAME_REQUEST_SECONDS = 0.1  # timeout(1), for one, sends every signal twice: to 
 PAUSE_SECONDS = 0.1  # between looks whether the screen's queue has room again
 DETACHED = b'{"detached"'  # begins an agent's second line: it goes on without us
 
-Check = Callable[[Sequence["Facts"]], None]
 
-
-def run_remote(plan: Plan, check: Check | None = None) -> int:
+def run_remote(plan: Plan) -> int:
     """Run the plan on other hosts to its end; the exit code. Main thread only. See supervise.run.
-
-    `check` compares the hosts' facts, node 0's first, before anything is started; UsageError refuses.
 
     Raises:
         UsageError: when a host cannot be used; names all of them. Nothing was started then.
     """
     with signal_inbox((*STOP_SIGNALS, signal.SIGCHLD)) as inbox, open_sessions(plan.agents, inbox) as every:
-        # a detached agent on this machine does not announce itself: there is nothing to compare
+        # a detached agent on this machine does not announce itself: there is nothing to wait for
         announced = any(command.argv[-1].endswith("--announce") for command in plan.agents)
         facts = await_agents(every, seconds=plan.nodes[0].join_seconds) if announced else []
         if isinstance(facts, signal.Signals):
             say(f"stopped by {facts.name} before anything was started")
             return 128 + facts
-        if check is not None and facts:
-            check(facts)
         watch = _Watch(plan, every)
         try:
             watch.tell(facts)
