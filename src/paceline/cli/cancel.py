@@ -1,7 +1,6 @@
 """`paceline cancel RUN`: ends a run, wherever it was started, and says what it has saved."""
 
 import shlex
-import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -86,10 +85,10 @@ def _stop_agent(run_dir: Path, submission: Submission | None, means: Means, *, n
             f"its agent is on {roster.host}, pid {roster.agent_pid}" if roster else f"it has no agent, {holder} has it"
         )
         raise TrainingError(f"the run cannot be told to stop from here: {who}. End it where it was started")
-    told = signal_agent(run_dir, roster, submission, means.ssh, signal.SIGTERM)
+    told = signal_agent(run_dir, roster, submission, means.ssh)
     if now:  # a second signal ends the time to save
         time.sleep(queue.SECOND_SIGNAL_SECONDS)
-        told = signal_agent(run_dir, roster, submission, means.ssh, signal.SIGTERM)
+        told = signal_agent(run_dir, roster, submission, means.ssh)
     if not told:
         raise TrainingError(f"{roster.host}, where the run's agent is, cannot be reached. Try again")
 

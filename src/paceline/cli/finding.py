@@ -138,10 +138,8 @@ def agent_runs(run_dir: Path, roster: Roster, submission: Submission | None, ssh
     return len(fields) > 19 and fields[0] not in "ZX" and fields[19] == str(roster.agent_started)
 
 
-def signal_agent(
-    run_dir: Path, roster: Roster, submission: Submission | None, ssh: Sequence[str], number: signal.Signals
-) -> bool:
-    """Send a signal to an agent that `agent_runs` and holds the run's lock; whether that was possible.
+def signal_agent(run_dir: Path, roster: Roster, submission: Submission | None, ssh: Sequence[str]) -> bool:
+    """Send SIGTERM to an agent that `agent_runs` and holds the run's lock; whether that was possible.
 
     Raises:
         UsageError: the process that the roster names does not hold this run: it is something else.
@@ -152,16 +150,16 @@ def signal_agent(
             try:
                 if not _holds(roster.agent_pid, run_dir):
                     raise _not_its_agent(roster, run_dir)
-                signal.pidfd_send_signal(handle, number)
+                signal.pidfd_send_signal(handle, signal.SIGTERM)
             finally:
                 os.close(handle)
         return True
-    word, lock = number.name.removeprefix("SIG"), shlex.quote(str(run_dir / LOCK))
+    lock = shlex.quote(str(run_dir / LOCK))
     done = _on_head(
         submission,
         ssh,
         f'for file in /proc/{roster.agent_pid}/fd/*; do if [ "$file" -ef {lock} ]; then '
-        f"kill -{word} {roster.agent_pid}; echo told; exit 0; fi; done; test -d /proc/{roster.agent_pid} || echo told",
+        f"kill -TERM {roster.agent_pid}; echo told; exit 0; fi; done; test -d /proc/{roster.agent_pid} || echo told",
     )
     if done is not None and done.strip() != "told":
         raise _not_its_agent(roster, run_dir)
