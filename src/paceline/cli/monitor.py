@@ -1,6 +1,5 @@
 """`paceline monitor`: what machines do now, and who does it; without any run."""
 
-import pwd
 import shlex
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from rich.text import Text
 
 from paceline.cli.flags import command_words, print_json, table_console
 from paceline.contract.variables import RUN_ID
+from paceline.disk.owners import user_name
 from paceline.errors import ExitCode, UsageError
 from paceline.host.machine_log import Sampler, resident_bytes
 from paceline.host.procfs import PROC, processes
@@ -88,10 +88,7 @@ def _process(pid: int, cores: float, gpu_bytes: int) -> ProcessUse:
     with suppress(OSError):
         words = _program(_words(folder / "cmdline"))
         words = words or (folder / "comm").read_text(errors="replace").strip()
-        uid = folder.stat().st_uid
-        user = str(uid)
-        with suppress(KeyError):
-            user = pwd.getpwuid(uid).pw_name
+        user = user_name(folder.stat().st_uid)
     with suppress(OSError):  # another user's environment is not for us
         env = {word.partition("=")[0]: word.partition("=")[2] for word in _words(folder / "environ")}
         if RUN_ID in env and "RANK" in env:

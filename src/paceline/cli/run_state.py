@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from paceline import config as configuration
 from paceline.cli.finding import NOTHING, Means, agent_runs, attempts, head_roster, is_locked
-from paceline.errors import ExitCode, PacelineError, UsageError
+from paceline.errors import ExitCode, PacelineError, UsageError, first_few
 from paceline.launch.slurm import queue
 from paceline.launch.submission import Submission, last_submission
 from paceline.observe.events import Evaluated, Started, Step, last_events, read_events
@@ -139,8 +139,7 @@ def _judged(
     if ended is not None:
         return _of_code(ended.exit, "")
     if newest and (records := failure_records(newest)):
-        more = f" and {len(records) - 1} more" if len(records) > 1 else ""
-        return "failed", f"its agent ended without a verdict; see {newest / records[0]}{more}"
+        return "failed", f"its agent ended without a verdict; see {newest}/{first_few(records, 1)}"
     if unheard:
         return "unknown", unheard
     if alive is None and roster is not None:
