@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, NoReturn
+from typing import Any, Literal, NoReturn
 
 import tyro
 from rich.console import Console
@@ -81,11 +81,11 @@ def main(arguments: Sequence[str]) -> int:
     _check(config)
     if config.on == "slurm" and "SLURM_JOB_ID" not in os.environ:
         _in_allocation(config, arguments)
-    ways = _ways(config)
+    commands, workers, names = _ways(config)
     wanted = Wanted(
-        hosts=tuple(command.name for command in ways.commands),
-        workers=ways.workers,
-        names=ways.names,
+        hosts=tuple(command.name for command in commands),
+        workers=workers,
+        names=names,
         run_dir=str((config.run_dir or Path("runs")).absolute()),
         data_dir=str(config.data_dir.absolute()) if config.data_dir else None if ":" in (config.task or "") else "",
         task=absolute_task(config.task or ""),
@@ -96,9 +96,9 @@ def main(arguments: Sequence[str]) -> int:
         quick=config.quick,
         device=config.device,
         backend=config.backend,
-        mesh=mesh_of(config.mesh, sum(ways.workers)) if config.mesh else None,
+        mesh=mesh_of(config.mesh, sum(workers)) if config.mesh else None,
     )
-    with host_programs(ways.commands) as opened:
+    with host_programs(commands) as opened:
         found = survey(wanted, opened)
     checks = [*run_checks(found)]
     if config.json:
@@ -120,21 +120,14 @@ def _check(config: DoctorConfig) -> None:
         check_task(config.task, _task_options(config))
 
 
-class Ways(NamedTuple):
+def _ways(config: DoctorConfig) -> tuple[tuple[Command, ...], tuple[int, ...], dict[str, str]]:
     """How each host's program is started, how many workers each host gets, and what the others call it."""
-
-    commands: tuple[Command, ...]
-    workers: tuple[int, ...]
-    names: dict[str, str]
-
-
-def _ways(config: DoctorConfig) -> Ways:
     python = config.python or sys.executable
     if config.on == "ssh":
         hosts = parse_hosts(str(config.hosts))
         names = dict(zip(labels(hosts), map(plain_name, hosts), strict=True))
         commands = sessions(_ssh(config), hosts, python, *PROGRAM)
-        return Ways(commands, tuple(host.slots or config.nproc for host in hosts), names)
+        return commands, tuple(host.slots or config.nproc for host in hosts), names
     if config.on == "slurm":
         nodes = expand_nodes(os.environ["SLURM_JOB_NODELIST"])
         if config.nodes and config.nodes != len(nodes):
@@ -143,8 +136,8 @@ def _ways(config: DoctorConfig) -> Ways:
                 "leave out --nodes, or start it outside of the job"
             )
         commands = in_slurm(os.environ["SLURM_JOB_ID"], nodes, config.nproc * config.cpus_per_rank, python)
-        return Ways(commands, (config.nproc,) * len(nodes), {})
-    return Ways((Command(os.uname().nodename, (python, *PROGRAM)),), (config.nproc,), {})
+        return commands, (config.nproc,) * len(nodes), {}
+    return (Command(os.uname().nodename, (python, *PROGRAM)),), (config.nproc,), {}
 
 
 def _ssh(config: DoctorConfig) -> tuple[str, ...]:
