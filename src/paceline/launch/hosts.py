@@ -27,11 +27,11 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
     """
     path = Path(text)
     is_file = "/" in text or text.endswith(".txt")
-    entries = list(_file_entries(path) if is_file else _list_entries(text))
+    listed = ((f"host {index}", item.split() or [""]) for index, item in enumerate(text.split(","), start=1))
     hosts: list[Host] = []
     wrong: list[str] = []
     seen: dict[tuple[str, int | None], str] = {}
-    for place, words in entries:
+    for place, words in _file_entries(path) if is_file else listed:
         try:
             host = _host(words)
         except ValueError as error:
@@ -48,11 +48,6 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
     if not hosts:
         raise UsageError(f"--hosts {text}: no host in it. Write name[:port],name,... or a file with one on each line")
     return tuple(hosts)
-
-
-def _list_entries(text: str) -> Iterator[tuple[str, list[str]]]:
-    for index, item in enumerate(text.split(","), start=1):
-        yield f"host {index}", item.split() or [""]
 
 
 def _file_entries(path: Path) -> Iterator[tuple[str, list[str]]]:
