@@ -1,23 +1,18 @@
 """Waits for the agents of all hosts at once, and names every host that is not fit, with its reason."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import signal
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from paceline.errors import UsageError, first_few
+from paceline.host.facts import Facts
 from paceline.launch.relay import cleaned
 from paceline.launch.ssh.sessions import Sessions
 from paceline.observe.terminal import MAX_NAMES, say
-
-if TYPE_CHECKING:
-    from paceline.host.facts import Facts
 
 FIRST_WORD_SECONDS = 12.0  # ssh itself gives up after 10 s where nothing answers, and says why
 NEXT_WORD_SECONDS = 30.0
@@ -119,8 +114,6 @@ def announced(name: str, heard: bytes) -> Facts | str | None:
 
     A login profile's words may come before.
     """
-    from paceline.host.facts import Facts  # only here: agents import this file too, and would wait for psutil
-
     *lines, _ = heard.split(b"\n")
     for number, line in enumerate(lines):
         if not line.startswith(b"{") or b'"host"' not in line:

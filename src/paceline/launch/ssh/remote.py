@@ -7,13 +7,10 @@
 When this launcher is killed or cut off, the agents end the workers: their lifeline ends or falls silent.
 """
 
-from __future__ import annotations
-
 import math
 import signal
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -21,6 +18,7 @@ from paceline.contract.failure import GOOD_ENDS
 from paceline.contract.node_plan import GRACE_SECONDS
 from paceline.contract.orders import STOP_SIGNALS, signal_inbox
 from paceline.errors import ExitCode
+from paceline.host.facts import Facts
 from paceline.launch.job import Plan
 from paceline.launch.relay import Relay, Screen
 from paceline.launch.ssh.announcements import SSH_FAILED, await_agents, why_lost
@@ -28,9 +26,6 @@ from paceline.launch.ssh.host_session import HostSession, Output
 from paceline.launch.ssh.returning import Returning
 from paceline.launch.ssh.sessions import Sessions, open_sessions
 from paceline.observe.terminal import say
-
-if TYPE_CHECKING:
-    from paceline.host.facts import Facts
 
 HEAD_SECONDS = 5.0  # beyond the grace: node 0's agent, which knows more, ends a broken run by itself and says why
 LAST_SECONDS = 5.0  # the other agents end at the same time as node 0's
