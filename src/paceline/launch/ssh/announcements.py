@@ -77,36 +77,31 @@ def await_agents(every: Sessions, *, seconds: float) -> list[Facts] | signal.Sig
     begun = time.monotonic()
     deadline, next_word = begun + seconds, begun + FIRST_WORD_SECONDS
     heard = {session.node: b"" for session in every.all}
-    facts: dict[int, Facts] = {}
-    wrong: dict[int, str] = {}
-    while len(facts) + len(wrong) < len(every.all) and (left := deadline - time.monotonic()) > 0:
+    found: dict[int, Facts | str] = {}  # or why there are none
+    while len(found) < len(every.all) and (left := deadline - time.monotonic()) > 0:
         pieces, signals = every.wait(max(0.0, min(left, next_word - time.monotonic())))
         if signals:
             return signals[0]
         if time.monotonic() >= next_word:
             next_word += NEXT_WORD_SECONDS
-            silent = [s.name for s in every.all if s.node not in facts and s.node not in wrong]
-            on = first_few(silent, MAX_NAMES)
-            say(f"after {time.monotonic() - begun:.0f} s no agent has answered on {on}: a slow disk?")
+            silent = first_few([session.name for session in every.all if session.node not in found], MAX_NAMES)
+            say(f"after {time.monotonic() - begun:.0f} s no agent has answered on {silent}: a slow disk?")
         ended, last_words = every.reap()
         for piece in (*pieces, *last_words):
             node = piece.session.node
-            if piece.descriptor == 1 and node not in facts and node not in wrong:
+            if piece.descriptor == 1 and node not in found:
                 heard[node] += piece.data
-                found = announced(piece.session.name, heard[node])
-                if isinstance(found, str):
-                    wrong[node] = found
-                elif found is not None:
-                    facts[node] = found
+                if (told := announced(piece.session.name, heard[node])) is not None:
+                    found[node] = told
         for session in ended:
-            facts.pop(session.node, None)  # it has announced itself, and ended
-            wrong.setdefault(session.node, why_no_agent(session.command.argv, session.code, session.words))
+            if not isinstance(found.get(session.node), str):  # also where it has announced itself, and ended
+                found[session.node] = why_no_agent(session.command.argv, session.code, session.words)
     for session in every.all:
-        if session.node not in facts and session.node not in wrong:
-            wrong[session.node] = why_no_agent(session.command.argv, None, session.words)
-    if wrong:
+        if session.node not in found:
+            found[session.node] = why_no_agent(session.command.argv, None, session.words)
+    if wrong := {node: why for node, why in found.items() if isinstance(why, str)}:
         raise UsageError(_refused(every, wrong))
-    return [facts[session.node] for session in every.all]
+    return [facts for session in every.all if not isinstance(facts := found[session.node], str)]
 
 
 def announced(name: str, heard: bytes) -> Facts | str | None:
