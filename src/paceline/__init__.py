@@ -18,8 +18,6 @@ The public parts, each of which works alone in a loop of your own (examples/own_
     graph_model, keep_memory
 """
 
-from __future__ import annotations
-
 import importlib
 from typing import TYPE_CHECKING, Any
 

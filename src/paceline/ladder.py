@@ -5,8 +5,6 @@ The table lies outside that room because the settings (`config`), far below it, 
 because any import from that room imports torch, for which no `--help` can wait.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal

@@ -4,8 +4,6 @@ A digest is a short hash of a tensor's bytes, empty where it says nothing: all e
 Places are the user's own lines, "train.py:40 in main".
 """
 
-from __future__ import annotations
-
 import msgspec
 
 EPOCHS = 2  # that are looked at; the later ones are cut to one batch each
