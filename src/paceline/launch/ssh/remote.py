@@ -49,9 +49,8 @@ def run_remote(plan: Plan) -> int:
         if isinstance(facts, signal.Signals):
             say(f"stopped by {facts.name} before anything was started")
             return 128 + facts
-        watch = _Watch(plan, every)
+        watch = _Watch(plan, every, facts)
         try:
-            watch.tell(facts)
             return watch.run()
         finally:
             watch.end()
@@ -60,9 +59,9 @@ def run_remote(plan: Plan) -> int:
 class _Watch:
     """The sessions of a run that has been started, up to its end."""
 
-    def __init__(self, plan: Plan, every: Sessions) -> None:
-        self._plan, self._every = plan, every
-        self._head, self._addresses = every.all[0], list[str]()
+    def __init__(self, plan: Plan, every: Sessions, facts: Sequence[Facts]) -> None:
+        self._plan, self._every, self._head = plan, every, every.all[0]
+        self._addresses = [address.address for fact in facts[:1] for address in fact.addresses]  # of node 0
         self._screen = Screen()
         self._relay = Relay([session.name for session in every.all], self._screen)
         self._stopped_seconds = math.inf  # since when a stop is ordered
@@ -73,12 +72,6 @@ class _Watch:
         self._detached: set[int] = set()
         self._interrupted = False  # by a second signal: wait for nothing more
 
-    def tell(self, facts: Sequence[Facts]) -> None:
-        """Send every agent its plan, with the addresses that node 0 has announced, if any."""
-        self._addresses = [address.address for fact in facts[:1] for address in fact.addresses]
-        for session in self._every.all:
-            self._greet(session)
-
     def _greet(self, session: HostSession) -> None:
         node = self._plan.nodes[session.node]
         head = tuple(dict.fromkeys((*node.head, *self._addresses)))
@@ -86,7 +79,9 @@ class _Watch:
         session.told = True
 
     def run(self) -> int:
-        """Wait until node 0's agent has ended, or the run has to be; the exit code."""
+        """Send every agent its plan, and wait until node 0's has ended, or the run has to be; the exit code."""
+        for session in self._every.all:
+            self._greet(session)
         while not self._head.ended:
             if time.monotonic() >= self._deadline:
                 self._explain()
