@@ -109,7 +109,6 @@ def test_a_driver_that_never_answers_is_asked_once_and_waited_for_by_nobody(monk
 def test_the_log_of_a_node_has_its_ranks_and_its_end_ends_it(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr("paceline.host.machine_log.EVERY_SECONDS", 0.01)
     log = MachineLog(tmp_path, 4, {2: os.getpid()})
-    log.start()
     while not (tmp_path / "machine-4.jsonl").exists():
         threading.Event().wait(0.01)
     log.close()
@@ -122,7 +121,6 @@ def test_the_log_of_a_node_has_its_ranks_and_its_end_ends_it(tmp_path: Path, mon
 def test_a_kernel_that_says_nothing_is_no_reason_to_fail(tmp_path: Path, monkeypatch, capfd) -> None:
     monkeypatch.setattr("paceline.host.machine_log.Sampler", lambda: 1 / 0)
     log = MachineLog(tmp_path, 0, {})
-    log.start()
     log._thread.join()
     log.close()
     assert "not recorded" in capfd.readouterr().err

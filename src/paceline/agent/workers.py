@@ -89,7 +89,6 @@ class Workers:
         if self.plan.run_dir and folder.is_dir():
             pids = {worker.rank: worker.process.pid for worker in self._workers}
             self.machine = MachineLog(folder, self.plan.node, pids)
-            self.machine.start()
 
     def _write_roster(self) -> None:
         agent = read_process(os.getpid())

@@ -117,16 +117,13 @@ def _network() -> tuple[int, int]:
 
 
 class MachineLog:
-    """The log of one node, as long as it is open; see `start`."""
+    """The log of one node, from now on and as long as it is open."""
 
     def __init__(self, run_dir: Path, node: int, pids: Mapping[int, int]) -> None:
         """`pids` are those of the ranks here: rank -> pid."""
         self._writer = BoundedWriter(run_dir / file_name(node))
         self._pids, self._over = dict(pids), threading.Event()
         self._thread = threading.Thread(target=self._run, name="paceline-machine", daemon=True)
-
-    def start(self) -> None:
-        """Begin to write."""
         self._thread.start()
 
     def write(self, record: msgspec.Struct) -> None:
@@ -136,8 +133,7 @@ class MachineLog:
     def close(self) -> None:
         """Write no more."""
         self._over.set()
-        if self._thread.is_alive():
-            self._thread.join(END_SECONDS)
+        self._thread.join(END_SECONDS)
         self._writer.close()
 
     def _run(self) -> None:

@@ -68,7 +68,6 @@ class Records:
         if world.local_rank == 0:
             pids = {rank: pid for its, rank, pid in places if its == node}
             self._machine = MachineLog(self.place.folder, node, pids)
-            self._machine.start()
 
     def write(self, event: events.Event) -> None:
         """Write it down. OSError: the disk is full, say."""
