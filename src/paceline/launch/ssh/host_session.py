@@ -1,7 +1,9 @@
 """One host's ssh client."""
 
 import os
+import signal
 import subprocess
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import IO
 
@@ -44,6 +46,12 @@ class HostSession:
         """Its lifeline, while it is open."""
         stdin = self.process.stdin if self.process is not None else None
         return None if stdin is None or stdin.closed else stdin
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """To the client and its helpers (a jump host's client), if it still runs."""
+        if self.process is not None and self.process.poll() is None:
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, number)
 
 
 @dataclass(frozen=True)

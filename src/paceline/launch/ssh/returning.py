@@ -4,9 +4,7 @@ import math
 import signal
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
-from os import killpg
 
 from paceline.launch.ssh.announcements import announced
 from paceline.launch.ssh.host_session import HostSession, Output
@@ -101,18 +99,12 @@ class Returning:
     def _give_up(self, one: _Lost, why: str) -> None:
         self._say(f"node {one.session.node} ({one.session.name}) is given up: {why}")
         del self._lost[one.session.node]
-        _end(one.session)
+        one.session.send_signal(signal.SIGTERM)
 
     def stop(self) -> None:
         """The run ends: nobody is tried any more."""
         self._over = True
         for one in self._lost.values():
             if one.tries:
-                _end(one.session)
+                one.session.send_signal(signal.SIGTERM)
         self._lost.clear()
-
-
-def _end(session: HostSession) -> None:
-    if session.process is not None and session.process.poll() is None:
-        with suppress(ProcessLookupError):
-            killpg(session.process.pid, signal.SIGTERM)

@@ -118,15 +118,12 @@ class Sessions:
             self._hang_up(session)
 
     def kill(self) -> None:
-        """End the clients themselves, with their helpers (a jump host's client): a cut one may not end."""
+        """End the clients themselves, with their helpers: a cut one may not end."""
         for number, seconds in ((signal.SIGTERM, 0.5), (signal.SIGKILL, math.inf)):
-            started = [session.process for session in self.all if session.process is not None]
-            for process in started:
-                if process.poll() is None:
-                    with suppress(ProcessLookupError):
-                        os.killpg(process.pid, number)
+            for session in self.all:
+                session.send_signal(number)
             deadline = time.monotonic() + seconds
-            for process in started:
+            for process in (session.process for session in self.all if session.process is not None):
                 with suppress(subprocess.TimeoutExpired):
                     left = deadline - time.monotonic()
                     process.wait(None if left == math.inf else max(0.0, left))
