@@ -67,7 +67,8 @@ def differences(hosts: Mapping[str, Facts]) -> Iterator[Finding]:
     for package in sorted({package for one in hosts.values() for package in one.packages}):
         values = {name: one.packages.get(package, "missing") for name, one in hosts.items()}
         severity = "error" if package in GRAVE_PACKAGES else "warning"
-        remedy = f"install one version on all hosts: pip install {package}=={_majority(values)}"
+        common = Counter(value for value in values.values() if value != "missing").most_common(1)[0][0]
+        remedy = f"install one version on all hosts: pip install {package}=={common}"
         findings = list(differing(severity, package, values, remedy))
         different = different or (package == "paceline" and bool(findings))
         yield from findings
@@ -79,11 +80,6 @@ def differences(hosts: Mapping[str, Facts]) -> Iterator[Finding]:
     drivers = {name: one.gpus[0].driver for name, one in hosts.items() if one.gpus}
     yield from differing("warning", "the GPU driver", drivers, "install the same driver on all hosts")
     yield from differing("warning", "the number of cores", each("cores"), "the slowest host sets the pace of all")
-
-
-def _majority(values: Mapping[str, str]) -> str:
-    known = Counter(value for value in values.values() if value != "missing")
-    return known.most_common(1)[0][0]
 
 
 def shares(hosts: Mapping[str, Facts], workers: Mapping[str, int], threads: int) -> Iterator[Finding]:

@@ -161,7 +161,7 @@ def why_no_agent(argv: Sequence[str], code: int | None, words: bytes) -> str:
                 told = sentence.format(ssh=_by_hand(argv), host=argv[-2] if len(argv) > 1 else "")
                 return f"{told} (ssh: {found[0].strip().removeprefix('ssh: ')[:MAX_REASON_CHARS]})"
         return f"ssh has failed{quote or ' without a word'}. Try `{_by_hand(argv)} true`"
-    python = _python(argv)
+    python = next(iter(shlex.split(argv[-1].removeprefix("exec "))), "python")
     if "No module named" in text and "paceline" in text:
         return (
             f"paceline is not installed for {python} there{quote}. Install the same version, or name a Python that has "
@@ -188,8 +188,3 @@ def _by_hand(argv: Sequence[str]) -> str:
     port = argv[argv.index("-p", len(own)) :][:2] if "-p" in argv[len(own) :] else ()
     host = argv[-2:-1] if "--" in argv else ()
     return shlex.join([*own, *port, *host])
-
-
-def _python(argv: Sequence[str]) -> str:
-    words = shlex.split(argv[-1].removeprefix("exec "))
-    return words[0] if words else "python"
