@@ -53,7 +53,7 @@ def test_a_link_is_not_written_through(tmp_path: Path) -> None:
 
 
 def test_the_newest_start_that_was_written_down_counts(tmp_path: Path) -> None:
-    assert last_submission(tmp_path) is None
+    assert last_submission(tmp_path) == (tmp_path, None)
     second = Submission(
         on="ssh", started_at=2.0, nodes=2, hosts=("n1", "n2"), ssh=("ssh", "-F", "c"), command=("paceline",)
     )

@@ -61,17 +61,17 @@ def ask_to_stop(run_dir: Path, means: Means, *, now: bool = False) -> None:
         UsageError: what is recorded as its job or its agent is something else.
         TrainingError: it cannot be told from here.
     """
-    last = last_submission(run_dir)
-    slurm_job = last[1].slurm_job if last is not None else ""
-    if last is not None and slurm_job and (job := queue.state(slurm_job)) is not None and job.lives:
-        if not queue.writes_to(slurm_job, last[0]):
+    folder, submission = last_submission(run_dir)
+    slurm_job = submission.slurm_job if submission is not None else ""
+    if slurm_job and (job := queue.state(slurm_job)) is not None and job.lives:
+        if not queue.writes_to(slurm_job, folder):
             raise UsageError(
-                f"Slurm job {slurm_job} is recorded as this run's, but its output goes elsewhere than {last[0]}: it is "
+                f"Slurm job {slurm_job} is recorded as this run's, but its output goes elsewhere than {folder}: it is "
                 "another job, and left alone"
             )
         queue.cancel(slurm_job, now=now)
     else:
-        _stop_agent(run_dir, last[1] if last is not None else None, means, now=now)
+        _stop_agent(run_dir, submission, means, now=now)
 
 
 def _stop_agent(run_dir: Path, submission: Submission | None, means: Means, *, now: bool) -> None:

@@ -140,11 +140,11 @@ def _since(text: str, now: float) -> float:
 def _logs(run_dir: Path, asked: _Asked) -> dict[int, Path]:
     """The logs that are asked for; of a run that has no start yet, the job's own output, as rank 0's."""
     folders = attempts(run_dir)[-1:] if asked.attempt is None else [run_dir / f"attempt-{asked.attempt}"]
-    last = last_submission(run_dir)
+    submit_dir, submission = last_submission(run_dir)
     if folders:
         found = rank_logs(folders[0])
-    elif last is not None and last[1].slurm_job:
-        found = {0: last[0] / f"slurm-{last[1].slurm_job}.out"}
+    elif submission is not None and submission.slurm_job:
+        found = {0: submit_dir / f"slurm-{submission.slurm_job}.out"}
     else:
         found = {}
     return {rank: path for rank, path in found.items() if asked.has(rank) and is_file(path)}

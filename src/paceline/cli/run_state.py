@@ -109,8 +109,7 @@ def standing(run_dir: Path, means: Means = NOTHING) -> Standing:
     Raises:
         PacelineError: if a part of it cannot be read.
     """
-    last = last_submission(run_dir)
-    submission = last[1] if last is not None else None
+    _, submission = last_submission(run_dir)
     job, unheard = _slurm_job(submission, means)
     state, words = _judged(run_dir, submission, job, unheard, means)
     return Standing(state, words, submission, job)

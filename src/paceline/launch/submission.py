@@ -88,12 +88,12 @@ def write_submission(submit_dir: Path, submission: Submission) -> None:
     write_files(submit_dir, {SUBMITTED: msgspec.json.format(msgspec.json.encode(submission)).decode() + "\n"})
 
 
-def last_submission(run_dir: Path) -> tuple[Path, Submission] | None:
-    """The newest start that was written down, and its folder; None for a run that was only ever started here."""
+def last_submission(run_dir: Path) -> tuple[Path, Submission | None]:
+    """The newest start that was written down, with its folder; the run's own and None where all starts were here."""
     folders = [run_dir / name for name in names(run_dir) if submit_number(Path(name))]
     for folder in sorted(folders, key=submit_number, reverse=True)[:MAX_LOOKED_AT]:
         try:
             return folder, decode(folder / SUBMITTED, Submission, limit_bytes=MAX_BYTES)
         except OSError:  # it was refused before it started
             continue
-    return None
+    return run_dir, None
