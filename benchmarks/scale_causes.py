@@ -61,7 +61,7 @@ def on_hosts(arguments: argparse.Namespace, done: dict[str, Any]) -> Iterator[tu
         yield "held_out", name, predicted_over_hosts(TASKS, ranks, min(times, 2), steps)
     for link in () if arguments.quick else LONG:
         if (name := f"2 to 8 hosts, links of {link}") not in done["held_out"]:
-            yield "held_out", name, predicted_over_hosts(TASKS, UP_TO_8, 1, steps, link)
+            yield "held_out", name, predicted_over_hosts(TASKS, UP_TO_8, min(times, 2), steps, link)
 
 
 def measure(arguments: argparse.Namespace, done: dict[str, Any]) -> Iterator[tuple[str, str, Any]]:

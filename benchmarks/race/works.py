@@ -4,7 +4,8 @@
     W2   ResNet18 (7x7 stem), batch 128      compute, an optimizer with many tensors
     W3   MLP of 25.8 M parameters, batch 16  little to compute, 103 MB of gradients to exchange
     W3g  GPT of 10.8 M parameters, 4 x 128 bytes of text
-    W3s, W3gs   the last two with a tenth and a quarter of the parameters, for cables of 10 Mbit/s
+    W3g1 the same GPT, 1 x 128 bytes: as on a machine that computes four times as fast, for cables of 100 Mbit/s
+    W3s, W3gs   W3 and W3g with a tenth and a quarter of the parameters, for cables of 10 Mbit/s
 
 Weights are drawn from one seed here, so that all who train a work begin at the same point.
 """
@@ -99,6 +100,7 @@ WORKS = {
     ),
     "W3": Work("MLP, 25.8 M", partial(mlp, 3400), "images", 16, "sgd", 0.05),
     "W3g": Work("GPT, 10.8 M", partial(GPT, layers=6, width=384, heads=6), "text", 4, "adamw", 3e-4),
+    "W3g1": Work("GPT, 10.8 M, 1 text", partial(GPT, layers=6, width=384, heads=6), "text", 1, "adamw", 3e-4),
     "W3s": Work("MLP, 2.8 M", partial(mlp, 1000), "images", 16, "sgd", 0.05),
     "W3gs": Work("GPT, 2.7 M", partial(GPT, layers=6, width=192, heads=6), "text", 4, "adamw", 3e-4),
     "tiny": Work("MLP, 13 k, to see whether the script works", partial(mlp, 16), "images", 4, "adamw", 1e-3),
