@@ -19,6 +19,7 @@ from paceline.contract.places import stands_at, waits_for_ranks
 from paceline.guard.deaths import RankEnd, end_in_collective
 
 Stream = tuple[str, tuple[int, int] | None]  # what is numbered together: a group's collectives, messages from -> to
+Message = tuple[Stream, int, str, str]
 FROZEN = ("T", "t")
 OF_ALL = "0"  # what torch calls the group of all ranks
 ANYBODY = -1  # of whom a message is taken
@@ -75,13 +76,13 @@ def waiting_graph(evidence: Sequence[Evidence]) -> dict[int, Rank]:
     """
     groups, world = _members(evidence), {one.rank for one in evidence}
     called: dict[tuple[int, Stream], int] = {}
-    arrived: set[tuple[Stream, int]] = set()
+    arrived: set[Message] = set()
     for one in evidence:
         for op in one.ops:
             key = one.rank, stream(op, one.rank)
             called[key] = max(called.get(key, 0), op.seq)
             if op.done and "recv" in op.kind:
-                arrived.add((key[1], op.seq))
+                arrived.add(_message(op, one.rank))
     ranks: dict[int, Rank] = {}
     missing: dict[tuple[str, int], set[int]] = {}  # in a collective: the same for all who are in it
     shared: dict[tuple[Op, ...], dict[int, Op | None]] = {}
@@ -112,15 +113,19 @@ def waiting_alike(ranks: Mapping[int, Rank]) -> list[tuple[Mapping[int, Op | Non
     return list(found.values())
 
 
-def _pending(one: Evidence, end: RankEnd, arrived: Container[tuple[Stream, int]]) -> tuple[Op, ...]:
+def _message(op: Op, rank: int) -> Message:
+    return stream(op, rank), op.seq, op.shape, op.dtype
+
+
+def _pending(one: Evidence, end: RankEnd, arrived: Container[Message]) -> tuple[Op, ...]:
     """What is in flight; of a rank that did not answer only if nothing called later over the same stream is done.
 
-    A message that has arrived is not, though who has sent it may not have looked yet.
+    A message that has arrived as it was sent is not, though who has sent it may not have looked yet.
     """
     over: set[Stream] = set()
     found: list[Op] = []
     for op in reversed(one.ops):
-        if op.done or (op.is_message and (stream(op, one.rank), op.seq) in arrived):
+        if op.done or (op.is_message and _message(op, one.rank) in arrived):
             over.add(stream(op, one.rank))
         elif one.answered or stream(op, one.rank) not in over:
             found.append(op)
