@@ -17,12 +17,13 @@ from paceline.guard.judge import judge
 from paceline.guard.verdict import MAX_COLUMNS, MAX_LINES, failure_page, page
 
 CASES = 2000
+FOUND = (6023, 12904, 13729)  # a message came as another one than was sent: its sender alone was blamed
 
 
 @cache
 def judged() -> list[tuple[Case, Verdict]]:
     """Worlds in which something is to be seen."""
-    cases = (make_case(seed) for seed in range(CASES))
+    cases = (make_case(seed) for seed in (*range(CASES), *FOUND))
     return [(case, judge(case.evidence)) for case in cases if not case.finished]
 
 
