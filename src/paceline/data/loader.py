@@ -198,7 +198,11 @@ def naming_lost_processes(box: Box, rank: int) -> Generator[None]:
         TrainingError: with torch's own words at the end.
     """
     try:
-        yield
+        try:
+            yield
+        except ConnectionError:  # it has died while we fetched what it had loaded, before the signal came
+            torch._C._error_if_any_worker_fails()  # pyright: ignore[reportPrivateUsage]
+            raise
     except RuntimeError as error:
         found = GONE.search(str(error))
         if found is None:
