@@ -207,7 +207,8 @@ def draw_order(loader: DataLoader[Any], world: World, put_back: dict[str, str] |
     if loader.generator is not None and "generator" in found:
         loader.generator.set_state(_state(found["generator"]))
     torch.empty((), dtype=torch.int64).random_(generator=loader.generator)  # DataLoader's seed of its processes
-    batches: Any = loader.batch_sampler  # there is one: see `check_taken`
+    assert loader.batch_sampler is not None  # see `check_taken`
+    batches: Iterator[Any] = iter(loader.batch_sampler)
     return [torch.tensor(batch, dtype=torch.int64) for batch in batches], found
 
 
