@@ -137,8 +137,10 @@ def _measure(config: ScaleConfig) -> Points | int:
     notes = scaling_notes([count * copy.size for count in ranks], found, cores, threads)
     if copy.size > 1:
         what += f"; a rank below is a copy of the model, which {copy.size} processes share"
-    machine = Machine(cores, threads * copy.size, size, in_parts=copy.size > 1, low_rank_bytes=low_rank)
-    machine = machine if gpus == 0 else replace(machine, latencies=1)  # NCCL's
+    machine = Machine(
+        cores, threads * copy.size, size, in_parts=copy.size > 1, low_rank_bytes=low_rank,
+        latencies=2 if gpus == 0 else 1,
+    )  # fmt: skip
     return Points(what, runs, alone, machine, (weak, strong), notes)
 
 
