@@ -44,7 +44,7 @@ def start_gather(mine: Tensor, name: str, group: dist.ProcessGroup | None = None
         work = dist.all_to_all_single(of_all, own, group=group, async_op=True)
     else:
         work = gather_shares(of_all, own, group)
-    return lambda: ended(work, of_all, own).view(size, len(mine))  # gloo reads `own` until then
+    return lambda: waited_for(work, of_all, own).view(size, len(mine))
 
 
 def start_sum(numbers: Tensor, name: str, group: dist.ProcessGroup | None = None) -> Callable[[], Tensor]:
@@ -59,11 +59,11 @@ def start_sum(numbers: Tensor, name: str, group: dist.ProcessGroup | None = None
         return lambda: reduce(torch.add, gathered().unbind())  # in the order of ranks: the same bits on all of them
     total = labelled(numbers.clone(), name)
     work = dist.all_reduce(total, group=group, async_op=True)
-    return lambda: ended(work, total)
+    return lambda: waited_for(work, total)
 
 
-def ended(work: dist.Work | None, found: Tensor, *_: Tensor) -> Tensor:
-    """What was `found`, when the work that finds it is done."""
+def waited_for(work: dist.Work | None, found: Tensor, *sent: Tensor) -> Tensor:
+    """What is `found`, once the work that finds it is done; gloo reads what is `sent` until then: it is kept."""
     if work is not None:  # None only for ranks outside the group
         work.wait()
     return found

@@ -214,5 +214,5 @@ def refresh(path: Path) -> None:
     Raises:
         OSError: it cannot be done.
     """
-    with os.fdopen(writing.keep(path), "rb") as file:
+    with os.fdopen(writing.keep(path), "r+b", 0) as file:
         os.utime(file.fileno())
