@@ -17,10 +17,12 @@ import pytest
 from tests.agent.nodes_harness import Nodes, several
 
 from paceline.agent import joining
+from paceline.agent.gather import refuse_differences
 from paceline.agent.joining import Newcomers
 from paceline.agent.member import RemoteNode
 from paceline.agent.messages import Hello, Reached, StartReply
 from paceline.contract.node_plan import NodePlan
+from paceline.errors import UsageError
 from paceline.host.facts import gather
 from paceline.observe.nodes import read_nodes
 
@@ -181,3 +183,16 @@ def test_who_cannot_reach_one_that_is_just_lost_is_tried_again(tmp_path: Path, m
         new.reached = old.reached = Reached(())
         newcomers.look(str(tmp_path), "proof")
         assert newcomers.count == 1 and not told
+
+
+def test_nodes_that_differ_in_what_makes_results_are_refused_with_both_values() -> None:
+    own, plan = gather(), NodePlan(argv=("x",), nproc=1)
+
+    def node(**packages: str) -> Any:
+        facts = msgspec.structs.replace(own, packages={**own.packages, **packages})
+        hello = SimpleNamespace(facts=facts, nproc=1)
+        return cast(Any, SimpleNamespace(name="node 1 (n2)", hello=hello, clock_ahead_seconds=0.0))
+
+    refuse_differences(plan, own, [node()])
+    with pytest.raises(UsageError, match=r"not fit to train together(.|\n)*torch(.|\n)*1\.0"):
+        refuse_differences(plan, own, [node(torch="1.0")])

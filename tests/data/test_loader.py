@@ -23,7 +23,7 @@ from paceline.data.arrays import ArrayDataset
 from paceline.data.loader import SLOTS_OF_A_LOADER, Loading, load_steps, naming_lost_processes
 from paceline.data.plan import BatchPlan, ranks_share
 from paceline.data.seeded import SeededSamples
-from paceline.errors import UsageError
+from paceline.errors import TrainingError, UsageError
 
 CPU = torch.device("cpu")
 PLAN = BatchPlan(23, 8, virtual_ranks=2, accumulation=2, seed=3)
@@ -193,6 +193,20 @@ def test_a_killed_process_is_named_with_its_sample():
     assert words.startswith(f"rank 3 lost a process that loads data: number {number} (pid {pid}), while it loaded ")
     assert "sample 13 of epoch 1" in words
     assert LOADER_KILLED.search(words)  # by which the agent knows that a restart may help
+
+
+def test_a_process_that_dies_while_its_batch_is_fetched_is_named(monkeypatch):
+    def lost():
+        raise RuntimeError("DataLoader worker (pid 5) is killed by signal: Killed. ")
+
+    with pytest.raises(ConnectionResetError), naming_lost_processes(Box(make_box(0)), 3):
+        raise ConnectionResetError("of something else")
+    monkeypatch.setattr(torch._C, "_error_if_any_worker_fails", lost)
+    with (
+        pytest.raises(TrainingError, match=r"rank 3 lost a process.*pid 5"),
+        naming_lost_processes(Box(make_box(0)), 3),
+    ):
+        raise ConnectionResetError("104")
 
 
 def test_an_error_that_is_none_of_a_process_passes():
