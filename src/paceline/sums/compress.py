@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.sums.gather import labelled, start_gather, start_sum, waited_for
+from paceline.sums.gather import labelled, start_gather, start_sum, when_done
 from paceline.sums.tree import round_up
 
 State = Mapping[str, Tensor]
@@ -42,7 +42,7 @@ class Whole:
     def sum(self, tensors: Sequence[Tensor], state: State, group: dist.ProcessGroup) -> tuple[list[Tensor], State]:
         """The sums, new and contiguous, and the state after them; neither argument changes (a collective)."""
         flat = labelled(flattened(tensors), NAME)
-        return split(waited_for(dist.all_reduce(flat, group=group, async_op=True), flat), self._shapes), state
+        return split(when_done(dist.all_reduce(flat, group=group, async_op=True), flat), self._shapes), state
 
 
 class Bf16:
@@ -100,7 +100,7 @@ class Rounded:
         received = torch.empty_like(packed)
         work = dist.all_to_all_single(received, labelled(packed, NAME), group=group, async_op=True)
         held = values.sub_(code.unpack(packed, self._dtype).flatten())  # while it travels
-        waited_for(work, received)
+        when_done(work, received)
         total = state["owed"].clone()
         for part in code.unpack(received, self._dtype):  # in the order of hosts
             total += part

@@ -44,7 +44,7 @@ def start_gather(mine: Tensor, name: str, group: dist.ProcessGroup | None = None
         work = dist.all_to_all_single(of_all, own, group=group, async_op=True)
     else:
         work = gather_shares(of_all, own, group)
-    return lambda: waited_for(work, of_all, own).view(size, len(mine))
+    return lambda: when_done(work, of_all, own).view(size, len(mine))
 
 
 def start_sum(numbers: Tensor, name: str, group: dist.ProcessGroup | None = None) -> Callable[[], Tensor]:
@@ -59,10 +59,10 @@ def start_sum(numbers: Tensor, name: str, group: dist.ProcessGroup | None = None
         return lambda: reduce(torch.add, gathered().unbind())  # in the order of ranks: the same bits on all of them
     total = labelled(numbers.clone(), name)
     work = dist.all_reduce(total, group=group, async_op=True)
-    return lambda: waited_for(work, total)
+    return lambda: when_done(work, total)
 
 
-def waited_for(work: dist.Work | None, found: Tensor, *sent: Tensor) -> Tensor:
+def when_done(work: dist.Work | None, found: Tensor, *sent: Tensor) -> Tensor:
     """What is `found`, once the work that finds it is done; gloo reads what is `sent` until then: it is kept."""
     if work is not None:  # None only for ranks outside the group
         work.wait()
