@@ -140,6 +140,7 @@ def _start(request: m.Rehearse, local_rank: int, errors: int) -> subprocess.Pope
         "MASTER_ADDR": request.address,
         "MASTER_PORT": str(request.port),
         "OMP_NUM_THREADS": str(request.threads),
+        "PYTHONUNBUFFERED": "1",  # as agents start ranks: what it has printed comes before what has ended it
         **WorkerBirth(agent_pid=os.getpid()).variable(),  # it dies with us
     }
     if request.interface:
