@@ -96,7 +96,8 @@ def test_without_torch_there_is_none_and_what_only_a_start_reads_is_refused() ->
 
 
 def test_what_they_are_forked_from_ends_with_whoever_started_it() -> None:
-    code = "import os; from tests import warm; warm.run(['-c', ''], torch=False); print(*warm.pids(), flush=True); os._exit(0)"
+    code = "import os; from tests import warm; warm.run(['-c', ''], torch=False); "
+    code += "print(*warm.pids(), flush=True); os._exit(0)"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=warm.ROOT, capture_output=True, text=True, timeout=50, check=True
     )
