@@ -8,6 +8,7 @@ import torch.distributed as dist
 from tests.run_ranks import run_ranks
 from tests.sums.memory_harness import in_threads
 
+from paceline.sums import gather
 from paceline.sums.gather import MOST_BYTES, start_sum
 from paceline.sums.totals import StartedSum
 
@@ -60,6 +61,23 @@ def sums_over_gloo(rank: int, world_size: int) -> list[tuple[list[float], str]]:
             total, _ = (wait() for wait in reversed(waits))  # the later one is waited for first
         found.append((total[:3].tolist(), "to all" if to_all.called else "ring"))
     return found
+
+
+def gathered_over_gloo(rank: int, world_size: int) -> list[tuple[list[list[float]], bool]]:
+    """What all ranks have, sent to all at once and not; and whether it was."""
+    found = list[tuple[list[list[float]], bool]]()
+    for most in (gather.AT_ONCE_BYTES, 8):
+        with (
+            mock.patch.object(gather, "AT_ONCE_BYTES", most),
+            mock.patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as to_all,
+        ):
+            found.append((gather.start_gather(values(rank, 0), "of a test")().tolist(), to_all.called))
+    return found
+
+
+def test_what_is_large_is_not_copied_for_each_rank(tmp_path):
+    everything = [values(rank, 0).tolist() for rank in range(3)]
+    assert run_ranks(gathered_over_gloo, 3, tmp_path) == [[(everything, True), (everything, False)]] * 3
 
 
 def test_a_few_numbers_are_sent_to_all_at_once_and_many_go_round(tmp_path):

@@ -1,6 +1,6 @@
 """What every rank has to say, on every rank, over torch.distributed alone.
 
-On the CPU each rank sends it to all others at once: one trip there and back, however many ranks there are. Gloo's own
+On the CPU each rank sends it to all others at once, if it is not much: one trip there and back, however many ranks there are. Gloo's own
 all-gather and all-reduce are rings, which take one and two trips for each rank but one.
 """
 
@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 CPU = torch.device("cpu")
+AT_ONCE_BYTES = 1 << 26  # of all messages to all; what is larger is not copied for each
 MOST_BYTES = 1 << 16  # that a rank sends to all beyond a ring's: 50 ms at 10 Mbit/s
 
 
@@ -38,7 +39,8 @@ def start_gather(mine: Tensor, name: str, group: dist.ProcessGroup | None = None
     Returns:
         To be called once: (ranks, n), by rank.
     """
-    size, to_all = dist.get_world_size(group), mine.device.type == "cpu"
+    size = dist.get_world_size(group)
+    to_all = mine.device.type == "cpu" and size * mine.nbytes <= AT_ONCE_BYTES
     own, of_all = labelled(mine.repeat(size) if to_all else mine, name), mine.new_empty(size * len(mine))
     if to_all:
         work = dist.all_to_all_single(of_all, own, group=group, async_op=True)
