@@ -28,6 +28,7 @@ from pathlib import Path
 import pytest
 
 pytest_plugins = ["pytester"]
+os.environ.pop("PYTHONUNBUFFERED", None)  # a user's shell has none: with it, tests passed that failed on their machines
 
 RUN_MARKER = "PACELINE_TEST_RUN"  # in the environment of every process that a test starts, however far down
 SETTLE_SECONDS = 2.0  # what is just ending is no leak

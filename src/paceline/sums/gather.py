@@ -1,7 +1,7 @@
 """What every rank has to say, on every rank, over torch.distributed alone.
 
-On the CPU each rank sends it to all others at once, if it is not much: one trip there and back, however many ranks there are. Gloo's own
-all-gather and all-reduce are rings, which take one and two trips for each rank but one.
+On the CPU each rank sends it to all others at once, if it is not much: one trip there and back, however many ranks
+there are. Gloo's own all-gather and all-reduce are rings, which take one and two trips for each rank but one.
 """
 
 import json
