@@ -14,6 +14,7 @@ import pytest
 from paceline.agent import channel
 from paceline.agent.channel import LENGTH, MAC_BYTES, MAGIC, MAX_MESSAGE_BYTES, Knock, Link, introduce
 from paceline.agent.messages import Alive, Message, Ordered, RunOver, Stop
+from paceline.faults.reading import said_by_paceline
 
 SECRET = b"s" * 32
 
@@ -192,3 +193,18 @@ def test_the_end_of_the_other_side_is_seen(pair: tuple[Link, Link]) -> None:
     heard(node)
     assert node.ended == "it closed the connection"
     node.send(Alive())  # no error: whoever looks at `ended` knows
+
+
+def test_a_side_that_reads_nothing_is_taken_for_lost_in_words_that_the_score_of_faults_knows(
+    pair: tuple[Link, Link], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from paceline.agent.messages import StartReply
+
+    _, node = pair
+    monkeypatch.setattr(channel, "SEND_SECONDS", 0.2)
+    began = time.monotonic()
+    while not node.ended:
+        node.send(StartReply(1, "x" * (1 << 20)))
+    assert time.monotonic() - began < 5
+    line = f"node 1 (n3) has lost node 0 (n2): {node.ended}; its own workers are stopped"
+    assert said_by_paceline([(1.0, line)], 1, None).named == (0,)

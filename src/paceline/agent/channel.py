@@ -26,7 +26,7 @@ NONCE_BYTES = 32
 MAC_BYTES = 32
 MAX_MESSAGE_BYTES = 4 << 20  # a node of 64 ranks that all end with a long traceback
 MEET_SECONDS = 5.0  # for the whole meeting; a silent stranger holds no place for longer
-SEND_SECONDS = 5.0  # a peer whose buffers stay full for so long reads no more
+SEND_SECONDS = 5.0  # a peer whose buffers stay full for so long is taken for lost
 LENGTH = struct.Struct("!I")
 NUMBER = struct.Struct("!Q")
 
@@ -66,7 +66,7 @@ class Link:
                 poll = select.poll()
                 poll.register(self._socket, select.POLLOUT)
                 if not poll.poll(1000 * max(0.0, deadline - time.monotonic())):
-                    self.end("it reads no more")
+                    self.end(f"it has read nothing for {SEND_SECONDS:.0f} s")
             except OSError as error:
                 self.end(f"the connection broke: {error.strerror}")
 
