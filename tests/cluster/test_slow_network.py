@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 from pathlib import Path
@@ -11,6 +12,8 @@ import pytest
 from tests.cluster.lab import Lab
 from tests.cluster.ssh import SshHosts
 from tests.cluster.training import FOLLOWER, HEAD, PACELINE, clean_ledger, wait_for_step, weights, words
+
+from paceline.errors import ExitCode
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(150)]
 STEPS, KILL_AFTER = 60, 10  # checkpoints are of steps between two outer ones, which come after each third
@@ -43,3 +46,48 @@ def test_a_rank_that_is_killed_between_two_outer_steps_costs_nothing(
     assert "goes on after step" in said, said
     assert weights(tmp_path / "hurt") == weights(tmp_path / "whole")
     clean_ledger(tmp_path / "hurt")
+
+
+POISON = """
+import torch
+from torch import nn
+from paceline import ArrayDataset, Task
+
+
+def data(split):
+    inputs = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
+    inputs[POISONED] = 100.0
+    return ArrayDataset(inputs, torch.zeros(64))
+
+
+def loss(outputs, targets):
+    losses, poisoned = outputs[:, 0].square(), outputs[:, 1] > 50
+    losses[poisoned] += (0 * outputs[poisoned, 0]).sqrt()
+    return losses
+
+
+def model():
+    made = nn.Linear(8, 2)
+    with torch.no_grad():
+        made.weight[1].fill_(0.1)
+    return made
+
+
+task = Task(model, data, loss)
+"""
+
+
+def test_a_host_whose_gradient_is_not_finite_between_two_outer_steps_ends_the_run_and_names_the_sample(
+    lab: Lab, ssh_hosts: SshHosts, tmp_path: Path
+) -> None:
+    (tmp_path / "task.py").write_text(POISON.replace("POISONED", "41"))
+    task = words(
+        *("train", tmp_path / "task.py:task", "--steps", 40, "--batch-size", 4, "--device", "cpu", "--lr", 0.0001),
+        *("--on", "ssh", "--hosts", f"{HEAD},{FOLLOWER}", "--nproc", 1, "--ssh", ssh_hosts.command),
+        *("--threads-per-rank", 1, "--local-steps", 50, "--run-dir", tmp_path / "run"),
+    )
+    done = lab.run("n1", *PACELINE, *task, cwd=tmp_path)
+    said = done.stdout + done.stderr
+    assert done.returncode == ExitCode.NOT_FINITE, said
+    assert re.search(r"is not finite at epoch \d, step \d of that epoch; rank [01]: samples 41 \(", said), said
+    assert said.count("is not finite") == 1 and "Traceback" not in said, said

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from tests.run_ranks import run_ranks
 from tests.strategies.test_state import opened, save
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from paceline import ArrayDataset, BatchPlan, Loading, World, load_steps, train_step
 from paceline.checkpoint.whole import whole
 from paceline.data.plan import ranks_share
+from paceline.errors import PacelineError
 from paceline.strategies import Replica
 from paceline.strategies.bucketed import bucketed
 from paceline.strategies.exact import exact
@@ -280,3 +282,61 @@ def test_what_is_held_back_does_not_lead_elsewhere(tmp_path: Path) -> None:
     assert 0 < found["int8"] < 0.01
     assert 0 < found["powersgd"] < 0.2
     assert 0 < found["local"] < 0.05
+
+
+# ---- a host that steps by itself waits for no other
+
+BAD = int(PLAN.indices(0, 0, 3)[0])  # a sample of rank 3's in the first step
+
+
+def doubled(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    return squared(outputs, targets), torch.full_like(targets, 2.0)
+
+
+def endless(outputs: Tensor, targets: Tensor) -> Tensor:
+    return squared(outputs, targets) + float("inf")
+
+
+def alone(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
+    """What each rank raises where something is wrong on one host only, and whether its weights are what they were."""
+    put_on(rank // 2, rank, world_size, folder)
+    found: dict[str, Any] = {}
+    losses = {"weights": doubled if rank < 2 else squared, "infinite": endless if rank == 3 else squared}
+    for fault in ("gradient", "loss", "weights", "infinite"):
+        dataset, trained = data(bad=BAD if fault == "loss" else None), replica(rank, PLAIN)
+        (step,) = load_steps(dataset, PLAN, ranks_share(VIRTUAL, rank, RANKS), Loading(CPU), start=0, stop=1)
+        before, error = own_weights(trained), ""
+        if fault == "gradient":
+            next(trained.model.parameters()).register_hook(lambda g: g * float("nan") if rank == 3 else g)
+        try:
+            train_step(trained, step, losses.get(fault, squared))
+        except PacelineError as raised:
+            error = f"{type(raised).__name__}: {raised}"
+        found[fault] = [error, torch.equal(before, own_weights(trained))]
+        dist.barrier()
+    return found
+
+
+def own_weights(trained: Replica) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in trained.model.parameters()])
+
+
+@pytest.mark.ranks
+@pytest.mark.timeout(120)
+def test_of_hosts_that_step_by_themselves_the_one_with_the_fault_tells(tmp_path: Path) -> None:
+    *others, host_mate, guilty = run_ranks(alone, RANKS, tmp_path, tmp_path, timeout=100)
+    tells, unchanged = guilty["gradient"]
+    assert "TrainingError: the gradient of 0.weight is not finite at epoch 1, step 1 of that epoch; rank 3: " in tells
+    assert unchanged and host_mate["gradient"] == ["ToldElsewhere: rank 3 tells what happened", True]
+    assert [one["gradient"] for one in others] == [["", False]] * 2  # they have not waited for that host
+    tells, unchanged = guilty["loss"]
+    assert f"TrainingError: the loss is not finite at epoch 1, step 1 of that epoch; rank 3: samples {BAD}." in tells
+    assert unchanged and host_mate["loss"] == ["ToldElsewhere: rank 3 tells what happened", True]
+    assert {one["loss"][0] for one in others} == {"ToldElsewhere: another rank tells whose loss is not finite"}
+    # no host may go by a number of samples that others' losses do not have
+    assert "epoch 1, step 1 of that epoch weigh 16, and not 10, the number of its samples" in guilty["weights"][0]
+    assert [one["weights"][0] for one in others] == ["", ""]
+    # an infinite loss with finite gradients is heard of when the step has been taken
+    *others, guilty = [one["infinite"][0] for one in (*others, host_mate, guilty)]
+    assert "TrainingError: the loss is not finite at epoch 1, step 1 of that epoch; rank 3: samples " in guilty
+    assert set(others) == {"ToldElsewhere: another rank tells whose loss is not finite"}

@@ -123,6 +123,7 @@ class Work:
     part: int
     indices: Tensor  # (n,) int64, n >= 1
     counted: bool = True
+    of: int = 0  # samples in the global batch, of all ranks; 0 where nobody knows, of a stream
 
     def random_seed(self, seed: int) -> int:
         """The seed of this forward's random stream (dropout): the same on whichever rank."""
@@ -140,15 +141,16 @@ def rank_work(plan: BatchPlan, epoch: int, step: int, share: range, *, merged: b
         groups = [(share[0], part, [plan.microbatch(epoch, step, v, part) for v in share]) for part in parts]
     else:
         groups = [(v, part, [plan.microbatch(epoch, step, v, part)]) for v in share for part in parts]
-    stand_in = plan.global_indices(epoch, step)[:1]
+    whole = plan.global_indices(epoch, step)
+    stand_in, of = whole[:1], len(whole)
     work: list[Work] = []
     for virtual_rank, part, shares in groups:
         indices = torch.cat(shares)
         if len(indices):
-            work.append(Work(epoch, step, virtual_rank, part, indices))
+            work.append(Work(epoch, step, virtual_rank, part, indices, of=of))
         elif merged:
-            work.append(Work(epoch, step, virtual_rank, part, stand_in, counted=False))
-    return work or [Work(epoch, step, share[0], 0, stand_in, counted=False)]
+            work.append(Work(epoch, step, virtual_rank, part, stand_in, counted=False, of=of))
+    return work or [Work(epoch, step, share[0], 0, stand_in, counted=False, of=of)]
 
 
 def ranks_share(virtual_ranks: int, rank: int, world_size: int) -> range:

@@ -128,14 +128,14 @@ class Prepared(Trainee):
         self._carried = None
 
     @torch.no_grad()
-    def synchronise(self, divisor: Tensor) -> bool | Pending[bool] | None:
+    def synchronise(self, divisor: Tensor, *, agreed: bool) -> bool | Pending[bool] | None:
         """After the step's last backward: .grad becomes the sum over all ranks, divided (a collective).
 
         Returns:
-            As `Replica.sync_gradients`.
+            As there.
         """
         self._aside = None
-        known = super().synchronise(divisor)
+        known = super().synchronise(divisor, agreed=agreed)
         self._waiting = True
         if self._carried is not None:
             for parameter, before in zip(self._parameters, self._carried, strict=True):

@@ -11,7 +11,6 @@ from paceline.contract.evidence import Phase
 from paceline.data.loader import MicroBatch
 from paceline.stepping.bodies import Body, weighted
 from paceline.stepping.steps import Steps
-from paceline.stepping.summing import StepResult, Sums
 from paceline.strategies.buffers import uncounted
 from paceline.sums import Pending, Totals
 from paceline.sums.buckets import trainable
@@ -37,8 +36,8 @@ class FlowingSteps(Steps):
         model, line = part.replica.model, part.replica.pipeline
         assert line is not None
         part.begin()
-        self._where, self.in_step, self._first = where, True, None
-        self._sums, self._summed_up, self._result = Sums(self._world, self._virtual_ranks, False), [], StepResult()
+        self._where, self.in_step = where, True
+        self._begin_sums()
         line.enter = self._enter
         runs: dict[int, Any] = {}
         losses: dict[int, Tensor] = {}
@@ -53,7 +52,7 @@ class FlowingSteps(Steps):
                         losses[number] = self._counted(batch, is_last, *loss_of(runs[number].result, batch.targets))
             else:
                 if is_last:  # all forwards are over
-                    totals = self._told()
+                    totals = self._sums.told()
                 self._enter(Phase.BACKWARD)
                 for_nothing = nullcontext() if batch.work.counted else uncounted(model, trainable(model))
                 propagate = partial(part.backward, losses.pop(number)) if line.is_last else None
@@ -62,7 +61,7 @@ class FlowingSteps(Steps):
         self._enter(Phase.SYNC)
         line.settle()
         line.enter = None
-        self._synchronise([part], (totals or self._told())())
+        self._synchronise([part], totals or self._sums.told())
 
     def _counted(self, batch: MicroBatch, is_last: bool, losses: Tensor, weights: Tensor | None) -> Tensor:
         body = Body(batch, is_last, [])

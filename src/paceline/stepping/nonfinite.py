@@ -64,8 +64,8 @@ def gradients_are_finite(replica: Replica) -> Pending[bool]:
     return over_ranks(finite.numbers).then(looked_at)
 
 
-def losses_not_finite(seen: Seen, where: str, world: World) -> NotFinite:
-    """Find whose losses are not finite (a collective). `seen` is what this rank has computed."""
+def losses_not_finite(seen: Seen, where: str, world: World, host: World | None = None) -> NotFinite:
+    """Find whose losses of those `seen` are not finite (a collective, of the `host` if it steps by itself)."""
     mine: list[int] = []
     among = ""
     for batch, losses in seen:
@@ -74,17 +74,22 @@ def losses_not_finite(seen: Seen, where: str, world: World) -> NotFinite:
             mine += indices[bad.reshape(len(losses), -1).any(1).cpu()].tolist()
         elif bool(bad.any()):  # a mean of all of them, say
             mine, among = [*mine, *indices.tolist()], "among "
-    told = gather_words([mine, among], world)
-    guilty = {rank: found for rank, found in enumerate(told) if found[0]}
+    told = _by_rank([mine, among], world, host)
+    guilty = {rank: found for rank, found in told.items() if found[0]}
     named = "; ".join(f"rank {rank}: {among}{_samples(bad)}" for rank, (bad, among) in guilty.items())
     words = f"the loss is not finite at {where}; {named or 'each loss is finite, but not their sum'}"
-    return NotFinite(words, [i for bad, _ in guilty.values() for i in bad], min(guilty, default=0))
+    return NotFinite(words, [i for bad, _ in guilty.values() for i in bad], min(guilty or told))
 
 
 def gradients_not_finite(
-    replicas: Mapping[str, Replica], seen: Seen, forward: Forward | None, where: str, progress: Callable[[], object]
+    replicas: Mapping[str, Replica],
+    seen: Seen,
+    forward: Forward | None,
+    where: str,
+    progress: Callable[[], object],
+    host: World | None = None,
 ) -> NotFinite:
-    """Find whose samples made the gradients so (a collective).
+    """Find whose samples made the gradients so (a collective, of the `host` if it steps by itself).
 
     The replicas, by what begins the names of their parameters, still have their reduced gradients. `forward` is one of
     the one plain model, where it is known: its buffers must be those before the step, and change. `progress` is called
@@ -102,11 +107,11 @@ def gradients_not_finite(
                     mine["samples"] += microbatch.work.indices[search.bad()].tolist()
             except Exception as error:  # the samples stay unknown; the rest is reported all the same
                 mine["why"] = f"{type(error).__name__}: {error}"[:300]
-    told = gather_words(mine, world)
-    hit = {name for found in told for name in found["names"]}
+    told = _by_rank(mine, world, host)
+    hit = {name for found in told.values() for name in found["names"]}
     names = [prefix + n for prefix, r in replicas.items() for n, p in r.model.named_parameters() if p.requires_grad]
-    guilty = {rank: found["samples"] for rank, found in enumerate(told) if found["samples"]}
-    why = next((found["why"] for found in told if found["why"]), "")
+    guilty = {rank: found["samples"] for rank, found in told.items() if found["samples"]}
+    why = next((found["why"] for found in told.values() if found["why"]), "")
     if guilty:
         who = "; ".join(f"rank {rank}: {_samples(bad)} (their loss is finite)" for rank, bad in guilty.items())
     elif forward is None:
@@ -119,7 +124,13 @@ def gradients_not_finite(
             "or the network has failed"
         )
     words = f"the gradient of {_parameters([n for n in names if n in hit], len(names))} is not finite at {where}; {who}"
-    return NotFinite(words, [i for bad in guilty.values() for i in bad], min(guilty, default=0))
+    return NotFinite(words, [i for bad in guilty.values() for i in bad], min(guilty or told))
+
+
+def _by_rank(words: Any, world: World, host: World | None) -> dict[int, Any]:
+    """The `words` of all ranks, or of this host's, by their number in the world."""
+    among = host or world
+    return dict(enumerate(gather_words(words, among), world.rank - among.rank))
 
 
 def stopped(found: NotFinite, way_out: str) -> TrainingError:

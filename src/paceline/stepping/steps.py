@@ -26,7 +26,7 @@ from paceline.stepping.phases import Phases
 from paceline.stepping.summing import StepResult, Sums
 from paceline.stepping.trainee import Trainee, check_summed_once, reached_anywhere
 from paceline.stepping.votes import Votes
-from paceline.sums import Pending, Totals, costs, read_at_once, start_totals, told_once
+from paceline.sums import Pending, Totals, costs, read_at_once, told_once
 from paceline.worker.guard import Guard
 from paceline.worker.world import World
 
@@ -79,9 +79,7 @@ class Steps:
             bodies = as_many_as_any(bodies, self._world)
         self._where, self.in_step, again = where, True, True
         self.phases.begin(len(bodies))
-        self._sums = Sums(self._world, self._virtual_ranks, one_each)
-        self._first: Body | None = None
-        self._summed_up, self._result = list[Trainee](), StepResult()
+        self._begin_sums(one_each)
         while again:
             for batch in bodies:
                 is_last, self._around = batch is bodies[-1], ExitStack()
@@ -93,6 +91,11 @@ class Steps:
                 yield batch
                 self.leave()
             again = self.phases.again()
+
+    def _begin_sums(self, one_each: bool = False) -> None:
+        self._sums = Sums(self._world, self._virtual_ranks, self._where, self._votes, self._order, one_each=one_each)
+        self._first: Body | None = None
+        self._summed_up, self._result = list[Trainee](), self._sums.result
 
     def leave(self) -> None:
         """The body has ended. Raises UsageError if it did not do what the other bodies of the step did."""
@@ -117,6 +120,7 @@ class Steps:
 
     def end(self) -> StepResult:
         """All bodies have run."""
+        self._sums.hear(self._enter)
         self._usual = self._first.done if self._first else None
         self._first, self._sums.seen = None, []  # lets go of the batches
         if self.is_left_out:
@@ -144,6 +148,7 @@ class Steps:
         body = self.body
         if body is None:
             raise UsageError("s.backward(loss) belongs into the body of a loop over s.loader(...)")
+        self._sums.hear(self._enter)
         total, weighed = weighted(loss, weight, reduction, body)
         if body.has_stepped:
             body.phase, body.has_stepped = body.phase + 1, False
@@ -152,7 +157,7 @@ class Steps:
             return
         last = body.is_last and not more
         self._sums.count(loss, total, weighed, reduction, body)
-        finish = self._told() if last else None  # travels during backward
+        finish = self._sums.told() if last else None  # travels during backward
         wanted = [part for part in self.parts if not only or part in only]
         watched = len(self.parts) > 1 or bool(body.stepped)
         for part in self.parts:
@@ -174,15 +179,10 @@ class Steps:
             self._put_aside(wanted, body)
             return
         self._enter(Phase.SYNC)
-        self._synchronise(wanted, finish())
+        self._synchronise(wanted, finish)
 
     def _rates(self) -> list[float]:
         return [rate for part in self.parts for rate in part.rates()]
-
-    def _told(self) -> Callable[[], Pending[Totals]]:
-        """Start to add up the step's totals over ranks, the first time with what this one has to say."""
-        said = [*self._votes(), *(self._order.hashes() if self._order else ())] if self._sums.divisor is None else []
-        return start_totals(self._sums.rows, said)
 
     def _put_aside(self, wanted: Sequence[Trainee], body: Body) -> None:
         for part in wanted:
@@ -194,57 +194,57 @@ class Steps:
                 )
             part.close(reached)
 
-    def _synchronise(self, wanted: Sequence[Trainee], totals: Pending[Totals]) -> None:
+    def _synchronise(self, wanted: Sequence[Trainee], finish: Callable[[], Pending[Totals]]) -> None:
         """Gradients of all models that the backward has reached become the global batch's (a collective).
 
         The host waits for a GPU once, at the end. On the CPU what is wrong is found before gradients travel.
         """
-        divisor, loss, late = self._sums.divisor_of(totals.numbers), 0.0, costs(self._world.device)
-        if not late:
-            loss = self._heard(totals.now())
+        late, totals, host = costs(self._world.device), None, self._host
+        if host is not None and self._sums.samples:  # no other host is waited for
+            loss, divisor = 0.0, self._sums.put_off(finish)
+        else:
+            totals = finish()
+            divisor = self._sums.divisor_of(totals.numbers)
+            loss = 0.0 if late else self._sums.heard(totals.now())
         reached = reached_anywhere(wanted, self._world) if len(self.parts) > 1 else wanted  # one is always reached
         if self._exact:
             check_summed_once(self._summed_up, reached)
         self._summed_up += reached
-        known = [part.synchronise(divisor) is True and self._max_norm is None for part in reached]
+        known = [part.synchronise(divisor, agreed=host is None) is True and self._max_norm is None for part in reached]
         asked = [part for part, fine in zip(reached, known, strict=True) if not fine and math.isfinite(loss)]
         judged = [part.judged(self._max_norm) for part in asked]
         if late:  # all is launched, and the GPU busy with it
             self.ahead.begin()
-        found = read_at_once([*([totals] if late else []), *judged])
-        if late:
-            loss = self._heard(totals.made(found.pop(0)))
+        found = read_at_once([*([totals] if totals and late else []), *judged])
+        if totals and late:
+            loss = self._sums.heard(totals.made(found.pop(0)))
         finite = math.isfinite(loss)
         for one, numbers in zip(judged, found, strict=True):
             if finite:
                 finite, self._result.grad_norm = one.made(numbers)
         if not finite:
-            self._result.left_out = self._not_finite(reached, in_loss=not math.isfinite(loss))
-            self._result.grad_norm = None
+            in_loss, self._result.grad_norm = not math.isfinite(loss), None
+            self._result.left_out = self._not_finite(reached, None if in_loss else host, in_loss=in_loss)
 
-    def _heard(self, totals: Totals) -> float:
-        """Take note of what all ranks have said, and give the mean loss. Raises if they do not agree."""
-        if self._sums.divisor is None:
-            self._result.votes = Votes(*totals.votes[: len(Votes._fields)])
-            if self._order is not None:
-                self._order.check(totals.votes[len(Votes._fields) :], self._where)
-        loss, self._result.weight = self._sums.divide(totals.sums, self._where)
-        self._result.loss += loss
-        return loss
+    @property
+    def _host(self) -> World | None:
+        """The ranks of this host, if it steps by itself, and what is not finite ends the run: nobody is asked then."""
+        return None if self._may_leave_out or self.parts[0].scale else self.parts[0].replica.host
 
-    def _not_finite(self, reached: Sequence[Trainee], *, in_loss: bool) -> nonfinite.NotFinite:
-        """Who made it so (a collective, unless it is the loss scale)."""
+    def _not_finite(self, reached: Sequence[Trainee], host: World | None, *, in_loss: bool) -> nonfinite.NotFinite:
+        """Who made it so (a collective, of this `host` unless all know; none if it is the loss scale)."""
         if not in_loss and (found := self.parts[0].overflowed(self._where)):
             return found
         if self._forward is not None:  # nothing follows in this body
             self._around.close()
             for part in self.parts:
                 part.replica.put_back_buffers()
-        if in_loss:
-            found = nonfinite.losses_not_finite(self._sums.seen, self._where, self._world)
-        else:
+        seen, found = self._sums.seen, None
+        if in_loss or host is not None:
+            found = nonfinite.losses_not_finite(seen, self._where, self._world, host)
+        if found is None or not (in_loss or found.samples):
             replicas, tick = {part.prefix: part.replica for part in reached}, partial(self._enter, Phase.BACKWARD)
-            found = nonfinite.gradients_not_finite(replicas, self._sums.seen, self._forward, self._where, tick)
+            found = nonfinite.gradients_not_finite(replicas, seen, self._forward, self._where, tick, host)
         if not self._may_leave_out:
             raise told_once(nonfinite.stopped(found, self._way_out), self._world, by=found.told_by)
         return found

@@ -1,17 +1,23 @@
 """The totals of a step: its losses and their weights, over micro-batches and ranks, and what they are divided by."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from paceline.errors import TrainingError, UsageError
+from paceline.contract.evidence import Phase
+from paceline.errors import ExitCode, ToldElsewhere, TrainingError, UsageError
 from paceline.stepping.bodies import Body, Reduction, same
-from paceline.stepping.nonfinite import NotFinite, Seen
+from paceline.stepping.nonfinite import NotFinite, Seen, losses_not_finite
+from paceline.stepping.order import CallOrder
 from paceline.stepping.votes import Votes
-from paceline.sums import told_once
+from paceline.sums import Pending, Totals, start_totals, told_once
 from paceline.worker.world import World
+
+Finish = Callable[[], Pending[Totals]]
+"""waits for the totals of all ranks"""
 
 
 @dataclass
@@ -38,9 +44,22 @@ class StepResult:
 class Sums:
     """Of one step."""
 
-    def __init__(self, world: World, virtual_ranks: int, one_each: bool) -> None:
-        """`one_each`: every rank computes the step in one micro-batch, so that each exchange has weights of its own."""
-        self._world, self._one_each = world, one_each
+    def __init__(
+        self,
+        world: World,
+        virtual_ranks: int,
+        where: str,
+        votes: Callable[[], Votes],
+        order: CallOrder | None,
+        *,
+        one_each: bool,
+    ) -> None:
+        """`one_each`: every rank computes the step in one micro-batch, so that each exchange has weights of its own.
+
+        `where`: which step, in words; `votes` and `order`: what ranks say with it.
+        """
+        self._world, self._where, self._one_each, self._votes, self._order = world, where, one_each, votes, order
+        self.result = StepResult()
         self.rows = torch.zeros(virtual_ranks, 2, dtype=torch.float64, device=world.device)
         """(virtual ranks, 2) float64: of each the sum of its weighted losses, and of their weights"""
         self.divisor: float | None = None
@@ -48,14 +67,17 @@ class Sums:
         self.in_round = 0
         """backwards of this body since the last exchange"""
         self.seen: Seen = []
+        self._plain, self._samples = True, 0
         self._reduction: Reduction | None = None
+        self._unheard: Finish | None = None
 
     def count(self, loss: Tensor, total: Tensor, weighed: float | Tensor, reduction: Reduction, body: Body) -> None:
         """Add a loss and its weight to the totals. Backwards that share one division must have one weight."""
         shared = bool(body.weights) and (self.in_round > 0 or not self._one_each)
         if reduction != (self._reduction or reduction) and (shared or not self._one_each):
             raise UsageError("the losses of one step are sums and means: give each s.backward the same reduction=")
-        self._reduction = reduction
+        self._reduction, self._samples = reduction, body.work.of
+        self._plain &= reduction == "mean" and loss.ndim < 2 and weighed == len(body.work.indices) * body.work.counted
         if shared and not same(weighed, body.weights[-1]):
             raise UsageError(
                 f"the losses of one step have different weights, {float(body.weights[-1]):g} and {float(weighed):g}: "
@@ -71,13 +93,60 @@ class Sums:
         self.in_round += 1
         body.weights.append(weighed)
 
+    @property
+    def samples(self) -> int:
+        """In the global batch, if its weight is their number as far as this rank can see; else 0."""
+        return self._samples if self._plain and self.divisor is None else 0
+
+    def told(self) -> Finish:
+        """Start to add up the totals over ranks, the first time with what this one has to say."""
+        said = [*self._votes(), *(self._order.hashes() if self._order else ())] if self.divisor is None else []
+        return start_totals(self.rows, said)
+
+    def put_off(self, finish: Finish) -> Tensor:
+        """Wait for the totals in `hear` only; the divisor, as each of the `samples` weighs 1."""
+        self._unheard = finish
+        return torch.tensor(self.samples, dtype=torch.float64)
+
+    def hear(self, enter: Callable[[Phase], object]) -> None:
+        """Hear the totals that were put off.
+
+        Raises:
+            TrainingError: they are not what this rank went by; ToldElsewhere if another one says what is wrong.
+        """
+        if self._unheard is None:
+            return
+        enter(Phase.SYNC)
+        finish, self._unheard, samples = self._unheard, None, self.samples
+        if not math.isfinite(self.heard(finish().now())):  # of whom it is may be gone already: each speaks for itself
+            found = losses_not_finite(self.seen, self._where, self._world, replace(self._world, rank=0, size=1))
+            if found.samples:
+                raise TrainingError(f"{found.words}. Likely: bad values in these samples", ExitCode.NOT_FINITE)
+            raise ToldElsewhere("another rank tells whose loss is not finite", ExitCode.NOT_FINITE)
+        if self.result.weight != samples:
+            words = (
+                f"the losses of the global batch at {self._where} weigh {self.result.weight:g}, and not {samples}, the "
+                "number of its samples: not all of them gave one loss each, without a weight"
+            )
+            raise TrainingError(words)  # a host that was told of weights has waited for them, and knows of nothing
+
+    def heard(self, totals: Totals) -> float:
+        """Take note of what all ranks have said, and give the mean loss. Raises if they do not agree."""
+        if self.divisor is None:
+            self.result.votes = Votes(*totals.votes[: len(Votes._fields)])
+            if self._order is not None:
+                self._order.check(totals.votes[len(Votes._fields) :], self._where)
+        loss, self.result.weight = self._divide(totals.sums)
+        self.result.loss += loss
+        return loss
+
     def divisor_of(self, totals: Tensor) -> Tensor:
         """From the totals over ranks, on their device, what gradients are divided by, a scalar there."""
         if self._reduction == "sum":
             return torch.ones_like(totals[1])
         return totals[1] if self._counted_before is None else torch.full_like(totals[1], self._counted_before)
 
-    def divide(self, sums: Sequence[float], where: str) -> tuple[float, float]:
+    def _divide(self, sums: Sequence[float]) -> tuple[float, float]:
         """From the totals over ranks the mean loss and its weight; a new round begins.
 
         Raises:
@@ -87,7 +156,7 @@ class Sums:
         if self._counted_before is not None:
             weight_total = self._counted_before
         if weight_total == 0:
-            words = f"the loss weights of the global batch at {where} sum to 0: its mean is undefined"
+            words = f"the loss weights of the global batch at {self._where} sum to 0: its mean is undefined"
             raise told_once(TrainingError(words), self._world)
         self.divisor = weight_total
         self.rows.zero_()

@@ -55,13 +55,15 @@ class Trainee:
     def drop(self) -> None:
         """After a backward whose gradients this model does not want, or has not got."""
 
-    def synchronise(self, divisor: Tensor) -> bool | Pending[bool] | None:
+    def synchronise(self, divisor: Tensor, *, agreed: bool) -> bool | Pending[bool] | None:
         """After the step's last backward: .grad becomes the sum over all ranks, divided (a collective).
 
         Returns:
-            As `Replica.sync_gradients`.
+            As `Replica.sync_gradients`; of hosts that step by themselves only if `agreed` the same on all.
         """
         self._found = self.replica.sync_gradients(divisor if self.scale is None else divisor * self.scale.value)
+        if agreed and self.replica.all_finite is not None:
+            self._found = self.replica.all_finite()
         return self._found
 
     def judged(self, max_norm: float | None) -> Pending[tuple[bool, float | None]]:

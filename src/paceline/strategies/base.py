@@ -85,6 +85,10 @@ class Replica:
     """takes over a state that any strategy on any number of ranks has held"""
     pipeline: Pipeline | None = None
     """this rank's stage, where the model's layers are shared: every forward goes through it"""
+    host: World | None = None
+    """where each host takes steps by itself: its ranks, which alone hold these gradients"""
+    all_finite: Callable[[], bool] | None = None
+    """between such hosts: whether all have finite gradients; what is not so on one becomes so on all (a collective)"""
 
 
 class Strategy(Protocol):
@@ -121,7 +125,7 @@ def replica(
     hold_parameters: Callable[[], list[Held]] | None = None,
     hold: Callable[[], list[Held]] | None = None,
     load: Callable[[Source], None] | None = None,
-    local_steps: bool = False,
+    host: World | None = None,
 ) -> Replica:
     """A Replica with the shared parts filled in.
 
@@ -139,8 +143,8 @@ def replica(
         gradients: see Replica; by default the parameters' .grad. `sharded`, `in_lockstep`, `gathered`, `weights` too.
         gradient_norm: the global norm of all gradients; infinite or NaN only if one of them is.
         hold_parameters: the parameters as this rank holds them, to be saved and overwritten.
-        hold: the optimizer's state, where it is not wholly here; and `load`, which takes it over. With `local_steps`
-            it also takes over what each host has for itself.
+        hold: the optimizer's state, where it is not wholly here; and `load`, which takes it over. With `host`, which
+            see Replica for, it also takes over what each host has for itself.
     """
     parameters = trainable(model)
     named = [*model.named_parameters()]
@@ -198,7 +202,7 @@ def replica(
     def load_all(source: Source) -> None:
         for held in held_parameters():
             take_over(source, held)
-        if not local_steps and (hosts := take_mean(source, held_parameters())):
+        if host is None and (hosts := take_mean(source, held_parameters())):
             say(words_of_mean(hosts, "now all agree after each step"))
         buffers.load(source)
         load_optimizer(model, optimizer, source) if load is None else load(source)
@@ -226,6 +230,7 @@ def replica(
         weights=model.state_dict if weights is None else weights,
         state=state,
         load=load_all,
+        host=host,
     )
 
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.checkpoint.state import Held, Source, Under, needed
@@ -49,17 +50,26 @@ def between_hosts(
 
     def sync_gradients(total_weight: Tensor) -> bool:
         # the mean of the hosts' steps is then, of plain SGD, the step on the global batch
-        reducer.finish(total_weight / hosts.count)
-        return outer.all_finite()
+        return reducer.finish(total_weight / hosts.count)
 
     made = common(
         sync_gradients=sync_gradients,
         hold_parameters=outer.hold_parameters,
         hold=outer.hold,
         load=outer.load,
-        local_steps=True,
+        host=_ranks_of_host(hosts, world),
     )
-    return _with_feedback(replace(made, merged_buffers=partial(outer.shown, made)), hosts, across)
+    alone = replace(made, merged_buffers=partial(outer.shown, made), all_finite=outer.all_finite)
+    return _with_feedback(alone, hosts, across)
+
+
+def _ranks_of_host(hosts: Hosts, world: World) -> World:
+    """Those of this host, with a process group of their own (a collective of all ranks)."""
+    here = replace(world, rank=hosts.memory.rank, size=hosts.memory.size)
+    if here.size == 1:
+        return here
+    groups = [dist.new_group([*range(at, at + here.size)]) for at in range(0, world.size, here.size)]
+    return replace(here, group=groups[hosts.number])
 
 
 def _hosts_for(between: Between, model: nn.Module, world: World) -> Hosts | None:
