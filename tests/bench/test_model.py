@@ -137,19 +137,22 @@ def test_what_helps_on_a_slow_network_is_predicted_by_its_bytes_and_messages_and
     machine = replace(MACHINE, cores=2, low_rank_bytes=400_000)
     model = Model(machine, 0.01, 1e-4, 0.0, 0.1, 0.0, 1e-9, 0.02)
     points = {At(ranks, 64): measured(model, ranks, 64) for ranks in (1, 2, 4, 8)}
-    one = At(8, 64)
+    one, message, link = At(8, 64), 0.1, Network(12.5e6, 0.05)  # a message takes the latency twice
     points[one] = replace(
         points[one], step=1.1 * points[one].step, exchange=points[one].exchange + 0.1 * points[one].step
     )
-    rows = ahead_of(points, machine, 64, None, Network(12.5e6, 0.01))
+    rows = ahead_of(points, machine, 64, None, link)
     assert all(row.range_seconds and row.range_seconds[0] < row.step_seconds < row.range_seconds[1] for row in rows)
     steps = {row.where.rpartition(", ")[2]: row.step_seconds for row in rows if row.where.startswith("2 machines with")}
-    rest = steps["all is sent"] - (2 * 0.02 + 40e6 / 12.5e6)
+    rest = steps["all is sent"] - (2 * message + 40e6 / 12.5e6)
     assert 0 < rest < 0.1
-    assert steps["--compress bf16"] == pytest.approx(rest + 2 * 0.02 + 20e6 / 12.5e6)
-    assert steps["--compress int8"] == pytest.approx(rest + 2 * 0.02 + 40e6 * (1 + 4 / 512) / 4 / 12.5e6)
-    assert steps["--compress powersgd"] == pytest.approx(rest + 2 * 0.02 + 0.4e6 / 12.5e6)
-    assert steps["--local-steps 16"] == pytest.approx(rest + 0.02 + (2 * 0.02 + 40e6 / 12.5e6) / 16)
+    assert steps["--compress bf16"] == pytest.approx(rest + 2 * message + 20e6 / 12.5e6)
+    assert steps["--compress int8"] == pytest.approx(rest + 2 * message + 40e6 * (1 + 4 / 512) / 4 / 12.5e6)
+    assert steps["--compress powersgd"] == pytest.approx(rest + 2 * message + 0.4e6 / 12.5e6)
+    # of the 100 ms in which losses and votes travel a step waits for what backward and the optimizer do not hide
+    seen = message - 2 / 3 * rest
+    assert 0 < seen < message
+    assert steps["--local-steps 16"] == pytest.approx(rest + seen + (2 * message + 40e6 / 12.5e6) / 16)
     few = {at: parts for at, parts in points.items() if at.ranks < 4}
-    assert all(row.range_seconds is None for row in ahead_of(few, MACHINE, 64, None, Network(12.5e6, 0.01)))
-    assert "powersgd" not in "".join(row.where for row in ahead_of(few, MACHINE, 64, None, Network(12.5e6, 0.01)))
+    assert all(row.range_seconds is None for row in ahead_of(few, MACHINE, 64, None, link))
+    assert "powersgd" not in "".join(row.where for row in ahead_of(few, MACHINE, 64, None, link))

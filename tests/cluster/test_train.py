@@ -112,6 +112,30 @@ def test_a_lost_host_costs_the_steps_since_the_last_snapshot_in_the_memory_of_an
     assert again <= 10, "more steps are done again than lie between two snapshots"
 
 
+@pytest.mark.parametrize("mesh", ["data=2,tensor=2", "tensor=4"])  # each host has a whole model; both share one
+def test_a_killed_rank_of_a_mesh_over_hosts_costs_the_steps_since_the_last_snapshot(
+    lab: Lab, ssh_hosts: SshHosts, tmp_path: Path, mesh: str
+) -> None:
+    script, run_dir = tmp_path / "task.py", tmp_path / "run"
+    task = words("train", f"{script}:task", "--steps", 60, "--batch-size", 4, "--mesh", mesh, "--device", "cpu")
+    task += words("--checkpoint-every", 1000, "--threads-per-rank", 1, "--max-restarts", 1)
+    task += words("--on", "ssh", "--hosts", "n2,n3", "--nproc", 2, "--ssh", ssh_hosts.command)
+    script.write_text(SLOW_TASK.replace("STEP_SECONDS", "0"))
+    done = lab.run("n1", *PACELINE, *task, "--run-dir", tmp_path / "expected", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr + done.stdout
+    script.write_text(SLOW_TASK.replace("STEP_SECONDS", "0.02"))
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    launcher = lab.popen("n1", *PACELINE, *task, "--run-dir", run_dir, cwd=tmp_path, **pipes)
+    wait_for_step(run_dir, 25)
+    os.kill(max(pid for pid, command in lab.processes("n3").items() if " train " in command), signal.SIGKILL)
+    said = launcher.communicate(timeout=60)[0]
+    assert launcher.returncode == 0, said
+    assert (found := re.search(r"goes on after step (\d+) of 60, from the snapshot of step \1\n", said)), said
+    assert int(found[1]) >= 20
+    assert weights(run_dir) == weights(tmp_path / "expected")
+    clean_ledger(run_dir)
+
+
 def pid_within(pid: int) -> int:
     """The pid that a process of a host has there."""
     numbers = re.search(r"^NSpid:(.*)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)

@@ -25,6 +25,8 @@ from paceline.errors import UsageError
 
 UNKNOWN_PACKING = 0.25  # measured for 3 ranks on 2 cores: 0.05 to 0.2 on a quiet machine, up to 0.9 beside other work
 
+AFTER_FORWARD = 2 / 3  # of a step: backward and the optimizer, during which losses and votes travel
+
 EXAMPLES = "100Gbit,5us   10Gbit,30us   12.5GB,2us   1Gbit"
 _SCALE = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30}
 _RATE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?(k|K|M|m|G|g|T|t|Ki|Mi|Gi)?(bit|bps|B)(?:/s|ps)?")
@@ -122,9 +124,10 @@ class Model:
         """Seconds of a step on machines like this one with `each` ranks and one link, that add up by themselves."""
         message, size = self.machine.latencies * network.latency_seconds, self.machine.weight_bytes * sent.share
         seconds = sent.messages * message + ring_volume(machines) * size / network.bytes_per_second
-        votes = message if sent.every > 1 else 0.0  # in every step; where all is sent, they travel meanwhile
         inside = 0.0 if self.machine.over_network else self.exchange(each)
-        return self._step(machines * each, batch, each, inside + seconds / sent.every + votes)
+        alone = self._step(machines * each, batch, each, inside)
+        votes = message - AFTER_FORWARD * alone if sent.every > 1 else 0.0  # where all is sent, they travel meanwhile
+        return alone + seconds / sent.every + max(0.0, votes)
 
     def _step(self, ranks: int, batch: int, per_machine: int, exchange: float) -> float:
         work = self.compute(per_machine, batch) + self.data_per_sample * batch
