@@ -29,7 +29,7 @@ from paceline.data import plan as shuffle_module
 from paceline.data.loader import MicroBatch
 from paceline.data.plan import BatchPlan, Work
 from paceline.scratch.reduce import all_reduce_gradients
-from paceline.stepping import steps as steps_module
+from paceline.stepping import summing as summing_module
 from paceline.strategies import base
 from paceline.strategies.base import Replica
 from paceline.strategies.base import scale_gradients as scaled_on
@@ -734,7 +734,7 @@ def weights_ignored() -> AbstractContextManager[None]:
 
 
 def own_loss_reported() -> AbstractContextManager[None]:
-    original = steps_module.start_totals
+    original = summing_module.start_totals
 
     def start_totals(leaves: Tensor, votes: Sequence[float] = ()) -> Callable[[], Pending[Totals]]:
         own: list[float] = leaves.sum(0).tolist()  # (loss, weight)
@@ -745,7 +745,7 @@ def own_loss_reported() -> AbstractContextManager[None]:
 
         return lambda: wait().then(mine)
 
-    return planted((steps_module, "start_totals", start_totals))
+    return planted((summing_module, "start_totals", start_totals))
 
 
 # ---- error -------------------------------------------------------------------------------------------------------
