@@ -314,6 +314,13 @@ def alone(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
             error = f"{type(raised).__name__}: {raised}"
         found[fault] = [error, torch.equal(before, own_weights(trained))]
         dist.barrier()
+    # weights of a power of two change no bit; but then each step waits for their sum
+    told, waited = replica(rank, PLAIN), replica(rank, PLAIN)
+    steps = load_steps(data(), PLAN, ranks_share(VIRTUAL, rank, RANKS), Loading(CPU), start=0, stop=STEPS)
+    losses = [
+        [train_step(one, step, loss).loss for one, loss in ((told, squared), (waited, doubled))] for step in steps
+    ]
+    found["alike"] = [all(a == b for a, b in losses), torch.equal(own_weights(told), own_weights(waited))]
     return found
 
 
@@ -336,6 +343,7 @@ def test_of_hosts_that_step_by_themselves_the_one_with_the_fault_tells(tmp_path:
     # no host may go by a number of samples that others' losses do not have
     assert "epoch 1, step 1 of that epoch weigh 16, and not 10, the number of its samples" in guilty["weights"][0]
     assert [one["weights"][0] for one in others] == ["", ""]
+    assert guilty["alike"] == [True, True]
     # an infinite loss with finite gradients is heard of when the step has been taken
     *others, guilty = [one["infinite"][0] for one in (*others, host_mate, guilty)]
     assert "TrainingError: the loss is not finite at epoch 1, step 1 of that epoch; rank 3: samples " in guilty
