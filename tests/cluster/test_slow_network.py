@@ -84,10 +84,16 @@ def test_a_host_whose_gradient_is_not_finite_between_two_outer_steps_ends_the_ru
     task = words(
         *("train", tmp_path / "task.py:task", "--steps", 40, "--batch-size", 4, "--device", "cpu", "--lr", 0.0001),
         *("--on", "ssh", "--hosts", f"{HEAD},{FOLLOWER}", "--nproc", 1, "--ssh", ssh_hosts.command),
-        *("--threads-per-rank", 1, "--local-steps", 50, "--run-dir", tmp_path / "run"),
+        *("--threads-per-rank", 1, "--local-steps", 50),
     )
-    done = lab.run("n1", *PACELINE, *task, cwd=tmp_path)
-    said = done.stdout + done.stderr
-    assert done.returncode == ExitCode.NOT_FINITE, said
-    assert re.search(r"is not finite at epoch \d, step \d of that epoch; rank [01]: samples 41 \(", said), said
-    assert said.count("is not finite") == 1 and "Traceback" not in said, said
+    at, said = 1, ""
+    # in the middle; in the run's last step; in one that an outer step follows
+    for more in ((), ("--steps", "AT"), ("--local-steps", "AT")):
+        run = ["--run-dir", str(tmp_path / f"run-{len(said)}"), *(str(at) if word == "AT" else word for word in more)]
+        done = lab.run("n1", *PACELINE, *task, *run, cwd=tmp_path)
+        said = done.stdout + done.stderr
+        assert done.returncode == ExitCode.NOT_FINITE, said
+        found = re.search(r"not finite at epoch 1, step (\d) of that epoch; rank [01]: samples 41 \(", said)
+        assert found, said
+        assert said.count("is not finite") == 1 and "Traceback" not in said, said
+        at = int(found[1])

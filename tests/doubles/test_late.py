@@ -105,7 +105,7 @@ def test_a_freed_rank_believes_nothing_that_it_has_read(world: World, monkeypatc
         raise StallError("freed")
 
     monkeypatch.setattr(Guard, "check_freed", freed)
-    monkeypatch.setattr("paceline.stepping.summing.Sums.heard", lambda self, totals: heard.append("totals"))
+    monkeypatch.setattr("paceline.stepping.summing.Sums.take", lambda self, totals: heard.append("totals"))
     with on_the_cpu(), pytest.raises(StallError):
         TaskSteps(replica, good, max_norm=1.0).take(step)
     assert bits(replica) == before

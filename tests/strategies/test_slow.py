@@ -286,6 +286,7 @@ def test_what_is_held_back_does_not_lead_elsewhere(tmp_path: Path) -> None:
 
 # ---- a host that steps by itself waits for no other
 
+BAD_OF_TEN = int(BatchPlan(10, 8, VIRTUAL).indices(0, 0, 3)[0])
 BAD = int(PLAN.indices(0, 0, 3)[0])  # a sample of rank 3's in the first step
 
 
@@ -314,6 +315,10 @@ def alone(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
             error = f"{type(raised).__name__}: {raised}"
         found[fault] = [error, torch.equal(before, own_weights(trained))]
         dist.barrier()
+    found["forms"] = [
+        told_of(rank, *form)
+        for form in ((10, masked, None), (9, doubled, None), (10, masked, BAD_OF_TEN), (10, too_much, None))
+    ]
     # weights of a power of two change no bit; but then each step waits for their sum
     told, waited = replica(rank, PLAIN), replica(rank, PLAIN)
     steps = load_steps(data(), PLAN, ranks_share(VIRTUAL, rank, RANKS), Loading(CPU), start=0, stop=STEPS)
@@ -322,6 +327,30 @@ def alone(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
     ]
     found["alike"] = [all(a == b for a, b in losses), torch.equal(own_weights(told), own_weights(waited))]
     return found
+
+
+def masked(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Weights of 0 and 1: on most ranks as many ones as samples."""
+    return squared(outputs, targets), (targets > -0.9).double()
+
+
+def too_much(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Each loss is finite, but not their sum."""
+    return squared(outputs, targets).float() + 3e38
+
+
+def told_of(rank: int, samples: int, loss: Any, bad: int | None) -> str:
+    """What three steps raise, of batches of 8 from so many samples: the second one of 9 leaves three ranks without."""
+    whole, plan = data(bad), BatchPlan(samples, 8, VIRTUAL)
+    dataset, trained = torch.utils.data.Subset(whole, range(samples)), replica(rank, PLAIN)
+    error = ""
+    try:
+        for step in load_steps(dataset, plan, ranks_share(VIRTUAL, rank, RANKS), Loading(CPU), start=0, stop=3):
+            train_step(trained, step, loss)
+    except PacelineError as raised:
+        error = f"{type(raised).__name__}: {raised}"
+    dist.barrier()
+    return error
 
 
 def own_weights(trained: Replica) -> Tensor:
@@ -344,6 +373,14 @@ def test_of_hosts_that_step_by_themselves_the_one_with_the_fault_tells(tmp_path:
     assert "epoch 1, step 1 of that epoch weigh 16, and not 10, the number of its samples" in guilty["weights"][0]
     assert [one["weights"][0] for one in others] == ["", ""]
     assert guilty["alike"] == [True, True]
+    right, right_too, unknown, beyond = zip(*(one["forms"] for one in (*others, host_mate, guilty)), strict=True)
+    assert {*right, *right_too} == {""}  # a weight may be a number of samples by chance: its form is what counts
+    assert unknown[:3] == ("ToldElsewhere: rank 3 tells what happened",) * 3
+    assert (
+        f"TrainingError: the loss is not finite at epoch 1, step 1 of that epoch; rank 3: samples {BAD_OF_TEN}."
+        in unknown[3]
+    )
+    assert all("epoch 1, step 1 of that epoch; each loss is finite, but not their sum" in told for told in beyond)
     # an infinite loss with finite gradients is heard of when the step has been taken
     *others, guilty = [one["infinite"][0] for one in (*others, host_mate, guilty)]
     assert "TrainingError: the loss is not finite at epoch 1, step 1 of that epoch; rank 3: samples " in guilty

@@ -123,7 +123,7 @@ class Work:
     part: int
     indices: Tensor  # (n,) int64, n >= 1
     counted: bool = True
-    of: int = 0  # samples in the global batch, of all ranks; 0 where nobody knows, of a stream
+    global_samples: int = 0  # in the global batch; 0 where nobody knows, of a stream
 
     def random_seed(self, seed: int) -> int:
         """The seed of this forward's random stream (dropout): the same on whichever rank."""
@@ -142,15 +142,15 @@ def rank_work(plan: BatchPlan, epoch: int, step: int, share: range, *, merged: b
     else:
         groups = [(v, part, [plan.microbatch(epoch, step, v, part)]) for v in share for part in parts]
     whole = plan.global_indices(epoch, step)
-    stand_in, of = whole[:1], len(whole)
+    stand_in, size = whole[:1], len(whole)
     work: list[Work] = []
     for virtual_rank, part, shares in groups:
         indices = torch.cat(shares)
         if len(indices):
-            work.append(Work(epoch, step, virtual_rank, part, indices, of=of))
+            work.append(Work(epoch, step, virtual_rank, part, indices, global_samples=size))
         elif merged:
-            work.append(Work(epoch, step, virtual_rank, part, stand_in, counted=False, of=of))
-    return work or [Work(epoch, step, share[0], 0, stand_in, counted=False, of=of)]
+            work.append(Work(epoch, step, virtual_rank, part, stand_in, counted=False, global_samples=size))
+    return work or [Work(epoch, step, share[0], 0, stand_in, counted=False, global_samples=size)]
 
 
 def ranks_share(virtual_ranks: int, rank: int, world_size: int) -> range:

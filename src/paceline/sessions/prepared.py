@@ -129,11 +129,7 @@ class Prepared(Trainee):
 
     @torch.no_grad()
     def synchronise(self, divisor: Tensor, *, agreed: bool) -> bool | Pending[bool] | None:
-        """After the step's last backward: .grad becomes the sum over all ranks, divided (a collective).
-
-        Returns:
-            As there.
-        """
+        """As `Trainee.synchronise`."""
         self._aside = None
         known = super().synchronise(divisor, agreed=agreed)
         self._waiting = True

@@ -177,6 +177,7 @@ class Session(Life):
         Raises:
             UsageError: outside a training loop, or for a loss or weight that cannot be put together over ranks.
             TrainingError: if the loss or a gradient is not finite, or the ranks have called different collectives.
+                With `local_steps` all but the gradients may be found out by the next turn of the loop.
         """
         self._check_whole()
         asked = {id(one) for one in ([only] if isinstance(only, Optimizer) else only)}

@@ -67,5 +67,5 @@ class FlowingSteps(Steps):
         body = Body(batch, is_last, [])
         self._sums.in_round = 0
         total, weighed = weighted(losses, weights, "mean", body)
-        self._sums.count(losses, total, weighed, "mean", body)
+        self._sums.count(losses, total, weighed, "mean", body, plain=False)
         return total

@@ -18,9 +18,10 @@ from paceline.data.loader import MicroBatch
 from paceline.errors import ExitCode, TrainingError, first_few
 from paceline.nested import mapped
 from paceline.strategies.base import Replica
-from paceline.sums import Pending, gather_words, sent, sum_over_ranks, told_once
+from paceline.sums import Pending, sent, sum_over_ranks, told_once
 from paceline.sums.buckets import trainable
 from paceline.sums.finite import are_finite
+from paceline.sums.words import Gather
 from paceline.worker.world import World
 
 MAX_NAMED = 8  # samples of a rank in a message
@@ -32,6 +33,7 @@ MOST, OF_STEPS = 10, 200  # one bad sample may come once in an epoch; more is a 
 Policy = Literal["stop", "skip", "rollback"]
 Forward = Callable[[Any, Any], Tensor]
 """(inputs, targets) -> the weighted sum of their losses"""
+UNCHANGED = " The parameters are still those before this step."
 Seen = list[tuple[MicroBatch, Tensor]]
 """What this rank has computed: micro-batches that count, and their losses, one for each sample or one for all."""
 
@@ -64,8 +66,8 @@ def gradients_are_finite(replica: Replica) -> Pending[bool]:
     return over_ranks(finite.numbers).then(looked_at)
 
 
-def losses_not_finite(seen: Seen, where: str, world: World, host: World | None = None) -> NotFinite:
-    """Find whose losses of those `seen` are not finite (a collective, of the `host` if it steps by itself)."""
+def losses_not_finite(seen: Seen, where: str, gather: Gather) -> NotFinite:
+    """Find whose losses of those `seen` are not finite (a collective of those who `gather`)."""
     mine: list[int] = []
     among = ""
     for batch, losses in seen:
@@ -74,7 +76,7 @@ def losses_not_finite(seen: Seen, where: str, world: World, host: World | None =
             mine += indices[bad.reshape(len(losses), -1).any(1).cpu()].tolist()
         elif bool(bad.any()):  # a mean of all of them, say
             mine, among = [*mine, *indices.tolist()], "among "
-    told = _by_rank([mine, among], world, host)
+    told = gather([mine, among])
     guilty = {rank: found for rank, found in told.items() if found[0]}
     named = "; ".join(f"rank {rank}: {among}{_samples(bad)}" for rank, (bad, among) in guilty.items())
     words = f"the loss is not finite at {where}; {named or 'each loss is finite, but not their sum'}"
@@ -87,16 +89,15 @@ def gradients_not_finite(
     forward: Forward | None,
     where: str,
     progress: Callable[[], object],
-    host: World | None = None,
+    gather: Gather,
 ) -> NotFinite:
-    """Find whose samples made the gradients so (a collective, of the `host` if it steps by itself).
+    """Find whose samples made the gradients so (a collective of those who `gather`).
 
     The replicas, by what begins the names of their parameters, still have their reduced gradients. `forward` is one of
     the one plain model, where it is known: its buffers must be those before the step, and change. `progress` is called
     before each pass, as the search may be long.
     """
     held = [(prefix + h.name, h.tensor) for prefix, replica in replicas.items() for h in replica.gradients()]
-    (world, *_) = (replica.world for replica in replicas.values())
     mine: dict[str, Any] = {"names": [n for n, t in held if not bool(t.isfinite().all())], "samples": [], "why": ""}
     if forward is not None:
         (replica,) = replicas.values()
@@ -107,7 +108,7 @@ def gradients_not_finite(
                     mine["samples"] += microbatch.work.indices[search.bad()].tolist()
             except Exception as error:  # the samples stay unknown; the rest is reported all the same
                 mine["why"] = f"{type(error).__name__}: {error}"[:300]
-    told = _by_rank(mine, world, host)
+    told = gather(mine)
     hit = {name for found in told.values() for name in found["names"]}
     names = [prefix + n for prefix, r in replicas.items() for n, p in r.model.named_parameters() if p.requires_grad]
     guilty = {rank: found["samples"] for rank, found in told.items() if found["samples"]}
@@ -127,17 +128,11 @@ def gradients_not_finite(
     return NotFinite(words, [i for bad in guilty.values() for i in bad], min(guilty or told))
 
 
-def _by_rank(words: Any, world: World, host: World | None) -> dict[int, Any]:
-    """The `words` of all ranks, or of this host's, by their number in the world."""
-    among = host or world
-    return dict(enumerate(gather_words(words, among), world.rank - among.rank))
-
-
-def stopped(found: NotFinite, way_out: str) -> TrainingError:
-    """What ends a run whose step is not finite; `way_out` is what leaves such steps out."""
+def stopped(found: NotFinite, way_out: str, *, late: bool = False) -> TrainingError:
+    """What ends a run whose step is not finite; `way_out` is what leaves such steps out; `late`: it was taken."""
     return TrainingError(
-        f"{found.words}. The parameters are still those before this step. Likely: a learning rate too high, or bad "
-        f"values in these samples. {way_out} leaves such steps out.",
+        f"{found.words}.{'' if late else UNCHANGED} Likely: a learning rate too high, or bad values in these samples. "
+        f"{way_out} leaves such steps out.",
         ExitCode.NOT_FINITE,
     )
 

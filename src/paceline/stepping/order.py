@@ -19,6 +19,7 @@ import msgspec
 from paceline.contract.evidence import Op
 from paceline.contract.order import Mismatch, compare_orders, order_label
 from paceline.errors import ExitCode, TrainingError
+from paceline.stepping.nonfinite import UNCHANGED
 from paceline.sums import gather_words, told_once
 from paceline.worker.world import World
 
@@ -52,8 +53,10 @@ class CallOrder:
         slots[self._world.rank] = float(_hashed(self._taken(), self._local) if self._hashes_itself else mine)
         return slots
 
-    def check(self, hashes: Sequence[float], where: str) -> None:
+    def check(self, hashes: Sequence[float], where: str, *, late: bool = False) -> None:
         """Compare all ranks' `hashes` of the step `where`, added up over ranks (a collective where they differ).
+
+        `late`: the step has been taken.
 
         Raises:
             TrainingError: with MISMATCH, told by a rank in the minority; ToldElsewhere on the others.
@@ -69,7 +72,7 @@ class CallOrder:
         histories = [msgspec.convert(words, list[Op]) for words in told]
         found = compare_orders(histories, self._local, self._known)
         if isinstance(found, Mismatch):
-            error = TrainingError(_sentence(found, where), ExitCode.MISMATCH)
+            error = TrainingError(_sentence(found, where) + ("" if late else UNCHANGED), ExitCode.MISMATCH)
             raise told_once(error, self._world, by=min(found.odd, default=0))
         self._hashes_itself = True
         if new := found - self._local:
@@ -92,6 +95,5 @@ def _sentence(found: Mismatch, where: str) -> str:
     return (
         f"the ranks called different collectives before {where}: {found.words}. In another order, collectives of the "
         "same shape silently mix up values. All ranks must call the same ones in the same order; where a branch is "
-        "meant, name what is sent (tensor.collective = 'my sum'), and names are compared. The parameters are still "
-        "those before this step."
+        "meant, name what is sent (tensor.collective = 'my sum'), and names are compared."
     )

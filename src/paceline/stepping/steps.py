@@ -27,6 +27,8 @@ from paceline.stepping.summing import StepResult, Sums
 from paceline.stepping.trainee import Trainee, check_summed_once, reached_anywhere
 from paceline.stepping.votes import Votes
 from paceline.sums import Pending, Totals, costs, read_at_once, told_once
+from paceline.sums.hosts import Hosts
+from paceline.sums.words import by_all, by_host
 from paceline.worker.guard import Guard
 from paceline.worker.world import World
 
@@ -94,6 +96,8 @@ class Steps:
 
     def _begin_sums(self, one_each: bool = False) -> None:
         self._sums = Sums(self._world, self._virtual_ranks, self._where, self._votes, self._order, one_each=one_each)
+        # this host, if it steps by itself, and what is not finite ends the run: no other is asked then
+        self._host = None if self._may_leave_out or self.parts[0].scale else self.parts[0].replica.host
         self._first: Body | None = None
         self._summed_up, self._result = list[Trainee](), self._sums.result
 
@@ -120,7 +124,7 @@ class Steps:
 
     def end(self) -> StepResult:
         """All bodies have run."""
-        self._sums.hear(self._enter)
+        self._sums.await_totals(self._enter, self._way_out)
         self._usual = self._first.done if self._first else None
         self._first, self._sums.seen = None, []  # lets go of the batches
         if self.is_left_out:
@@ -148,7 +152,7 @@ class Steps:
         body = self.body
         if body is None:
             raise UsageError("s.backward(loss) belongs into the body of a loop over s.loader(...)")
-        self._sums.hear(self._enter)
+        self._sums.await_totals(self._enter, self._way_out)
         total, weighed = weighted(loss, weight, reduction, body)
         if body.has_stepped:
             body.phase, body.has_stepped = body.phase + 1, False
@@ -156,7 +160,8 @@ class Steps:
             body.weights.append(weighed)
             return
         last = body.is_last and not more
-        self._sums.count(loss, total, weighed, reduction, body)
+        plain = weight is None and reduction == "mean" and loss.ndim <= (self._forward is not None)  # a task's (B,)
+        self._sums.count(loss, total, weighed, reduction, body, plain=plain)
         finish = self._sums.told() if last else None  # travels during backward
         wanted = [part for part in self.parts if not only or part in only]
         watched = len(self.parts) > 1 or bool(body.stepped)
@@ -205,7 +210,7 @@ class Steps:
         else:
             totals = finish()
             divisor = self._sums.divisor_of(totals.numbers)
-            loss = 0.0 if late else self._sums.heard(totals.now())
+            loss = 0.0 if late else self._sums.take(totals.now())
         reached = reached_anywhere(wanted, self._world) if len(self.parts) > 1 else wanted  # one is always reached
         if self._exact:
             check_summed_once(self._summed_up, reached)
@@ -217,7 +222,7 @@ class Steps:
             self.ahead.begin()
         found = read_at_once([*([totals] if totals and late else []), *judged])
         if totals and late:
-            loss = self._sums.heard(totals.made(found.pop(0)))
+            loss = self._sums.take(totals.made(found.pop(0)))
         finite = math.isfinite(loss)
         for one, numbers in zip(judged, found, strict=True):
             if finite:
@@ -226,12 +231,7 @@ class Steps:
             in_loss, self._result.grad_norm = not math.isfinite(loss), None
             self._result.left_out = self._not_finite(reached, None if in_loss else host, in_loss=in_loss)
 
-    @property
-    def _host(self) -> World | None:
-        """The ranks of this host, if it steps by itself, and what is not finite ends the run: nobody is asked then."""
-        return None if self._may_leave_out or self.parts[0].scale else self.parts[0].replica.host
-
-    def _not_finite(self, reached: Sequence[Trainee], host: World | None, *, in_loss: bool) -> nonfinite.NotFinite:
+    def _not_finite(self, reached: Sequence[Trainee], host: Hosts | None, *, in_loss: bool) -> nonfinite.NotFinite:
         """Who made it so (a collective, of this `host` unless all know; none if it is the loss scale)."""
         if not in_loss and (found := self.parts[0].overflowed(self._where)):
             return found
@@ -239,12 +239,11 @@ class Steps:
             self._around.close()
             for part in self.parts:
                 part.replica.put_back_buffers()
-        seen, found = self._sums.seen, None
-        if in_loss or host is not None:
-            found = nonfinite.losses_not_finite(seen, self._where, self._world, host)
+        seen, gather = self._sums.seen, by_all(self._world) if host is None else by_host(host)
+        found = nonfinite.losses_not_finite(seen, self._where, gather) if in_loss or host is not None else None
         if found is None or not (in_loss or found.samples):
             replicas, tick = {part.prefix: part.replica for part in reached}, partial(self._enter, Phase.BACKWARD)
-            found = nonfinite.gradients_not_finite(replicas, seen, self._forward, self._where, tick, host)
+            found = nonfinite.gradients_not_finite(replicas, seen, self._forward, self._where, tick, gather)
         if not self._may_leave_out:
             raise told_once(nonfinite.stopped(found, self._way_out), self._world, by=found.told_by)
         return found

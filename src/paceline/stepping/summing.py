@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -10,10 +10,11 @@ from torch import Tensor
 from paceline.contract.evidence import Phase
 from paceline.errors import ExitCode, ToldElsewhere, TrainingError, UsageError
 from paceline.stepping.bodies import Body, Reduction, same
-from paceline.stepping.nonfinite import NotFinite, Seen, losses_not_finite
+from paceline.stepping.nonfinite import NotFinite, Seen, losses_not_finite, stopped
 from paceline.stepping.order import CallOrder
 from paceline.stepping.votes import Votes
 from paceline.sums import Pending, Totals, start_totals, told_once
+from paceline.sums.words import by_itself
 from paceline.worker.world import World
 
 Finish = Callable[[], Pending[Totals]]
@@ -67,17 +68,22 @@ class Sums:
         self.in_round = 0
         """backwards of this body since the last exchange"""
         self.seen: Seen = []
-        self._plain, self._samples = True, 0
+        self._samples: int | None = 0
         self._reduction: Reduction | None = None
-        self._unheard: Finish | None = None
+        self._put_off: Finish | None = None
 
-    def count(self, loss: Tensor, total: Tensor, weighed: float | Tensor, reduction: Reduction, body: Body) -> None:
-        """Add a loss and its weight to the totals. Backwards that share one division must have one weight."""
+    def count(
+        self, loss: Tensor, total: Tensor, weighed: float | Tensor, reduction: Reduction, body: Body, *, plain: bool
+    ) -> None:
+        """Add a loss and its weight to the totals. Backwards that share one division must have one weight.
+
+        `plain`: by its form alone, which all ranks see alike, each sample weighs 1.
+        """
         shared = bool(body.weights) and (self.in_round > 0 or not self._one_each)
         if reduction != (self._reduction or reduction) and (shared or not self._one_each):
             raise UsageError("the losses of one step are sums and means: give each s.backward the same reduction=")
-        self._reduction, self._samples = reduction, body.work.of
-        self._plain &= reduction == "mean" and loss.ndim < 2 and weighed == len(body.work.indices) * body.work.counted
+        self._reduction = reduction
+        self._samples = body.work.global_samples if plain and self._samples is not None else None
         if shared and not same(weighed, body.weights[-1]):
             raise UsageError(
                 f"the losses of one step have different weights, {float(body.weights[-1]):g} and {float(weighed):g}: "
@@ -95,8 +101,8 @@ class Sums:
 
     @property
     def samples(self) -> int:
-        """In the global batch, if its weight is their number as far as this rank can see; else 0."""
-        return self._samples if self._plain and self.divisor is None else 0
+        """In the global batch, if that is its weight by the form of all losses so far; else 0."""
+        return (self._samples or 0) if self.divisor is None else 0
 
     def told(self) -> Finish:
         """Start to add up the totals over ranks, the first time with what this one has to say."""
@@ -104,38 +110,46 @@ class Sums:
         return start_totals(self.rows, said)
 
     def put_off(self, finish: Finish) -> Tensor:
-        """Wait for the totals in `hear` only; the divisor, as each of the `samples` weighs 1."""
-        self._unheard = finish
+        """Wait for the totals in `await_totals` only; the divisor, as each of the `samples` weighs 1."""
+        self._put_off = finish
         return torch.tensor(self.samples, dtype=torch.float64)
 
-    def hear(self, enter: Callable[[Phase], object]) -> None:
-        """Hear the totals that were put off.
+    def await_totals(self, enter: Callable[[Phase], object], way_out: str) -> None:
+        """Wait for the totals that were put off, after the update.
 
         Raises:
-            TrainingError: they are not what this rank went by; ToldElsewhere if another one says what is wrong.
+            TrainingError: they are not what this rank went by; ToldElsewhere if another rank says what is wrong.
         """
-        if self._unheard is None:
+        if self._put_off is None:
             return
         enter(Phase.SYNC)
-        finish, self._unheard, samples = self._unheard, None, self.samples
-        if not math.isfinite(self.heard(finish().now())):  # of whom it is may be gone already: each speaks for itself
-            found = losses_not_finite(self.seen, self._where, self._world, replace(self._world, rank=0, size=1))
-            if found.samples:
-                raise TrainingError(f"{found.words}. Likely: bad values in these samples", ExitCode.NOT_FINITE)
-            raise ToldElsewhere("another rank tells whose loss is not finite", ExitCode.NOT_FINITE)
-        if self.result.weight != samples:
-            words = (
-                f"the losses of the global batch at {self._where} weigh {self.result.weight:g}, and not {samples}, the "
-                "number of its samples: not all of them gave one loss each, without a weight"
-            )
-            raise TrainingError(words)  # a host that was told of weights has waited for them, and knows of nothing
+        wait, self._put_off, samples = self._put_off, None, self.samples
+        finite_here = bool(self.rows[:, 0].isfinite().all())
+        try:
+            if not math.isfinite(self.take(wait().now(), late=True)):
+                if finite_here:
+                    raise ToldElsewhere("another rank tells whose loss is not finite", ExitCode.NOT_FINITE)
+                # that host may have left already: each rank speaks for itself
+                raise stopped(losses_not_finite(self.seen, self._where, by_itself(self._world)), way_out, late=True)
+            if self.result.weight != samples:
+                raise TrainingError(
+                    f"the losses of the global batch at {self._where} weigh {self.result.weight:g}, and not {samples}, "
+                    "the number of its samples, which this rank has gone by: the ranks do not give their losses in one "
+                    "form. Give all of them weights, or none"
+                )
+        except BaseException:
+            enter(Phase.OPTIMIZER)  # whoever looks at the phase must not take the step for one that has not begun
+            raise
 
-    def heard(self, totals: Totals) -> float:
-        """Take note of what all ranks have said, and give the mean loss. Raises if they do not agree."""
+    def take(self, totals: Totals, *, late: bool = False) -> float:
+        """Take note of what all ranks have said, and give the mean loss. Raises if they do not agree.
+
+        `late`: parameters have changed already.
+        """
         if self.divisor is None:
             self.result.votes = Votes(*totals.votes[: len(Votes._fields)])
             if self._order is not None:
-                self._order.check(totals.votes[len(Votes._fields) :], self._where)
+                self._order.check(totals.votes[len(Votes._fields) :], self._where, late=late)
         loss, self.result.weight = self._divide(totals.sums)
         self.result.loss += loss
         return loss

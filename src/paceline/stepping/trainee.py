@@ -58,8 +58,8 @@ class Trainee:
     def synchronise(self, divisor: Tensor, *, agreed: bool) -> bool | Pending[bool] | None:
         """After the step's last backward: .grad becomes the sum over all ranks, divided (a collective).
 
-        Returns:
-            As `Replica.sync_gradients`; of hosts that step by themselves only if `agreed` the same on all.
+        `agreed`: hosts that step by themselves ask each other, so that all return the same. Returns what
+        `Replica.sync_gradients` does.
         """
         self._found = self.replica.sync_gradients(divisor if self.scale is None else divisor * self.scale.value)
         if agreed and self.replica.all_finite is not None:

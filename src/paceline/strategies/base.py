@@ -24,6 +24,7 @@ from paceline.strategies.held import hold_optimizer, load_optimizer, take_mean, 
 from paceline.strategies.refusals import refuse_foreign
 from paceline.sums.buckets import trainable
 from paceline.sums.finite import scaled
+from paceline.sums.hosts import Hosts
 from paceline.sums.norm import scale_to_norm, total_norm
 from paceline.sums.pending import Pending
 from paceline.sums.reducer import Reducer
@@ -85,10 +86,10 @@ class Replica:
     """takes over a state that any strategy on any number of ranks has held"""
     pipeline: Pipeline | None = None
     """this rank's stage, where the model's layers are shared: every forward goes through it"""
-    host: World | None = None
-    """where each host takes steps by itself: its ranks, which alone hold these gradients"""
+    host: Hosts | None = None
+    """where each host takes steps by itself: its place; its ranks alone hold these gradients"""
     all_finite: Callable[[], bool] | None = None
-    """between such hosts: whether all have finite gradients; what is not so on one becomes so on all (a collective)"""
+    """whether all such hosts have finite gradients; one that is not finite becomes NaN on all (a collective)"""
 
 
 class Strategy(Protocol):
@@ -125,7 +126,7 @@ def replica(
     hold_parameters: Callable[[], list[Held]] | None = None,
     hold: Callable[[], list[Held]] | None = None,
     load: Callable[[Source], None] | None = None,
-    host: World | None = None,
+    host: Hosts | None = None,
 ) -> Replica:
     """A Replica with the shared parts filled in.
 

@@ -5,7 +5,6 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.checkpoint.state import Held, Source, Under, needed
@@ -57,19 +56,10 @@ def between_hosts(
         hold_parameters=outer.hold_parameters,
         hold=outer.hold,
         load=outer.load,
-        host=_ranks_of_host(hosts, world),
+        host=hosts,
     )
     alone = replace(made, merged_buffers=partial(outer.shown, made), all_finite=outer.all_finite)
     return _with_feedback(alone, hosts, across)
-
-
-def _ranks_of_host(hosts: Hosts, world: World) -> World:
-    """Those of this host, with a process group of their own (a collective of all ranks)."""
-    here = replace(world, rank=hosts.memory.rank, size=hosts.memory.size)
-    if here.size == 1:
-        return here
-    groups = [dist.new_group([*range(at, at + here.size)]) for at in range(0, world.size, here.size)]
-    return replace(here, group=groups[hosts.number])
 
 
 def _hosts_for(between: Between, model: nn.Module, world: World) -> Hosts | None:

@@ -6,7 +6,7 @@ Words travel as JSON in byte tensors: torch's own object collectives unpickle wh
 import json
 import traceback
 from collections import Counter
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,9 +15,13 @@ import torch.distributed as dist
 
 from paceline.errors import ExitCode, PacelineError, ToldElsewhere, UsageError
 from paceline.sums.gather import gather_over_torch
+from paceline.sums.hosts import Hosts
 from paceline.sums.moves import gather_words_in_memory
 from paceline.sums.sharing import shared_memory_if_made
 from paceline.worker.world import World
+
+Gather = Callable[[Any], dict[int, Any]]
+"""(words, anything JSON can hold) -> those of several ranks, by their number in the world (a collective of these)"""
 
 
 def new_group() -> dist.ProcessGroup:
@@ -40,6 +44,22 @@ def gather_over_ranks(words: Any, size: int, device: torch.device, group: dist.P
     if memory is not None and memory.size == size:
         return gather_words_in_memory(memory, words)
     return gather_over_torch(words, size, device)
+
+
+def by_all(world: World) -> Gather:
+    """Among all ranks."""
+    return lambda words: dict(enumerate(gather_words(words, world)))
+
+
+def by_host(host: Hosts) -> Gather:
+    """Among the ranks of this host."""
+    memory = host.memory
+    return lambda words: dict(enumerate(gather_words_in_memory(memory, words), host.number * memory.size))
+
+
+def by_itself(world: World) -> Gather:
+    """This rank alone."""
+    return lambda words: {world.rank: words}
 
 
 @contextmanager
