@@ -79,17 +79,18 @@ def test_a_lost_host_costs_the_steps_since_the_last_snapshot_in_the_memory_of_an
 ) -> None:
     script, run_dir = tmp_path / "task.py", tmp_path / "run"
     never = 1000  # there is no checkpoint to go on from
-    task = words("train", f"{script}:task", "--steps", 150, "--batch-size", 4, *options.split())
+    task = words("train", f"{script}:task", "--steps", 60, "--batch-size", 4, *options.split())
     task += words("--device", "cpu", "--checkpoint-every", never)
     script.write_text(SLOW_TASK.replace("STEP_SECONDS", "0"))
     expected = trained_here(task, tmp_path / "expected", 60)
-    script.write_text(SLOW_TASK.replace("STEP_SECONDS", "0.03"))
+    # long enough that on busy cores, too, a snapshot is exchanged within 5 % of the time: else some are left out
+    script.write_text(SLOW_TASK.replace("STEP_SECONDS", "0.1"))
     hosts = words("--on", "ssh", "--hosts", "n2,n3", "--nodes", "1:2", "--nproc", 1, "--max-restarts", 1)
     hosts += ["--ssh", ssh_hosts.command]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     launcher = lab.popen("n1", *PACELINE, *task, *hosts, "--run-dir", run_dir, cwd=tmp_path, **pipes)
     try:
-        wait_for_step(run_dir, 45)
+        wait_for_step(run_dir, 25)
         own = next(event["pid"] for event in events(run_dir) if event.get("kind") == "started")
         (left,) = (pid for pid in lab.processes("n2") if pid_within(pid) == own)
         os.kill(left, signal.SIGKILL)  # else it saves what it has after its last step
@@ -99,8 +100,8 @@ def test_a_lost_host_costs_the_steps_since_the_last_snapshot_in_the_memory_of_an
         launcher.kill()
         lab.boot("n3")
     assert launcher.returncode == 0, said
-    assert (found := re.search(r"goes on after step (\d+) of 150, from the snapshot of step (\d+)\n", said)), said
-    assert found[1] == found[2] and int(found[1]) >= 40
+    assert (found := re.search(r"goes on after step (\d+) of 60, from the snapshot of step (\d+)\n", said)), said
+    assert found[1] == found[2] and int(found[1]) >= 20
     if "--local-steps" in options:
         assert "it goes on from the mean of their parameters" in said
         assert (weights(run_dir) != expected) and "is dropped" in said
