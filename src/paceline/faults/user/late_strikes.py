@@ -89,6 +89,7 @@ def hook_sleeps(state: State) -> None:
 
 
 def _sleep(gradient: Tensor) -> None:
+    # not in the line that registers the hook: who names that line has not found where the rank stands
     time.sleep(FOR_EVER_SECONDS)  # FAULT: hook-sleeps
 
 
