@@ -25,8 +25,7 @@ from paceline.errors import UsageError
 
 UNKNOWN_PACKING = 0.25  # measured for 3 ranks on 2 cores: 0.05 to 0.2 on a quiet machine, up to 0.9 beside other work
 
-AFTER_FORWARD = 2 / 3  # of a step: backward and the optimizer, during which losses and votes travel
-
+AFTER_FORWARD = 2 / 3  # of a step, about: backward, twice a forward, during which losses and votes travel
 EXAMPLES = "100Gbit,5us   10Gbit,30us   12.5GB,2us   1Gbit"
 _SCALE = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30}
 _RATE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?(k|K|M|m|G|g|T|t|Ki|Mi|Gi)?(bit|bps|B)(?:/s|ps)?")
