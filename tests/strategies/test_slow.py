@@ -363,6 +363,7 @@ def test_of_hosts_that_step_by_themselves_the_one_with_the_fault_tells(tmp_path:
     *others, host_mate, guilty = run_ranks(alone, RANKS, tmp_path, tmp_path, timeout=100)
     tells, unchanged = guilty["gradient"]
     assert "TrainingError: the gradient of 0.weight is not finite at epoch 1, step 1 of that epoch; rank 3: " in tells
+    assert "The parameters are still those before this step" in tells
     assert unchanged and host_mate["gradient"] == ["ToldElsewhere: rank 3 tells what happened", True]
     assert [one["gradient"] for one in others] == [["", False]] * 2  # they have not waited for that host
     tells, unchanged = guilty["loss"]
@@ -384,4 +385,5 @@ def test_of_hosts_that_step_by_themselves_the_one_with_the_fault_tells(tmp_path:
     # an infinite loss with finite gradients is heard of when the step has been taken
     *others, guilty = [one["infinite"][0] for one in (*others, host_mate, guilty)]
     assert "TrainingError: the loss is not finite at epoch 1, step 1 of that epoch; rank 3: samples " in guilty
+    assert "The parameters are still those" not in guilty
     assert set(others) == {"ToldElsewhere: another rank tells whose loss is not finite"}

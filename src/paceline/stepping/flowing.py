@@ -52,7 +52,7 @@ class FlowingSteps(Steps):
                         losses[number] = self._counted(batch, is_last, *loss_of(runs[number].result, batch.targets))
             else:
                 if is_last:  # all forwards are over
-                    totals = self._sums.told()
+                    totals = self._sums.start()
                 self._enter(Phase.BACKWARD)
                 for_nothing = nullcontext() if batch.work.counted else uncounted(model, trainable(model))
                 propagate = partial(part.backward, losses.pop(number)) if line.is_last else None
@@ -61,7 +61,7 @@ class FlowingSteps(Steps):
         self._enter(Phase.SYNC)
         line.settle()
         line.enter = None
-        self._synchronise([part], totals or self._sums.told())
+        self._synchronise([part], totals or self._sums.start())
 
     def _counted(self, batch: MicroBatch, is_last: bool, losses: Tensor, weights: Tensor | None) -> Tensor:
         body = Body(batch, is_last, [])

@@ -160,9 +160,10 @@ class Steps:
             body.weights.append(weighed)
             return
         last = body.is_last and not more
-        plain = weight is None and reduction == "mean" and loss.ndim <= (self._forward is not None)  # a task's (B,)
+        # a mean; or a task's (B,), which was checked to be one for each sample
+        plain = weight is None and reduction == "mean" and loss.ndim <= int(self._forward is not None)
         self._sums.count(loss, total, weighed, reduction, body, plain=plain)
-        finish = self._sums.told() if last else None  # travels during backward
+        finish = self._sums.start() if last else None  # travels during backward
         wanted = [part for part in self.parts if not only or part in only]
         watched = len(self.parts) > 1 or bool(body.stepped)
         for part in self.parts:

@@ -43,7 +43,7 @@ class StepResult:
 
 
 class Sums:
-    """Of one step."""
+    """The totals of one step: counted on this rank, added up over all, waited for now or after the update."""
 
     def __init__(
         self,
@@ -68,9 +68,9 @@ class Sums:
         self.in_round = 0
         """backwards of this body since the last exchange"""
         self.seen: Seen = []
-        self._samples: int | None = 0
+        self._samples, self._plain = 0, True
         self._reduction: Reduction | None = None
-        self._put_off: Finish | None = None
+        self._awaited: Finish | None = None
 
     def count(
         self, loss: Tensor, total: Tensor, weighed: float | Tensor, reduction: Reduction, body: Body, *, plain: bool
@@ -83,7 +83,7 @@ class Sums:
         if reduction != (self._reduction or reduction) and (shared or not self._one_each):
             raise UsageError("the losses of one step are sums and means: give each s.backward the same reduction=")
         self._reduction = reduction
-        self._samples = body.work.global_samples if plain and self._samples is not None else None
+        self._samples, self._plain = body.work.global_samples, self._plain and plain
         if shared and not same(weighed, body.weights[-1]):
             raise UsageError(
                 f"the losses of one step have different weights, {float(body.weights[-1]):g} and {float(weighed):g}: "
@@ -102,16 +102,16 @@ class Sums:
     @property
     def samples(self) -> int:
         """In the global batch, if that is its weight by the form of all losses so far; else 0."""
-        return (self._samples or 0) if self.divisor is None else 0
+        return self._samples if self._plain and self.divisor is None else 0
 
-    def told(self) -> Finish:
+    def start(self) -> Finish:
         """Start to add up the totals over ranks, the first time with what this one has to say."""
         said = [*self._votes(), *(self._order.hashes() if self._order else ())] if self.divisor is None else []
         return start_totals(self.rows, said)
 
     def put_off(self, finish: Finish) -> Tensor:
         """Wait for the totals in `await_totals` only; the divisor, as each of the `samples` weighs 1."""
-        self._put_off = finish
+        self._awaited = finish
         return torch.tensor(self.samples, dtype=torch.float64)
 
     def await_totals(self, enter: Callable[[Phase], object], way_out: str) -> None:
@@ -120,10 +120,10 @@ class Sums:
         Raises:
             TrainingError: they are not what this rank went by; ToldElsewhere if another rank says what is wrong.
         """
-        if self._put_off is None:
+        if self._awaited is None:
             return
         enter(Phase.SYNC)
-        wait, self._put_off, samples = self._put_off, None, self.samples
+        wait, self._awaited, samples = self._awaited, None, self.samples
         finite_here = bool(self.rows[:, 0].isfinite().all())
         try:
             if not math.isfinite(self.take(wait().now(), late=True)):

@@ -87,9 +87,9 @@ class Replica:
     pipeline: Pipeline | None = None
     """this rank's stage, where the model's layers are shared: every forward goes through it"""
     host: Hosts | None = None
-    """where each host takes steps by itself: its place; its ranks alone hold these gradients"""
+    """this host, where each takes steps by itself: only its ranks hold these gradients"""
     all_finite: Callable[[], bool] | None = None
-    """whether all such hosts have finite gradients; one that is not finite becomes NaN on all (a collective)"""
+    """with `host`: whether the gradients of all are finite; one that is not becomes NaN on all (a collective)"""
 
 
 class Strategy(Protocol):
@@ -144,8 +144,8 @@ def replica(
         gradients: see Replica; by default the parameters' .grad. `sharded`, `in_lockstep`, `gathered`, `weights` too.
         gradient_norm: the global norm of all gradients; infinite or NaN only if one of them is.
         hold_parameters: the parameters as this rank holds them, to be saved and overwritten.
-        hold: the optimizer's state, where it is not wholly here; and `load`, which takes it over. With `host`, which
-            see Replica for, it also takes over what each host has for itself.
+        hold: the optimizer's state, where it is not wholly here; and `load`, which takes it over. With `host` (see
+            Replica) it also takes over what each host has for itself.
     """
     parameters = trainable(model)
     named = [*model.named_parameters()]
