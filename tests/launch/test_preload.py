@@ -60,12 +60,18 @@ import json, resource
 def lines(path):
     return dict(line.split(":", 1) for line in Path(path).read_text().splitlines())
 status = lines("/proc/self/status")
-links = {}
-for name in os.listdir("/proc/self/fd"):
-    try:
-        links[name] = re.sub(r"\\[.*|/proc/.*", "", os.readlink(f"/proc/self/fd/{name}"))
-    except OSError:
-        pass
+def opened():
+    links = {}
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            links[name] = re.sub(r"\\[.*|/proc/.*", "", os.readlink(f"/proc/self/fd/{name}"))
+        except OSError:
+            pass
+    return links
+links = None
+while (again := opened()) != links:  # the guard's thread may be about to write its name
+    links = again
+    time.sleep(0.05)
 def named(name, value):  # the numbers of descriptors are the agent's business, but what stands behind them is not
     return [links[n] for n in re.split("[;,]", value)] if name.endswith(("_FD", "_FDS")) else value
 seen = {
