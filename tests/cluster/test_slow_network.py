@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 from tests.cluster.lab import Lab
 from tests.cluster.ssh import SshHosts
-from tests.cluster.training import FOLLOWER, HEAD, PACELINE, clean_ledger, wait_for_step, weights, words
+from tests.cluster.training import FOLLOWER, HEAD, PACELINE, clean_ledger, wait_for_checkpoint, weights, words
 
 from paceline.errors import ExitCode
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(150)]
-STEPS, KILL_AFTER = 60, 10  # checkpoints are of steps between two outer ones, which come after each third
+STEPS = 60  # checkpoints, at each fifth, are of steps between two outer ones, which come after each third
 
 
 def worker_on(lab: Lab, host: str) -> int:
@@ -39,7 +39,7 @@ def test_a_rank_that_is_killed_between_two_outer_steps_costs_nothing(
         "n1", *PACELINE, *task, "--run-dir", tmp_path / "hurt",
         cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
-    wait_for_step(tmp_path / "hurt", KILL_AFTER)
+    wait_for_checkpoint(tmp_path / "hurt")
     os.kill(worker_on(lab, FOLLOWER), signal.SIGKILL)
     said = started.communicate(timeout=80)[0]
     assert started.returncode == 0, said

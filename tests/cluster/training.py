@@ -98,6 +98,13 @@ def wait_for_step(run_dir: Path, step: int, timeout: float = 60) -> None:
         time.sleep(0.05)
 
 
+def wait_for_checkpoint(run_dir: Path, timeout: float = 60) -> None:
+    deadline = time.monotonic() + timeout
+    while not any(event["kind"] == "checkpointed" for event in events(run_dir)):
+        assert time.monotonic() < deadline, "no checkpoint"
+        time.sleep(0.05)
+
+
 def submit(slurm: Slurm, task: list[str], run_dir: Path, *options: object) -> str:
     """Hand a run on two nodes to Slurm: the job's id."""
     where = words("--on", "slurm", "--nodes", 2, "--nproc", 2, "--time", 10, "--run-dir", run_dir, *options)
