@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from paceline.bench.ahead import ahead_of
 from paceline.bench.fit import fit_model, hold_out
-from paceline.bench.model import Machine, Model, Network
+from paceline.bench.model import PAYLOAD, Machine, Model, Network
 from paceline.bench.runs import At
 from paceline.bench.shares import StepParts
 
@@ -94,7 +94,7 @@ def test_a_network_takes_as_long_however_many_ranks_share_a_core(model: Model) -
     assert model.exchange(4) / model.exchange(2) < 3.01  # messages; in memory it would be twice as much
     points = {At(ranks, batch): measured(model, ranks, batch) for ranks in (1, 2, 3, 4) for batch in (16, 64)}
     assert all(abs(h.error) < 1e-6 for h in hold_out(points, machine) if h.at.ranks == 4)
-    stated = Network(1 / model.seconds_per_byte, model.latency / machine.latencies)
+    stated = Network(1 / model.seconds_per_byte / PAYLOAD, model.latency / machine.latencies)
     assert model.step_on_many(4, 16, 4, stated) == pytest.approx(model.step(4, 16))
 
 
@@ -124,8 +124,9 @@ def test_more_machines_exchange_over_the_network_that_is_stated() -> None:
     model = Model(MACHINE, 0.0, 1e-3, 0.0, 0.0, 0.0, 0.0, 0.0)
     slow, fast = Network(125e6, 1e-4), Network(12.5e9, 1e-6)
     at_slow, at_fast = (model.step_on_many(8, 64, 2, network) for network in (slow, fast))
-    assert at_slow - 0.064 == pytest.approx(2 * 7 / 8 * 40e6 / 125e6 + 2 * 14e-4)
-    assert at_fast - 0.064 == pytest.approx(2 * 7 / 8 * 40e6 / 12.5e9 + 2 * 14e-6)
+    headers = 1538 / 1448  # and gaps, of an Ethernet
+    assert at_slow - 0.064 == pytest.approx(2 * 7 / 8 * 40e6 * headers / 125e6 + 2 * 14e-4)
+    assert at_fast - 0.064 == pytest.approx(2 * 7 / 8 * 40e6 * headers / 12.5e9 + 2 * 14e-6)
 
 
 def test_more_threads_than_cores_take_turns() -> None:
@@ -137,7 +138,7 @@ def test_what_helps_on_a_slow_network_is_predicted_by_its_bytes_and_messages_and
     machine = replace(MACHINE, cores=2, low_rank_bytes=400_000)
     model = Model(machine, 0.01, 1e-4, 0.0, 0.1, 0.0, 1e-9, 0.02)
     points = {At(ranks, 64): measured(model, ranks, 64) for ranks in (1, 2, 4, 8)}
-    one, message, link = At(8, 64), 0.1, Network(12.5e6, 0.05)  # a message takes the latency twice
+    one, message, link = At(8, 64), 0.1, Network(12.5e6 / PAYLOAD, 0.05)  # a message takes the latency twice
     points[one] = replace(
         points[one], step=1.1 * points[one].step, exchange=points[one].exchange + 0.1 * points[one].step
     )

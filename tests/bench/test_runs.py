@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 from tests.bench.made_up import Rank, lockstep
 
 from paceline.bench.runs import At, comparable, over_network, read_run
+from paceline.cli import scale
 from paceline.errors import UsageError
 from paceline.observe.events import Evaluated, Event, Started, Step
 from paceline.observe.writers import EventWriter
@@ -17,8 +19,8 @@ PHASES = {"data": 0.01, "forward": 0.02, "backward": 0.03, "sync": 0.04, "optimi
 ONE, TWO = lockstep([Rank()]), lockstep([Rank()] * 2)
 
 
-def started(rank: int, world_size: int = 2) -> Started:
-    return Started(1, rank, world_size, f"n{rank}", 1, "cpu", 0.0)
+def started(rank: int, world_size: int = 2, device: str = "cpu") -> Started:
+    return Started(1, rank, world_size, f"n{rank}", 1, device, 0.0)
 
 
 def step(number: int, at: float, phases: dict[str, float] | None = None) -> Step:
@@ -80,6 +82,25 @@ def test_runs_met_over_a_network_if_any_of_them_was_on_several_hosts() -> None:
     apart = replace(TWO, hosts={0: "n1", 1: "n2"})
     assert not over_network({At(1, 64): [ONE], At(2, 64): [TWO]})
     assert over_network({At(1, 64): [ONE], At(2, 64): [TWO, apart]})
+
+
+def test_a_message_takes_the_stated_latency_twice_with_gloo_and_once_with_nccl(tmp_path: Path) -> None:
+    times: dict[str, list[float]] = {}
+    for device in ("cpu", "cuda"):
+        folders = [tmp_path / f"{device}-{ranks}" for ranks in (1, 2)]
+        for ranks, folder in enumerate(folders, start=1):
+            folder.mkdir()
+            for rank in range(ranks):
+                write(folder, rank, started(rank, ranks, f"{device}:{rank}"), *(step(n, n) for n in range(1, 9)))
+        for delay in (0, 10):
+            out = tmp_path / f"{device}-{delay}.json"
+            words = ["--runs", ",".join(map(str, folders)), "--network", f"1Gbit,{delay}ms", "--mode", "strong"]
+            scale.main([*words, "--out", str(out)])
+            ahead = json.loads(out.read_text())["ahead"]
+            times.setdefault(device, []).append(next(a["step_seconds"] for a in ahead if a["at"]["ranks"] == 8))
+    trips = 2 * (8 - 1) * 0.01
+    assert times["cpu"][1] - times["cpu"][0] == pytest.approx(2 * trips)
+    assert times["cuda"][1] - times["cuda"][0] == pytest.approx(trips)
 
 
 def test_only_runs_on_as_many_samples_can_be_compared() -> None:

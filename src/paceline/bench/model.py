@@ -25,6 +25,7 @@ from paceline.errors import UsageError
 
 UNKNOWN_PACKING = 0.25  # measured for 3 ranks on 2 cores: 0.05 to 0.2 on a quiet machine, up to 0.9 beside other work
 
+PAYLOAD = 1448 / 1538  # of what an Ethernet link sends, data: a full frame, without its headers and the gap after it
 AFTER_FORWARD = 2 / 3  # of a step, about: backward, twice a forward, during which losses and votes travel
 EXAMPLES = "100Gbit,5us   10Gbit,30us   12.5GB,2us   1Gbit"
 _SCALE = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30}
@@ -37,8 +38,13 @@ _SECONDS = {"ns": 1e-9, "us": 1e-6, "\u00b5s": 1e-6, "\u03bcs": 1e-6, "ms": 1e-3
 class Network:
     """One link, as each rank has it to itself."""
 
-    bytes_per_second: float
+    bytes_per_second: float  # headers included
     latency_seconds: float = 0.0
+
+    @property
+    def seconds_per_byte(self) -> float:
+        """Of data."""
+        return 1 / (PAYLOAD * self.bytes_per_second)
 
 
 @dataclass(frozen=True)
@@ -60,7 +66,7 @@ class Machine:
     over_network: bool = False  # whether ranks exchange over a network, which is no core's work
     in_parts: bool = False  # whether a rank is a copy of the model that several processes share
     low_rank_bytes: int = 0  # what they exchange with --compress powersgd; 0: it is not known
-    latencies: int = 2  # of a stated network that a message takes: with gloo the receiver asks for it, with NCCL 1
+    latencies: int = 2  # of a stated network that a message takes
 
     def crowd(self, ranks: int) -> float:
         """How many threads there are for each core, at least 1."""
@@ -102,7 +108,7 @@ class Model:
     def exchange(self, ranks: int, network: Network | None = None) -> float:
         """As it was measured, or over `network`."""
         if network is not None:
-            return self._ring(ranks, self.machine.latencies * network.latency_seconds, 1 / network.bytes_per_second)
+            return self._ring(ranks, self.machine.latencies * network.latency_seconds, network.seconds_per_byte)
         if self.machine.over_network:
             return self._ring(ranks, self.latency, self.seconds_per_byte)
         in_memory = ring_messages(ranks) * self.latency + self.machine.weight_bytes * self.seconds_per_byte
@@ -122,7 +128,7 @@ class Model:
     def step_between(self, machines: int, each: int, batch: int, network: Network, sent: Sent) -> float:
         """Seconds of a step on machines like this one with `each` ranks and one link, that add up by themselves."""
         message, size = self.machine.latencies * network.latency_seconds, self.machine.weight_bytes * sent.share
-        seconds = sent.messages * message + ring_volume(machines) * size / network.bytes_per_second
+        seconds = sent.messages * message + ring_volume(machines) * size * network.seconds_per_byte
         inside = 0.0 if self.machine.over_network else self.exchange(each)
         alone = self._step(machines * each, batch, each, inside)
         votes = message - AFTER_FORWARD * alone if sent.every > 1 else 0.0  # where all is sent, they travel meanwhile
