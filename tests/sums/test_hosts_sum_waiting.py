@@ -156,7 +156,7 @@ def test_a_run_on_two_hosts_that_stands_still_ends_with_the_rank_and_its_line(tm
         assert told.verdict.site == f"job.py:{line} in late"
         assert "GUILTY: rank 3 (" in one.stderr
         # its own host waits in memory, the other one over gloo: for it, and for who waits for it
-        assert "rank 3 did not enter all_gather #67 'bucket 2'" in one.stderr
+        assert "rank 3 did not enter all_reduce #23 'bucket 2'" in one.stderr
         assert "rank 2 waits in reduce_scatter #28 'bucket 2'" in one.stderr
         assert not survivors(one.mark)
     finally:

@@ -20,9 +20,7 @@ from torch import Tensor
 
 from paceline.sums.buckets import divide
 from paceline.sums.chunks import Chunk
-from paceline.sums.direct import DirectSum, DirectSums, goes_direct
 from paceline.sums.exchange import Exchange
-from paceline.sums.gather import CPU
 from paceline.sums.hosts import Hosts
 from paceline.sums.lanes import Flat, Lane, Lanes, Results, Scratch, by_node
 from paceline.sums.memory_sum import in_words, root_of, spare_count
@@ -96,18 +94,8 @@ class HostsSum:
         self._lanes = Lanes(self._memory, sizes, dtypes, rooms, scratch or Scratch())
         # without elements the flags travel alone
         self._bundles = _bundled(self._lanes.chunks, self._memory.size) or [Bundle(dtypes[0], ())]
-        self._direct: DirectSums | None = None
-        if goes_direct(nesting.across, CPU, hosts.across(), in_order=True):
-            sent = [self._sent(bundle, number == 0) for number, bundle in enumerate(self._bundles)]
-            kinds = [bundle.dtype for bundle in self._bundles]
-            self._direct = DirectSums(nesting.across, sent, kinds, [name] * len(sent))
         self.forget()
         self._call = self._memory.called("reduce_scatter", name, *in_words(sizes, dtypes))
-
-    def ask(self) -> None:
-        """Ask other hosts for what they will send, if that is not done: what several sums ask for goes out together."""
-        if self._direct is not None:
-            self._direct.ask(self._hosts.across())
 
     def begin(self, own: Sequence[Flat | None], after: HostsSum | None = None) -> None:
         """Add up what the ranks of this host have, and let it leave (a collective).
@@ -118,7 +106,6 @@ class HostsSum:
             own: as in `TreeSum.run`; written over later, when the sum ends.
             after: the sum begun before, of which the second half may leave now.
         """
-        self.ask()
         self._own = own
         with self._memory.operation(self._memory.bulk, self._call):
             for bundle in self._bundles:
@@ -156,17 +143,16 @@ class HostsSum:
 
     def forget(self) -> None:
         """Let go of what is under way, after an error: it would keep connections open."""
-        self._under_way = deque[Exchange | DirectSum]()
-        if self._direct is not None:
-            self._direct.forget()
+        self._under_way = deque[Exchange]()
         self._own: Sequence[Flat | None] = ()
         self._gathered = True
 
-    def _left(self, bundle: Bundle, *, first: bool) -> Exchange | DirectSum:
+    def _left(self, bundle: Bundle, *, first: bool) -> Exchange:
         """This host's part of a bundle, of which our share leaves; with the first one the flags."""
         bulk, lanes, nesting = self._memory.bulk, self._lanes, self._nesting
         size, flags = self._width(bundle), self._tensors if first else 0
-        sums = torch.empty(len(nesting.within), self._sent(bundle, first), dtype=bundle.dtype)
+        # one element at least: gloo is not asked to send nothing
+        sums = torch.empty(len(nesting.within), nesting.across.padded(max(1, size + flags)), dtype=bundle.dtype)
         sums[:, size:] = 0
         at = 0
         for number, chunk in enumerate(bundle.chunks or [None]):
@@ -181,8 +167,6 @@ class HostsSum:
                 sums[0, size : size + flags] = torch.tensor(lanes.used()).to(bundle.dtype)
             if chunk is not None:
                 at += self._add_up(chunk, slot, sums[:, at:])
-        if self._direct is not None:
-            return self._direct.begin(sums[0])
         return Exchange(nesting.across, [*sums.unbind()], self._hosts.across(), self._name)
 
     def _add_up(self, chunk: Chunk, slot: int, sums: Tensor) -> int:
@@ -210,10 +194,6 @@ class HostsSum:
             bulk.publish()
             bulk.wait()
             self._lanes.take(chunk, slot, 0, results)
-
-    def _sent(self, bundle: Bundle, first: bool) -> int:
-        """The elements that leave: our share, with the first bundle the flags, and one at least."""
-        return self._nesting.across.padded(max(1, self._width(bundle) + (self._tensors if first else 0)))
 
     def _width(self, bundle: Bundle) -> int:
         """The elements of our share of a bundle."""

@@ -6,7 +6,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.sums.buckets import divide, divide_each, pack, packed_size, unpack
-from paceline.sums.direct import DirectSum, DirectSums, goes_direct
 from paceline.sums.exchange import Exchange
 from paceline.sums.hosts import Hosts
 from paceline.sums.hosts_sum import BUNDLE_BYTES, HostsSum, Nesting
@@ -28,28 +27,16 @@ class OverTorch:
     ) -> None:
         """`in_order`: of the tree; else in the order that the backend likes best, with one all-reduce each."""
         self._buckets, self._forest, self._in_order, self._group = buckets, forest, in_order, group
-        self._direct: DirectSums | None = None
-        if buckets and goes_direct(forest, buckets[0][0].device, group, in_order=in_order):
-            sizes, names = (
-                [forest.padded(packed_size(b)) for b in buckets],
-                [f"bucket {n}" for n in range(len(buckets))],
-            )
-            self._direct = DirectSums(forest, sizes, [bucket[0].dtype for bucket in buckets], names)
         self.forget()
 
     def begin(self, number: int, own: list[Grads | None]) -> None:
         """See `reducer.Transport`."""
         bucket = self._buckets[number]
         size = packed_size(bucket)
-        in_shares = self._in_order or self._direct is not None
-        packed = [pack(bucket, grads, self._forest.padded(size) if in_shares else size) for grads in own]
+        packed = [pack(bucket, grads, self._forest.padded(size) if self._in_order else size) for grads in own]
         self._used.append([any(grads and grads[i] is not None for grads in own) for i in range(len(bucket))])
-        if self._direct is not None:
-            self._direct.ask(self._group)
-            self._under_way.append(self._direct.begin(packed[0]))
-        else:
-            exchange = Exchange(self._forest, packed, self._group, f"bucket {number}", in_order=self._in_order)
-            self._under_way.append(exchange)
+        exchange = Exchange(self._forest, packed, self._group, f"bucket {number}", in_order=self._in_order)
+        self._under_way.append(exchange)
 
     def end(self, divisor: float | Tensor | None) -> bool:
         """See `reducer.Transport`."""
@@ -63,10 +50,8 @@ class OverTorch:
 
     def forget(self) -> None:
         """See `reducer.Transport`."""
-        self._under_way: list[Exchange | DirectSum] = []
+        self._under_way: list[Exchange] = []
         self._used: list[list[bool]] = []
-        if self._direct is not None:
-            self._direct.forget()
 
 
 class InMemory:
@@ -128,8 +113,6 @@ class OverHosts:
         laid = [_laid_out(bucket, self._strides[number], grads) for grads in own]
         self._first.append(laid[0] or [None] * len(bucket))
         try:
-            for total in self._sums if number == 0 else ():
-                total.ask()
             before = self._sums[number - 1] if number > 0 else None
             self._sums[number].begin([_flat(grads) for grads in laid], after=before)
         except BaseException:

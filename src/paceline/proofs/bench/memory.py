@@ -28,7 +28,6 @@ from paceline.data.loader import MicroBatch
 from paceline.nested import tensors
 from paceline.pipeline.line import Pipeline
 from paceline.strategies import Replica
-from paceline.sums.direct import sent_directly
 from paceline.train.costs import held_bytes
 from paceline.worker.world import World
 
@@ -157,23 +156,19 @@ class Traffic:
 
     def _begin(self) -> None:
         self._last, self._since_ns = _newest(), time.monotonic_ns()
-        self._messages = self._sent_between()
+        self._messages = self._line.sent_bytes if self._line else 0
 
     def sent(self) -> float | None:
         """Bytes that this rank has sent; None where nothing was recorded of what several ranks must have sent."""
         entries = [entry for entry in _entries() if entry["record_id"] > self._last and not entry["is_p2p"]]
         shared = [op for began_ns, op in self._box.ring() if began_ns >= self._since_ns and op.group == SHARED]
-        messages = self._sent_between() - self._messages
+        messages = self._line.sent_bytes - self._messages if self._line else 0
         self._begin()
         if not (entries or shared or messages):
             return 0.0 if self._world.size == 1 else None
         found = [volume(_kind(entry), _bytes(entry), self._ranks(entry)) for entry in entries]
         found += [volume(op.kind, op_bytes(op), self._world.data.size) for op in shared]
         return sum(found) + messages
-
-    def _sent_between(self) -> int:
-        """From rank to rank, ever: of that torch counts no bytes."""
-        return sent_directly() + (self._line.sent_bytes if self._line else 0)
 
     def _ranks(self, entry: dict[str, Any]) -> int:
         """How many took part: a dimension of a mesh has a group of its own."""
