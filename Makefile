@@ -162,6 +162,12 @@ SLOW := PYTHONPATH=benchmarks $(BIN)/python benchmarks/slow_network.py --out ben
 bench-small-sums: $(STAMP)  ## a few numbers over ranks on two hosts, beside torch's all-reduce (root; half a minute)
 	PYTHONPATH=benchmarks $(BIN)/python benchmarks/small_sums.py --out benchmarks/results/small-sums.json
 
+bench-congestion: $(STAMP)  ## a step over slow cables, by the kernel's congestion control (root; 20 minutes)
+	for link in 100mbit,10ms 200mbit; do \
+		PYTHONPATH=benchmarks $(BIN)/python benchmarks/congestion.py --hosts 4 --link $$link \
+			--out benchmarks/results/congestion.json || exit 1; done
+	PYTHONPATH=benchmarks $(BIN)/python benchmarks/congestion.py --hosts 2 --out benchmarks/results/congestion.json
+
 bench-slow-network: $(STAMP)  ## two hosts joined by a slow cable: DDP and its hooks beside --compress and --local-steps (root; an hour)
 	for work in W3g W3g1 W1 W3s W3gs; do $(SLOW) --work $$work --losses 192 || exit 1; done
 	for work in W3g W3g1; do $(SLOW) --work $$work --rate 100mbit || exit 1; done
