@@ -94,7 +94,7 @@ def test_a_network_takes_as_long_however_many_ranks_share_a_core(model: Model) -
     assert model.exchange(4) / model.exchange(2) < 3.01  # messages; in memory it would be twice as much
     points = {At(ranks, batch): measured(model, ranks, batch) for ranks in (1, 2, 3, 4) for batch in (16, 64)}
     assert all(abs(h.error) < 1e-6 for h in hold_out(points, machine) if h.at.ranks == 4)
-    stated = Network(1 / model.seconds_per_byte / PAYLOAD, model.latency / machine.latencies)
+    stated = Network(1 / model.seconds_per_byte / PAYLOAD, model.latency / 2)  # with gloo a message takes it twice
     assert model.step_on_many(4, 16, 4, stated) == pytest.approx(model.step(4, 16))
 
 

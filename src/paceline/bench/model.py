@@ -66,7 +66,11 @@ class Machine:
     over_network: bool = False  # whether ranks exchange over a network, which is no core's work
     in_parts: bool = False  # whether a rank is a copy of the model that several processes share
     low_rank_bytes: int = 0  # what they exchange with --compress powersgd; 0: it is not known
-    latencies: int = 2  # of a stated network that a message takes
+    over_gloo: bool = True  # whose receiver asks for each message first; NCCL's does not
+
+    def message_seconds(self, network: Network) -> float:
+        """How long one takes over a stated network, besides its bytes."""
+        return network.latency_seconds * (2 if self.over_gloo else 1)
 
     def crowd(self, ranks: int) -> float:
         """How many threads there are for each core, at least 1."""
@@ -108,7 +112,7 @@ class Model:
     def exchange(self, ranks: int, network: Network | None = None) -> float:
         """As it was measured, or over `network`."""
         if network is not None:
-            return self._ring(ranks, self.machine.latencies * network.latency_seconds, network.seconds_per_byte)
+            return self._ring(ranks, self.machine.message_seconds(network), network.seconds_per_byte)
         if self.machine.over_network:
             return self._ring(ranks, self.latency, self.seconds_per_byte)
         in_memory = ring_messages(ranks) * self.latency + self.machine.weight_bytes * self.seconds_per_byte
@@ -127,7 +131,7 @@ class Model:
 
     def step_between(self, machines: int, each: int, batch: int, network: Network, sent: Sent) -> float:
         """Seconds of a step on machines like this one with `each` ranks and one link, that add up by themselves."""
-        message, size = self.machine.latencies * network.latency_seconds, self.machine.weight_bytes * sent.share
+        message, size = self.machine.message_seconds(network), self.machine.weight_bytes * sent.share
         seconds = sent.messages * message + ring_volume(machines) * size * network.seconds_per_byte
         inside = 0.0 if self.machine.over_network else self.exchange(each)
         alone = self._step(machines * each, batch, each, inside)

@@ -34,7 +34,7 @@ class Run:
     steps: Sequence[Mapping[int, Spent]]  # each by rank
     samples: float  # in a step of the global batch, on average
     hosts: Mapping[int, str]
-    on_gpus: bool = False
+    on_cpus: bool = True
 
     @property
     def world_size(self) -> int:
@@ -94,7 +94,7 @@ def read_run(folder: Path, *, skip: int) -> Run:
         steps=[{rank: steps[rank][number] for rank in ranks} for number in common],
         samples=sum(samples[number] for number in common) / len(common),
         hosts={rank: started[rank].host for rank in ranks},
-        on_gpus=all(started[rank].device.startswith("cuda") for rank in ranks),
+        on_cpus=any(started[rank].device == "cpu" for rank in ranks),
     )
 
 

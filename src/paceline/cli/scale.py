@@ -96,8 +96,8 @@ def _read(config: ScaleConfig, folders: str) -> Points:
     weak, strong = comparable(runs)
     size = weight_bytes(paths)
     # nobody knows their cores: as many as ranks
-    cores, on_gpus = sum(at.ranks for at in runs), all(run.on_gpus for found in runs.values() for run in found)
-    machine = Machine(cores, 1, size, over_network=over_network(runs), latencies=_latencies(on_gpus=on_gpus))
+    cores, on_cpus = sum(at.ranks for at in runs), any(run.on_cpus for found in runs.values() for run in found)
+    machine = Machine(cores, 1, size, over_network=over_network(runs), over_gloo=on_cpus)
     modes = (weak if config.mode != "strong" else None, strong if config.mode != "weak" else None)
     what = f"{len(paths)} runs, {size / 1e6:.1f} MB of weights; a backward by itself is estimated from that of one rank"
     return Points(what, runs, {}, machine, modes, [])
@@ -140,14 +140,9 @@ def _measure(config: ScaleConfig) -> Points | int:
         what += f"; a rank below is a copy of the model, which {copy.size} processes share"
     machine = Machine(
         cores, threads * copy.size, size, in_parts=copy.size > 1, low_rank_bytes=low_rank,
-        latencies=_latencies(on_gpus=gpus != 0),
+        over_gloo=gpus == 0 or settings.launch.backend == "gloo",
     )  # fmt: skip
     return Points(what, runs, alone, machine, (weak, strong), notes)
-
-
-def _latencies(*, on_gpus: bool) -> int:
-    """Which a message over a network takes: with gloo the receiver asks for it first, with NCCL it does not."""
-    return 1 if on_gpus else 2
 
 
 def _copy(config: ScaleConfig) -> Mesh:
