@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 
@@ -19,18 +21,40 @@ from paceline.bench.model import parse_network, ring_volume
 from paceline.bench.runs import read_run, weight_bytes
 from race.figures import machine
 from scale_here import TASKS
-from scale_hosts import WARM_UP, hindrance, hosts
+from scale_hosts import WARM_UP, Lab, hindrance, hosts
+
+SYSTEM = Path("/proc/sys/net/ipv4")
+
+
+@contextmanager
+def any_control() -> Generator[None]:
+    """Whoever is in a namespace may choose any congestion control that this kernel has."""
+    allowed = SYSTEM / "tcp_allowed_congestion_control"
+    before = allowed.read_text()
+    allowed.write_text((SYSTEM / "tcp_available_congestion_control").read_text())
+    try:
+        yield
+    finally:
+        allowed.write_text(before)
+
+
+def choose(control: str, lab: Lab) -> None:
+    """Have TCP fill the cables of all hosts so."""
+    for host in lab.hosts:
+        done = lab.run(host, "sh", "-c", f"echo {control} > {SYSTEM}/tcp_congestion_control")
+        if done.returncode:
+            raise SystemExit(f"no {control} (modprobe tcp_{control}?): {done.stderr}")
 
 
 def measure(arguments: argparse.Namespace) -> tuple[float, dict[str, list[float]]]:
     """The seconds that the volume alone takes, and the median step of each start, by strategy and control."""
     found: dict[str, list[float]] = {}
     network = parse_network(arguments.link)
-    with hosts(arguments.hosts, network) as there:
+    with any_control(), hosts(arguments.hosts, network) as there:
         size = 0
         for number in range(arguments.rounds):
             for control in arguments.controls:
-                there.choose(control)
+                choose(control, there.lab)
                 for strategy in arguments.strategies:
                     name = f"{strategy}-{control}-{number}"
                     run = there.train(f"{TASKS}:large", arguments.hosts, 64, arguments.steps, name, strategy=strategy)

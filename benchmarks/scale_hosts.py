@@ -41,7 +41,6 @@ WARM_UP = 5
 LIMIT_SECONDS = 300
 LONG = ("100mbit", "100mbit,10ms")  # of up to 8 hosts: to pass on 8 times 200 Mbit/s keeps both cores busy
 UP_TO_8 = (1, 2, 4, 6, 8)
-SYSTEM = Path("/proc/sys/net/ipv4")
 
 
 def hindrance() -> str:
@@ -61,13 +60,6 @@ class Hosts:
     folder: Path
     nic: str = ""  # over which ranks exchange; empty: as the agents find
 
-    def choose(self, control: str) -> None:
-        """Have TCP fill the cables so, e.g. cubic."""
-        for host in self.lab.hosts:
-            done = self.lab.run(host, "sh", "-c", f"echo {control} > {SYSTEM}/tcp_congestion_control")
-            if done.returncode:
-                raise RuntimeError(f"no {control} (modprobe tcp_{control}?): {done.stderr}")
-
     def train(self, task: str, ranks: int, batch: int, steps: int, name: str, *, strategy: str = "bucketed") -> Path:
         """One rank on each of so many hosts: the run's folder."""
         wait_until_idle(20.0)
@@ -85,24 +77,11 @@ class Hosts:
 
 
 @contextmanager
-def any_control() -> Generator[None]:
-    """Whoever is in a namespace may choose any congestion control that this kernel has."""
-    allowed = SYSTEM / "tcp_allowed_congestion_control"
-    before = allowed.read_text()
-    allowed.write_text((SYSTEM / "tcp_available_congestion_control").read_text())
-    try:
-        yield
-    finally:
-        allowed.write_text(before)
-
-
-@contextmanager
 def hosts(count: int, network: Network = NETWORK) -> Generator[Hosts]:
     """So many fresh ones."""
     with tempfile.TemporaryDirectory(prefix="hosts-") as folder, ExitStack() as stack:
         lab = Lab(Path(folder), count)
         stack.callback(lab.close)
-        stack.enter_context(any_control())
         ssh = SshHosts.start(lab, Path(folder))
         bits, nic = 8 * network.bytes_per_second, ""
         if network.latency_seconds:
