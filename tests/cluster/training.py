@@ -100,7 +100,7 @@ def wait_for_step(run_dir: Path, step: int, timeout: float = 60) -> None:
 
 def wait_for_checkpoint(run_dir: Path, timeout: float = 60) -> None:
     deadline = time.monotonic() + timeout
-    while not any(event["kind"] == "checkpointed" for event in events(run_dir)):
+    while not any(event["kind"] == "checkpointed" and not event["failure"] for event in events(run_dir)):
         assert time.monotonic() < deadline, "no checkpoint"
         time.sleep(0.05)
 
