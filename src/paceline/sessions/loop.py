@@ -72,7 +72,7 @@ class Loop(Ranks):
     _evaluates = False
     """whether a loop over data evaluates"""
     _is_damaged = False
-    """whether a wrong update was made, so that the state must not be saved"""
+    """whether the state must not be saved: a wrong update was made, or it is not complete"""
     saved: dict[str, Any]
     """what else is saved with each checkpoint (rank 0's): numbers, strings, lists and dictionaries of them"""
     _loader_states: dict[str, dict[str, Any]]
@@ -369,7 +369,11 @@ class Loop(Ranks):
     def _loop_state(self, world: World | None = None) -> dict[str, Any]:
         """With a `world` a collective; without, as far as this rank knows."""
         if world is not None:
-            self._registered.look_around(part.replica.model for part in self._parts)
+            try:
+                self._registered.look_around(part.replica.model for part in self._parts)
+            except UsageError:
+                self._is_damaged = True
+                raise
         found: dict[str, Any] = {"where": dict(self._where), "parts": [part.numbers() for part in self._parts]}
         found["saved"] = savable(self.saved, strict=world is not None)
         found["data"], found["registered"] = self._data, self._registered.numbers()

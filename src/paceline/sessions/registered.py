@@ -60,13 +60,13 @@ class Registered:
             )
 
     def look_around(self, models: Iterable[nn.Module]) -> None:
-        """At the first step, and at the 1st, 2nd, 4th, ... checkpoint: look for modules whose state would be lost.
+        """At the first step, and at the first three checkpoints, then at fewer and fewer: look for modules whose state would be lost.
 
         Raises:
             UsageError: if a module that is neither in one of the `models` nor registered has changed in between.
         """
         self._looks += 1
-        if self._looks > 2 and self._looks & (self._looks - 1):
+        if self._looks > 4 and self._looks & (self._looks - 1):
             return
         known = [*models, *self.ignored, *self.things.values()]
         own = {id(module) for thing in known if isinstance(thing, nn.Module) for module in thing.modules()}
