@@ -82,9 +82,7 @@ def exported(source: Source, prefix: str, names: Mapping[str, Sequence[str]], vi
     return {name: tensor for saved, tensor in found.items() for name in names.get(saved, [saved])}
 
 
-def _inferred(
-    name: str, of_ranks: Mapping[int, Tensor], initial: Tensor, seen: Mapping[int, Tensor | None]
-) -> str:
+def _inferred(name: str, of_ranks: Mapping[int, Tensor], initial: Tensor, seen: Mapping[int, Tensor | None]) -> str:
     ranks: list[Observed] = []
     for virtual_rank, value in of_ranks.items():
         counts = seen[virtual_rank]

@@ -94,7 +94,9 @@ def inferred(like: Tensor, ranks: Sequence[Observed], *, by_chance: bool = False
     of_samples = _counts_samples(ranks)
     if _counts_calls(ranks):
         return "" if of_samples else "first"
-    if decreased or (equal and not of_samples and not by_chance):  # a number that was set, or calls that cannot be counted
+    if decreased or (
+        equal and not of_samples and not by_chance
+    ):  # a number that was set, or calls that cannot be counted
         return ""
     return "sum"
 

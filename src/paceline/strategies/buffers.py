@@ -321,8 +321,8 @@ class VirtualBuffers:
             merged |= self._largest(by.get("whole max", []), by.get("whole min", []), torch.int64)
             merged |= self._whole_sums(by.get("whole sum", []))
         lowest = {name: own[name].clone() for name in by.get("first", ())}
-        # from rank 0: it owns virtual rank 0, which has a share of every global batch
-        broadcast([*lowest.values()], group=self._world.group)
+        if self._world.size > 1:  # from rank 0: it owns virtual rank 0, which has a share of every global batch
+            broadcast([*lowest.values()], group=self._world.group)
         return {name: (merged | lowest)[name] for name in initial}
 
     def _tree_sum(self, names: Sequence[str], differences: set[str]) -> Tensor:
@@ -591,7 +591,9 @@ def _check_declaration(model: nn.Module, owner: nn.Module) -> None:
     for leaf, reduction in declared.items():  # pyright: ignore[reportUnknownVariableType]
         if leaf not in buffers:
             known = ", ".join(buffers) or "none"
-            raise UsageError(f"buffer_reductions of {whose} names {leaf!r}, but the buffers of this module are: {known}")
+            raise UsageError(
+                f"buffer_reductions of {whose} names {leaf!r}, but the buffers of this module are: {known}"
+            )
         buffer = buffers[leaf]
         if buffer is not None and reduction not in (fitting := choices(buffer)):
             raise UsageError(
