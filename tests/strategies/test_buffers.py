@@ -1,6 +1,7 @@
 """Buffers can be put back as they were before a step, whatever has been done to them."""
 
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch

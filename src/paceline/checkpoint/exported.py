@@ -6,7 +6,7 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from paceline.checkpoint.reductions import OPEN, UNCHANGED, Observed, Seen, inferred, observed, reduced
+from paceline.checkpoint.reductions import OPEN, UNCHANGED, RankValue, Seen, inferred, observed, reduced
 from paceline.checkpoint.shard import ShardFiles
 from paceline.checkpoint.state import Source
 from paceline.errors import UsageError, unknown
@@ -83,7 +83,7 @@ def exported(source: Source, prefix: str, names: Mapping[str, Sequence[str]], vi
 
 
 def _inferred(name: str, of_ranks: Mapping[int, Tensor], initial: Tensor, seen: Mapping[int, Tensor | None]) -> str:
-    ranks: list[Observed] = []
+    ranks: list[RankValue] = []
     for virtual_rank, value in of_ranks.items():
         counts = seen[virtual_rank]
         known = Seen() if counts is None else Seen(*counts.tolist())

@@ -37,7 +37,7 @@ class Seen:
 
 
 @dataclass(frozen=True)
-class Observed:
+class RankValue:
     """One virtual rank's value of an undeclared buffer, as far as the inference needs it."""
 
     digest: str
@@ -58,22 +58,22 @@ def choices(buffer: Tensor) -> tuple[str, ...]:
     return ("max", "min", "first") if buffer.dtype == torch.bool else ("sum", "max", "min", "first")
 
 
-def observed(own: Tensor, initial: Tensor, before: Tensor | None, seen: Seen, *, changed: bool) -> Observed:
+def observed(own: Tensor, initial: Tensor, before: Tensor | None, seen: Seen, *, changed: bool) -> RankValue:
     """`before` is an older value of it; `changed`: whether it is not `initial`."""
     if not changed:
-        return Observed("", 0, False, seen)
+        return RankValue("", 0, False, seen)
     data = own.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
     digest = hashlib.sha256(data).hexdigest()
     if own.is_floating_point() or own.is_complex():
-        return Observed(digest, None, False, seen)
+        return RankValue(digest, None, False, seen)
     now, first = own.long(), initial.long()
     differences = (now - first)[now != first].unique().tolist()
     older = first if before is None else before.long()
     decreased = differences[0] < 0 or bool((now < older).any())
-    return Observed(digest, differences[0] if len(differences) == 1 else None, decreased, seen)
+    return RankValue(digest, differences[0] if len(differences) == 1 else None, decreased, seen)
 
 
-def inferred(like: Tensor, ranks: Sequence[Observed], *, by_chance: bool = False) -> str:
+def inferred(like: Tensor, ranks: Sequence[RankValue], *, by_chance: bool = False) -> str:
     """The reduction of an undeclared buffer like `like`, from what all virtual ranks that have a value say of it.
 
     Empty: it cannot be inferred. `by_chance`: integers that are equal now need not be so at other times.
@@ -101,7 +101,7 @@ def inferred(like: Tensor, ranks: Sequence[Observed], *, by_chance: bool = False
     return "sum"
 
 
-def _counts_calls(ranks: Sequence[Observed]) -> bool:
+def _counts_calls(ranks: Sequence[RankValue]) -> bool:
     """Whether each call of the module has changed it by one, however many samples there were."""
     if any(one.step is None for one in ranks):
         return False
@@ -113,7 +113,7 @@ def _counts_calls(ranks: Sequence[Observed]) -> bool:
     return any(all(step == calls * seen.micro_batches for step, seen in steps) for calls in times)
 
 
-def _counts_samples(ranks: Sequence[Observed]) -> bool:
+def _counts_samples(ranks: Sequence[RankValue]) -> bool:
     """Whether each sample has changed it by the same number."""
     if any(not one.step or one.step < 0 or not one.seen.samples for one in ranks):
         return False

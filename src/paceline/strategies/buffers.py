@@ -21,7 +21,7 @@ from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivat
 
 from paceline.checkpoint.reductions import (
     OPEN,
-    Observed,
+    RankValue,
     Seen,
     as_float64,
     choices,
@@ -264,7 +264,7 @@ class VirtualBuffers:
         for name, (owner, leaf) in self._custom.items():
             initial = self._initial[name]
             values: dict[int, Tensor] = {}
-            ranks: list[Observed] = []
+            ranks: list[RankValue] = []
             for full in source.names("buffers/"):
                 match = _SAVED_OF_RANK.fullmatch(full)
                 if match and match[2] == name:
@@ -405,7 +405,7 @@ class VirtualBuffers:
                 raise told_once(self._differs_between_ranks(name), self._world)
         ranks: list[dict[str, Any]] = [found for _, of_rank in told for found in of_rank.values()]
         for name in self._open:
-            seen = [Observed(**{**one[name], "seen": Seen(**one[name]["seen"])}) for one in ranks]
+            seen = [_from_words(one[name]) for one in ranks]
             if len({one.digest for one in seen}) > 1:
                 self._differed.add(name)
             by_chance = early or name in self._differed
@@ -414,11 +414,11 @@ class VirtualBuffers:
                 raise told_once(self._undeclared(name, *self._custom[name]), self._world)
         return bool(ranks)
 
-    def _observe(self) -> dict[int, dict[str, Observed]]:
+    def _observe(self) -> dict[int, dict[str, RankValue]]:
         pairs = [(v, name) for v in sorted(self._of) for name in self._open]
         different = [(self._of[v][name] != self._initial[name]).any() for v, name in pairs]
         changed = torch.stack(different).tolist() if different else []  # one wait for a GPU
-        found: dict[int, dict[str, Observed]] = {v: {} for v in sorted(self._of)}
+        found: dict[int, dict[str, RankValue]] = {v: {} for v in sorted(self._of)}
         for (v, name), is_changed in zip(pairs, changed, strict=True):
             seen = self._seen.get(v, {}).get(name, Seen())
             older = self._kept.get(v, {}).get(name)
@@ -635,6 +635,10 @@ def _described(model: nn.Module, owner: nn.Module) -> str:
 
 def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version  # pyright: ignore[reportPrivateUsage]
+
+
+def _from_words(words: dict[str, Any]) -> RankValue:
+    return RankValue(words["digest"], words["step"], words["decreased"], Seen(**words["seen"]))
 
 
 def _turned(values: Tensor) -> Tensor:
