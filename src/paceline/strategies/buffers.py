@@ -452,7 +452,7 @@ class VirtualBuffers:
             UsageError: it depends on the old value, of which each virtual rank has another one; or it does not fit.
         """
         for name in self._custom if self._forwarded else self._slots:
-            now = getattr(*self._slots[name][0])
+            now = _buffer(*self._slots[name][0])
             old, version = self._shown[name]
             if now is old and _version(now) == version:
                 continue
@@ -511,16 +511,17 @@ class VirtualBuffers:
 
     def _note_shown(self, names: Iterable[str]) -> None:
         for name in names:
-            now = getattr(*self._slots[name][0])
+            now = _buffer(*self._slots[name][0])
             self._shown[name] = (now, _version(now))
 
     def _in_module(self) -> _Buffers:
-        return {name: getattr(*slots[0]) for name, slots in self._slots.items()}
+        return {name: _buffer(*slots[0]) for name, slots in self._slots.items()}
 
     def _put(self, buffers: Mapping[str, Tensor]) -> None:
         for name, slots in self._slots.items():
             for owner, leaf in slots:
-                setattr(owner, leaf, buffers[name])
+                if _buffer(owner, leaf) is not buffers[name]:  # setattr of a module is slow
+                    setattr(owner, leaf, buffers[name])
         self._note_shown(self._custom if self._forwarded else self._slots)
 
     def _check_names(self) -> None:
@@ -626,6 +627,11 @@ def _is_real(buffer: Tensor) -> bool:
 
 def _is_integer(buffer: Tensor) -> bool:
     return not _is_real(buffer) and buffer.dtype != torch.bool
+
+
+def _buffer(owner: nn.Module, leaf: str) -> Tensor:
+    found = owner._buffers.get(leaf)  # pyright: ignore[reportPrivateUsage] - getattr of a module is slow
+    return getattr(owner, leaf) if found is None else found
 
 
 def _described(model: nn.Module, owner: nn.Module) -> str:
