@@ -17,6 +17,10 @@ from paceline.contract.failure import GOOD_ENDS, Failure
 from paceline.errors import ExitCode
 
 
+SHARED_GROUP = "shared"
+"""the group of ranks that share memory; the names of those on several hosts begin with it"""
+
+
 class Phase(IntEnum):
     """What a rank is doing; the numbers stand in the box."""
 
