@@ -16,7 +16,6 @@ from msgspec.structs import replace
 from paceline.contract.failure import GOOD_ENDS, Failure
 from paceline.errors import ExitCode
 
-
 SHARED_GROUP = "shared"
 """the group of ranks that share memory; the names of those on several hosts begin with it"""
 
