@@ -13,6 +13,7 @@ import sys
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from itertools import islice
 from traceback import walk_stack
 from types import FrameType
@@ -25,6 +26,7 @@ from paceline.errors import ExitCode, PacelineError, ToldElsewhere, TrainingErro
 from paceline.worker.sites import MAX_DEPTH, Owner, frame_of, owner, short, site_words
 
 SHOWN = 3  # lines of a rank in an error
+FACTOR, PRIME = 1_000_003, (1 << 61) - 1
 HALF = 1 << 26  # a float64 holds two such hashes exactly
 
 
@@ -57,10 +59,19 @@ class Places:
 
 def place_hash(where: Sequence[int] = ()) -> int:
     """A hash of the user's lines that have led here, and of `where`: 0 <= n < 2**52."""
-    found = 0
-    for frame in _users_frames():
-        found = zlib.crc32(f"{short(frame.f_code.co_filename)}:{frame.f_lineno}".encode(), found)
+    frame: FrameType | None = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
+    found, depth = 0, 0
+    while frame is not None and depth < MAX_DEPTH:
+        if of_file := _of_file(frame.f_code.co_filename):
+            found = (found * FACTOR + of_file + frame.f_lineno) % PRIME
+        frame, depth = frame.f_back, depth + 1
     return found % HALF * HALF + zlib.crc32(repr([*where]).encode()) % HALF
+
+
+@cache
+def _of_file(filename: str) -> int:
+    """A number for a file of the user's, the same on every host; 0 for any other."""
+    return 1 + zlib.crc32(short(filename).encode()) if owner(filename) is Owner.USER else 0
 
 
 def _lines() -> str:
