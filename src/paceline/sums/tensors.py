@@ -1,7 +1,7 @@
 """Tensors of any number and shape from every rank, on every rank."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,7 @@ from paceline.sums.words import gather_words
 from paceline.worker.world import World
 
 
-def gather_tensors(value: Any, world: World, name: str) -> list[Any]:
+def gather_tensors(value: Any, world: World, name: str, *, where: Sequence[int] = ()) -> list[Any]:
     """Every rank's `value`, by rank, on every rank, the same to the bit, on the world's device (a collective).
 
     Args:
@@ -22,6 +22,7 @@ def gather_tensors(value: Any, world: World, name: str) -> list[Any]:
             different ones.
         world: of all ranks.
         name: for the hang guard.
+        where: must be the same on all ranks, as the place of the program must.
 
     Raises:
         TrainingError: with MISMATCH, if ranks call from different places; see `places`. ToldElsewhere on all but one.
@@ -29,7 +30,7 @@ def gather_tensors(value: Any, world: World, name: str) -> list[Any]:
     if world.size == 1:
         return [value]
     held: list[Tensor] = []
-    mine = [_described(value, held), [[str(t.dtype)[6:], [*t.shape]] for t in held], place_hash()]
+    mine = [_described(value, held), [[str(t.dtype)[6:], [*t.shape]] for t in held], place_hash(where)]
     found_of = gather_words(mine, world)
     places().compare([place for *_, place in found_of], name, partial(gather_words, world=world))
     told = [(described, kinds) for described, kinds, _ in found_of]
