@@ -16,6 +16,12 @@ from msgspec.structs import replace
 from paceline.contract.failure import GOOD_ENDS, Failure
 from paceline.errors import ExitCode
 
+SHARED_GROUP = "shared"
+"""the group of ranks that share memory; the names of those on several hosts begin with it"""
+
+BLOCK = "block "
+"""with what the names of collectives begin that belong to a block of a model cut by strategy fsdp"""
+
 
 class Phase(IntEnum):
     """What a rank is doing; the numbers stand in the box."""
