@@ -147,7 +147,7 @@ def drawn(kind: str) -> Any:
             mine += i.tolist()
             if isinstance(sampler, Hard):
                 for one in i.tolist():
-                    sampler.losses[one] = float(loss)
+                    sampler.losses[one] = float(loss.detach())
         found.append(seen(s, mine))
     return found
 

@@ -80,9 +80,15 @@ class Loop(Ranks):
     _registered: Registered
     _phases = 0
     """calls of s.epochs so far"""
+    _in_epochs = False
     _epochs = 0
     _opened = _closed = _stopped = False
     _broken: Exception | None = None
+
+    @property
+    def _moment(self) -> tuple[int, ...]:
+        """See Ranks."""
+        return self._course.step, self._where["epoch"], int(self._in_epochs)
 
     @contextmanager
     def evaluating(self) -> Generator[None]:

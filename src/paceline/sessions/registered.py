@@ -70,7 +70,7 @@ class Registered:
             return
         known = [*models, *self.ignored, *self.things.values()]
         own = {id(module) for thing in known if isinstance(thing, nn.Module) for module in thing.modules()}
-        for thing in gc.get_objects():
+        for thing in _objects():
             if not _is_module(thing) or id(thing) in own:
                 continue
             now = _fingerprint(thing)
@@ -117,6 +117,20 @@ def _joined(value: Any, source: Source) -> Any:
     if isinstance(value, Sequence) and not isinstance(value, str):
         return [_joined(part, source) for part in value]
     return value
+
+
+def _objects() -> list[Any]:
+    """All objects of the process that may refer to others, those that are frozen for forks as well."""
+    frozen, enabled = gc.get_freeze_count(), gc.isenabled()
+    gc.disable()
+    try:
+        gc.unfreeze()
+        return gc.get_objects()
+    finally:
+        if frozen:
+            gc.freeze()
+        if enabled:
+            gc.enable()
 
 
 def _is_module(thing: Any) -> bool:
