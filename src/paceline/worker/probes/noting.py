@@ -59,7 +59,9 @@ class SideWatch(Events):
         seen("save", before=self._saves)
         seen("load", after=self._loads)
         serialization.save, serialization.load = torch.save, torch.load
-        hang(sys.modules["torch.optim.lr_scheduler"].LRScheduler, "step", before=self._goes_on)
+        schedulers: Any = sys.modules["torch.optim.lr_scheduler"]
+        for scheduler in (schedulers.LRScheduler, schedulers.ReduceLROnPlateau):  # which has a step of its own
+            hang(scheduler, "step", before=self._goes_on)
         hang(ranks, "all_reduce", before=self._reduces)
         collectives: Any = sys.modules["torch.distributed.distributed_c10d"]
         collectives.all_reduce = ranks.all_reduce
@@ -81,7 +83,8 @@ class SideWatch(Events):
         self._facts.threads = torch.get_num_threads() if torch is not None else 0
         for schedule, made, site in self._schedules.values():
             with suppress(Exception):  # a function of the script's own
-                self._facts.schedules.append(SeenSchedule(site, made, schedule.last_epoch, length_of(schedule)))
+                name = type(schedule).__name__
+                self._facts.schedules.append(SeenSchedule(site, made, schedule.last_epoch, length_of(schedule), name))
 
     def _close(self) -> None:
         """Have ranks brought values together, and has something been printed, since the evaluations began?"""
@@ -141,7 +144,7 @@ class SideWatch(Events):
                     seen.reduced += [float(value) for value in tensor.detach().reshape(-1).tolist()]
                     seen.reduced_site = seen.reduced_site or user_site()
 
-    def _goes_on(self, schedule: Any, *_: Any) -> None:
+    def _goes_on(self, schedule: Any, *_: Any, **__: Any) -> None:
         """A schedule of the learning rate: it goes its first step when it is made."""
         here = user_site()
         self._schedules[id(schedule)] = schedule, self._schedules.get(id(schedule), ("", here))[1], here
