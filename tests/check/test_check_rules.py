@@ -391,7 +391,7 @@ CLEAN: dict[str, Callable[[int], ScriptFacts]] = {
         steps=[step(parameters="p")] * (1 + rank),
     ),
     "padding alike on all ranks": by_rank(losses=([MeanLoss("t.py:10 in main", [4], [8])],) * 2),
-    "gradients that are cleared now and then, after an overflow": lost(1, 0, 0),
+    "gradients that are cleared now and then, after an overflow": lost(1, 1, 0, 0, 0),
     "gradients that are cleared on purpose, without a loader": lambda rank: right(
         rank, loaders=[], steps=[step(loader=-1, epoch=0, backwards=2, lost=1, parameters="p")] * 3
     ),

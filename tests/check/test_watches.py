@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy
 import pytest
 import torch
@@ -165,6 +166,22 @@ def test_gradients_that_are_scaled_after_the_last_backward_are_seen_to_be_whatev
         seeing.step_begins(optimizer)
         seeing.step_ended(optimizer)
     assert [round(step.scaled, 6) for step in facts.steps] == [1.0, 0.25, 0.5]
+
+
+def test_gradients_that_are_not_finite_are_facts_that_can_be_read_again() -> None:
+    facts = ScriptFacts(0, 2, 2, "n1", cores=2)
+    loading = LoaderWatch(facts)
+    seeing, weight = StepWatch(facts, loading), torch.nn.Parameter(torch.zeros(3))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    seeing.replica_made(
+        SimpleNamespace(module=torch.nn.Identity(), _module_parameters=[], find_unused_parameters=False)
+    )
+    for value in (1.0, math.nan, math.inf, 1.0):
+        weight.grad = torch.full((3,), value)
+        seeing.backward_ended()
+        seeing.step_begins(optimizer)
+        seeing.step_ended(optimizer)
+    assert msgspec.json.decode(msgspec.json.encode(facts), type=ScriptFacts).steps == facts.steps
 
 
 def windows(how: str, *, optimizers: int = 1) -> list[tuple[int, int]]:

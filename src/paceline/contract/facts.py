@@ -4,6 +4,8 @@ A digest is a short hash of a tensor's bytes, empty where it says nothing: all e
 Places are the user's own lines, "train.py:40 in main".
 """
 
+import math
+
 import msgspec
 
 EPOCHS = 2  # that are looked at; the later ones are cut to one batch each
@@ -15,6 +17,11 @@ OWN_GENERATORS = "generators of its own"
 def kept_batches(batches: int) -> int:
     """How many batches of an epoch of so many are computed: accumulation windows of 2, 3, 4, 6, 8, 12 end as before."""
     return min(batches, WHOLE + batches % WHOLE)
+
+
+def finite(value: float, instead: float = 0.0) -> float:
+    """A number for a fact: JSON has none that is NaN or infinite, and could not be read again."""
+    return float(value) if math.isfinite(value) else instead
 
 
 def facts_file(rank: int) -> str:

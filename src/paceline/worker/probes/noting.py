@@ -20,6 +20,7 @@ from paceline.contract.facts import (
     PlacedFile,
     ScriptFacts,
     SeenSchedule,
+    finite,
 )
 from paceline.worker.guard import Guard
 from paceline.worker.imports import when_imported
@@ -141,7 +142,7 @@ class SideWatch(Events):
         if op in (None, sums.SUM, sums.AVG):
             for seen, *_when in self._passes:
                 if len(seen.reduced) < MAX_DIGESTS:
-                    seen.reduced += [float(value) for value in tensor.detach().reshape(-1).tolist()]
+                    seen.reduced += [finite(value) for value in tensor.detach().reshape(-1).tolist()]
                     seen.reduced_site = seen.reduced_site or user_site()
 
     def _goes_on(self, schedule: Any, *_: Any, **__: Any) -> None:
@@ -199,7 +200,7 @@ def with_padding(site: str, scores: Any, again: Any, padded: Any) -> PaddedMetri
     """The first score that is another one with more padding, and not so without."""
     for name, value in scores.items():
         if value == again[name] and value != padded[name]:
-            return PaddedMetric(site, name, float(value), float(padded[name]))
+            return PaddedMetric(site, name, finite(value), finite(padded[name]))
     return PaddedMetric(site)
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
-from paceline.contract.facts import MAX_DIGESTS, Dropped, ScriptFacts, SeenReplica, SeenStep
+from paceline.contract.facts import MAX_DIGESTS, Dropped, ScriptFacts, SeenReplica, SeenStep, finite
 from paceline.worker.probes.digests import MOST, digest_of, hashed, leaf_digests
 from paceline.worker.probes.graphs import factors_of, parameters_reached, roots_of
 from paceline.worker.probes.hooks import Events, hang
@@ -96,7 +96,7 @@ class StepWatch(Events):
                 self._unclipped = [_total(optimizer) for optimizer in self._optimizers]
             clip(of, max_norm, total_norm, *args, **kwargs)
             if not self._depth and not sys.modules["torch.compiler"].is_compiling() and not any(map(_is_sharded, of)):
-                self._clipped = {id(one) for one in of}, float(total_norm), float(max_norm), user_site()
+                self._clipped = {id(one) for one in of}, finite(total_norm), finite(max_norm), user_site()
 
         return clipped
 
@@ -238,7 +238,7 @@ class StepWatch(Events):
             factors=self._factors,
             forwards=self._forwards,
             synced=self._synced,
-            learning_rate=float(optimizer.param_groups[0].get("lr", 0.0)),
+            learning_rate=finite(optimizer.param_groups[0].get("lr", 0.0)),
             settings=_settings(optimizer),
             parameters=digest_of(parameters) if plain else "",
         )
@@ -252,7 +252,7 @@ class StepWatch(Events):
             if not self._replicas:
                 step.local, step.applied = local, applied
             elif local:
-                step.scaled = (self._unclipped[known] if known < len(self._unclipped) else applied) / local
+                step.scaled = finite((self._unclipped[known] if known < len(self._unclipped) else applied) / local, 1.0)
         step.shapes = digest_of([]) if not plain else str(hash(tuple(tuple(p.shape) for p in parameters)))
         self._facts.steps.append(step)
         self._step = step if plain else None
@@ -304,7 +304,7 @@ def _total(optimizer: Any) -> float:
         if parameter.grad is not None and not _is_sharded(parameter):
             some = parameter.grad.detach().reshape(-1)[:MOST].double().cpu()
             total += float(some @ torch.arange(some.numel(), dtype=torch.float64).cos())
-    return total
+    return finite(total)
 
 
 def _is_sharded(parameter: Any) -> bool:
