@@ -128,9 +128,9 @@ class Guarding:
         running = self._generation.running()
         self.look_seconds = beat_seconds(self._windows, self._plan.nodes, running)
         alarm = self._pace.see(time.monotonic(), perhaps_waiting(running, self._plan.world_size))
-        for words in (self._pace.notice, self._slow(running)):
+        for kind, words in (("", self._pace.notice), ("slow", self._slow(running))):
             if words:
-                self._silence.tell(words)
+                self._silence.tell(words, kind=kind)
         self._pace.notice = ""
         if wrong := self._silence.look():
             return self._judged(*wrong, 0.0)
