@@ -77,7 +77,7 @@ class Registered:
             before = self._seen.get(id(thing))
             if now and before is not None and before[0]() is thing and before[1] != now:
                 raise STATE.error(f"a module that is not in a prepared model, {type(thing).__name__},")
-            if before is None and isinstance(thing, AveragedModel) and int(thing.n_averaged):
+            if before is None and self._looks > 1 and isinstance(thing, AveragedModel) and int(thing.n_averaged):
                 raise STATE.error("an AveragedModel")
             self._seen[id(thing)] = (weakref.ref(thing), now)
 
