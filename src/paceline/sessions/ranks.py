@@ -40,8 +40,8 @@ class Ranks:
         """Each number added up over all ranks, as a float; several come back as a tuple (a collective)."""
         self._check_all_here()
         values = [float(number) for number in numbers]
-        numbers = torch.tensor(values, dtype=torch.float64, device=self.device)
-        found = sum_over_ranks(numbers, "numbers of the loop", where=self._moment)
+        mine = torch.tensor(values, dtype=torch.float64, device=self.device)
+        found = sum_over_ranks(mine, "numbers of the loop", where=self._moment)
         added: list[float] = found.tolist()
         return added[0] if len(added) == 1 else tuple(added)
 
