@@ -77,8 +77,8 @@ class Sums:
         """backwards of this body since the last exchange"""
         self.scale: float | Tensor | None = None
         """what losses are divided by before their backward, the same on all ranks; None until a loss is known"""
-        self.is_guess = False
-        """whether that only stands in for the weight of the global batch"""
+        self.was_scaled = True
+        """whether gradients in the last exchange's backward were those of the global batch's mean"""
         self.seen: Seen = []
         self.without_gradient = False
         """whether a loss of this rank was constant, or had no weight"""
@@ -138,7 +138,7 @@ class Sums:
     def guess(self, samples: int = 0) -> float:
         """A power of two near the weight of the global batch, as what losses are divided by before backward."""
         if self.scale is None:
-            self.scale, self.is_guess = near(self._guess or samples), True
+            self.scale = near(self._guess or samples)
         return float(self.scale)
 
     def exact_scale(self, totals: Tensor) -> Tensor:
@@ -230,6 +230,8 @@ class Sums:
             words = f"the loss weights of the global batch at {self._where} sum to 0: its mean is undefined"
             raise told_once(TrainingError(words), self._world)
         self.divisor = weight_total
+        known = self._reduction == "sum" or self.scale is None or isinstance(self.scale, Tensor)
+        self.was_scaled = known or self.scale == weight_total
         self.rows.zero_()
         self.in_round = 0
         if self._one_each:
