@@ -1,13 +1,17 @@
 """torch's DistributedDataParallel, under the same step as every other strategy."""
 
-from contextlib import nullcontext
+from collections.abc import Generator
+from contextlib import contextmanager, nullcontext
 from inspect import signature
 from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from paceline.data.plan import Work
+from paceline.errors import UsageError
 from paceline.strategies.base import MakeOptimizer, Replica, replica, scale_gradients
+from paceline.strategies.refusals import refuse_lazy
 from paceline.sums.buckets import trainable
 from paceline.sums.pending import Pending
 from paceline.sums.replicate import broadcast_module
@@ -39,6 +43,7 @@ def ddp(
     Raises:
         ValueError: if the ranks' models differ in names, shapes or types.
     """
+    refuse_lazy(model)
     broadcast_module(model)  # DDP would too, but would not name the rank that differs
     parameters = trainable(model)
     # No broadcast of buffers before each forward: they belong to virtual ranks, and are merged when they are needed.
@@ -65,5 +70,20 @@ def ddp(
         virtual_ranks=virtual_ranks,
         module=wrapped,
         sync_gradients=sync_gradients,
+        backward=_explaining_sparse,
         around=lambda _, is_last: nullcontext() if is_last else wrapped.no_sync(),
     )
+
+
+@contextmanager
+def _explaining_sparse(_work: Work, _is_last: bool) -> Generator[None]:
+    """DDP learns from the modules which gradients are sparse."""
+    try:
+        yield
+    except NotImplementedError as error:
+        if "SparseTensorImpl" not in str(error):
+            raise
+        raise UsageError(
+            "a gradient is sparse, and DDP did not expect that: it looks for modules with sparse=True. Use "
+            "nn.Embedding(..., sparse=True) in place of F.embedding(..., sparse=True), or leave sparse=True out"
+        ) from error

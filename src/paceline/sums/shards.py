@@ -87,7 +87,7 @@ class Shards:
         """
         parameters = trainable(module)
         _refuse_views(parameters)
-        self.rank, self.world_size, self.memory = rank, world_size, memory
+        self.module, self.rank, self.world_size, self.memory = module, rank, world_size, memory
         self.buckets = [_laid(bucket, world_size) for bucket in buckets_of(parameters, bucket_bytes)]
         self.pieces: dict[nn.Parameter, Piece] = {}
         for bucket in self.buckets:
