@@ -1,11 +1,12 @@
 """torch's DistributedDataParallel, under the same step as every other strategy."""
 
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager, nullcontext
 from inspect import signature
 from typing import Any
 
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline.data.plan import Work
@@ -59,7 +60,14 @@ def ddp(
         **buffers_stay,
     )
 
+    known = {p: get_gradient_edge(p).node for p in parameters}
+    pointers = [p.data_ptr() for p in parameters]
+
     def sync_gradients(total_weight: Tensor) -> Pending[bool]:
+        nonlocal pointers
+        if (now := [*map(Tensor.data_ptr, parameters)]) != pointers:
+            _check_hooked(model, known)
+            pointers = now
         # DDP has already divided the sum by the world size
         return scale_gradients(parameters, world.size / total_weight, world.device)
 
@@ -87,3 +95,13 @@ def _explaining_sparse(_work: Work, _is_last: bool) -> Generator[None]:
             "a gradient is sparse, and DDP did not expect that: it looks for modules with sparse=True. Use "
             "nn.Embedding(..., sparse=True) in place of F.embedding(..., sparse=True), or leave sparse=True out"
         ) from error
+
+
+def _check_hooked(model: nn.Module, known: Mapping[nn.Parameter, object]) -> None:
+    """Raise UsageError if a parameter has another gradient accumulator than when DDP put its hooks there."""
+    for name, parameter in model.named_parameters():
+        if parameter in known and get_gradient_edge(parameter).node is not known[parameter]:
+            raise UsageError(
+                f"the parameter {name} was given other data by p.set_(...): DDP no longer sees its gradient, so it was "
+                "not added up over ranks. Use p.copy_(...) in torch.no_grad(), or p.data = ... of the same shape"
+            )

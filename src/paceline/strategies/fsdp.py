@@ -33,7 +33,7 @@ from paceline.sums.gather import labelled
 from paceline.sums.layout import sparse_gradient
 from paceline.sums.pending import Pending, sent
 from paceline.sums.replicate import broadcast_module
-from paceline.sums.shards import Piece
+from paceline.sums.shards import Piece, check_assigned
 from paceline.worker.world import World
 
 if TYPE_CHECKING:  # imported where it is used: it would cost every other strategy a second of start-up
@@ -129,6 +129,7 @@ class _Shares:
                 elements = nn.Parameter(local.detach().view(-1))
                 self.pieces[name] = Piece(first, first + local.numel(), elements)
                 self._cut[name] = parameter
+            _keep_in_place(name, parameter)
 
     def trained(self, name: str) -> nn.Parameter | None:
         """What the optimizer updates of it here."""
@@ -181,6 +182,39 @@ class _Shares:
         for name, parameter in self._model.named_parameters(remove_duplicate=False):
             state[name] = found[first[id(parameter)]]
         return state
+
+
+def _keep_in_place(name: str, parameter: Any) -> None:
+    """Let `parameter.data = values` write into this rank's share: the optimizer and torch's gathers know that memory.
+
+    torch would drop the values without an error. What is assigned may be cut or whole (all ranks assign the same).
+    """
+    from torch.distributed.tensor import DTensor
+
+    parameter.named_in_model = name
+    if "data" not in vars(DTensor):
+        plain: Any = Tensor.data
+        DTensor.data = property(plain.__get__, _assign)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _assign(tensor: Any, values: Any) -> None:
+    name = getattr(tensor, "named_in_model", None)
+    if name is None:
+        plain: Any = Tensor.data
+        plain.__set__(tensor, values)
+        return
+    check_assigned(name, values, tensor)
+    with torch.no_grad():
+        tensor.copy_(_shared_out(values, tensor))
+
+
+def _shared_out(values: Any, like: Any) -> Any:
+    """`values`, cut as the DTensor `like` is (a collective if they are cut in another way)."""
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    if isinstance(values, DTensor):
+        return values.redistribute(like.device_mesh, like.placements)
+    return distribute_tensor(values, like.device_mesh, like.placements, src_data_rank=None)
 
 
 class _Used:

@@ -85,6 +85,7 @@ class Reducer:
         self._buckets, self._forest, self._transport, self._at_start = buckets, forest, transport, at_start
         self._bucket_of = {p: index for index, bucket in enumerate(buckets) for p in bucket}
         self._names, self._tied = _named(module)
+        self._numels = [[p.numel() for p in bucket] for bucket in buckets]
         self._forget()
         for parameter in self._bucket_of if early else ():
             parameter.register_post_accumulate_grad_hook(self._on_gradient)
@@ -174,12 +175,22 @@ class Reducer:
     def _add_leaf(self, index: int) -> None:
         parameters = self._buckets[index]
         check_dense(((p, p.grad) for p in parameters), self._names)
+        self._check_shapes(index)
         if any(p.grad is not None for p in parameters):
             # outside of every `leaf` they are those of our first one
             leaf = self._forest.owned[self._forest.rank][0] if self._leaf is None else self._leaf
             self._sums[index].add(leaf, [p.grad for p in parameters])  # not copied: they become the sum's own
             for parameter in parameters:
                 parameter.grad = None
+
+    def _check_shapes(self, index: int) -> None:
+        for parameter, numel in zip(self._buckets[index], self._numels[index], strict=True):
+            if parameter.grad is not None and parameter.grad.numel() != numel:
+                raise UsageError(
+                    f"{self._names.get(parameter, 'a parameter')} had {numel} elements when the strategy was applied, "
+                    f"and now has {parameter.numel()} (p.data = ... or p.set_(...)): its gradient cannot be added up "
+                    "over ranks. Change the shape before the strategy is applied"
+                )
 
     @torch.no_grad()
     def _send_next(self) -> None:
