@@ -102,6 +102,7 @@ class Steps:
         self._sums = Sums(
             self._world, self._virtual_ranks, self._where, self._votes, self._order,
             one_each=one_each, alone=alone and self._world.size == 1, guess=self._weight,
+            same_bits=self._exact and self._virtual_ranks > 1,
         )  # fmt: skip
         # this host, if it steps by itself, and what is not finite ends the run: no other is asked then
         self._host = None if self._may_leave_out or self.parts[0].scale else self.parts[0].replica.host

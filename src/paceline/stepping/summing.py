@@ -60,13 +60,15 @@ class Sums:
         one_each: bool,
         alone: bool = False,
         guess: float = 0.0,
+        same_bits: bool = False,
     ) -> None:
         """`one_each`: every rank computes the step in one micro-batch, so that each exchange has weights of its own.
 
         `where`: which step, in words; `votes` and `order`: what ranks say with it. `alone`: this rank computes the
         step in one micro-batch, and there is no other rank. `guess`: the weight of the step before; 0 if there is none.
         """
-        self._alone, self._guess = alone, guess
+        # for the same bits on every number of ranks the scale must not depend on which rank computes what
+        self._alone, self._guess, self._same_bits = alone and not same_bits, guess, same_bits
         self._world, self._where, self._one_each, self._votes, self._order = world, where, one_each, votes, order
         self.result = StepResult()
         self.rows = torch.zeros(virtual_ranks, 2, dtype=torch.float64, device=world.device)
@@ -129,7 +131,7 @@ class Sums:
                 self.scale = weighed.weight
             elif self._by_samples and self._samples:
                 self.scale = float(self._samples)
-            elif self._one_each and last:
+            elif self._one_each and last and not self._same_bits:
                 return None
             else:
                 self.guess(self._samples)
