@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from paceline.checkpoint.shard import layout
 from paceline.contract.evidence import Phase
 from paceline.data.loader import MicroBatch
 from paceline.data.plan import BatchPlan
@@ -24,7 +25,7 @@ from paceline.sessions.gate import Gate
 from paceline.sessions.loader import Loader
 from paceline.sessions.prepared import Prepared
 from paceline.sessions.ranks import Ranks
-from paceline.sessions.registered import Registered
+from paceline.sessions.registered import Registered, check_no_scaler
 from paceline.sessions.wording import compare, opening, savable, write_session_settings
 from paceline.stepping.votes import Votes
 from paceline.sums import gather_words, together, told_once
@@ -166,7 +167,7 @@ class Loop(Ranks):
                 self._skipped += 1
                 return
             start = goes_on["batch"]
-        plan = loader.drawn(self.world, self._streams if goes_on is not None else None, start)
+        plan = loader.drawn(self.world, self._streams if goes_on is not None else None, start, trains=True)
         self._open(loader, plan)
         self._resumed, where["batch"], self._loader, self._at_end = None, start, loader, False
         for part in self._parts:
@@ -300,6 +301,10 @@ class Loop(Ranks):
             part.numbers()  # raises for what cannot be saved
         if self._steps.saves:
             self._registered.look_around(part.replica.model for part in self._parts)
+            for part in self._parts:
+                layout(part.state())  # raises for what a checkpoint cannot hold
+        if plan.virtual_ranks > self.size or plan.accumulation > 1 or any(p.replica.sharded for p in self._parts):
+            check_no_scaler()
         if course.place is not None:
             course.place = replace(course.place, definition=definition)
             write_session_settings(course.place, self._name, plan, self._strategy, seed=self._seed, epochs=epochs)

@@ -108,11 +108,16 @@ class PreparedOptimizer:
             )
         loss = closure() if closure is not None else None
         self.optimizer._opt_called = True
-        if self.part.gate.may_update(self.part, self.number):
+        gate = self.part.gate
+        if gate.may_update(self.part, self.number):
+            if gate.body is not None:
+                gate.body.has_failed = True  # until it has not: an error here leaves a step that is not whole
             self.part.before_update()
             shown = self.part.shown()
             self._update()
             self.part.after_update(shown)
+            if gate.body is not None:
+                gate.body.has_failed = False
         return loss
 
     _step._wrapped_by_lr_sched = True  # pyright: ignore[reportFunctionMemberAccess] - or torch's schedulers complain

@@ -5,6 +5,7 @@ import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
@@ -131,6 +132,16 @@ def _objects() -> list[Any]:
             gc.freeze()
         if enabled:
             gc.enable()
+
+
+def check_no_scaler() -> None:
+    """Raise UsageError if the loop has a GradScaler that scales: it needs whole gradients after each backward."""
+    if any(issubclass(type(one), torch.amp.GradScaler) and one.is_enabled() for one in _objects()):
+        raise UsageError(
+            "a GradScaler looks at the gradients after each backward. With several micro-batches in a step, and with "
+            "strategies that divide gradients over ranks, they are not there. Let each rank have one micro-batch "
+            "(virtual_ranks as many as ranks, no accumulation) under strategy 'bucketed', or train in bfloat16"
+        )
 
 
 def _is_module(thing: Any) -> bool:

@@ -48,9 +48,9 @@ class Body:
         found = self.batch.samples
         if found is not None and found < 0:
             raise UsageError(
-                f"the collate function was given {len(self.work.indices)} samples, and its batch "
-                "has tensors of several lengths, none of which is that number: how many samples it has is not known. Give s.backward(loss, "
-                "weight=...), or let one of its tensors or lists have an entry for each sample"
+                f"the collate function was given {len(self.work.indices)} samples, and its batch has tensors of other "
+                "lengths that differ: how many samples it has is not known. Give s.backward(loss, weight=...), or let "
+                "one of its tensors or lists have an entry for each sample"
             )
         return (len(self.work.indices) if found is None else found) * self.work.counted
 
