@@ -608,6 +608,111 @@ CASES |= {
 CASES["two_optimizers_accumulated"] = lambda: two_optimizers("bucketed", 2)
 
 
+def unprepared(kind: str) -> Any:
+    """Something is trained beside the model, by an optimizer that was not prepared."""
+    s = paceline.session(virtual_ranks=2 if kind == "in_parts" else None)
+    model, optimizer = s.prepare(net(), sgd)
+    scale = nn.Parameter(torch.zeros(()))
+    noise = torch.zeros(6, requires_grad=True)
+    other = torch.optim.SGD([scale if kind != "input" else torch.zeros(6, requires_grad=True)], 0.05)
+
+    def act(x: Tensor, i: Tensor) -> None:
+        other.zero_grad()
+        loss = loss_of(model, x + noise, i)
+        s.backward(loss * scale.exp() if kind != "input" else loss)
+        other.step()
+
+    trained(s, model, optimizer, act)
+    return s.step
+
+
+for name in ("weights", "in_parts", "input"):
+    CASES[f"unprepared_{name}"] = lambda name=name: unprepared(name)
+
+
+def odd_loss(kind: str) -> Any:
+    s = paceline.session()
+    model, optimizer = s.prepare(net(), sgd)
+
+    def act(x: Tensor, i: Tensor) -> None:
+        loss = loss_of(model, x, i)
+        s.backward(torch.stack([loss, 2 * loss, loss]))
+
+    trained(s, model, optimizer, act)
+
+
+CASES["losses_stacked"] = lambda: odd_loss("stacked")
+
+
+@case
+def peeked() -> Any:
+    """A look at a batch before the epochs, also after a resume."""
+    again = Path("run").exists()
+    s = paceline.session("run", resume=True, virtual_ranks=2)
+    model, optimizer = s.prepare(net(), sgd)
+    train = s.loader(Rows(), global_batch=8)
+    x, _ = next(iter(train))
+    assert x.shape[1] == 6
+    for _ in s.epochs(2):
+        for x, i in train:
+            if s.step == 7 and not again:
+                raise RuntimeError("planned")
+            optimizer.zero_grad()
+            s.backward(loss_of(model, x, i))
+            optimizer.step()
+    return s.step
+
+
+@case
+def outside_epochs() -> Any:
+    s = paceline.session("run", resume=True)
+    model, optimizer = s.prepare(net(), sgd)
+    for x, i in s.loader(Rows(), global_batch=8):
+        optimizer.zero_grad()
+        s.backward(loss_of(model, x, i))
+        optimizer.step()
+
+
+@case
+def iterator_kept() -> Any:
+    s = paceline.session()
+    model, optimizer = s.prepare(net(), sgd)
+    batches = iter(s.loader(DataLoader(Rows(), batch_size=8, shuffle=True)))
+    for _ in s.epochs(3):
+        for _ in range(2):
+            x, i = next(batches)
+            optimizer.zero_grad()
+            s.backward(loss_of(model, x, i))
+            optimizer.step()
+
+
+def frozen_later(kind: str) -> Any:
+    """Frozen, or given another group of parameters, once in epoch 2: a resume does not come there again."""
+    again = Path("run").exists()
+    s = paceline.session("run", resume=True, virtual_ranks=2)
+    made = net()
+    model, optimizer = s.prepare(
+        made, torch.optim.SGD(made[2].parameters() if kind == "group" else made.parameters(), 0.05)
+    )
+    train = s.loader(Rows(), global_batch=8)
+    for epoch in s.epochs(3):
+        if epoch == 1 and not again:
+            if kind == "group":
+                optimizer.add_param_group({"params": list(made[0].parameters())})
+            else:
+                made[0].requires_grad_(False)
+        for x, i in train:
+            if s.step == 12 and not again:
+                raise RuntimeError("planned")
+            optimizer.zero_grad()
+            s.backward(loss_of(model, x, i))
+            optimizer.step()
+    return [one.requires_grad for one in model.parameters()]
+
+
+CASES |= {"frozen_later": lambda: frozen_later("freeze"), "group_later": lambda: frozen_later("group")}
+
+
 @case
 def two_backwards_alone() -> Any:
     """The gradients of two losses, each looked at by itself."""

@@ -25,7 +25,7 @@ RIGHT = {
     "evaluation_python": ONCE, "evaluation_by_rank": ONCE,
     "batches_fewer": [20, 80], "batches_more": [20, 80], "batches_unknown": [20, 80],
     "growing_more": [20, 30, 40], "growing_less": [40, 30, 20], "growing_more_loader": [20, 30, 40],
-    "endless": 7, "order_shared": 3, "gradient_clipped": 15,
+    "endless": 7, "unprepared_input": 5, "order_shared": 3, "gradient_clipped": 15,
     "phases": [[0, 1], [0, 1, 2], [0, 1]],
     "few_gather": [0, 1, 2, 3, 4], "few_sum": [1.0, 9.0],
 }  # fmt: skip
@@ -78,6 +78,9 @@ WRONG = {
     "later_foreign": USAGE, "two_backwards_in_parts": USAGE, "two_optimizers_zero": USAGE,
     "differing_weights": DIVERGED, "differing_save": DIVERGED, "differing_end": DIVERGED,
     "unsavable_state": USAGE, "unsavable_saved": USAGE,
+    "unprepared_weights": USAGE, "unprepared_in_parts": USAGE, "losses_stacked": USAGE,
+    "outside_epochs": USAGE,
+    "iterator_kept": USAGE,
     "few_one": USAGE, "eval_mode": USAGE, "statistics_loader": USAGE, "constant_everywhere": USAGE,
 }  # fmt: skip
 
@@ -90,6 +93,9 @@ def test_it_is_an_error(tmp_path: Path, kind: str) -> None:
 
 
 ALONE = [
+    "unprepared_in_parts",
+    "iterator_kept",
+    "losses_stacked",
     "gradient_in_parts",
     "indices_words",
     "later_head",
@@ -140,6 +146,22 @@ def test_phases_begin_anew_also_after_a_resume(tmp_path: Path) -> None:
     assert run(1, "phases_resumed", tmp_path)[0] == 1
     code, found, told = run(1, "phases_resumed", tmp_path)
     assert code == 0 and found == [[[], [1, 2], [0, 1]], 35], told
+
+
+def test_a_look_at_a_batch_before_the_epochs_is_right_also_after_a_resume(tmp_path: Path) -> None:
+    assert run(1, "peeked", tmp_path)[0] == 1
+    code, found, told = run(1, "peeked", tmp_path)
+    assert code == 0 and found == 10, told
+
+
+def test_what_was_frozen_is_after_a_resume_and_a_group_that_is_missing_is_an_error(
+    tmp_path: Path,
+) -> None:
+    for kind, (wanted, flags) in {"frozen_later": (0, [False, False, True, True]), "group_later": (2, None)}.items():
+        (tmp_path / kind).mkdir()
+        assert run(1, kind, tmp_path / kind)[0] == 1
+        code, found, told = run(1, kind, tmp_path / kind)
+        assert code == wanted and found == flags, told
 
 
 def test_the_second_of_two_loops_is_resumed(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import gc
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+from urllib.parse import quote
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,9 @@ from torch.optim.swa_utils import AveragedModel
 from paceline.checkpoint.state import Held, Source
 from paceline.errors import UsageError
 from paceline.sessions.assumptions import STATE
+from paceline.sums import gather_words, told_once
 from paceline.train.numbers import as_json, from_json
+from paceline.worker.world import World
 
 TENSOR = "tensor of the state"
 
@@ -86,9 +89,24 @@ class Registered:
         """All its tensors, under names of their own."""
         return [held for name, thing in self.things.items() for held in _split(thing.state_dict(), name)[1]]
 
-    def numbers(self) -> dict[str, Any]:
-        """The rest of it, as JSON."""
-        return {name: _split(thing.state_dict(), name)[0] for name, thing in self.things.items()}
+    def numbers(self, world: World | None = None) -> dict[str, Any]:
+        """The rest of it, as JSON; with a `world` compared over ranks (a collective).
+
+        Raises:
+            UsageError: if it differs.
+        """
+        found = {name: _split(thing.state_dict(), name)[0] for name, thing in self.things.items()}
+        if world is not None and found:
+            told = gather_words(found, world)
+            if differing := [name for name in found if any(of_rank[name] != found[name] for of_rank in told)]:
+                raise told_once(
+                    UsageError(
+                        f"what s.register was given differs between ranks: {differing[0]}. It must be the same on all. "
+                        "Add up what ranks count for themselves, s.sum(...), before it goes into such an object"
+                    ),
+                    world,
+                )
+        return found
 
 
 def _split(state: Any, name: str) -> tuple[Any, list[Held]]:
@@ -100,12 +118,12 @@ def _split(state: Any, name: str) -> tuple[Any, list[Held]]:
             held.append(Held(path, value.detach()))
             return {TENSOR: path}
         if isinstance(value, Mapping):
-            return {key: without_tensors(part, f"{path}/{key}") for key, part in value.items()}
+            return {key: without_tensors(part, f"{path}/{quote(str(key), safe='')}") for key, part in value.items()}
         if isinstance(value, (list, tuple)):
             return [without_tensors(part, f"{path}/{number}") for number, part in enumerate(value)]
         return value
 
-    return as_json(without_tensors(state, f"registered/{name}"), f"registered object {name!r}"), held
+    return as_json(without_tensors(state, f"registered/{quote(name, safe='')}"), f"registered object {name!r}"), held
 
 
 def _joined(value: Any, source: Source) -> Any:

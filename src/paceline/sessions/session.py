@@ -198,6 +198,11 @@ class Session(Life):
         try:
             for epoch in range(self._where["epoch"], count):
                 self._check_whole()
+                if self._live:
+                    raise UsageError(
+                        "an iterator over s.loader(...) is still open, and the next epoch begins. Let each epoch have "
+                        "a loop of its own, `for batch in loader:`, and leave it by break after a number of steps"
+                    )
                 if self._resumed is None:
                     self._where |= {"epoch": epoch, "pass": 0, "batch": 0}
                 yield epoch
@@ -236,6 +241,11 @@ class Session(Life):
             raise UsageError(
                 "s.backward(loss) in a loop that evaluates: all models are in eval mode. Call model.train() before the "
                 "loop. To keep batch norm or dropout in eval mode, call .eval() on these modules afterwards"
+            )
+        if self._resumes and not self._in_epochs:
+            raise UsageError(
+                "session(resume=True) needs `for epoch in s.epochs(count):` around its training loops: the place at "
+                "which a run resumes is an epoch and a batch of it"
             )
         asked = {id(one) for one in ([only] if isinstance(only, Optimizer) else only)}
         of = {id(one.optimizer): part for part in self._parts for one in part.optimizers}

@@ -143,6 +143,12 @@ def weighted(loss: Tensor, weight: float | Tensor | None, reduction: Reduction, 
         return Weighed((loss * weight).sum(), 1.0, weight.detach().sum() if counted else 0)
     if weight is not None:
         raise UsageError(f"the losses have shape {tuple(loss.shape)}, so their weights must be a tensor of that shape")
+    if loss.ndim == 1 and body.batch.samples is None and len(loss) % len(body.work.indices):
+        raise UsageError(
+            f"the loss has shape {tuple(loss.shape)}, and the batch {len(body.work.indices)} samples: it is neither "
+            "a mean nor one value for each. Add several losses up to one mean. For values of rows, give weight= of the "
+            "same shape: torch.ones_like(loss) for rows that count alike"
+        )
     return Weighed(loss.sum(), 1.0, loss.numel() if counted else 0, by_samples=loss.ndim == 1)
 
 
