@@ -333,7 +333,7 @@ class Loop(Ranks):
         for part in self._parts:
             part.numbers()  # raises for what cannot be saved
         if self._steps.saves:
-            self._registered.look_around(part.replica.model for part in self._parts)
+            self._registered.look_around([part.replica.model for part in self._parts], self._steps.notes.once)
             for part in self._parts:
                 layout(part.state())  # raises for what a checkpoint cannot hold
         if plan.virtual_ranks > self.size or plan.accumulation > 1 or any(p.replica.sharded for p in self._parts):
@@ -415,7 +415,7 @@ class Loop(Ranks):
         """With a `world` a collective; without, as far as this rank knows."""
         if world is not None:
             try:
-                self._registered.look_around(part.replica.model for part in self._parts)
+                self._registered.look_around([part.replica.model for part in self._parts], self._steps.notes.once)
             except UsageError:
                 self._is_damaged = True
                 raise

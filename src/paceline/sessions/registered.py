@@ -1,8 +1,9 @@
 """Objects that a loop keeps beside its models, and that checkpoints save: averages of a model, say."""
 
 import gc
+import time
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 from urllib.parse import quote
 
@@ -27,7 +28,7 @@ class Registered:
         """`saved`: what `numbers` gave, of the checkpoint that the run resumes from."""
         self._saved = dict(saved)
         self._seen: dict[int, tuple[Any, Any]] = {}  # modules that are not saved, and how their tensors were
-        self._looks = 0
+        self._looks, self._next_look, self._has_said = 0, 0.0, False
         self.things: dict[str, Any] = {}
         self.ignored: list[Any] = []
 
@@ -63,27 +64,36 @@ class Registered:
                 f"lost. Call s.register({lost[0]!r}, ...) before the loop"
             )
 
-    def look_around(self, models: Iterable[nn.Module]) -> None:
-        """At the first step, at the first checkpoints and then at fewer and fewer: look for state that would be lost.
+    def look_around(self, models: Iterable[nn.Module], say: Callable[[str], None]) -> None:
+        """At the first step and at checkpoints, in at most 1 % of the time: look for state that would be lost.
 
         Raises:
             UsageError: if a module that is neither in one of the `models` nor registered has changed in between.
         """
-        self._looks += 1
-        if self._looks > 4 and self._looks & (self._looks - 1):
+        began = time.perf_counter()
+        if self._looks > 4 and began < self._next_look:
             return
-        known = [*models, *self.ignored, *self.things.values()]
+        self._looks += 1
+        roots = [*models]
+        known = [*roots, *self.ignored, *self.things.values()]
         own = {id(module) for thing in known if isinstance(thing, nn.Module) for module in thing.modules()}
-        for thing in _objects():
-            if not _is_module(thing) or id(thing) in own:
-                continue
-            now = _fingerprint(thing)
-            before = self._seen.get(id(thing))
-            if now and before is not None and before[0]() is thing and before[1] != now:
-                raise STATE.error(f"a module that is not in a prepared model, {type(thing).__name__},")
-            if before is None and self._looks > 1 and isinstance(thing, AveragedModel) and int(thing.n_averaged):
-                raise STATE.error("an AveragedModel")
+        others = [thing for thing in _objects() if _is_module(thing) and id(thing) not in own]
+        for thing in others:
+            now, before = _fingerprint(thing), self._seen.get(id(thing))
+            if before is not None and before[0]() is thing:
+                if now and before[1] != now:
+                    raise STATE.error(f"a module that is not in a prepared model, {_outermost(thing, others)},")
+            elif self._looks > 1:
+                if isinstance(thing, AveragedModel) and int(thing.n_averaged):
+                    raise STATE.error("an AveragedModel")
+                if any(type(thing) is type(root) and thing is not root for root in roots) and not self._has_said:
+                    self._has_said = True
+                    say(
+                        f"a {type(thing).__name__} was made during the training, beside the one that was prepared: no "
+                        "checkpoint has it, and after a resume it is not there"
+                    )
             self._seen[id(thing)] = (weakref.ref(thing), now)
+        self._next_look = time.perf_counter() + 100 * (time.perf_counter() - began)
 
     def state(self) -> list[Held]:
         """All its tensors, under names of their own."""
@@ -150,6 +160,12 @@ def _objects() -> list[Any]:
             gc.freeze()
         if enabled:
             gc.enable()
+
+
+def _outermost(module: nn.Module, others: Iterable[nn.Module]) -> str:
+    """The class of the largest of the others that the module is a part of."""
+    around = [other for other in others if any(part is module for part in other.modules())]
+    return type(max(around, key=lambda other: sum(1 for _ in other.modules()), default=module)).__name__
 
 
 def check_no_scaler() -> None:

@@ -128,14 +128,17 @@ class Session(Life):
             saved: False for an object that may be lost: then only its loss is no error.
 
         Raises:
-            UsageError: after the first batch, for a name that is taken, for an object without these methods, and at a
-                resume from a checkpoint that does not have it.
+            UsageError: for a name that is taken or an object without these methods, at a resume from a checkpoint that
+                does not have it, and after the first batch, but for objects that may be lost.
         """
+        if not saved:
+            self._registered.add(name, thing, saved=False)
+            return
         if self._opened:
             raise UsageError("s.register after the first batch: register all objects before the loop")
         with together(self.world):
-            self._registered.add(name, thing, saved=saved)
-            if saved and (origin := self._course.origin) is not None:
+            self._registered.add(name, thing, saved=True)
+            if (origin := self._course.origin) is not None:
                 self._registered.load(name, origin.source, origin.where)
 
     def loader(
