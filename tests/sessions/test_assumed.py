@@ -45,7 +45,7 @@ def test_it_is_the_same_as_in_one_process(tmp_path: Path, kind: str, ranks: int)
 
 
 EQUAL = [
-    "dropped_tuple", "dropped_dict", "dropped_list", "dropped_record", "dropped_zip", "dropped_samples",
+    "dropped_all", "dropped_tuple", "dropped_dict", "dropped_list", "dropped_record", "dropped_zip", "dropped_samples",
     "average_batch_norm_merged", "two_backwards_alone",
     "weightless_labels", "weightless_masked", "weightless_constant", "statistics_data",
 ]  # fmt: skip
@@ -60,7 +60,7 @@ def test_its_numbers_are_those_of_the_plain_loop(tmp_path: Path, kind: str, rank
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("strategy", ["exact", "manual"])
+@pytest.mark.parametrize("strategy", ["exact", "manual", "ddp"])
 def test_a_rank_without_weight_contributes_nothing_under_other_strategies(tmp_path: Path, strategy: str) -> None:
     code, found, told = run(2, "weightless_masked", tmp_path, strategy)
     assert code == 0 and found < 1e-12, told
@@ -70,7 +70,7 @@ WRONG = {
     "order_distributed": USAGE, "order_own_share": USAGE, "order_hard": USAGE, "order_other_tail": USAGE,
     "evaluation_distributed": USAGE, "evaluation_own_share": USAGE, "evaluation_other_tail": USAGE,
     "split_by_rank": USAGE, "split_by_rank_evaluated": USAGE,
-    "indices_words": USAGE, "indices_tuples": USAGE, "dropped_all": USAGE, "average_batch_norm": USAGE,
+    "indices_words": USAGE, "indices_tuples": USAGE, "average_batch_norm": USAGE,
     "gradient_before": USAGE, "gradient_exact": USAGE, "gradient_after": USAGE,
     "gradient_added": USAGE, "gradient_assigned": USAGE, "gradient_added_later": USAGE,
     "gradient_assigned_before": USAGE,

@@ -34,6 +34,7 @@ from paceline.worker.world import World
 Bodies = list[MicroBatch]
 Run = Callable[["Loader"], Iterator[Any]]
 COMPARED = 64  # batches of an evaluation whose order is compared before the first
+MOST_TRIED = 1000  # samples in search of one that is not None
 SAME_ORDER = "orders of samples of this DataLoader"
 
 
@@ -133,15 +134,14 @@ class Loader:
         steps = takewhile(self._order.has, count(start)) if self._order else iter(range(start, len(self)))
         work = (rank_work(plan, epoch, step, share) for step in steps)
         collate = self.loading.collate
-        loading = self.loading if collate is None else replace(self.loading, collate=CountingCollate(collate))
+        loading = (
+            self.loading if collate is None else replace(self.loading, collate=CountingCollate(collate, self.dataset))
+        )
         with closing(load_work(self.dataset, work, plan.seed, loading)) as loaded:
             for step in loaded:
                 if self._order:
                     self._order.forget(step[0][1].step - 1)
-                counted = [(*batch, one) if isinstance(batch, Counted) else (batch, None, one) for batch, one in step]
-                yield [
-                    MicroBatch(batch, None, one, one.random_seed(plan.seed), samples) for batch, samples, one in counted
-                ]
+                yield [_micro_batch(batch, one, plan.seed) for batch, one in step]
 
     def order_hash(self, batch: int) -> int:
         """Of the samples of the epoch up to this batch, as far as the plan does not say them; all ranks must agree."""
@@ -266,6 +266,14 @@ def taken_over(loader: DataLoader[Any], loading: Loading) -> Loading:
     )
 
 
+def _micro_batch(batch: Any, work: Work, seed: int) -> MicroBatch:
+    if not isinstance(batch, Counted):
+        return MicroBatch(batch, None, work, work.random_seed(seed))
+    if not batch.samples:  # all were left out: what the loop computes counts for nothing
+        work = replace(work, counted=False)
+    return MicroBatch(batch.batch, None, work, work.random_seed(seed), batch.samples)
+
+
 class Counted(NamedTuple):
     """A batch of a collate function, and how many samples it has; -1 if that is not known."""
 
@@ -276,8 +284,8 @@ class Counted(NamedTuple):
 class CountingCollate:
     """A collate function that may leave samples out; it is given the shares of ranks, and not whole batches."""
 
-    def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
-        self._collate = collate
+    def __init__(self, collate: Callable[[list[Any]], Any], dataset: Any) -> None:
+        self._collate, self._dataset = collate, dataset
 
     def __call__(self, items: list[Any]) -> Counted:
         """The batch, counted."""
@@ -288,12 +296,18 @@ class CountingCollate:
         except Exception as error:
             if kept:
                 raise
-            raise UsageError(
-                f"the collate function fails on {given} samples that are all None: the share of one rank may have none "
-                "that is left. Let it return tensors of length 0 then, or leave such samples out of the dataset "
-                f"({type(error).__name__}: {error})"
-            ) from error
+            return Counted(self._stand_in(error), 0)
         return Counted(batch, _samples_of(batch, given, len(kept), names))
+
+    def _stand_in(self, error: Exception) -> Any:
+        """A batch of one sample that is not None, for a share of which no sample is left."""
+        for number in range(min(len(self._dataset), MOST_TRIED)):
+            if (item := self._dataset[number]) is not None:
+                return self._collate([item])
+        raise UsageError(
+            f"the collate function fails on samples that are all None, and the first {MOST_TRIED} samples of the dataset "
+            f"are None as well ({type(error).__name__}: {error}). Leave such samples out of the dataset"
+        ) from error
 
 
 def _samples_of(batch: Any, given: int, kept: int, names: set[int]) -> int:

@@ -47,7 +47,7 @@ class Session(Life):
 
     @property
     def step(self) -> int:
-        """Optimizer steps done, over the whole run."""
+        """Steps done, over the whole run: global batches, also where the loop updates only after several."""
         return self._course.step
 
     @property

@@ -21,7 +21,7 @@ from paceline.data.ahead import Prefetch
 from paceline.data.loader import MicroBatch
 from paceline.errors import UsageError
 from paceline.stepping import nonfinite
-from paceline.stepping.bodies import Body, Reduction, Weighed, check_alike, weighted
+from paceline.stepping.bodies import Body, Reduction, Weighed, check_alike, sum_of_nothing, weighted
 from paceline.stepping.hooks import HiddenHooks, leaves_of, own_functions, own_hooks
 from paceline.stepping.lockstep import as_many_as_any
 from paceline.stepping.order import CallOrder
@@ -201,7 +201,9 @@ class Steps:
                 for part in wanted:
                     # with several models nobody knows yet whom this backward reaches: nothing leaves early
                     stack.enter_context(part.replica.backward(body.work, last and len(self.parts) == 1))
-                if self._contributes(weighed):
+                if self._is_nothing_under_ddp(weighed):
+                    self.parts[0].backward(sum_of_nothing(self.parts[0].replica.model), retain_graph=retain_graph)
+                elif self._contributes(weighed):
                     factor = weighed.factor / scale
                     scaled = weighed.value if isinstance(factor, float) and factor == 1.0 else weighed.value * factor
                     self.parts[0].backward(scaled, retain_graph=retain_graph)
@@ -233,6 +235,12 @@ class Steps:
                 "samples out. So gradients there were not those of its mean. Give s.backward(loss, weight=...) and let "
                 "each rank have one micro-batch in a step (virtual_ranks as many as ranks, no accumulation)"
             )
+
+    def _is_nothing_under_ddp(self, weighed: Weighed) -> bool:
+        """Whether a loss has no gradient, and the module waits for one of each parameter."""
+        alone = len(self.parts) == 1 and not self.parts[0].replica.in_lockstep
+        waits = alone and self.parts[0].replica.module is not self.parts[0].replica.model
+        return waits and (weighed.is_nothing or not weighed.value.requires_grad)
 
     def _contributes(self, weighed: Weighed) -> bool:
         """Whether a loss has gradients: it has none if it is constant or has no weight.
