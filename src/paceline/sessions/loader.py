@@ -305,8 +305,8 @@ class CountingCollate:
             if (item := self._dataset[number]) is not None:
                 return self._collate([item])
         raise UsageError(
-            f"the collate function fails on samples that are all None, and the first {MOST_TRIED} samples of the dataset "
-            f"are None as well ({type(error).__name__}: {error}). Leave such samples out of the dataset"
+            f"the collate function fails on samples that are all None, and the first {MOST_TRIED} samples of the "
+            f"dataset are None as well ({type(error).__name__}: {error}). Leave such samples out of the dataset"
         ) from error
 
 
