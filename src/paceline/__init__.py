@@ -19,6 +19,7 @@ The public parts, each of which works alone in a loop of your own (examples/own_
 """
 
 import importlib
+import random
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
@@ -91,4 +92,8 @@ if TYPE_CHECKING:
 def __getattr__(name: str) -> Any:
     if name not in _PARTS:
         raise AttributeError(f"module 'paceline' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"paceline.{_PARTS[name]}"), name)
+    state = random.getstate()  # packages that are imported here may draw from it, and the script may have seeded it
+    try:
+        return getattr(importlib.import_module(f"paceline.{_PARTS[name]}"), name)
+    finally:
+        random.setstate(state)

@@ -209,6 +209,38 @@ for name in ("generator", "python", "numpy", "own_python", "own_numpy", "own_sta
     CASES[f"resumed_{name}"] = lambda name=name: resumed(name)
 
 
+def lazily(workers: int) -> Any:
+    """A sampler that draws each sample when it is asked for, beside the plain loader."""
+
+    class Lazy(Sampler[int]):
+        def __len__(self) -> int:
+            return COUNT
+
+        def __iter__(self) -> Iterator[int]:
+            for _ in range(COUNT):
+                yield random.randrange(COUNT)
+
+    def loader() -> DataLoader[Any]:
+        return DataLoader(Rows(), batch_size=8, sampler=Lazy(), num_workers=workers)
+
+    random.seed(3)
+    wanted = [one for _, i in loader() for one in i.tolist()]
+    random.seed(3)
+    s = paceline.session()
+    model, optimizer = s.prepare(net(), sgd)
+    found: list[int] = []
+    for x, i in s.loader(loader()):
+        optimizer.zero_grad()
+        s.backward(loss_of(model, x, i))
+        optimizer.step()
+        found += s.gather(i).tolist()
+    pairs = zip(range(0, COUNT, 8), range(8, COUNT + 8, 8), strict=True)
+    return all(sorted(found[a:b]) == sorted(wanted[a:b]) for a, b in pairs)
+
+
+CASES |= {"order_lazy": lambda: lazily(0), "order_lazy_workers": lambda: lazily(2)}
+
+
 @case
 def order_shared() -> Any:
     """The sampler holds a list that the loop shuffles in place."""

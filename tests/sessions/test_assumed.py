@@ -25,6 +25,7 @@ RIGHT = {
     "evaluation_python": ONCE, "evaluation_by_rank": ONCE,
     "batches_fewer": [20, 80], "batches_more": [20, 80], "batches_unknown": [20, 80],
     "growing_more": [20, 30, 40], "growing_less": [40, 30, 20], "growing_more_loader": [20, 30, 40],
+    "order_lazy": True, "order_lazy_workers": True,
     "endless": 7, "unprepared_input": 5, "order_shared": 3, "gradient_clipped": 15,
     "phases": [[0, 1], [0, 1, 2], [0, 1]],
     "few_gather": [0, 1, 2, 3, 4], "few_sum": [1.0, 9.0],

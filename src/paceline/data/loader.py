@@ -9,11 +9,11 @@ import gc
 import os
 import re
 import signal
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import tee
 from signal import strsignal
 from typing import Any, cast
 
@@ -87,12 +87,30 @@ def load_steps(
 def load_work(
     dataset: Dataset[Any], steps: Iterable[list[Work]], seed: int, loading: Loading
 ) -> Generator[list[tuple[Any, Work]]]:
-    """For each step the batches of its work, as the dataset gives them."""
-    for_requests, for_steps = tee(steps)
-    requests = ((work.epoch, work.indices) for step in for_requests for work in step)
-    with closing(fetch_batches(dataset, requests, seed, loading)) as batches:
-        for step in for_steps:
+    """For each step the batches of its work, as the dataset gives them.
+
+    `steps` may draw random numbers. So they are drawn here, and not where processes are given their next requests, in
+    whose midst random streams are put back.
+    """
+    prefetched = loading.num_workers * (loading.workers.get("prefetch_factor") or 2)
+    drawn, requested, source = deque[list[Work]](), deque[Work](), iter(steps)
+
+    def draw() -> None:
+        while len(drawn) <= prefetched and (step := next(source, None)) is not None:
+            drawn.append(step)
+            requested.extend(step)
+
+    def requests() -> Generator[Request]:
+        while requested:
+            work = requested.popleft()
+            yield work.epoch, work.indices
+
+    draw()
+    with closing(fetch_batches(dataset, requests(), seed, loading)) as batches:
+        while drawn:
+            step = drawn.popleft()
             yield [(next(batches), work) for work in step]
+            draw()
 
 
 def fetch(

@@ -92,10 +92,6 @@ class Life(Loop):
         if wanted(track) and run_dir is None:
             raise UsageError(f"session(track={track!r}) needs a run folder: session('runs/mine', track=...)")
         self._is_seeded = seed is not None
-        if seed is not None:
-            torch.manual_seed(seed)
-            random.seed(seed)
-            numpy.random.seed(seed % 2**32)
         seed = seed or 0
         attach()
         postpone_compiler()
@@ -164,6 +160,12 @@ class Life(Loop):
         ]
         self._enter(Phase.USER)
         open_sessions.append(self)
+
+    def seed_streams(self) -> None:
+        """Seed torch, numpy and `random`: what the script draws is the same in each run, and on each rank."""
+        torch.manual_seed(self._seed)
+        random.seed(self._seed)
+        numpy.random.seed(self._seed % 2**32)
 
     def _check_seed(self) -> None:
         """Say that a model's weights differ from run to run, if the same bits were asked for."""

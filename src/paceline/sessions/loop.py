@@ -176,7 +176,8 @@ class Loop(Ranks):
                 return
             start = goes_on["batch"]
         plan = loader.drawn(self.world, self._streams if goes_on is not None else None, start, trains=True)
-        self._open(loader, plan)
+        with preserved_streams():
+            self._open(loader, plan)
         self._resumed, where["batch"], self._loader, self._at_end = None, start, loader, False
         self._live += 1
         try:

@@ -30,6 +30,7 @@ from torch.utils.data import DataLoader, Dataset
 from paceline.data.loader import Loading
 from paceline.data.plan import Tail
 from paceline.errors import UsageError
+from paceline.seeding import preserved_streams
 from paceline.sessions.given import OptimizerLike, SchedulerLike, planned, prepared, prepared_again
 from paceline.sessions.life import Life, install, made_as, open_sessions
 from paceline.sessions.loader import Loader
@@ -314,6 +315,9 @@ def session(run_dir: str | os.PathLike[str] | None = None, **options: Any) -> Se
             raise UsageError("a session is open in this process already: end it first, s.close()")
         open_sessions[-1].close()  # a cell of a notebook that is run again
     install()
-    made: Any = (made_as[0] if made_as else Session)(run_dir, **options)
+    with preserved_streams():  # packages that are imported here may draw from them
+        made: Any = (made_as[0] if made_as else Session)(run_dir, **options)
+    if options.get("seed") is not None:
+        made.seed_streams()
     install()  # torch has put a hook of its own before ours, which holds back what is printed
     return made
