@@ -30,6 +30,7 @@ from torch.utils.data import (
     DistributedSampler,
     RandomSampler,
     Sampler,
+    Subset,
     SubsetRandomSampler,
     WeightedRandomSampler,
     default_collate,
@@ -71,9 +72,14 @@ class Case:
     evaluation: str = "none"
     evaluated: int = 5
     average: str = "none"
-    stop: int = 0  # steps after which the first attempt ends; 0: it does not
+    stop: int = 0  # batches after which the first attempt ends; 0: it does not
     stop_how: str = "before"
     ranks_after: int = 1
+    every: int = 1  # batches of an optimizer step, counted by the loop
+    leaves: int = 0  # the batch at which each epoch is left; 0: none
+    closure: bool = False
+    mode: str = "train"
+    touch: str = "none"  # what becomes of the weights after each step
     wrong: str = "none"
 
 
@@ -85,7 +91,7 @@ class Result:
     average: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     numbers: dict[str, list[float]] = field(default_factory=dict[str, list[float]])  # learning rates and the like
     steps: list[tuple[list[int], list[int]]] = field(default_factory=list[tuple[list[int], list[int]]])
-    """of each step: phase, epoch and loop; the samples in ascending order"""
+    """of each batch: phase, epoch and loop; its samples in ascending order"""
     epochs: list[list[int]] = field(default_factory=list[list[int]])  # of each phase
     evaluations: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
     after: list[dict[str, Tensor]] = field(default_factory=list[dict[str, Tensor]])  # parameters after n steps
@@ -129,6 +135,7 @@ class Own(Sampler[int]):
 
     def __init__(self, data: Rows, how: str) -> None:
         self.data, self.how, self.epoch = data, how, 0
+        self.losses: dict[int, float] = {}
         if how == "attribute_python":
             self.rng: Any = random.Random(5)
         elif how == "attribute_numpy":
@@ -158,6 +165,8 @@ class Own(Sampler[int]):
                 order = self.rng.permutation(count).tolist()
             case "attribute_torch":
                 order = torch.randperm(count, generator=self.rng).tolist()
+            case "mining":  # the samples with the largest loss first, as the loop has written them down
+                order.sort(key=lambda index: -self.losses.get(index, 0.0))
             case "lazy":  # a draw for each sample, when it is asked for
                 while order:
                     yield order.pop(random.randrange(len(order)))
@@ -190,11 +199,14 @@ class BatchesWithLength(Batches):
         return {"fewer": batches + 2, "more": batches - 3}.get(self.how, batches)
 
 
-ONCE = {"sequential", "dataset", "shuffle", "generator", "random_sampler", "subset"}
-ONCE |= {"python", "numpy", "torch", "counter", "lazy", "attribute_python", "attribute_numpy", "attribute_torch"}
-ONCE |= {f"batches_{how}" for how in ("none", "fewer", "more", "uneven", "drawn")}
+ONCE = {
+    *("sequential", "dataset", "shuffle", "generator", "random_sampler", "subset"),
+    *("python", "numpy", "torch", "counter", "lazy", "attribute_python", "attribute_numpy", "attribute_torch"),
+    *("dealt", "split", "mining"),
+    *("batches_none", "batches_fewer", "batches_more", "batches_uneven", "batches_drawn"),
+}
 """orders in which each epoch has each sample once"""
-GLOBAL = {"shuffle", "python", "numpy", "torch", "lazy", "batches_drawn", "weighted"}
+GLOBAL = {"shuffle", "python", "numpy", "torch", "lazy", "batches_drawn", "weighted", "split", "dealt"}
 """orders that are drawn from the process's streams"""
 
 
@@ -207,8 +219,10 @@ def training_loader(case: Case, data: Rows, rank: int, size: int) -> DataLoader[
         return DataLoader(data, batch_sampler=batches, **words)
     words |= {"batch_size": case.batch, "drop_last": case.drop_last}
     match case.order:
-        case "sequential" | "dataset":
+        case "sequential" | "dataset" | "dealt":
             return DataLoader(data, **words)
+        case "split":
+            return DataLoader(Subset(data, random.sample(range(len(data)), 30)), **words)
         case "shuffle":
             return DataLoader(data, shuffle=True, **words)
         case "generator":
@@ -218,10 +232,10 @@ def training_loader(case: Case, data: Rows, rank: int, size: int) -> DataLoader[
         case "subset":
             sampler = SubsetRandomSampler(range(len(data)), generator=torch.Generator().manual_seed(5))
         case "weighted":
-            sampler = WeightedRandomSampler(torch.arange(1.0, len(data) + 1), 30)
+            sampler = WeightedRandomSampler(range(1, len(data) + 1), 30)
         case "weighted_generator":
-            weights = torch.arange(1.0, len(data) + 1)
-            sampler = WeightedRandomSampler(weights, 30, generator=torch.Generator().manual_seed(5))
+            generator = torch.Generator().manual_seed(5)
+            sampler = WeightedRandomSampler(range(1, len(data) + 1), 30, generator=generator)
         case "by_rank":
             sampler = RandomSampler(data, generator=torch.Generator().manual_seed(rank))
         case "distributed":
@@ -266,9 +280,10 @@ class Net(nn.Module):
         self.case = case
         with torch.random.fork_rng():
             torch.manual_seed(100 + case.number)
-            self.first, self.act, self.head = nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)
+            self.first, self.act = nn.Linear(6, 8), nn.Tanh()
             if case.wrong == "inner_backward":
-                self.first, self.aux = nn.Linear(6, 8), nn.Linear(8, 3)
+                self.aux = nn.Linear(8, 3)
+            self.head = nn.Linear(8, 3)
             if case.buffers == "batch_norm":
                 self.norm = nn.BatchNorm1d(8)
         match case.buffers:
@@ -354,7 +369,7 @@ def losses(case: Case, out: Tensor, y: Tensor, i: Tensor) -> list[tuple[Tensor, 
             some = i % 4 == 0
             loss = each[some].mean() if some.any() else torch.zeros((), dtype=torch.float64)
             return [(loss, int(some.sum()), "mean")]
-        case "two":
+        case "two" | "combined":
             return [(each.mean(), None, "mean"), (0.3 * out.square().mean(), None, "mean")]
         case other:
             raise ValueError(other)
@@ -362,7 +377,18 @@ def losses(case: Case, out: Tensor, y: Tensor, i: Tensor) -> list[tuple[Tensor, 
 
 def backwards(case: Case) -> int:
     """Of a step; each has a forward of its own."""
-    return 2 if case.loss == "two" else 1
+    return 2 if case.loss in ("two", "combined") else 1
+
+
+def combine(model: nn.Module, first: dict[str, Tensor]) -> None:
+    """Of the gradients of two losses, one that is not their sum."""
+    for name, p in model.named_parameters():
+        if p.grad is not None:
+            p.grad = p.grad + first[name].clamp(-0.05, 0.05)
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
 class Warming(torch.optim.SGD):
@@ -446,12 +472,35 @@ def seed_streams(case: Case) -> None:
         np.random.seed()
 
 
+def note_losses(sampler: Any, out: Tensor, y: Tensor, i: Tensor) -> None:
+    """Give the sampler what each sample has lost, to a few digits: other orders of sums must not change its order."""
+    each = F.cross_entropy(out.detach(), y, reduction="none")
+    sampler.losses.update(zip(i.tolist(), [round(loss, 9) for loss in each.tolist()], strict=True))
+
+
 def averaged(model: nn.Module) -> AveragedModel:
     return AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.8))
 
 
 def second_data(case: Case) -> Rows:
     return Rows(case, 23, offset=1)
+
+
+def touch(case: Case, model: nn.Module) -> None:
+    """Weights that the loop itself changes after a step."""
+    match case.touch:
+        case "assigned":
+            for p in model.parameters():
+                p.data = p.data.clamp(-0.25, 0.25)
+        case "in_place":
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.clamp_(-0.25, 0.25)
+        case "vector":
+            vector = nn.utils.parameters_to_vector(model.parameters()).detach()
+            nn.utils.vector_to_parameters(vector * 0.98, model.parameters())
+        case _:
+            pass
 
 
 def rows_in(case: Case, phase: int, epoch: int) -> int:
@@ -489,6 +538,7 @@ def plain(case: Case, orders: dict[tuple[int, ...], list[list[int]]] | None = No
         sets.append(second_data(case))
         loaders.append(DataLoader(sets[1], batch_size=5))
     test = DataLoader(Rows(case, case.evaluated, offset=2), batch_size=2)
+    model.train(case.mode == "train")
     found.after.append(parameters_of(model))
     for phase, count in enumerate(case.phases):
         for epoch in range(count):
@@ -501,35 +551,62 @@ def plain(case: Case, orders: dict[tuple[int, ...], list[list[int]]] | None = No
                     wanted = orders.get((phase, epoch, number), [])
                     collate = Collate(case) if number == 0 else default_collate
                     batches = (collate([sets[number][i] for i in indices]) for indices in wanted)
-                for batch in batches:
+                for turn, batch in enumerate(batches):
+                    if turn == case.leaves > 0:
+                        break
                     x, y, i = fields(batch)
-                    for optimizer in made:
-                        optimizer.zero_grad()
-                    if case.wrong == "inner_backward":
-                        model.aux(model.hidden(x).detach()).square().mean().backward()
-                    for k in range(backwards(case)):
-                        loss, _, _ = losses(case, model(x), y, i)[k]
-                        loss.mean().backward()
+                    found.steps.append(([phase, epoch, number], sorted(i.tolist())))
+
+                    def backward(x: Tensor = x, y: Tensor = y, i: Tensor = i) -> Tensor:
+                        if case.every == 1:
+                            for optimizer in made:
+                                optimizer.zero_grad()
+                        if case.wrong == "inner_backward":
+                            model.aux(model.hidden(x).detach()).square().mean().backward()
+                        out, loss, before = model(x), torch.zeros(()), dict[str, Tensor]()
+                        for k in range(backwards(case)):
+                            if k:
+                                before = gradients(model)
+                                if case.loss == "combined":
+                                    model.zero_grad()
+                                out = model(x)
+                            loss, _, _ = losses(case, out, y, i)[k]
+                            (loss.mean() / case.every).backward()
+                        if case.loss == "combined":
+                            combine(model, before)
+                        if case.order == "mining" and number == 0:
+                            note_losses(loader.sampler, out, y, i)
+                        return loss
+
+                    if case.closure:
+                        made[0].step(backward)
+                    else:
+                        backward()
                     if case.wrong == "added_gradient":
                         with torch.no_grad():
                             assert model.head.bias.grad is not None
                             model.head.bias.grad += x[:, :3].mean(0)
+                    if (turn + 1) % case.every:
+                        continue
                     if case.clip != "none":
                         nn.utils.clip_grad_norm_(model.parameters(), 0.3)
-                    for optimizer in made:
-                        optimizer.step()
+                    if not case.closure:
+                        for optimizer in made:
+                            optimizer.step()
+                    if case.every > 1:
+                        model.zero_grad()
                     if case.scheduler in ("step", "one_cycle"):
                         scheduler.step()
                     if ema is not None:
                         ema.update_parameters(model)
-                    found.steps.append(([phase, epoch, number], sorted(i.tolist())))
+                    touch(case, model)
                     found.after.append(parameters_of(model))
             value = 0.0
             if case.evaluation != "none":
                 model.eval()
                 with torch.no_grad():
                     rows = [(model(x), y, i) for x, y, i in test]
-                model.train()
+                model.train(case.mode == "train")
                 out, y, i = (torch.cat(columns) for columns in zip(*rows, strict=True))
                 value = float(F.cross_entropy(out, y, reduction="sum")) / len(out)
                 report = [value] if case.evaluation == "mean" else [*i.tolist(), *out.flatten().tolist()]
@@ -552,10 +629,11 @@ class Reports:
     """What a rank has seen, written when its attempt ends, however it ends."""
 
     def __init__(self) -> None:
-        self.steps: dict[int, tuple[list[int], list[int]]] = {}
+        self.steps: dict[tuple[int, ...], list[int]] = {}
+        """by phase, epoch, loop and batch: this rank's samples"""
         self.epochs: dict[int, list[int]] = {}
         self.evaluations: dict[str, list[float]] = {}
-        self.first: int | None = None
+        self.first: tuple[int, ...] | None = None
         self.model: Net | None = None
 
     def write(self, path: Path) -> None:
@@ -581,16 +659,19 @@ def trained(case: Case, s: Any, attempt: int, reports: Reports) -> Result:
     if case.average == "registered":
         s.register("ema", ema)
     data = Rows(case, rows_in(case, 0, 0))
-    if case.order == "dataset":
+    given = training_loader(case, data, s.rank, s.size)
+    if case.order in ("dataset", "dealt"):
         tail = "drop" if case.drop_last else "keep"
         words: dict[str, Any] = {"collate": Collate(case), "num_workers": case.workers, "tail": tail}
-        loaders = [s.loader(data, global_batch=case.batch, shuffle=False, accumulation=case.accumulation, **words)]
+        words |= {"shuffle": case.order == "dealt", "accumulation": case.accumulation}
+        loaders = [s.loader(data, global_batch=case.batch, **words)]
     else:
-        loaders = [s.loader(training_loader(case, data, s.rank, s.size), accumulation=case.accumulation)]
+        loaders = [s.loader(given, accumulation=case.accumulation)]
     if case.loops == 2:
         loaders.append(s.loader(DataLoader(second_data(case), batch_size=5)))
     test = s.loader(DataLoader(Rows(case, case.evaluated, offset=2), batch_size=2))
-    done = bodies = 0  # steps of this attempt, bodies of this step
+    model.train(case.mode == "train")
+    done = bodies = 0  # batches of this attempt, bodies of this batch
     for phase, count in enumerate(case.phases):
         for epoch in s.epochs(count):
             reports.epochs.setdefault(phase, []).append(epoch)
@@ -598,41 +679,71 @@ def trained(case: Case, s: Any, attempt: int, reports: Reports) -> Result:
             change(case, model, made[0], phase, epoch)
             for number, loader in enumerate(loaders):
                 for batch in loader:
+                    if s.batch == case.leaves > 0:
+                        break
                     x, y, i = fields(batch)
-                    step = s.step
-                    reports.first = step if reports.first is None else reports.first
+                    where = (phase, epoch, number, s.batch)
+                    reports.first = where if reports.first is None else reports.first
                     if attempt == 1 and case.stop == done > 0:
                         if case.stop_how == "term" and s.rank == 0 and bodies == 0:
                             os.kill(os.getpid(), signal.SIGTERM)
                         if case.stop_how == "before" or (case.stop_how == "between" and (bodies or s.last)):
                             raise RuntimeError(PLANNED)
-                    for optimizer in made:
-                        optimizer.zero_grad()
-                    if case.wrong == "inner_backward":
-                        model.aux(model.hidden(x).detach()).square().mean().backward()
-                    for k in range(backwards(case)):
-                        loss, weight, reduction = losses(case, model(x), y, i)[k]
-                        s.backward(loss, weight=weight, reduction=reduction, more=k + 1 < backwards(case))
-                    if case.wrong == "added_gradient" and s.last:
+
+                    def backward(x: Tensor = x, y: Tensor = y, i: Tensor = i) -> Tensor:
+                        if case.every == 1:
+                            for optimizer in made:
+                                optimizer.zero_grad()
+                        if case.wrong == "inner_backward":
+                            model.aux(model.hidden(x).detach()).square().mean().backward()
+                        out, loss, before = model(x), torch.zeros(()), dict[str, Tensor]()
+                        for k in range(backwards(case)):
+                            if k and case.loss == "combined":
+                                before = gradients(model)
+                                model.zero_grad()
+                            if k:
+                                out = model(x)
+                            loss, weight, reduction = losses(case, out, y, i)[k]
+                            more = k == 0 and case.loss == "two"
+                            s.backward(loss / case.every, weight=weight, reduction=reduction, more=more)
+                        if case.loss == "combined" and s.last:
+                            combine(model, before)
+                        if case.order == "mining" and number == 0:
+                            mine: list[Any] = [one[: s.samples] for one in (out, y, i)]
+                            if case.wrong != "mining":
+                                mine = [s.gather(one.detach()) for one in mine]
+                            note_losses(given.sampler, *mine)
+                        return loss
+
+                    last = s.last
+                    reports.steps.setdefault(where, []).extend(i[: s.samples].tolist())
+                    if case.closure:
+                        made[0].step(backward)
+                    else:
+                        backward()
+                    if case.wrong == "added_gradient" and last:
                         with torch.no_grad():
                             assert model.head.bias.grad is not None
                             model.head.bias.grad += x[:, :3].mean(0)
-                    if case.clip == "torch":
-                        nn.utils.clip_grad_norm_(model.parameters(), 0.3)
-                    elif case.clip == "session":
-                        s.clip_grad_norm(0.3, model)
-                    counted = i[: s.samples].tolist()
-                    reports.steps.setdefault(step, ([phase, epoch, number], []))[1].extend(counted)
-                    last = s.last
-                    for optimizer in made:
-                        optimizer.step()
-                    if case.scheduler in ("step", "one_cycle"):
-                        scheduler.step()
-                    if last and ema is not None:
-                        ema.update_parameters(model)
-                    if last and case.wrong == "by_hand":
-                        with torch.no_grad():
-                            model.head.bias.add_(0.01 * s.rank)
+                    if (s.batch + 1) % case.every == 0:
+                        if case.clip == "torch":
+                            nn.utils.clip_grad_norm_(model.parameters(), 0.3)
+                        elif case.clip == "session":
+                            s.clip_grad_norm(0.3, model)
+                        if not case.closure:
+                            for optimizer in made:
+                                optimizer.step()
+                        if case.every > 1:
+                            model.zero_grad()
+                        if case.scheduler in ("step", "one_cycle"):
+                            scheduler.step()
+                        if last:
+                            if ema is not None:
+                                ema.update_parameters(model)
+                            touch(case, model)
+                            if case.wrong == "by_hand":
+                                with torch.no_grad():
+                                    model.first.bias.add_(0.01 * s.rank)
                     bodies += 1
                     if last:
                         done, bodies = done + 1, 0
@@ -649,7 +760,7 @@ def trained(case: Case, s: Any, attempt: int, reports: Reports) -> Result:
                         total, hits = total + float(F.cross_entropy(out, y, reduction="sum")), hits + len(x)
                         if case.evaluation == "gather":
                             rows.append(s.gather(torch.cat([i[:, None].double(), out], 1)))
-                model.train()
+                model.train(case.mode == "train")
                 value = s.mean(total, hits)
                 if case.evaluation == "gather":
                     table = torch.cat(rows)
@@ -660,7 +771,8 @@ def trained(case: Case, s: Any, attempt: int, reports: Reports) -> Result:
             if case.scheduler == "epoch":
                 scheduler.step()
             elif case.scheduler == "plateau":
-                scheduler.step(value)
+                # wrong: each rank follows a number of its own
+                scheduler.step(value * (1 + s.rank * epoch if case.wrong == "local_plateau" else 1))
     found.weights = s.weights(model)
     if ema is not None:
         found.average = parameters_of(ema.module)

@@ -62,7 +62,7 @@ AXES: dict[str, Weighted] = {
     "order": {
         "sequential": 4, "dataset": 4, "shuffle": 4, "generator": 2, "random_sampler": 2, "subset": 2, "weighted": 2,
         "weighted_generator": 1, "python": 2, "numpy": 2, "torch": 2, "counter": 2, "lazy": 2, "attribute_python": 1,
-        "attribute_numpy": 1, "attribute_torch": 1, "by_rank": 1, "batches_none": 1, "batches_fewer": 1,
+        "attribute_numpy": 1, "attribute_torch": 1, "by_rank": 1, "dealt": 3, "split": 1, "mining": 1, "batches_none": 1, "batches_fewer": 1,
         "batches_more": 1, "batches_uneven": 1, "batches_drawn": 1,
     },
     "seeded": {True: 2, False: 1},
@@ -70,7 +70,7 @@ AXES: dict[str, Weighted] = {
     "grows": {False: 8, True: 1},
     "collate": {"default": 6, "drops": 1, "dict": 1},
     "loss": {
-        "mean": 8, "per_sample": 2, "sum": 2, "tokens": 2, "masked": 2, "ignore_index": 2, "constant": 1, "two": 2,
+        "mean": 8, "per_sample": 2, "sum": 2, "tokens": 2, "masked": 2, "ignore_index": 2, "constant": 1, "two": 2, "combined": 0.7,
     },
     "path": {"plain": 8, "function": 1, "parameter_hook": 1, "module_hook": 1},
     "clip": {"none": 6, "torch": 1, "session": 1},
@@ -80,7 +80,7 @@ AXES: dict[str, Weighted] = {
     },
     "scheduler": {"none": 6, "step": 2, "epoch": 1, "one_cycle": 1, "plateau": 2},
     "buffers": {
-        "none": 16, "count": 3, "sum": 1, "max": 1, "min": 1, "first": 1, "undeclared": 0.5, "grows": 0.5,
+        "none": 16, "count": 3, "sum": 1, "max": 1, "min": 1, "first": 1, "undeclared": 0.3, "grows": 0.3,
         "batch_norm": 2,
     },
     "head": {"fixed": 50, "new": 1},
@@ -88,11 +88,16 @@ AXES: dict[str, Weighted] = {
     "loops": {1: 5, 2: 1},
     "evaluation": {"none": 4, "mean": 3, "gather": 2},
     "evaluated": {5: 2, 1: 1, 12: 1},
-    "average": {"none": 8, "registered": 1.5, "unregistered": 0.5},
+    "average": {"none": 8, "registered": 1.5, "unregistered": 0.15},
     "stop_how": {"before": 2, "after": 1, "between": 1, "term": 1},
+    "every": {1: 12, 2: 1},
+    "leaves": {0: 15, 3: 1},
+    "closure": {False: 20, True: 1},
+    "mode": {"train": 40, "eval": 1},
+    "touch": {"none": 25, "assigned": 1, "in_place": 1, "vector": 0.5},
     "ranks_after": {1: 1, 2: 1, 3: 1},
 }  # fmt: skip
-WRONG = ("inner_backward", "added_gradient", "by_hand", "distributed", "local_buffer")
+WRONG = (*("inner_backward", "added_gradient", "by_hand", "distributed", "local_buffer", "mining", "local_plateau"),)
 WRONG_SHARE = 0.06
 SAMPLE = range(20)
 """the cases of CI, by their numbers under seed 0"""
@@ -119,12 +124,19 @@ EXCLUDED: dict[str, Callable[[Case], bool]] = {
         (case.optimizer == "added_group" or case.head == "new") and case.scheduler == "one_cycle"
     ),
     "a sampler that was made for a fixed number of samples": lambda case: (
-        case.grows and case.order in ("subset", "weighted", "weighted_generator")
+        case.grows and case.order in ("subset", "weighted", "weighted_generator", "split")
     ),
     "a new head is one change of the optimizer's groups, on the plainest model": lambda case: (
         case.head == "new"
         and (case.optimizer in ("added_group", "two", "groups") or case.path != "plain" or case.frozen)
     ),
+    "a closure computes the step of one optimizer, and nothing comes between the two": lambda case: (
+        case.closure and (case.optimizer == "two" or case.clip != "none" or case.every > 1 or case.loss == "combined")
+    ),
+    "gradients that are combined by hand are not added up over batches": lambda case: (
+        case.loss == "combined" and (case.every > 1 or case.path != "plain")
+    ),
+    "a model in eval mode counts nothing": lambda case: case.mode == "eval" and case.buffers != "none",
     "only a resume loses an average": lambda case: case.average == "unregistered" and not case.stop,
     "docs/own-loop.md: not under fsdp": lambda case: (
         case.strategy == "fsdp"
@@ -147,22 +159,30 @@ def draw(seed: int, number: int) -> Case:
             axis: chance.choices(list(choices), list(choices.values()))[0] for axis, choices in AXES.items()
         }
         wrong = chance.random() < WRONG_SHARE
-        stops = chance.random() < 0.25
+        stops = chance.random() < 0.25 or told["average"] == "unregistered"
         most = max(told["ranks"], told["ranks_after"] if stops else 1)
         told["virtual_ranks"] = chance.choice([0, 0, 4] if not stops else [most, 4])
         told["stop"] = chance.randint(1, 12) if stops else 0
         if wrong:
             kind = chance.choice(WRONG)
             plainest = {"optimizer": "momentum", "path": "plain", "frozen": False, "buffers": "none", "stop": 0}
+            plainest |= {"every": 1, "leaves": 0, "closure": False, "mode": "train", "touch": "none"}
             told |= {**plainest, "average": "none", "head": "fixed", "collate": "default", "loss": "mean"}
             told |= {"ranks": chance.choice([2, 3]), "clip": "none", "wrong": kind, "virtual_ranks": 0}
             if kind == "distributed":
                 told |= {"order": "distributed", "grows": False}
+            if kind == "mining":
+                told |= {"order": "mining", "grows": False}
+            if kind == "local_plateau":
+                told |= {"scheduler": "plateau", "evaluation": "mean", "phases": (3,)}
             if kind == "local_buffer":
                 told |= {"buffers": "undeclared"}
+        if told["loss"] == "constant":
+            told["order"] = chance.choice(["sequential", "dataset"])
+        if told["buffers"] == "batch_norm":
+            told |= {"ranks": 1, "ranks_after": 1, "virtual_ranks": 0, "accumulation": 1, "collate": "default"}
         case = Case(number=number, **told)
-        if case.seeded is False and case.order not in GLOBAL:
-            case = replace(case, seeded=True)
+        case = replace(case, seeded=(case.seeded or case.order not in GLOBAL) and case.order != "dealt")
         if not any(excludes(case) for excludes in EXCLUDED.values()):
             return case
 
@@ -280,22 +300,22 @@ def _tensors(values: dict[str, list[float]]) -> dict[str, torch.Tensor]:
 
 def _merged(folder: Path) -> Result:
     """What the ranks of all attempts have reported: a step that was done again counts once, as it was done last."""
-    steps: dict[int, tuple[list[int], list[int]]] = {}
+    steps: dict[tuple[int, ...], list[int]] = {}
     epochs: dict[int, set[int]] = {}
     found = Result()
     for attempt in (1, 2):
         reports = [json.loads(path.read_text()) for path in sorted(folder.glob(f"reports-{attempt}-*.json"))]
-        begins = min((one["first"] for one in reports if one["first"] is not None), default=None)
+        begins = min((tuple(one["first"]) for one in reports if one["first"] is not None), default=None)
         if begins is not None:
-            steps = {step: content for step, content in steps.items() if step < begins}
+            steps = {where: indices for where, indices in steps.items() if where < begins}
         for number, one in enumerate(reports):
-            for step, (where, indices) in one["steps"]:
-                steps.setdefault(step, (where, []))[1].extend(indices)
+            for where, indices in one["steps"]:
+                steps.setdefault(tuple(where), []).extend(indices)
             for phase, seen in one["epochs"] if number == 0 else ():
                 epochs.setdefault(phase, set()).update(seen)
             if number == 0:
                 found.evaluations |= one["evaluations"]
-    found.steps = [(where, sorted(indices)) for _, (where, indices) in sorted(steps.items())]
+    found.steps = [([*where[:3]], sorted(indices)) for where, indices in sorted(steps.items())]
     found.epochs = [sorted(seen) for _, seen in sorted(epochs.items())]
     return found
 
@@ -303,18 +323,21 @@ def _merged(folder: Path) -> Result:
 def _steps_apart(ours: Result, plainly: Result) -> str:
     for number, (one, other) in enumerate(zip(ours.steps, plainly.steps, strict=False)):
         if one != other:
-            return f"step {number + 1} of {len(ours.steps)} has {one}, right {other}"
-    return f"{len(ours.steps)} steps, right {len(plainly.steps)}"
+            return f"batch {number + 1} of {len(ours.steps)} has {one}, right {other}"
+    return f"{len(ours.steps)} batches, right {len(plainly.steps)}"
 
 
 def _not_once(case: Case, orders: dict[tuple[int, ...], list[list[int]]]) -> Any:
     broken = looped.Collate(case).broken
+    parts = {frozenset(i for batch in batches for i in batch) for (_, _, n), batches in orders.items() if n == 0}
+    if case.order == "split" and len(parts) > 1 and not case.drop_last and not case.leaves:
+        yield f"{len(parts)} sets of samples in as many epochs"
     for (phase, epoch, number), batches in orders.items():
         if number == 0:
-            count = looped.rows_in(case, phase, epoch)
+            count = 30 if case.order == "split" else looped.rows_in(case, phase, epoch)
             seen = Counter(index for batch in batches for index in batch)
             most = count - (count % case.batch if case.drop_last and not case.order.startswith("batches") else 0)
-            least = most - len(broken)
+            least = 0 if case.leaves else most - len(broken)
             if max(seen.values()) > 1 or not least <= len(seen) <= most:
                 missing = count - len(seen) - len(broken & set(range(count)))
                 twice = sum(1 for times in seen.values() if times > 1)
