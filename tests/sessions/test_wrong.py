@@ -165,17 +165,17 @@ def test_what_cannot_be_saved_is_named_and_the_rest_is_saved(tmp_path: Path) -> 
     )
     (tmp_path / "mine.py").write_text(kept)
     done = run_script(1, "mine.py", cwd=tmp_path)
-    assert done.returncode == 1 and "s.saved['model'] cannot be saved" in done.stderr, done.stdout + done.stderr
+    assert done.returncode == 2 and "s.saved['model'] cannot be saved" in done.stderr, done.stdout + done.stderr
     manifest = next((tmp_path / "run" / "checkpoints" / "step-00000003").glob("*.json")).read_text()
     assert '"best"' in manifest and '"model"' not in manifest.split('"saved"')[1].split("}")[0]
 
 
 @pytest.mark.parametrize("launcher", ["python", "paceline"])
-def test_what_is_refused_after_steps_ends_with_code_1_and_keeps_them(tmp_path: Path, launcher: str) -> None:
+def test_an_error_of_use_after_some_steps_has_code_2_and_the_steps_are_saved(tmp_path: Path, launcher: str) -> None:
     (tmp_path / "mine.py").write_text(LATE)
     words = ("mine.py",) if launcher == "python" else ("-m", "paceline", "launch", "--nproc", "2", "--", "mine.py")
     done = subprocess.run((sys.executable, *words), cwd=tmp_path, capture_output=True, text=True, timeout=50)
-    assert done.returncode == 1 and "s.backward(loss)" in done.stderr, done.stdout + done.stderr
+    assert done.returncode == 2 and "s.backward(loss)" in done.stderr, done.stdout + done.stderr
     assert "Traceback" not in done.stderr + done.stdout
     assert (tmp_path / "run" / "checkpoints" / "step-00000002").is_dir()
 
@@ -199,7 +199,7 @@ def refused() -> list[tuple[str, int]]:
 
 
 @pytest.mark.slow
-def test_what_all_ranks_find_wrong_after_steps_has_code_1_on_each_and_an_error_of_the_users_own_stays_it() -> None:
+def test_an_error_of_use_has_code_2_on_each_rank_and_an_error_of_the_users_own_stays_it() -> None:
     first, second = paceline.run(refused, 2)
-    assert first == [("UsageError", 2), ("UsageError", 1), ("FileNotFoundError", 1), ("FileNotFoundError", 1)]
-    assert second == [("ToldElsewhere", code) for code in (2, 1, 1, 1)]
+    assert first == [("UsageError", 2), ("UsageError", 2), ("FileNotFoundError", 1), ("FileNotFoundError", 1)]
+    assert second == [("ToldElsewhere", code) for code in (2, 2, 1, 1)]

@@ -47,6 +47,8 @@ class MicroBatch:
     targets: Any
     work: Work
     random_seed: int
+    samples: int | None = None
+    """how many samples it has, if a collate function may have left some out; None: those of `work`"""
 
 
 @dataclass(frozen=True)

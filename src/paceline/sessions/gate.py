@@ -50,7 +50,8 @@ class Gate(Steps):
     def is_whole(self) -> bool:
         """Whether the body at hand, the step's last, has done all that the bodies before it did."""
         body, usual = self.body, self._usual
-        return body is not None and self.is_over and bool(body.weights) and usual in (None, body.done)
+        whole = body is not None and self.is_over and bool(body.weights) and not body.has_failed
+        return whole and usual in (None, body.done)
 
     def may_update(self, part: Trainee) -> bool:
         """Whether `optimizer.step()` is to update now."""

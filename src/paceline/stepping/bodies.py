@@ -30,11 +30,18 @@ class Body:
     """which optimizers were asked to step, in order"""
     has_stepped: bool = False
     """since its last backward"""
+    has_failed: bool = False
+    """whether a backward has begun that did not end"""
 
     @property
     def work(self) -> Work:
         """Which samples it is about."""
         return self.batch.work
+
+    @property
+    def samples(self) -> int:
+        """How many samples count: those that the batch has, which a collate function may have made fewer."""
+        return (self.batch.samples if self.batch.samples is not None else len(self.work.indices)) * self.work.counted
 
     @property
     def done(self) -> tuple[int, tuple[int, ...]]:
@@ -71,35 +78,58 @@ def check_alike(body: Body, first: Body | None, rates: list[float]) -> None:
         )
 
 
-def weighted(
-    loss: Tensor, weight: float | Tensor | None, reduction: Reduction, body: Body
-) -> tuple[Tensor, float | Tensor]:
-    """The loss as a sum, and its weight: (scalar with a graph, number)."""
+@dataclass(frozen=True)
+class Weighed:
+    """A loss as `s.backward` was given it: `total` is its weighted sum over the samples of the micro-batch."""
+
+    value: Tensor
+    """() with a graph: the mean, or the sum of values"""
+    factor: float | Tensor
+    """`value` times this is the weighted sum"""
+    weight: float | Tensor
+    """what the weighted sum is divided by, together with the weights of the other micro-batches"""
+    by_samples: bool = False
+    """whether by its form alone the weight is the number of samples, or would be if none was dropped"""
+
+    @property
+    def total(self) -> Tensor:
+        """() without a graph: the weighted sum. A mean of nothing is NaN, and counts as 0."""
+        return torch.zeros_like(self.value) if self.is_nothing else self.value.detach() * self.factor
+
+    @property
+    def is_nothing(self) -> bool:
+        """Whether the loss has no weight. A weight on a GPU is not read: that would wait for the device."""
+        on_host = not isinstance(self.factor, Tensor) or self.factor.device.type == "cpu"
+        return on_host and float(self.factor) == 0
+
+
+def weighted(loss: Tensor, weight: float | Tensor | None, reduction: Reduction, body: Body) -> Weighed:
+    """The loss with its weight, in float32 at least."""
     if not isinstance(loss, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise UsageError(f"s.backward takes the loss as a tensor, not a {type(loss).__name__}")
     if reduction not in ("mean", "sum"):
         raise UsageError(f"s.backward(loss, reduction={reduction!r}). Choose from: mean, sum")
-    loss = added_in(loss)
-    samples = len(body.work.indices) if body.work.counted else 0
+    loss, counted = added_in(loss), body.work.counted
+    samples = body.samples
     if loss.ndim == 0:
         if reduction == "sum":
             if weight is not None:
                 raise UsageError("s.backward(loss, weight=..., reduction='sum'): a sum is not divided by weights")
-            return loss, samples
+            return Weighed(loss, 1.0, samples, by_samples=True)
         weighed = samples if weight is None else weight.detach() if isinstance(weight, Tensor) else weight
         if isinstance(weighed, Tensor) and weighed.ndim:
             raise UsageError(
                 f"weight has shape {tuple(weighed.shape)}, but the loss is one mean: its weight is one number, "
                 "mask.sum() say"
             )
-        # a stand-in's mean may be of nothing; what it weighs is no part of any sum
-        return loss * (weighed if body.work.counted else 1), weighed if body.work.counted else 0
+        # a stand-in's gradients are replaced by zeros, so its factor only has to be finite
+        return Weighed(loss, weighed if counted else 1.0, weighed if counted else 0, by_samples=weight is None)
     if isinstance(weight, Tensor) and weight.shape == loss.shape:
         weight = added_in(weight)
-        return (loss * weight).sum(), weight.detach().sum() if body.work.counted else 0
+        return Weighed((loss * weight).sum(), 1.0, weight.detach().sum() if counted else 0)
     if weight is not None:
         raise UsageError(f"the losses have shape {tuple(loss.shape)}, so their weights must be a tensor of that shape")
-    return loss.sum(), loss.numel() if body.work.counted else 0
+    return Weighed(loss.sum(), 1.0, loss.numel() if counted else 0, by_samples=loss.ndim == 1)
 
 
 def added_in(values: Tensor) -> Tensor:

@@ -39,6 +39,7 @@ class FlowingSteps(Steps):
         self._where, self.in_step = where, True
         self._begin_sums()
         line.enter = self._enter
+        self._sums.guess(bodies[0].work.global_samples)  # the same on all stages: only the last one has losses
         runs: dict[int, Any] = {}
         losses: dict[int, Tensor] = {}
         totals: Callable[[], Pending[Totals]] | None = None
@@ -66,6 +67,6 @@ class FlowingSteps(Steps):
     def _counted(self, batch: MicroBatch, is_last: bool, losses: Tensor, weights: Tensor | None) -> Tensor:
         body = Body(batch, is_last, [])
         self._sums.in_round = 0
-        total, weighed = weighted(losses, weights, "mean", body)
-        self._sums.count(losses, total, weighed, "mean", body, plain=False)
-        return total
+        weighed = weighted(losses, weights, "mean", body)
+        self._sums.count(losses, weighed, "mean", body, plain=False)
+        return weighed.value / self._sums.guess()

@@ -8,7 +8,7 @@ of two: it changes no bit of a gradient that is neither too small nor too large,
 from collections.abc import Mapping
 from typing import Any
 
-FIRST = 2.0**10  # losses are sums over micro-batches here: about 2**16 for a mean over 64 samples
+FIRST = 2.0**16
 LARGEST, SMALLEST = 2.0**24, 2.0**-14
 STEPS_UNTIL_DOUBLED = 2000
 

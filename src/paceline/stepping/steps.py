@@ -1,9 +1,11 @@
 """One optimizer step, for tasks and for loops of the user's own: bodies, one for each micro-batch, then one update.
 
-The gradient of the mean over the *global* batch is exact because nothing is averaged on the way: each body
-back-propagates its weighted *sum*, gradients are summed over micro-batches and ranks, and divided once by the total
-weight. A mean of means would weigh the samples of a smaller share more. In numbers: 97 samples on 3 ranks are shares
-of 33, 32 and 32; every sample's gradient enters with 1/97, not with 1/(3*33) or 1/(3*32).
+The gradient of the mean over the *global* batch is exact: each body back-propagates its share of that mean, its
+weighted sum divided by the weight of the global batch, and gradients are summed over micro-batches and ranks. A mean of
+means would weigh the samples of a smaller share more. In numbers: 97 samples on 3 ranks are shares of 33, 32 and 32;
+every sample's gradient enters with 1/97, not with 1/(3*33) or 1/(3*32). Gradients inside backward, which hooks and
+autograd functions see, are those of a plain loop on one process, too. If the weight becomes known after backward only,
+a power of two stands in for it there, and what is left is divided off the sum.
 """
 
 import math
@@ -19,7 +21,7 @@ from paceline.data.ahead import Prefetch
 from paceline.data.loader import MicroBatch
 from paceline.errors import UsageError
 from paceline.stepping import nonfinite
-from paceline.stepping.bodies import Body, Reduction, check_alike, weighted
+from paceline.stepping.bodies import Body, Reduction, Weighed, check_alike, weighted
 from paceline.stepping.lockstep import as_many_as_any
 from paceline.stepping.order import CallOrder
 from paceline.stepping.phases import Phases
@@ -60,6 +62,7 @@ class Steps:
         self.phases = Phases(self.parts)
         self._around = ExitStack()
         self._usual: tuple[int, tuple[int, ...]] | None = None  # what the bodies of the step before have done
+        self._weight = 0.0  # of the step before
         self.body: Body | None = None
         self.in_backward = False
         self.in_step = False
@@ -81,7 +84,7 @@ class Steps:
             bodies = as_many_as_any(bodies, self._world)
         self._where, self.in_step, again = where, True, True
         self.phases.begin(len(bodies))
-        self._begin_sums(one_each)
+        self._begin_sums(one_each, alone=len(bodies) == 1)
         while again:
             for batch in bodies:
                 is_last, self._around = batch is bodies[-1], ExitStack()
@@ -94,8 +97,11 @@ class Steps:
                 self.leave()
             again = self.phases.again()
 
-    def _begin_sums(self, one_each: bool = False) -> None:
-        self._sums = Sums(self._world, self._virtual_ranks, self._where, self._votes, self._order, one_each=one_each)
+    def _begin_sums(self, one_each: bool = False, *, alone: bool = False) -> None:
+        self._sums = Sums(
+            self._world, self._virtual_ranks, self._where, self._votes, self._order,
+            one_each=one_each, alone=alone and self._world.size == 1, guess=self._weight,
+        )  # fmt: skip
         # this host, if it steps by itself, and what is not finite ends the run: no other is asked then
         self._host = None if self._may_leave_out or self.parts[0].scale else self.parts[0].replica.host
         self._first: Body | None = None
@@ -125,7 +131,7 @@ class Steps:
     def end(self) -> StepResult:
         """All bodies have run."""
         self._sums.await_totals(self._enter, self._way_out)
-        self._usual = self._first.done if self._first else None
+        self._usual, self._weight = self._first.done if self._first else None, self._result.weight
         self._first, self._sums.seen = None, []  # lets go of the batches
         if self.is_left_out:
             for part in self.parts:
@@ -147,45 +153,77 @@ class Steps:
         reduction: Reduction = "mean",
         more: bool = False,
         only: Sequence[Trainee] = (),
+        retain_graph: bool = False,
     ) -> None:
         """See `Session.backward`."""
         body = self.body
         if body is None:
             raise UsageError("s.backward(loss) belongs into the body of a loop over s.loader(...)")
+        body.has_failed = True
         self._sums.await_totals(self._enter, self._way_out)
-        total, weighed = weighted(loss, weight, reduction, body)
+        weighed = weighted(loss, weight, reduction, body)
         if body.has_stepped:
             body.phase, body.has_stepped = body.phase + 1, False
         if not self.phases.counts(body):
-            body.weights.append(weighed)
+            body.weights.append(weighed.weight)
+            body.has_failed = False
             return
         last = body.is_last and not more
         # a mean; or a task's (B,), which was checked to be one for each sample
         plain = weight is None and reduction == "mean" and loss.ndim <= int(self._forward is not None)
-        self._sums.count(loss, total, weighed, reduction, body, plain=plain)
+        self._sums.count(loss, weighed, reduction, body, plain=plain)
+        scale = self._sums.scale_of(weighed, last=last)
         finish = self._sums.start() if last else None  # travels during backward
+        totals = None
+        if scale is None:
+            assert finish is not None
+            totals = finish()
+            scale = self._sums.exact_scale(totals.numbers)
         wanted = [part for part in self.parts if not only or part in only]
         watched = len(self.parts) > 1 or bool(body.stepped)
         for part in self.parts:
             part.open(part in wanted, watched)
         self._enter(Phase.BACKWARD)
         self.in_backward = True
+        hidden = [part.hide_hooks() for part in self.parts]
         try:
             with ExitStack() as stack:
                 for part in wanted:
                     # with several models nobody knows yet whom this backward reaches: nothing leaves early
                     stack.enter_context(part.replica.backward(body.work, last and len(self.parts) == 1))
-                self.parts[0].backward(total)
+                if self._contributes(weighed):
+                    factor = weighed.factor / scale
+                    scaled = weighed.value if isinstance(factor, float) and factor == 1 else weighed.value * factor
+                    self.parts[0].backward(scaled, retain_graph=retain_graph)
         finally:
             self.in_backward = False
+            for part, hooks in zip(self.parts, hidden, strict=True):
+                part.show_hooks(hooks)
         for part in self.parts:
             if part not in wanted:
                 part.drop()
         if finish is None:
             self._put_aside(wanted, body)
-            return
-        self._enter(Phase.SYNC)
-        self._synchronise(wanted, finish)
+        else:
+            self._enter(Phase.SYNC)
+            self._synchronise(wanted, (lambda: totals) if totals else finish)
+        body.has_failed = False
+
+    def _contributes(self, weighed: Weighed) -> bool:
+        """Whether a loss has gradients: it has none if it is constant or has no weight.
+
+        Raises:
+            UsageError: if it has none here, and the strategy needs a backward of every rank.
+        """
+        if weighed.value.requires_grad and not weighed.is_nothing:
+            return True
+        if any(part.replica.in_lockstep or part.replica.module is not part.replica.model for part in self.parts):
+            raise UsageError(
+                "this rank's loss has no gradient: it is constant, or its weight is 0. This strategy needs a backward of "
+                "every rank. Use strategy 'bucketed' or 'exact', or let each rank's loss depend on the model's output"
+            )
+        self._sums.without_gradient = True
+        return False
 
     def _rates(self) -> list[float]:
         return [rate for part in self.parts for rate in part.rates()]
@@ -207,16 +245,23 @@ class Steps:
         """
         late, totals, host = costs(self._world.device), None, self._host
         if host is not None and self._sums.samples:  # no other host is waited for
-            loss, divisor = 0.0, self._sums.put_off(finish)
+            loss, rest = 0.0, self._sums.put_off(finish)
         else:
             totals = finish()
-            divisor = self._sums.divisor_of(totals.numbers)
+            rest = self._sums.rest(totals.numbers)
             loss = 0.0 if late else self._sums.take(totals.now())
         reached = reached_anywhere(wanted, self._world) if len(self.parts) > 1 else wanted  # one is always reached
         if self._exact:
             check_summed_once(self._summed_up, reached)
         self._summed_up += reached
-        known = [part.synchronise(divisor, agreed=host is None) is True and self._max_norm is None for part in reached]
+        known = [part.synchronise(rest, agreed=host is None) is True and self._max_norm is None for part in reached]
+        for part in reached:
+            part.run_hooks(after_accumulation=True)
+        if self._sums.without_gradient and not any(part.has_gradients for part in self.parts):
+            raise UsageError(
+                f"no loss of the global batch at {self._where} depends on a parameter that is trained: all are constant, "
+                "or their weight is 0"
+            )
         asked = [part for part, fine in zip(reached, known, strict=True) if not fine and math.isfinite(loss)]
         judged = [part.judged(self._max_norm) for part in asked]
         if late:  # all is launched, and the GPU busy with it

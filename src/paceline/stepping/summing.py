@@ -9,7 +9,7 @@ from torch import Tensor
 
 from paceline.contract.evidence import Phase
 from paceline.errors import ExitCode, ToldElsewhere, TrainingError, UsageError
-from paceline.stepping.bodies import Body, Reduction, same
+from paceline.stepping.bodies import Body, Reduction, Weighed, same
 from paceline.stepping.nonfinite import NotFinite, Seen, losses_not_finite, stopped
 from paceline.stepping.order import CallOrder
 from paceline.stepping.votes import Votes
@@ -19,6 +19,10 @@ from paceline.worker.world import World
 
 Finish = Callable[[], Pending[Totals]]
 """waits for the totals of all ranks"""
+OTHER_FORMS = (
+    "the ranks give their losses of the global batch at {where} in different forms: some with weight= or as values of "
+    "several dimensions, others as a plain mean. Give all ranks' losses in one form, for example each with weight="
+)
 
 
 @dataclass
@@ -54,11 +58,15 @@ class Sums:
         order: CallOrder | None,
         *,
         one_each: bool,
+        alone: bool = False,
+        guess: float = 0.0,
     ) -> None:
         """`one_each`: every rank computes the step in one micro-batch, so that each exchange has weights of its own.
 
-        `where`: which step, in words; `votes` and `order`: what ranks say with it.
+        `where`: which step, in words; `votes` and `order`: what ranks say with it. `alone`: this rank computes the
+        step in one micro-batch, and there is no other rank. `guess`: the weight of the step before; 0 if there is none.
         """
+        self._alone, self._guess = alone, guess
         self._world, self._where, self._one_each, self._votes, self._order = world, where, one_each, votes, order
         self.result = StepResult()
         self.rows = torch.zeros(virtual_ranks, 2, dtype=torch.float64, device=world.device)
@@ -67,14 +75,17 @@ class Sums:
         """the sum of all weights, once it is known"""
         self.in_round = 0
         """backwards of this body since the last exchange"""
+        self.scale: float | Tensor | None = None
+        """what losses are divided by before their backward, the same on all ranks; None until a loss is known"""
         self.seen: Seen = []
-        self._samples, self._plain = 0, True
+        self.without_gradient = False
+        """whether a loss of this rank was constant, or had no weight"""
+        self._samples, self._plain, self._by_samples = 0, True, True
         self._reduction: Reduction | None = None
         self._awaited: Finish | None = None
+        self._said_scale = 0.0
 
-    def count(
-        self, loss: Tensor, total: Tensor, weighed: float | Tensor, reduction: Reduction, body: Body, *, plain: bool
-    ) -> None:
+    def count(self, loss: Tensor, weighed: Weighed, reduction: Reduction, body: Body, *, plain: bool) -> None:
         """Add a loss and its weight to the totals. Backwards that share one division must have one weight.
 
         `plain`: by its form alone, which all ranks see alike, each sample weighs 1.
@@ -84,20 +95,58 @@ class Sums:
             raise UsageError("the losses of one step are sums and means: give each s.backward the same reduction=")
         self._reduction = reduction
         self._samples, self._plain = body.work.global_samples, self._plain and plain
-        if shared and not same(weighed, body.weights[-1]):
+        self._by_samples = weighed.by_samples
+        if shared and not same(weighed.weight, body.weights[-1]):
             raise UsageError(
-                f"the losses of one step have different weights, {float(body.weights[-1]):g} and {float(weighed):g}: "
+                f"the losses of one step have different weights, {float(body.weights[-1]):g} and "
+                f"{float(weighed.weight):g}: "
                 "they are divided by the sum of weights together. Give each s.backward the same weight=, or add the "
                 "losses up yourself"
             )
         if body.work.counted and self._world.leads:  # of several that compute the same
             row = self._row(body.work.virtual_rank)
-            row[0] += total.detach()
+            row[0] += weighed.total
             if not self.in_round:
-                row[1] += weighed
-            self.seen.append((body.batch, loss.detach()))
+                row[1] += weighed.weight
+            if not weighed.is_nothing:
+                self.seen.append((body.batch, loss.detach()))
         self.in_round += 1
-        body.weights.append(weighed)
+        body.weights.append(weighed.weight)
+
+    def scale_of(self, weighed: Weighed, *, last: bool) -> float | Tensor | None:
+        """What the loss is divided by before backward, so that gradients on their way are those of the mean.
+
+        That is the weight of the global batch, if it is known: from the plan, or as all of it is here. Else it is a
+        power of two near the last step's weight, which changes no bit of the sum; `rest` is divided by later. None: it
+        becomes known when all ranks' totals are there, in the step's only backward (`exact_scale`).
+        """
+        if self.scale is None:
+            if self._reduction == "sum":
+                self.scale = 1.0
+            elif self._alone:
+                self.scale = weighed.weight
+            elif self._by_samples and self._samples:
+                self.scale = float(self._samples)
+            elif self._one_each and last:
+                return None
+            else:
+                self.guess(self._samples)
+        return self.scale
+
+    def guess(self, samples: int = 0) -> float:
+        """A power of two near the weight of the global batch, as what losses are divided by before backward."""
+        if self.scale is None:
+            self.scale = near(self._guess or samples)
+        return float(self.scale)
+
+    def exact_scale(self, totals: Tensor) -> Tensor:
+        """The weight of the global batch, from the totals over ranks, on their device."""
+        self.scale = self.weight_of(totals)
+        return self.scale
+
+    def rest(self, totals: Tensor) -> Tensor:
+        """What the summed gradients still have to be divided by, a scalar on the device of the totals over ranks."""
+        return self.weight_of(totals) / (1.0 if self.scale is None else self.scale)
 
     @property
     def samples(self) -> int:
@@ -107,12 +156,15 @@ class Sums:
     def start(self) -> Finish:
         """Start to add up the totals over ranks, the first time with what this one has to say."""
         said = [*self._votes(), *(self._order.hashes() if self._order else ())] if self.divisor is None else []
+        if self._world.size > 1:
+            self._said_scale = float(self.scale or 0)
+            said.append(self._said_scale)
         return start_totals(self.rows, said)
 
     def put_off(self, finish: Finish) -> Tensor:
-        """Wait for the totals in `await_totals` only; the divisor, as each of the `samples` weighs 1."""
+        """Wait for the totals in `await_totals` only; the rest, as each of the `samples` weighs 1."""
         self._awaited = finish
-        return torch.tensor(self.samples, dtype=torch.float64)
+        return torch.ones((), dtype=torch.float64)
 
     def await_totals(self, enter: Callable[[Phase], object], way_out: str) -> None:
         """Wait for the totals that were put off, after the update.
@@ -146,16 +198,19 @@ class Sums:
 
         `late`: parameters have changed already.
         """
+        *said, scales = totals.votes if self._world.size > 1 else (*totals.votes, 0.0)
         if self.divisor is None:
-            self.result.votes = Votes(*totals.votes[: len(Votes._fields)])
+            self.result.votes = Votes(*said[: len(Votes._fields)])
             if self._order is not None:
-                self._order.check(totals.votes[len(Votes._fields) :], self._where, late=late)
+                self._order.check(said[len(Votes._fields) :], self._where, late=late)
+        if self._world.size > 1 and scales != self._said_scale * self._world.size:
+            raise told_once(UsageError(OTHER_FORMS.format(where=self._where)), self._world)
         loss, self.result.weight = self._divide(totals.sums)
         self.result.loss += loss
         return loss
 
-    def divisor_of(self, totals: Tensor) -> Tensor:
-        """From the totals over ranks, on their device, what gradients are divided by, a scalar there."""
+    def weight_of(self, totals: Tensor) -> Tensor:
+        """From the totals over ranks, on their device, what sums of losses are divided by, a scalar there."""
         if self._reduction == "sum":
             return torch.ones_like(totals[1])
         return totals[1] if self._counted_before is None else torch.full_like(totals[1], self._counted_before)
@@ -175,6 +230,8 @@ class Sums:
         self.divisor = weight_total
         self.rows.zero_()
         self.in_round = 0
+        if self._one_each:
+            self.scale = None
         return loss_total / weight_total, weight_total
 
     @property
@@ -189,3 +246,8 @@ class Sums:
                 "the plan's number, virtual_ranks=plan.virtual_ranks"
             )
         return self.rows[virtual_rank]
+
+
+def near(number: float) -> float:
+    """The power of two next to a positive number; 1 for 0."""
+    return 2.0 ** round(math.log2(number)) if number > 0 else 1.0

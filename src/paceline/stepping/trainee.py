@@ -4,10 +4,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from paceline.checkpoint.state import Held
 from paceline.errors import UsageError
+from paceline.stepping.hooks import HiddenHooks, hide_hooks, show_hooks
 from paceline.stepping.nonfinite import NotFinite, gradients_are_finite
 from paceline.stepping.scaling import LossScale
 from paceline.strategies.base import Replica
@@ -30,6 +32,7 @@ class Trainee:
         self.prefix = f"{number + 1}/" if number else ""  # of its tensors in a checkpoint
         self._parameters = trainable(replica.model)
         self._found: bool | Pending[bool] | None = None
+        self._hooked = False
 
     def begin(self) -> None:
         """A step begins."""
@@ -40,9 +43,51 @@ class Trainee:
     def open(self, wanted: bool, watched: bool) -> None:
         """Before a backward: what it gives is dropped, where it is not `wanted`; `watched`: `reached` will be asked."""
 
-    def backward(self, total: Tensor) -> None:
+    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
         """Back-propagate a loss of the step, of all models."""
-        total.backward() if self.scale is None else (total * self.scale.value).backward()
+        (loss if self.scale is None else loss * self.scale.value).backward(retain_graph=retain_graph or None)
+
+    def hide_hooks(self) -> HiddenHooks:
+        """Take the user's hooks off the parameters during a backward: they are for the global batch's gradient.
+
+        Raises:
+            UsageError: if there are any, and ranks hold shares of gradients.
+        """
+        hidden = hide_hooks(self._parameters)
+        if hidden and self.replica.sharded:
+            show_hooks(hidden)
+            raise UsageError(
+                "a parameter has a hook on its gradient, and with this strategy each rank holds a share of a gradient "
+                "only. Use strategy 'bucketed' or 'exact', or remove the hook"
+            )
+        self._hooked = bool(hidden)
+        return hidden
+
+    def show_hooks(self, hidden: HiddenHooks) -> None:
+        """Put them back, after backward."""
+        if hidden:
+            show_hooks(hidden)
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether any parameter has one, or may have its share on another rank."""
+        return self.replica.sharded or any(p.grad is not None for p in self._parameters)
+
+    @torch.no_grad()
+    def run_hooks(self, *, after_accumulation: bool) -> None:
+        """Run the user's hooks on the global batch's gradients, as autograd does: before it adds them to `.grad`, after."""
+        if not self._hooked:
+            return
+        hidden = hide_hooks(self._parameters)
+        show_hooks(hidden)
+        for parameter, before, after in hidden:
+            if parameter.grad is None:
+                continue
+            for hook in () if after_accumulation else before.values():
+                changed = hook(parameter.grad)
+                parameter.grad = parameter.grad if changed is None else changed
+            for hook in after.values() if after_accumulation else ():
+                hook(parameter)
 
     def overflowed(self, where: str) -> NotFinite | None:
         """Whether gradients of the step at `where` that are not finite are the loss scale's fault; halves it."""
@@ -64,6 +109,9 @@ class Trainee:
         self._found = self.replica.sync_gradients(divisor if self.scale is None else divisor * self.scale.value)
         if agreed and self.replica.all_finite is not None:
             self._found = self.replica.all_finite()
+        if self._hooked:
+            self.run_hooks(after_accumulation=False)
+            self._found = None  # a hook may have changed that
         return self._found
 
     def judged(self, max_norm: float | None) -> Pending[tuple[bool, float | None]]:

@@ -51,7 +51,7 @@ class Replica:
     backward: Callable[[Work, bool], AbstractContextManager[Any]]
     """(work, is it the step's last backward here?): surrounds each backward inside `body`"""
     sync_gradients: Callable[[Tensor], bool | Pending[bool] | None]
-    """(total weight, a scalar): sums .grad over ranks and divides it: the gradient of the global batch's mean. Whether
+    """(divisor, a scalar): sums .grad over ranks and divides it: the gradient of the global batch's mean. Whether
     it was found to be finite on the way, on all ranks alike: True, or still to be read, or None, nobody has looked"""
     reset: Callable[[], None]
     """after an error in a forward or backward of your own loop, in place of `sync_gradients`: drops the step's

@@ -166,8 +166,6 @@ class Course(Records):
             What to raise in its place: it is the guard's doing; or a file cannot be written, and where the weights are.
         """
         phase, new = self._guard.box.get("phase"), self.step > self.start
-        if new and isinstance(error, PacelineError) and error.exit_code == ExitCode.USAGE:
-            error.exit_code = ExitCode.FAILED  # 2 would say that nothing was trained
         stalled = None if isinstance(error, PacelineError) else self._guard.stall_error(error)
         if self._keeping is None or self.place is None or not whole:
             return stalled
