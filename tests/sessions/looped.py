@@ -574,12 +574,12 @@ def plain(case: Case, orders: dict[tuple[int, ...], list[list[int]]] | None = No
                             (loss.mean() / case.every).backward()
                         if case.loss == "combined":
                             combine(model, before)
-                        if case.order == "mining" and number == 0:
-                            note_losses(loader.sampler, out, y, i)
+                        if case.order == "mining":
+                            note_losses(loaders[0].sampler, out, y, i)
                         return loss
 
                     if case.closure:
-                        made[0].step(backward)
+                        made[0].step(backward)  # pyright: ignore[reportArgumentType, reportCallIssue]
                     else:
                         backward()
                     if case.wrong == "added_gradient":
@@ -708,7 +708,7 @@ def trained(case: Case, s: Any, attempt: int, reports: Reports) -> Result:
                             s.backward(loss / case.every, weight=weight, reduction=reduction, more=more)
                         if case.loss == "combined" and s.last:
                             combine(model, before)
-                        if case.order == "mining" and number == 0:
+                        if case.order == "mining":
                             mine: list[Any] = [one[: s.samples] for one in (out, y, i)]
                             if case.wrong != "mining":
                                 mine = [s.gather(one.detach()) for one in mine]
@@ -771,8 +771,8 @@ def trained(case: Case, s: Any, attempt: int, reports: Reports) -> Result:
             if case.scheduler == "epoch":
                 scheduler.step()
             elif case.scheduler == "plateau":
-                # wrong: each rank follows a number of its own
-                scheduler.step(value * (1 + s.rank * epoch if case.wrong == "local_plateau" else 1))
+                # wrong: each rank follows a number of its own; all but rank 0's become ever better
+                scheduler.step(value - (10 * s.rank * epoch if case.wrong == "local_plateau" else 0))
     found.weights = s.weights(model)
     if ema is not None:
         found.average = parameters_of(ema.module)
