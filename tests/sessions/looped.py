@@ -644,18 +644,19 @@ class Reports:
 def trained(case: Case, s: Any, attempt: int, reports: Reports) -> Result:
     """Train in a session, as a rank."""
     found = Result()
-    model = Net(case)
-    reports.model = model
-    made: list[Any] = [*optimizers(case, model)]
+    core = Net(case)  # what s.prepare returns is called; under ddp it is another module
+    model: nn.Module = core
+    reports.model = core
+    made: list[Any] = [*optimizers(case, core)]
     if case.optimizer == "function":
         made = [lambda parameters: torch.optim.SGD(parameters, 0.05)]  # pyright: ignore[reportUnknownLambdaType]
     scheduler: Any = None
     for number, optimizer in enumerate(made):
         if number == 0 and case.scheduler != "none":
-            model, made[0], scheduler = s.prepare(model, optimizer, lambda o: scheduler_of(case, o))
+            model, made[0], scheduler = s.prepare(core, optimizer, lambda o: scheduler_of(case, o))
         else:
-            model, made[number] = s.prepare(model, optimizer)
-    ema = averaged(model) if case.average != "none" else None
+            model, made[number] = s.prepare(core, optimizer)
+    ema = averaged(core) if case.average != "none" else None
     if case.average == "registered":
         s.register("ema", ema)
     data = Rows(case, rows_in(case, 0, 0))
@@ -676,7 +677,7 @@ def trained(case: Case, s: Any, attempt: int, reports: Reports) -> Result:
         for epoch in s.epochs(count):
             reports.epochs.setdefault(phase, []).append(epoch)
             data.count = rows_in(case, phase, epoch)
-            change(case, model, made[0], phase, epoch)
+            change(case, core, made[0], phase, epoch)
             for number, loader in enumerate(loaders):
                 for batch in loader:
                     if s.batch == case.leaves > 0:
@@ -695,11 +696,11 @@ def trained(case: Case, s: Any, attempt: int, reports: Reports) -> Result:
                             for optimizer in made:
                                 optimizer.zero_grad()
                         if case.wrong == "inner_backward":
-                            model.aux(model.hidden(x).detach()).square().mean().backward()
+                            core.aux(core.hidden(x).detach()).square().mean().backward()
                         out, loss, before = model(x), torch.zeros(()), dict[str, Tensor]()
                         for k in range(backwards(case)):
                             if k and case.loss == "combined":
-                                before = gradients(model)
+                                before = gradients(core)
                                 model.zero_grad()
                             if k:
                                 out = model(x)
@@ -707,7 +708,7 @@ def trained(case: Case, s: Any, attempt: int, reports: Reports) -> Result:
                             more = k == 0 and case.loss == "two"
                             s.backward(loss / case.every, weight=weight, reduction=reduction, more=more)
                         if case.loss == "combined" and s.last:
-                            combine(model, before)
+                            combine(core, before)
                         if case.order == "mining":
                             mine: list[Any] = [one[: s.samples] for one in (out, y, i)]
                             if case.wrong != "mining":
@@ -723,8 +724,8 @@ def trained(case: Case, s: Any, attempt: int, reports: Reports) -> Result:
                         backward()
                     if case.wrong == "added_gradient" and last:
                         with torch.no_grad():
-                            assert model.head.bias.grad is not None
-                            model.head.bias.grad += x[:, :3].mean(0)
+                            assert core.head.bias.grad is not None
+                            core.head.bias.grad += x[:, :3].mean(0)
                     if (s.batch + 1) % case.every == 0:
                         if case.clip == "torch":
                             nn.utils.clip_grad_norm_(model.parameters(), 0.3)
@@ -739,11 +740,11 @@ def trained(case: Case, s: Any, attempt: int, reports: Reports) -> Result:
                             scheduler.step()
                         if last:
                             if ema is not None:
-                                ema.update_parameters(model)
-                            touch(case, model)
+                                ema.update_parameters(core)
+                            touch(case, core)
                             if case.wrong == "by_hand":
                                 with torch.no_grad():
-                                    model.first.bias.add_(0.01 * s.rank)
+                                    core.first.bias.add_(0.01 * s.rank)
                     bodies += 1
                     if last:
                         done, bodies = done + 1, 0
