@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 PEERS := $(VENV)/installed-bench
 BOOK := $(VENV)/installed-docs
 STAMP := $(VENV)/installed
-PYTEST := $(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
+PARALLEL := --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: $(shell awk -F: '/^[a-z-]+:.*\#\# /{print $$1}' $(firstword $(MAKEFILE_LIST)))
@@ -24,15 +24,15 @@ COMPILE := $(BIN)/python -m compileall -q src tests/*.py
 
 test: $(STAMP)  ## run the test-suite, without what is marked slow
 	$(COMPILE)
-	$(PYTEST) -m "not slow and not soak"
+	$(BIN)/python -m pytest $(PARALLEL) -m "not slow and not soak"
 
-check: $(STAMP)  ## lint, formatting, types, import rules, then the test-suite: what CI runs
+check: $(STAMP)  ## lint, formatting, types, import rules, then the test-suite, failed tests twice: what CI runs
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/basedpyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports --no-logo
 	$(COMPILE)
-	$(PYTEST)
+	$(BIN)/python -m tests.rerun $(PARALLEL)
 
 docs: $(BOOK)  ## build the book: docs/ as pages with a search, for a browser without a network
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet

@@ -33,6 +33,7 @@ os.environ.pop("PYTHONUNBUFFERED", None)  # a user's shell has none: with it, te
 RUN_MARKER = "PACELINE_TEST_RUN"  # in the environment of every process that a test starts, however far down
 SETTLE_SECONDS = 2.0  # what is just ending is no leak
 BACKSTOP_SECONDS = 30.0
+LEAKS_EXIT_CODE = 6  # not pytest's 1: tests/rerun.py repeats failed tests, and this is no failure of one test
 
 PROC = Path("/proc")
 SHM = Path("/dev/shm")
@@ -227,7 +228,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         return
     if found := _settled(lambda: _new_in_shm(session.config.stash[_shm])):
         print("\nthe tests leak (run them without --numprocesses to see which):\n  " + "\n  ".join(found))
-        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        session.exitstatus = LEAKS_EXIT_CODE
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

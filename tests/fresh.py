@@ -2,8 +2,8 @@
 
     python tests/fresh.py
 
-What .ci/install and the extras install is hidden; once with root, where we are root, and once without. .ci/run ends
-with this: elsewhere in CI nothing skips, so only here is it seen that skipping works.
+What .ci/install and the extras install is hidden; once with root, where we are root, and once without. .ci/run runs
+this: elsewhere in CI nothing skips, so only here is it seen that skipping works.
 """
 
 from __future__ import annotations

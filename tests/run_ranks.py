@@ -121,11 +121,11 @@ def rank_of(folder_name: str, rank: int, world_size: int) -> None:
             args, patience = pickle.load(file), timedelta(seconds=pickle.load(file))
         store = dist.FileStore(str(folder / "store"), world_size)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=patience)
+        # gloo may still be connecting the other ranks: a rank that destroys the group, or ends, would break that
         store.set(f"met-{rank}", "")
+        store.wait([f"met-{other}" for other in range(world_size)], patience)
         try:
             result = function(rank, world_size, *args)
-            # gloo may still be making the others' connections: who left now would break them
-            store.wait([f"met-{other}" for other in range(world_size)], patience)
         except BaseException:
             _write(folder / f"error-{rank}", traceback.format_exc().encode())  # now: the others will fail next
             raise

@@ -1,7 +1,7 @@
 """Count what keeps the house in order, beside its limits: `python tools/house.py [--list]`.
 
 Counted are the places where a newcomer to the code gets lost: rooms that reach into each other, variables that
-carry what an interface should, one word for two things, modules too long to read or too small to be worth a name.
+carry what an interface should, modules too small to be worth a name.
 """
 
 from __future__ import annotations
@@ -19,9 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "paceline"
 TEXTBOOK = "paceline.scratch"  # says things again on purpose: one file, one lesson
-USERS = "paceline.faults.user"  # scripts of users, which are started and not imported
-TABLES = ("config.py", "faults/catalogue.py")  # tables of data: long, and read by looking a line up
-MAX_LINES, SMALL_LINES = 250, 60
+SMALL_LINES = 60
 
 
 @dataclass(frozen=True)
@@ -40,7 +38,7 @@ class Count:
 
 
 class House:
-    """The package's modules, what each imports, and what each defines."""
+    """The package's modules, and what each imports."""
 
     def __init__(self, source: Path) -> None:
         self.paths = {_name(path, source): path for path in sorted((source / PACKAGE).rglob("*.py"))}
@@ -65,12 +63,6 @@ class House:
     def room(self, module: str) -> str:
         """The first part below the package."""
         return module.split(".")[1] if "." in module else ""
-
-    def public_names(self, module: str) -> Iterator[str]:
-        """The functions and classes that the module defines for others."""
-        for node in self.trees[module].body:
-            if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
-                yield node.name
 
 
 def _name(path: Path, source: Path) -> str:
@@ -98,9 +90,7 @@ def counts(root: Path = ROOT) -> list[Count]:
         ),
         Count("environment variables of ours", _variables(house), 6),
         Count("torch-free modules listed by hand", listed, 0),
-        Count("public names defined in two modules or more", _twice(house), 10),
         Count("circles of imports", _circles(house), 0),
-        Count(f"files over {MAX_LINES} lines, tables of data aside", _long(house), 0),
         Count(f"modules under {SMALL_LINES} lines with one importer", _small(house), 20),
         Count("lines of src", [], 33_500, sum(house.lines.values())),
     ]
@@ -131,15 +121,6 @@ def _variables(house: House) -> list[str]:
     return sorted(found - {"PACELINE_"})
 
 
-def _twice(house: House) -> list[str]:
-    where: dict[str, list[str]] = defaultdict(list)
-    for module in house.paths:
-        if not module.startswith((TEXTBOOK, USERS)):
-            for name in set(house.public_names(module)):
-                where[name].append(module.removeprefix("paceline."))
-    return [f"{name}: {', '.join(modules)}" for name, modules in sorted(where.items()) if len(modules) > 1]
-
-
 def _circles(house: House) -> list[str]:
     """Modules that reach themselves; each circle once, by its modules."""
     reach: dict[str, set[str]] = {}
@@ -154,14 +135,6 @@ def _circles(house: House) -> list[str]:
         reach[start] = seen
     circles = {frozenset(b for b in reach[a] if a in reach[b]) for a in reach if a in reach[a]}
     return [" - ".join(sorted(circle)) for circle in circles]
-
-
-def _long(house: House) -> list[str]:
-    return [
-        f"{module}: {lines}"
-        for module, lines in house.lines.items()
-        if lines > MAX_LINES and not house.paths[module].as_posix().endswith(TABLES)
-    ]
 
 
 def _small(house: House) -> list[str]:

@@ -35,6 +35,10 @@ class Gate(Steps):
     merged = False
     """whether models have the buffers of all virtual ranks"""
     notes = Notes()
+    optimizers = 0
+    """how many there are"""
+    saves = False
+    """whether checkpoints are written"""
 
     @property
     def is_over(self) -> bool:
@@ -50,15 +54,16 @@ class Gate(Steps):
     def is_whole(self) -> bool:
         """Whether the body at hand, the step's last, has done all that the bodies before it did."""
         body, usual = self.body, self._usual
-        whole = body is not None and self.is_over and bool(body.weights) and not body.has_failed
-        return whole and usual in (None, body.done)
+        if body is None or body.has_failed or not self.is_over:
+            return False
+        return bool(body.weights) and usual in (None, body.done)
 
-    def may_update(self, part: Trainee) -> bool:
-        """Whether `optimizer.step()` is to update now."""
+    def may_update(self, part: Trainee, optimizer: int) -> bool:
+        """Whether `optimizer.step()` is to update now, of the optimizer with this number."""
         body = self.body
         if body is None:
             return True
-        body.stepped.append(part.number)
+        body.stepped.append(optimizer)
         body.has_stepped = True
         self.phases.keep_buffers(body)
         if not (body.is_last and self.phases.counts(body)) or self.is_left_out:

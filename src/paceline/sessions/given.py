@@ -14,8 +14,9 @@ from paceline.data.streams import ENDLESS, StreamPlan, is_stream
 from paceline.errors import UsageError
 from paceline.sessions.elsewhere import replace_in_place
 from paceline.sessions.gate import Gate
-from paceline.sessions.loader import Loader, Run, StreamLoader, check_taken, covers_all, keeps_order, taken_over
-from paceline.sessions.prepared import Prepared
+from paceline.sessions.loader import Loader, Run, StreamLoader, check_taken, taken_over
+from paceline.sessions.order import covers_all, keeps_order, steps_of
+from paceline.sessions.prepared import Prepared, PreparedOptimizer
 from paceline.strategies.base import MakeOptimizer, Replica
 from paceline.sums import together
 from paceline.train.optimizer import checked_optimizer
@@ -59,7 +60,8 @@ def planned(
         loading = taken_over(data, loading)
         if data.persistent_workers:
             say("NOTE: persistent_workers=True: a session starts a loader's processes anew in each epoch")
-        batch = data.batch_size or max(len(dataset) // max(1, len(data)), 1)
+        known = 0 if is_stream(dataset) else steps_of(data)
+        batch = data.batch_size or max(len(dataset) // max(1, known), 1)
         global_batch = batch * virtual_ranks * accumulation if per_rank else batch
         if per_rank and not is_stream(dataset):
             if data.batch_size is None or not covers_all(data):
@@ -124,6 +126,15 @@ def prepared(
         if callable(scheduler) and not hasattr(scheduler, "state_dict"):
             scheduler = scheduler(replica.optimizer)
         return Prepared(replica, scheduler, number, gate)
+
+
+def prepared_again(part: Prepared, optimizer: Any, scheduler: Any, world: World) -> PreparedOptimizer:
+    """Another optimizer of a model that was prepared already (a collective)."""
+    with together(world):
+        made = made_optimizer(part.replica.model, optimizer)(part.replica.model.parameters())
+        if callable(scheduler) and not hasattr(scheduler, "state_dict"):
+            scheduler = scheduler(made)
+        return part.add_optimizer(made, scheduler)
 
 
 def made_optimizer(model: nn.Module, asked: Any) -> Callable[[Iterable[nn.Parameter]], Optimizer]:

@@ -1,12 +1,20 @@
 """The life of a session: it joins the ranks, finds the state to go on from, and ends in good order."""
 
 import os
+import random
 import sys
 import threading
 from contextlib import ExitStack, nullcontext, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
+
+import numpy
+import torch
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 
 from paceline.compute.phase_events import phase_events
 from paceline.compute.postponed import postpone_compiler
@@ -20,6 +28,7 @@ from paceline.observe.track import wanted
 from paceline.rhythm import steps_or_seconds
 from paceline.sessions.gate import Gate, Notes
 from paceline.sessions.loop import Loop
+from paceline.sessions.registered import Registered
 from paceline.sessions.wording import as_keywords, reword, script_name
 from paceline.sums import check_equal, told_once
 from paceline.sums.sharing import memory_or_hosts
@@ -36,6 +45,7 @@ from paceline.worker.guard import Guard
 from paceline.worker.world import DEFAULT_TIMEOUT_SECONDS, World, joined
 
 WATCH_EVERY = 100
+UNSEEDED = 2**32  # torch seeds itself with a random number of 53 bits; people give smaller ones
 
 
 class Life(Loop):
@@ -48,7 +58,7 @@ class Life(Loop):
         resume: bool = False,
         strategy: str = "bucketed",
         virtual_ranks: int | None = None,
-        seed: int = 0,
+        seed: int | None = None,
         threads: int | None = None,
         checkpoint_every: int | str | None = None,
         keep: int = 2,
@@ -80,6 +90,12 @@ class Life(Loop):
         self._track = track
         if wanted(track) and run_dir is None:
             raise UsageError(f"session(track={track!r}) needs a run folder: session('runs/mine', track=...)")
+        self._is_seeded = seed is not None
+        if seed is not None:
+            torch.manual_seed(seed)
+            random.seed(seed)
+            numpy.random.seed(seed % 2**32)
+        seed = seed or 0
         attach()
         postpone_compiler()
         self._pid = os.getpid()
@@ -130,14 +146,35 @@ class Life(Loop):
             self._stack.__exit__(type(error), error, error.__traceback__)
             raise
         loop = origin.content.loop if origin else {}
-        self._where: dict[str, int] = {"epoch": 0, "pass": 0, "passes": 0, "batch": 0, **loop.get("where", {})}
+        start = {"phase": 0, "epoch": 0, "pass": 0, "passes": 0, "batch": 0}
+        self._where: dict[str, int] = {**start, **loop.get("where", {})}
         self._resumed: dict[str, int] | None = dict(self._where) if origin else None
         self._streams: dict[str, Any] | None = loop.get("streams")
         self.saved = dict(loop.get("saved", {}))
         self._numbers: list[dict[str, Any]] = list(loop.get("parts", []))
-        self._parts = []
+        self._parts, self._loaders, self._fingerprints, self._data = [], [], {}, {}
+        self._saved_data, self._loader_states = loop.get("data"), dict(loop.get("loaders", {}))
+        self._registered = Registered(loop.get("registered", {}))
+        self._steps.saves = place is not None
+        self._hooks = [
+            register_module_module_registration_hook(self._note_added),
+            register_module_parameter_registration_hook(self._note_added),
+        ]
         self._enter(Phase.USER)
         open_sessions.append(self)
+
+    def _check_seed(self) -> None:
+        """Say that a model's weights differ from run to run, if the same bits were asked for."""
+        if self._exact and not self._is_seeded and torch.initial_seed() >= UNSEEDED and self._course.origin is None:
+            self._steps.notes.once(
+                "no seed was given, and torch was not seeded: the model's first weights, and so the digest, are others "
+                "in each run. Give session(seed=...), or call torch.manual_seed before the model is made"
+            )
+
+    def _note_added(self, module: Any, *_: Any) -> None:
+        """Hook of torch: a module or parameter was added to `module`."""
+        for part in self._parts:
+            part.note_added(module)
 
     def _can_split(self, split: bool) -> bool:
         if split and not self._says_virtual_ranks:
@@ -160,6 +197,8 @@ class Life(Loop):
         if self._closed or os.getpid() != self._pid:  # a loader's process ends, too, and the session is not its own
             return
         self._closed = True
+        for hook in self._hooks:
+            hook.remove()
         reword(error)
         if isinstance(error, SystemExit) and (self._stopped or not error.code):
             error = None  # an end in good order
@@ -168,6 +207,9 @@ class Life(Loop):
             if error is not None:
                 self._fail(error)
             elif self._stopped or self._complete:
+                if self._complete and not self._stopped:
+                    self._check_reached()
+                    self._compare_replicas()
                 self._guard.box.enter(Phase.CLOSE)
                 if self._course.is_open:
                     self._course.finish(self._stopped, self._closing)
@@ -182,6 +224,15 @@ class Life(Loop):
             self._course.close()
             self._stack.__exit__(type(error) if error else None, error, error.__traceback__ if error else None)
 
+    def _check_reached(self) -> None:
+        """Raise UsageError if the loop has ended before the place at which the run was to resume."""
+        if self._resumed is not None and self._parts:
+            epoch, phase = self._resumed["epoch"] + 1, self._resumed["phase"] + 1
+            raise UsageError(
+                f"the script has ended, and did not reach the place at which the run was interrupted: epoch {epoch} of "
+                f"s.epochs call {phase}. Nothing was trained. A resumed script must have the same loops"
+            )
+
     def _closing(self, summary: Summary) -> list[str]:
         if summary.exit == ExitCode.SAVED:
             return [f"asked to stop: saved after step {summary.steps}. Start the script again to go on"]
@@ -195,7 +246,7 @@ class Life(Loop):
         course.found(course.step, found)
 
     def _fail(self, error: BaseException) -> None:
-        whole, instead = not self._steps.updating and self._opened, None
+        whole, instead = not self._steps.updating and self._opened and not self._is_damaged, None
         with suppress(Exception):
             if whole and self._steps.in_step:
                 self._steps.give_up()

@@ -1,26 +1,40 @@
 """What `Session.loader` gives: a loop over global batches, of which this rank gets its share, body by body."""
 
-import base64
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from itertools import count, takewhile
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, RandomSampler, SequentialSampler, default_collate
+from torch.utils.data import DataLoader, Dataset, default_collate
 
 from paceline.data.fingerprint import data_fingerprint
 from paceline.data.loader import Loading, MicroBatch, load_work
 from paceline.data.plan import BatchPlan, Work, rank_work
 from paceline.data.streams import StreamPlan
 from paceline.errors import UsageError
-from paceline.sums import gather_words
+from paceline.sessions.assumptions import ORDER, RESUMED_ORDER
+from paceline.sessions.order import (
+    DrawnPlan,
+    SampleOrder,
+    SamplerState,
+    check_not_sharded,
+    global_streams,
+    is_torchs,
+    keeps_order,
+    put_global_streams,
+    regrouped,
+    steps_of,
+)
+from paceline.sums import check_equal, gather_words, told_once
 from paceline.train.streaming import Stream
 from paceline.worker.world import World
 
 Bodies = list[MicroBatch]
 Run = Callable[["Loader"], Iterator[Any]]
+COMPARED = 64  # batches of an evaluation whose order is compared before the first
+SAME_ORDER = "orders of samples of this DataLoader"
 
 
 class Loader:
@@ -41,6 +55,10 @@ class Loader:
     ) -> None:
         self._run, self.plan, self.loading, self.existing = run, plan, loading, existing
         self.dataset = dataset
+        self._order: SampleOrder | None = None
+        self._streams: dict[str, Any] = {}  # the streams and the sampler's state with which the epoch at hand began
+        self._sampler = None if existing is None else SamplerState(existing)
+        self._probed: tuple[int, dict[str, Any]] | None = None
 
     @property
     def batch_size(self) -> int:
@@ -57,26 +75,74 @@ class Loader:
 
     def fingerprint(self) -> dict[str, Any]:
         """What all ranks' data have in common."""
-        return data_fingerprint(self.dataset, self.loading)
+        size = len(self.dataset)  # pyright: ignore[reportArgumentType]
+        if self._probed is None or self._probed[0] != size:
+            self._probed = size, data_fingerprint(self.dataset, self.loading)
+        return self._probed[1]
 
-    def drawn(self, world: World, put_back: dict[str, Any] | None) -> tuple[BatchPlan, dict[str, Any] | None]:
-        """The plan of the epoch that begins, and where the random streams stood (a collective)."""
+    def drawn(self, world: World, put_back: dict[str, Any] | None, start: int = 0) -> BatchPlan:
+        """The plan of the epoch that begins (a collective).
+
+        Args:
+            world: this rank's place.
+            put_back: what `position` gave, if the epoch goes on at batch `start` after a resume; else None.
+            start: the first batch that is not over.
+
+        Raises:
+            UsageError: if the ranks' samplers differ in their length, or the order is not that before the resume.
+        """
         if self.existing is None:
-            return self.plan, None
-        batches, streams = draw_order(self.existing, world, put_back)
-        p = self.plan
-        plan = OwnOrder(
-            p.num_samples, max(map(len, batches), default=1), p.virtual_ranks, p.accumulation, p.seed, p.shuffle,
-            p.tail, tuple(batches),
-        )  # fmt: skip
-        return plan, streams
+            size = len(self.dataset)  # pyright: ignore[reportArgumentType]
+            if size != self.plan.num_samples:
+                self.plan = replace(self.plan, num_samples=size)
+            return self.plan
+        assert self._sampler is not None
+        steps = steps_of(self.existing)
+        if put_back is None:
+            state = {**global_streams(), "sampler": self._sampler.now()}
+            told: list[tuple[int, dict[str, Any]]] = gather_words((steps, state), world)
+            if len({of_rank for of_rank, _ in told}) > 1:
+                lengths = ", ".join(f"{of_rank} on rank {rank}" for rank, (of_rank, _) in enumerate(told))
+                raise told_once(ORDER.error(f"their DataLoaders have other lengths: {lengths} batches"), world)
+            put_back = told[0][1]
+        put_global_streams(put_back)
+        self._sampler.put_back(put_back.get("sampler", {}))
+        self._streams = {name: value for name, value in put_back.items() if name != "order"}
+        self._order = order = SampleOrder(self.existing)
+        if "order" in put_back and order.hash_at(start - 1) != put_back["order"]:
+            raise told_once(RESUMED_ORDER.error(type(self.existing.sampler).__name__, start), world)
+        p, first = self.plan, self.existing.batch_size or (len(order.batch(0)) if order.has(0) else 1)
+        return DrawnPlan(
+            p.num_samples, first, p.virtual_ranks, p.accumulation, p.seed, p.shuffle, p.tail, order, steps or 1
+        )
 
     def training(self, plan: BatchPlan, share: range, epoch: int, start: int) -> Generator[Bodies]:
         """For each step of an epoch from `start` on, this rank's micro-batches."""
-        work = (rank_work(plan, epoch, step, share) for step in range(start, len(self)))
+        steps = takewhile(self._order.has, count(start)) if self._order else iter(range(start, len(self)))
+        work = (rank_work(plan, epoch, step, share) for step in steps)
+        counts = self.loading.collate is not None
         with closing(load_work(self.dataset, work, plan.seed, self.loading)) as loaded:
             for step in loaded:
-                yield [MicroBatch(batch, None, one, one.random_seed(plan.seed)) for batch, one in step]
+                if self._order:
+                    self._order.forget(step[0][1].step - 1)
+                yield [
+                    MicroBatch(batch, None, one, one.random_seed(plan.seed), rows_of(batch, one) if counts else None)
+                    for batch, one in step
+                ]
+
+    def order_hash(self, batch: int) -> int:
+        """Of the samples of the epoch up to this batch, as far as the plan does not say them; all ranks must agree."""
+        return self._order.hash_at(batch) if self._order else self.plan.num_samples
+
+    @property
+    def sampler_state(self) -> dict[str, Any] | None:
+        """What its order is drawn from, as it is between two epochs; None if that is nothing of its own."""
+        return None if self._sampler is None else self._sampler.now()
+
+    def put_back_sampler(self, state: dict[str, Any]) -> None:
+        """Take over what `sampler_state` was when the run was saved."""
+        if self._sampler is not None:
+            self._sampler.put_back(state)
 
     # what a stream knows only as it goes
 
@@ -88,23 +154,40 @@ class Loader:
         return len(plan.global_indices(epoch, batch))
 
     def is_end(self, batch: int, coming: float) -> bool:
-        """Whether the epoch ends with `batch`; `coming` are the votes of all ranks (for a stream, a collective)."""
-        return batch + 1 == len(self)
+        """Whether the epoch is known to end with `batch`; `coming` are the votes of all ranks.
 
-    def position(self, where: Mapping[str, int], streams: dict[str, Any] | None, world: World | None) -> Any:
+        Of a stream it is a collective.
+
+        A sampler of the user's own is not asked for a batch ahead of its turn: its end is seen when it comes.
+        """
+        if self._order is None or self.existing is None:
+            return batch + 1 == len(self)
+        return is_torchs(self.existing) and not self._order.has(batch + 1)
+
+    def position(self, where: Mapping[str, int], world: World | None) -> Any:
         """What a checkpoint keeps of the order, beside the number of the batch; with a `world` a collective."""
-        return streams
+        return None if self._order is None else {**self._streams, "order": self._order.hash_at(where["batch"] - 1)}
 
     def evaluation(self, plan: BatchPlan, world: World) -> Generator[tuple[Any, int]]:
-        """This rank's share of each batch, and of how many samples; nothing where it has none."""
-        found = [plan.global_indices(0, step) for step in range(len(self))]
-        if len(found) > 1 and len(found[-1]) < world.size:  # so few that not every rank would have one
-            found[-2:] = [torch.cat(found[-2:])]
-        mine = [batch[world.rank :: world.size] for batch in found]
-        work = ([Work(0, step, 0, 0, part)] for step, part in enumerate(mine) if len(part))
-        with closing(load_work(self.dataset, work, plan.seed, replace(self.loading, evaluates=True))) as loaded:
+        """This rank's share of each batch, and of how many samples; nothing where it has none (a collective)."""
+        order = self._order if self.existing is not None and not keeps_order(self.existing) else None
+        if order is not None:
+            order.has(COMPARED - 1)
+            check_equal(SAME_ORDER, order.hash_at(COMPARED - 1), world)
+        steps = takewhile(self._order.has, count()) if self._order else iter(range(len(self)))
+        sizes: dict[int, int] = {}
+
+        def work() -> Generator[list[Work]]:
+            for step, batch in enumerate(regrouped((plan.global_indices(0, step) for step in steps), world.size)):
+                sizes[step] = len(batch)
+                if len(mine := batch[world.rank :: world.size]):
+                    yield [Work(0, step, 0, 0, mine)]
+
+        with closing(load_work(self.dataset, work(), plan.seed, replace(self.loading, evaluates=True))) as loaded:
             for ((batch, work_of_one),) in loaded:
-                yield batch, len(found[work_of_one.step])
+                yield batch, sizes.pop(work_of_one.step)
+        if order is not None and order.has(COMPARED):
+            check_equal(SAME_ORDER, order.hash_at(10**12), world)
 
 
 class StreamLoader(Stream, Loader):
@@ -122,28 +205,19 @@ class StreamLoader(Stream, Loader):
         """Refuses: nobody knows."""
         raise TypeError("a stream has no length: count steps, and leave its loop by `break` or at its end")
 
-    def drawn(self, world: World, put_back: dict[str, Any] | None) -> tuple[BatchPlan, dict[str, Any] | None]:
+    def drawn(self, world: World, put_back: dict[str, Any] | None, start: int = 0) -> BatchPlan:
         """The plan; what a checkpoint has kept is looked at when the stream is read."""
         self.saved = put_back or {}
-        return self.plan, None
+        return self.plan
 
-
-@dataclass(frozen=True)
-class OwnOrder(BatchPlan):
-    """The batches of one epoch in an order of the user's own, dealt to virtual ranks as ever."""
-
-    own_order = True
-    batches: tuple[Tensor, ...] = ()
+    def order_hash(self, batch: int) -> int:
+        """Streams are compared when they are read."""
+        return 0
 
     @property
-    def steps_per_epoch(self) -> int:
-        """How many batches it has."""
-        return len(self.batches) or 1
-
-    def global_indices(self, epoch: int, step: int) -> Tensor:
-        """(n,) int64: the samples of batch `step`, in whichever epoch this order was drawn for."""
-        del epoch
-        return self.batches[step]
+    def sampler_state(self) -> None:
+        """None: a stream has no sampler."""
+        return None
 
 
 def check_taken(loader: DataLoader[Any]) -> None:
@@ -163,6 +237,7 @@ def check_taken(loader: DataLoader[Any]) -> None:
             f"s.loader(DataLoader(...)) cannot take over {', '.join(found)}. Give it the dataset itself: "
             "s.loader(dataset, global_batch=...)"
         )
+    check_not_sharded(loader)
 
 
 def taken_over(loader: DataLoader[Any], loading: Loading) -> Loading:
@@ -175,46 +250,37 @@ def taken_over(loader: DataLoader[Any], loading: Loading) -> Loading:
     )
 
 
-def keeps_order(loader: DataLoader[Any]) -> bool:
-    """Whether it gives its samples as they lie."""
-    return isinstance(loader.sampler, SequentialSampler)
+def rows_of(batch: Any, work: Work) -> int:
+    """How many samples a batch has that a collate function has made.
 
+    As many as were given to it, if any of its tensors or lists has that length; else the length that all of them have,
+    as samples were left out, or each gives several rows. A batch without tensors and lists is taken at its word.
 
-def covers_all(loader: DataLoader[Any]) -> bool:
-    """Whether an epoch has each of its samples once, as far as its kind of sampler tells."""
-    return isinstance(loader.sampler, SequentialSampler) or (
-        isinstance(loader.sampler, RandomSampler)
-        and not loader.sampler.replacement
-        and len(loader.sampler) == len(loader.dataset)  # pyright: ignore[reportArgumentType]
-    )
-
-
-def streams(loader: DataLoader[Any]) -> dict[str, str]:
-    """Where the random streams stand from which its order is drawn, as JSON."""
-    own = loader.generator
-    found = {"torch": _text(torch.get_rng_state())}
-    return found if own is None else found | {"generator": _text(own.get_state())}
-
-
-def draw_order(loader: DataLoader[Any], world: World, put_back: dict[str, str] | None) -> tuple[list[Tensor], Any]:
-    """An epoch's batches of indices, the same on all ranks, and the streams as they stood before (a collective).
-
-    Drawn as DataLoader itself would, by each rank, from the streams of rank 0: so a single-device script keeps its
-    order. `put_back`: the streams as they stood when this epoch was first drawn, to draw it again after a resume.
+    Raises:
+        UsageError: if its tensors have several lengths, and none is that number.
     """
-    found = put_back if put_back is not None else gather_words(streams(loader), world)[0]
-    torch.set_rng_state(_state(found["torch"]))
-    if loader.generator is not None and "generator" in found:
-        loader.generator.set_state(_state(found["generator"]))
-    torch.empty((), dtype=torch.int64).random_(generator=loader.generator)  # DataLoader's seed of its processes
-    assert loader.batch_sampler is not None  # see `check_taken`
-    batches: Iterator[Any] = iter(loader.batch_sampler)
-    return [torch.tensor(batch, dtype=torch.int64) for batch in batches], found
+    planned = len(work.indices)
+    lengths = {*_lengths(batch)}
+    if not lengths or planned in lengths:
+        return planned
+    if len(lengths) > 1:
+        raise UsageError(
+            f"the collate function was given {planned} samples, and its batch has tensors of {sorted(lengths)} rows: "
+            "how many samples it has is not known. Let one of them have a row for each sample"
+        )
+    return lengths.pop()
 
 
-def _text(state: Tensor) -> str:
-    return base64.b85encode(state.numpy().tobytes()).decode()
-
-
-def _state(text: str) -> Tensor:
-    return torch.frombuffer(bytearray(base64.b85decode(text)), dtype=torch.uint8)
+def _lengths(value: Any) -> Iterator[int]:
+    if isinstance(value, Tensor):
+        if value.ndim:
+            yield len(value)
+    elif isinstance(value, Mapping):
+        for part in value.values():  # pyright: ignore[reportUnknownVariableType]
+            yield from _lengths(part)
+    elif isinstance(value, (list, tuple)):
+        if value and all(isinstance(part, (Tensor, Mapping, list, tuple)) for part in value):  # pyright: ignore
+            for part in value:  # pyright: ignore[reportUnknownVariableType]
+                yield from _lengths(part)
+        if isinstance(value, list) or not value:
+            yield len(value)  # pyright: ignore[reportUnknownArgumentType]

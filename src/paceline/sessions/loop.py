@@ -8,19 +8,27 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from paceline.contract.evidence import Phase
 from paceline.data.loader import MicroBatch
 from paceline.data.plan import BatchPlan
+from paceline.definition import check_same
 from paceline.errors import ExitCode, UsageError
 from paceline.observe.bar import Report, Reporter
 from paceline.seeding import preserved_streams, remembered_streams
+from paceline.sessions.assumptions import DATA, GRADIENTS, ORDER, PLACE
 from paceline.sessions.gate import Gate
 from paceline.sessions.loader import Loader
 from paceline.sessions.prepared import Prepared
 from paceline.sessions.ranks import Ranks
+from paceline.sessions.registered import Registered
 from paceline.sessions.wording import compare, opening, savable, write_session_settings
-from paceline.sums import together
+from paceline.stepping.votes import Votes
+from paceline.sums import gather_words, together, told_once
+from paceline.train.alike import check_replicas
 from paceline.train.course import Course
 from paceline.train.determinism import holds_for
 from paceline.train.fit import PhaseClock, StepRecord
@@ -53,8 +61,25 @@ class Loop(Ranks):
     _streams: dict[str, Any] | None
     _loader: Loader | None = None
     """that was trained from last"""
+    _loaders: list[Loader]
+    """those that were made before the first step, in order"""
+    _fingerprints: dict[int, tuple[Any, dict[str, Any]]]
+    """of the datasets that were compared over ranks, by id"""
+    _data: dict[str, Any]
+    """what the loop at hand trains on, as far as the run's definition says"""
+    _saved_data: dict[str, Any] | None
+    """that of the loop in which the run was saved"""
+    _evaluates = False
+    """whether a loop over data evaluates"""
+    _is_damaged = False
+    """whether a wrong update was made, so that the state must not be saved"""
     saved: dict[str, Any]
     """what else is saved with each checkpoint (rank 0's): numbers, strings, lists and dictionaries of them"""
+    _loader_states: dict[str, dict[str, Any]]
+    """of the checkpoint: the state of samplers between two epochs, by the number of the loader"""
+    _registered: Registered
+    _phases = 0
+    """calls of s.epochs so far"""
     _epochs = 0
     _opened = _closed = _stopped = False
     _broken: Exception | None = None
@@ -72,15 +97,47 @@ class Loop(Ranks):
         training = torch.is_grad_enabled() and any(part.replica.model.training for part in self._parts)
         return self._train(loader) if training else self._evaluate(loader)
 
+    def _check_data(self, loader: Loader) -> dict[str, Any]:
+        """The fingerprint of its data; the first time it is compared over ranks (a collective then)."""
+        data = loader.dataset
+        if (known := self._fingerprints.get(id(data))) is not None:
+            if known[1].get("samples") not in (None, len(data)):  # pyright: ignore[reportArgumentType] - it has grown
+                with preserved_streams():
+                    self._fingerprints[id(data)] = (data, loader.fingerprint())
+            return self._fingerprints[id(data)][1]
+        with preserved_streams(), together(self.world):
+            found = loader.fingerprint()
+        self._fingerprints[id(data)] = (data, found)
+        told = [str(one) for one in gather_words(found, self.world)]
+        if len({*told}) > 1:
+            raise told_once(
+                DATA.error("; ".join(f"rank {rank} has {one}" for rank, one in enumerate(told))), self.world
+            )
+        return found
+
+    def _compare_replicas(self) -> None:
+        """Raise TrainingError if the parameters of prepared models differ between ranks (a collective)."""
+        if self.size > 1 and self._parts and self._course.step and self._parts[0].replica.host is None:
+            held = [one for part in self._parts for one in part.state()]
+            check_replicas(held, self.world, self._course.step)
+
     def _evaluate(self, loader: Loader) -> Generator[Any]:
+        self._evaluates = True
+        try:
+            yield from self._evaluated(loader)
+        finally:
+            self._evaluates = False
+
+    def _evaluated(self, loader: Loader) -> Generator[Any]:
         body = self._steps.body
         if not self._steps.is_over:
             raise UsageError(
                 "an evaluation inside a training loop: begin it at the step's last micro-batch, `if s.last:`"
             )
         restore = remembered_streams() if body is not None else lambda: None
-        plan, _ = loader.drawn(self.world, None)
-        with self._merged(), self._guard.phase(Phase.EVALUATE):
+        self._check_data(loader)
+        plan = loader.drawn(self.world, None)
+        with self._merged(), self._guard.phase(Phase.EVALUATE), self._statistics_watched():
             try:
                 for batch, samples in loader.evaluation(plan, self.world):
                     self._steps.check_evaluated(samples, self.size)
@@ -102,12 +159,16 @@ class Loop(Ranks):
                 self._skipped += 1
                 return
             start = goes_on["batch"]
-        plan, self._streams = loader.drawn(self.world, self._streams if goes_on is not None else None)
+        plan = loader.drawn(self.world, self._streams if goes_on is not None else None, start)
         self._open(loader, plan)
-        self._resumed, where["batch"], self._loader = None, start, loader
+        self._resumed, where["batch"], self._loader, self._at_end = None, start, loader, False
+        for part in self._parts:
+            part.check_parameters()
         one_each = plan.virtual_ranks == self.size and plan.accumulation == 1
         self._clock(Phase.DATA)
         for bodies in loader.training(plan, self._share, where["passes"], start):
+            if self.size > 1:
+                self._compare_place(loader)
             for batch in steps.through(self._at, bodies, one_each=one_each):
                 try:
                     yield batch.inputs
@@ -117,7 +178,59 @@ class Loop(Ranks):
             self._between(loader, bodies, plan)
             self._stop_if_asked()
             self._clock(Phase.DATA)
+        if not self._at_end and where["batch"]:  # nobody knew that the epoch would end here
+            self._course.between(Votes(), partial(self._loop_state, self.world), save=True, settled=True)
         self._next_pass()
+
+    def _compare_place(self, loader: Loader) -> None:
+        """Have what must be the same on all ranks compared in this step."""
+        where, compared = self._where, self._course.order.compared
+        compared["epoch"], compared["loop"], compared["batch"] = where["epoch"], where["passes"], where["batch"]
+        compared["order"] = loader.order_hash(where["batch"])
+        compared["hooks"] = sum(part.hooks for part in self._parts)
+        for part in self._parts:
+            compared[f"gradients {part.number}"] = part.digest
+
+    def _explain(self, differing: dict[str, list[int]]) -> UsageError:
+        """The error for numbers of `_compare_place` that differ over ranks."""
+        places = [name for name in ("epoch", "loop", "batch") if name in differing]
+        gradients = [part for part in self._parts if f"gradients {part.number}" in differing]
+        if places:
+            told = "; ".join(f"{name} {', '.join(map(str, differing[name]))}" for name in places)
+            return PLACE.error(f"{told} on ranks 0 to {self.size - 1}")
+        if "order" in differing:
+            return ORDER.error(f"at {self._at} of a loop over the data")
+        if gradients:
+            self._is_damaged = True
+            return GRADIENTS.error(gradients[0].differing_gradients())
+        return UsageError(f"the ranks differ in what must be the same at {self._at}: {differing}")
+
+    @contextmanager
+    def _statistics_watched(self) -> Generator[None]:
+        """Inside, a model that was not prepared must not collect batch norm's statistics: each rank has a share."""
+        if self.size == 1:
+            yield
+            return
+        own = {id(module) for part in self._parts for module in part.replica.model.modules()}
+
+        def watch(module: nn.Module, _: Any) -> None:
+            if (
+                isinstance(module, _BatchNorm)
+                and module.training
+                and module.track_running_stats
+                and id(module) not in own
+            ):
+                raise UsageError(
+                    "a model that was not prepared collects batch norm's statistics in a loop over s.loader(...): each "
+                    "rank would have those of its share (torch's update_bn does so). Give it the DataLoader "
+                    "itself: then every rank computes the statistics of all data"
+                )
+
+        hook = register_module_forward_pre_hook(watch)
+        try:
+            yield
+        finally:
+            hook.remove()
 
     @property
     def _at(self) -> str:
@@ -147,32 +260,46 @@ class Loop(Ranks):
         self._where |= {"pass": self._where["pass"] + 1, "passes": self._where["passes"] + 1, "batch": 0}
         self._clock(Phase.USER)
 
+    _at_end = False
+    """whether the last step was known to be the last of its pass, so that the state is saved already"""
     _was_left = False
     """whether the last loop was left before its end"""
     _skipped = 0
     """passes over data in the epoch that is gone on with, which were over before the checkpoint"""
 
     def _open(self, loader: Loader, plan: BatchPlan) -> None:
-        if self._opened:
-            return
         if not self._parts:
             raise UsageError("a training loop without a model: call s.prepare(model, optimizer) first")
+        self._data = {"global_batch": plan.global_batch, "tail": plan.tail, "accumulation": plan.accumulation}
+        self._data["data"] = {"training data": self._check_data(loader)}
+        if self._opened:
+            return
         self._opened = True
+        self._course.order.explain = self._explain
         definition: dict[str, Any] = {
-            **self._settings, "task": self._name, "global_batch": plan.global_batch, "tail": plan.tail,
-            "accumulation": plan.accumulation, "batchnorm": "local",
+            **self._settings, "task": self._name, **self._data, "batchnorm": "local",
             "optimizer": [type(part.optimizer).__name__ for part in self._parts],
             "threads_per_rank": torch.get_num_threads() if self._exact else None, "hardware": holds_for(self.device),
         }  # fmt: skip
-        with preserved_streams(), together(self.world):
-            definition["data"] = {"training data": loader.fingerprint()}
+        if (origin := self._course.origin) is not None and self._saved_data is not None:
+            # the loop that was interrupted need not be the run's first one, which the definition is of
+            check_same(self._saved_data, self._data, (), origin.where)
+            definition |= {name: origin.content.definition[name] for name in self._data}
         compare(definition, self._course.origin, len(self._parts), len(self._numbers), self.world, exact=self._exact)
         self.print(opening(plan, self.world, self._strategy, self._name))
         course, epochs = self._course, self._epochs or 1
+        self._registered.check_all_there()
+        for part in self._parts:
+            part.numbers()  # raises for what cannot be saved
+        if self._steps.saves:
+            self._registered.look_around(part.replica.model for part in self._parts)
         if course.place is not None:
             course.place = replace(course.place, definition=definition)
             write_session_settings(course.place, self._name, plan, self._strategy, seed=self._seed, epochs=epochs)
-        course.open(self._parts, plan, self._share, self._facts, listed=plan.own_order, track=self._track)
+        course.open(
+            self._parts, plan, self._share, self._facts,
+            listed=plan.own_order, track=self._track, others=self._registered.state,
+        )  # fmt: skip
 
     def _facts(self) -> dict[str, Any]:
         found = self._course.metrics
@@ -192,7 +319,11 @@ class Loop(Ranks):
         if Reporter.here is not None:
             Reporter.here.step(self._where["batch"], plan.known_steps, lambda: self._report(plan, done.loss))
         self._stopped = done.votes.stop > 0
-        is_end = loader.is_end(batch, done.votes.coming) and not left
+        self._at_end = is_end = loader.is_end(batch, done.votes.coming) and not left
+        for part in self._parts:
+            part.stepped()
+        if self.saved and self._steps.saves:
+            savable(self.saved, strict=True)
         course.between(done.votes, partial(self._loop_state, self.world), save=self._stopped or is_end, settled=is_end)
 
     def _ended(self, record: StepRecord) -> None:
@@ -237,11 +368,14 @@ class Loop(Ranks):
 
     def _loop_state(self, world: World | None = None) -> dict[str, Any]:
         """With a `world` a collective; without, as far as this rank knows."""
+        if world is not None:
+            self._registered.look_around(part.replica.model for part in self._parts)
         found: dict[str, Any] = {"where": dict(self._where), "parts": [part.numbers() for part in self._parts]}
         found["saved"] = savable(self.saved, strict=world is not None)
-        streams = self._streams
-        if self._loader is not None:
-            streams = self._loader.position(self._where, streams, world)
+        found["data"], found["registered"] = self._data, self._registered.numbers()
+        states = {str(n): one.sampler_state for n, one in enumerate(self._loaders) if one is not self._loader}
+        found["loaders"] = {number: state for number, state in states.items() if state is not None}
+        streams = None if self._loader is None else self._loader.position(self._where, world)
         return found if streams is None else found | {"streams": streams}
 
     def _enter(self, phase: Phase) -> object:

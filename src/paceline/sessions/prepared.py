@@ -12,7 +12,7 @@ state_dict and schedulers that were made before all work.
 """
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,12 +21,17 @@ from torch import Tensor, nn
 
 from paceline.checkpoint.state import Held, Source, Under, needed
 from paceline.errors import UsageError
+from paceline.sessions.assumptions import BACKWARD, GRADIENTS, PARAMETERS
 from paceline.sessions.elsewhere import Elsewhere, is_cut, own_share, shared_out
 from paceline.sessions.gate import Gate, trains_otherwise
+from paceline.stepping.hooks import HiddenHooks, Received
 from paceline.stepping.trainee import Trainee
 from paceline.strategies.base import Replica
-from paceline.sums import Pending
-from paceline.train.numbers import as_json, load_numbers, numbers_of, settings_of
+from paceline.strategies.held import hold_optimizer, load_states, saved_state
+from paceline.strategies.refusals import refuse_foreign
+from paceline.sums import Pending, gather_words, told_once
+from paceline.train.alike import checksum
+from paceline.train.numbers import as_json, from_json, like, load_numbers, numbers_of, settings_of
 
 NO_OTHER_BACKWARD = (
     ". Or it was torch.autograd.grad, for a gradient penalty say: strategy 'fsdp' has the weights only for a moment, "
@@ -35,13 +40,94 @@ NO_OTHER_BACKWARD = (
 Grads = list[Tensor | None]
 
 
+class PreparedOptimizer:
+    """An optimizer of a prepared model, with its scheduler: they act at the end of a step only."""
+
+    def __init__(self, part: "Prepared", optimizer: Any, scheduler: Any, number: int) -> None:
+        """`number` counts all optimizers of the session from 0."""
+        self.part, self.optimizer, self.scheduler, self.number = part, optimizer, scheduler, number
+        self._update, self._clear, self._add_group = optimizer.step, optimizer.zero_grad, optimizer.add_param_group
+        optimizer.step, optimizer.zero_grad, optimizer.add_param_group = self._step, self._zero_grad, self._add
+        self._given = as_json(settings_of(optimizer))  # as the script has them
+        self._groups: list[dict[str, Any]] = []  # of the checkpoint, that the script has not added yet
+        self._extra: list[str] = [key for key in optimizer.state_dict() if key not in ("state", "param_groups")]
+        if scheduler is not None:
+            _held_back(scheduler, part.gate)
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """What it trains."""
+        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+
+    def numbers(self) -> dict[str, Any]:
+        """Its state without tensors, as JSON: its settings, what else it keeps, and the scheduler's numbers."""
+        state = self.optimizer.state_dict() if self._extra else {}
+        extra = {key: as_json(state[key], "optimizer") for key in self._extra}
+        return {**numbers_of(self.optimizer, self.scheduler), "given": self._given, "extra": extra}
+
+    def load_numbers(self, found: Mapping[str, Any]) -> str:
+        """Take over what `numbers` gave; what differs in the script now, in words."""
+        given, groups = found["given"], from_json(found["groups"])
+        have = len(self.optimizer.param_groups)
+        self._groups = groups[have:]
+        changed = self._given != as_json(from_json(given)[:have])
+        if have > len(groups):
+            raise UsageError(
+                f"the checkpoint has {len(groups)} groups of parameters for optimizer {self.number + 1}, and the "
+                f"script's has {have}: add the others after s.prepare, as the run did before it was saved"
+            )
+        load_numbers(self.optimizer, self.scheduler, {**found, "groups": as_json(groups[:have])})
+        if self._extra:
+            extra = {key: from_json(value) for key, value in found.get("extra", {}).items()}
+            self.optimizer.load_state_dict({**self.optimizer.state_dict(), **extra})
+        return (
+            f"optimizer {self.number + 1} keeps the checkpoint's settings, not those of the script" if changed else ""
+        )
+
+    def _add(self, group: dict[str, Any]) -> None:
+        """In place of `optimizer.add_param_group`."""
+        self._add_group(group)
+        added = self.optimizer.param_groups[-1]
+        try:
+            self.part.check_added(added)
+        except UsageError:
+            self.optimizer.param_groups.pop()
+            raise
+        if self._groups:
+            for name, value in self._groups.pop(0).items():
+                added[name] = like(added.get(name), value)
+        self.part.load_waiting(self.optimizer, added["params"])
+
+    def _step(self, closure: Any = None) -> Any:
+        if closure is not None and not type(self.optimizer).__module__.startswith("torch.optim."):
+            raise UsageError(
+                f"optimizer.step(closure): {type(self.optimizer).__name__} may call it several times in a step. Only "
+                "torch's own optimizers, which call it once, take one here: call s.backward(loss), then step()"
+            )
+        loss = closure() if closure is not None else None
+        self.optimizer._opt_called = True
+        if self.part.gate.may_update(self.part, self.number):
+            self.part.before_update()
+            shown = self.part.shown()
+            self._update()
+            self.part.after_update(shown)
+        return loss
+
+    _step._wrapped_by_lr_sched = True  # pyright: ignore[reportFunctionMemberAccess] - or torch's schedulers complain
+
+    def _zero_grad(self, set_to_none: bool = True) -> None:
+        # also before the last micro-batch: what is put aside is out of its reach
+        self._clear(set_to_none=set_to_none)
+        self.part.cleared(set_to_none=set_to_none)
+
+
 class Prepared(Trainee):
     """What `Session.prepare` was given, and the replica that a strategy has made of it."""
 
     def __init__(self, replica: Replica, scheduler: Any, number: int, gate: Gate) -> None:
         """`number` counts from 0; `gate` knows where in a step the loop is."""
         super().__init__(replica, number)
-        self.optimizer, self.scheduler = replica.optimizer, scheduler
+        self.gate = gate
         self._aside: Grads | None = None  # of this step's micro-batches so far
         self._carried: Grads | None = None  # sums of this step's or an older batch's earlier backwards
         self._at_begin: Grads | None = None  # of a step that adds to the gradients of older batches
@@ -50,13 +136,20 @@ class Prepared(Trainee):
         self._adds_to_used = self._waiting = False
         """whether .grad has got something since the last update"""
         self._before: list[tuple[Tensor | None, int]] | None = None  # of a backward that is watched
-        self._gate = gate
-        self._update, self._clear = self.optimizer.step, self.optimizer.zero_grad
-        self.optimizer.step = self._step  # pyright: ignore[reportAttributeAccessIssue]
-        self.optimizer.zero_grad = self._zero_grad  # pyright: ignore[reportAttributeAccessIssue]
-        self._given = as_json(settings_of(self.optimizer))  # as the script has them
-        if scheduler is not None:
-            _held_back(scheduler, gate)
+        self._waiting_state: dict[str, dict[str, Any]] = {}  # the checkpoint's, of parameters that no optimizer has yet
+        self._received = Received()
+        self._summed: list[tuple[Tensor | None, int]] | None = None  # gradients, as the exchange has left them
+        self._was_looked_at = False
+        self._updates, self._changed, self._digests = 0, list[int](), dict[str, int]()
+        self.optimizers: list[PreparedOptimizer] = []
+        self.add_optimizer(replica.optimizer, scheduler)
+        if not replica.in_lockstep:
+            for parameter in self._parameters:
+                parameter.register_post_accumulate_grad_hook(self._received.append)
+        self.must_check = False
+        """whether a module or parameter was added since the parameters were looked at"""
+        self._modules = {id(module) for module in replica.model.modules()}
+        self._known = {id(parameter) for parameter in self._parameters}
         replica.on_gradient(self._on_gradient)
 
         # no method: a copy of the model would copy what it belongs to
@@ -77,6 +170,51 @@ class Prepared(Trainee):
             replica.model.register_forward_pre_hook(on_forward)
         gate.parts.append(self)
 
+    @property
+    def optimizer(self) -> Any:
+        """The first of its optimizers."""
+        return self.optimizers[0].optimizer
+
+    @property
+    def scheduler(self) -> Any:
+        """The first optimizer's."""
+        return self.optimizers[0].scheduler
+
+    def add_optimizer(self, optimizer: Any, scheduler: Any) -> PreparedOptimizer:
+        """Let another optimizer train some of its parameters.
+
+        Raises:
+            UsageError: if the strategy cannot, or two train the same parameter.
+        """
+        if self.optimizers:
+            if self.replica.sharded or self.replica.host is not None:
+                raise UsageError(
+                    "this model was prepared already, with another optimizer. The strategy divides the optimizer's "
+                    "state or its steps over ranks and takes one optimizer only. Use strategy 'bucketed' or 'exact'"
+                )
+            refuse_foreign(self.replica.model, optimizer)
+            own = {id(p) for one in self.optimizers for p in one.parameters}
+            if any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+                raise UsageError("this model was prepared already with an optimizer that trains the same parameters")
+        made = PreparedOptimizer(self, optimizer, scheduler, self.gate.optimizers)
+        self.gate.optimizers += 1
+        self.optimizers.append(made)
+        return made
+
+    def has_stepped(self, numbers: Sequence[int]) -> bool:
+        """See Trainee."""
+        return any(one.number in numbers for one in self.optimizers)
+
+    def rates(self) -> list[float]:
+        """See Trainee."""
+        return [group["lr"] for one in self.optimizers for group in one.optimizer.param_groups]
+
+    def stepped(self) -> None:
+        """A step has ended: after the first one the state must be one that can be saved."""
+        if self.gate.saves and not self._was_looked_at:
+            self._was_looked_at = True
+            self.state()
+
     def begin(self) -> None:
         """A step begins."""
         self._at_begin = [p.grad for p in self._parameters] if self._waiting else None
@@ -84,6 +222,9 @@ class Prepared(Trainee):
 
     def open(self, wanted: bool, watched: bool) -> None:
         """Before a backward: what it gives is added to what is put aside; or dropped, where it is not `wanted`."""
+        self._check_received()
+        if self.must_check:
+            self.check_parameters()
         shown: Grads = [p.grad for p in self._parameters]
         if any(grad is not None for grad in shown):
             if any(isinstance(grad, Elsewhere) for grad in shown):
@@ -143,6 +284,17 @@ class Prepared(Trainee):
                 parameter.grad = Elsewhere.of(parameter)
         return known
 
+    def run_hooks(self, *, after_accumulation: bool) -> None:
+        """See Trainee."""
+        super().run_hooks(after_accumulation=after_accumulation)
+        if after_accumulation:  # the last that happens to gradients before the loop sees them
+            self._summed = _versions(self._parameters) if self.replica.world.size > 1 else None
+
+    def show_hooks(self, hidden: HiddenHooks) -> None:
+        """See Trainee."""
+        super().show_hooks(hidden)
+        self._received.clear()
+
     def give_up(self) -> None:
         """The step is given up: gradients and buffers are those before it."""
         self._aside = self._carried = None
@@ -159,7 +311,9 @@ class Prepared(Trainee):
         """All tensors of its state, under its own names."""
         # gradients that the loop adds up over several batches
         waiting = self.replica.gradients() if self._waiting else ()
-        return super().state() + [replace(one, name=f"{self.prefix}gradient/{one.name}") for one in waiting]
+        others = [held for one in self.optimizers[1:] for held in hold_optimizer(self.replica.model, one.optimizer)]
+        own = [replace(one, name=f"{self.prefix}gradient/{one.name}") for one in waiting]
+        return super().state() + [replace(one, name=self.prefix + one.name) for one in others] + own
 
     def load(self, source: Source) -> None:
         """Take over what `state` gave."""
@@ -169,54 +323,141 @@ class Prepared(Trainee):
             if f"gradient/{name}" in source.names(f"gradient/{name}"):
                 parameter.grad = shared_out(needed(source, f"gradient/{name}", parameter), like=parameter)
                 self._waiting = True
+        if not self.replica.sharded:
+            trained = {id(p) for one in self.optimizers for p in one.parameters}
+            for name, parameter in self.replica.model.named_parameters():
+                if id(parameter) not in trained and (state := saved_state(source, name)):
+                    self._waiting_state[name] = state
+
+    def load_waiting(self, optimizer: Any, parameters: Sequence[nn.Parameter]) -> None:
+        """Give an optimizer the checkpoint's state of parameters that it trains from now on."""
+        asked = {id(parameter) for parameter in parameters}
+        names = {name: p for name, p in self.replica.model.named_parameters() if id(p) in asked}
+        load_states(names, optimizer, {name: self._waiting_state.pop(name, {}) for name in names})
 
     def numbers(self) -> dict[str, Any]:
-        """The rest of its state, as JSON: the optimizer's settings and the scheduler's numbers."""
-        return {**numbers_of(self.optimizer, self.scheduler), "given": self._given}
+        """The rest of its state, as JSON: what its optimizers and schedulers keep beside tensors."""
+        first, *others = (one.numbers() for one in self.optimizers)
+        return {**first, "others": others} if others else first
 
-    def load_numbers(self, found: Mapping[str, Any]) -> str:
-        """Take over what `numbers` gave; what differs in the script now, in words."""
-        changed = self._given != found["given"]
-        load_numbers(self.optimizer, self.scheduler, found)
-        return (
-            f"optimizer {self.number + 1} keeps the checkpoint's settings, not those of the script" if changed else ""
+    def load_numbers(self, found: Mapping[str, Any], number: int = 0) -> str:
+        """Take over what `numbers` gave for one of its optimizers; what differs in the script now, in words."""
+        of_each = [found, *found.get("others", ())]
+        if number >= len(of_each):
+            raise UsageError(f"the checkpoint has {len(of_each)} optimizers for this model, and this is one more")
+        return self.optimizers[number].load_numbers(of_each[number])
+
+    # what its optimizers ask
+
+    def before_update(self) -> None:
+        """Parameters change now, unless a gradient is not one of `s.backward`, or differs over ranks."""
+        self._check_received()
+        self._updates += 1
+        replica = self.replica
+        if replica.world.size == 1 or replica.sharded or replica.host is not None or self._summed is None:
+            return
+        now = _versions(self._parameters)
+        changed = [i for i, (one, then) in enumerate(zip(now, self._summed, strict=True)) if not _same(one, then)]
+        early = self._updates <= 2
+        if changed and (early or changed != self._changed or self._updates & (self._updates - 1) == 0):
+            names = self._names()
+            grads = {names[i]: self._parameters[i].grad for i in changed}
+            self._digests = {name: 0 if grad is None else int(checksum(grad)) for name, grad in grads.items()}
+        elif not changed:
+            self._digests = {}
+        self._changed = changed
+        if early and (differing := self.differing_gradients()):
+            raise told_once(GRADIENTS.error(differing), replica.world)
+
+    @property
+    def digest(self) -> int:
+        """Of the gradients that the loop has changed, which must be the same on all ranks."""
+        return hash(tuple(self._digests.values()))
+
+    def differing_gradients(self) -> str:
+        """The first parameter whose changed gradient differs over ranks; empty if none does (a collective)."""
+        told: list[dict[str, int]] = gather_words(self._digests, self.replica.world)
+        return next((n for one in told for n in one if any(other.get(n) != one[n] for other in told)), "")
+
+    def shown(self) -> Grads:
+        """The gradients as they are."""
+        return [p.grad for p in self._parameters]
+
+    def after_update(self, shown: Grads) -> None:
+        """Parameters have changed; `shown` are the gradients from before: a strategy may have let go of them."""
+        if self._adds_to_used:
+            self.gate.notes.once(
+                "optimizer.step() without zero_grad() since the last: the gradients of older batches are added"
+            )
+        self._put(shown)
+        self._waiting, first = False, next((grad for grad in shown if grad is not None), None)
+        if first is not None:
+            self._used, self._used_version = weakref.ref(first), _version(first)
+
+    def cleared(self, *, set_to_none: bool) -> None:
+        """An optimizer has cleared its gradients."""
+        if len(self.optimizers) == 1:
+            self.replica.model.zero_grad(set_to_none=set_to_none)
+        if len(self.optimizers) == 1 or all(p.grad is None for p in self._parameters):
+            self._adds_to_used = self._waiting = False
+
+    # what may not change
+
+    @property
+    def hooks(self) -> int:
+        """How many hooks its parameters have: the same on all ranks."""
+        return sum(
+            len(p._backward_hooks or ()) + len(p._post_accumulate_grad_hooks or ())  # pyright: ignore
+            for p in self._parameters
         )
+
+    def note_added(self, module: nn.Module) -> None:
+        """A module or parameter was added to `module`."""
+        self.must_check = self.must_check or id(module) in self._modules
+
+    def check_added(self, group: Mapping[str, Any]) -> None:
+        """Raise UsageError for a group of parameters that are not the model's."""
+        own = {id(parameter) for parameter in self.replica.model.parameters()} & self._known
+        if self.replica.sharded:
+            raise PARAMETERS.error("a group of parameters was added, and the strategy divides the optimizer's state")
+        for parameter in group["params"]:
+            if id(parameter) not in own:
+                shape = tuple(parameter.shape)
+                raise PARAMETERS.error(f"optimizer.add_param_group was given a parameter of shape {shape} that is new")
+
+    def check_parameters(self) -> None:
+        """Raise UsageError if the model or its optimizers have parameters that they had not in `s.prepare`."""
+        self.must_check = False
+        model = self.replica.model
+        self._modules = {id(module) for module in model.modules()}
+        for name, parameter in model.named_parameters():
+            is_new = parameter.requires_grad and id(parameter) not in self._known
+            if is_new and not self.replica.in_lockstep:
+                raise PARAMETERS.error(f"{name} is new, or was frozen then")
+        if self.replica.sharded:
+            return
+        own = {id(parameter) for parameter in model.parameters()}
+        for one in self.optimizers:
+            for parameter in one.parameters:
+                if id(parameter) not in own:
+                    raise PARAMETERS.error(f"optimizer {one.number + 1} trains one of shape {tuple(parameter.shape)}")
+
+    def _check_received(self) -> None:
+        if self._received:
+            parameter = self._received.pop()
+            named = self.replica.model.named_parameters()
+            raise BACKWARD.error(next((f"parameter {name}" for name, p in named if p is parameter), "a parameter"))
+
+    def _names(self) -> list[str]:
+        named = {id(p): name for name, p in self.replica.model.named_parameters()}
+        return [named.get(id(p), "?") for p in self._parameters]
 
     def _put(self, grads: Grads | None) -> None:
         for parameter, grad in zip(self._parameters, grads or [None] * len(self._parameters), strict=True):
             parameter.grad = grad
 
-    def _step(self, closure: Any = None) -> Any:
-        if closure is not None and not type(self.optimizer).__module__.startswith("torch.optim."):
-            raise UsageError(
-                f"optimizer.step(closure): {type(self.optimizer).__name__} may call it several times in a step. Only "
-                "torch's own optimizers, which call it once, take one here: call s.backward(loss), then step()"
-            )
-        loss = closure() if closure is not None else None
-        self.optimizer._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]
-        if self._gate.may_update(self):
-            if self._adds_to_used:
-                self._gate.notes.once(
-                    "optimizer.step() without zero_grad() since the last: the gradients of older batches are added"
-                )
-            shown: Grads = [p.grad for p in self._parameters]
-            self._update()
-            self._put(shown)  # a strategy that cuts gradients lets them go
-            self._waiting, first = False, next((grad for grad in shown if grad is not None), None)
-            if first is not None:
-                self._used, self._used_version = weakref.ref(first), _version(first)
-        return loss
-
-    _step._wrapped_by_lr_sched = True  # pyright: ignore[reportFunctionMemberAccess] - or torch's schedulers complain
-
-    def _zero_grad(self, set_to_none: bool = True) -> None:
-        # also before the last micro-batch: what is put aside is out of its reach
-        self._adds_to_used = self._waiting = False
-        self._clear(set_to_none=set_to_none)
-        self.replica.model.zero_grad(set_to_none=set_to_none)
-
     def _on_gradient(self) -> None:
-        if not self._gate.in_backward:
+        if not self.gate.in_backward:
             raise UsageError(
                 "loss.backward() has reached a prepared model: its gradient would stay on this rank. Call "
                 f"s.backward(loss){self.replica.in_lockstep * NO_OTHER_BACKWARD}"
@@ -235,3 +476,11 @@ def _held_back(scheduler: Any, gate: Gate) -> None:
 
 def _version(grad: Tensor | None) -> int:
     return -1 if grad is None else own_share(grad)._version  # pyright: ignore[reportPrivateUsage]
+
+
+def _versions(parameters: Sequence[Tensor]) -> list[tuple[Tensor | None, int]]:
+    return [(p.grad, _version(p.grad)) for p in parameters]
+
+
+def _same(one: tuple[Tensor | None, int], other: tuple[Tensor | None, int]) -> bool:
+    return one[0] is other[0] and one[1] == other[1]

@@ -38,6 +38,7 @@ class Ranks:
 
     def sum(self, *numbers: float | Tensor) -> Any:
         """Each number added up over all ranks, as a float; several come back as a tuple (a collective)."""
+        self._check_all_here()
         values = [float(number) for number in numbers]
         found = sum_over_ranks(torch.tensor(values, dtype=torch.float64, device=self.device), "numbers of the loop")
         added: list[float] = found.tolist()
@@ -59,6 +60,7 @@ class Ranks:
 
         In an evaluation loop, where they are one for each sample of the batch: in the order of the batch.
         """
+        self._check_all_here()
         values = values.detach()
         with together(self.world):
             if values.ndim == 0:
@@ -70,6 +72,14 @@ class Ranks:
                 UsageError(f"s.gather: the ranks' tensors differ in more than their length: {shapes}"), self.world
             )
         return in_order(parts, dealt(self._evaluated_batch, self.size))
+
+    def _check_all_here(self) -> None:
+        """Raise UsageError in the body of an evaluation loop that some ranks do not run."""
+        if 0 < self._evaluated_batch < self.size:
+            raise UsageError(
+                f"a collective (s.sum, s.gather, ...) in an evaluation loop of {self._evaluated_batch} samples on "
+                f"{self.size} ranks: ranks without a sample do not run the body. Call it after the loop"
+            )
 
     def compute(self, metric: Any) -> Any:
         """What an object of torchmetrics, or a collection, comes to over the states of all ranks (a collective).

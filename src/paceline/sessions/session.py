@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader, Dataset
 from paceline.data.loader import Loading
 from paceline.data.plan import Tail
 from paceline.errors import UsageError
-from paceline.sessions.given import OptimizerLike, SchedulerLike, planned, prepared
+from paceline.sessions.given import OptimizerLike, SchedulerLike, planned, prepared, prepared_again
 from paceline.sessions.life import Life, install, made_as, open_sessions
 from paceline.sessions.loader import Loader
 from paceline.sessions.prepared import Prepared
@@ -64,7 +64,7 @@ class Session(Life):
     def samples(self) -> int:
         """How many samples of the batch at hand count: 0 for a stand-in, where a rank has no share of a small batch."""
         body = self._steps.body
-        return len(body.work.indices) if body is not None and body.work.counted else 0
+        return 0 if body is None else body.samples
 
     @overload
     def prepare(self, model: nn.Module, optimizer: OptimizerLike) -> tuple[nn.Module, Optimizer]: ...
@@ -89,6 +89,10 @@ class Session(Life):
         """
         if self._opened:
             raise UsageError("s.prepare after the first batch: prepare all models before the loop")
+        known = [part for part in self._parts if model in (part.replica.model, part.replica.module)]
+        if known:
+            return self._prepare_again(known[0], optimizer, scheduler)
+        self._check_seed()
         make = partial(STRATEGIES[self._strategy], virtual_ranks=self._virtual_ranks, **self._options)
         part = prepared(model, optimizer, scheduler, make, self.world, len(self._parts), self._steps)
         if (origin := self._course.origin) is not None:
@@ -102,6 +106,37 @@ class Session(Life):
         self._parts.append(part)
         found = (part.replica.module, part.optimizer)
         return found if part.scheduler is None else (*found, part.scheduler)
+
+    def _prepare_again(self, part: Prepared, optimizer: OptimizerLike, scheduler: SchedulerLike | None) -> Any:
+        """A second optimizer for other parameters of a model that was prepared before."""
+        made = prepared_again(part, optimizer, scheduler, self.world)
+        if (origin := self._course.origin) is not None:
+            with together(self.world):
+                part.load_waiting(made.optimizer, made.parameters)
+                changed = part.load_numbers(self._numbers[part.number], len(part.optimizers) - 1)
+            if changed:
+                self.print(f"NOTE: {changed} (from {origin.where})")
+        found = (part.replica.module, made.optimizer)
+        return found if scheduler is None else (*found, made.scheduler)
+
+    def register(self, name: str, thing: Any, *, saved: bool = True) -> None:
+        """Save an object with every checkpoint, and restore it if the run resumes: an average of the model, say.
+
+        Args:
+            name: of it in checkpoints.
+            thing: any object with `state_dict()` and `load_state_dict(state)`. Its state is the same on all ranks.
+            saved: False for an object that may be lost: then only its loss is no error.
+
+        Raises:
+            UsageError: after the first batch, for a name that is taken, for an object without these methods, and at a
+                resume from a checkpoint that does not have it.
+        """
+        if self._opened:
+            raise UsageError("s.register after the first batch: register all objects before the loop")
+        with together(self.world):
+            self._registered.add(name, thing, saved=saved)
+            if saved and (origin := self._course.origin) is not None:
+                self._registered.load(name, origin.source, origin.where)
 
     def loader(
         self,
@@ -134,17 +169,31 @@ class Session(Life):
         Raises:
             UsageError: for what cannot be shared out.
         """
-        return planned(
+        made = planned(
             data, self._iterate, self.world, self._virtual_ranks, self._seed, self.print, self._can_split(split),
             Loading(self.device, num_workers, collate, box=self._guard.box, ahead=self._steps.ahead), shuffle=shuffle,
             global_batch=global_batch, batch_size=batch_size, per_rank=per_rank, accumulation=accumulation, tail=tail,
         )  # fmt: skip
+        if not self._opened:
+            if (state := self._loader_states.get(str(len(self._loaders)))) is not None:
+                made.put_back_sampler(state)
+            self._loaders.append(made)
+        return made
 
     def epochs(self, count: int) -> Generator[int]:
-        """The epochs that are left of `count`: 0, 1, ..., or after a resume from the one it broke off in."""
+        """The epochs that are left of `count`: 0, 1, ..., or after a resume from the one that was interrupted.
+
+        Each call begins with epoch 0 again. After a resume, a call that was over before the checkpoint has none left.
+        """
         if count < 1:
             raise UsageError(f"s.epochs({count}): there must be one at least")
+        phase, self._phases = self._phases, self._phases + 1
+        resumed = self._resumed
+        if resumed is not None and phase < resumed["phase"]:
+            return
         self._epochs = count
+        if resumed is None:
+            self._where |= {"phase": phase, "epoch": 0}
         try:
             for epoch in range(self._where["epoch"], count):
                 self._check_whole()
@@ -163,6 +212,7 @@ class Session(Life):
         reduction: Reduction = "mean",
         more: bool = False,
         only: Optimizer | Iterable[Optimizer] = (),
+        retain_graph: bool = False,
     ) -> None:
         """Compute gradients; after a step's last micro-batch, .grad is the gradient of the global batch's mean.
 
@@ -173,6 +223,7 @@ class Session(Life):
             reduction: "sum" for a loss that adds up its samples instead of averaging them.
             more: another backward of this step follows: gradients are exchanged after the last only.
             only: the optimizers whose gradients are wanted; gradients of other models are dropped.
+            retain_graph: keep the graph for another backward, as in torch.
 
         Raises:
             UsageError: outside a training loop, or for a loss or weight that cannot be put together over ranks.
@@ -180,11 +231,17 @@ class Session(Life):
                 With `local_steps` all but the gradients may be found out by the next turn of the loop.
         """
         self._check_whole()
+        if self._evaluates and self._steps.body is None:
+            raise UsageError(
+                "s.backward(loss) in a loop that evaluates: all models are in eval mode. Call model.train() before the "
+                "loop. To keep batch norm or dropout in eval mode, call .eval() on these modules afterwards"
+            )
         asked = {id(one) for one in ([only] if isinstance(only, Optimizer) else only)}
-        chosen = [part for part in self._parts if id(part.optimizer) in asked]
-        if len(chosen) != len(asked):
+        of = {id(one.optimizer): part for part in self._parts for one in part.optimizers}
+        if not asked <= {*of}:
             raise UsageError("s.backward(loss, only=...) names an optimizer that was not prepared")
-        self._steps.backward(loss, weight, reduction, more, chosen)
+        chosen = [part for part in self._parts if any(of[one] is part for one in asked)]
+        self._steps.backward(loss, weight, reduction, more, chosen, retain_graph)
 
     def clip_grad_norm(self, max_norm: float, model: nn.Module | None = None) -> Tensor:
         """Scale all gradients so that their global norm is at most `max_norm`; return the norm before.
@@ -203,8 +260,10 @@ class Session(Life):
 
     def weights(self, model: nn.Module | None = None) -> dict[str, Tensor]:
         """The whole model's state, by its own names, with buffers merged over virtual ranks (a collective)."""
+        part = self._part(model)
+        self._compare_replicas()
         with self._merged():
-            return {name: tensor.detach().clone() for name, tensor in self._part(model).replica.weights().items()}
+            return {name: tensor.detach().clone() for name, tensor in part.replica.weights().items()}
 
     def save(self, model: nn.Module | None, path: str | os.PathLike[str]) -> None:
         """Write the whole model's state, whole or not at all, by rank 0 while the others wait (a collective).

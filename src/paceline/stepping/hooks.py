@@ -4,11 +4,23 @@ A hook that is not linear (it clips, say) gives another result for each rank's s
 it sees in a plain loop.
 """
 
+import sys
+import sysconfig
+from collections import deque
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+
+
+class Received(deque[torch.Tensor]):
+    """The parameter that has got a gradient last. Its `append` is a hook that runs no Python code."""
+
+    def __init__(self) -> None:
+        super().__init__(maxlen=1)
+
 
 Hooks = dict[int, Callable[..., Any]]
 HiddenHooks = list[tuple[nn.Parameter, Hooks, Hooks]]
@@ -49,3 +61,37 @@ def _is_ours(hook: Any) -> bool:
     """Whether a hook is paceline's or torch's own: those of a reducer, of FSDP, and of what counts for nothing."""
     module = getattr(hook, "__module__", None) or type(getattr(hook, "__self__", None)).__module__
     return hook in (torch.zeros_like, torch.clone) or module.startswith(("paceline.", "torch.distributed."))
+
+
+def own_functions(loss: Tensor, models: Iterable[nn.Module]) -> str:
+    """What the user's own code does to gradients on their way to the parameters, in words; empty if nothing.
+
+    Found are autograd functions in the graph of `loss` and backward hooks of modules. Those of installed packages are
+    taken to be linear.
+    """
+    for model in models:
+        for name, module in model.named_modules():
+            hooks = [*module._backward_hooks.values(), *module._backward_pre_hooks.values()]  # pyright: ignore
+            if any(_is_own(getattr(hook, "__module__", "")) for hook in hooks):
+                return f"a backward hook of module {name or type(module).__name__}"
+    seen: set[Any] = set()
+    waiting: list[Any] = [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        function = getattr(node, "_forward_cls", None)
+        if function is not None and _is_own(function.__module__):
+            return f"the autograd function {function.__name__}"
+        waiting += [following for following, _ in node.next_functions]
+    return ""
+
+
+def _is_own(module: str) -> bool:
+    """Whether a module is the user's: of no installed package, and not paceline."""
+    path = getattr(sys.modules.get(module), "__file__", None)
+    if path is None or module.partition(".")[0] == "paceline":
+        return module == "__main__"
+    paths = sysconfig.get_paths()
+    return not str(Path(path).resolve()).startswith(tuple(paths[name] for name in ("stdlib", "purelib", "platlib")))

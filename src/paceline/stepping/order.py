@@ -18,7 +18,7 @@ import msgspec
 
 from paceline.contract.evidence import Op
 from paceline.contract.order import Mismatch, compare_orders, order_label
-from paceline.errors import ExitCode, TrainingError
+from paceline.errors import ExitCode, PacelineError, TrainingError
 from paceline.stepping.nonfinite import UNCHANGED
 from paceline.sums import gather_words, told_once
 from paceline.worker.world import World
@@ -43,6 +43,10 @@ class CallOrder:
         self._agreed = 0
         # True once the guard's hash, which contains every line, was too strict.
         self._hashes_itself = False
+        self.compared: dict[str, int] = {}
+        """numbers that must be the same on all ranks in each step: they are a part of the hash"""
+        self.explain: Callable[[dict[str, list[int]]], PacelineError] | None = None
+        """(the numbers that differ, by name, of all ranks) -> the error"""
 
     def hashes(self) -> list[float]:
         """One number for each rank, to be added up: this rank's hash of all it has called since the last time."""
@@ -50,7 +54,10 @@ class CallOrder:
             return []
         slots = [0.0] * self._world.size
         mine = self._take()
-        slots[self._world.rank] = float(_hashed(self._taken(), self._local) if self._hashes_itself else mine)
+        own = _hashed(self._taken(), self._local) if self._hashes_itself else mine
+        if self.compared:
+            own = (own + hash(tuple(self.compared.values()))) % 2 ** (8 * HASH_BYTES)
+        slots[self._world.rank] = float(own)
         return slots
 
     def check(self, hashes: Sequence[float], where: str, *, late: bool = False) -> None:
@@ -68,8 +75,14 @@ class CallOrder:
             if self._agreed & (self._agreed - 1) == 0:  # 1, 2, 4, 8, ...: soon knows what every step does
                 self._known |= {order_label(op, self._local)[-1] for op in self._taken()}
             return
-        told = gather_words([msgspec.to_builtins(op) for op in self._taken()], self._world)
-        histories = [msgspec.convert(words, list[Op]) for words in told]
+        told = gather_words([self.compared, [msgspec.to_builtins(op) for op in self._taken()]], self._world)
+        numbers: list[dict[str, int]] = [of_rank for of_rank, _ in told]
+        names = {name for of_rank in numbers for name in of_rank}
+        differing = {name: [of_rank.get(name, 0) for of_rank in numbers] for name in sorted(names)}
+        differing = {name: values for name, values in differing.items() if len({*values}) > 1}
+        if differing and self.explain is not None:
+            raise told_once(self.explain(differing), self._world)
+        histories = [msgspec.convert(words, list[Op]) for _, words in told]
         found = compare_orders(histories, self._local, self._known)
         if isinstance(found, Mismatch):
             error = TrainingError(_sentence(found, where) + ("" if late else UNCHANGED), ExitCode.MISMATCH)

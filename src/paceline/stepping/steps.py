@@ -22,6 +22,7 @@ from paceline.data.loader import MicroBatch
 from paceline.errors import UsageError
 from paceline.stepping import nonfinite
 from paceline.stepping.bodies import Body, Reduction, Weighed, check_alike, weighted
+from paceline.stepping.hooks import HiddenHooks, own_functions
 from paceline.stepping.lockstep import as_many_as_any
 from paceline.stepping.order import CallOrder
 from paceline.stepping.phases import Phases
@@ -62,7 +63,7 @@ class Steps:
         self.phases = Phases(self.parts)
         self._around = ExitStack()
         self._usual: tuple[int, tuple[int, ...]] | None = None  # what the bodies of the step before have done
-        self._weight = 0.0  # of the step before
+        self._weight, self._was_looked_at = 0.0, False  # of the step before
         self.body: Body | None = None
         self.in_backward = False
         self.in_step = False
@@ -179,25 +180,33 @@ class Steps:
             assert finish is not None
             totals = finish()
             scale = self._sums.exact_scale(totals.numbers)
+        if self._sums.is_guess and not self._was_looked_at:
+            self._check_linear(weighed.value)
         wanted = [part for part in self.parts if not only or part in only]
         watched = len(self.parts) > 1 or bool(body.stepped)
         for part in self.parts:
             part.open(part in wanted, watched)
         self._enter(Phase.BACKWARD)
         self.in_backward = True
-        hidden = [part.hide_hooks() for part in self.parts]
+        hidden: list[HiddenHooks] = []
         try:
+            hidden += [part.hide_hooks() for part in self.parts]
+            if more and any(hidden):
+                raise UsageError(
+                    "s.backward(loss, more=True) and a hook on a parameter: the hook would run once for all losses, "
+                    "and not for each. Leave more=True away, or remove the hook"
+                )
             with ExitStack() as stack:
                 for part in wanted:
                     # with several models nobody knows yet whom this backward reaches: nothing leaves early
                     stack.enter_context(part.replica.backward(body.work, last and len(self.parts) == 1))
                 if self._contributes(weighed):
                     factor = weighed.factor / scale
-                    scaled = weighed.value if isinstance(factor, float) and factor == 1 else weighed.value * factor
+                    scaled = weighed.value if isinstance(factor, float) and factor == 1.0 else weighed.value * factor
                     self.parts[0].backward(scaled, retain_graph=retain_graph)
         finally:
             self.in_backward = False
-            for part, hooks in zip(self.parts, hidden, strict=True):
+            for part, hooks in zip(self.parts, hidden, strict=False):  # fewer if one of them has raised
                 part.show_hooks(hooks)
         for part in self.parts:
             if part not in wanted:
@@ -209,6 +218,17 @@ class Steps:
             self._synchronise(wanted, (lambda: totals) if totals else finish)
         body.has_failed = False
 
+    def _check_linear(self, loss: Tensor) -> None:
+        """Raise UsageError for own code on the gradient path, if the weight of the global batch is not known yet."""
+        self._was_looked_at = True
+        if found := own_functions(loss, [part.replica.model for part in self.parts]):
+            raise UsageError(
+                f"{found} is on the way of the gradients, and the loss has a weight of its own in each of several "
+                "micro-batches: the weight of the global batch becomes known after their backward, so gradients there "
+                "are not yet those of its mean. Let each rank have one micro-batch in a step (virtual_ranks as many as "
+                "ranks, no accumulation), or give the loss as a mean over samples, without weight="
+            )
+
     def _contributes(self, weighed: Weighed) -> bool:
         """Whether a loss has gradients: it has none if it is constant or has no weight.
 
@@ -219,8 +239,8 @@ class Steps:
             return True
         if any(part.replica.in_lockstep or part.replica.module is not part.replica.model for part in self.parts):
             raise UsageError(
-                "this rank's loss has no gradient: it is constant, or its weight is 0. This strategy needs a backward of "
-                "every rank. Use strategy 'bucketed' or 'exact', or let each rank's loss depend on the model's output"
+                "this rank's loss has no gradient: it is constant, or its weight is 0. This strategy needs a backward "
+                "of every rank. Use strategy 'bucketed' or 'exact', or let each rank's loss depend on its outputs"
             )
         self._sums.without_gradient = True
         return False
@@ -230,7 +250,7 @@ class Steps:
 
     def _put_aside(self, wanted: Sequence[Trainee], body: Body) -> None:
         for part in wanted:
-            if (reached := part.reached) and not self.phases.alone and part.number in body.stepped:
+            if (reached := part.reached) and not self.phases.alone and part.has_stepped(body.stepped):
                 raise UsageError(
                     f"a backward after the step of optimizer {part.number + 1} has reached its model again, and this "
                     "rank's next micro-batches would add up what belongs to two steps. Say whose gradients it is for: "
@@ -251,7 +271,7 @@ class Steps:
             rest = self._sums.rest(totals.numbers)
             loss = 0.0 if late else self._sums.take(totals.now())
         reached = reached_anywhere(wanted, self._world) if len(self.parts) > 1 else wanted  # one is always reached
-        if self._exact:
+        if self._exact or not self.phases.alone:
             check_summed_once(self._summed_up, reached)
         self._summed_up += reached
         known = [part.synchronise(rest, agreed=host is None) is True and self._max_norm is None for part in reached]
@@ -259,8 +279,8 @@ class Steps:
             part.run_hooks(after_accumulation=True)
         if self._sums.without_gradient and not any(part.has_gradients for part in self.parts):
             raise UsageError(
-                f"no loss of the global batch at {self._where} depends on a parameter that is trained: all are constant, "
-                "or their weight is 0"
+                f"no loss of the global batch at {self._where} depends on a parameter that is trained: all are "
+                "constant, or their weight is 0"
             )
         asked = [part for part, fine in zip(reached, known, strict=True) if not fine and math.isfinite(loss)]
         judged = [part.judged(self._max_norm) for part in asked]

@@ -77,6 +77,8 @@ class Sums:
         """backwards of this body since the last exchange"""
         self.scale: float | Tensor | None = None
         """what losses are divided by before their backward, the same on all ranks; None until a loss is known"""
+        self.is_guess = False
+        """whether that only stands in for the weight of the global batch"""
         self.seen: Seen = []
         self.without_gradient = False
         """whether a loss of this rank was constant, or had no weight"""
@@ -136,7 +138,7 @@ class Sums:
     def guess(self, samples: int = 0) -> float:
         """A power of two near the weight of the global batch, as what losses are divided by before backward."""
         if self.scale is None:
-            self.scale = near(self._guess or samples)
+            self.scale, self.is_guess = near(self._guess or samples), True
         return float(self.scale)
 
     def exact_scale(self, totals: Tensor) -> Tensor:

@@ -34,6 +34,10 @@ class Trainee:
         self._found: bool | Pending[bool] | None = None
         self._hooked = False
 
+    def has_stepped(self, numbers: Sequence[int]) -> bool:
+        """Whether an optimizer of its own is among those, by number, that were asked to step."""
+        return self.number in numbers
+
     def begin(self) -> None:
         """A step begins."""
         self.replica.keep_buffers()
@@ -75,7 +79,7 @@ class Trainee:
 
     @torch.no_grad()
     def run_hooks(self, *, after_accumulation: bool) -> None:
-        """Run the user's hooks on the global batch's gradients, as autograd does: before it adds them to `.grad`, after."""
+        """Run the user's hooks on the global batch's gradients, before they are added to `.grad` or after."""
         if not self._hooked:
             return
         hidden = hide_hooks(self._parameters)
@@ -153,7 +157,8 @@ def check_summed_once(before: Sequence[Trainee], now: Sequence[Trainee]) -> None
     """Raise UsageError if the gradients of one model are summed over ranks a second time in a step."""
     if any(part in before for part in now):
         raise UsageError(
-            "two backwards of one model in one step would be added up in an order that depends on the number of "
-            "ranks. Say more=True in all but the last, s.backward(loss, more=True), or whose gradients are wanted, "
-            "s.backward(loss, only=optimizer)"
+            "two backwards of one model in one step, and its gradients are summed over micro-batches once only: "
+            "between the two .grad would be that of neither loss. Say more=True in all but the last, s.backward(loss, "
+            "more=True), or whose gradients are wanted, s.backward(loss, only=optimizer). To use .grad of each loss "
+            "(PCGrad, GradNorm), let each rank have one micro-batch in a step, with a strategy other than 'exact'"
         )

@@ -48,7 +48,17 @@ def named_state(name: str, state: Mapping[str, Any]) -> Iterator[tuple[str, Tens
 
 def load_optimizer(model: nn.Module, optimizer: Optimizer, source: Source) -> None:
     """Take over its whole state; a parameter without any has not been trained yet."""
-    load_pieces({}, {}, optimizer, source, dict(model.named_parameters()))
+    optimizer.state.clear()
+    trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    named = {name: parameter for name, parameter in model.named_parameters() if id(parameter) in trained}
+    load_states(named, optimizer, {name: saved_state(source, name) for name in named})
+
+
+def load_states(named: Mapping[str, nn.Parameter], optimizer: Optimizer, states: Mapping[str, dict[str, Any]]) -> None:
+    """Give it the `states` of some of its parameters; an empty one is none."""
+    for name, parameter in named.items():
+        if state := states[name]:
+            optimizer.state[parameter] = _on_device(optimizer, parameter, state)
 
 
 def saved_keys(source: Source, name: str) -> Iterator[tuple[str, str]]:
@@ -89,14 +99,16 @@ def load_pieces(
     """As `load_optimizer`, where it trains pieces of the parameters and `uncut` ones."""
     optimizer.state.clear()
     for name, parameter in (uncut or {}).items():
-        if state := _saved(source, name):
+        if state := saved_state(source, name):
             optimizer.state[parameter] = _on_device(optimizer, parameter, state)
     for name, piece in pieces.items():
-        if state := _saved(source, name, piece, shapes[name]):
+        if state := saved_state(source, name, piece, shapes[name]):
             optimizer.state[piece.parameter] = _on_device(optimizer, piece.parameter, state)
 
 
-def _saved(source: Source, name: str, piece: Piece | None = None, shape: torch.Size | None = None) -> dict[str, Any]:
+def saved_state(
+    source: Source, name: str, piece: Piece | None = None, shape: torch.Size | None = None
+) -> dict[str, Any]:
     """What was saved for parameter `name`, of this `shape`, by key: all of it, or a piece; of a counter, the whole."""
     state: dict[str, Any] = {}
     for key, full in saved_keys(source, name):

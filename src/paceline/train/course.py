@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from paceline.checkpoint.exported import state_names
+from paceline.checkpoint.state import Held
 from paceline.checkpoint.whole import sha256_of
 from paceline.contract.evidence import Phase
 from paceline.data.plan import BatchPlan
@@ -76,17 +77,22 @@ class Course(Records):
     def open(
         self, parts: Sequence[Trainee], plan: BatchPlan, share: range, facts: Callable[[], dict[str, Any]],
         lines: Iterable[str] = (), *, of: str = "", listed: bool = False, track: str | None = None,
+        others: Callable[[], list[Held]] = list,
     ) -> None:  # fmt: skip
         """The first step is near: take the folder, and say that this rank begins (a collective).
 
         `parts` are the models; `facts`: what the summary says beside what is known here; `lines` are said, with the
-        number of steps `of` the run where it goes on; `listed`: each sample is written down; `track`: which trackers.
+        number of steps `of` the run where it goes on; `listed`: each sample is written down; `track`: which trackers;
+        `others`: the tensors of what is saved beside the models.
 
         Raises:
             UsageError: on one rank, if the run's files cannot be written; ToldElsewhere on the others.
         """
         self._plan, self._share, self._facts, self._listed = plan, share, facts, listed
-        self._replicas, holder = [part.replica for part in parts], Holder(parts, self._world, plan.virtual_ranks)
+        self._replicas, holder = (
+            [part.replica for part in parts],
+            Holder(parts, self._world, plan.virtual_ranks, others),
+        )
         if (place := self.place) is None:
             return
         self._names = [one.pipeline.names if one.pipeline else state_names(one.model) for one in self._replicas]

@@ -114,7 +114,7 @@ class StreamPasses(Passes):
 
     def numbers(self, world: World | None) -> dict[str, Any]:
         """See Passes."""
-        return {"where": dict(self._where), "streams": self._stream.position(self._where, None, world)}
+        return {"where": dict(self._where), "streams": self._stream.position(self._where, world)}
 
     def take(self, found: Mapping[str, Any]) -> None:
         """See Passes."""

@@ -1,7 +1,7 @@
 """Where a run writes, and the state that it goes on from: a snapshot in memory, or the newest whole checkpoint."""
 
 import os
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -227,6 +227,8 @@ class Holder:
     parts: Sequence[Trainee]
     world: World
     virtual_ranks: int
+    others: Callable[[], list[Held]] = list
+    """gives the tensors of what is saved beside models, the same on all ranks"""
 
     @property
     def sharded(self) -> bool:
@@ -234,5 +236,5 @@ class Holder:
         return any(part.replica.sharded for part in self.parts)
 
     def state(self) -> list[Held]:
-        """All tensors of all models."""
-        return [held for part in self.parts for held in part.state()]
+        """All tensors of all models, and the others."""
+        return [*(held for part in self.parts for held in part.state()), *self.others()]

@@ -84,7 +84,7 @@ class Stream:
             self.say(f"{self._short} batches were not whole: the parts of the stream have different lengths")
         return ends
 
-    def position(self, where: Mapping[str, int], streams: object, world: World | None) -> Any:
+    def position(self, where: Mapping[str, int], world: World | None) -> Any:
         """A hash of what comes next, and the state of each part before it, where it has one."""
         at = self._chunks.get((where["passes"], where["batch"]))
         if not isinstance(at, Stretch):

@@ -21,7 +21,8 @@ from paceline.nested import mapped, tensors
 from paceline.proofs.verify.setup import inputs_to_double, to_double, world_on
 from paceline.proofs.verify.trial import fingerprints
 from paceline.sessions import Session
-from paceline.sessions.loader import Bodies, Loader, OwnOrder
+from paceline.sessions.loader import Bodies, Loader
+from paceline.sessions.order import DrawnPlan
 from paceline.sessions.prepared import Prepared
 from paceline.train.fit import StepRecord
 from paceline.verify.spec import LoopCase, LoopSpec
@@ -202,10 +203,9 @@ class _Short(_Watched):
         full = super().__len__() if self.existing is not None else self._cut(self.plan).steps_per_epoch
         return min(full, self._whole_steps + 1)
 
-    def drawn(self, world: World, put_back: dict[str, Any] | None) -> tuple[BatchPlan, dict[str, Any] | None]:
+    def drawn(self, world: World, put_back: dict[str, Any] | None, start: int = 0) -> BatchPlan:
         """See Loader."""
-        plan, streams = super().drawn(world, put_back)
-        return self._cut(plan), streams
+        return self._cut(super().drawn(world, put_back, start))
 
     @property
     def _whole_steps(self) -> int:
@@ -217,10 +217,11 @@ class _Short(_Watched):
         # batch norm: the statistics of a single value are none
         tail = 2 * most + 1 if any(isinstance(m, _BatchNorm) for m in modules) else max(1, most - 1)
         tail = min(tail, plan.global_batch)
-        if not isinstance(plan, OwnOrder):
+        if not isinstance(plan, DrawnPlan):
             return replace(plan, num_samples=min(plan.num_samples, self._whole_steps * plan.global_batch + tail))
-        whole_ones, last = plan.batches[: self._whole_steps], plan.batches[self._whole_steps : self._whole_steps + 1]
-        return replace(plan, batches=(*whole_ones, *(one if plan.tail == "drop" else one[:tail] for one in last)))
+        if plan.order is not None:
+            plan.order.shorten(self._whole_steps, plan.global_batch if plan.tail == "drop" else tail)
+        return plan
 
 
 def _stays(module: nn.Module, mode: bool = True) -> nn.Module:

@@ -1,0 +1,119 @@
+"""What a session assumes of a training loop, how each assumption is checked, and the error if it does not hold.
+
+docs/own-loop.md shows this table (`python tools/includes.py`).
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Assumption:
+    """One thing that a session takes for granted."""
+
+    holds: str
+    """the assumption, as a sentence"""
+    checked: str
+    """when, and how"""
+    cost: str
+    """of the check, or of what makes it true by construction"""
+    message: str
+    """what the error says, as a format string"""
+
+    def error(self, *values: Any) -> UsageError:
+        """The error, with `values` in the message's places."""
+        return UsageError(self.message.format(*values))
+
+
+ORDER = Assumption(
+    "All ranks draw the same samples in the same order.",
+    "Rank 0's random streams and sampler state are given to all ranks at the begin of an epoch. Then in each step: a "
+    "hash of the samples drawn so far. In an evaluation: before its first batch, and at its end.",
+    "one message per epoch; 8 bytes in a message that each step sends anyway",
+    "the ranks draw different samples: {}. Each rank must draw all samples in one order, and takes its share. The "
+    "sampler must not depend on the rank, on a rank's own losses, or on randomness that is seeded by rank",
+)
+RESUMED_ORDER = Assumption(
+    "The order of an interrupted epoch can be drawn again.",
+    "At a resume: the epoch's order is drawn again from the checkpointed streams and sampler state, and its hash is "
+    "compared with that of the interrupted epoch.",
+    "the time to draw the epoch's order up to the batch at which it stopped",
+    "the sampler {} gives another order of samples than before the interruption, up to batch {} of this epoch: some "
+    "samples would be trained twice and others never. Give it state_dict() and load_state_dict(), or draw its order "
+    "from a generator that is an attribute of it",
+)
+DATA = Assumption(
+    "All ranks have the same dataset.",
+    "When a loader is first iterated: its length, and a checksum of all data in memory or of 8 samples.",
+    "once per loader: 16 samples are read, or up to 1 GiB is summed",
+    "the ranks have different data ({}). A split that each rank draws for itself must be seeded: "
+    "random_split(data, lengths, generator=torch.Generator().manual_seed(0))",
+)
+PLACE = Assumption(
+    "All ranks are in the same batch of the same epoch.",
+    "In each step: the epoch and the batch are a part of the hash.",
+    "none of its own",
+    "the ranks are in different places of the loop: {}. All ranks must leave a loop in the same step: decide by "
+    "s.any(flag), s.sum(...) or another number that is the same on all ranks",
+)
+COUNT = Assumption(
+    "The weight of a mean is the number of samples in the batch.",
+    "In each batch of a custom collate function: its length is counted. Otherwise it is the planned number.",
+    "a look at the batch's tensors",
+    "",
+)
+BACKWARD = Assumption(
+    "Every gradient comes from s.backward.",
+    "In each step: no parameter may have got a gradient between s.backward and optimizer.step().",
+    "a hook without Python code on each parameter, 0.3 microseconds",
+    "a gradient did not come from s.backward(loss): loss.backward() or torch.autograd.backward() has reached {}. The "
+    "gradient would stay on this rank. Call s.backward(loss), with more=True if several losses belong to one step",
+)
+GRADIENTS = Assumption(
+    "A gradient that the loop changes (clipping, p.grad += ...) is changed in the same way on all ranks.",
+    "In the first two steps before the update. Later, one step after it, by a checksum of changed gradients.",
+    "a checksum of the gradients that were changed",
+    "the ranks have different gradients after the loop has changed them: {} differs. What is added to a gradient "
+    "(torch.autograd.grad(...), p.grad += ...) must be the same on all ranks. Add its loss to the one of s.backward "
+    "instead",
+)
+PARAMETERS = Assumption(
+    "The parameters of a model, and of its optimizer, are those that s.prepare was given.",
+    "When a module or parameter is added, in each add_param_group, and at the begin of each epoch.",
+    "a comparison of all parameters once an epoch",
+    "the model's parameters are not those that s.prepare was given: {}. Their gradients would not be summed over "
+    "ranks. Add parameters before s.prepare, or save the weights and start a new session",
+)
+STATE = Assumption(
+    "Models, optimizers and schedulers that were prepared, and objects given to s.register, are the whole state.",
+    "At checkpoints: averages and other copies of a model that change and were not registered.",
+    "a search through the objects of the process at the first step and at the first checkpoint",
+    "{} changes during the training, and no checkpoint has it: after a resume it would begin anew. Register it "
+    "before the loop: s.register('average', model), or s.register('average', model, saved=False) if it may be lost",
+)
+BUFFERS = Assumption(
+    "It is known how the buffers of several virtual ranks combine to one.",
+    "After the first step: a buffer outside normalization layers that differs between virtual ranks must be declared, "
+    '`buffer_reductions = {"total": "sum"}` in its module.',
+    "once, for models with such buffers",
+    "",
+)
+SCALE = Assumption(
+    "Gradients during backward are those of the mean over the global batch.",
+    "By construction: the loss is divided by the global batch's weight before backward. Hooks of parameters run on the "
+    "summed gradient.",
+    "none; a loss with weight= waits for the other ranks' weights",
+    "",
+)
+FLOW = Assumption(
+    "All ranks call the same collectives in the same order.",
+    "In each step: a hash of all collectives that the rank has called.",
+    "8 bytes in a message that each step sends anyway",
+    "",
+)
+
+ASSUMPTIONS = (
+    ORDER, RESUMED_ORDER, DATA, PLACE, COUNT, BACKWARD, GRADIENTS, PARAMETERS, STATE, BUFFERS, SCALE, FLOW,
+)  # fmt: skip
