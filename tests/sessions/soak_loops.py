@@ -48,7 +48,7 @@ TOLERANCE = 1e-9
 MAX_REJECTED = 0.15
 SECONDS = 60.0  # of one attempt; then it hangs
 GOOD = ("equal", "rejected")
-VICTIM = ("ToldElsewhere", "StallError", "RuntimeError: [")  # of another rank's failure
+VICTIM = r"^ToldElsewhere|^StallError|closed by peer|onnection reset"  # of another rank's failure
 
 # ---- what is drawn -----------------------------------------------------------------------------------------------
 
@@ -261,7 +261,7 @@ def _said(folder: Path, attempt: int) -> str:
     """The error of the rank that failed by itself; else the first line of the output that looks like one."""
     errors = [str(one["error"]) for one in _failures(folder, attempt)]
     lines = [line.strip() for line in (folder / f"out-{attempt}").read_text().splitlines()]
-    errors = [error for error in errors if not error.startswith(VICTIM)] or errors
+    errors = [error for error in errors if not re.search(VICTIM, error)] or errors
     errors += [line for line in lines if re.match(r"(\[rank\d\]: )?[\w.]*(Error|Elsewhere)\b", line)]
     errors += [line for line in lines if line and "RuntimeWarning" not in line]
     return errors[0] if errors else ""
@@ -278,6 +278,8 @@ def _rejected(case: Case, folder: Path, attempt: int) -> tuple[str, str]:
     for one in _failures(folder, attempt):
         near = [states[n] for n in range(one["step"] - 1, one["step"] + 2) if 0 <= n < len(states)]
         state: dict[str, torch.Tensor] = one.get("state", {})
+        if case.head == "new":  # was made after the last step
+            state, *near = ({k: v for k, v in s.items() if not k.startswith("head")} for s in (state, *near))
         if state and not any(not _apart(state, other) for other in near):
             return "applied", f"before step {one['step'] + 1}: {words}"
     return "rejected", words
