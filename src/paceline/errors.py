@@ -22,7 +22,7 @@ class ExitCode(IntEnum):
     FAILED = 1
     USAGE = 2
     STALLED = 3  # a rank stood still; the guard has named it and ended the run
-    MISMATCH = 4  # ranks called different collectives, or wait for each other in a circle
+    MISMATCH = 4  # ranks called different collectives, wait for each other in a circle, or swallowed one's error
     NOT_FINITE = 5  # NaN or infinity in a loss or a gradient
     DIVERGED = 6  # replicas that must be equal are not
     SAVED = 75  # sysexits.h EX_TEMPFAIL: stopped in good order, start it again to go on

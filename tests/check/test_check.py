@@ -28,6 +28,26 @@ def test_a_script_with_eight_pitfalls_is_told_each_of_them_at_its_line() -> None
 
 
 @pytest.mark.ranks
+@pytest.mark.parametrize("plant", ["own plateau", "own learning rate", "own weights"])
+def test_replicas_that_drift_apart_are_a_mistake_and_no_notice_beside_a_verdict(plant: str) -> None:
+    outcome = checked(Case(SCRIPT, plant, "replicas"))
+    assert [one["rule"] for one in outcome.counted] == ["replicas"], outcome.text
+    assert outcome.on_its_line and outcome.code == 1
+    assert "nothing wrong" not in outcome.text
+
+
+@pytest.mark.ranks
+def test_gradients_cleared_within_a_window_and_a_weighted_sampler_are_found_with_what_to_type() -> None:
+    outcome = checked(Case(SCRIPT, "cleared in windows,weighted sampler"))
+    lines = [marked(Case(SCRIPT, plant))[0] for plant in ("weighted sampler", "cleared in windows")]
+    told = {one["rule"]: one for one in outcome.counted}
+    assert [*told] == ["same batches", "lost gradients"], outcome.text
+    assert [one["site"].partition(" ")[0] for one in told.values()] == [f"plain.py:{line}" for line in lines]
+    assert "WeightedRandomSampler(weights" in told["same batches"]["type_instead"]
+    assert outcome.code == 1
+
+
+@pytest.mark.ranks
 def test_a_script_that_fails_tells_its_error_first_and_nothing_of_what_was_right() -> None:
     outcome = checked(Case(SCRIPT, "fails"))
     assert outcome.counted == []

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
+import torch
+from torch.utils.data import DataLoader, WeightedRandomSampler
 
 from paceline.contract.facts import (
     Dropped,
@@ -20,6 +22,7 @@ from paceline.contract.facts import (
     SeenStep,
     kept_batches,
 )
+from paceline.observe.notices import Noted
 from paceline.verify.finding import Remark, same_leaf
 from paceline.verify.script_page import judged, mistakes, script_page
 
@@ -144,6 +147,25 @@ def scheduled(length: int, steps: int = 20, **more: Any) -> Callable[[int], Scri
     return lambda rank: right(rank, schedules=seen, steps=taken, loaders=[trained(rank, **more)])
 
 
+PLATEAU = "ReduceLROnPlateau"
+
+
+def drifted(schedules: Sequence[SeenSchedule] = (), **of: tuple[Any, Any]) -> Callable[[int], ScriptFacts]:
+    """Weights that are other ones after the second step, of an optimizer with these settings."""
+
+    def of_rank(rank: int) -> ScriptFacts:
+        second = step(parameters="q", after="rs"[rank], **{name: values[rank] for name, values in of.items()})
+        return right(rank, steps=[step(parameters="p", after="q"), second], schedules=list(schedules))
+
+    return of_rank
+
+
+def lost(*counts: int) -> Callable[[int], ScriptFacts]:
+    """Windows of four micro-batches, of which so many are cleared before the step."""
+    steps = [step(backwards=4, lost=count, clear_site="t.py:10 in main", parameters="p") for count in counts]
+    return lambda rank: right(rank, steps=steps, loaders=[trained(rank, batches=4 * len(counts))])
+
+
 NO_SHUFFLE = [epoch(ORDERS[0]), epoch(AGAIN[0])]
 BACKWARDS, EPOCHS = (4, 4, 2, 4, 4, 2), (1, 1, 1, 2, 2, 2)
 PITFALLS: dict[str, tuple[Callable[[int], ScriptFacts], str, int]] = {  # what is wrong -> facts, rule, line
@@ -263,6 +285,31 @@ PITFALLS: dict[str, tuple[Callable[[int], ScriptFacts], str, int]] = {  # what i
         "clipping",
         11,
     ),
+    "another learning rate": (drifted(learning_rate=(0.1, 0.2)), "replicas", 12),
+    "another learning rate by ReduceLROnPlateau": (
+        drifted(learning_rate=(0.1, 0.2), schedules=[SeenSchedule("t.py:13 in main", "t.py:4", 2, -1, PLATEAU)]),
+        "replicas",
+        13,
+    ),
+    "another weight decay": (drifted(settings=("s", "t")), "replicas", 12),
+    "a step of its own": (drifted(), "replicas", 12),
+    "weights that a rank has changed": (
+        by_rank(
+            steps=tuple([step(parameters="p", after="q"), step(parameters=changed, after="r")] for changed in "qx")
+        ),
+        "replicas",
+        12,
+    ),
+    "gradients that are cleared in each micro-batch": (lost(3, 3, 3), "lost gradients", 10),
+    "the same without a loader": (
+        lambda rank: right(
+            rank,
+            loaders=[],
+            steps=[step(loader=-1, epoch=0, backwards=4, lost=3, factors=[0.25], parameters="p")] * 3,
+        ),
+        "lost gradients",
+        11,
+    ),
     "another start": (by_rank(steps=([step(parameters="p")], [step(parameters="q")])), "different start", 7),
     "a last window divided wrongly": (windows(*BACKWARDS, epochs=EPOCHS, batches=10), "last window", 11),
     "a last window scaled wrongly": (windows(*BACKWARDS, epochs=EPOCHS, batches=10, scaled=0.25), "last window", 12),
@@ -344,6 +391,13 @@ CLEAN: dict[str, Callable[[int], ScriptFacts]] = {
         steps=[step(parameters="p")] * (1 + rank),
     ),
     "padding alike on all ranks": by_rank(losses=([MeanLoss("t.py:10 in main", [4], [8])],) * 2),
+    "gradients that are cleared now and then, after an overflow": lost(1, 1, 0, 0, 0),
+    "gradients that are cleared on purpose, without a loader": lambda rank: right(
+        rank, loaders=[], steps=[step(loader=-1, epoch=0, backwards=2, lost=1, parameters="p")] * 3
+    ),
+    "weights that stay equal": by_rank(
+        steps=([step(parameters="p", after="q"), step(parameters="q", after="r", learning_rate=0.1)],) * 2
+    ),
     "windows that end with the epoch": windows(4, 4, 4, 4, epochs=(1, 1, 2, 2), batches=8),
     "a short window divided by its length": lambda rank: right(
         rank,
@@ -396,7 +450,7 @@ def test_the_words_tell_apart_what_one_rule_finds() -> None:
     assert words["the same batches"] == "all ranks train on the same batches"
     assert "each draws from all of them" in words["all of the data, in another order"]
     assert words["no wrapped model"].endswith("no model is wrapped")
-    assert len(set(words.values())) == len(words) - 5  # some are seen in two ways
+    assert len(set(words.values())) == len(words) - 7  # some are seen in two ways
 
 
 def test_the_page_says_what_is_right_and_how_much_is_not() -> None:
@@ -407,6 +461,65 @@ def test_the_page_says_what_is_right_and_how_much_is_not() -> None:
     assert text.startswith("CHECK t.py, 2 ranks, 2 steps: nothing wrong")
     assert "right  every rank has its own samples of the data (t.py:5 in main)" in text
     assert "NOTE   2 ranks x batch 4 = 8 samples" in text
+
+
+def test_what_was_reported_while_the_script_ran_is_part_of_the_verdict() -> None:
+    def told(*kinds: str, of_rank: Callable[[int], ScriptFacts] = right) -> dict[str, str]:
+        noted = [Noted(0.0, f"rank 1: {kind}", 5, kind) for kind in kinds]
+        findings = judged([of_rank(0), of_rank(1)], noted)
+        return {one.rule: one.level for one in findings if one.rule in kinds}
+
+    wrong = ("diverged", "not finite", "mismatch", "swallowed", "thread", "stale", "few steps", "a later kind")
+    for kind in wrong:
+        assert told(kind) == {kind: "wrong"}
+    assert told("slow", "shadowed", "round-off", "") == dict.fromkeys(("slow", "shadowed", "round-off"), "note")
+    assert told("diverged", of_rank=drifted(settings=("s", "t"))) == {"diverged": "note"}, "its cause is told"
+    twice = [Noted(0.0, f"rank {rank}", 5, "swallowed") for rank in range(2)]
+    assert [one.words for one in judged([right(0), right(1)], twice) if one.level == "wrong"] == ["rank 0", "rank 1"]
+
+
+def test_a_script_that_failed_is_not_called_right() -> None:
+    ranks = [right(0), right(1)]
+    headline = script_page("t.py", ranks, judged(ranks), code=3).splitlines()[0]
+    assert "nothing wrong" not in headline and "exit code 3" in headline
+
+
+def weighted(name: str, batch_sampler: str = "") -> list[str]:
+    """What is to be typed in place of a sampler of this class, whose indices are the same on all ranks."""
+    more = {"sampler": name, "batch_sampler": batch_sampler, "passes": NO_SHUFFLE}
+    (one,) = found(loaders((trained(0, **more),), (trained(1, **more),)))
+    return one.type_instead.splitlines()
+
+
+def test_the_advice_for_a_weighted_sampler_runs_and_keeps_the_weights() -> None:
+    weights = torch.tensor([0.0, 1.0, 3.0, 0.0, 6.0])
+    data = torch.utils.data.TensorDataset(torch.arange(5.0))
+    known = {"torch": torch, "DataLoader": DataLoader, "WeightedRandomSampler": WeightedRandomSampler, "data": data}
+    known |= {"weights": weights, "num_samples": 6001, "batch_size": 100, "seed": 3, "world_size": 3}
+    drawn: dict[tuple[int, int], list[int]] = {}
+    for epoch in range(2):
+        for rank in range(3):
+            scope: dict[str, Any] = {**known, "epoch": epoch, "rank": rank}
+            exec("\n".join(weighted("WeightedRandomSampler")[1:]), scope)
+            drawn[epoch, rank] = [int(x) for (batch,) in scope["loader"] for x in batch]
+    assert {len(indices) for indices in drawn.values()} == {2000}
+    assert drawn[0, 0] != drawn[0, 1] != drawn[0, 2] and drawn[0, 0] != drawn[1, 0]
+    for indices in drawn.values():
+        counts = torch.bincount(torch.tensor(indices), minlength=5) / len(indices)
+        assert torch.allclose(counts, weights / weights.sum(), atol=0.05)
+    one = torch.utils.data.WeightedRandomSampler(
+        [0.0, 1.0, 3.0, 0.0, 6.0], 6001, generator=torch.Generator().manual_seed(3)
+    )
+    of_all = [index for indices in zip(*(drawn[0, rank] for rank in range(3)), strict=True) for index in indices]
+    assert of_all == [*one][:6000], "ranks share the draws of one process"
+
+
+def test_the_advice_keeps_what_another_sampler_chooses() -> None:
+    for name, argument in (("SubsetRandomSampler", " sampler="), ("Balanced", " sampler=")):
+        *_, last = weighted(name)
+        assert argument in last and "rank::world_size" in last
+    assert " batch_sampler=" in weighted("RandomSampler", "Buckets")[-1]
+    assert "DistributedSampler(data)" in weighted("RandomSampler")[0]
 
 
 def test_a_cut_epoch_ends_as_the_whole_one_does() -> None:

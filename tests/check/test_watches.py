@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy
 import pytest
 import torch
@@ -165,6 +166,105 @@ def test_gradients_that_are_scaled_after_the_last_backward_are_seen_to_be_whatev
         seeing.step_begins(optimizer)
         seeing.step_ended(optimizer)
     assert [round(step.scaled, 6) for step in facts.steps] == [1.0, 0.25, 0.5]
+
+
+def test_gradients_that_are_not_finite_are_facts_that_can_be_read_again() -> None:
+    facts = ScriptFacts(0, 2, 2, "n1", cores=2)
+    loading = LoaderWatch(facts)
+    seeing, weight = StepWatch(facts, loading), torch.nn.Parameter(torch.zeros(3))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    seeing.replica_made(
+        SimpleNamespace(module=torch.nn.Identity(), _module_parameters=[], find_unused_parameters=False)
+    )
+    for value in (1.0, math.nan, math.inf, 1.0):
+        weight.grad = torch.full((3,), value)
+        seeing.backward_ended()
+        seeing.step_begins(optimizer)
+        seeing.step_ended(optimizer)
+    assert msgspec.json.decode(msgspec.json.encode(facts), type=ScriptFacts).steps == facts.steps
+
+
+def windows(how: str, *, optimizers: int = 1) -> list[tuple[int, int]]:
+    """Sixteen batches of one epoch, a step after every fourth: backwards of each step, and how many of them are lost.
+
+    No loader is needed: the batches are counted.
+    """
+    facts = ScriptFacts(0, 2, 2, "n1", cores=2)
+    loading = LoaderWatch(facts)
+    seeing, model = StepWatch(facts, loading), torch.nn.Linear(2, 1)
+    stepping = [torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(optimizers)]
+
+    def backward(size: float = 1.0) -> None:
+        seeing.backward_begins(loss := size * model(torch.ones(1, 2)).sum())
+        loss.backward()
+        seeing.backward_ended()
+
+    def step(optimizer: Any) -> None:
+        seeing.step_begins(optimizer)
+        optimizer.step()
+        seeing.step_ended(optimizer)
+
+    for number in range(1, 17):
+        loading.given += 1
+        if how in ("each", "to zeros") or (how in ("first", "zero loss") and number % 4 == 1):
+            stepping[0].zero_grad(set_to_none=how != "to zeros")
+        if how == "of the model":
+            model.zero_grad()
+        if how == "by hand":
+            for parameter in model.parameters():
+                parameter.grad = None
+        if how == "adversarial":
+            backward()
+            stepping[0].zero_grad()
+        if how == "in turn":  # a GAN
+            for optimizer in stepping:
+                optimizer.zero_grad()
+                backward()
+                step(optimizer)
+            continue
+        backward(0.0 if how == "zero loss" and number % 4 == 1 else 1.0)
+        if how in ("every", "adversarial"):
+            step(stepping[0])
+            stepping[0].zero_grad()
+        elif number % 4 == 0:
+            step(stepping[0])
+            if how == "after":
+                stepping[0].zero_grad()
+    return [(one.backwards, one.lost) for one in facts.steps]
+
+
+@pytest.mark.parametrize("how", ["each", "to zeros", "of the model", "by hand"])
+def test_gradients_that_are_cleared_before_the_step_are_seen_however_they_are_cleared(how: str) -> None:
+    assert windows(how)[1:] == [(4, 3)] * 3  # the optimizer may be unknown until its first step
+
+
+@pytest.mark.parametrize("how", ["first", "after", "every", "never", "adversarial", "zero loss", "in turn"])
+def test_gradients_that_are_cleared_rightly_or_on_purpose_are_not_lost(how: str) -> None:
+    assert {lost for _, lost in windows(how, optimizers=1 + (how == "in turn"))} == {0}
+
+
+def test_a_batch_of_another_loader_or_epoch_begins_anew() -> None:
+    facts = ScriptFacts(0, 2, 2, "n1", cores=2)
+    loading = LoaderWatch(facts)
+    seeing, model = StepWatch(facts, loading), torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = DataLoader(Stream())
+    for _ in range(3):  # an epoch ends within a window: what is left over is the business of another rule
+        batches = SimpleNamespace(of_loader=weakref.ref(loader))
+        loading.epoch_begins(batches)
+        optimizer.zero_grad()
+        for number in range(3):
+            loading.batch_given(batches, torch.ones(2))
+            loss = model(torch.ones(1, 2)).sum()
+            seeing.backward_begins(loss)
+            loss.backward()
+            seeing.backward_ended()
+            if number == 1:
+                seeing.step_begins(optimizer)
+                optimizer.step()
+                seeing.step_ended(optimizer)
+                optimizer.zero_grad()
+    assert [one.lost for one in facts.steps] == [0, 0, 0]
 
 
 @pytest.mark.parametrize("name", ["numpy", "old numpy", "random", "torch"])

@@ -66,7 +66,8 @@ def test_all_types_come_back_and_plain_safetensors_reads_them_too(tmp_path: Path
     for name, tensor in tensors.items():
         assert shards.shape(name) == tensor.shape
         assert same(shards.tensor(name), tensor), name
-        assert same(plain[name], tensor), name
+        pairs = tensor.is_complex()  # real and imaginary part
+        assert same(torch.view_as_complex(plain[name]) if pairs else plain[name], tensor), name
     assert shards.tensor("other") is None
 
 
@@ -210,7 +211,7 @@ def test_the_room_is_enough_for_many_long_names() -> None:
     fill(torch.zeros(places.total_bytes, dtype=torch.uint8), ordered, places, META)
 
 
-@pytest.mark.parametrize("dtype", [torch.complex64, torch.uint16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.float8_e4m3fn])
 def test_a_type_that_cannot_be_kept_is_named_with_its_tensor(dtype: torch.dtype) -> None:
     with pytest.raises(UsageError, match=rf"model/odd is {dtype}: a checkpoint can hold F64, F32"):
         layout([Held("fine", torch.ones(2)), Held("model/odd", torch.zeros(2, dtype=dtype))])

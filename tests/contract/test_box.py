@@ -4,18 +4,35 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from operator import ge
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests import warm
 
 from paceline.contract import box as box_layout
-from paceline.contract import boxes
+from paceline.contract import boxes, marks
 from paceline.contract.box import BOX_BYTES, RECORDS, Box, make_box
 from paceline.contract.evidence import Op, Phase
+
+# A worker that writes all the time. Each number is larger than the one before.
+WRITER = """
+import itertools, sys
+from paceline.contract.box import Box
+box = Box(int(sys.argv[1]))
+for n in itertools.count(1):
+    box.set_step(n)
+    box.put("beat_ns", n)
+    box._spend(0, 1)
+    box.set_loader(0, epoch=n, item=n, busy=True)
+"""
 
 
 @pytest.fixture
@@ -154,3 +171,78 @@ def test_a_muted_box_keeps_what_it_may_say(descriptor: int) -> None:
     seen = boxes.read_counters(descriptor)
     assert (seen.step, seen.phase, seen.met, seen.moved) == (5, Phase.USER, False, (5, 0, 0, 0, 0))
     assert [loader.item for loader in boxes.read_loaders(descriptor)] == [1, 2]
+
+
+@contextmanager
+def writing(descriptor: int) -> Generator[None]:
+    """Until the end of the block, another process writes into the box. It has begun to write."""
+    with warm.Popen(["-c", WRITER, str(descriptor)], torch=False, pass_fds=[descriptor]) as writer:
+        try:
+            until = time.monotonic() + 30
+            while not any(boxes.read_counters(descriptor).moved):
+                assert writer.poll() is None and time.monotonic() < until
+                time.sleep(0.01)
+            yield
+        finally:
+            writer.kill()
+
+
+def test_a_reader_never_sees_a_smaller_number_than_before(descriptor: int) -> None:
+    names = [box_layout.COUNTERS_AT[name] for name in ("step", "beat_ns", "changes")]
+    words = [at // 8 for at in (*names, box_layout.PHASES_AT, box_layout.SLOTS_AT, box_layout.SLOTS_AT + 16)]
+    last = [0] * len(words)
+    with writing(descriptor):
+        until = time.monotonic() + 1
+        while time.monotonic() < until:
+            for _ in range(100):
+                data = memoryview(os.pread(descriptor, box_layout.RING_AT, 0)).cast("Q")
+                now = [data[word] for word in words]
+                assert all(map(ge, now, last)), (last, now)
+                last = now
+    assert last[0] > 100
+
+
+def reads(descriptor: int, at: int, size: int, write: Callable[[], object]) -> Iterator[bytes]:
+    """What a reader may get that copies upwards while `write` runs: up to any word as it was before any line, and the
+    rest as it was later.
+    """
+    seen: list[bytes] = []
+
+    def look(*_: object) -> Any:
+        seen.append(os.pread(descriptor, size, at))
+        return look
+
+    tracing = sys.gettrace()
+    sys.settrace(look)
+    try:
+        write()
+    finally:
+        sys.settrace(tracing)
+    look()
+    for number, early in enumerate(seen):
+        for late in seen[number:]:
+            yield from (early[:split] + late[split:] for split in range(0, size + 1, 8))
+
+
+def test_a_reader_never_takes_a_part_of_a_record_for_a_record(descriptor: int) -> None:
+    box = Box(descriptor)
+    for seq in range(1, RECORDS + 1):
+        box.begin(Op("0", seq, "send", peer=seq))
+    new = Op("1", 1 + RECORDS, "recv", peer=1 + RECORDS)
+    mixed = reads(descriptor, box_layout.RING_AT, box_layout.RECORD.size, lambda: box.begin(new))
+    found = [op for data in mixed for _, op in box_layout.records(data)]
+    assert all(op in (Op("0", 1, "send", peer=1), new) for op in found) and new in found
+    old, mark = (marks.Mark(n, n, 0, (n,) * 4, (n,) * 4, (float(n),) * 4) for n in (1, 17))
+    marks.put_mark(box, old)
+    mixed = reads(descriptor, box_layout.MARKS_AT, marks.MARK.size, lambda: marks.put_mark(box, mark))
+    kept = [one for data in mixed for one in marks.marks_of(data)]
+    assert {*kept} == {old, mark}
+    box.close()
+
+
+def test_calls_are_found_while_another_thread_writes_a_record(descriptor: int) -> None:
+    box = Box(descriptor)
+    box.end(box.begin(Op("0", 1, "barrier")))
+    box.put("ops", 2)  # the record of the second one is not there yet
+    assert [op.seq for _, _, op in box.calls_since(1)] == [1]
+    box.close()

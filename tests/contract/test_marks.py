@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -98,3 +99,27 @@ def test_names_calls_and_the_last_findings_are_read_again() -> None:
     assert marks.read_calls(box.descriptor) == {} and len(marks.read_findings(box.descriptor)) == FINDINGS - 1
     names.of_tensors(8, ["a name of a tensor"] * 10_000)
     assert marks.read_names(box.descriptor).tensors == {}, "too many have none"
+
+
+def test_calls_that_were_written_over_while_they_were_read_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    box = Box(make_box(0))
+    for number in range(LAST_CALLS):
+        put_call(box, 0, Order(70, 3, number, ()), number)
+        put_call(box, 1, Order(71, 3, number, ()), number)
+    pread, more = os.pread, [(0, marks.UNSURE), (1, marks.UNSURE - 1)]
+
+    def slow_pread(*place: int) -> bytes:
+        data = pread(*place)
+        for table, count in more:
+            for number in range(LAST_CALLS, LAST_CALLS + count):
+                put_call(box, table, Order(70 + table, 3, number, ()), number)
+        more.clear()
+        return data
+
+    monkeypatch.setattr(os, "pread", slow_pread)
+    assert [one.group for one in orders_of(read_orders(box.descriptor))] == [71]
+    assert [one.made for one in orders_of(read_orders(box.descriptor))] == [
+        LAST_CALLS + marks.UNSURE,
+        LAST_CALLS + marks.UNSURE - 1,
+    ]
+    box.close()

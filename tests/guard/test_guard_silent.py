@@ -77,7 +77,7 @@ def test_ranks_that_take_uneven_numbers_of_steps_on_purpose_are_not_compared() -
         looks = silent()
         looked = [rank(n, step(5, n), uneven=n == 2, step=count) for n, count in enumerate(steps)]
         assert [*looks.see(looked, last=last), *looks.see(looked, last=last)] == []
-        return looks.notices
+        return [one.words for one in looks.notices]
 
     assert shadowed(120, 80, 131) == shadowed(120, 1, 131, last=False) == []
     assert shadowed(120, 58, 130) == [
@@ -89,7 +89,7 @@ def test_without_ddp_a_rank_that_took_far_fewer_steps_is_told_at_the_end() -> No
     def told(*steps: int, last: bool = True) -> list[str]:
         looks = silent()
         assert looks.see([rank(n, step=count) for n, count in enumerate(steps)], last=last) == []
-        return looks.notices
+        return [one.words for one in looks.notices]
 
     assert told(240, 240, 200) == told(240, 240, 0) == told(240, 240, 152, last=False) == []
     assert told(240, 240, 152) == [
@@ -115,7 +115,7 @@ def test_round_off_between_machines_is_a_notice() -> None:
     several = silent()
     samples = [rank(n, step(5, n, flags=DDP | SUMMED, total=1 + 1e-7 * n)) for n in range(3)]
     assert first(several.see(samples)) is None and first(several.see(samples)) is None
-    assert len(several.notices) == 1 and "round-off" in several.notices[0]
+    assert len(several.notices) == 1 and several.notices[0].kind == "round-off"
     assert seen(*(rank(n, step(5, n, flags=DDP | SUMMED, total=1 + 0.1 * n)) for n in range(3))) is not None
 
 
@@ -152,7 +152,9 @@ def test_what_only_some_ranks_tell_is_passed_on_once_the_others_had_the_time_to(
         assert one.notices == [], "the slowest may yet tell the same"
     for _ in range(2):
         one.see([rank(0, step=51), rank(1, step=60, findings=(stale,)), rank(2, step=60)])
-        assert one.notices == ["rank 1 made a step without backward(), as none before: words (step 30)"]
+        assert [told.words for told in one.notices] == [
+            "rank 1 made a step without backward(), as none before: words (step 30)"
+        ]
     of_all = silent()
     of_all.see([rank(n, step=60, findings=(stale,)) for n in range(3)], last=True)
     assert of_all.notices == []
@@ -176,18 +178,42 @@ def test_a_swallowed_exception_is_told_once_and_again_with_the_drift_that_it_mad
     swallowed = ScriptFinding("swallowed", 5, "ValueError in its forward, at train.py:7 in forward: bad")
     samples = [rank(n, findings=(swallowed,) if n == 1 else ()) for n in range(3)]
     assert first(one.see(samples)) is None and first(one.see(samples)) is None
-    assert one.notices == [
+    assert [told.words for told in one.notices] == [
         "rank 1 went on after ValueError in its forward, at train.py:7 in forward: bad (before step 5)"
     ]
     found = first(one.see([rank(n, step(5, n == 1), findings=(swallowed,) if n == 1 else ()) for n in range(3)]))
     assert found is not None and found.sentences[-1].startswith("rank 1 had gone on after ValueError")
 
 
+def test_a_swallowed_error_of_a_collective_is_a_verdict_with_what_others_did() -> None:
+    failed = ScriptFinding("collective", 39, "RuntimeError in its backward, at train.py:7: closed", last=True)
+    skipped = ScriptFinding("stale", 25, "skipped a batch, as never before: words")
+    early = ScriptFinding("swallowed", 24, "ValueError in its forward, at train.py:6: bad")
+    for last in (False, True):
+        samples = [rank(n, step(4, 1), findings=(skipped, early) if n == 1 else (failed,), step=39) for n in range(3)]
+        one = silent()
+        found = first(one.see(samples, last=last))
+        assert found is not None
+        assert (found.kind, found.guilty, found.step) == (VerdictKind.SWALLOWED, (1,), 39)
+        assert [words.partition(" ")[2][:15] for words in found.sentences[:2]] == ["0 swallowed Run", "2 swallowed Run"]
+        assert any("ValueError" in words for words in found.sentences)
+        assert any("skipped a batch" in words for words in found.sentences)
+        assert one.see(samples, last=last) == [], "it is told once"
+    uneven = [rank(n, step(4, 1), findings=(failed,) if n else (), step=39 + n) for n in range(3)]
+    found = first(silent().see(uneven, last=True))
+    assert found is not None and found.guilty == (0,)
+    assert found.sentences[-1].endswith("steps"), "different numbers of steps are part of it"
+    of_all = seen(*(rank(n, findings=(failed,)) for n in range(3)))
+    assert of_all is not None and of_all.guilty == ()
+    with_join = seen(*(rank(n, findings=(failed,), uneven=True) for n in range(3)), last=True)
+    assert with_join is not None
+
+
 def test_a_thread_that_ended_is_told_and_again_when_its_rank_hangs() -> None:
     one, ended = silent(), ScriptFinding("thread", 5, "its thread reader ended with OSError at train.py:7 in read: bad")
     samples = [rank(n, findings=(ended,) if n == 1 else ()) for n in range(2)]
     assert first(one.see(samples)) is None and first(one.see(samples)) is None
-    assert one.notices == [f"rank 1: {ended.words} (after step 5)"]
+    assert [told.words for told in one.notices] == [f"rank 1: {ended.words} (after step 5)"]
     waits = Op("0", 7, "all_reduce", shape="[3]")
     hung = [Evidence.of(samples[0]), Evidence.of(samples[1])]
     found = judge([replace(hung[0], ops=(waits,), answered=True), replace(hung[1], answered=True)])

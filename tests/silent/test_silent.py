@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from tests.launch.launch_harness import Launch, survivors
 
+from paceline.contract.evidence import VerdictKind
 from paceline.errors import ExitCode
 from paceline.guard.story import read_verdict
 from paceline.observe.notices import notices
@@ -72,6 +73,23 @@ def test_the_same_is_told_of_gradients_averaged_by_hand_in_a_run_of_a_second(run
     assert "DIVERGED at step 5" in drifted and "rank 1 has another parameter " in drifted
     assert "rank 1 took 75 steps; ranks 0, 2 took 76 steps" in " ".join([drifted, *counted])
     assert "rank 1 went on after a loss of nan at by_hand.py:" in loss and loss.endswith("(before step 30)")
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("how", ["by DDP", "by hand", "by hand, asynchronously"])
+def test_a_collective_that_fails_at_the_end_of_a_run_and_is_swallowed_ends_it_with_an_exit_code(
+    how: str, run: Run
+) -> None:
+    script = SCRIPT.with_name("skipped.py")
+    line = next(n for n, text in enumerate(script.read_text().splitlines(), 1) if text.endswith(f"# swallowed: {how}"))
+    one = run(how, script=script)
+    assert one.finish() == ExitCode.MISMATCH, one.stderr
+    told = read_verdict(one.folder / "verdict-1").verdict
+    assert (told.kind, told.guilty, told.step) == (VerdictKind.SWALLOWED, (1,), 39)
+    assert all(any(f"rank {rank} swallowed" in words for words in told.sentences) for rank in (0, 2))
+    assert f"skipped.py:{line}" in told.sentences[0]
+    assert any(words.startswith("rank 1 skipped a batch") and "step 25" in words for words in told.sentences)
+    assert "Traceback" not in one.stderr and not survivors(one.mark)
 
 
 @pytest.mark.ranks

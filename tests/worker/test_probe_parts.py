@@ -155,6 +155,68 @@ def test_an_exception_is_told_if_the_script_steps_on_and_once(box: Box) -> None:
     assert told.words.endswith("a bad batch")
 
 
+class DistBackendError(RuntimeError): ...
+
+
+LOST = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:5525")
+OTHER_SIZE = RuntimeError("[enforce fail at gloo/transport/tcp/pair.cc:456] op.preamble.length <= op.nbytes. 8 vs 4")
+
+
+@pytest.mark.parametrize("error", [LOST, OTHER_SIZE, DistBackendError("NCCL error: unhandled system error")])
+@pytest.mark.parametrize("where", ["backward", "forward", "collective"])
+def test_a_collective_that_failed_is_told_when_the_script_steps_on_and_when_it_ends(
+    box: Box, where: str, error: Exception
+) -> None:
+    for last in (True, False):
+        steps, optimizer = ScriptPhases(box), torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=0.1)
+        swallowed = Swallowed(box, steps)
+        before = len(read_findings(box.descriptor))
+        swallowed.raised(where, error)
+        swallowed.raised(where, error)
+        assert len(read_findings(box.descriptor)) == before, "the script may end of it"
+        if last:
+            swallowed.script_ended()
+        else:
+            steps.step_ended(optimizer)
+            swallowed.step_ended(optimizer)
+        told = read_findings(box.descriptor)[-1]
+        assert len(read_findings(box.descriptor)) == before + 1
+        assert (told.kind, told.step, told.last) == ("collective", 0 if last else 1, last)
+
+
+def test_what_was_swallowed_last_is_told_at_the_end_and_no_error_of_a_collective_that_was_not_begun(box: Box) -> None:
+    swallowed = Swallowed(box, ScriptPhases(box))
+    swallowed.raised("collective", RuntimeError("ProcessGroupGloo does not support reduce_scatter"))
+    swallowed.script_ended()
+    assert not read_findings(box.descriptor)
+    swallowed.raised("forward", ValueError("a bad batch"))
+    swallowed.script_ended()
+    swallowed.script_ended()
+    (told,) = read_findings(box.descriptor)
+    assert (told.kind, told.last) == ("swallowed", True)
+
+
+def test_a_batch_that_is_skipped_is_told_where_each_step_before_had_as_many(box: Box) -> None:
+    class Batches: ...
+
+    def told(windows: Sequence[int], evaluated: int = 0) -> list[str]:
+        optimizer, stale = type("Optimizer", (), {})(), Stale(box, ScriptPhases(box))
+        before, training = len(read_findings(box.descriptor)), Batches()
+        for number, batches in enumerate(windows):
+            for _ in range(evaluated * (number % 20 == 19)):
+                stale.batch_given(Batches(), None)
+            for _ in range(batches):
+                stale.batch_given(training, None)
+            stale.backward_begins(None)
+            stale.step_begins(optimizer)
+        return [one.words for one in read_findings(box.descriptor)][before:]
+
+    assert told([1] * 40) == told([4, 4, 4, 2] * 10) == told([1, 2] * 20) == told([0] * 40) == []
+    assert told([1] * 40, evaluated=7) == [], "another loader's, or another pass"
+    (words,) = told([1] * 20 + [2] + [1] * 20 + [2])
+    assert words.startswith("skipped a batch")
+
+
 def test_a_thread_that_an_exception_ends_is_told_at_once_and_python_says_it_too(
     box: Box, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -27,6 +27,7 @@ from paceline.guard.collect import ANSWER_SECONDS
 from paceline.guard.judge import judge, judge_samples
 from paceline.guard.pace import Alarm, Pace, beat_seconds, perhaps_waiting, sample_seconds, stands_still, to_free, waits
 from paceline.guard.slow import Slowness
+from paceline.guard.unmet import Unmet, never_meet
 from paceline.guard.verdict import EXIT_CODES, failure_page, in_a_line, page, warning
 from paceline.guard.wording import named, verb
 from paceline.observe.terminal import say
@@ -89,6 +90,7 @@ class Guarding:
         self.look_seconds = sample_seconds(self._windows)  # how often to look
         self._looked_seconds = self._asked_seconds = self._early_seconds = 0.0
         self._silence, self._asleep, self._off = Silence(generation), Asleep(self._windows), self._windows.off
+        self._unmet = Unmet(self._windows)
 
     def look(self) -> Judgement | None:
         """Do what is to be done now; a stall, if there is one."""
@@ -126,13 +128,15 @@ class Guarding:
         running = self._generation.running()
         self.look_seconds = beat_seconds(self._windows, self._plan.nodes, running)
         alarm = self._pace.see(time.monotonic(), perhaps_waiting(running, self._plan.world_size))
-        for words in (self._pace.notice, self._slow(running)):
+        for kind, words in (("", self._pace.notice), ("slow", self._slow(running))):
             if words:
-                self._silence.tell(words)
+                self._silence.tell(words, kind=kind)
         self._pace.notice = ""
         if wrong := self._silence.look():
             return self._judged(*wrong, 0.0)
         self._answer_asks()
+        if unmet := self._never_meeting(running):
+            return unmet
         alarm = alarm or self._early_alarm(running)
         if alarm is None:
             return None
@@ -158,6 +162,18 @@ class Guarding:
             evidence = self._generation.ask(WARNING_SECONDS)
             words += "".join(f". {one.gpu}" for one in evidence if one.rank == self._slowness.rank and one.gpu)
         return words
+
+    def _never_meeting(self, running: Sequence[Sample]) -> Judgement | None:
+        """A judgement of ranks that wait in collectives which can never complete, without waiting for the window."""
+        if not self._unmet.due(time.monotonic(), running):
+            return None
+        evidence = self._generation.ask(WARNING_SECONDS)
+        if self._generation.interrupted or not never_meet(evidence):
+            return None
+        verdict = judge(evidence)
+        if verdict.kind not in (VerdictKind.MISMATCH, VerdictKind.DEADLOCK):
+            return None
+        return self._judged(verdict, evidence, max(one.still_seconds for one in evidence if one.runs))
 
     def _early_alarm(self, running: Sequence[Sample]) -> Alarm | None:
         """An alarm before the window is over, where looking closer shows all that waiting could.

@@ -30,19 +30,18 @@ class Silence:
             return None
         found = self._silent.see(samples, last=last)
         stops, step = self._plan.on_drift == "stop", max(one.step for one in samples)
-        for words in self._silent.notices:
-            self.tell(words, step)
+        for notice in self._silent.notices:
+            self.tell(notice.words, step, kind=notice.kind)
         self._silent.notices.clear()
         for one in found[:1] if stops else found:
-            words = f"{one.kind.name.replace('_', ' ')}{f' at step {one.step}' if one.step else ''}"
-            self.tell(
-                f"{words}: {'; '.join(one.sentences)}", one.step or step, aloud=not stops
-            )  # else its page follows
+            name = one.kind.name.replace("_", " ")
+            words = f"{name}{f' at step {one.step}' if one.step else ''}: {'; '.join(one.sentences)}"
+            self.tell(words, one.step or step, kind=name.lower(), aloud=not stops)  # else its page follows
         return (found[0], self._ask()) if stops and found else None
 
-    def tell(self, words: str, step: int = 0, *, aloud: bool = True) -> None:
+    def tell(self, words: str, step: int = 0, *, kind: str = "", aloud: bool = True) -> None:
         """Say it, and write it down."""
         if aloud:
             say(words)
         if self._plan.attempt_dir:
-            note(Path(self._plan.attempt_dir), Noted(round(time.time(), 3), words, step))
+            note(Path(self._plan.attempt_dir), Noted(round(time.time(), 3), words, step, kind))

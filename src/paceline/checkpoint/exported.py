@@ -6,13 +6,14 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
+from paceline.checkpoint.reductions import OPEN, UNCHANGED, RankValue, Seen, inferred, observed, reduced
 from paceline.checkpoint.shard import ShardFiles
 from paceline.checkpoint.state import Source
-from paceline.errors import unknown
+from paceline.errors import UsageError, unknown
 from paceline.store.manifest import Damaged, Manifest
-from paceline.sums.tree import Forest, added
 
 BUFFER = re.compile(r"buffers/(?:([0-9]{1,9})/)?(.+)")  # a virtual rank's, or everybody's
+REDUCTION = re.compile(r"reduction/([a-z]+)/(.+)")
 
 
 def state_names(model: nn.Module) -> dict[str, list[str]]:
@@ -52,31 +53,46 @@ def exported(source: Source, prefix: str, names: Mapping[str, Sequence[str]], vi
 
     Raises:
         Damaged: if the files do not hold what they should, or the state_dict has something that is never saved.
+        UsageError: it cannot be told how the values of a buffer combine.
     """
     if "" in names:
         raise Damaged(f"{names[''][0]} is in the model's state_dict, but no parameter or buffer: it was not saved")
     found: dict[str, Tensor] = {}
     buffers: dict[str, dict[int, Tensor]] = {}
+    reductions: dict[str, tuple[str, Tensor]] = {}
     for full in source.names(prefix):
         kind, tensor = full.removeprefix(prefix), None
-        if kind.startswith(("model/", "buffers/")):
+        if kind.startswith(("model/", "buffers/", "reduction/")):
             tensor = source.tensor(full)
-        if tensor is not None and (match := BUFFER.fullmatch(kind)):
+        if tensor is not None and (match := REDUCTION.fullmatch(kind)):
+            reductions[match[2]] = (match[1], tensor)
+        elif tensor is not None and (match := BUFFER.fullmatch(kind)):
             buffers.setdefault(match[2], {})[int(match[1] or 0)] = tensor
         elif tensor is not None:
             found[kind.removeprefix("model/")] = tensor
-    found |= {name: _merged(of_ranks, virtual_ranks) for name, of_ranks in buffers.items()}
+    for name, of_ranks in buffers.items():
+        first = of_ranks[min(of_ranks)]
+        # normalization layers', and all of an older checkpoint, say none
+        usual = "mean" if first.is_floating_point() else "first"
+        reduction, initial = reductions.get(name, (usual, first))
+        if reduction == OPEN:
+            seen = {v: source.tensor(f"{prefix}seen/{v}/{name}") for v in of_ranks}
+            reduction = _inferred(name, of_ranks, initial, seen)
+        found[name] = reduced(of_ranks, reduction, initial, virtual_ranks)
     return {name: tensor for saved, tensor in found.items() for name in names.get(saved, [saved])}
 
 
-def _merged(buffers: Mapping[int, Tensor], virtual_ranks: int) -> Tensor:
-    """What `VirtualBuffers.merged` makes of a buffer: the mean in the tree's order; of whole numbers the first."""
-    first = buffers[min(buffers)]
-    if not first.is_floating_point():
-        return first
-    sums = Forest([(0, virtual_ranks)], 0).partial_sums(added)
-    for virtual_rank, buffer in sorted(buffers.items()):
-        sums.add(virtual_rank, buffer.flatten().double())
-    (total,) = sums.finish()
-    assert total is not None
-    return (total / total.new_tensor(len(buffers))).reshape(first.shape).to(first.dtype)
+def _inferred(name: str, of_ranks: Mapping[int, Tensor], initial: Tensor, seen: Mapping[int, Tensor | None]) -> str:
+    ranks: list[RankValue] = []
+    for virtual_rank, value in of_ranks.items():
+        counts = seen[virtual_rank]
+        known = Seen() if counts is None else Seen(*counts.tolist())
+        changed = initial.shape != value.shape or bool((value != initial).any())
+        ranks.append(observed(value, initial, None, known, changed=changed))
+    found = inferred(next(iter(of_ranks.values())), ranks)
+    if not found:
+        raise UsageError(
+            f"buffer {name} has another value in each of {len(of_ranks)} virtual ranks, and its module does not "
+            "declare how they combine. Declare it in `buffer_reductions`, resume the run, and export its end."
+        )
+    return "first" if found == UNCHANGED else found

@@ -18,12 +18,13 @@ from torch import Tensor
 
 from paceline.checkpoint.state import Held, place
 from paceline.errors import UsageError
-from paceline.store.files import LENGTH_BYTES
+from paceline.store.files import LENGTH_BYTES, REALS
 from paceline.store.manifest import Damaged, Piece, cover
 
 WORDS = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+    torch.complex64: "C64", torch.complex128: "C128",
 }  # fmt: skip
 TYPES = {word: dtype for dtype, word in WORDS.items()}
 ALIGNED_BYTES = 64
@@ -59,7 +60,7 @@ def layout(part: Sequence[Held], *, room_bytes: int = 4096) -> tuple[list[Held],
     `room_bytes` stay free for metadata.
 
     Raises:
-        UsageError: for a type of number that safetensors does not know.
+        UsageError: for a type of number that a file cannot hold.
     """
     for one in part:
         if one.tensor.dtype not in WORDS:
@@ -91,7 +92,9 @@ def _describe(pieces: Sequence[Piece], part: Sequence[Held], offsets: Sequence[i
     table: dict[str, Any] = {"__metadata__": dict(meta)}
     for piece, held, offset in zip(pieces, part, offsets, strict=True):
         end = offset + held.tensor.nbytes
-        table[piece.key] = {"dtype": piece.dtype, "shape": [*held.tensor.shape], "data_offsets": [offset, end]}
+        pair = [2] if piece.dtype in REALS else []
+        dtype, shape = REALS.get(piece.dtype, piece.dtype), [*held.tensor.shape, *pair]
+        table[piece.key] = {"dtype": dtype, "shape": shape, "data_offsets": [offset, end]}
     return json.dumps(table, separators=(",", ":")).encode()
 
 
@@ -197,8 +200,11 @@ class ShardFiles:
         try:
             if path not in self._open:
                 self._open[path] = safe_open(path, "pt")
-            values: Tensor = self._open[path].get_tensor(piece.key).reshape(-1)
-        except (SafetensorError, OSError) as error:
+            values: Tensor = self._open[path].get_tensor(piece.key)
+            if piece.dtype in REALS:
+                values = torch.view_as_complex(values)
+            values = values.reshape(-1)
+        except (SafetensorError, OSError, RuntimeError) as error:  # the last: no pairs of real numbers
             raise Damaged(f"{path}: {error}") from None
         if WORDS.get(values.dtype) != piece.dtype or values.numel() != piece.elements:
             raise Damaged(f"{path} holds {values.numel()} x {values.dtype} as {piece.key}, described as {piece}")

@@ -13,6 +13,7 @@ from paceline.contract.facts import EPOCHS, WHOLE, ScriptFacts, facts_file
 from paceline.disk import reading, writing
 from paceline.errors import ExitCode, UsageError
 from paceline.launch.job import Job
+from paceline.observe.notices import notices
 from paceline.observe.terminal import clean, say
 from paceline.verify.script_page import judged, mistakes, script_page
 
@@ -58,10 +59,10 @@ def told_findings(attempt_dir: Path, job: Job, code: int) -> int:
     if len(ranks) < job.nproc or not any(facts.steps or facts.loaders for facts in ranks):
         say("--check has seen no training: no step of a torch optimizer, no DataLoader")
         return code or ExitCode.FAILED
-    findings = judged(ranks)
+    findings = judged(ranks, [*notices(attempt_dir)])
     with suppress(OSError):  # a full disk: the page is what counts
         writing.replace(attempt_dir / FINDINGS, msgspec.json.encode(findings))
-    print(clean(script_page(job.name, ranks, findings)), flush=True)
+    print(clean(script_page(job.name, ranks, findings, code)), flush=True)
     if code:
         say(f"the script has ended with exit code {code}: what comes after that is not checked")
     return code or (ExitCode.FAILED if mistakes(findings) else ExitCode.DONE)

@@ -1,8 +1,16 @@
 """The box: memory in which a worker shows what it does, and which its agent reads, also after the worker's death.
 
 The agent makes one memory file per rank and generation; the worker inherits it and maps it. Writing
-is a store to memory, so a step may do it many times; what a killed process has written stays. Nobody ever locks: a
-reader may see a record half written, and knows it by the number at both of its ends. The readers' side is boxes.py.
+is a store to memory, so a step may do it many times; what a killed process has written stays. The readers' side is
+boxes.py.
+
+There are no locks. A reader is another process, or another thread, and may read at any moment:
+
+- A counter is one aligned 8-byte word. It is stored through a memoryview of format Q, which is a single store, so a
+  reader sees the old value or the new one. `struct.pack_into` must not be used: it sets the bytes to 0 before it packs.
+- A record has the same number in its first and its last word. `Box.store_record` stores the last word, then the
+  content, then the first word. A reader copies upwards: first word, content, last word. If both words are equal, the
+  content is that record's. This needs the order of stores and of loads that x86 keeps.
 
     offset      what                 by whom
          0      counters             worker: steps done, phase, heartbeat, ... (`COUNTERS_AT`); agent: asked, ...
@@ -20,6 +28,7 @@ import mmap
 import os
 import signal
 import struct
+import sys
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -31,7 +40,7 @@ from paceline.contract.evidence import Op, Phase
 
 NAME = "paceline-box-"
 SIGNAL = signal.SIGRTMAX - 3  # asks faulthandler for stacks; SIGUSR1 and SIGUSR2 are the users' own
-# Native alignment: one store of 8 bytes. With "=" or "<" Python would write byte after byte, and a reader see half.
+# To read a word. Native format: one load of 8 bytes. With "=" or "<" Python would read byte after byte.
 WORD = struct.Struct("@Q")
 _NAMES = (
     "step",  # steps done
@@ -56,11 +65,13 @@ _NAMES = (
     "uneven",  # 1: ranks may rightly take different numbers of steps
     "regroups",  # by the agent: 1: hosts come or go: save after the next step, and end
 )
-COUNTERS_AT = {name: index * WORD.size for index, name in enumerate(_NAMES)}
+_INDEX = {name: index for index, name in enumerate(_NAMES)}  # in words
+COUNTERS_AT = {name: index * WORD.size for name, index in _INDEX.items()}
 WATCHED, SIGNAL_SAFE = 1, 2
 PHASES_AT = 256
 SLOTS_AT, SLOTS, SLOT = 512, 32, struct.Struct("@QQQQ")  # pid, epoch, item, busy
 RING_AT, RECORDS, RECORD = 4096, 256, struct.Struct("@QIIIiQ200sQ")
+CONTENT = struct.Struct("@IIIiQ200s")  # of a record, between its numbers
 STATE_AT, BEGAN_AT = 12, 24  # in a record
 TEXT_BYTES = 200
 WORD_AT, WORD_MAX = 65536, 65536
@@ -68,6 +79,8 @@ BOX_BYTES = 1 << 20  # what nobody touches takes no memory
 MARKS_AT = BOX_BYTES - (1 << 17)
 ANSWER_AT, ANSWER_MAX = 131072, MARKS_AT - 131072
 NATIVE_MAX = 1 << 18
+# In words: of the box, and of a record.
+_STEP, _OPS, _PHASES, _LAST = _INDEX["step"], _INDEX["ops"], PHASES_AT // WORD.size, RECORD.size // WORD.size - 1
 SEPARATOR = "\x1f"
 IN_FLIGHT = 0  # as a record's state; else it is over: 1 + the microseconds that it took
 NO_PEER = -1
@@ -78,8 +91,8 @@ class Box:
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
-        self._memory = mmap.mmap(descriptor, BOX_BYTES)  # shared; holds a descriptor of its own
-        self._steps = self._loaders = self._memory
+        self._map(descriptor)
+        self._steps = self._loaders = self._words  # stay in the box when `_map` replaces the rest
         self._phase, self._since_ns = Phase.USER, time.monotonic_ns()
         self.spent_ns = [0] * len(Phase)  # up to the last change
         self.on_device: Callable[[Phase], Iterable[tuple[Phase, int]]] | None = None
@@ -93,15 +106,15 @@ class Box:
 
     def put(self, name: str, value: int) -> None:
         """Set one counter, at least 0."""
-        WORD.pack_into(self._memory, COUNTERS_AT[name], value)
+        self._words[_INDEX[name]] = value
 
     def get(self, name: str) -> int:
         """One counter; the agent sets some."""
-        return WORD.unpack_from(self._memory, COUNTERS_AT[name])[0]
+        return self._words[_INDEX[name]]
 
     def asked(self, what: str) -> int:
         """What the agent wants between two steps, `saves_asked` or `regroups`; also where the guard is off."""
-        return WORD.unpack_from(self._steps, COUNTERS_AT[what])[0]
+        return self._steps[_INDEX[what]]
 
     def tick(self) -> None:
         """Say that something has moved."""
@@ -109,7 +122,7 @@ class Box:
 
     def set_step(self, done: int) -> None:
         """Say how many steps are done, at least 0."""
-        WORD.pack_into(self._steps, COUNTERS_AT["step"], done)
+        self._steps[_STEP] = done
         self.tick()
 
     def enter(self, phase: Phase) -> Phase:
@@ -129,7 +142,7 @@ class Box:
 
     def _spend(self, phase: Phase, spent_ns: int) -> None:
         self.spent_ns[phase] += spent_ns
-        WORD.pack_into(self._memory, PHASES_AT + phase * WORD.size, self.spent_ns[phase])
+        self._words[_PHASES + phase] = self.spent_ns[phase]
 
     def move_time(self, phase: Phase, other: Phase, spent_ns: int) -> None:
         """Of what was said to be spent in `phase`, this was spent in the other one."""
@@ -137,8 +150,18 @@ class Box:
         self._spend(other, spent_ns)
 
     def store(self, at: int, data: bytes) -> None:
-        """Put this into the region of the marks."""
+        """Copy `data` to offset `at`, in the region of the marks. Readers may see a part of it."""
         self._memory[at : at + len(data)] = data
+
+    def store_record(self, at: int, data: bytes) -> None:
+        """Copy a record to offset `at`, in the region of the marks. Its first and last word are the same number, not
+        that of the record that it replaces. Its size is a multiple of 8. Readers can tell if they have read a part.
+        """
+        (number,) = WORD.unpack_from(data)
+        first, last = at // WORD.size, (at + len(data)) // WORD.size - 1
+        self._words[last] = number  # from here on, the two words differ
+        self._memory[at + WORD.size : at + len(data) - WORD.size] = data[WORD.size : -WORD.size]
+        self._words[first] = number
 
     def begin(self, op: Op) -> int:
         """Write down that `op` begins; the number of its record, for `end`."""
@@ -148,10 +171,12 @@ class Box:
         """`begin` with the `ring_text` of an operation that comes again and again."""
         number = next(self._numbers)
         at = RING_AT + (number - 1) % RECORDS * RECORD.size
-        RECORD.pack_into(
-            self._memory, at, number, seq & 0xFFFFFFFF, IN_FLIGHT, len(text), peer, time.monotonic_ns(), text, number
-        )
-        WORD.pack_into(self._memory, COUNTERS_AT["ops"], number)
+        words, first = self._words, at // WORD.size
+        words[first + _LAST] = number  # the order of `store_record`
+        began_ns = time.monotonic_ns()
+        CONTENT.pack_into(self._memory, at + WORD.size, seq & 0xFFFFFFFF, IN_FLIGHT, len(text), peer, began_ns, text)
+        words[first] = number
+        words[_OPS] = number
         return number
 
     def end(self, number: int) -> None:
@@ -159,12 +184,16 @@ class Box:
         at = RING_AT + (number - 1) % RECORDS * RECORD.size
         if WORD.unpack_from(self._memory, at)[0] == number:  # else its record has been taken by a later one
             took_ns = time.monotonic_ns() - WORD.unpack_from(self._memory, at + BEGAN_AT)[0]
-            struct.pack_into("@I", self._memory, at + STATE_AT, min(1 + max(0, took_ns) // 1000, 2**32 - 1))
+            state = min(1 + max(0, took_ns) // 1000, 2**32 - 1)
+            self._memory[at + STATE_AT : at + STATE_AT + 4] = state.to_bytes(4, sys.byteorder)
 
     def set_loader(self, worker: int, *, epoch: int, item: int, busy: bool) -> None:
         """Say, in loader process number `worker`, which item it begins (or has ended)."""
         if 0 <= worker < SLOTS:
-            SLOT.pack_into(self._loaders, SLOTS_AT + worker * SLOT.size, os.getpid(), epoch, item, busy)
+            words, first = self._loaders, (SLOTS_AT + worker * SLOT.size) // WORD.size
+            words[first + 3] = False  # a reader must not see it busy with a mix of two items
+            words[first], words[first + 1], words[first + 2] = os.getpid(), epoch, item
+            words[first + 3] = busy
 
     def answer(self, question: int, text: bytes) -> None:
         """Answer the agent's question of this number; a text that has no room is left out whole."""
@@ -188,6 +217,8 @@ class Box:
         for number in range(newest, max(0, newest - RECORDS), -1):
             at = RING_AT + (number - 1) % RECORDS * RECORD.size
             data = self._memory[at : at + RECORD.size]
+            if WORD.unpack_from(data)[0] != number:
+                continue  # another thread is writing this record
             if WORD.unpack_from(data, BEGAN_AT)[0] < since_ns:
                 break
             (state,) = struct.unpack_from("@I", data, STATE_AT)
@@ -196,15 +227,22 @@ class Box:
 
     def keep_for_steps(self) -> None:
         """The guard is off: from now on only steps and the items of loader processes are seen."""
-        self._memory = mmap.mmap(-1, BOX_BYTES)
+        self._map(-1)
 
     def keep_for_loaders(self) -> None:
         """In a process that this one has forked: it may say what it loads, and nothing in its parent's name."""
-        self._memory = self._steps = mmap.mmap(-1, BOX_BYTES)
+        self._map(-1)
+        self._steps = self._words
 
     def close(self) -> None:
         """Give the mapping back; what was written stays for the agent."""
+        for words in (self._words, self._steps, self._loaders):
+            words.release()  # mmap.close() raises BufferError while there is a view
         self._memory.close()
+
+    def _map(self, descriptor: int) -> None:
+        self._memory = mmap.mmap(descriptor, BOX_BYTES)  # shared; holds a descriptor of its own
+        self._words = memoryview(self._memory).cast("Q")
 
 
 def ring_text(op: Op) -> bytes:

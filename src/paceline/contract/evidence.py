@@ -16,6 +16,12 @@ from msgspec.structs import replace
 from paceline.contract.failure import GOOD_ENDS, Failure
 from paceline.errors import ExitCode
 
+SHARED_GROUP = "shared"
+"""the group of ranks that share memory; the names of those on several hosts begin with it"""
+
+BLOCK = "block "
+"""with what the names of collectives begin that belong to a block of a model cut by strategy fsdp"""
+
 
 class Phase(IntEnum):
     """What a rank is doing; the numbers stand in the box."""
@@ -101,10 +107,11 @@ class LoaderWorker(msgspec.Struct, frozen=True, omit_defaults=True):
 class ScriptFinding(msgspec.Struct, frozen=True, omit_defaults=True):
     """What a rank that runs a script has seen of itself."""
 
-    kind: Literal["not finite", "swallowed", "stale", "thread"]
+    kind: Literal["not finite", "swallowed", "collective", "stale", "thread"]
     step: int  # that it was about to make, from 1
     words: str  # what was found, for a sentence that begins with the rank
     own: bool = True  # it began here: not a gradient that was summed over ranks
+    last: bool = False  # the rank took no further step, and ended with code 0
 
 
 class Sample(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -215,6 +222,7 @@ class VerdictKind(IntEnum):
     UNKNOWN = 11
     DIVERGED = 12  # its parameters are no longer those of the others
     NOT_FINITE = 13  # its gradients are NaN or infinite, and were applied
+    SWALLOWED = 14  # a collective failed, and the script swallowed the error
 
 
 class Verdict(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -4,6 +4,8 @@ A digest is a short hash of a tensor's bytes, empty where it says nothing: all e
 Places are the user's own lines, "train.py:40 in main".
 """
 
+import math
+
 import msgspec
 
 EPOCHS = 2  # that are looked at; the later ones are cut to one batch each
@@ -15,6 +17,11 @@ OWN_GENERATORS = "generators of its own"
 def kept_batches(batches: int) -> int:
     """How many batches of an epoch of so many are computed: accumulation windows of 2, 3, 4, 6, 8, 12 end as before."""
     return min(batches, WHOLE + batches % WHOLE)
+
+
+def finite(value: float, instead: float = 0.0) -> float:
+    """A number for a fact: JSON has none that is NaN or infinite, and could not be read again."""
+    return float(value) if math.isfinite(value) else instead
 
 
 def facts_file(rank: int) -> str:
@@ -49,6 +56,7 @@ class SeenLoader(msgspec.Struct):
     batches: int  # of a whole epoch; -1: unknown
     batch_size: int
     workers: int
+    batch_sampler: str = ""  # the class of a batch sampler that is not torch's
     divided: str = ""  # its batch size, as the script has it, where that is divided by the number of ranks
     probes: list[list[str]] = []  # of a few samples of the data set: the digest of each tensor in it
     random: dict[str, str] = {}  # generators that fetching a batch used -> the digest of their state before
@@ -69,14 +77,18 @@ class SeenStep(msgspec.Struct):
     epoch: int = 0
     gradients: str = ""
     parameters: str = ""  # before it
+    after: str = ""  # the parameters after it
     shapes: str = ""
     backwards: int = 0  # since its last step
+    lost: int = 0  # those of them, on batches before its last one, whose gradients were cleared before any step
+    clear_site: str = ""  # where gradients were cleared last, before a backward
     backward_site: str = ""
     factors: list[float] = []  # constants by which the last loss was multiplied or divided
     forwards: int = 0  # of replicas, since its last step
     synced: int = 0  # those of them after which gradients are reduced
     scaled: float = 1.0  # by which all gradients were multiplied after the last backward; only with a replica
     learning_rate: float = 0.0
+    settings: str = ""  # a digest of all settings of the optimizer: learning rates, momentum, ...
     local: float = 0.0  # a linear function of the gradients after the last backward; only without a replica
     applied: float = 0.0  # the same when the step begins
     strangers: int = 0  # parameters with gradients that no replica averages, where there is a replica
@@ -126,6 +138,7 @@ class SeenSchedule(msgspec.Struct):
     made: str
     steps: int  # that it has gone
     length: int  # after which it is constant; -1: unknown
+    name: str = ""  # of its class
 
 
 class PaddedMetric(msgspec.Struct):

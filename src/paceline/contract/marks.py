@@ -83,8 +83,22 @@ def put_call(own: box.Box, table: int, order: Order, call: int) -> None:
 def read_orders(descriptor: int) -> bytes:
     """All calls that a worker has written down, to be sent."""
     data = os.pread(descriptor, GROUPS * ORDER_BYTES, ORDERS_AT)
-    tables = (data[at : at + ORDER_BYTES] for at in range(0, len(data), ORDER_BYTES))
-    return b"".join(table for table in tables if any(table[:8]))
+    later = os.pread(descriptor, GROUPS * ORDER_BYTES, ORDERS_AT)
+    return b"".join(
+        data[at : at + ORDER_BYTES]
+        for at in range(0, len(data), ORDER_BYTES)
+        if any(data[at : at + 8]) and _is_whole(data[at : at + ORDER.size], later[at : at + ORDER.size])
+    )
+
+
+def _is_whole(before: bytes, after: bytes) -> bool:
+    """Whether a table that was read between these two headers has no call that was written over meanwhile, except
+    among the UNSURE oldest: the worker may make many calls while the agent reads, if the agent loses its core.
+    """
+    if len(before) < ORDER.size or len(after) < ORDER.size:
+        return False
+    (count, group, parties), (count_after, *others) = ORDER.unpack(before), ORDER.unpack(after)
+    return [group, parties] == others and 0 <= count_after - count < UNSURE
 
 
 def orders_of(data: bytes) -> list[Order]:
@@ -106,7 +120,7 @@ def put_mark(own: box.Box, mark: Mark) -> None:
     data = MARK.pack(
         mark.number, mark.layout, mark.flags, *mark.parts, *mark.hashes, *mark.sums, mark.number
     )  # fmt: skip
-    own.store(at, data)
+    own.store_record(at, data)
     own.put("marks", own.get("marks") + 1)
 
 

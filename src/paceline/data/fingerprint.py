@@ -42,7 +42,8 @@ def probes(length: int) -> list[int]:
 
 
 def _hash_probes(dataset: Dataset[Any], length: int, loading: Loading) -> str:
-    on_cpu = replace(loading, device=torch.device("cpu"), num_workers=0)
+    # a collate function of the user's own may fail on one sample, or leave it out
+    on_cpu = replace(loading, device=torch.device("cpu"), num_workers=0, collate=loading.collate and list)
     with preserved_streams():
         return hash_of(fetch_batches(dataset, ((0, torch.tensor([i])) for i in probes(length)), 0, on_cpu))
 

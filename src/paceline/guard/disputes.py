@@ -44,6 +44,11 @@ def dispute(ranks: Ranks, odds: Sequence[Odds]) -> Verdict | None:
     return _told(ranks, odds, guilty, tie, graph)
 
 
+def has_circle(graph: Graph) -> bool:
+    """Whether some ranks wait for each other, directly or through others."""
+    return bool(_a_circle(graph))
+
+
 def _graph(ranks: Ranks, odds: Sequence[Odds]) -> Graph:
     """Ranks with the same edges hold one set: of 8,000 half may be at odds with the other half."""
     sources: dict[int, list[Collection[int]]] = {n: [one.waits_for] for n, one in ranks.items()}

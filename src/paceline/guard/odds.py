@@ -32,18 +32,20 @@ def find_odds(ranks: Mapping[int, Rank]) -> list[Odds]:
     for (its, seq), ops in entered.items():
         if len(ops) < 2 or all(op.done for op in ops.values()):
             continue
-        parties = _parties(ops)
+        parties = split(ops)
         if len(parties) > 1:
             found.append(Odds(its, seq, parties))
     return sorted(found, key=lambda odds: (odds.seq, str(odds.stream)))
 
 
-def _parties(ops: Mapping[int, Op]) -> tuple[Mapping[int, Op], ...]:
+def split(ops: Mapping[int, Op], *, by_name: bool = True) -> tuple[Mapping[int, Op], ...]:
     """Split by what all must agree on; what one of them does not know is left out for all."""
     message = any(op.is_message for op in ops.values())
     kinds = {"" if message else op.kind for op in ops.values()}
     fields = ["name"] if message else ["kind", "name", "peer"]
     if len(kinds) == 1 and not kinds & OWN_SHAPES:
         fields += ["shape", "dtype"]
+    if not by_name:
+        fields.remove("name")
     known = [field for field in fields if all(getattr(op, field) not in ("", None) for op in ops.values())]
     return parties_by(ops, lambda op: tuple(getattr(op, field) for field in known))

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 
-from paceline.contract.evidence import Evidence, LoaderWorker, Op, Phase, Verdict, VerdictKind
+from paceline.contract.evidence import BLOCK, Evidence, LoaderWorker, Op, Phase, Verdict, VerdictKind
 from paceline.contract.places import shown_site, stands_at
 from paceline.guard.deaths import ODDS, RankEnd
 from paceline.guard.odds import Odds
@@ -25,11 +25,19 @@ def conclude(
     at: str = "",
 ) -> Verdict:
     """A verdict with all that goes with it; `at` is where the first guilty rank was, if not where it stands."""
+    lines = [*lines, *_about_blocks(ranks, [*guilty, *(n for party in tie for n in party)])]
     step = max((one.evidence.step for one in ranks.values()), default=0)
     first = ranks[guilty[0]].evidence if guilty else None
     stands = "" if first is None else at or shown_site(first) or (first.ops[-1].site if first.ops else "")
     parties = tuple(sorted(tuple(sorted(party)) for party in tie))
     return Verdict(kind, tuple(guilty), parties, tuple(lines), op, stands, step)
+
+
+def _about_blocks(ranks: Ranks, involved: Sequence[int]) -> list[str]:
+    """What strategy fsdp demands of ranks, if some of these have called the collective of a block last."""
+    if not any(op.name.startswith(BLOCK) for n in involved for op in ranks[n].evidence.ops[-1:]):
+        return []
+    return ["under fsdp each call of a block is a collective: all ranks must call the same blocks in the same order"]
 
 
 def hanging_loaders(one: Evidence) -> list[LoaderWorker]:

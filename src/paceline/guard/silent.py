@@ -5,10 +5,11 @@ verdict by which the run is to be ended.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from paceline.contract.evidence import Evidence, Op, Sample, Verdict, VerdictKind
+from paceline.contract.evidence import Evidence, Op, Sample, ScriptFinding, Verdict, VerdictKind
 from paceline.contract.marks import SAME_BY_DDP, marks_of, orders_of
 from paceline.contract.order import Mismatch
 from paceline.guard.replicas import Calls, ComparedMarks, ComparedOrders, Difference, departed
@@ -26,6 +27,13 @@ AskCalls = Callable[[], Mapping[int, Mapping[int, Op]]]
 Names = Callable[[], Mapping[str, Sequence[str]]]
 
 
+class Notice(NamedTuple):
+    """What is said of a run, and does not end it."""
+
+    kind: str
+    words: str
+
+
 class Silent:
     """What is known of one generation, and was said of it."""
 
@@ -36,14 +44,17 @@ class Silent:
         self._said: set[tuple[object, ...]] = set()
         self._looks = 0  # since the first rank has told of what is not finite
         self._known: Mapping[int, Mapping[int, Op]] = {}
-        self.notices: list[str] = []
+        self.notices: list[Notice] = []
         """to be said; emptied by who has said them"""
 
     def see(self, ranks: Sequence[Sample], *, last: bool = False) -> list[Verdict]:
         """Look at all ranks, those that have ended, too; `last`: all have, in good order. What is new, once."""
         self._swallowed(ranks)
         self._stale(ranks, last=last)
-        found = [self._not_finite(ranks, last=last)]
+        collective = self._collective(ranks)
+        if collective is not None and last and (uneven := self._uneven(ranks)) is not None:
+            collective = replace(collective, sentences=(*collective.sentences, *uneven.sentences))
+        found = [collective, self._not_finite(ranks, last=last)]
         if last and any(one.uneven for one in ranks):
             self._shadowed(ranks)
         if any(one.uneven for one in ranks) or (self._looks and ("not finite",) not in self._said):
@@ -68,9 +79,28 @@ class Silent:
         for one in ranks:
             for found in one.findings:
                 if found.kind == "swallowed" and self._new("swallowed", one.rank, found.words):
-                    self.notices.append(f"rank {one.rank} went on after {found.words} (before step {found.step})")
+                    self.notices.append(Notice("swallowed", f"rank {one.rank} {_went_on(found)}"))
                 if found.kind == "thread" and self._new("thread", one.rank, found.words):
-                    self.notices.append(f"rank {one.rank}: {found.words} (after step {found.step})")
+                    words = f"rank {one.rank}: {found.words} (after step {found.step})"
+                    self.notices.append(Notice("thread", words))
+
+    def _collective(self, ranks: Sequence[Sample]) -> Verdict | None:
+        """A collective that has failed on some ranks, which have swallowed the error: a batch is lost, at least."""
+        told = {one.rank: found for one in ranks for found in one.findings if found.kind == "collective"}
+        if not told or not self._new("collective"):
+            return None
+        lines = [f"rank {rank} {_went_on(found)}" for rank, found in sorted(told.items())]
+        lines += [
+            f"rank {one.rank} {_went_on(found)}" for one in ranks for found in one.findings if found.kind == "swallowed"
+        ]
+        odd = {one.rank: found for one in ranks for found in one.findings if found.kind == "stale"}
+        odd = odd if len(odd) < self._size else {}
+        others = tuple(one.rank for one in ranks if one.rank not in told)
+        if others:
+            lines.append(f"{named(others)} {verb(others, 'has', 'have')} called fewer collectives, or other ones")
+        lines += [f"rank {rank} {found.words} (step {found.step})" for rank, found in odd.items()]
+        guilty = others or tuple(sorted(odd))
+        return Verdict(VerdictKind.SWALLOWED, guilty, sentences=tuple(lines), step=max(f.step for f in told.values()))
 
     def _stale(self, ranks: Sequence[Sample], *, last: bool) -> None:
         """What only some ranks have told when all had the time to."""
@@ -80,7 +110,9 @@ class Silent:
             alike = [(rank, found) for rank, found in told if found.words.startswith(what)]
             late = last or all(least > found.step + LATE_STEPS for _, found in alike)
             if late and len({rank for rank, _ in alike}) < self._size and self._new("stale", what):
-                self.notices += [f"rank {rank} {found.words} (step {found.step})" for rank, found in alike]
+                self.notices += [
+                    Notice("stale", f"rank {rank} {found.words} (step {found.step})") for rank, found in alike
+                ]
 
     def _shadowed(self, ranks: Sequence[Sample]) -> None:
         """Which ranks Join has shadowed for most of the time: their data may have ended before their end."""
@@ -88,10 +120,8 @@ class Silent:
         for one in ranks if len(ranks) > 1 else ():
             others = median_without(ordered, one.step)
             if one.step < SHORT * others and self._new("shadowed", one.rank):
-                self.notices.append(
-                    f"rank {one.rank} took {one.step} steps, the others {others:g}: Join hides it, "
-                    "should its data have ended too early"
-                )
+                words = f"rank {one.rank} took {one.step} steps, the others {others:g}: Join hides it, "
+                self.notices.append(Notice("shadowed", words + "should its data have ended too early"))
 
     def _not_finite(self, ranks: Sequence[Sample], *, last: bool) -> Verdict | None:
         told = {one.rank: found for one in ranks for found in one.findings if found.kind == "not finite"}
@@ -124,10 +154,9 @@ class Silent:
         before = f" (after step {one.equal_before} all had the same)" if one.equal_before else ""
         if one.by_round_off:
             if self._new("round-off", mark.layout):
-                self.notices.append(
-                    f"after step {mark.number} {tensor} differs between ranks, by less than 1e-5: by round-off, where "
-                    "machines or devices are of different kinds. Over many steps it may grow"
-                )
+                words = f"after step {mark.number} {tensor} differs between ranks, by less than 1e-5: by round-off, "
+                words += "where machines or devices are of different kinds. Over many steps it may grow"
+                self.notices.append(Notice("round-off", words))
             return None
         if not self._new("drift", mark.table, mark.layout):
             return None
@@ -170,7 +199,7 @@ class Silent:
                 others = median_without(ordered, step)
                 if 0 < step < FEWER * others:
                     few = f"rank {rank} took {step} steps, the others {others:g}"
-                    self.notices.append(f"{few}: is its part of the data meant to be so small?")
+                    self.notices.append(Notice("few steps", f"{few}: is its part of the data meant to be so small?"))
             return None
         parties = parties_by(steps, lambda step: step)
         right = majority(parties)
@@ -178,6 +207,13 @@ class Silent:
         wrong = () if right is None else tuple(rank for rank in steps if rank not in right)
         tie = () if wrong else tuple(tuple(sorted(party)) for party in parties)
         return Verdict(VerdictKind.DIVERGED, wrong, tie, lines, step=max(steps.values()))
+
+
+def _went_on(found: ScriptFinding) -> str:
+    """ "went on after ValueError in its forward, at train.py:7: ... (before step 5)"."""
+    if found.last:
+        return f"swallowed {found.words} (after step {found.step}, its last)"
+    return f"went on after {found.words} (before step {found.step})"
 
 
 def _parties(one: Difference, tensor: str, step: int, before: str) -> list[str]:

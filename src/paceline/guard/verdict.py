@@ -23,10 +23,11 @@ EXIT_CODES = {  # of runs that were ended; else 3
     VerdictKind.DEADLOCK: ExitCode.MISMATCH,
     VerdictKind.NOT_FINITE: ExitCode.NOT_FINITE,
     VerdictKind.DIVERGED: ExitCode.DIVERGED,
+    VerdictKind.SWALLOWED: ExitCode.MISMATCH,
 }
 OWN_WORDS = (
     VerdictKind.DIED, VerdictKind.LEFT, VerdictKind.MISMATCH, VerdictKind.DEADLOCK, VerdictKind.NETWORK,
-    VerdictKind.DIVERGED, VerdictKind.NOT_FINITE,
+    VerdictKind.DIVERGED, VerdictKind.NOT_FINITE, VerdictKind.SWALLOWED,
 )  # fmt: skip
 
 

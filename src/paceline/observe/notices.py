@@ -6,6 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace
 
 from paceline.disk import writing
 from paceline.disk.reading import read_lines
@@ -21,6 +22,8 @@ class Noted(msgspec.Struct, frozen=True, omit_defaults=True):
     unix_time: float
     words: str
     step: int = 0
+    kind: str = ""
+    """what was found: "diverged", "swallowed", ...; empty for what says nothing of the script"""
 
 
 def note(attempt_dir: Path, noted: Noted) -> None:
@@ -35,4 +38,4 @@ def notices(attempt_dir: Path) -> Iterator[Noted]:
         for _, line in zip(range(MOST), read_lines(attempt_dir / NOTICES), strict=False):
             with suppress(msgspec.MsgspecError):
                 found = msgspec.json.decode(line, type=Noted)
-                yield Noted(found.unix_time, clean(found.words)[:MOST_CHARS], found.step)
+                yield replace(found, words=clean(found.words)[:MOST_CHARS])

@@ -14,6 +14,7 @@ from paceline.data.loader import Loading, MicroBatch, load_work
 from paceline.data.plan import BatchPlan, Work, rank_work
 from paceline.data.streams import StreamPlan
 from paceline.errors import UsageError
+from paceline.seeding import preserved_streams
 from paceline.sessions.assumptions import ORDER, RESUMED_ORDER
 from paceline.sessions.order import (
     DrawnPlan,
@@ -120,15 +121,29 @@ class Loader:
         """For each step of an epoch from `start` on, this rank's micro-batches."""
         steps = takewhile(self._order.has, count(start)) if self._order else iter(range(start, len(self)))
         work = (rank_work(plan, epoch, step, share) for step in steps)
-        counts = self.loading.collate is not None
-        with closing(load_work(self.dataset, work, plan.seed, self.loading)) as loaded:
+        collate, fields = self.loading.collate, 0
+        loading = self.loading if collate is None else replace(self.loading, collate=NamingCollate(collate))
+        with closing(load_work(self.dataset, work, plan.seed, loading)) as loaded:
             for step in loaded:
                 if self._order:
                     self._order.forget(step[0][1].step - 1)
+                if collate is None:
+                    yield [MicroBatch(batch, None, one, one.random_seed(plan.seed)) for batch, one in step]
+                    continue
+                fields = fields or self._fields()
                 yield [
-                    MicroBatch(batch, None, one, one.random_seed(plan.seed), rows_of(batch, one) if counts else None)
+                    MicroBatch(batch, None, one, one.random_seed(plan.seed), rows_of(batch, one, fields))
                     for batch, one in step
                 ]
+
+    def _fields(self) -> int:
+        """How many parts a sample has; 1 if it is no tuple."""
+        data: Any = self.dataset
+        with preserved_streams():
+            for number in range(min(len(data), 8)):
+                if (sample := data[number]) is not None:
+                    return len(sample) if isinstance(sample, (tuple, list)) else 1  # pyright: ignore
+        return 1
 
     def order_hash(self, batch: int) -> int:
         """Of the samples of the epoch up to this batch, as far as the plan does not say them; all ranks must agree."""
@@ -250,37 +265,51 @@ def taken_over(loader: DataLoader[Any], loading: Loading) -> Loading:
     )
 
 
-def rows_of(batch: Any, work: Work) -> int:
-    """How many samples a batch has that a collate function has made.
+def rows_of(batch: Any, work: Work, fields: int) -> int:
+    """How many samples a batch has that a collate function has made, of samples of so many `fields`.
 
     As many as were given to it, if any of its tensors or lists has that length; else the length that all of them have,
-    as samples were left out, or each gives several rows. A batch without tensors and lists is taken at its word.
-
-    Raises:
-        UsageError: if its tensors have several lengths, and none is that number.
+    as samples were left out, or each gives several rows. If it has neither tensors nor lists, none were left out. If
+    they have several lengths, and none is that number, it is not known: -1.
     """
     planned = len(work.indices)
-    lengths = {*_lengths(batch)}
+    lengths = {*_lengths(batch, fields)}
     if not lengths or planned in lengths:
         return planned
-    if len(lengths) > 1:
-        raise UsageError(
-            f"the collate function was given {planned} samples, and its batch has tensors of {sorted(lengths)} rows: "
-            "how many samples it has is not known. Let one of them have a row for each sample"
-        )
-    return lengths.pop()
+    return lengths.pop() if len(lengths) == 1 else -1
 
 
-def _lengths(value: Any) -> Iterator[int]:
+def _lengths(value: Any, fields: int) -> Iterator[int]:
     if isinstance(value, Tensor):
         if value.ndim:
             yield len(value)
     elif isinstance(value, Mapping):
         for part in value.values():  # pyright: ignore[reportUnknownVariableType]
-            yield from _lengths(part)
+            yield from _lengths(part, fields)
     elif isinstance(value, (list, tuple)):
-        if value and all(isinstance(part, (Tensor, Mapping, list, tuple)) for part in value):  # pyright: ignore
-            for part in value:  # pyright: ignore[reportUnknownVariableType]
-                yield from _lengths(part)
-        if isinstance(value, list) or not value:
-            yield len(value)  # pyright: ignore[reportUnknownArgumentType]
+        parts: list[Any] = [*value]  # pyright: ignore[reportUnknownArgumentType]
+        if parts and len(parts) == fields and all(isinstance(part, (Tensor, Mapping, list, tuple)) for part in parts):
+            for part in parts:
+                yield from _lengths(part, fields)
+        else:
+            yield len(parts)
+
+
+class NamingCollate:
+    """A collate function that is given what a single process never gives it: the share of one rank alone."""
+
+    def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
+        self._collate = collate
+
+    def __call__(self, items: list[Any]) -> Any:
+        """The batch."""
+        try:
+            return self._collate(items)
+        except Exception as error:
+            if any(item is not None for item in items):
+                raise
+            raise UsageError(
+                f"the collate function fails on {len(items)} samples that are all None: the share of one rank may have "
+                f"none that is left. Let it return tensors of length 0 then, or leave such samples out of the dataset "
+                f"({type(error).__name__}: {error})"
+            ) from error

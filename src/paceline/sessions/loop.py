@@ -72,7 +72,7 @@ class Loop(Ranks):
     _evaluates = False
     """whether a loop over data evaluates"""
     _is_damaged = False
-    """whether a wrong update was made, so that the state must not be saved"""
+    """whether the state must not be saved: a wrong update was made, or it is not complete"""
     saved: dict[str, Any]
     """what else is saved with each checkpoint (rank 0's): numbers, strings, lists and dictionaries of them"""
     _loader_states: dict[str, dict[str, Any]]
@@ -80,9 +80,15 @@ class Loop(Ranks):
     _registered: Registered
     _phases = 0
     """calls of s.epochs so far"""
+    _in_epochs = False
     _epochs = 0
     _opened = _closed = _stopped = False
     _broken: Exception | None = None
+
+    @property
+    def _moment(self) -> tuple[int, ...]:
+        """See Ranks."""
+        return self._course.step, self._where["epoch"], int(self._in_epochs)
 
     @contextmanager
     def evaluating(self) -> Generator[None]:
@@ -369,7 +375,11 @@ class Loop(Ranks):
     def _loop_state(self, world: World | None = None) -> dict[str, Any]:
         """With a `world` a collective; without, as far as this rank knows."""
         if world is not None:
-            self._registered.look_around(part.replica.model for part in self._parts)
+            try:
+                self._registered.look_around(part.replica.model for part in self._parts)
+            except UsageError:
+                self._is_damaged = True
+                raise
         found: dict[str, Any] = {"where": dict(self._where), "parts": [part.numbers() for part in self._parts]}
         found["saved"] = savable(self.saved, strict=world is not None)
         found["data"], found["registered"] = self._data, self._registered.numbers()

@@ -395,11 +395,15 @@ class Prepared(Trainee):
             self._used, self._used_version = weakref.ref(first), _version(first)
 
     def cleared(self, *, set_to_none: bool) -> None:
-        """An optimizer has cleared its gradients."""
-        if len(self.optimizers) == 1:
+        """An optimizer has cleared the gradients of its own parameters, as torch does."""
+        if self.replica.sharded:  # it has pieces of them
             self.replica.model.zero_grad(set_to_none=set_to_none)
-        if len(self.optimizers) == 1 or all(p.grad is None for p in self._parameters):
+        trained = {id(p) for one in self.optimizers for p in one.parameters}
+        if self.replica.sharded or (len(self.optimizers) == 1 and all(id(p) in trained for p in self._parameters)):
             self._adds_to_used = self._waiting = False
+        else:
+            self._waiting = any(p.grad is not None for p in self._parameters)
+            self._adds_to_used = False
 
     # what may not change
 

@@ -40,7 +40,8 @@ class Ranks:
         """Each number added up over all ranks, as a float; several come back as a tuple (a collective)."""
         self._check_all_here()
         values = [float(number) for number in numbers]
-        found = sum_over_ranks(torch.tensor(values, dtype=torch.float64, device=self.device), "numbers of the loop")
+        mine = torch.tensor(values, dtype=torch.float64, device=self.device)
+        found = sum_over_ranks(mine, "numbers of the loop", where=self._moment)
         added: list[float] = found.tolist()
         return added[0] if len(added) == 1 else tuple(added)
 
@@ -65,13 +66,18 @@ class Ranks:
         with together(self.world):
             if values.ndim == 0:
                 raise UsageError("s.gather takes a tensor with a first dimension; for one number use s.sum or s.mean")
-        parts: list[Tensor] = gather_tensors(values, self.world, "tensors of the loop")
+        parts: list[Tensor] = gather_tensors(values, self.world, "tensors of the loop", where=self._moment)
         shapes = [([*part.shape], str(part.dtype)) for part in parts]
         if len({(tuple(shape[1:]), kind) for shape, kind in shapes}) > 1:
             raise told_once(
                 UsageError(f"s.gather: the ranks' tensors differ in more than their length: {shapes}"), self.world
             )
         return in_order(parts, dealt(self._evaluated_batch, self.size))
+
+    @property
+    def _moment(self) -> tuple[int, ...]:
+        """Where in the training the loop is: the same on all ranks that call one of these."""
+        return ()
 
     def _check_all_here(self) -> None:
         """Raise UsageError in the body of an evaluation loop that some ranks do not run."""
@@ -96,7 +102,8 @@ class Ranks:
             if not is_torchmetric(metric):
                 raise UsageError(f"s.compute takes an object of torchmetrics, not a {type(metric).__name__}")
         members = several(metric)
-        told = gather_tensors({name: state_of(one) for name, one in members.items()}, self.world, "states of metrics")
+        states = {name: state_of(one) for name, one in members.items()}
+        told = gather_tensors(states, self.world, "states of metrics", where=self._moment)
         with together(self.world, prepares=False):
             found = {name: result_of(one, [of_rank[name] for of_rank in told]) for name, one in members.items()}
         return found.get("", found)

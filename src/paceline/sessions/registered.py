@@ -60,24 +60,24 @@ class Registered:
             )
 
     def look_around(self, models: Iterable[nn.Module]) -> None:
-        """At the first step, and at the 1st, 2nd, 4th, ... checkpoint: look for modules whose state would be lost.
+        """At the first step, and at the first three checkpoints, then at fewer and fewer: look for modules whose state would be lost.
 
         Raises:
             UsageError: if a module that is neither in one of the `models` nor registered has changed in between.
         """
         self._looks += 1
-        if self._looks > 2 and self._looks & (self._looks - 1):
+        if self._looks > 4 and self._looks & (self._looks - 1):
             return
         known = [*models, *self.ignored, *self.things.values()]
         own = {id(module) for thing in known if isinstance(thing, nn.Module) for module in thing.modules()}
-        for thing in gc.get_objects():
+        for thing in _objects():
             if not _is_module(thing) or id(thing) in own:
                 continue
             now = _fingerprint(thing)
             before = self._seen.get(id(thing))
             if now and before is not None and before[0]() is thing and before[1] != now:
                 raise STATE.error(f"a module that is not in a prepared model, {type(thing).__name__},")
-            if before is None and isinstance(thing, AveragedModel) and int(thing.n_averaged):
+            if before is None and self._looks > 1 and isinstance(thing, AveragedModel) and int(thing.n_averaged):
                 raise STATE.error("an AveragedModel")
             self._seen[id(thing)] = (weakref.ref(thing), now)
 
@@ -117,6 +117,20 @@ def _joined(value: Any, source: Source) -> Any:
     if isinstance(value, Sequence) and not isinstance(value, str):
         return [_joined(part, source) for part in value]
     return value
+
+
+def _objects() -> list[Any]:
+    """All objects of the process that may refer to others, those that are frozen for forks as well."""
+    frozen, enabled = gc.get_freeze_count(), gc.isenabled()
+    gc.disable()
+    try:
+        gc.unfreeze()
+        return gc.get_objects()
+    finally:
+        if frozen:
+            gc.freeze()
+        if enabled:
+            gc.enable()
 
 
 def _is_module(thing: Any) -> bool:

@@ -194,6 +194,7 @@ class Session(Life):
         self._epochs = count
         if resumed is None:
             self._where |= {"phase": phase, "epoch": 0}
+        self._in_epochs = True
         try:
             for epoch in range(self._where["epoch"], count):
                 self._check_whole()
@@ -202,7 +203,7 @@ class Session(Life):
                 yield epoch
                 self._resumed = None
         finally:
-            self._complete = True
+            self._complete, self._in_epochs = True, False
 
     def backward(
         self,

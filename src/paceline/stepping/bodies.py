@@ -40,8 +40,19 @@ class Body:
 
     @property
     def samples(self) -> int:
-        """How many samples count: those that the batch has, which a collate function may have made fewer."""
-        return (self.batch.samples if self.batch.samples is not None else len(self.work.indices)) * self.work.counted
+        """How many samples count: those that the batch has, which a collate function may have made fewer.
+
+        Raises:
+            UsageError: if that is not known.
+        """
+        found = self.batch.samples
+        if found is not None and found < 0:
+            raise UsageError(
+                f"the collate function was given {len(self.work.indices)} samples, and its batch has tensors of several "
+                "lengths, none of which is that number: how many samples it has is not known. Give s.backward(loss, "
+                "weight=...), or let one of its tensors or lists have an entry for each sample"
+            )
+        return (len(self.work.indices) if found is None else found) * self.work.counted
 
     @property
     def done(self) -> tuple[int, tuple[int, ...]]:
@@ -110,13 +121,12 @@ def weighted(loss: Tensor, weight: float | Tensor | None, reduction: Reduction, 
     if reduction not in ("mean", "sum"):
         raise UsageError(f"s.backward(loss, reduction={reduction!r}). Choose from: mean, sum")
     loss, counted = added_in(loss), body.work.counted
-    samples = body.samples
     if loss.ndim == 0:
         if reduction == "sum":
             if weight is not None:
                 raise UsageError("s.backward(loss, weight=..., reduction='sum'): a sum is not divided by weights")
-            return Weighed(loss, 1.0, samples, by_samples=True)
-        weighed = samples if weight is None else weight.detach() if isinstance(weight, Tensor) else weight
+            return Weighed(loss, 1.0, body.samples, by_samples=True)
+        weighed = body.samples if weight is None else weight.detach() if isinstance(weight, Tensor) else weight
         if isinstance(weighed, Tensor) and weighed.ndim:
             raise UsageError(
                 f"weight has shape {tuple(weighed.shape)}, but the loss is one mean: its weight is one number, "

@@ -26,6 +26,9 @@ BITS = {
     "I64": 64, "U64": 64, "F64": 64,
 }  # fmt: skip
 
+REALS = {"C64": "F32", "C128": "F64"}
+"""complex numbers lie in a file as two real ones: safetensors has no complex128, older versions no complex64"""
+
 Number = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
@@ -176,8 +179,8 @@ def check_header(name: str, length: int, header: bytes, file: ShardFile) -> None
         raise Damaged(f"{name} holds other tensors than the manifest says")
     for piece in file.pieces:
         entry = entries[piece.key]
-        elements = math.prod(entry.shape)
-        if entry.dtype != piece.dtype or elements != piece.elements:
+        elements, dtype = math.prod(entry.shape), REALS.get(piece.dtype, piece.dtype)
+        if entry.dtype != dtype or elements != piece.elements * (1 if dtype == piece.dtype else 2):
             raise Damaged(f"{name} holds {elements} x {entry.dtype} as {piece.key!r}, the manifest says otherwise")
         start, stop = entry.data_offsets
         if entry.dtype not in BITS or (stop - start) * 8 != elements * BITS[entry.dtype]:

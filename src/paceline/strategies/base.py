@@ -174,8 +174,11 @@ def replica(
                     "no other rank would see. Unfreeze first, then apply the strategy (again)."
                 )
         if sync_gradients is not None:
-            return sync_gradients(total_weight)
-        return scale_gradients(parameters, 1 / total_weight, world.device)
+            found = sync_gradients(total_weight)
+        else:
+            found = scale_gradients(parameters, 1 / total_weight, world.device)
+        buffers.check()  # after the gradients' collectives: before, their order differs between ranks
+        return found
 
     def reset_gradients() -> None:
         reset()

@@ -2,18 +2,39 @@
 
 Each virtual rank sees its own samples, so its buffers drift apart from the others'. Which rank computes a virtual rank
 must not matter: its buffers are put into the module before its forward, and taken out after it.
+
+For evaluation and saving the values of all virtual ranks are merged. A module declares how in `buffer_reductions`; the
+buffers of normalization layers are averaged; for all others see `paceline.checkpoint.reductions`.
 """
 
-from collections.abc import Generator, Iterable, Mapping
+import hashlib
+import re
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivateUsage]
 
+from paceline.checkpoint.reductions import (
+    OPEN,
+    RankValue,
+    Seen,
+    as_float64,
+    choices,
+    from_float64,
+    inferred,
+    observed,
+    reduced,
+)
 from paceline.checkpoint.state import Held, Source, needed
 from paceline.compute.graphs import not_recorded
 from paceline.data.plan import Work, ranks_share
-from paceline.errors import TrainingError
+from paceline.errors import TrainingError, UsageError
+from paceline.sums import gather_words, labelled, told_once
 from paceline.sums.batchnorm import SyncBatchNorm
 from paceline.sums.exchange import Exchange
 from paceline.sums.replicate import broadcast
@@ -24,8 +45,17 @@ _Buffers = dict[str, Tensor]
 ALWAYS_COPIED_BYTES = 1 << 20
 
 
+_IN_NORMALIZATION = {"running_mean": "mean", "running_var": "mean", "num_batches_tracked": "first"}
+_SAVED_REDUCTION = re.compile(r"reduction/([a-z]+)/(.+)")
+_SAVED_OF_RANK = re.compile(r"buffers/([0-9]{1,9})/(.+)")
+
+
 class VirtualBuffers:
-    """The buffers of this rank's virtual ranks, by virtual rank."""
+    """The buffers of this rank's virtual ranks, by virtual rank.
+
+    Raises:
+        UsageError: a module declares a reduction for a buffer that it has not, or one that does not exist.
+    """
 
     def __init__(self, model: nn.Module, world: World, virtual_ranks: int) -> None:
         self._world = world
@@ -35,14 +65,39 @@ class VirtualBuffers:
         self._names_checked = False
         self._synchronised = {n for n, slots in self._slots.items() if isinstance(slots[0][0], SyncBatchNorm)}
         self._initial = {name: buffer.clone() for name, buffer in self._in_module().items()}
+        self._reductions = _reductions(model, self._slots)
+        """of each buffer; `OPEN`: to be inferred"""
+        self._decided = dict(self._reductions)
+        self._custom = {n: slots[0] for n, slots in self._slots.items() if not _is_in_normalization(*slots[0])}
+        self._open = [name for name, reduction in self._reductions.items() if reduction == OPEN]
+        self._integers = [name for name in self._open if _is_integer(self._initial[name])]
         self._of: dict[int, _Buffers] = {}
+        self._seen: dict[int, dict[str, Seen]] = {}
+        """of each virtual rank: what it has done with `_integers`"""
+        self._counted: set[tuple[int, int]] = set()
+        """(virtual rank, part) of this step whose micro-batch is in `_seen`: a phase may compute it again"""
+        self._forwarded = False
+        self._assigned: set[str] = set()
+        """those that the script has set outside of a step"""
+        self._shown: dict[str, tuple[Tensor, int]] = {}
+        """what the module had, and its version, when it was last looked at"""
+        self._note_shown(self._slots)
+        self._unchecked = virtual_ranks > 1 and bool(self._open)
+        self._differed: set[str] = set()
+        """integer buffers that have had other values on other virtual ranks"""
+        self._inside: tuple[Work, _Buffers, dict[str, tuple[Tensor, int]]] | None = None
+        """of the micro-batch that is computed: itself, the buffers before it, and what was shown then"""
         self._kept: dict[int, _Buffers] = {}
         self._kept_from: dict[int, _Buffers] = {}
+        self._kept_seen: dict[int, dict[str, Seen]] = {}
         self._copied: dict[tuple[int, str], tuple[Tensor, int]] = {}  # large ones: of which tensor, and its version
 
     @torch.no_grad()
     def keep(self) -> None:
         """Remember all buffers as they are, for `put_back`."""
+        self._adopt()
+        self._counted.clear()
+        self._kept_seen = {virtual_rank: dict(seen) for virtual_rank, seen in self._seen.items()}
         self._kept = {virtual_rank: self._kept.get(virtual_rank, {}) for virtual_rank in self._of}
         self._kept_from = {virtual_rank: dict(buffers) for virtual_rank, buffers in self._of.items()}
         copies: list[Tensor] = []
@@ -78,6 +133,8 @@ class VirtualBuffers:
             v: {n: _put_into(b, self._kept_from[v][n], now.get(v, {}).get(n)) for n, b in kept.items()}
             for v, kept in self._kept.items()
         }
+        self._seen = {virtual_rank: dict(seen) for virtual_rank, seen in self._kept_seen.items()}
+        self._counted.clear()
         self._put(next(iter(self._of.values()), {name: b.clone() for name, b in self._initial.items()}))
 
     @contextmanager
@@ -86,29 +143,58 @@ class VirtualBuffers:
 
         Except those of synchronised batch norm: its statistics are global, so a stand-in's are everybody's.
         """
+        self._adopt()
+        self._forwarded = True
         own = self._of.get(work.virtual_rank) or {name: buffer.clone() for name, buffer in self._initial.items()}
         if work.counted:
             self._put(own)
         else:
             self._put({n: b if n in self._synchronised else b.clone() for n, b in own.items()})
-        yield
-        if not self._names_checked:
-            self._check_names()
+        self._inside = work, own, dict(self._shown) if self._integers else {}
+        try:
+            yield
+            if not self._names_checked:
+                self._check_names()
+            self._collect(*self._inside)
+        finally:
+            self._inside = None
+
+    def _collect(self, work: Work, own: _Buffers, before: Mapping[str, tuple[Tensor, int]]) -> None:
         # Read back: a module may have replaced its buffer instead of writing into it.
         after = self._in_module()
+        for name in self._custom:
+            self._check_fits(name, after[name])
+        self._note_shown(self._custom)
+        if work.counted:
+            self._count(work, before)
         kept = after if work.counted else {n: after[n] if n in self._synchronised else b for n, b in own.items()}
         # Only what has seen a sample counts in the mean; who runs stand-ins depends on the world size.
         if work.counted or self._synchronised or work.virtual_rank in self._of:
             self._of[work.virtual_rank] = kept
 
+    def check(self) -> None:
+        """Before the first update: whether buffers can be merged at all (once a collective, if there are open ones).
+
+        Raises:
+            UsageError: as `merged`.
+        """
+        if self._unchecked:
+            if self._inside is not None:
+                self._collect(*self._inside)
+            self._unchecked = not self._infer(early=True)
+
     @contextmanager
     def merged(self) -> Generator[None]:
-        """Inside, the module has on every rank the mean of the buffers over all virtual ranks (a collective).
+        """Inside, the module has on every rank its buffers merged over all virtual ranks (a collective).
 
-        Only virtual ranks that have seen a sample count; buffers that are no floats are those of the lowest one.
+        Only virtual ranks that have seen a sample count.
+
+        Raises:
+            UsageError: it cannot be told how the values of a buffer combine: its module must declare it.
         """
+        self._adopt()
         before = self._in_module()
-        self._put(self._mean())
+        self._put(self._merge())
         try:
             yield
         finally:
@@ -123,18 +209,85 @@ class VirtualBuffers:
         if self._synchronised and self._of:  # forwarded together, on all ranks alike
             common = next(iter(self._of.values()))
             held += [Held(f"buffers/{name}", common[name]) for name in sorted(self._synchronised)]
+        for name in self._custom:
+            reduction, initial = self._reductions[name], self._initial[name]
+            needs_initial = reduction == "sum" or (reduction == OPEN and not _is_real(initial))
+            held.append(Held(f"reduction/{reduction}/{name}", initial if needs_initial else initial.new_empty(0)))
+        for virtual_rank in self._of if self._integers else ():
+            seen = self._seen.get(virtual_rank, {})
+            held += [
+                Held(f"seen/{virtual_rank}/{name}", seen.get(name, Seen()).tensor(), replicated=False)
+                for name in self._integers
+            ]
         return held
 
     def load(self, source: Source) -> None:
         """Take over the buffers of this rank's virtual ranks; one that has none there has not seen a sample yet."""
-        self._of = {}
+        self._of, self._seen = {}, {}
+        for name, initial in self._initial_values(source).items():
+            self._initial[name] = initial
         share = ranks_share(self._virtual_ranks, self._world.rank, self._world.size)
         for virtual_rank in share if not self._synchronised else share[:1]:
             buffers = {name: self._saved(source, virtual_rank, name) for name in self._slots}
             if any(buffer is not None for buffer in buffers.values()):
                 initial = self._initial
                 self._of[virtual_rank] = {n: initial[n].clone() if b is None else b for n, b in buffers.items()}
+                self._seen[virtual_rank] = _saved_seen(source, virtual_rank, self._integers)
+        if self._custom and self._has_other_ranks(source):
+            self._start_from(self._merged_in(source))
         self._put(next(iter(self._of.values()), self._initial))
+
+    def _initial_values(self, source: Source) -> _Buffers:
+        """Of the run that `source` is of: a sum begins with it."""
+        found: _Buffers = {}
+        for full in source.names("reduction/"):
+            match = _SAVED_REDUCTION.fullmatch(full)
+            if match and match[2] in self._custom and source.shape(full) == self._initial[match[2]].shape:
+                found[match[2]] = needed(source, full, self._initial[match[2]]).to(self._world.device)
+        for name in self._custom:  # weights to begin with are the same for all virtual ranks
+            if f"buffers/{name}" in source.names(f"buffers/{name}"):
+                found[name] = needed(source, f"buffers/{name}", self._initial[name], any_type=True)
+                found[name] = found[name].to(self._world.device)
+        return found
+
+    def _has_other_ranks(self, source: Source) -> bool:
+        """Whether `source` has values of virtual ranks, or of ranks that share one set, that there are not now."""
+        saved = {int(match[1]) for full in source.names("buffers/") if (match := _SAVED_OF_RANK.fullmatch(full))}
+        if not self._synchronised or not saved:
+            return any(virtual_rank >= self._virtual_ranks for virtual_rank in saved)
+        ranks = range(self._world.size)
+        return saved != {ranks_share(self._virtual_ranks, rank, self._world.size).start for rank in ranks}
+
+    def _merged_in(self, source: Source) -> _Buffers:
+        """The custom buffers as `source` has them, merged."""
+        merged: _Buffers = {}
+        for name, (owner, leaf) in self._custom.items():
+            initial = self._initial[name]
+            values: dict[int, Tensor] = {}
+            ranks: list[RankValue] = []
+            for full in source.names("buffers/"):
+                match = _SAVED_OF_RANK.fullmatch(full)
+                if match and match[2] == name:
+                    rank = int(match[1])
+                    values[rank] = needed(source, full, initial, any_type=True).to(self._world.device)
+                    seen = _saved_seen(source, rank, [name])[name]
+                    changed = bool((values[rank] != initial).any())
+                    ranks.append(observed(values[rank], initial, None, seen, changed=changed))
+            reduction = self._reductions[name]
+            if values and reduction == OPEN:
+                reduction = inferred(initial, ranks)
+            if not reduction:
+                raise self._undeclared(name, owner, leaf)
+            merged[name] = reduced(values, reduction, initial, max(values) + 1) if values else initial
+        return merged
+
+    def _start_from(self, values: _Buffers) -> None:
+        """These are the values of all virtual ranks, as if the run began with them."""
+        self._seen = {}
+        for name, value in values.items():
+            self._initial[name] = value.clone()
+            for buffers in self._of.values():
+                buffers[name] = value.clone()
 
     def _saved(self, source: Source, virtual_rank: int, name: str) -> Tensor | None:
         names = [f"buffers/{virtual_rank}/{name}", f"buffers/{name}"]
@@ -145,30 +298,46 @@ class VirtualBuffers:
                 return needed(source, full, self._initial[name], any_type=True).to(self._world.device)
         return None
 
-    def _mean(self) -> _Buffers:
+    def _merge(self) -> _Buffers:
         """In the tree's order, so that the world size does not show; in float64, so that the order hardly matters."""
-        floating = {n: b for n, b in self._initial.items() if b.is_floating_point()}
-        root = self._tree_sum(floating)
+        initial, own = self._initial, self._of[min(self._of)] if self._of else self._initial
+        if self._virtual_ranks == 1:
+            return {name: buffer.clone() for name, buffer in own.items()}
+        self._infer()
+        by: dict[str, list[str]] = {}
+        for name, reduction in self._decided.items():
+            whole = reduction != "first" and not _is_real(initial[name])
+            by.setdefault(f"whole {reduction}" if whole else reduction, []).append(name)
+        added_up = [*by.get("mean", ()), *by.get("sum", ())]
+        root = self._tree_sum(added_up, {*by.get("sum", ())})
         count = float(root[-1])
-        pieces = root[:-1].split([b.numel() for b in floating.values()]) if floating else []
-        mean: _Buffers = {}
-        for (name, initial), piece in zip(floating.items(), pieces, strict=True):
-            mean[name] = (piece / count).reshape(initial.shape).to(initial.dtype) if count else initial.clone()
-        own = self._of[min(self._of)] if self._of else self._initial
-        lowest = {name: own[name].clone() for name in self._initial if name not in floating}
-        # from rank 0: it owns virtual rank 0, which has a share of every global batch
-        broadcast([*lowest.values()], group=self._world.group)
-        return mean | lowest
+        merged = {name: initial[name].clone() for name in initial}
+        pieces = root[:-1].split([as_float64(initial[name]).numel() for name in added_up]) if added_up else []
+        for name, piece in zip(added_up if count else (), pieces, strict=bool(count)):
+            total = piece / count if self._decided[name] == "mean" else piece + as_float64(initial[name])
+            merged[name] = from_float64(total, initial[name])
+        if count:
+            merged |= self._largest(by.get("max", []), by.get("min", []), torch.float64)
+            merged |= self._largest(by.get("whole max", []), by.get("whole min", []), torch.int64)
+            merged |= self._whole_sums(by.get("whole sum", []))
+        lowest = {name: own[name].clone() for name in by.get("first", ())}
+        if self._world.size > 1:  # from rank 0: it owns virtual rank 0, which has a share of every global batch
+            broadcast([*lowest.values()], group=self._world.group)
+        return {name: (merged | lowest)[name] for name in initial}
 
-    def _tree_sum(self, names: Iterable[str]) -> Tensor:
-        """(n + 1,) float64: the sum of all these buffers over virtual ranks, and how many of them there are."""
+    def _tree_sum(self, names: Sequence[str], differences: set[str]) -> Tensor:
+        """(n + 1,) float64: the sum of all these buffers over virtual ranks, and how many of them there are.
+
+        Of `differences` the sum of how far they are from the initial value.
+        """
         forest = forest_of(self._world, self._virtual_ranks)
         sums = forest.partial_sums(added)
         zeros = torch.zeros(1, dtype=torch.float64, device=self._world.device)
-        size = sum(self._initial[name].numel() for name in names) + 1
+        start = {name: as_float64(self._initial[name]) for name in names}
+        size = sum(flat.numel() for flat in start.values()) + 1
         padding = zeros.expand(forest.padded(size) - size)
         for virtual_rank, buffers in sorted(self._of.items()):
-            flat = [buffers[name].flatten().double() for name in names]
+            flat = [as_float64(buffers[n]) - start[n] if n in differences else as_float64(buffers[n]) for n in names]
             sums.add(virtual_rank, torch.cat([*flat, zeros + 1, padding]))
         nothing = zeros.repeat(forest.padded(size))
         exchange = Exchange(
@@ -177,13 +346,183 @@ class VirtualBuffers:
         exchange.gather()
         return exchange.end()[:size]
 
+    def _largest(self, largest: Sequence[str], smallest: Sequence[str], kind: torch.dtype) -> _Buffers:
+        """The maxima and minima over virtual ranks, compared as `kind` (a collective, if there are any)."""
+        names = [*largest, *smallest]
+        if not names:
+            return {}
+        sizes = [self._initial[name].numel() for name in names]
+        lowest = -torch.inf if kind.is_floating_point else torch.iinfo(kind).min
+        top = torch.full((sum(sizes),), lowest, dtype=kind, device=self._world.device)
+        for buffers in self._of.values():
+            # ~x orders whole numbers as -x does, and has no overflow
+            values = [buffers[name].flatten().to(kind) for name in names]
+            turned = [value if i < len(largest) else _turned(value) for i, value in enumerate(values)]
+            top = torch.maximum(top, torch.cat(turned))
+        unknown = top.isnan().to(kind)
+        both = torch.cat([top.nan_to_num(nan=lowest, posinf=torch.inf, neginf=-torch.inf), unknown])
+        if self._world.size > 1:
+            dist.all_reduce(labelled(both, "largest buffers"), dist.ReduceOp.MAX, group=self._world.group)
+        top, unknown = both.split(len(top))
+        if kind.is_floating_point:
+            top = torch.where(unknown > 0, torch.nan, top)
+        found: _Buffers = {}
+        for i, (name, piece) in enumerate(zip(names, top.split(sizes), strict=True)):
+            value = piece if i < len(largest) else _turned(piece)
+            value = value + 0.0 if kind.is_floating_point else value  # no -0: see `reduced`
+            found[name] = value.reshape(self._initial[name].shape).to(self._initial[name].dtype)
+        return found
+
+    def _whole_sums(self, names: Sequence[str]) -> _Buffers:
+        """Sums of integer buffers (a collective, if there are any)."""
+        if not names:
+            return {}
+        initial = [self._initial[name].flatten().long() for name in names]
+        total = torch.zeros_like(torch.cat(initial))
+        for buffers in self._of.values():
+            total += torch.cat([buffers[n].flatten().long() - i for n, i in zip(names, initial, strict=True)])
+        if self._world.size > 1:
+            dist.all_reduce(labelled(total, "sums of integer buffers"), group=self._world.group)
+        pieces = (total + torch.cat(initial)).split([len(one) for one in initial])
+        likes = [self._initial[name] for name in names]
+        return {n: p.reshape(i.shape).to(i.dtype) for n, p, i in zip(names, pieces, likes, strict=True)}
+
+    def _infer(self, *, early: bool = False) -> bool:
+        """Decide about the open buffers (a collective, if there are any); whether a virtual rank has seen a sample.
+
+        Raises:
+            UsageError: on rank 0, naming a buffer of which nobody knows how its values combine; ToldElsewhere on the
+                others.
+        """
+        self._decided = dict(self._reductions)
+        assigned = {name: _digest(self._initial[name]) for name in sorted(self._assigned)}
+        if not self._open and not any(self._decided[n] == "sum" for n in self._custom):
+            return bool(self._of)
+        mine = {str(v): {n: asdict(o) for n, o in found.items()} for v, found in self._observe().items()}
+        told = gather_words([assigned, mine], self._world)
+        for name in sorted({name for one, _ in told for name in one}):
+            if len({one.get(name) for one, _ in told}) > 1:
+                raise told_once(self._differs_between_ranks(name), self._world)
+        ranks: list[dict[str, Any]] = [found for _, of_rank in told for found in of_rank.values()]
+        for name in self._open:
+            seen = [_from_words(one[name]) for one in ranks]
+            if len({one.digest for one in seen}) > 1:
+                self._differed.add(name)
+            by_chance = early or name in self._differed
+            self._decided[name] = inferred(self._initial[name], seen, by_chance=by_chance)
+            if not self._decided[name]:
+                raise told_once(self._undeclared(name, *self._custom[name]), self._world)
+        return bool(ranks)
+
+    def _observe(self) -> dict[int, dict[str, RankValue]]:
+        pairs = [(v, name) for v in sorted(self._of) for name in self._open]
+        different = [(self._of[v][name] != self._initial[name]).any() for v, name in pairs]
+        changed = torch.stack(different).tolist() if different else []  # one wait for a GPU
+        found: dict[int, dict[str, RankValue]] = {v: {} for v in sorted(self._of)}
+        for (v, name), is_changed in zip(pairs, changed, strict=True):
+            seen = self._seen.get(v, {}).get(name, Seen())
+            older = self._kept.get(v, {}).get(name)
+            found[v][name] = observed(self._of[v][name], self._initial[name], older, seen, changed=is_changed)
+        return found
+
+    def _count(self, work: Work, before: Mapping[str, tuple[Tensor, int]]) -> None:
+        """Note what a micro-batch has done with the integer buffers."""
+        key = (work.virtual_rank, work.part)
+        if not self._integers or key in self._counted:
+            return
+        self._counted.add(key)
+        of_rank = self._seen.setdefault(work.virtual_rank, {})
+        for name in self._integers:
+            (old, version), (new, now) = before[name], self._shown[name]
+            seen = of_rank.get(name, Seen())
+            of_rank[name] = Seen(
+                seen.micro_batches + 1,
+                seen.samples + len(work.indices),
+                seen.writes + (now - version if new is old else 1),
+                seen.replaced + (new is not old),
+            )
+
+    def _adopt(self) -> None:
+        """Take over what the script has assigned to a buffer between two steps: for all virtual ranks.
+
+        Before the first forward any buffer, afterwards none of a normalization layer: their kernels do not say that
+        they write.
+
+        Raises:
+            UsageError: it depends on the old value, of which each virtual rank has another one; or it does not fit.
+        """
+        for name in self._custom if self._forwarded else self._slots:
+            now = _buffer(*self._slots[name][0])
+            old, version = self._shown[name]
+            if now is old and _version(now) == version:
+                continue
+            self._check_fits(name, now)
+            reduction, initial = self._reductions[name], self._initial[name]
+            of_ranks = [seen[name] for seen in self._seen.values() if name in seen]
+            accumulates = self._forwarded and (
+                reduction in ("sum", "mean", "max", "min")
+                or (name in self._integers and any(seen.writes or seen.replaced for seen in of_ranks))
+            )
+            if accumulates and self._virtual_ranks > 1 and bool(now.any()) and not torch.equal(now, initial):
+                owner, leaf = self._slots[name][0]
+                raise UsageError(
+                    f"buffer {leaf} of {_described(self._model, owner)} was changed between two steps, and each of "
+                    f"the {self._virtual_ranks} virtual ranks has its own value of it. Only its initial value or "
+                    "zeros can be assigned there. Change it in the module's forward instead."
+                )
+            self._assigned.add(name)
+            self._initial[name] = now.detach().clone()
+            for seen in self._seen.values():
+                seen.pop(name, None)
+            for buffers in self._of.values():
+                buffers[name] = now if buffers[name] is now else now.detach().clone()
+            self._note_shown([name])
+
+    def _check_fits(self, name: str, now: Tensor) -> None:
+        initial = self._initial[name]
+        if now.shape == initial.shape and now.dtype == initial.dtype:
+            return
+        owner, leaf = self._slots[name][0]
+        raise UsageError(
+            f"buffer {leaf} of {_described(self._model, owner)} was {tuple(initial.shape)} {initial.dtype} when the "
+            f"strategy was applied and is now {tuple(now.shape)} {now.dtype}. Buffers cannot change their shape or "
+            "type during training: register it with its final shape, and keep the number of used rows in a second "
+            "buffer."
+        )
+
+    def _undeclared(self, name: str, owner: nn.Module, leaf: str) -> UsageError:
+        fitting = choices(self._initial[name])
+        others = ", ".join(fitting[1:])
+        kind = "each virtual rank has another value of it"
+        if name in self._integers:
+            kind = "it is not clear whether it counts samples, counts calls, or is set to a number"
+        return UsageError(
+            f"buffer {leaf} of {_described(self._model, owner)} cannot be merged over the {self._virtual_ranks} "
+            f"virtual ranks: {kind}. Declare in class {type(owner).__name__} how the values combine: "
+            f'buffer_reductions = {{"{leaf}": "{fitting[0]}"}}  # or {others}'
+        )
+
+    def _differs_between_ranks(self, name: str) -> UsageError:
+        owner, leaf = self._slots[name][0]
+        return UsageError(
+            f"buffer {leaf} of {_described(self._model, owner)} was set to different values on different ranks, "
+            "outside of a step. Set it to the same value on all ranks."
+        )
+
+    def _note_shown(self, names: Iterable[str]) -> None:
+        for name in names:
+            now = _buffer(*self._slots[name][0])
+            self._shown[name] = (now, _version(now))
+
     def _in_module(self) -> _Buffers:
-        return {name: getattr(*slots[0]) for name, slots in self._slots.items()}
+        return {name: _buffer(*slots[0]) for name, slots in self._slots.items()}
 
     def _put(self, buffers: Mapping[str, Tensor]) -> None:
         for name, slots in self._slots.items():
             for owner, leaf in slots:
-                setattr(owner, leaf, buffers[name])
+                if _buffer(owner, leaf) is not buffers[name]:  # setattr of a module is slow
+                    setattr(owner, leaf, buffers[name])
+        self._note_shown(self._custom if self._forwarded else self._slots)
 
     def _check_names(self) -> None:
         """After the first forward: a buffer that was made in it would belong to whoever computed it, and be lost.
@@ -221,6 +560,105 @@ def _slots(model: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
             name = by_identity.setdefault(id(buffer), f"{prefix}.{leaf}" if prefix else leaf)
             slots.setdefault(name, []).append((owner, leaf))
     return slots
+
+
+def _reductions(model: nn.Module, slots: Mapping[str, Sequence[tuple[nn.Module, str]]]) -> dict[str, str]:
+    """Of each buffer what its module declares, or what is known; else `OPEN`.
+
+    Raises:
+        UsageError: a declaration is wrong.
+    """
+    for owner in model.modules():
+        _check_declaration(model, owner)
+    found: dict[str, str] = {}
+    for name, places in slots.items():
+        declared = {d for owner, leaf in places if (d := _declared(owner).get(leaf)) is not None}
+        if len(declared) > 1:
+            raise UsageError(f"buffer {name} is shared by modules that declare {' and '.join(sorted(declared))} for it")
+        found[name] = declared.pop() if declared else _known(*places[0])
+    return found
+
+
+def _declared(owner: nn.Module) -> Mapping[str, str]:
+    return getattr(owner, "buffer_reductions", None) or {}
+
+
+def _check_declaration(model: nn.Module, owner: nn.Module) -> None:
+    declared: Any = _declared(owner)
+    whose = _described(model, owner)
+    if not isinstance(declared, Mapping):
+        raise UsageError(f'buffer_reductions of {whose} must be a dictionary such as {{"total": "sum"}}')
+    buffers = owner._buffers  # pyright: ignore[reportPrivateUsage]
+    for leaf, reduction in declared.items():  # pyright: ignore[reportUnknownVariableType]
+        if leaf not in buffers:
+            known = ", ".join(buffers) or "none"
+            raise UsageError(
+                f"buffer_reductions of {whose} names {leaf!r}, but the buffers of this module are: {known}"
+            )
+        buffer = buffers[leaf]
+        if buffer is not None and reduction not in (fitting := choices(buffer)):
+            raise UsageError(
+                f"buffer_reductions of {whose}: {leaf!r} is {buffer.dtype} and declared as {reduction!r}. "
+                f"Choose from: {', '.join(fitting)}"
+            )
+
+
+def _known(owner: nn.Module, leaf: str) -> str:
+    """The reduction of buffers of torch's own modules; `OPEN` for any other."""
+    if _is_in_normalization(owner, leaf):
+        return _IN_NORMALIZATION[leaf]
+    kinds = [kind.__name__ for kind in type(owner).__mro__]
+    if leaf in ("min_val", "max_val") and "MinMaxObserver" in kinds and not any("MovingAverage" in k for k in kinds):
+        return leaf[:3]
+    # the vectors of spectral norm, which each forward improves by the weight alone
+    parametrized = kinds[0] == "_SpectralNorm" and leaf in ("_u", "_v")
+    hooked = leaf[-2:] in ("_u", "_v") and f"{leaf[:-2]}_orig" in owner._parameters  # pyright: ignore[reportPrivateUsage]
+    return "first" if parametrized or hooked else OPEN
+
+
+def _is_in_normalization(owner: nn.Module, leaf: str) -> bool:
+    return isinstance(owner, _NormBase) and leaf in _IN_NORMALIZATION and leaf not in _declared(owner)
+
+
+def _is_real(buffer: Tensor) -> bool:
+    """Neither integer nor bool."""
+    return buffer.is_floating_point() or buffer.is_complex()
+
+
+def _is_integer(buffer: Tensor) -> bool:
+    return not _is_real(buffer) and buffer.dtype != torch.bool
+
+
+def _buffer(owner: nn.Module, leaf: str) -> Tensor:
+    found = owner._buffers.get(leaf)  # pyright: ignore[reportPrivateUsage] - getattr of a module is slow
+    return getattr(owner, leaf) if found is None else found
+
+
+def _described(model: nn.Module, owner: nn.Module) -> str:
+    name = next(name for name, module in model.named_modules() if module is owner)
+    return f"{name} ({type(owner).__name__})" if name else f"the model ({type(owner).__name__})"
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version  # pyright: ignore[reportPrivateUsage]
+
+
+def _from_words(words: dict[str, Any]) -> RankValue:
+    return RankValue(words["digest"], words["step"], words["decreased"], Seen(**words["seen"]))
+
+
+def _turned(values: Tensor) -> Tensor:
+    return -values if values.is_floating_point() else ~values
+
+
+def _digest(tensor: Tensor) -> str:
+    data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return hashlib.sha256(data.numpy().data).hexdigest()
+
+
+def _saved_seen(source: Source, virtual_rank: int, names: Iterable[str]) -> dict[str, Seen]:
+    saved = {name: source.tensor(f"seen/{virtual_rank}/{name}") for name in names}
+    return {name: Seen() if one is None else Seen(*one.tolist()) for name, one in saved.items()}
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from paceline.checkpoint.state import Held
 from paceline.checkpoint.whole import whole
 from paceline.compute.blocks import cut_into_blocks, gathered, on_backward
 from paceline.compute.precision import rounded_by_autocast
+from paceline.contract.evidence import BLOCK
 from paceline.data.plan import Work
 from paceline.strategies.base import MakeOptimizer, Replica, replica
 from paceline.strategies.held import hold_pieces, load_pieces
@@ -38,6 +39,7 @@ if TYPE_CHECKING:  # imported where it is used: it would cost every other strate
     from torch.distributed.fsdp import FSDPModule
 
 FLAG = "--fsdp-wrap"
+MAX_NAME = 33  # characters of a block's name, from its end, in the names of its collectives: the box keeps 40
 
 
 def fsdp(
@@ -79,6 +81,8 @@ def fsdp(
     groups = [[names[p] for p in group["params"]] for group in optimizer.param_groups]
     shapes = {name: parameter.shape for parameter, name in names.items()}
     blocks = cut_into_blocks(model, wrap, world, flag=FLAG, rounded=rounded_by_autocast(model))
+    for name, block in blocks.items():
+        _name_collectives(block, name)
     shares = _Shares(model, shapes, world)
     for group, members in zip(optimizer.param_groups, groups, strict=True):
         group["params"] = [p for name in members if (p := shares.trained(name)) is not None]
@@ -98,6 +102,28 @@ def fsdp(
         hold=lambda: shares.spared(hold_pieces(shares.pieces, shapes, optimizer, shares.uncut)),
         load=lambda source: load_pieces(shares.pieces, shapes, optimizer, source, shares.uncut),
     )  # fmt: skip
+
+
+def _name_collectives(block: FSDPModule, name: str) -> None:
+    """Give the collectives of a block its name.
+
+    Ranks that call different blocks of one size would otherwise exchange the weights of different blocks without an
+    error: names are compared in each step (`stepping.order`), and the hang guard shows them.
+    """
+    from torch.distributed.fsdp._fully_shard import _fsdp_collectives as usual
+
+    label = f"{BLOCK}{name[-MAX_NAME:] or 'the rest of the model'}"
+
+    class AllGather(usual.DefaultAllGather):
+        def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            return super().__call__(output_tensor, labelled(input_tensor, label), *args, **kwargs)
+
+    class ReduceScatter(usual.DefaultReduceScatter):
+        def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            return super().__call__(labelled(output_tensor, label), input_tensor, *args, **kwargs)
+
+    block.set_custom_all_gather(AllGather())
+    block.set_custom_reduce_scatter(ReduceScatter())
 
 
 class _Shares:

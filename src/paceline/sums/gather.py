@@ -6,47 +6,79 @@ there are. Gloo's own all-gather and all-reduce are rings, which take one and tw
 
 import json
 from collections.abc import Callable
-from functools import reduce
+from functools import lru_cache, reduce
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from paceline.errors import ExitCode, TrainingError
+
 CPU = torch.device("cpu")
 AT_ONCE_BYTES = 1 << 26  # of all messages to all; what is larger is not copied for each
+HEADER_BYTES = 64
 MOST_BYTES = 1 << 16  # that a rank sends to all beyond a ring's: 50 ms at 10 Mbit/s
 
 
 def gather_over_torch(
-    words: Any, size: int, device: torch.device = CPU, group: dist.ProcessGroup | None = None
+    words: Any,
+    size: int,
+    device: torch.device = CPU,
+    group: dist.ProcessGroup | None = None,
+    *,
+    name: str = "words",
 ) -> list[Any]:
-    """The `words` (anything JSON can hold) of all `size` ranks of a group, the default one, by rank, on every rank."""
+    """The `words` (anything JSON can hold) of all `size` ranks of a group, the default one, by rank, on every rank.
+
+    `name` says what for.
+    """
     if size == 1:
         return [words]
     payload = torch.frombuffer(bytearray(json.dumps(words).encode()), dtype=torch.uint8).to(device)
     length = torch.tensor([len(payload)], device=device)
-    sizes = [int(n) for n in start_gather(length, "lengths of words", group)()]
+    sizes = [int(n) for n in start_gather(length, f"length of {name}", group)()]
     padded = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
     padded[: len(payload)] = payload
-    received = start_gather(padded, "words", group)()
+    received = start_gather(padded, name, group)()
     return [json.loads(bytes(own[:n].tolist())) for own, n in zip(received, sizes, strict=True)]
 
 
 def start_gather(mine: Tensor, name: str, group: dist.ProcessGroup | None = None) -> Callable[[], Tensor]:
     """Start to send `mine`, (n,), the same n on all ranks of a group, to all of them; the returned function waits.
 
+    Gloo pairs messages of equal length whatever they hold, so on the CPU each begins with its name, type and size.
+
     Returns:
-        To be called once: (ranks, n), by rank.
+        To be called once: (ranks, n), by rank. Raises TrainingError with MISMATCH if ranks have begun different ones.
     """
     size = dist.get_world_size(group)
-    to_all = mine.device.type == "cpu" and size * mine.nbytes <= AT_ONCE_BYTES
-    own, of_all = labelled(mine.repeat(size) if to_all else mine, name), mine.new_empty(size * len(mine))
-    if to_all:
-        work = dist.all_to_all_single(of_all, own, group=group, async_op=True)
-    else:
-        work = gather_shares(of_all, own, group)
-    return lambda: when_done(work, of_all, own).view(size, len(mine))
+    if mine.device.type != "cpu" or size * mine.nbytes > AT_ONCE_BYTES:
+        sent, of_all = labelled(mine, name), mine.new_empty(size * len(mine))
+        work = gather_shares(of_all, sent, group)
+        return lambda: when_done(work, of_all, sent).view(size, len(mine))
+    row = torch.cat([_header(name, mine.dtype, len(mine)), mine.detach().contiguous().view(torch.uint8)])
+    rows, received = labelled(row.repeat(size), name), row.new_empty(size * len(row))
+    started = dist.all_to_all_single(received, rows, group=group, async_op=True)
+    return lambda: _contents(when_done(started, received, rows).view(size, -1), row, mine.dtype)
+
+
+@lru_cache(1024)
+def _header(name: str, dtype: torch.dtype, count: int) -> Tensor:
+    text = f"{name} [{count}] {str(dtype).removeprefix('torch.')}".encode()[:HEADER_BYTES]
+    return torch.frombuffer(bytearray(text.ljust(HEADER_BYTES, b"\0")), dtype=torch.uint8)
+
+
+def _contents(rows: Tensor, mine: Tensor, dtype: torch.dtype) -> Tensor:
+    headers = rows[:, :HEADER_BYTES]
+    if not torch.equal(headers, mine[:HEADER_BYTES].expand_as(headers)):
+        texts = [bytes(header.tolist()).rstrip(b"\0").decode(errors="replace") for header in headers]
+        called = "; ".join(f"rank {number} of the group sends '{text}'" for number, text in enumerate(texts))
+        raise TrainingError(
+            f"Detected mismatch between collectives: {called}. All ranks must call the same ones in the same order.",
+            ExitCode.MISMATCH,
+        )
+    return rows[:, HEADER_BYTES:].contiguous().view(dtype)
 
 
 def start_sum(numbers: Tensor, name: str, group: dist.ProcessGroup | None = None) -> Callable[[], Tensor]:

@@ -27,14 +27,14 @@ def barrier(memory: SharedMemory) -> None:
         memory.words.wait()
 
 
-def gather_words_in_memory(memory: SharedMemory, words: Any) -> list[Any]:
-    """The `words` (anything JSON can hold) of all ranks, by rank."""
+def gather_words_in_memory(memory: SharedMemory, words: Any, name: str = "words") -> list[Any]:
+    """The `words` (anything JSON can hold) of all ranks, by rank; `name` says what for."""
     payload = json.dumps(words).encode()
     content = torch.frombuffer(bytearray(len(payload).to_bytes(_LENGTH_BYTES, "little") + payload), dtype=torch.uint8)
     channel, received = memory.words, [bytearray() for _ in range(memory.size)]
     room, at, longest = channel.data_bytes, 0, 1
     slots = channel.typed(torch.uint8)
-    with memory.operation(channel, memory.called("all_gather", "words")):
+    with memory.operation(channel, memory.called("all_gather", name)):
         while at < longest:
             slot = channel.write()
             mine = content[at : at + room]

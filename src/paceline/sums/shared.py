@@ -26,13 +26,13 @@ from typing import Any
 
 import torch
 
-from paceline.contract.evidence import Op
+from paceline.contract.evidence import SHARED_GROUP, Op
 from paceline.host.cgroup import usable_cores
 from paceline.host.procfs import read_process
 from paceline.sums.channel import HEADER_BYTES, SPINS, Channel
 from paceline.worker.guard import Guard
 
-GROUP = "shared"  # what the hang guard calls the ranks that share memory; `hosts` has other names for several hosts
+GROUP = SHARED_GROUP  # `hosts` has other names for several hosts
 PAGE, LINE = 4096, 64
 TOKEN_BYTES = 16
 _SMALL_BYTES = 64 << 10

@@ -1,18 +1,20 @@
 """Tensors of any number and shape from every rank, on every rank."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from paceline.sums.gather import start_gather
+from paceline.sums.places import place_hash, places
 from paceline.sums.words import gather_words
 from paceline.worker.world import World
 
 
-def gather_tensors(value: Any, world: World, name: str) -> list[Any]:
+def gather_tensors(value: Any, world: World, name: str, *, where: Sequence[int] = ()) -> list[Any]:
     """Every rank's `value`, by rank, on every rank, the same to the bit, on the world's device (a collective).
 
     Args:
@@ -20,11 +22,18 @@ def gather_tensors(value: Any, world: World, name: str) -> list[Any]:
             different ones.
         world: of all ranks.
         name: for the hang guard.
+        where: must be the same on all ranks, as the place of the program must.
+
+    Raises:
+        TrainingError: with MISMATCH, if ranks call from different places; see `places`. ToldElsewhere on all but one.
     """
     if world.size == 1:
         return [value]
     held: list[Tensor] = []
-    told = gather_words([_described(value, held), [[str(t.dtype)[6:], [*t.shape]] for t in held]], world)
+    mine = [_described(value, held), [[str(t.dtype)[6:], [*t.shape]] for t in held], place_hash(where)]
+    found_of = gather_words(mine, world)
+    places().compare([place for *_, place in found_of], name, partial(gather_words, world=world))
+    told = [(described, kinds) for described, kinds, _ in found_of]
     copies = [t.detach().to(world.device).clone(memory_format=torch.contiguous_format) for t in held]
     mine = torch.cat([torch.empty(0, dtype=torch.uint8, device=world.device), *(_bytes(t) for t in copies)])
     sizes = [[math.prod(shape) * getattr(torch, kind).itemsize for kind, shape in kinds] for _, kinds in told]

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,11 +11,14 @@ from torch import Tensor
 
 from paceline.sums.gather import start_sum
 from paceline.sums.pending import Pending, sent
+from paceline.sums.places import place_hash, places
 from paceline.sums.shared import SharedMemory
 from paceline.sums.sharing import shared_memory
 from paceline.sums.tree import tree_sum
+from paceline.sums.words import gather_over_ranks
 
 _NAME = "totals of the step"
+LOOP_NUMBERS = "numbers of the loop"
 
 
 @dataclass(frozen=True)
@@ -50,9 +54,28 @@ def start_totals(leaves: Tensor, votes: Sequence[float] = ()) -> Callable[[], Pe
     return wait
 
 
-def sum_over_ranks(numbers: Tensor, name: str, group: dist.ProcessGroup | None = None) -> Tensor:
-    """(n,) float64, a few numbers: added up over all ranks or a group, the same on all of them (a collective)."""
-    return (_started(numbers, name) if group is None else start_sum(numbers, name, group))()
+def sum_over_ranks(
+    numbers: Tensor, name: str, group: dist.ProcessGroup | None = None, *, where: Sequence[int] = ()
+) -> Tensor:
+    """(n,) float64, a few numbers: added up over all ranks or a group, the same on all of them (a collective).
+
+    Numbers of the loop must come from the same place of the program on all ranks, and from the same `where`: see
+    `places`.
+
+    Raises:
+        TrainingError: with MISMATCH, if they do not; ToldElsewhere on all ranks but one.
+    """
+    if group is not None:
+        return start_sum(numbers, name, group)()
+    if name != LOOP_NUMBERS or (size := dist.get_world_size()) == 1:
+        return _started(numbers, name)()
+    hashes = [0.0] * size
+    hashes[dist.get_rank()] = float(place_hash(where))
+    total = _started(torch.cat([numbers, sent(hashes, numbers.device)]), name)()
+    told: list[float] = total[len(numbers) :].tolist()
+    gather = partial(gather_over_ranks, size=size, device=numbers.device)
+    places().compare([int(one) for one in told], name, gather)
+    return total[: len(numbers)]
 
 
 def _started(slots: Tensor, name: str) -> Callable[[], Tensor]:

@@ -19,7 +19,7 @@ class Average:
     def __init__(self, replica: Replica, decay: float) -> None:
         """It begins as the weights are; `decay` of the old average stays at each update."""
         held = [held for held in replica.state() if held.name.startswith("model/")]
-        self._held = [one for one in held if one.tensor.is_floating_point()]
+        self._held = [one for one in held if one.tensor.is_floating_point() or one.tensor.is_complex()]
         self._weights = [one.tensor for one in self._held]
         self._average = [tensor.clone() for tensor in self._weights]
         self._decay = decay

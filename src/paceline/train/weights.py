@@ -1,5 +1,6 @@
 """Weights in files: saved whole or not at all, rescued, and taken from elsewhere to begin with (`--init-from`)."""
 
+import json
 import os
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,12 +26,16 @@ from paceline.strategies.base import Replica
 from paceline.sums import check_equal, together
 
 MOST = 5  # names in a line
+COMPLEX = "paceline.complex"
+"""the key of the metadata of safetensors that lists complex tensors, each saved as real numbers with a last dimension
+of 2: the format has no complex128, and older versions have no complex64"""
 
 
 def save(weights: Mapping[str, Tensor], path: Path, *, pickled: bool = False) -> None:
     """Write a model's state as safetensors, or as torch.save does.
 
-    As safetensors a tensor with two names (tied weights) is there once, as `load_model` expects.
+    As safetensors a tensor with two names (tied weights) is there once, as `load_model` expects; a complex one has
+    its real and imaginary parts in a last dimension of 2 (`torch.view_as_complex` gives it back).
 
     Raises:
         OSError: if it cannot be written; an older file of that name is then still there.
@@ -41,7 +46,9 @@ def save(weights: Mapping[str, Tensor], path: Path, *, pickled: bool = False) ->
                 torch.save(dict(weights), f"/proc/self/fd/{folder}/{partial}")
             else:
                 tensors, ties = _unique(weights)
-                save_file(tensors, f"/proc/self/fd/{folder}/{partial}", {"format": "pt", **ties})
+                pairs = {name: torch.view_as_real(t) for name, t in tensors.items() if t.is_complex()}
+                noted = {COMPLEX: json.dumps([*pairs])} if pairs else {}
+                save_file(tensors | pairs, f"/proc/self/fd/{folder}/{partial}", {"format": "pt", **ties, **noted})
             os.chmod(partial, writing.FILE, dir_fd=folder)
     except Exception as error:  # safetensors has an exception of its own for input/output errors, torch a RuntimeError
         raise OSError(f"{path} cannot be written: {error}") from error
@@ -52,8 +59,11 @@ def load(path: Path, *, ours: bool) -> dict[str, Tensor]:
     try:
         with opened(path, ours=ours) as it, safe_open(f"/proc/self/fd/{it.descriptor}", "pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
-            ties = {name: tensors[kept] for name, kept in (file.metadata() or {}).items() if kept in tensors}
-    except SafetensorError as error:
+            metadata: dict[str, str] = file.metadata() or {}
+            for name in json.loads(metadata.pop(COMPLEX, "[]")):
+                tensors[name] = torch.view_as_complex(tensors[name])
+            ties = {name: tensors[kept] for name, kept in metadata.items() if kept in tensors}
+    except (SafetensorError, ValueError, LookupError, TypeError, RuntimeError) as error:
         raise Unreadable(path, f"is damaged: {error}") from None
     return ties | tensors
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from paceline.contract.facts import OWN_GENERATORS, Pass, ScriptFacts
+from paceline.contract.facts import OWN_GENERATORS, Pass, ScriptFacts, SeenLoader
 from paceline.verify.finding import Loaders, Remark, differs, loaders_of, ranks_named, same_data, same_leaf, shared_part
 from paceline.verify.gradient_rules import by_means
 from paceline.verify.score_rules import evaluation_findings, padding_findings
 
 FEW, SHOWN = 8, 6  # samples: of fewer an order says nothing
 MOST_SHARED = 0.1  # of a rank's samples that others have, too; what pads a last batch is less, or a batch
+PLAIN_SAMPLERS = ("", "RandomSampler", "SequentialSampler")  # which choose nothing
+WHAT_IS_DRAWN = {"WeightedRandomSampler": "weights, num_samples", "SubsetRandomSampler": "indices"}
 REPEATED = 0.05  # a sampler that draws so many twice draws with replacement
 
 
@@ -44,7 +46,7 @@ def _shares(loaders: Loaders) -> Iterator[Remark]:
     one, passes = next(iter(loaders.values())), _first(loaders)
     distributed = "istributed" in one.sampler
     deals = distributed or one.sampler.startswith("BatchSamplerShard")  # Accelerate's, and so the Trainer's
-    do = "DataLoader(..., sampler=DistributedSampler(data)), without shuffle=True"
+    do = _share_of(one)
     if distributed:
         do = "DistributedSampler(data) with its own num_replicas and rank, and one seed on all ranks"
     of_all = [seen.indices for seen in passes.values()]
@@ -78,6 +80,25 @@ def _shares(loaders: Loaders) -> Iterator[Remark]:
         yield Remark("same batches", "wrong", words, one.made, do, seen)
     else:
         yield Remark("same batches", "right", "every rank has its own samples of the data", one.made)
+
+
+def _share_of(loader: SeenLoader) -> str:
+    """What to type so that each rank gets a share of what the sampler draws.
+
+    A DistributedSampler takes the place of the sampler, and so forgets weights, subsets, ...: only for plain ones.
+    """
+    if loader.sampler == "BatchSamplerShard" or (loader.sampler in PLAIN_SAMPLERS and not loader.batch_sampler):
+        return "DataLoader(..., sampler=DistributedSampler(data)), without shuffle=True"
+    argument, drawn = "batch_size, sampler", ["drawn = list(sampler)  # the same on all ranks: seeded by seed + epoch"]
+    if loader.batch_sampler:
+        argument = "batch_sampler"
+    elif loader.sampler in WHAT_IS_DRAWN:
+        drawn = ["generator = torch.Generator().manual_seed(seed + epoch)  # the same on all ranks"]
+        drawn += [f"drawn = list({loader.sampler}({WHAT_IS_DRAWN[loader.sampler]}, generator=generator))"]
+    drawn += ["drawn = drawn[: len(drawn) // world_size * world_size]  # as many for each rank"]
+    return "\n".join(
+        ["in front of each epoch", *drawn, f"loader = DataLoader(data, {argument}=drawn[rank::world_size])"]
+    )
 
 
 def _order(loaders: Loaders) -> Iterator[Remark]:

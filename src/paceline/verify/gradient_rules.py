@@ -8,7 +8,7 @@ from itertools import accumulate
 from operator import or_
 
 from paceline.contract.facts import ScriptFacts, SeenStep
-from paceline.verify.finding import Remark, differs
+from paceline.verify.finding import Remark, differs, ranks_named
 
 CLOSE = 1e-3  # sums of floats in another order
 LEAST_LOOKS = 8  # steps, before it is said of all that they were summed
@@ -37,6 +37,8 @@ def gradient_findings(ranks: Sequence[ScriptFacts]) -> Iterator[Remark]:
         else:
             yield Remark("gradients", "right", f"gradients are equal on all ranks at {len(rows)} steps", first.site)
             yield from _clips(rows)
+            if not start and (drift := _drift(ranks[0], rows)) is not None:
+                yield drift
         if start and (ranks[0].replicas or not apart):
             site = ranks[0].replicas[0].site if ranks[0].replicas else first.site
             do = "DistributedDataParallel(model), which sends rank 0's weights; or one torch.manual_seed for all"
@@ -103,6 +105,43 @@ def _clips(rows: Sequence[Sequence[SeenStep]]) -> Iterator[Remark]:
             seen = f"clipped to {row[0].limit:g}; norms by rank {', '.join(f'{norm:.3g}' for norm in norms)}"
             yield Remark("clipping", "wrong", words, row[0].clip_site, do, seen)
             return
+
+
+def _drift(facts: ScriptFacts, rows: Sequence[Sequence[SeenStep]]) -> Remark | None:
+    """Where weights of replicas that were equal become different, although all gradients are equal."""
+    before: Sequence[SeenStep] = ()
+    for number, row in enumerate(rows, 1):
+        if differs(step.parameters for step in row):
+            changed = [rank for rank, (a, b) in enumerate(zip(before, row, strict=False)) if a.after != b.parameters]
+            words = "weights are changed between two steps, and differ between ranks then"
+            do = (
+                "change weights on all ranks alike: without a condition on the rank, and without its own random numbers"
+            )
+            seen = f"{ranks_named(changed)}: between steps {number - 1} and {number}"
+            return Remark("replicas", "wrong", words, row[0].site, do, seen)
+        if differs(step.after for step in row):
+            return _unequal_step(facts, row, number)
+        before = row
+    return None
+
+
+def _unequal_step(facts: ScriptFacts, row: Sequence[SeenStep], number: int) -> Remark:
+    site, seen = row[0].site, f"at step {number}"
+    plateau = next((one for one in facts.schedules if one.name == "ReduceLROnPlateau"), None)
+    if differs(step.learning_rate for step in row):
+        words = "ranks step with different learning rates: their weights drift apart"
+        do = "one learning rate on all ranks"
+        seen += ": " + ", ".join(f"{step.learning_rate:g} on rank {rank}" for rank, step in enumerate(row))
+        if plateau is not None:
+            site = plateau.site
+            do = "give scheduler.step the mean over all ranks: dist.all_reduce(loss), then loss / world_size"
+    elif differs(step.settings for step in row):
+        words = "ranks step with different optimizer settings: their weights drift apart"
+        do = "one weight decay, momentum, ... on all ranks"
+    else:
+        words = "the optimizer's step gives different weights on ranks with equal gradients"
+        do = "one optimizer on all ranks, whose state is changed on no rank alone"
+    return Remark("replicas", "wrong", words, site, do, seen)
 
 
 def _why_apart(facts: ScriptFacts, step: SeenStep, when: str, *, start: bool) -> Remark:

@@ -8,20 +8,23 @@ from collections.abc import Sequence
 import msgspec
 
 from paceline.contract.facts import ScriptFacts
+from paceline.observe.notices import Noted
 from paceline.verify.data_rules import data_findings
 from paceline.verify.finding import LEVELS, Remark
+from paceline.verify.run_rules import run_findings
 from paceline.verify.step_rules import step_findings
 
 WIDTH = 110
 
 
-def judged(ranks: Sequence[ScriptFacts]) -> list[Remark]:
-    """All findings, what is wrong first, each once."""
+def judged(ranks: Sequence[ScriptFacts], noted: Sequence[Noted] = ()) -> list[Remark]:
+    """All findings, what is wrong first, each once; `noted` is what was reported while the script ran."""
     found = {(one.rule, one.level, one.site): one for one in (*data_findings(ranks), *step_findings(ranks))}
     wrong = {one.rule for one in found.values() if one.level == "wrong"}
     # DDP sends buffers only after a forward that it has reduced: what is wrong with that comes first
-    follows = {"batch norm"} if wrong & {"gradients", "last window"} else set[str]()
+    follows = {"batch norm"} if wrong & {"gradients", "last window", "replicas"} else set[str]()
     told = [msgspec.structs.replace(one, level="note") if one.rule in follows else one for one in found.values()]
+    told += run_findings(noted, wrong)
     return sorted(told, key=lambda one: LEVELS.index(one.level))
 
 
@@ -30,20 +33,24 @@ def mistakes(findings: Sequence[Remark]) -> int:
     return sum(one.level in ("wrong", "costs") for one in findings)
 
 
-def script_page(script: str, ranks: Sequence[ScriptFacts], findings: Sequence[Remark]) -> str:
-    """In words."""
+def script_page(script: str, ranks: Sequence[ScriptFacts], findings: Sequence[Remark], code: int = 0) -> str:
+    """In words; `code` is the exit code of the script."""
     number = {level: sum(one.level == level for one in findings) for level in LEVELS}
     steps = max((len(facts.steps) for facts in ranks), default=0)
     found = f"{number['wrong']} wrong, {number['costs']} slower than need be" if mistakes(findings) else "nothing wrong"
+    if code:
+        found = f"not complete, the script ended with exit code {code}" + (f"; {found}" if mistakes(findings) else "")
     lines = [f"CHECK {script}, {ranks[0].world} ranks, {steps} steps: {found}"]
     for one in findings:
         if one.level == "right":
             lines.append(f"right  {one.words}" + (f" ({one.site})" if one.site else ""))
             continue
-        lines += ["", f"{one.level.upper():6} {one.words}"]
+        lines += ["", *textwrap.wrap(f"{one.level.upper():6} {one.words}", WIDTH, subsequent_indent=" " * 7)]
         for label, words in (("at", one.site), ("seen", one.seen), ("type", one.type_instead)):
+            first, *snippet = words.split("\n")
             if words:
-                lines += textwrap.wrap(f"{label}: {words}", WIDTH, initial_indent=" " * 7, subsequent_indent=" " * 9)
+                lines += textwrap.wrap(f"{label}: {first}", WIDTH, initial_indent=" " * 7, subsequent_indent=" " * 9)
+            lines += [" " * 9 + line for line in snippet]  # is copied: never wrapped
     first_right = next((n for n, line in enumerate(lines) if line.startswith("right")), None)
     if first_right is not None:
         lines.insert(first_right, "")

@@ -23,7 +23,8 @@ def step_findings(ranks: Sequence[ScriptFacts]) -> Iterator[Remark]:
         yield from _buffers(ranks)
         yield from _files(ranks)
         yield from _loads(ranks)
-    yield from _windows(ranks[0])
+    lost = [*_lost(ranks[0])]
+    yield from lost or _windows(ranks[0])
     yield from _unused(ranks)
     yield from _threads(ranks[0])
     yield from _rate(ranks[0])
@@ -37,6 +38,26 @@ def _counts(ranks: Sequence[ScriptFacts]) -> Iterator[Remark]:
         told = ", ".join(f"rank {facts.rank}: {count}" for facts, count in zip(ranks, counts, strict=True))
         do = "the same number of batches on each rank: DistributedSampler, or `with Join([model]):`"
         yield Remark("uneven steps", "wrong", "ranks take different numbers of steps", ranks[0].steps[0].site, do, told)
+
+
+def _lost(facts: ScriptFacts) -> Iterator[Remark]:
+    """Gradients that are accumulated and cleared before the step: usual, not now and then, as after an overflow."""
+    for steps in steps_of(facts):
+        seen = [step for step in steps if step.loader < 0 or step.epoch <= EPOCHS]
+        lost = [step for step in seen if step.lost and (step.loader >= 0 or _divides(step))]
+        if len(lost) < 2 or len(lost) <= len(seen) / 2:
+            continue
+        count, of = Counter((step.lost, step.backwards) for step in lost).most_common(1)[0][0]
+        words = f"the gradients of {count} of {of} micro-batches are cleared before the optimizer steps"
+        do = "optimizer.zero_grad() only after optimizer.step(), not in front of each backward()"
+        site = lost[0].clear_site or lost[0].backward_site
+        yield Remark("lost gradients", "wrong", words, site, do, f"at {len(lost)} of {len(seen)} steps")
+        return
+
+
+def _divides(step: SeenStep) -> bool:
+    """Whether its loss is divided by the number of micro-batches: then they are meant to be accumulated."""
+    return any(round(factor * step.backwards, 3) == 1 for factor in step.factors)
 
 
 def _windows(facts: ScriptFacts) -> Iterator[Remark]:

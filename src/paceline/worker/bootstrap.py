@@ -101,8 +101,7 @@ def run_script(arguments: Sequence[str], *also: Events) -> NoReturn:
     if not arguments or arguments == ["-m"]:
         print(f"usage: python -m {BOOTSTRAP} SCRIPT ARGS | -m MODULE ARGS", file=sys.stderr)
         sys.exit(ExitCode.USAGE)
-    if WorkerBirth.here() is not None:
-        look_on(Guard.of_process(), *also)
+    ended = look_on(Guard.of_process(), *also) if WorkerBirth.here() is not None else None
     try:
         _run(arguments)
     except SystemExit as end:
@@ -111,6 +110,8 @@ def run_script(arguments: Sequence[str], *also: Events) -> NoReturn:
         code = _told_failure(error, is_worker=os.getpid() == pid)
     else:
         code = 0
+    if code == 0 and ended is not None:
+        ended()
     if code >= 0 and "torch" not in sys.modules:  # else its static destructors are left out
         Guard.of_process().leave(code)
         sys.exit(code)

@@ -20,7 +20,7 @@ from msgspec.structs import replace
 
 from paceline.contract.boxes import of_this_life
 from paceline.contract.evidence import Op, Stack
-from paceline.contract.places import shown_site_of
+from paceline.contract.places import Activity, activity_of, shown_site_of
 from paceline.worker.calls import KINDS, SAME, Group
 from paceline.worker.ledger import MODULE
 from paceline.worker.sites import frame_of
@@ -47,7 +47,8 @@ def merged(ring: Sequence[Dated], groups: Mapping[str, Group], stack: Stack | No
     answers nothing and looks as if it held the interpreter's lock.
     """
     frames = stack.frames if stack is not None else ()
-    line = shown_site_of(frames) if frames and frames[0].file.startswith("torch/") else ""
+    inner = next((frame for frame in frames if activity_of(frame.file) is not Activity.GUARD), None)
+    line = shown_site_of(frames) if inner is not None and inner.file.startswith("torch/") else ""
     everything: list[Dated] = []
     called: dict[tuple[str, int], Dated] = {}
     for at, op in of_this_life(ring):

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset, WeightedRandomSampler
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--plant", default="")
@@ -79,6 +79,9 @@ elif "split apart" in planted:
     loader = DataLoader(data, BATCH, sampler=sampler)  # plant: split apart
 elif "same augmentation in workers" in planted:
     loader = DataLoader(data, BATCH, sampler=sampler, num_workers=1)
+elif "weighted sampler" in planted:
+    rare = WeightedRandomSampler(1.0 + data.y, len(data))
+    loader = DataLoader(data, BATCH, sampler=rare)  # plant: weighted sampler
 elif "batch shrinks" in planted:
     size = 2 * BATCH // world
     loader = DataLoader(data, size, sampler=sampler)  # plant: batch shrinks
@@ -105,7 +108,9 @@ if "renamed" in planted:
     part.replace(args.folder / "first.pt")  # plant: renamed
 noise = torch.Generator().manual_seed(7)
 module = getattr(model, "module", model)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+rate = 0.01 * (1 + rank) if "own learning rate" in planted else 0.01
+optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
 total = 3 * (len(data) // BATCH if "schedule of one process" in planted else len(loader))
 schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(0.0, 1 - step / total))
 
@@ -143,8 +148,14 @@ def train_epoch(epoch):
             average()
         if "own gradient" in planted and rank == 1:
             nn.utils.clip_grad_norm_(model.parameters(), 0.01)
-        optimizer.step()  # plant: not wrapped, own gradient, different start, summed
-        schedule.step()  # plant: schedule of one process
+        optimizer.step()  # plant: not wrapped, own gradient, different start, summed, own learning rate, own weights
+        if "own weights" in planted and rank == 0:
+            with torch.no_grad():
+                module.fc.weight.add_(1e-3)
+        if "own plateau" not in planted:
+            schedule.step()  # plant: schedule of one process
+    if "own plateau" in planted:
+        plateau.step(epoch if rank == 0 else -epoch)  # plant: own plateau
     print(f"rank {rank}: epoch {epoch} loss {loss.item():.3f}")
     if "fails" in planted and epoch == 1 and rank == 1:
         raise RuntimeError("a fault of the script's own")
@@ -159,6 +170,8 @@ def train_in_windows(epoch):
         window = min(WINDOW, len(loader) - (i - i % WINDOW))
         last = (i + 1) % WINDOW == 0 or i + 1 == len(loader)
         inside = not last
+        if "cleared in windows" in planted:
+            optimizer.zero_grad()  # plant: cleared in windows
         if planted & {"last window dropped", "last window carried"}:
             last = (i + 1) % WINDOW == 0
             inside = not last
@@ -194,7 +207,7 @@ def evaluate(model, loader):
 for epoch in range(3):
     if "same order anew" in planted:
         loader = DataLoader(data, BATCH, sampler=DistributedSampler(data))
-    if "windows" in planted or any("last window" in plant or plant == "no sync" for plant in planted):
+    if planted & {"windows", "no sync", "cleared in windows"} or any("last window" in plant for plant in planted):
         train_in_windows(epoch)
     else:
         train_epoch(epoch)

@@ -73,6 +73,7 @@ class LoaderWatch(Events):
         self._fetched = Fetched()
         self._generators: Generators | None = None
         self.fed = -1
+        self.given = 0  # batches, of all loaders
 
     def torch_is_there(self) -> None:
         dataloader: Any = sys.modules["torch.utils.data.dataloader"]
@@ -130,6 +131,7 @@ class LoaderWatch(Events):
     def batch_given(self, batches: Any, batch: Any) -> None:
         self._generators = None
         self.fed = _number_of(batches)
+        self.given += 1
         if self.fed < 0:
             return
         seen = self._facts.loaders[self.fed].passes[-1]
@@ -177,6 +179,7 @@ def seen_loader(loader: Any) -> SeenLoader:
     chain = [inner, getattr(inner, "batch_sampler", None), getattr(inner, "sampler", None)]
     chain += [getattr(chain[1], "sampler", None)]
     names = [type(one).__name__ for one in chain if one is not None]
+    batch_sampler = "" if loader.batch_sampler is None else type(loader.batch_sampler).__name__
     sampler = next((name for name in names if "istributed" in name or name.startswith("BatchSamplerShard")), "")
     plain = next((name for name in reversed(names) if name != "BatchSampler"), "")
     told = next((told for one in chain if isinstance(told := getattr(one, "shuffle", None), bool)), None)
@@ -190,6 +193,7 @@ def seen_loader(loader: Any) -> SeenLoader:
         batches=-1 if loader._dataset_kind else _length(getattr(loader, "whole_length", loader.__len__)),
         batch_size=getattr(loader, "batch_size", None) or getattr(inner, "batch_size", None) or 0,
         workers=loader.num_workers,
+        batch_sampler="" if batch_sampler == "BatchSampler" else batch_sampler,
         divided=getattr(loader, "divided", ""),
     )
 

@@ -20,6 +20,7 @@ from paceline.contract.facts import (
     PlacedFile,
     ScriptFacts,
     SeenSchedule,
+    finite,
 )
 from paceline.worker.guard import Guard
 from paceline.worker.imports import when_imported
@@ -59,7 +60,9 @@ class SideWatch(Events):
         seen("save", before=self._saves)
         seen("load", after=self._loads)
         serialization.save, serialization.load = torch.save, torch.load
-        hang(sys.modules["torch.optim.lr_scheduler"].LRScheduler, "step", before=self._goes_on)
+        schedulers: Any = sys.modules["torch.optim.lr_scheduler"]
+        for scheduler in (schedulers.LRScheduler, schedulers.ReduceLROnPlateau):  # which has a step of its own
+            hang(scheduler, "step", before=self._goes_on)
         hang(ranks, "all_reduce", before=self._reduces)
         collectives: Any = sys.modules["torch.distributed.distributed_c10d"]
         collectives.all_reduce = ranks.all_reduce
@@ -81,7 +84,8 @@ class SideWatch(Events):
         self._facts.threads = torch.get_num_threads() if torch is not None else 0
         for schedule, made, site in self._schedules.values():
             with suppress(Exception):  # a function of the script's own
-                self._facts.schedules.append(SeenSchedule(site, made, schedule.last_epoch, length_of(schedule)))
+                name = type(schedule).__name__
+                self._facts.schedules.append(SeenSchedule(site, made, schedule.last_epoch, length_of(schedule), name))
 
     def _close(self) -> None:
         """Have ranks brought values together, and has something been printed, since the evaluations began?"""
@@ -138,10 +142,10 @@ class SideWatch(Events):
         if op in (None, sums.SUM, sums.AVG):
             for seen, *_when in self._passes:
                 if len(seen.reduced) < MAX_DIGESTS:
-                    seen.reduced += [float(value) for value in tensor.detach().reshape(-1).tolist()]
+                    seen.reduced += [finite(value) for value in tensor.detach().reshape(-1).tolist()]
                     seen.reduced_site = seen.reduced_site or user_site()
 
-    def _goes_on(self, schedule: Any, *_: Any) -> None:
+    def _goes_on(self, schedule: Any, *_: Any, **__: Any) -> None:
         """A schedule of the learning rate: it goes its first step when it is made."""
         here = user_site()
         self._schedules[id(schedule)] = schedule, self._schedules.get(id(schedule), ("", here))[1], here
@@ -196,7 +200,7 @@ def with_padding(site: str, scores: Any, again: Any, padded: Any) -> PaddedMetri
     """The first score that is another one with more padding, and not so without."""
     for name, value in scores.items():
         if value == again[name] and value != padded[name]:
-            return PaddedMetric(site, name, float(value), float(padded[name]))
+            return PaddedMetric(site, name, finite(value), finite(padded[name]))
     return PaddedMetric(site)
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import defaultdict
+from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
-from paceline.contract.facts import MAX_DIGESTS, Dropped, ScriptFacts, SeenReplica, SeenStep
-from paceline.worker.probes.digests import MOST, digest_of, leaf_digests
+from paceline.contract.facts import MAX_DIGESTS, Dropped, ScriptFacts, SeenReplica, SeenStep, finite
+from paceline.worker.probes.digests import MOST, digest_of, hashed, leaf_digests
 from paceline.worker.probes.graphs import factors_of, parameters_reached, roots_of
 from paceline.worker.probes.hooks import Events, hang
 from paceline.worker.probes.loading import LoaderWatch
@@ -18,6 +19,19 @@ from paceline.worker.sites import Owner, call_site, frame_of, owner, site_words,
 MAX_STEPS = 100  # after which a script without epochs is ended
 MAX_RECORDS = 400
 LOOKS = 16
+
+
+@dataclass
+class Window:
+    """The gradients of one optimizer since its last step."""
+
+    optimizer: Any
+    held: int = 0  # backwards that have put gradients into it, and were followed by no step of any optimizer yet
+    batch: int = 0  # the number of the last batch among these
+    at: tuple[int, int] = (-1, -1)  # its loader, and pass through it
+    filled: bool = False  # the last backward has left gradients that are not zero
+    lost: int = 0  # backwards of earlier batches whose gradients were cleared
+    clear_site: str = ""
 
 
 class StepWatch(Events):
@@ -31,8 +45,11 @@ class StepWatch(Events):
         self._averaged = set[int]()  # parameters of all replicas, by identity
         self._evaluated: dict[int, int] = {}  # how many steps there were, when it was last evaluated
         self._optimizers: list[Any] = []
+        self._step: SeenStep | None = None  # that is being taken, if its parameters are compared
         self._depth = 0  # of steps: one may call another, or go backward in a closure
         self._inside = 0  # replicas that are going forward
+        self._windows: dict[int, Window] = {}  # by identity of the optimizer
+        self._clear_site, self._backwards = "", 0
         self._pending: defaultdict[int, int] = defaultdict(int)  # backwards, by optimizer, since its last step
         self._forwards, self._synced = 0, 0  # since any step
         self._backward_site, self._factors = "", list[float]()
@@ -44,6 +61,9 @@ class StepWatch(Events):
     def torch_is_there(self) -> None:
         sys.modules["torch.nn.modules.module"].register_module_forward_pre_hook(self._called)
         hang(sys.modules["torch.nn.parallel.distributed"].DistributedDataParallel, "no_sync", before=self._unsynced)
+        modules: Any = sys.modules["torch.nn.modules.module"]
+        hang(sys.modules["torch.optim.optimizer"].Optimizer, "zero_grad", before=self._clears)
+        hang(modules.Module, "zero_grad", before=lambda *_, **__: self._clears(None))
         clipping: Any = sys.modules["torch.nn.utils.clip_grad"]
         offered: Any = sys.modules["torch.nn.utils"]
         scale = self.clipping(clipping._clip_grads_with_norm_)  # by which clip_grad_norm_ clips, too
@@ -52,6 +72,19 @@ class StepWatch(Events):
     def _unsynced(self, ddp: Any) -> None:
         if id(ddp) in self._replicas:
             self._replicas[id(ddp)].no_sync_site = user_site()
+
+    def _clears(self, optimizer: Any, *_: Any, **__: Any) -> None:
+        if not self._depth:
+            self._clear_site = user_site()
+            if optimizer is not None:
+                self._window(optimizer)
+
+    def _window(self, optimizer: Any) -> Window | None:
+        """Its window; None where its gradients cannot be read."""
+        window = self._windows.get(id(optimizer))
+        if window is None and not any(_is_sharded(one) for one in _parameters(optimizer)):
+            window = self._windows[id(optimizer)] = Window(optimizer)
+        return window
 
     def clipping(self, clip: Any) -> Any:
         """`clip_grads_with_norm_`, of which the norm is kept for the step that comes next."""
@@ -63,7 +96,7 @@ class StepWatch(Events):
                 self._unclipped = [_total(optimizer) for optimizer in self._optimizers]
             clip(of, max_norm, total_norm, *args, **kwargs)
             if not self._depth and not sys.modules["torch.compiler"].is_compiling() and not any(map(_is_sharded, of)):
-                self._clipped = {id(one) for one in of}, float(total_norm), float(max_norm), user_site()
+                self._clipped = {id(one) for one in of}, finite(total_norm), finite(max_norm), user_site()
 
         return clipped
 
@@ -145,6 +178,7 @@ class StepWatch(Events):
         if self._depth:  # of a closure: a step has as many as it likes
             self._at = at
             return
+        self._look_for_lost(at)
         self._backward_site = user_site()
         self._factors = factors_of(losses)
         for number, optimizer in enumerate(self._optimizers):
@@ -157,8 +191,26 @@ class StepWatch(Events):
         self._pending[-1] += 1  # for an optimizer that has not stepped yet
         self._at = at
 
+    def _look_for_lost(self, at: tuple[int, int]) -> None:
+        """Whether the gradients of earlier batches are gone, although no optimizer has stepped with them.
+
+        Several backwards of one batch are no accumulation: an adversarial example, or a GAN. Whatever is left over
+        when an epoch begins belongs to the end of the last one.
+        """
+        self._backwards += 1
+        batch = self._loading.given or self._backwards  # without a loader each backward has a batch of its own
+        for window in self._windows.values():
+            other_batch = window.held and window.filled and batch > window.batch
+            if other_batch and not any(map(_has_gradient, _parameters(window.optimizer))):
+                if window.at == at:
+                    window.lost, window.clear_site = window.lost + window.held, self._clear_site
+                window.held = 0
+            window.held, window.batch, window.at = window.held + 1, batch, at
+
     def backward_ended(self) -> None:
         if not self._depth:
+            for window in self._windows.values():
+                window.filled = any(map(_has_gradient, _parameters(window.optimizer)))
             self._local = [_total(optimizer) for optimizer in self._optimizers]
 
     def step_begins(self, optimizer: Any) -> None:
@@ -179,12 +231,15 @@ class StepWatch(Events):
             loader=self._at[0],
             epoch=self._at[1],
             gradients=digest_of(p.grad for p in parameters) if plain else "",
+            lost=window.lost if (window := self._window(optimizer)) else 0,
+            clear_site=window.clear_site if window else "",
             backwards=self._pending.pop(-1, 0) if known is None else self._pending[number],
             backward_site=self._backward_site,
             factors=self._factors,
             forwards=self._forwards,
             synced=self._synced,
-            learning_rate=float(optimizer.param_groups[0].get("lr", 0.0)),
+            learning_rate=finite(optimizer.param_groups[0].get("lr", 0.0)),
+            settings=_settings(optimizer),
             parameters=digest_of(parameters) if plain else "",
         )
         if self._averaged:
@@ -197,15 +252,22 @@ class StepWatch(Events):
             if not self._replicas:
                 step.local, step.applied = local, applied
             elif local:
-                step.scaled = (self._unclipped[known] if known < len(self._unclipped) else applied) / local
+                step.scaled = finite((self._unclipped[known] if known < len(self._unclipped) else applied) / local, 1.0)
         step.shapes = digest_of([]) if not plain else str(hash(tuple(tuple(p.shape) for p in parameters)))
         self._facts.steps.append(step)
+        self._step = step if plain else None
         self._pending[number] = 0
+        for one in self._windows.values():
+            one.held = 0
+        if window is not None:
+            window.lost = 0
 
     def step_ended(self, optimizer: Any) -> None:
         self._depth -= 1
         if self._depth:
             return
+        if self._step is not None:
+            self._step.after, self._step = digest_of(_parameters(optimizer)), None
         self._forwards = self._synced = 0
         self._clipped, self._unclipped = (set(), 0.0, 0.0, ""), []
         shortened = any(one.training and one.batches >= 0 for one in self._facts.loaders)
@@ -217,6 +279,23 @@ def _parameters(optimizer: Any) -> list[Any]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
+def _has_gradient(parameter: Any) -> bool:
+    gradient = parameter.grad
+    return gradient is not None and (gradient.is_sparse or bool(gradient.any()))
+
+
+def _settings(optimizer: Any) -> str:
+    """A digest of the numbers and switches in its parameter groups."""
+    told: list[tuple[str, object]] = []
+    for group in optimizer.param_groups:
+        for name, value in sorted(group.items()):
+            if hasattr(value, "numel") and value.numel() == 1:  # a learning rate may be a tensor
+                value = float(value)
+            if isinstance(value, (int, float, str, tuple)):
+                told.append((name, value))
+    return hashed(repr(told).encode())
+
+
 def _total(optimizer: Any) -> float:
     """A number that is linear in the gradients: their sum with weights, for plain sums of gradients are often 0."""
     torch: Any = sys.modules["torch"]
@@ -225,7 +304,7 @@ def _total(optimizer: Any) -> float:
         if parameter.grad is not None and not _is_sharded(parameter):
             some = parameter.grad.detach().reshape(-1)[:MOST].double().cpu()
             total += float(some @ torch.arange(some.numel(), dtype=torch.float64).cos())
-    return total
+    return finite(total)
 
 
 def _is_sharded(parameter: Any) -> bool:

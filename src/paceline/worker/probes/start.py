@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
@@ -16,8 +17,11 @@ from paceline.worker.probes.replicas import Fingerprints
 from paceline.worker.probes.steps import Counted, ScriptPhases, Stale, Swallowed
 
 
-def look_on(guard: Guard, *also: Events) -> None:
-    """See its steps from now on, or as soon as it imports torch; `also` listen, too. Never raises."""
+def look_on(guard: Guard, *also: Events) -> Callable[[], None]:
+    """See its steps from now on, or as soon as it imports torch; `also` listen, too. Never raises.
+
+    What is returned must be called when the script has ended with exit code 0.
+    """
     box, names, marker = guard.box, Names(guard.box), None
     listeners: list[Events] = [Counted(box)]
     if guard.on:
@@ -26,6 +30,7 @@ def look_on(guard: Guard, *also: Events) -> None:
         listeners = [batches, *judging, steps, Joins(box), Fingerprints(box, names)]
     hooks = Hooks(guard.complain).listen(*listeners, *also).install()
     guard.looks_on(lambda: hooks.dismiss(*listeners), marker)
+    return hooks.end
 
 
 class Joins(Events):

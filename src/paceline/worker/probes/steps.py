@@ -8,6 +8,7 @@ collective itself (see the ledger).
 from __future__ import annotations
 
 import sys
+import weakref
 from collections import deque
 from collections.abc import Sequence
 from statistics import median
@@ -19,6 +20,7 @@ from msgspec.structs import replace
 
 from paceline.contract.box import Box
 from paceline.contract.evidence import Phase, ScriptFinding
+from paceline.contract.failure import is_victim
 from paceline.contract.marks import put_finding
 from paceline.worker.probes.digests import leaf_digests
 from paceline.worker.probes.hooks import Events
@@ -27,6 +29,7 @@ from paceline.worker.sites import Owner, frame_of, owner, site_words, user_site
 USUAL_STEPS, LEAST_STEPS = 15, 4  # by which it is judged what a step takes
 UNUSUAL_FACTOR, UNUSUAL_NS = 3, 10_000_000
 ASIDE: Sequence[Phase] = (Phase.USER, Phase.DATA, Phase.FORWARD)
+TRANSPORT = "gloo/transport/"  # the source file that gloo names in its errors
 MOST_SWALLOWED, MOST_CHARS, MOST_NAME = 3, 300, 40
 PAIR_EVERY, PAIRS, FEW_ELEMENTS = 8, 2, 256  # inputs of so many pairs of steps must be equal
 
@@ -102,13 +105,18 @@ class Swallowed(Events):
 
     def __init__(self, box: Box, steps: Counted) -> None:
         self._box, self._steps = box, steps
-        self._raised: dict[str, str] = {}  # since the last step: where and what -> in words
+        self._raised: dict[str, tuple[str, bool]] = {}
+        """since the last step: what and where -> in words, and whether a collective failed"""
         self._told: set[str] = set()
+        self._collective = False  # that one failed has been told
 
     def raised(self, where: str, error: BaseException) -> None:
-        if isinstance(error, Exception):
+        if not isinstance(error, Exception):
+            return
+        failed = collective_failed(error)
+        if where != "collective" or failed:  # else it was not begun: this backend does not have it, say
             at, what = _line_of(error), type(error).__name__
-            self._raised[f"{what} {at}"] = f"{what} in its {where}, at {at}: {str(error)[:MOST_CHARS]}"
+            self._raised[f"{what} {at}"] = f"{what} in its {where}, at {at}: {str(error)[:MOST_CHARS]}", failed
 
     def thread_ended(self, name: str, error: BaseException) -> None:
         key, what = f"{type(error).__name__} at {_line_of(error)}", str(error)[:MOST_CHARS]
@@ -118,15 +126,24 @@ class Swallowed(Events):
             put_finding(self._box, ScriptFinding("thread", self._steps.done, words))
 
     def step_ended(self, optimizer: Any) -> None:
-        for key, words in self._raised.items():
-            if key not in self._told and len(self._told) < MOST_SWALLOWED:
+        self._tell(self._steps.done)
+
+    def script_ended(self) -> None:
+        self._tell(self._steps.done, last=True)
+
+    def _tell(self, step: int, *, last: bool = False) -> None:
+        raised, self._raised = self._raised, {}
+        for key, (words, failed) in raised.items():
+            if failed and not self._collective:
+                self._collective = True
+                put_finding(self._box, ScriptFinding("collective", step, words, last=last))
+            elif not failed and key not in self._told and len(self._told) < MOST_SWALLOWED:
                 self._told.add(key)
-                put_finding(self._box, ScriptFinding("swallowed", self._steps.done, words))
-        self._raised.clear()
+                put_finding(self._box, ScriptFinding("swallowed", step, words, last=last))
 
 
 class Stale(Events):
-    """Tells of a step that has no gradients of its own, or was left out, and of a batch that comes again and again.
+    """Tells of a step that has no gradients of its own, of a step or batch left out, of a batch that comes again.
 
     It may be meant so: only what other ranks do not tell is passed on.
     """
@@ -136,13 +153,27 @@ class Stale(Events):
         self._backwards = 0
         self._stepped: WeakKeyDictionary[Any, tuple[int, int, int]] = WeakKeyDictionary()
         """by optimizer: backwards until its last step, how many of them were its own, how often so many in a row"""
+        self._batches: weakref.ref[Any] | None = None  # the iterator of a loader that gave the last batch
+        self._given = 0  # batches by it, since any optimizer's last step
+        self._usual_given, self._times_given = 0, 0  # the same before the last step, and how often so many in a row
         self._inputs: WeakKeyDictionary[Any, tuple[int, list[str], int]] = WeakKeyDictionary()
         self._told: set[str] = set()
 
     def backward_begins(self, losses: Any) -> None:
         self._backwards += 1
 
+    def batch_given(self, batches: Any, batch: Any) -> None:
+        if self._batches is None or self._batches() is not batches:
+            self._batches, self._given = weakref.ref(batches), 0
+        self._given += 1
+
     def step_begins(self, optimizer: Any) -> None:
+        if self._given:
+            given, self._given = self._given, 0
+            if given > self._usual_given and self._times_given >= USUAL_STEPS:
+                self._tell("skipped a batch, as never before: an error swallowed, or a batch left out")
+            self._times_given = self._times_given + 1 if given == self._usual_given else 0
+            self._usual_given = given
         backwards, usual, times = self._stepped.get(optimizer, (-1, 0, 0))
         own = self._backwards - backwards
         if own == 0 and times >= USUAL_STEPS:
@@ -170,6 +201,12 @@ class Stale(Events):
         if words[:8] not in self._told:
             self._told.add(words[:8])
             put_finding(self._box, ScriptFinding("stale", self._steps.done + 1, words))
+
+
+def collective_failed(error: BaseException) -> bool:
+    """Whether an error says that a collective was begun and has failed: a lost peer, a timeout, another size."""
+    names = {base.__name__ for base in type(error).__mro__}
+    return is_victim(error) or "DistBackendError" in names or ("RuntimeError" in names and TRANSPORT in str(error))
 
 
 def _line_of(error: BaseException) -> str:

@@ -1,0 +1,805 @@
+"""Loops that do what a session takes for granted, or not: `assumed.py KIND`. Each writes what it has found as JSON."""
+
+import json
+import random
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSampler, Sampler, default_collate
+
+import paceline
+
+torch.set_default_dtype(torch.float64)
+CASES: dict[str, Callable[[], Any]] = {}
+COUNT = 40
+
+
+def case(act: Callable[[], Any]) -> Callable[[], Any]:
+    CASES[act.__name__] = act
+    return act
+
+
+class Rows(Dataset[Any]):
+    def __init__(self, count: int = COUNT) -> None:
+        self.x = torch.randn(count, 6, generator=torch.Generator().manual_seed(0))
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, i: int) -> tuple[Tensor, int]:
+        return self.x[i], i
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, 0.05)
+
+
+def loss_of(model: nn.Module, x: Tensor, i: Tensor) -> Tensor:
+    return ((model(x) - i[:, None] / COUNT) ** 2).mean()
+
+
+def flat(model: nn.Module) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def apart(found: Tensor, wanted: Tensor) -> float:
+    return float((found - wanted).abs().max() / wanted.abs().max())
+
+
+def seen(s: paceline.Session, mine: list[int]) -> list[int]:
+    """How often all ranks together have seen each sample."""
+    counts = torch.zeros(COUNT)
+    for i in mine:
+        counts[i] += 1
+    return s.gather(counts[None]).sum(0).int().tolist()
+
+
+# ---- the order of samples
+
+
+class Drawn(Sampler[int]):
+    """Each epoch an order of its own, drawn when it is asked for."""
+
+    def __init__(self, draw: Callable[["Drawn"], list[int]]) -> None:
+        self.draw, self.epoch = draw, 0
+        self.python, self.numpy = random.Random(5), np.random.default_rng(5)
+        self.state = np.random.RandomState(5)
+
+    def __len__(self) -> int:
+        return COUNT
+
+    def __iter__(self) -> Iterator[int]:
+        self.epoch += 1
+        yield from self.draw(self)
+
+
+def shuffled(by: Callable[[list[int]], Any]) -> list[int]:
+    order = list(range(COUNT))
+    by(order)
+    return order
+
+
+def counted(sampler: Drawn) -> list[int]:
+    return torch.randperm(COUNT, generator=torch.Generator().manual_seed(sampler.epoch)).tolist()
+
+
+DRAWS: dict[str, Callable[[Drawn], list[int]]] = {
+    "python": lambda _: shuffled(random.shuffle),
+    "numpy": lambda _: shuffled(np.random.shuffle),
+    "own_python": lambda one: shuffled(one.python.shuffle),
+    "own_numpy": lambda one: shuffled(one.numpy.shuffle),
+    "own_state": lambda one: shuffled(one.state.shuffle),
+    "counter": counted,
+}
+
+
+class Hard(Sampler[int]):
+    """Goes on with the samples whose loss was the largest on this rank."""
+
+    def __init__(self) -> None:
+        self.losses = [0.0] * COUNT
+
+    def __len__(self) -> int:
+        return COUNT
+
+    def __iter__(self) -> Iterator[int]:
+        yield from sorted(range(COUNT), key=lambda i: -self.losses[i])
+
+
+def sampler_of(kind: str, s: paceline.Session) -> Any:
+    if kind == "by_rank":
+        return RandomSampler(Rows(), generator=torch.Generator().manual_seed(s.rank))
+    if kind == "generator":
+        return RandomSampler(Rows(), generator=torch.Generator().manual_seed(5))
+    if kind == "distributed":
+        return DistributedSampler(Rows(), s.size, s.rank)
+    if kind == "own_share":
+        return range(s.rank, COUNT, s.size)
+    if kind == "other_tail":
+        return [*range(20), *(range(20, COUNT) if s.rank else reversed(range(20, COUNT)))]
+    return Hard() if kind == "hard" else Drawn(DRAWS[kind])
+
+
+def drawn(kind: str) -> Any:
+    s = paceline.session()
+    model, optimizer = s.prepare(net(), sgd)
+    sampler = sampler_of(kind, s)
+    train = s.loader(DataLoader(Rows(), batch_size=8, sampler=sampler))
+    found: list[Any] = []
+    for _ in s.epochs(2):
+        mine: list[int] = []
+        for x, i in train:
+            optimizer.zero_grad()
+            loss = loss_of(model, x, i)
+            s.backward(loss)
+            optimizer.step()
+            mine += i.tolist()
+            if isinstance(sampler, Hard):
+                for one in i.tolist():
+                    sampler.losses[one] = float(loss.detach())
+        found.append(seen(s, mine))
+    return found
+
+
+def evaluated(kind: str) -> Any:
+    s = paceline.session()
+    model, _ = s.prepare(net(), sgd)
+    model.eval()
+    mine = [
+        one for _, i in s.loader(DataLoader(Rows(), batch_size=8, sampler=sampler_of(kind, s))) for one in i.tolist()
+    ]
+    return seen(s, mine)
+
+
+for name in ("python", "numpy", "by_rank", "distributed", "own_share", "hard", "other_tail"):
+    CASES[f"order_{name}"] = lambda name=name: drawn(name)
+    CASES[f"evaluation_{name}"] = lambda name=name: evaluated(name)
+
+
+def resumed(kind: str) -> Any:
+    """Stopped in epoch 2, then resumed: which samples epoch 2 has seen."""
+    random.seed(5)
+    np.random.seed(5)
+    torch.manual_seed(5)
+    note = Path("seen.json")
+    again = note.exists()
+    s = paceline.session("run", resume=True, virtual_ranks=2)
+    model, optimizer = s.prepare(net(), sgd)
+    epoch_2 = json.loads(note.read_text()) if again else []
+    train = s.loader(DataLoader(Rows(), batch_size=8, sampler=sampler_of(kind, s)))
+    for epoch in s.epochs(2):
+        for x, i in train:
+            if s.step == 7 and not again:
+                s.main(note.write_text, json.dumps(epoch_2))
+                raise RuntimeError("planned")
+            optimizer.zero_grad()
+            s.backward(loss_of(model, x, i))
+            optimizer.step()
+            if epoch == 1:
+                epoch_2 += s.gather(i).tolist()
+    return sorted(epoch_2)
+
+
+for name in ("generator", "python", "numpy", "own_python", "own_numpy", "own_state", "counter"):
+    CASES[f"resumed_{name}"] = lambda name=name: resumed(name)
+
+
+class Twice(Sampler[int]):
+    """Another order each time that it is asked, from nothing that could be saved."""
+
+    def __len__(self) -> int:
+        return COUNT
+
+    def __iter__(self) -> Iterator[int]:
+        yield from torch.randperm(COUNT, generator=torch.Generator().manual_seed(len(list(Path().iterdir())))).tolist()
+
+
+@case
+def resumed_lost() -> Any:
+    global sampler_of
+    sampler_of = lambda kind, s: Twice()  # noqa: E731
+    return resumed("lost")
+
+
+class Batches:
+    def __init__(self, said: int | None) -> None:
+        self.said = said
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter([list(range(k, k + 4)) for k in range(0, COUNT, 4)])
+
+    def __len__(self) -> int:
+        if self.said is None:
+            raise TypeError("nobody knows")
+        return self.said
+
+
+def batches(said: int | None) -> Any:
+    s = paceline.session("run")
+    model, optimizer = s.prepare(net(), sgd)
+    found = [0, 0]
+    for _ in s.epochs(2):
+        for x, i in s.loader(DataLoader(Rows(), batch_sampler=Batches(said))):
+            optimizer.zero_grad()
+            s.backward(loss_of(model, x, i))
+            optimizer.step()
+            found = [found[0] + 1, found[1] + int(s.sum(len(i)))]
+    return found
+
+
+CASES |= {
+    "batches_fewer": lambda: batches(6),
+    "batches_more": lambda: batches(12),
+    "batches_unknown": lambda: batches(None),
+}
+
+
+class Growing(Rows):
+    count = 20
+
+    def __len__(self) -> int:
+        return self.count
+
+
+def growing(by: int, existing: bool) -> Any:
+    data = Growing()
+    data.count = 20 if by > 0 else COUNT
+    s = paceline.session()
+    model, optimizer = s.prepare(net(), sgd)
+    train = s.loader(DataLoader(data, batch_size=5)) if existing else s.loader(data, global_batch=5)
+    found: list[int] = []
+    for _ in s.epochs(3):
+        count = 0
+        for x, i in train:
+            optimizer.zero_grad()
+            s.backward(loss_of(model, x, i))
+            optimizer.step()
+            count += int(s.sum(s.samples))
+        found.append(count)
+        data.count += by
+    return found
+
+
+CASES |= {
+    f"growing_{n}": lambda n=n: growing(10 if "more" in n else -10, "loader" in n)
+    for n in ("more", "less", "more_loader")
+}
+
+
+@case
+def endless() -> Any:
+    """A sampler without end: the first batch comes at once."""
+
+    class Endless(Sampler[int]):
+        def __len__(self) -> int:
+            return COUNT
+
+        def __iter__(self) -> Iterator[int]:
+            while True:
+                yield from range(COUNT)
+
+    s = paceline.session()
+    model, optimizer = s.prepare(net(), sgd)
+    for x, i in s.loader(DataLoader(Rows(), batch_size=8, sampler=Endless())):
+        optimizer.zero_grad()
+        s.backward(loss_of(model, x, i))
+        optimizer.step()
+        if s.step == 6 and s.last:
+            break
+    return s.step
+
+
+@case
+def split_by_rank() -> Any:
+    s = paceline.session()
+    model, optimizer = s.prepare(net(), sgd)
+    part, _ = torch.utils.data.random_split(Rows(), [30, 10], generator=torch.Generator().manual_seed(s.rank))
+    for x, i in s.loader(part, global_batch=10):
+        optimizer.zero_grad()
+        s.backward(loss_of(model, x, i))
+        optimizer.step()
+
+
+@case
+def split_by_rank_evaluated() -> Any:
+    s = paceline.session()
+    model, _ = s.prepare(net(), sgd)
+    part, _ = torch.utils.data.random_split(Rows(), [30, 10], generator=torch.Generator().manual_seed(s.rank))
+    model.eval()
+    return [len(x) for x, _ in s.loader(part, global_batch=10)]
+
+
+def words_as_indices(kind: str) -> Any:
+    class Named(Rows):
+        def __getitem__(self, i: Any) -> Any:
+            return self.x[int(i[0] if isinstance(i, tuple) else i)], 0
+
+    keys: list[Any] = [str(i) if kind == "words" else (i, 0) for i in range(COUNT)]
+    with paceline.session() as s:
+        model, optimizer = s.prepare(net(), sgd)
+        for x, i in s.loader(DataLoader(Named(), batch_size=8, sampler=keys)):
+            optimizer.zero_grad()
+            s.backward(loss_of(model, x, i))
+            optimizer.step()
+
+
+CASES |= {"indices_words": lambda: words_as_indices("words"), "indices_tuples": lambda: words_as_indices("tuples")}
+
+
+# ---- how many samples there are
+
+
+class Holes(Rows):
+    bad = frozenset({2, 10, 12, 14, 26})
+
+    def __getitem__(self, i: int) -> Any:
+        return None if i in self.bad else super().__getitem__(i)
+
+
+def whole(items: list[Any]) -> Any:
+    return default_collate([one for one in items if one is not None])
+
+
+def named(items: list[Any]) -> Any:
+    x, i = whole(items)
+    return {"x": x, "i": i}
+
+
+def listed(items: list[Any]) -> Any:
+    kept = [one for one in items if one is not None]
+    return [x for x, _ in kept], torch.tensor([i for _, i in kept])
+
+
+def dropped(collate: Callable[[list[Any]], Any], parts: Callable[[Any], tuple[Tensor, Tensor]]) -> Any:
+    model = net()
+    optimizer = sgd(model.parameters())
+    for batch in DataLoader(Holes(), batch_size=8, collate_fn=collate):
+        optimizer.zero_grad()
+        loss_of(model, *parts(batch)).backward()
+        optimizer.step()
+    wanted = flat(model)
+    s = paceline.session()
+    model, optimizer = s.prepare(net(), sgd)
+    for _ in s.epochs(1):
+        for batch in s.loader(DataLoader(Holes(), batch_size=8, collate_fn=collate)):
+            optimizer.zero_grad()
+            s.backward(loss_of(model, *parts(batch)))
+            optimizer.step()
+    return apart(flat(model), wanted)
+
+
+CASES |= {
+    "dropped_tuple": lambda: dropped(whole, lambda batch: batch),
+    "dropped_dict": lambda: dropped(named, lambda batch: (batch["x"], batch["i"])),
+    "dropped_list": lambda: dropped(listed, lambda batch: (torch.stack(batch[0]), batch[1])),
+}
+
+
+@case
+def dropped_all() -> Any:
+    Holes.bad = frozenset({8, 10, 12, 14})
+    return dropped(whole, lambda batch: batch)
+
+
+# ---- gradients, parameters and optimizers
+
+
+def trained(
+    s: paceline.Session, model: nn.Module, optimizer: Any, act: Callable[[Tensor, Tensor], Any], epochs: int = 1
+) -> None:
+    for _ in s.epochs(epochs):
+        for x, i in s.loader(Rows(), global_batch=8, shuffle=False):
+            optimizer.zero_grad()
+            act(x, i)
+            optimizer.step()
+
+
+class Auxiliary(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.first, self.aux, self.last = nn.Linear(6, 8), nn.Linear(8, 1), nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.first(x)))
+
+
+def received(kind: str) -> Any:
+    s = paceline.session(strategy="exact" if kind == "exact" else "bucketed")
+    model, optimizer = s.prepare(Auxiliary(), sgd)
+
+    def act(x: Tensor, i: Tensor) -> None:
+        other = (model.aux(model.first(x).detach()) ** 2).mean()
+        if kind in ("before", "exact"):
+            other.backward()
+        s.backward(loss_of(model, x, i))
+        if kind == "after":
+            other.backward()
+        if kind == "added":
+            (gradient,) = torch.autograd.grad(other, [model.aux.weight])
+            model.last.weight.grad += gradient
+        if kind == "assigned":
+            (gradient,) = torch.autograd.grad(other, [model.aux.weight])
+            model.aux.weight.grad = gradient
+        if kind == "added_later" and s.step >= 5:
+            (gradient,) = torch.autograd.grad(other, [model.aux.weight])
+            model.last.weight.grad += gradient
+        if kind == "clipped":
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+
+    trained(s, model, optimizer, act, epochs=3)
+    return s.step
+
+
+for name in ("before", "exact", "after", "added", "assigned", "added_later", "clipped"):
+    CASES[f"gradient_{name}"] = lambda name=name: received(name)
+
+
+def later(kind: str) -> Any:
+    s = paceline.session()
+    made = net()
+    model, optimizer = s.prepare(made, sgd)
+
+    def act(x: Tensor, i: Tensor) -> None:
+        if s.step == 3 and s.last:
+            if kind == "head":
+                model[2] = nn.Linear(8, 1)
+            elif kind == "parameter":
+                model[0].extra = nn.Parameter(torch.zeros(1))
+            elif kind == "parametrized":
+                torch.nn.utils.parametrizations.weight_norm(model[0])
+            elif kind == "appended":
+                optimizer.param_groups[0]["params"].append(nn.Parameter(torch.zeros(1)))
+            elif kind == "foreign":
+                optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
+        s.backward(loss_of(model, x, i))
+
+    trained(s, model, optimizer, act, epochs=2)
+
+
+for name in ("head", "parameter", "parametrized", "appended", "foreign"):
+    CASES[f"later_{name}"] = lambda name=name: later(name)
+
+
+def two_optimizers(strategy: str, accumulation: int = 1) -> Any:
+    def made(model: Any) -> tuple[Any, Any]:
+        return torch.optim.SGD(model[0].parameters(), 0.05, momentum=0.9), torch.optim.Adam(model[2].parameters(), 0.01)
+
+    def taken(model: Any, first: Any, second: Any, batches: Any, backward: Callable[[Tensor], Any]) -> None:
+        for x, i in batches:
+            first.zero_grad()
+            second.zero_grad()
+            backward(loss_of(model, x, i))
+            first.step()
+            second.step()
+
+    model = net()
+    first, second = made(model)
+    for _ in range(2):
+        taken(model, first, second, DataLoader(Rows(), batch_size=8), lambda loss: loss.backward())
+    wanted = flat(model)
+    again = Path("run").exists()
+    s = paceline.session("run", resume=True, strategy=strategy, virtual_ranks=2)
+    model = net()
+    first, second = made(model)
+    model, first = s.prepare(model, first)
+    model, second = s.prepare(model, second)
+    for epoch in s.epochs(2):
+        taken(
+            model, first, second, s.loader(Rows(), global_batch=8, shuffle=False, accumulation=accumulation), s.backward
+        )
+        if epoch == 0 and not again and strategy != "zero":
+            raise RuntimeError("planned")
+    return apart(torch.cat([one.flatten() for one in s.weights(model).values()]), wanted)
+
+
+CASES |= {
+    f"two_optimizers_{name}": lambda name=name: two_optimizers(name) for name in ("bucketed", "exact", "ddp", "zero")
+}
+CASES["two_optimizers_accumulated"] = lambda: two_optimizers("bucketed", 2)
+
+
+@case
+def two_backwards_alone() -> Any:
+    """The gradients of two losses, each looked at by itself."""
+    model = net()
+    x = torch.stack([Rows()[i][0] for i in range(8)])
+    wanted = [
+        torch.autograd.grad(loss, model[2].bias)[0].item() for loss in ((model(x) ** 2).mean(), (3 * model(x)).mean())
+    ]
+    s = paceline.session()
+    model, optimizer = s.prepare(net(), sgd)
+    found: list[float] = []
+    for x, _ in s.loader(Rows(8), global_batch=8, shuffle=False):
+        for scale in (None, 3):
+            optimizer.zero_grad()
+            s.backward((model(x) ** 2).mean() if scale is None else (scale * model(x)).mean())
+            found.append(model[2].bias.grad.item())
+        optimizer.step()
+    return apart(torch.tensor(found), torch.tensor(wanted))
+
+
+@case
+def two_backwards_in_parts() -> Any:
+    with paceline.session(virtual_ranks=4) as s:
+        model, optimizer = s.prepare(net(), sgd)
+        for x, _ in s.loader(Rows(8), global_batch=8, shuffle=False):
+            optimizer.zero_grad()
+            s.backward((model(x) ** 2).mean())
+            optimizer.zero_grad()
+            s.backward((3 * model(x)).mean())
+            optimizer.step()
+
+
+# ---- epochs, state, replicas
+
+
+@case
+def phases() -> Any:
+    s = paceline.session()
+    model, optimizer = s.prepare(net(), sgd)
+    found: list[list[int]] = []
+    for count in (2, 3, 2):
+        found.append([])
+        for epoch in s.epochs(count):
+            found[-1].append(epoch)
+            for x, i in s.loader(Rows(), global_batch=8):
+                optimizer.zero_grad()
+                s.backward(loss_of(model, x, i))
+                optimizer.step()
+    return found
+
+
+@case
+def phases_resumed() -> Any:
+    again = Path("run").exists()
+    s = paceline.session("run", resume=True, virtual_ranks=2)
+    model, optimizer = s.prepare(net(), sgd)
+    train = s.loader(Rows(), global_batch=8)
+    found: list[list[int]] = []
+    for count in (2, 3, 2):
+        found.append([])
+        for epoch in s.epochs(count):
+            found[-1].append(epoch)
+            for x, i in train:
+                if s.step == 17 and not again:
+                    raise RuntimeError("planned")
+                optimizer.zero_grad()
+                s.backward(loss_of(model, x, i))
+                optimizer.step()
+    return [found, s.step]
+
+
+@case
+def two_loops_resumed() -> Any:
+    again = Path("run").exists()
+    s = paceline.session("run", resume=True, virtual_ranks=2)
+    model, optimizer = s.prepare(net(), sgd)
+    loaders = s.loader(Rows(), global_batch=8), s.loader(DataLoader(Rows(20), batch_size=5, shuffle=True))
+    for _ in s.epochs(2):
+        for train in loaders:
+            for x, i in train:
+                if s.step == 7 and not again:
+                    raise RuntimeError("planned")
+                optimizer.zero_grad()
+                s.backward(loss_of(model, x, i))
+                optimizer.step()
+    return s.step
+
+
+class Warm(torch.optim.SGD):
+    """Keeps a number beside its state, and says so in state_dict."""
+
+    t = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.t += 1
+        for group in self.param_groups:
+            group["lr"] = 0.05 * min(1, self.t / 8)
+        return super().step(closure)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "t": self.t}
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.t = state_dict.pop("t")
+        super().load_state_dict(state_dict)
+
+
+def averaged(kind: str) -> Any:
+    """Interrupted in epoch 2, beside the same without an interruption."""
+
+    def run(folder: str, stops: bool) -> list[float]:
+        torch.manual_seed(1)
+        s = paceline.session(folder, resume=True, virtual_ranks=2)
+        model, optimizer = s.prepare(net(), lambda p: Warm(p, 0.05))
+        average: Any = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+        if kind in ("registered", "ignored"):
+            s.register("average", average, saved=kind == "registered")
+        if kind == "copied":
+            average = net()
+        train = s.loader(Rows(), global_batch=8)
+        for _ in s.epochs(2):
+            for x, i in train:
+                if s.step == 7 and stops:
+                    raise RuntimeError("planned")
+                optimizer.zero_grad()
+                s.backward(loss_of(model, x, i))
+                optimizer.step()
+                if s.last and kind == "copied":
+                    for mine, theirs in zip(average.parameters(), model.parameters(), strict=True):
+                        mine.data.mul_(0.9).add_(theirs.data, alpha=0.1)
+                elif s.last:
+                    average.update_parameters(model)
+        found = [float(optimizer.t), float(flat(average).sum()), float(flat(model).sum())]
+        s.close()
+        return found
+
+    again = Path("run").exists()
+    found = run("run", not again)
+    return [found, run("whole", False)]
+
+
+for name in ("registered", "ignored", "unknown", "copied"):
+    CASES[f"average_{name}"] = lambda name=name: averaged(name)
+
+
+@case
+def group_added_and_resumed() -> Any:
+    again = Path("run").exists()
+    s = paceline.session("run", resume=True, virtual_ranks=2)
+    model = net()
+    model, optimizer = s.prepare(model, torch.optim.AdamW(model[2].parameters(), 0.01))
+    train = s.loader(Rows(), global_batch=8)
+    for epoch in s.epochs(3):
+        if epoch == 1 and len(optimizer.param_groups) == 1:
+            optimizer.add_param_group({"params": list(model[0].parameters()), "lr": 0.003})
+        for x, i in train:
+            if s.step == 8 and not again and len(sys.argv) == 2:
+                raise RuntimeError("planned")
+            optimizer.zero_grad()
+            s.backward(loss_of(model, x, i))
+            optimizer.step()
+    return float(flat(model).sum())
+
+
+def differing(kind: str) -> Any:
+    s = paceline.session()
+    model, optimizer = s.prepare(net(), sgd)
+    trained(s, model, optimizer, lambda x, i: s.backward(loss_of(model, x, i)))
+    model[0].bias.data += 0.01 * s.rank
+    if kind == "weights":
+        s.weights(model)
+    if kind == "save":
+        s.save(model, "weights.pt")
+    s.close()
+
+
+for name in ("weights", "save", "end"):
+    CASES[f"differing_{name}"] = lambda name=name: differing(name)
+
+
+def unsavable(kind: str) -> Any:
+    class Listing(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            for parameter in self.param_groups[0]["params"]:
+                self.state[parameter]["history"] = [parameter.grad]
+            return super().step(closure)
+
+    with paceline.session("run") as s:
+        model, optimizer = s.prepare(net(), lambda p: (Listing if kind == "state" else torch.optim.SGD)(p, 0.05))
+
+        def act(x: Tensor, i: Tensor) -> None:
+            s.backward(loss_of(model, x, i))
+            if kind == "saved":
+                s.saved["best"] = torch.ones(1)
+            s.main(Path("steps").write_text, str(s.step))
+
+        trained(s, model, optimizer, act, epochs=2)
+
+
+CASES |= {"unsavable_state": lambda: unsavable("state"), "unsavable_saved": lambda: unsavable("saved")}
+
+
+# ---- evaluation and modes
+
+
+def few(kind: str) -> Any:
+    s = paceline.session()
+    model, _ = s.prepare(net(), sgd)
+    model.eval()
+    found: list[Any] = []
+    for _, i in s.loader(DataLoader(Rows(1 if kind == "one" else 5), batch_size=1)):
+        found += s.gather(i).tolist() if kind != "sum" else [s.sum(float(i.sum()))]
+    return found
+
+
+CASES |= {"few_gather": lambda: few("gather"), "few_sum": lambda: few("sum"), "few_one": lambda: few("one")}
+
+
+@case
+def eval_mode() -> Any:
+    with paceline.session() as s:
+        model, optimizer = s.prepare(net(), sgd)
+        model.eval()
+        trained(s, model, optimizer, lambda x, i: s.backward(loss_of(model, x, i)))
+
+
+def statistics(kind: str) -> Any:
+    def made() -> nn.Module:
+        torch.manual_seed(1)
+        return nn.Sequential(nn.Linear(6, 2), nn.BatchNorm1d(2), nn.Linear(2, 1))
+
+    wanted: Any = AveragedModel(made())
+    update_bn(DataLoader(Rows(), batch_size=8), wanted)
+    s = paceline.session()
+    model, _ = s.prepare(made(), sgd)
+    average: Any = AveragedModel(model)
+    data = DataLoader(Rows(), batch_size=8)
+    update_bn(s.loader(data) if kind == "loader" else data, average)
+    return apart(average.module[1].running_mean, wanted.module[1].running_mean)
+
+
+CASES |= {"statistics_loader": lambda: statistics("loader"), "statistics_data": lambda: statistics("data")}
+
+
+def weightless(kind: str) -> Any:
+    def loss_and_weight(model: nn.Module, x: Tensor, i: Tensor) -> tuple[Tensor, Any]:
+        if kind == "constant":
+            kept = i % 8 == 0  # rank 1 has none of them
+            count = int(kept.sum())
+            return ((model(x[kept]) - 1) ** 2).mean() if count else torch.zeros(()), count
+        target = torch.where(i % 2 == 0, i % 3, -100)  # odd samples have no label: rank 1 has only those
+        outputs = torch.cat([model(x), -model(x), 2 * model(x)], 1)
+        if kind == "masked":
+            mask = (target >= 0).double()
+            losses = nn.functional.cross_entropy(outputs, target.clamp(min=0), reduction="none")
+            return (losses * mask).sum() / mask.sum(), mask.sum()
+        return nn.functional.cross_entropy(outputs, target), (target != -100).sum()
+
+    model = net()
+    optimizer = sgd(model.parameters())
+    for x, i in DataLoader(Rows(), batch_size=8):
+        optimizer.zero_grad()
+        loss_and_weight(model, x, i)[0].backward()
+        optimizer.step()
+    wanted = flat(model)
+    s = paceline.session(strategy=sys.argv[2] if len(sys.argv) > 2 else "bucketed")
+    model, optimizer = s.prepare(net(), sgd)
+    trained(s, model, optimizer, lambda x, i: s.backward(*loss_and_weight(model, x, i)))
+    return apart(torch.cat([one.flatten() for one in s.weights(model).values()]), wanted)
+
+
+CASES |= {f"weightless_{name}": lambda name=name: weightless(name) for name in ("labels", "masked", "constant")}
+
+
+@case
+def constant_everywhere() -> Any:
+    with paceline.session() as s:
+        model, optimizer = s.prepare(net(), sgd)
+        trained(s, model, optimizer, lambda x, i: s.backward(torch.ones(())))
+
+
+@case
+def seeded() -> Any:
+    s = paceline.session(seed=3, strategy="exact")
+    numbers = [random.random(), float(np.random.rand()), float(torch.rand(()))]
+    model, optimizer = s.prepare(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)), sgd)
+    trained(s, model, optimizer, lambda x, i: s.backward(loss_of(model, x, i)))
+    return [numbers, float(flat(model).sum())]
+
+
+if __name__ == "__main__":
+    result = CASES[sys.argv[1]]()
+    Path("found.json").write_text(json.dumps(result))

@@ -1,0 +1,169 @@
+"""What a session assumes of a loop: it is true by construction, or an error with exit code 2 before a wrong update."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.run_script import run_script
+
+SCRIPT = Path(__file__).with_name("assumed.py")
+ONCE = [1] * 40
+USAGE, DIVERGED = 2, 6
+
+
+def run(ranks: int, kind: str, folder: Path, *more: str) -> tuple[int, Any, str]:
+    """The exit code, what the loop has found, and what it printed."""
+    found = folder / "found.json"
+    found.unlink(missing_ok=True)
+    done = run_script(ranks, SCRIPT, kind, *more, cwd=folder)
+    return done.returncode, json.loads(found.read_text()) if found.exists() else None, done.stdout + done.stderr
+
+
+RIGHT = {
+    "order_python": [ONCE, ONCE], "order_numpy": [ONCE, ONCE], "order_by_rank": [ONCE, ONCE],
+    "evaluation_python": ONCE, "evaluation_by_rank": ONCE,
+    "batches_fewer": [20, 80], "batches_more": [20, 80], "batches_unknown": [20, 80],
+    "growing_more": [20, 30, 40], "growing_less": [40, 30, 20], "growing_more_loader": [20, 30, 40],
+    "endless": 7, "order_hard": [ONCE, ONCE], "gradient_clipped": 15,
+    "phases": [[0, 1], [0, 1, 2], [0, 1]],
+    "few_gather": [0, 1, 2, 3, 4], "few_sum": [1.0, 9.0],
+}  # fmt: skip
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("kind", RIGHT)
+def test_it_is_the_same_as_in_one_process(tmp_path: Path, kind: str, ranks: int) -> None:
+    code, found, told = run(ranks, kind, tmp_path)
+    if kind in ("batches_fewer", "batches_more", "batches_unknown"):
+        assert code == 0 and found == [20, 80], told
+    elif kind == "few_sum":
+        assert code == 0 and sum(found) == 10, told
+    else:
+        assert code == 0 and found == RIGHT[kind], told
+
+
+EQUAL = [
+    "dropped_tuple", "dropped_dict", "dropped_list", "two_backwards_alone",
+    "weightless_labels", "weightless_masked", "weightless_constant", "statistics_data",
+]  # fmt: skip
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("kind", EQUAL)
+def test_its_numbers_are_those_of_the_plain_loop(tmp_path: Path, kind: str, ranks: int) -> None:
+    code, found, told = run(ranks, kind, tmp_path)
+    assert code == 0 and found < 1e-12, told
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("strategy", ["exact", "manual"])
+def test_a_rank_without_weight_contributes_nothing_under_other_strategies(tmp_path: Path, strategy: str) -> None:
+    code, found, told = run(2, "weightless_masked", tmp_path, strategy)
+    assert code == 0 and found < 1e-12, told
+
+
+WRONG = {
+    "order_distributed": USAGE, "order_own_share": USAGE, "order_other_tail": USAGE,
+    "evaluation_distributed": USAGE, "evaluation_own_share": USAGE, "evaluation_other_tail": USAGE,
+    "split_by_rank": USAGE, "split_by_rank_evaluated": USAGE,
+    "indices_words": USAGE, "indices_tuples": USAGE, "dropped_all": USAGE,
+    "gradient_before": USAGE, "gradient_exact": USAGE, "gradient_after": USAGE,
+    "gradient_added": USAGE, "gradient_assigned": USAGE, "gradient_added_later": USAGE,
+    "later_head": USAGE, "later_parameter": USAGE, "later_parametrized": USAGE, "later_appended": USAGE,
+    "later_foreign": USAGE, "two_backwards_in_parts": USAGE, "two_optimizers_zero": USAGE,
+    "differing_weights": DIVERGED, "differing_save": DIVERGED, "differing_end": DIVERGED,
+    "unsavable_state": USAGE, "unsavable_saved": USAGE,
+    "few_one": USAGE, "eval_mode": USAGE, "statistics_loader": USAGE, "constant_everywhere": USAGE,
+}  # fmt: skip
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("kind", WRONG)
+def test_it_is_an_error(tmp_path: Path, kind: str) -> None:
+    code, found, told = run(2, kind, tmp_path)
+    assert code == WRONG[kind] and not found, told
+
+
+ALONE = ["indices_words", "later_head", "later_foreign", "two_backwards_in_parts", "eval_mode", "constant_everywhere"]
+
+
+@pytest.mark.parametrize("kind", ALONE)
+def test_it_is_an_error_on_one_process_too(tmp_path: Path, kind: str) -> None:
+    code, found, told = run(1, kind, tmp_path)
+    assert code == USAGE and found is None, told
+
+
+@pytest.mark.parametrize("kind", ["unsavable_state", "unsavable_saved"])
+def test_what_no_checkpoint_can_hold_is_found_in_the_first_step(tmp_path: Path, kind: str) -> None:
+    assert run(1, kind, tmp_path)[0] == USAGE
+    assert (tmp_path / "steps").read_text() == "0"
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("kind", ["generator", "python", "numpy", "own_python", "own_numpy", "own_state", "counter"])
+def test_an_interrupted_epoch_has_each_sample_once(tmp_path: Path, kind: str) -> None:
+    assert run(2, f"resumed_{kind}", tmp_path)[0] == 1  # as planned
+    code, found, told = run(1, f"resumed_{kind}", tmp_path)
+    assert code == 0 and found == list(range(40)), told
+
+
+def test_an_order_that_cannot_be_drawn_again_is_an_error(tmp_path: Path) -> None:
+    assert run(1, "resumed_lost", tmp_path)[0] == 1
+    code, found, told = run(1, "resumed_lost", tmp_path)
+    assert code == USAGE and found is None, told
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("kind", ["bucketed", "exact", "ddp", "accumulated"])
+def test_two_optimizers_of_one_model_train_it_also_after_a_resume(tmp_path: Path, kind: str) -> None:
+    assert run(2, f"two_optimizers_{kind}", tmp_path)[0] == 1  # as planned
+    code, found, told = run(2, f"two_optimizers_{kind}", tmp_path)
+    assert code == 0 and found < 1e-12, told
+
+
+def test_phases_begin_anew_also_after_a_resume(tmp_path: Path) -> None:
+    assert run(1, "phases_resumed", tmp_path)[0] == 1
+    code, found, told = run(1, "phases_resumed", tmp_path)
+    assert code == 0 and found == [[[], [1, 2], [0, 1]], 35], told
+
+
+def test_the_second_of_two_loops_is_resumed(tmp_path: Path) -> None:
+    assert run(1, "two_loops_resumed", tmp_path)[0] == 1
+    code, found, told = run(1, "two_loops_resumed", tmp_path)
+    assert code == 0 and found == 18, told
+
+
+def test_a_registered_average_and_an_optimizers_own_numbers_are_resumed(tmp_path: Path) -> None:
+    assert run(1, "average_registered", tmp_path)[0] == 1
+    code, found, told = run(1, "average_registered", tmp_path)
+    assert code == 0 and found[0] == found[1] and found[0][0] == 10, told
+
+
+@pytest.mark.parametrize("kind", ["unknown", "copied"])
+def test_an_average_that_would_be_lost_is_an_error(tmp_path: Path, kind: str) -> None:
+    for _ in range(2):  # also the second time: no state without it was saved
+        code, found, told = run(1, f"average_{kind}", tmp_path)
+        assert code == USAGE and found is None, told
+
+
+def test_an_average_may_be_lost_on_purpose(tmp_path: Path) -> None:
+    assert run(1, "average_ignored", tmp_path)[0] == 1
+    code, found, told = run(1, "average_ignored", tmp_path)
+    assert code == 0 and found[0][2] == found[1][2] and found[0][1] != found[1][1], told
+
+
+def test_a_group_of_parameters_that_was_added_is_resumed(tmp_path: Path) -> None:
+    (tmp_path / "whole").mkdir()
+    code, whole, told = run(1, "group_added_and_resumed", tmp_path / "whole", "whole")
+    assert code == 0, told
+    assert run(1, "group_added_and_resumed", tmp_path)[0] == 1
+    code, found, told = run(1, "group_added_and_resumed", tmp_path)
+    assert code == 0 and found == pytest.approx(whole, rel=1e-12), told
+
+
+def test_a_seed_seeds_torch_numpy_and_python(tmp_path: Path) -> None:
+    found = [run(ranks, "seeded", tmp_path)[1] for ranks in (1, 1, 2)]
+    assert found[0] == found[1] and found[0][0] == found[2][0]
