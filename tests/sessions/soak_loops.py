@@ -83,10 +83,10 @@ AXES: dict[str, Weighted] = {
     },
     "scheduler": {"none": 6, "step": 2, "epoch": 1, "one_cycle": 1, "plateau": 2},
     "buffers": {
-        "none": 16, "count": 3, "sum": 1, "max": 1, "min": 1, "first": 1, "undeclared": 0.3, "grows": 0.3,
+        "none": 16, "count": 3, "sum": 1, "max": 1, "min": 1, "first": 1, "undeclared": 0.2, "grows": 0.2,
         "batch_norm": 2,
     },
-    "head": {"fixed": 50, "new": 1},
+    "head": {"fixed": 80, "new": 1},
     "phases": {(2,): 4, (3,): 2, (2, 2): 2, (1, 2): 1},
     "loops": {1: 5, 2: 1},
     "evaluation": {"none": 4, "mean": 3, "gather": 2},
@@ -96,7 +96,7 @@ AXES: dict[str, Weighted] = {
     "every": {1: 12, 2: 1},
     "leaves": {0: 15, 3: 1},
     "closure": {False: 20, True: 1},
-    "mode": {"train": 40, "eval": 1},
+    "mode": {"train": 80, "eval": 1},
     "touch": {"none": 25, "assigned": 1, "in_place": 1, "vector": 0.5},
     "ranks_after": {1: 1, 2: 1, 3: 1},
 }  # fmt: skip
