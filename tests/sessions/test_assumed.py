@@ -25,7 +25,7 @@ RIGHT = {
     "evaluation_python": ONCE, "evaluation_by_rank": ONCE,
     "batches_fewer": [20, 80], "batches_more": [20, 80], "batches_unknown": [20, 80],
     "growing_more": [20, 30, 40], "growing_less": [40, 30, 20], "growing_more_loader": [20, 30, 40],
-    "endless": 7, "order_hard": [ONCE, ONCE], "gradient_clipped": 15,
+    "endless": 7, "gradient_clipped": 15,
     "phases": [[0, 1], [0, 1, 2], [0, 1]],
     "few_gather": [0, 1, 2, 3, 4], "few_sum": [1.0, 9.0],
 }  # fmt: skip
@@ -66,7 +66,7 @@ def test_a_rank_without_weight_contributes_nothing_under_other_strategies(tmp_pa
 
 
 WRONG = {
-    "order_distributed": USAGE, "order_own_share": USAGE, "order_other_tail": USAGE,
+    "order_distributed": USAGE, "order_own_share": USAGE, "order_hard": USAGE, "order_other_tail": USAGE,
     "evaluation_distributed": USAGE, "evaluation_own_share": USAGE, "evaluation_other_tail": USAGE,
     "split_by_rank": USAGE, "split_by_rank_evaluated": USAGE,
     "indices_words": USAGE, "indices_tuples": USAGE, "dropped_all": USAGE,

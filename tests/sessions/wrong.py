@@ -85,8 +85,9 @@ class Twice(SGD):
 
 @case()
 def closure(s: Any) -> None:
-    model, _, train = ready(s)
-    model, optimizer = s.prepare(model, Twice(model.parameters(), lr=0.1))
+    _, _, train = ready(s)
+    other = nn.Linear(3, 2)
+    model, optimizer = s.prepare(other, Twice(other.parameters(), lr=0.1))
     for x, y in train:
         s.backward(F.cross_entropy(model(x), y))
         optimizer.step(lambda: None)

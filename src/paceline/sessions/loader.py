@@ -105,6 +105,11 @@ class Loader:
             if len({of_rank for of_rank, _ in told}) > 1:
                 lengths = ", ".join(f"{of_rank} on rank {rank}" for rank, (of_rank, _) in enumerate(told))
                 raise told_once(ORDER.error(f"their DataLoaders have other lengths: {lengths} batches"), world)
+            attributes = [of_rank["sampler"]["attributes"] for _, of_rank in told]
+            if any(of_rank != attributes[0] for of_rank in attributes):
+                names = {name for of_rank in attributes for name in of_rank}
+                differing = min(name for name in names if len({str(one.get(name)) for one in attributes}) > 1)
+                raise told_once(ORDER.error(f"the attribute {differing} differs between ranks"), world)
             put_back = told[0][1]
         put_global_streams(put_back)
         self._sampler.put_back(put_back.get("sampler", {}))

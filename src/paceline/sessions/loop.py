@@ -107,7 +107,8 @@ class Loop(Ranks):
         """The fingerprint of its data; the first time it is compared over ranks (a collective then)."""
         data = loader.dataset
         if (known := self._fingerprints.get(id(data))) is not None:
-            if known[1].get("samples") not in (None, len(data)):  # pyright: ignore[reportArgumentType] - it has grown
+            size: int | None = known[1].get("samples")  # a stream has none
+            if size is not None and size != len(data):  # pyright: ignore[reportArgumentType]
                 with preserved_streams():
                     self._fingerprints[id(data)] = (data, loader.fingerprint())
             return self._fingerprints[id(data)][1]
