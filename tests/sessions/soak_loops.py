@@ -9,7 +9,7 @@ looped.py holds the two loops. What a case comes to:
 
     equal      weights, buffers, averages, learning rates, the samples of each step, epochs and evaluations are those of
                the plain loop, to 1e-9 in float64
-    rejected   exit code 2; the parameters are still those of the plain loop after as many steps
+    rejected   exit code 2; the parameters are still those of the plain loop after some step
     anything else is a failure: `different`, `applied` (rejected too late), `failed` (another exit code), `hung`
 
 Loops that are wrong on several ranks are drawn, too (`Case.wrong`): these must be rejected, or equal all the same. They
@@ -57,7 +57,7 @@ Weighted = dict[Any, float]
 AXES: dict[str, Weighted] = {
     "ranks": {1: 2, 2: 4, 3: 2},
     "accumulation": {1: 4, 2: 1},
-    "strategy": {"bucketed": 7, "exact": 4, "ddp": 3, "manual": 2, "zero": 2, "fsdp": 1},
+    "strategy": {"bucketed": 7, "exact": 4, "ddp": 3, "manual": 2, "zero": 1.5, "fsdp": 0.7},
     "samples": {40: 1, 37: 1},
     "workers": {0: 30, 1: 1},
     "order": {
@@ -73,9 +73,9 @@ AXES: dict[str, Weighted] = {
     "collate": {"default": 6, "drops": 1, "dict": 1},
     "loss": {
         "mean": 8, "per_sample": 2, "sum": 2, "tokens": 2, "masked": 2, "ignore_index": 2, "constant": 1, "two": 2,
-        "combined": 0.7,
+        "combined": 0.5,
     },
-    "path": {"plain": 8, "function": 1, "parameter_hook": 1, "module_hook": 1},
+    "path": {"plain": 14, "function": 1, "parameter_hook": 1, "module_hook": 1},
     "clip": {"none": 6, "torch": 1, "session": 1},
     "frozen": {False: 8, True: 1},
     "optimizer": {
@@ -86,11 +86,11 @@ AXES: dict[str, Weighted] = {
         "none": 16, "count": 3, "sum": 1, "max": 1, "min": 1, "first": 1, "undeclared": 0.2, "grows": 0.2,
         "batch_norm": 2,
     },
-    "head": {"fixed": 80, "new": 1},
+    "head": {"fixed": 120, "new": 1},
     "phases": {(2,): 4, (3,): 2, (2, 2): 2, (1, 2): 1},
     "loops": {1: 5, 2: 1},
     "evaluation": {"none": 4, "mean": 3, "gather": 2},
-    "evaluated": {5: 2, 1: 1, 12: 1},
+    "evaluated": {5: 3, 1: 1, 12: 2},
     "average": {"none": 8, "registered": 1.5, "unregistered": 0.15},
     "stop_how": {"before": 2, "after": 1, "between": 1, "term": 1},
     "every": {1: 12, 2: 1},
@@ -268,7 +268,7 @@ def _said(folder: Path, attempt: int) -> str:
 
 
 def _rejected(case: Case, folder: Path, attempt: int) -> tuple[str, str]:
-    """Whether it was in time: the parameters are those of the plain loop after as many steps, on each rank."""
+    """Whether it was in time: each rank's parameters are those of the plain loop after some step."""
     words = _said(folder, attempt)
     if "Traceback" in words:
         return "failed", "rejected with a traceback: " + words.strip().splitlines()[-2][:200]
@@ -276,12 +276,11 @@ def _rejected(case: Case, folder: Path, attempt: int) -> tuple[str, str]:
         return "rejected", words
     states = plain(case).after
     for one in _failures(folder, attempt):
-        near = [states[n] for n in range(one["step"] - 1, one["step"] + 2) if 0 <= n < len(states)]
         state: dict[str, torch.Tensor] = one.get("state", {})
-        if case.head == "new":  # was made after the last step
-            state, *near = ({k: v for k, v in s.items() if not k.startswith("head")} for s in (state, *near))
-        if state and not any(not _apart(state, other) for other in near):
-            return "applied", f"before step {one['step'] + 1}: {words}"
+        if case.head == "new":  # it was made after the last step
+            state, *states = ({k: v for k, v in s.items() if not k.startswith("head")} for s in (state, *states))
+        if state and all(_apart(state, other) for other in states):
+            return "applied", f"after step {one['step']}: {words}"
     return "rejected", words
 
 
