@@ -65,8 +65,8 @@ class ModelConfig:
     batchnorm: Literal["local", "sync"] = "local"
     """batch norm's statistics: of each virtual rank's micro-batch, or over the micro-batches of all ranks"""
     fsdp_wrap: str | None = None
-    """for fsdp: the blocks that are gathered one at a time, by name or class (layers.*,Block); default: every direct
-    child of the model, and every module of a ModuleList"""
+    """for fsdp: the blocks that are gathered one at a time, by name or class (layers.*,Block); default: the
+    repeated layers, in the largest ModuleList or Sequential of layers of one class, at any depth"""
 
 
 @dataclass(frozen=True)

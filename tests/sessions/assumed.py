@@ -416,13 +416,16 @@ class Auxiliary(nn.Module):
 
 
 def received(kind: str) -> Any:
-    s = paceline.session(strategy="exact" if kind == "exact" else "bucketed")
+    parts = 3 if kind == "in_parts" else None
+    s = paceline.session(strategy="exact" if kind == "exact" else "bucketed", virtual_ranks=parts)
     model, optimizer = s.prepare(Auxiliary(), sgd)
 
     def act(x: Tensor, i: Tensor) -> None:
         other = (model.aux(model.first(x).detach()) ** 2).mean()
         if kind in ("before", "exact"):
             other.backward()
+        if kind in ("assigned_before", "in_parts"):
+            (model.aux.weight.grad,) = torch.autograd.grad(other, [model.aux.weight])
         s.backward(loss_of(model, x, i))
         if kind == "after":
             other.backward()
@@ -442,7 +445,7 @@ def received(kind: str) -> Any:
     return s.step
 
 
-for name in ("before", "exact", "after", "added", "assigned", "added_later", "clipped"):
+for name in ("before", "exact", "after", "added", "assigned", "added_later", "clipped", "assigned_before", "in_parts"):
     CASES[f"gradient_{name}"] = lambda name=name: received(name)
 
 

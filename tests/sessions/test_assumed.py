@@ -71,7 +71,7 @@ WRONG = {
     "split_by_rank": USAGE, "split_by_rank_evaluated": USAGE,
     "indices_words": USAGE, "indices_tuples": USAGE, "dropped_all": USAGE,
     "gradient_before": USAGE, "gradient_exact": USAGE, "gradient_after": USAGE,
-    "gradient_added": USAGE, "gradient_assigned": USAGE, "gradient_added_later": USAGE,
+    "gradient_added": USAGE, "gradient_assigned": USAGE, "gradient_added_later": USAGE, "gradient_assigned_before": USAGE,
     "later_head": USAGE, "later_parameter": USAGE, "later_parametrized": USAGE, "later_appended": USAGE,
     "later_foreign": USAGE, "two_backwards_in_parts": USAGE, "two_optimizers_zero": USAGE,
     "differing_weights": DIVERGED, "differing_save": DIVERGED, "differing_end": DIVERGED,
@@ -87,7 +87,15 @@ def test_it_is_an_error(tmp_path: Path, kind: str) -> None:
     assert code == WRONG[kind] and not found, told
 
 
-ALONE = ["indices_words", "later_head", "later_foreign", "two_backwards_in_parts", "eval_mode", "constant_everywhere"]
+ALONE = [
+    "gradient_in_parts",
+    "indices_words",
+    "later_head",
+    "later_foreign",
+    "two_backwards_in_parts",
+    "eval_mode",
+    "constant_everywhere",
+]
 
 
 @pytest.mark.parametrize("kind", ALONE)

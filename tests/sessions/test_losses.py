@@ -10,7 +10,7 @@ SCRIPT = Path(__file__).with_name("losses.py")
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("kind", ["classes", "crops", "rows", "summed", "penalty", "contrastive", "sam"])
+@pytest.mark.parametrize("kind", ["classes", "crops", "rows", "summed", "penalty", "kept", "contrastive", "sam"])
 def test_a_loss_written_as_the_page_says_is_that_of_one_process(tmp_path: Path, kind: str) -> None:
     done = run_script(3 if kind != "contrastive" else 2, SCRIPT, kind, cwd=tmp_path)
     assert done.returncode == 0, done.stderr

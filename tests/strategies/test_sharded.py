@@ -282,7 +282,8 @@ def rounded_on_the_way(rank: int, size: int) -> None:
     for name in ("bucketed", "fsdp"):
         model = Mixed()
         in_bf16(model, CPU)
-        replica = made(name, model, world_of(rank, size), size)
+        options = {"wrap": "blocks.*,attention"} if name == "fsdp" else {}
+        replica = made(name, model, world_of(rank, size), size, **options)
         for block in (*model.blocks, model.attention):
             block.register_forward_pre_hook(look)  # after fsdp's own, which gathers
         train(replica, 4)

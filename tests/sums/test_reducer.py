@@ -16,6 +16,7 @@ from tests.run_ranks import run_ranks
 from tests.sums.odd_model import over_torch
 from torch import Tensor, nn
 
+from paceline.errors import UsageError
 from paceline.sums.buckets import BUCKET_BYTES, assign_buckets
 from paceline.sums.reducer import Reducer
 from paceline.sums.tree import Forest
@@ -226,7 +227,7 @@ def errors(rank: int, world_size: int) -> None:
     step()
     for is_last in (True, False):  # too late: the buckets have left
         backward()
-        with pytest.raises(RuntimeError, match="second backward"):
+        with pytest.raises(UsageError, match="second gradient"):
             backward(is_last=is_last)
         reducer.reset()
     step()

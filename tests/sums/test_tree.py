@@ -21,6 +21,7 @@ from tests.sums.odd_model import over_torch
 from tests.worlds import worlds
 from torch import Tensor, nn
 
+from paceline.errors import UsageError
 from paceline.sums.exchange import Exchange
 from paceline.sums.reducer import Reducer
 from paceline.sums.tree import (
@@ -399,7 +400,7 @@ def errors(rank: int, world_size: int) -> None:
 
     def do_it_again(is_last: bool) -> None:
         backwards()
-        with pytest.raises(RuntimeError, match="second backward"), reducer.leaf(share[-1], is_last=is_last):
+        with pytest.raises(UsageError, match="second gradient"), reducer.leaf(share[-1], is_last=is_last):
             backward(share[-1])
         reducer.reset()
 

@@ -137,7 +137,8 @@ def _verify_loop(config: VerifyConfig, ranks: Sequence[int], strategies: Sequenc
     if given := [name for name in for_tasks if getattr(config, name) != getattr(usual, name)]:
         raise UsageError(f"--{given[0].replace('_', '-')} is for tasks, and {config.task} is a loop of your own")
     most = max(ranks)
-    cases = [LoopCase(1, False), *(LoopCase(most, False, name) for name in strategies), LoopCase(most, True, "exact")]
+    own = [LoopCase(most, exact=False, strategy=name) for name in strategies]
+    cases = [LoopCase(1, exact=False, plain=True), *own, LoopCase(most, exact=True, strategy="exact")]
     spec = LoopSpec(config.task, words, cases, most, config.steps, config.seed, config.device)
     with tempfile.TemporaryDirectory(prefix="paceline-verify-") as name:
         folder = Path(name).resolve()

@@ -1,12 +1,13 @@
 """Cuts a model's weights over ranks, in blocks that are gathered one at a time.
 
-Blocks are by default every direct child of the model, and every module of a ModuleList, wherever it is: most models
-are a list of equal blocks between a few parts in front and behind.
+By default the blocks are the repeated layers: the modules of the largest nn.ModuleList, nn.ModuleDict or nn.Sequential
+of layers of one class, at any depth. What is outside of them (embeddings, a head) is gathered for the whole forward, so
+it may be used anywhere. A model without repeated layers is cut at its children.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Generator, Mapping
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
@@ -17,12 +18,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from paceline.compute.rules import matching
-from paceline.errors import UsageError
+from paceline.compute.rules import matching, subclassed
+from paceline.errors import UsageError, first_few
 from paceline.worker.world import World
 
 if TYPE_CHECKING:  # imported where used: it would cost every other strategy a second of start-up
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+
+MIXED = "mixed torch.Tensor and DTensor"
+MAX_NAMED = 8
+LEAST_SHARE = 0.1
+"""of a model's parameters in its repeated layers; a model with less in them is cut at its children"""
 
 
 def cut_into_blocks(
@@ -67,6 +73,7 @@ def cut_into_blocks(
         whole_ones |= {p for p in model.parameters() if p.ndim == 1} - rounded
     blocks = {name: block for name, block in blocks.items() if {*block.parameters()} - whole_ones}
     policies = _policies({**blocks, "": model}, whole_ones, rounded)
+    _explain_use_outside(model, [*blocks], flag)
     found: dict[str, FSDPModule] = {}
     for name, block in {**blocks, "": model}.items():
         found[name] = cut = fully_shard(
@@ -78,6 +85,26 @@ def cut_into_blocks(
     # the first forward, which would do it, may be that of a block: a loop of the user's own calls what it likes
     fully_shard.state(model)._lazy_init()  # pyright: ignore[reportPrivateUsage, reportFunctionMemberAccess]
     return found
+
+
+def _explain_use_outside(model: nn.Module, names: list[str], flag: str) -> None:
+    """Let a call of `model` raise UsageError if it uses a block's parameter while that is cut."""
+    kind: Any = type(model)
+
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return kind.__call__(self, *args, **kwargs)
+        except RuntimeError as error:
+            if MIXED not in str(error):
+                raise
+            raise UsageError(
+                "a parameter of a block was used outside of the block's forward, where it is cut over ranks. The "
+                f"blocks are {first_few(names, MAX_NAMED)}. Either the forward of one of them was not called, or its "
+                f"parameter was used in another method or module. Name other blocks, by name or class, with {flag}; "
+                "what is in no block can be used anywhere in the model's forward. Or use strategy 'zero'."
+            ) from error
+
+    subclassed(model, __call__=call)
 
 
 def _policies(
@@ -135,7 +162,7 @@ def blocks_of(model: nn.Module, rule: str | None, *, flag: str) -> dict[str, nn.
     Raises:
         UsageError: if `rule` matches nothing, or a block of it holds a parameter that is also used outside.
     """
-    found = dict(_by_default(model)) if rule is None else matching(model, rule, flag=flag)
+    found = _by_default(model) if rule is None else matching(model, rule, flag=flag)
     if rule is not None and not any(_has_parameters(block) for block in found.values()):
         raise UsageError(f"{flag} {rule}: {', '.join(found)} have no parameters, so there is nothing to be cut")
     found = {name: block for name, block in found.items() if _has_parameters(block)}
@@ -169,14 +196,65 @@ def check_types(model: nn.Module, blocks: dict[str, nn.Module]) -> None:
             )
 
 
-def _by_default(model: nn.Module) -> Generator[tuple[str, nn.Module]]:
-    # A module without a forward, e.g. a list, is no block: its owner uses what is in it.
-    for name, module in model.named_modules():
-        parent = model.get_submodule(name.rpartition(".")[0]) if name else None
-        if (parent is model or isinstance(parent, nn.ModuleList)) and type(module).forward is not nn.Module.forward:
-            yield name, module
-        elif parent is not None and isinstance(parent, nn.ModuleDict) and name.count(".") == 1:
-            yield name, module  # a direct child that only holds others
+def _by_default(model: nn.Module) -> dict[str, nn.Module]:
+    lists = [one for one in _repeated("", model) if not all(_used_outside(model, name) for name in one)]
+    sizes = [[_size(layer) for layer in one.values()] for one in lists]
+    # a list that is smaller than one block of the largest list saves less memory than that block takes
+    least = max(max(sizes, key=sum)) if sizes else 0
+    found = [one for one, of_layers in zip(lists, sizes, strict=True) if sum(of_layers) >= least]
+    if sum(map(_size, (layer for one in found for layer in one.values()))) < LEAST_SHARE * _size(model):
+        return _children(model)
+    return {name: layer for one in found for name, layer in one.items()}
+
+
+def _repeated(name: str, module: nn.Module) -> list[dict[str, nn.Module]]:
+    """The layers of each list inside `module`, by name; of lists within lists the outer one.
+
+    In a list at least half of the parameters are in layers whose class occurs again. Where one layer has more than half
+    of them, lists inside the layers are preferred: stages of a network that grow in width consist of layers themselves.
+    """
+    prefix = f"{name}." if name else ""
+    inside = [one for leaf, child in module.named_children() for one in _repeated(prefix + leaf, child)]
+    if not isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
+        return inside
+    layers = {leaf: layer for leaf, layer in module.named_children() if _has_parameters(layer)}
+    sizes = {leaf: _size(layer) for leaf, layer in layers.items()}
+    counts = Counter(map(_kind, layers.values()))
+    again = sum(size for leaf, size in sizes.items() if counts[_kind(layers[leaf])] > 1)
+    total = sum(sizes.values())
+    is_list = all(type(layer).forward is not nn.Module.forward for layer in layers.values()) and 2 * again >= total > 0
+    if not is_list or (inside and 2 * max(sizes.values()) > total):
+        return inside
+    return [{prefix + leaf: layer for leaf, layer in layers.items()}]
+
+
+def _kind(module: nn.Module) -> tuple[str, str]:
+    """Its class; `rules.subclassed` makes a class of the same name for each module."""
+    return type(module).__module__, type(module).__qualname__
+
+
+def _size(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
+def _children(model: nn.Module) -> dict[str, nn.Module]:
+    """The children of the model, or of the module that it only wraps, and the modules of every ModuleList in it."""
+    base, inner = "", model
+    while len(children := [(n, m) for n, m in inner.named_children() if _has_parameters(m)]) == 1:
+        if any(True for _ in inner.parameters(recurse=False)):
+            break
+        ((leaf, inner),) = children
+        base += f"{leaf}."
+    found: dict[str, nn.Module] = {}
+    for name, module in inner.named_modules():
+        parent = inner.get_submodule(name.rpartition(".")[0]) if name else None
+        # a module without a forward, e.g. a list, is no block: its owner uses what is in it
+        called = type(module).forward is not nn.Module.forward
+        if called and (parent is inner or isinstance(parent, nn.ModuleList)):
+            found[base + name] = module
+        elif isinstance(parent, nn.ModuleDict) and name.count(".") == 1:
+            found[base + name] = module  # a direct child that only holds others
+    return found
 
 
 def _has_parameters(module: nn.Module) -> bool:

@@ -68,8 +68,8 @@ BACKWARD = Assumption(
     "Every gradient comes from s.backward.",
     "In each step: no parameter may have got a gradient between s.backward and optimizer.step().",
     "a hook without Python code on each parameter, 0.3 microseconds",
-    "a gradient did not come from s.backward(loss): loss.backward() or torch.autograd.backward() has reached {}. The "
-    "gradient would stay on this rank. Call s.backward(loss), with more=True if several losses belong to one step",
+    "a gradient did not come from s.backward(loss): {}. It would stay on this rank, or be that of one micro-batch. "
+    "Call s.backward(loss), with more=True if several losses belong to one step",
 )
 GRADIENTS = Assumption(
     "A gradient that the loop changes (clipping, p.grad += ...) is changed in the same way on all ranks.",

@@ -38,6 +38,8 @@ NO_OTHER_BACKWARD = (
     "and cannot compute it. Use another strategy"
 )
 Grads = list[Tensor | None]
+Look = tuple[Any, int]
+"""a weak reference to a gradient, or None, and its version"""
 
 
 class PreparedOptimizer:
@@ -138,7 +140,8 @@ class Prepared(Trainee):
         self._before: list[tuple[Tensor | None, int]] | None = None  # of a backward that is watched
         self._waiting_state: dict[str, dict[str, Any]] = {}  # the checkpoint's, of parameters that no optimizer has yet
         self._received = Received()
-        self._summed: list[tuple[Tensor | None, int]] | None = None  # gradients, as the exchange has left them
+        self._summed: list[Look] | None = None  # gradients, as the exchange has left them
+        self._left: list[Any] = [None] * len(self._parameters)  # those that were put there by the session, as weak ones
         self._was_looked_at = False
         self._updates, self._changed, self._digests = 0, list[int](), dict[str, int]()
         self.optimizers: list[PreparedOptimizer] = []
@@ -223,6 +226,7 @@ class Prepared(Trainee):
     def open(self, wanted: bool, watched: bool) -> None:
         """Before a backward: what it gives is added to what is put aside; or dropped, where it is not `wanted`."""
         self._check_received()
+        self._check_assigned()
         if self.must_check:
             self.check_parameters()
         shown: Grads = [p.grad for p in self._parameters]
@@ -288,7 +292,8 @@ class Prepared(Trainee):
         """See Trainee."""
         super().run_hooks(after_accumulation=after_accumulation)
         if after_accumulation:  # the last that happens to gradients before the loop sees them
-            self._summed = _versions(self._parameters) if self.replica.world.size > 1 else None
+            self._note_left()
+            self._summed = [*map(_look, self._parameters)] if self.replica.world.size > 1 else None
 
     def show_hooks(self, hidden: HiddenHooks) -> None:
         """See Trainee."""
@@ -323,6 +328,7 @@ class Prepared(Trainee):
             if f"gradient/{name}" in source.names(f"gradient/{name}"):
                 parameter.grad = shared_out(needed(source, f"gradient/{name}", parameter), like=parameter)
                 self._waiting = True
+        self._note_left()
         if not self.replica.sharded:
             trained = {id(p) for one in self.optimizers for p in one.parameters}
             for name, parameter in self.replica.model.named_parameters():
@@ -356,8 +362,8 @@ class Prepared(Trainee):
         replica = self.replica
         if replica.world.size == 1 or replica.sharded or replica.host is not None or self._summed is None:
             return
-        now = _versions(self._parameters)
-        changed = [i for i, (one, then) in enumerate(zip(now, self._summed, strict=True)) if not _same(one, then)]
+        pairs = zip(self._parameters, self._summed, strict=True)
+        changed = [i for i, (parameter, then) in enumerate(pairs) if not _is_as_then(parameter.grad, then)]
         early = self._updates <= 2
         if changed and (early or changed != self._changed or self._updates & (self._updates - 1) == 0):
             names = self._names()
@@ -450,7 +456,16 @@ class Prepared(Trainee):
         if self._received:
             parameter = self._received.pop()
             named = self.replica.model.named_parameters()
-            raise BACKWARD.error(next((f"parameter {name}" for name, p in named if p is parameter), "a parameter"))
+            name = next((name for name, p in named if p is parameter), "of a model")
+            raise BACKWARD.error(f"loss.backward() or torch.autograd.backward() has reached parameter {name}")
+
+    def _check_assigned(self) -> None:
+        """Raise UsageError for a gradient that was not left there by a backward or a step of this session."""
+        if self.replica.world.size == 1 and self.gate.phases.alone:
+            return  # it is the plain loop's
+        for number, (parameter, left) in enumerate(zip(self._parameters, self._left, strict=True)):
+            if parameter.grad is not None and (left is None or left() is not parameter.grad):
+                raise BACKWARD.error(f"parameter {self._names()[number]} was given one before s.backward")
 
     def _names(self) -> list[str]:
         named = {id(p): name for name, p in self.replica.model.named_parameters()}
@@ -459,6 +474,10 @@ class Prepared(Trainee):
     def _put(self, grads: Grads | None) -> None:
         for parameter, grad in zip(self._parameters, grads or [None] * len(self._parameters), strict=True):
             parameter.grad = grad
+        self._note_left()
+
+    def _note_left(self) -> None:
+        self._left = [None if p.grad is None else weakref.ref(p.grad) for p in self._parameters]
 
     def _on_gradient(self) -> None:
         if not self.gate.in_backward:
@@ -482,9 +501,11 @@ def _version(grad: Tensor | None) -> int:
     return -1 if grad is None else own_share(grad)._version  # pyright: ignore[reportPrivateUsage]
 
 
-def _versions(parameters: Sequence[Tensor]) -> list[tuple[Tensor | None, int]]:
-    return [(p.grad, _version(p.grad)) for p in parameters]
+def _look(parameter: Tensor) -> Look:
+    grad = parameter.grad
+    return (None, -1) if grad is None else (weakref.ref(grad), _version(grad))
 
 
-def _same(one: tuple[Tensor | None, int], other: tuple[Tensor | None, int]) -> bool:
-    return one[0] is other[0] and one[1] == other[1]
+def _is_as_then(grad: Tensor | None, then: Look) -> bool:
+    known, version = then
+    return known is None if grad is None else known is not None and known() is grad and _version(grad) == version

@@ -60,7 +60,7 @@ class Registered:
             )
 
     def look_around(self, models: Iterable[nn.Module]) -> None:
-        """At the first step, and at the first three checkpoints, then at fewer and fewer: look for modules whose state would be lost.
+        """At the first step, at the first checkpoints and then at fewer and fewer: look for state that would be lost.
 
         Raises:
             UsageError: if a module that is neither in one of the `models` nor registered has changed in between.

@@ -48,8 +48,8 @@ class Body:
         found = self.batch.samples
         if found is not None and found < 0:
             raise UsageError(
-                f"the collate function was given {len(self.work.indices)} samples, and its batch has tensors of several "
-                "lengths, none of which is that number: how many samples it has is not known. Give s.backward(loss, "
+                f"the collate function was given {len(self.work.indices)} samples, and its batch "
+                "has tensors of several lengths, none of which is that number: how many samples it has is not known. Give s.backward(loss, "
                 "weight=...), or let one of its tensors or lists have an entry for each sample"
             )
         return (len(self.work.indices) if found is None else found) * self.work.counted
@@ -121,6 +121,10 @@ def weighted(loss: Tensor, weight: float | Tensor | None, reduction: Reduction, 
     if reduction not in ("mean", "sum"):
         raise UsageError(f"s.backward(loss, reduction={reduction!r}). Choose from: mean, sum")
     loss, counted = added_in(loss), body.work.counted
+    if loss.numel() == 1 and (loss.ndim == 1 or len(body.work.indices) > 1):
+        # a mean that kept its dimensions; or the value of one sample, which is its mean
+        loss = loss.reshape(())
+        weight = weight.reshape(()) if isinstance(weight, Tensor) and weight.numel() == 1 else weight
     if loss.ndim == 0:
         if reduction == "sum":
             if weight is not None:

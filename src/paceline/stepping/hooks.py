@@ -63,17 +63,21 @@ def _is_ours(hook: Any) -> bool:
     return hook in (torch.zeros_like, torch.clone) or module.startswith(("paceline.", "torch.distributed."))
 
 
-def own_functions(loss: Tensor, models: Iterable[nn.Module]) -> str:
-    """What the user's own code does to gradients on their way to the parameters, in words; empty if nothing.
+def own_hooks(models: Iterable[nn.Module]) -> str:
+    """A backward hook of the user's own code on a module, in words; empty if there is none.
 
-    Found are autograd functions in the graph of `loss` and backward hooks of modules. Those of installed packages are
-    taken to be linear.
+    Hooks of installed packages are taken to be linear.
     """
     for model in models:
         for name, module in model.named_modules():
             hooks = [*module._backward_hooks.values(), *module._backward_pre_hooks.values()]  # pyright: ignore
             if any(_is_own(getattr(hook, "__module__", "")) for hook in hooks):
                 return f"a backward hook of module {name or type(module).__name__}"
+    return ""
+
+
+def own_functions(loss: Tensor) -> str:
+    """An autograd function of the user's own code in the graph of `loss`, in words; empty if there is none."""
     seen: set[Any] = set()
     waiting: list[Any] = [loss.grad_fn]
     while waiting:

@@ -22,7 +22,7 @@ from paceline.data.loader import MicroBatch
 from paceline.errors import UsageError
 from paceline.stepping import nonfinite
 from paceline.stepping.bodies import Body, Reduction, Weighed, check_alike, weighted
-from paceline.stepping.hooks import HiddenHooks, own_functions
+from paceline.stepping.hooks import HiddenHooks, own_functions, own_hooks
 from paceline.stepping.lockstep import as_many_as_any
 from paceline.stepping.order import CallOrder
 from paceline.stepping.phases import Phases
@@ -102,6 +102,7 @@ class Steps:
         self._sums = Sums(
             self._world, self._virtual_ranks, self._where, self._votes, self._order,
             one_each=one_each, alone=alone and self._world.size == 1, guess=self._weight,
+            same_bits=self._exact and self._virtual_ranks > 1,
         )  # fmt: skip
         # this host, if it steps by itself, and what is not finite ends the run: no other is asked then
         self._host = None if self._may_leave_out or self.parts[0].scale else self.parts[0].replica.host
@@ -180,8 +181,6 @@ class Steps:
             assert finish is not None
             totals = finish()
             scale = self._sums.exact_scale(totals.numbers)
-        if self._sums.is_guess and not self._was_looked_at:
-            self._check_linear(weighed.value)
         wanted = [part for part in self.parts if not only or part in only]
         watched = len(self.parts) > 1 or bool(body.stepped)
         for part in self.parts:
@@ -216,17 +215,21 @@ class Steps:
         else:
             self._enter(Phase.SYNC)
             self._synchronise(wanted, (lambda: totals) if totals else finish)
+            if not self._sums.was_scaled:
+                self._check_linear(weighed.value)
         body.has_failed = False
 
     def _check_linear(self, loss: Tensor) -> None:
-        """Raise UsageError for own code on the gradient path, if the weight of the global batch is not known yet."""
+        """Raise UsageError for own code in the gradient path: the global batch's weight was not known in backward."""
+        models = [part.replica.model for part in self.parts]
+        found = own_hooks(models) or ("" if self._was_looked_at else own_functions(loss))
         self._was_looked_at = True
-        if found := own_functions(loss, [part.replica.model for part in self.parts]):
+        if found:
             raise UsageError(
-                f"{found} is on the way of the gradients, and the loss has a weight of its own in each of several "
-                "micro-batches: the weight of the global batch becomes known after their backward, so gradients there "
-                "are not yet those of its mean. Let each rank have one micro-batch in a step (virtual_ranks as many as "
-                "ranks, no accumulation), or give the loss as a mean over samples, without weight="
+                f"{found} is on the way of the gradients, and the weight of the global batch was not known before "
+                "backward: losses of several micro-batches have weights of their own, or a collate function has left "
+                "samples out. So gradients there were not those of its mean. Give s.backward(loss, weight=...) and let "
+                "each rank have one micro-batch in a step (virtual_ranks as many as ranks, no accumulation)"
             )
 
     def _contributes(self, weighed: Weighed) -> bool:

@@ -60,13 +60,15 @@ class Sums:
         one_each: bool,
         alone: bool = False,
         guess: float = 0.0,
+        same_bits: bool = False,
     ) -> None:
         """`one_each`: every rank computes the step in one micro-batch, so that each exchange has weights of its own.
 
         `where`: which step, in words; `votes` and `order`: what ranks say with it. `alone`: this rank computes the
         step in one micro-batch, and there is no other rank. `guess`: the weight of the step before; 0 if there is none.
         """
-        self._alone, self._guess = alone, guess
+        # for the same bits on every number of ranks the scale must not depend on which rank computes what
+        self._alone, self._guess, self._same_bits = alone and not same_bits, guess, same_bits
         self._world, self._where, self._one_each, self._votes, self._order = world, where, one_each, votes, order
         self.result = StepResult()
         self.rows = torch.zeros(virtual_ranks, 2, dtype=torch.float64, device=world.device)
@@ -77,8 +79,8 @@ class Sums:
         """backwards of this body since the last exchange"""
         self.scale: float | Tensor | None = None
         """what losses are divided by before their backward, the same on all ranks; None until a loss is known"""
-        self.is_guess = False
-        """whether that only stands in for the weight of the global batch"""
+        self.was_scaled = True
+        """whether gradients in the last exchange's backward were those of the global batch's mean"""
         self.seen: Seen = []
         self.without_gradient = False
         """whether a loss of this rank was constant, or had no weight"""
@@ -129,7 +131,7 @@ class Sums:
                 self.scale = weighed.weight
             elif self._by_samples and self._samples:
                 self.scale = float(self._samples)
-            elif self._one_each and last:
+            elif self._one_each and last and not self._same_bits:
                 return None
             else:
                 self.guess(self._samples)
@@ -138,7 +140,7 @@ class Sums:
     def guess(self, samples: int = 0) -> float:
         """A power of two near the weight of the global batch, as what losses are divided by before backward."""
         if self.scale is None:
-            self.scale, self.is_guess = near(self._guess or samples), True
+            self.scale = near(self._guess or samples)
         return float(self.scale)
 
     def exact_scale(self, totals: Tensor) -> Tensor:
@@ -230,6 +232,8 @@ class Sums:
             words = f"the loss weights of the global batch at {self._where} sum to 0: its mean is undefined"
             raise told_once(TrainingError(words), self._world)
         self.divisor = weight_total
+        known = self._reduction == "sum" or self.scale is None or isinstance(self.scale, Tensor)
+        self.was_scaled = known or self.scale == weight_total
         self.rows.zero_()
         self.in_round = 0
         if self._one_each:

@@ -9,6 +9,7 @@ from paceline.data.plan import Work
 from paceline.strategies.base import MakeOptimizer, Replica, replica
 from paceline.strategies.buffers import forest_of
 from paceline.strategies.outer import Between
+from paceline.strategies.refusals import refuse_lazy, refuse_sparse
 from paceline.strategies.slow import between_hosts, nothing_held_back
 from paceline.sums.reducer import sum_by_rank
 from paceline.sums.replicate import broadcast_module
@@ -32,6 +33,8 @@ def bucketed(
     Raises:
         ValueError: if the ranks' models differ in names, shapes or types, or these ranks cannot do what `between` says.
     """
+    refuse_lazy(model)
+    refuse_sparse(model, "bucketed")
     broadcast_module(model, group=world.group)
     if (slowly := between_hosts(model, make_optimizer, world, virtual_ranks, between)) is not None:
         return slowly

@@ -1,13 +1,18 @@
 """torch's DistributedDataParallel, under the same step as every other strategy."""
 
-from contextlib import nullcontext
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager, nullcontext
 from inspect import signature
 from typing import Any
 
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 
+from paceline.data.plan import Work
+from paceline.errors import UsageError
 from paceline.strategies.base import MakeOptimizer, Replica, replica, scale_gradients
+from paceline.strategies.refusals import refuse_lazy
 from paceline.sums.buckets import trainable
 from paceline.sums.pending import Pending
 from paceline.sums.replicate import broadcast_module
@@ -39,6 +44,7 @@ def ddp(
     Raises:
         ValueError: if the ranks' models differ in names, shapes or types.
     """
+    refuse_lazy(model)
     broadcast_module(model)  # DDP would too, but would not name the rank that differs
     parameters = trainable(model)
     # No broadcast of buffers before each forward: they belong to virtual ranks, and are merged when they are needed.
@@ -54,7 +60,14 @@ def ddp(
         **buffers_stay,
     )
 
+    known = {p: get_gradient_edge(p).node for p in parameters}
+    pointers = [p.data_ptr() for p in parameters]
+
     def sync_gradients(total_weight: Tensor) -> Pending[bool]:
+        nonlocal pointers
+        if (now := [*map(Tensor.data_ptr, parameters)]) != pointers:
+            _check_hooked(model, known)
+            pointers = now
         # DDP has already divided the sum by the world size
         return scale_gradients(parameters, world.size / total_weight, world.device)
 
@@ -65,5 +78,30 @@ def ddp(
         virtual_ranks=virtual_ranks,
         module=wrapped,
         sync_gradients=sync_gradients,
+        backward=_explaining_sparse,
         around=lambda _, is_last: nullcontext() if is_last else wrapped.no_sync(),
     )
+
+
+@contextmanager
+def _explaining_sparse(_work: Work, _is_last: bool) -> Generator[None]:
+    """DDP learns from the modules which gradients are sparse."""
+    try:
+        yield
+    except NotImplementedError as error:
+        if "SparseTensorImpl" not in str(error):
+            raise
+        raise UsageError(
+            "a gradient is sparse, and DDP did not expect that: it looks for modules with sparse=True. Use "
+            "nn.Embedding(..., sparse=True) in place of F.embedding(..., sparse=True), or leave sparse=True out"
+        ) from error
+
+
+def _check_hooked(model: nn.Module, known: Mapping[nn.Parameter, object]) -> None:
+    """Raise UsageError if a parameter has another gradient accumulator than when DDP put its hooks there."""
+    for name, parameter in model.named_parameters():
+        if parameter in known and get_gradient_edge(parameter).node is not known[parameter]:
+            raise UsageError(
+                f"the parameter {name} was given other data by p.set_(...): DDP no longer sees its gradient, so it was "
+                "not added up over ranks. Use p.copy_(...) in torch.no_grad(), or p.data = ... of the same shape"
+            )

@@ -3,7 +3,7 @@
 from torch import nn
 
 from paceline.strategies.base import MakeOptimizer, Replica, replica
-from paceline.strategies.refusals import only_alone
+from paceline.strategies.refusals import only_alone, refuse_lazy
 from paceline.worker.world import World
 
 
@@ -19,6 +19,7 @@ def dp(
         UsageError: in a world of more than one rank.
     """
     only_alone("dp", world)
+    refuse_lazy(model)
     return replica(
         model, make_optimizer(model.parameters()), world, virtual_ranks=virtual_ranks, module=nn.DataParallel(model)
     )

@@ -4,7 +4,7 @@ from torch import nn
 
 from paceline.strategies.base import MakeOptimizer, Replica, leaf_of, replica
 from paceline.strategies.buffers import forest_of
-from paceline.strategies.refusals import refuse_synchronised
+from paceline.strategies.refusals import refuse_lazy, refuse_sparse, refuse_synchronised
 from paceline.sums.buckets import trainable
 from paceline.sums.norm import SharedNorm, even_shares
 from paceline.sums.pending import Pending
@@ -26,6 +26,8 @@ def exact(
         UsageError: for synchronised batch norm, whose statistics are added up over ranks.
     """
     refuse_synchronised(model, "exact")
+    refuse_lazy(model)
+    refuse_sparse(model, "exact")
     broadcast_module(model)
     reducer = sum_by_leaf(model, forest_of(world, virtual_ranks or world.size))
     parameters = trainable(model)

@@ -24,15 +24,17 @@ from paceline.compute.blocks import cut_into_blocks, gathered, on_backward
 from paceline.compute.precision import rounded_by_autocast
 from paceline.contract.evidence import BLOCK
 from paceline.data.plan import Work
+from paceline.errors import UsageError
 from paceline.strategies.base import MakeOptimizer, Replica, replica
 from paceline.strategies.held import hold_pieces, load_pieces
 from paceline.strategies.parts import norm_of
-from paceline.strategies.refusals import refuse_foreign, refuse_whole
+from paceline.strategies.refusals import refuse_foreign, refuse_lazy, refuse_sparse, refuse_whole
 from paceline.sums.buckets import divide_each
 from paceline.sums.gather import labelled
+from paceline.sums.layout import sparse_gradient
 from paceline.sums.pending import Pending, sent
 from paceline.sums.replicate import broadcast_module
-from paceline.sums.shards import Piece
+from paceline.sums.shards import Piece, check_assigned
 from paceline.worker.world import World
 
 if TYPE_CHECKING:  # imported where it is used: it would cost every other strategy a second of start-up
@@ -73,6 +75,8 @@ def fsdp(
         UsageError: if `wrap` matches nothing or cuts tied parameters apart; for an optimizer that looks at more than
             one element at a time.
     """
+    refuse_lazy(model)
+    refuse_sparse(model, "fsdp")
     broadcast_module(model, group=world.group)
     optimizer = make_optimizer(model.parameters())
     refuse_whole("fsdp", optimizer)
@@ -96,6 +100,7 @@ def fsdp(
 
     return replica(
         model, optimizer, world, virtual_ranks=virtual_ranks, sync_gradients=sync_gradients, around=used.watching,
+        backward=used.in_backward,
         gradients=shares.gradients, gradient_norm=shares.gradient_norm, sharded=True, in_lockstep=True,
         on_gradient=lambda act: on_backward(blocks, act),
         gathered=lambda: gathered(blocks), weights=shares.weights, hold_parameters=shares.parameters,
@@ -150,6 +155,7 @@ class _Shares:
                 elements = nn.Parameter(local.detach().view(-1))
                 self.pieces[name] = Piece(first, first + local.numel(), elements)
                 self._cut[name] = parameter
+            _keep_in_place(name, parameter)
 
     def trained(self, name: str) -> nn.Parameter | None:
         """What the optimizer updates of it here."""
@@ -204,6 +210,39 @@ class _Shares:
         return state
 
 
+def _keep_in_place(name: str, parameter: Any) -> None:
+    """Let `parameter.data = values` write into this rank's share: the optimizer and torch's gathers know that memory.
+
+    torch would drop the values without an error. What is assigned may be cut or whole (all ranks assign the same).
+    """
+    from torch.distributed.tensor import DTensor
+
+    parameter.named_in_model = name
+    if "data" not in vars(DTensor):
+        plain: Any = Tensor.data
+        DTensor.data = property(plain.__get__, _assign)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _assign(tensor: Any, values: Any) -> None:
+    name = getattr(tensor, "named_in_model", None)
+    if name is None:
+        plain: Any = Tensor.data
+        plain.__set__(tensor, values)
+        return
+    check_assigned(name, values, tensor)
+    with torch.no_grad():
+        tensor.copy_(_shared_out(values, tensor))
+
+
+def _shared_out(values: Any, like: Any) -> Any:
+    """`values`, cut as the DTensor `like` is (a collective if they are cut in another way)."""
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    if isinstance(values, DTensor):
+        return values.redistribute(like.device_mesh, like.placements)
+    return distribute_tensor(values, like.device_mesh, like.placements, src_data_rank=None)
+
+
 class _Used:
     """Notes which parameters have got a gradient on this rank, and makes a stand-in's gradients zero.
 
@@ -216,6 +255,8 @@ class _Used:
         self._used: set[str] = set()
         self._watched: set[str] = set()
         self._counted: bool | None = None
+        self._called: set[str] = set()
+        self._recomputed: set[str] = set()
         for name, parameter in uncut.items():
             self._watch(name, parameter)
         for name, block in blocks.items():
@@ -230,6 +271,31 @@ class _Used:
             yield
         finally:
             self._counted = None
+            self._called.clear()
+
+    @contextmanager
+    def in_backward(self, _work: Work, _is_last: bool) -> Generator[None]:
+        """Around one backward."""
+        self._recomputed.clear()
+        yield
+
+    def _check_recomputed(self, name: str) -> None:
+        """At a block's forward: raise UsageError if one backward recomputes the block twice by nested backwards.
+
+        torch's fully_shard then loses gradients. Only reentrant checkpointing first calls the block without gradients.
+        """
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return
+        if torch._C._current_graph_task_id() == -1:  # pyright: ignore[reportPrivateUsage] - no backward is running
+            self._called.add(name)
+        elif name not in self._called:
+            if name in self._recomputed:
+                raise UsageError(
+                    f"{name or 'the model'} is called twice, and activation checkpointing with use_reentrant=True "
+                    "recomputes it: under strategy 'fsdp' gradients would be lost. Use "
+                    "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
+                )
+            self._recomputed.add(name)
 
     def agree(self, model: nn.Module, world: World) -> None:
         """Add up the uncut gradients, and let those that no rank has used be None (a collective)."""
@@ -252,6 +318,7 @@ class _Used:
         from torch.distributed.tensor import DTensor
 
         def look(block: nn.Module, _: Sequence[Any]) -> None:
+            self._check_recomputed(prefix.removesuffix("."))
             if len(self._watched) < len(self._names):
                 for name, parameter in block.named_parameters(prefix=prefix.removesuffix(".")):
                     if parameter.requires_grad and not isinstance(parameter, DTensor) and name not in self._watched:
@@ -261,6 +328,8 @@ class _Used:
 
     def _watch(self, name: str, parameter: nn.Parameter) -> None:
         def note(gradient: Tensor) -> Tensor | None:
+            if gradient.layout is not torch.strided:
+                raise sparse_gradient(f"the gradient of {name} has the layout {gradient.layout}")
             if self._counted:
                 self._used.add(name)
             return torch.zeros_like(gradient) if self._counted is False else None

@@ -4,7 +4,9 @@ from torch import Tensor, nn
 
 from paceline.scratch.reduce import all_reduce_gradients
 from paceline.strategies.base import MakeOptimizer, Replica, replica
+from paceline.strategies.refusals import refuse_lazy, refuse_sparse
 from paceline.sums.buckets import trainable
+from paceline.sums.layout import check_dense
 from paceline.sums.replicate import broadcast_module
 from paceline.worker.world import World
 
@@ -17,10 +19,14 @@ def manual(
     Raises:
         ValueError: if the ranks' models differ in names, shapes or types.
     """
+    refuse_lazy(model)
+    refuse_sparse(model, "manual")
     broadcast_module(model)
     parameters = trainable(model)
+    names = {p: name for name, p in model.named_parameters()}
 
     def sync_gradients(total_weight: Tensor) -> None:
+        check_dense(((p, p.grad) for p in parameters), names)
         all_reduce_gradients(parameters, total_weight)
 
     def reset() -> None:

@@ -1,11 +1,13 @@
 """What a strategy cannot train, refused before the first step."""
 
 from torch import nn, optim
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from paceline.errors import UsageError
 from paceline.ladder import FOR_SEVERAL
 from paceline.sums.batchnorm import SyncBatchNorm
+from paceline.sums.layout import sparse_gradient
 from paceline.worker.world import World
 
 # Each updates an element by that element's own gradient and history alone.
@@ -26,6 +28,33 @@ def only_alone(name: str, world: World) -> None:
             f"strategy {name!r} lives in one process, there are {world.size}. "
             f"For several processes use {', '.join(FOR_SEVERAL)}."
         )
+
+
+def refuse_lazy(model: nn.Module) -> None:
+    """Refuse parameters and buffers that get their shape in the first forward (nn.LazyLinear, nn.LazyBatchNorm2d).
+
+    Raises:
+        UsageError: naming the first of them.
+    """
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(tensor):
+            kind = type(model.get_submodule(name.rpartition(".")[0])).__name__
+            raise UsageError(
+                f"{name} of {kind} has no shape before the first forward, so ranks cannot be given the same values. "
+                "Run one batch through the model before s.prepare (for a task: in the function that makes the model), "
+                "and make the optimizer after that"
+            )
+
+
+def refuse_sparse(model: nn.Module, strategy: str) -> None:
+    """Refuse embeddings that give sparse gradients, for a strategy that only adds up dense ones.
+
+    Raises:
+        UsageError: naming the module.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and module.weight.requires_grad:
+            raise sparse_gradient(f"{name or 'the model'} ({type(module).__name__}) has sparse=True", f"{strategy!r}")
 
 
 def refuse_foreign(model: nn.Module, optimizer: Optimizer) -> None:

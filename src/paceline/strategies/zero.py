@@ -6,7 +6,7 @@ from paceline.checkpoint.state import Held, Source
 from paceline.strategies.base import MakeOptimizer, Replica, leaf_of, replica
 from paceline.strategies.buffers import forest_of
 from paceline.strategies.held import hold_pieces, load_pieces
-from paceline.strategies.refusals import refuse_foreign, refuse_synchronised, refuse_whole
+from paceline.strategies.refusals import refuse_foreign, refuse_lazy, refuse_sparse, refuse_synchronised, refuse_whole
 from paceline.sums.buckets import trainable
 from paceline.sums.norm import SharedNorm
 from paceline.sums.pending import Pending
@@ -31,6 +31,8 @@ def zero(
         UsageError: for synchronised batch norm, and for an optimizer that looks at more than one element at a time.
     """
     refuse_synchronised(model, "zero")
+    refuse_lazy(model)
+    refuse_sparse(model, "zero")
     broadcast_module(model)
     optimizer = make_optimizer(model.parameters())
     refuse_whole("zero", optimizer)

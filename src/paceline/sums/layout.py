@@ -1,10 +1,11 @@
 """How gradients lie in memory, so that ranks can add them up place by place, and optimizers read them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
+from paceline.errors import UsageError
 from paceline.sums.gather import gather_over_torch
 
 Strides = tuple[int, ...]
@@ -38,11 +39,26 @@ def laid_out(grad: Tensor | None, parameter: nn.Parameter, strides: Strides) -> 
     """The gradient with these strides and the parameter's type; the same tensor, if it has them already."""
     if grad is None:
         return None
-    if grad.layout is not torch.strided:
-        raise RuntimeError(f"a gradient of layout {grad.layout}: only dense gradients can be summed over ranks")
     if grad.stride() == strides and grad.dtype == parameter.dtype:
         return grad
     return torch.empty_strided(parameter.shape, strides, dtype=parameter.dtype, device=grad.device).copy_(grad)
+
+
+def check_dense(grads: Iterable[tuple[nn.Parameter, Tensor | None]], names: Mapping[nn.Parameter, str]) -> None:
+    """Raise UsageError if one of these gradients is sparse."""
+    for parameter, grad in grads:
+        if grad is not None and grad.layout is not torch.strided:
+            name = names.get(parameter, f"a parameter of shape {tuple(parameter.shape)}")
+            raise sparse_gradient(f"the gradient of {name} has the layout {grad.layout}")
+
+
+def sparse_gradient(what: str, strategy: str = "") -> UsageError:
+    """An error for a gradient that is not dense; `what` says which."""
+    return UsageError(
+        f"{what}, and {f'strategy {strategy}' if strategy else 'this strategy'} adds up dense gradients only. Leave "
+        "sparse=True out (of nn.Embedding, nn.EmbeddingBag, F.embedding; then use Adam in place of SparseAdam). Or use "
+        "strategy 'ddp', or 'single' for one process"
+    )
 
 
 def flat(tensor: Tensor | None) -> Tensor | None:

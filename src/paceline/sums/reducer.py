@@ -14,11 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from paceline.errors import UsageError
 from paceline.sums.across import Across, OnEachHost, of_one_host
 from paceline.sums.buckets import BUCKET_BYTES, buckets_of, trainable
 from paceline.sums.hosts import Hosts
 from paceline.sums.hosts_sum import by_leaf, by_rank
 from paceline.sums.lanes import MAX_TENSORS
+from paceline.sums.layout import check_dense
 from paceline.sums.shards import Shards
 from paceline.sums.shares import Shares
 from paceline.sums.sharing import memory_or_hosts
@@ -68,6 +70,7 @@ class Reducer:
         *,
         early: bool = True,
         at_start: Callable[[], None] = lambda: None,
+        module: nn.Module | None = None,
     ) -> None:
         """Hook into the parameters.
 
@@ -77,9 +80,12 @@ class Reducer:
             transport: for these buckets.
             early: whether buckets leave during backward; else all leave in `finish`.
             at_start: called before a step's first backward.
+            module: whose parameters they are: for their names.
         """
         self._buckets, self._forest, self._transport, self._at_start = buckets, forest, transport, at_start
         self._bucket_of = {p: index for index, bucket in enumerate(buckets) for p in bucket}
+        self._names, self._tied = _named(module)
+        self._numels = [[p.numel() for p in bucket] for bucket in buckets]
         self._forget()
         for parameter in self._bucket_of if early else ():
             parameter.register_post_accumulate_grad_hook(self._on_gradient)
@@ -146,29 +152,45 @@ class Reducer:
         self._leaf: int | None = None
         self._leaving = False
         self._sent = 0
-        self._missing = [set(bucket) for bucket in self._buckets]
+        # a parameter that several modules use may get its gradient in several parts: it leaves at the end
+        self._missing = [{*bucket, *([None] if self._tied.intersection(bucket) else [])} for bucket in self._buckets]
         self._sums = [self._forest.partial_sums(added_each) for _ in self._buckets]
 
     def _on_gradient(self, parameter: Tensor) -> None:
         assert isinstance(parameter, nn.Parameter)
         bucket = self._bucket_of[parameter]
-        if not self._leaving and bucket >= self._sent:
+        if bucket < self._sent:
+            raise UsageError(
+                f"{self._names.get(parameter, 'a parameter')} gets a second gradient in the step's last micro-batch, "
+                "after the first was sent to the other ranks. If activation checkpointing recomputes modules that use "
+                "it twice, use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
+            )
+        if not self._leaving:
             return
-        if parameter not in self._missing[bucket]:
-            raise RuntimeError("a second backward in the step's last micro-batch: its gradients would be lost")
-        self._missing[bucket].remove(parameter)
+        self._missing[bucket].discard(parameter)
         while self._sent < len(self._buckets) and not self._missing[self._sent]:
             self._send_next()
 
     @torch.no_grad()
     def _add_leaf(self, index: int) -> None:
         parameters = self._buckets[index]
+        check_dense(((p, p.grad) for p in parameters), self._names)
+        self._check_shapes(index)
         if any(p.grad is not None for p in parameters):
             # outside of every `leaf` they are those of our first one
             leaf = self._forest.owned[self._forest.rank][0] if self._leaf is None else self._leaf
             self._sums[index].add(leaf, [p.grad for p in parameters])  # not copied: they become the sum's own
             for parameter in parameters:
                 parameter.grad = None
+
+    def _check_shapes(self, index: int) -> None:
+        for parameter, numel in zip(self._buckets[index], self._numels[index], strict=True):
+            if parameter.grad is not None and parameter.grad.numel() != numel:
+                raise UsageError(
+                    f"{self._names.get(parameter, 'a parameter')} had {numel} elements when the strategy was applied, "
+                    f"and now has {parameter.numel()} (p.data = ... or p.set_(...)): its gradient cannot be added up "
+                    "over ranks. Change the shape before the strategy is applied"
+                )
 
     @torch.no_grad()
     def _send_next(self) -> None:
@@ -197,13 +219,13 @@ def sum_on_each_host(module: nn.Module, hosts: Hosts, across: Across | None = No
     """What sums gradients over the ranks of each host, and by `across` over hosts, if at all (a collective)."""
     parameters = trainable(module)
     forest = of_one_host(hosts)
-    return Reducer([parameters], forest, OnEachHost(parameters, hosts, across), early=False)
+    return Reducer([parameters], forest, OnEachHost(parameters, hosts, across), early=False, module=module)
 
 
 def sum_to_shares(shards: Shards, forest: Forest) -> Reducer:
     """What gives each of this rank's pieces its gradient, summed as by `sum_by_leaf`."""
     buckets = [bucket.parameters for bucket in shards.buckets]
-    return Reducer(buckets, forest, Shares(shards, forest), at_start=shards.drop_gradients)
+    return Reducer(buckets, forest, Shares(shards, forest), at_start=shards.drop_gradients, module=shards.module)
 
 
 def _reducer(module: nn.Module, forest: Forest, *, in_order: bool, group: dist.ProcessGroup | None = None) -> Reducer:
@@ -214,9 +236,19 @@ def _reducer(module: nn.Module, forest: Forest, *, in_order: bool, group: dist.P
     if isinstance(place, Hosts):
         nesting = (by_leaf if in_order else by_rank)(forest, place.memory.size)
         buckets = buckets_of(parameters, leaving_bytes(place))
-        return Reducer(buckets, forest, OverHosts(buckets, place, nesting))
+        return Reducer(buckets, forest, OverHosts(buckets, place, nesting), module=module)
     if place is not None or len(forest.owned) == 1:
         # No core is idle on a CPU, so nothing is won by sending early, and each bucket would be one copy more.
-        return Reducer([parameters], forest, InMemory(parameters, place, forest), early=False)
+        return Reducer([parameters], forest, InMemory(parameters, place, forest), early=False, module=module)
     buckets = buckets_of(parameters, BUCKET_BYTES)
-    return Reducer(buckets, forest, OverTorch(buckets, forest, in_order=in_order, group=group))
+    return Reducer(buckets, forest, OverTorch(buckets, forest, in_order=in_order, group=group), module=module)
+
+
+def _named(module: nn.Module | None) -> tuple[dict[nn.Parameter, str], set[nn.Parameter]]:
+    """The first name of each parameter of `module`, and those that have several."""
+    names: dict[nn.Parameter, str] = {}
+    tied: set[nn.Parameter] = set()
+    for name, parameter in module.named_parameters(remove_duplicate=False) if module is not None else ():
+        if names.setdefault(parameter, name) != name:
+            tied.add(parameter)
+    return names, tied

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from paceline.errors import UsageError
 from paceline.sums.buckets import BUCKET_BYTES, buckets_of, trainable
 from paceline.sums.gather import gather_shares, labelled
 from paceline.sums.moves import all_gather
@@ -87,8 +88,11 @@ class Shards:
         """
         parameters = trainable(module)
         _refuse_views(parameters)
-        self.rank, self.world_size, self.memory = rank, world_size, memory
+        self.module, self.rank, self.world_size, self.memory = module, rank, world_size, memory
         self.buckets = [_laid(bucket, world_size) for bucket in buckets_of(parameters, bucket_bytes)]
+        self._parameters = [p for bucket in self.buckets for p in bucket.parameters]
+        self._places = [p.data for p in self._parameters]
+        self._pointers = [p.data_ptr() for p in self._parameters]
         self.pieces: dict[nn.Parameter, Piece] = {}
         for bucket in self.buckets:
             own = bucket.weights.view(world_size, -1)[rank]
@@ -103,6 +107,7 @@ class Shards:
         """
         for group in optimizer.param_groups:
             group["params"] = [self.pieces[p].parameter for p in group["params"] if p in self.pieces]
+        optimizer.register_step_pre_hook(self.take_assigned)
         optimizer.register_step_post_hook(self.gather)
 
     def shares(self, parameters: Sequence[nn.Parameter]) -> list[list[tuple[int, int, int]]]:
@@ -112,6 +117,23 @@ class Shards:
             [(position[b.parameters[run.index]], run.start, run.stop) for b in self.buckets for run in b.runs[rank]]
             for rank in range(self.world_size)
         ]
+
+    @torch.no_grad()
+    def take_assigned(self, *_: object) -> None:
+        """Before an update: move values that `p.data = ...` or `p.set_(...)` has put elsewhere into the shared memory.
+
+        Raises:
+            UsageError: if they have another shape, type or device.
+        """
+        if [*map(Tensor.data_ptr, self._parameters)] == self._pointers and all(
+            map(Tensor.is_contiguous, self._parameters)
+        ):
+            return
+        names = {parameter: name for name, parameter in self.module.named_parameters()}
+        for parameter, place in zip(self._parameters, self._places, strict=True):
+            if not parameter.is_set_to(place):
+                check_assigned(names.get(parameter, "a parameter"), parameter, place)
+                parameter.data = place.copy_(parameter.data.clone())
 
     def drop_gradients(self) -> None:
         """Let the pieces' gradients go."""
@@ -133,6 +155,17 @@ class Shards:
         ]
         for work in works:
             work.wait()
+
+
+def check_assigned(name: str, values: Tensor, place: Tensor) -> None:
+    """Raise UsageError if `values`, assigned to parameter `name`, do not fit in its memory."""
+    wanted, found = ((tuple(t.shape), str(t.dtype).removeprefix("torch."), str(t.device)) for t in (place, values))
+    if wanted != found:
+        raise UsageError(
+            f"the parameter {name} was given other data (p.data = ... or p.set_(...)): {found[0]}, {found[1]} on "
+            f"{found[2]}, in place of {wanted[0]}, {wanted[1]} on {wanted[2]}. This strategy cuts parameters when "
+            "it is applied, so they must keep their shape, type and device. Change the model before that"
+        )
 
 
 def _refuse_views(parameters: Iterable[nn.Parameter]) -> None:

@@ -28,6 +28,8 @@ CAUSES = {
     "mean": "wrong mean: the gradient is off by a constant factor",
     "shares": "wrong mean: shares of different sizes are weighed wrongly",
     "accumulation": "accumulation: micro-batches are left out or counted twice",
+    "scale": "the scale of gradients in backward: a hook or an autograd function that is not linear (clipping, "
+    "clamping) sees other values than in a single process",
     "none": "a gradient that should be None is not, or the other way round",
     "clipping": "gradient clipping",
     "optimizer": "optimizer step",
@@ -37,6 +39,12 @@ CAUSES = {
 
 
 LOOP_CAUSES = {
+    "order": "each rank takes its share of a sample order of its own: draw the order from torch's stream, or from a "
+    "generator with one seed on all ranks",
+    "beside": "a gradient that does not come from s.backward, so it stays on its rank: loss.backward(), autograd.grad "
+    "or p.grad += ... beside it. Add the losses up and call s.backward once, or s.backward(loss, more=True)",
+    "between": "gradients are read or changed between two s.backward calls of one step. With several micro-batches "
+    "they are not those of the global batch there: use one micro-batch on each rank",
     "settings": "the learning rate depends on the rank or on the number of ranks",
     "input": "the model is given something else: the data depend on the rank, or random numbers are drawn that are not "
     "torch's, random's or numpy's own streams",
@@ -47,7 +55,7 @@ LOOP_CAUSES = {
     "outside": "weights are changed outside optimizer.step(), and not on all ranks alike",
     "own number": "a rank's own number is logged: add it up over all ranks, s.mean(total, count)",
     "number": "a number of the loop is no mean over all samples: s.mean(total, count) is, an average of ranks is not",
-    "refused": "the loop has failed, or the session has refused it",
+    "refused": "the loop or the session raised an error",
     "ways": "the ranks do not go the same way: decide by a number that all have, s.any(flag) or s.mean(...)",
 }
 """of a loop of the user's own, beside some of CAUSES"""
@@ -91,6 +99,8 @@ class LoopCase(msgspec.Struct, frozen=True):
     exact: bool
     strategy: str = ""
     """empty: the loop's own"""
+    plain: bool = False
+    """the one that others are compared with: one process and `loss.backward()`, the whole global batch at once"""
 
 
 class LoopSpec(msgspec.Struct, frozen=True):

@@ -15,19 +15,41 @@ from paceline.verify.report import print_bits
 from paceline.verify.spec import CAUSES, LOOP_CAUSES, LoopCase, LoopSpec, VerifyReport
 
 RANKS = (1, 2, 3)
-ENDS = ("stopped_by_one_rank", "lr_by_rank")
+ENDS = (
+    "stopped_by_one_rank",
+    "lr_by_rank",
+    "order_from_a_generator_seeded_by_rank",
+    "second_backward_of_another_head",
+    "clipped_by_own_norm",
+    "gradient_added_by_hand",
+    "gradients_combined_by_hand",
+    "second_backward_unchecked",
+    "gradient_added_by_hand_unchecked",
+    "gradients_combined_by_hand_unchecked",
+    "right_with_a_clamp_and_weights",
+    "right_with_a_clamp_and_losses_of_each_sample",
+)
+"""what ends with an error on some ranks, in a step that others may have left already; no loop can follow it"""
 RIGHT = (
     "right",
     "right_with_noise_and_batch_norm",
     "right_with_two_models",
     "right_with_gradients_added_up",
     "right_with_a_stream",
+    "right_with_a_clamp",
+    "right_with_a_module_hook",
+    "right_with_parameter_hooks",
+    "right_with_micro_batches_of_the_loaders_own",
+    "right_with_an_order_from_pythons_stream",
 )
+LATE_WEIGHTS = ("right_with_a_clamp_and_weights", "right_with_a_clamp_and_losses_of_each_sample")
+"""loops whose global weight is known after backward only; they must equal one process, or raise an error"""
 
 
 def spec_of(name: str, ranks: Sequence[int] = RANKS) -> LoopSpec:
     most = max(ranks)
-    cases = [LoopCase(1, exact=False), LoopCase(most, exact=False), LoopCase(most, exact=True, strategy="exact")]
+    plain = LoopCase(1, exact=False, plain=True)
+    cases = [plain, LoopCase(most, exact=False), LoopCase(most, exact=True, strategy="exact")]
     return LoopSpec(f"{loops.__file__}:{name}", [], cases, most, steps=4, seed=0)
 
 
@@ -65,7 +87,9 @@ def said(report: VerifyReport, bits: Sequence[object]) -> str:
 def right(name: str, words: str) -> bool:
     """Whether a bug is called by its name, or nothing is said against a loop without one."""
     if name in loops.BUGS:
-        return loops.BUGS[name].named in words
+        return any(named in words for named in loops.BUGS[name].named.split("|"))
+    if name in LATE_WEIGHTS and words.startswith(LOOP_CAUSES["refused"]):
+        return True
     return not words or (words.startswith("the loop draws random numbers") and ";" not in words)
 
 
@@ -74,7 +98,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="also write the table to this Markdown file")
     parser.add_argument("--only", nargs="*", help="names of loops")
     arguments = parser.parse_args()
-    names = [name for name in (*RIGHT, *loops.BUGS) if not arguments.only or name in arguments.only]
+    names = [name for name in (*RIGHT, *LATE_WEIGHTS, *loops.BUGS) if not arguments.only or name in arguments.only]
     lines = ["| planted bug | known from | verify said | verdict |", "|---|---|---|---|"]
     words: dict[str, str] = {}
     # one that ends its ranks must not spoil the others

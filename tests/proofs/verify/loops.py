@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -18,16 +19,23 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import SGD
 from torch.optim.lr_scheduler import LambdaLR
-from torch.utils.data import Dataset, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, TensorDataset
 
 import paceline
+from paceline.data import plan as order_module
+from paceline.sessions.prepared import Prepared
+from paceline.stepping import steps as steps_module
+from paceline.stepping.trainee import Trainee
 
 Loop = Callable[[], object]
 
 
 @dataclass(frozen=True)
 class Planted:
-    """A bug, and words that name it: in the likely cause, in what refused it, or in a note."""
+    """A bug, and words that name it: in the likely cause, in the error that it ends with, or in a note.
+
+    A bar separates what verify says from what the session says if it raises an error before the result is wrong.
+    """
 
     loop: Loop
     named: str
@@ -152,6 +160,106 @@ class Stream(IterableDataset[Any]):
 def right_with_a_stream() -> None:
     with paceline.session() as s:
         trained(s, usual(s), samples=Stream())
+
+
+class Clamp(torch.autograd.Function):
+    """Clamps the gradient that flows through it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.clamp(-0.004, 0.004)
+
+
+class Clamped(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return Clamp.apply(x)
+
+
+def right_with_a_clamp() -> None:
+    """An autograd function that is not linear."""
+    with paceline.session() as s:
+        trained(s, usual(s), net(Clamped()))
+
+
+def right_with_a_clamp_and_weights() -> None:
+    with paceline.session() as s:
+
+        def step(model: nn.Module, optimizer: SGD, x: Tensor, y: Tensor) -> None:
+            mask = y != 2
+            losses = F.cross_entropy(model(x), y, reduction="none") * mask
+            s.backward(losses.sum() / mask.sum().clamp(min=1), weight=mask.sum())
+            optimizer.step()
+
+        trained(s, step, net(Clamped()))
+
+
+def right_with_a_clamp_and_losses_of_each_sample() -> None:
+    with paceline.session() as s:
+
+        def step(model: nn.Module, optimizer: SGD, x: Tensor, y: Tensor) -> None:
+            s.backward(F.cross_entropy(model(x), y, reduction="none"), 1.0 + y)
+            optimizer.step()
+
+        trained(s, step, net(Clamped()))
+
+
+def right_with_a_module_hook() -> None:
+    with paceline.session() as s:
+        model = net()
+        model[0].register_full_backward_hook(lambda _, __, given: None)
+        model[2].register_full_backward_hook(lambda _, given, __: tuple(g.clamp(-0.004, 0.004) for g in given))
+        trained(s, usual(s), model)
+
+
+def right_with_parameter_hooks() -> None:
+    """Each clips by the norm of the whole gradient of its parameter."""
+    with paceline.session() as s:
+        model = net()
+        for parameter in model.parameters():
+            parameter.register_hook(lambda g: g * (0.05 / g.norm().clamp(min=1e-12)).clamp(max=1.0))
+        trained(s, usual(s), model)
+
+
+def right_with_micro_batches_of_the_loaders_own() -> None:
+    with paceline.session() as s:
+        model, optimizer = s.prepare(net(Clamped()), sgd)
+        for _ in s.epochs(9):
+            for x, y in s.loader(data(), batch_size=3, accumulation=2):
+                optimizer.zero_grad()
+                s.backward(mean_loss(model, x, y))
+                optimizer.step()
+
+
+class OwnOrder(Sampler[int]):
+    """Draws from Python's stream, which another seed on each rank makes another order on each."""
+
+    def __len__(self) -> int:
+        return 60
+
+    def __iter__(self) -> Iterator[int]:
+        order = [*range(60)]
+        random.shuffle(order)
+        return iter(order)
+
+
+def right_with_an_order_from_pythons_stream() -> None:
+    with paceline.session() as s:
+        trained_from(s, DataLoader(data(), batch_size=16, sampler=OwnOrder()))
+
+
+def trained_from(s: Any, loader: DataLoader[Any], step: Callable[..., object] | None = None, model: Any = None) -> Any:
+    """As `trained`, from a DataLoader of the loop's own."""
+    model, optimizer = s.prepare(net() if model is None else model, sgd)
+    samples = s.loader(loader)
+    for _ in s.epochs(9):
+        for x, y in samples:
+            optimizer.zero_grad()
+            (step or usual(s))(model, optimizer, x, y)
+    return model
 
 
 # ---- with one ----------------------------------------------------------------------------------------------------
@@ -386,6 +494,138 @@ def two_backwards_for_the_same_bits() -> None:
             optimizer.step()
 
         trained(s, step)
+
+
+@bug("the scale of gradients in backward", "gradients normalized by a hook: it sees the rows of one micro-batch")
+def gradient_normalized_by_a_hook() -> None:
+    with paceline.session() as s:
+        model = net()
+        model[2].register_full_backward_hook(lambda _, given, __: tuple(g / g.norm() for g in given))
+        trained(s, usual(s), model)
+
+
+@bug("the scale of gradients in backward", "planted in the step: sums are back-propagated, and divided afterwards")
+def sum_back_propagated() -> None:
+    backward, synchronise = Trainee.backward, Trainee.synchronise
+
+    def larger(self: Trainee, loss: Tensor, **options: Any) -> None:
+        backward(self, loss * 16, **options)
+
+    def divided(self: Trainee, divisor: Tensor, **options: Any) -> Any:
+        return synchronise(self, divisor * 16, **options)
+
+    with patch.object(Trainee, "backward", larger), patch.object(Trainee, "synchronise", divided):
+        right_with_a_clamp()
+
+
+@bug("the scale of gradients in backward", "planted in the step: hooks on parameters run before the sum over ranks")
+def hooks_before_the_sum() -> None:
+    with patch.object(Trainee, "hide_hooks", lambda self: []):
+        right_with_parameter_hooks()
+
+
+@bug("every gradient is 2 x what it should be", "planted in the step: accumulated losses that are not divided")
+def gradient_doubled() -> None:
+    synchronise = Trainee.synchronise
+
+    def halved(self: Trainee, divisor: Tensor, **options: Any) -> Any:
+        return synchronise(self, divisor / 2, **options)
+
+    with patch.object(Trainee, "synchronise", halved), paceline.session() as s:
+        trained(s, usual(s))
+
+
+@bug("a sample order of its own", "planted in the plan: each rank draws the order from a seed of its own")
+def order_seeded_by_rank() -> None:
+    with paceline.session() as s:
+        original = order_module._listed
+        own = lambda samples, seed, epoch: original(samples, seed + s.rank, epoch)  # noqa: E731
+        with patch.object(order_module, "_listed", own):
+            trained(s, usual(s))
+
+
+@bug("the ranks draw different samples", "a generator that is seeded by rank")
+def order_from_a_generator_seeded_by_rank() -> None:
+    class ByRank(Sampler[int]):
+        def __len__(self) -> int:
+            return 60
+
+        def __iter__(self) -> Iterator[int]:
+            return iter(np.random.default_rng(s.rank).permutation(60).tolist())
+
+    with paceline.session() as s:
+        trained_from(s, DataLoader(data(), batch_size=16, sampler=ByRank()))
+
+
+class WithAuxiliaryHead(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.auxiliary, self.head = nn.Linear(6, 8), nn.Linear(8, 1), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x).tanh())
+
+
+@bug("a gradient did not come from s.backward", "a loss of its own for an auxiliary head")
+def second_backward_of_another_head() -> None:
+    with paceline.session() as s:
+
+        def step(model: Any, optimizer: SGD, x: Tensor, y: Tensor) -> None:
+            model.auxiliary(model.body(x).detach()).square().mean().backward()
+            s.backward(mean_loss(model, x, y))
+            optimizer.step()
+
+        trained(s, step, WithAuxiliaryHead())
+
+
+@bug("the ranks have different gradients", "a penalty's gradient added by hand")
+def gradient_added_by_hand() -> None:
+    with paceline.session() as s:
+
+        def step(model: Any, optimizer: SGD, x: Tensor, y: Tensor) -> None:
+            s.backward(mean_loss(model, x, y))
+            weight = model.body.weight
+            penalty = torch.autograd.grad(model(x).square().mean(), weight)[0]
+            if s.last:
+                weight.grad += penalty
+            optimizer.step()
+
+        trained(s, step, WithAuxiliaryHead())
+
+
+@bug("two backwards of one model in one step", "PCGrad, GradNorm: two losses whose gradients are combined by hand")
+def gradients_combined_by_hand() -> None:
+    with paceline.session() as s:
+
+        def step(model: Any, optimizer: SGD, x: Tensor, y: Tensor) -> None:
+            s.backward(mean_loss(model, x, y), more=False)
+            first = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+            optimizer.zero_grad()
+            s.backward(model(x).square().mean())
+            for parameter, gradient in zip(model.parameters(), first, strict=True):
+                if parameter.grad is not None and gradient is not None:
+                    parameter.grad += gradient
+            optimizer.step()
+
+        trained(s, step)
+
+
+@bug("does not come from s.backward", "planted in the session: nothing is said of a second backward")
+def second_backward_unchecked() -> None:
+    with patch.object(Prepared, "_check_received", lambda self: None):
+        second_backward_of_another_head()
+
+
+@bug("does not come from s.backward", "planted in the session: changed gradients are not compared over ranks")
+def gradient_added_by_hand_unchecked() -> None:
+    with patch.object(Prepared, "before_update", lambda self: None):
+        gradient_added_by_hand()
+
+
+@bug("between two s.backward calls", "planted in the step: a second sum over micro-batches is not refused")
+def gradients_combined_by_hand_unchecked() -> None:
+    with patch.object(steps_module, "check_summed_once", lambda before, now: None):
+        gradients_combined_by_hand()
 
 
 def trains_nothing() -> None:

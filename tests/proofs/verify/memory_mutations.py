@@ -165,7 +165,7 @@ def _bug(
 MEMORY_MUTATIONS = [
     _bug("memory-chunk-left-out", "a loop that ends one chunk early", last_chunk_left_out, "sync"),
     _bug("memory-chunk-short", "a last chunk that is rounded down", last_chunk_short, "sync"),
-    _bug("memory-divided-twice", "each share, and then the whole", divided_twice, "mean"),
+    _bug("memory-divided-twice", "each share, and then the whole", divided_twice, "mean", "tokens"),
     _bug("memory-share-stale", "a slot that is read before it is written anew", share_of_the_step_before, "gradient"),
     _bug("memory-no-wait", "a missing barrier", no_wait_before_reading, "sync gradient"),
     _bug("memory-none-as-zero", "002; flags that nobody reads", absent_everywhere_becomes_zero, "none", "unused"),
@@ -176,7 +176,7 @@ MEMORY_MUTATIONS = [
         "gradient accumulation",
         strategies="exact",  # bucketed has zeros there
     ),
-    _bug("memory-totals-short", "a rank that is not counted", totals_of_one_rank_missing, "loss"),
+    _bug("memory-totals-short", "a rank that is not counted", totals_of_one_rank_missing, "loss error"),
     _bug("memory-weights-late", "weights sent before they are written", weights_of_one_rank_late, "optimizer",
          strategies="zero"),
 ]  # fmt: skip

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 from tests.proofs.verify.memory_mutations import BULK_BYTES, MEMORY_MUTATIONS, OTHER_ORDER
-from tests.proofs.verify.mutations import CONTROL, MUTATIONS, Mutation, planted
+from tests.proofs.verify.mutations import CONTROL, CONTROLS_OF_SCALE, MUTATIONS, Mutation, planted
 from tests.run_ranks import run_ranks
 
 from paceline.contract.variables import SHARED_MEMORY
@@ -30,8 +30,8 @@ TASKS = Path(__file__).with_name("tasks_under_test.py")
 WORLD_SIZE = 3
 CLIP_NORM = 0.1  # below every gradient norm here, so that clipping does something
 IN_MEMORY = replace(CONTROL, name="memory-control", strategies=("bucketed", "exact", "zero"))
-CONTROLS = (CONTROL, IN_MEMORY)
-OVER_TORCH = [CONTROL, *MUTATIONS]
+CONTROLS = (CONTROL, *CONTROLS_OF_SCALE, IN_MEMORY)
+OVER_TORCH = [CONTROL, *CONTROLS_OF_SCALE, *MUTATIONS]
 THROUGH_MEMORY = [IN_MEMORY, *MEMORY_MUTATIONS, OTHER_ORDER]
 
 

@@ -30,6 +30,7 @@ from paceline.data.loader import MicroBatch
 from paceline.data.plan import BatchPlan, Work
 from paceline.scratch.reduce import all_reduce_gradients
 from paceline.stepping import summing as summing_module
+from paceline.stepping.trainee import Trainee
 from paceline.strategies import base
 from paceline.strategies.base import Replica
 from paceline.strategies.base import scale_gradients as scaled_on
@@ -297,8 +298,9 @@ def tail_divided_by_full_batch() -> AbstractContextManager[None]:
     largest = [0.0]
 
     def sync(right: Replica, works: list[Work], total_weight: Tensor) -> None:
-        largest[0] = max(largest[0], float(total_weight))
-        right.sync_gradients(total_weight.new_tensor(largest[0]))
+        samples = float(sum_over_ranks(samples_of(works), total_weight))
+        largest[0] = max(largest[0], samples)
+        right.sync_gradients(total_weight * (largest[0] / samples))
 
     return planted(*wrong_sync(sync))
 
@@ -512,6 +514,58 @@ def gradient_through_statistics_not_summed() -> AbstractContextManager[None]:
     return planted((batchnorm, "_Normalise", Normalise))
 
 
+# ---- scale -------------------------------------------------------------------------------------------------------
+
+
+def sum_back_propagated() -> AbstractContextManager[None]:
+    """As every step was until hooks and autograd functions were thought of: sums, divided after they were added up."""
+    return in_backward(lambda work: float(work.global_samples))
+
+
+def scaled_for_half_precision() -> AbstractContextManager[None]:
+    return in_backward(lambda work: 2.0**10)
+
+
+def mean_of_each_microbatch_back_propagated() -> AbstractContextManager[None]:
+    return in_backward(lambda work: work.global_samples / max(1, len(work.indices)))
+
+
+def hooks_before_the_sum() -> AbstractContextManager[None]:
+    return planted((Trainee, "hide_hooks", lambda self: []))
+
+
+def in_backward(factor: Callable[[Work], float]) -> AbstractContextManager[None]:
+    """Each loss is multiplied by a factor before backward, and what it has added to the gradients is divided by it."""
+    entered: list[Work] = []
+
+    def change(right: Replica) -> Replica:
+        @contextmanager
+        def body(batch: MicroBatch, is_last: bool) -> Generator[None]:
+            entered[:] = [batch.work]
+            with right.body(batch, is_last):
+                yield
+
+        return replace(right, body=body)
+
+    original = Trainee.backward
+
+    def backward(self: Trainee, loss: Tensor, **options: Any) -> None:
+        by = factor(entered[0])
+        parameters = trainable(self.replica.model)
+        before = [p.grad for p in parameters]
+        for parameter in parameters:
+            parameter.grad = None
+        original(self, loss * by, **options)
+        for parameter, old in zip(parameters, before, strict=True):
+            if parameter.grad is not None:
+                parameter.grad /= by
+                parameter.grad = parameter.grad if old is None else parameter.grad.add_(old)
+            else:
+                parameter.grad = old
+
+    return planted(*replicas(change, MANUAL), (Trainee, "backward", backward))
+
+
 # ---- clipping ----------------------------------------------------------------------------------------------------
 
 
@@ -670,14 +724,14 @@ def not_seeded() -> AbstractContextManager[None]:
 
 
 def buffers_of_rank_0() -> AbstractContextManager[None]:
-    def mean(self: VirtualBuffers) -> dict[str, Tensor]:
+    def merge(self: VirtualBuffers) -> dict[str, Tensor]:
         own = self._of[min(self._of)] if self._of else self._initial
         taken = {name: own[name].clone() for name in self._initial}
         for buffer in taken.values():
             dist.broadcast(buffer, src=0)
         return taken
 
-    return planted((VirtualBuffers, "_mean", mean))
+    return planted((VirtualBuffers, "_merge", merge))
 
 
 def buffers_of_each_rank() -> AbstractContextManager[None]:
@@ -783,6 +837,12 @@ def _bug(
 
 
 CONTROL = Mutation("control", "no bug: no finding", nullcontext, frozenset())
+
+CONTROLS_OF_SCALE = [
+    replace(CONTROL, name=f"{task}-control", task=task)
+    for task in ("clamped", "clamped_batchnorm", "module_hook", "parameter_hooks")
+]
+"""no bug, in models whose gradient path is not linear"""
 
 MUTATIONS = [
     _bug("contiguous-chunks", "002: a contiguous chunk per rank", contiguous_chunks, "samples"),
@@ -894,6 +954,53 @@ MUTATIONS = [
         "gradient sync",
         "batchnorm",
         policies="sync",
+    ),
+    _bug(
+        "sum-back-propagated",
+        "any trainer that divides after the sum",
+        sum_back_propagated,
+        "scale",
+        "clamped",
+        strategies="manual",
+    ),
+    _bug(
+        "sum-back-propagated-module-hook",
+        "the same, with a full backward hook",
+        sum_back_propagated,
+        "scale",
+        "module_hook",
+        strategies="manual",
+    ),
+    _bug(
+        "hooks-before-the-sum",
+        "hand-written data parallelism: a hook sees the gradient of a rank's micro-batch",
+        hooks_before_the_sum,
+        "scale",
+        "parameter_hooks",
+    ),
+    _bug(
+        "weight-known-too-late",
+        "a clamp, and several micro-batches with a weight each: an error",
+        nullcontext,
+        "error",
+        "clamped_tokens",
+    ),
+    _bug(
+        "scaled-for-half-precision",
+        "GradScaler: hooks see gradients before unscale_",
+        scaled_for_half_precision,
+        "scale",
+        "clamped",
+        strategies="manual",
+    ),
+    _bug(
+        "mean-of-each-microbatch",
+        "DDP and accelerate: backward of each micro-batch's own mean",
+        mean_of_each_microbatch_back_propagated,
+        "scale",
+        "clamped_batchnorm",
+        strategies="manual",
+        policies="local",
     ),
     _bug(
         "clipped-before-sync",

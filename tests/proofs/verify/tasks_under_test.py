@@ -1,5 +1,7 @@
 """Small tasks, each with one thing that goes wrong easily in data-parallel training."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -61,6 +63,63 @@ dropout = Task(_mlp, _images, _cross_entropy)
 batchnorm = Task(_convolutions, _images, _cross_entropy)
 unused = Task(_Unused, _images, _cross_entropy)
 tokens = Task(lambda: nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 6)), lambda _: _Sequences(), _token_loss)
+
+
+LIMIT = 2e-3  # some of these gradients are larger, some are smaller
+
+
+class _Clamp(torch.autograd.Function):
+    """Clamps the gradient that flows through it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.clamp(-LIMIT, LIMIT)
+
+
+class _Clamped(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return _Clamp.apply(x)
+
+
+def _with_clamp() -> nn.Module:
+    model = _mlp()
+    model.insert(3, _Clamped())
+    return model
+
+
+def _with_module_hook() -> nn.Module:
+    model = _mlp()
+    model[4].register_full_backward_hook(lambda _, given, __: tuple(g.clamp(-LIMIT, LIMIT) for g in given))
+    return model
+
+
+def _with_parameter_hooks() -> nn.Module:
+    """Each clips by the norm of the whole gradient of its parameter: not linear, and not element by element."""
+    model = _mlp()
+    for parameter in model.parameters():
+        parameter.register_hook(lambda g: g * (0.02 / g.norm().clamp(min=1e-12)).clamp(max=1.0))
+    return model
+
+
+def _clamped_tokens() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), _Clamped(), nn.Linear(16, 6))
+
+
+def _clamped_convolutions() -> nn.Module:
+    model = _convolutions()
+    model.insert(3, _Clamped())
+    return model
+
+
+clamped = Task(_with_clamp, _images, _cross_entropy)
+clamped_batchnorm = Task(_clamped_convolutions, _images, _cross_entropy)
+clamped_tokens = Task(_clamped_tokens, lambda _: _Sequences(), _token_loss)
+module_hook = Task(_with_module_hook, _images, _cross_entropy)
+parameter_hooks = Task(_with_parameter_hooks, _images, _cross_entropy)
 
 
 class _Strided(nn.Module):

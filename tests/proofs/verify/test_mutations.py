@@ -14,7 +14,7 @@ from tests.proofs.verify.mutation_table import (
     findings_in_memory,
     judge,
 )
-from tests.proofs.verify.mutations import CONTROL, MUTATIONS
+from tests.proofs.verify.mutations import CONTROL, CONTROLS_OF_SCALE, MUTATIONS
 from tests.run_ranks import run_ranks
 
 from paceline.verify.spec import CAUSES
@@ -39,6 +39,16 @@ def test_planted_bugs_are_caught_and_named_and_nothing_else_is(tmp_path):
     assert found[CONTROL.name]
     wrong = {m.name: verdict for m in chosen if (verdict := judge(m, found[m.name])) != "named"}
     assert not wrong
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+@pytest.mark.timeout(240)
+def test_hooks_and_functions_that_are_not_linear_see_the_gradients_of_one_process(tmp_path):
+    names = [control.name for control in CONTROLS_OF_SCALE]
+    found = run_ranks(findings, WORLD_SIZE, tmp_path, names, timeout=220)[0]
+    assert {name: [r.finding for r in found[name] if r.finding] for name in names} == {name: [] for name in names}
+    assert all(found[name] for name in names)
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ from paceline.verify.spec import ADAPTIVE_TOLERANCE, KINDS, TOLERANCE
 CLIPPED = "clipped gradient"  # counted among the gradients
 ROUND_OFF = 1e-11  # a gradient below this share of the largest is what rounding left of zero
 NORM = "gradient norm"
+OTHER_FACTOR = 2.0**20  # of a loss, to see whether its gradient path is linear
 SAME = 1e-6  # two factors found by least squares are one
 Named = Mapping[str, Tensor | None]
 Explanation = tuple[str, str, str]
@@ -117,7 +118,7 @@ def explain(
     kinds = {d.kind: d for d in reversed(found)}
     loss, clipped = kinds.get("loss"), kinds.get(CLIPPED)
     if got.samples != want.samples:
-        return "samples", "samples", _sample_difference(got.samples, want.samples)
+        return "samples", "samples", sample_difference(got.samples, want.samples)
     if ranks.start_differs:
         return "start", ranks.start_differs, "differs before the step; was the model broadcast?"
     if got.streams != want.streams:
@@ -153,23 +154,64 @@ def _explain_gradient(got: Observed, want: Observed, first: TensorDifference, re
     if absent:
         held = "None" if want.gradients[absent[0]] is None else "a tensor"
         return "none", absent[0], f"one process has {held} here"
-    keys = list(ref.parts)
-    basis = torch.stack([ref.parts[k] for k in keys], 1)  # (probes, parts)
+    keys = list(ref.weights)
     there = {n: g for n, g in want.gradients.items() if g is not None}
     values, wanted = at_probes(got.gradients, there), at_probes(want.gradients, there)
-    total = want.scalars["weight"]
     scale = float(values.abs().max()) or 1.0
     factor = float(values @ wanted / (wanted @ wanted))
     if float((values - factor * wanted).abs().max()) <= 1e-9 * scale:
-        return "mean", first.tensor, f"every gradient is {_ratio(factor)} what it should be"
-    mixture = torch.linalg.lstsq(basis, values.unsqueeze(1), driver="gelsd").solution[:, 0] * total  # all 1 if right
-    residual = float((basis @ (mixture / total) - values).abs().max()) / scale
+        return "mean", first.tensor, f"every gradient is {ratio_words(factor)} what it should be"
+    basis = ref.apart([[key] for key in keys], [1.0] * len(keys))  # (probes, parts)
+    mixture = torch.linalg.lstsq(basis, values.unsqueeze(1), driver="gelsd").solution[:, 0]  # all 1 if right
+    residual = float((basis @ mixture - values).abs().max()) / scale
     if residual > 1e-7:
         wrong = sum(_differs(got.gradients[n], g) for n, g in there.items())
-        return "gradient", first.tensor, f"{wrong} of {len(want.gradients)} gradients differ, up to {first.error:.1e}"
-    told = ", ".join(f"{k}: {_ratio(float(m))}" for k, m in zip(keys, mixture, strict=True))
+        details = f"{wrong} of {len(want.gradients)} gradients differ, up to {first.error:.1e}"
+        if _is_linear(basis.sum(1), ref):
+            return "gradient", first.tensor, details
+        if told := _other_scale(values, ref):
+            return "scale", first.tensor, told
+        return "gradient", first.tensor, f"{details}. The gradient path is not linear{_hooked(ref)}"
+    if all(abs(m - 1) < SAME for m in mixture.tolist()):  # right parts, which do not add up to the whole gradient
+        return "scale", first.tensor, f"each micro-batch's part is right, alone{_hooked(ref)}"
+    told = ", ".join(f"{k}: {ratio_words(float(m))}" for k, m in zip(keys, mixture, strict=True))
     cause = _cause_of_mixture(dict(zip(keys, mixture.tolist(), strict=True)), want, ref)
     return cause, first.tensor, f"parts by virtual rank.micro-batch enter {told}"
+
+
+def _is_linear(once: Tensor, ref: Reference) -> bool:
+    """Whether a backward of k times the loss gives k times the gradient: no hook or function clips it, say."""
+    keys = [*ref.weights]
+    many = ref.apart([[key] for key in keys], [OTHER_FACTOR] * len(keys)).sum(1)
+    few = ref.apart([[key] for key in keys], [1 / OTHER_FACTOR] * len(keys)).sum(1)
+    allowed = 1e-9 * float(once.abs().max())
+    return all(float((other - once).abs().max()) <= allowed for other in (many, few))
+
+
+def _other_scale(values: Tensor, ref: Reference) -> str:
+    """If a backward of something else than the global batch's mean gives this gradient, what was back-propagated."""
+    by_rank: dict[str, list[str]] = {}
+    for key in ref.weights:
+        by_rank.setdefault(key.split(".")[0], []).append(key)
+    total = sum(ref.weights.values())
+    powers = [2.0**k for k in range(17)]
+    for words, groups in (("micro-batch", [[key] for key in ref.weights]), ("virtual rank", [*by_rank.values()])):
+        own = [sum(ref.weights[key] for key in group) for group in groups]
+        for of, factors in (
+            (f"the part of each {words} in the mean, alone", [1.0] * len(own)),
+            (f"the sum of the losses of each {words}", [total] * len(own)),
+            (f"the mean of the losses of each {words}", [total / max(weight, 1e-300) for weight in own]),
+            *((f"the losses of each {words}, times {power:g}", [power] * len(own)) for power in powers),
+            *((f"the sum of the losses of each {words}, / {power:g}", [total / power] * len(own)) for power in powers),
+        ):
+            found = ref.apart(groups, factors).sum(1)
+            if float((found - values).abs().max()) <= 1e-9 * float(values.abs().max()):
+                return f"it is the gradient of a backward of {of}{_hooked(ref)}"
+    return ""
+
+
+def _hooked(ref: Reference) -> str:
+    return f"; hooks on {', '.join(ref.hooked[:3])}" if ref.hooked else ""
 
 
 def _cause_of_mixture(mixture: dict[str, float], want: Observed, ref: Reference) -> str:
@@ -196,10 +238,11 @@ def _differs(a: torch.Tensor | None, b: torch.Tensor) -> bool:
     return a is None or float((a - b).abs().max()) > 1e-12 * max(float(b.abs().max()), 1e-300)
 
 
-def _sample_difference(got: Sequence[int], want: Sequence[int]) -> str:
+def sample_difference(got: Sequence[int], want: Sequence[int]) -> str:
+    """Which samples of a global batch are too many and which are missing, in words."""
     more, less = Counter(got) - Counter(want), Counter(want) - Counter(got)
     return (
-        f"this global batch has {len(got)} samples instead of {len(want)}; "
+        f"this global batch has {len(got)} samples{f' instead of {len(want)}' if len(got) != len(want) else ''}; "
         f"too many: {sorted(more.elements())[:6] or 'none'}, missing: {sorted(less.elements())[:6] or 'none'}"
     )
 
@@ -214,7 +257,8 @@ def _is_factor(ratio: float) -> bool:
     return any(abs(r - round(r)) < 1e-9 and round(r) > 1 for r in (abs(ratio), 1 / abs(ratio))) if ratio else False
 
 
-def _ratio(factor: float) -> str:
+def ratio_words(factor: float) -> str:
+    """A factor in words: 2 x, 1/3, 0.7 x."""
     for whole in range(1, 65):
         if abs(factor - whole) < 1e-6 * whole:
             return f"{whole} x"

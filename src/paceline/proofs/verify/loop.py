@@ -29,6 +29,7 @@ from paceline.worker.world import World
 def run_case(spec: LoopSpec, case: LoopCase, rank: int) -> dict[str, Any]:
     """Run the loop once; what was noted, and how it ended in words."""
     noted: dict[str, Any] = {"notes": [], "draws": False, "start": {}, "steps": [], "error": "", "victim": False}
+    noted |= {"path": [], "beside": []}
     WatchedSession.spec, WatchedSession.case, WatchedSession.noted = spec, case, noted
     made_as[:] = [WatchedSession]
     torch.set_default_dtype(torch.float32 if case.exact else torch.float64)
@@ -43,6 +44,8 @@ def run_case(spec: LoopSpec, case: LoopCase, rank: int) -> dict[str, Any]:
         if not isinstance(error, SystemExit) or error.code not in (None, 0):
             kind = "" if isinstance(error, PacelineError) else f"{type(error).__name__}: "
             noted |= {"error": f"{kind}{error}", "victim": is_victim(error)}
+            if noted["steps"] and "stepped" not in noted["steps"][-1]:  # optimizer.step() raised it: no step was taken
+                noted["steps"].pop()
     for name in set(sys.modules) - before:  # what the loop's own modules keep is not the next run's
         if Path(str(getattr(sys.modules[name], "__file__", ""))).resolve().parent == folder:
             del sys.modules[name]

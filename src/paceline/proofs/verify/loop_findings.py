@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from paceline.errors import UsageError
-from paceline.proofs.verify.causes import CLIPPED, Comparison
+from paceline.errors import UsageError, plural
+from paceline.proofs.verify.causes import CLIPPED, Comparison, ratio_words, sample_difference
 from paceline.proofs.verify.reference import Observed
 from paceline.verify.spec import Bits, BitsReport, Case, Diagnosis, LoopCase, LoopSpec, Result, StepBits, VerifyReport
 
@@ -47,7 +47,9 @@ def findings(
         )
     broken = not alone or alone[0]["error"]
     results = [
-        _compared(runs[n, i], runs[1, i] if draws else alone, case, n, ended[n])
+        _not_run(case, n)
+        if not runs[n, i] and any(noted["error"] for earlier in range(i) for noted in runs[n, earlier])
+        else _compared(runs[n, i], runs[1, i] if draws else alone, case, n, ended[n])
         for n in ([1] if broken else ranks)
         for i, case in enumerate(spec.cases)
         if not case.exact and (i > 0) != bool(broken)
@@ -75,6 +77,11 @@ def _compared(run: Run, one: Run, case: LoopCase, size: int, ended: str) -> Resu
     return Result(title, comparison.errors, sorted(comparison.round_off), comparison.round_off_error, finding)
 
 
+def _not_run(case: LoopCase, size: int) -> Result:
+    title = Case(case.strategy, size, "none", "-")
+    return Result(title, {}, [], 0.0, not_run=f"an earlier case on {plural(size, 'rank')} ended with an error")
+
+
 def _bits_of(run: Run) -> Bits:
     """A run as bits, to be compared with those of other world sizes."""
     first = run[0]
@@ -99,13 +106,21 @@ def _compare(run: Run, one: Run, comparison: Comparison, size: int, ended: str) 
         if not (found or apart or samples != want["samples"] or got["numbers"].keys() != want["numbers"].keys()):
             continue
         tensor = found[0].tensor if found else ""
-        return Diagnosis(number, *_explained(ranks, want, apart, {f.kind for f in found}, tensor))
+        path = list(dict.fromkeys(what for noted in [*one, *run] for what in noted["path"]))
+        own_orders = size > 1 and _repeats(run, got["epoch"]) and not _repeats(one, want["epoch"])
+        return Diagnosis(number, *_explained(ranks, want, apart, {f.kind for f in found}, tensor, path, own_orders))
     if failed := _failed(run, size, ended):
         return failed
     lengths = [len(noted["steps"]) for noted in [*run, *one]]
     if len({*lengths}) > 1:
         return Diagnosis(min(lengths), "ways", "", f"steps of ranks 0 to {size - 1} and of one process: {lengths}")
     return None
+
+
+def _repeats(run: Run, epoch: int) -> bool:
+    """Whether an epoch has a sample twice, over all ranks: each takes its share of an order of its own."""
+    samples = [i for noted in run for step in noted["steps"] if step["epoch"] == epoch for i in step["samples"]]
+    return len({*samples}) < len(samples)
 
 
 def _failed(run: Run, size: int, ended: str) -> Diagnosis | None:
@@ -123,11 +138,13 @@ def _observed(step: dict[str, Any], samples: list[int]) -> Observed:
     )  # fmt: skip
 
 
-def _explained(ranks: Any, want: Any, apart: str, kinds: set[str], tensor: str) -> tuple[str, str, str]:
+def _explained(
+    ranks: Any, want: Any, apart: str, kinds: set[str], tensor: str, path: Sequence[str], own_orders: bool
+) -> tuple[str, str, str]:
     """(cause, tensor, details) of the first thing that is not as on one process, in the order of a step."""
-    got = ranks[0]
-    if sorted(i for rank in ranks for i in rank["samples"]) != want["samples"]:
-        return "samples", "", ""
+    got, samples = ranks[0], sorted(i for rank in ranks for i in rank["samples"])
+    if samples != want["samples"]:
+        return "order" if own_orders else "samples", "", sample_difference(samples, want["samples"])
     if apart == "rates" or got["rates"] != want["rates"]:
         rates = ", ".join(str(rank["rates"][0]) for rank in ranks)
         return "settings", "", f"learning rates {rates}; alone {want['rates'][0]}"
@@ -137,11 +154,47 @@ def _explained(ranks: Any, want: Any, apart: str, kinds: set[str], tensor: str) 
             return what, "", f"added up over all samples {total:.12g}, alone {want[what]:.12g}"
     if abs(got["loss"] - want["loss"]) > 1e-12 * abs(want["loss"]):
         return "weights", "", f"the loss is {got['loss']:.12g}, alone {want['loss']:.12g}"
-    for key, kind in (("gradients bits", "gradient"), ("stepped bits", CLIPPED), ("parameters bits", "parameter")):
+    if apart == "gradients bits" or "gradient" in kinds:
+        return _of_gradient(ranks, want, apart, tensor, path)
+    for key, kind in (("stepped bits", CLIPPED), ("parameters bits", "parameter")):
         if apart == key or kind in kinds:
-            return ACROSS[key][0], tensor, f"{ACROSS[key][1]} differs" + (" between ranks" if apart == key else "")
+            cause = "beside" if key == "stepped bits" and not _scaled(got) else ACROSS[key][0]
+            return cause, tensor, f"{ACROSS[key][1]} differs" + (" between ranks" if apart == key else "")
     if apart == "numbers":
         return "own number", "", f"on ranks 0 to {len(ranks) - 1}: {[list(rank['numbers'].values()) for rank in ranks]}"
     mine, alone = got["numbers"], want["numbers"]
     wrong = [n for n in mine.keys() & alone if abs(mine[n] - alone[n]) > 1e-12 * abs(alone[n])]
     return "number", ", ".join(wrong), f"{[mine[n] for n in wrong]}, alone {[alone[n] for n in wrong]}"
+
+
+def _of_gradient(ranks: Any, want: Any, apart: str, tensor: str, path: Sequence[str]) -> tuple[str, str, str]:
+    """(cause, tensor, details) of a gradient that is wrong after s.backward, though samples and losses are right."""
+    beside = sorted({name for rank in ranks for name in rank["beside"]})
+    differs = "the gradient after s.backward differs" + (" between ranks" if apart == "gradients bits" else "")
+    several = max(rank["bodies"] for rank in ranks) > 1
+    if several and any(rank["between"] for rank in ranks):
+        return "between", tensor, differs
+    if beside:
+        return "beside", tensor, f"{differs}; .grad has changed before s.backward: {', '.join(beside[:4])}"
+    if apart == "gradients bits":
+        return "sync", tensor, differs
+    if path:
+        return "scale", tensor, f"{differs}; on its path: {', '.join(path[:4])}"
+    factor = _factor(ranks[0].get("gradients", {}), want.get("gradients", {}))
+    if factor is not None:
+        return "mean", tensor, f"every gradient is {ratio_words(factor)} what it should be"
+    return "gradient", tensor, differs
+
+
+def _scaled(step: dict[str, Any]) -> bool:
+    """Whether the gradients that the optimizer was given are those after s.backward times one factor, as clipping."""
+    return _factor(step.get("stepped", {}), step.get("gradients", {})) is not None
+
+
+def _factor(got: Mapping[str, Any], want: Mapping[str, Any]) -> float | None:
+    """The factor between all tensors of two sets, if there is one."""
+    if got.keys() != want.keys() or not got:
+        return None
+    a, b = (torch.cat([named[name].double().flatten() for name in got]) for named in (got, want))
+    factor = float(a @ b / (b @ b)) if bool(b.any()) else 0.0
+    return factor if float((a - factor * b).abs().max()) <= 1e-9 * float(a.abs().max()) else None

@@ -1,11 +1,13 @@
-"""What one process computes: the plainest training loop, sharing no code with what it judges.
+"""What one process computes: the plain training loop, sharing no code with what it checks.
 
 No plan, loader, strategy or step of paceline is used, only their *definition*: epoch e visits the samples in the order
-of one shuffle, cut into global batches, each dealt to V virtual ranks, each share cut into micro-batches; the step is
-taken along the gradient of the mean over the global batch.
+of one shuffle, cut into global batches, each dealt to V virtual ranks, each share cut into micro-batches. The loss is
+the mean over the global batch, and one plain `loss.backward()` computes its gradient. Hooks, autograd functions and
+float16 parameters therefore see the values that they see in a single-process script.
 """
 
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,11 +58,11 @@ class Reference:
     global_batch: int
     spec: Spec
     union: bool
-    parts: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
-    """of the last step: by 'virtual rank.part', its gradient's sum at the probes"""
     weights: dict[str, float] = field(default_factory=dict[str, float])
+    """of the last step: by 'virtual rank.part', the sum of its loss weights"""
     _buffers: dict[int, dict[str, Tensor]] = field(default_factory=dict[int, dict[str, Tensor]])
     _initial: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    _before: "_Before | None" = None
 
     def __post_init__(self) -> None:
         self._initial = {name: b.clone() for name, b in self.model.named_buffers()}
@@ -75,24 +77,22 @@ class Reference:
             generator=torch.Generator().manual_seed(derive(self.spec.seed, "order", epoch)),
         )
         batch = order[step * self.global_batch : (step + 1) * self.global_batch]
+        # _forward makes new buffers and never changes these
+        parameters = {n: p.detach().clone() for n, p in self._names.items()}
+        self._before = _Before(parameters, dict(self._buffers), batch, epoch, step)
         self.model.train()
         self.model.zero_grad(set_to_none=True)
-        self.parts, self.weights = {}, {}
-        loss_sum, weight, streams = 0.0, 0.0, dict[str, str]()
+        losses, streams = dict[str, Tensor](), dict[str, str]()
+        self.weights = {}
         for virtual_rank, part, indices in self._microbatches(batch):
             key = f"{virtual_rank}.{part}"
             torch.manual_seed(derive(self.spec.seed, "forward", epoch, step, virtual_rank, part))
             if not self.union:
                 streams[key] = stream_fingerprint()
-            self._load_buffers(virtual_rank)
-            before = self._at_probes()
-            one_loss, one_weight = self._backward(indices)
-            self.parts[key], self.weights[key] = self._at_probes() - before, one_weight
-            self._buffers[virtual_rank] = {n: b.clone() for n, b in self.model.named_buffers()}
-            loss_sum, weight = loss_sum + one_loss, weight + one_weight
-        for p in self._names.values():
-            if p.grad is not None:
-                p.grad /= weight
+            losses[key], self.weights[key] = self._forward(virtual_rank, indices)
+        weight = sum(self.weights.values())
+        loss = torch.stack([*losses.values()]).sum() / weight
+        loss.backward()
         gradients = {n: None if g is None else g.clone() for n, g in gradients_of(self.model).items()}
         norm = float(nn.utils.clip_grad_norm_(self._names.values(), self.spec.clip_norm))
         stepped = gradients_of(self.model)
@@ -102,7 +102,7 @@ class Reference:
         return Observed(
             samples=sorted(batch.tolist()),
             streams=streams,
-            scalars={"loss": loss_sum / weight, "weight": weight, "gradient norm": norm},
+            scalars={"loss": float(loss.detach()), "weight": weight, "gradient norm": norm},
             gradients=gradients,
             stepped=stepped,
             parameters={n: p.detach() for n, p in self.model.named_parameters()},
@@ -119,22 +119,25 @@ class Reference:
         each = [(v, part, cut[v][part]) for v in range(self.spec.virtual_ranks) for part in range(count)]
         return [(v, part, indices) for v, part, indices in each if len(indices)]
 
-    def _backward(self, indices: Tensor) -> tuple[float, float]:
+    def _forward(self, virtual_rank: int, indices: Tensor) -> tuple[Tensor, float]:
+        """The weighted sum of a micro-batch's losses, with its graph, and the sum of its weights."""
+        self._load_buffers(virtual_rank)
         samples = [self.dataset[i] for i in indices.tolist()]
         batch = (self.task.collate or default_collate)(samples)
         batch = mapped(batch, lambda tensor: tensor.to(next(self.model.parameters()).device))
         inputs, targets = (batch, batch) if isinstance(batch, Mapping) else batch
         result = self.task.loss(call(self.model, inputs), targets)
         losses, weights = result if isinstance(result, tuple) else (result, torch.ones_like(result))
-        loss = (losses * weights).sum()
-        loss.backward()
-        return float(loss.detach()), float(weights.detach().sum())
+        self._buffers[virtual_rank] = {n: b.clone() for n, b in self.model.named_buffers()}
+        return (losses * weights).sum(), float(weights.detach().sum())
 
     def _load_buffers(self, virtual_rank: int) -> None:
+        """Give the model new buffers: the graphs of earlier micro-batches still hold the old ones."""
         own = self._buffers.get(virtual_rank, self._initial)
-        with torch.no_grad():
-            for name, buffer in self.model.named_buffers():
-                buffer.copy_(own[name])
+        new = {buffer: own[name].clone() for name, buffer in self.model.named_buffers()}
+        for name, buffer in [*self.model.named_buffers(remove_duplicate=False)]:
+            owner, _, attribute = name.rpartition(".")
+            setattr(self.model.get_submodule(owner), attribute, new[buffer])
 
     def _mean_buffers(self) -> dict[str, Tensor]:
         sets = [self._buffers[v] for v in sorted(self._buffers)]
@@ -143,9 +146,59 @@ class Reference:
             for name, first in sets[0].items()
         }
 
-    def _at_probes(self) -> Tensor:
-        """(<= PROBES,): the accumulated gradient at evenly spread coordinates of every parameter."""
-        return at_probes({n: p.grad for n, p in self._names.items()}, self._names)
+    def apart(self, groups: Sequence[Sequence[str]], factors: Sequence[float]) -> Tensor:
+        """(probes, groups): what the last step's gradient would be made of, if each group had a backward of its own.
+
+        A group is some of the keys of `weights`. The sum of its losses is divided by the total weight and multiplied by
+        its factor before backward, and the gradient is divided by the factor afterwards. If the gradient path is
+        linear, the columns add up to the step's gradient, whatever the groups and factors.
+        """
+        before = self._before
+        assert before is not None
+        cut = {f"{v}.{part}": (v, part, indices) for v, part, indices in self._microbatches(before.batch)}
+        columns: list[Tensor] = []
+        with self._as_before(before), torch.random.fork_rng(devices=[]):
+            for keys, factor in zip(groups, factors, strict=True):
+                losses: list[Tensor] = []
+                for virtual_rank, part, indices in (cut[key] for key in keys):
+                    seed = derive(self.spec.seed, "forward", before.epoch, before.step, virtual_rank, part)
+                    torch.manual_seed(seed)
+                    losses.append(self._forward(virtual_rank, indices)[0])
+                loss = torch.stack(losses).sum() * (factor / sum(self.weights.values()))
+                found = torch.autograd.grad(loss, [*self._names.values()], allow_unused=True)
+                columns.append(at_probes(dict(zip(self._names, found, strict=True)), self._names) / factor)
+        return torch.stack(columns, 1)
+
+    @contextmanager
+    def _as_before(self, before: "_Before") -> Generator[None]:
+        """Inside, parameters and buffers are those before the last step."""
+        now, buffers = {n: p.data for n, p in self._names.items()}, dict(self._buffers)
+        self._take(before.parameters, before.buffers)
+        try:
+            yield
+        finally:
+            self._take(now, buffers)
+
+    def _take(self, parameters: Mapping[str, Tensor], buffers: Mapping[int, dict[str, Tensor]]) -> None:
+        for name, tensor in parameters.items():
+            self._names[name].data = tensor
+        self._buffers = dict(buffers)
+
+    @property
+    def hooked(self) -> list[str]:
+        """The parameters that have a hook on their gradient."""
+        return [name for name, p in self._names.items() if p._backward_hooks]  # pyright: ignore[reportPrivateUsage]
+
+
+@dataclass(frozen=True)
+class _Before:
+    """What `Reference.apart` needs to compute a step again."""
+
+    parameters: dict[str, Tensor]
+    buffers: dict[int, dict[str, Tensor]]
+    batch: Tensor
+    epoch: int
+    step: int
 
 
 def gradients_of(model: nn.Module) -> dict[str, Tensor | None]:

@@ -16,7 +16,7 @@ from paceline.proofs.verify.reference import Observed, Reference, stream_fingerp
 from paceline.proofs.verify.setup import Setting, apply_strategy, build, without_dropout
 from paceline.stepping.summing import StepResult
 from paceline.strategies import Replica
-from paceline.sums import gather_words
+from paceline.sums import Pending, gather_words
 from paceline.verify.spec import Case, Diagnosis
 from paceline.worker.world import World
 
@@ -35,7 +35,7 @@ class Trial:
     """a parameter that differs between ranks, or from one process, before the first step"""
     streams: dict[str, str] = field(default_factory=dict[str, str])
     gradients: dict[str, Tensor | None] = field(default_factory=dict[str, "Tensor | None"])
-    """after synchronisation, before clipping; on rank 0 only, which compares"""
+    """after synchronisation and hooks on parameters, before clipping; on rank 0 only, which compares"""
     gradient_fingerprints: dict[str, int] = field(default_factory=dict[str, int])
     stepped: dict[str, Tensor | None] = field(default_factory=dict[str, "Tensor | None"])
     """what the optimizer was given"""
@@ -68,18 +68,19 @@ def _observed(trial: Trial) -> Replica:
                 trial.streams[f"{batch.work.virtual_rank}.{batch.work.part}"] = stream_fingerprint()
             yield
 
-    def sync_gradients(total_weight: Tensor) -> None:
-        inner.sync_gradients(total_weight)
+    def clip_grad_norm(max_norm: float) -> Pending[float]:
+        # not in sync_gradients: hooks on parameters run after it
         gradients = _gradients_of(inner, trial.whole)
         trial.gradient_fingerprints = fingerprints({n: g for n, g in gradients.items() if g is not None})
         if inner.world.rank == 0:
             trial.gradients = {n: None if g is None else g.clone() for n, g in gradients.items()}
+        return inner.clip_grad_norm(max_norm)
 
     def before_step(*_: object) -> None:
         trial.stepped = _gradients_of(inner, trial.whole)
 
     inner.optimizer.register_step_pre_hook(before_step)
-    return replace(inner, body=body, sync_gradients=sync_gradients)
+    return replace(inner, body=body, clip_grad_norm=clip_grad_norm)
 
 
 def compare_starts(trial: Trial, reference: Reference | None) -> None:

@@ -1,10 +1,13 @@
 """A session that `paceline verify` looks into: short epochs, and a note of what each step does.
 
 What is noted of samples are sums over them, which do not depend on who has which.
+
+In the plain case, with which the others are compared, `s.backward(loss)` is `loss.backward()` on the mean over the
+whole global batch, without the step's scaling, micro-batches and division.
 """
 
 import random
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -19,11 +22,13 @@ from paceline.checkpoint.whole import sha256_of, whole
 from paceline.data.plan import BatchPlan
 from paceline.nested import mapped, tensors
 from paceline.proofs.verify.setup import inputs_to_double, to_double, world_on
-from paceline.proofs.verify.trial import fingerprints
+from paceline.proofs.verify.trial import fingerprints, parameters_of
 from paceline.sessions import Session
+from paceline.sessions.elsewhere import is_cut
 from paceline.sessions.loader import Bodies, Loader
 from paceline.sessions.order import DrawnPlan
 from paceline.sessions.prepared import Prepared
+from paceline.stepping.bodies import Reduction
 from paceline.train.fit import StepRecord
 from paceline.verify.spec import LoopCase, LoopSpec
 from paceline.worker.world import World
@@ -48,6 +53,9 @@ class WatchedSession(Session):
         self.noted["strategy"] = self._strategy
         self._of_step: dict[str, Any] = {}
         self._looks: dict[tuple[int, int], dict[str, float]] = {}
+        self._plain_loss = torch.zeros(())
+        self._marks: dict[str, tuple[Any, int]] = {}  # by parameter, its gradient and version after the last backward
+        self._marked_in: tuple[Any, int] = (None, 0)  # the body of that backward; how many optimizers had stepped in it
 
     @property
     def is_over(self) -> bool:
@@ -65,8 +73,17 @@ class WatchedSession(Session):
             for module in model.modules():
                 if isinstance(module, (_BatchNorm, _DropoutNd)):
                     vars(module.eval())["train"] = partial(_stays, module)
+        self.noted["path"] += [f"a hook on {name}" for name, p in model.named_parameters() if _hooks(p)]
+        self.noted["path"] += [
+            f"a backward hook of {name or 'the model'}"
+            for name, module in model.named_modules()
+            if module._backward_hooks or module._backward_pre_hooks  # pyright: ignore[reportPrivateUsage]
+        ]
         found = super().prepare(model, optimizer, scheduler)
         part = self._parts[-1]
+        if self.case.plain:  # this object's own, so a fault of their class does not reach them
+            part.backward = self._backward_plainly
+            part.replica = replace(part.replica, sync_gradients=partial(_undivided, part.replica.sync_gradients))
         part.optimizer.register_step_pre_hook(partial(self._before_step, part))
         model.register_forward_hook(self._on_forward, with_kwargs=True)
         self.noted["start"] |= _constants(model) | fingerprints(_parameters(part))
@@ -76,6 +93,10 @@ class WatchedSession(Session):
     def loader(self, data: Any, **options: Any) -> Loader:
         """See Session; its epochs are short."""
         made = super().loader(data, **options)
+        if self.case.plain:  # the whole global batch at once
+            of_each = options.get("batch_size") is not None or bool(options.get("per_rank"))
+            whole_batch = made.plan.global_batch * (self.spec.virtual_ranks if of_each else 1)
+            made.plan = replace(made.plan, global_batch=whole_batch, accumulation=1)
         watched: Any = _Short if type(made) is Loader else _Watched  # a stream has no epoch to cut
         made.__class__ = type(watched.__name__, (watched, type(made)), {"session": self})
         return made
@@ -88,12 +109,44 @@ class WatchedSession(Session):
                 if self.is_over:
                     return
 
-    def backward(self, loss: Tensor, *weight: Any, **options: Any) -> None:
+    def backward(
+        self, loss: Tensor, weight: float | Tensor | None = None, *, reduction: Reduction = "mean", **options: Any
+    ) -> None:
         """See Session."""
-        super().backward(loss, *weight, **options)
         body = self._steps.body
+        if not self._path_seen and isinstance(loss, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+            self._path_seen = True
+            self.noted["path"] += [f"autograd function {name}" for name in _own_functions(loss)]
+        self._look_at_gradients(body)
+        self._plain_loss = _mean(loss, weight) if self.case.plain else loss
+        super().backward(loss, weight, reduction=reduction, **options)
         for part in self._parts if body is not None and body.is_last else ():
             self._note(f"summed {part.number}", part, _gradients(part))
+        self._marks = {name: (p.grad, _version(p.grad)) for name, p in self._named() if p.grad is not None}
+        self._marked_in = (body, len(body.stepped) if body is not None else 0)
+
+    def _backward_plainly(self, loss: Tensor, *, retain_graph: bool = False) -> None:
+        del loss  # scaled by the step
+        self._plain_loss.backward(retain_graph=retain_graph or None)
+
+    def _look_at_gradients(self, body: Any) -> None:
+        """Note which gradients the loop has changed since the last backward: to zero or None is no change of a sum."""
+        again = body is not None and body is self._marked_in[0] and len(body.stepped) == self._marked_in[1]
+        for name, p in self._named():
+            before, version = self._marks.get(name, (None, -1))
+            if p.grad is before and _version(p.grad) == version:
+                continue
+            if again:
+                self.noted["between"] = True
+            if p.grad is not None and bool(p.grad.any()):
+                self.noted["beside"].append(name)
+
+    def _named(self) -> list[tuple[str, nn.Parameter]]:
+        parts = [part for part in self._parts if not part.replica.sharded]
+        return [(part.prefix + name, p) for part in parts for name, p in part.replica.model.named_parameters()]
+
+    _path_seen = False
+    """whether the first loss's graph was searched for functions of the loop's own"""
 
     def log(self, values: Mapping[str, float] | None = None, **more: float) -> None:
         """See Session."""
@@ -169,6 +222,9 @@ class WatchedSession(Session):
         for step in self.noted["steps"][-1:]:
             step["numbers"][f"{name}, {len(step['numbers']) + 1}"] = value
 
+    def _check_seed(self) -> None:
+        """No note: verify has seeded each rank."""
+
     def _ended(self, record: StepRecord) -> None:
         for part in self._parts:
             self._note("parameters", part, _parameters(part))
@@ -178,7 +234,10 @@ class WatchedSession(Session):
             sums["output"] = 0.0
         rates = [str(float(rate)) for part in self._parts for rate in part.rates()]
         self._of_step |= {"loss": record.result.loss, "samples": samples, "rates": rates, "numbers": {}}
-        self.noted["steps"].append({**self._of_step, **sums})
+        epoch = record.microbatches[0].work.epoch
+        told = {"epoch": epoch, "bodies": len(record.microbatches), "beside": sorted({*self.noted["beside"]})}
+        self.noted["beside"] = []
+        self.noted["steps"].append({**self._of_step, **sums, **told, "between": self.noted.pop("between", False)})
         self._of_step, self._looks = {}, {}
 
 
@@ -224,17 +283,54 @@ class _Short(_Watched):
         return plan
 
 
+def _mean(loss: Tensor, weight: float | Tensor | None) -> Tensor:
+    """What a single-process script would call `backward` on: one micro-batch is the whole global batch."""
+    if loss.ndim == 0:  # a mean, or a sum that is to be one
+        return loss
+    return (loss * weight).sum() / weight.sum() if isinstance(weight, Tensor) else loss.mean()
+
+
+def _undivided(sync_gradients: Callable[[Tensor], Any], divisor: Tensor) -> Any:
+    return sync_gradients(torch.ones_like(divisor))
+
+
+def _hooks(parameter: nn.Parameter) -> bool:
+    return bool(parameter._backward_hooks)  # pyright: ignore[reportPrivateUsage]
+
+
+def _version(gradient: Tensor | None) -> int:
+    return -1 if gradient is None else gradient._version  # pyright: ignore[reportPrivateUsage]
+
+
+def _own_functions(loss: Tensor) -> list[str]:
+    """The names of the autograd functions, written in Python, in a loss's graph."""
+    found, seen, left = set[str](), set[Any](), [loss.grad_fn]
+    while left:
+        node: Any = left.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            found.add(type(node).__name__.removesuffix("Backward"))
+        left += [following for following, _ in node.next_functions]
+    return sorted(found)
+
+
 def _stays(module: nn.Module, mode: bool = True) -> nn.Module:
     return module
 
 
 def _gradients(part: Prepared) -> dict[str, Tensor]:
-    named = part.replica.model.named_parameters()
-    return {} if part.replica.sharded else {name: p.grad for name, p in named if p.grad is not None}
+    """By name, whole (a collective where ranks hold shares of them)."""
+    if part.replica.sharded:
+        return dict(whole(part.replica.gradients(), part.replica.world))
+    return {name: p.grad for name, p in part.replica.model.named_parameters() if p.grad is not None}
 
 
 def _parameters(part: Prepared) -> dict[str, Tensor]:
-    return dict(part.replica.model.named_parameters())
+    """By name, whole (a collective where ranks hold shares of them)."""
+    named: dict[str, Tensor] = dict(part.replica.model.named_parameters())
+    return parameters_of(part.replica) if any(map(is_cut, named.values())) else named
 
 
 def _constants(model: nn.Module) -> dict[str, Any]:
