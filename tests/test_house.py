@@ -13,7 +13,7 @@ SPEC.loader.exec_module(house)
 
 # what is not yet within its limit, and must not get worse
 STILL = {
-    "lines of src": 59_976,  # 36,100 before issue 13; the budgets of 13 to 18 add 14,100, and 16 and 18 took more
+    "lines of src": 64_000,  # 59,976 before issue 33, whose checks took 3,800; "Shrink the codebase" lowers it
 }
 
 

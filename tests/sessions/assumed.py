@@ -4,6 +4,7 @@ import json
 import random
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +118,20 @@ class Hard(Sampler[int]):
         yield from sorted(range(COUNT), key=lambda i: -self.losses[i])
 
 
+class Weighted(torch.utils.data.WeightedRandomSampler):
+    """Its weights change from epoch to epoch."""
+
+    def __init__(self) -> None:
+        super().__init__([1.0] * COUNT, COUNT, replacement=False, generator=torch.Generator().manual_seed(5))
+
+    def __iter__(self) -> Iterator[int]:
+        yield from super().__iter__()
+        self.weights[::2] += 1
+
+
 def sampler_of(kind: str, s: paceline.Session) -> Any:
+    if kind == "weights":
+        return Weighted()
     if kind == "by_rank":
         return RandomSampler(Rows(), generator=torch.Generator().manual_seed(s.rank))
     if kind == "generator":
@@ -191,8 +205,64 @@ def resumed(kind: str) -> Any:
     return sorted(epoch_2)
 
 
-for name in ("generator", "python", "numpy", "own_python", "own_numpy", "own_state", "counter"):
+for name in ("generator", "python", "numpy", "own_python", "own_numpy", "own_state", "counter", "weights"):
     CASES[f"resumed_{name}"] = lambda name=name: resumed(name)
+
+
+@case
+def order_shared() -> Any:
+    """The sampler holds a list that the loop shuffles in place."""
+    order = list(range(COUNT))
+
+    class Held(Sampler[int]):
+        def __init__(self) -> None:
+            self.order = order
+
+        def __len__(self) -> int:
+            return COUNT
+
+        def __iter__(self) -> Iterator[int]:
+            yield from self.order
+
+    s = paceline.session()
+    model, optimizer = s.prepare(net(), sgd)
+    train = s.loader(DataLoader(Rows(), batch_size=8, sampler=Held()))
+    found: list[list[int]] = []
+    for epoch in s.epochs(3):
+        random.Random(epoch).shuffle(order)
+        found.append([])
+        for x, i in train:
+            optimizer.zero_grad()
+            s.backward(loss_of(model, x, i))
+            optimizer.step()
+            found[-1] += s.gather(i).tolist()
+        assert sorted(found[-1]) == list(range(COUNT))
+    return len({tuple(one) for one in found})
+
+
+@case
+def resumed_evaluated() -> Any:
+    """An evaluation on the training's own loader in the middle of an epoch, then a resume."""
+    note = Path("seen.json")
+    again = note.exists()
+    s = paceline.session("run", resume=True, virtual_ranks=2)
+    model, optimizer = s.prepare(net(), sgd)
+    epoch_2 = json.loads(note.read_text()) if again else []
+    torch.manual_seed(3)
+    train = s.loader(DataLoader(Rows(), batch_size=8, shuffle=True))
+    for epoch in s.epochs(2):
+        for x, i in train:
+            if s.step == 8 and not again:
+                s.main(note.write_text, json.dumps(epoch_2))
+                raise RuntimeError("planned")
+            optimizer.zero_grad()
+            s.backward(loss_of(model, x, i))
+            optimizer.step()
+            epoch_2 += s.gather(i).tolist() if epoch == 1 else []
+            if s.last and s.batch == 1:
+                with torch.no_grad():
+                    assert s.sum(*[sum(len(x) for x, _ in train)]) == COUNT
+    return sorted(epoch_2)
 
 
 class Twice(Sampler[int]):
@@ -361,6 +431,28 @@ def listed(items: list[Any]) -> Any:
     return [x for x, _ in kept], torch.tensor([i for _, i in kept])
 
 
+@dataclass
+class Record:
+    x: Tensor
+    i: Tensor
+
+
+def recorded(items: list[Any]) -> Any:
+    return Record(*whole(items))
+
+
+def zipped(items: list[Any]) -> Any:
+    return tuple(zip(*(one for one in items if one is not None), strict=True))
+
+
+def samples(items: list[Any]) -> Any:
+    return [one for one in items if one is not None]
+
+
+def stacked(pairs: Any) -> tuple[Tensor, Tensor]:
+    return torch.stack([x for x, _ in pairs]), torch.tensor([i for _, i in pairs])
+
+
 def dropped(collate: Callable[[list[Any]], Any], parts: Callable[[Any], tuple[Tensor, Tensor]]) -> Any:
     model = net()
     optimizer = sgd(model.parameters())
@@ -382,6 +474,9 @@ def dropped(collate: Callable[[list[Any]], Any], parts: Callable[[Any], tuple[Te
 CASES |= {
     "dropped_tuple": lambda: dropped(whole, lambda batch: batch),
     "dropped_dict": lambda: dropped(named, lambda batch: (batch["x"], batch["i"])),
+    "dropped_record": lambda: dropped(recorded, lambda batch: (batch.x, batch.i)),
+    "dropped_zip": lambda: dropped(zipped, lambda batch: (torch.stack(batch[0]), torch.tensor(batch[1]))),
+    "dropped_samples": lambda: dropped(samples, stacked),
     "dropped_list": lambda: dropped(listed, lambda batch: (torch.stack(batch[0]), batch[1])),
 }
 
@@ -511,6 +606,111 @@ CASES |= {
     f"two_optimizers_{name}": lambda name=name: two_optimizers(name) for name in ("bucketed", "exact", "ddp", "zero")
 }
 CASES["two_optimizers_accumulated"] = lambda: two_optimizers("bucketed", 2)
+
+
+def unprepared(kind: str) -> Any:
+    """Something is trained beside the model, by an optimizer that was not prepared."""
+    s = paceline.session(virtual_ranks=2 if kind == "in_parts" else None)
+    model, optimizer = s.prepare(net(), sgd)
+    scale = nn.Parameter(torch.zeros(()))
+    noise = torch.zeros(6, requires_grad=True)
+    other = torch.optim.SGD([scale if kind != "input" else torch.zeros(6, requires_grad=True)], 0.05)
+
+    def act(x: Tensor, i: Tensor) -> None:
+        other.zero_grad()
+        loss = loss_of(model, x + noise, i)
+        s.backward(loss * scale.exp() if kind != "input" else loss)
+        other.step()
+
+    trained(s, model, optimizer, act)
+    return s.step
+
+
+for name in ("weights", "in_parts", "input"):
+    CASES[f"unprepared_{name}"] = lambda name=name: unprepared(name)
+
+
+def odd_loss(kind: str) -> Any:
+    s = paceline.session()
+    model, optimizer = s.prepare(net(), sgd)
+
+    def act(x: Tensor, i: Tensor) -> None:
+        loss = loss_of(model, x, i)
+        s.backward(torch.stack([loss, 2 * loss, loss]))
+
+    trained(s, model, optimizer, act)
+
+
+CASES["losses_stacked"] = lambda: odd_loss("stacked")
+
+
+@case
+def peeked() -> Any:
+    """A look at a batch before the epochs, also after a resume."""
+    again = Path("run").exists()
+    s = paceline.session("run", resume=True, virtual_ranks=2)
+    model, optimizer = s.prepare(net(), sgd)
+    train = s.loader(Rows(), global_batch=8)
+    x, _ = next(iter(train))
+    assert x.shape[1] == 6
+    for _ in s.epochs(2):
+        for x, i in train:
+            if s.step == 7 and not again:
+                raise RuntimeError("planned")
+            optimizer.zero_grad()
+            s.backward(loss_of(model, x, i))
+            optimizer.step()
+    return s.step
+
+
+@case
+def outside_epochs() -> Any:
+    s = paceline.session("run", resume=True)
+    model, optimizer = s.prepare(net(), sgd)
+    for x, i in s.loader(Rows(), global_batch=8):
+        optimizer.zero_grad()
+        s.backward(loss_of(model, x, i))
+        optimizer.step()
+
+
+@case
+def iterator_kept() -> Any:
+    s = paceline.session()
+    model, optimizer = s.prepare(net(), sgd)
+    batches = iter(s.loader(DataLoader(Rows(), batch_size=8, shuffle=True)))
+    for _ in s.epochs(3):
+        for _ in range(2):
+            x, i = next(batches)
+            optimizer.zero_grad()
+            s.backward(loss_of(model, x, i))
+            optimizer.step()
+
+
+def frozen_later(kind: str) -> Any:
+    """Frozen, or given another group of parameters, once in epoch 2: a resume does not come there again."""
+    again = Path("run").exists()
+    s = paceline.session("run", resume=True, virtual_ranks=2)
+    made = net()
+    model, optimizer = s.prepare(
+        made, torch.optim.SGD(made[2].parameters() if kind == "group" else made.parameters(), 0.05)
+    )
+    train = s.loader(Rows(), global_batch=8)
+    for epoch in s.epochs(3):
+        if epoch == 1 and not again:
+            if kind == "group":
+                optimizer.add_param_group({"params": list(made[0].parameters())})
+            else:
+                made[0].requires_grad_(False)
+        for x, i in train:
+            if s.step == 12 and not again:
+                raise RuntimeError("planned")
+            optimizer.zero_grad()
+            s.backward(loss_of(model, x, i))
+            optimizer.step()
+    return [one.requires_grad for one in model.parameters()]
+
+
+CASES |= {"frozen_later": lambda: frozen_later("freeze"), "group_later": lambda: frozen_later("group")}
 
 
 @case
@@ -656,6 +856,30 @@ def averaged(kind: str) -> Any:
 
 for name in ("registered", "ignored", "unknown", "copied"):
     CASES[f"average_{name}"] = lambda name=name: averaged(name)
+
+
+def average_of_batch_norm(merged: bool) -> Any:
+    s = paceline.session("run")
+    torch.manual_seed(1)
+    made = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    model, optimizer = s.prepare(made, sgd)
+    average = AveragedModel(model)
+    s.register("average", average)
+    for _ in s.epochs(1):
+        for x, i in s.loader(Rows(), global_batch=8):
+            optimizer.zero_grad()
+            s.backward(loss_of(model, x, i))
+            optimizer.step()
+            if s.last and merged:
+                with s.evaluating():
+                    average.update_parameters(model)
+            elif s.last:
+                average.update_parameters(model)
+    return apart(average.module[1].running_mean, s.weights(model)["1.running_mean"])
+
+
+CASES |= {"average_batch_norm": lambda: average_of_batch_norm(False)}
+CASES |= {"average_batch_norm_merged": lambda: average_of_batch_norm(True)}
 
 
 @case

@@ -25,7 +25,7 @@ RIGHT = {
     "evaluation_python": ONCE, "evaluation_by_rank": ONCE,
     "batches_fewer": [20, 80], "batches_more": [20, 80], "batches_unknown": [20, 80],
     "growing_more": [20, 30, 40], "growing_less": [40, 30, 20], "growing_more_loader": [20, 30, 40],
-    "endless": 7, "gradient_clipped": 15,
+    "endless": 7, "unprepared_input": 5, "order_shared": 3, "gradient_clipped": 15,
     "phases": [[0, 1], [0, 1, 2], [0, 1]],
     "few_gather": [0, 1, 2, 3, 4], "few_sum": [1.0, 9.0],
 }  # fmt: skip
@@ -45,7 +45,8 @@ def test_it_is_the_same_as_in_one_process(tmp_path: Path, kind: str, ranks: int)
 
 
 EQUAL = [
-    "dropped_tuple", "dropped_dict", "dropped_list", "two_backwards_alone",
+    "dropped_tuple", "dropped_dict", "dropped_list", "dropped_record", "dropped_zip", "dropped_samples",
+    "average_batch_norm_merged", "two_backwards_alone",
     "weightless_labels", "weightless_masked", "weightless_constant", "statistics_data",
 ]  # fmt: skip
 
@@ -69,13 +70,17 @@ WRONG = {
     "order_distributed": USAGE, "order_own_share": USAGE, "order_hard": USAGE, "order_other_tail": USAGE,
     "evaluation_distributed": USAGE, "evaluation_own_share": USAGE, "evaluation_other_tail": USAGE,
     "split_by_rank": USAGE, "split_by_rank_evaluated": USAGE,
-    "indices_words": USAGE, "indices_tuples": USAGE, "dropped_all": USAGE,
+    "indices_words": USAGE, "indices_tuples": USAGE, "dropped_all": USAGE, "average_batch_norm": USAGE,
     "gradient_before": USAGE, "gradient_exact": USAGE, "gradient_after": USAGE,
-    "gradient_added": USAGE, "gradient_assigned": USAGE, "gradient_added_later": USAGE, "gradient_assigned_before": USAGE,
+    "gradient_added": USAGE, "gradient_assigned": USAGE, "gradient_added_later": USAGE,
+    "gradient_assigned_before": USAGE,
     "later_head": USAGE, "later_parameter": USAGE, "later_parametrized": USAGE, "later_appended": USAGE,
     "later_foreign": USAGE, "two_backwards_in_parts": USAGE, "two_optimizers_zero": USAGE,
     "differing_weights": DIVERGED, "differing_save": DIVERGED, "differing_end": DIVERGED,
     "unsavable_state": USAGE, "unsavable_saved": USAGE,
+    "unprepared_weights": USAGE, "unprepared_in_parts": USAGE, "losses_stacked": USAGE,
+    "outside_epochs": USAGE,
+    "iterator_kept": USAGE,
     "few_one": USAGE, "eval_mode": USAGE, "statistics_loader": USAGE, "constant_everywhere": USAGE,
 }  # fmt: skip
 
@@ -88,6 +93,9 @@ def test_it_is_an_error(tmp_path: Path, kind: str) -> None:
 
 
 ALONE = [
+    "unprepared_in_parts",
+    "iterator_kept",
+    "losses_stacked",
     "gradient_in_parts",
     "indices_words",
     "later_head",
@@ -111,7 +119,9 @@ def test_what_no_checkpoint_can_hold_is_found_in_the_first_step(tmp_path: Path, 
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("kind", ["generator", "python", "numpy", "own_python", "own_numpy", "own_state", "counter"])
+@pytest.mark.parametrize(
+    "kind", ["generator", "python", "numpy", "own_python", "own_numpy", "own_state", "counter", "weights", "evaluated"]
+)
 def test_an_interrupted_epoch_has_each_sample_once(tmp_path: Path, kind: str) -> None:
     assert run(2, f"resumed_{kind}", tmp_path)[0] == 1  # as planned
     code, found, told = run(1, f"resumed_{kind}", tmp_path)
@@ -136,6 +146,22 @@ def test_phases_begin_anew_also_after_a_resume(tmp_path: Path) -> None:
     assert run(1, "phases_resumed", tmp_path)[0] == 1
     code, found, told = run(1, "phases_resumed", tmp_path)
     assert code == 0 and found == [[[], [1, 2], [0, 1]], 35], told
+
+
+def test_a_look_at_a_batch_before_the_epochs_is_right_also_after_a_resume(tmp_path: Path) -> None:
+    assert run(1, "peeked", tmp_path)[0] == 1
+    code, found, told = run(1, "peeked", tmp_path)
+    assert code == 0 and found == 10, told
+
+
+def test_what_was_frozen_is_after_a_resume_and_a_group_that_is_missing_is_an_error(
+    tmp_path: Path,
+) -> None:
+    for kind, (wanted, flags) in {"frozen_later": (0, [False, False, True, True]), "group_later": (2, None)}.items():
+        (tmp_path / kind).mkdir()
+        assert run(1, kind, tmp_path / kind)[0] == 1
+        code, found, told = run(1, kind, tmp_path / kind)
+        assert code == wanted and found == flags, told
 
 
 def test_the_second_of_two_loops_is_resumed(tmp_path: Path) -> None:

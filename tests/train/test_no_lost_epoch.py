@@ -87,11 +87,11 @@ def test_a_sample_that_cannot_be_read_costs_no_step_and_is_no_full_disk(tmp_path
 
 
 @pytest.mark.parametrize("nproc", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_wrong_use_that_shows_after_steps_ends_with_code_1_and_keeps_them(tmp_path: Path, nproc: int) -> None:
+def test_wrong_use_that_shows_after_steps_ends_with_code_2_and_keeps_them(tmp_path: Path, nproc: int) -> None:
     code, told, saved = train(tmp_path, "late_loss", nproc)
-    assert code == 1 and 0 < saved[-1] < 5 and "one value per sample" in told and "Traceback" not in told
+    assert code == 2 and 0 < saved[-1] < 5 and "one value per sample" in told and "Traceback" not in told
     summary = read_summary(tmp_path / "run")
-    assert summary is not None and summary.exit == 1
+    assert summary is not None and summary.exit == 2
 
 
 @pytest.mark.slow

@@ -41,8 +41,8 @@ RESUMED_ORDER = Assumption(
     "compared with that of the interrupted epoch.",
     "the time to draw the epoch's order up to the batch at which it stopped",
     "the sampler {} gives another order of samples than before the interruption, up to batch {} of this epoch: some "
-    "samples would be trained twice and others never. Give it state_dict() and load_state_dict(), or draw its order "
-    "from a generator that is an attribute of it",
+    "samples would be trained twice and others never. What it draws from must be in its attributes (generators, "
+    "numbers, lists, tensors of up to 10,000 elements) or in its state_dict()",
 )
 DATA = Assumption(
     "All ranks have the same dataset.",
@@ -89,7 +89,7 @@ PARAMETERS = Assumption(
 STATE = Assumption(
     "Models, optimizers and schedulers that were prepared, and objects given to s.register, are the whole state.",
     "At checkpoints: averages and other copies of a model that change and were not registered.",
-    "a search through the objects of the process at the first step and at the first checkpoint",
+    "a search through the objects of the process at the first step and at checkpoints, in at most 1 % of the time",
     "{} changes during the training, and no checkpoint has it: after a resume it would begin anew. Register it "
     "before the loop: s.register('average', model), or s.register('average', model, saved=False) if it may be lost",
 )

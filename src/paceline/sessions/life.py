@@ -15,6 +15,7 @@ from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from paceline.compute.phase_events import phase_events
 from paceline.compute.postponed import postpone_compiler
@@ -155,10 +156,11 @@ class Life(Loop):
         self._parts, self._loaders, self._fingerprints, self._data = [], [], {}, {}
         self._saved_data, self._loader_states = loop.get("data"), dict(loop.get("loaders", {}))
         self._registered = Registered(loop.get("registered", {}))
-        self._steps.saves = place is not None
+        self._steps.saves, self._resumes = place is not None, resume
         self._hooks = [
             register_module_module_registration_hook(self._note_added),
             register_module_parameter_registration_hook(self._note_added),
+            register_optimizer_step_pre_hook(self._check_optimizer),
         ]
         self._enter(Phase.USER)
         open_sessions.append(self)

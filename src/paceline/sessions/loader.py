@@ -2,9 +2,9 @@
 
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from itertools import count, takewhile
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
@@ -14,7 +14,6 @@ from paceline.data.loader import Loading, MicroBatch, load_work
 from paceline.data.plan import BatchPlan, Work, rank_work
 from paceline.data.streams import StreamPlan
 from paceline.errors import UsageError
-from paceline.seeding import preserved_streams
 from paceline.sessions.assumptions import ORDER, RESUMED_ORDER
 from paceline.sessions.order import (
     DrawnPlan,
@@ -81,11 +80,14 @@ class Loader:
             self._probed = size, data_fingerprint(self.dataset, self.loading)
         return self._probed[1]
 
-    def drawn(self, world: World, put_back: dict[str, Any] | None, start: int = 0) -> BatchPlan:
+    def drawn(
+        self, world: World, put_back: dict[str, Any] | None, start: int = 0, *, trains: bool = False
+    ) -> BatchPlan:
         """The plan of the epoch that begins (a collective).
 
         Args:
             world: this rank's place.
+            trains: whether it is an epoch of a training, whose order a checkpoint keeps.
             put_back: what `position` gave, if the epoch goes on at batch `start` after a resume; else None.
             start: the first batch that is not over.
 
@@ -111,10 +113,14 @@ class Loader:
                 differing = min(name for name in names if len({str(one.get(name)) for one in attributes}) > 1)
                 raise told_once(ORDER.error(f"the attribute {differing} differs between ranks"), world)
             put_back = told[0][1]
+            self._sampler.put_back_sources(put_back["sampler"])
+        else:
+            self._sampler.put_back(put_back.get("sampler", {}))
         put_global_streams(put_back)
-        self._sampler.put_back(put_back.get("sampler", {}))
-        self._streams = {name: value for name, value in put_back.items() if name != "order"}
-        self._order = order = SampleOrder(self.existing)
+        order = SampleOrder(self.existing)
+        if trains:
+            self._streams = {name: value for name, value in put_back.items() if name != "order"}
+            self._order = order
         if "order" in put_back and order.hash_at(start - 1) != put_back["order"]:
             raise told_once(RESUMED_ORDER.error(type(self.existing.sampler).__name__, start), world)
         p, first = self.plan, self.existing.batch_size or (len(order.batch(0)) if order.has(0) else 1)
@@ -126,29 +132,16 @@ class Loader:
         """For each step of an epoch from `start` on, this rank's micro-batches."""
         steps = takewhile(self._order.has, count(start)) if self._order else iter(range(start, len(self)))
         work = (rank_work(plan, epoch, step, share) for step in steps)
-        collate, fields = self.loading.collate, 0
-        loading = self.loading if collate is None else replace(self.loading, collate=NamingCollate(collate))
+        collate = self.loading.collate
+        loading = self.loading if collate is None else replace(self.loading, collate=CountingCollate(collate))
         with closing(load_work(self.dataset, work, plan.seed, loading)) as loaded:
             for step in loaded:
                 if self._order:
                     self._order.forget(step[0][1].step - 1)
-                if collate is None:
-                    yield [MicroBatch(batch, None, one, one.random_seed(plan.seed)) for batch, one in step]
-                    continue
-                fields = fields or self._fields()
+                counted = [(*batch, one) if isinstance(batch, Counted) else (batch, None, one) for batch, one in step]
                 yield [
-                    MicroBatch(batch, None, one, one.random_seed(plan.seed), rows_of(batch, one, fields))
-                    for batch, one in step
+                    MicroBatch(batch, None, one, one.random_seed(plan.seed), samples) for batch, samples, one in counted
                 ]
-
-    def _fields(self) -> int:
-        """How many parts a sample has; 1 if it is no tuple."""
-        data: Any = self.dataset
-        with preserved_streams():
-            for number in range(min(len(data), 8)):
-                if (sample := data[number]) is not None:
-                    return len(sample) if isinstance(sample, (tuple, list)) else 1  # pyright: ignore
-        return 1
 
     def order_hash(self, batch: int) -> int:
         """Of the samples of the epoch up to this batch, as far as the plan does not say them; all ranks must agree."""
@@ -190,11 +183,12 @@ class Loader:
 
     def evaluation(self, plan: BatchPlan, world: World) -> Generator[tuple[Any, int]]:
         """This rank's share of each batch, and of how many samples; nothing where it has none (a collective)."""
-        order = self._order if self.existing is not None and not keeps_order(self.existing) else None
+        drawn = plan.order if isinstance(plan, DrawnPlan) else None
+        order = drawn if self.existing is not None and not keeps_order(self.existing) else None
         if order is not None:
             order.has(COMPARED - 1)
             check_equal(SAME_ORDER, order.hash_at(COMPARED - 1), world)
-        steps = takewhile(self._order.has, count()) if self._order else iter(range(len(self)))
+        steps = takewhile(drawn.has, count()) if drawn else iter(range(len(self)))
         sizes: dict[int, int] = {}
 
         def work() -> Generator[list[Work]]:
@@ -225,7 +219,9 @@ class StreamLoader(Stream, Loader):
         """Refuses: nobody knows."""
         raise TypeError("a stream has no length: count steps, and leave its loop by `break` or at its end")
 
-    def drawn(self, world: World, put_back: dict[str, Any] | None, start: int = 0) -> BatchPlan:
+    def drawn(
+        self, world: World, put_back: dict[str, Any] | None, start: int = 0, *, trains: bool = False
+    ) -> BatchPlan:
         """The plan; what a checkpoint has kept is looked at when the stream is read."""
         self.saved = put_back or {}
         return self.plan
@@ -270,51 +266,64 @@ def taken_over(loader: DataLoader[Any], loading: Loading) -> Loading:
     )
 
 
-def rows_of(batch: Any, work: Work, fields: int) -> int:
-    """How many samples a batch has that a collate function has made, of samples of so many `fields`.
+class Counted(NamedTuple):
+    """A batch of a collate function, and how many samples it has; -1 if that is not known."""
 
-    As many as were given to it, if any of its tensors or lists has that length; else the length that all of them have,
-    as samples were left out, or each gives several rows. If it has neither tensors nor lists, none were left out. If
-    they have several lengths, and none is that number, it is not known: -1.
-    """
-    planned = len(work.indices)
-    lengths = {*_lengths(batch, fields)}
-    if not lengths or planned in lengths:
-        return planned
-    return lengths.pop() if len(lengths) == 1 else -1
+    batch: Any
+    samples: int
 
 
-def _lengths(value: Any, fields: int) -> Iterator[int]:
-    if isinstance(value, Tensor):
-        if value.ndim:
-            yield len(value)
-    elif isinstance(value, Mapping):
-        for part in value.values():  # pyright: ignore[reportUnknownVariableType]
-            yield from _lengths(part, fields)
-    elif isinstance(value, (list, tuple)):
-        parts: list[Any] = [*value]  # pyright: ignore[reportUnknownArgumentType]
-        if parts and len(parts) == fields and all(isinstance(part, (Tensor, Mapping, list, tuple)) for part in parts):
-            for part in parts:
-                yield from _lengths(part, fields)
-        else:
-            yield len(parts)
-
-
-class NamingCollate:
-    """A collate function that is given what a single process never gives it: the share of one rank alone."""
+class CountingCollate:
+    """A collate function that may leave samples out; it is given the shares of ranks, and not whole batches."""
 
     def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
         self._collate = collate
 
-    def __call__(self, items: list[Any]) -> Any:
-        """The batch."""
+    def __call__(self, items: list[Any]) -> Counted:
+        """The batch, counted."""
+        given, kept = len(items), [item for item in items if item is not None]
+        names = {id(item) for item in kept}
         try:
-            return self._collate(items)
+            batch = self._collate(items)
         except Exception as error:
-            if any(item is not None for item in items):
+            if kept:
                 raise
             raise UsageError(
-                f"the collate function fails on {len(items)} samples that are all None: the share of one rank may have "
-                f"none that is left. Let it return tensors of length 0 then, or leave such samples out of the dataset "
+                f"the collate function fails on {given} samples that are all None: the share of one rank may have none "
+                "that is left. Let it return tensors of length 0 then, or leave such samples out of the dataset "
                 f"({type(error).__name__}: {error})"
             ) from error
+        return Counted(batch, _samples_of(batch, given, len(kept), names))
+
+
+def _samples_of(batch: Any, given: int, kept: int, names: set[int]) -> int:
+    """How many samples a batch has, of so many that were `given`, of which so many are not None and have these ids.
+
+    As many as are kept or given, if any of its tensors or lists has that length; else the length that all of them have,
+    as samples were left out, or each gives several rows. -1 if they have several lengths, and none is that number.
+    """
+    if isinstance(batch, (list, tuple)) and any(id(one) in names for one in batch):  # pyright: ignore
+        return len(batch)  # pyright: ignore[reportUnknownArgumentType] - of the samples themselves
+    lengths = {*_lengths(batch)}
+    for number in (kept, given):
+        if number in lengths or not lengths:
+            return number
+    return lengths.pop() if len(lengths) == 1 else -1
+
+
+def _lengths(value: Any, depth: int = 0) -> Iterator[int]:
+    """Of its tensors and lists, but not of the outermost list or tuple, whose parts are those of a sample."""
+    if isinstance(value, Tensor):
+        if value.ndim:
+            yield len(value)
+        return
+    if is_dataclass(value) and not isinstance(value, type):
+        value = {one.name: getattr(value, one.name) for one in fields(value)}
+    if isinstance(value, Mapping):
+        value = [*value.values()]  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+    elif not isinstance(value, (list, tuple)):
+        return
+    elif depth:
+        yield len(value)  # pyright: ignore[reportUnknownArgumentType]
+    for part in value if depth < 3 else ():  # pyright: ignore[reportUnknownVariableType]
+        yield from _lengths(part, depth + 1)

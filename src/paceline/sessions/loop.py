@@ -11,7 +11,9 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim import Optimizer
 
+from paceline.checkpoint.shard import layout
 from paceline.contract.evidence import Phase
 from paceline.data.loader import MicroBatch
 from paceline.data.plan import BatchPlan
@@ -19,12 +21,12 @@ from paceline.definition import check_same
 from paceline.errors import ExitCode, UsageError
 from paceline.observe.bar import Report, Reporter
 from paceline.seeding import preserved_streams, remembered_streams
-from paceline.sessions.assumptions import DATA, GRADIENTS, ORDER, PLACE
+from paceline.sessions.assumptions import DATA, GRADIENTS, ORDER, PARAMETERS, PLACE
 from paceline.sessions.gate import Gate
 from paceline.sessions.loader import Loader
 from paceline.sessions.prepared import Prepared
 from paceline.sessions.ranks import Ranks
-from paceline.sessions.registered import Registered
+from paceline.sessions.registered import Registered, check_no_scaler
 from paceline.sessions.wording import compare, opening, savable, write_session_settings
 from paceline.stepping.votes import Votes
 from paceline.sums import gather_words, together, told_once
@@ -81,6 +83,10 @@ class Loop(Ranks):
     _phases = 0
     """calls of s.epochs so far"""
     _in_epochs = False
+    _resumes = False
+    """whether the run is to be resumed after an interruption"""
+    _live = 0
+    """iterators over training data that are open"""
     _epochs = 0
     _opened = _closed = _stopped = False
     _broken: Exception | None = None
@@ -157,18 +163,30 @@ class Loop(Ranks):
 
     def _train(self, loader: Loader) -> Generator[Any]:
         self._steps.check_only_loop()
-        where, steps, start = self._where, self._steps, 0
+        where, start = self._where, 0
         goes_on = self._resumed
         if goes_on is not None:
-            if not self._epochs:
-                raise UsageError("a run that goes on needs `for epoch in s.epochs(count):` around its training loops")
+            if not self._in_epochs:  # a look at a batch, say: s.backward raises an error here
+                plan = loader.drawn(self.world, None)
+                for bodies in loader.training(plan, self._share, where["passes"], 0):
+                    yield from (batch.inputs for batch in bodies)
+                return
             if self._skipped < goes_on["pass"]:  # it was over before the checkpoint
                 self._skipped += 1
                 return
             start = goes_on["batch"]
-        plan = loader.drawn(self.world, self._streams if goes_on is not None else None, start)
+        plan = loader.drawn(self.world, self._streams if goes_on is not None else None, start, trains=True)
         self._open(loader, plan)
         self._resumed, where["batch"], self._loader, self._at_end = None, start, loader, False
+        self._live += 1
+        try:
+            yield from self._passed(loader, plan, start)
+        finally:
+            self._live -= 1
+
+    def _passed(self, loader: Loader, plan: BatchPlan, start: int) -> Generator[Any]:
+        """The batches of a training's pass over data, from batch `start` on."""
+        where, steps = self._where, self._steps
         for part in self._parts:
             part.check_parameters()
         one_each = plan.virtual_ranks == self.size and plan.accumulation == 1
@@ -211,6 +229,22 @@ class Loop(Ranks):
             self._is_damaged = True
             return GRADIENTS.error(gradients[0].differing_gradients())
         return UsageError(f"the ranks differ in what must be the same at {self._at}: {differing}")
+
+    def _check_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
+        """Hook of torch, before each optimizer's step: raise UsageError for one that was not prepared.
+
+        It trains something that losses of s.backward depend on, and that is in no prepared model.
+        """
+        body = self._steps.body
+        if body is None or not body.weights or (self.size == 1 and self._steps.phases.alone):
+            return
+        if any(one.optimizer is optimizer for part in self._parts for one in part.optimizers):
+            return
+        trained = {id(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
+        if trained & self._steps.foreign_leaves():
+            raise PARAMETERS.error(
+                f"a {type(optimizer).__name__} that was not prepared trains a tensor that the loss depends on"
+            )
 
     @contextmanager
     def _statistics_watched(self) -> Generator[None]:
@@ -299,7 +333,11 @@ class Loop(Ranks):
         for part in self._parts:
             part.numbers()  # raises for what cannot be saved
         if self._steps.saves:
-            self._registered.look_around(part.replica.model for part in self._parts)
+            self._registered.look_around([part.replica.model for part in self._parts], self._steps.notes.once)
+            for part in self._parts:
+                layout(part.state())  # raises for what a checkpoint cannot hold
+        if plan.virtual_ranks > self.size or plan.accumulation > 1 or any(p.replica.sharded for p in self._parts):
+            check_no_scaler()
         if course.place is not None:
             course.place = replace(course.place, definition=definition)
             write_session_settings(course.place, self._name, plan, self._strategy, seed=self._seed, epochs=epochs)
@@ -377,13 +415,13 @@ class Loop(Ranks):
         """With a `world` a collective; without, as far as this rank knows."""
         if world is not None:
             try:
-                self._registered.look_around(part.replica.model for part in self._parts)
+                self._registered.look_around([part.replica.model for part in self._parts], self._steps.notes.once)
             except UsageError:
                 self._is_damaged = True
                 raise
         found: dict[str, Any] = {"where": dict(self._where), "parts": [part.numbers() for part in self._parts]}
         found["saved"] = savable(self.saved, strict=world is not None)
-        found["data"], found["registered"] = self._data, self._registered.numbers()
+        found["data"], found["registered"] = self._data, self._registered.numbers(world)
         states = {str(n): one.sampler_state for n, one in enumerate(self._loaders) if one is not self._loader}
         found["loaders"] = {number: state for number, state in states.items() if state is not None}
         streams = None if self._loader is None else self._loader.position(self._where, world)

@@ -164,18 +164,21 @@ class SamplerState:
         changed = {name: value for name, value in self._attributes().items() if value != self._first.get(name)}
         return {"sources": found, "attributes": changed}
 
-    def put_back(self, state: Mapping[str, Any]) -> None:
-        """Take over what `now` gave."""
+    def put_back_sources(self, state: Mapping[str, Any]) -> None:
+        """Let generators continue from where `now` has found them, on another rank perhaps."""
         sources = self._sources()
         for name, value in state.get("sources", {}).items():
             if name in sources:
                 _put_state(sources[name], value)
+
+    def put_back(self, state: Mapping[str, Any]) -> None:
+        """Take over what `now` gave, after a resume."""
+        self.put_back_sources(state)
         owners = dict(self._owners())
-        for full, value in {**self._first, **state.get("attributes", {})}.items():
+        for full, value in state.get("attributes", {}).items():
             owner, _, attribute = full.rpartition(".")
             if owner in owners and hasattr(owners[owner], attribute):  # the first value may be that of the class
-                before = getattr(owners[owner], attribute)
-                setattr(owners[owner], attribute, like(before, from_json(value)))
+                _put_attribute(owners[owner], attribute, value)
 
     def _owners(self) -> Iterator[tuple[str, Any]]:
         """The samplers, and what they consist of, by name."""
@@ -193,7 +196,7 @@ class SamplerState:
                 for key, value in vars(owner).items():
                     kind = type(value).__module__.partition(".")[0]
                     if isinstance(value, Sampler) or (
-                        kind not in ("torch", "numpy", "builtins") and self._is_part(value)
+                        kind not in ("torch", "numpy", "builtins", "paceline") and self._is_part(value)
                     ):
                         waiting.append((f"{name}.{key}", value, depth + 1))
 
@@ -221,13 +224,45 @@ class SamplerState:
             if _has_state_dict(owner):
                 continue
             for key, value in vars(owner).items():
-                plain = value is None or isinstance(value, (bool, int, float, str))
-                if plain or (isinstance(value, (list, tuple, dict)) and len(value) <= MOST_ITEMS):
-                    try:
-                        found[f"{name}.{key}"] = as_json(value)
-                    except UsageError:
-                        continue
+                if (text := _attribute(value)) is not None:
+                    found[f"{name}.{key}"] = text
         return found
+
+
+def _attribute(value: Any) -> Any:
+    """An attribute as JSON: numbers, words, lists and tables of them, tensors and arrays; None for anything else."""
+    if isinstance(value, Tensor):
+        return {"array": value.detach().tolist()} if value.numel() <= MOST_ITEMS and not value.is_complex() else None
+    if isinstance(value, np.ndarray):
+        return {"array": value.tolist()} if value.size <= MOST_ITEMS and value.dtype.kind in "biuf" else None
+    if isinstance(value, (list, tuple, dict)) and len(value) > MOST_ITEMS:
+        return None
+    try:
+        return {"value": as_json(value)}
+    except UsageError:
+        return None
+
+
+def _put_attribute(owner: Any, name: str, text: Any) -> None:
+    """Give it its value again; a container keeps its identity, as the loop may hold it as well."""
+    before = getattr(owner, name)
+    if "array" in text:
+        if isinstance(before, Tensor) and before.shape == torch.as_tensor(text["array"]).shape:
+            before.copy_(torch.as_tensor(text["array"], dtype=before.dtype))
+        elif isinstance(before, np.ndarray) and before.shape == np.shape(text["array"]):
+            before[...] = text["array"]
+        else:
+            kind: Any = torch.as_tensor if isinstance(before, Tensor) else np.asarray
+            setattr(owner, name, kind(text["array"], dtype=before.dtype))
+        return
+    value = from_json(text["value"])
+    if isinstance(before, list) and isinstance(value, list):
+        before[:] = value
+    elif type(before) is dict and isinstance(value, dict):
+        before.clear()
+        before.update(value)  # pyright: ignore[reportUnknownArgumentType]
+    else:
+        setattr(owner, name, like(before, value))
 
 
 def _has_state_dict(owner: Any) -> bool:

@@ -51,7 +51,7 @@ class PreparedOptimizer:
         self._update, self._clear, self._add_group = optimizer.step, optimizer.zero_grad, optimizer.add_param_group
         optimizer.step, optimizer.zero_grad, optimizer.add_param_group = self._step, self._zero_grad, self._add
         self._given = as_json(settings_of(optimizer))  # as the script has them
-        self._groups: list[dict[str, Any]] = []  # of the checkpoint, that the script has not added yet
+        self.groups: list[dict[str, Any]] = []  # of the checkpoint, that the script has not added yet
         self._extra: list[str] = [key for key in optimizer.state_dict() if key not in ("state", "param_groups")]
         if scheduler is not None:
             _held_back(scheduler, part.gate)
@@ -71,7 +71,7 @@ class PreparedOptimizer:
         """Take over what `numbers` gave; what differs in the script now, in words."""
         given, groups = found["given"], from_json(found["groups"])
         have = len(self.optimizer.param_groups)
-        self._groups = groups[have:]
+        self.groups = groups[have:]
         changed = self._given != as_json(from_json(given)[:have])
         if have > len(groups):
             raise UsageError(
@@ -95,8 +95,8 @@ class PreparedOptimizer:
         except UsageError:
             self.optimizer.param_groups.pop()
             raise
-        if self._groups:
-            for name, value in self._groups.pop(0).items():
+        if self.groups:
+            for name, value in self.groups.pop(0).items():
                 added[name] = like(added.get(name), value)
         self.part.load_waiting(self.optimizer, added["params"])
 
@@ -108,11 +108,16 @@ class PreparedOptimizer:
             )
         loss = closure() if closure is not None else None
         self.optimizer._opt_called = True
-        if self.part.gate.may_update(self.part, self.number):
+        gate = self.part.gate
+        if gate.may_update(self.part, self.number):
+            if gate.body is not None:
+                gate.body.has_failed = True  # until it has not: an error here leaves a step that is not whole
             self.part.before_update()
             shown = self.part.shown()
             self._update()
             self.part.after_update(shown)
+            if gate.body is not None:
+                gate.body.has_failed = False
         return loss
 
     _step._wrapped_by_lr_sched = True  # pyright: ignore[reportFunctionMemberAccess] - or torch's schedulers complain
@@ -143,7 +148,7 @@ class Prepared(Trainee):
         self._summed: list[Look] | None = None  # gradients, as the exchange has left them
         self._left: list[Any] = [None] * len(self._parameters)  # those that were put there by the session, as weak ones
         self._was_looked_at = False
-        self._updates, self._changed, self._digests = 0, list[int](), dict[str, int]()
+        self._updates, self._changed, self._digests = 0, list[int](), dict[int, int]()
         self.optimizers: list[PreparedOptimizer] = []
         self.add_optimizer(replica.optimizer, scheduler)
         if not replica.in_lockstep:
@@ -217,6 +222,11 @@ class Prepared(Trainee):
         if self.gate.saves and not self._was_looked_at:
             self._was_looked_at = True
             self.state()
+        if self._waiting_state or any(one.groups for one in self.optimizers):
+            raise UsageError(
+                "the checkpoint has groups of parameters that the script has not added to its optimizer: they would "
+                "not be trained any more. Call optimizer.add_param_group before the first step after a resume"
+            )
 
     def begin(self) -> None:
         """A step begins."""
@@ -344,10 +354,15 @@ class Prepared(Trainee):
     def numbers(self) -> dict[str, Any]:
         """The rest of its state, as JSON: what its optimizers and schedulers keep beside tensors."""
         first, *others = (one.numbers() for one in self.optimizers)
-        return {**first, "others": others} if others else first
+        frozen = [name for name, p in zip(self._names(), self._parameters, strict=True) if not p.requires_grad]
+        return {**first, **({"others": others} if others else {}), **({"frozen": frozen} if frozen else {})}
 
     def load_numbers(self, found: Mapping[str, Any], number: int = 0) -> str:
         """Take over what `numbers` gave for one of its optimizers; what differs in the script now, in words."""
+        frozen = {*found.get("frozen", ())}
+        for name, parameter in zip(self._names(), self._parameters, strict=True):
+            if name in frozen:  # the script froze it at a place that it does not come to again
+                parameter.requires_grad_(False)
         of_each = [found, *found.get("others", ())]
         if number >= len(of_each):
             raise UsageError(f"the checkpoint has {len(of_each)} optimizers for this model, and this is one more")
@@ -365,12 +380,12 @@ class Prepared(Trainee):
         pairs = zip(self._parameters, self._summed, strict=True)
         changed = [i for i, (parameter, then) in enumerate(pairs) if not _is_as_then(parameter.grad, then)]
         early = self._updates <= 2
-        if changed and (early or changed != self._changed or self._updates & (self._updates - 1) == 0):
-            names = self._names()
-            grads = {names[i]: self._parameters[i].grad for i in changed}
-            self._digests = {name: 0 if grad is None else int(checksum(grad)) for name, grad in grads.items()}
-        elif not changed:
-            self._digests = {}
+        if changed and not early and changed == self._changed and self._updates & (self._updates - 1):
+            looked = [changed[self._updates % len(changed)]]  # in each step another one
+        else:
+            looked = changed
+        grads = {i: self._parameters[i].grad for i in looked}
+        self._digests = {i: 0 if grad is None else int(checksum(grad)) for i, grad in grads.items()}
         self._changed = changed
         if early and (differing := self.differing_gradients()):
             raise told_once(GRADIENTS.error(differing), replica.world)
@@ -378,12 +393,13 @@ class Prepared(Trainee):
     @property
     def digest(self) -> int:
         """Of the gradients that the loop has changed, which must be the same on all ranks."""
-        return hash(tuple(self._digests.values()))
+        return hash(tuple(self._digests.items()))
 
     def differing_gradients(self) -> str:
         """The first parameter whose changed gradient differs over ranks; empty if none does (a collective)."""
-        told: list[dict[str, int]] = gather_words(self._digests, self.replica.world)
-        return next((n for one in told for n in one if any(other.get(n) != one[n] for other in told)), "")
+        told: list[dict[str, int]] = gather_words({str(i): one for i, one in self._digests.items()}, self.replica.world)
+        differing = (i for one in told for i in one if any(other.get(i) != one[i] for other in told))
+        return next((self._names()[int(i)] for i in differing), "")
 
     def shown(self) -> Grads:
         """The gradients as they are."""

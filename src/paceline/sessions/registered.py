@@ -1,17 +1,22 @@
 """Objects that a loop keeps beside its models, and that checkpoints save: averages of a model, say."""
 
 import gc
+import time
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
+from urllib.parse import quote
 
+import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from paceline.checkpoint.state import Held, Source
 from paceline.errors import UsageError
 from paceline.sessions.assumptions import STATE
+from paceline.sums import gather_words, told_once
 from paceline.train.numbers import as_json, from_json
+from paceline.worker.world import World
 
 TENSOR = "tensor of the state"
 
@@ -23,7 +28,7 @@ class Registered:
         """`saved`: what `numbers` gave, of the checkpoint that the run resumes from."""
         self._saved = dict(saved)
         self._seen: dict[int, tuple[Any, Any]] = {}  # modules that are not saved, and how their tensors were
-        self._looks = 0
+        self._looks, self._next_look, self._has_said = 0, 0.0, False
         self.things: dict[str, Any] = {}
         self.ignored: list[Any] = []
 
@@ -59,35 +64,59 @@ class Registered:
                 f"lost. Call s.register({lost[0]!r}, ...) before the loop"
             )
 
-    def look_around(self, models: Iterable[nn.Module]) -> None:
-        """At the first step, at the first checkpoints and then at fewer and fewer: look for state that would be lost.
+    def look_around(self, models: Iterable[nn.Module], say: Callable[[str], None]) -> None:
+        """At the first step and at checkpoints, in at most 1 % of the time: look for state that would be lost.
 
         Raises:
             UsageError: if a module that is neither in one of the `models` nor registered has changed in between.
         """
-        self._looks += 1
-        if self._looks > 4 and self._looks & (self._looks - 1):
+        began = time.perf_counter()
+        if self._looks > 4 and began < self._next_look:
             return
-        known = [*models, *self.ignored, *self.things.values()]
+        self._looks += 1
+        roots = [*models]
+        known = [*roots, *self.ignored, *self.things.values()]
         own = {id(module) for thing in known if isinstance(thing, nn.Module) for module in thing.modules()}
-        for thing in _objects():
-            if not _is_module(thing) or id(thing) in own:
-                continue
-            now = _fingerprint(thing)
-            before = self._seen.get(id(thing))
-            if now and before is not None and before[0]() is thing and before[1] != now:
-                raise STATE.error(f"a module that is not in a prepared model, {type(thing).__name__},")
-            if before is None and self._looks > 1 and isinstance(thing, AveragedModel) and int(thing.n_averaged):
-                raise STATE.error("an AveragedModel")
+        others = [thing for thing in _objects() if _is_module(thing) and id(thing) not in own]
+        for thing in others:
+            now, before = _fingerprint(thing), self._seen.get(id(thing))
+            if before is not None and before[0]() is thing:
+                if now and before[1] != now:
+                    raise STATE.error(f"a module that is not in a prepared model, {_outermost(thing, others)},")
+            elif self._looks > 1:
+                if isinstance(thing, AveragedModel) and int(thing.n_averaged):
+                    raise STATE.error("an AveragedModel")
+                if any(type(thing) is type(root) and thing is not root for root in roots) and not self._has_said:
+                    self._has_said = True
+                    say(
+                        f"a {type(thing).__name__} was made during the training, beside the one that was prepared: no "
+                        "checkpoint has it, and after a resume it is not there"
+                    )
             self._seen[id(thing)] = (weakref.ref(thing), now)
+        self._next_look = time.perf_counter() + 100 * (time.perf_counter() - began)
 
     def state(self) -> list[Held]:
         """All its tensors, under names of their own."""
         return [held for name, thing in self.things.items() for held in _split(thing.state_dict(), name)[1]]
 
-    def numbers(self) -> dict[str, Any]:
-        """The rest of it, as JSON."""
-        return {name: _split(thing.state_dict(), name)[0] for name, thing in self.things.items()}
+    def numbers(self, world: World | None = None) -> dict[str, Any]:
+        """The rest of it, as JSON; with a `world` compared over ranks (a collective).
+
+        Raises:
+            UsageError: if it differs.
+        """
+        found = {name: _split(thing.state_dict(), name)[0] for name, thing in self.things.items()}
+        if world is not None and found:
+            told = gather_words(found, world)
+            if differing := [name for name in found if any(of_rank[name] != found[name] for of_rank in told)]:
+                raise told_once(
+                    UsageError(
+                        f"what s.register was given differs between ranks: {differing[0]}. It must be the same on all. "
+                        "Add up what ranks count for themselves, s.sum(...), before it goes into such an object"
+                    ),
+                    world,
+                )
+        return found
 
 
 def _split(state: Any, name: str) -> tuple[Any, list[Held]]:
@@ -99,12 +128,12 @@ def _split(state: Any, name: str) -> tuple[Any, list[Held]]:
             held.append(Held(path, value.detach()))
             return {TENSOR: path}
         if isinstance(value, Mapping):
-            return {key: without_tensors(part, f"{path}/{key}") for key, part in value.items()}
+            return {key: without_tensors(part, f"{path}/{quote(str(key), safe='')}") for key, part in value.items()}
         if isinstance(value, (list, tuple)):
             return [without_tensors(part, f"{path}/{number}") for number, part in enumerate(value)]
         return value
 
-    return as_json(without_tensors(state, f"registered/{name}"), f"registered object {name!r}"), held
+    return as_json(without_tensors(state, f"registered/{quote(name, safe='')}"), f"registered object {name!r}"), held
 
 
 def _joined(value: Any, source: Source) -> Any:
@@ -131,6 +160,22 @@ def _objects() -> list[Any]:
             gc.freeze()
         if enabled:
             gc.enable()
+
+
+def _outermost(module: nn.Module, others: Iterable[nn.Module]) -> str:
+    """The class of the largest of the others that the module is a part of."""
+    around = [other for other in others if any(part is module for part in other.modules())]
+    return type(max(around, key=lambda other: sum(1 for _ in other.modules()), default=module)).__name__
+
+
+def check_no_scaler() -> None:
+    """Raise UsageError if the loop has a GradScaler that scales: it needs whole gradients after each backward."""
+    if any(issubclass(type(one), torch.amp.GradScaler) and one.is_enabled() for one in _objects()):
+        raise UsageError(
+            "a GradScaler looks at the gradients after each backward. With several micro-batches in a step, and with "
+            "strategies that divide gradients over ranks, they are not there. Let each rank have one micro-batch "
+            "(virtual_ranks as many as ranks, no accumulation) under strategy 'bucketed', or train in bfloat16"
+        )
 
 
 def _is_module(thing: Any) -> bool:

@@ -128,14 +128,17 @@ class Session(Life):
             saved: False for an object that may be lost: then only its loss is no error.
 
         Raises:
-            UsageError: after the first batch, for a name that is taken, for an object without these methods, and at a
-                resume from a checkpoint that does not have it.
+            UsageError: for a name that is taken or an object without these methods, at a resume from a checkpoint that
+                does not have it, and after the first batch, but for objects that may be lost.
         """
+        if not saved:
+            self._registered.add(name, thing, saved=False)
+            return
         if self._opened:
             raise UsageError("s.register after the first batch: register all objects before the loop")
         with together(self.world):
-            self._registered.add(name, thing, saved=saved)
-            if saved and (origin := self._course.origin) is not None:
+            self._registered.add(name, thing, saved=True)
+            if (origin := self._course.origin) is not None:
                 self._registered.load(name, origin.source, origin.where)
 
     def loader(
@@ -198,6 +201,11 @@ class Session(Life):
         try:
             for epoch in range(self._where["epoch"], count):
                 self._check_whole()
+                if self._live:
+                    raise UsageError(
+                        "an iterator over s.loader(...) is still open, and the next epoch begins. Let each epoch have "
+                        "a loop of its own, `for batch in loader:`, and leave it by break after a number of steps"
+                    )
                 if self._resumed is None:
                     self._where |= {"epoch": epoch, "pass": 0, "batch": 0}
                 yield epoch
@@ -236,6 +244,11 @@ class Session(Life):
             raise UsageError(
                 "s.backward(loss) in a loop that evaluates: all models are in eval mode. Call model.train() before the "
                 "loop. To keep batch norm or dropout in eval mode, call .eval() on these modules afterwards"
+            )
+        if self._resumes and not self._in_epochs:
+            raise UsageError(
+                "session(resume=True) needs `for epoch in s.epochs(count):` around its training loops: the place at "
+                "which a run resumes is an epoch and a batch of it"
             )
         asked = {id(one) for one in ([only] if isinstance(only, Optimizer) else only)}
         of = {id(one.optimizer): part for part in self._parts for one in part.optimizers}

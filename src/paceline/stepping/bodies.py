@@ -48,9 +48,9 @@ class Body:
         found = self.batch.samples
         if found is not None and found < 0:
             raise UsageError(
-                f"the collate function was given {len(self.work.indices)} samples, and its batch "
-                "has tensors of several lengths, none of which is that number: how many samples it has is not known. Give s.backward(loss, "
-                "weight=...), or let one of its tensors or lists have an entry for each sample"
+                f"the collate function was given {len(self.work.indices)} samples, and its batch has tensors of other "
+                "lengths that differ: how many samples it has is not known. Give s.backward(loss, weight=...), or let "
+                "one of its tensors or lists have an entry for each sample"
             )
         return (len(self.work.indices) if found is None else found) * self.work.counted
 
@@ -143,6 +143,12 @@ def weighted(loss: Tensor, weight: float | Tensor | None, reduction: Reduction, 
         return Weighed((loss * weight).sum(), 1.0, weight.detach().sum() if counted else 0)
     if weight is not None:
         raise UsageError(f"the losses have shape {tuple(loss.shape)}, so their weights must be a tensor of that shape")
+    if loss.ndim == 1 and body.batch.samples is None and len(loss) % len(body.work.indices):
+        raise UsageError(
+            f"the loss has shape {tuple(loss.shape)}, and the batch {len(body.work.indices)} samples: it is neither "
+            "a mean nor one value for each. Add several losses up to one mean. For values of rows, give weight= of the "
+            "same shape: torch.ones_like(loss) for rows that count alike"
+        )
     return Weighed(loss.sum(), 1.0, loss.numel() if counted else 0, by_samples=loss.ndim == 1)
 
 

@@ -7,11 +7,12 @@ it sees in a plain loop.
 import sys
 import sysconfig
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.modules.module as GLOBAL
 from torch import Tensor, nn
 
 
@@ -68,6 +69,9 @@ def own_hooks(models: Iterable[nn.Module]) -> str:
 
     Hooks of installed packages are taken to be linear.
     """
+    everywhere = [*GLOBAL._global_backward_hooks.values(), *GLOBAL._global_backward_pre_hooks.values()]  # pyright: ignore
+    if any(_is_own(getattr(hook, "__module__", "")) for hook in everywhere):
+        return "a backward hook of all modules"
     for model in models:
         for name, module in model.named_modules():
             hooks = [*module._backward_hooks.values(), *module._backward_pre_hooks.values()]  # pyright: ignore
@@ -78,18 +82,28 @@ def own_hooks(models: Iterable[nn.Module]) -> str:
 
 def own_functions(loss: Tensor) -> str:
     """An autograd function of the user's own code in the graph of `loss`, in words; empty if there is none."""
+    for node in _nodes(loss):
+        function = getattr(node, "_forward_cls", None)
+        if function is not None and _is_own(function.__module__):
+            return f"the autograd function {function.__name__}"
+    return ""
+
+
+def leaves_of(loss: Tensor) -> Iterator[Tensor]:
+    """The tensors that a backward of `loss` accumulates gradients for."""
+    return (node.variable for node in _nodes(loss) if hasattr(node, "variable"))
+
+
+def _nodes(loss: Tensor) -> Iterator[Any]:
+    """The nodes of its graph."""
     seen: set[Any] = set()
     waiting: list[Any] = [loss.grad_fn]
     while waiting:
         node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        function = getattr(node, "_forward_cls", None)
-        if function is not None and _is_own(function.__module__):
-            return f"the autograd function {function.__name__}"
-        waiting += [following for following, _ in node.next_functions]
-    return ""
+        if node is not None and node not in seen:
+            seen.add(node)
+            yield node
+            waiting += [following for following, _ in node.next_functions]
 
 
 def _is_own(module: str) -> bool:

@@ -22,7 +22,7 @@ from paceline.data.loader import MicroBatch
 from paceline.errors import UsageError
 from paceline.stepping import nonfinite
 from paceline.stepping.bodies import Body, Reduction, Weighed, check_alike, weighted
-from paceline.stepping.hooks import HiddenHooks, own_functions, own_hooks
+from paceline.stepping.hooks import HiddenHooks, leaves_of, own_functions, own_hooks
 from paceline.stepping.lockstep import as_many_as_any
 from paceline.stepping.order import CallOrder
 from paceline.stepping.phases import Phases
@@ -64,6 +64,7 @@ class Steps:
         self._around = ExitStack()
         self._usual: tuple[int, tuple[int, ...]] | None = None  # what the bodies of the step before have done
         self._weight, self._was_looked_at = 0.0, False  # of the step before
+        self._value: Tensor | None = None  # the last loss, of which the graph is known
         self.body: Body | None = None
         self.in_backward = False
         self.in_step = False
@@ -134,7 +135,7 @@ class Steps:
         """All bodies have run."""
         self._sums.await_totals(self._enter, self._way_out)
         self._usual, self._weight = self._first.done if self._first else None, self._result.weight
-        self._first, self._sums.seen = None, []  # lets go of the batches
+        self._first, self._sums.seen, self._value = None, [], None  # lets go of the batches
         if self.is_left_out:
             for part in self.parts:
                 part.replica.put_back_buffers()
@@ -170,11 +171,12 @@ class Steps:
             body.weights.append(weighed.weight)
             body.has_failed = False
             return
-        last = body.is_last and not more
+        last, self._value = body.is_last and not more, loss
         # a mean; or a task's (B,), which was checked to be one for each sample
         plain = weight is None and reduction == "mean" and loss.ndim <= int(self._forward is not None)
         self._sums.count(loss, weighed, reduction, body, plain=plain)
-        scale = self._sums.scale_of(weighed, last=last)
+        # a host that steps by itself waits for no other's weights
+        scale = self._sums.scale_of(weighed, waits=last and self._host is None)
         finish = self._sums.start() if last else None  # travels during backward
         totals = None
         if scale is None:
@@ -248,6 +250,11 @@ class Steps:
         self._sums.without_gradient = True
         return False
 
+    def foreign_leaves(self) -> set[int]:
+        """The ids of tensors that the last loss depends on, and that are parameters of no model here."""
+        own = {id(p) for part in self.parts for p in part.replica.model.parameters()}
+        return {id(leaf) for leaf in leaves_of(self._value)} - own if self._value is not None else set()
+
     def _rates(self) -> list[float]:
         return [rate for part in self.parts for rate in part.rates()]
 
@@ -278,8 +285,6 @@ class Steps:
             check_summed_once(self._summed_up, reached)
         self._summed_up += reached
         known = [part.synchronise(rest, agreed=host is None) is True and self._max_norm is None for part in reached]
-        for part in reached:
-            part.run_hooks(after_accumulation=True)
         if self._sums.without_gradient and not any(part.has_gradients for part in self.parts):
             raise UsageError(
                 f"no loss of the global batch at {self._where} depends on a parameter that is trained: all are "
@@ -296,6 +301,8 @@ class Steps:
         for one, numbers in zip(judged, found, strict=True):
             if finite:
                 finite, self._result.grad_norm = one.made(numbers)
+        for part in reached if finite else ():
+            part.run_hooks(after_accumulation=True)
         if not finite:
             in_loss, self._result.grad_norm = not math.isfinite(loss), None
             self._result.left_out = self._not_finite(reached, None if in_loss else host, in_loss=in_loss)

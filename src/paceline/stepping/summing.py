@@ -117,7 +117,7 @@ class Sums:
         self.in_round += 1
         body.weights.append(weighed.weight)
 
-    def scale_of(self, weighed: Weighed, *, last: bool) -> float | Tensor | None:
+    def scale_of(self, weighed: Weighed, *, waits: bool) -> float | Tensor | None:
         """What the loss is divided by before backward, so that gradients on their way are those of the mean.
 
         That is the weight of the global batch, if it is known: from the plan, or as all of it is here. Else it is a
@@ -131,7 +131,7 @@ class Sums:
                 self.scale = weighed.weight
             elif self._by_samples and self._samples:
                 self.scale = float(self._samples)
-            elif self._one_each and last and not self._same_bits:
+            elif self._one_each and waits and not self._same_bits:
                 return None
             else:
                 self.guess(self._samples)

@@ -28,7 +28,7 @@ from paceline.errors import UsageError
 from paceline.strategies.base import MakeOptimizer, Replica, replica
 from paceline.strategies.held import hold_pieces, load_pieces
 from paceline.strategies.parts import norm_of
-from paceline.strategies.refusals import refuse_foreign, refuse_lazy, refuse_sparse, refuse_whole
+from paceline.strategies.refusals import refuse_foreign, refuse_hooks, refuse_lazy, refuse_sparse, refuse_whole
 from paceline.sums.buckets import divide_each
 from paceline.sums.gather import labelled
 from paceline.sums.layout import sparse_gradient
@@ -77,6 +77,7 @@ def fsdp(
     """
     refuse_lazy(model)
     refuse_sparse(model, "fsdp")
+    refuse_hooks(model, "fsdp")
     broadcast_module(model, group=world.group)
     optimizer = make_optimizer(model.parameters())
     refuse_whole("fsdp", optimizer)

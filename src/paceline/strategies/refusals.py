@@ -57,6 +57,20 @@ def refuse_sparse(model: nn.Module, strategy: str) -> None:
             raise sparse_gradient(f"{name or 'the model'} ({type(module).__name__}) has sparse=True", f"{strategy!r}")
 
 
+def refuse_hooks(model: nn.Module, strategy: str) -> None:
+    """Refuse hooks on the gradients of parameters, for a strategy that replaces the parameters.
+
+    Raises:
+        UsageError: naming the first parameter that has one.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:  # pyright: ignore
+            raise UsageError(
+                f"parameter {name} has a hook on its gradient. Strategy {strategy!r} divides each gradient over ranks, "
+                "so the hook would never see a whole one. Use strategy 'bucketed' or 'exact', or remove the hook"
+            )
+
+
 def refuse_foreign(model: nn.Module, optimizer: Optimizer) -> None:
     """Refuse an optimizer that trains what is not in the model.
 

@@ -17,6 +17,11 @@ from paceline.sums import gather_words, told_once
 from paceline.worker.world import World
 
 MAX_NAMED = 3
+REGISTERED = "registered/"
+MERGED = (
+    "It must be the same on all. An average of a model with batch norm has this rank's statistics, unless it is "
+    "updated where they are merged: `if s.last:` and `with s.evaluating(): average.update_parameters(model)`"
+)
 MAX_MODULES = 5  # in a message
 
 
@@ -46,6 +51,9 @@ def check_replicas(held: Sequence[Held], world: World, step: int) -> None:
     found = {name: prints for name, prints in found.items() if len({*prints.values()}) > 1}
     if not found:
         return
+    if all(name.startswith(REGISTERED) for name in found):
+        named = first_few([name.removeprefix(REGISTERED) for name in found], MAX_NAMED)
+        raise told_once(UsageError(f"what s.register was given differs between ranks: {named}. {MERGED}"), world)
     raise told_once(TrainingError(_told(found, step), ExitCode.DIVERGED), world)
 
 

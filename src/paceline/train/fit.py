@@ -96,15 +96,17 @@ def fit(
     start: int = 0,
     on_device: PhaseEvents | None = None,
     scale: LossScale | None = None,
+    one_each: bool = False,
     **options: Unpack[StepOptions],
 ) -> Generator[StepRecord]:
     """Train on `steps`, each the micro-batches of this rank, beginning with step number `start` (0-based).
 
-    `scale`, `options` and errors are those of TaskSteps. Where `enter` tells `on_device` of phases, its times count.
+    `scale`, `one_each`, `options` and errors are those of TaskSteps. Where `enter` tells `on_device` of phases, its
+    times count.
     """
     replica.model.train()
     clock = PhaseClock(options.get("enter", ignore), on_device=on_device)
-    step = TaskSteps(replica, loss, scale=scale, **{**options, "enter": clock})
+    step = TaskSteps(replica, loss, scale=scale, one_each=one_each, **{**options, "enter": clock})
     clock(Phase.DATA)
     for number, microbatches in enumerate(steps, start):
         lr = schedule.set(replica.optimizer, number)

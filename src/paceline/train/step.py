@@ -49,11 +49,13 @@ class TaskSteps:
     """The steps of a task, one after the other."""
 
     def __init__(
-        self, replica: Replica, loss: Loss, *, scale: LossScale | None = None, **options: Unpack[StepOptions]
-    ) -> None:
+        self, replica: Replica, loss: Loss, *, scale: LossScale | None = None, one_each: bool = False,
+        **options: Unpack[StepOptions],
+    ) -> None:  # fmt: skip
         """`replica` is from a strategy; `loss` gives one value per sample, or (values, weights).
 
-        With a `scale` of losses, for fp16, a step whose gradients overflow is left out in any case.
+        With `one_each` every rank computes each step in one micro-batch, so weights are known before backward. With a
+        `scale` of losses, for fp16, a step whose gradients overflow is left out in any case.
         """
 
         def weighted_sum(inputs: Any, targets: Any) -> Tensor:
@@ -62,6 +64,7 @@ class TaskSteps:
 
         self._replica, self._loss = replica, loss
         options.setdefault("enter", ignore)
+        self._one_each = one_each
         way_out, self._scale = "--not-finite skip", scale
         if replica.pipeline is None:
             self._steps = Steps(replica.world, replica.virtual_ranks, forward=weighted_sum, way_out=way_out, **options)
@@ -87,7 +90,7 @@ class TaskSteps:
                 losses = partial(weighted_losses, self._loss)
                 steps.flow(where, microbatches, lambda batch: call(replica.model, batch.inputs), losses)
             else:
-                for batch in steps.through(where, microbatches):
+                for batch in steps.through(where, microbatches, one_each=self._one_each):
                     outputs = call(replica.model, batch.inputs, replica.module)
                     steps.backward(*weighted_losses(self._loss, outputs, batch.targets))
         except BaseException:

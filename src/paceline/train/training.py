@@ -108,6 +108,7 @@ class Training:
             start=course.step, max_norm=self._config.optimizer.clip_norm, votes=self._votes,
             on_device=self._on_device, enter=self._box.enter, order=course.order,
             may_leave_out=self._config.guard.not_finite != "stop", ahead=parts.loading.ahead, scale=self._scale,
+            one_each=parts.plan.virtual_ranks == self._world.data.size and parts.plan.accumulation == 1,
         )  # fmt: skip
         with closing(batches), closing(records):  # ends the loader's processes also when a step fails
             for record in records:

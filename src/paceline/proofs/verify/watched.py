@@ -262,9 +262,9 @@ class _Short(_Watched):
         full = super().__len__() if self.existing is not None else self._cut(self.plan).steps_per_epoch
         return min(full, self._whole_steps + 1)
 
-    def drawn(self, world: World, put_back: dict[str, Any] | None, start: int = 0) -> BatchPlan:
+    def drawn(self, world: World, put_back: dict[str, Any] | None, start: int = 0, **how: Any) -> BatchPlan:
         """See Loader."""
-        return self._cut(super().drawn(world, put_back, start))
+        return self._cut(super().drawn(world, put_back, start, **how))
 
     @property
     def _whole_steps(self) -> int:
