@@ -120,6 +120,12 @@ soak-sessions: $(STAMP)  ## the six scripts of examples/classic: equal to their 
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[hf]'
 	PYTHONPATH=. $(BIN)/python tests/sessions/soak_classic.py --out benchmarks/results/classic.json
 
+soak-loops: $(STAMP)  ## 2,000 training loops drawn from a seed, each against the plain loop of one process (two hours; type it again to go on)
+	for part in 0 1; do \
+		PYTHONPATH=. $(BIN)/python tests/sessions/soak_loops.py --count 2000 --part $$part 2 \
+			--out benchmarks/results/loops.json || failed=1; \
+	done; exit $${failed:-0}
+
 soak-frameworks: $(PEERS)  ## Trainer, Accelerate, Lightning, Ignite: is their user's line named? (15 minutes; type it again to go on)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[hf]' \
 		lightning==2.6.6 pytorch-lightning==2.6.6

@@ -34,6 +34,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -105,6 +106,7 @@ _sources: dict[int, _Source] = {}  # one set for the whole test run: that is its
 
 
 _adopted: set[int] = set()
+_forking = threading.Lock()  # an answer belongs to the order before it
 
 
 def _children() -> set[int]:
@@ -178,9 +180,10 @@ class Popen(subprocess.Popen[Any]):
         numbers = (0, 1, 2, *pass_fds)
         blocked = [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, [])]
         order = pickle.dumps((*self._call, env, str(cwd or Path.cwd()), sys.path, numbers, start_new_session, blocked))
-        if self._source not in _sources:
-            _sources[self._source] = _Source(_started(self._source))
-        self.pid = _sources[self._source].fork(order, [*streams, *pass_fds])
+        with _forking:
+            if self._source not in _sources:
+                _sources[self._source] = _Source(_started(self._source))
+            self.pid = _sources[self._source].fork(order, [*streams, *pass_fds])
         self._child_created = True
         self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
 
