@@ -118,6 +118,34 @@ class Hard(Sampler[int]):
         yield from sorted(range(COUNT), key=lambda i: -self.losses[i])
 
 
+class Stateful(Sampler[int]):
+    """As torchdata's: its state says how far it is, and where its generator stands."""
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(5)
+        self.yielded, self.next_yielded = 0, None
+
+    def __len__(self) -> int:
+        return COUNT
+
+    def __iter__(self) -> Iterator[int]:
+        self.begun = self.generator.get_state()
+        order = torch.randperm(COUNT, generator=self.generator).tolist()
+        start, self.next_yielded = self.next_yielded or 0, None
+        self.yielded = start
+        for one in order[start:]:
+            self.yielded += 1
+            yield one
+        self.yielded = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"yielded": self.yielded, "generator": self.generator.get_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.next_yielded = state["yielded"]
+        self.generator.set_state(state["generator"])
+
+
 class Weighted(torch.utils.data.WeightedRandomSampler):
     """Its weights change from epoch to epoch."""
 
@@ -132,6 +160,8 @@ class Weighted(torch.utils.data.WeightedRandomSampler):
 def sampler_of(kind: str, s: paceline.Session) -> Any:
     if kind == "weights":
         return Weighted()
+    if kind == "stateful":
+        return Stateful()
     if kind == "by_rank":
         return RandomSampler(Rows(), generator=torch.Generator().manual_seed(s.rank))
     if kind == "generator":
@@ -176,7 +206,7 @@ def evaluated(kind: str) -> Any:
     return seen(s, mine)
 
 
-for name in ("python", "numpy", "by_rank", "distributed", "own_share", "hard", "other_tail"):
+for name in ("python", "numpy", "by_rank", "distributed", "own_share", "hard", "other_tail", "stateful"):
     CASES[f"order_{name}"] = lambda name=name: drawn(name)
     CASES[f"evaluation_{name}"] = lambda name=name: evaluated(name)
 
@@ -205,7 +235,7 @@ def resumed(kind: str) -> Any:
     return sorted(epoch_2)
 
 
-for name in ("generator", "python", "numpy", "own_python", "own_numpy", "own_state", "counter", "weights"):
+for name in ("generator", "python", "numpy", "own_python", "own_numpy", "own_state", "counter", "weights", "stateful"):
     CASES[f"resumed_{name}"] = lambda name=name: resumed(name)
 
 
@@ -543,7 +573,7 @@ class Auxiliary(nn.Module):
 
 
 def received(kind: str) -> Any:
-    parts = 3 if kind == "in_parts" else None
+    parts = 3 if kind.startswith("in_parts") else None
     s = paceline.session(strategy="exact" if kind == "exact" else "bucketed", virtual_ranks=parts)
     model, optimizer = s.prepare(Auxiliary(), sgd)
 
@@ -551,11 +581,14 @@ def received(kind: str) -> Any:
         other = (model.aux(model.first(x).detach()) ** 2).mean()
         if kind in ("before", "exact"):
             other.backward()
-        if kind in ("assigned_before", "in_parts"):
+        if kind in ("assigned_before", "in_parts", "in_parts_after"):
             (model.aux.weight.grad,) = torch.autograd.grad(other, [model.aux.weight])
         s.backward(loss_of(model, x, i))
         if kind == "after":
             other.backward()
+        if kind == "in_parts_after":
+            (gradient,) = torch.autograd.grad(other, [model.aux.weight])
+            model.aux.weight.grad = gradient if model.aux.weight.grad is None else model.aux.weight.grad + gradient
         if kind == "added":
             (gradient,) = torch.autograd.grad(other, [model.aux.weight])
             model.last.weight.grad += gradient
@@ -1011,6 +1044,39 @@ def statistics(kind: str) -> Any:
 
 
 CASES |= {"statistics_loader": lambda: statistics("loader"), "statistics_data": lambda: statistics("data")}
+
+
+def scheduled(kind: str) -> Any:
+    s = paceline.session("run", strategy="zero" if kind == "zero" else "bucketed")
+    model, optimizer = s.prepare(net(), sgd)
+    if kind in ("lost", "registered"):
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        if kind == "registered":
+            s.register("scheduler", scheduler)
+    for epoch in s.epochs(3):
+        for x, i in s.loader(Rows(), global_batch=8):
+            optimizer.zero_grad()
+            s.backward(loss_of(model, x, i))
+            optimizer.step()
+        if kind in ("zero", "rank"):
+            optimizer.param_groups[0]["lr"] = 0.05 / (1 + s.rank * epoch)
+
+
+CASES |= {f"scheduler_{name}": lambda name=name: scheduled(name) for name in ("lost", "registered", "zero", "rank")}
+
+
+@case
+def gathered_in_bodies() -> Any:
+    s = paceline.session(virtual_ranks=3)
+    model, optimizer = s.prepare(net(), sgd)
+    trained(s, model, optimizer, lambda x, i: (s.gather(i), s.backward(loss_of(model, x, i))))
+
+
+@case
+def statistics_prepared() -> Any:
+    s = paceline.session()
+    model, _ = s.prepare(nn.Sequential(nn.Linear(6, 2), nn.BatchNorm1d(2)), sgd)
+    update_bn(s.loader(DataLoader(Rows(), batch_size=8)), model)
 
 
 def weightless(kind: str) -> Any:

@@ -94,6 +94,10 @@ def test_it_is_an_error(tmp_path: Path, kind: str) -> None:
 
 
 ALONE = [
+    "scheduler_lost",
+    "gradient_in_parts_after",
+    "scheduler_registered",
+    "statistics_prepared",
     "unprepared_in_parts",
     "iterator_kept",
     "losses_stacked",
@@ -121,7 +125,19 @@ def test_what_no_checkpoint_can_hold_is_found_in_the_first_step(tmp_path: Path, 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    "kind", ["generator", "python", "numpy", "own_python", "own_numpy", "own_state", "counter", "weights", "evaluated"]
+    "kind",
+    [
+        "generator",
+        "python",
+        "numpy",
+        "own_python",
+        "own_numpy",
+        "own_state",
+        "counter",
+        "weights",
+        "evaluated",
+        "stateful",
+    ],
 )
 def test_an_interrupted_epoch_has_each_sample_once(tmp_path: Path, kind: str) -> None:
     assert run(2, f"resumed_{kind}", tmp_path)[0] == 1  # as planned

@@ -57,6 +57,8 @@ class Loader:
         self._run, self.plan, self.loading, self.existing = run, plan, loading, existing
         self.dataset = dataset
         self._order: SampleOrder | None = None
+        self.dealt: BatchPlan | None = None
+        """the plan of the training epoch at hand; None of a stream"""
         self._streams: dict[str, Any] = {}  # the streams and the sampler's state with which the epoch at hand began
         self._sampler = None if existing is None else SamplerState(existing)
         self._probed: tuple[int, dict[str, Any]] | None = None
@@ -99,6 +101,7 @@ class Loader:
             size = len(self.dataset)  # pyright: ignore[reportArgumentType]
             if size != self.plan.num_samples:
                 self.plan = replace(self.plan, num_samples=size)
+            self.dealt = self.plan
             return self.plan
         assert self._sampler is not None
         steps = steps_of(self.existing)
@@ -114,7 +117,8 @@ class Loader:
                 differing = min(name for name in names if len({str(one.get(name)) for one in attributes}) > 1)
                 raise told_once(ORDER.error(f"the attribute {differing} differs between ranks"), world)
             put_back = told[0][1]
-            self._sampler.put_back_sources(put_back["sampler"])
+            if world.rank:
+                self._sampler.put_back_sources(put_back["sampler"])
         else:
             self._sampler.put_back(put_back.get("sampler", {}))
         put_global_streams(put_back)
@@ -125,9 +129,12 @@ class Loader:
         if "order" in put_back and order.hash_at(start - 1) != put_back["order"]:
             raise told_once(RESUMED_ORDER.error(type(self.existing.sampler).__name__, start), world)
         p, first = self.plan, self.existing.batch_size or (len(order.batch(0)) if order.has(0) else 1)
-        return DrawnPlan(
+        plan = DrawnPlan(
             p.num_samples, first, p.virtual_ranks, p.accumulation, p.seed, p.shuffle, p.tail, order, steps or 1
         )
+        if trains:
+            self.dealt = plan
+        return plan
 
     def training(self, plan: BatchPlan, share: range, epoch: int, start: int) -> Generator[Bodies]:
         """For each step of an epoch from `start` on, this rank's micro-batches."""
@@ -313,16 +320,15 @@ class CountingCollate:
 def _samples_of(batch: Any, given: int, kept: int, names: set[int]) -> int:
     """How many samples a batch has, of so many that were `given`, of which so many are not None and have these ids.
 
-    As many as are kept or given, if any of its tensors or lists has that length; else the length that all of them have,
-    as samples were left out, or each gives several rows. -1 if they have several lengths, and none is that number.
+    As many as are kept, if some are None and any of its tensors or lists has that length, or if the first of them has
+    it; else the length that all of them have, as samples were left out, or each gives several rows; else -1.
     """
     if isinstance(batch, (list, tuple)) and any(id(one) in names for one in batch):  # pyright: ignore
         return len(batch)  # pyright: ignore[reportUnknownArgumentType] - of the samples themselves
-    lengths = {*_lengths(batch)}
-    for number in (kept, given):
-        if number in lengths or not lengths:
-            return number
-    return lengths.pop() if len(lengths) == 1 else -1
+    lengths = [*_lengths(batch)]
+    if kept in lengths or not lengths:
+        return kept if kept < given or not lengths or lengths[0] == given else -1
+    return lengths[0] if len({*lengths}) == 1 else -1
 
 
 def _lengths(value: Any, depth: int = 0) -> Iterator[int]:

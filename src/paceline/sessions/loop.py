@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from paceline.checkpoint.shard import layout
 from paceline.contract.evidence import Phase
 from paceline.data.loader import MicroBatch
-from paceline.data.plan import BatchPlan
+from paceline.data.plan import BatchPlan, rank_work, ranks_share
 from paceline.definition import check_same
 from paceline.errors import ExitCode, UsageError
 from paceline.observe.bar import Report, Reporter
@@ -95,6 +95,20 @@ class Loop(Ranks):
     def _moment(self) -> tuple[int, ...]:
         """See Ranks."""
         return self._course.step, self._where["epoch"], int(self._in_epochs)
+
+    def _check_all_here(self) -> None:
+        """See Ranks; also in the body of a training loop, of which ranks may run different numbers."""
+        super()._check_all_here()
+        body, loader = self._steps.body, self._loader
+        if self.size == 1 or body is None or body.is_last or loader is None:
+            return
+        plan, work = loader.dealt, body.work
+        shares = (ranks_share(self._virtual_ranks, rank, self.size) for rank in range(self.size))
+        if plan is not None and len({len(rank_work(plan, work.epoch, work.step, share)) for share in shares}) > 1:
+            raise UsageError(
+                "a collective (s.sum, s.gather, ...) in the body of a training loop, which ranks run different numbers "
+                "of times in this step. Call it behind `if s.last:`"
+            )
 
     @contextmanager
     def evaluating(self) -> Generator[None]:
@@ -216,6 +230,7 @@ class Loop(Ranks):
         compared["hooks"] = sum(part.hooks for part in self._parts)
         for part in self._parts:
             compared[f"gradients {part.number}"] = part.digest
+            compared[f"learning rates {part.number}"] = hash(tuple(map(float, part.rates())))
 
     def _explain(self, differing: dict[str, list[int]]) -> UsageError:
         """The error for numbers of `_compare_place` that differ over ranks."""
@@ -229,6 +244,12 @@ class Loop(Ranks):
         if gradients:
             self._is_damaged = True
             return GRADIENTS.error(gradients[0].differing_gradients())
+        if any(name.startswith("learning rates") for name in differing):
+            self._is_damaged = True
+            return UsageError(
+                f"the ranks have different learning rates at {self._at}. A scheduler or a loop must not decide by what "
+                "is different on each rank: give a scheduler the loss of all ranks, s.mean(total, count)"
+            )
         return UsageError(f"the ranks differ in what must be the same at {self._at}: {differing}")
 
     def _check_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
@@ -250,18 +271,16 @@ class Loop(Ranks):
     @contextmanager
     def _statistics_watched(self) -> Generator[None]:
         """Inside, a model that was not prepared must not collect batch norm's statistics: each rank has a share."""
-        if self.size == 1:
-            yield
-            return
         own = {id(module) for part in self._parts for module in part.replica.model.modules()}
 
         def watch(module: nn.Module, _: Any) -> None:
-            if (
-                isinstance(module, _BatchNorm)
-                and module.training
-                and module.track_running_stats
-                and id(module) not in own
-            ):
+            collects = isinstance(module, _BatchNorm) and module.training and module.track_running_stats
+            if collects and module.momentum is None and id(module) in own:
+                raise UsageError(
+                    "torch's update_bn with a prepared model: the session keeps the statistics of each virtual rank, "
+                    "and would put them back afterwards. Call it on an average of the model, with the DataLoader itself"
+                )
+            if self.size > 1 and collects and id(module) not in own:
                 raise UsageError(
                     "a model that was not prepared collects batch norm's statistics in a loop over s.loader(...): each "
                     "rank would have those of its share (torch's update_bn does so). Give it the DataLoader "
@@ -335,6 +354,7 @@ class Loop(Ranks):
             part.numbers()  # raises for what cannot be saved
         if self._steps.saves:
             self._registered.look_around([part.replica.model for part in self._parts], self._steps.notes.once)
+            self._registered.check_schedulers([one for part in self._parts for one in part.optimizers])
             for part in self._parts:
                 layout(part.state())  # raises for what a checkpoint cannot hold
         if plan.virtual_ranks > self.size or plan.accumulation > 1 or any(p.replica.sharded for p in self._parts):

@@ -162,10 +162,12 @@ class SamplerState:
         """The state as JSON: of the random streams that are its own, and of attributes that have changed."""
         found: dict[str, Any] = {name: _state_of(one) for name, one in self._sources().items()}
         changed = {name: value for name, value in self._attributes().items() if value != self._first.get(name)}
-        return {"sources": found, "attributes": changed}
+        owners = {name: owner for name, owner in self._owners() if _has_state_dict(owner)}
+        states = {name: _without_tensors(owner.state_dict()) for name, owner in owners.items()}
+        return {"sources": found, "attributes": {**changed, **states}}
 
     def put_back_sources(self, state: Mapping[str, Any]) -> None:
-        """Let generators continue from where `now` has found them, on another rank perhaps."""
+        """Let generators continue from where `now` has found them on rank 0."""
         sources = self._sources()
         for name, value in state.get("sources", {}).items():
             if name in sources:
@@ -175,6 +177,9 @@ class SamplerState:
         """Take over what `now` gave, after a resume."""
         self.put_back_sources(state)
         owners = dict(self._owners())
+        for name, owner in owners.items():
+            if _has_state_dict(owner) and name in state.get("attributes", {}):
+                owner.load_state_dict(_with_tensors(state["attributes"][name]))
         for full, value in state.get("attributes", {}).items():
             owner, _, attribute = full.rpartition(".")
             if owner in owners and hasattr(owners[owner], attribute):  # the first value may be that of the class
@@ -210,10 +215,7 @@ class SamplerState:
         if self._loader.generator is not None:
             found["generator"] = self._loader.generator
         for name, owner in self._owners():
-            if _has_state_dict(owner):
-                found[name] = owner
-                continue
-            for key, value in vars(owner).items():
+            for key, value in vars(owner).items() if not _has_state_dict(owner) else ():
                 if isinstance(value, (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)):
                     found[f"{name}.{key}"] = value
         return found
@@ -278,7 +280,27 @@ def _state_of(source: Any) -> Any:
         return json.dumps(source.bit_generator.state, default=_array)
     if isinstance(source, np.random.RandomState):
         return json.dumps(source.get_state(legacy=False), default=_array)
-    return as_json(source.state_dict(), "sampler")
+    raise AssertionError(source)
+
+
+def _without_tensors(value: Any) -> Any:
+    """A sampler's state as JSON."""
+    if isinstance(value, Tensor):
+        return {"tensor": str(value.dtype).removeprefix("torch."), "values": value.detach().tolist()}
+    if isinstance(value, Mapping):
+        return {"table": [[as_json(key), _without_tensors(part)] for key, part in value.items()]}
+    if isinstance(value, (list, tuple)):
+        return {"list": [_without_tensors(part) for part in value]}
+    return {"value": as_json(value, "sampler")}
+
+
+def _with_tensors(found: Any) -> Any:
+    """What `_without_tensors` was given."""
+    if "tensor" in found:
+        return torch.tensor(found["values"], dtype=getattr(torch, found["tensor"]))
+    if "table" in found:
+        return {from_json(key): _with_tensors(part) for key, part in found["table"]}
+    return [_with_tensors(part) for part in found["list"]] if "list" in found else from_json(found["value"])
 
 
 def _put_state(source: Any, value: Any) -> None:
@@ -291,8 +313,6 @@ def _put_state(source: Any, value: Any) -> None:
         source.bit_generator.state = json.loads(value)
     elif isinstance(source, np.random.RandomState):
         source.set_state(json.loads(value))
-    else:
-        source.load_state_dict(from_json(value))
 
 
 def _array(value: Any) -> Any:

@@ -146,8 +146,8 @@ class Prepared(Trainee):
         self._waiting_state: dict[str, dict[str, Any]] = {}  # the checkpoint's, of parameters that no optimizer has yet
         self._received = Received()
         self._summed: list[Look] | None = None  # gradients, as the exchange has left them
-        self._left: list[Any] = [None] * len(self._parameters)  # those that were put there by the session, as weak ones
-        self._was_looked_at = False
+        self._left: list[Look] = [(None, -1)] * len(self._parameters)  # those that were put there by the session
+        self._was_looked_at, self._covered = False, (0, False)
         self._updates, self._changed, self._digests = 0, list[int](), dict[int, int]()
         self.optimizers: list[PreparedOptimizer] = []
         self.add_optimizer(replica.optimizer, scheduler)
@@ -303,7 +303,7 @@ class Prepared(Trainee):
         super().run_hooks(after_accumulation=after_accumulation)
         if after_accumulation:  # the last that happens to gradients before the loop sees them
             self._note_left()
-            self._summed = [*map(_look, self._parameters)] if self.replica.world.size > 1 else None
+            self._summed = self._left if self.replica.world.size > 1 else None
 
     def show_hooks(self, hidden: HiddenHooks) -> None:
         """See Trainee."""
@@ -411,7 +411,8 @@ class Prepared(Trainee):
             self.gate.notes.once(
                 "optimizer.step() without zero_grad() since the last: the gradients of older batches are added"
             )
-        self._put(shown)
+        if self.replica.sharded or self.replica.host is not None or self._changed:
+            self._put(shown)
         self._waiting, first = False, next((grad for grad in shown if grad is not None), None)
         if first is not None:
             self._used, self._used_version = weakref.ref(first), _version(first)
@@ -420,22 +421,22 @@ class Prepared(Trainee):
         """An optimizer has cleared the gradients of its own parameters, as torch does."""
         if self.replica.sharded:  # it has pieces of them
             self.replica.model.zero_grad(set_to_none=set_to_none)
-        trained = {id(p) for one in self.optimizers for p in one.parameters}
-        if self.replica.sharded or (len(self.optimizers) == 1 and all(id(p) in trained for p in self._parameters)):
+        if self.replica.sharded or self._clears_all():
             self._adds_to_used = self._waiting = False
         else:
             self._waiting = any(p.grad is not None for p in self._parameters)
             self._adds_to_used = False
 
-    # what may not change
+    def _clears_all(self) -> bool:
+        """Whether its only optimizer trains all parameters. It is looked at again when a group was added."""
+        groups = len(self.optimizers[0].optimizer.param_groups)
+        if self._covered[0] != groups or len(self.optimizers) > 1:
+            trained = {id(p) for p in self.optimizers[0].parameters}
+            covers = len(self.optimizers) == 1 and all(id(p) in trained for p in self._parameters)
+            self._covered = groups, covers
+        return self._covered[1]
 
-    @property
-    def hooks(self) -> int:
-        """How many hooks its parameters have: the same on all ranks."""
-        return sum(
-            len(p._backward_hooks or ()) + len(p._post_accumulate_grad_hooks or ())  # pyright: ignore
-            for p in self._parameters
-        )
+    # what may not change
 
     def note_added(self, module: nn.Module) -> None:
         """A module or parameter was added to `module`."""
@@ -475,13 +476,19 @@ class Prepared(Trainee):
             name = next((name for name, p in named if p is parameter), "of a model")
             raise BACKWARD.error(f"loss.backward() or torch.autograd.backward() has reached parameter {name}")
 
+    def check_between(self) -> None:
+        """See Trainee."""
+        self._check_received()
+        self._check_assigned()
+
     def _check_assigned(self) -> None:
         """Raise UsageError for a gradient that was not left there by a backward or a step of this session."""
         if self.replica.world.size == 1 and self.gate.phases.alone:
             return  # it is the plain loop's
-        for number, (parameter, left) in enumerate(zip(self._parameters, self._left, strict=True)):
-            if parameter.grad is not None and (left is None or left() is not parameter.grad):
-                raise BACKWARD.error(f"parameter {self._names()[number]} was given one before s.backward")
+        for number, (parameter, (left, _)) in enumerate(zip(self._parameters, self._left, strict=True)):
+            grad = parameter.grad
+            if grad is not None and (left is None or left() is not grad):
+                raise BACKWARD.error(f"parameter {self._names()[number]} was given one by the loop")
 
     def _names(self) -> list[str]:
         named = {id(p): name for name, p in self.replica.model.named_parameters()}
@@ -490,10 +497,12 @@ class Prepared(Trainee):
     def _put(self, grads: Grads | None) -> None:
         for parameter, grad in zip(self._parameters, grads or [None] * len(self._parameters), strict=True):
             parameter.grad = grad
-        self._note_left()
+        if grads is not None:
+            self._note_left()
 
     def _note_left(self) -> None:
-        self._left = [None if p.grad is None else weakref.ref(p.grad) for p in self._parameters]
+        if self.replica.world.size > 1 or not self.gate.phases.alone:
+            self._left = [*map(_look, self._parameters)]
 
     def _on_gradient(self) -> None:
         if not self.gate.in_backward:
@@ -514,6 +523,8 @@ def _held_back(scheduler: Any, gate: Gate) -> None:
 
 
 def _version(grad: Tensor | None) -> int:
+    if type(grad) is Tensor:
+        return grad._version  # pyright: ignore[reportPrivateUsage]
     return -1 if grad is None else own_share(grad)._version  # pyright: ignore[reportPrivateUsage]
 
 

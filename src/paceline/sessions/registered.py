@@ -9,11 +9,13 @@ from urllib.parse import quote
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 
 from paceline.checkpoint.state import Held, Source
 from paceline.errors import UsageError
 from paceline.sessions.assumptions import STATE
+from paceline.sessions.prepared import PreparedOptimizer
 from paceline.sums import gather_words, told_once
 from paceline.train.numbers import as_json, from_json
 from paceline.worker.world import World
@@ -39,6 +41,11 @@ class Registered:
         if not saved:
             self.ignored.append(thing)
             return
+        if isinstance(thing, LRScheduler):
+            raise UsageError(
+                f"s.register({name!r}, ...): a scheduler also sets its optimizer's learning rate. Call "
+                "s.prepare(model, optimizer, scheduler)"
+            )
         missing = [of for of in ("state_dict", "load_state_dict") if not callable(getattr(thing, of, None))]
         if missing:
             raise UsageError(f"s.register({name!r}, ...): a {type(thing).__name__} has no method {missing[0]}")
@@ -62,6 +69,28 @@ class Registered:
             raise UsageError(
                 f"the checkpoint has the state of {', '.join(lost)}, which the script has not registered: it would be "
                 f"lost. Call s.register({lost[0]!r}, ...) before the loop"
+            )
+
+    def check_schedulers(self, optimizers: Iterable[PreparedOptimizer]) -> None:
+        """Raise UsageError for a learning rate scheduler that no checkpoint has."""
+        known: set[int] = set()
+        waiting = [*(one.scheduler for one in optimizers), *self.things.values(), *self.ignored]
+        while waiting:
+            one = waiting.pop()
+            known.add(id(one))
+            waiting += getattr(one, "_schedulers", [])  # those that a SequentialLR or ChainedScheduler consists of
+        own = {id(one.optimizer) for one in optimizers}
+
+        def lost() -> bool:
+            return any(
+                issubclass(type(one), LRScheduler) and id(one) not in known and id(vars(one).get("optimizer")) in own
+                for one in _objects()
+            )
+
+        if lost() and (gc.collect() or True) and lost():  # the first may have found one that nobody has any more
+            raise UsageError(
+                "a learning rate scheduler was not prepared, and no checkpoint has it: after a resume it would begin "
+                "anew. Call s.prepare(model, optimizer, scheduler)"
             )
 
     def look_around(self, models: Iterable[nn.Module], say: Callable[[str], None]) -> None:

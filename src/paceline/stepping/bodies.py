@@ -91,7 +91,7 @@ def check_alike(body: Body, first: Body | None, rates: list[float]) -> None:
 
 @dataclass(frozen=True)
 class Weighed:
-    """A loss as `s.backward` was given it: `total` is its weighted sum over the samples of the micro-batch."""
+    """A loss as `s.backward` was given it."""
 
     value: Tensor
     """() with a graph: the mean, or the sum of values"""
@@ -102,10 +102,13 @@ class Weighed:
     by_samples: bool = False
     """whether by its form alone the weight is the number of samples, or would be if none was dropped"""
 
-    @property
-    def total(self) -> Tensor:
-        """() without a graph: the weighted sum. A mean of nothing is NaN, and counts as 0."""
-        return torch.zeros_like(self.value) if self.is_nothing else self.value.detach() * self.factor
+    def add_to(self, total: Tensor) -> None:
+        """Add the weighted sum to `total`, (). A mean of nothing is NaN, and counts as 0."""
+        if isinstance(self.factor, Tensor):
+            if not self.is_nothing:
+                total.add_(self.value.detach() * self.factor)
+        elif self.factor:
+            total.add_(self.value.detach(), alpha=self.factor)
 
     @property
     def is_nothing(self) -> bool:

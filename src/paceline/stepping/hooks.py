@@ -28,6 +28,17 @@ HiddenHooks = list[tuple[nn.Parameter, Hooks, Hooks]]
 """of each parameter that has any: hooks on its gradient, and hooks after the gradient was added to `.grad`"""
 
 
+def count_hooks(parameters: Iterable[nn.Parameter]) -> int:
+    """How many hooks they have, whoever has put them there."""
+    count = 0
+    for parameter in parameters:
+        if before := parameter._backward_hooks:  # pyright: ignore[reportPrivateUsage]
+            count += len(before)
+        if after := parameter._post_accumulate_grad_hooks:  # pyright: ignore
+            count += len(after)
+    return count
+
+
 def hide_hooks(parameters: Iterable[nn.Parameter]) -> HiddenHooks:
     """Take the user's hooks off `parameters`."""
     hidden: HiddenHooks = []

@@ -114,6 +114,9 @@ class Steps:
         """The body has ended. Raises UsageError if it did not do what the other bodies of the step did."""
         body = self.body
         assert body is not None
+        if not body.is_last:
+            for part in self.parts:
+                part.check_between()
         self.body = None
         self._around.close()
         check_alike(body, self._first, [] if body.is_last else self._rates())

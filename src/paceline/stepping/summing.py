@@ -108,10 +108,10 @@ class Sums:
                 "losses up yourself"
             )
         if body.work.counted and self._world.leads:  # of several that compute the same
-            row = self._row(body.work.virtual_rank)
-            row[0] += weighed.total
+            loss_sum, weight_sum = self._row(body.work.virtual_rank).unbind()
+            weighed.add_to(loss_sum)
             if not self.in_round:
-                row[1] += weighed.weight
+                weight_sum.add_(weighed.weight)
             if not weighed.is_nothing:
                 self.seen.append((body.batch, loss.detach()))
         self.in_round += 1

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from paceline.checkpoint.state import Held
 from paceline.errors import UsageError
-from paceline.stepping.hooks import HiddenHooks, hide_hooks, show_hooks
+from paceline.stepping.hooks import HiddenHooks, count_hooks, hide_hooks, show_hooks
 from paceline.stepping.nonfinite import NotFinite, gradients_are_finite
 from paceline.stepping.scaling import LossScale
 from paceline.strategies.base import Replica
@@ -33,6 +33,8 @@ class Trainee:
         self._parameters = trainable(replica.model)
         self._found: bool | Pending[bool] | None = None
         self._hooked = False
+        self.hooks, self._own_hooks = 0, -1
+        """hooks on its parameters: the user's, in the last backward; and as many as there are if none is the user's"""
 
     def has_stepped(self, numbers: Sequence[int]) -> bool:
         """Whether an optimizer of its own is among those, by number, that were asked to step."""
@@ -57,7 +59,14 @@ class Trainee:
         Raises:
             UsageError: if there are any, and ranks hold shares of gradients.
         """
+        count = count_hooks(self._parameters)
+        if count == self._own_hooks:
+            self._hooked, self.hooks = False, 0
+            return []
         hidden = hide_hooks(self._parameters)
+        self.hooks = sum(len(before) + len(after) for _, before, after in hidden)
+        if not hidden:
+            self._own_hooks = count
         if hidden and self.replica.sharded:
             show_hooks(hidden)
             raise UsageError(
@@ -97,6 +106,9 @@ class Trainee:
         """Whether gradients of the step at `where` that are not finite are the loss scale's fault; halves it."""
         words = "" if self.scale is None else self.scale.overflow(where)
         return NotFinite(words, by_scale=True) if words else None
+
+    def check_between(self) -> None:
+        """Between two micro-batches of a step: raise UsageError for a gradient that is not the step's."""
 
     def close(self, reached: bool) -> None:
         """After a backward that is not the step's last."""
