@@ -605,7 +605,18 @@ def received(kind: str) -> Any:
     return s.step
 
 
-for name in ("before", "exact", "after", "added", "assigned", "added_later", "clipped", "assigned_before", "in_parts"):
+for name in (
+    "before",
+    "exact",
+    "after",
+    "added",
+    "assigned",
+    "added_later",
+    "clipped",
+    "assigned_before",
+    "in_parts",
+    "in_parts_after",
+):
     CASES[f"gradient_{name}"] = lambda name=name: received(name)
 
 
