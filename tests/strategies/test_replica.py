@@ -80,7 +80,7 @@ def test_a_loss_that_is_not_finite_leaves_the_parameters_alone(world):
 
 def test_weights_that_sum_to_zero_are_an_error(world):
     replica = STRATEGIES["single"](nn.Linear(1, 1), sgd, world)
-    with pytest.raises(TrainingError, match="sum to 0"):
+    with pytest.raises(UsageError, match="sum to 0"):
         train_step(replica, steps()[0], lambda o, t: (loss(o, t), torch.zeros_like(t)))
 
 

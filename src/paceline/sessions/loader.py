@@ -140,15 +140,18 @@ class Loader:
         """For each step of an epoch from `start` on, this rank's micro-batches."""
         steps = takewhile(self._order.has, count(start)) if self._order else iter(range(start, len(self)))
         work = (rank_work(plan, epoch, step, share) for step in steps)
-        collate = self.loading.collate
-        loading = (
-            self.loading if collate is None else replace(self.loading, collate=CountingCollate(collate, self.dataset))
-        )
-        with closing(load_work(self.dataset, work, plan.seed, loading)) as loaded:
+        with closing(load_work(self.dataset, work, plan.seed, self._counting())) as loaded:
             for step in loaded:
                 if self._order:
                     self._order.forget(step[0][1].step - 1)
                 yield [_micro_batch(batch, one, plan.seed) for batch, one in step]
+
+    def _counting(self) -> Loading:
+        """Its loading, with a collate function of the user's own that counts what it gives."""
+        collate = self.loading.collate
+        return (
+            self.loading if collate is None else replace(self.loading, collate=CountingCollate(collate, self.dataset))
+        )
 
     def order_hash(self, batch: int) -> int:
         """Of the samples of the epoch up to this batch, as far as the plan does not say them; all ranks must agree."""
@@ -204,9 +207,13 @@ class Loader:
                 if len(mine := batch[world.rank :: world.size]):
                     yield [Work(0, step, 0, 0, mine)]
 
-        with closing(load_work(self.dataset, work(), plan.seed, replace(self.loading, evaluates=True))) as loaded:
+        with closing(load_work(self.dataset, work(), plan.seed, replace(self._counting(), evaluates=True))) as loaded:
             for ((batch, work_of_one),) in loaded:
-                yield batch, sizes.pop(work_of_one.step)
+                size = sizes.pop(work_of_one.step)
+                if not isinstance(batch, Counted):
+                    yield batch, size
+                elif batch.samples:
+                    yield batch.batch, size
         if order is not None and order.has(COMPARED):
             check_equal(SAME_ORDER, order.hash_at(10**12), world)
 
@@ -300,21 +307,27 @@ class CountingCollate:
         names = {id(item) for item in kept}
         try:
             batch = self._collate(items)
-        except Exception as error:
-            if kept:
+        except Exception:
+            if any(self._alone(item) is not None for item in items):
                 raise
-            return Counted(self._stand_in(error), 0)
+            if (stand_in := self._stand_in()) is None:
+                raise
+            return stand_in  # the function leaves out all of these samples, and fails on what is left: nothing
         return Counted(batch, _samples_of(batch, given, len(kept), names))
 
-    def _stand_in(self, error: Exception) -> Any:
-        """A batch of one sample that is not None, for a share of which no sample is left."""
+    def _alone(self, item: Any) -> Any:
+        """The batch of one sample; None if the function fails on it."""
+        try:
+            return self._collate([item])
+        except Exception:
+            return None
+
+    def _stand_in(self) -> Counted | None:
+        """A batch of one sample that counts for nothing, in place of a share of which no sample is left."""
         for number in range(min(len(self._dataset), MOST_TRIED)):
-            if (item := self._dataset[number]) is not None:
-                return self._collate([item])
-        raise UsageError(
-            f"the collate function fails on samples that are all None, and the first {MOST_TRIED} samples of the "
-            f"dataset are None as well ({type(error).__name__}: {error}). Leave such samples out of the dataset"
-        ) from error
+            if (batch := self._alone(self._dataset[number])) is not None:
+                return Counted(batch, 0)
+        return None
 
 
 def _samples_of(batch: Any, given: int, kept: int, names: set[int]) -> int:

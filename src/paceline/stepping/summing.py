@@ -223,14 +223,14 @@ class Sums:
         """From the totals over ranks the mean loss and its weight; a new round begins.
 
         Raises:
-            TrainingError: on one rank, if all weights are zero; ToldElsewhere on the others.
+            UsageError: on one rank, if all weights are zero; ToldElsewhere on the others.
         """
         loss_total, weight_total = sums
         if self._counted_before is not None:
             weight_total = self._counted_before
         if weight_total == 0:
             words = f"the loss weights of the global batch at {self._where} sum to 0: its mean is undefined"
-            raise told_once(TrainingError(words), self._world)
+            raise told_once(UsageError(words), self._world)
         self.divisor = weight_total
         known = self._reduction == "sum" or self.scale is None or isinstance(self.scale, Tensor)
         self.was_scaled = known or self.scale == weight_total
