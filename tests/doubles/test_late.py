@@ -16,7 +16,7 @@ from torch import Tensor
 
 from paceline import Replica, World, joined
 from paceline.data.ahead import Prefetch
-from paceline.errors import StallError, TrainingError
+from paceline.errors import PacelineError, StallError
 from paceline.stepping import summing
 from paceline.sums.finite import are_finite
 from paceline.train.step import TaskSteps
@@ -87,7 +87,7 @@ def test_what_is_wrong_changes_nothing(world: World, loss: Callable[..., Any], w
         replica = made("exact", world, 2)
         TaskSteps(replica, good).take(step)  # so that buffers and moments are there
         before = bits(replica)
-        with around(), pytest.raises(TrainingError, match=words) as caught:
+        with around(), pytest.raises(PacelineError, match=words) as caught:
             TaskSteps(replica, loss, max_norm=clip).take(step)
         assert bits(replica) == before
         told.append(str(caught.value))

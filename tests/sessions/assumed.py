@@ -493,6 +493,20 @@ def listed(items: list[Any]) -> Any:
     return [x for x, _ in kept], torch.tensor([i for _, i in kept])
 
 
+def unmarked(items: list[Any]) -> Any:
+    """Leaves out samples that the dataset does not mark."""
+    return default_collate([one for one in items if one[1] % 8 != 3 and one[1] not in {8, 10, 12, 14}])
+
+
+def dropped_unmarked(strategy: str, parts: int | None = None) -> Any:
+    Holes.bad = frozenset()
+    return dropped(unmarked, lambda batch: batch, strategy, parts)
+
+
+CASES["dropped_unmarked"] = lambda: dropped_unmarked("bucketed")
+CASES["dropped_in_parts"] = lambda: dropped_unmarked("exact", 3)
+
+
 @dataclass
 class Record:
     x: Tensor
@@ -515,7 +529,12 @@ def stacked(pairs: Any) -> tuple[Tensor, Tensor]:
     return torch.stack([x for x, _ in pairs]), torch.tensor([i for _, i in pairs])
 
 
-def dropped(collate: Callable[[list[Any]], Any], parts: Callable[[Any], tuple[Tensor, Tensor]]) -> Any:
+def dropped(
+    collate: Callable[[list[Any]], Any],
+    parts: Callable[[Any], tuple[Tensor, Tensor]],
+    strategy: str = "bucketed",
+    virtual_ranks: int | None = None,
+) -> Any:
     model = net()
     optimizer = sgd(model.parameters())
     for batch in DataLoader(Holes(), batch_size=8, collate_fn=collate):
@@ -523,10 +542,12 @@ def dropped(collate: Callable[[list[Any]], Any], parts: Callable[[Any], tuple[Te
         loss_of(model, *parts(batch)).backward()
         optimizer.step()
     wanted = flat(model)
-    s = paceline.session()
+    s = paceline.session(strategy=strategy, virtual_ranks=virtual_ranks)
     model, optimizer = s.prepare(net(), sgd)
     for _ in s.epochs(1):
-        for batch in s.loader(DataLoader(Holes(), batch_size=8, collate_fn=collate)):
+        for batch in s.loader(
+            DataLoader(Holes(), batch_size=8, collate_fn=collate), accumulation=2 if virtual_ranks else 1
+        ):
             optimizer.zero_grad()
             s.backward(loss_of(model, *parts(batch)))
             optimizer.step()

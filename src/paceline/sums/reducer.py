@@ -101,11 +101,14 @@ class Reducer:
         """
         if self._leaf is None and self._sent == 0:
             self._at_start()
+        if not counted:
+            yield from self._put_aside()
+            return
         if self._leaf not in (None, virtual_rank):
             # the gradients of the virtual rank that has ended become a leaf of each bucket that is still here
             for index in range(self._sent, len(self._buckets)):
                 self._add_leaf(index)
-        self._leaf, self._leaving = virtual_rank, is_last and counted
+        self._leaf, self._leaving = virtual_rank, is_last
         try:
             yield
         except BaseException:
@@ -113,10 +116,15 @@ class Reducer:
                 self._forget()
             raise
         self._leaving = False
-        if not counted:
-            for parameter in self._bucket_of:
-                parameter.grad = None
-            self._leaf = None
+
+    def _put_aside(self) -> Generator[None]:
+        """Around the backward of a stand-in: what it gives is thrown away, and gradients are what they were before."""
+        before = {parameter: parameter.grad for parameter in self._bucket_of}
+        for parameter in before:
+            parameter.grad = None
+        yield
+        for parameter, grad in before.items():
+            parameter.grad = grad
 
     @torch.no_grad()
     def finish(self, divisor: float | Tensor) -> bool:
