@@ -424,7 +424,8 @@ def main() -> None:
     ]
     for kind, loops, settings in kinds:
         for loop in loops:
-            with quietly(**settings) as s:
+            cut = settings.get("strategy") == "fsdp" and loop is part_by_part
+            with quietly(**settings, **({"fsdp_wrap": "encoder,decoder"} if cut else {})) as s:
                 model = loop(s)
                 parts = [part.replica.model for part in s._parts]
                 whole = {f"{i}.{name}": t for i, part in enumerate(parts) for name, t in s.weights(part).items()}

@@ -48,7 +48,8 @@ def test_it_is_the_same_as_in_one_process(tmp_path: Path, kind: str, ranks: int)
 EQUAL = [
     "dropped_all",
     "dropped_unmarked",
-    "dropped_in_parts", "dropped_tuple", "dropped_dict", "dropped_list", "dropped_record", "dropped_zip", "dropped_samples",
+    "dropped_in_parts",
+    "dropped_tuple", "dropped_dict", "dropped_list", "dropped_record", "dropped_zip", "dropped_samples",
     "average_batch_norm_merged", "two_backwards_alone",
     "weightless_labels", "weightless_masked", "weightless_constant", "statistics_data",
 ]  # fmt: skip

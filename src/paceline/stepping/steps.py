@@ -102,7 +102,7 @@ class Steps:
     def _begin_sums(self, one_each: bool = False, *, alone: bool = False) -> None:
         self._sums = Sums(
             self._world, self._virtual_ranks, self._where, self._votes, self._order,
-            one_each=one_each, alone=alone and self._world.size == 1, guess=self._weight,
+            one_each=one_each, alone=alone and self._world.size == self._virtual_ranks == 1, guess=self._weight,
             same_bits=self._exact and self._virtual_ranks > 1,
         )  # fmt: skip
         # this host, if it steps by itself, and what is not finite ends the run: no other is asked then

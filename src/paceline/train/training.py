@@ -10,6 +10,7 @@ from paceline.compute.phase_events import phase_events
 from paceline.contract.evidence import Phase
 from paceline.data.loader import naming_lost_processes
 from paceline.errors import ExitCode, plural
+from paceline.ladder import EXACT
 from paceline.observe.progress import Display
 from paceline.observe.summary import Summary
 from paceline.rhythm import steps_or_seconds
@@ -103,12 +104,15 @@ class Training:
         """Take steps until none is left (False), the run was asked to stop (True), or has to go back."""
         parts, course = self._parts, self._course
         batches = self._passes.batches(course.step)
+        # the same bits at every world size need the same scale of losses, whoever computes what
+        one_each = parts.plan.virtual_ranks == self._world.data.size and parts.plan.accumulation == 1
+        one_each = one_each and self._config.strategy not in EXACT
         records = fit(
             parts.replica, batches, parts.task.loss, parts.schedule,
             start=course.step, max_norm=self._config.optimizer.clip_norm, votes=self._votes,
             on_device=self._on_device, enter=self._box.enter, order=course.order,
             may_leave_out=self._config.guard.not_finite != "stop", ahead=parts.loading.ahead, scale=self._scale,
-            one_each=parts.plan.virtual_ranks == self._world.data.size and parts.plan.accumulation == 1,
+            one_each=one_each,
         )  # fmt: skip
         with closing(batches), closing(records):  # ends the loader's processes also when a step fails
             for record in records:
