@@ -127,11 +127,11 @@ def launched(folder: Path, loop: str, *flags: str, nproc: int = 2, **settings: o
 @pytest.mark.parametrize(
     ("loop", "kind", "called"),
     [
-        (LEAVES_EPOCHS + "s.sum(1.0)", VerdictKind.MISMATCH, ["numbers of the loop", "words of draw_order"]),
-        (LEAVES_BATCHES, VerdictKind.MISMATCH, ["totals of the step", "words of draw_order"]),
-        (LEAVES_EPOCHS + "s.weights(model)", VerdictKind.DEADLOCK, ["words of draw_order", "of group 0"]),
+        (LEAVES_EPOCHS + "s.sum(1.0)", VerdictKind.MISMATCH, ["numbers of the loop", "words of drawn"]),
+        (LEAVES_BATCHES, VerdictKind.MISMATCH, ["totals of the step", "words of drawn"]),
+        (LEAVES_EPOCHS + "with s.evaluating(): pass", VerdictKind.DEADLOCK, ["words of drawn", "of group 0"]),
     ],
-    ids=["left the epochs for a sum", "left the batches for an evaluation", "left the epochs for the weights"],
+    ids=["left the epochs for a sum", "left the batches for an evaluation", "left the epochs for whole models"],
 )
 def test_ranks_in_different_collectives_are_named_within_seconds(
     tmp_path: Path, loop: str, kind: VerdictKind, called: list[str]
@@ -142,6 +142,13 @@ def test_ranks_in_different_collectives_are_named_within_seconds(
     assert told.waited_seconds < MOST_SECONDS
     assert all(any(words in line for line in told.verdict.sentences) for words in called), told.verdict.sentences
     assert all("loop.py:" in line for line in told.verdict.sentences)
+
+
+def test_ranks_in_different_gathers_of_words_say_so_themselves(tmp_path: Path) -> None:
+    done = launched(tmp_path, LEAVES_EPOCHS + "s.weights(model)")
+    assert done.returncode == ExitCode.MISMATCH, done.stderr
+    assert "words of check_replicas" in done.stderr and "words of drawn" in done.stderr
+    assert not [*(tmp_path / "run").glob("attempt-1/verdict-*")]
 
 
 @pytest.mark.slow

@@ -56,12 +56,15 @@ def test_two_ranks_along_tensor_equal_one_process(tmp_path: Path) -> None:
 @pytest.mark.ranks
 @pytest.mark.needs("transformers")
 def test_sequences_that_are_shared_from_the_first_layer_to_the_last_equal_one_process(tmp_path: Path) -> None:
-    tasks = [GPT, f"{HERE}/models.py:hugging_face"]
+    tasks = [GPT, f"{HERE}/models.py:hugging_face", f"{EXAMPLES}/own_transformer.py:task"]
     check(run_ranks(verified, 2, tmp_path, tasks, "context=2", ["single", "fsdp"])[0])
-    own = [f"{EXAMPLES}/own_transformer.py:task"]
-    alone, cut = run_ranks(verified, 2, tmp_path, own, "context=2", ["single", "fsdp"])[0]
-    check([alone])
-    assert cut.finding is not None and "a weight (32, 32) is used beside its own layer" in cut.finding.detail
+
+
+@pytest.mark.ranks
+def test_a_weight_of_a_block_that_is_used_outside_of_it_is_an_error_under_fsdp_with_context(tmp_path: Path) -> None:
+    encoder = [f"{HERE}/models.py:encoder"]  # no repeated layers: its embedding is a block of its own
+    (result,) = run_ranks(verified, 2, tmp_path, encoder, "context=2", ["fsdp"])[0]
+    assert result.finding is not None and "a weight (32, 16) is used beside its own layer" in result.finding.detail
 
 
 @pytest.mark.ranks

@@ -38,6 +38,7 @@ class Fate(StrEnum):
     NETWORK = "network"
     NOT_MET = "not_met"
     UNKNOWN = "unknown"
+    SWALLOWED = "swallowed"
     # said without the judge
     NOT_FINITE = "not finite"
     DIVERGED = "diverged"
@@ -54,7 +55,7 @@ class Fate(StrEnum):
 CODES = {
     Fate.DIED: FAILED, Fate.STOPPED: STALLED, Fate.UNINTERRUPTIBLE: STALLED, Fate.LOADER: STALLED, Fate.BEHIND: STALLED,
     Fate.NOT_MET: STALLED, Fate.MISMATCH: MISMATCH, Fate.NOT_FINITE: NOT_FINITE, Fate.DIVERGED: DIVERGED,
-    Fate.SLOW: DONE, Fate.QUIET: DONE, Fate.LOST: FAILED, Fate.REFUSED: USAGE,
+    Fate.SWALLOWED: MISMATCH, Fate.SLOW: DONE, Fate.QUIET: DONE, Fate.LOST: FAILED, Fate.REFUSED: USAGE,
 }  # fmt: skip
 
 
