@@ -25,8 +25,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import hypothesis
 import pytest
 
+hypothesis.settings.register_profile("paceline", deadline=None)  # CI's machine may be busy
+hypothesis.settings.load_profile("paceline")
 pytest_plugins = ["pytester"]
 os.environ.pop("PYTHONUNBUFFERED", None)  # a user's shell has none: with it, tests passed that failed on their machines
 
