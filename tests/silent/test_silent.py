@@ -76,7 +76,7 @@ def test_the_same_is_told_of_gradients_averaged_by_hand_in_a_run_of_a_second(run
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("how", ["by DDP", "by hand", "by hand, asynchronously"])
+@pytest.mark.parametrize("how", ["by DDP"])
 def test_a_collective_that_fails_at_the_end_of_a_run_and_is_swallowed_ends_it_with_an_exit_code(
     how: str, run: Run
 ) -> None:

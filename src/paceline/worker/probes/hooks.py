@@ -79,7 +79,7 @@ class Events:
         """A thread of the script has ended with this exception; called in that thread."""
 
     def raised(self, where: str, error: BaseException) -> None:
-        """An exception has left "data", "forward", "backward" or a "collective"; the script ends, or swallows it."""
+        """An exception has left "data", "forward" or "backward": the script ends, or swallows it."""
 
     def script_ended(self) -> None:
         """The script has ended with exit code 0."""
@@ -152,9 +152,6 @@ class Hooks:
                 after=lambda *_, **__: tell("backward_ended"),
                 failed=lambda error, *_, **__: tell("raised", "backward", error),
             )  # fmt: skip
-            if (collectives := sys.modules.get("torch._C._distributed_c10d")) is not None:
-                # all collectives wait in it, but those of DDP, which raise in its forward or in backward
-                hang(collectives.Work, "wait", failed=lambda error, *_, **__: tell("raised", "collective", error))
             optimizers = sys.modules["torch.optim.optimizer"]
             optimizers.register_optimizer_step_pre_hook(lambda optimizer, *_: tell("step_begins", optimizer))
             optimizers.register_optimizer_step_post_hook(lambda optimizer, *_: tell("step_ended", optimizer))
