@@ -616,6 +616,8 @@ def received(kind: str) -> Any:
         if kind == "assigned":
             (gradient,) = torch.autograd.grad(other, [model.aux.weight])
             model.aux.weight.grad = gradient
+        if kind == "data":  # no version tells
+            model.last.weight.grad.data.add_(1e-3 * (s.rank + 1))
         if kind == "added_later" and s.step >= 5:
             (gradient,) = torch.autograd.grad(other, [model.aux.weight])
             model.last.weight.grad += gradient
@@ -637,6 +639,7 @@ for name in (
     "assigned_before",
     "in_parts",
     "in_parts_after",
+    "data",
 ):
     CASES[f"gradient_{name}"] = lambda name=name: received(name)
 
@@ -1076,6 +1079,49 @@ def statistics(kind: str) -> Any:
 
 
 CASES |= {"statistics_loader": lambda: statistics("loader"), "statistics_data": lambda: statistics("data")}
+
+
+@case
+def statistics_instance() -> Any:
+    s = paceline.session()
+    s.prepare(net(), sgd)
+    other = nn.InstanceNorm1d(6, track_running_stats=True)
+    with torch.no_grad():
+        for x, _ in s.loader(DataLoader(Rows(), batch_size=8)):
+            other(torch.stack([x, x], 2))
+
+
+class Counting(Sampler[int]):
+    def __init__(self) -> None:
+        self.epochs: list[int] = []
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epochs.append(epoch)
+
+    def __len__(self) -> int:
+        return COUNT
+
+    def __iter__(self) -> Iterator[int]:
+        yield from range(COUNT)
+
+
+@case
+def pickled() -> Any:
+    """A prepared model is saved whole, and its loader is treated like a DataLoader."""
+    s = paceline.session()
+    made = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.1), nn.LayerNorm(8), nn.Linear(8, 1))
+    model, optimizer = s.prepare(made, sgd)
+    train = s.loader(DataLoader(Rows(), batch_size=8, sampler=Counting()))
+    for epoch in s.epochs(2):
+        train.sampler.set_epoch(epoch)
+        for x, i in train:
+            optimizer.zero_grad()
+            s.backward(loss_of(model, x, i))
+            optimizer.step()
+    torch.save(model, f"model{s.rank}.pt")
+    again = torch.load(f"model{s.rank}.pt", weights_only=False)
+    x = Rows().x
+    return torch.equal(model.eval()(x), again.eval()(x)) and train.sampler.epochs == [0, 1]
 
 
 def scheduled(kind: str) -> Any:

@@ -5,12 +5,15 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 import paceline
 
 torch.set_default_dtype(torch.float64)
 KIND = sys.argv[1]
+PARTS = int(sys.argv[3]) if len(sys.argv) > 3 else None  # with it, losses have weights
+SEEN: list[float] = []
 
 
 class Rows(torch.utils.data.Dataset):
@@ -36,7 +39,15 @@ class Clamp(torch.autograd.Function):
 
 class Clamped(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
-        return Clamp.apply(x)
+        if KIND == "tensor":
+            x.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+        elif KIND == "watched":
+            x.register_hook(lambda gradient: SEEN.append(float(gradient.abs().max())))
+        elif KIND == "reentrant":
+            return checkpoint(Clamp.apply, x, use_reentrant=True)
+        elif KIND == "function":
+            return Clamp.apply(x)
+        return x
 
 
 def clamp_after(parameter: Tensor) -> None:
@@ -46,7 +57,7 @@ def clamp_after(parameter: Tensor) -> None:
 def model() -> nn.Module:
     torch.manual_seed(1)
     made = nn.Sequential(
-        nn.Linear(6, 8), nn.Tanh(), Clamped() if KIND == "function" else nn.Identity(), nn.Linear(8, 1)
+        nn.Linear(6, 8), nn.Tanh(), Clamped(), nn.Linear(8, 1)
     )
     if KIND in ("hook", "masked", "accumulated"):
         made[3].weight.register_hook(lambda g: g.clamp(-0.05, 0.05))
@@ -60,7 +71,7 @@ def model() -> nn.Module:
 def loss_of(net: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor | None]:
     """A mean, and what it is the mean of if that is not the samples."""
     squares = (net(x).squeeze(1) - y) ** 2
-    if KIND != "masked":
+    if KIND != "masked" and not PARTS:
         return squares.mean(), None
     mask = (y * 40).round() % 3 != 0  # other weights on each rank
     return (squares * mask).sum() / mask.sum(), mask.sum()
@@ -81,7 +92,7 @@ def changed(net: nn.Module, backward, zero_every: int = 1) -> Tensor:
 
 EVERY = 2 if KIND == "accumulated" else 1
 wanted = changed(model(), lambda loss: loss.backward(), EVERY)
-with paceline.session(strategy=sys.argv[2]) as s:
+with paceline.session(strategy=sys.argv[2], virtual_ranks=PARTS) as s:
     net, optimizer = s.prepare(model(), lambda p: torch.optim.SGD(p, 0.05))
     for _ in s.epochs(2):
         for x, y in s.loader(Rows(), global_batch=8, shuffle=False):

@@ -27,7 +27,7 @@ RIGHT = {
     "growing_more": [20, 30, 40], "growing_less": [40, 30, 20], "growing_more_loader": [20, 30, 40],
     "order_lazy": True, "order_lazy_workers": True,
     "endless": 7, "unprepared_input": 5, "order_shared": 3, "gradient_clipped": 15,
-    "phases": [[0, 1], [0, 1, 2], [0, 1]],
+    "phases": [[0, 1], [0, 1, 2], [0, 1]], "pickled": True,
     "few_gather": [0, 1, 2, 3, 4], "few_sum": [1.0, 9.0],
 }  # fmt: skip
 
@@ -76,7 +76,7 @@ WRONG = {
     "split_by_rank": USAGE, "split_by_rank_evaluated": USAGE,
     "indices_words": USAGE, "indices_tuples": USAGE, "average_batch_norm": USAGE,
     "gradient_before": USAGE, "gradient_exact": USAGE, "gradient_after": USAGE,
-    "gradient_added": USAGE, "gradient_assigned": USAGE, "gradient_added_later": USAGE,
+    "gradient_added": USAGE, "gradient_data": USAGE, "statistics_instance": USAGE, "gradient_assigned": USAGE, "gradient_added_later": USAGE,
     "gradient_assigned_before": USAGE,
     "later_head": USAGE, "later_parameter": USAGE, "later_parametrized": USAGE, "later_appended": USAGE,
     "later_foreign": USAGE, "two_backwards_in_parts": USAGE, "two_optimizers_zero": USAGE,

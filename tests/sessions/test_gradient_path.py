@@ -10,7 +10,7 @@ SCRIPT = Path(__file__).with_name("gradient_path.py")
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("kind", ["hook", "after", "function", "module", "masked", "accumulated"])
+@pytest.mark.parametrize("kind", ["hook", "after", "function", "module", "masked", "accumulated", "tensor", "reentrant"])
 def test_what_is_not_linear_in_the_gradient_gives_the_plain_loops_weights(
     tmp_path: Path, kind: str, ranks: int
 ) -> None:
@@ -25,5 +25,15 @@ def test_other_strategies_run_hooks_on_the_whole_gradient_or_raise_an_error(
     tmp_path: Path, strategy: str, code: int
 ) -> None:
     done = run_script(2, SCRIPT, "hook", strategy, cwd=tmp_path)
+    assert done.returncode == code, done.stderr
+    assert code or float((tmp_path / "difference").read_text()) < 1e-13
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("kind", "code"), [("function", 2), ("tensor", 2), ("reentrant", 2), ("module", 2), ("watched", 0), ("hook", 0)]
+)
+def test_with_weights_that_are_known_later_it_is_an_error(tmp_path: Path, kind: str, code: int) -> None:
+    done = run_script(2, SCRIPT, kind, "bucketed", "4", cwd=tmp_path)
     assert done.returncode == code, done.stderr
     assert code or float((tmp_path / "difference").read_text()) < 1e-13

@@ -31,6 +31,7 @@ from paceline.sessions.gate import Gate, Notes
 from paceline.sessions.loop import Loop
 from paceline.sessions.registered import Registered
 from paceline.sessions.wording import as_keywords, reword, script_name
+from paceline.stepping.hooks import TensorHooks
 from paceline.sums import check_equal, told_once
 from paceline.sums.sharing import memory_or_hosts
 from paceline.train.computing import take_threads
@@ -153,7 +154,9 @@ class Life(Loop):
         self._saved_data, self._loader_states = loop.get("data"), dict(loop.get("loaders", {}))
         self._registered = Registered(loop.get("registered", {}))
         self._steps.saves, self._resumes = place is not None, resume
+        self._steps.tensor_hooks = tensor_hooks = TensorHooks()
         self._hooks = [
+            tensor_hooks,
             register_module_module_registration_hook(self._note_added),
             register_module_parameter_registration_hook(self._note_added),
             register_optimizer_step_pre_hook(self._check_optimizer),

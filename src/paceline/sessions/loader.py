@@ -68,6 +68,16 @@ class Loader:
         """Of the global batch."""
         return self.plan.global_batch
 
+    @property
+    def sampler(self) -> Any:
+        """That of the DataLoader, for `set_epoch` say; None without one."""
+        return None if self.existing is None else self.existing.sampler
+
+    @property
+    def batch_sampler(self) -> Any:
+        """That of the DataLoader; None without one."""
+        return None if self.existing is None else self.existing.batch_sampler
+
     def __len__(self) -> int:
         """The global batches of an epoch."""
         return len(self.existing) if self.existing is not None else self.plan.steps_per_epoch

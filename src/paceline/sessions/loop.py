@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
+from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivateUsage]
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 
@@ -274,7 +274,7 @@ class Loop(Ranks):
         own = {id(module) for part in self._parts for module in part.replica.model.modules()}
 
         def watch(module: nn.Module, _: Any) -> None:
-            collects = isinstance(module, _BatchNorm) and module.training and module.track_running_stats
+            collects = isinstance(module, _NormBase) and module.training and module.track_running_stats
             if collects and module.momentum is None and id(module) in own:
                 raise UsageError(
                     "torch's update_bn with a prepared model: the session keeps the statistics of each virtual rank, "

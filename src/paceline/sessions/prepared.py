@@ -128,6 +128,21 @@ class PreparedOptimizer:
         self.part.cleared(set_to_none=set_to_none)
 
 
+class ForwardHook:
+    """A hook on a model's forward. A copy of the model, also a pickled one, has one that does nothing."""
+
+    def __init__(self, check: Callable[[nn.Module], None] | None = None) -> None:
+        self._check = check
+
+    def __call__(self, module: nn.Module, _: Any) -> None:
+        """Look at a forward that begins."""
+        if self._check is not None:
+            self._check(module)
+
+    def __reduce__(self) -> Any:
+        return ForwardHook, ()
+
+
 class Prepared(Trainee):
     """What `Session.prepare` was given, and the replica that a strategy has made of it."""
 
@@ -160,8 +175,7 @@ class Prepared(Trainee):
         self._known = {id(parameter) for parameter in self._parameters}
         replica.on_gradient(self._on_gradient)
 
-        # no method: a copy of the model would copy what it belongs to
-        def on_forward(module: nn.Module, _: Any) -> None:
+        def on_forward(module: nn.Module) -> None:
             if replica.in_lockstep:
                 gate.check_forward()
             if module is replica.model and module.training and gate.merged and otherwise:
@@ -175,7 +189,7 @@ class Prepared(Trainee):
         floating = any(buffer.is_floating_point() for buffer in replica.model.buffers())
         of_virtual_ranks = replica.virtual_ranks > 1 and floating
         if otherwise or of_virtual_ranks or replica.in_lockstep:
-            replica.model.register_forward_pre_hook(on_forward)
+            replica.model.register_forward_pre_hook(ForwardHook(on_forward))
         gate.parts.append(self)
 
     @property
@@ -380,12 +394,13 @@ class Prepared(Trainee):
         pairs = zip(self._parameters, self._summed, strict=True)
         changed = [i for i, (parameter, then) in enumerate(pairs) if not _is_as_then(parameter.grad, then)]
         early = self._updates <= 2
-        if changed and not early and changed == self._changed and self._updates & (self._updates - 1):
+        if early:  # also what p.grad.data was changed by, which no version tells
+            looked = range(len(self._parameters))
+        elif changed and changed == self._changed and self._updates & (self._updates - 1):
             looked = [changed[self._updates % len(changed)]]  # in each step another one
         else:
             looked = changed
-        grads = {i: self._parameters[i].grad for i in looked}
-        self._digests = {i: 0 if grad is None else int(checksum(grad)) for i, grad in grads.items()}
+        self._digests = {i: _digest(self._parameters[i].grad) for i in looked}
         self._changed = changed
         if early and (differing := self.differing_gradients()):
             raise told_once(GRADIENTS.error(differing), replica.world)
@@ -526,6 +541,12 @@ def _version(grad: Tensor | None) -> int:
     if type(grad) is Tensor:
         return grad._version  # pyright: ignore[reportPrivateUsage]
     return -1 if grad is None else own_share(grad)._version  # pyright: ignore[reportPrivateUsage]
+
+
+def _digest(grad: Tensor | None) -> int:
+    if grad is None:
+        return 0
+    return int(checksum(grad.coalesce().values() if grad.is_sparse else grad))
 
 
 def _look(parameter: Tensor) -> Look:

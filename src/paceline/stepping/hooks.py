@@ -8,12 +8,14 @@ import sys
 import sysconfig
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from functools import cache, partial, wraps
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.modules.module as GLOBAL
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointFunction
 
 
 class Received(deque[torch.Tensor]):
@@ -92,12 +94,58 @@ def own_hooks(models: Iterable[nn.Module]) -> str:
 
 
 def own_functions(loss: Tensor) -> str:
-    """An autograd function of the user's own code in the graph of `loss`, in words; empty if there is none."""
+    """An autograd function of the user's own code in the graph of `loss`, in words; empty if there is none.
+
+    The graph inside a reentrant checkpoint is not known: there it is any such function that the process has.
+    """
+    own = {kind for kind in _kinds_of(torch.autograd.Function) if _is_own(kind.__module__)}
+    if not own:
+        return ""
     for node in _nodes(loss):
         function = getattr(node, "_forward_cls", None)
-        if function is not None and _is_own(function.__module__):
+        if function in own:
             return f"the autograd function {function.__name__}"
+        if function is CheckpointFunction:
+            return f"a checkpoint with use_reentrant=True, perhaps with the autograd function {own.pop().__name__},"
     return ""
+
+
+def _kinds_of(kind: type) -> Iterator[type]:
+    for one in kind.__subclasses__():
+        yield one
+        yield from _kinds_of(one)
+
+
+class TensorHooks:
+    """Notes which hooks of the user's own code have changed the gradient of a tensor that is no leaf.
+
+    Autograd does not tell which hooks a tensor has, so `Tensor.register_hook` is replaced meanwhile.
+    """
+
+    def __init__(self) -> None:
+        self.changed = ""
+        """the last one, in words"""
+        self._register: Any = Tensor.register_hook
+        register, note = self._register, self._note
+
+        def register_hook(tensor: Tensor, hook: Callable[[Tensor], Tensor | None]) -> Any:
+            is_own = not tensor.is_leaf and _is_own(getattr(hook, "__module__", None) or "")
+            return register(tensor, partial(note, hook) if is_own else hook)
+
+        self._ours: Any = wraps(register)(register_hook)
+        Tensor.register_hook = self._ours
+
+    def _note(self, hook: Callable[[Tensor], Tensor | None], gradient: Tensor) -> Tensor | None:
+        version = gradient._version  # pyright: ignore[reportPrivateUsage]
+        found = hook(gradient)
+        if found is not None or gradient._version != version:  # pyright: ignore[reportPrivateUsage]
+            self.changed = f"the hook {getattr(hook, '__name__', type(hook).__name__)} of a tensor"
+        return found
+
+    def remove(self) -> None:
+        """Put `Tensor.register_hook` back, unless somebody else has replaced it."""
+        if Tensor.register_hook is self._ours:
+            Tensor.register_hook = self._register
 
 
 def leaves_of(loss: Tensor) -> Iterator[Tensor]:
@@ -117,6 +165,7 @@ def _nodes(loss: Tensor) -> Iterator[Any]:
             waiting += [following for following, _ in node.next_functions]
 
 
+@cache
 def _is_own(module: str) -> bool:
     """Whether a module is the user's: of no installed package, and not paceline."""
     path = getattr(sys.modules.get(module), "__file__", None)

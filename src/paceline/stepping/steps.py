@@ -22,7 +22,7 @@ from paceline.data.loader import MicroBatch
 from paceline.errors import UsageError
 from paceline.stepping import nonfinite
 from paceline.stepping.bodies import Body, Reduction, Weighed, check_alike, sum_of_nothing, weighted
-from paceline.stepping.hooks import HiddenHooks, leaves_of, own_functions, own_hooks
+from paceline.stepping.hooks import HiddenHooks, TensorHooks, leaves_of, own_functions, own_hooks
 from paceline.stepping.lockstep import as_many_as_any
 from paceline.stepping.order import CallOrder
 from paceline.stepping.phases import Phases
@@ -63,7 +63,8 @@ class Steps:
         self.phases = Phases(self.parts)
         self._around = ExitStack()
         self._usual: tuple[int, tuple[int, ...]] | None = None  # what the bodies of the step before have done
-        self._weight, self._was_looked_at = 0.0, False  # of the step before
+        self._weight = 0.0  # of the step before
+        self.tensor_hooks: TensorHooks | None = None  # of a session
         self._value: Tensor | None = None  # the last loss, of which the graph is known
         self.body: Body | None = None
         self.in_backward = False
@@ -229,8 +230,8 @@ class Steps:
     def _check_linear(self, loss: Tensor) -> None:
         """Raise UsageError for own code in the gradient path: the global batch's weight was not known in backward."""
         models = [part.replica.model for part in self.parts]
-        found = own_hooks(models) or ("" if self._was_looked_at else own_functions(loss))
-        self._was_looked_at = True
+        changed = "" if self.tensor_hooks is None else self.tensor_hooks.changed
+        found = own_hooks(models) or own_functions(loss) or changed
         if found:
             raise UsageError(
                 f"{found} is on the way of the gradients, and the weight of the global batch was not known before "
