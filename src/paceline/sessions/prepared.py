@@ -391,8 +391,12 @@ class Prepared(Trainee):
         replica = self.replica
         if replica.world.size == 1 or replica.sharded or replica.host is not None or self._summed is None:
             return
-        pairs = zip(self._parameters, self._summed, strict=True)
-        changed = [i for i, (parameter, then) in enumerate(pairs) if not _is_as_then(parameter.grad, then)]
+        changed = [
+            i
+            for i, (parameter, (then, version)) in enumerate(zip(self._parameters, self._summed, strict=True))
+            if (grad := parameter.grad) is not (None if then is None else then())
+            or (grad is not None and grad._version != version)  # pyright: ignore[reportPrivateUsage]
+        ]
         early = self._updates <= 2
         if early:  # also what p.grad.data was changed by, which no version tells
             looked = range(len(self._parameters))
@@ -517,7 +521,10 @@ class Prepared(Trainee):
 
     def _note_left(self) -> None:
         if self.replica.world.size > 1 or not self.gate.phases.alone:
-            self._left = [*map(_look, self._parameters)]
+            self._left = [
+                (None, -1) if (grad := p.grad) is None else (weakref.ref(grad), grad._version)  # pyright: ignore[reportPrivateUsage]
+                for p in self._parameters
+            ]
 
     def _on_gradient(self) -> None:
         if not self.gate.in_backward:
@@ -547,13 +554,3 @@ def _digest(grad: Tensor | None) -> int:
     if grad is None:
         return 0
     return int(checksum(grad.coalesce().values() if grad.is_sparse else grad))
-
-
-def _look(parameter: Tensor) -> Look:
-    grad = parameter.grad
-    return (None, -1) if grad is None else (weakref.ref(grad), _version(grad))
-
-
-def _is_as_then(grad: Tensor | None, then: Look) -> bool:
-    known, version = then
-    return known is None if grad is None else known is not None and known() is grad and _version(grad) == version
