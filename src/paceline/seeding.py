@@ -27,19 +27,20 @@ def derive(seed: int, purpose: str, *keys: int) -> int:
 
 
 @contextmanager
-def random_stream(seed: int, device: torch.device) -> Generator[None]:
+def random_stream(seed: int, device: torch.device) -> Generator["Streams"]:
     """Inside, torch (CPU and `device`), `random` and numpy continue from `seed`; outside they are untouched.
 
-    All of them: a model may drop layers by a draw of numpy's, which must not depend on the world size either.
+    All of them: a model may drop layers by a draw of numpy's, which must not depend on the world size either. Yields
+    the streams outside.
     """
     on_gpu = device.type not in ("cpu", "meta")
-    with preserved_streams(), torch.random.fork_rng([device], enabled=on_gpu, device_type=device.type):
+    with preserved_streams() as outside, torch.random.fork_rng([device], enabled=on_gpu, device_type=device.type):
         seed_streams(seed)
         if on_gpu:
             # torch.manual_seed would seed all GPUs of the node, those of other ranks too, and not restore them.
             with torch.accelerator.device_index(device.index):
                 torch.get_device_module(device).manual_seed(seed)
-        yield
+        yield outside
 
 
 def seed_streams(seed: int) -> None:
@@ -51,29 +52,49 @@ def seed_streams(seed: int) -> None:
         numpy_random.seed(seed % 2**32)
 
 
+class Streams:
+    """Where torch's stream (CPU), `random`'s and numpy's are when it is made."""
+
+    def __init__(self) -> None:
+        self._keep()
+
+    def _keep(self) -> None:
+        numpy_random = _numpy_random()
+        self._python, self._torch = random.getstate(), torch.get_rng_state()
+        self._numpy = numpy_random.get_state() if numpy_random else None
+
+    def put_back(self) -> None:
+        """Let the streams continue from there."""
+        random.setstate(self._python)
+        torch.set_rng_state(self._torch)
+        if self._numpy is not None:
+            _numpy_random().set_state(self._numpy)
+
+    @contextmanager
+    def current(self) -> Generator[None]:
+        """Inside, draws continue from there, and later draws from where these end. Afterwards all is as before."""
+        before = Streams()
+        self.put_back()
+        try:
+            yield
+        finally:
+            self._keep()
+            before.put_back()
+
+
 @contextmanager
-def preserved_streams() -> Generator[None]:
+def preserved_streams() -> Generator[Streams]:
     """What is drawn or seeded inside changes nothing outside for torch (CPU), `random` and numpy."""
-    restore = remembered_streams()
+    streams = Streams()
     try:
-        yield
+        yield streams
     finally:
-        restore()
+        streams.put_back()
 
 
 def remembered_streams() -> Callable[[], None]:
     """A function that puts torch's stream (CPU), `random`'s and numpy's back to where they are now."""
-    state, torch_state = random.getstate(), torch.get_rng_state()
-    numpy_random = _numpy_random()
-    numpy_state = numpy_random.get_state() if numpy_random else None
-
-    def restore() -> None:
-        random.setstate(state)
-        torch.set_rng_state(torch_state)
-        if numpy_random:
-            numpy_random.set_state(numpy_state)
-
-    return restore
+    return Streams().put_back
 
 
 def stream_states(device: torch.device) -> torch.Tensor:

@@ -327,6 +327,50 @@ def resumed_evaluated() -> Any:
     return sorted(epoch_2)
 
 
+def evaluated_inside(kind: str) -> Any:
+    """Evaluations inside epochs, which draw from the streams that the next epoch's order is drawn from, and a resume."""
+    shared = torch.Generator().manual_seed(4) if kind == "shared" else None
+    train = DataLoader(Rows(), batch_size=8, shuffle=True, generator=shared)
+    held_out = DataLoader(Rows(16), batch_size=8, shuffle=kind != "unshuffled", generator=shared)
+
+    def through(
+        s: paceline.Session | None, model: nn.Module, optimizer: Any, data: Any, test: Any, epochs: Any, stop: int = -1
+    ) -> None:
+        step = 0
+        for epoch in epochs:
+            for x, i in data:
+                if (s.step if s else step) == stop:
+                    raise RuntimeError("planned")
+                optimizer.zero_grad()
+                loss = loss_of(model, x, i)
+                s.backward(loss) if s else loss.backward()
+                optimizer.step()
+                step += 1
+                if step % 2 == 0:
+                    with torch.no_grad():
+                        assert all(len(x) <= 8 for x, _ in test)
+
+    if not Path("wanted.pt").exists():
+        torch.manual_seed(3)
+        plain = net()
+        through(None, plain, sgd(plain.parameters()), train, held_out, range(3))
+        torch.save(flat(plain), "wanted.pt")
+        again = False
+    else:
+        again = True
+    if shared is not None:
+        shared.manual_seed(4)
+    s = paceline.session("run", resume=True, checkpoint_every=1)
+    torch.manual_seed(3)
+    model, optimizer = s.prepare(net(), sgd)
+    through(s, model, optimizer, s.loader(train), s.loader(held_out), s.epochs(3), stop=-1 if again else 8)
+    return apart(flat(model), torch.load("wanted.pt"))
+
+
+for name in ("unshuffled", "shuffled", "shared"):
+    CASES[f"evaluated_inside_{name}"] = lambda name=name: evaluated_inside(name)
+
+
 class Twice(Sampler[int]):
     """Another order each time that it is asked, from nothing that could be saved."""
 

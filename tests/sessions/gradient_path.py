@@ -56,9 +56,7 @@ def clamp_after(parameter: Tensor) -> None:
 
 def model() -> nn.Module:
     torch.manual_seed(1)
-    made = nn.Sequential(
-        nn.Linear(6, 8), nn.Tanh(), Clamped(), nn.Linear(8, 1)
-    )
+    made = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), Clamped(), nn.Linear(8, 1))
     if KIND in ("hook", "masked", "accumulated"):
         made[3].weight.register_hook(lambda g: g.clamp(-0.05, 0.05))
     if KIND == "after":

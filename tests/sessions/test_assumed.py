@@ -148,6 +148,13 @@ def test_an_interrupted_epoch_has_each_sample_once(tmp_path: Path, kind: str) ->
     assert code == 0 and found == list(range(40)), told
 
 
+@pytest.mark.parametrize("kind", ["unshuffled", "shuffled", "shared"])
+def test_an_evaluation_inside_an_epoch_draws_as_in_a_plain_loop_also_after_a_resume(tmp_path: Path, kind: str) -> None:
+    assert run(1, f"evaluated_inside_{kind}", tmp_path)[0] == 1  # as planned
+    code, found, told = run(1, f"evaluated_inside_{kind}", tmp_path)
+    assert code == 0 and found < 1e-12, told
+
+
 def test_an_order_that_cannot_be_drawn_again_is_an_error(tmp_path: Path) -> None:
     assert run(1, "resumed_lost", tmp_path)[0] == 1
     code, found, told = run(1, "resumed_lost", tmp_path)

@@ -10,7 +10,9 @@ SCRIPT = Path(__file__).with_name("gradient_path.py")
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("kind", ["hook", "after", "function", "module", "masked", "accumulated", "tensor", "reentrant"])
+@pytest.mark.parametrize(
+    "kind", ["hook", "after", "function", "module", "masked", "accumulated", "tensor", "reentrant"]
+)
 def test_what_is_not_linear_in_the_gradient_gives_the_plain_loops_weights(
     tmp_path: Path, kind: str, ranks: int
 ) -> None:

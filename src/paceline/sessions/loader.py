@@ -133,8 +133,12 @@ class Loader:
             self._sampler.put_back(put_back.get("sampler", {}))
         put_global_streams(put_back)
         order = SampleOrder(self.existing)
+        if "later" in put_back:  # an evaluation in the epoch may have drawn from them
+            order.has(put_back["drawn"] - 1)
+            put_global_streams(put_back["later"])
+            self._sampler.put_back_sources(put_back["later"]["sampler"])
         if trains:
-            self._streams = {name: value for name, value in put_back.items() if name != "order"}
+            self._streams = {name: value for name, value in put_back.items() if name not in ("order", "drawn", "later")}
             self._order = order
         if "order" in put_back and order.hash_at(start - 1) != put_back["order"]:
             raise told_once(RESUMED_ORDER.error(type(self.existing.sampler).__name__, start), world)
@@ -199,14 +203,24 @@ class Loader:
 
     def position(self, where: Mapping[str, int], world: World | None) -> Any:
         """What a checkpoint keeps of the order, beside the number of the batch; with a `world` a collective."""
-        return None if self._order is None else {**self._streams, "order": self._order.hash_at(where["batch"] - 1)}
+        if self._order is None:
+            return None
+        assert self._sampler is not None
+        hashed, drawn = self._order.hash_at(where["batch"] - 1), self._order.drawn
+        later = {**global_streams(), "sampler": self._sampler.now()}
+        return {**self._streams, "order": hashed, "drawn": drawn, "later": later}
+
+    @staticmethod
+    def draw_ahead(plan: BatchPlan) -> None:
+        """Draw the first batches of an evaluation."""
+        if isinstance(plan, DrawnPlan) and plan.order is not None:
+            plan.order.has(COMPARED - 1)
 
     def evaluation(self, plan: BatchPlan, world: World) -> Generator[tuple[Any, int]]:
         """This rank's share of each batch, and of how many samples; nothing where it has none (a collective)."""
         drawn = plan.order if isinstance(plan, DrawnPlan) else None
         order = drawn if self.existing is not None and not keeps_order(self.existing) else None
         if order is not None:
-            order.has(COMPARED - 1)
             check_equal(SAME_ORDER, order.hash_at(COMPARED - 1), world)
         steps = takewhile(drawn.has, count()) if drawn else iter(range(len(self)))
         sizes: dict[int, int] = {}

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -161,9 +161,12 @@ class Loop(Ranks):
             raise UsageError(
                 "an evaluation inside a training loop: begin it at the step's last micro-batch, `if s.last:`"
             )
+        outside = self._steps.outside if body is not None else None
         restore = remembered_streams() if body is not None else lambda: None
         self._check_data(loader)
-        plan = loader.drawn(self.world, None)
+        with nullcontext() if outside is None else outside.current():  # the draws of a loop without a session
+            plan = loader.drawn(self.world, None)
+            loader.draw_ahead(plan)
         with self._merged(), self._guard.phase(Phase.EVALUATE), self._statistics_watched():
             try:
                 for batch, samples in loader.evaluation(plan, self.world):

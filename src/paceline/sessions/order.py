@@ -62,6 +62,11 @@ class SampleOrder:
             self._next += 1
         return batch < self._next
 
+    @property
+    def drawn(self) -> int:
+        """Batches that were drawn so far."""
+        return self._next
+
     def batch(self, batch: int) -> Tensor:
         """(n,) int64: its samples."""
         if not self.has(batch):

@@ -20,6 +20,7 @@ from paceline.contract.evidence import Phase
 from paceline.data.ahead import Prefetch
 from paceline.data.loader import MicroBatch
 from paceline.errors import UsageError
+from paceline.seeding import Streams
 from paceline.stepping import nonfinite
 from paceline.stepping.bodies import Body, Reduction, Weighed, check_alike, sum_of_nothing, weighted
 from paceline.stepping.hooks import HiddenHooks, TensorHooks, leaves_of, own_functions, own_hooks
@@ -67,6 +68,8 @@ class Steps:
         self.tensor_hooks: TensorHooks | None = None  # of a session
         self._value: Tensor | None = None  # the last loss, of which the graph is known
         self.body: Body | None = None
+        self.outside: Streams | None = None
+        """the random streams outside the body at hand"""
         self.in_backward = False
         self.in_step = False
         """whether a step has begun that is not over"""
@@ -92,8 +95,8 @@ class Steps:
             for batch in bodies:
                 is_last, self._around = batch is bodies[-1], ExitStack()
                 self._enter(Phase.FORWARD)
-                for part in self.parts:
-                    self._around.enter_context(part.replica.body(batch, is_last))
+                outside = [self._around.enter_context(part.replica.body(batch, is_last)) for part in self.parts]
+                self.outside = outside[0]
                 self.body = Body(batch, is_last, [] if is_last else self._rates())
                 self._sums.in_round = 0
                 yield batch

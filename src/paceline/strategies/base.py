@@ -18,7 +18,7 @@ from paceline.data.loader import MicroBatch
 from paceline.data.plan import Work
 from paceline.errors import UsageError
 from paceline.pipeline.line import Pipeline
-from paceline.seeding import random_stream
+from paceline.seeding import Streams, random_stream
 from paceline.strategies.buffers import VirtualBuffers, uncounted
 from paceline.strategies.held import hold_optimizer, load_optimizer, take_mean, words_of_mean
 from paceline.strategies.refusals import refuse_foreign
@@ -46,7 +46,7 @@ class Replica:
     world: World
     virtual_ranks: int
     """how many the run is defined for"""
-    body: Callable[[MicroBatch, bool], AbstractContextManager[None]]
+    body: Callable[[MicroBatch, bool], AbstractContextManager[Streams]]
     """(micro-batch, is it the step's last here?): surrounds all that is computed for it: random stream, buffers"""
     backward: Callable[[Work, bool], AbstractContextManager[Any]]
     """(work, is it the step's last backward here?): surrounds each backward inside `body`"""
@@ -156,15 +156,15 @@ def replica(
     buffers = VirtualBuffers(model, world, virtual_ranks)
 
     @contextmanager
-    def body(batch: MicroBatch, is_last: bool) -> Generator[None]:
+    def body(batch: MicroBatch, is_last: bool) -> Generator[Streams]:
         for_nothing = nullcontext() if batch.work.counted else uncounted(model, parameters)
-        with alone(batch), around(batch.work, is_last), for_nothing:
-            yield
+        with alone(batch) as outside, around(batch.work, is_last), for_nothing:
+            yield outside
 
     @contextmanager
-    def alone(batch: MicroBatch) -> Generator[None]:
-        with random_stream(batch.random_seed, world.device), buffers.of(batch.work):
-            yield
+    def alone(batch: MicroBatch) -> Generator[Streams]:
+        with random_stream(batch.random_seed, world.device) as outside, buffers.of(batch.work):
+            yield outside
 
     def sync_all_gradients(total_weight: Tensor) -> bool | Pending[bool] | None:
         for name, parameter in frozen.items():

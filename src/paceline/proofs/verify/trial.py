@@ -14,6 +14,7 @@ from paceline.data.loader import MicroBatch
 from paceline.proofs.verify.causes import Comparison, RankDifferences
 from paceline.proofs.verify.reference import Observed, Reference, stream_fingerprint
 from paceline.proofs.verify.setup import Setting, apply_strategy, build, without_dropout
+from paceline.seeding import Streams
 from paceline.stepping.summing import StepResult
 from paceline.strategies import Replica
 from paceline.sums import Pending, gather_words
@@ -61,12 +62,12 @@ def _observed(trial: Trial) -> Replica:
     inner = trial.replica
 
     @contextmanager
-    def body(batch: MicroBatch, is_last: bool) -> Generator[None]:
-        with inner.body(batch, is_last):
+    def body(batch: MicroBatch, is_last: bool) -> Generator[Streams]:
+        with inner.body(batch, is_last) as outside:
             # Under "sync" a rank forwards all its virtual ranks at once, and no random number is drawn.
             if batch.work.counted and trial.case.batchnorm != "sync":
                 trial.streams[f"{batch.work.virtual_rank}.{batch.work.part}"] = stream_fingerprint()
-            yield
+            yield outside
 
     def clip_grad_norm(max_norm: float) -> Pending[float]:
         # not in sync_gradients: hooks on parameters run after it
