@@ -328,7 +328,7 @@ def resumed_evaluated() -> Any:
 
 
 def evaluated_inside(kind: str) -> Any:
-    """Evaluations inside epochs, which draw from the streams that the next epoch's order is drawn from, and a resume."""
+    """Evaluations inside epochs draw from the streams that the next epoch's order is drawn from; and a resume."""
     shared = torch.Generator().manual_seed(4) if kind == "shared" else None
     train = DataLoader(Rows(), batch_size=8, shuffle=True, generator=shared)
     held_out = DataLoader(Rows(16), batch_size=8, shuffle=kind != "unshuffled", generator=shared)
@@ -337,7 +337,7 @@ def evaluated_inside(kind: str) -> Any:
         s: paceline.Session | None, model: nn.Module, optimizer: Any, data: Any, test: Any, epochs: Any, stop: int = -1
     ) -> None:
         step = 0
-        for epoch in epochs:
+        for _ in epochs:
             for x, i in data:
                 if (s.step if s else step) == stop:
                     raise RuntimeError("planned")
