@@ -371,6 +371,48 @@ for name in ("unshuffled", "shuffled", "shared"):
     CASES[f"evaluated_inside_{name}"] = lambda name=name: evaluated_inside(name)
 
 
+def changing(kind: str) -> Any:
+    """What epochs train on is drawn or changed by the loop, and a run resumes in the second of three."""
+
+    def through(s: paceline.Session | None, epochs: Any, stop: int = -1) -> Any:
+        random.seed(3)
+        data, step = Rows(), 0
+        sampler: Any = torch.utils.data.WeightedRandomSampler(torch.ones(COUNT), COUNT, generator=torch.Generator())
+        model = net()
+        model, optimizer = s.prepare(model, sgd) if s else (model, sgd(model.parameters()))
+        made: Any = DataLoader(data, batch_size=8, sampler=sampler if kind == "losses" else None)
+        train = s.loader(made) if s else made
+        for _ in epochs:
+            if kind == "subset":
+                part = torch.utils.data.Subset(data, random.sample(range(COUNT), 16))
+                made = DataLoader(part, batch_size=8)
+                train = s.loader(made) if s else made
+            if kind == "dataset":
+                data.x = data.x.flip(0)
+            for x, i in train:
+                if (s.step if s else step) == stop:
+                    raise RuntimeError("planned")
+                optimizer.zero_grad()
+                loss = loss_of(model, x, i)
+                s.backward(loss) if s else loss.backward()
+                optimizer.step()
+                seen, step = (s.gather(i) if s else i), step + 1
+                sampler.weights[seen] = 1.0 + seen.double()
+        return flat(model)
+
+    note = Path("wanted.pt")
+    again = note.exists()
+    if not again:
+        torch.save(through(None, range(3)), note)
+    s = paceline.session("run", resume=True, checkpoint_every=1)
+    return apart(
+        through(s, s.epochs(3), -1 if again else {"subset": 3, "losses": 11, "dataset": 7}[kind]), torch.load(note)
+    )
+
+
+CASES |= {f"changing_{name}": lambda name=name: changing(name) for name in ("subset", "losses", "dataset")}
+
+
 class Twice(Sampler[int]):
     """Another order each time that it is asked, from nothing that could be saved."""
 
@@ -614,6 +656,66 @@ def dropped_all() -> Any:
     return dropped(whole, lambda batch: batch)
 
 
+def padded(items: list[Any]) -> Tensor:
+    return torch.nn.utils.rnn.pad_sequence([x[:, None] for x, _ in items])  # (6, n, 1): time first
+
+
+LAYOUTS: dict[str, Callable[[list[Any]], Any]] = {
+    "time_first": lambda items: padded(items)[:, :, 0],
+    "time_first_pair": lambda items: (padded(items)[:, :, 0], torch.tensor([i for _, i in items])),
+    "time_first_two": lambda items: {"x": padded(items)[:-1, :, 0], "y": padded(items)[1:, :, 0]},
+    "one_more_dimension": lambda items: default_collate(items)[0][None],
+    "dicts": lambda items: [{"x": x, "i": i} for x, i in items],
+    "nodes": lambda items: {
+        "x": torch.cat([x for x, _ in items]), "i": torch.tensor([i for _, i in items]),
+        "of": torch.arange(len(items)).repeat_interleave(6),
+    },
+    "packed": lambda items: torch.nn.utils.rnn.pack_sequence([x[: 1 + i % 6] for x, i in items], enforce_sorted=False),
+    "number": lambda items: {"scale": torch.tensor([1.0]), "x": default_collate(items)[0]},
+}  # fmt: skip
+
+
+def rows_of(kind: str, batch: Any) -> Tensor:
+    """(n, 6): the samples of a batch."""
+    if kind.startswith("time_first"):
+        found = batch[0] if isinstance(batch, tuple) else batch
+        return (torch.cat([found["x"][:1], found["y"]]) if isinstance(found, dict) else found).T
+    if kind == "one_more_dimension":
+        return batch[0]
+    if kind == "dicts":
+        return torch.stack([one["x"] for one in batch])
+    if kind == "packed":
+        return torch.nn.functional.pad(
+            *[(found := torch.nn.utils.rnn.pad_packed_sequence(batch, True)[0]), (0, 6 - found.shape[1])]
+        )
+    return batch["x"].view(-1, 6)
+
+
+def laid_out(kind: str) -> Any:
+    """Batches whose first dimension is not that of samples; 10 samples on 3 ranks are 4, 3 and 3."""
+
+    def through(model: nn.Module, optimizer: Any, batches: Any, backward: Callable[[Tensor], Any]) -> None:
+        for batch in batches:
+            optimizer.zero_grad()
+            backward((model(rows_of(kind, batch)) ** 2).mean())
+            optimizer.step()
+
+    def loader() -> DataLoader[Any]:
+        return DataLoader(Rows(), batch_size=10, collate_fn=LAYOUTS[kind])
+
+    plain = net()
+    through(plain, sgd(plain.parameters()), loader(), lambda loss: loss.backward())
+    s = paceline.session()
+    model, optimizer = s.prepare(net(), sgd)
+    for _ in s.epochs(1):
+        through(model, optimizer, s.loader(loader()), s.backward)
+    return apart(flat(model), flat(plain))
+
+
+for name in LAYOUTS:
+    CASES[f"layout_{name}"] = lambda name=name: laid_out(name)
+
+
 # ---- gradients, parameters and optimizers
 
 
@@ -686,6 +788,49 @@ for name in (
     "data",
 ):
     CASES[f"gradient_{name}"] = lambda name=name: received(name)
+
+
+def by_hand(kind: str) -> Any:
+    s = paceline.session()
+    model, optimizer = s.prepare(net(), sgd)
+    own, teacher = torch.zeros(6, requires_grad=True), net()
+    for x, i in s.loader(Rows(), global_batch=8):
+        optimizer.zero_grad()
+        noise = torch.zeros_like(x, requires_grad=True)
+        added = {"in_place": own, "rebound": own, "input": noise, "teacher": 0 * teacher(x)}[kind]
+        s.backward(loss_of(model, x + added, i))
+        optimizer.step()
+        if kind == "in_place":
+            with torch.no_grad():
+                own -= 0.1 * own.grad
+            own.grad = None
+        if kind == "rebound":
+            own = (own - 0.1 * own.grad).detach().requires_grad_()
+    return s.step
+
+
+CASES |= {f"by_hand_{name}": lambda name=name: by_hand(name) for name in ("in_place", "rebound", "input", "teacher")}
+
+
+@case
+def frozen_by_rank() -> Any:
+    s = paceline.session()
+    model, optimizer = s.prepare(net(), sgd)
+    for x, i in s.loader(Rows(), global_batch=8):
+        if s.step == 2 and s.rank == 1:
+            model[2].weight.requires_grad_(False)
+        optimizer.zero_grad()
+        s.backward(loss_of(model, x, i))
+        optimizer.step()
+
+
+@case
+def clipped_in_parts() -> Any:
+    s = paceline.session(virtual_ranks=4)
+    model, optimizer = s.prepare(net(), sgd)
+    trained(s, model, optimizer, lambda x, i: (
+        s.backward(loss_of(model, x, i)), torch.nn.utils.clip_grad_value_(model.parameters(), 0.1),
+    ))  # fmt: skip
 
 
 def later(kind: str) -> Any:

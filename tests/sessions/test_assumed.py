@@ -28,6 +28,7 @@ RIGHT = {
     "order_lazy": True, "order_lazy_workers": True,
     "endless": 7, "unprepared_input": 5, "order_shared": 3, "gradient_clipped": 15,
     "phases": [[0, 1], [0, 1, 2], [0, 1]], "pickled": True,
+    "by_hand_input": 5, "by_hand_teacher": 5,
     "few_gather": [0, 1, 2, 3, 4], "few_sum": [1.0, 9.0],
 }  # fmt: skip
 
@@ -63,6 +64,27 @@ def test_its_numbers_are_those_of_the_plain_loop(tmp_path: Path, kind: str, rank
     assert code == 0 and found < 1e-12, told
 
 
+LAYOUTS = [
+    "time_first", "time_first_pair", "time_first_two", "one_more_dimension", "dicts", "nodes", "packed", "number",
+]  # fmt: skip
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("kind", LAYOUTS)
+def test_the_samples_of_a_batch_are_counted_wherever_their_dimension_is(tmp_path: Path, kind: str) -> None:
+    code, found, told = run(3, f"layout_{kind}", tmp_path)
+    assert code == 0 and found < 1e-12, told
+
+
+@pytest.mark.parametrize(("kind", "wanted"), [("subset", 0), ("losses", 0), ("dataset", USAGE)])
+def test_data_that_the_loop_draws_or_changes_are_the_same_after_a_resume(
+    tmp_path: Path, kind: str, wanted: int
+) -> None:
+    assert run(1, f"changing_{kind}", tmp_path)[0] == 1  # as planned
+    code, found, told = run(1, f"changing_{kind}", tmp_path)
+    assert code == wanted and (code or found < 1e-12), told
+
+
 @pytest.mark.ranks
 @pytest.mark.parametrize("strategy", ["exact", "manual", "ddp"])
 def test_a_rank_without_weight_contributes_nothing_under_other_strategies(tmp_path: Path, strategy: str) -> None:
@@ -76,7 +98,9 @@ WRONG = {
     "split_by_rank": USAGE, "split_by_rank_evaluated": USAGE,
     "indices_words": USAGE, "indices_tuples": USAGE, "average_batch_norm": USAGE,
     "gradient_before": USAGE, "gradient_exact": USAGE, "gradient_after": USAGE,
-    "gradient_added": USAGE, "gradient_data": USAGE, "statistics_instance": USAGE, "gradient_assigned": USAGE, "gradient_added_later": USAGE,
+    "by_hand_in_place": USAGE, "by_hand_rebound": USAGE, "frozen_by_rank": USAGE, "clipped_in_parts": USAGE,
+    "gradient_data": USAGE, "statistics_instance": USAGE,
+    "gradient_added": USAGE, "gradient_assigned": USAGE, "gradient_added_later": USAGE,
     "gradient_assigned_before": USAGE,
     "later_head": USAGE, "later_parameter": USAGE, "later_parametrized": USAGE, "later_appended": USAGE,
     "later_foreign": USAGE, "two_backwards_in_parts": USAGE, "two_optimizers_zero": USAGE,

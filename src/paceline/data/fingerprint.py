@@ -32,7 +32,7 @@ def data_fingerprint(dataset: Dataset[Any], loading: Loading) -> dict[str, Any]:
     held = held_rows(dataset)
     if held is not None and sum(t.nbytes for t in held) <= WHOLE_BYTES:
         return {"samples": length, "checksum of all of them": [zlib.crc32(_bytes(t)) for t in held]}
-    first, again = (_hash_probes(dataset, length, loading) for _ in range(2))
+    first, again = (hash_of_probes(dataset, loading) for _ in range(2))
     return {"samples": length, f"hash of {PROBES} of them": first if first == again else CHANGING}
 
 
@@ -41,7 +41,9 @@ def probes(length: int) -> list[int]:
     return sorted({i * (length - 1) // (PROBES - 1) for i in range(PROBES)})
 
 
-def _hash_probes(dataset: Dataset[Any], length: int, loading: Loading) -> str:
+def hash_of_probes(dataset: Dataset[Any], loading: Loading) -> str:
+    """Of a few samples."""
+    length = len(dataset)  # pyright: ignore[reportArgumentType]
     # a collate function of the user's own may fail on one sample, or leave it out
     on_cpu = replace(loading, device=torch.device("cpu"), num_workers=0, collate=loading.collate and list)
     with preserved_streams():

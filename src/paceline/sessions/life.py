@@ -4,6 +4,7 @@ import os
 import random
 import sys
 import threading
+import traceback
 from contextlib import ExitStack, nullcontext, suppress
 from pathlib import Path
 from types import TracebackType
@@ -28,6 +29,7 @@ from paceline.observe.summary import Summary
 from paceline.observe.track import wanted
 from paceline.rhythm import steps_or_seconds
 from paceline.sessions.gate import Gate, Notes
+from paceline.sessions.leaves import Leaves
 from paceline.sessions.loop import Loop
 from paceline.sessions.registered import Registered
 from paceline.sessions.wording import as_keywords, reword, script_name
@@ -47,6 +49,7 @@ from paceline.worker.guard import Guard
 from paceline.worker.world import DEFAULT_TIMEOUT_SECONDS, World, joined
 
 WATCH_EVERY = 100
+NO_GRADIENT = (AttributeError, TypeError, RuntimeError, IndexError)  # what code says that finds None in .grad
 UNSEEDED = 2**32  # torch seeds itself with a random number of 53 bits; people give smaller ones
 
 
@@ -148,10 +151,12 @@ class Life(Loop):
         self._where: dict[str, int] = {**start, **loop.get("where", {})}
         self._resumed: dict[str, int] | None = dict(self._where) if origin else None
         self._streams: dict[str, Any] | None = loop.get("streams")
+        self._epoch_streams = loop.get("epoch_streams")
         self.saved = dict(loop.get("saved", {}))
         self._numbers: list[dict[str, Any]] = list(loop.get("parts", []))
         self._parts, self._loaders, self._fingerprints, self._data = [], [], {}, {}
         self._saved_data, self._loader_states = loop.get("data"), dict(loop.get("loaders", {}))
+        self._leaves = Leaves()
         self._registered = Registered(loop.get("registered", {}))
         self._steps.saves, self._resumes = place is not None, resume
         self._steps.tensor_hooks = tensor_hooks = TensorHooks()
@@ -195,9 +200,27 @@ class Life(Loop):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._complete = True
-        self.close(error)
+        explained = self.explained(error)
+        self.close(explained or error)
+        if explained is not None:
+            raise explained from error
         if error is None and self._broken is not None:
             raise self._broken
+
+    def explained(self, error: BaseException | None) -> UsageError | None:
+        """The error in words, if it came of gradients that are not there before a step's last micro-batch."""
+        body = self._steps.body
+        if body is None or body.is_last or not body.weights or not isinstance(error, NO_GRADIENT):
+            return None
+        if isinstance(error, PacelineError) or any(part.has_gradients for part in self._parts):
+            return None
+        lines = [one for one in traceback.extract_tb(error.__traceback__) if "site-packages" not in one.filename]
+        place = f" at {lines[-1].filename}:{lines[-1].lineno}" if lines else ""
+        return UsageError(
+            f"{type(error).__name__}{place}: {error}. It came between s.backward and the end of a micro-batch that is "
+            "not the step's last. There .grad is None: gradients are complete in the last only. Put what uses .grad "
+            "behind `if s.last:`, or let each rank have one micro-batch in a step"
+        )
 
     def close(self, error: BaseException | None = None) -> None:
         """End in good order, or with the error that ends the loop. Also called at the process's end."""
@@ -288,6 +311,7 @@ def install() -> None:
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         with suppress(Exception):
+            error = next((found for one in open_sessions if (found := one.explained(error))), error)
             close_all(error)
         if isinstance(error, PacelineError):
             sys.stderr = sys.__stderr__

@@ -1,15 +1,18 @@
 """What `Session.loader` gives: a loop over global batches, of which this rank gets its share, body by body."""
 
+import zlib
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing
 from dataclasses import fields, is_dataclass, replace
+from functools import partial
 from itertools import count, takewhile
 from typing import Any, NamedTuple
 
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from paceline.data.fingerprint import data_fingerprint
+from paceline.data.fingerprint import data_fingerprint, hash_of_probes
 from paceline.data.loader import Loading, MicroBatch, load_work
 from paceline.data.plan import BatchPlan, Work, rank_work
 from paceline.data.streams import StreamPlan
@@ -34,6 +37,7 @@ from paceline.worker.world import World
 Bodies = list[MicroBatch]
 Run = Callable[["Loader"], Iterator[Any]]
 COMPARED = 64  # batches of an evaluation whose order is compared before the first
+Size = tuple[int, ...]
 MOST_TRIED = 1000  # samples in search of one that is not None
 SAME_ORDER = "orders of samples of this DataLoader"
 
@@ -61,7 +65,6 @@ class Loader:
         """the plan of the training epoch at hand; None of a stream"""
         self._streams: dict[str, Any] = {}  # the streams and the sampler's state with which the epoch at hand began
         self._sampler = None if existing is None else SamplerState(existing)
-        self._probed: tuple[int, dict[str, Any]] | None = None
 
     @property
     def batch_size(self) -> int:
@@ -88,10 +91,11 @@ class Loader:
 
     def fingerprint(self) -> dict[str, Any]:
         """What all ranks' data have in common."""
-        size = len(self.dataset)  # pyright: ignore[reportArgumentType]
-        if self._probed is None or self._probed[0] != size:
-            self._probed = size, data_fingerprint(self.dataset, self.loading)
-        return self._probed[1]
+        return data_fingerprint(self.dataset, self.loading)
+
+    def probe(self) -> int:
+        """Of its length and a few samples: changes if the loop changes the dataset."""
+        return zlib.crc32(f"{len(self.dataset)} {hash_of_probes(self.dataset, self.loading)}".encode())  # pyright: ignore[reportArgumentType]
 
     def drawn(
         self, world: World, put_back: dict[str, Any] | None, start: int = 0, *, trains: bool = False
@@ -136,12 +140,13 @@ class Loader:
         if "later" in put_back:  # an evaluation in the epoch may have drawn from them
             order.has(put_back["drawn"] - 1)
             put_global_streams(put_back["later"])
-            self._sampler.put_back_sources(put_back["later"]["sampler"])
         if trains:
             self._streams = {name: value for name, value in put_back.items() if name not in ("order", "drawn", "later")}
             self._order = order
         if "order" in put_back and order.hash_at(start - 1) != put_back["order"]:
             raise told_once(RESUMED_ORDER.error(type(self.existing.sampler).__name__, start), world)
+        if "later" in put_back:  # what the loop has changed in the epoch
+            self._sampler.put_back(put_back["later"]["sampler"])
         p, first = self.plan, self.existing.batch_size or (len(order.batch(0)) if order.has(0) else 1)
         plan = DrawnPlan(
             p.num_samples, first, p.virtual_ranks, p.accumulation, p.seed, p.shuffle, p.tail, order, steps or 1
@@ -324,6 +329,7 @@ class CountingCollate:
 
     def __init__(self, collate: Callable[[list[Any]], Any], dataset: Any) -> None:
         self._collate, self._dataset = collate, dataset
+        self._batch_is_later: bool | None = None  # whether the first dimension is not that of samples
 
     def __call__(self, items: list[Any]) -> Counted:
         """The batch, counted."""
@@ -337,7 +343,19 @@ class CountingCollate:
             if (stand_in := self._stand_in()) is None:
                 raise
             return stand_in  # the function leaves out all of these samples, and fails on what is left: nothing
-        return Counted(batch, _samples_of(batch, given, len(kept), names))
+        return Counted(batch, _samples_of(batch, given, len(kept), names, partial(self._is_one_sample, kept)))
+
+    def _is_one_sample(self, items: list[Any], sizes: list[Size]) -> bool:
+        """Whether the last dimension of a batch's tensors that is as long as `items` is 1 in a batch of one of them."""
+        if self._batch_is_later is None:
+            batches = (self._alone(item) for item in items)
+            alone = [*_sizes(next((batch for batch in batches if batch is not None), None))]
+            pairs = [*zip(sizes, alone, strict=False)]
+            is_same = len(sizes) == len(alone) and all(len(a) == len(b) for a, b in pairs)
+            self._batch_is_later = is_same and all(
+                any(long == len(items) and one == 1 for long, one in zip(a[1:], b[1:], strict=True)) for a, b in pairs
+            )
+        return self._batch_is_later
 
     def _alone(self, item: Any) -> Any:
         """The batch of one sample; None if the function fails on it."""
@@ -354,25 +372,37 @@ class CountingCollate:
         return None
 
 
-def _samples_of(batch: Any, given: int, kept: int, names: set[int]) -> int:
+def _samples_of(
+    batch: Any, given: int, kept: int, names: set[int], has_batch_dimension: Callable[[list[Size]], bool]
+) -> int:
     """How many samples a batch has, of so many that were `given`, of which so many are not None and have these ids.
 
-    As many as are kept, if some are None and any of its tensors or lists has that length, or if the first of them has
-    it; else the length that all of them have, as samples were left out, or each gives several rows; else -1.
+    -1 if that is not known. `has_batch_dimension`: whether these dimensions, one of each tensor, become 1 in a batch of
+    one sample.
     """
     if isinstance(batch, (list, tuple)) and any(id(one) in names for one in batch):  # pyright: ignore
         return len(batch)  # pyright: ignore[reportUnknownArgumentType] - of the samples themselves
-    lengths = [*_lengths(batch)]
-    if kept in lengths or not lengths:
-        return kept if kept < given or not lengths or lengths[0] == given else -1
-    return lengths[0] if len({*lengths}) == 1 else -1
+    if isinstance(batch, list) and batch and not any(isinstance(one, (Tensor, list, tuple)) for one in batch):  # pyright: ignore
+        return len(batch)  # pyright: ignore[reportUnknownArgumentType] - an object for each sample
+    sizes = [*_sizes(batch)]
+    sizes = [size for size in sizes if size[0] != 1 or given in size] or sizes  # without a number for the whole batch
+    lengths = {size[0] for size in sizes}
+    if not sizes or kept in lengths:
+        # more rows than samples: of nodes, tokens or views. Fewer: perhaps of samples that are left
+        return kept if kept < given or all(size[0] >= given or given in size for size in sizes) else -1
+    if all(kept in size for size in sizes) and has_batch_dimension(sizes):  # time comes first, say
+        return kept
+    return lengths.pop() if len(lengths) == 1 else -1
 
 
-def _lengths(value: Any, depth: int = 0) -> Iterator[int]:
+def _sizes(value: Any, depth: int = 0) -> Iterator[Size]:
     """Of its tensors and lists, but not of the outermost list or tuple, whose parts are those of a sample."""
+    if isinstance(value, PackedSequence):
+        yield (int(value.batch_sizes[0]),)
+        return
     if isinstance(value, Tensor):
         if value.ndim:
-            yield len(value)
+            yield tuple(value.shape)
         return
     if is_dataclass(value) and not isinstance(value, type):
         value = {one.name: getattr(value, one.name) for one in fields(value)}
@@ -381,6 +411,6 @@ def _lengths(value: Any, depth: int = 0) -> Iterator[int]:
     elif not isinstance(value, (list, tuple)):
         return
     elif depth:
-        yield len(value)  # pyright: ignore[reportUnknownArgumentType]
+        yield (len(value),)  # pyright: ignore[reportUnknownArgumentType]
     for part in value if depth < 3 else ():  # pyright: ignore[reportUnknownVariableType]
-        yield from _lengths(part, depth + 1)
+        yield from _sizes(part, depth + 1)

@@ -1,6 +1,7 @@
 """The loops over data of a session: where in the run they are, what is due between two steps, and how they are left."""
 
 import math
+import time
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
@@ -15,6 +16,7 @@ from torch.optim import Optimizer
 
 from paceline.checkpoint.shard import layout
 from paceline.contract.evidence import Phase
+from paceline.data.fingerprint import CHANGING
 from paceline.data.loader import MicroBatch
 from paceline.data.plan import BatchPlan, rank_work, ranks_share
 from paceline.definition import check_same
@@ -23,6 +25,7 @@ from paceline.observe.bar import Report, Reporter
 from paceline.seeding import preserved_streams, remembered_streams
 from paceline.sessions.assumptions import DATA, GRADIENTS, ORDER, PARAMETERS, PLACE
 from paceline.sessions.gate import Gate
+from paceline.sessions.leaves import Leaves
 from paceline.sessions.loader import Loader
 from paceline.sessions.prepared import Prepared
 from paceline.sessions.ranks import Ranks
@@ -38,6 +41,13 @@ from paceline.worker.guard import Guard
 from paceline.worker.world import World
 
 TRACK_EVERY = 50  # steps between two reports of the loss
+SLOW_SECONDS = 1.0  # to read a few samples: then they are read once only
+
+
+CHANGED_DATA = (
+    "If the loop draws or changes its data itself, it must come to the same data after a resume: draw them from the "
+    "number of the epoch, random.Random(epoch), or from torch's, Python's or numpy's global stream at the epoch's begin"
+)
 
 
 class Loop(Ranks):
@@ -65,8 +75,8 @@ class Loop(Ranks):
     """that was trained from last"""
     _loaders: list[Loader]
     """those that were made before the first step, in order"""
-    _fingerprints: dict[int, tuple[Any, dict[str, Any]]]
-    """of the datasets that were compared over ranks, by id"""
+    _fingerprints: dict[int, tuple[Any, dict[str, Any], int | None]]
+    """of the datasets that were compared over ranks, by id; with a probe that is looked at in each epoch"""
     _data: dict[str, Any]
     """what the loop at hand trains on, as far as the run's definition says"""
     _saved_data: dict[str, Any] | None
@@ -80,6 +90,9 @@ class Loop(Ranks):
     _loader_states: dict[str, dict[str, Any]]
     """of the checkpoint: the state of samplers between two epochs, by the number of the loader"""
     _registered: Registered
+    _leaves: Leaves
+    _epoch_streams: dict[str, str] | None
+    """the random streams with which the epoch at hand began"""
     _phases = 0
     """calls of s.epochs so far"""
     _in_epochs = False
@@ -127,19 +140,26 @@ class Loop(Ranks):
         """The fingerprint of its data; the first time it is compared over ranks (a collective then)."""
         data = loader.dataset
         if (known := self._fingerprints.get(id(data))) is not None:
-            size: int | None = known[1].get("samples")  # a stream has none
-            if size is not None and size != len(data):  # pyright: ignore[reportArgumentType]
-                with preserved_streams():
-                    self._fingerprints[id(data)] = (data, loader.fingerprint())
-            return self._fingerprints[id(data)][1]
+            if known[2] is None:
+                return known[1]
+            with preserved_streams():
+                if (probe := loader.probe()) != known[2]:  # the loop has changed it
+                    self._fingerprints[id(data)] = known = (data, loader.fingerprint(), probe)
+            return known[1]
+        began = time.perf_counter()
         with preserved_streams(), together(self.world):
             found = loader.fingerprint()
-        self._fingerprints[id(data)] = (data, found)
-        told = [str(one) for one in gather_words(found, self.world)]
+        slow = time.perf_counter() - began > SLOW_SECONDS and "checksum of all of them" not in found
+        of_ranks: list[tuple[dict[str, Any], bool]] = gather_words((found, slow), self.world)
+        told = [str(one) for one, _ in of_ranks]
         if len({*told}) > 1:
             raise told_once(
                 DATA.error("; ".join(f"rank {rank} has {one}" for rank, one in enumerate(told))), self.world
             )
+        # a stream has no length
+        looks_again = "samples" in found and CHANGING not in found.values() and not any(slow for _, slow in of_ranks)
+        with preserved_streams():
+            self._fingerprints[id(data)] = (data, found, loader.probe() if looks_again else None)
         return found
 
     def _compare_replicas(self) -> None:
@@ -229,8 +249,10 @@ class Loop(Ranks):
         """Have what must be the same on all ranks compared in this step."""
         where, compared = self._where, self._course.order.compared
         compared["epoch"], compared["loop"], compared["batch"] = where["epoch"], where["passes"], where["batch"]
+        compared["data"] = self._fingerprints[id(loader.dataset)][2] or 0
         compared["order"] = loader.order_hash(where["batch"])
         compared["hooks"] = sum(part.hooks for part in self._parts)
+        compared["trained"] = hash(tuple(part.trained for part in self._parts))
         for part in self._parts:
             compared[f"gradients {part.number}"] = part.digest
             compared[f"learning rates {part.number}"] = hash(tuple(map(float, part.rates())))
@@ -247,6 +269,11 @@ class Loop(Ranks):
         if gradients:
             self._is_damaged = True
             return GRADIENTS.error(gradients[0].differing_gradients())
+        if "data" in differing:
+            return DATA.error(f"at {self._at}: the loop has changed it in another way on each rank")
+        if "trained" in differing:
+            self._is_damaged = True
+            return PARAMETERS.error(f"some ranks have frozen parameters that others train, at {self._at}")
         if any(name.startswith("learning rates") for name in differing):
             self._is_damaged = True
             return UsageError(
@@ -266,7 +293,7 @@ class Loop(Ranks):
         if any(one.optimizer is optimizer for part in self._parts for one in part.optimizers):
             return
         trained = {id(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
-        if trained & self._steps.foreign_leaves():
+        if trained & {id(leaf) for leaf in self._steps.foreign_leaves()}:
             raise PARAMETERS.error(
                 f"a {type(optimizer).__name__} that was not prepared trains a tensor that the loss depends on"
             )
@@ -347,7 +374,10 @@ class Loop(Ranks):
         }  # fmt: skip
         if (origin := self._course.origin) is not None and self._saved_data is not None:
             # the loop that was interrupted need not be the run's first one, which the definition is of
-            check_same(self._saved_data, self._data, (), origin.where)
+            try:
+                check_same(self._saved_data, self._data, (), origin.where)
+            except UsageError as error:
+                raise UsageError(f"{error} {CHANGED_DATA}") from None
             definition |= {name: origin.content.definition[name] for name in self._data}
         compare(definition, self._course.origin, len(self._parts), len(self._numbers), self.world, exact=self._exact)
         self.print(opening(plan, self.world, self._strategy, self._name))
@@ -376,6 +406,7 @@ class Loop(Ranks):
         return {"task": self._name, "strategy": self._strategy, **known}
 
     def _between(self, loader: Loader, bodies: Sequence[MicroBatch], plan: BatchPlan, *, left: bool = False) -> None:
+        self._look_at_leaves()
         done = self._steps.end()
         batch = self._where["batch"]
         samples = loader.samples(plan, bodies[0].work.epoch, batch)
@@ -394,6 +425,20 @@ class Loop(Ranks):
         if self.saved and self._steps.saves:
             savable(self.saved, strict=True)
         course.between(done.votes, partial(self._loop_state, self.world), save=self._stopped or is_end, settled=is_end)
+
+    def _look_at_leaves(self) -> None:
+        """After steps 1, 2, 4, 8, ..., and the step that follows each: is a tensor trained by hand?"""
+        step = self._course.step + 1
+        begins, follows = step & (step - 1) == 0, (step - 1) & (step - 2) == 0
+        if not (begins or follows) or (self.size == 1 and self._steps.phases.alone):
+            return
+        found = self._steps.foreign_leaves()
+        try:
+            self._leaves.compare(found if follows else ())
+        except UsageError:
+            self._is_damaged = True
+            raise
+        self._leaves.keep(found if begins else ())
 
     def _ended(self, record: StepRecord) -> None:
         """A step has ended: `paceline verify` looks at it here."""
@@ -445,6 +490,7 @@ class Loop(Ranks):
                 raise
         found: dict[str, Any] = {"where": dict(self._where), "parts": [part.numbers() for part in self._parts]}
         found["saved"] = savable(self.saved, strict=world is not None)
+        found["epoch_streams"] = self._epoch_streams
         found["data"], found["registered"] = self._data, self._registered.numbers(world)
         states = {str(n): one.sampler_state for n, one in enumerate(self._loaders) if one is not self._loader}
         found["loaders"] = {number: state for number, state in states.items() if state is not None}

@@ -183,8 +183,9 @@ class SamplerState:
         self.put_back_sources(state)
         owners = dict(self._owners())
         for name, owner in owners.items():
-            if _has_state_dict(owner) and name in state.get("attributes", {}):
-                owner.load_state_dict(_with_tensors(state["attributes"][name]))
+            saved = state.get("attributes", {}).get(name)
+            if saved is not None and _has_state_dict(owner) and _without_tensors(owner.state_dict()) != saved:
+                owner.load_state_dict(_with_tensors(saved))
         for full, value in state.get("attributes", {}).items():
             owner, _, attribute = full.rpartition(".")
             if owner in owners and hasattr(owners[owner], attribute):  # the first value may be that of the class

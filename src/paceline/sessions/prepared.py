@@ -410,6 +410,11 @@ class Prepared(Trainee):
             raise told_once(GRADIENTS.error(differing), replica.world)
 
     @property
+    def trained(self) -> tuple[bool, ...]:
+        """Which parameters are trained: the same on all ranks."""
+        return tuple([p.requires_grad for p in self._parameters])
+
+    @property
     def digest(self) -> int:
         """Of the gradients that the loop has changed, which must be the same on all ranks."""
         return hash(tuple(self._digests.items()))

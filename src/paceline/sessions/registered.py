@@ -84,7 +84,7 @@ class Registered:
         def lost() -> bool:
             return any(
                 issubclass(type(one), LRScheduler) and id(one) not in known and id(vars(one).get("optimizer")) in own
-                for one in _objects()
+                for one in objects()
             )
 
         if lost() and (gc.collect() or True) and lost():  # the first may have found one that nobody has any more
@@ -106,7 +106,7 @@ class Registered:
         roots = [*models]
         known = [*roots, *self.ignored, *self.things.values()]
         own = {id(module) for thing in known if isinstance(thing, nn.Module) for module in thing.modules()}
-        others = [thing for thing in _objects() if _is_module(thing) and id(thing) not in own]
+        others = [thing for thing in objects() if _is_module(thing) and id(thing) not in own]
         for thing in others:
             now, before = _fingerprint(thing), self._seen.get(id(thing))
             if before is not None and before[0]() is thing:
@@ -177,7 +177,7 @@ def _joined(value: Any, source: Source) -> Any:
     return value
 
 
-def _objects() -> list[Any]:
+def objects() -> list[Any]:
     """All objects of the process that may refer to others, those that are frozen for forks as well."""
     frozen, enabled = gc.get_freeze_count(), gc.isenabled()
     gc.disable()
@@ -199,7 +199,7 @@ def _outermost(module: nn.Module, others: Iterable[nn.Module]) -> str:
 
 def check_no_scaler() -> None:
     """Raise UsageError if the loop has a GradScaler that scales: it needs whole gradients after each backward."""
-    if any(issubclass(type(one), torch.amp.GradScaler) and one.is_enabled() for one in _objects()):
+    if any(issubclass(type(one), torch.amp.GradScaler) and one.is_enabled() for one in objects()):
         raise UsageError(
             "a GradScaler looks at the gradients after each backward. With several micro-batches in a step, and with "
             "strategies that divide gradients over ranks, they are not there. Let each rank have one micro-batch "

@@ -34,6 +34,7 @@ from paceline.seeding import preserved_streams
 from paceline.sessions.given import OptimizerLike, SchedulerLike, planned, prepared, prepared_again
 from paceline.sessions.life import Life, install, made_as, open_sessions
 from paceline.sessions.loader import Loader
+from paceline.sessions.order import global_streams, put_global_streams
 from paceline.sessions.prepared import Prepared
 from paceline.stepping.bodies import Reduction
 from paceline.strategies import STRATEGIES
@@ -209,6 +210,9 @@ class Session(Life):
                     )
                 if self._resumed is None:
                     self._where |= {"epoch": epoch, "pass": 0, "batch": 0}
+                    self._epoch_streams = global_streams() if self._steps.saves else None
+                elif self._epoch_streams is not None:
+                    put_global_streams(self._epoch_streams)
                 yield epoch
                 self._resumed = None
         finally:

@@ -32,6 +32,8 @@ class Body:
     """since its last backward"""
     has_failed: bool = False
     """whether a backward has begun that did not end"""
+    is_alone: bool = False
+    """whether the step has no other, on any rank: then weights do not matter"""
 
     @property
     def work(self) -> Work:
@@ -46,6 +48,8 @@ class Body:
             UsageError: if that is not known.
         """
         found = self.batch.samples
+        if found is not None and found < 0 and self.is_alone:
+            found = None
         if found is not None and found < 0:
             raise UsageError(
                 f"the collate function was given {len(self.work.indices)} samples, and its batch has tensors of other "

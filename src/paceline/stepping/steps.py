@@ -97,7 +97,7 @@ class Steps:
                 self._enter(Phase.FORWARD)
                 outside = [self._around.enter_context(part.replica.body(batch, is_last)) for part in self.parts]
                 self.outside = outside[0]
-                self.body = Body(batch, is_last, [] if is_last else self._rates())
+                self.body = Body(batch, is_last, [] if is_last else self._rates(), is_alone=self._sums.is_alone)
                 self._sums.in_round = 0
                 yield batch
                 self.leave()
@@ -265,10 +265,10 @@ class Steps:
         self._sums.without_gradient = True
         return False
 
-    def foreign_leaves(self) -> set[int]:
-        """The ids of tensors that the last loss depends on, and that are parameters of no model here."""
+    def foreign_leaves(self) -> list[Tensor]:
+        """Tensors that the last loss depends on, and that are parameters of no model here."""
         own = {id(p) for part in self.parts for p in part.replica.model.parameters()}
-        return {id(leaf) for leaf in leaves_of(self._value)} - own if self._value is not None else set()
+        return [] if self._value is None else [leaf for leaf in leaves_of(self._value) if id(leaf) not in own]
 
     def _rates(self) -> list[float]:
         return [rate for part in self.parts for rate in part.rates()]
