@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from tests import warm
+from tests.run_script import run_script
 
 LOOP = """
 import errno, os
@@ -47,3 +49,72 @@ def test_a_session_that_ends_well_says_in_its_summary_what_it_has_cost(tmp_path:
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert done.returncode == 0, done.stderr
     assert summary["seconds"] > 0 and summary["peak_memory_bytes"] > 1 << 20 and 0 <= summary["data_share"] <= 1
+
+
+LOADED = """
+import os, sys, time
+import torch, paceline
+from multiprocessing.process import BaseProcess
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+how, pid, start, started, kept = sys.argv[1], os.getpid(), BaseProcess.start, [], []
+torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 0.5  # so long torch waits for a busy process
+
+class Data(Dataset):
+    def __len__(self):
+        return 8
+    def __getitem__(self, number):
+        if os.getpid() != pid and number == 5:  # the session itself looks at samples, too
+            if how.startswith("an error in a process"):
+                raise ValueError("of this sample")
+            if how == "a busy process":
+                time.sleep(1000)
+        return torch.full((2,), float(number))
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        yield from map(Data().__getitem__, range(8))
+
+def start_one(process):
+    started.append(process)
+    if len(started) == 2:
+        kept.append(OSError("no second process"))  # with its traceback
+        raise kept[0]
+    start(process)
+
+if how == "a process that cannot start":
+    BaseProcess.start = start_one
+with paceline.session() as s:
+    model, optimizer = s.prepare(torch.nn.Linear(2, 1), lambda p: torch.optim.SGD(p, lr=0.1))
+    if how.endswith("of a stream"):
+        loader = s.loader(Stream(), global_batch=2, num_workers=1)
+    else:
+        loader = s.loader(DataLoader(Data(), batch_size=2, num_workers=2))
+    if how == "an iterator that is kept":
+        with torch.no_grad():
+            kept.append(iter(loader))
+            next(kept[0])
+    for x in loader:
+        if how == "a busy process" and s.batch == 1:
+            break
+        optimizer.zero_grad()
+        s.backward(model(x).mean())
+        optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "told"),
+    [
+        ("an error in a process", 1, "ValueError: of this sample"),
+        ("an error in a process of a stream", 1, "ValueError: of this sample"),
+        ("a process that cannot start", 1, "OSError: no second process"),
+        ("an iterator that is kept", 0, ""),
+        ("a busy process", 0, ""),
+    ],
+)
+def test_a_session_ends_with_its_loader_processes(how: str, code: int, told: str, tmp_path: Path) -> None:
+    (tmp_path / "loop.py").write_text(LOADED)
+    done = run_script(1, tmp_path / "loop.py", how, cwd=tmp_path)  # without an agent, which would kill what is left
+    assert done.returncode == code and told in done.stderr, done.stderr
+    assert "atexit" not in done.stderr and bool(told) == ("Traceback" in done.stderr)

@@ -1,5 +1,6 @@
 """Being asked to stop: a flag first, the end at the second time, and a run that can be gone on with."""
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -71,6 +72,17 @@ def test_the_first_signal_is_noted_and_the_second_ends_the_process_by_itself(not
     assert ask(process) == number.name
     process.send_signal(number)
     assert process.wait(PATIENCE_SECONDS) == -number
+
+
+def test_sigterm_ends_a_process_that_was_forked_meanwhile():
+    with noticing() as request:
+        process = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
+        process.start()
+        process.terminate()  # as `with Pool()` does at its end
+        process.join(PATIENCE_SECONDS)
+    code = process.exitcode
+    process.kill()
+    assert (code, request.by) == (-signal.SIGTERM, None)
 
 
 def test_the_second_signal_may_be_another_one(noting):

@@ -11,9 +11,12 @@ import re
 import signal
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from multiprocessing import active_children
+from multiprocessing.process import BaseProcess
+from multiprocessing.util import Finalize
 from signal import strsignal
 from typing import Any, cast
 
@@ -153,10 +156,36 @@ def _by_loader(dataset: Dataset[Any], requests: Iterable[Request], seed: int, lo
         generator=torch.Generator().manual_seed(0),  # else DataLoader draws its base seed from the global stream
         **(loading.workers if loading.num_workers else {}),
     )
-    with without_garbage():
-        iterator = iter(loader)
-    with closing(drained(iterator, box)) as batches:
+    with closing(drained(started(loader), box)) as batches:
         yield from batches
+
+
+def started(loader: DataLoader[Any]) -> Iterator[Any]:
+    """An iterator of `loader`; if it is still there when this process ends, its worker processes are killed then.
+
+    An error's traceback keeps it, or a variable of the user's. Python's end would send SIGTERM to the workers, which
+    ignore it (see `begin_worker`), and wait for them for ever.
+    """
+    others = {*active_children()}
+    try:
+        with without_garbage():
+            iterator = iter(loader)
+    except BaseException:  # some may have been started
+        _kill({*active_children()} - others)
+        raise
+    workers: Sequence[Any] = getattr(iterator, "_workers", ())
+    for worker in workers:  # torch does this to one that is still busy some seconds after a loop was left
+        worker.terminate = partial(os.kill, worker.pid, signal.SIGKILL)
+    if workers:
+        Finalize(iterator, _kill, (workers, id(iterator)), exitpriority=0)
+    return iterator
+
+
+def _kill(workers: Iterable[BaseProcess], of_iterator: int = 0) -> None:
+    with suppress(ValueError):  # torch knows none of that iterator any more
+        torch._C._remove_worker_pids(of_iterator)  # pyright: ignore[reportPrivateUsage] - or it raises an error
+    for worker in workers:
+        worker.kill()
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from torch.utils.data._utils import worker
 
 from paceline.data.ahead import moved
 from paceline.data.fingerprint import hash_of
-from paceline.data.loader import Loading, begin_worker, drained, without_garbage
+from paceline.data.loader import Loading, begin_worker, drained, started
 from paceline.data.plan import BatchPlan
 from paceline.errors import UsageError
 from paceline.seeding import derive, seed_streams
@@ -235,8 +235,7 @@ def read_chunks(reader: Reader, loading: Loading) -> Generator[Stretch]:
             worker_init_fn=partial(begin_worker, os.getpid()), generator=torch.Generator().manual_seed(0),
             **loading.workers,
         )  # fmt: skip
-        with without_garbage():
-            chunks = iter(loader)
+        chunks = started(loader)
     with closing(drained(chunks, box)) as read_on:
         for chunk in read_on:
             shares = [share._replace(batch=moved(share.batch, loading.device)) for share in chunk.shares]

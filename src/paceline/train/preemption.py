@@ -19,14 +19,19 @@ class StopRequest:
 
     def __init__(self, *, told: bool = False) -> None:
         """`told`: whether to answer the first request at once, in words."""
-        self._told = told
+        self._told, self._pid = told, os.getpid()
         self.by: str | None = None
 
     def note(self, number: int, frame: FrameType | None = None) -> None:
-        """Remember the first request; the second one ends the process at once."""
-        if self.by is None:
+        """Remember the first request; the second one ends the process at once.
+
+        A process that was forked by ours has this handler, too. It saves nothing, and SIGTERM ends it: who forked it, a
+        pool say, does so by this signal and waits for its end.
+        """
+        is_ours = os.getpid() == self._pid
+        if self.by is None and (is_ours or number != signal.SIGTERM):
             self.by = signal.Signals(number).name
-            if self._told:  # no print: we may be in the middle of one
+            if self._told and is_ours:  # no print: we may be in the middle of one
                 os.write(2, f"paceline: {self.by}: saving after this step; again to stop now\n".encode())
             return
         signal.signal(number, signal.SIG_DFL)
