@@ -143,6 +143,9 @@ soak-judge: $(STAMP)  ## the judge on 20,000 generated standstills
 bench-guard: $(STAMP)  ## what the hang guard costs
 	$(BIN)/python benchmarks/guard.py --out benchmarks/results/guard.json
 
+bench-checks: $(STAMP)  ## what the checks of a session cost in each step, on 1 and 2 processes (quiet)
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/checks.py --out benchmarks/results/checks.json
+
 bench-probe: $(STAMP)  ## what it costs that a script is seen from outside, on four models
 	PYTHONPATH=benchmarks $(BIN)/python benchmarks/probe.py --out benchmarks/results/probe.json
 

@@ -45,9 +45,10 @@ RESUMED_ORDER = Assumption(
     "numbers, lists, tensors of up to 10,000 elements) or in its state_dict()",
 )
 DATA = Assumption(
-    "All ranks have the same dataset.",
-    "When a loader is first iterated: its length, and a checksum of all data in memory or of 8 samples.",
-    "once per loader: 16 samples are read, or up to 1 GiB is summed",
+    "All ranks have the same dataset, also after a resume.",
+    "When a loader is first iterated: its length, and a checksum of all data in memory or of 8 samples. In each epoch: "
+    "8 samples.",
+    "once per loader: 16 samples are read, or up to 1 GiB is summed; in each epoch 8 samples, unless that is slow",
     "the ranks have different data ({}). A split that each rank draws for itself must be seeded: "
     "random_split(data, lengths, generator=torch.Generator().manual_seed(0))",
 )
@@ -60,7 +61,8 @@ PLACE = Assumption(
 )
 COUNT = Assumption(
     "The weight of a mean is the number of samples in the batch.",
-    "In each batch of a custom collate function: its length is counted. Otherwise it is the planned number.",
+    "In each batch of a custom collate function: samples are counted by the sizes of its tensors. Otherwise it is the "
+    "planned number.",
     "a look at the batch's tensors",
     "",
 )
@@ -73,7 +75,7 @@ BACKWARD = Assumption(
 )
 GRADIENTS = Assumption(
     "A gradient that the loop changes (clipping, p.grad += ...) is changed in the same way on all ranks.",
-    "In the first two steps before the update. Later, one step after it, by a checksum of changed gradients.",
+    "In the first two steps before the update, by a checksum of all. Later, one step after it, of changed gradients.",
     "a checksum of the gradients that were changed",
     "the ranks have different gradients after the loop has changed them: {} differs. What is added to a gradient "
     "(torch.autograd.grad(...), p.grad += ...) must be the same on all ranks. Add its loss to the one of s.backward "
@@ -81,10 +83,11 @@ GRADIENTS = Assumption(
 )
 PARAMETERS = Assumption(
     "The parameters of a model, and of its optimizer, are those that s.prepare was given.",
-    "When a module or parameter is added, in each add_param_group, and at the begin of each epoch.",
-    "a comparison of all parameters once an epoch",
-    "the model's parameters are not those that s.prepare was given: {}. Their gradients would not be summed over "
-    "ranks. Add parameters before s.prepare, or save the weights and start a new session",
+    "When a module or parameter is added, in each add_param_group, and at the begin of each epoch. In each step: which "
+    "are frozen. After steps 2, 3, 5, 9, ...: tensors that the loss depends on, and that the loop has changed by hand.",
+    "a comparison of all parameters once an epoch; a walk through the loss's graph in these steps",
+    "what is trained is not what s.prepare was given: {}. Gradients would not be summed over ranks. Add parameters "
+    "before s.prepare, or save the weights and start a new session",
 )
 STATE = Assumption(
     "Models, optimizers and schedulers that were prepared, and objects given to s.register, are the whole state.",
@@ -103,7 +106,8 @@ BUFFERS = Assumption(
 SCALE = Assumption(
     "Gradients during backward are those of the mean over the global batch.",
     "By construction: the loss is divided by the global batch's weight before backward. Hooks of parameters run on the "
-    "summed gradient.",
+    "summed gradient. If the weight becomes known later (weight= in several micro-batches), hooks and autograd functions "
+    "of the loop's own code are looked for in each step.",
     "none; a loss with weight= waits for the other ranks' weights",
     "",
 )
