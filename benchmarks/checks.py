@@ -4,6 +4,7 @@
 
 The checks are those of `paceline.sessions.assumptions` that act in each step. They are switched off and on between
 steps. Microseconds of a rank's processor time: the lower quartile of each block, then median and quartiles over blocks.
+Torch operations of a step are counted, too: each is a kernel on a GPU, or a view.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
@@ -35,6 +37,16 @@ BLOCK, BLOCKS, BATCH = 100, 20, 32
 
 def _nothing(*_: Any, **__: Any) -> Any:
     return None
+
+
+class Counted(TorchDispatchMode):
+    """Counts torch operations."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
 
 
 CHECKS: list[tuple[type, str, Callable[..., Any]]] = [
@@ -58,6 +70,7 @@ def measure() -> dict[str, Any]:
     """Microseconds of processor time of a step, with and without the checks, one number for each block."""
     checks = [(kind, name, kind.__dict__[name], off) for kind, name, off in CHECKS]
     spent: dict[bool, list[float]] = {True: [], False: []}
+    operations: dict[bool, list[int]] = {True: [], False: []}
     with paceline.session(threads=1) as s:
         torch.manual_seed(0)
         size = BLOCK * (BLOCKS + 1) * BATCH * s.size
@@ -66,13 +79,16 @@ def measure() -> dict[str, Any]:
         layers = [layer for a, b in pairwise(sizes) for layer in (nn.Linear(a, b), nn.ReLU())]
         model, optimizer = s.prepare(nn.Sequential(*layers[:-1]), partial(torch.optim.AdamW, fused=True))
         times: dict[bool, list[float]] = {True: [], False: []}
-        began, is_on = 0.0, True
+        began, is_on, counted = 0.0, True, Counted()
         for x, y in s.loader(DataLoader(data, batch_size=BATCH * s.size, shuffle=True)):
             optimizer.zero_grad()
             s.backward(F.cross_entropy(model(x), y))
             optimizer.step()
             now = time.thread_time()
-            if s.step > 2:
+            if s.step > 3 * BLOCK and s.step <= 3 * BLOCK + 20:
+                counted.__exit__(None, None, None)
+                operations[is_on].append(counted.count)
+            elif s.step > 2:
                 times[is_on].append(now - began)
             if len(times[False]) == BLOCK:
                 if s.step > 3 * BLOCK:  # the first is a warm-up
@@ -82,10 +98,14 @@ def measure() -> dict[str, Any]:
             is_on = not is_on or s.step < 2
             for kind, name, check, off in checks:
                 setattr(kind, name, check if is_on else off)
+            if s.step >= 3 * BLOCK and s.step < 3 * BLOCK + 20:
+                counted = Counted()
+                counted.__enter__()
             began = time.thread_time()
         for kind, name, check, _ in checks:
             setattr(kind, name, check)
-    return {"with": spent[True], "without": spent[False]}
+    counts = {name: median(operations[on]) for name, on in (("with", True), ("without", False))}
+    return {"with": spent[True], "without": spent[False], "operations": counts}
 
 
 def main() -> None:
@@ -101,6 +121,7 @@ def main() -> None:
         whole = median(times["with"])
         found[f"{nproc} ranks"] = {**times, "step": whole, "checks": median(more), "quartiles": [low, high]}
         print(f"{nproc} ranks: {median(more):.1f} us ({low:.1f} to {high:.1f}) of a step of {whole:.0f} us", flush=True)
+        print(f"{nproc} ranks, torch operations: {times['operations']}", flush=True)
     if told.out:
         told.out.write_text(json.dumps(found, indent=1) + "\n")
 
