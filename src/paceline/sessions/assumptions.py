@@ -106,8 +106,8 @@ BUFFERS = Assumption(
 SCALE = Assumption(
     "Gradients during backward are those of the mean over the global batch.",
     "By construction: the loss is divided by the global batch's weight before backward. Hooks of parameters run on the "
-    "summed gradient. If the weight becomes known later (weight= in several micro-batches), hooks and autograd functions "
-    "of the loop's own code are looked for in each step.",
+    "summed gradient. If the weight becomes known later (weight= in several micro-batches): a search for hooks and "
+    "autograd functions of the loop's own code, in each step.",
     "none; a loss with weight= waits for the other ranks' weights",
     "",
 )
