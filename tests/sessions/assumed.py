@@ -1231,6 +1231,28 @@ def weightless(kind: str) -> Any:
 CASES |= {f"weightless_{name}": lambda name=name: weightless(name) for name in ("labels", "masked", "constant")}
 
 
+def changed_by_the_loop(start: float | int, by: float) -> Any:
+    """A buffer, once a step, outside of the model's forward."""
+    model = net()
+    model.register_buffer("own", torch.tensor(start))
+    with paceline.session(virtual_ranks=4) as s:
+        model, optimizer = s.prepare(model, sgd)
+
+        def act(x: Tensor, i: Tensor) -> None:
+            s.backward(loss_of(model, x, i))
+            if s.last:
+                model.own += by
+
+        trained(s, model, optimizer, act)
+        return s.weights(model)["own"].item()
+
+
+CASES |= {
+    "buffer_by_loop": lambda: changed_by_the_loop(0, 1),
+    "buffer_by_loop_float": lambda: changed_by_the_loop(0.0, 0.5),
+}
+
+
 @case
 def constant_everywhere() -> Any:
     with paceline.session() as s:

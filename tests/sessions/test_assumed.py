@@ -86,6 +86,7 @@ WRONG = {
     "outside_epochs": USAGE,
     "iterator_kept": USAGE,
     "few_one": USAGE, "eval_mode": USAGE, "statistics_loader": USAGE, "constant_everywhere": USAGE,
+    "buffer_by_loop": USAGE, "buffer_by_loop_float": USAGE,
 }  # fmt: skip
 
 
@@ -118,6 +119,12 @@ ALONE = [
 def test_it_is_an_error_on_one_process_too(tmp_path: Path, kind: str) -> None:
     code, found, told = run(1, kind, tmp_path)
     assert code == USAGE and found is None, told
+
+
+@pytest.mark.parametrize("kind", ["buffer_by_loop", "buffer_by_loop_float"])
+def test_a_buffer_that_the_loop_changes_is_refused_in_words(tmp_path: Path, kind: str) -> None:
+    code, found, told = run(1, kind, tmp_path)
+    assert code == USAGE and found is None and "outside of the model's forward" in told, told
 
 
 @pytest.mark.parametrize("kind", ["unsavable_state", "unsavable_saved"])
