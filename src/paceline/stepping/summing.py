@@ -68,7 +68,7 @@ class Sums:
         step in one micro-batch, and there is no other rank. `guess`: the weight of the step before; 0 if there is none.
         """
         # for the same bits on every number of ranks the scale must not depend on which rank computes what
-        self._alone, self._guess, self._same_bits = alone and not same_bits, guess, same_bits
+        self.alone, self._guess, self._same_bits = alone and not same_bits, guess, same_bits
         self._world, self._where, self._one_each, self._votes, self._order = world, where, one_each, votes, order
         self.result = StepResult()
         self.rows = torch.zeros(virtual_ranks, 2, dtype=torch.float64, device=world.device)
@@ -127,7 +127,7 @@ class Sums:
         if self.scale is None:
             if self._reduction == "sum":
                 self.scale = 1.0
-            elif self._alone:
+            elif self.alone:
                 self.scale = weighed.weight
             elif self._by_samples and self._samples:
                 self.scale = float(self._samples)
