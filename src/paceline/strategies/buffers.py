@@ -690,7 +690,8 @@ def _version(tensor: Tensor) -> int:
 
 
 def _from_words(words: dict[str, Any]) -> RankValue:
-    return RankValue(**{**words, "seen": Seen(**words["seen"])})
+    seen = Seen(**words["seen"])
+    return RankValue(words["digest"], words["step"], words["decreased"], seen, words["by_samples"])
 
 
 def _turned(values: Tensor) -> Tensor:
