@@ -1376,6 +1376,81 @@ def weightless(kind: str) -> Any:
 CASES |= {f"weightless_{name}": lambda name=name: weightless(name) for name in ("labels", "masked", "constant")}
 
 
+def changed_by_the_loop(start: float | int, by: float) -> Any:
+    """A buffer, once a step, outside of the model's forward."""
+    model = net()
+    model.register_buffer("own", torch.tensor(start))
+    with paceline.session(virtual_ranks=4) as s:
+        model, optimizer = s.prepare(model, sgd)
+
+        def act(x: Tensor, i: Tensor) -> None:
+            s.backward(loss_of(model, x, i))
+            if s.last:
+                model.own += by
+
+        trained(s, model, optimizer, act)
+        return s.weights(model)["own"].item()
+
+
+CASES |= {
+    "buffer_by_loop": lambda: changed_by_the_loop(0, 1),
+    "buffer_by_loop_float": lambda: changed_by_the_loop(0.0, 0.5),
+}
+
+
+def beside_the_plain_loop(make: Callable[[], nn.Module], optimizer: Any, sets_up: Callable[[Any], Any]) -> Any:
+    wanted, model = make(), make()
+    update = optimizer(wanted.parameters())
+    sets_up(wanted)
+    for x, i in DataLoader(Rows(), batch_size=8):
+        update.zero_grad()
+        loss_of(wanted, x, i).backward()
+        update.step()
+    with paceline.session() as s:
+        model, update = s.prepare(model, optimizer(model.parameters()))
+        sets_up(model)
+        trained(s, model, update, lambda x, i: s.backward(loss_of(model, x, i)))
+    return apart(flat(model), flat(wanted))
+
+
+def hooked_together(mode: Any) -> Callable[[nn.Module], Any]:
+    def clips(gradients: Any) -> None:
+        for one in [gradients] if isinstance(gradients, Tensor) else gradients:
+            one.clamp_(-0.01, 0.01)
+
+    return lambda model: torch.autograd.graph.register_multi_grad_hook([*model.parameters()], clips, mode=mode)
+
+
+class Embeds(nn.Module):
+    """Rows of weights that are shrunk in forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.rows, self.last = nn.Embedding(3, 4, max_norm=0.5), nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.rows((x[:, 0] > 0).long()))
+
+
+CASES |= {
+    "adagrad": lambda: beside_the_plain_loop(net, lambda p: torch.optim.Adagrad(p, 0.05), lambda _: None),
+    "hook_all": lambda: beside_the_plain_loop(net, sgd, hooked_together("all")),
+    "hook_any": lambda: beside_the_plain_loop(net, sgd, hooked_together("any")),
+    "max_norm": lambda: beside_the_plain_loop(Embeds, sgd, lambda _: None),
+}
+
+
+@case
+def unfrozen_later() -> Any:
+    model = net()
+    model[0].requires_grad_(False)
+    with paceline.session() as s:
+        model, optimizer = s.prepare(model, sgd(model[2].parameters()))
+        model[0].requires_grad_(True)
+        optimizer.add_param_group({"params": model[0].parameters()})
+
+
 @case
 def constant_everywhere() -> Any:
     with paceline.session() as s:

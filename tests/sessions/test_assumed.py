@@ -53,6 +53,7 @@ EQUAL = [
     "dropped_tuple", "dropped_dict", "dropped_list", "dropped_record", "dropped_zip", "dropped_samples",
     "average_batch_norm_merged", "two_backwards_alone",
     "weightless_labels", "weightless_masked", "weightless_constant", "statistics_data",
+    "adagrad",
 ]  # fmt: skip
 
 
@@ -110,6 +111,7 @@ WRONG = {
     "outside_epochs": USAGE,
     "iterator_kept": USAGE,
     "few_one": USAGE, "eval_mode": USAGE, "statistics_loader": USAGE, "constant_everywhere": USAGE,
+    "buffer_by_loop": USAGE, "buffer_by_loop_float": USAGE, "hook_all": USAGE, "hook_any": USAGE, "max_norm": USAGE,
 }  # fmt: skip
 
 
@@ -142,6 +144,24 @@ ALONE = [
 def test_it_is_an_error_on_one_process_too(tmp_path: Path, kind: str) -> None:
     code, found, told = run(1, kind, tmp_path)
     assert code == USAGE and found is None, told
+
+
+@pytest.mark.parametrize("kind", ["hook_all", "hook_any", "max_norm"])
+def test_alone_it_is_the_plain_loop(tmp_path: Path, kind: str) -> None:
+    code, found, told = run(1, kind, tmp_path)
+    assert code == 0 and found < 1e-12, told
+
+
+WORDS = {
+    "buffer_by_loop": "outside of the model's forward", "buffer_by_loop_float": "outside of the model's forward",
+    "unfrozen_later": "0.weight, which was frozen in s.prepare",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", WORDS)
+def test_it_is_refused_in_words(tmp_path: Path, kind: str) -> None:
+    code, found, told = run(1, kind, tmp_path)
+    assert code == USAGE and found is None and WORDS[kind] in told, told
 
 
 @pytest.mark.parametrize("kind", ["unsavable_state", "unsavable_saved"])

@@ -203,6 +203,8 @@ EQUAL = {
     "by steps": (torch.tensor(1.0), lambda own, x: own * 0.9),
     "complex": (torch.tensor(1j), lambda own, x: own * 0.9),
     "a flag": (torch.tensor(False), lambda own, x: torch.tensor(True)),
+    "a number of steps": (torch.tensor(0.0), lambda own, x: own + 1),
+    "a vector that follows the weights": (torch.tensor([0.1, 0.7]), lambda own, x: own.flip(0)),
 }
 UNKNOWN = {
     "a sum": (torch.tensor(0.0), lambda own, x: own + x.sum().float()),
@@ -210,6 +212,30 @@ UNKNOWN = {
     "the last labels": (torch.zeros(3, dtype=torch.int64), lambda own, x: (x[0] * 9).long()),
     "a flag that is taken back": (torch.ones(3, dtype=torch.bool), lambda own, x: x[0] > 0.2),
 }
+
+
+PER_SAMPLE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "samples": lambda own, x: own + len(x),
+    "elements": lambda own, x: own + x.numel(),
+    "their average": lambda own, x: own * 0.9 + 0.1 * len(x),
+}
+
+
+@pytest.mark.parametrize("kind", PER_SAMPLE)
+def test_a_float_that_may_count_samples_must_be_declared_though_all_virtual_ranks_have_equally_many(kind: str):
+    model = Writes(torch.zeros(2), PER_SAMPLE[kind])
+    with pytest.raises(UsageError, match=r'number of samples.*"own": "sum"'):
+        forwards(VirtualBuffers(model, ALONE, V), model, range(V), range(1))
+
+
+def test_a_float_that_begins_to_count_samples_later_is_an_error_at_the_next_merge():
+    model = Writes(torch.zeros(2), lambda own, x: own)
+    buffers = VirtualBuffers(model, ALONE, V)
+    forwards(buffers, model, range(V), range(2))
+    model.write = PER_SAMPLE["samples"]
+    forwards(buffers, model, range(V), range(2, 3))
+    with pytest.raises(UsageError, match="number of samples"), buffers.merged():
+        pass
 
 
 @pytest.mark.parametrize("kind", EQUAL)
@@ -245,11 +271,11 @@ def test_what_nobody_knows_how_to_combine_is_an_error_before_the_first_update_an
 def test_a_buffer_that_differs_later_is_an_error_at_the_next_merge():
     model = Writes(torch.tensor(0.0), lambda own, x: own)
     buffers = VirtualBuffers(model, ALONE, V)
-    forwards(buffers, model, range(V), range(1))
+    forwards(buffers, model, range(V), range(2))
     with buffers.merged():
         pass
     model.write = lambda own, x: own + x.sum().float()
-    forwards(buffers, model, range(V), range(1, 2))
+    forwards(buffers, model, range(V), range(2, 3))
     with pytest.raises(UsageError, match="buffer_reductions"), buffers.merged():
         pass
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -113,6 +114,16 @@ def test_sparse_adam_works_where_sparse_gradients_do(world: World) -> None:
     start = model.words.weight.detach().clone()
     train(STRATEGIES["ddp"](model, make, world))
     assert not torch.equal(model.words.weight, start)
+
+
+@pytest.mark.parametrize("name", ANY)
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_weights_that_a_forward_shrinks_are_refused_with_several_virtual_ranks(
+    world: World, name: str, kind: Any
+) -> None:
+    model = nn.Sequential(kind(3, 2, max_norm=0.5))
+    with pytest.raises(UsageError, match=r"^0 \(Embedding.*max_norm=0.5"):
+        STRATEGIES[name](model, partial(SGD, lr=0.1), world, virtual_ranks=2)
 
 
 # ---- lazy modules ------------------------------------------------------------------------------------------------

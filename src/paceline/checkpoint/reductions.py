@@ -47,6 +47,8 @@ class RankValue:
     decreased: bool
     """whether an element of an integer or bool buffer is smaller than before"""
     seen: Seen
+    by_samples: bool | None = None
+    """of a floating-point or complex buffer: `may_count_samples` of its last step"""
 
 
 def choices(buffer: Tensor) -> tuple[str, ...]:
@@ -84,7 +86,7 @@ def inferred(like: Tensor, ranks: Sequence[RankValue], *, by_chance: bool = Fals
     if len(ranks) == 1:
         return "first"
     if like.is_floating_point() or like.is_complex():
-        return "first" if equal else ""
+        return "first" if equal and not any(one.by_samples for one in ranks) else ""
     decreased = any(one.decreased for one in ranks)
     if like.dtype == torch.bool:
         return "first" if equal else "" if decreased else "max"
@@ -93,7 +95,7 @@ def inferred(like: Tensor, ranks: Sequence[RankValue], *, by_chance: bool = Fals
         return ""
     of_samples = _counts_samples(ranks)
     if _counts_calls(ranks):
-        return "" if of_samples else "first"
+        return "" if of_samples or _called_unevenly(ranks) else "first"
     if decreased or (
         equal and not of_samples and not by_chance
     ):  # a number that was set, or calls that cannot be counted
@@ -111,6 +113,27 @@ def _counts_calls(ranks: Sequence[RankValue]) -> bool:
     once = all(seen.writes == seen.micro_batches and not seen.replaced for _, seen in steps)
     times = range(1, 2 if once else MOST_CALLS + 1)
     return any(all(step == calls * seen.micro_batches for step, seen in steps) for calls in times)
+
+
+def _called_unevenly(ranks: Sequence[RankValue]) -> bool:
+    """Whether some have changed it in more of their micro-batches than others."""
+    steps = {abs(one.step or 0) for one in ranks}
+    return len(steps) > 1 and (0 in steps or len({one.seen.micro_batches for one in ranks}) == 1)
+
+
+def may_count_samples(now: Tensor, before: Tensor, micro_batches: int, samples: int) -> bool | None:
+    """Whether a change that is equal on all virtual ranks may depend on their number of samples; None: no change.
+
+    It does not if each micro-batch has changed it by one, if it became smaller by a part (a temperature), or if its
+    elements changed by different parts (a vector that follows the weights).
+    """
+    old, new = as_float64(before), as_float64(now)
+    changes = (new - old)[new != old].unique()
+    if not len(changes):
+        return None
+    if bool((changes % 1 == 0).all()):
+        return samples <= micro_batches or bool((changes.abs() != micro_batches).any())
+    return len(changes) == 1 and bool((new.abs() > old.abs()).any())
 
 
 def _counts_samples(ranks: Sequence[RankValue]) -> bool:

@@ -98,9 +98,9 @@ STATE = Assumption(
 )
 BUFFERS = Assumption(
     "It is known how the buffers of several virtual ranks combine to one.",
-    "After the first step: a buffer outside normalization layers that differs between virtual ranks must be declared, "
-    '`buffer_reductions = {"total": "sum"}` in its module.',
-    "once, for models with such buffers",
+    "In the first two steps: a buffer outside normalization layers that differs between virtual ranks, or may count "
+    'samples, must be declared, `buffer_reductions = {"total": "sum"}` in its module.',
+    "twice, for models with such buffers",
     "",
 )
 SCALE = Assumption(

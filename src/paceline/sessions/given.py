@@ -1,9 +1,9 @@
 """From what a user gives a session, a model or data, to parts of a training and a plan of who sees which sample."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
@@ -145,9 +145,9 @@ def made_optimizer(model: nn.Module, asked: Any) -> Callable[[Iterable[nn.Parame
     """
     if isinstance(asked, Optimizer):
         checked_optimizer(asked)
-        if asked.state:
+        if any(_has_stepped(state) for state in asked.state.values()):
             raise UsageError("the optimizer has taken steps already: prepare it before the first")
-        return lambda _: asked
+        return lambda _: _on_device(asked)
     if not callable(asked):
         raise UsageError(
             f"s.prepare(model, {type(asked).__name__}): the second must be a torch optimizer, or a function that makes "
@@ -155,3 +155,17 @@ def made_optimizer(model: nn.Module, asked: Any) -> Callable[[Iterable[nn.Parame
         )
 
     return lambda parameters: checked_optimizer(asked(parameters))
+
+
+def _has_stepped(state: Mapping[str, Any]) -> bool:
+    """By an optimizer's state of one parameter, which Adagrad has from the start."""
+    return bool(state) and bool(state.get("step", 1))
+
+
+def _on_device(optimizer: Optimizer) -> Optimizer:
+    """With the state that it has from the start where its parameters are now."""
+    for parameter, state in optimizer.state.items():
+        for name, value in state.items():
+            if name != "step" and isinstance(value, Tensor):
+                state[name] = value.to(parameter.device)
+    return optimizer

@@ -468,11 +468,16 @@ class Prepared(Trainee):
 
     def check_added(self, group: Mapping[str, Any]) -> None:
         """Raise UsageError for a group of parameters that are not the model's."""
-        own = {id(parameter) for parameter in self.replica.model.parameters()} & self._known
+        names = {id(parameter): name for name, parameter in self.replica.model.named_parameters()}
         if self.replica.sharded:
             raise PARAMETERS.error("a group of parameters was added, and the strategy divides the optimizer's state")
         for parameter in group["params"]:
-            if id(parameter) not in own:
+            if id(parameter) in names and id(parameter) not in self._known:
+                raise PARAMETERS.error(
+                    f"optimizer.add_param_group was given {names[id(parameter)]}, which was frozen in s.prepare. Let "
+                    "it require a gradient there, and freeze it after that"
+                )
+            if id(parameter) not in names:
                 shape = tuple(parameter.shape)
                 raise PARAMETERS.error(f"optimizer.add_param_group was given a parameter of shape {shape} that is new")
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.modules.module as GLOBAL
 from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.checkpoint import CheckpointFunction
 
 
@@ -65,10 +66,20 @@ def show_hooks(hidden: HiddenHooks) -> None:
 
 
 def _taken(hooks: Any) -> Hooks:
-    theirs = {number: hook for number, hook in (hooks or {}).items() if not _is_ours(hook)}
+    theirs = {number: hook for number, hook in (hooks or {}).items() if not (_is_ours(hook) or _is_joint(hook))}
     for number in theirs:
         del hooks[number]
     return theirs
+
+
+def have_joint_hooks(parameters: Iterable[nn.Parameter]) -> bool:
+    """Whether any has a hook by torch's `register_multi_grad_hook`, which can only run inside a backward."""
+    return any(_is_joint(hook) for p in parameters for hook in (p._backward_hooks or {}).values())  # pyright: ignore
+
+
+def _is_joint(hook: Any) -> bool:
+    code = getattr(hook, "__code__", None)
+    return code is not None and code.co_filename == register_multi_grad_hook.__code__.co_filename
 
 
 def _is_ours(hook: Any) -> bool:

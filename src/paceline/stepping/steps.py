@@ -198,7 +198,7 @@ class Steps:
         self.in_backward = True
         hidden: list[HiddenHooks] = []
         try:
-            hidden += [part.hide_hooks() for part in self.parts]
+            hidden += [part.hide_hooks(alone=self._sums.is_alone) for part in self.parts]
             if more and any(hidden):
                 raise UsageError(
                     "s.backward(loss, more=True) and a hook on a parameter: the hook would run once for all losses, "

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from paceline.checkpoint.state import Held
 from paceline.errors import UsageError
-from paceline.stepping.hooks import HiddenHooks, count_hooks, hide_hooks, show_hooks
+from paceline.stepping.hooks import HiddenHooks, count_hooks, have_joint_hooks, hide_hooks, show_hooks
 from paceline.stepping.nonfinite import NotFinite, gradients_are_finite
 from paceline.stepping.scaling import LossScale
 from paceline.strategies.base import Replica
@@ -53,11 +53,13 @@ class Trainee:
         """Back-propagate a loss of the step, of all models."""
         (loss if self.scale is None else loss * self.scale.value).backward(retain_graph=retain_graph or None)
 
-    def hide_hooks(self) -> HiddenHooks:
+    def hide_hooks(self, *, alone: bool) -> HiddenHooks:
         """Take the user's hooks off the parameters during a backward: they are for the global batch's gradient.
 
+        `alone`: this backward gives all of it, so hooks of several parameters at once stay.
+
         Raises:
-            UsageError: if there are any, and ranks hold shares of gradients.
+            UsageError: if there are any, and ranks hold shares of gradients; or hooks of several parameters at once.
         """
         count = count_hooks(self._parameters)
         if count == self._own_hooks:
@@ -65,8 +67,16 @@ class Trainee:
             return []
         hidden = hide_hooks(self._parameters)
         self.hooks = sum(len(before) + len(after) for _, before, after in hidden)
-        if not hidden:
+        are_joint = have_joint_hooks(self._parameters)
+        if not hidden and not are_joint:
             self._own_hooks = count
+        if are_joint and (not alone or self.replica.sharded):
+            show_hooks(hidden)
+            raise UsageError(
+                "parameters have a hook by register_multi_grad_hook, which runs inside a backward, on the gradients of "
+                "one micro-batch of one rank. With several use p.register_hook on each parameter, or change .grad "
+                "between s.backward(loss) and optimizer.step(), if s.last"
+            )
         if hidden and self.replica.sharded:
             show_hooks(hidden)
             raise UsageError(

@@ -21,7 +21,7 @@ from paceline.pipeline.line import Pipeline
 from paceline.seeding import Streams, random_stream
 from paceline.strategies.buffers import VirtualBuffers, uncounted
 from paceline.strategies.held import hold_optimizer, load_optimizer, take_mean, words_of_mean
-from paceline.strategies.refusals import refuse_foreign
+from paceline.strategies.refusals import refuse_foreign, refuse_max_norm
 from paceline.sums.buckets import trainable
 from paceline.sums.finite import scaled
 from paceline.sums.hosts import Hosts
@@ -153,6 +153,8 @@ def replica(
     virtual_ranks = virtual_ranks or world.size
     if hold is None:
         refuse_foreign(model, optimizer)
+    if virtual_ranks > 1:
+        refuse_max_norm(model)
     buffers = VirtualBuffers(model, world, virtual_ranks)
 
     @contextmanager

@@ -11,7 +11,7 @@ import hashlib
 import re
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from paceline.checkpoint.reductions import (
     choices,
     from_float64,
     inferred,
+    may_count_samples,
     observed,
     reduced,
 )
@@ -74,15 +75,22 @@ class VirtualBuffers:
         self._of: dict[int, _Buffers] = {}
         self._seen: dict[int, dict[str, Seen]] = {}
         """of each virtual rank: what it has done with `_integers`"""
-        self._counted: set[tuple[int, int]] = set()
-        """(virtual rank, part) of this step whose micro-batch is in `_seen`: a phase may compute it again"""
+        self._counted: dict[tuple[int, int], int] = {}
+        """samples of each (virtual rank, part) of this step that is in `_seen`: a phase may compute it again"""
         self._forwarded = False
         self._assigned: set[str] = set()
         """those that the script has set outside of a step"""
         self._shown: dict[str, tuple[Tensor, int]] = {}
         """what the module had, and its version, when it was last looked at"""
         self._note_shown(self._slots)
-        self._unchecked = virtual_ranks > 1 and bool(self._open)
+        self._checks = 2 if virtual_ranks > 1 and self._open else 0
+        """steps in which to check: the loop's own changes of the first are seen in the second"""
+        self._settled: set[str] = set()
+        """open floating-point buffers that do not depend on the number of samples"""
+        self._synchronised_with: dict[str, tuple[Tensor, int]] = {}
+        """what was shown when the gradients of the micro-batch at hand were summed"""
+        self._by_loop: set[str] = set()
+        """those that were changed after that, in the body of the loop"""
         self._differed: set[str] = set()
         """integer buffers that have had other values on other virtual ranks"""
         self._inside: tuple[Work, _Buffers, dict[str, tuple[Tensor, int]]] | None = None
@@ -156,8 +164,13 @@ class VirtualBuffers:
             if not self._names_checked:
                 self._check_names()
             self._collect(*self._inside)
+            for name, (then, version) in self._synchronised_with.items():
+                now, last = self._shown[name]
+                if now is not then or last != version:
+                    self._by_loop.add(name)
         finally:
             self._inside = None
+            self._synchronised_with = {}
 
     def _collect(self, work: Work, own: _Buffers, before: Mapping[str, tuple[Tensor, int]]) -> None:
         # Read back: a module may have replaced its buffer instead of writing into it.
@@ -173,15 +186,22 @@ class VirtualBuffers:
             self._of[work.virtual_rank] = kept
 
     def check(self) -> None:
-        """Before the first update: whether buffers can be merged at all (once a collective, if there are open ones).
+        """Before an update: whether buffers can be merged at all (twice a collective, if there are open ones).
 
         Raises:
             UsageError: as `merged`.
         """
-        if self._unchecked:
-            if self._inside is not None:
-                self._collect(*self._inside)
-            self._unchecked = not self._infer(early=True)
+        if self._inside is not None and self._open and self._virtual_ranks > 1:
+            self._note_shown(self._open)
+            self._synchronised_with = {name: self._shown[name] for name in self._open}
+        if not self._checks:
+            return
+        counted, seen = dict(self._counted), {virtual_rank: dict(seen) for virtual_rank, seen in self._seen.items()}
+        if self._inside is not None:
+            self._collect(*self._inside)
+        self._checks -= self._infer(early=True)
+        if self._inside is not None:  # it is counted with what the loop does after this
+            self._counted, self._seen = counted, seen
 
     @contextmanager
     def merged(self) -> Generator[None]:
@@ -224,6 +244,7 @@ class VirtualBuffers:
     def load(self, source: Source) -> None:
         """Take over the buffers of this rank's virtual ranks; one that has none there has not seen a sample yet."""
         self._of, self._seen = {}, {}
+        self._counted.clear()
         for name, initial in self._initial_values(source).items():
             self._initial[name] = initial
         share = ranks_share(self._virtual_ranks, self._world.rank, self._world.size)
@@ -411,7 +432,10 @@ class VirtualBuffers:
             by_chance = early or name in self._differed
             self._decided[name] = inferred(self._initial[name], seen, by_chance=by_chance)
             if not self._decided[name]:
-                raise told_once(self._undeclared(name, *self._custom[name]), self._world)
+                equal = len({one.digest for one in seen}) == 1
+                raise told_once(self._undeclared(name, *self._custom[name], equal=equal), self._world)
+            if any(one.by_samples is False for one in seen):
+                self._settled.add(name)
         return bool(ranks)
 
     def _observe(self) -> dict[int, dict[str, RankValue]]:
@@ -422,15 +446,25 @@ class VirtualBuffers:
         for (v, name), is_changed in zip(pairs, changed, strict=True):
             seen = self._seen.get(v, {}).get(name, Seen())
             older = self._kept.get(v, {}).get(name)
-            found[v][name] = observed(self._of[v][name], self._initial[name], older, seen, changed=is_changed)
+            one = observed(self._of[v][name], self._initial[name], older, seen, changed=is_changed)
+            found[v][name] = replace(one, by_samples=self._may_count_samples(v, name) if is_changed else None)
         return found
 
+    def _may_count_samples(self, virtual_rank: int, name: str) -> bool | None:
+        """See `may_count_samples`; of what the loop changes it is the change since the beginning."""
+        initial, now = self._initial[name], self._of[virtual_rank][name]
+        samples = [count for (one, _), count in self._counted.items() if one == virtual_rank]
+        if not samples or name in self._settled or not _is_real(initial):
+            return None
+        before = initial if name in self._by_loop else self._kept.get(virtual_rank, {}).get(name, initial)
+        return may_count_samples(now, before, len(samples), sum(samples))
+
     def _count(self, work: Work, before: Mapping[str, tuple[Tensor, int]]) -> None:
-        """Note what a micro-batch has done with the integer buffers."""
+        """Note a micro-batch, and what it has done with the integer buffers."""
         key = (work.virtual_rank, work.part)
-        if not self._integers or key in self._counted:
+        if key in self._counted:
             return
-        self._counted.add(key)
+        self._counted[key] = len(work.indices)
         of_rank = self._seen.setdefault(work.virtual_rank, {})
         for name in self._integers:
             (old, version), (new, now) = before[name], self._shown[name]
@@ -490,12 +524,24 @@ class VirtualBuffers:
             "buffer."
         )
 
-    def _undeclared(self, name: str, owner: nn.Module, leaf: str) -> UsageError:
+    def _undeclared(self, name: str, owner: nn.Module, leaf: str, *, equal: bool = False) -> UsageError:
+        if name in self._by_loop:
+            return UsageError(
+                f"buffer {leaf} of {_described(self._model, owner)} cannot be merged over the {self._virtual_ranks} "
+                "virtual ranks: the body of the loop has changed it after s.backward, and the body runs for each "
+                "virtual rank. A buffer must not be changed there, outside of the model's forward. Change it in the "
+                "forward of its module or between two epochs, or keep the number outside of the model, in s.saved"
+            )
         fitting = choices(self._initial[name])
         others = ", ".join(fitting[1:])
         kind = "each virtual rank has another value of it"
         if name in self._integers:
             kind = "it is not clear whether it counts samples, counts calls, or is set to a number"
+        elif equal:
+            kind = (
+                f'it is not clear whether its change depends on the number of samples ("first" if not; "{fitting[0]}" '
+                "if it counts them)"
+            )
         return UsageError(
             f"buffer {leaf} of {_described(self._model, owner)} cannot be merged over the {self._virtual_ranks} "
             f"virtual ranks: {kind}. Declare in class {type(owner).__name__} how the values combine: "
@@ -644,7 +690,8 @@ def _version(tensor: Tensor) -> int:
 
 
 def _from_words(words: dict[str, Any]) -> RankValue:
-    return RankValue(words["digest"], words["step"], words["decreased"], Seen(**words["seen"]))
+    seen = Seen(**words["seen"])
+    return RankValue(words["digest"], words["step"], words["decreased"], seen, words["by_samples"])
 
 
 def _turned(values: Tensor) -> Tensor:

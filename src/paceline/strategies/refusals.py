@@ -57,6 +57,21 @@ def refuse_sparse(model: nn.Module, strategy: str) -> None:
             raise sparse_gradient(f"{name or 'the model'} ({type(module).__name__}) has sparse=True", f"{strategy!r}")
 
 
+def refuse_max_norm(model: nn.Module) -> None:
+    """Refuse embeddings that shrink the rows of their own samples in forward, where each rank sees other samples.
+
+    Raises:
+        UsageError: naming the module.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
+            raise UsageError(
+                f"{name or 'the model'} ({type(module).__name__}) has max_norm={module.max_norm}: its forward changes "
+                "the weights of the samples at hand, so ranks would have different weights. Leave max_norm away, and "
+                "after each optimizer.step() shrink all rows, as torch.renorm(weight.data, 2, 0, max_norm) does"
+            )
+
+
 def refuse_hooks(model: nn.Module, strategy: str) -> None:
     """Refuse hooks on the gradients of parameters, for a strategy that replaces the parameters.
 
