@@ -1147,6 +1147,132 @@ for name in ("registered", "ignored", "unknown", "copied"):
     CASES[f"average_{name}"] = lambda name=name: averaged(name)
 
 
+class Shadow:
+    def __init__(self, values: Any) -> None:
+        self.values = values
+
+
+def updated(values: Any, model: nn.Module) -> None:
+    """A list's tensors are changed in place, those of a dictionary are replaced."""
+    for key, (name, p) in enumerate(model.named_parameters()):
+        if isinstance(values, list):
+            values[key].data.lerp_(p.detach(), 0.1)
+        else:
+            values[name] = 0.9 * values[name] + 0.1 * p.data
+
+
+def averaged_by_hand(kind: str, how: str) -> Any:
+    """As `averaged`, with an average in a list, a dictionary or an object of one's own."""
+
+    def run(folder: str, stops: bool) -> Any:
+        torch.manual_seed(1)
+        s = paceline.session(folder, resume=True, virtual_ranks=2)
+        model, optimizer = s.prepare(net(), sgd)
+        values: Any = {n: p.detach().clone() for n, p in model.named_parameters()}
+        values = [*values.values()] if kind == "list" else values
+        if how != "unknown":
+            s.register("average", values, saved=how == "registered")
+        shadow = Shadow(values)
+        if kind == "object":
+            del values
+        train = s.loader(Rows(), global_batch=8)
+        for _ in s.epochs(2):
+            for x, i in train:
+                if s.step == 7 and stops:
+                    raise RuntimeError("planned")
+                optimizer.zero_grad()
+                s.backward(loss_of(model, x, i))
+                optimizer.step()
+                if s.last:
+                    updated(shadow.values, model)
+        parts = shadow.values if kind == "list" else shadow.values.values()
+        s.close()
+        return torch.cat([p.flatten() for p in parts]).tolist()
+
+    again = Path("run").exists()
+    found = run("run", not again)
+    return [found, run("whole", False)]
+
+
+for kind in ("list", "dict", "object"):
+    for how in ("unknown", "registered", "ignored"):
+        CASES[f"average_{kind}_{how}"] = lambda kind=kind, how=how: averaged_by_hand(kind, how)
+
+
+@case
+def average_rebound() -> Any:
+    """A list that was registered, in place of which the loop has another in each step."""
+    s = paceline.session("run")
+    model, optimizer = s.prepare(net(), sgd)
+    values = [p.detach().clone() for p in model.parameters()]
+    s.register("average", values)
+    for _ in s.epochs(2):
+        for x, i in s.loader(Rows(), global_batch=8):
+            optimizer.zero_grad()
+            s.backward(loss_of(model, x, i))
+            optimizer.step()
+            if s.last:
+                values = [0.9 * a + 0.1 * p.detach() for a, p in zip(values, model.parameters(), strict=True)]
+
+
+@case
+def average_best() -> Any:
+    """Generators, and the best weights so far, in a dictionary that is empty at first; interrupted in epoch 3."""
+
+    def run(folder: str, stops: bool) -> Any:
+        torch.manual_seed(1)
+        s = paceline.session(folder, resume=True)
+        model, optimizer = s.prepare(net(), sgd)
+        best: dict[str, Any] = {"first": model.state_dict()}  # the model's own memory
+        noise: list[Any] = [torch.Generator().manual_seed(2), random.Random(2), np.random.default_rng(2)]
+        s.register("best", best)
+        for number, one in enumerate(noise):
+            s.register(f"noise {number}", one)
+        train = s.loader(Rows(), global_batch=8)
+        for epoch in s.epochs(3):
+            for x, i in train:
+                if s.step == 12 and stops:
+                    raise RuntimeError("planned")
+                optimizer.zero_grad()
+                s.backward(loss_of(model, x, i))
+                optimizer.step()
+                drawn = float(torch.rand((), generator=noise[0])) + noise[1].random() + noise[2].random()
+                optimizer.param_groups[0]["lr"] = 0.05 * drawn
+            if epoch == 1:
+                best["first"] = {name: one.clone() for name, one in model.state_dict().items()}
+                best["more"] = [epoch, (flat(model), "words")]
+        found = [*best["first"].values(), best["more"][1][0], flat(model)]
+        s.close()
+        return [torch.cat([one.flatten() for one in found]).tolist(), best["more"][0], best["more"][1][1]]
+
+    again = Path("run").exists()
+    found = run("run", not again)
+    return [found, run("whole", False)]
+
+
+@case
+def average_none() -> Any:
+    """Copies that are made anew, and the model's own tensors, are no state."""
+    s = paceline.session("run", checkpoint_every=2)
+    model, optimizer = s.prepare(net(), lambda p: torch.optim.Adam(p, 0.01))
+    own, state = [*model.parameters()], model.state_dict()
+    moments = Shadow([])
+    scratch, first = Shadow([]), [p.detach().clone() for p in model.parameters()]
+    moved = 0.0
+    for _ in s.epochs(3):
+        for x, i in s.loader(Rows(), global_batch=8):
+            before = [p.detach().clone() for p in model.parameters()]
+            scratch.values = {n: p.detach().clone() for n, p in model.named_parameters()}
+            optimizer.zero_grad()
+            s.backward(loss_of(model, x, i))
+            gradients = [p.grad for p in model.parameters()]
+            optimizer.step()
+            moments.values[:] = [optimizer.state[p]["exp_avg"] for p in model.parameters()]
+            moved += sum(float((a - b.detach()).abs().sum()) for a, b in zip(before, own, strict=True))
+            assert len(gradients) == len(state) == len(first) == len(scratch.values)
+    return moved > 0
+
+
 def average_of_batch_norm(merged: bool) -> Any:
     s = paceline.session("run")
     torch.manual_seed(1)

@@ -247,11 +247,35 @@ def test_a_registered_average_and_an_optimizers_own_numbers_are_resumed(tmp_path
     assert code == 0 and found[0] == found[1] and found[0][0] == 10, told
 
 
-@pytest.mark.parametrize("kind", ["unknown", "copied"])
+@pytest.mark.parametrize("kind", ["list", "dict", "object"])
+def test_an_average_in_a_list_or_dictionary_that_was_registered_is_resumed(tmp_path: Path, kind: str) -> None:
+    assert run(1, f"average_{kind}_registered", tmp_path)[0] == 1
+    code, found, told = run(1, f"average_{kind}_registered", tmp_path)
+    assert code == 0 and found[0] == found[1], told
+
+
+def test_generators_and_a_dictionary_that_is_filled_later_are_resumed(tmp_path: Path) -> None:
+    assert run(1, "average_best", tmp_path)[0] == 1
+    code, found, told = run(1, "average_best", tmp_path)
+    assert code == 0 and found[0] == found[1], told
+
+
+def test_an_average_in_a_list_may_be_lost_on_purpose(tmp_path: Path) -> None:
+    assert run(1, "average_list_ignored", tmp_path)[0] == 1
+    code, found, told = run(1, "average_list_ignored", tmp_path)
+    assert code == 0 and found[0] != found[1], told
+
+
+def test_copies_that_are_made_anew_are_no_state(tmp_path: Path) -> None:
+    code, found, told = run(1, "average_none", tmp_path)
+    assert code == 0 and found and "no checkpoint has it" not in told, told
+
+
+@pytest.mark.parametrize("kind", ["unknown", "copied", "list_unknown", "dict_unknown", "object_unknown", "rebound"])
 def test_an_average_that_would_be_lost_is_an_error(tmp_path: Path, kind: str) -> None:
     for _ in range(2):  # also the second time: no state without it was saved
         code, found, told = run(1, f"average_{kind}", tmp_path)
-        assert code == USAGE and found is None, told
+        assert code == USAGE and found is None and LOST[kind == "rebound"] in told, told
 
 
 def test_an_average_may_be_lost_on_purpose(tmp_path: Path) -> None:

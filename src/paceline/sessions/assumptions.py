@@ -91,10 +91,13 @@ PARAMETERS = Assumption(
 )
 STATE = Assumption(
     "Models, optimizers and schedulers that were prepared, and objects given to s.register, are the whole state.",
-    "At checkpoints: averages and other copies of a model that change and were not registered.",
-    "a search through the objects of the process at the first step and at checkpoints, in at most 1 % of the time",
+    "After the first steps and at checkpoints: averages and other copies of a model that change and were not "
+    "registered; also in lists and dictionaries of tensors in the loop's variables and in attributes.",
+    "a search through the objects of the process at the first step and at checkpoints, in at most 1 % of the time; "
+    "through variables also after the first two steps, and after the step that follows a checkpoint",
     "{} changes during the training, and no checkpoint has it: after a resume it would begin anew. Register it "
-    "before the loop: s.register('average', model), or s.register('average', model, saved=False) if it may be lost",
+    "before the loop: s.register('average', object), or s.register('average', object, saved=False) if it may be lost. "
+    "The object has a state_dict(), or is a dict or list",
 )
 BUFFERS = Assumption(
     "It is known how the buffers of several virtual ranks combine to one.",

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -386,7 +386,7 @@ class Loop(Ranks):
         for part in self._parts:
             part.numbers()  # raises for what cannot be saved
         if self._steps.saves:
-            self._registered.look_around([part.replica.model for part in self._parts], self._steps.notes.once)
+            self._look_around(self._registered.look_around)
             self._registered.check_schedulers([one for part in self._parts for one in part.optimizers])
             for part in self._parts:
                 layout(part.state())  # raises for what a checkpoint cannot hold
@@ -422,8 +422,10 @@ class Loop(Ranks):
         self._at_end = is_end = loader.is_end(batch, done.votes.coming) and not left
         for part in self._parts:
             part.stepped()
-        if self.saved and self._steps.saves:
-            savable(self.saved, strict=True)
+        if self._steps.saves:
+            self._look_around(self._registered.step_ended)
+            if self.saved:
+                savable(self.saved, strict=True)
         course.between(done.votes, partial(self._loop_state, self.world), save=self._stopped or is_end, settled=is_end)
 
     def _look_at_leaves(self) -> None:
@@ -483,11 +485,7 @@ class Loop(Ranks):
     def _loop_state(self, world: World | None = None) -> dict[str, Any]:
         """With a `world` a collective; without, as far as this rank knows."""
         if world is not None:
-            try:
-                self._registered.look_around([part.replica.model for part in self._parts], self._steps.notes.once)
-            except UsageError:
-                self._is_damaged = True
-                raise
+            self._look_around(self._registered.look_around)
         found: dict[str, Any] = {"where": dict(self._where), "parts": [part.numbers() for part in self._parts]}
         found["saved"] = savable(self.saved, strict=world is not None)
         found["epoch_streams"] = self._epoch_streams
@@ -496,6 +494,15 @@ class Loop(Ranks):
         found["loaders"] = {number: state for number, state in states.items() if state is not None}
         streams = None if self._loader is None else self._loader.position(self._where, world)
         return found if streams is None else found | {"streams": streams}
+
+    def _look_around(self, look: Callable[..., None]) -> None:
+        """Raise UsageError, and let nothing be saved, if the loop has state that would be lost."""
+        optimizers = [one.optimizer for part in self._parts for one in part.optimizers]
+        try:
+            look([part.replica.model for part in self._parts], optimizers, self._steps.notes.once)
+        except UsageError:
+            self._is_damaged = True
+            raise
 
     def _enter(self, phase: Phase) -> object:
         return self._clock(phase)

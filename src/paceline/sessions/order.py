@@ -165,7 +165,7 @@ class SamplerState:
 
     def now(self) -> dict[str, Any]:
         """The state as JSON: of the random streams that are its own, and of attributes that have changed."""
-        found: dict[str, Any] = {name: _state_of(one) for name, one in self._sources().items()}
+        found: dict[str, Any] = {name: source_state(one) for name, one in self._sources().items()}
         changed = {name: value for name, value in self._attributes().items() if value != self._first.get(name)}
         owners = {name: owner for name, owner in self._owners() if _has_state_dict(owner)}
         states = {name: _without_tensors(owner.state_dict()) for name, owner in owners.items()}
@@ -176,7 +176,7 @@ class SamplerState:
         sources = self._sources()
         for name, value in state.get("sources", {}).items():
             if name in sources:
-                _put_state(sources[name], value)
+                put_source(sources[name], value)
 
     def put_back(self, state: Mapping[str, Any]) -> None:
         """Take over what `now` gave, after a resume."""
@@ -277,7 +277,8 @@ def _has_state_dict(owner: Any) -> bool:
     return callable(getattr(owner, "state_dict", None)) and callable(getattr(owner, "load_state_dict", None))
 
 
-def _state_of(source: Any) -> Any:
+def source_state(source: Any) -> Any:
+    """Where a random generator stands, as JSON."""
     if isinstance(source, torch.Generator):
         return text_of(source.get_state())
     if isinstance(source, random.Random):
@@ -309,7 +310,8 @@ def _with_tensors(found: Any) -> Any:
     return [_with_tensors(part) for part in found["list"]] if "list" in found else from_json(found["value"])
 
 
-def _put_state(source: Any, value: Any) -> None:
+def put_source(source: Any, value: Any) -> None:
+    """Let it continue from where `source_state` has found it."""
     if isinstance(source, torch.Generator):
         source.set_state(tensor_of(value))
     elif isinstance(source, random.Random):

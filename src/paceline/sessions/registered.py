@@ -9,12 +9,16 @@ from urllib.parse import quote
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 
 from paceline.checkpoint.state import Held, Source
 from paceline.errors import UsageError
 from paceline.sessions.assumptions import STATE
+from paceline.sessions.elsewhere import is_cut, own_share
+from paceline.sessions.kept import GENERATORS, Container, Generator, held_by, storages
+from paceline.sessions.lost import Containers
 from paceline.sessions.prepared import PreparedOptimizer
 from paceline.sums import gather_words, told_once
 from paceline.train.numbers import as_json, from_json
@@ -31,11 +35,16 @@ class Registered:
         self._saved = dict(saved)
         self._seen: dict[int, tuple[Any, Any]] = {}  # modules that are not saved, and how their tensors were
         self._looks, self._next_look, self._has_said = 0, 0.0, False
+        self._containers = Containers()
         self.things: dict[str, Any] = {}
         self.ignored: list[Any] = []
 
-    def add(self, name: str, thing: Any, *, saved: bool) -> None:
-        """Raises UsageError for a name that is taken, and for an object without a state."""
+    def add(self, name: str, thing: Any, models: Iterable[nn.Module], device: torch.device, *, saved: bool) -> None:
+        """`models`: those that were prepared; `device`: that of tensors that `load` adds to a dict or list.
+
+        Raises:
+            UsageError: for a name that is taken, and for an object without a state.
+        """
         if name in self.things:
             raise UsageError(f"s.register({name!r}, ...): the name is taken already")
         if not saved:
@@ -47,8 +56,15 @@ class Registered:
                 "s.prepare(model, optimizer, scheduler)"
             )
         missing = [of for of in ("state_dict", "load_state_dict") if not callable(getattr(thing, of, None))]
-        if missing:
-            raise UsageError(f"s.register({name!r}, ...): a {type(thing).__name__} has no method {missing[0]}")
+        if missing and isinstance(thing, GENERATORS):
+            thing = Generator(thing)
+        elif missing and isinstance(thing, (dict, list)):
+            thing = Container(thing, name, device, storages(held_by(models)))  # pyright: ignore[reportUnknownArgumentType]
+        elif missing:
+            raise UsageError(
+                f"s.register({name!r}, ...): a {type(thing).__name__} has no method {missing[0]}, and is no dict or "
+                "list of tensors and no random generator"
+            )
         _split(thing.state_dict(), name)  # raises for what cannot be saved
         self.things[name] = thing
 
@@ -93,17 +109,50 @@ class Registered:
                 "anew. Call s.prepare(model, optimizer, scheduler)"
             )
 
-    def look_around(self, models: Iterable[nn.Module], say: Callable[[str], None]) -> None:
+    def look_around(
+        self, models: Iterable[nn.Module], optimizers: Sequence[Optimizer], say: Callable[[str], None]
+    ) -> None:
         """At the first step and at checkpoints, in at most 1 % of the time: look for state that would be lost.
 
         Raises:
-            UsageError: if a module that is neither in one of the `models` nor registered has changed in between.
+            UsageError: if a module or a container of tensors that is neither in one of the `models` nor registered
+                has changed in between, or if the loop no longer has what was registered.
         """
         began = time.perf_counter()
         if self._looks > 4 and began < self._next_look:
             return
         self._looks += 1
         roots = [*models]
+        self._look_at_modules(roots, say)
+        self._containers.look(roots, optimizers, self._known(), say)
+        for name, thing in self.things.items():
+            if isinstance(thing, Container) and thing.is_left:
+                raise UsageError(
+                    f"s.register({name!r}, ...): the loop no longer has the {type(thing.thing).__name__} that was "
+                    "registered, so that what it has now would be lost. Change it in place: d.update(...), d[k] = ..."
+                )
+        self._next_look = time.perf_counter() + 100 * (time.perf_counter() - began)
+
+    def step_ended(
+        self, models: Iterable[nn.Module], optimizers: Sequence[Optimizer], say: Callable[[str], None]
+    ) -> None:
+        """After the first steps, and after the step that follows a look: look at lists and dicts of tensors again.
+
+        Raises:
+            UsageError: as `look_around` does.
+        """
+        if self._containers.step_ended():
+            began = time.perf_counter()
+            self._containers.look([*models], optimizers, self._known(), say, again=True)
+            self._next_look += 100 * (time.perf_counter() - began)
+
+    def _known(self) -> list[Any]:
+        """What was registered, as it was given."""
+        return self.ignored + [
+            one.thing if isinstance(one, (Container, Generator)) else one for one in self.things.values()
+        ]
+
+    def _look_at_modules(self, roots: Sequence[nn.Module], say: Callable[[str], None]) -> None:
         known = [*roots, *self.ignored, *self.things.values()]
         own = {id(module) for thing in known if isinstance(thing, nn.Module) for module in thing.modules()}
         others = [thing for thing in objects() if _is_module(thing) and id(thing) not in own]
@@ -122,7 +171,6 @@ class Registered:
                         "checkpoint has it, and after a resume it is not there"
                     )
             self._seen[id(thing)] = (weakref.ref(thing), now)
-        self._next_look = time.perf_counter() + 100 * (time.perf_counter() - began)
 
     def state(self) -> list[Held]:
         """All its tensors, under names of their own."""
@@ -154,7 +202,7 @@ def _split(state: Any, name: str) -> tuple[Any, list[Held]]:
 
     def without_tensors(value: Any, path: str) -> Any:
         if isinstance(value, Tensor):
-            held.append(Held(path, value.detach()))
+            held.extend(_held(path, value.detach()))
             return {TENSOR: path}
         if isinstance(value, Mapping):
             return {key: without_tensors(part, f"{path}/{quote(str(key), safe='')}") for key, part in value.items()}
@@ -163,6 +211,17 @@ def _split(state: Any, name: str) -> tuple[Any, list[Held]]:
         return value
 
     return as_json(without_tensors(state, f"registered/{quote(name, safe='')}"), f"registered object {name!r}"), held
+
+
+def _held(path: str, tensor: Any) -> list[Held]:
+    """A tensor as this rank has it: whole, or its share of one that is cut over ranks."""
+    if not is_cut(tensor):
+        return [Held(path, tensor)]
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    place = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    share, start = own_share(tensor).reshape(-1), place[1][0] * tensor.shape[1:].numel()
+    return [Held(path, share, tensor.shape, start, replicated=False)] if share.numel() else []
 
 
 def _joined(value: Any, source: Source) -> Any:

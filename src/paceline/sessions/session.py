@@ -126,20 +126,23 @@ class Session(Life):
 
         Args:
             name: of it in checkpoints.
-            thing: any object with `state_dict()` and `load_state_dict(state)`. Its state is the same on all ranks.
+            thing: any object with `state_dict()` and `load_state_dict(state)`; a dict or list of tensors, numbers and
+                words, which is restored in place; or a random generator of torch, numpy or Python. Its state is the
+                same on all ranks.
             saved: False for an object that may be lost: then only its loss is no error.
 
         Raises:
-            UsageError: for a name that is taken or an object without these methods, at a resume from a checkpoint that
+            UsageError: for a name that is taken or an object without a state, at a resume from a checkpoint that
                 does not have it, and after the first batch, but for objects that may be lost.
         """
+        models = [part.replica.model for part in self._parts]
         if not saved:
-            self._registered.add(name, thing, saved=False)
+            self._registered.add(name, thing, models, self.device, saved=False)
             return
         if self._opened:
             raise UsageError("s.register after the first batch: register all objects before the loop")
         with together(self.world):
-            self._registered.add(name, thing, saved=True)
+            self._registered.add(name, thing, models, self.device, saved=True)
             if (origin := self._course.origin) is not None:
                 self._registered.load(name, origin.source, origin.where)
 

@@ -1,0 +1,133 @@
+"""What `Session.register` takes although it has no state_dict: dictionaries and lists of tensors, random generators."""
+
+import random
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paceline.errors import UsageError
+from paceline.sessions.elsewhere import is_cut, own_share, shared_out
+from paceline.sessions.order import put_source, source_state
+
+GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+
+
+class Container:
+    """A dict or list of tensors, numbers and words; they may be in dicts, lists and tuples inside it."""
+
+    def __init__(self, thing: dict[Any, Any] | list[Any], name: str, device: torch.device, models: set[int]) -> None:
+        """`device`: that of tensors that are added at a resume; `models`: the storages of the models' tensors."""
+        self.thing, self._name, self._device, self._models = thing, name, device, models
+
+    def state_dict(self) -> dict[str, Any]:
+        """See Registered."""
+        return self._described(self.thing)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Into the same container, and into the tensors that are there."""
+        self._restored(self.thing, state)
+
+    @property
+    def is_left(self) -> bool:
+        """Whether only the session has it, and a tensor of it, so that the loop can no longer change them."""
+        parts = [*parts_of(self.thing)]
+        if sys.getrefcount(self.thing) > 2:
+            return False
+        # `parts`, the container, the name in the loop and the argument have a tensor
+        return not parts or any(sys.getrefcount(part) <= 4 for part in parts)
+
+    def _described(self, value: Any) -> dict[str, Any]:
+        if isinstance(value, Tensor):
+            return {"tensor": value, "device": value.device.type, "cut": is_cut(value)}
+        if isinstance(value, dict):
+            if strange := [key for key in value if not isinstance(key, (str, int))]:  # pyright: ignore
+                raise UsageError(
+                    f"s.register({self._name!r}, ...): a key of the dict is a {type(strange[0]).__name__}. Use names or "
+                    "whole numbers"
+                )
+            return {"entries": {key: self._described(part) for key, part in value.items()}}  # pyright: ignore
+        if isinstance(value, (list, tuple)):
+            return {type(value).__name__: [self._described(part) for part in value]}  # pyright: ignore
+        return {"value": value}
+
+    def _restored(self, now: Any, saved: Mapping[str, Any]) -> Any:
+        """What `_described` was given, in the objects that are there, where they fit."""
+        if "tensor" in saved:
+            found: Tensor = saved["tensor"]
+            fits = isinstance(now, Tensor) and now.shape == found.shape and now.dtype == found.dtype
+            if fits and storage(now) not in self._models:
+                with torch.no_grad():
+                    return now.copy_(shared_out(found, like=now))
+            if saved["cut"]:
+                raise UsageError(
+                    f"s.register({self._name!r}, ...): a tensor that was cut over ranks is missing in it. Make it from "
+                    "the model's parameters before s.register"
+                )
+            return found if saved["device"] == "cpu" else found.to(self._device)
+        if "entries" in saved:
+            table: dict[Any, Any] = now if isinstance(now, dict) else {}
+            entries = {key: self._restored(table.get(key), part) for key, part in saved["entries"].items()}
+            table.clear()
+            table.update(entries)
+            return table
+        if "value" in saved:
+            return saved["value"]
+        (kind, parts), *_ = saved.items()
+        before: Any = now if isinstance(now, (list, tuple)) else ()
+        restored = [self._restored(before[n] if n < len(before) else None, part) for n, part in enumerate(parts)]
+        if kind == "tuple":
+            return tuple(restored)
+        into: list[Any] = now if isinstance(now, list) else []
+        into[:] = restored
+        return into
+
+
+class Generator:
+    """The state of a random generator."""
+
+    def __init__(self, thing: Any) -> None:
+        self.thing = thing
+
+    def state_dict(self) -> dict[str, Any]:
+        """See Registered."""
+        return {"generator": source_state(self.thing)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See Registered."""
+        put_source(self.thing, state["generator"])
+
+
+def parts_of(container: Any) -> Iterable[Any]:
+    """The values of a dict, the elements of a list or tuple; nothing of anything else."""
+    if issubclass(type(container), dict):
+        return [*dict.values(container)]
+    return [*container] if issubclass(type(container), (list, tuple)) else []
+
+
+def storage(tensor: Tensor) -> int:
+    """Where its memory begins: the same for all views of a tensor."""
+    return own_share(tensor.detach()).untyped_storage().data_ptr()
+
+
+def is_plain(value: Any) -> bool:
+    """Whether it is a tensor with memory of its own, as averages are."""
+    kind = type(value)
+    if not issubclass(kind, Tensor) or not (kind in (Tensor, torch.nn.Parameter) or is_cut(value)):
+        return False
+    return value.layout is torch.strided and not value.is_meta and value.numel() > 0
+
+
+def storages(tensors: Iterable[Tensor | None]) -> set[int]:
+    """Those of plain tensors."""
+    return {storage(one) for one in tensors if is_plain(one) and one is not None}
+
+
+def held_by(models: Iterable[torch.nn.Module]) -> Iterator[Tensor]:
+    """All their parameters and buffers."""
+    for model in models:
+        yield from model.parameters()
+        yield from model.buffers()
