@@ -1202,7 +1202,7 @@ for kind in ("list", "dict", "object"):
 @case
 def average_rebound() -> Any:
     """A list that was registered, in place of which the loop has another in each step."""
-    s = paceline.session("run")
+    s = paceline.session("run", resume=True)
     model, optimizer = s.prepare(net(), sgd)
     values = [p.detach().clone() for p in model.parameters()]
     s.register("average", values)

@@ -10,6 +10,7 @@ from tests.run_script import run_script
 SCRIPT = Path(__file__).with_name("assumed.py")
 ONCE = [1] * 40
 USAGE, DIVERGED = 2, 6
+LOST = ("no checkpoint has it", "no longer has the list")
 
 
 def run(ranks: int, kind: str, folder: Path, *more: str) -> tuple[int, Any, str]:

@@ -46,8 +46,8 @@ class Container:
         if isinstance(value, dict):
             if strange := [key for key in value if not isinstance(key, (str, int))]:  # pyright: ignore
                 raise UsageError(
-                    f"s.register({self._name!r}, ...): a key of the dict is a {type(strange[0]).__name__}. Use names or "
-                    "whole numbers"
+                    f"s.register({self._name!r}, ...): a key of the dict is a {type(strange[0]).__name__}. Use names "
+                    "or whole numbers"
                 )
             return {"entries": {key: self._described(part) for key, part in value.items()}}  # pyright: ignore
         if isinstance(value, (list, tuple)):
