@@ -66,7 +66,7 @@ class Replica:
     """remembers the buffers of this rank's virtual ranks"""
     put_back_buffers: Callable[[], None]
     """makes them what they were when they were last kept"""
-    alone: Callable[[MicroBatch], AbstractContextManager[None]]
+    alone: Callable[[MicroBatch], AbstractContextManager[Streams]]
     """surrounds a forward of the plain model that is only looked at: its random stream, its buffers"""
     on_gradient: Callable[[Callable[[], None]], None]
     """(function): calls it in each backward that reaches the model, whoever has called the backward"""
