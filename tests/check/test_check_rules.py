@@ -23,7 +23,7 @@ from paceline.contract.facts import (
     kept_batches,
 )
 from paceline.observe.notices import Noted
-from paceline.verify.finding import Remark, same_leaf
+from paceline.verify.finding import Remark, same_leaf, unlike
 from paceline.verify.script_page import judged, mistakes, script_page
 
 ORDERS = ([*range(0, 80, 2)][::-1], [*range(1, 80, 2)][::-1])
@@ -196,6 +196,18 @@ PITFALLS: dict[str, tuple[Callable[[int], ScriptFacts], str, int]] = {  # what i
         "same order",
         9,
     ),
+    "the same order in epochs that are left early": (
+        lambda rank: right(rank, loaders=[trained(rank, passes=[epoch(ORDERS[rank]), epoch(ORDERS[rank][:24])])]),
+        "same order",
+        9,
+    ),
+    "the same order of torch's own sampler, which is too long to be drawn to its end": (
+        lambda rank: right(
+            rank, loaders=[trained(rank, plain=True, passes=[epoch(ORDERS[rank], cut_off=True), epoch(ORDERS[rank])])]
+        ),
+        "same order",
+        9,
+    ),
     "the same augmentation": (
         lambda rank: right(rank, loaders=[trained(rank, random={"torch": "s"})], seeds={"torch": "t.py:2 in main"}),
         "same augmentation",
@@ -352,6 +364,30 @@ CLEAN: dict[str, Callable[[int], ScriptFacts]] = {
     "shares made before": lambda rank: right(
         rank, loaders=[trained(0, sampler="", probes=[[f"f:{rank}{n}", f"{rank}{n}"] for n in range(3)])]
     ),
+    "an order that a sampler changes after its last index, to which it was not drawn": lambda rank: right(
+        rank, loaders=[trained(rank, passes=[epoch(ORDERS[rank], cut_off=True), epoch(ORDERS[rank])])]
+    ),
+    "a last batch that only one rank has come to": lambda rank: right(
+        rank, loaders=[trained(rank, passes=[epoch(ORDERS[rank], sizes=[4, 4, 4 - rank], cut_off=not rank)])]
+    ),
+    "a stream of each rank's own with the labels of the others": lambda rank: right(
+        rank,
+        loaders=[trained(rank, batches=-1, probes=[], passes=[epoch([], leaves=[[f"f:{rank}{n}", n] for n in "abc"])])],
+    ),
+    "tensors of each rank's own with the lengths of the others": lambda rank: right(
+        rank, loaders=[], replicas=replica(inputs=[[f"f:{rank}{n}", n] for n in "abc"])
+    ),
+    "shards with labels that begin alike, each shuffled with one seed": lambda rank: right(
+        rank,
+        loaders=[trained(0, sampler="RandomSampler", samples=40, probes=[[f"f:{rank}{n}", n] for n in "abc"])],
+    ),
+    "samples that a sampler deals out, augmented on each rank in its own way": lambda rank: right(
+        rank, loaders=[trained(rank, probes=[[f"f:{rank}{n}", n] for n in "abc"])]
+    ),
+    "shards of each rank's own, of which a loop takes a part": lambda rank: right(
+        rank,
+        loaders=[trained(rank, samples=40, passes=[epoch([3, 1, 2])], probes=[[f"f:{rank}{n}"] for n in "abc"])],
+    ),
     "shares under a sampler that deals to one": lambda rank: right(
         rank, loaders=[trained(rank, samples=40, probes=[[f"f:{rank}{n}"] for n in "abc"])]
     ),
@@ -445,12 +481,30 @@ def test_weights_that_are_averaged_are_a_note_and_those_that_never_meet_again_ar
         assert [one.rule for one in found(averaged(*weights))] == ["gradients"], weights
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_rule_says_one_thing_of_a_line_the_worst_whatever_comes_from_there(order: int) -> None:
+    """A helper makes several loaders, and with Lightning all is that of `trainer.fit`."""
+
+    def of_rank(rank: int) -> ScriptFacts:
+        made = [trained(rank), trained(rank, passes=[epoch(ORDERS[rank])] * 2)]
+        made += [evaluated(rank), evaluated(rank, samples=3)]
+        replicas = [replica(buffers=[b], evaluation_site="t.py:21 in test")[0] for b in ("b", f"b{rank}")]
+        return right(rank, loaders=made[::order], replicas=replicas[::order])
+
+    told = judged([of_rank(0), of_rank(1)])
+    lines = [(one.rule, one.site) for one in told]
+    assert len(lines) == len({*lines}), told
+    level = {one.rule: one.level for one in told}
+    assert [level[rule] for rule in ("padded score", "same order", "batch norm")] == ["wrong"] * 3, told
+    assert level["same batches"] == "right"
+
+
 def test_the_words_tell_apart_what_one_rule_finds() -> None:
     words = {name: found(of_rank)[0].words for name, (of_rank, _, _) in PITFALLS.items()}
     assert words["the same batches"] == "all ranks train on the same batches"
     assert "each draws from all of them" in words["all of the data, in another order"]
     assert words["no wrapped model"].endswith("no model is wrapped")
-    assert len(set(words.values())) == len(words) - 7  # some are seen in two ways
+    assert len(set(words.values())) == len(words) - 9  # some are seen in two ways
 
 
 def test_the_page_says_what_is_right_and_how_much_is_not() -> None:
@@ -530,9 +584,38 @@ def test_a_cut_epoch_ends_as_the_whole_one_does() -> None:
 
 
 def test_a_tensor_tells_samples_apart_only_if_it_varies() -> None:
-    assert same_leaf([[["1", "f:a"], ["2", "f:b"]], [["1", "f:x"], ["2", "f:y"]]])  # labels alike, inputs augmented
+    assert same_leaf([[["1", "f:a"], ["1", "f:b"]], [["1", "f:a"], ["1", "f:b"]]])
+    assert not same_leaf([[["1"], ["1"]], [["1"], ["1"]]])  # a mask, and nothing else
     assert not same_leaf([[["1", "f:a"], ["1", "f:b"]], [["1", "f:x"], ["1", "f:y"]]])  # a mask alike
     assert not same_leaf([[["", "f:a"]], [["", "f:b"]]])
+
+
+def same(*rows: str, of_other: str) -> bool:
+    """Whether batches with these fields are the same on two ranks; "?": unknown, or equal elements."""
+
+    def leaves(words: str) -> list[str]:
+        return ["" if word == "?" else word for word in words.split()]
+
+    return same_leaf([[leaves(row) for row in rows], [leaves(row) for row in of_other.split("; ")]])
+
+
+def test_batches_are_the_same_if_all_their_fields_are_in_most_of_them() -> None:
+    assert not same("1 f:a", "2 f:b", of_other="1 f:x; 2 f:y"), "labels alike, inputs not"
+    assert not same("f:a 1", "f:b 2", "f:c 3", of_other="f:x 1; f:y 2; f:z 3"), "whatever their order"
+    assert not same("f:a f:l", "f:b f:m", of_other="f:x f:l; f:y f:m"), "lengths of floating point"
+    assert not same("1 f:a", "2 f:b", "3 f:c", of_other="1 f:a; 2 f:y; 3 f:z"), "one of three batches"
+    assert not same("1 f:a", "2 f:b", of_other="1 f:a; 2 f:y"), "one of two"
+    assert not same("1 2", "2 3", of_other="1; 2"), "another number of tensors"
+    assert same("1 f:a", "2 f:b", "3 f:c", of_other="1 f:a; 2 f:b; 3 f:z"), "a batch in which a rank is ahead"
+    assert same("1 ?", "2 ?", of_other="1 ?; 2 ?"), "inputs with numbers of a generator of their own"
+    assert same("0 1 f:a", "0 2 f:b", of_other="1 1 f:a; 1 2 f:b"), "the rank beside the same sample"
+    assert same("? f:a", "2 f:b", of_other="? f:a; 2 f:b"), "a batch with one label"
+
+
+def test_samples_are_unlike_if_none_of_their_fields_is_the_same() -> None:
+    assert unlike([[["1", "f:a"], ["2", "f:b"]], [["3", "f:x"], ["4", "f:y"]]])
+    assert not unlike([[["1", "f:a"], ["2", "f:b"]], [["1", "f:x"], ["2", "f:y"]]]), "augmented on each rank, say"
+    assert not unlike([[[""]], [[""]]]), "nothing is known"
 
 
 def test_a_batch_that_shrinks_with_the_world_is_a_note_with_its_numbers() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 import sys
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -16,12 +17,14 @@ import msgspec
 import numpy
 import pytest
 import torch
+from tests.run_ranks import run_ranks
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
 from paceline.contract.facts import OWN_GENERATORS, Pass, ScriptFacts
 from paceline.worker.imports import when_imported
 from paceline.worker.probes.generators import Generators
 from paceline.worker.probes.graphs import divided_by_world
+from paceline.worker.probes.hooks import Hooks
 from paceline.worker.probes.loading import Cut, LoaderWatch, seen_loader
 from paceline.worker.probes.noting import length_of, padded_more
 from paceline.worker.probes.seeing import StepWatch
@@ -45,6 +48,112 @@ def test_a_cut_epoch_has_its_first_batches_and_its_last_and_knows_all_indices() 
 def test_a_sampler_that_ends_early_ends_the_epoch() -> None:
     assert [*Cut(iter([[0], [1]]), 5, 3, Pass())] == [[0], [1]]
     assert [*Cut(iter([[0], [1], [2]]), 5, 3, Pass())] == [[0], [1], [2]]
+
+
+class Counting:
+    """A sampler whose order is another one in each epoch, which it counts after its last index."""
+
+    def __init__(self, batches: int, *, seconds: float = 0.0) -> None:
+        self.batches, self.epoch, self.seconds, self.drawn = batches, 0, seconds, 0
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for number in range(self.batches):
+            time.sleep(self.seconds)
+            self.drawn += 1
+            yield [self.epoch * 1000 + number]
+        self.epoch += 1
+
+    def __len__(self) -> int:
+        return self.batches
+
+
+@pytest.mark.parametrize("kept", [1, 4, 10])
+@pytest.mark.parametrize("batches", [10, 12])
+def test_a_sampler_is_drawn_to_its_end_however_few_batches_are_loaded(kept: int, batches: int) -> None:
+    """Its length may be more or less than what it gives."""
+    sampler, passes = Counting(10), [Pass() for _ in range(3)]
+    for number, seen in enumerate(passes):
+        drawn = [*Cut(iter(sampler), batches, min(kept, batches), seen)]
+        assert len(drawn) == kept and drawn[-1] == [number * 1000 + 9]
+    assert sampler.epoch == 3
+    assert [(seen.drawn, seen.cut_off, seen.indices[0]) for seen in passes] == [(10, False, 1000 * n) for n in range(3)]
+
+
+def test_who_leaves_its_loop_has_drawn_no_more_than_it_took() -> None:
+    sampler = Counting(10)
+    cut = Cut(iter(sampler), 10, 4, Pass())
+    for _ in range(3):
+        next(cut)
+    assert (sampler.drawn, sampler.epoch) == (3, 0)
+
+
+def test_an_endless_sampler_is_drawn_as_long_again_and_then_nothing_is_known_of_its_end() -> None:
+    seen, drawn = Pass(), Counting(1 << 60)
+    assert len([*Cut(iter(drawn), 30, 24, seen)]) == 24
+    assert seen.cut_off and drawn.drawn <= 62
+    assert (seen.drawn, seen.indices) == (30, [*range(30)]), "what is beyond its length is no part of the epoch"
+
+
+def test_a_sampler_that_cannot_be_drawn_beyond_its_length_fails_nobody() -> None:
+    def draws() -> Iterator[list[int]]:
+        yield [0]
+        raise ValueError("no more")
+
+    assert [*Cut(draws(), 1, 1, seen := Pass())] == [[0]] and seen.cut_off
+
+
+def test_a_slow_sampler_takes_a_bounded_time_unless_ranks_meet_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    meets = False
+    monkeypatch.setattr("paceline.worker.probes.loading._calls_since", lambda began_ns: meets)
+    slow = Counting(400, seconds=0.005)
+    assert len([*Cut(iter(slow), 400, 24, seen := Pass(), 0.05)]) == 24
+    assert seen.cut_off and slow.drawn < 100 and slow.epoch == 0
+    meets = True
+    assert len([*Cut(iter(slow), 400, 24, seen := Pass(), 0.05)]) == 24
+    assert not seen.cut_off and slow.epoch == 1
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_a_sampler_of_a_loader_counts_its_epochs_as_uncut(num_workers: int, drop_last: bool, tmp_path: Path) -> None:
+    for how in ("batches", "samples"):
+        whole, cut = (run_ranks(begun, 1, tmp_path, how, num_workers, drop_last, checked) for checked in (False, True))
+        assert whole[0][0] == cut[0][0] == 4 and [one // 1000 for one in cut[0][1]] == [0, 1, 2, 3]
+        assert whole[0][2] >= 120 and cut[0][2] < 120
+
+
+def begun(
+    rank: int, size: int, how: str, num_workers: int, drop_last: bool, checked: bool
+) -> tuple[int, list[int], int]:
+    """Four epochs: how many the sampler has counted, what each began with, and how many batches there were."""
+    facts, sampler = ScriptFacts(rank, 2, 2, "n1", cores=2), Counting(64)
+    if checked:
+        Hooks(print).listen(LoaderWatch(facts)).install()
+    data: Any = {1000 * epoch + n: 1000 * epoch + n for epoch in range(4) for n in range(64)}
+    given: dict[str, Any] = {"sampler": Flat(sampler), "batch_size": 2, "drop_last": drop_last}
+    loader = DataLoader(data, num_workers=num_workers, **({"batch_sampler": sampler} if how == "batches" else given))
+    epochs = [[int(x[0]) for x in loader] for _ in range(4)]
+    return sampler.epoch, [one[0] for one in epochs], sum(map(len, epochs))
+
+
+class Flat(Counting):
+    """Gives one index at a time."""
+
+    def __init__(self, inner: Counting) -> None:
+        super().__init__(inner.batches)
+        self.inner = inner
+
+    def __iter__(self) -> Iterator[Any]:
+        for (index,) in self.inner:
+            yield index
+
+
+def test_whether_samplers_are_torch_s_own_is_known() -> None:
+    data: Any = [*range(8)]
+    own = Flat(Counting(8))
+    told = [DataLoader(data, 2), DataLoader(data, 2, shuffle=True), DataLoader(data, 2, sampler=own)]  # pyright: ignore[reportArgumentType]
+    told += [DataLoader(data, batch_sampler=BatchSampler(own, 2, False)), DataLoader(data, batch_sampler=Counting(4))]  # pyright: ignore[reportArgumentType]
+    assert [seen_loader(loader).plain for loader in told] == [True, True, False, False, False]
 
 
 def test_a_loader_that_is_dropped_in_its_own_loop_is_seen_to_the_end() -> None:

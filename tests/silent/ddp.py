@@ -6,7 +6,7 @@ import plants
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from plants import here
+from plants import has, here
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -33,13 +33,22 @@ def logged(loss: torch.Tensor) -> None:
 
 
 def stepped(x: torch.Tensor, y: torch.Tensor) -> None:
-    optimizer.zero_grad()
-    loss = plants.lost(F.cross_entropy(ddp(plants.inputs(x)), y), model)
-    loss.backward()  # told: loss
-    plants.after_backward(model, optimizer)
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = plants.lost(F.cross_entropy(ddp(plants.inputs(x)), y), model)
+        loss.backward()  # told: loss
+        plants.after_backward(model, optimizer)
+        return loss
+
+    if here("nan in a closure"):
+        x = x * float("nan")
+    gives_closure = has("nan in a closure")
+    loss = torch.zeros(()) if gives_closure else closure()
     if here("an exception before the step, swallowed"):
         raise ValueError("a bad batch")
-    if not here("a step left out"):
+    if gives_closure:
+        loss = optimizer.step(closure)
+    elif not here("a step left out"):
         optimizer.step()
     plants.after_step(model, optimizer, schedule)
     logged(loss)

@@ -36,11 +36,13 @@ PYTHON = [sys.executable, "-m"]
 LAUNCH = [*PYTHON, "paceline", "launch", "--run-dir", "run", "--nproc"]
 TORCHRUN = [*PYTHON, "torch.distributed.run", "--nproc-per-node", str(RANKS), "--master-port", "29547"]
 LINES = {  # fault -> the mark of the line that is to be told; with replicas that have drifted no line is known
-    "nan in the data": "loss", "nan in one batch": "loss", "an infinite loss": "loss", "two sums swapped": "sums",
+    "nan in the data": "loss", "nan in one batch": "loss", "nan in a closure": "loss", "an infinite loss": "loss",
+    "two sums swapped": "sums",
     "an exception in forward, swallowed": "forward",
 }  # fmt: skip
 CODES = {
-    "nan in the data": 5, "nan in one batch": 5, "an infinite loss": 5, "a gradient that is nan": 5,
+    "nan in the data": 5, "nan in one batch": 5, "nan in a closure": 5, "an infinite loss": 5,
+    "a gradient that is nan": 5,
     "a gradient set to nan after it was summed": 5, "two sums swapped": 4, "slow data": 0, "slow step": 0,
     "an exception in forward, swallowed": 0,
 }  # fmt: skip

@@ -56,6 +56,16 @@ def test_each_kind_of_silent_fault_is_told_with_rank_and_step_and_only_told_wher
 
 
 @pytest.mark.ranks
+def test_a_batch_that_is_nan_in_the_closure_of_a_step_is_told_as_one_before_it(run: Run) -> None:
+    one = run("nan in a closure", steps=10_000)
+    assert one.finish() == ExitCode.NOT_FINITE, one.stderr
+    told = read_verdict(one.folder / "verdict-1").verdict
+    assert (told.kind, told.guilty, told.step) == (VerdictKind.NOT_FINITE, (1,), 12)
+    line = next(n for n, text in enumerate(SCRIPT.read_text().splitlines(), 1) if text.endswith("# told: loss"))
+    assert f"rank 1: its loss was nan at ddp.py:{line} in closure, batch 12 of epoch 1, samples " in one.stderr
+
+
+@pytest.mark.ranks
 def test_replicas_that_drift_end_the_run_with_its_exit_code_and_a_page(run: Run) -> None:
     one = run("steps twice", steps=10_000)
     assert one.finish() == ExitCode.DIVERGED, one.stderr

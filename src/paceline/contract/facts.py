@@ -34,6 +34,7 @@ class Pass(msgspec.Struct):
 
     indices: list[int] = []  # in the order of the sampler, also those that were passed over; the first MAX_INDICES
     drawn: int = 0  # how many indices there were
+    cut_off: bool = False  # the sampler was not drawn to its end: it is endless, or too long
     leaves: list[list[str]] = []  # of the first batches: the digest of each tensor in it
     sizes: list[int] = []  # samples in each batch that the script got
     trains: bool = False
@@ -56,6 +57,7 @@ class SeenLoader(msgspec.Struct):
     batches: int  # of a whole epoch; -1: unknown
     batch_size: int
     workers: int
+    plain: bool = False  # its samplers are torch's own: they do nothing after the last index
     batch_sampler: str = ""  # the class of a batch sampler that is not torch's
     divided: str = ""  # its batch size, as the script has it, where that is divided by the number of ranks
     probes: list[list[str]] = []  # of a few samples of the data set: the digest of each tensor in it

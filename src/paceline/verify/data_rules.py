@@ -5,7 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from paceline.contract.facts import OWN_GENERATORS, Pass, ScriptFacts, SeenLoader
-from paceline.verify.finding import Loaders, Remark, differs, loaders_of, ranks_named, same_data, same_leaf, shared_part
+from paceline.verify.finding import (
+    Loaders,
+    Remark,
+    differs,
+    loaders_of,
+    ranks_named,
+    same_data,
+    same_leaf,
+    shared_part,
+    unlike,
+)
 from paceline.verify.gradient_rules import by_means
 from paceline.verify.score_rules import evaluation_findings, padding_findings
 
@@ -58,8 +68,8 @@ def _shares(loaders: Loaders) -> Iterator[Remark]:
             yield Remark("same batches", "wrong", words, one.made, do, "their contents are equal, batch by batch")
         return
     if not same_data(loaders):
-        told_apart = all(any(map(all, zip(*loader.probes, strict=False))) for loader in loaders.values())
-        if deals and told_apart and all(seen.drawn < loaders[rank].samples for rank, seen in passes.items()):
+        told_apart = unlike(loader.probes for loader in loaders.values())
+        if deals and told_apart and all(_draws_less(loaders[rank], seen) for rank, seen in passes.items()):
             do = "the same data on all ranks, not shared out by hand; random_split(..., generator=) of one seed"
             words = f"{one.sampler} deals out data that differ between ranks"
             seen = "a sample with the same index is another one on each rank: some are seen twice, others never"
@@ -80,6 +90,11 @@ def _shares(loaders: Loaders) -> Iterator[Remark]:
         yield Remark("same batches", "wrong", words, one.made, do, seen)
     else:
         yield Remark("same batches", "right", "every rank has its own samples of the data", one.made)
+
+
+def _draws_less(loader: SeenLoader, seen: Pass) -> bool:
+    """Whether its sampler draws less than the data have; a script may leave its loop before."""
+    return max(seen.drawn, loader.batches * loader.batch_size) < loader.samples
 
 
 def _share_of(loader: SeenLoader) -> str:
@@ -106,12 +121,15 @@ def _order(loaders: Loaders) -> Iterator[Remark]:
     first, second = [*one.training, Pass(), Pass()][:2]
     if min(len(first.indices), len(second.indices)) < FEW or one.shuffles is False:
         return
-    if first.indices == second.indices and first.indices != sorted(first.indices):
+    if first.cut_off and not one.plain:
+        return  # what it does after its last index, as to count its epochs, was not seen
+    both = min(len(first.indices), len(second.indices))
+    if first.indices[:both] == second.indices[:both] and first.indices != sorted(first.indices):
         seen = f"both epochs begin with samples {', '.join(map(str, first.indices[:SHOWN]))}"
         words = "every epoch has the same order"
         do = "sampler.set_epoch(epoch), in front of this loop"
         yield Remark("same order", "wrong", words, one.site, do, seen)
-    elif first.indices != second.indices:
+    elif first.indices[:both] != second.indices[:both]:
         yield Remark("same order", "right", "every epoch has an order of its own", one.site)
 
 
@@ -151,6 +169,8 @@ def _lengths(loaders: Loaders, *, means: bool) -> Iterator[Remark]:
         yield Remark("uneven steps", "wrong", words, one.made, do, told)
         return
     sizes = [*zip(*(seen.sizes for seen in passes.values()), strict=False)]
+    if any(seen.cut_off for seen in passes.values()):
+        sizes = sizes[:-1]  # not all ranks have come to their real last batch
     odd = next((k for k, many in enumerate(sizes) if differs(many)), None)
     if odd is not None and means:
         words = "ranks average over unequal shares: DDP's mean of their means weighs samples unequally"

@@ -10,6 +10,7 @@ import msgspec
 
 from paceline.contract.facts import Pass, ScriptFacts, SeenLoader
 
+MISSING = "-"  # in place of a digest: a batch of another rank has more tensors
 Level = Literal["wrong", "costs", "note", "right"]
 LEVELS: tuple[Level, ...] = ("wrong", "costs", "note", "right")
 
@@ -40,17 +41,42 @@ def loaders_of(ranks: Sequence[ScriptFacts]) -> list[Loaders]:
 
 
 def same_leaf(of_ranks: Iterable[Sequence[Sequence[str]]]) -> bool:
-    """Whether a tensor that tells samples apart is the same on all ranks.
+    """Whether most samples or batches are the same on all ranks: all of their tensors, as far as they are known."""
+    return _mostly_same([*filter(_known, batch)] for batch in zip(*_columns(of_ranks), strict=True))
+
+
+def unlike(of_ranks: Iterable[Sequence[Sequence[str]]]) -> bool:
+    """Whether each tensor of most samples differs between ranks: not the inputs alone, say, beside equal labels."""
+    columns = _columns(of_ranks)
+    same = (_mostly_same([digests] for digests in filter(_known, column)) for column in columns)
+    return bool(columns) and not any(same)
+
+
+def _columns(of_ranks: Iterable[Sequence[Sequence[str]]]) -> list[list[tuple[str, ...]]]:
+    """Of each tensor that tells samples apart: for each batch its digests on all ranks.
 
     One that is the same in each batch (a mask, positions) tells nothing, unless it is of floating point.
     """
-    columns = [[*zip(*rows, strict=False)] for rows in of_ranks]
-    return any(
-        all(column == many[0] for column in many[1:])
-        and all(many[0])
-        and (len(set(many[0])) > 1 or many[0][0].startswith("f:"))
-        for many in zip(*columns, strict=False)
-    )
+    batches = [*zip(*of_ranks, strict=False)]
+    width = max((len(leaves) for batch in batches for leaves in batch), default=0)
+    missing = [MISSING] * width
+    columns = [[tuple([*leaves, *missing][n] for leaves in batch) for batch in batches] for n in range(width)]
+    return [column for column in columns if _tells(column)]
+
+
+def _tells(column: Sequence[tuple[str, ...]]) -> bool:
+    of_ranks = zip(*filter(_known, column), strict=True)
+    return any(differs(of_rank) or of_rank[0].startswith("f:") for of_rank in of_ranks)
+
+
+def _known(digests: Sequence[str]) -> bool:
+    return all(digests) and {*digests} != {MISSING}
+
+
+def _mostly_same(batches: Iterable[Sequence[Sequence[str]]]) -> bool:
+    """Of those batches of which something is known."""
+    same = [not any(map(differs, batch)) for batch in batches if batch]
+    return 2 * sum(same) > len(same)
 
 
 def shared_part(passes: Sequence[Pass]) -> float:

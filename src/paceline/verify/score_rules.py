@@ -63,7 +63,7 @@ def evaluation_findings(ranks: Sequence[ScriptFacts], loaders: Loaders) -> Itera
         site = next(seen.reduced_site for of_rank in looked.values() for seen in of_rank if seen.reduced)
         yield Remark("mean of means", "wrong", words, site, do, f"shares of {told} samples were summed as rates")
     else:
-        yield Remark("padded score", "right", "evaluation counts each sample once", one.site)
+        yield Remark("padded score", "right", "evaluation counts each sample once", one.made)
 
 
 def _rates_of_shares(of_ranks: Sequence[Sequence[Pass]]) -> bool:

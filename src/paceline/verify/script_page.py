@@ -18,8 +18,15 @@ WIDTH = 110
 
 
 def judged(ranks: Sequence[ScriptFacts], noted: Sequence[Noted] = ()) -> list[Remark]:
-    """All findings, what is wrong first, each once; `noted` is what was reported while the script ran."""
-    found = {(one.rule, one.level, one.site): one for one in (*data_findings(ranks), *step_findings(ranks))}
+    """All findings, what is wrong first; `noted` is what was reported while the script ran.
+
+    A rule says one thing of a line, the worst: several loaders, replicas or optimizers may come from there.
+    """
+    found: dict[tuple[str, str], Remark] = {}
+    for one in (*data_findings(ranks), *step_findings(ranks)):
+        said = found.setdefault((one.rule, one.site), one)
+        if LEVELS.index(one.level) < LEVELS.index(said.level):
+            found[one.rule, one.site] = one
     wrong = {one.rule for one in found.values() if one.level == "wrong"}
     # DDP sends buffers only after a forward that it has reduced: what is wrong with that comes first
     follows = {"batch norm"} if wrong & {"gradients", "last window", "replicas"} else set[str]()

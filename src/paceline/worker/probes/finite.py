@@ -14,7 +14,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterable
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 from paceline.contract.box import Box
 from paceline.contract.evidence import ScriptFinding
@@ -27,6 +27,7 @@ from paceline.worker.sites import user_site
 SMALL = 16384  # elements; where there is no such parameter, so many are looked at of the first
 MOST_NAMED = 8  # samples
 ONE_AHEAD = "/accelerate/data_loader.py"  # its loaders are those of the Trainer, too
+PREFETCHER = "_PrefetchDataFetcher"  # Lightning's, which is one ahead where it cannot ask for the number of batches
 _UNKNOWN = object()
 
 
@@ -47,7 +48,8 @@ class Batches(Events):
         self._number[batches] = 0
         frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
         while frame is not None and not self._ahead.get(batches, False):
-            self._ahead[batches] = frame.f_code.co_filename.endswith(ONE_AHEAD)
+            prefetches = type(frame.f_locals.get("self")).__name__ == PREFETCHER and not _is_sized(loader())
+            self._ahead[batches] = prefetches or frame.f_code.co_filename.endswith(ONE_AHEAD)
             frame = frame.f_back
 
     def indices_drawn(self, batches: Any, indices: Any) -> None:
@@ -71,7 +73,8 @@ class Batches(Events):
         if self._last is None:
             return ""
         number, epoch, indices = self._last
-        samples: list[Any] = [*indices] if isinstance(indices, Iterable) else [indices]
+        drawn: list[Any] = [*indices] if isinstance(indices, Iterable) else [indices]
+        samples = [one for one in drawn if one is not None]  # a stream has no indices
         named = ", ".join(str(one) for one in samples[:MOST_NAMED]) + (", ..." if len(samples) > MOST_NAMED else "")
         return f", batch {number} of epoch {epoch}" + (f", samples {named}" if samples else "")
 
@@ -85,6 +88,8 @@ class Finite(Events):
         self._hooked: dict[int, weakref.ref[Any]] = {}  # tensors are equal by their elements: here by their address
         self._own: dict[int, str] = {}  # step -> what was not finite on this rank alone
         self._lost: dict[int, str] = {}  # step -> its last loss, where that was not finite
+        self._follows = False  # the last loss was computed by parameters that were not finite: it is nobody's own
+        self._again: WeakSet[Any] = WeakSet()  # optimizers that have called the closure of their step again
         self._hidden = False
         self._said = False
 
@@ -97,6 +102,7 @@ class Finite(Events):
     def backward_begins(self, losses: Any) -> None:
         self._later.look()
         loss = losses if hasattr(losses, "numel") else next(iter(losses), None)
+        self._follows = False
         if loss is None or loss.numel() != 1 or not may_compute(loss):
             return
         step, words, site = self._steps.done + 1, self._batches.last(), user_site()
@@ -104,11 +110,16 @@ class Finite(Events):
 
         def look(values: list[float]) -> None:
             self._lost.pop(step, None)
-            if not math.isfinite(values[0]):
+            self._follows = any(values[1:])
+            if not math.isfinite(values[0]) and not self._follows:
                 self._lost[step] = f"a loss of {values[0]}{at}{words}"
                 self._own.setdefault(step, f"its loss was {values[0]}{at}{words}")
 
-        self._later.read(loss.detach().reshape(1), look)
+        torch = sys.modules["torch"]
+        sensors: list[Any] = [known() for known in self._hooked.values()]
+        here = (one for one in sensors if type(one) is torch.nn.Parameter and one.device == loss.device)
+        spoilt = [_not_finite(one).double() for one in here]
+        self._later.read(torch.cat([loss.detach().reshape(1).double(), *spoilt]), look)
 
     def step_begins(self, optimizer: Any) -> None:
         if self._said or getattr(optimizer, "found_inf", None) is not None:  # GradScaler has looked itself
@@ -122,13 +133,33 @@ class Finite(Events):
 
         def look(values: list[bool]) -> None:
             if values[0] and not self._said:
-                self._said, own = True, self._own.get(step)
-                put_finding(self._box, ScriptFinding("not finite", step, own or "", own=own is not None))
+                self._tell(step)
             elif (lost := self._lost.pop(step, "")) and not self._hidden:
                 self._hidden = True
                 put_finding(self._box, ScriptFinding("swallowed", step, lost))
 
         self._later.read(_not_finite(sensor.grad), look)
+
+    def closure_ended(self, optimizer: Any) -> None:
+        self._again.add(optimizer)
+
+    def step_ended(self, optimizer: Any) -> None:
+        """A line search may leave a point that is not finite: here only what has gone into the parameters counts."""
+        sensor = self._sensors.get(optimizer)
+        if self._said or optimizer not in self._again or sensor is None or not may_compute(sensor):
+            return
+        self._again.discard(optimizer)
+        step = self._steps.done + 1
+
+        def look(values: list[bool]) -> None:
+            if values[0] and not self._said:
+                self._tell(step)
+
+        self._later.read(_not_finite(sensor), look)
+
+    def _tell(self, step: int) -> None:
+        self._said, own = True, self._own.get(step)
+        put_finding(self._box, ScriptFinding("not finite", step, own or "", own=own is not None))
 
     def _chosen(self, optimizer: Any) -> Any:
         """One of the first parameters, those near the input; a small one."""
@@ -147,7 +178,7 @@ class Finite(Events):
             step, words = self._steps.done + 1, self._batches.last
 
             def look(values: list[bool]) -> None:
-                if values[0]:
+                if values[0] and not self._follows:
                     self._own.setdefault(step, f"its own gradient of {name} was not finite{words()}")
 
             self._later.read(_not_finite(gradient), look)
@@ -161,5 +192,15 @@ def _since(step: int, told: dict[int, str]) -> dict[int, str]:
 
 
 def _not_finite(gradient: Any) -> Any:
-    few = gradient.detach() if gradient.numel() <= SMALL else gradient.detach().flatten()[:SMALL]
-    return few.sum().isfinite().logical_not().reshape(1)
+    return _few(gradient).sum().isfinite().logical_not().reshape(1)
+
+
+def _few(tensor: Any) -> Any:
+    return tensor.detach() if tensor.numel() <= SMALL else tensor.detach().flatten()[:SMALL]
+
+
+def _is_sized(loader: Any) -> bool:
+    try:
+        return len(loader) >= 0
+    except TypeError:
+        return False

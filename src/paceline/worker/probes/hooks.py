@@ -8,8 +8,9 @@
 Two readers listen: what judges silent faults (`finite`, `replicas`, `steps`), in every run, and what writes down facts
 for `--check` (`loading`, `seeing`, `noting`). Only what somebody listens to is told. The hooks are in torch itself:
 `DataLoader`'s iterators, `DistributedDataParallel`, `torch.autograd.backward` and optimizers; `hang` puts others where
-only one reader looks. No argument and no result is changed; what a listener raises is complained of, and the script
-goes on. A process that the script forks (a loader's, say) is not the rank, and is not heard.
+only one reader looks. No argument and no result is changed, but the closure of a step is wrapped; what a listener
+raises is complained of, and the script goes on. A process that the script forks (a loader's, say) is not the rank, and
+is not heard.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
-from functools import partial, wraps
+from functools import partial, update_wrapper, wraps
 from typing import Any, Self
 
 from paceline.worker.imports import when_imported
@@ -70,7 +71,10 @@ class Events:
         """It has returned; under DDP the gradients are reduced."""
 
     def step_begins(self, optimizer: Any) -> None:
-        """An optimizer is about to change its parameters; they have their gradients."""
+        """An optimizer is about to change its parameters; they have their gradients, of a closure or from before."""
+
+    def closure_ended(self, optimizer: Any) -> None:
+        """It has called its closure once more (L-BFGS): other gradients, at parameters that it may give up again."""
 
     def step_ended(self, optimizer: Any) -> None:
         """It has changed them."""
@@ -153,11 +157,28 @@ class Hooks:
                 failed=lambda error, *_, **__: tell("raised", "backward", error),
             )  # fmt: skip
             optimizers = sys.modules["torch.optim.optimizer"]
-            optimizers.register_optimizer_step_pre_hook(lambda optimizer, *_: tell("step_begins", optimizer))
-            optimizers.register_optimizer_step_post_hook(lambda optimizer, *_: tell("step_ended", optimizer))
+            optimizers.register_optimizer_step_pre_hook(self._step_begins)
+            optimizers.register_optimizer_step_post_hook(self._step_ended)
         except Exception as error:  # a torch with other names
             self._complain(error)
         tell("torch_is_there")
+
+    def _step_begins(self, optimizer: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """Gradients are there, unless a closure computes them: then `step_begins` is told when that has returned."""
+        closure = _closure(args, named)
+        if not callable(closure) or not self._listeners.get("step_begins"):
+            self._tell("step_begins", optimizer)
+            return None
+        watched = Closure(
+            closure, partial(self._tell, "step_begins", optimizer), partial(self._tell, "closure_ended", optimizer)
+        )
+        return (args, named | {"closure": watched}) if "closure" in named else ((args[0], watched, *args[2:]), named)
+
+    def _step_ended(self, optimizer: Any, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+        closure = _closure(args, named)
+        if isinstance(closure, Closure):
+            closure.begin()  # it was not called
+        self._tell("step_ended", optimizer)
 
     def _hang_on_loaders(self, base: Any) -> None:
         """`__next__` is the base's alone; the two kinds of iterators have their own of the others, and call these."""
@@ -180,6 +201,33 @@ class Hooks:
         hang(base, "_next_index", after=lambda indices, batches: tell("indices_drawn", batches, indices))
         given = partial(hang, base, "__next__", before=partial(tell, "batch_asked"), failed=failed)
         given(after=lambda batch, batches: tell("batch_given", batches, batch))
+
+
+class Closure:
+    """The closure of an optimizer's step: says when it has returned, the first time and later."""
+
+    def __init__(self, closure: Callable[..., Any], first: Callable[[], None], later: Callable[[], None]) -> None:
+        self._closure, self._first, self._later = closure, first, later
+        self._begun = False
+        update_wrapper(self, closure)
+
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        result = self._closure(*args, **named)
+        if self._begun:
+            self._later()
+        self.begin()
+        return result
+
+    def begin(self) -> None:
+        """The step begins, if it has not yet."""
+        if not self._begun:
+            self._begun = True
+            self._first()
+
+
+def _closure(args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    """What `optimizer.step(...)` was given as its closure."""
+    return named.get("closure", args[1] if len(args) > 1 else None)
 
 
 def hang(

@@ -6,6 +6,7 @@ import sys
 import time
 import weakref
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 from itertools import islice
 from operator import index as as_index
@@ -20,6 +21,7 @@ from paceline.contract.facts import (
     SeenLoader,
     kept_batches,
 )
+from paceline.worker.guard import Guard
 from paceline.worker.probes.digests import leading, leaf_digests
 from paceline.worker.probes.generators import LOOKS, Fetched, Generators
 from paceline.worker.probes.graphs import divided_by_world
@@ -27,30 +29,57 @@ from paceline.worker.probes.hooks import Events, hang
 from paceline.worker.sites import call_site, user_site
 
 MAX_PASSED_OVER = 100_000  # batches: of more the last one is not waited for
+MAX_SECONDS, LATER_SECONDS = 5.0, 1.0  # nor longer than this, in an epoch that is looked at, and in a later one
 MAX_PASSES = 20  # a script that goes on longer is ended
 PROBES = 6
 
 
 class Cut:
-    """A sampler's draws: the first of them, and its last, so that what is odd at the end of an epoch is there."""
+    """A sampler's draws: the first of them, and its last, so that what is odd at the end of an epoch is there.
 
-    def __init__(self, draws: Iterator[Any], batches: int, kept: int, seen: Pass) -> None:
-        self._draws, self._left, self._over, self._seen = draws, kept, batches - kept, seen
+    Who asks for more has the sampler drawn to its end, as in a whole epoch: one that counts its epochs does so after
+    its last index. One that goes on for as long again is endless.
+    """
+
+    def __init__(self, draws: Iterator[Any], batches: int, kept: int, seen: Pass, seconds: float = MAX_SECONDS) -> None:
+        self._draws, self._left, self._batches, self._over, self._seen = draws, kept, batches, batches - kept, seen
+        self._seconds = seconds
+        self._ended = False
 
     def __iter__(self) -> Cut:
         return self
 
     def __next__(self) -> Any:
         if self._left == 0:
+            self._go_to_the_end()
             raise StopIteration
         drawn = self._drawn()
         self._left -= 1
-        if self._left == 0:
-            for _ in range(min(self._over, MAX_PASSED_OVER)):
-                try:
-                    drawn = self._drawn()
-                except StopIteration:
-                    break
+        return drawn if self._left else self._passed_over(self._over, drawn)
+
+    def _go_to_the_end(self) -> None:
+        if self._ended or self._seen.cut_off:
+            return
+        before, count = self._seen.drawn, len(self._seen.indices)
+        with suppress(Exception):  # of a sampler that cannot go so far
+            self._passed_over(self._batches + 1, None)
+        if not self._ended:
+            self._seen.cut_off, self._seen.drawn = True, before
+            del self._seen.indices[count:]
+
+    def _passed_over(self, batches: int, drawn: Any) -> Any:
+        """The last of so many draws, or of those for which there is time."""
+        began_ns = time.monotonic_ns()
+        for _ in range(min(batches, MAX_PASSED_OVER)):
+            if time.monotonic_ns() - began_ns > self._seconds * 1e9 and not _calls_since(began_ns):
+                self._seen.cut_off = True
+                break
+            try:
+                drawn = self._drawn()
+            except StopIteration:
+                self._ended = True
+                break
+        self._seen.cut_off |= batches > MAX_PASSED_OVER and not self._ended
         return drawn
 
     def _drawn(self) -> Any:
@@ -103,8 +132,10 @@ class LoaderWatch(Events):
             return
         record = self._facts.loaders[number]
         if (whole := record.batches) >= 0:
-            kept = kept_batches(whole) if len(record.passes) <= EPOCHS else min(1, whole)
-            batches._sampler_iter = Cut(batches._sampler_iter, whole, kept, record.passes[-1])
+            looked_at = len(record.passes) <= EPOCHS
+            kept = kept_batches(whole) if looked_at else min(1, whole)
+            seconds = MAX_SECONDS if looked_at else LATER_SECONDS
+            batches._sampler_iter = Cut(batches._sampler_iter, whole, kept, record.passes[-1], seconds)
 
     def epoch_begins(self, batches: Any) -> None:
         loader = batches.of_loader()
@@ -168,6 +199,11 @@ class LoaderWatch(Events):
             record.random |= self._fetched.of(number)
 
 
+def _calls_since(began_ns: int) -> bool:
+    """Whether collectives were called: a sampler that calls them must be drawn from as often on all ranks."""
+    return bool(Guard.of_process().box.calls_since(began_ns))
+
+
 def _number_of(batches: Any) -> int:
     return getattr(batches, "loader_number", -1)
 
@@ -193,6 +229,7 @@ def seen_loader(loader: Any) -> SeenLoader:
         batches=-1 if loader._dataset_kind else _length(getattr(loader, "whole_length", loader.__len__)),
         batch_size=getattr(loader, "batch_size", None) or getattr(inner, "batch_size", None) or 0,
         workers=loader.num_workers,
+        plain=all(type(one).__module__.startswith("torch.utils.data.") for one in chain if one is not None),
         batch_sampler="" if batch_sampler == "BatchSampler" else batch_sampler,
         divided=getattr(loader, "divided", ""),
     )

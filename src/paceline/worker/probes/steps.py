@@ -81,6 +81,8 @@ class ScriptPhases(Counted):
     def step_begins(self, optimizer: Any) -> None:
         self._box.enter(Phase.OPTIMIZER)
 
+    closure_ended = step_begins
+
     def step_ended(self, optimizer: Any) -> None:
         self._box.enter(Phase.USER)
         before = self.done
@@ -181,6 +183,11 @@ class Stale(Events):
         elif own > usual and times >= USUAL_STEPS:
             self._tell("left out a step after backward(), as never before: an error swallowed, or a batch left out")
         self._stepped[optimizer] = self._backwards, own, times + 1 if own == usual else 0
+
+    def step_ended(self, optimizer: Any) -> None:
+        """What its closure does after the first time (L-BFGS) belongs to this step: as often as it likes."""
+        if optimizer in self._stepped:
+            self._stepped[optimizer] = self._backwards, *self._stepped[optimizer][1:]
 
     def forward_begins(self, ddp: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
         step = self._steps.done
