@@ -4,6 +4,8 @@ Times are ages in seconds, never clock readings: no two hosts' clocks can be com
 readings, for finding out by how much the clocks differ: see clocks.py.
 """
 
+import signal
+
 import msgspec
 
 from paceline.contract.evidence import Evidence, Sample
@@ -121,6 +123,7 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
     """Head to node: end the generation; the workers are asked, and given so much time. A later one can shorten it."""
 
     grace_seconds: float
+    signal: int = signal.SIGTERM  # by which they are asked; each reaches a worker once
 
 
 class Alive(msgspec.Struct, frozen=True, tag=True):

@@ -43,6 +43,11 @@ class Shared(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     preload: bool = False  # workers may be forked from one that has imported everything: our own command, no CUDA
 
     @property
+    def term_grace_seconds(self) -> float:
+        """After the stop grace: how long scripts then have that were sent another signal than SIGTERM, and hear that."""
+        return self.grace_seconds if self.plain_store else 0.0
+
+    @property
     def elastic(self) -> bool:
         """Whether hosts may come and go."""
         return self.min_nodes < self.nodes

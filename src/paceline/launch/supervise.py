@@ -34,8 +34,8 @@ AGENT_MARGIN_SECONDS = 1.2  # how much longer than its workers' grace an agent n
 def run(plan: Plan, attempt_dir: Path | None, *, keep_open: Sequence[int] = ()) -> int:
     """Run the plan to its end; return the exit code. Main thread only.
 
-    By then all messages are on stderr. SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 stop the run in good order, a
-    second one at once. No process of the run is left on this host when this returns or is killed.
+    By then all messages are on stderr. Stop signals end the run in good order, a second one at once (scripts hear
+    SIGTERM first, for some seconds). No process of the run is left on this host when this returns or is killed.
 
     Args:
         plan: what to run.
@@ -58,7 +58,7 @@ def run(plan: Plan, attempt_dir: Path | None, *, keep_open: Sequence[int] = ()) 
     with signal_inbox((*STOP_SIGNALS, signal.SIGCHLD)) as inbox:
         agent = _start(command, node, keep_open)
         try:
-            code = _wait(agent, inbox, node.stop_grace_seconds + AGENT_MARGIN_SECONDS)
+            code = _wait(agent, inbox, node.stop_grace_seconds, AGENT_MARGIN_SECONDS + node.term_grace_seconds)
         finally:
             _end(agent)
             sweep_recorded(attempt_dir)
@@ -85,7 +85,7 @@ def _start(command: Command, node: NodePlan, keep_open: Sequence[int]) -> subpro
     return agent
 
 
-def _wait(agent: subprocess.Popen[bytes], inbox: socket.socket, patience_seconds: float) -> int:
+def _wait(agent: subprocess.Popen[bytes], inbox: socket.socket, grace_seconds: float, margin_seconds: float) -> int:
     stopped_by: signal.Signals | None = None
     deadline = math.inf
     while (code := agent.poll()) is None:
@@ -98,11 +98,11 @@ def _wait(agent: subprocess.Popen[bytes], inbox: socket.socket, patience_seconds
         if not received:
             continue
         if stopped_by is None:
-            stopped_by, deadline = received[0], time.monotonic() + patience_seconds
+            stopped_by, deadline = received[0], time.monotonic() + grace_seconds + margin_seconds
             time.sleep(SAME_REQUEST_SECONDS)
             read_inbox(inbox)
         else:
-            deadline = min(deadline, time.monotonic() + AGENT_MARGIN_SECONDS)
+            deadline = min(deadline, time.monotonic() + margin_seconds)
         agent.send_signal(received[0])
         agent.send_signal(signal.SIGCONT)
     if code < 0:
