@@ -62,7 +62,8 @@ def test_a_second_signal_ends_the_grace_with_sigterm(script) -> None:
 
 def test_a_rank_may_save_for_long_after_another_has_ended(script) -> None:
     """As where rank 0 alone saves: it has the whole grace."""
-    saves = "ready()\ntry: time.sleep(600)\nexcept KeyboardInterrupt:\n    if rank: raise\n    time.sleep(2.5)\n    print('saved')"
+    waits = "ready()\ntry: time.sleep(600)\nexcept KeyboardInterrupt:\n"
+    saves = f"{waits}    if rank: raise\n    time.sleep(2.5)\n    print('saved')"
     one = script(saves, nproc=2, grace_seconds=0.2)
     one.wait_ready(2)
     one.process.send_signal(signal.SIGINT)
@@ -79,7 +80,8 @@ def test_who_does_not_handle_what_was_sent_hears_sigterm(script, number: signal.
 
 @pytest.mark.parametrize(("number", "reached"), [(signal.SIGINT, True), (signal.SIGTERM, False)])
 def test_what_a_script_has_started_hears_ctrl_c_alone(script, number: signal.Signals, reached: bool) -> None:
-    child = "import sys, time\ntry: print('child', flush=True), time.sleep(600)\nexcept KeyboardInterrupt: open(sys.argv[1], 'w')"
+    waits = "import sys, time\ntry: print('child', flush=True), time.sleep(600)\n"
+    child = f"{waits}except KeyboardInterrupt: open(sys.argv[1], 'w')"
     one = script(
         f"signal.signal(15, lambda *_: (time.sleep(0.5), sys.exit(0)))\n"
         f"child = subprocess.Popen([sys.executable, '-c', {child!r}, str(folder / 'child')], stdout=-1)\n"

@@ -122,7 +122,9 @@ class Follower:
             world_size=start.world_size,
             port=start.master_port,
             attempt_dir=str(Path(start.attempt_dir).resolve()),
-            group_rank=self.plan.node,
+            group_rank=start.group_rank,
+            groups=start.groups,
+            restarts=start.restarts,
         )
         self._number = start.generation
         if self._workers is not None:

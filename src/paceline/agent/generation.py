@@ -54,13 +54,17 @@ class Generation:
             UsageError, OSError: when this node's workers cannot be started; then none are.
         """
         members = crew.here
-        plan = replace(plan, world_size=plan.nproc + sum(member.hello.nproc for member in members))
+        total = plan.nproc + sum(member.hello.nproc for member in members)
+        plan = replace(plan, world_size=total, groups=1 + len(members))
         proof = _proof(plan)
         own = Workers.start(plan, number, inherited)
         crew.gate = own.gate
         first_rank = plan.nproc
-        for member in members:
-            member.start(StartOrder(number, first_rank, plan.world_size, own.port, plan.attempt_dir, proof))
+        for group_rank, member in enumerate(members, 1):
+            place = StartOrder(
+                number, first_rank, total, own.port, plan.attempt_dir, proof, group_rank, plan.groups, plan.restarts
+            )
+            member.start(place)
             first_rank += member.hello.nproc
         return cls(plan, own, crew, proof)
 

@@ -67,7 +67,7 @@ class Head:
         nproc = self.plan.nproc
         while not self.crew.ordered:
             self.plan = reachable(self.plan, self.crew)
-            plan = replace(self.plan, nproc=nproc)
+            plan = replace(self.plan, nproc=nproc, restarts=len(self._failures))
             with Generation.start(plan, self._number, self.crew, self._inherited) as generation:
                 end = self._run_one(generation)
             if isinstance(end, int):

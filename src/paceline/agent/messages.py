@@ -60,6 +60,9 @@ class StartOrder(msgspec.Struct, frozen=True, tag=True):
     master_port: int
     attempt_dir: str
     proof: str  # what the attempt folder's file `.shared` holds, where all nodes must see one folder; else empty
+    group_rank: int = 0  # the node's place among those that take part
+    groups: int = 1
+    restarts: int = 0  # after a failure
 
 
 class Enter(msgspec.Struct, frozen=True, tag=True):

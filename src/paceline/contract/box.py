@@ -122,7 +122,7 @@ class Box:
         self.put("changes", self.get("changes") + 1)
 
     def note_stops(self, noted: bool) -> None:
-        """Say whether signals that ask to stop are noted, and acted on between two steps; also where the guard is off."""
+        """Say whether signals that ask to stop wait for the next step's end; also where the guard is off."""
         self._steps[_INDEX["notes_stops"]] = noted
 
     def set_step(self, done: int) -> None:

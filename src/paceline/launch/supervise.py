@@ -68,21 +68,33 @@ def run(plan: Plan, attempt_dir: Path | None, *, keep_open: Sequence[int] = ()) 
 def _start(command: Command, node: NodePlan, keep_open: Sequence[int]) -> subprocess.Popen[bytes]:
     # blocked, until the agent can handle them: forwarded too early, SIGINT would end it with a traceback
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    given = [os.dup(0)] if node.plain_store and _is_open(0) else []  # its own is the lifeline
     try:
         agent = subprocess.Popen(
             command.argv,
             env={**os.environ, **command.env},
             stdin=subprocess.PIPE,
-            pass_fds=keep_open,
+            pass_fds=(*keep_open, *given),
             start_new_session=True,
         )
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        for descriptor in given:
+            os.close(descriptor)
+    node = replace(node, keep_open=tuple(keep_open), stdin=given[0] if given else -1)
     assert agent.stdin is not None
     with suppress(BrokenPipeError):  # it ended at once; its exit code says so
-        agent.stdin.write(msgspec.json.encode(replace(node, keep_open=tuple(keep_open))) + b"\n")
+        agent.stdin.write(msgspec.json.encode(node) + b"\n")
         agent.stdin.flush()  # and stays open: the lifeline
     return agent
+
+
+def _is_open(descriptor: int) -> bool:
+    try:
+        os.fstat(descriptor)
+    except OSError:
+        return False
+    return True
 
 
 def _wait(agent: subprocess.Popen[bytes], inbox: socket.socket, grace_seconds: float, margin_seconds: float) -> int:
