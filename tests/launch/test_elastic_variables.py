@@ -14,7 +14,7 @@ from paceline.agent.start import worker_environment
 from paceline.contract.node_plan import NodePlan
 
 WRITES = "(folder / f'env-{generation}-{rank}').write_text(__import__('json').dumps(dict(os.environ)))\n"
-DIFFER = {  # docs/launch/scripts-as-under-torchrun.md has the reasons
+DIFFER = {  # docs/torchrun.md has the reasons
     "MASTER_ADDR": "127.0.0.1",
     "MASTER_PORT": None,
     "TORCHELASTIC_USE_AGENT_STORE": "False",
@@ -30,8 +30,8 @@ def environments(folder: Path, generation: int = 0) -> list[dict[str, str]]:
 
 def test_all_that_torchrun_sets_with_its_values(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(
-        "import json, os, sys\nfrom pathlib import Path\n"
-        "Path(f'{sys.argv[1]}-{os.environ['RANK']}').write_text(json.dumps(dict(os.environ)))\n"
+        "import json, os, sys\nimport torch.distributed as dist\nassert dist.is_torchelastic_launched()\n"
+        "with open(sys.argv[1] + '-' + os.environ['RANK'], 'w') as file: json.dump(dict(os.environ), file)\n"
     )
     words = ["--nproc-per-node=2", "--max-restarts=2", "--rdzv-id=job", "--role=trainer", "script.py"]
     for name, through in {"theirs": ["torch.distributed.run", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"],

@@ -23,6 +23,7 @@ from functools import partial, wraps
 from typing import Any, Self
 
 from paceline.worker.imports import when_imported
+from paceline.worker.unseen import unseen
 
 Then = Callable[..., None]
 
@@ -199,6 +200,7 @@ def hang(
             except Exception:
                 return
 
+    @unseen
     @wraps(function)
     def called(*args: Any, **kwargs: Any) -> Any:
         if compiles():
