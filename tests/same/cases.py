@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 PRELUDE = """import os, sys
 rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-def mark(*words): os.write(1, (" ".join(map(str, ("MARK", rank, *words))) + "\n").encode())  # whole
-def ready(): print("READY", rank, flush=True)
+def mark(*words): os.write(1, (" ".join(map(str, ("MARK", rank, *words))) + chr(10)).encode())  # whole
+def ready(): os.write(1, f"READY {rank}{chr(10)}".encode())
+mark("begins")
 """
 GROUP = "import torch, torch.distributed as dist\ndist.init_process_group('gloo')\n"
 MODEL = (
@@ -95,11 +96,11 @@ PYTHON = (
     Case("long-line", "mark('x' * 5000)"),
     Case("no-newline", "sys.stdout.write(f'MARK {rank} end')"),
     Case("stderr", "print(f'MARK {rank} words', file=sys.stderr)"),
-    Case("print-much", "for i in range(2000): print(f'MARK {rank} {i}\n', end='')"),
+    Case("print-much", "for i in range(2000): print(f'MARK {rank} {i}\\n', end='')"),
     Case("subprocess-output", "import subprocess\nsubprocess.run(['echo', 'MARK', str(rank), 'child'])"),
     Case("system", "mark(os.system('exit 3'))"),
     Case("tempfile", "import tempfile\nwith tempfile.TemporaryDirectory() as d: mark(os.path.isdir(d))\nmark(os.path.isdir(d))"),
-    Case("future", "from __future__ import annotations\ndef f(x: nothing): pass\nprint(f'MARK {f.__annotations__}\n', end='', flush=True)", bare=True),
+    Case("future", "from __future__ import annotations\ndef f(x: nothing): pass\nprint(f'MARK {f.__annotations__}\\n', end='', flush=True)", bare=True),
     Case("main-guard", "if __name__ == '__main__': mark('main')\nelse: mark('not main')"),
     Case("import-main", "import __main__\nmark(__main__ is sys.modules[__name__])"),
 )  # fmt: skip
@@ -137,7 +138,7 @@ TORCH = (
     Case("dcp", f"{MODEL}import torch.distributed.checkpoint as dcp\ndcp.save({{'m': model.state_dict()}}, checkpoint_id='saved')\nmark(sorted(os.listdir('saved')))\n{DOWN}"),
     Case("loader-fork", f"{MODEL}from torch.utils.data import DataLoader, TensorDataset\nmark(sum(len(b[0]) for b in DataLoader(TensorDataset(data), batch_size=3, num_workers=2)))\n{DOWN}"),
     Case("sampler", f"{GROUP}from torch.utils.data import DistributedSampler\nmark(list(DistributedSampler(range(7), shuffle=False)))\n{DOWN}"),
-    Case("torch-spawn", "import torch.multiprocessing as mp\ndef f(i, n): print(f'MARK {i} {n}\n', end='', flush=True)\nif __name__ == '__main__' and rank == 0: mp.spawn(f, (2,), nprocs=2)"),
+    Case("torch-spawn", "import torch.multiprocessing as mp\ndef f(i, n): print(f'MARK {i} {n}\\n', end='', flush=True)\nif __name__ == '__main__' and rank == 0: mp.spawn(f, (2,), nprocs=2)"),
     Case("compile", "import torch\n@torch.compile(backend='eager')\ndef f(x): return x * 2 + 1\nmark(f(torch.ones(2)).tolist())"),
     Case("threads-of-torch", "import torch\nmark(torch.get_num_threads())", options=("--nproc-per-node=2",)),
     Case("rank-fails-in-training", f"{MODEL}model = DDP(model)\nif rank: raise RuntimeError('bad sample')\n{TRAIN}"),
@@ -161,6 +162,7 @@ CASES = (*PYTHON, *ENVIRONMENT, *INPUT, *TORCH, *SIGNALS)
 
 DIFFERENCES = {  # docs/torchrun.md has the table
     "safe-path": "our interpreter runs with -P; the script's folder is on sys.path all the same",
+    "stderr": "lines of stdout and of stderr come through two pipes: their order may change",
     "faulthandler": "it is on, so that a crash shows its line",
 }
 SAMPLE = ("elastic", "input-on-rank-0", "except-keyboard-interrupt")
