@@ -66,18 +66,24 @@ def test_torchruns_words_become_ours(line: str, own: str, script: str) -> None:
 
 
 def test_torchruns_variables_count_as_its_options_which_win() -> None:
-    environ = {"PET_NPROC_PER_NODE": "4", "PET_STANDALONE": "1", "PET_NNODES": "2", "PET_MODULE": "0", "PET_ROLE": "x"}
+    environ = {
+        "PET_NPROC_PER_NODE": "4",
+        "PET_STANDALONE": "1",
+        "PET_NNODES": "2",
+        "PET_MODULE": "0",
+        "PET_RDZV_CONF": "x",
+    }
     found = typed("train.py", environ)
     assert our_words(found) == ["--nproc=4"] and script_words(found) == ("train.py",)
-    assert not found.for_torchrun and ignored(found).startswith("PET_ROLE: ")
+    assert not found.for_torchrun and ignored(found).startswith("PET_RDZV_CONF: ")
     assert our_words(typed("--nproc 2 train.py", environ)) == ["--nproc", "2"]
     assert our_words(typed("--nproc-per-node 3 train.py", environ)) == ["--nproc=3"]
     assert typed("--nnodes 2 train.py", environ).for_torchrun
 
 
 def test_what_has_no_meaning_here_is_said_in_one_line() -> None:
-    said = ignored(typed("--rdzv-backend c10d --rdzv_id 7 -r3 --start-method fork --log-dir x --tee 3 a.py"))
-    assert said.startswith("--rdzv-backend, --rdzv-id: the ranks meet by themselves; --redirects: ")
+    said = ignored(typed("--rdzv-backend c10d --rdzv-conf a=b -r3 --start-method fork --log-dir x --tee 3 a.py"))
+    assert said.startswith("--rdzv-backend, --rdzv-conf: the ranks meet by themselves; --redirects: ")
     assert "--start-method: " in said and "\n" not in said and "--tee" not in said and "--log-dir" not in said
     assert ignored(typed("--standalone --nnodes 1 --nproc-per-node 2 --tee 3 a.py")) == ""
     assert ignored(typed("--local-ranks-filter 0,1 a.py")) == "--local-ranks-filter: --show knows all ranks, or rank 0"

@@ -164,7 +164,8 @@ def run_agent(plan: NodePlan, *, lifeline: bool) -> int:
     settled = detach(Path(plan.run_dir) / f"agent-{plan.node}.log") if plan.detached else lambda: None
     plan = enter(plan)
     with TemporaryDirectory(prefix="paceline-", ignore_cleanup_errors=True) as temporary:
-        janitor = start_janitor(not_kept=plan.keep_open, temporary=temporary)
+        not_kept = [number for number in (*plan.keep_open, plan.stdin) if number >= 0]
+        janitor = start_janitor(not_kept=not_kept, temporary=temporary)
         # before all else that takes time: it imports while we look at folders and ports
         preloader = start_preloader(plan.argv, worker_environment(plan, 0, plan.port)) if plan.preload else None
         try:

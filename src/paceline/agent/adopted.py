@@ -177,11 +177,11 @@ class Adopted(Workers):
         killed_then = sample.code == -signal.SIGKILL and any(at < sample.ended_seconds for at in asked)
         return -(sample.code or 0) in STOP_SIGNALS or killed_then
 
-    def stop(self, grace_seconds: float) -> None:
+    def stop(self, grace_seconds: float, number: int = signal.SIGTERM) -> None:
         """As `Workers.stop`, where that is allowed."""
         if self.may_end:
             self._started |= descendants({one.pid for one in self._strangers.values() if one.code is None})
-            super().stop(grace_seconds)
+            super().stop(grace_seconds, number)
 
     def sweep(self) -> None:
         """Kill those that have been asked to end and have not, and what they had started: mpirun, say, does not."""

@@ -93,9 +93,9 @@ class Follower:
             case m.Ask() | m.Release():
                 if self._workers is not None:
                     self._answer(link, self._workers, message)
-            case m.Stop(grace_seconds):
+            case m.Stop(grace_seconds, number):
                 if self._workers is not None:
-                    self._workers.stop(grace_seconds)
+                    self._workers.stop(grace_seconds, number)
             case m.RunOver(code, words):
                 self._code = code
                 if words:
@@ -122,7 +122,9 @@ class Follower:
             world_size=start.world_size,
             port=start.master_port,
             attempt_dir=str(Path(start.attempt_dir).resolve()),
-            group_rank=self.plan.node,
+            group_rank=start.group_rank,
+            groups=start.groups,
+            restarts=start.restarts,
         )
         self._number = start.generation
         if self._workers is not None:

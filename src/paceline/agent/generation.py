@@ -2,6 +2,7 @@
 
 import os
 import secrets
+import signal
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -53,13 +54,17 @@ class Generation:
             UsageError, OSError: when this node's workers cannot be started; then none are.
         """
         members = crew.here
-        plan = replace(plan, world_size=plan.nproc + sum(member.hello.nproc for member in members))
+        total = plan.nproc + sum(member.hello.nproc for member in members)
+        plan = replace(plan, world_size=total, groups=1 + len(members))
         proof = _proof(plan)
         own = Workers.start(plan, number, inherited)
         crew.gate = own.gate
         first_rank = plan.nproc
-        for member in members:
-            member.start(StartOrder(number, first_rank, plan.world_size, own.port, plan.attempt_dir, proof))
+        for group_rank, member in enumerate(members, 1):
+            place = StartOrder(
+                number, first_rank, total, own.port, plan.attempt_dir, proof, group_rank, plan.groups, plan.restarts
+            )
+            member.start(place)
             first_rank += member.hello.nproc
         return cls(plan, own, crew, proof)
 
@@ -160,25 +165,17 @@ class Generation:
                 return
             self.crew.wait(FREED_LOOK_SECONDS)
 
-    def stop(self, grace_seconds: float, *, signals_heard: int = 0) -> None:
+    def stop(self, grace_seconds: float, number: int = signal.SIGTERM, *, signals_heard: int = 0) -> None:
         """End all workers and all they have started, on all nodes.
 
-        They are asked, and given `grace_seconds`; less once one of them has ended badly, for then there is nothing
-        left to save together, or the launcher is gone. A stop signal beyond the first `signals_heard` ends the grace.
+        They are asked by signal `number`, and given `grace_seconds`; less once one of them has ended badly, for then
+        there is nothing left to save together (in a script there may be), or the launcher is gone. A stop signal beyond
+        the first `signals_heard` ends the grace. A script that was sent another signal hears SIGTERM after it.
         """
-        self._ask_to_stop(grace_seconds)
-        deadline, gone = time.monotonic() + grace_seconds, self.crew.launcher_gone
-        while (self.own.seconds_left or not self.crew.stopped()) and len(self.crew.signals) <= signals_heard:
-            now = time.monotonic()
-            if now >= deadline:
-                break
-            if any(one.ended_badly for one in self.samples()):
-                deadline = min(deadline, now + self.plan.grace_seconds)
-                self._ask_to_stop(deadline - now)
-            if self.crew.launcher_gone and not gone:
-                gone, deadline = True, min(deadline, now + LIFELINE_GRACE_SECONDS)
-                self._ask_to_stop(deadline - now)
-            self.crew.wait(min(deadline - now, self.own.seconds_left or BEAT_SECONDS))
+        last_seconds = self.plan.term_grace_seconds if number != signal.SIGTERM else 0.0
+        self._await_end(grace_seconds, last_seconds, number, signals_heard)
+        if last_seconds:
+            self._await_end(last_seconds, 0.0, signal.SIGTERM, len(self.crew.signals))
         self.crew.send(Stop(0.0))
         self.own.sweep()
         deadline = time.monotonic() + SWEEP_MARGIN_SECONDS
@@ -188,9 +185,25 @@ class Generation:
             with suppress(OSError):
                 os.write(2, SHOW_CURSOR)
 
-    def _ask_to_stop(self, grace_seconds: float) -> None:
-        self.crew.send(Stop(grace_seconds))
-        self.own.stop(grace_seconds)
+    def _await_end(self, grace_seconds: float, more_seconds: float, number: int, signals_heard: int) -> None:
+        """Ask all to stop, and wait for it; they are not killed for `more_seconds` after that."""
+        self._ask_to_stop(grace_seconds + more_seconds, number)
+        deadline, gone = time.monotonic() + grace_seconds, self.crew.launcher_gone
+        while (self.own.seconds_left or not self.crew.stopped()) and len(self.crew.signals) <= signals_heard:
+            now = time.monotonic()
+            if now >= deadline:
+                break
+            if not self.own.patient and any(one.ended_badly for one in self.samples()):
+                deadline = min(deadline, now + self.plan.grace_seconds)
+                self._ask_to_stop(deadline - now, number)
+            if self.crew.launcher_gone and not gone:
+                gone, deadline = True, min(deadline, now + LIFELINE_GRACE_SECONDS)
+                self._ask_to_stop(deadline - now, signal.SIGTERM)
+            self.crew.wait(min(deadline - now, self.own.seconds_left or BEAT_SECONDS))
+
+    def _ask_to_stop(self, grace_seconds: float, number: int) -> None:
+        self.crew.send(Stop(grace_seconds, number))
+        self.own.stop(grace_seconds, number)
 
 
 def _proof(plan: NodePlan) -> str:

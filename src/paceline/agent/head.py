@@ -67,7 +67,7 @@ class Head:
         nproc = self.plan.nproc
         while not self.crew.ordered:
             self.plan = reachable(self.plan, self.crew)
-            plan = replace(self.plan, nproc=nproc)
+            plan = replace(self.plan, nproc=nproc, restarts=len(self._failures))
             with Generation.start(plan, self._number, self.crew, self._inherited) as generation:
                 end = self._run_one(generation)
             if isinstance(end, int):
@@ -126,7 +126,8 @@ class Head:
         if self.crew.launcher_gone:
             generation.stop(REMOTE_GRACE_SECONDS if self.plan.silence_seconds else LIFELINE_GRACE_SECONDS)
             return _launcher_gone()
-        generation.stop(self.plan.stop_grace_seconds, signals_heard=1)
+        number = self.crew.signals[0] if self.plan.plain_store else signal.SIGTERM
+        generation.stop(self.plan.stop_grace_seconds, number, signals_heard=1)
         return self._stopped_by_signal(generation.samples())
 
     def _stopped_by_signal(self, ranks: Sequence[Sample]) -> int:

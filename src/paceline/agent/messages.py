@@ -4,6 +4,8 @@ Times are ages in seconds, never clock readings: no two hosts' clocks can be com
 readings, for finding out by how much the clocks differ: see clocks.py.
 """
 
+import signal
+
 import msgspec
 
 from paceline.contract.evidence import Evidence, Sample
@@ -58,6 +60,9 @@ class StartOrder(msgspec.Struct, frozen=True, tag=True):
     master_port: int
     attempt_dir: str
     proof: str  # what the attempt folder's file `.shared` holds, where all nodes must see one folder; else empty
+    group_rank: int = 0  # the node's place among those that take part
+    groups: int = 1
+    restarts: int = 0  # after a failure
 
 
 class Enter(msgspec.Struct, frozen=True, tag=True):
@@ -121,6 +126,7 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
     """Head to node: end the generation; the workers are asked, and given so much time. A later one can shorten it."""
 
     grace_seconds: float
+    signal: int = signal.SIGTERM  # by which they are asked; each reaches a worker once
 
 
 class Alive(msgspec.Struct, frozen=True, tag=True):

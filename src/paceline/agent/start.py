@@ -83,7 +83,7 @@ class Worker:
             relay_.join(1.0)
 
 
-def worker_environment(plan: NodePlan, local_rank: int, port: int) -> dict[str, str]:
+def worker_environment(plan: NodePlan, local_rank: int, port: int, generation: int = 0) -> dict[str, str]:
     """What a worker sees: torchrun's variables, the whole contract between launching and training, and ours."""
     rank = plan.first_rank + local_rank
     env = {name: value for name, value in os.environ.items() if not name.startswith(OURS) or name in THE_USERS}
@@ -93,6 +93,15 @@ def worker_environment(plan: NodePlan, local_rank: int, port: int) -> dict[str, 
         "LOCAL_RANK": str(local_rank),
         "LOCAL_WORLD_SIZE": str(plan.nproc),
         "GROUP_RANK": str(plan.group_rank),
+        "GROUP_WORLD_SIZE": str(plan.groups),
+        "ROLE_NAME": plan.role,
+        "ROLE_RANK": str(rank),  # all ranks have one role
+        "ROLE_WORLD_SIZE": str(plan.world_size),
+        "TORCHELASTIC_RUN_ID": plan.rdzv_id or plan.run_id,
+        "TORCHELASTIC_RESTART_COUNT": str(plan.restarts),
+        "TORCHELASTIC_MAX_RESTARTS": str(plan.max_restarts),
+        "TORCHELASTIC_USE_AGENT_STORE": "False",  # rank 0 opens its own
+        "TORCHELASTIC_ERROR_FILE": str(Path(plan.attempt_dir) / _elastic_error(rank, generation)),
         "MASTER_ADDR": plan.master_addr,
         "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": str(plan.threads),
@@ -115,6 +124,11 @@ def worker_environment(plan: NodePlan, local_rank: int, port: int) -> dict[str, 
     return env
 
 
+def _elastic_error(rank: int, generation: int) -> str:
+    """The file into which torch's `record` writes an exception; a name beside that of our own record."""
+    return f"torchelastic-error-{rank}.json" if not generation else f"torchelastic-error-{rank}-{generation}.json"
+
+
 def start_workers(plan: NodePlan, store: Store, generation: int, inherited: Inherited) -> Iterator[Worker]:
     """Start them one by one, rank 0 first. What it prints is also the agent's output (a terminal stays a terminal).
 
@@ -133,7 +147,7 @@ def start_workers(plan: NodePlan, store: Store, generation: int, inherited: Inhe
         record = os.memfd_create(f"paceline-record-{rank}")
         box = make_box(rank)
         shown = rank == 0 or plan.show == "all"
-        direct = rank == 0 and os.isatty(1)  # what draws on a terminal must see one
+        direct = rank == max(0, plan.stdin_rank) and shown and os.isatty(1)  # what draws on a terminal must see one
         meet = store.inherited(rank, plain=plan.plain_store)
         birth = WorkerBirth(
             agent_pid=os.getpid(),
@@ -147,13 +161,15 @@ def start_workers(plan: NodePlan, store: Store, generation: int, inherited: Inhe
             guarded=not plan.stall_after.off,
             shares_gradients=plan.collectives == "shared",
         )
-        env = worker_environment(plan, local_rank, store.port_number(plan)) | birth.variable()
+        env = worker_environment(plan, local_rank, store.port_number(plan), generation) | birth.variable()
         env["MASTER_ADDR"] = store.address(plan)
         if agent is not None:
             env[AGENT_MARK] = mark_of(agent.pid, agent.start, generation)
         pipes = [(*os.pipe(), screen) for screen in ((2,) if direct else (1, 2)) if shown]
         writing = {screen: writer for _, writer, screen in pipes}
         streams = {1: writing.get(1, 1 if direct else log), 2: writing.get(2, log)}
+        reads = plan.stdin if plan.stdin_rank in (-1, rank) else -1
+        streams = {0: reads if reads >= 0 else subprocess.DEVNULL, **streams}
         kept = [number for number in (record, box, meet, *inherited.all) if number >= 0]
         try:
             process = _start(plan, env, streams, kept, inherited.preloader)
@@ -179,13 +195,14 @@ def _start(
 ) -> subprocess.Popen[bytes] | Forked:
     """Fork it from what has imported everything already, or have it begin from nothing; what it sees is the same."""
     if preloader is not None:
-        forked = preloader.fork(env, {**streams, **{descriptor: descriptor for descriptor in kept}})
+        outputs = {number: streams[number] for number in (1, 2)}  # it has /dev/null as standard input, as they have
+        forked = preloader.fork(env, {**outputs, **{descriptor: descriptor for descriptor in kept}})
         if forked is not None:
             return forked
     return subprocess.Popen(
         plan.argv,
         env=env,
-        stdin=subprocess.DEVNULL,
+        stdin=streams[0],
         stdout=streams[1],
         stderr=streams[2],
         pass_fds=kept,

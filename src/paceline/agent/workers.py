@@ -16,7 +16,8 @@ from paceline.agent.gate import StoreGate
 from paceline.agent.janitor import tell_janitor
 from paceline.agent.start import Inherited, Worker, start_workers
 from paceline.agent.store import Store
-from paceline.contract.boxes import ask_to_regroup, ask_to_save, release
+from paceline.contract.birth import ROOM
+from paceline.contract.boxes import ask_to_regroup, ask_to_save, read_counters, release, takes_signal
 from paceline.contract.evidence import Sample
 from paceline.contract.failure import GOOD_ENDS, Failure
 from paceline.contract.marks import read_names
@@ -45,6 +46,9 @@ class Workers:
         self.plan, self.number, self.port = plan, number, port
         self.left: Sequence[int] = ()  # what not even SIGKILL has ended
         self.stopping = self.swept = False
+        self.patient = False
+        """one that ends badly, when asked to, takes none of the others' time: scripts may save on one rank alone"""
+        self._sent: set[tuple[int, int]] = set()  # rank, signal
         self._workers: list[Worker] = []
         self._times: list[TimesWriter] = []
         self._deadline_seconds = math.inf
@@ -96,17 +100,42 @@ class Workers:
         roster = Roster(os.uname().nodename, os.getpid(), members, agent.start if agent else 0)
         writing.replace(roster_path(Path(self.plan.attempt_dir), self.plan.node), msgspec.json.encode(roster))
 
-    def stop(self, grace_seconds: float) -> None:
-        """Ask the workers to end within this time; said again, it can only become less.
+    def stop(self, grace_seconds: float, number: int = signal.SIGTERM) -> None:
+        """Ask the workers to end within this time, by this signal; said again, the time can only become less.
 
         Without any grace they are not asked: for then they would begin to save, and be killed in the middle of it.
-        Nor is anybody else in a worker's group or session: a trainer's DataLoader workers must not die under it.
         """
-        for worker in self._workers if grace_seconds and not self.stopping else ():
-            worker.process.send_signal(signal.SIGTERM)  # nothing happens to one that has ended
-            worker.process.send_signal(signal.SIGCONT)  # after it: a stopped one wakes up with the request pending
+        if not self.stopping:
+            self.patient = self.plan.plain_store and not any(map(self._notes_stops, self._workers))
+        for worker in self._workers if grace_seconds else ():
+            self._ask_to_stop(worker, number)
         self.stopping = True
         self._deadline_seconds = min(self._deadline_seconds, time.monotonic() + grace_seconds)
+
+    def _ask_to_stop(self, worker: Worker, number: int) -> None:
+        """Send it the signal, once. Only what Ctrl-C sends reaches all that a script has started, as in a terminal.
+
+        For a trainer's DataLoader workers must not die under it. A training, and a session, hear SIGTERM whatever was
+        sent; so does a script that does not handle what was: it may handle that, and a default action saves nothing.
+        """
+        process, program = worker.process, not any(word.startswith(ROOM) for word in self.plan.argv)
+        to_group = self.plan.plain_store and (program or number == signal.SIGINT)
+        handled = program or number == signal.SIGINT or takes_signal(process.pid, number, ignoring=True)
+        if not self.plan.plain_store or self._notes_stops(worker) or not handled:
+            number, to_group = signal.SIGTERM, program and self.plan.plain_store
+        if (worker.rank, number) in self._sent:
+            return
+        self._sent.add((worker.rank, number))
+        if to_group and process.poll() is None:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, number)
+        else:
+            process.send_signal(number)  # nothing happens to one that has ended
+        process.send_signal(signal.SIGCONT)  # after it: a stopped one wakes up with the request pending
+
+    @staticmethod
+    def _notes_stops(worker: Worker) -> bool:
+        return read_counters(worker.box).notes_stops
 
     @property
     def seconds_left(self) -> float:
@@ -114,7 +143,7 @@ class Workers:
         codes = self._codes()
         if None not in codes:
             return 0.0
-        if not {*codes} <= {None, *GOOD_ENDS}:  # there is nothing left to save together
+        if not self.patient and not {*codes} <= {None, *GOOD_ENDS}:  # there is nothing left to save together
             self.stop(self.plan.grace_seconds)
         return max(0.0, self._deadline_seconds - time.monotonic())
 

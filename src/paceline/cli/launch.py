@@ -54,6 +54,9 @@ class ScriptConfig:
     stall_after: str = "auto"
     """seconds without any progress on any rank until the guilty one is named and the run ended; auto: learned from the
     run's own pace; off: no guard"""
+    stdin: str = "all"
+    """which rank has the launcher's standard input: a number; or all, as under torchrun, a terminal one at a time: the
+    one that asks first"""
     on_drift: Literal["stop", "warn"] = "stop"
     """where replicas drift apart, gradients are not finite, or collectives come in another order on a rank: end the run
     with its exit code, or only say so"""
@@ -91,6 +94,7 @@ def main(arguments: Sequence[str]) -> int:
     if unused := ignored(typed):
         say(f"ignored: {unused}")
     job = _script_job(options, words)
+    job = replace(job, rdzv_id=typed.value("--rdzv-id") or "", role=typed.value("--role") or job.role)
     if BOOTSTRAP not in job.argv and not job.stall_after.off:
         say(f"{words[0]} runs as it is: the hang guard does not see into it. To be watched, name the .py file itself")
     _check_collectives(options, job)
@@ -160,6 +164,21 @@ def _check_collectives(options: LaunchScript, job: Job) -> None:
         raise UsageError(f"--collectives shared: {'; '.join(why)}. Choose from: torch, shared")
 
 
+def _stdin_rank(text: str, job: Job) -> int:
+    """Which rank has standard input; -1: all.
+
+    Raises:
+        UsageError: there is no such rank, or none can have it.
+    """
+    if text == "all":
+        return -1
+    if not text.isdecimal() or int(text) >= job.nproc * job.nodes:
+        raise UsageError(f"--stdin must be all or a rank, 0..{job.nproc * job.nodes - 1}, got {text!r}")
+    if job.nodes > 1 or job.hosts or job.detached:
+        raise UsageError(f"--stdin {text}: standard input goes to ranks of this machine alone, as long as we wait here")
+    return int(text)
+
+
 def _check_no_rank(env: Mapping[str, str]) -> None:
     """Refuse to start a run from each rank of another one."""
     if launched(env):
@@ -192,5 +211,6 @@ def _script_job(options: LaunchScript, words: Sequence[str]) -> Job:
         on_drift=script.on_drift,
         name=Path(words[1] if words[0] == "-m" and len(words) > 1 else words[0]).stem,
         plain_store=True,
+        stdin_rank=_stdin_rank(script.stdin, where),
         show=script.show,
     )

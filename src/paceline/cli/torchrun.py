@@ -24,11 +24,11 @@ OURS = {
 }
 MEET = "the ranks meet by themselves"
 IDLE = {  # what has no meaning here, by the reason
-    MEET: ("--rdzv-backend", "--rdzv-endpoint", "--rdzv-id", "--rdzv-conf", "--master-addr", "--local-addr"),
+    MEET: ("--rdzv-backend", "--rdzv-endpoint", "--rdzv-conf", "--master-addr", "--local-addr"),
     "what each rank prints is shown, and is in its log": (
         *("--redirects", "--duplicate-stdout-filters", "--duplicate-stderr-filters", "--logs-specs"),
     ),
-    "torchrun's own workings": ("--monitor-interval", "--start-method", "--event-log-handler", "--role"),
+    "torchrun's own workings": ("--monitor-interval", "--start-method", "--event-log-handler"),
     "each rank is a Python of its own": ("--run-path",),
     "no rank is bound to cores": ("--numa-binding",),
     "signals that end a run are passed on": ("--signals-to-handle",),
@@ -36,6 +36,7 @@ IDLE = {  # what has no meaning here, by the reason
 ELSE = (  # what has, in `cli.launch` or below
     *("--standalone", "--module", "--no-python", "--log-dir", "--node-rank"),
     "--tee",  # is what we do
+    *("--rdzv-id", "--role"),  # in variables, for the script
     "--virtual-local-rank",  # the script counts on GPU 0: torchrun itself shows each rank its own
 )
 TORCHRUN = (*OURS, *ELSE, *(name for names in IDLE.values() for name in names))

@@ -12,7 +12,8 @@ from typing import ClassVar
 
 import msgspec
 
-BOOTSTRAP = "paceline.worker.bootstrap"  # runs any script as a worker of our agent
+ROOM = "paceline.worker."  # what runs in a rank
+BOOTSTRAP = f"{ROOM}bootstrap"  # runs any script as a worker of our agent
 BIRTH = "PACELINE_BIRTH"
 
 

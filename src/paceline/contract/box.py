@@ -64,6 +64,7 @@ _NAMES = (
     "findings",  # told so far
     "uneven",  # 1: ranks may rightly take different numbers of steps
     "regroups",  # by the agent: 1: hosts come or go: save after the next step, and end
+    "notes_stops",  # 1: a signal that asks to stop is noted, and acted on between two steps
 )
 _INDEX = {name: index for index, name in enumerate(_NAMES)}  # in words
 COUNTERS_AT = {name: index * WORD.size for name, index in _INDEX.items()}
@@ -119,6 +120,10 @@ class Box:
     def tick(self) -> None:
         """Say that something has moved."""
         self.put("changes", self.get("changes") + 1)
+
+    def note_stops(self, noted: bool) -> None:
+        """Say whether signals that ask to stop wait for the next step's end; also where the guard is off."""
+        self._steps[_INDEX["notes_stops"]] = noted
 
     def set_step(self, done: int) -> None:
         """Say how many steps are done, at least 0."""

@@ -26,6 +26,7 @@ class Counters:
     phase_seconds: tuple[float, ...]  # spent in each phase, up to its last change
     waiting: bool  # for other ranks, in a collective or message, when its watcher last woke
     script: bool = False  # seen from outside
+    notes_stops: bool = False  # it acts on signals that ask to stop between two steps
     uneven: bool = False  # ranks may rightly take different numbers of steps
     marks: int = 0
     findings: int = 0
@@ -49,6 +50,7 @@ def read_counters(descriptor: int) -> Counters:
         phase_seconds=spent,
         waiting=bool(value["waiting"]),
         script=bool(value["script"]),
+        notes_stops=bool(value["notes_stops"]),
         uneven=bool(value["uneven"]),
         marks=value["marks"],
         findings=value["findings"],
@@ -95,13 +97,17 @@ def has_box(pid: int) -> bool:
         return True  # it is just ending, or closes files: nobody can say
 
 
-def takes_signal(pid: int) -> bool:
-    """Whether the process catches SIGNAL at this moment: to one that has become another program it would be the end."""
+def takes_signal(pid: int, number: int = box.SIGNAL, *, ignoring: bool = False) -> bool:
+    """Whether the process catches this signal at this moment, or is `ignoring` it: else it may be its end.
+
+    One that has become another program does not catch SIGNAL.
+    """
     try:
         status = Path(f"/proc/{pid}/status").read_text()
-        caught = next(line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:"))
-        return bool(int(caught, 16) >> (box.SIGNAL - 1) & 1)
-    except (OSError, StopIteration, ValueError, IndexError):
+        names = ("SigCgt:", "SigIgn:") if ignoring else ("SigCgt:",)
+        masks = [int(line.split()[1], 16) for line in status.splitlines() if line.startswith(names)]
+        return any(mask >> (number - 1) & 1 for mask in masks)
+    except (OSError, ValueError, IndexError):
         return False
 
 

@@ -189,6 +189,7 @@ class Evidence(Sample, frozen=True, omit_defaults=True):
     state: str = ""  # of the process, from /proc: R running, S sleeping, D in I/O, T stopped, Z; empty: gone
     cpu_seconds: float = 0.0  # that it has used within the last second or so of standing still
     sleep: int = -1  # its main thread sleeps, or is stopped, and nobody will wake it: in which sleep; -1: it does not
+    reads_input: bool = False  # it waits for standard input
     watched: bool = True  # False: it has become another program, into which nobody sees
     answered: bool = False  # the interpreter took the question for its stacks; False: GIL held, stopped, or gone
     ops: tuple[Op, ...] = ()  # the last ones, the oldest first

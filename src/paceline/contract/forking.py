@@ -17,8 +17,11 @@ import msgspec
 READY = b"ready"
 MAX_ORDER_BYTES = 1 << 20
 MAX_DESCRIPTORS = 253  # that the kernel sends at once
-OWN = ("PACELINE_", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-RANKS = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+OWN = ("PACELINE_", "TORCHELASTIC_", "ROLE_", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+RANKS = (
+    *("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"),
+    *("MASTER_ADDR", "MASTER_PORT"),
+)
 
 
 class ForkOrder(msgspec.Struct, frozen=True, array_like=True):

@@ -40,7 +40,15 @@ class Shared(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     plain_store: bool = False  # the workers open the store's port themselves: any script that torchrun could start
     detached: bool = False
     show: Literal["rank 0", "all"] = "rank 0"  # whose output appears on the screen
+    rdzv_id: str = ""  # torchrun's name of the job, for scripts; empty: `run_id`
+    role: str = "default"  # torchrun's name of what the ranks do, for scripts
+    stdin_rank: int = -1  # which rank of a script has standard input; -1: all
     preload: bool = False  # workers may be forked from one that has imported everything: our own command, no CUDA
+
+    @property
+    def term_grace_seconds(self) -> float:
+        """How long scripts have after the stop grace, once they have been sent SIGTERM as well."""
+        return self.grace_seconds if self.plain_store else 0.0
 
     @property
     def elastic(self) -> bool:
@@ -64,6 +72,9 @@ class NodePlan(Shared, frozen=True):
     head_ports: tuple[int, ...] = ()  # node 0's agent listens on the first of these that is free
     names: tuple[str, ...] = ()  # the nodes' names by number, for people; empty where nobody knows them yet
     group_rank: int = 0  # this node's place among those that take part; given, as the interface, when all have come
+    groups: int = 1  # how many nodes take part; given, as are the restarts after a failure so far
+    restarts: int = 0
+    stdin: int = -1  # the launcher's standard input, for scripts
     interface: str = ""  # the network interface by which the other nodes are reached
     keep_open: tuple[int, ...] = ()  # descriptors that every worker inherits, as its agent has: a lock, say
     silence_seconds: float = 0.0  # the lifeline carries a sign of life at least so often; 0: none, only its end counts

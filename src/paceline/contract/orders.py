@@ -11,7 +11,8 @@ from typing import Protocol
 
 from paceline.contract.node_plan import GRACE_SECONDS
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+TERMINALS = (signal.SIGINT, signal.SIGQUIT)  # a shell without job control has them ignored in what it starts with `&`
 LIFELINE = 0  # stdin: held open by the launcher, who writes after the plan signs of life and orders, a line each
 LIFELINE_GRACE_SECONDS = min(2.0, GRACE_SECONDS)  # when the launcher is gone: nobody waits for a result any more
 REMOTE_GRACE_SECONDS = 6.0  # when one at the other end of ssh is gone: time to save, and nothing left after 10 s
@@ -40,12 +41,13 @@ def hold_standard_descriptors() -> None:
 def signal_inbox(signals: Iterable[signal.Signals]) -> Generator[socket.socket]:
     """Inside, these signals no longer interrupt: each is a byte to be read from the socket, in order of arrival.
 
-    What the parent had set to be ignored stays so, or `nohup` would have no effect. Main thread only.
+    What the parent had set to be ignored stays so, or `nohup` would have no effect; but not what a shell ignores for
+    `&`: whoever sends it to us by `kill` means it. Main thread only.
     """
     reader, writer = socket.socketpair()
     reader.setblocking(False)
     writer.setblocking(False)
-    wanted = [s for s in signals if s == signal.SIGCHLD or signal.getsignal(s) is not signal.SIG_IGN]
+    wanted = [s for s in signals if s in (signal.SIGCHLD, *TERMINALS) or signal.getsignal(s) is not signal.SIG_IGN]
     previous = {s: signal.signal(s, _only_wake) for s in wanted}
     previous_fd = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, wanted)  # the launcher starts agents with them blocked

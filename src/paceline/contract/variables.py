@@ -49,12 +49,20 @@ TORCHRUN = (
     Variable("WORLD_SIZE", "the launcher", "how many ranks there are"),
     Variable("LOCAL_RANK", "the launcher", "its place among those of its node"),
     Variable("LOCAL_WORLD_SIZE", "the launcher", "how many ranks its node has"),
-    Variable("GROUP_RANK", "the launcher", "its node's place among the nodes"),
+    Variable("GROUP_RANK", "the launcher", "its node's place among the nodes that take part"),
+    Variable("GROUP_WORLD_SIZE", "the launcher", "how many nodes take part"),
+    Variable("ROLE_NAME", "the launcher", "what `--role` says, else `default`"),
+    Variable("ROLE_RANK", "the launcher", "as RANK: all ranks have one role"),
+    Variable("ROLE_WORLD_SIZE", "the launcher", "as WORLD_SIZE"),
     Variable("MASTER_ADDR", "the launcher", "the host of rank 0"),
     Variable("MASTER_PORT", "the launcher", "the port at which ranks meet there"),
-    Variable("TORCHELASTIC_RUN_ID", "torchrun", "tells jobs apart"),
-    Variable("TORCHELASTIC_RESTART_COUNT", "torchrun", "how often the run was restarted"),
-    Variable("TORCHELASTIC_USE_AGENT_STORE", "torchrun", "whether its agent holds the store"),
+    Variable("TORCHELASTIC_RUN_ID", "the launcher", "tells jobs apart: what `--rdzv-id` says, else PACELINE_RUN_ID"),
+    Variable("TORCHELASTIC_RESTART_COUNT", "the launcher", "how often the run was restarted after a failure"),
+    Variable("TORCHELASTIC_MAX_RESTARTS", "the launcher", "what `--max-restarts` says"),
+    Variable(
+        "TORCHELASTIC_USE_AGENT_STORE", "the launcher", "whether its agent holds the store: True under torchrun alone"
+    ),
+    Variable("TORCHELASTIC_ERROR_FILE", "the launcher", "where torch's `record` writes the rank's exception"),
 )
 OURS = (
     Variable(RUN_ID, "the agent, or the commands of `--on print`", "tells jobs apart: ranks of two runs never meet"),

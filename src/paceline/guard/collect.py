@@ -29,7 +29,7 @@ from paceline.contract.boxes import (
 from paceline.contract.evidence import Answer, Evidence, Frame, LoaderWorker, Op, Sample, Stack
 from paceline.contract.marks import read_calls
 from paceline.host.gpu_use import ask_gpus
-from paceline.host.procfs import read_process, sleep_number
+from paceline.host.procfs import read_process, reads_input, sleep_number
 
 ANSWER_SECONDS = 2.0  # for an interpreter to answer; its watcher looks four times a second
 DEAF_SECONDS = 4.0  # a watcher that has not woken for so long is not asked twice
@@ -139,6 +139,7 @@ class Collection:
             state=_state(asked),
             cpu_seconds=cpu_seconds,
             sleep=-1 if process is None else sleep_number(worker.pid),
+            reads_input=process is not None and reads_input(worker.pid),
             watched=process is None or answered or has_box(worker.pid),
             answered=answered,
             ops=tuple(answer.ops if answer else read_ring(box)),

@@ -152,6 +152,8 @@ def perhaps_waiting(samples: Sequence[Sample], world_size: int) -> list[Sample]:
 def stands_still(evidence: Sequence[Evidence], alarm: Alarm, windows: Windows) -> bool:
     """Whether nobody has moved since the alarm, and somebody waits: a script may also be busy for long by itself."""
     running = [one for one in evidence if one.runs]
+    if any(one.reads_input for one in running):  # a person thinks, or what is piped into the run has a pause
+        return False
     if not running or min(one.still_seconds for one in running) < alarm.still_seconds - CLOCKS_SECONDS:
         return False
     if not any(waits(one) for one in running):

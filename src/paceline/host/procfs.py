@@ -8,7 +8,7 @@ import signal
 import socket
 import struct
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +21,13 @@ LISTENING = "0A"  # the kernel's number for TCP_LISTEN in /proc/net/tcp
 GUARD_THREAD = "paceline-guard"
 APART = (GUARD_THREAD, "gloo_tcp_loop", "pt_tcpstore_uv", "pt_tcpstore")
 """threads that never sleep for long, and wake nobody but who waits for other ranks"""
+
+
+READING: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
+    "x86_64": ((0, 19), (23, 270)),
+    "aarch64": ((63, 65), (72,)),
+}
+"""the numbers of the system calls read and readv; select and pselect6, in which readline waits"""
 
 
 @dataclass(frozen=True)
@@ -85,6 +92,26 @@ def sleep_number(pid: int) -> int:
     except (OSError, LookupError, ValueError):
         return -1
     return number
+
+
+def reads_input(pid: int) -> bool:
+    """Whether its main thread waits for standard input, or for a thread of its own that does."""
+    read, select = READING.get(os.uname().machine, ((), ()))
+
+    def waits(task: str) -> bool:
+        number, *arguments = (PROC / str(pid) / "task" / task / "syscall").read_text().split()
+        if not arguments or not number.isdecimal():  # "running", or no system call
+            return False
+        first = int(arguments[0], 16)  # a descriptor; or the highest of those that are looked at, plus 1
+        return (int(number) in read and first == 0) or (int(number) in select and first == 1)
+
+    try:
+        if waits(str(pid)):
+            return True
+        wakes = "futex" in (PROC / str(pid) / "wchan").read_text(errors="replace")
+        return wakes and any(waits(task.name) for task in (PROC / str(pid) / "task").iterdir())
+    except (OSError, ValueError):
+        return False
 
 
 def _thread(pid: int, task: int) -> tuple[str, str, int]:

@@ -24,7 +24,10 @@ _MODULE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+/@:~=-]*")
 _CONDA = re.compile(r"[A-Za-z0-9_./~][^\s\0]*")
 _USERINFO = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 _SHELLS_OWN = ("_", "SHLVL", "PWD", "OLDPWD")  # the worker's folder is the launcher's choice, not an activate script's
-_OURS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+_OURS = (
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
+    *("ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+)
 _INSTEAD = {"OMP_NUM_THREADS": "--threads-per-rank", "MASTER_PORT": "--port"}
 
 # $1: the descriptor for the answer, $2: activate script, $3: conda environment, then modules. The answer: a word that

@@ -34,8 +34,8 @@ AGENT_MARGIN_SECONDS = 1.2  # how much longer than its workers' grace an agent n
 def run(plan: Plan, attempt_dir: Path | None, *, keep_open: Sequence[int] = ()) -> int:
     """Run the plan to its end; return the exit code. Main thread only.
 
-    By then all messages are on stderr. SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 stop the run in good order, a
-    second one at once. No process of the run is left on this host when this returns or is killed.
+    By then all messages are on stderr. Stop signals end the run in good order, a second one at once (scripts hear
+    SIGTERM first, for some seconds). No process of the run is left on this host when this returns or is killed.
 
     Args:
         plan: what to run.
@@ -58,7 +58,7 @@ def run(plan: Plan, attempt_dir: Path | None, *, keep_open: Sequence[int] = ()) 
     with signal_inbox((*STOP_SIGNALS, signal.SIGCHLD)) as inbox:
         agent = _start(command, node, keep_open)
         try:
-            code = _wait(agent, inbox, node.stop_grace_seconds + AGENT_MARGIN_SECONDS)
+            code = _wait(agent, inbox, node.stop_grace_seconds, AGENT_MARGIN_SECONDS + node.term_grace_seconds)
         finally:
             _end(agent)
             sweep_recorded(attempt_dir)
@@ -68,24 +68,36 @@ def run(plan: Plan, attempt_dir: Path | None, *, keep_open: Sequence[int] = ()) 
 def _start(command: Command, node: NodePlan, keep_open: Sequence[int]) -> subprocess.Popen[bytes]:
     # blocked, until the agent can handle them: forwarded too early, SIGINT would end it with a traceback
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    given = [os.dup(0)] if node.plain_store and _is_open(0) else []  # its own is the lifeline
     try:
         agent = subprocess.Popen(
             command.argv,
             env={**os.environ, **command.env},
             stdin=subprocess.PIPE,
-            pass_fds=keep_open,
+            pass_fds=(*keep_open, *given),
             start_new_session=True,
         )
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        for descriptor in given:
+            os.close(descriptor)
+    node = replace(node, keep_open=tuple(keep_open), stdin=given[0] if given else -1)
     assert agent.stdin is not None
     with suppress(BrokenPipeError):  # it ended at once; its exit code says so
-        agent.stdin.write(msgspec.json.encode(replace(node, keep_open=tuple(keep_open))) + b"\n")
+        agent.stdin.write(msgspec.json.encode(node) + b"\n")
         agent.stdin.flush()  # and stays open: the lifeline
     return agent
 
 
-def _wait(agent: subprocess.Popen[bytes], inbox: socket.socket, patience_seconds: float) -> int:
+def _is_open(descriptor: int) -> bool:
+    try:
+        os.fstat(descriptor)
+    except OSError:
+        return False
+    return True
+
+
+def _wait(agent: subprocess.Popen[bytes], inbox: socket.socket, grace_seconds: float, margin_seconds: float) -> int:
     stopped_by: signal.Signals | None = None
     deadline = math.inf
     while (code := agent.poll()) is None:
@@ -98,11 +110,11 @@ def _wait(agent: subprocess.Popen[bytes], inbox: socket.socket, patience_seconds
         if not received:
             continue
         if stopped_by is None:
-            stopped_by, deadline = received[0], time.monotonic() + patience_seconds
+            stopped_by, deadline = received[0], time.monotonic() + grace_seconds + margin_seconds
             time.sleep(SAME_REQUEST_SECONDS)
             read_inbox(inbox)
         else:
-            deadline = min(deadline, time.monotonic() + AGENT_MARGIN_SECONDS)
+            deadline = min(deadline, time.monotonic() + margin_seconds)
         agent.send_signal(received[0])
         agent.send_signal(signal.SIGCONT)
     if code < 0:

@@ -11,6 +11,8 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from types import FrameType
 
+from paceline.worker.guard import Guard
+
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 
 
@@ -49,9 +51,11 @@ def noticing(*, told: bool = False) -> Generator[StopRequest]:
         yield request
         return
     wanted = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, request.note) for number in wanted}
+    before, box = {number: signal.signal(number, request.note) for number in wanted}, Guard.of_process().box
+    box.note_stops(True)  # whatever the launcher is sent, an agent sends SIGTERM from now on
     try:
         yield request
     finally:
+        box.note_stops(False)
         for number, handler in before.items():
             signal.signal(number, handler)

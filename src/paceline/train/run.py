@@ -14,6 +14,7 @@ import torch
 
 from paceline import __version__
 from paceline.config import TrainConfig, dump, load, repeatable, with_defaults
+from paceline.contract.birth import WorkerBirth
 from paceline.contract.evidence import Phase
 from paceline.definition import BITS_ONLY, allowed_changes, check_same, settings
 from paceline.disk import writing
@@ -179,5 +180,5 @@ def _environment(world: World) -> Mapping[str, Any]:
         "world_size": world.size,
         "threads_per_rank": torch.get_num_threads(),
         "bits_hold_for": holds_for(world.device),
-        "started_by": "torchrun" if "TORCHELASTIC_RUN_ID" in os.environ else "paceline",
+        "started_by": "torchrun" if WorkerBirth.here() is None and "TORCHELASTIC_RUN_ID" in os.environ else "paceline",
     }

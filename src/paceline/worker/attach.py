@@ -28,6 +28,7 @@ from paceline.host.procfs import die_with_parent, read_process
 from paceline.observe.terminal import clean
 from paceline.worker.guard import Guard
 from paceline.worker.imports import when_imported
+from paceline.worker.unseen import unseen
 
 MAX_CHARS = 60_000  # a record is read by people
 INTERRUPTED = 130  # 128 + SIGINT
@@ -59,6 +60,7 @@ def _share_gradients(*, late: bool) -> None:
     kind: Any = sys.modules[DDP].DistributedDataParallel
     make = kind.__init__
 
+    @unseen
     @wraps(make)
     def made(ddp: Any, *args: Any, **kwargs: Any) -> None:
         make(ddp, *args, **kwargs)

@@ -26,6 +26,7 @@ from paceline.worker.attach import attach, error_file_name, leave, record_failur
 from paceline.worker.guard import Guard
 from paceline.worker.probes.hooks import Events
 from paceline.worker.probes.start import look_on
+from paceline.worker.terminal import ask_in_turn
 
 
 def worker_command(script_and_args: Sequence[str], python: str = sys.executable) -> tuple[str, ...]:
@@ -101,6 +102,8 @@ def run_script(arguments: Sequence[str], *also: Events) -> NoReturn:
     if not arguments or arguments == ["-m"]:
         print(f"usage: python -m {BOOTSTRAP} SCRIPT ARGS | -m MODULE ARGS", file=sys.stderr)
         sys.exit(ExitCode.USAGE)
+    if (birth := WorkerBirth.here()) is not None and os.isatty(0):
+        ask_in_turn(birth.temporary)
     ended = look_on(Guard.of_process(), *also) if WorkerBirth.here() is not None else None
     try:
         _run(arguments)

@@ -23,6 +23,7 @@ from paceline.contract.evidence import Op, Phase
 from paceline.worker.calls import KINDS, SAME, Begun, Group, Known, ReadingRule, leave_untraced, peer_of, torch_number
 from paceline.worker.probes.calls import OrderMarks, order_hash
 from paceline.worker.sites import Site, call_site
+from paceline.worker.unseen import unseen
 
 MODULE = "torch.distributed.distributed_c10d"
 MAX_TAKEN, MAX_CACHED = 256, 4096
@@ -133,6 +134,7 @@ class Ledger:
         peers = [(places[peer], peer) for peer in kind.peer or () if peer in places]
         inside = self._inside
 
+        @unseen
         @wraps(call)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             thread = get_ident()

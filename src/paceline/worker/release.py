@@ -32,6 +32,7 @@ from paceline.errors import UsageError
 from paceline.host.procfs import open_files, tcp_connections, written
 from paceline.host.reach import is_loopback
 from paceline.host.signed import sign
+from paceline.worker.unseen import unseen
 
 MAKES_GROUP = "_new_process_group_helper"  # what init_process_group, new_group and split_group all call
 SO_ATTACH_FILTER, BPF_RETURN = 26, 0x06  # asm-generic/socket.h, linux/bpf_common.h
@@ -53,6 +54,7 @@ class Connections:
         if make is None:  # a torch that has another name for it: nothing is known, nobody is freed
             return
 
+        @unseen
         @wraps(make)
         def made(*args: Any, **kwargs: Any) -> Any:
             before = open_sockets()

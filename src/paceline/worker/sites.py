@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from paceline.contract.evidence import Frame
 from paceline.contract.places import SITE_CHARS, Activity, activity_of, called_at, site
+from paceline.worker.unseen import UNSEEN
 
 MAX_DEPTH = 100  # frames to look at from inside; a framework's are some 30, a backward of ours under a dozen
 _OURS = str(Path(__file__).resolve().parents[1])  # .../paceline
@@ -63,6 +64,7 @@ def owner(filename: str) -> Owner:
 @cache
 def short(filename: str) -> str:
     """What people on any host call this file."""
+    filename = filename.removesuffix(UNSEEN)
     if filename.startswith(_OURS + "/"):
         return "paceline" + filename[len(_OURS) :]
     for packages in ("/site-packages/", "/dist-packages/"):

@@ -22,6 +22,7 @@ from typing import Any
 from paceline.contract.facts import OWN_GENERATORS
 from paceline.worker.probes.digests import hashed
 from paceline.worker.sites import USER, owner
+from paceline.worker.unseen import unseen
 
 SLOTS, DIGEST_BYTES = 64, 16
 NAMES = ("torch", "random", "numpy", OWN_GENERATORS)
@@ -38,6 +39,7 @@ class Fetched:
     def watched(self, fetch: Any, number_of: Callable[[Any], int]) -> Any:
         """`fetch`, looked at; `number_of` a data set is that of its loader, -1 if it is of none."""
 
+        @unseen
         @wraps(fetch)
         def fetched(fetcher: Any, indices: Any) -> Any:
             number = number_of(fetcher.dataset)

@@ -24,6 +24,7 @@ from functools import partial, update_wrapper, wraps
 from typing import Any, Self
 
 from paceline.worker.imports import when_imported
+from paceline.worker.unseen import unseen
 
 Then = Callable[..., None]
 
@@ -247,6 +248,7 @@ def hang(
             except Exception:
                 return
 
+    @unseen
     @wraps(function)
     def called(*args: Any, **kwargs: Any) -> Any:
         if compiles():

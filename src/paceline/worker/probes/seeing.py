@@ -15,6 +15,7 @@ from paceline.worker.probes.graphs import factors_of, parameters_reached, roots_
 from paceline.worker.probes.hooks import Events, hang
 from paceline.worker.probes.loading import LoaderWatch
 from paceline.worker.sites import Owner, call_site, frame_of, owner, site_words, user_site
+from paceline.worker.unseen import unseen
 
 MAX_STEPS = 100  # after which a script without epochs is ended
 MAX_RECORDS = 400
@@ -89,6 +90,7 @@ class StepWatch(Events):
     def clipping(self, clip: Any) -> Any:
         """`clip_grads_with_norm_`, of which the norm is kept for the step that comes next."""
 
+        @unseen
         @wraps(clip)
         def clipped(parameters: Any, max_norm: float, total_norm: Any, *args: Any, **kwargs: Any) -> Any:
             of = [parameters] if hasattr(parameters, "grad") else list(parameters)  # may be there for once only

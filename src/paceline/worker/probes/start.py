@@ -15,6 +15,7 @@ from paceline.worker.probes.finite import Batches, Finite
 from paceline.worker.probes.hooks import Events, Hooks
 from paceline.worker.probes.replicas import Fingerprints
 from paceline.worker.probes.steps import Counted, ScriptPhases, Stale, Swallowed
+from paceline.worker.unseen import unseen
 
 
 def look_on(guard: Guard, *also: Events) -> Callable[[], None]:
@@ -46,6 +47,7 @@ class Joins(Events):
         joins: Any = sys.modules["torch.distributed.algorithms.join"].Join
         enter = joins.__enter__
 
+        @unseen
         @wraps(enter)
         def entered(join: Any) -> Any:
             box.put("uneven", 1)
